@@ -1,0 +1,64 @@
+"""Requests and outputs of the engine loop: plain records that serialise to JSON, so that the loop can live in
+another process than the front end. Text, templates and stop strings are the front end's business (``frontend.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass
+class SamplingParams:
+    """Resolved numbers of one request (from a GenerationConfig; greedy is temperature 0)."""
+
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0  # 0 = all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0  # 0 … 2^64-1
+    stop_token_ids: list[int] = field(default_factory=list)  # eos included unless ignored
+    bad_token_ids: list[int] = field(default_factory=list)
+    bad_words: list[str] = field(default_factory=list)  # any number of tokens each
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    logprobs: int = -1  # -1 none, 0 the chosen token's, k the top k too
+    prompt_logprobs: int = -1
+    grammar: dict[str, Any] | None = None  # a response_format
+    logits: Literal["all", "generation"] | None = None
+    hidden: Literal["all", "generation"] | None = None
+
+
+@dataclass
+class EngineRequest:
+    """``keep``: the session whose blocks stay pinned in the cache after the request ends (None = none)."""
+
+    id: str
+    token_ids: list[int]
+    params: SamplingParams
+    session: str | None = None
+    score_only: bool = False  # no token is drawn: prompt log-probabilities / hidden rows alone
+
+
+@dataclass
+class EngineOutput:
+    """What one step produced for a request. ``finish_reason`` set = the last one.
+
+    ``stop_token``: the stop token id that ended it (it is in ``token_ids`` too). Arrays are numpy, in process only or
+    carried beside the JSON as raw bytes.
+    """
+
+    id: str
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    finish_reason: Literal["stop", "length", "error", "abort"] | None = None
+    stop_token: int | None = None
+    cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, float] | None] | None = None  # [0] is None
+    logits: Any = None  # float32 [rows, V]
+    hidden: Any = None  # float32 [rows, hidden]
+    error: str | None = None

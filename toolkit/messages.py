@@ -1,0 +1,337 @@
+"""The records a user meets: configs that go in, responses that come out. LMDeploy's names, fields and defaults.
+
+Importing this module imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from toolkit.errors import UsageError
+
+DTYPES = ("auto", "float16", "bfloat16", "float32")
+MODEL_FORMATS = (None, "hf", "awq", "gptq", "compressed-tensors", "fp8", "mxfp4", "w8a8", "gguf", "engine")
+SEED_MAX = (1 << 64) - 1
+
+
+def _number(what: str, value: Any, low: float, high: float, *, whole: bool = False, open_low: bool = False) -> None:
+    """Raise UsageError unless ``value`` is a finite number within [low, high]."""
+    kind = int if whole else (int, float)
+    bad = isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value)
+    if bad or value < low or value > high or (open_low and value == low):
+        span = f"{'(' if open_low else '['}{low:g}, {'∞' if math.isinf(high) else f'{high:g}'}]"
+        raise UsageError(f"{what}: expected {'an integer' if whole else 'a number'} in {span}, found {value!r}")
+
+
+@dataclass
+class GenerationConfig:
+    """How to generate. ``validate()`` raises UsageError that names the field.
+
+    Sampling: ``do_sample=False`` is greedy; then temperature, top_k, top_p and min_p are ignored, penalties are not.
+    ``stop_words`` and ``bad_words`` may have any number of tokens. ``random_seed``: one seed a request; choice i of n
+    uses ``random_seed + i``. ``response_format``: {"type": "json_schema" | "json_object" | "regex_schema" | "grammar" |
+    "choice" | "text", …}. ``logits_processors`` (in process only): callables (token_ids, logits) -> logits.
+    """
+
+    n: int = 1
+    max_new_tokens: int | None = 512
+    do_sample: bool = False
+    top_p: float = 1.0
+    top_k: int = 50
+    min_p: float = 0.0
+    temperature: float = 0.8
+    repetition_penalty: float = 1.0
+    ignore_eos: bool = False
+    random_seed: int | None = None
+    stop_words: list[str] | None = None
+    bad_words: list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_token_ids: list[int] | None = None
+    min_new_tokens: int | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    logits_processors: list[Callable[[Any, Any], Any]] | None = None
+    output_logits: Literal["all", "generation"] | None = None
+    output_last_hidden_state: Literal["all", "generation"] | None = None
+    include_stop_str_in_output: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Raise UsageError for the first field out of its range."""
+        _number("n", self.n, 1, 128, whole=True)
+        if self.max_new_tokens is not None:
+            _number("max_new_tokens", self.max_new_tokens, 1, 1 << 30, whole=True)
+        if self.min_new_tokens is not None:
+            _number("min_new_tokens", self.min_new_tokens, 0, 1 << 30, whole=True)
+            if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+                raise UsageError(
+                    f"min_new_tokens: expected at most max_new_tokens ({self.max_new_tokens}), found {self.min_new_tokens}"
+                )
+        _number("top_p", self.top_p, 0, 1)
+        _number("top_k", self.top_k, 0, 1 << 30, whole=True)
+        _number("min_p", self.min_p, 0, 1)
+        _number("temperature", self.temperature, 0, 2)
+        _number("repetition_penalty", self.repetition_penalty, 0, 100, open_low=True)
+        _number("presence_penalty", self.presence_penalty, -2, 2)
+        _number("frequency_penalty", self.frequency_penalty, -2, 2)
+        if self.random_seed is not None:
+            _number("random_seed", self.random_seed, -(1 << 63), SEED_MAX, whole=True)
+        if self.logprobs is not None:
+            _number("logprobs", self.logprobs, 0, 1024, whole=True)
+        if self.prompt_logprobs is not None:
+            _number("prompt_logprobs", self.prompt_logprobs, 0, 1024, whole=True)
+        for name in ("stop_words", "bad_words"):
+            words = getattr(self, name)
+            if isinstance(words, str):
+                words = [words]
+                setattr(self, name, words)
+            if words is not None and not all(isinstance(w, str) and w for w in words):
+                raise UsageError(f"{name}: expected a list of non-empty strings, found {words!r:.80}")
+        for name in ("stop_token_ids", "bad_token_ids"):
+            ids = getattr(self, name)
+            if ids is not None and not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+                raise UsageError(f"{name}: expected a list of token ids, found {ids!r:.80}")
+        for name in ("output_logits", "output_last_hidden_state"):
+            if getattr(self, name) not in (None, "all", "generation"):
+                raise UsageError(f"{name}: expected 'all', 'generation' or None, found {getattr(self, name)!r}")
+        if self.logit_bias is not None:
+            for key, value in self.logit_bias.items():
+                _number("logit_bias: token id", key, 0, 1 << 31, whole=True)
+                _number(f"logit_bias[{key}]", value, -100, 100)
+
+    @property
+    def greedy(self) -> bool:
+        return not self.do_sample or self.temperature == 0 or self.top_k == 1
+
+
+FinishReason = Literal["stop", "length", "error", "abort"]
+
+
+@dataclass
+class Response:
+    """What a request produced; when streaming, what it produced since the last one (``extend`` joins them).
+
+    ``logprobs``: one dict {token id: log-probability} a generated token, the chosen token always in it.
+    ``logits``: float32 tensor [tokens, vocab]; ``last_hidden_state``: [tokens, hidden]. ``index``: position in the batch.
+    ``cached_tokens``: prompt tokens served from the prefix cache.
+    """
+
+    text: str = ""
+    generate_token_len: int = 0
+    input_token_len: int = 0
+    finish_reason: FinishReason | None = None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] | None = None
+    logits: Any = None
+    last_hidden_state: Any = None
+    index: int = 0
+    cached_tokens: int = 0
+    error_code: int | None = None
+    error_message: str | None = None
+    session_id: int | None = None
+    stop_reason: str | int | None = None
+    prompt_logprobs: list[dict[int, float] | None] | None = None
+
+    def extend(self, other: Response) -> Response:
+        """Append a later delta of the same request and return self."""
+        import numpy as np
+
+        self.text += other.text
+        self.token_ids = self.token_ids + other.token_ids
+        self.generate_token_len = other.generate_token_len
+        self.input_token_len = other.input_token_len
+        self.finish_reason = other.finish_reason
+        self.index = other.index
+        self.cached_tokens = other.cached_tokens
+        self.error_code, self.error_message = other.error_code, other.error_message
+        self.stop_reason = other.stop_reason
+        if other.logprobs:
+            self.logprobs = (self.logprobs or []) + other.logprobs
+        if other.prompt_logprobs:
+            self.prompt_logprobs = other.prompt_logprobs
+        for name in ("logits", "last_hidden_state"):
+            mine, more = getattr(self, name), getattr(other, name)
+            if more is not None:
+                setattr(self, name, more if mine is None else np.concatenate([mine, more]))
+        return self
+
+
+def _check_engine(config: TurbomindEngineConfig | PytorchEngineConfig, block: str) -> None:
+    if config.dtype not in DTYPES:
+        raise UsageError(f"dtype: expected one of {', '.join(DTYPES)}, found {config.dtype!r}")
+    if config.model_format not in MODEL_FORMATS:
+        names = ", ".join(f for f in MODEL_FORMATS if f)
+        raise UsageError(f"model_format: expected one of {names}, found {config.model_format!r}")
+    if config.quant_policy not in (0, 4, 8):
+        raise UsageError(f"quant_policy: expected 0, 4 or 8 (bits of the KV cache), found {config.quant_policy!r}")
+    for name in ("tp",):
+        _number(name, getattr(config, name), 1, 1024, whole=True)
+    if config.session_len is not None:
+        _number("session_len", config.session_len, 1, 1 << 30, whole=True)
+    if config.max_batch_size is not None:
+        _number("max_batch_size", config.max_batch_size, 1, 1 << 20, whole=True)
+    _number("max_prefill_token_num", config.max_prefill_token_num, 1, 1 << 30, whole=True)
+    count = config.cache_max_entry_count
+    if isinstance(count, int) and not isinstance(count, bool):
+        _number("cache_max_entry_count", count, 1, 1 << 40, whole=True)
+    else:
+        _number("cache_max_entry_count", count, 0, 1, open_low=True)
+    size = getattr(config, block)
+    _number(block, size, 16, 1024, whole=True)
+    if size & (size - 1):
+        raise UsageError(f"{block}: expected a power of two, found {size}")
+    if config.threads is not None:
+        _number("threads", config.threads, 0, 4096, whole=True)
+
+
+@dataclass
+class TurbomindEngineConfig:
+    """Options of the ``turbomind`` backend, the fast path: the ``native`` runner.
+
+    ``cache_max_entry_count``: share of free memory for the KV cache, or (an integer) its number of blocks.
+    ``device``: "auto", "cpu", "cuda" or "cuda:N". ``threads``: CPU threads, None = all.
+    """
+
+    dtype: str = "auto"
+    model_format: str | None = None
+    tp: int = 1
+    session_len: int | None = None
+    max_batch_size: int | None = None
+    cache_max_entry_count: float | int = 0.8
+    cache_block_seq_len: int = 64
+    enable_prefix_caching: bool = True
+    quant_policy: int = 0
+    rope_scaling_factor: float = 0.0
+    download_dir: str | None = None
+    revision: str | None = None
+    max_prefill_token_num: int = 8192
+    device: str = "auto"
+    threads: int | None = None
+    hf_overrides: dict[str, Any] | None = None
+    enable_metrics: bool = True
+
+    def __post_init__(self) -> None:
+        _check_engine(self, "cache_block_seq_len")
+        _number("rope_scaling_factor", self.rope_scaling_factor, 0, 1e4)
+
+    @property
+    def block_size(self) -> int:
+        return self.cache_block_seq_len
+
+
+@dataclass
+class PytorchEngineConfig:
+    """Options of the ``pytorch`` backend: the ``torch`` runner, any spec on any device torch has.
+
+    ``device_type``: "auto", "cpu", "cuda" or "cuda:N". ``num_gpu_blocks``: KV blocks, 0 = planned from memory.
+    """
+
+    dtype: str = "auto"
+    tp: int = 1
+    session_len: int | None = None
+    max_batch_size: int | None = None
+    cache_max_entry_count: float | int = 0.8
+    block_size: int = 64
+    num_gpu_blocks: int = 0
+    adapters: dict[str, str] | None = None
+    max_prefill_token_num: int = 8192
+    enable_prefix_caching: bool = True
+    device_type: str = "auto"
+    eager_mode: bool = False
+    custom_module_map: dict[str, str] | str | None = None
+    download_dir: str | None = None
+    revision: str | None = None
+    quant_policy: int = 0
+    model_format: str | None = None
+    threads: int | None = None
+    hf_overrides: dict[str, Any] | None = None
+    enable_metrics: bool = True
+
+    def __post_init__(self) -> None:
+        _check_engine(self, "block_size")
+        _number("num_gpu_blocks", self.num_gpu_blocks, 0, 1 << 40, whole=True)
+        if self.adapters is not None:
+            raise UsageError("adapters: LoRA adapters are not built yet; merge the adapter into the checkpoint")
+        if self.custom_module_map is not None:
+            raise UsageError("custom_module_map: not built yet; add a family file instead (docs/add-a-model.md)")
+
+    @property
+    def device(self) -> str:
+        return self.device_type
+
+
+EngineConfig = TurbomindEngineConfig | PytorchEngineConfig
+
+
+@dataclass
+class ChatTemplateConfig:
+    """A chat template: the name of a built-in one, or one's own pieces.
+
+    A field that is not None overrides the built-in ``model_name``; with a new name the pieces are the template: system,
+    meta_instruction, eosys, then for every round user, content, eoh, assistant, content, eoa, separator.
+    """
+
+    model_name: str
+    model_path: str | None = None
+    system: str | None = None
+    meta_instruction: str | None = None
+    eosys: str | None = None
+    user: str | None = None
+    eoh: str | None = None
+    assistant: str | None = None
+    eoa: str | None = None
+    tool: str | None = None
+    eotool: str | None = None
+    separator: str | None = None
+    capability: Literal["completion", "infilling", "chat", "python"] | None = None
+    stop_words: list[str] | None = None
+
+    def to_json(self, file_path: str | None = None) -> str:
+        """The fields that are set, as JSON; also written to ``file_path`` where given."""
+        import json
+        from pathlib import Path
+
+        text = json.dumps({f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not None}, indent=2)
+        if file_path is not None:
+            Path(file_path).write_text(text + "\n", encoding="utf-8")
+        return text
+
+    @classmethod
+    def from_json(cls, file_or_string: str) -> ChatTemplateConfig:
+        """From a file name or JSON text. Raises UsageError for bad JSON, unknown or ill-typed keys."""
+        import json
+        from pathlib import Path
+
+        what = "chat template"
+        text = file_or_string
+        if not file_or_string.lstrip().startswith("{"):
+            what = file_or_string
+            try:
+                text = Path(file_or_string).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as e:
+                raise UsageError(f"{file_or_string}: cannot read the chat template ({e})") from e
+        try:
+            data = json.loads(text)
+        except ValueError as e:
+            raise UsageError(f"{what}: not valid JSON ({e})") from e
+        names = {f.name for f in fields(cls)}
+        if not isinstance(data, dict) or "model_name" not in data:
+            raise UsageError(f"{what}: expected a JSON object with at least 'model_name'")
+        if unknown := sorted(set(data) - names):
+            raise UsageError(f"{what}: unknown key {unknown[0]!r}; known are {', '.join(sorted(names))}")
+        for key, value in data.items():
+            good = isinstance(value, list) and all(isinstance(w, str) for w in value) if key == "stop_words" else isinstance(value, str)
+            if value is not None and not good:
+                raise UsageError(f"{what}: {key!r}: expected {'a list of strings' if key == 'stop_words' else 'a string'}, found {value!r:.40}")
+        return cls(**data)

@@ -1,0 +1,117 @@
+"""The step boundary: what the engine hands a runner and what it gets back, as plain numpy arrays.
+
+Neither torch nor Python objects cross it, so that a runner can be a C++ call, a captured graph or
+another process. Letters in shapes: S sequences in the batch, T tokens in all (flat, sequence after sequence), N sampled
+rows, V vocabulary, G cache groups, B the longest block table of a group. Arrays are C-contiguous, of exactly the
+dtype stated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
+F32 = NDArray[np.float32]
+
+
+@dataclass
+class SamplingBatch:
+    """How each of the N sampled rows chooses its token. Field order is the order of application:
+
+    1. penalties over the row's history, CSR rows ``history_ptr[i]:history_ptr[i+1]`` of distinct token ids:
+       repetition (logit / p if > 0 else logit * p) for every listed id, then
+       ``logit -= frequency * count + presence * (count > 0)`` with ``history_count`` = occurrences in the *output* (0
+       for ids that stand in the prompt alone);
+    2. biases, CSR likewise: ``logit[id] += value`` (-inf bans);
+    3. ``grammar``: bit (id & 31) of word id >> 5 clear bans the id (xgrammar's layout);
+    4. log-probabilities are taken here (log-softmax of the logits so far, before temperature);
+    5. ``temperature`` 0 takes the argmax, lowest id on a tie. Else logits / temperature, softmax, then keep the ``top_k`` (0
+       = all) most probable, of those the smallest set whose mass reaches ``top_p``, of those the ones with at
+       least ``min_p`` times the top probability (ties at a border: lowest id first); draw with
+       u = uniform(seed, position) by walking the kept ids in ascending order over their renormalised mass.
+    """
+
+    temperature: F32  # [N]
+    top_k: I32  # [N]
+    top_p: F32  # [N]
+    min_p: F32  # [N]
+    repetition_penalty: F32  # [N] 1 = off
+    presence_penalty: F32  # [N] 0 = off
+    frequency_penalty: F32  # [N] 0 = off
+    seed: NDArray[np.uint64]  # [N]
+    position: I64  # [N] index of the token to be drawn among the request's new tokens
+    history_ptr: I32  # [N+1]
+    history_ids: I32
+    history_count: I32
+    bias_ptr: I32  # [N+1]
+    bias_ids: I32
+    bias_values: F32
+    logprobs: I32  # [N] how many top log-probabilities to return; -1 = none, 0 = the chosen token's alone
+    grammar: NDArray[np.int32] | None = None  # [N, ceil(V/32)] all ones = no grammar
+
+
+@dataclass
+class StepBatch:
+    """One forward pass over a ragged batch of prefill chunks and decode tokens mixed.
+
+    ``block_tables[g]`` names, for cache group g, the blocks of each sequence in order of position: entry j holds positions
+    [j·block_size, (j+1)·block_size); entries of a window group that lie wholly before the window are -1 and never read.
+    ``slot_mapping[g][t]`` = block·block_size + offset is where token t's key and value go.
+    """
+
+    token_ids: I32  # [T]; where from_previous >= 0 the value is ignored
+    from_previous: I32  # [T]; -1, or the sampled row of the previous step whose token stands here
+    positions: I32  # [R, T], R = 1 (3 for M-RoPE)
+    cu_seqlens: I32  # [S+1] where each sequence's tokens start in the flat arrays
+    seq_lens: I32  # [S] tokens in the cache after this step, new ones included
+    block_tables: tuple[I32, ...]  # G of [S, B]
+    slot_mapping: tuple[I64, ...]  # G of [T]
+    rope_set: NDArray[np.int8]  # [S] 0 = short frequencies, 1 = long
+    adapter: I32  # [S] LoRA adapter, -1 = none
+    sample_index: I32  # [N] flat token whose logits row is sampled
+    sampling: SamplingBatch  # rows as in sample_index
+    logits_index: I32  # flat tokens whose raw float32 logits come back (before any penalty)
+    hidden_index: I32  # flat tokens whose last hidden state (after the final norm) comes back
+    target_index: I32  # flat tokens t for which log p(target) comes back …
+    target_ids: I32  # … of this token
+    mask_kind: Literal["causal"] = "causal"
+    embeds: F32 | None = None  # [E, hidden] rows that replace the embedding of …
+    embed_index: I32 = field(default_factory=lambda: np.zeros(0, np.int32))  # … these flat tokens
+    copy_blocks: tuple[NDArray[np.int32], ...] = ()  # per group [C, 2] (source, destination), done before the step
+
+
+@dataclass
+class StepOutput:
+    """What a step produced. ``tokens[i, :counts[i]]`` are the new tokens of sampled row i (one, unless speculating)."""
+
+    tokens: I32  # [N, K]
+    counts: I32  # [N]
+    logprob: F32  # [N, K] log-probability of each chosen token (nan where not asked for)
+    top_ids: I32  # [N, P] P = max of sampling.logprobs, -1 fills
+    top_logprobs: F32  # [N, P]
+    logits: F32  # [len(logits_index), V]
+    hidden: F32  # [len(hidden_index), hidden]
+    target_logprobs: F32  # [len(target_index)]
+    target_top_ids: I32 = field(default_factory=lambda: np.zeros((0, 0), np.int32))
+    bad_rows: I32 = field(default_factory=lambda: np.zeros(0, np.int32))  # sampled rows whose logits held NaN
+
+
+_MASK = (1 << 64) - 1
+
+
+def uniform(seed: int, position: int) -> float:
+    """The draw for token ``position`` of a request: splitmix64 of both, 24 bits, in [0, 1).
+
+    Depends on nothing else, so a request's samples depend neither on its neighbours in the batch nor on
+    chunking. Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (2014).
+    """
+    z = (seed + 0x9E3779B97F4A7C15 * (position + 1)) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    z ^= z >> 31
+    return (z >> 40) * (1.0 / (1 << 24))
