@@ -13,16 +13,17 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "ChatTemplateConfig": "toolkit.messages",
     "GenerationConfig": "toolkit.messages",
-    "Pipeline": "toolkit.pipeline",
+    "Pipeline": "toolkit.api",
     "PytorchEngineConfig": "toolkit.messages",
     "Response": "toolkit.messages",
-    "Session": "toolkit.pipeline",
+    "Session": "toolkit.api",
     "TurbomindEngineConfig": "toolkit.messages",
-    "pipeline": "toolkit.pipeline",
+    "pipeline": "toolkit.api",
 }
 __all__ = ["__version__", *_EXPORTS]
 
 if TYPE_CHECKING:
+    from toolkit.api import Pipeline, Session, pipeline
     from toolkit.messages import (
         ChatTemplateConfig,
         GenerationConfig,
@@ -30,13 +31,11 @@ if TYPE_CHECKING:
         Response,
         TurbomindEngineConfig,
     )
-    from toolkit.pipeline import Pipeline, Session, pipeline
 
 
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_EXPORTS[name]), name)
-    # `toolkit.pipeline` is both a module and the function in it: users mean the function.
     globals()[name] = value
     return value

@@ -331,7 +331,13 @@ class ChatTemplateConfig:
         if unknown := sorted(set(data) - names):
             raise UsageError(f"{what}: unknown key {unknown[0]!r}; known are {', '.join(sorted(names))}")
         for key, value in data.items():
-            good = isinstance(value, list) and all(isinstance(w, str) for w in value) if key == "stop_words" else isinstance(value, str)
+            good = (
+                isinstance(value, list) and all(isinstance(w, str) for w in value)
+                if key == "stop_words"
+                else isinstance(value, str)
+            )
             if value is not None and not good:
-                raise UsageError(f"{what}: {key!r}: expected {'a list of strings' if key == 'stop_words' else 'a string'}, found {value!r:.40}")
+                raise UsageError(
+                    f"{what}: {key!r}: expected {'a list of strings' if key == 'stop_words' else 'a string'}, found {value!r:.40}"
+                )
         return cls(**data)

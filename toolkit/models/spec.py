@@ -294,16 +294,16 @@ def _build(tp: Any, value: Any) -> Any:
             raise ValueError(f"expected one of {get_args(tp)}, found {value!r:.40}")
         return value
     if origin is not None:  # a union
-        args = [a for a in get_args(tp) if a is not type(None)]
+        members = [a for a in get_args(tp) if a is not type(None)]
         if value is None:
             return None
         if isinstance(value, dict):
             kind = value.get("kind")
-            for a in args:
-                if len(args) == 1 or getattr(a, "kind", None) == kind:
+            for a in members:
+                if len(members) == 1 or getattr(a, "kind", None) == kind:
                     return _build(a, value)
             raise ValueError(f"unknown kind {kind!r}")
-        return _build(args[0], value)
+        return _build(members[0], value)
     if tp is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(tp, type) and (not isinstance(value, tp) or (isinstance(value, bool) and tp is not bool)):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from toolkit.runners.step import StepBatch, StepOutput
 from toolkit.models.spec import DecoderSpec
+from toolkit.runners.step import StepBatch, StepOutput
 
 
 @dataclass(frozen=True)
