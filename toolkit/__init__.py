@@ -20,7 +20,17 @@ _EXPORTS = {
     "TurbomindEngineConfig": "toolkit.messages",
     "pipeline": "toolkit.api",
 }
-__all__ = ["__version__", *_EXPORTS]
+__all__ = [
+    "ChatTemplateConfig",
+    "GenerationConfig",
+    "Pipeline",
+    "PytorchEngineConfig",
+    "Response",
+    "Session",
+    "TurbomindEngineConfig",
+    "__version__",
+    "pipeline",
+]
 
 if TYPE_CHECKING:
     from toolkit.api import Pipeline, Session, pipeline

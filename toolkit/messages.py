@@ -17,7 +17,9 @@ MODEL_FORMATS = (None, "hf", "awq", "gptq", "compressed-tensors", "fp8", "mxfp4"
 SEED_MAX = (1 << 64) - 1
 
 
-def _number(what: str, value: Any, low: float, high: float, *, whole: bool = False, open_low: bool = False) -> None:
+def _number(
+    what: str, value: Any, low: float, high: float, *, whole: bool = False, open_low: bool = False
+) -> None:
     """Raise UsageError unless ``value`` is a finite number within [low, high]."""
     kind = int if whole else (int, float)
     bad = isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value)
@@ -76,7 +78,7 @@ class GenerationConfig:
             _number("min_new_tokens", self.min_new_tokens, 0, 1 << 30, whole=True)
             if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
                 raise UsageError(
-                    f"min_new_tokens: expected at most max_new_tokens ({self.max_new_tokens}), found {self.min_new_tokens}"
+                    f"min_new_tokens: expected at most max_new_tokens, {self.max_new_tokens}, found {self.min_new_tokens}"
                 )
         _number("top_p", self.top_p, 0, 1)
         _number("top_k", self.top_k, 0, 1 << 30, whole=True)

@@ -8,7 +8,6 @@ number of output features (rows), ``in`` the number of input features. Weights a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Union
 
 import torch
 from torch import Tensor
@@ -128,4 +127,4 @@ class Fp8:
         return Fp8(self.weight[rows], self.scales[rows])
 
 
-Weight = Union[Dense, GroupInt, ChannelInt8, Fp8]
+Weight = Dense | GroupInt | ChannelInt8 | Fp8

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 Shard = Literal["column", "row", "vocab", "expert", "replicated"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
@@ -138,7 +138,7 @@ class MoeSpec:
     kind: Literal["moe"] = "moe"
 
 
-Mixer = Union[AttentionSpec, MlpSpec, MoeSpec]
+Mixer = AttentionSpec | MlpSpec | MoeSpec
 
 
 @dataclass(frozen=True)
