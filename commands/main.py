@@ -1,0 +1,142 @@
+"""The ``tool`` command: finds the subcommand, loads it alone, and turns errors into one line and an exit code.
+
+A subcommand's module is imported only when it is run, so that ``tool --help`` stays instant.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from importlib import import_module
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.exceptions import TyperException
+
+from toolkit import __version__
+from toolkit.errors import ToolkitError, UsageError
+
+# name -> (one line of help, panel). A module with `app` is a group of commands, one with `run` a single command.
+COMMANDS = {
+    "pull": ("Fetch a model and print where it lies.", "Make"),
+    "lite": ("Quantize: auto_awq, smooth_quant.", "Make"),
+    "convert": ("Pack a checkpoint into an engine artifact that starts in milliseconds.", "Make"),
+    "chat": ("Talk to a model in the terminal.", "Run"),
+    "serve": ("Serve a model: api_server speaks OpenAI's API.", "Run"),
+    "profile": ("Measure speed: throughput, generation.", "Measure"),
+    "eval": ("Measure quality: ppl.", "Measure"),
+    "inspect": ("Show what a model directory is and where it came from.", "Look"),
+    "list": ("List built-in chat templates, or models.", "Look"),
+    "check_env": ("Show what runs on this machine, and test it.", "Look"),
+}
+
+
+def _load(name: str) -> Any:
+    """Import the module behind ``name`` and return its command."""
+    module = import_module(f"toolkit.commands.{name}")
+    app = getattr(module, "app", None)
+    if app is None:
+        app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+        app.command(name=name)(module.run)
+    command = typer.main.get_command(app)
+    command.name = name
+    return command
+
+
+class LazyGroup(TyperGroup):
+    """Lists subcommands from ``COMMANDS``; imports one only to run it."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | None:
+        name = cmd_name.replace("-", "_")
+        if name not in COMMANDS:
+            return None
+        help_line, panel = COMMANDS[name]
+        return TyperCommand(name, help=help_line, rich_help_panel=panel)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        if command is not None and command.name is not None:
+            command = _load(command.name)
+        return name, command, rest
+
+
+app = typer.Typer(
+    cls=LazyGroup, add_completion=False, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False
+)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: bool = typer.Option(False, "--version", "-v", help="Print the version and exit."),
+    debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error (works after any command)."),
+) -> None:
+    """Make large language models small and fast, and serve them: quantize → convert → run.
+
+    MODEL is a local directory, a Hugging Face id, a .gguf file, one of our artifacts, or `demo`.
+    """
+    if version:
+        print(f"tool {__version__}")
+        raise typer.Exit
+
+
+def normalise(argv: list[str]) -> tuple[list[str], bool]:
+    """Spell flags with dashes (``--work_dir`` is ``--work-dir``) and take ``--debug`` out, up to a bare ``--``."""
+    out: list[str] = []
+    debug = bool(os.environ.get("TOOLKIT_DEBUG"))
+    for i, arg in enumerate(argv):
+        if arg == "--":
+            return out + argv[i:], debug
+        if arg == "--debug":
+            debug = True
+        elif arg.startswith("--"):
+            name, eq, value = arg.partition("=")
+            out.append(name.replace("_", "-") + eq + value)
+        else:
+            out.append(arg)
+    return out, debug
+
+
+def _explain(error: BaseException) -> tuple[str, int]:
+    """One line and the exit code for an exception that ended a command."""
+    if isinstance(error, ToolkitError):
+        return str(error), error.exit_code
+    if isinstance(error, TyperException) and hasattr(error, "format_message"):
+        ctx = getattr(error, "ctx", None)
+        return error.format_message().rstrip(".") + (f" (see: {ctx.command_path} --help)" if ctx else ""), 2
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"{error.filename or 'the target'}: the disk is full; free some space and run the command again", 1
+    if isinstance(error, MemoryError):
+        return "out of memory; try a smaller --session-len, --max-batch-size or --batch-size", 1
+    if isinstance(error, OSError):
+        return f"{error.filename or type(error).__name__}: {error.strerror or error}", 1
+    text = str(error).strip()
+    return f"internal error, {type(error).__name__}: {text or 'no message'} (--debug shows the traceback)", 1
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run ``tool`` with ``argv`` (default: the process's) and exit: 0 done, 1 failure, 2 misuse, 130 interrupted."""
+    args, debug = normalise(sys.argv[1:] if argv is None else argv)
+    code: Any = 0
+    try:
+        code = app(args=args, prog_name="tool", standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
+        code = 130
+    except BrokenPipeError:
+        # The reader of our output went away (`tool … | head`): nothing to say, and nobody to say it to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except Exception as e:
+        if type(e).__name__ == "NoArgsIsHelpError":  # Typer has printed the help already
+            sys.exit(2)
+        if debug:
+            raise
+        message, code = _explain(e)
+        kind = "misuse" if code == UsageError.exit_code else "error"
+        print(f"tool: {kind}: " + " ".join(message.split()), file=sys.stderr)
+    sys.exit(code if isinstance(code, int) else 0)

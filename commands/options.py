@@ -1,0 +1,116 @@
+"""The engine flags that every command which runs a model shares, spelled as LMDeploy spells them.
+
+A command takes one parameter ``engine: EngineFlags`` and is decorated with ``@with_engine_flags``; the command
+line then shows each field as a flag of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from toolkit.errors import UsageError
+
+if TYPE_CHECKING:
+    from toolkit.messages import EngineConfig
+
+PANEL = "Engine"
+
+
+def _flag(*names: str, help: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=PANEL)
+
+
+@dataclass
+class EngineFlags:
+    backend: Annotated[
+        str | None, _flag("--backend", help="turbomind (native, fast) or pytorch (any model). Default: chosen.")
+    ] = None
+    device: Annotated[str, _flag("--device", help="auto, cpu, cuda or cuda:N.")] = "auto"
+    dtype: Annotated[str, _flag("--dtype", help="Activations: auto, float16, bfloat16, float32.")] = "auto"
+    tp: Annotated[int, _flag("--tp", help="Devices to split the model over (tensor parallelism).")] = 1
+    session_len: Annotated[
+        int | None, _flag("--session-len", help="Longest context, in tokens. Default: the model's, if it fits.")
+    ] = None
+    max_batch_size: Annotated[
+        int | None, _flag("--max-batch-size", help="Most requests in one step. Default: by device and memory.")
+    ] = None
+    cache_max_entry_count: Annotated[
+        float | None,
+        _flag("--cache-max-entry-count", help="Share of free memory for the KV cache (<1), or its blocks (>=1)."),
+    ] = None
+    cache_block_seq_len: Annotated[int, _flag("--cache-block-seq-len", help="Tokens in a KV block.")] = 64
+    enable_prefix_caching: Annotated[
+        bool,
+        _flag("--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse the KV cache of equal prefixes."),
+    ] = True
+    quant_policy: Annotated[int, _flag("--quant-policy", help="KV cache bits: 0 (as --dtype), 8 or 4.")] = 0
+    model_format: Annotated[
+        str | None, _flag("--model-format", help="hf, awq, gptq, w8a8, gguf, engine. Default: read from the model.")
+    ] = None
+    chat_template: Annotated[
+        str | None, _flag("--chat-template", help="A built-in name (tool list), a .json or a .jinja file.")
+    ] = None
+    max_prefill_token_num: Annotated[
+        int, _flag("--max-prefill-token-num", help="Most tokens in one step; longer prompts go in chunks.")
+    ] = 8192
+    revision: Annotated[str | None, _flag("--revision", help="Branch, tag or commit on the hub.")] = None
+    download_dir: Annotated[str | None, _flag("--download-dir", help="Where downloads go.")] = None
+    threads: Annotated[int | None, _flag("--threads", help="CPU threads. Default: all.")] = None
+
+    def config(self) -> EngineConfig:
+        """The engine config these flags mean. Raises UsageError for a value out of range."""
+        from toolkit.messages import PytorchEngineConfig, TurbomindEngineConfig
+
+        common: dict[str, Any] = {
+            "dtype": self.dtype,
+            "tp": self.tp,
+            "session_len": self.session_len,
+            "max_batch_size": self.max_batch_size,
+            "max_prefill_token_num": self.max_prefill_token_num,
+            "enable_prefix_caching": self.enable_prefix_caching,
+            "quant_policy": self.quant_policy,
+            "model_format": self.model_format,
+            "revision": self.revision,
+            "download_dir": self.download_dir,
+            "threads": self.threads,
+        }
+        count = self.cache_max_entry_count
+        if count is not None:
+            common["cache_max_entry_count"] = int(count) if count > 1 and count == int(count) else count
+        if self.backend == "pytorch":
+            return PytorchEngineConfig(block_size=self.cache_block_seq_len, device_type=self.device, **common)
+        if self.backend in (None, "turbomind"):
+            return TurbomindEngineConfig(cache_block_seq_len=self.cache_block_seq_len, device=self.device, **common)
+        raise UsageError(f"--backend: expected turbomind or pytorch, found {self.backend!r}")
+
+
+def with_engine_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace the parameter ``engine: EngineFlags`` of a Typer command by one option for each of its fields."""
+    hints = get_type_hints(EngineFlags, include_extras=True)
+    flags = [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+        for f in dataclasses.fields(EngineFlags)
+    ]
+    own_hints = get_type_hints(command, include_extras=True)
+    own = [
+        p.replace(annotation=own_hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, p in inspect.signature(command).parameters.items()
+        if name != "engine"
+    ]
+
+    @functools.wraps(command)
+    def wrapped(**values: Any) -> Any:
+        engine = EngineFlags(**{p.name: values.pop(p.name) for p in flags})
+        return command(engine=engine, **values)
+
+    wrapped.__signature__ = inspect.Signature(own + flags)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {p.name: p.annotation for p in own + flags}
+    del wrapped.__wrapped__
+    return wrapped

@@ -1,0 +1,67 @@
+"""What commands print: tables and notes for people on standard error or output, JSON for scripts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from toolkit.errors import UsageError
+
+
+def stdout() -> Console:
+    """Where results for people go."""
+    return Console(highlight=False)
+
+
+def stderr() -> Console:
+    """Where progress and notes go, so that standard output stays clean for pipes."""
+    return Console(stderr=True, highlight=False)
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """A Rich table; the first column is left-aligned text, numbers align right."""
+    made = Table(title=title, title_justify="left", header_style="bold")
+    data = [[_cell(c) for c in row] for row in rows]
+    for i, name in enumerate(columns):
+        numeric = bool(data) and all(_is_number(row[i]) for row in data)
+        made.add_column(name, justify="right" if numeric else "left", overflow="fold")
+    for row in data:
+        made.add_row(*row)
+    return made
+
+
+def write_json(target: str | None, data: Any) -> None:
+    """Write ``data`` as JSON to a file, or to standard output for "-"; nothing for None."""
+    if target is None:
+        return
+    text = json.dumps(data, indent=2, ensure_ascii=False, default=str) + "\n"
+    if target == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    try:
+        Path(target).write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise UsageError(f"--json {target}: cannot write ({e.strerror})") from e
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return "" if value is None else str(value)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text.replace(",", "") or "0")
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,145 @@
+"""The walls of the house: who may import whom, what the wheel holds, and what loads when."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Folder (or module) of `toolkit` -> what it may import. Arrows point down; `errors` and `messages` are everyone's.
+BASE = {"errors", "messages", "__version__"}
+MAY_IMPORT = {
+    "errors": set(),
+    "messages": {"errors"},
+    "kernels": set(),
+    "templates": set(),
+    "artifacts": {"models", "templates"} | BASE,
+    "models": {"artifacts"} | BASE,
+    "runners": {"artifacts", "models", "kernels"} | BASE,
+    "chat": {"artifacts", "templates"} | BASE,
+    "engine": {"runners", "models", "artifacts", "kernels"} | BASE,
+    "convert": {"runners", "models", "artifacts"} | BASE,
+    "eval": {"engine", "runners", "models", "artifacts", "kernels", "chat"} | BASE,
+    "quant": {"engine", "runners", "models", "artifacts", "kernels", "chat"} | BASE,
+    "serve": {"engine", "chat", "artifacts"} | BASE,
+    "profile": {"engine", "chat", "artifacts"} | BASE,
+    "check_env": {"engine", "runners", "models", "artifacts", "kernels"} | BASE,
+    "api": {"engine", "chat", "artifacts"} | BASE,
+    "__main__": {"commands"},
+}
+SPEC_ONLY = {("artifacts", "models"): {"toolkit.models.spec"}}  # the contract, not the families
+
+
+def sources() -> list[Path]:
+    tracked = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [ROOT / name for name in tracked.split() if (ROOT / name).exists()]
+
+
+def room(path: Path) -> str:
+    parts = path.relative_to(ROOT).parts
+    if parts[0] == "toolkit":
+        return parts[1].removesuffix(".py")
+    return parts[0]
+
+
+def imports(path: Path) -> list[str]:
+    """Every absolute module name that ``path`` imports, at any depth, TYPE_CHECKING blocks included."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [a.name for a in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found.append(node.module)
+            if node.module == "toolkit":
+                found += [f"toolkit.{a.name}" for a in node.names]
+    return found
+
+
+def test_imports_point_one_way() -> None:
+    wrong = []
+    for path in sources():
+        here = room(path)
+        if here not in MAY_IMPORT or path.relative_to(ROOT).parts[0] in ("tests", "scripts"):
+            continue
+        for module in imports(path):
+            parts = module.split(".")
+            if parts[0] != "toolkit" or len(parts) < 2 or parts[1] == here or parts[1] == "__version__":
+                continue
+            target = parts[1]
+            allowed = target in MAY_IMPORT[here]
+            if (here, target) in SPEC_ONLY:
+                allowed = module in SPEC_ONLY[here, target]
+            if not allowed:
+                wrong.append(f"{path.relative_to(ROOT)}: {here} must not import {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_room_has_a_rule() -> None:
+    rooms = {room(p) for p in sources() if p.relative_to(ROOT).parts[0] in ("toolkit", "kernels", "templates")}
+    assert rooms - {"__init__"} <= set(MAY_IMPORT)
+
+
+def test_kernels_do_not_know_the_package() -> None:
+    for path in sources():
+        if room(path) == "kernels":
+            assert not [m for m in imports(path) if m.split(".")[0] == "toolkit"], path
+
+
+def test_commands_hold_no_heavy_import_at_the_top() -> None:
+    heavy = {"torch", "transformers", "datasets", "xgrammar", "fastapi", "uvicorn", "matplotlib"}
+    for path in sources():
+        if room(path) == "commands":
+            top = [
+                n.module if isinstance(n, ast.ImportFrom) else a.name
+                for n in ast.parse(path.read_text(encoding="utf-8")).body
+                if isinstance(n, (ast.Import, ast.ImportFrom))
+                for a in n.names
+            ]
+            assert not {str(m).split(".")[0] for m in top} & heavy, path
+
+
+def test_packages_in_pyproject_are_the_folders_on_disk() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    listed = set(project["tool"]["setuptools"]["packages"])
+    found = set()
+    for init in sources():
+        parts = init.relative_to(ROOT).parts
+        if init.name == "__init__.py" and parts[0] in ("toolkit", "commands", "kernels", "templates"):
+            found.add(".".join(parts[:-1] if parts[0] == "toolkit" else ("toolkit", *parts[:-1])))
+    assert listed == found
+
+
+def test_no_module_named_like_a_catch_all() -> None:
+    assert not [p for p in sources() if p.name in ("utils.py", "helpers.py", "misc.py", "common.py")]
+
+
+@pytest.mark.parametrize("argv", [["--version"], ["--help"]])
+def test_the_command_line_answers_without_loading_the_engine(argv: list[str]) -> None:
+    code = (
+        "import sys; from toolkit.commands.main import main\n"
+        f"try: main({argv!r})\n"
+        "except SystemExit as e: assert not e.code, e.code\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'xgrammar', 'fastapi', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_fast_path_needs_no_torch() -> None:
+    """chat/serve → engine → native runner: none of the heavy packages is imported by loading these modules."""
+    code = (
+        "import sys\n"
+        "import toolkit.engine.frontend, toolkit.engine.core, toolkit.chat.template, toolkit.artifacts.tokenizer\n"
+        "import toolkit.artifacts.source, toolkit.artifacts.engine, toolkit.models.registry, toolkit.runners.choose\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'xgrammar'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr
