@@ -77,9 +77,8 @@ class GenerationConfig:
         if self.min_new_tokens is not None:
             _number("min_new_tokens", self.min_new_tokens, 0, 1 << 30, whole=True)
             if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
-                raise UsageError(
-                    f"min_new_tokens: expected at most max_new_tokens, {self.max_new_tokens}, found {self.min_new_tokens}"
-                )
+                most = self.max_new_tokens
+                raise UsageError(f"min_new_tokens: at most max_new_tokens ({most}), found {self.min_new_tokens}")
         _number("top_p", self.top_p, 0, 1)
         _number("top_k", self.top_k, 0, 1 << 30, whole=True)
         _number("min_p", self.min_p, 0, 1)
@@ -125,7 +124,7 @@ class Response:
     """What a request produced; when streaming, what it produced since the last one (``extend`` joins them).
 
     ``logprobs``: one dict {token id: log-probability} a generated token, the chosen token always in it.
-    ``logits``: float32 tensor [tokens, vocab]; ``last_hidden_state``: [tokens, hidden]. ``index``: position in the batch.
+    ``logits``: float32 [tokens, vocab]; ``last_hidden_state``: [tokens, hidden]. ``index``: position in the batch.
     ``cached_tokens``: prompt tokens served from the prefix cache.
     """
 
@@ -339,7 +338,6 @@ class ChatTemplateConfig:
                 else isinstance(value, str)
             )
             if value is not None and not good:
-                raise UsageError(
-                    f"{what}: {key!r}: expected {'a list of strings' if key == 'stop_words' else 'a string'}, found {value!r:.40}"
-                )
+                want = "a list of strings" if key == "stop_words" else "a string"
+                raise UsageError(f"{what}: {key!r}: expected {want}, found {value!r:.40}")
         return cls(**data)

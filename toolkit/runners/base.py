@@ -11,7 +11,7 @@ from toolkit.runners.step import StepBatch, StepOutput
 
 @dataclass(frozen=True)
 class RunnerOptions:
-    """How to run a model. ``dtype``: of activations, "auto" = the checkpoint's; ``quant_policy``: KV bits, 0 = dtype."""
+    """How to run. ``dtype``: of activations, "auto" = the checkpoint's; ``quant_policy``: KV bits, 0 = dtype."""
 
     device: str = "auto"  # auto, cpu, cuda, cuda:1 …
     dtype: str = "auto"  # auto, float16, bfloat16, float32

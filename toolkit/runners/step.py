@@ -31,8 +31,8 @@ class SamplingBatch:
     3. ``grammar``: bit (id & 31) of word id >> 5 clear bans the id (xgrammar's layout);
     4. log-probabilities are taken here (log-softmax of the logits so far, before temperature);
     5. ``temperature`` 0 takes the argmax, lowest id on a tie. Else logits / temperature, softmax, then keep the
-       ``top_k`` (0 = all) most probable, of those the smallest set whose mass reaches ``top_p``, of those the ones with at
-       least ``min_p`` times the top probability (ties at a border: lowest id first); draw with
+       ``top_k`` (0 = all) most probable, of those the smallest set whose mass reaches ``top_p``, of those the ones with
+       at least ``min_p`` times the top probability (ties at a border: lowest id first); draw with
        u = uniform(seed, position) by walking the kept ids in ascending order over their renormalised mass.
     """
 
@@ -60,7 +60,8 @@ class StepBatch:
     """One forward pass over a ragged batch of prefill chunks and decode tokens mixed.
 
     ``block_tables[g]`` names, for cache group g, the blocks of each sequence in order of position: entry j holds
-    positions [j·block_size, (j+1)·block_size); entries of a window group that lie wholly before the window are -1 and never read.
+    positions [j·block_size, (j+1)·block_size); entries of a window group that lie wholly before the window are -1 and never
+    read.
     ``slot_mapping[g][t]`` = block·block_size + offset is where token t's key and value go.
     """
 
