@@ -1,0 +1,80 @@
+"""Token ids that arrive one by one -> text, as soon as it is certain.
+
+Tokens are bytes (``Tokenizer.bytes_of``); a character may be split over several of them. An incremental UTF-8 decoder
+holds an unfinished character back, so no U+FFFD ever appears that a later token would have turned into a character, and
+the work per token does not depend on how many came before.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+
+from toolkit.artifacts.tokenizer import Tokenizer
+
+_WINDOW = 16  # tokens after which unfinished text of a decoder that is not byte-exact is given out as it is
+
+
+class Detokenizer:
+    """The text that continues a prompt: ``decode(prompt + all) == decode(prompt) + every add() + flush()``.
+
+    A sentencepiece blank at the very start of a text is dropped, one that continues ``prompt_ids`` is kept.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+        prompt_ids: Sequence[int] = (),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip: set[int] = tokenizer.special_ids if skip_special_tokens else set()
+        self._skip_special_tokens = skip_special_tokens
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        shown = (i for i in prompt_ids if i not in self._skip and tokenizer.bytes_of(i))
+        self._strip = tokenizer.strips_leading_space and next(shown, None) is None
+        self._context = [i for i in prompt_ids[-_WINDOW:] if i not in self._skip][-4:]  # a character is at most 4 bytes
+        self._pending: list[int] = []
+        if tokenizer.byte_exact:
+            self._utf8.decode(b"".join(tokenizer.bytes_of(i) for i in self._context))
+
+    def add(self, ids: Iterable[int]) -> str:
+        """The text that became certain with these ids; may be empty."""
+        if not self._tokenizer.byte_exact:
+            return self._add_window(ids)
+        return self._emit(b"".join(self._tokenizer.bytes_of(i) for i in ids if i not in self._skip), final=False)
+
+    def flush(self) -> str:
+        """What is still held back, an unfinished character as U+FFFD. The detokenizer is done then."""
+        if not self._tokenizer.byte_exact:
+            return self._close_window()
+        return self._emit(b"", final=True)
+
+    def _emit(self, data: bytes, final: bool) -> str:
+        text = self._utf8.decode(data, final)
+        if self._strip and text:
+            self._strip = False
+            text = text.removeprefix(" ")
+        return text
+
+    def _add_window(self, ids: Iterable[int]) -> str:
+        out = []
+        for i in ids:
+            if i in self._skip:
+                continue
+            self._pending.append(i)
+            text = self._window_text()
+            if text and (not text.endswith("\ufffd") or len(self._pending) >= _WINDOW):
+                out.append(self._close_window())
+        return "".join(out)
+
+    def _window_text(self) -> str:
+        before = self._tokenizer.decode(self._context, self._skip_special_tokens)
+        both = self._tokenizer.decode([*self._context, *self._pending], self._skip_special_tokens)
+        return both[len(before) :]
+
+    def _close_window(self) -> str:
+        text = self._window_text()
+        self._context, self._pending = [*self._context, *self._pending][-4:], []
+        return text
