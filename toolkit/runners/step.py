@@ -60,8 +60,8 @@ class StepBatch:
     """One forward pass over a ragged batch of prefill chunks and decode tokens mixed.
 
     ``block_tables[g]`` names, for cache group g, the blocks of each sequence in order of position: entry j holds
-    positions [j·block_size, (j+1)·block_size); entries of a window group that lie wholly before the window are -1 and never
-    read.
+    positions [j·block_size, (j+1)·block_size); entries of a window group that lie wholly before the window are -1
+    and never read.
     ``slot_mapping[g][t]`` = block·block_size + offset is where token t's key and value go.
     """
 
