@@ -1,0 +1,44 @@
+"""Fixtures for every test folder. Helper modules live in ``tests/support`` and are loaded by path: tests are run with
+``--import-mode=importlib`` and are not a package."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+# The repository root must never be importable: transformers would take our folder `kernels` for a package it probes.
+_ROOT = Path(__file__).resolve().parent.parent
+sys.path[:] = [p for p in sys.path if Path(p or os.getcwd()).resolve() != _ROOT]
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest  # noqa: E402
+
+
+def load_support(name: str) -> ModuleType:
+    """The module ``tests/support/<name>.py``, loaded once."""
+    full = f"toolkit_test_support_{name}"
+    if full not in sys.modules:
+        spec = importlib.util.spec_from_file_location(full, Path(__file__).parent / "support" / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[full] = module
+        spec.loader.exec_module(module)
+    return sys.modules[full]
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """``tiny_models(family, **overrides) -> Path``: cached tiny checkpoints (see tests/support/tiny.py)."""
+    return load_support("tiny").TinyModels(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint() -> Any:
+    """``tiny_checkpoint(family, path, **overrides) -> Path``: a fresh tiny checkpoint (see tests/support/tiny.py)."""
+    return load_support("tiny").tiny_checkpoint

@@ -1,0 +1,160 @@
+"""Typed, validating access to a checkpoint's ``config.json``.
+
+Every value a family reads goes through ``Fields``, so that a wrong one ends in one line that names the file, the
+field, what was found and what was expected. ``null`` counts as absent, as it does in transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from toolkit.errors import ToolkitError
+from toolkit.models.spec import Activation
+
+MAX_LAYERS = 1000
+MAX_WIDTH = 1_000_000
+MAX_VOCAB = 10_000_000
+MAX_POSITION = 1 << 30
+MAX_EXPERTS = 1024
+MAX_EXPERTS_IN_ALL = 100_000
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+}
+
+_REQUIRED: Any = object()
+
+
+class Fields:
+    """One JSON object of a config. ``source`` names the file, ``prefix`` the path to a nested object."""
+
+    def __init__(self, values: Mapping[str, Any], source: str = "config.json", prefix: str = "") -> None:
+        self.values = values
+        self.source = source
+        self.prefix = prefix
+
+    def fail(self, name: str, found: object, expected: str) -> NoReturn:
+        """Raise the one-line error about field ``name``."""
+        shown = "nothing" if found is None else _short(found)
+        raise ToolkitError(f"{self.source}: {self.prefix}{name}: found {shown}, expected {expected}")
+
+    def has(self, name: str) -> bool:
+        return self.values.get(name) is not None
+
+    def integer(self, *names: str, default: Any = _REQUIRED, low: int = 1, high: int = MAX_WIDTH) -> Any:
+        """The first of ``names`` that is present, as int in [low, high]; else ``default``."""
+        name, value = self._first(names)
+        expected = f"an integer from {low} to {high}"
+        if value is None:
+            return self._default(names[0], default, expected)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            self.fail(name, value, expected)
+        return value
+
+    def number(self, *names: str, default: Any = _REQUIRED, low: float = 0.0, high: float = 1e12) -> Any:
+        """The first of ``names`` that is present, as finite float strictly above ``low``, at most ``high``."""
+        name, value = self._first(names)
+        expected = f"a number above {low:g} and at most {high:g}"
+        if value is None:
+            return self._default(names[0], default, expected)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            self.fail(name, value, expected)
+        if not math.isfinite(value) or not low < value <= high:
+            self.fail(name, value, expected)
+        return float(value)
+
+    def numbers(self, name: str, length: int) -> tuple[float, ...]:
+        """A list of exactly ``length`` positive finite numbers."""
+        value = self.values.get(name)
+        expected = f"a list of {length} positive numbers"
+        if not isinstance(value, list):
+            self.fail(name, value, expected)
+        if len(value) != length:
+            self.fail(name, f"{len(value)} values", expected)
+        for x in value:
+            if isinstance(x, bool) or not isinstance(x, (int, float)) or not 0 < x < 1e12:
+                self.fail(name, x, expected)
+        return tuple(float(x) for x in value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.values.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            self.fail(name, value, "true or false")
+        return value
+
+    def text(self, *names: str, default: str, choices: Sequence[str]) -> str:
+        name, value = self._first(names)
+        if value is None:
+            return default
+        if not isinstance(value, str) or value not in choices:
+            self.fail(name, value, f"one of {', '.join(choices)}")
+        return value
+
+    def activation(self, *names: str, default: str = "silu") -> Activation:
+        return ACTIVATIONS[self.text(*names, default=default, choices=tuple(ACTIVATIONS))]
+
+    def choices(self, name: str, length: int, allowed: Sequence[str]) -> list[str] | None:
+        """A list of ``length`` strings out of ``allowed``; None where the field is absent."""
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != length:
+            found = f"a list of {len(value)}" if isinstance(value, list) else value
+            self.fail(name, found, f"a list of {length} layer types")
+        for x in value:
+            if not isinstance(x, str) or x not in allowed:
+                self.fail(name, x, f"one of {', '.join(allowed)}")
+        return list(value)
+
+    def indices(self, name: str, stop: int) -> frozenset[int]:
+        """A list of integers in [0, stop); empty where absent."""
+        value = self.values.get(name)
+        if value is None:
+            return frozenset()
+        expected = f"a list of layer numbers below {stop}"
+        if not isinstance(value, list):
+            self.fail(name, value, expected)
+        for x in value:
+            if isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < stop:
+                self.fail(name, x, expected)
+        return frozenset(value)
+
+    def nested(self, name: str) -> Fields | None:
+        """The JSON object under ``name``; None where absent or empty."""
+        value = self.values.get(name)
+        if value is None or value == {}:
+            return None
+        if not isinstance(value, dict):
+            self.fail(name, value, "a JSON object")
+        return Fields(value, self.source, f"{self.prefix}{name}.")
+
+    def _first(self, names: Sequence[str]) -> tuple[str, Any]:
+        for name in names:
+            if self.has(name):
+                return name, self.values[name]
+        return names[0], None
+
+    def _default(self, name: str, default: Any, expected: str) -> Any:
+        if default is _REQUIRED:
+            self.fail(name, None, expected)
+        return default
+
+
+def _short(value: object) -> str:
+    """``value`` for an error message: one line, at most about 60 characters."""
+    try:
+        shown = value if isinstance(value, str) else repr(value)
+    except ValueError:  # an integer of thousands of digits refuses to print
+        shown = "a huge integer"
+    shown = repr(shown) if isinstance(value, str) and not shown.isprintable() else shown
+    return shown if len(shown) <= 60 else shown[:57] + "..."

@@ -1,0 +1,108 @@
+"""Which family reads which checkpoint: ``architectures`` (or ``model_type``) of ``config.json`` → family file."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.models import gemma2, internlm2, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
+from toolkit.models.config_fields import Fields
+from toolkit.models.decoder import Built
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family file. ``architectures``: class names in ``config.json``; ``notes``: what it brings, for listings."""
+
+    name: str
+    build: Callable[[Fields], Built]
+    architectures: tuple[str, ...]
+    notes: str
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family("llama", llama.build, ("LlamaForCausalLM", "LLaMAForCausalLM"), "Llama 1-3.2, SmolLM2, Yi, Vicuna"),
+    Family("mistral", mistral.build, ("MistralForCausalLM",), "sliding window"),
+    Family("qwen2", qwen2.build, ("Qwen2ForCausalLM",), "Qwen2, Qwen2.5; q, k and v biases"),
+    Family("qwen3", qwen3.build, ("Qwen3ForCausalLM",), "q and k norms"),
+    Family("internlm2", internlm2.build, ("InternLM2ForCausalLM",), "fused qkv, dynamic rope"),
+    Family("gemma2", gemma2.build, ("Gemma2ForCausalLM",), "soft caps, alternating sliding window"),
+    Family("phi3", phi3.build, ("Phi3ForCausalLM",), "Phi-3, Phi-3.5, Phi-4 mini; LongRoPE"),
+    Family("mixtral", mixtral.build, ("MixtralForCausalLM",), "mixture of experts"),
+    Family("qwen3_moe", qwen3_moe.build, ("Qwen3MoeForCausalLM",), "mixture of experts, q and k norms"),
+)
+ARCHITECTURES: dict[str, Family] = {a: f for f in FAMILIES for a in f.architectures}
+MODEL_TYPES: dict[str, Family] = {f.name: f for f in FAMILIES}
+
+
+class HasConfig(Protocol):
+    """What ``load_spec`` needs of a checkpoint."""
+
+    @property
+    def config(self) -> dict[str, Any]: ...
+
+
+def find_family(config: dict[str, Any], source: str = "config.json") -> Family:
+    """The family of a config. Raises ToolkitError that lists the known architectures."""
+    architectures = config.get("architectures")
+    known = ", ".join(f.architectures[0] for f in FAMILIES)
+    if architectures:
+        name = architectures[0] if isinstance(architectures, list) else architectures
+        if isinstance(name, str) and name in ARCHITECTURES:
+            return ARCHITECTURES[name]
+        Fields(config, source).fail("architectures", name, f"one of {known}")
+    model_type = config.get("model_type")
+    if isinstance(model_type, str) and model_type in MODEL_TYPES:
+        return MODEL_TYPES[model_type]
+    Fields(config, source).fail("architectures", model_type, f"one of {known}")
+
+
+def build(config: dict[str, Any], source: str = "config.json") -> Built:
+    """The spec of a model and the tensors its checkpoint must hold.
+
+    ``config``: a parsed ``config.json``; ``quantization_config`` in it is left to the weight readers. ``source`` is
+    named in error messages. Raises ToolkitError for an unknown architecture or a value that cannot be.
+    """
+    if not isinstance(config, dict):
+        raise ToolkitError(f"{source}: found {type(config).__name__}, expected a JSON object")
+    return find_family(config, source).build(Fields(config, source))
+
+
+def load_spec(checkpoint: HasConfig) -> Built:
+    """``build`` for an open checkpoint."""
+    path = getattr(checkpoint, "path", None)
+    return build(checkpoint.config, "config.json" if path is None else f"{path}: config.json")
+
+
+def apply_overrides(
+    config: dict[str, Any], hf_overrides: dict[str, Any] | None = None, rope_scaling_factor: float = 0.0
+) -> dict[str, Any]:
+    """A copy of ``config`` with the user's changes.
+
+    ``hf_overrides`` replaces fields; objects are merged key by key. ``rope_scaling_factor`` above 0 switches to dynamic
+    NTK rope with that factor. Raises UsageError for arguments that cannot be.
+    """
+    if hf_overrides is not None and not isinstance(hf_overrides, dict):
+        raise UsageError(f"hf_overrides: found {type(hf_overrides).__name__}, expected a dict of config fields")
+    if isinstance(rope_scaling_factor, bool) or not isinstance(rope_scaling_factor, (int, float)):
+        raise UsageError(f"rope_scaling_factor: found {rope_scaling_factor!r:.40}, expected a number")
+    if rope_scaling_factor and not 1 <= rope_scaling_factor <= 1e6:
+        raise UsageError(f"rope_scaling_factor: found {rope_scaling_factor}, expected 0 (off) or a number from 1 up")
+    result = copy.deepcopy(config)
+    for key, value in (hf_overrides or {}).items():
+        old = result.get(key)
+        result[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else copy.deepcopy(value)
+    if rope_scaling_factor:
+        old = result.pop("rope_parameters", None)
+        if isinstance(old, dict) and "rope_theta" in old:
+            result.setdefault("rope_theta", old["rope_theta"])
+        result["rope_scaling"] = {"rope_type": "dynamic", "factor": float(rope_scaling_factor)}
+    return result
+
+
+def describe() -> list[tuple[str, str, str]]:
+    """Rows (architecture, family, notes) for ``tool list models``."""
+    return [(name, family.name, family.notes) for name, family in ARCHITECTURES.items()]
