@@ -26,7 +26,7 @@ class Dense:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.weight.to(dtype)
 
-    def take_rows(self, rows: Tensor) -> Dense:
+    def take_rows(self, rows: Tensor | slice) -> Dense:
         return Dense(self.weight[rows])
 
 
@@ -78,7 +78,7 @@ class GroupInt:
             w = (codes - self.zeros.float()[..., None]) * scale
         return w.view(out, n_in).to(dtype)
 
-    def take_rows(self, rows: Tensor) -> GroupInt:
+    def take_rows(self, rows: Tensor | slice) -> GroupInt:
         return replace(
             self,
             codes=self.codes[rows],
@@ -105,7 +105,7 @@ class ChannelInt8:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return (self.weight.float() * self.scales[:, None]).to(dtype)
 
-    def take_rows(self, rows: Tensor) -> ChannelInt8:
+    def take_rows(self, rows: Tensor | slice) -> ChannelInt8:
         return ChannelInt8(self.weight[rows], self.scales[rows])
 
 
@@ -123,7 +123,7 @@ class Fp8:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return (self.weight.float() * self.scales[:, None]).to(dtype)
 
-    def take_rows(self, rows: Tensor) -> Fp8:
+    def take_rows(self, rows: Tensor | slice) -> Fp8:
         return Fp8(self.weight[rows], self.scales[rows])
 
 

@@ -1,8 +1,9 @@
 """A model's tokenizer: ``tokenizer.json`` through the ``tokenizers`` library, plus what its neighbours say.
 
-``tokenizer_config.json`` adds tokens, names bos/eos and says whether bos is put in front; ``generation_config.json`` (or
-``config.json``) names more end tokens; ``chat_template.jinja`` wins over the template in the config. A directory that
-has only slow files (``tokenizer.model``, ``vocab.json`` + ``merges.txt``) goes through transformers, imported then only.
+``tokenizer_config.json`` adds tokens, names bos/eos and says whether bos is put in front; ``generation_config.json``
+(or ``config.json``) names more end tokens; ``chat_template.jinja`` wins over the template in the config. A directory
+that has only slow files (``tokenizer.model``, ``vocab.json`` + ``merges.txt``) goes through transformers, imported then
+only.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 class Tokenizer:
     """Text <-> token ids of one model. Safe to share between threads; importing it imports no transformers.
 
-    ``eos_ids``: every id that ends an answer by the model's own files. ``special_ids``: ids that ``skip_special_tokens``
-    drops. ``special_tokens``: "bos_token", "eos_token" … -> their text, for chat templates.
+    ``eos_ids``: every id that ends an answer by the model's own files. ``special_ids``: ids that
+    ``skip_special_tokens`` drops. ``special_tokens``: "bos_token", "eos_token" … -> their text, for chat templates.
     ``chat_templates``: name -> Jinja source ("default" is the usual one). ``vocab_size``: one more than the highest
     id; the model's own vocabulary may be larger (padding rows) or smaller.
     """

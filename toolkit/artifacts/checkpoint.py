@@ -1,0 +1,188 @@
+"""Opening a checkpoint: everything is validated from headers before any tensor is read.
+
+A checkpoint is a directory in the Hugging Face layout (plain, sharded, quantized, or written by one of our stages) or
+a ``.gguf`` file, which is presented under Hugging Face names. No torch is needed until ``tensor`` is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.artifacts.json_file import read_json_object
+from toolkit.artifacts.safetensors_file import NUMPY_DTYPES, TORCH_DTYPES, TensorInfo, read_header
+from toolkit.errors import ToolkitError, UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from toolkit.artifacts.gguf import GgufFile
+
+INDEX = "model.safetensors.index.json"
+_PICKLES = ("*.bin", "*.pth", "*.pt", "*.ckpt", "*.pkl")
+
+
+@dataclass
+class Checkpoint:
+    """A model on disk. ``config`` and ``generation_config`` are JSON objects; ``gguf`` is set for a GGUF file."""
+
+    path: Path
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    infos: dict[str, TensorInfo]
+    files: dict[str, Path]  # tensor name → the file that holds it
+    gguf: GgufFile | None = None
+    _maps: dict[Path, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def quantization(self) -> dict[str, Any] | None:
+        """``quantization_config`` of config.json, {"quant_method": "gguf"} for a GGUF file, None where dense."""
+        return self.config.get("quantization_config")
+
+    @cached_property
+    def tokenizer_dir(self) -> Path:
+        """Directory with tokenizer.json and kin; for a GGUF file it is written to the cache on first use."""
+        return self.gguf.write_side_files() if self.gguf is not None else self.path
+
+    def names(self) -> list[str]:
+        """All tensor names, in the order of the files."""
+        return list(self.infos)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.infos
+
+    def info(self, name: str) -> TensorInfo:
+        """Dtype and shape of a tensor. Raises ToolkitError if it is missing."""
+        if name not in self.infos:
+            raise ToolkitError(f"{self.where(None)}: tensor {name} is missing; fetch or convert the model again")
+        return self.infos[name]
+
+    def where(self, name: str | None) -> Path:
+        """The file to blame for a tensor (the checkpoint itself where there is no such tensor)."""
+        return self.files.get(name, self.path) if name else self.path
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor over the mapped file; pages are read when touched, writing to it changes memory alone.
+
+        A quantized GGUF tensor comes dequantized to float32.
+        """
+        info = self.info(name)
+        if self.gguf is not None:
+            return self.gguf.tensor(name)
+        import torch
+
+        path = self.files[name]
+        if path not in self._maps:
+            self._maps[path] = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+        raw = self._maps[path][info.start : info.end]
+        dtype = getattr(torch, TORCH_DTYPES[info.dtype])
+        if info.start % dtype.itemsize:
+            raw = raw.clone()
+        return raw.view(dtype).view(info.shape)
+
+
+def open_checkpoint(path: Path | str) -> Checkpoint:
+    """Open a checkpoint directory or a ``.gguf`` file, reading headers only.
+
+    Raises UsageError if the path does not exist or is neither; ToolkitError, one line that names the file, for a
+    missing or broken config.json, pickle-only weights, truncated or corrupt safetensors, an index that disagrees with them.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise UsageError(f"{path}: no such file or directory")
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise UsageError(f"{path}: expected a directory with config.json, or a .gguf file")
+        from toolkit.artifacts.gguf import open_gguf
+
+        gguf = open_gguf(path)
+        files = dict.fromkeys(gguf.infos, path)
+        return Checkpoint(path, gguf.config, gguf.generation_config, gguf.infos, files, gguf)
+    if (path / "engine.json").is_file():
+        raise ToolkitError(
+            f"{path}: this is an engine artifact, whose weights are packed; expected a checkpoint: "
+            "give the directory it was converted from (tool inspect shows it)"
+        )
+    config = _read_config(path)
+    infos, files = _read_headers(path)
+    side = path / "generation_config.json"
+    return Checkpoint(path, config, read_json_object(side) if side.is_file() else {}, infos, files)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    config_path = path / "config.json"
+    if not config_path.is_file():
+        raise ToolkitError(f"{path}: expected config.json in it; give the directory of a Hugging Face checkpoint")
+    config = read_json_object(config_path)
+    quantization = config.get("quantization_config")
+    if quantization is not None and not isinstance(quantization, dict):
+        raise ToolkitError(f"{config_path}: quantization_config: expected an object, found {quantization!r:.60}")
+    if quantization is not None and not isinstance(quantization.get("quant_method"), str):
+        raise ToolkitError(
+            f"{config_path}: quantization_config.quant_method: expected a name, "
+            f"found {quantization.get('quant_method')!r:.60}"
+        )
+    return config
+
+
+def _read_headers(path: Path) -> tuple[dict[str, TensorInfo], dict[str, Path]]:
+    """Headers of all the weight files: tensor name → info, tensor name → file."""
+    index = path / INDEX
+    weight_map = _read_index(index) if index.is_file() else None
+    if weight_map is not None:
+        shards = [path / name for name in dict.fromkeys(weight_map.values())]
+    elif (path / "model.safetensors").is_file():
+        shards = [path / "model.safetensors"]
+    else:
+        shards = sorted(path.glob("*.safetensors"))
+    if not shards:
+        raise ToolkitError(_no_weights(path))
+    infos: dict[str, TensorInfo] = {}
+    files: dict[str, Path] = {}
+    for shard in shards:
+        if not shard.is_file():
+            raise ToolkitError(f"{shard}: missing, though {index.name} lists it; fetch the model again")
+        for name, info in read_header(shard).items():
+            if name in files and weight_map is None:
+                raise ToolkitError(f"{shard}: tensor {name} is also in {files[name].name}; keep one set of weights")
+            if weight_map is None or weight_map.get(name) == shard.name:
+                infos[name], files[name] = info, shard
+    for name, file_name in (weight_map or {}).items():
+        if name not in infos:
+            raise ToolkitError(f"{path / file_name}: tensor {name} is missing, though {index.name} lists it")
+    return infos, files
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ToolkitError(f"{index}: expected an object weight_map of tensor names to files, found {weight_map!r:.40}")
+    for name, file_name in weight_map.items():
+        if (
+            not isinstance(file_name, str)
+            or Path(file_name).name != file_name
+            or not file_name.endswith(".safetensors")
+        ):
+            raise ToolkitError(
+                f"{index}: weight_map: {name}: expected a .safetensors file name, found {file_name!r:.80}"
+            )
+    return weight_map
+
+
+def _no_weights(path: Path) -> str:
+    pickles: list[Path] = []
+    find: Callable[[str], Any] = path.glob
+    for pattern in _PICKLES:
+        pickles += sorted(find(pattern))
+    if pickles:
+        return (
+            f"{path}: expected *.safetensors, found pickled weights alone ({pickles[0].name}), which can run code "
+            "when read; save the model as safetensors"
+        )
+    return f"{path}: expected model.safetensors (or an index and its shards), found no weights"
+
+
+__all__ = ["INDEX", "NUMPY_DTYPES", "Checkpoint", "open_checkpoint"]

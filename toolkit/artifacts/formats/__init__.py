@@ -1,0 +1,54 @@
+"""One module a weight format on disk: what tensors it needs, how they become canonical, and where we produce
+it, how canonical becomes them. ``FORMATS`` is keyed by ``quantization_config.quant_method``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from toolkit.artifacts.formats import awq, gguf_types, gptq, w8a8
+from toolkit.artifacts.formats.layout import Expected
+from toolkit.errors import ToolkitError
+
+if TYPE_CHECKING:
+    from toolkit.artifacts.canonical import Weight
+    from toolkit.artifacts.checkpoint import Checkpoint
+
+
+class WeightFormat(Protocol):
+    """What a format module offers. ``expected`` and ``check_config`` work from headers alone."""
+
+    @property
+    def METHOD(self) -> str: ...
+
+    def check_config(self, quantization: dict[str, Any]) -> None: ...
+
+    def is_quantized(self, checkpoint: Checkpoint, name: str) -> bool: ...
+
+    def expected(self, quantization: dict[str, Any], name: str, shape: tuple[int, ...]) -> list[Expected]: ...
+
+    def read_linear(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Weight: ...
+
+
+FORMATS: dict[str, WeightFormat] = {module.METHOD: module for module in (awq, gptq, w8a8, gguf_types)}
+
+
+def format_of(checkpoint: Checkpoint) -> WeightFormat | None:
+    """The format of a checkpoint's quantized linears, None if it is dense. Its config is checked.
+
+    Raises ToolkitError for an unknown ``quant_method``, with those known, or values the format cannot have.
+    """
+    quantization = checkpoint.quantization
+    if quantization is None:
+        return None
+    method = str(quantization["quant_method"]).lower()
+    if method not in FORMATS:
+        raise ToolkitError(
+            f"{checkpoint.path / 'config.json'}: quantization_config.quant_method: expected one of "
+            f"{', '.join(sorted(FORMATS))}, found {method!r:.40}"
+        )
+    try:
+        FORMATS[method].check_config(quantization)
+    except ToolkitError as error:
+        raise ToolkitError(f"{checkpoint.path}: {error}") from None
+    return FORMATS[method]

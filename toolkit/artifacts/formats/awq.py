@@ -1,0 +1,97 @@
+"""AWQ, version "gemm": what ``tool lite auto_awq`` writes, and AutoAWQ, LMDeploy and vLLM read.
+
+For a linear of ``in`` × ``out`` features, group size g: ``qweight`` int32 [in, out/8], ``qzeros`` int32 [in/g, out/8],
+``scales`` float [in/g, out]. A word holds 8 codes along *out*; bits 4i…4i+3 are column ``ORDER[i]`` of its eight.
+Zero points are stored as they are. w = (code - zero) * scale.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from toolkit.artifacts.formats.bits import pack_words, unpack_words
+from toolkit.artifacts.formats.layout import FLOATS, Expected, group_size, whole
+from toolkit.errors import ToolkitError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from toolkit.artifacts.canonical import GroupInt, Weight
+    from toolkit.artifacts.checkpoint import Checkpoint
+
+METHOD = "awq"
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def config(*, group_size: int, zero_point: bool, skip: list[str] | None = None) -> dict[str, Any]:
+    """``quantization_config`` for what ``write_linear`` writes. ``skip``: modules left dense."""
+    found = {
+        "quant_method": METHOD,
+        "version": "gemm",
+        "bits": 4,
+        "group_size": group_size,
+        "zero_point": zero_point,
+    }
+    return {**found, "modules_to_not_convert": skip} if skip else found
+
+
+def check_config(quantization: dict[str, Any]) -> None:
+    """Raise ToolkitError for what this reader cannot read."""
+    whole(quantization, "bits", (4,))
+    whole(quantization, "group_size")
+    version = quantization.get("version", "gemm")
+    if not isinstance(version, str) or version.lower() != "gemm":
+        raise ToolkitError(f"config.json: quantization_config.version: expected 'gemm', found {version!r:.40}")
+
+
+def is_quantized(checkpoint: Checkpoint, name: str) -> bool:
+    return f"{name}.qweight" in checkpoint
+
+
+def expected(quantization: dict[str, Any], name: str, shape: tuple[int, ...]) -> list[Expected]:
+    """The tensors of a linear with dense shape [out, in]."""
+    n_out, n_in = shape
+    size = group_size(quantization, name, n_in)
+    if n_out % 8:
+        raise ToolkitError(f"{name}: AWQ packs 8 output features a word, which does not divide {n_out}")
+    return [
+        Expected(f"{name}.qweight", (n_in, n_out // 8), ("I32",)),
+        Expected(f"{name}.qzeros", (n_in // size, n_out // 8), ("I32",)),
+        Expected(f"{name}.scales", (n_in // size, n_out), FLOATS),
+    ]
+
+
+def read_linear(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> GroupInt:
+    """The linear ``name`` of dense shape [out, in] in canonical form."""
+    from toolkit.artifacts.canonical import GroupInt
+
+    size = group_size(checkpoint.quantization or {}, name, shape[1])
+    return GroupInt(
+        codes=unpack_words(checkpoint.tensor(f"{name}.qweight"), 4, ORDER).t().contiguous(),
+        scales=checkpoint.tensor(f"{name}.scales").t().contiguous(),
+        zeros=unpack_words(checkpoint.tensor(f"{name}.qzeros"), 4, ORDER).t().contiguous(),
+        bits=4,
+        group_size=size,
+    )
+
+
+def write_linear(name: str, weight: Weight) -> dict[str, Tensor]:
+    """Tensors of a 4-bit ``GroupInt`` with zeros and consecutive groups. Raises ToolkitError for any other weight."""
+    from toolkit.artifacts.canonical import GroupInt
+
+    if not isinstance(weight, GroupInt) or weight.bits != 4 or weight.zeros is None or weight.group_index is not None:
+        raise ToolkitError(
+            f"{name}: AWQ holds 4-bit codes with zero points in consecutive groups, found {_form(weight)}"
+        )
+    if weight.shape[0] % 8:
+        raise ToolkitError(f"{name}: AWQ packs 8 output features a word, which does not divide {weight.shape[0]}")
+    return {
+        f"{name}.qweight": pack_words(weight.codes.t().contiguous(), 4, ORDER),
+        f"{name}.qzeros": pack_words(weight.zeros.t().contiguous(), 4, ORDER),
+        f"{name}.scales": weight.scales.t().contiguous(),
+    }
+
+
+def _form(weight: Weight) -> str:
+    bits = getattr(weight, "bits", None)
+    return type(weight).__name__ + (f" with {bits} bits" if bits else "")

@@ -1,0 +1,48 @@
+"""What a weight format says about the tensors of one linear, so that one validator serves all formats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.errors import ToolkitError
+
+FLOATS = ("F16", "BF16", "F32")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A tensor a format needs. ``shape`` of None in a place accepts any size there."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    optional: bool = False
+
+
+def dense(name: str, shape: tuple[int, ...]) -> Expected:
+    return Expected(name, shape, FLOATS)
+
+
+def whole(quantization: dict[str, Any], field: str, allowed: tuple[int, ...] | None = None) -> int:
+    """An integer field of ``quantization_config``. Raises ToolkitError that names it, if it is none or not allowed."""
+    value = quantization.get(field)
+    good = isinstance(value, int) and not isinstance(value, bool) and (allowed is None or value in allowed)
+    if not good:
+        what = f"one of {', '.join(map(str, allowed))}" if allowed else "a whole number"
+        raise ToolkitError(f"config.json: quantization_config.{field}: expected {what}, found {value!r:.40}")
+    assert isinstance(value, int)
+    return value
+
+
+def group_size(quantization: dict[str, Any], name: str, in_features: int) -> int:
+    """The group size of one linear (-1 in the config: the whole row). Raises ToolkitError if it does not divide."""
+    size = whole(quantization, "group_size")
+    if size == -1:
+        return in_features
+    if size < 1 or in_features % size:
+        raise ToolkitError(
+            f"config.json: quantization_config.group_size: {size} does not divide the {in_features} "
+            f"input features of {name}"
+        )
+    return size

@@ -1,0 +1,151 @@
+"""From stored tensors to canonical weights, whatever the format on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from toolkit.artifacts.checkpoint import Checkpoint
+from toolkit.artifacts.formats import WeightFormat, format_of
+from toolkit.artifacts.formats.layout import FLOATS, Expected, dense
+from toolkit.errors import ToolkitError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from toolkit.artifacts.canonical import Weight
+    from toolkit.models.spec import Part, StoredTensor
+
+_MATRICES = ("linear", "router", "embed", "head")
+
+
+def validate_checkpoint(checkpoint: Checkpoint, stored: Iterable[StoredTensor]) -> None:
+    """Check from headers alone that every tensor is there, of the right shape and dtype, and that group sizes divide.
+
+    Raises ToolkitError, one line that names file and tensor, what was expected and what was found.
+    """
+    form = format_of(checkpoint)
+    for item in stored:
+        for want in _expected(checkpoint, form, item):
+            _check(checkpoint, want, item.optional)
+
+
+def _expected(checkpoint: Checkpoint, form: WeightFormat | None, item: StoredTensor) -> list[Expected]:
+    bias = [Expected(f"{item.name}.bias", item.shape[:1], FLOATS)] if item.bias else []
+    if item.kind == "vector":
+        return [dense(item.name, item.shape)]
+    if form is not None and item.kind in _MATRICES and form.is_quantized(checkpoint, item.name):
+        try:
+            return form.expected(checkpoint.quantization or {}, item.name, item.shape) + bias
+        except ToolkitError as error:
+            raise ToolkitError(f"{checkpoint.path}: {error}") from None
+    return [dense(f"{item.name}.weight", item.shape), *bias]
+
+
+def _check(checkpoint: Checkpoint, want: Expected, optional: bool) -> None:
+    if want.name not in checkpoint:
+        if optional or want.optional:
+            return
+        raise ToolkitError(
+            f"{checkpoint.path}: tensor {want.name} is missing, expected {_dtypes(want)} {list(want.shape)}; "
+            "fetch or convert the model again, or correct config.json"
+        )
+    info = checkpoint.info(want.name)
+    if info.shape != want.shape:
+        raise ToolkitError(
+            f"{checkpoint.where(want.name)}: tensor {want.name}: expected shape {list(want.shape)}, "
+            f"found {list(info.shape)}; config.json and weights disagree"
+        )
+    if info.dtype not in want.dtypes:
+        raise ToolkitError(
+            f"{checkpoint.where(want.name)}: tensor {want.name}: expected {_dtypes(want)}, found {info.dtype}"
+        )
+
+
+def _dtypes(want: Expected) -> str:
+    return " or ".join(want.dtypes)
+
+
+def load_stored(checkpoint: Checkpoint, item: StoredTensor) -> tuple[Weight | Tensor, Tensor | None]:
+    """One stored module: (canonical weight, or the plain tensor of a norm or vector; bias or None)."""
+    from toolkit.artifacts.canonical import Dense
+
+    if item.kind == "vector":
+        return checkpoint.tensor(item.name), None
+    if item.kind == "norm":
+        return checkpoint.tensor(f"{item.name}.weight"), None
+    form = format_of(checkpoint)
+    weight: Weight
+    if form is not None and form.is_quantized(checkpoint, item.name):
+        weight = form.read_linear(checkpoint, item.name, item.shape)
+    else:
+        weight = Dense(checkpoint.tensor(f"{item.name}.weight"))
+    return weight, _bias(checkpoint, item)
+
+
+def _bias(checkpoint: Checkpoint, item: StoredTensor) -> Tensor | None:
+    name = f"{item.name}.bias"
+    if item.bias:
+        return checkpoint.tensor(name)
+    # Some GPTQ exporters store biases of zeros everywhere; one that is not zero would be lost in silence.
+    if name in checkpoint and bool(checkpoint.tensor(name).any()):
+        raise ToolkitError(
+            f"{checkpoint.where(name)}: tensor {name} is there, but by config.json the layer has no bias"
+        )
+    return None
+
+
+def split_parts(
+    item: StoredTensor, value: Weight | Tensor, bias: Tensor | None = None
+) -> Iterator[tuple[str, Weight | Tensor]]:
+    """The canonical parameters inside a stored module: ``name`` → weight, ``name.bias`` → tensor.
+
+    A part that is one range of rows is a view, others are copies.
+    """
+    import torch
+
+    for part in item.parts:
+        rows = _rows(part)
+        if rows is None:
+            taken = value
+        elif isinstance(value, torch.Tensor):
+            taken = value[rows]
+        else:
+            taken = value.take_rows(rows)
+        yield part.name, taken
+        if bias is not None:
+            yield f"{part.name}.bias", bias if rows is None else bias[rows]
+
+
+def _rows(part: Part) -> Tensor | slice | None:
+    import torch
+
+    if part.rows is None:
+        return None
+    if len(part.rows) == 1:
+        return slice(*part.rows[0])
+    return torch.cat([torch.arange(start, stop) for start, stop in part.rows])
+
+
+def iter_canonical(checkpoint: Checkpoint, stored: Iterable[StoredTensor]) -> Iterator[tuple[str, Weight | Tensor]]:
+    """Canonical parameters one stored module after another, so that memory holds one at a time."""
+    for item in stored:
+        if item.optional and not _present(checkpoint, item):
+            continue
+        value, bias = load_stored(checkpoint, item)
+        yield from split_parts(item, value, bias)
+
+
+def _present(checkpoint: Checkpoint, item: StoredTensor) -> bool:
+    form = format_of(checkpoint)
+    if item.kind == "vector":
+        return item.name in checkpoint
+    quantized = form is not None and item.kind in _MATRICES and form.is_quantized(checkpoint, item.name)
+    return quantized or f"{item.name}.weight" in checkpoint
+
+
+def canonical_weights(checkpoint: Checkpoint, stored: Iterable[StoredTensor]) -> dict[str, Weight | Tensor]:
+    """All canonical parameters by name: ``name`` → Weight (linear, embedding, head) or Tensor (norm, vector),
+    ``name.bias`` → Tensor. Dense ones are views of the mapped file. Call ``validate_checkpoint`` first.
+    """
+    return dict(iter_canonical(checkpoint, stored))
