@@ -81,8 +81,8 @@ class Tokenizer:
         """
         try:
             ids = self.backend.encode(text, add_special_tokens=False).ids
-        except UnicodeEncodeError:  # lone surrogates, as from badly escaped JSON
-            clean = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+        except (TypeError, UnicodeEncodeError):
+            clean = text.encode("utf-8", "replace").decode()  # lone surrogates, as from badly escaped JSON
             ids = self.backend.encode(clean, add_special_tokens=False).ids
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 

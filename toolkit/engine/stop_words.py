@@ -1,4 +1,4 @@
-"""Stop words in streamed text: ends at the first word completed and shows no character of a word that may still come."""
+"""Stop words in streamed text: end at the first word completed, show no character of a word that may still come."""
 
 from __future__ import annotations
 
