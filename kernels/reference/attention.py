@@ -1,0 +1,207 @@
+"""Paged attention over a ragged batch, and the write into its cache.
+
+Cache layout, a layer: keys and values [blocks, block_size, kv_heads, width]; slot = block·block_size + offset.
+``bits`` 0: width = head_dim in the activations' dtype. 8: uint8 codes, width = head_dim. 4: two codes a byte, width =
+head_dim / 2; element i < head_dim/2 in the low nibble of byte i, element head_dim/2 + i in the high one. With bits 8 and 4
+``*_params`` [blocks, block_size, kv_heads, 2] float16 hold scale and zero of every token and head:
+x = (code - zero)·scale. Four-bit keys are stored turned by a fixed orthogonal Hadamard matrix, and queries are turned
+likewise (Ashkboos et al., "QuaRot", 2024). Paging: Kwon et al., "PagedAttention" (2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..registry import Case, op
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """Turn the last dimension by a block-diagonal, normalised Hadamard matrix; its own inverse. Keeps dtype.
+
+    Blocks are as large as the largest power of two that divides the dimension (80 -> 5 blocks of 16).
+    """
+    dim = x.shape[-1]
+    block = dim & -dim
+    h, step = x.float().unflatten(-1, (-1, block)), 1
+    while step < block:
+        a, b = h.unflatten(-1, (-1, 2, step)).unbind(-2)
+        h = torch.stack([a + b, a - b], dim=-2).flatten(-3)
+        step *= 2
+    return (h * block**-0.5).flatten(-2).to(x.dtype)
+
+
+def quantize_heads(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """[..., head_dim] -> (uint8 codes, packed when bits is 4; float16 (scale, zero) [..., 2]).
+
+    Asymmetric: scale = (max - min) / (2^bits - 1), zero = -min / scale, both as stored in float16; a constant
+    row gets the smallest scale that keeps zero within float16.
+    """
+    h, top = x.float(), (1 << bits) - 1
+    low, high = h.amin(-1, keepdim=True), h.amax(-1, keepdim=True)
+    floor = torch.maximum(low.abs(), high.abs()) / 60000
+    scale = torch.maximum((high - low) / top, floor).clamp(min=2.0**-14, max=65504.0).half()
+    zero = (-low / scale.float()).clamp(-65504.0, 65504.0).half()
+    codes = (h / scale.float() + zero.float()).round().clamp(0, top).nan_to_num(0).to(torch.uint8)
+    if bits == 4:
+        first, second = codes.chunk(2, dim=-1)
+        codes = first | (second << 4)
+    return codes, torch.cat([scale, zero], dim=-1)
+
+
+def dequantize_heads(codes: Tensor, params: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+    """Inverse of ``quantize_heads``; computed in float32, rounded to ``dtype``."""
+    if bits == 4:
+        codes = torch.cat([codes & 15, codes >> 4], dim=-1)
+    scale, zero = params.float().split(1, dim=-1)
+    return ((codes.float() - zero) * scale).to(dtype)
+
+
+def _write_cases() -> Iterator[Case]:
+    for bits, dim in ((0, 64), (8, 80), (4, 96), (4, 64)):
+
+        def make(dtype, device, g, bits=bits, dim=dim) -> dict[str, Any]:
+            k, v = torch.randn(2, 7, 3, dim, generator=g).to(device, dtype)
+            cache = random_cache(6, 16, 3, dim, bits, dtype, device, g)
+            slots = torch.randperm(6 * 16, generator=g)[:7].to(device)
+            return {"k": k, "v": v, "slot_mapping": slots, "bits": bits} | cache
+
+        yield Case(f"bits{bits}-{dim}", make, {"bits": bits, "head_dim": dim})
+
+
+def random_cache(
+    blocks: int, size: int, heads: int, dim: int, bits: int, dtype: torch.dtype, device: str, g: torch.Generator
+) -> dict[str, Tensor | None]:
+    """A filled cache, as the keyword arguments k_cache, v_cache, k_params, v_params."""
+    x = torch.randn(2, blocks, size, heads, dim, generator=g)
+    if bits == 0:
+        k, v = x.to(device, dtype)
+        return {"k_cache": k, "v_cache": v, "k_params": None, "v_params": None}
+    (k, kp), (v, vp) = (tuple(t.to(device) for t in quantize_heads(part, bits)) for part in x)
+    return {"k_cache": k, "v_cache": v, "k_params": kp, "v_params": vp}
+
+
+@op(_write_cases, mutates=("k_cache", "v_cache", "k_params", "v_params"))
+def kv_write(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    bits: int = 0,
+    k_params: Tensor | None = None,
+    v_params: Tensor | None = None,
+) -> None:
+    """Store the keys and values [T, kv_heads, head_dim] of new tokens at ``slot_mapping`` (int64 [T]), in place."""
+    if bits == 0:
+        k_cache.flatten(0, 1)[slot_mapping] = k.to(k_cache.dtype)
+        v_cache.flatten(0, 1)[slot_mapping] = v.to(v_cache.dtype)
+        return
+    assert k_params is not None and v_params is not None
+    pairs = ((hadamard(k) if bits == 4 else k, k_cache, k_params), (v, v_cache, v_params))
+    for new, cache, params in pairs:
+        codes, scale_zero = quantize_heads(new, bits)
+        cache.flatten(0, 1)[slot_mapping] = codes
+        params.flatten(0, 1)[slot_mapping] = scale_zero
+
+
+def _attention_cases() -> Iterator[Case]:
+    # label, query lengths, total lengths, heads, kv_heads, head_dim, bits, options
+    decode, mixed = ((1, 1, 1, 1), (3, 17, 40, 33)), ((1, 9, 1, 20), (33, 25, 4, 20))
+    softcap, sinks = {"softcap": 20.0}, {"sinks": True}
+    table: tuple[tuple[str, Any, int, int, int, int, dict[str, Any]], ...] = (
+        ("decode", decode, 4, 2, 64, 0, {}),
+        ("one", ((1,), (50,)), 9, 3, 64, 0, {}),
+        ("prompt", ((21,), (21,)), 4, 4, 80, 0, {}),
+        ("mixed", mixed, 6, 2, 96, 0, {}),
+        ("wide", mixed, 2, 1, 256, 0, {}),
+        ("window", mixed, 4, 2, 64, 0, {"window": 7}),
+        ("softcap", mixed, 4, 2, 64, 0, softcap),
+        ("sinks", mixed, 4, 2, 64, 0, sinks | {"window": 19}),
+        ("int8", mixed, 4, 2, 64, 8, {}),
+        ("int4", mixed, 4, 2, 128, 4, {}),
+        ("int4-80", decode, 4, 2, 80, 4, {"window": 20} | softcap),
+    )
+    for label, (q_lens, lens), heads, kv_heads, dim, bits, options in table:
+
+        def make(dtype, device, g, shape=(q_lens, lens, heads, kv_heads, dim, bits), options=options) -> dict[str, Any]:
+            q_lens, lens, heads, kv_heads, dim, bits = shape
+            cache = random_cache(24, 16, kv_heads, dim, bits, dtype, device, g)
+            order = torch.randperm(24, generator=g).int()
+            tables = torch.full((len(lens), 4), -1, dtype=torch.int32)
+            for i, n in enumerate(lens):
+                used = -(-n // 16)
+                tables[i, :used] = order[i * 4 : i * 4 + used]
+                if first := max(0, n - q_lens[i] + 1 - options.get("window", n)) // 16:
+                    tables[i, :first] = -1
+            sinks = torch.randn(heads, generator=g).to(device) if options.get("sinks") else None
+            return {
+                "q": torch.randn(sum(q_lens), heads, dim, generator=g).to(device, dtype),
+                "block_table": tables.numpy(),
+                "cu_seqlens": np.cumsum([0, *q_lens], dtype=np.int32),
+                "seq_lens": np.asarray(lens, np.int32),
+                "scale": dim**-0.5,
+                "bits": bits,
+                **cache,
+                **options,
+                "sinks": sinks,
+            }
+
+        yield Case(label, make, {"bits": bits, "head_dim": dim})
+
+
+@op(_attention_cases)
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: np.ndarray,
+    cu_seqlens: np.ndarray,
+    seq_lens: np.ndarray,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    bits: int = 0,
+    k_params: Tensor | None = None,
+    v_params: Tensor | None = None,
+    plan: Any = None,
+) -> Tensor:
+    """Causal attention of prefill chunks and decode tokens mixed; keys and values are read from the cache alone.
+
+    ``q``: [T, heads, head_dim], sequence after sequence; sequence s has the tokens cu_seqlens[s]:cu_seqlens[s+1], the last
+    of its seq_lens[s] cached ones. ``block_table``: int32 [S, B] on the host, as are ``cu_seqlens`` [S+1] and ``seq_lens``
+    [S]. Scores s = scale·q·k; ``softcap`` c: c·tanh(s/c); ``window`` w: position p sees (p - w, p]; ``sinks``: float
+    [heads], a logit each that joins the softmax's denominator. ``plan``: what an implementation's own planner made of the
+    three host arrays, so that the layers of a step share it; the reference has no use for it.
+    Slots that are not a sequence's own are never read. Returns [T, heads, head_dim] in q's dtype.
+    """
+    size, heads, out = k_cache.shape[1], q.shape[1], torch.empty_like(q)
+    turned = hadamard(q.float()) if bits == 4 else q.float()
+    for s in range(len(seq_lens)):
+        start, stop, total = int(cu_seqlens[s]), int(cu_seqlens[s + 1]), int(seq_lens[s])
+        first = 0 if window is None else max(0, total - (stop - start) + 1 - window)
+        where = np.arange(first, total)
+        slots = torch.from_numpy(block_table[s][where // size].astype(np.int64) * size + where % size).to(q.device)
+        k, v = k_cache.flatten(0, 1)[slots], v_cache.flatten(0, 1)[slots]
+        if bits:
+            assert k_params is not None and v_params is not None
+            k = dequantize_heads(k, k_params.flatten(0, 1)[slots], bits, torch.float32)
+            v = dequantize_heads(v, v_params.flatten(0, 1)[slots], bits, torch.float32)
+        k, v = (t.float().repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))  # [L, heads, head_dim]
+        scores = torch.einsum("qhd,khd->hqk", turned[start:stop], k) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        at = torch.arange(total - (stop - start), total, device=q.device)[:, None]
+        key = torch.from_numpy(where).to(q.device)[None, :]
+        seen = key <= at if window is None else (key <= at) & (key > at - window)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, stop - start, 1)], dim=-1)
+        weights = scores.softmax(-1)[..., : len(where)]
+        out[start:stop] = torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
+    return out

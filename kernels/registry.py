@@ -1,0 +1,225 @@
+"""Which ops there are, who implements them, and who is chosen.
+
+An op is declared once: the decorated torch function is its schema, its documentation, the oracle of the tests and the
+implementation of last resort ("reference"). Other implementations register for it under the name of their family.
+Choice follows ``PRIORITY``; the environment variable ``TOOLKIT_KERNELS`` puts one family first. An implementation
+asked for by name that cannot run raises ``KernelError`` with its reason: nothing falls back in silence.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+FAMILIES = ("reference", "torch", "triton", "cuda", "cpu")
+PRIORITY: dict[str, tuple[str, ...]] = {
+    "cpu": ("torch", "reference"),
+    "cuda": ("cuda", "triton", "torch", "reference"),
+}
+_DECLARATIONS = ("norm", "rope", "activation", "embedding", "linear", "attention", "moe", "sampling")
+_IMPLEMENTATIONS = ("torch.dense", "torch.attention", "torch.linear", "torch.moe", "torch.sampling")
+
+
+class KernelError(Exception):
+    """No implementation can run, or the one asked for cannot; the message says why."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What an implementation would run on: device type, name of the activations' dtype, and what the op adds.
+
+    ``capability``: CUDA compute capability as 80, 90 …; ``traits``: facts an op's implementations ask for (head_dim …).
+    """
+
+    device: str
+    dtype: str
+    capability: int | None = None
+    traits: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs of an op for tests and the self-test. ``make(dtype, device, generator)`` returns its keyword arguments."""
+
+    label: str
+    make: Callable[..., dict[str, Any]]
+    traits: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """``run`` has the op's signature. ``extra(target)`` returns a reason why it cannot run there, or None."""
+
+    family: str
+    run: Callable[..., Any]
+    devices: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    extra: Callable[[Target], str | None] | None = None
+
+    def unsupported(self, target: Target) -> str | None:
+        """Why this cannot run on ``target``, or None."""
+        if target.device not in self.devices:
+            return f"runs on {', '.join(self.devices)}, not on {target.device}"
+        if target.dtype not in self.dtypes:
+            return f"takes {', '.join(self.dtypes)}, not {target.dtype}"
+        return self.extra(target) if self.extra is not None else None
+
+
+FLOATS = ("float32", "bfloat16", "float16")
+
+
+@dataclass
+class Op:
+    """A declared op. Calling it runs the implementation chosen for the first tensor among the arguments.
+
+    ``mutates``: names of the arguments it writes to. ``dtypes``: activations it is defined for.
+    """
+
+    name: str
+    reference: Callable[..., Any]
+    cases: Callable[[], Iterable[Case]]
+    mutates: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    implementations: dict[str, Implementation] = field(default_factory=dict)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        first = next(a for a in (*args, *kwargs.values()) if hasattr(a, "device"))
+        dtype = str(first.dtype).removeprefix("torch.")
+        return choose(self, Target(first.device.type, dtype)).run(*args, **kwargs)
+
+    def register(
+        self,
+        family: str,
+        *,
+        devices: tuple[str, ...] = ("cpu", "cuda"),
+        dtypes: tuple[str, ...] | None = None,
+        unsupported: Callable[[Target], str | None] | None = None,
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Decorator: the function implements this op for ``family``."""
+        assert family in FAMILIES and family not in self.implementations, (self.name, family)
+
+        def add(run: Callable[..., Any]) -> Callable[..., Any]:
+            self.implementations[family] = Implementation(family, run, devices, dtypes or self.dtypes, unsupported)
+            return run
+
+        return add
+
+
+_OPS: dict[str, Op] = {}
+
+
+def op(
+    cases: Callable[[], Iterable[Case]], *, mutates: tuple[str, ...] = (), dtypes: tuple[str, ...] = FLOATS
+) -> Callable[[Callable[..., Any]], Op]:
+    """Decorator that declares an op: the function is its reference implementation."""
+
+    def declare(reference: Callable[..., Any]) -> Op:
+        declared = Op(reference.__name__, reference, cases, mutates, dtypes)
+        declared.__doc__ = reference.__doc__
+        declared.register("reference")(reference)
+        assert declared.name not in _OPS, declared.name
+        _OPS[declared.name] = declared
+        return declared
+
+    return declare
+
+
+def load() -> dict[str, Op]:
+    """Import every declaration and implementation (this imports torch) and return the ops by name."""
+    package = __package__
+    for name in _DECLARATIONS:
+        importlib.import_module(f"{package}.reference.{name}")
+    for name in _IMPLEMENTATIONS:
+        importlib.import_module(f"{package}.{name}")
+    return dict(_OPS)
+
+
+def _forced() -> str | None:
+    value = os.environ.get("TOOLKIT_KERNELS", "").strip()
+    if value and value not in FAMILIES:
+        raise KernelError(f"TOOLKIT_KERNELS: expected one of {', '.join(FAMILIES)}, found {value!r}")
+    return value or None
+
+
+def choose(op: Op, target: Target, family: str | None = None) -> Implementation:
+    """The implementation of ``op`` for ``target``: ``family``, or by TOOLKIT_KERNELS, or by priority.
+
+    TOOLKIT_KERNELS decides for the ops that its family implements; the others keep their priority list. Raises KernelError
+    when the family asked for does not implement the op or cannot run there, with the reason.
+    """
+    if family is not None and family not in op.implementations:
+        raise KernelError(f"{op.name}: no implementation {family!r}; there are {', '.join(op.implementations)}")
+    wanted = family or _forced()
+    if wanted is not None and wanted in op.implementations:
+        reason = op.implementations[wanted].unsupported(target)
+        if reason is not None:
+            raise KernelError(f"{op.name}: the {wanted} implementation cannot run: {reason}")
+        return op.implementations[wanted]
+    reasons = []
+    for name in PRIORITY.get(target.device, ("torch", "reference")):
+        if name in op.implementations:
+            reason = op.implementations[name].unsupported(target)
+            if reason is None:
+                return op.implementations[name]
+            reasons.append(f"{name}: {reason}")
+    raise KernelError(f"{op.name}: no implementation runs on {target.device} with {target.dtype} ({'; '.join(reasons)})")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of ``describe``: ``reason`` is None where it can run; ``chosen``: it is what would run."""
+
+    op: str
+    implementation: str
+    reason: str | None
+    chosen: bool
+
+
+def describe(target: Target) -> list[Row]:
+    """Op by implementation: which can run on ``target``, which is chosen, and why the others are not."""
+    rows = []
+    for declared in load().values():
+        try:
+            chosen = choose(declared, target).family
+        except KernelError:
+            chosen = ""
+        for family, implementation in declared.implementations.items():
+            rows.append(Row(declared.name, family, implementation.unsupported(target), family == chosen))
+    return rows
+
+
+@dataclass(frozen=True)
+class TestRow:
+    """One line of ``self_test``: ``error`` is None where every case agreed with the reference."""
+
+    op: str
+    implementation: str
+    cases: int
+    seconds: float
+    error: str | None
+
+
+def self_test(target: Target, budget_seconds: float = 10.0) -> list[TestRow]:
+    """Run every implementation that ``target`` supports against the reference, within about ``budget_seconds``."""
+    from .tolerances import compare
+
+    rows, start = [], time.perf_counter()
+    for declared in load().values():
+        for family, implementation in declared.implementations.items():
+            if implementation.unsupported(target) is not None:
+                continue
+            count, error, begun = 0, None, time.perf_counter()
+            for case in declared.cases():
+                at = Target(target.device, target.dtype, target.capability, case.traits)
+                late = count > 0 and time.perf_counter() - start > budget_seconds
+                if late or error is not None or implementation.unsupported(at) is not None:
+                    continue
+                error = compare(declared, implementation, case, at)
+                count += 1
+            rows.append(TestRow(declared.name, family, count, time.perf_counter() - begun, error))
+    return rows

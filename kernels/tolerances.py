@@ -1,0 +1,57 @@
+"""How far an implementation may stand from the reference: one table by dtype, overrides with their reason."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .registry import Case, Implementation, Op, Target
+
+# dtype of the activations: (relative, absolute). Roughly four units in the last place of a sum of some hundred terms.
+TOLERANCES: dict[str, tuple[float, float]] = {
+    "float32": (2e-5, 2e-5),
+    "float16": (4e-3, 4e-3),
+    "bfloat16": (3e-2, 3e-2),
+}
+
+# (op, implementation, dtype): ((relative, absolute), reason)
+OVERRIDES: dict[tuple[str, str, str], tuple[tuple[float, float], str]] = {}
+
+
+def tolerance(op: str, implementation: str, dtype: str) -> tuple[float, float]:
+    """(relative, absolute) tolerance of an implementation for activations of ``dtype``."""
+    if (op, implementation, dtype) in OVERRIDES:
+        return OVERRIDES[op, implementation, dtype][0]
+    return TOLERANCES[dtype]
+
+
+def compare(op: Op, implementation: Implementation, case: Case, target: Target, seed: int = 0) -> str | None:
+    """Run ``case`` through the reference and ``implementation``; None, or what differs.
+
+    Results and mutated arguments are compared: floats within tolerance, NaN only where the reference has it, integers
+    exactly.
+    """
+    import torch
+
+    rtol, atol = tolerance(op.name, implementation.family, target.dtype)
+    results: list[list[Any]] = []
+    for run in (op.reference, implementation.run):
+        generator = torch.Generator("cpu").manual_seed(seed)
+        inputs = case.make(getattr(torch, target.dtype), target.device, generator)
+        with torch.inference_mode():
+            output = run(**inputs)
+        outputs = list(output) if isinstance(output, tuple) else [output]
+        results.append([*outputs, *(inputs[name] for name in op.mutates)])
+    for index, (expected, found) in enumerate(zip(*results, strict=True)):
+        if expected is None and found is None:
+            continue
+        where = f"{op.name}[{implementation.family}] case {case.label} output {index}"
+        if expected.shape != found.shape or expected.dtype != found.dtype:
+            return f"{where}: {found.dtype}{tuple(found.shape)} instead of {expected.dtype}{tuple(expected.shape)}"
+        exact = not expected.dtype.is_floating_point
+        a, b = expected.double(), found.double()
+        close = (a == b) if exact else torch.isclose(b, a, rtol=rtol, atol=atol, equal_nan=True)
+        if not bool(close.all()):
+            worst = (a - b).abs().nan_to_num(float("inf")).max().item()
+            return f"{where}: {int((~close).sum())} of {close.numel()} values differ, by up to {worst:.3g}"
+    return None

@@ -1,0 +1,92 @@
+"""Norms, rope, activations, embedding and the cache write by torch's own fused functions."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..reference import activation, attention, embedding, norm, rope
+
+
+@norm.rms_norm.register("torch")
+def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
+    """One fused call where the weight is used as it is; through float32 where something is added to it."""
+    if weight_offset == 0.0 and weight.dtype == x.dtype:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x.float(), weight.shape, weight.float() + weight_offset, eps).to(x.dtype)
+
+
+@norm.add_rms_norm.register("torch")
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """The sum, then ``rms_norm``."""
+    total = x + residual
+    return rms_norm(total, weight, eps, weight_offset), total
+
+
+@rope.rope.register("torch")
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Few small calls: the halves are turned into one preallocated float32 result."""
+    half = cos.shape[-1]
+    c, s = cos[:, None, :], sin[:, None, :]
+    h = x.float()
+    a, b = h[..., :half], h[..., half : 2 * half]
+    out = torch.empty_like(h)
+    torch.mul(a, c, out=out[..., :half]).addcmul_(b, s, value=-1)
+    torch.mul(b, c, out=out[..., half : 2 * half]).addcmul_(a, s)
+    if 2 * half < x.shape[-1]:
+        out[..., 2 * half :] = h[..., 2 * half :]
+    return out.to(x.dtype)
+
+
+_ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+@activation.act.register("torch")
+def act(x: Tensor, activation: str) -> Tensor:
+    """torch's function in x's own dtype."""
+    return _ACTIVATIONS[activation](x)
+
+
+@activation.act_and_mul.register("torch")
+def act_and_mul(x: Tensor, activation: str) -> Tensor:
+    """torch's function in x's own dtype, multiplied in place."""
+    inner = x.shape[-1] // 2
+    return _ACTIVATIONS[activation](x[..., :inner]).mul_(x[..., inner:])
+
+
+@embedding.embedding.register("torch")
+def embed(ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
+    """``F.embedding``."""
+    rows = F.embedding(ids, table)
+    return rows if scale == 1.0 else rows.mul_(torch.tensor(scale, dtype=table.dtype))
+
+
+@attention.kv_write.register("torch")
+def kv_write(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    bits: int = 0,
+    k_params: Tensor | None = None,
+    v_params: Tensor | None = None,
+) -> None:
+    """``index_copy_`` per tensor; keys and values are quantized in one go."""
+    if bits == 0:
+        k_cache.flatten(0, 1).index_copy_(0, slot_mapping, k)
+        v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v)
+        return
+    assert k_params is not None and v_params is not None
+    codes, params = attention.quantize_heads(torch.stack([attention.hadamard(k) if bits == 4 else k, v]), bits)
+    for i, (cache, kept) in enumerate(((k_cache, k_params), (v_cache, v_params))):
+        cache.flatten(0, 1).index_copy_(0, slot_mapping, codes[i])
+        kept.flatten(0, 1).index_copy_(0, slot_mapping, params[i])

@@ -1,0 +1,51 @@
+"""Linear layers by torch's matrix products."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..reference import linear as reference
+
+
+@reference.linear.register("torch")
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear``."""
+    return F.linear(x, weight, bias)
+
+
+@reference.linear_group_int.register("torch")
+def linear_group_int(
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    minima: Tensor | None,
+    bits: int,
+    group_index: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Dequantize, then ``F.linear`` in x's dtype."""
+    weight = reference.dequantize_groups(packed, scales, zeros, minima, bits, group_index)
+    return F.linear(x, weight.to(x.dtype), bias)
+
+
+def _int_product(codes: Tensor, weight: Tensor) -> Tensor:
+    """Exact integer product [T, in] x [out, in] -> float32 [T, out] of values within ±127."""
+    if codes.device.type == "cpu":
+        return torch._int_mm(codes.to(torch.int8), weight.T).float()
+    tokens, n_in = codes.shape
+    if n_in % 8 or weight.shape[0] % 8:
+        return (codes.double() @ weight.double().T).float()
+    if tokens <= 16:  # torch's CUDA kernel wants more than 16 rows
+        codes = F.pad(codes, (0, 0, 0, 17 - tokens))
+    return torch._int_mm(codes.to(torch.int8), weight.T)[:tokens].float()
+
+
+@reference.linear_int8.register("torch")
+def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``torch._int_mm``: int8 in, int32 out."""
+    h, scale = reference.quantize_rows(x, 127.0)
+    y = _int_product(h.round_().clamp_(-127, 127), weight).mul_(scale).mul_(scales)
+    return (y if bias is None else y.add_(bias)).to(x.dtype)
