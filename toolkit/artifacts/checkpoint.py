@@ -88,7 +88,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     """Open a checkpoint directory or a ``.gguf`` file, reading headers only.
 
     Raises UsageError if the path does not exist or is neither; ToolkitError, one line that names the file, for a
-    missing or broken config.json, pickle-only weights, truncated or corrupt safetensors, an index that disagrees with them.
+    missing or broken config.json, pickle-only weights, truncated or corrupt safetensors, an index at odds with them.
     """
     path = Path(path)
     if not path.exists():

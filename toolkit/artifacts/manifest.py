@@ -1,0 +1,146 @@
+"""``manifest.json``: what an artifact is, what it was made from and how, and how good it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from toolkit.artifacts.json_file import read_json_object
+from toolkit.errors import ToolkitError
+
+MANIFEST = "manifest.json"
+SCHEMA_VERSION = 1
+KINDS = ("checkpoint", "quantized", "engine")
+
+# What counts as content of a model directory; anything else in it (notes, caches, other weights) does not.
+_CONTENT = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One stage's record. Field names are the JSON keys.
+
+    ``parent``: {path, hub_id, revision, digest, manifest} of the input, ``manifest`` being the parent's own record
+    without its file list, or None where the chain starts. ``options`` of the stage; ``quality``: figures it measured.
+    ``files``: {name, size, sha256} of every file but the manifest; ``size_bytes``: their sum.
+    """
+
+    kind: str
+    stage: str
+    tool_version: str
+    created: str  # ISO 8601, UTC
+    parent: dict[str, Any]
+    options: dict[str, Any]
+    quality: dict[str, Any] = field(default_factory=dict)
+    files: list[dict[str, Any]] = field(default_factory=list)
+    size_bytes: int = 0
+    schema_version: int = SCHEMA_VERSION
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def read_manifest(directory: Path) -> Manifest | None:
+    """The directory's manifest, None if it has none (a plain checkpoint).
+
+    Raises ToolkitError if it is broken or of a newer schema than this version knows.
+    """
+    path = directory / MANIFEST
+    return parse_manifest(read_json_object(path), path) if path.is_file() else None
+
+
+def parse_manifest(data: dict[str, Any], path: Path) -> Manifest:
+    """Check a manifest's JSON. ``path`` is named in errors (ToolkitError)."""
+    version = data.get("schema_version")
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise ToolkitError(f"{path}: schema_version: expected a whole number from 1 up, found {version!r:.40}")
+    if version > SCHEMA_VERSION:
+        raise ToolkitError(
+            f"{path}: schema_version {version} is newer than {SCHEMA_VERSION}, the newest this version reads; "
+            f"upgrade (it was written by {data.get('tool_version')!r:.40})"
+        )
+    kinds = {
+        "kind": str, "stage": str, "tool_version": str, "created": str, "parent": dict, "options": dict,
+        "quality": dict, "files": list, "size_bytes": int,
+    }  # fmt: skip
+    for name, kind in kinds.items():
+        if not isinstance(data.get(name), kind):
+            raise ToolkitError(f"{path}: {name}: expected {kind.__name__}, found {data.get(name)!r:.40}")
+    if data["kind"] not in KINDS:
+        raise ToolkitError(f"{path}: kind: expected one of {', '.join(KINDS)}, found {data['kind']!r:.40}")
+    for entry in data["files"]:
+        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+            raise ToolkitError(f"{path}: files: expected objects with name, size and sha256, found {entry!r:.60}")
+    return Manifest(schema_version=version, **{name: data[name] for name in kinds})
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    text = json.dumps(manifest.to_json(), indent=2, ensure_ascii=False) + "\n"
+    (directory / MANIFEST).write_text(text, encoding="utf-8")
+
+
+def require_kind(path: Path, allowed: tuple[str, ...], stage: str) -> Manifest | None:
+    """The manifest of a stage's input, None for a plain checkpoint or a GGUF file.
+
+    Raises ToolkitError if the artifact is of a kind that the stage does not take.
+    """
+    manifest = read_manifest(path) if path.is_dir() else None
+    if manifest is not None and manifest.kind not in allowed:
+        raise ToolkitError(
+            f"{path}: {stage} takes {' or '.join(allowed)}, found {_article(manifest.kind)} artifact "
+            f"made by {manifest.stage!r}; give the model it was made from: {manifest.parent.get('path')}"
+        )
+    return manifest
+
+
+def _article(kind: str) -> str:
+    return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
+
+
+def describe_parent(path: Path) -> dict[str, Any]:
+    """The ``parent`` record for a stage whose input is ``path`` (a directory or a ``.gguf`` file).
+
+    Hashes every content file. Hub id and revision are read off the path where it lies in the hub's cache.
+    """
+    manifest = read_manifest(path) if path.is_dir() else None
+    hub_id, revision = _hub_origin(path)
+    return {
+        "path": str(path.resolve()) if hub_id is None else hub_id,
+        "hub_id": hub_id,
+        "revision": revision,
+        "digest": content_digest(path),
+        "manifest": None if manifest is None else {**manifest.to_json(), "files": []},
+    }
+
+
+def _hub_origin(path: Path) -> tuple[str | None, str | None]:
+    """``…/models--owner--name/snapshots/<revision>`` → ("owner/name", revision)."""
+    found = re.search(r"/models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})(/|$)", str(path.absolute()))
+    return (f"{found[1]}/{found[2]}", found[3]) if found else (None, None)
+
+
+def content_digest(path: Path) -> str:
+    """``sha256:…`` over the content of a GGUF file or of a model directory: names and bytes, no times, no path."""
+    if path.is_file():
+        return f"sha256:{file_digest(path)}"
+    names = {file.name for pattern in _CONTENT for file in path.glob(pattern) if file.is_file()} - {MANIFEST}
+    lines = [f"{name} {file_digest(path / name)}\n" for name in sorted(names)]
+    return f"sha256:{hashlib.sha256(''.join(lines).encode()).hexdigest()}"
+
+
+def file_digest(path: Path) -> str:
+    """Hex SHA-256 of a file."""
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(4 << 20))
+    try:
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                digest.update(buffer[:count])
+    except OSError as error:
+        raise ToolkitError(f"{path}: cannot be read: {error.strerror}") from error
+    return digest.hexdigest()

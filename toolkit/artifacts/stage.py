@@ -1,0 +1,291 @@
+"""A stage writes one directory, whole or not at all, and goes on where it was killed.
+
+Everything is built in a hidden sibling of the target, ``.NAME.partial/``:
+
+    lock        held (flock) by the process at work
+    key.json    digest of input, options and tool version; a run with another key starts anew
+    state/      results saved on the way (one file a layer, say), which a later run with the same key takes over
+    out/        the future artifact; renamed to the target as the last act
+    old/        the target's former content while it is being replaced
+"""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from toolkit import __version__
+from toolkit.artifacts.manifest import MANIFEST, Manifest, file_digest, read_manifest, write_manifest
+from toolkit.artifacts.safetensors_file import (
+    TORCH_DTYPES,
+    array_bytes,
+    map_arrays,
+    read_header,
+    read_metadata,
+    write_tensors,
+)
+from toolkit.errors import ToolkitError, UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass
+class Stage:
+    """A run of a stage; made by ``open_stage``. ``dir`` is where the artifact's files are to be written."""
+
+    target: Path
+    kind: str
+    stage: str
+    parent: dict[str, Any]
+    options: dict[str, Any]
+    already_there: bool = False
+    finished: bool = field(default=False, repr=False)
+
+    @property
+    def partial(self) -> Path:
+        return partial_dir(self.target)
+
+    @property
+    def dir(self) -> Path:
+        return self.partial / "out"
+
+    def _state(self, key: str) -> Path:
+        return self.partial / "state" / f"{quote(key, safe='')}.safetensors"
+
+    def done(self, key: str) -> bool:
+        """Whether an earlier or this run saved ``key`` and the file is intact (its digest is checked)."""
+        path = self._state(key)
+        if not path.is_file():
+            return False
+        try:
+            return read_metadata(path).get("digest") == _tensor_digest(map_arrays(path))
+        except ToolkitError:  # torn by a power failure: as good as absent
+            return False
+
+    def load(self, key: str) -> dict[str, Tensor]:
+        """The tensors saved under ``key``."""
+        import torch
+
+        path = self._state(key)
+        infos = read_header(path)
+        return {
+            name: torch.from_numpy(array.copy()).view(getattr(torch, TORCH_DTYPES[infos[name].dtype]))
+            for name, array in map_arrays(path).items()
+        }
+
+    def load_meta(self, key: str) -> dict[str, Any]:
+        """The ``meta`` saved under ``key``."""
+        return json.loads(read_metadata(self._state(key))["meta"])
+
+    def save(self, key: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any] | None = None) -> None:
+        """Keep tensors and JSON values so that a killed run need not compute them again. Atomic."""
+        metadata = {"digest": _tensor_digest(tensors), "meta": json.dumps(dict(meta or {}))}
+        write_tensors(self._state(key), tensors, metadata)
+
+    def finish(self, quality: Mapping[str, Any] | None = None) -> Manifest:
+        """Write the manifest, bring everything to disk and rename the artifact to its target."""
+        assert not self.already_there and not self.finished
+        files: list[dict[str, Any]] = [
+            {"name": str(file.relative_to(self.dir)), "size": file.stat().st_size, "sha256": file_digest(file)}
+            for file in sorted(self.dir.rglob("*"))
+            if file.is_file()
+        ]
+        manifest = Manifest(
+            kind=self.kind,
+            stage=self.stage,
+            tool_version=__version__,
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            parent=self.parent,
+            options=self.options,
+            quality=dict(quality or {}),
+            files=files,
+            size_bytes=sum(entry["size"] for entry in files),
+        )
+        write_manifest(self.dir, manifest)
+        for file in sorted(self.dir.rglob("*"), reverse=True):
+            _sync(file)
+        _sync(self.dir)
+        if self.target.exists():
+            os.rename(self.target, self.partial / "old")
+        os.rename(self.dir, self.target)
+        _sync(self.target.parent)
+        self.finished = True
+        return manifest
+
+
+@contextmanager
+def open_stage(
+    target: Path | str,
+    *,
+    kind: str,
+    stage: str,
+    parent: dict[str, Any],
+    options: Mapping[str, Any],
+    overwrite: bool = False,
+) -> Iterator[Stage]:
+    """Run a stage that writes ``target``. ``parent``: from ``manifest.describe_parent``; ``options``: JSON values, all
+    that the result depends on.
+
+    The stage has ``already_there`` set if the target holds the result of the same input, options and tool version.
+    Raises UsageError if the target is a file, or is not empty and ``overwrite`` is not given, or if replacing
+    it would delete the input; ToolkitError if the disk is full or another process writes the same target.
+    A body that fails leaves the target as it was; what it has saved stays for the next run.
+    """
+    shown, target = Path(target), Path(target).resolve()
+    run = Stage(target, kind, stage, parent, json.loads(json.dumps(dict(options))))
+    _check_target(shown, target)
+    key = _key(kind, stage, parent, run.options, __version__)
+    if not overwrite and _holds(target, key):
+        run.already_there = True
+        yield run
+        return
+    try:
+        lock = _lock(run.partial, shown)
+    except OSError as error:
+        raise ToolkitError(f"{shown}: cannot be written: {error.strerror}") from error
+    try:
+        _restore(run)
+        _check_replaceable(shown, target, parent, overwrite)
+        _prepare(run, key)
+        yield run
+        assert run.finished, "a stage ended without finish()"
+    except Exception as error:
+        if _disk_full(error):
+            raise ToolkitError(f"{shown}: disk full while writing; free some space and run the same command") from error
+        raise
+    finally:
+        _clean(run)
+        lock.close()
+
+
+def partial_dir(target: Path) -> Path:
+    return target.with_name(f".{target.name}.partial")
+
+
+def _key(kind: str, stage: str, parent: dict[str, Any], options: dict[str, Any], tool_version: str) -> str:
+    facts = [kind, stage, parent.get("digest"), options, tool_version]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _check_target(shown: Path, target: Path) -> None:
+    if target.exists() and not target.is_dir():
+        raise UsageError(f"{shown}: expected a directory or a new name, found a file")
+    for ancestor in target.parents:
+        if ancestor.exists():
+            if not ancestor.is_dir():
+                raise UsageError(f"{shown}: cannot be made: {ancestor} is a file")
+            return
+
+
+def _holds(target: Path, key: str) -> bool:
+    """Whether ``target`` is a complete artifact made under ``key``."""
+    try:
+        found = read_manifest(target)
+    except ToolkitError:
+        return False
+    if found is None or _key(found.kind, found.stage, found.parent, found.options, found.tool_version) != key:
+        return False
+    files = [(target / entry["name"], entry.get("size")) for entry in found.files]
+    return all(file.is_file() and file.stat().st_size == size for file, size in files)
+
+
+def _check_replaceable(shown: Path, target: Path, parent: dict[str, Any], overwrite: bool) -> None:
+    if not target.is_dir() or not any(target.iterdir()):
+        return
+    if not overwrite:
+        raise UsageError(f"{shown}: not empty, and not the result of this command; give --overwrite to replace it")
+    keep = [Path.cwd(), Path.home()]
+    if parent.get("path") and parent.get("hub_id") is None:
+        keep.append(Path(parent["path"]))
+    for path in keep:
+        if path.resolve().is_relative_to(target):
+            raise UsageError(f"{shown}: replacing it would delete {path}; choose another directory")
+
+
+def _lock(partial: Path, shown: Path) -> IO[bytes]:
+    """Take the lock of a partial directory, making both if need be."""
+    while True:
+        if partial.is_dir() and any(partial.iterdir()) and not (partial / "lock").exists():
+            raise UsageError(f"{partial}: in the way, and not written by this tool; move it")
+        partial.mkdir(parents=True, exist_ok=True)
+        file = (partial / "lock").open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.close()
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+            raise ToolkitError(f"{shown}: another process is writing it; wait for that one or stop it") from None
+        try:
+            same = os.stat(partial / "lock").st_ino == os.fstat(file.fileno()).st_ino
+        except FileNotFoundError:
+            same = False
+        if same:
+            return file
+        file.close()  # the former holder finished and removed the directory in between
+
+
+def _restore(run: Stage) -> None:
+    """Put the target back if the former holder of the lock was killed between the two renames of ``finish``."""
+    old = run.partial / "old"
+    if old.exists() and not run.target.exists():
+        os.rename(old, run.target)
+
+
+def _prepare(run: Stage, key: str) -> None:
+    """Empty ``out``, keep ``state`` if it was saved under the same key."""
+    key_file = run.partial / "key.json"
+    same = key_file.is_file() and key_file.read_text(encoding="utf-8") == key
+    for name in ("out", "old", *(() if same else ("state",))):
+        shutil.rmtree(run.partial / name, ignore_errors=True)
+    key_file.write_text(key, encoding="utf-8")
+    (run.partial / "state").mkdir(exist_ok=True)
+    run.dir.mkdir()
+
+
+def _clean(run: Stage) -> None:
+    """After success nothing of the partial directory stays; after a failure what was saved does."""
+    state = run.partial / "state"
+    if run.finished or not state.is_dir() or not any(state.glob("*.safetensors")):
+        shutil.rmtree(run.partial, ignore_errors=True)
+    else:
+        shutil.rmtree(run.dir, ignore_errors=True)
+
+
+def _disk_full(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return True
+    return "No space left on device" in str(error)  # as torch and safetensors report it
+
+
+def _tensor_digest(tensors: Mapping[str, Any]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode() + b"\0")
+        digest.update(array_bytes(tensors[name])[0].data)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+__all__ = ["MANIFEST", "Stage", "open_stage", "partial_dir"]
