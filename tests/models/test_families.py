@@ -1,0 +1,281 @@
+"""Each family against a checkpoint that transformers wrote, and against the configs of released models."""
+
+import json
+
+import pytest
+from safetensors import safe_open
+
+from toolkit.models.registry import FAMILIES, build
+from toolkit.models.spec import MoeSpec
+
+NAMES = [f.name for f in FAMILIES]
+
+
+def _config(path):
+    return json.loads((path / "config.json").read_text())
+
+
+def _shapes(path):
+    with safe_open(path / "model.safetensors", "np") as f:
+        return {name: tuple(f.get_slice(name).get_shape()) for name in f.keys()}
+
+
+def _expected(stored):
+    shapes = {}
+    for s in stored:
+        assert s.kind != "vector"
+        shapes[f"{s.name}.weight"] = s.shape
+        if s.bias:
+            shapes[f"{s.name}.bias"] = s.shape[:1]
+    return shapes
+
+
+VARIANTS = [
+    *((name, {}) for name in NAMES),
+    ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("llama", {"tie_word_embeddings": True, "head_dim": 48, "num_key_value_heads": 4}),
+    ("qwen3", {"attention_bias": True}),
+    ("internlm2", {"attention_bias": True}),
+    ("mistral", {"sliding_window": None}),
+    ("gemma2", {"tie_word_embeddings": False}),
+    ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": []}),
+]
+
+
+@pytest.mark.parametrize("family, overrides", VARIANTS, ids=lambda v: v if isinstance(v, str) else ",".join(v) or "-")
+def test_tensors_are_those_of_the_checkpoint(tiny_models, family, overrides):
+    path = tiny_models(family, **overrides)
+    spec, stored = build(_config(path))
+    assert spec.family == family
+    assert _expected(stored) == _shapes(path)
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_stored_parts_cover_every_parameter_once(tiny_models, family):
+    spec, stored = build(_config(tiny_models(family)))
+    parts = [p.name for s in stored for p in s.parts]
+    wanted = [x.name for x in spec.linears()] + [n.name for n in spec.norms()] + [spec.embed]
+    wanted += [] if spec.tied else [spec.head]
+    assert sorted(parts) == sorted(wanted)
+    sizes = {x.name: (x.out_features, x.in_features) for x in spec.linears()}
+    for s in stored:
+        rows = sorted(r for p in s.parts for r in p.rows or ())
+        if not rows:
+            assert len(s.parts) == 1
+            continue
+        assert [a for a, _ in rows] == [0, *(b for _, b in rows[:-1])], "rows leave gaps or overlap"
+        assert rows[-1][1] == s.shape[0]
+        for p in s.parts:
+            assert (sum(b - a for a, b in p.rows), s.shape[1]) == sizes[p.name]
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_canonical_names_are_llamas(tiny_models, family):
+    spec, _ = build(_config(tiny_models(family)))
+    assert spec.embed == "model.embed_tokens"
+    assert spec.final_norm.name == "model.norm"
+    allowed = ("self_attn.", "mlp.")
+    for x in spec.linears():
+        _, _, rest = x.name.partition(".layers.")
+        assert rest.split(".", 1)[1].startswith(allowed)
+
+
+def test_tied_models_list_no_head(tiny_models):
+    spec, stored = build(_config(tiny_models("qwen2")))
+    assert spec.tied
+    assert not any(s.kind == "head" for s in stored)
+
+
+def test_routers_are_marked(tiny_models):
+    for family in ("mixtral", "qwen3_moe"):
+        spec, stored = build(_config(tiny_models(family)))
+        routers = {s.mixer.router.name for y in spec.layers for s in y.sublayers if isinstance(s.mixer, MoeSpec)}
+        assert {s.parts[0].name for s in stored if s.kind == "router"} == routers != set()
+
+
+def test_qwen3_moe_layer_kinds(tiny_models):
+    spec, _ = build(_config(tiny_models("qwen3_moe")))
+    assert [layer.sublayers[1].mixer.kind for layer in spec.layers] == ["moe", "mlp", "moe"]
+    config = {**_config(tiny_models("qwen3_moe")), "mlp_only_layers": [], "decoder_sparse_step": 2}
+    spec, _ = build(config)
+    assert [layer.sublayers[1].mixer.kind for layer in spec.layers] == ["mlp", "moe", "mlp"]
+
+
+def test_gemma2_peculiarities(tiny_models):
+    spec, _ = build(_config(tiny_models("gemma2")))
+    assert spec.embed_scale == 8.0
+    assert spec.logit_softcap == 30.0
+    assert spec.tied
+    first = spec.layers[0].sublayers[0]
+    assert first.mixer.softcap == 50.0
+    assert first.mixer.scale == pytest.approx(24**-0.5)
+    assert first.post_norm.weight_offset == first.pre_norm.weight_offset == 1.0
+    assert spec.final_norm.weight_offset == 1.0
+    assert [a.window for _, a in spec.attention_layers()] == [16, None, 16, None]
+    assert spec.layers[0].sublayers[1].mixer.activation == "gelu_tanh"
+
+
+def test_gemma2_softcap_null_is_off(tiny_models):
+    config = {**_config(tiny_models("gemma2")), "attn_logit_softcapping": None, "final_logit_softcapping": None}
+    spec, _ = build(config)
+    assert spec.logit_softcap is None
+    assert spec.layers[0].sublayers[0].mixer.softcap is None
+
+
+# Config files as released; only the fields that a model is built from.
+RELEASED = {
+    "llama-2-7b": dict(
+        architectures=["LlamaForCausalLM"],
+        hidden_act="silu",
+        hidden_size=4096,
+        intermediate_size=11008,
+        max_position_embeddings=4096,
+        num_attention_heads=32,
+        num_hidden_layers=32,
+        num_key_value_heads=32,
+        rms_norm_eps=1e-05,
+        rope_scaling=None,
+        tie_word_embeddings=False,
+        torch_dtype="float16",
+        vocab_size=32000,
+    ),
+    "llama-3.2-1b": dict(
+        architectures=["LlamaForCausalLM"],
+        attention_bias=False,
+        head_dim=64,
+        hidden_act="silu",
+        hidden_size=2048,
+        intermediate_size=8192,
+        max_position_embeddings=131072,
+        mlp_bias=False,
+        num_attention_heads=32,
+        num_hidden_layers=16,
+        num_key_value_heads=8,
+        rms_norm_eps=1e-05,
+        rope_scaling=dict(
+            factor=32.0,
+            high_freq_factor=4.0,
+            low_freq_factor=1.0,
+            original_max_position_embeddings=8192,
+            rope_type="llama3",
+        ),
+        rope_theta=500000.0,
+        tie_word_embeddings=True,
+        vocab_size=128256,
+    ),
+    "qwen2.5-0.5b": dict(
+        architectures=["Qwen2ForCausalLM"],
+        hidden_act="silu",
+        hidden_size=896,
+        intermediate_size=4864,
+        max_position_embeddings=32768,
+        max_window_layers=21,
+        num_attention_heads=14,
+        num_hidden_layers=24,
+        num_key_value_heads=2,
+        rms_norm_eps=1e-06,
+        rope_theta=1000000.0,
+        sliding_window=32768,
+        tie_word_embeddings=True,
+        use_sliding_window=False,
+        vocab_size=151936,
+    ),
+    "internlm2-chat-7b": dict(
+        architectures=["InternLM2ForCausalLM"],
+        bias=False,
+        hidden_act="silu",
+        hidden_size=4096,
+        intermediate_size=14336,
+        max_position_embeddings=32768,
+        num_attention_heads=32,
+        num_hidden_layers=32,
+        num_key_value_heads=8,
+        rms_norm_eps=1e-05,
+        rope_scaling=dict(type="dynamic", factor=2.0),
+        rope_theta=1000000,
+        tie_word_embeddings=False,
+        vocab_size=92544,
+    ),
+    "gemma-2-2b": dict(
+        architectures=["Gemma2ForCausalLM"],
+        attention_bias=False,
+        attn_logit_softcapping=50.0,
+        final_logit_softcapping=30.0,
+        head_dim=256,
+        hidden_act="gelu_pytorch_tanh",
+        hidden_activation="gelu_pytorch_tanh",
+        hidden_size=2304,
+        intermediate_size=9216,
+        max_position_embeddings=8192,
+        num_attention_heads=8,
+        num_hidden_layers=26,
+        num_key_value_heads=4,
+        query_pre_attn_scalar=256,
+        rms_norm_eps=1e-06,
+        rope_theta=10000.0,
+        sliding_window=4096,
+        vocab_size=256000,
+    ),
+    "mixtral-8x7b": dict(
+        architectures=["MixtralForCausalLM"],
+        hidden_act="silu",
+        hidden_size=4096,
+        intermediate_size=14336,
+        max_position_embeddings=32768,
+        num_attention_heads=32,
+        num_experts_per_tok=2,
+        num_hidden_layers=32,
+        num_key_value_heads=8,
+        num_local_experts=8,
+        rms_norm_eps=1e-05,
+        rope_theta=1000000.0,
+        sliding_window=None,
+        tie_word_embeddings=False,
+        vocab_size=32000,
+    ),
+}
+PARAMETERS = {  # as the model cards state them
+    "llama-2-7b": 6_738_415_616,
+    "llama-3.2-1b": 1_235_814_400,
+    "qwen2.5-0.5b": 494_032_768,
+    "internlm2-chat-7b": 7_737_708_544,
+    "gemma-2-2b": 2_614_341_888,
+    "mixtral-8x7b": 46_702_792_704,
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_models_have_their_parameter_count(name):
+    _, stored = build(RELEASED[name])
+    count = 0
+    for s in stored:
+        size = 1
+        for n in s.shape:
+            size *= n
+        count += size + (s.shape[0] if s.bias else 0)
+    assert count == PARAMETERS[name]
+
+
+def test_released_models_context_and_groups():
+    assert build(RELEASED["internlm2-chat-7b"])[0].max_position == 65536
+    assert build(RELEASED["llama-3.2-1b"])[0].max_position == 131072
+    assert [g.kind for g in build(RELEASED["qwen2.5-0.5b"])[0].cache_groups] == ["full"]
+    groups = build(RELEASED["gemma-2-2b"])[0].cache_groups
+    assert [(g.kind, g.window, len(g.layers)) for g in groups] == [("window", 4096, 13), ("full", None, 13)]
+
+
+def test_mistral_window_absent_null_and_given():
+    config = {**RELEASED["llama-2-7b"], "architectures": ["MistralForCausalLM"]}
+    assert build(config)[0].cache_groups[0].window == 4096
+    assert build({**config, "sliding_window": None})[0].cache_groups[0].kind == "full"
+    assert build({**config, "sliding_window": 128})[0].cache_groups[0].window == 128
+
+
+def test_qwen2_layer_types_win_over_max_window_layers():
+    config = {**RELEASED["qwen2.5-0.5b"], "use_sliding_window": True, "sliding_window": 512, "num_hidden_layers": 3}
+    assert [a.window for _, a in build({**config, "max_window_layers": 2})[0].attention_layers()] == [None, None, 512]
+    types = ["sliding_attention", "full_attention", "full_attention"]
+    spec = build({**config, "layer_types": types})[0]
+    assert [a.window for _, a in spec.attention_layers()] == [512, None, None]
+    off = build({**config, "layer_types": types, "use_sliding_window": False})[0]
+    assert [a.window for _, a in off.attention_layers()] == [None, None, None]

@@ -1,0 +1,189 @@
+"""Any config gives a spec or one line that names the field: never another exception."""
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from toolkit.errors import ToolkitError
+from toolkit.models.registry import FAMILIES, build
+
+NAMES = [f.name for f in FAMILIES]
+
+BAD = [
+    ("hidden_size", 0),
+    ("hidden_size", -64),
+    ("hidden_size", "64"),
+    ("hidden_size", 64.0),
+    ("hidden_size", True),
+    ("hidden_size", None),
+    ("hidden_size", 10**30),
+    ("hidden_size", [64]),
+    ("num_hidden_layers", 0),
+    ("num_hidden_layers", 100_000_000),
+    ("num_attention_heads", 0),
+    ("num_attention_heads", -1),
+    ("num_key_value_heads", 3),
+    ("num_key_value_heads", 0),
+    ("head_dim", 0),
+    ("head_dim", 7),
+    ("head_dim", "big"),
+    ("vocab_size", -5),
+    ("vocab_size", 10**9),
+    ("intermediate_size", 0),
+    ("max_position_embeddings", 0),
+    ("max_position_embeddings", 2**40),
+    ("rms_norm_eps", 0),
+    ("rms_norm_eps", -1e-6),
+    ("rms_norm_eps", float("nan")),
+    ("rms_norm_eps", 10.0),
+    ("rms_norm_eps", "1e-6"),
+    ("rope_scaling", 5),
+    ("rope_scaling", {"type": "spiral", "factor": 2.0}),
+    ("rope_scaling", {"type": "linear"}),
+    ("rope_scaling", {"type": "linear", "factor": 0}),
+    ("rope_scaling", {"type": "linear", "factor": float("inf")}),
+    ("rope_scaling", {"type": ["linear"], "factor": 2.0}),
+    ("rope_scaling", {"type": "dynamic", "factor": 0.5}),
+    ("rope_scaling", {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}),
+    ("rope_scaling", {"rope_type": "longrope", "short_factor": ["a"] * 12, "long_factor": [1.0] * 12}),
+    ("partial_rotary_factor", 0.0),
+    ("partial_rotary_factor", 2),
+    ("tie_word_embeddings", "no"),
+    ("architectures", ["WhisperForConditionalGeneration"]),
+    ("architectures", [5]),
+    ("architectures", "LlamaForCausalLMX"),
+    ("architectures", {"a": 1}),
+]
+
+FAMILY_BAD = [
+    ("llama", "hidden_act", "tanhshrink"),
+    ("llama", "attention_bias", 1),
+    ("llama", "rope_theta", -1.0),
+    ("llama", "rope_scaling", {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 1}),
+    ("llama", "rope_scaling", {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1}),
+    ("mistral", "sliding_window", 0),
+    ("mistral", "sliding_window", -1),
+    ("mistral", "sliding_window", "all"),
+    ("qwen2", "layer_types", ["full_attention"]),
+    ("qwen2", "layer_types", ["full_attention", "mamba"]),
+    ("qwen2", "layer_types", "full_attention"),
+    ("qwen2", "max_window_layers", -1),
+    ("qwen2", "use_sliding_window", "yes"),
+    ("gemma2", "query_pre_attn_scalar", 0),
+    ("gemma2", "attn_logit_softcapping", -50),
+    ("gemma2", "final_logit_softcapping", float("nan")),
+    ("gemma2", "use_bidirectional_attention", True),
+    ("mixtral", "num_experts_per_tok", 5),
+    ("mixtral", "num_experts_per_tok", 0),
+    ("mixtral", "num_local_experts", 0),
+    ("mixtral", "num_local_experts", 10**6),
+    ("qwen3_moe", "mlp_only_layers", [7]),
+    ("qwen3_moe", "mlp_only_layers", ["1"]),
+    ("qwen3_moe", "mlp_only_layers", 1),
+    ("qwen3_moe", "decoder_sparse_step", 0),
+    ("qwen3_moe", "norm_topk_prob", "true"),
+    ("qwen3_moe", "moe_intermediate_size", -1),
+]
+
+
+@pytest.fixture(scope="module")
+def configs(tiny_models):
+    return {name: json.loads((tiny_models(name) / "config.json").read_text()) for name in NAMES}
+
+
+def _one_line(config, field):
+    with pytest.raises(ToolkitError) as caught:
+        build(config)
+    message = str(caught.value)
+    assert message.startswith("config.json: ")
+    assert "\n" not in message
+    assert len(message) < 400
+    assert field in message
+    assert "found" in message and "expected" in message
+
+
+@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("field, value", BAD, ids=lambda v: repr(v)[:40])
+def test_bad_value_names_the_field(configs, family, field, value):
+    config = {**configs[family], field: value}
+    if field == "rope_scaling":
+        config.pop("rope_parameters", None)
+    if field == "partial_rotary_factor":
+        config.pop("rope_parameters", None)
+        config.pop("rope_scaling", None)
+    _one_line(config, field)
+
+
+@pytest.mark.parametrize("family, field, value", FAMILY_BAD, ids=lambda v: repr(v)[:40])
+def test_bad_value_of_a_family(configs, family, field, value):
+    config = {**configs[family], field: value}
+    if field in ("rope_theta", "rope_scaling"):
+        config.pop("rope_parameters", None)
+    _one_line(config, field)
+
+
+@pytest.mark.parametrize("config", [[], None, "x", 5])
+def test_not_an_object(config):
+    with pytest.raises(ToolkitError, match="JSON object"):
+        build(config)
+
+
+def test_empty_config_lists_the_known_architectures():
+    with pytest.raises(ToolkitError, match=r"LlamaForCausalLM.*Qwen3MoeForCausalLM"):
+        build({})
+
+
+def test_huge_integer_prints(configs):
+    _one_line({**configs["llama"], "hidden_size": 10**6000}, "hidden_size")
+
+
+_json = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 70)
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["silu", "linear", "dynamic", "yarn", "llama3", "longrope", "full_attention", "", "x"]),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(
+                ["type", "rope_type", "factor", "rope_theta", "full_attention", "original_max_position_embeddings"]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+@pytest.mark.parametrize("family", NAMES)
+def test_any_mutation_gives_a_spec_or_a_toolkit_error(configs, family, data):
+    from toolkit.models.rope import inv_freq
+
+    config = json.loads(json.dumps(configs[family]))
+    for _ in range(data.draw(st.integers(1, 3))):
+        names = sorted({*config, "rope_scaling", "rope_theta", "head_dim", "layer_types", "sliding_window"})
+        target, key = config, data.draw(st.sampled_from(names))
+        if isinstance(config.get(key), dict) and config[key] and data.draw(st.booleans()):
+            target, key = config[key], data.draw(st.sampled_from(sorted(config[key])))
+        if data.draw(st.booleans()):
+            target[key] = data.draw(_json)
+        else:
+            target.pop(key, None)
+    try:
+        spec, stored = build(config)
+    except ToolkitError as error:
+        assert "\n" not in str(error)
+        return
+    assert stored
+    for _, attention in spec.attention_layers()[:1]:
+        for long in (False, True):
+            frequencies, factor = inv_freq(attention.rope, long)
+            assert frequencies.shape == (attention.rope.rotary_dim // 2,)
+            assert factor > 0

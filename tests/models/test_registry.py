@@ -1,0 +1,83 @@
+"""Finding the family, overriding a config, and what importing costs."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.models.registry import ARCHITECTURES, FAMILIES, apply_overrides, build, describe, find_family, load_spec
+
+CONFIG = dict(
+    architectures=["LlamaForCausalLM"],
+    vocab_size=100,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    max_position_embeddings=256,
+)
+
+
+def test_nine_families():
+    assert len(FAMILIES) == 9
+    assert {row[1] for row in describe()} == {f.name for f in FAMILIES}
+    assert {row[0] for row in describe()} == set(ARCHITECTURES)
+
+
+def test_model_type_where_architectures_is_absent():
+    assert find_family({"model_type": "qwen3"}).name == "qwen3"
+    assert find_family({"model_type": "qwen3", "architectures": []}).name == "qwen3"
+
+
+def test_architectures_win_over_model_type():
+    assert find_family({"model_type": "llama", "architectures": ["MistralForCausalLM"]}).name == "mistral"
+    with pytest.raises(ToolkitError, match="LlamaForSequenceClassification"):
+        find_family({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]})
+
+
+def test_load_spec_names_the_directory(tmp_path):
+    checkpoint = SimpleNamespace(path=tmp_path, config={**CONFIG, "hidden_size": 0})
+    with pytest.raises(ToolkitError, match=f"{tmp_path}: config.json: hidden_size: found 0"):
+        load_spec(checkpoint)
+
+
+def test_quantization_config_is_left_alone():
+    assert build({**CONFIG, "quantization_config": {"quant_method": "anything"}}) == build(CONFIG)
+
+
+def test_overrides_merge_and_leave_the_original():
+    config = {**CONFIG, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    result = apply_overrides(config, {"rope_scaling": {"factor": 4.0}, "vocab_size": 50})
+    assert result["rope_scaling"] == {"type": "linear", "factor": 4.0}
+    assert result["vocab_size"] == 50
+    assert config["rope_scaling"]["factor"] == 2.0
+    assert apply_overrides(config) == config
+
+
+@pytest.mark.parametrize(
+    "theta", [{"rope_theta": 5e5}, {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}]
+)
+def test_rope_scaling_factor_means_dynamic_ntk(theta):
+    spec, _ = build(apply_overrides({**CONFIG, **theta}, None, 2.0))
+    rope = spec.attention_layers()[0][1].rope
+    assert (rope.kind, rope.factor, rope.theta) == ("dynamic", 2.0, 5e5)
+    assert spec.max_position == 512
+
+
+@pytest.mark.parametrize(
+    "overrides, factor", [("x", 0.0), (None, -1.0), (None, float("nan")), (None, "2"), (None, 0.5)]
+)
+def test_impossible_overrides(overrides, factor):
+    with pytest.raises(UsageError):
+        apply_overrides(CONFIG, overrides, factor)
+
+
+def test_importing_models_is_cheap():
+    code = (
+        "import sys, toolkit.models.registry, toolkit.models.rope;"
+        "print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
