@@ -1,0 +1,162 @@
+"""A stand-in for the engine: it answers each prompt with that prompt, byte by byte, on a clock.
+
+It keeps the contract of AsyncEngine's methods that the server uses, so the server's own work (fields, envelopes, streams,
+disconnects) is tested fast and without a model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+
+from toolkit.errors import UsageError
+from toolkit.messages import GenerationConfig, Response
+from toolkit.serve.app import create_app
+from toolkit.serve.state import ServerSettings
+
+EOS = 256
+
+
+class ByteTokenizer:
+    """One token a byte, and an end token."""
+
+    vocab_size = 257
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
+
+    def bytes_of(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else b"<eos>"
+
+
+class PlainTemplate:
+    stop_words = ["<end>"]
+
+    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any) -> str:
+        if unknown := set(kwargs) - {"shout"}:
+            raise UsageError(f"chat_template_kwargs: unknown {unknown}")
+        text = "".join(f"[{m['role']}]{m['content']}" for m in messages)
+        return text.upper() if kwargs.get("shout") else text
+
+
+@dataclass
+class FakeEngine:
+    tokenizer: ByteTokenizer
+    delay: float = 0.0
+    session_len: int = 512
+    max_batch_size: int = 128
+    model_name: str = "echo"
+    healthy: bool = True
+    runner_note: str = ""
+    fail_after: int | None = None
+    seen: list[tuple[list[int], GenerationConfig]] = field(default_factory=list)
+    running: dict[str, bool] = field(default_factory=dict)  # id -> aborted?
+    aborted: list[str] = field(default_factory=list)
+    most_running: int = 0
+
+    def stats(self) -> dict[str, float]:
+        return {"running": len(self.running), "waiting": 0, "kv_cache_usage": 0.25}
+
+    def abort(self, request_id: str) -> None:
+        if request_id in self.running:
+            self.running[request_id] = True
+            self.aborted.append(request_id)
+
+    async def generate(
+        self, token_ids: list[int], gen_config: GenerationConfig, *, request_id: str | None = None, session: Any = None
+    ) -> AsyncIterator[Response]:
+        assert request_id is not None and request_id not in self.running
+        self.seen.append((token_ids, gen_config))
+        self.running[request_id] = False
+        self.most_running = max(self.most_running, len(self.running))
+        try:
+            limit = gen_config.max_new_tokens or len(token_ids)
+            answer = token_ids[:limit]
+            for i, token in enumerate(answer):
+                await asyncio.sleep(self.delay)
+                last = i == len(answer) - 1
+                if self.fail_after == i:
+                    yield Response(finish_reason="error", error_message="the runner broke", generate_token_len=i)
+                    return
+                if self.running[request_id]:
+                    yield Response(finish_reason="abort", generate_token_len=i)
+                    return
+                reply = Response(
+                    text=chr(token),
+                    token_ids=[token],
+                    generate_token_len=i + 1,
+                    input_token_len=len(token_ids),
+                    cached_tokens=3,
+                    finish_reason=("length" if limit < len(token_ids) else "stop") if last else None,
+                )
+                if gen_config.logprobs is not None:
+                    others = range(gen_config.logprobs)
+                    reply.logprobs = [{token: -0.5, **{o: -1.0 - o for o in others if o != token}}]
+                if i == 0 and gen_config.prompt_logprobs is not None:
+                    reply.prompt_logprobs = [None, *({t: -0.25} for t in token_ids[1:])]
+                yield reply
+        finally:
+            del self.running[request_id]
+
+
+@dataclass
+class Running:
+    """A server on a real port. ``url`` has no trailing slash."""
+
+    url: str
+    engine: FakeEngine
+    app: Any
+
+    @property
+    def v1(self) -> str:
+        return f"{self.url}/v1"
+
+    def wait(self, condition: Callable[[], bool], timeout: float = 5.0) -> None:
+        end = time.monotonic() + timeout
+        while not condition():
+            assert time.monotonic() < end, "the condition never came true"
+            time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def running(app: Any, engine: FakeEngine) -> Iterator[Running]:
+    sock = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=2))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])), daemon=True)
+    thread.start()
+    try:
+        yield Running(f"http://127.0.0.1:{sock.getsockname()[1]}", engine, app)
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        sock.close()
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    """``start(engine={…}, **settings) -> Running``: a server around a fake engine."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(engine: dict[str, Any] | None = None, **settings: Any) -> Running:
+            fake = FakeEngine(ByteTokenizer(tmp_path), **(engine or {}))
+            app = create_app(fake, PlainTemplate(), ServerSettings(model_name="echo", **settings))  # type: ignore[arg-type]
+            return stack.enter_context(running(app, fake))
+
+        yield begin

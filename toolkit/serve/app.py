@@ -1,0 +1,111 @@
+"""Builds the ASGI application of one server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response as HttpResponse
+
+from toolkit import __version__
+from toolkit.artifacts.tokenizer import read_json
+from toolkit.serve import chat_routes, completion_routes
+from toolkit.serve.auth import ApiKeyMiddleware
+from toolkit.serve.errors import ApiError, from_exception
+from toolkit.serve.metrics import ServerMetrics
+from toolkit.serve.protocol import ChatCompletionRequest, CompletionRequest
+from toolkit.serve.replies import json_response
+from toolkit.serve.sampling import SamplingDefaults
+from toolkit.serve.schema import add_schemas
+from toolkit.serve.state import ServerSettings, ServerState
+
+if TYPE_CHECKING:
+    from toolkit.chat.template import ChatTemplate
+    from toolkit.engine.frontend import AsyncEngine
+
+
+def create_app(engine: AsyncEngine, template: ChatTemplate, settings: ServerSettings) -> FastAPI:
+    """The application that serves ``engine``; it neither opens nor closes it. Its state is ``app.state.server``."""
+    limit = settings.max_concurrent_requests
+    state = ServerState(
+        engine=engine,
+        template=template,
+        settings=settings,
+        defaults=SamplingDefaults.of_model(read_json(engine.tokenizer.path / "generation_config.json") or {}),
+        metrics=ServerMetrics(engine.stats),
+        slots=asyncio.Semaphore(limit) if limit else None,
+    )
+    app = FastAPI(
+        title="toolkit",
+        version=__version__,
+        description="OpenAI-compatible API of `tool serve api_server`",
+        docs_url="/" if settings.docs else None,
+        openapi_url="/openapi.json" if settings.docs else None,
+        redoc_url=None,
+    )
+    app.state.server = state
+    _add_plain_routes(app, state)
+    app.include_router(chat_routes.router)
+    app.include_router(completion_routes.router)
+    add_schemas(app, [ChatCompletionRequest, CompletionRequest])
+    app.add_exception_handler(Exception, _error_reply)
+    app.add_exception_handler(ApiError, _error_reply)
+    app.add_exception_handler(HTTPException, _http_error_reply)  # type: ignore[arg-type]
+    if settings.api_keys:
+        app.add_middleware(ApiKeyMiddleware, keys=list(settings.api_keys))
+    if settings.allow_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(settings.allow_origins), allow_methods=["*"], allow_headers=["*"]
+        )
+    return app
+
+
+def _add_plain_routes(app: FastAPI, state: ServerState) -> None:
+    card = {
+        "id": state.settings.model_name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "toolkit",
+        "max_model_len": state.engine.session_len,
+    }
+
+    @app.get("/v1/models", summary="Names that requests may use")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [card]}
+
+    @app.get("/v1/models/{name:path}", summary="One model")
+    async def model(name: str) -> dict[str, Any]:
+        if name != card["id"]:
+            message = f"model: {name!r:.80} is not served here; this server has {card['id']!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return card
+
+    @app.get("/health", summary="200 when the engine can take requests, 503 when not; needs no key")
+    async def health() -> HttpResponse:
+        if state.closing:
+            return json_response({"status": "shutting down"}, 503)
+        good = state.engine.healthy
+        return json_response({"status": "healthy" if good else "unhealthy"}, 200 if good else 503)
+
+    @app.get("/metrics", summary="Metrics for Prometheus")
+    async def metrics() -> HttpResponse:
+        return HttpResponse(state.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _error_reply(request: Request, error: Exception) -> HttpResponse:
+    told = from_exception(error)
+    return json_response(told.envelope(), told.status)
+
+
+async def _http_error_reply(request: Request, error: HTTPException) -> HttpResponse:
+    """Unknown routes and methods, in the envelope."""
+    message = str(error.detail)
+    if error.status_code in (404, 405):
+        message = f"{request.method} {request.url.path}: no such route; the API lives under /v1"
+    code = {404: "route_not_found", 405: "method_not_allowed"}.get(error.status_code)
+    told = ApiError(error.status_code, message, code=code)
+    return json_response(told.envelope(), told.status, headers=error.headers)

@@ -1,0 +1,41 @@
+"""API keys: a middleware that asks for ``Authorization: Bearer KEY``."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from toolkit.serve.errors import ApiError
+from toolkit.serve.replies import send_json
+
+OPEN_PATHS = frozenset({"/health", "/", "/openapi.json"})  # liveness and the documentation carry no user's data
+
+
+class ApiKeyMiddleware:
+    """401 for every request without one of ``keys``, except to OPEN_PATHS."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self.app = app
+        self.keys = [key.encode() for key in keys]
+
+    def _known(self, header: str) -> bool:
+        scheme, _, given = header.partition(" ")
+        token = given.strip().encode("latin-1", "replace")
+        # Every key is compared, each in constant time, so that timing tells nothing about any of them.
+        matches = [hmac.compare_digest(token, key) for key in self.keys]
+        return scheme.lower() == "bearer" and any(matches)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
+            header = Headers(scope=scope).get("authorization", "")
+            if not self._known(header):
+                found = "an unknown API key" if header else "no API key"
+                error = ApiError(
+                    401, f"Expected the header 'Authorization: Bearer KEY', found {found}", code="invalid_api_key"
+                )
+                await send_json(send, 401, error.envelope(), [(b"www-authenticate", b"Bearer")])
+                return
+        await self.app(scope, receive, send)

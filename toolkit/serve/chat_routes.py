@@ -1,0 +1,124 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response as HttpResponse
+
+from toolkit.messages import Response
+from toolkit.serve.generation import Choice, Usage, run_choices
+from toolkit.serve.logprobs import chat_logprobs
+from toolkit.serve.protocol import ChatCompletionRequest
+from toolkit.serve.replies import EventReply, JsonReply
+from toolkit.serve.requests import encode_chat, parse, vocab_size
+from toolkit.serve.sampling import choice_config, generation_config
+from toolkit.serve.schema import describe
+from toolkit.serve.state import ServerState
+
+logger = logging.getLogger("toolkit.serve")
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions", **describe(ChatCompletionRequest, "Answer a conversation"))
+async def chat_completions(raw: Request) -> HttpResponse:
+    state: ServerState = raw.app.state.server
+    request = await parse(raw, ChatCompletionRequest, state.settings.max_body_bytes)
+    state.check_ready(request.model)
+    answer = ChatAnswer(state, request)
+    return EventReply(answer.chunks()) if request.stream else JsonReply(answer.whole)
+
+
+class ChatAnswer:
+    """The answer to one chat request, whole or in chunks."""
+
+    def __init__(self, state: ServerState, request: ChatCompletionRequest) -> None:
+        self.state = state
+        self.request = request
+        self.id = f"chatcmpl-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.top = (request.top_logprobs or 0) if request.logprobs else None
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.request.model}
+
+    async def _choices(self) -> list[Choice]:
+        state, request = self.state, self.request
+        config = generation_config(
+            request,
+            state.defaults,
+            max_new_tokens=request.token_limit,
+            logprobs=self.top,
+            vocab_size=vocab_size(state),
+            stop_words=list(state.template.stop_words or ()),
+        )
+        token_ids = await encode_chat(state, request)
+        if logger.isEnabledFor(logging.INFO):
+            messages = [m.for_template() for m in request.messages]
+            logger.info("%s: %d prompt tokens, %s", self.id, len(token_ids), state.shorten(messages))
+        return [Choice(i, 0, token_ids, choice_config(config, i)) for i in range(request.n or 1)]
+
+    def _logprobs(self, response: Response) -> dict[str, Any] | None:
+        if self.top is None:
+            return None
+        tokenizer = self.state.engine.tokenizer
+        content = chat_logprobs(tokenizer, response.token_ids, response.logprobs or [], self.top)
+        return {"content": content, "refusal": None}
+
+    async def whole(self) -> dict[str, Any]:
+        """The chat.completion object."""
+        async with self.state.slot():
+            choices = await self._choices()
+            usage = Usage(choices)
+            answers = [Response() for _ in choices]
+            async with aclosing(run_choices(self.state, self.id, choices)) as stream:
+                async for index, delta in stream:
+                    usage.add(index, delta)
+                    answers[index].extend(delta)
+        rows = [
+            {
+                "index": i,
+                "message": {"role": "assistant", "content": answer.text},
+                "logprobs": self._logprobs(answer),
+                "finish_reason": answer.finish_reason,
+                "stop_reason": answer.stop_reason,
+            }
+            for i, answer in enumerate(answers)
+        ]
+        return {**self._head("chat.completion"), "choices": rows, "usage": usage.as_dict()}
+
+    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+        """chat.completion.chunk objects: the role of each choice, its text, its end; then the usage if asked for."""
+        head = self._head("chat.completion.chunk")
+        if self.request.include_usage:
+            head["usage"] = None
+
+        def chunk(index: int, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
+            choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+            return {**head, "choices": [choice]}
+
+        async with self.state.slot():
+            choices = await self._choices()
+            usage = Usage(choices)
+            begun: set[int] = set()
+            async with aclosing(run_choices(self.state, self.id, choices)) as stream:
+                async for index, delta in stream:
+                    usage.add(index, delta)
+                    if index not in begun:
+                        begun.add(index)
+                        yield chunk(index, {"role": "assistant", "content": ""})
+                    logprobs = self._logprobs(delta) if delta.logprobs else None
+                    if delta.text or logprobs:
+                        yield chunk(index, {"content": delta.text}, logprobs)
+                    if delta.finish_reason is not None:
+                        last = chunk(index, {}, None, delta.finish_reason)
+                        last["choices"][0]["stop_reason"] = delta.stop_reason
+                        yield last
+        if self.request.include_usage:
+            yield {**head, "choices": [], "usage": usage.as_dict()}

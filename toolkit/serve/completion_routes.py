@@ -1,0 +1,145 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response as HttpResponse
+
+from toolkit.messages import Response
+from toolkit.serve.generation import Choice, Usage, run_choices
+from toolkit.serve.logprobs import CompletionLogprobs
+from toolkit.serve.protocol import CompletionRequest
+from toolkit.serve.replies import EventReply, JsonReply
+from toolkit.serve.requests import encode_prompt, parse, vocab_size
+from toolkit.serve.sampling import choice_config, generation_config
+from toolkit.serve.schema import describe
+from toolkit.serve.state import ServerState
+
+logger = logging.getLogger("toolkit.serve")
+router = APIRouter()
+
+
+@router.post("/v1/completions", **describe(CompletionRequest, "Continue a text"))
+async def completions(raw: Request) -> HttpResponse:
+    state: ServerState = raw.app.state.server
+    request = await parse(raw, CompletionRequest, state.settings.max_body_bytes)
+    state.check_ready(request.model)
+    answer = CompletionAnswer(state, request)
+    return EventReply(answer.chunks()) if request.stream else JsonReply(answer.whole)
+
+
+class CompletionAnswer:
+    """The answer to one completion request, whole or in chunks. Choice ``p * n + i`` is choice i of prompt p."""
+
+    def __init__(self, state: ServerState, request: CompletionRequest) -> None:
+        self.state = state
+        self.request = request
+        self.id = f"cmpl-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.score_only = request.token_limit == 0  # echo the prompt with its log-probabilities, generate nothing
+
+    def _head(self) -> dict[str, Any]:
+        return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.request.model}
+
+    async def _choices(self) -> list[Choice]:
+        state, request = self.state, self.request
+        n = request.n or 1
+        config = generation_config(
+            request,
+            state.defaults,
+            max_new_tokens=request.token_limit or (1 if self.score_only else None),
+            logprobs=request.logprobs,
+            vocab_size=vocab_size(state),
+            stop_words=[],
+            prompt_logprobs=request.logprobs if request.echo else None,
+        )
+        choices = []
+        for p, prompt in enumerate(request.prompt):
+            param = "prompt" if len(request.prompt) == 1 else f"prompt.{p}"
+            token_ids = await encode_prompt(state, prompt, param)
+            choices += [Choice(p * n + i, p, token_ids, choice_config(config, i)) for i in range(n)]
+        if logger.isEnabledFor(logging.INFO):
+            logger.info("%s: %s", self.id, state.shorten(request.prompt))
+        return choices
+
+    async def _parts(self, usage: Usage, choices: list[Choice]) -> AsyncGenerator[tuple[int, dict[str, Any]], None]:
+        """(choice index, {text, logprobs, finish_reason}) in order of arrival; the echoed prompt comes first."""
+        request, tokenizer = self.request, self.state.engine.tokenizer
+        by_index = {choice.index: choice for choice in choices}
+        logprobs = {i: CompletionLogprobs(tokenizer, request.logprobs or 0) for i in by_index}
+        begun: set[int] = set()
+        async with aclosing(run_choices(self.state, self.id, choices)) as stream:
+            async for index, delta in stream:
+                if self.score_only:
+                    delta = Response(
+                        finish_reason="length" if delta.finish_reason else None,
+                        cached_tokens=delta.cached_tokens,
+                        prompt_logprobs=delta.prompt_logprobs,
+                    )
+                usage.add(index, delta)
+                if request.echo and index not in begun:
+                    begun.add(index)
+                    yield index, self._echo(by_index[index], delta, logprobs[index])
+                piece = None
+                if request.logprobs is not None and delta.token_ids:
+                    piece = logprobs[index].piece(delta.token_ids, delta.logprobs or [])
+                if delta.text or piece or delta.finish_reason:
+                    finish = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+                    yield index, {"text": delta.text, "logprobs": piece, **finish}
+
+    def _echo(self, choice: Choice, delta: Response, logprobs: CompletionLogprobs) -> dict[str, Any]:
+        prompt = self.request.prompt[choice.prompt]
+        skip = self.request.skip_special_tokens is not False
+        text = prompt if isinstance(prompt, str) else self.state.engine.tokenizer.decode(prompt, skip)
+        piece = None
+        if self.request.logprobs is not None:
+            piece = logprobs.piece(choice.token_ids, delta.prompt_logprobs or [])
+        return {"text": text, "logprobs": piece, "finish_reason": None, "stop_reason": None}
+
+    async def whole(self) -> dict[str, Any]:
+        """The text_completion object."""
+        async with self.state.slot():
+            choices = await self._choices()
+            usage = Usage(choices)
+            rows = [
+                {"index": i, "text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
+                for i in range(len(choices))
+            ]
+            async with aclosing(self._parts(usage, choices)) as parts:
+                async for index, part in parts:
+                    _extend(rows[index], part)
+        return {**self._head(), "choices": rows, "usage": usage.as_dict()}
+
+    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+        """text_completion objects with a piece of one choice each; then the usage if asked for."""
+        head = self._head()
+        if self.request.include_usage:
+            head["usage"] = None
+        async with self.state.slot():
+            choices = await self._choices()
+            usage = Usage(choices)
+            async with aclosing(self._parts(usage, choices)) as parts:
+                async for index, part in parts:
+                    yield {**head, "choices": [{"index": index, **part}]}
+        if self.request.include_usage:
+            yield {**head, "choices": [], "usage": usage.as_dict()}
+
+
+def _extend(row: dict[str, Any], part: dict[str, Any]) -> None:
+    """Append a piece of a choice to its ``row``."""
+    row["text"] += part["text"]
+    row["finish_reason"], row["stop_reason"] = part["finish_reason"], part["stop_reason"]
+    if part["logprobs"] is None:
+        return
+    if row["logprobs"] is None:
+        row["logprobs"] = part["logprobs"]
+    else:
+        for key, values in part["logprobs"].items():
+            row["logprobs"][key] += values

@@ -1,0 +1,79 @@
+"""Errors as the OpenAI API words them: ``{"error": {message, type, param, code}}`` and a matching HTTP status."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from toolkit.errors import ToolkitError, UsageError
+
+# Fields whose HTTP name differs from GenerationConfig's, so that an error names what the client sent.
+HTTP_FIELD = {"max_new_tokens": "max_tokens", "random_seed": "seed", "stop_words": "stop"}
+TYPE_OF_STATUS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    499: "request_cancelled",
+    503: "service_unavailable_error",
+}
+
+
+class ApiError(Exception):
+    """A request that is answered with ``status`` and the error envelope."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, type: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.type = type or TYPE_OF_STATUS.get(status, "server_error")
+
+    def envelope(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+def bad_field(param: str | None, message: str, code: str | None = None) -> ApiError:
+    """400 for the field ``param`` (dotted path, list positions as numbers)."""
+    return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)
+
+
+def from_validation(error: ValidationError) -> ApiError:
+    """The first complaint of pydantic as one line that names the field and what was found."""
+    first = error.errors(include_url=False)[0]
+    param = ".".join(str(part) for part in first["loc"]) or None
+    kind, message = first["type"], first["msg"].removeprefix("Value error, ")
+    if kind == "json_invalid":
+        return ApiError(400, f"The request body is not valid JSON ({message.removeprefix('Invalid JSON: ')})")
+    if kind == "model_type" and param is None:
+        return ApiError(400, "The request body must be a JSON object")
+    if kind == "extra_forbidden":
+        return bad_field(param, "unknown field; this server does not know it", "unknown_field")
+    if kind == "missing":
+        return bad_field(param, "required, but missing", "missing_field")
+    if kind != "value_error":
+        message = f"{message}, found {first['input']!r:.60}"
+    elif param is None:  # a check over several fields names its field itself
+        param, _, message = message.partition(": ")
+    return bad_field(param, message)
+
+
+def from_exception(error: Exception) -> ApiError:
+    """What a client is told about any exception raised while answering."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ValidationError):
+        return from_validation(error)
+    if isinstance(error, UsageError):
+        name, found, rest = str(error).partition(":")
+        if found and name.replace("_", "").isalnum():
+            return bad_field(HTTP_FIELD.get(name, name), rest.strip())
+        return ApiError(400, str(error))
+    if isinstance(error, ToolkitError):
+        return ApiError(500, str(error), code="engine_error")
+    return ApiError(500, "Internal error; the server's log has the details", code="internal_error")

@@ -1,0 +1,129 @@
+"""Runs the choices of one HTTP request in the engine at once and keeps the books."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+
+from toolkit.messages import GenerationConfig, Response
+from toolkit.serve.errors import ApiError
+from toolkit.serve.metrics import RequestClock
+from toolkit.serve.state import ServerState
+
+logger = logging.getLogger("toolkit.serve")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One sequence to generate: number ``index`` of the answer, from prompt number ``prompt``."""
+
+    index: int
+    prompt: int
+    token_ids: list[int]
+    config: GenerationConfig
+
+
+class Usage:
+    """Token counts of an answer: a prompt counts once however many choices it has."""
+
+    def __init__(self, choices: Sequence[Choice]) -> None:
+        self._prompt = {choice.prompt: len(choice.token_ids) for choice in choices}
+        self._prompt_of = {choice.index: choice.prompt for choice in choices}
+        self._cached: dict[int, int] = {}
+        self._generated: dict[int, int] = {}
+
+    def add(self, index: int, response: Response) -> None:
+        prompt = self._prompt_of[index]
+        # The first choice of a prompt tells what the cache had; its siblings may hit what that one has just computed.
+        self._cached[prompt] = min(self._cached.get(prompt, response.cached_tokens), response.cached_tokens)
+        self._generated[index] = response.generate_token_len
+
+    def as_dict(self) -> dict[str, object]:
+        prompt, generated = sum(self._prompt.values()), sum(self._generated.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+        }
+
+
+async def run_choices(
+    state: ServerState, request_id: str, choices: Sequence[Choice]
+) -> AsyncGenerator[tuple[int, Response], None]:
+    """Yield (choice index, delta) as the engine produces them; every choice ends with a finish_reason.
+
+    Closing the generator aborts what still runs. Raises ApiError when a choice fails: the rest is aborted.
+    """
+    if len(choices) == 1:
+        stream = _run_one(state, f"{request_id}-0", choices[0])
+        async with contextlib.aclosing(stream):
+            async for response in stream:
+                yield choices[0].index, response
+        return
+    queue: asyncio.Queue[tuple[int, Response | Exception | None]] = asyncio.Queue()
+
+    async def pump(choice: Choice) -> None:
+        try:
+            async for response in _run_one(state, f"{request_id}-{choice.index}", choice):
+                queue.put_nowait((choice.index, response))
+            queue.put_nowait((choice.index, None))
+        except Exception as error:
+            queue.put_nowait((choice.index, error))
+
+    tasks = [asyncio.create_task(pump(choice)) for choice in choices]
+    try:
+        running = len(tasks)
+        while running:
+            index, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _run_one(state: ServerState, engine_id: str, choice: Choice) -> AsyncGenerator[Response, None]:
+    clock = RequestClock(state.metrics)
+    reason, cached = "abort", 0
+    state.active.add(engine_id)
+    stream = state.engine.generate(choice.token_ids, choice.config, request_id=engine_id)
+    try:
+        async for response in stream:
+            clock.tokens_arrived(len(response.token_ids))
+            cached = response.cached_tokens
+            if response.finish_reason is not None:
+                reason = response.finish_reason
+                _raise_if_failed(response, state.closing)
+            yield response
+    except ApiError:
+        raise
+    except Exception:
+        reason = "error"
+        raise
+    finally:
+        state.active.discard(engine_id)
+        if reason == "abort":
+            state.engine.abort(engine_id)
+        with contextlib.suppress(Exception):
+            await stream.aclose()
+        clock.finish(reason, len(choice.token_ids), cached)
+        logger.info("%s: %s after %d tokens", engine_id, reason, clock.tokens)
+
+
+def _raise_if_failed(response: Response, closing: bool) -> None:
+    if response.finish_reason == "error":
+        status = response.error_code if response.error_code in (400, 404, 413, 503) else 500
+        code = "invalid_request" if status == 400 else "engine_error"
+        raise ApiError(status, response.error_message or "The engine failed on this request", code=code)
+    if response.finish_reason == "abort":
+        why = "the server is shutting down" if closing else "it was cancelled"
+        raise ApiError(503 if closing else 499, f"The request was aborted: {why}", code="request_cancelled")

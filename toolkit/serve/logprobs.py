@@ -1,0 +1,69 @@
+"""Log-probabilities as OpenAI's two endpoints lay them out."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+
+class TokenBytes(Protocol):
+    def bytes_of(self, token_id: int) -> bytes: ...
+
+
+def _top(entry: Mapping[int, float], count: int) -> list[tuple[int, float]]:
+    """The ``count`` most probable ids, best first (the chosen token may stand beside them in ``entry``)."""
+    return sorted(entry.items(), key=lambda item: (-item[1], item[0]))[:count]
+
+
+def _number(value: float) -> float:
+    return max(value, -9999.0)  # -inf is no JSON
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "replace")
+
+
+def chat_logprobs(
+    tokenizer: TokenBytes, token_ids: Sequence[int], entries: Sequence[Mapping[int, float]], count: int
+) -> list[dict[str, Any]]:
+    """``logprobs.content``: one object a token with its ``count`` best alternatives."""
+
+    def item(token: int, logprob: float) -> dict[str, Any]:
+        data = tokenizer.bytes_of(token)
+        return {"token": _text(data), "logprob": _number(logprob), "bytes": list(data)}
+
+    content = []
+    for token, entry in zip(token_ids, entries, strict=False):
+        top = [item(*pair) for pair in _top(entry, count)]
+        content.append({**item(token, entry.get(token, float("-inf"))), "top_logprobs": top})
+    return content
+
+
+class CompletionLogprobs:
+    """Builds the ``logprobs`` object of one completion choice, piece by piece."""
+
+    def __init__(self, tokenizer: TokenBytes, count: int) -> None:
+        self.tokenizer = tokenizer
+        self.count = count
+        self._offset = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def piece(self, token_ids: Sequence[int], entries: Sequence[Mapping[int, float] | None]) -> dict[str, Any]:
+        """The object for the next tokens. An entry is None for the very first token of a prompt."""
+        tokens, logprobs, tops, offsets = [], [], [], []
+        for token, entry in zip(token_ids, entries, strict=False):
+            data = self.tokenizer.bytes_of(token)
+            tokens.append(_text(data))
+            offsets.append(self._offset)
+            self._offset += len(self._decoder.decode(data))
+            logprobs.append(None if entry is None else _number(entry.get(token, float("-inf"))))
+            tops.append(None if entry is None else self._alternatives(token, entry))
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+    def _alternatives(self, chosen: int, entry: Mapping[int, float]) -> dict[str, float]:
+        """The best ``count`` and the chosen one; of two tokens that spell the same text the better one stays."""
+        found: dict[str, float] = {}
+        for token, value in [*_top(entry, self.count), (chosen, entry.get(chosen, float("-inf")))]:
+            found.setdefault(_text(self.tokenizer.bytes_of(token)), _number(value))
+        return found

@@ -1,0 +1,92 @@
+"""Prometheus metrics of one server, in a registry of its own so that several servers share a process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+PREFIX = "toolkit:"
+_TTFT = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_TPOT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
+_E2E = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+# name in the engine's stats -> (metric, help)
+ENGINE_GAUGES = {
+    "running": ("num_requests_running", "Requests in the running batch"),
+    "waiting": ("num_requests_waiting", "Requests that wait to be scheduled"),
+    "kv_cache_usage": ("kv_cache_usage_perc", "Share of KV cache blocks in use, 0 to 1"),
+    "prefix_cache_hit_rate": (
+        "prefix_cache_hit_rate",
+        "Share of prompt tokens found in the prefix cache, 0 to 1",
+    ),
+}
+
+
+class _EngineCollector(Collector):
+    """Reads the engine's gauges when they are scraped."""
+
+    def __init__(self, stats: Callable[[], Mapping[str, Any]]) -> None:
+        self.stats = stats
+
+    def collect(self) -> Iterable[Metric]:
+        values = self.stats()
+        for key, (name, text) in ENGINE_GAUGES.items():
+            if key in values:
+                yield GaugeMetricFamily(PREFIX + name, text, value=float(values[key]))
+
+
+class ServerMetrics:
+    """Counters and histograms of finished requests, and the engine's gauges."""
+
+    def __init__(self, stats: Callable[[], Mapping[str, Any]]) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_EngineCollector(stats))
+        make: dict[str, Any] = {"registry": self.registry}
+        self.prompt_tokens = Counter(PREFIX + "prompt_tokens", "Prompt tokens of finished requests", **make)
+        self.cached_tokens = Counter(PREFIX + "cached_tokens", "Prompt tokens served from the prefix cache", **make)
+        self.generation_tokens = Counter(PREFIX + "generation_tokens", "Tokens generated", **make)
+        self.finished = Counter(
+            PREFIX + "request_finished", "Requests (choices) ended, by reason", ["finished_reason"], **make
+        )
+        self.ttft = Histogram(PREFIX + "time_to_first_token_seconds", "Arrival to first token", buckets=_TTFT, **make)
+        self.tpot = Histogram(
+            PREFIX + "time_per_output_token_seconds", "Mean time per token after the first", buckets=_TPOT, **make
+        )
+        self.e2e = Histogram(PREFIX + "e2e_request_latency_seconds", "Arrival to last token", buckets=_E2E, **make)
+
+    def render(self) -> bytes:
+        """The text that Prometheus scrapes."""
+        return generate_latest(self.registry)
+
+
+class RequestClock:
+    """Times one choice from its creation to ``finish`` and books it."""
+
+    def __init__(self, metrics: ServerMetrics) -> None:
+        self.metrics = metrics
+        self.start = time.perf_counter()
+        self.first: float | None = None
+        self.tokens = 0
+
+    def tokens_arrived(self, count: int) -> None:
+        if count and self.first is None:
+            self.first = time.perf_counter()
+            self.metrics.ttft.observe(self.first - self.start)
+        self.tokens += count
+
+    def finish(self, reason: str, prompt_tokens: int, cached_tokens: int) -> None:
+        """Book the choice; ``reason`` is its finish_reason (``abort`` for a client that went away)."""
+        end = time.perf_counter()
+        self.metrics.finished.labels(reason).inc()
+        self.metrics.prompt_tokens.inc(prompt_tokens)
+        self.metrics.cached_tokens.inc(cached_tokens)
+        self.metrics.generation_tokens.inc(self.tokens)
+        if reason in ("stop", "length"):
+            self.metrics.e2e.observe(end - self.start)
+            if self.first is not None and self.tokens > 1:
+                self.metrics.tpot.observe((end - self.first) / (self.tokens - 1))

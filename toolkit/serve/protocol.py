@@ -1,0 +1,257 @@
+"""What clients may send: the fields of OpenAI's API that are implemented, and our extensions.
+
+A field that is not listed is refused by name (400): nothing a client asks for is dropped in silence. Fields that change
+nothing about the answer (``user``, ``metadata``, ``store`` …) are accepted. ``null`` means absent.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from toolkit.messages import SEED_MAX
+
+MAX_CHOICES = 2048  # prompts x n of one request
+MAX_STOPS = 16
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+M = TypeVar("M", bound="Strict")
+
+# Known to OpenAI's clients, not built here: field -> what to say. An empty value (null, [], false) is let through.
+UNSUPPORTED = {
+    "tools": "tool calls are not supported yet; describe the tools in a message and use response_format",
+    "tool_choice": "tool calls are not supported yet",
+    "functions": "tool calls are not supported yet",
+    "function_call": "tool calls are not supported yet",
+    "best_of": "not supported; ask for n choices and pick one by its logprobs",
+    "suffix": "not supported; put the whole context into prompt",
+    "audio": "not supported; this server handles text alone",
+    "prediction": "predicted outputs are not supported",
+    "reasoning_effort": "not supported; pass what the model's template knows in chat_template_kwargs",
+    "web_search_options": "not supported; the server has no access to the web",
+    "verbosity": "not supported; ask for it in a message",
+}
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True)
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+
+
+class JsonSchema(Strict):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """Which texts may be generated; the field named by ``type`` holds the rule, if that type has one."""
+
+    type: Literal["text", "json_object", "json_schema", "regex_schema", "grammar", "choice"]
+    json_schema: JsonSchema | None = None
+    regex_schema: str | None = Field(None, min_length=1, description="A regular expression")
+    grammar: str | None = Field(None, min_length=1, description="A grammar in GBNF, as xgrammar reads it")
+    choice: list[Annotated[str, Field(min_length=1)]] | None = Field(None, min_length=1)
+
+    @model_validator(mode="after")
+    def _one_rule(self) -> ResponseFormat:
+        for name in ("json_schema", "regex_schema", "grammar", "choice"):
+            given = getattr(self, name) is not None
+            if given != (self.type == name):
+                raise ValueError(
+                    f"type {self.type!r} {'needs the field' if not given else 'does not go with'} {name!r}"
+                )
+        return self
+
+    def rule(self) -> dict[str, Any] | None:
+        """As GenerationConfig.response_format; None = any text."""
+        return None if self.type == "text" else self.model_dump(exclude_none=True, by_alias=True)
+
+
+def _texts(value: Any) -> Any:
+    """A message's content as one string: a string, or OpenAI's list of text parts."""
+    if not isinstance(value, list):
+        return value
+    texts = []
+    for i, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"part {i}: expected {{'type': 'text', 'text': …}}, found {str(kind or part)!r:.40}")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | None, BeforeValidator(_texts)] = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    # The rest of an answer of OpenAI's own, which clients send back as it came:
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Message:
+        if self.content is None and not (self.role == "assistant" and (self.tool_calls or self.refusal)):
+            raise ValueError(f"a {self.role} message needs content")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it: few know ``developer``, and they want a call's arguments as an object."""
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": self.content if self.content is not None else ""}
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if getattr(self, name) is not None:
+                message[name] = getattr(self, name)
+        if self.tool_calls:
+            message["tool_calls"] = [_call_with_object(call) for call in self.tool_calls]
+        return message
+
+
+def _call_with_object(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class GenerateRequest(Strict):
+    """What both endpoints share."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1, le=128, description="Choices; choice i draws with seed + i")
+    seed: int | None = Field(None, ge=-(1 << 63), le=SEED_MAX)
+    temperature: float | None = Field(None, ge=0, le=2, description="0 = greedy")
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=1 << 30, description="0 or -1 = all")
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1)]] | None,
+        BeforeValidator(_as_list, json_schema_input_type=str | list[str] | None),
+        Field(max_length=MAX_STOPS),
+    ] = None
+    stop_token_ids: list[TokenId] | None = None
+    bad_words: list[Annotated[str, Field(min_length=1)]] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_new_tokens: int | None = Field(None, ge=0, le=1 << 30)
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+    # Accepted, without effect on the answer:
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unsupported(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name in UNSUPPORTED.keys() & data.keys():
+            if data[name]:
+                raise ValueError(f"{name}: {UNSUPPORTED[name]}")
+        return {k: v for k, v in data.items() if k not in UNSUPPORTED}
+
+    @model_validator(mode="after")
+    def _stream_options_need_stream(self) -> GenerateRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only with stream=true")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+def _as_messages(value: Any) -> Any:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+class ChatCompletionRequest(GenerateRequest):
+    messages: Annotated[
+        list[Message], BeforeValidator(_as_messages, json_schema_input_type=str | list[Message]), Field(min_length=1)
+    ]
+    max_tokens: int | None = Field(None, ge=1, le=1 << 30)
+    max_completion_tokens: int | None = Field(None, ge=1, le=1 << 30, description="Goes before max_tokens")
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the chat template")
+    add_generation_prompt: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> ChatCompletionRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: only with logprobs=true")
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+
+def _prompts(value: Any) -> Any:
+    """A prompt, or a list of them, as a list; each a string or a list of token ids."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise ValueError("expected a string, a list of strings, token ids, or lists of token ids; not empty")
+    if all(isinstance(item, int) and not isinstance(item, bool) for item in value):
+        value = [value]
+    for i, item in enumerate(value):
+        good = isinstance(item, str) or (
+            isinstance(item, list) and item and all(isinstance(t, int) and not isinstance(t, bool) for t in item)
+        )
+        if not good:
+            raise ValueError(f"item {i}: expected a string or a list of token ids, found {item!r:.40}")
+    return value
+
+
+class CompletionRequest(GenerateRequest):
+    prompt: Annotated[
+        list[str | list[int]],
+        BeforeValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    ]
+    max_tokens: int | None = Field(None, ge=0, le=1 << 30, description="0 only with echo: score the prompt")
+    max_completion_tokens: int | None = Field(None, ge=1, le=1 << 30, description="Goes before max_tokens")
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool | None = None
+
+    @model_validator(mode="after")
+    def _within_limits(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: 0 needs echo=true, or there is nothing to return")
+        if len(self.prompt) * (self.n or 1) > MAX_CHOICES:
+            raise ValueError(f"prompt: {len(self.prompt)} prompts x n={self.n or 1} pass {MAX_CHOICES} choices")
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens

@@ -1,0 +1,134 @@
+"""How an answer leaves the server: one JSON object, or server-sent events; ended when the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from toolkit.errors import ToolkitError
+from toolkit.serve.errors import ApiError, from_exception
+
+logger = logging.getLogger("toolkit.serve")
+DONE = b"data: [DONE]\n\n"
+_JSON_HEADER = (b"content-type", b"application/json")
+_EVENT_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold events back
+]
+
+
+async def send_json(send: Send, status: int, data: Any, headers: list[tuple[bytes, bytes]] | None = None) -> None:
+    """Send ``data`` as a whole JSON response."""
+    body = orjson.dumps(data)
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [_JSON_HEADER, length, *(headers or [])]})
+    await send({"type": "http.response.body", "body": body})
+
+
+def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """``data`` as a response for a route to return."""
+    return Response(orjson.dumps(data), status, headers, "application/json")
+
+
+def event(data: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+def _told(error: Exception) -> ApiError:
+    """The client's version of ``error``; ours, with the traceback, goes to the log."""
+    if not isinstance(error, (ApiError, ToolkitError)):
+        logger.error("request failed", exc_info=error)
+    return from_exception(error)
+
+
+class Reply(Response):
+    """A response that is worked out after the request was read and is cancelled when the client disconnects.
+
+    Cancelling ends the generators underneath, and they abort their requests in the engine.
+    """
+
+    def __init__(self) -> None:
+        self.background = None
+        self.status_code = 200
+
+    async def produce(self, send: Send) -> None:
+        raise NotImplementedError
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.create_task(self.produce(send))
+        gone = asyncio.create_task(_disconnected(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                logger.info("client disconnected: request cancelled")
+        finally:
+            gone.cancel()
+            if not work.done():
+                work.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await work
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class JsonReply(Reply):
+    """The JSON object that ``compute`` returns, or the error it raises."""
+
+    def __init__(self, compute: Callable[[], Awaitable[Any]]) -> None:
+        super().__init__()
+        self.compute = compute
+
+    async def produce(self, send: Send) -> None:
+        status = 200
+        try:
+            data = await self.compute()
+        except Exception as error:
+            told = _told(error)
+            status, data = told.status, told.envelope()
+        await send_json(send, status, data)
+
+
+class EventReply(Reply):
+    """A stream of events ending in ``[DONE]``. ``chunks`` yields what each event holds.
+
+    The status line waits for the first chunk, so that a request that fails at once gets a proper status; a later
+    error is sent as an event of its own.
+    """
+
+    def __init__(self, chunks: AsyncGenerator[Any, None]) -> None:
+        super().__init__()
+        self.chunks = chunks
+
+    async def produce(self, send: Send) -> None:
+        started = False
+
+        async def write(body: bytes, more: bool = True) -> None:
+            nonlocal started
+            if not started:
+                started = True
+                await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
+        try:
+            async with contextlib.aclosing(self.chunks) as chunks:
+                async for chunk in chunks:
+                    await write(event(chunk))
+        except Exception as error:
+            told = _told(error)
+            if not started:
+                await send_json(send, told.status, told.envelope())
+                return
+            await write(event(told.envelope()))
+        await write(DONE, more=False)

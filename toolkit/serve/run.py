@@ -1,0 +1,173 @@
+"""Runs a server in this process: port, engine, uvicorn, and a clean end on SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+
+from toolkit.chat.template import ChatTemplate
+from toolkit.engine.frontend import AsyncEngine
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.messages import ChatTemplateConfig, EngineConfig
+from toolkit.serve.app import create_app
+from toolkit.serve.state import ServerSettings, ServerState
+
+logger = logging.getLogger("toolkit.serve")
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
+CLIENT_GRACE_S = 2.0  # after the requests were ended: time to write the last bytes
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where to listen; ``grace_s``: how long requests in flight may go on after SIGTERM."""
+
+    host: str = "127.0.0.1"
+    port: int = 23333
+    grace_s: float = 10.0
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+
+
+def ssl_files() -> tuple[str, str]:
+    """SSL_KEYFILE and SSL_CERTFILE of the environment. Raises UsageError when one is missing."""
+    found = []
+    for name in ("SSL_KEYFILE", "SSL_CERTFILE"):
+        path = os.environ.get(name)
+        if not path or not Path(path).is_file():
+            raise UsageError(
+                f"--ssl: expected the environment variable {name} to name a file, found {path or 'nothing'}"
+            )
+        found.append(path)
+    return found[0], found[1]
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to the address, not yet listening: a port in use is found before a model is loaded.
+
+    Raises ToolkitError for a port in use or a host that is not this machine's.
+    """
+    if not 0 <= port <= 65535:
+        raise UsageError(f"--server-port: expected 0 to 65535 (0 = any free port), found {port}")
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, proto)
+    except OSError as error:
+        raise ToolkitError(f"--server-name {host}: not an address of this machine ({error.strerror})") from error
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ToolkitError(
+                f"--server-port {port}: in use on {host}; stop the other program or choose another port"
+            ) from error
+        raise ToolkitError(f"{host}:{port}: cannot listen there ({error.strerror})") from error
+    return sock
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, except that a signal ends it with exit code 0, and requests in flight are ended after a grace period."""
+
+    def __init__(self, config: uvicorn.Config, state: ServerState, grace_s: float) -> None:
+        super().__init__(config)
+        self.state = state
+        self.grace_s = grace_s
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # uvicorn's own would raise the signal again at the end, and the process would die of it.
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGINT, signal.SIGTERM)
+        for number in signals:
+            loop.add_signal_handler(number, self._stop)
+        try:
+            yield
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+    def _stop(self) -> None:
+        if self.state.closing:  # asked twice: at once
+            self.state.abort_all()
+            self.force_exit = True
+            return
+        self.state.closing = True
+        self.should_exit = True
+        if self.state.active:
+            logger.warning("stopping; %d requests have %g s to finish", len(self.state.active), self.grace_s)
+        asyncio.get_running_loop().call_later(self.grace_s, self.state.abort_all)
+
+
+def run_app(app: FastAPI, sock: socket.socket, address: Address, log_level: str, ready: Callable[[str], None]) -> None:
+    """Serve ``app`` on ``sock`` until SIGTERM or SIGINT. ``ready`` is told the URL just before connections are taken."""
+    config = uvicorn.Config(
+        app,
+        log_level=log_level,
+        access_log=log_level in ("info", "debug"),
+        lifespan="off",
+        timeout_graceful_shutdown=int(address.grace_s + CLIENT_GRACE_S),
+        ssl_keyfile=address.ssl_keyfile,
+        ssl_certfile=address.ssl_certfile,
+    )
+    host, port = sock.getsockname()[:2]
+    scheme = "https" if address.ssl_certfile else "http"
+    ready(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
+    server = _Server(config, app.state.server, address.grace_s)
+    asyncio.run(server.serve(sockets=[sock]))
+
+
+def serve(
+    model: str,
+    address: Address,
+    *,
+    model_name: str | None = None,
+    backend: str | None = None,
+    engine_config: EngineConfig | None = None,
+    chat_template: ChatTemplateConfig | str | None = None,
+    settings: dict[str, object] | None = None,
+    log_level: str = "warning",
+    ready: Callable[[str, AsyncEngine], None],
+) -> None:
+    """Open ``model`` in a process of its own and serve it until SIGTERM or SIGINT.
+
+    ``settings``: fields of ServerSettings but the name; ``ready(url, engine)`` is called when the model is loaded.
+    Raises ToolkitError or UsageError for whatever keeps it from starting; the port is tried first.
+    """
+    if log_level not in LOG_LEVELS:
+        raise UsageError(f"--log-level: expected one of {', '.join(LOG_LEVELS)}, found {log_level!r}")
+    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with contextlib.closing(bind(address.host, address.port)) as sock, _terminate_while_loading():
+        engine = AsyncEngine.open(model, backend_config=engine_config, backend=backend, process=True)
+        try:
+            template = ChatTemplate.open(engine.tokenizer, engine.tokenizer.path, chat_template)
+            options = ServerSettings(model_name=model_name or engine.model_name, **(settings or {}))  # type: ignore[arg-type]
+            app = create_app(engine, template, options)
+            run_app(app, sock, address, log_level, lambda url: ready(url, engine))
+        finally:
+            engine.close()
+
+
+@contextlib.contextmanager
+def _terminate_while_loading() -> Iterator[None]:
+    """SIGTERM while the model still loads unwinds the stack as an exit, so that no process is left behind."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise SystemExit(0)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

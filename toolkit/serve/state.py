@@ -1,0 +1,77 @@
+"""What the routes of one server share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from toolkit.serve.errors import ApiError
+from toolkit.serve.metrics import ServerMetrics
+from toolkit.serve.sampling import SamplingDefaults
+
+if TYPE_CHECKING:
+    from toolkit.chat.template import ChatTemplate
+    from toolkit.engine.frontend import AsyncEngine
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """``api_keys`` empty = open to all; ``max_log_len``: characters of a prompt in the log, None = all of it."""
+
+    model_name: str
+    api_keys: Sequence[str] = ()
+    allow_origins: Sequence[str] = ("*",)
+    docs: bool = True
+    max_concurrent_requests: int | None = None
+    max_log_len: int | None = None
+    max_body_bytes: int = 32 << 20
+
+
+@dataclass
+class ServerState:
+    """``active``: ids of the engine requests in flight. ``closing``: the server is on its way down."""
+
+    engine: AsyncEngine
+    template: ChatTemplate
+    settings: ServerSettings
+    defaults: SamplingDefaults
+    metrics: ServerMetrics
+    slots: asyncio.Semaphore | None = None
+    active: set[str] = field(default_factory=set)
+    closing: bool = False
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Room for one HTTP request under --max-concurrent-requests; waits for it."""
+        if self.slots is None:
+            yield
+            return
+        async with self.slots:
+            yield
+
+    def check_ready(self, model: str) -> None:
+        """Raise ApiError unless ``model`` is served here and the engine can take requests."""
+        if model != self.settings.model_name:
+            raise ApiError(
+                404,
+                f"model: {model!r:.80} is not served here; this server has {self.settings.model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+        if self.closing:
+            raise ApiError(503, "The server is shutting down", code="shutting_down")
+        if not self.engine.healthy:
+            raise ApiError(503, "The engine has failed and is being restarted; try again", code="engine_unavailable")
+
+    def abort_all(self) -> None:
+        """End every request in flight; each client is told."""
+        for request_id in list(self.active):
+            self.engine.abort(request_id)
+
+    def shorten(self, text: Any) -> str:
+        """``text`` for the log, cut to ``max_log_len`` characters."""
+        text, limit = str(text), self.settings.max_log_len
+        return text if limit is None or len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"
