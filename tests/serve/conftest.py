@@ -67,16 +67,16 @@ class FakeEngine:
     fail_after: int | None = None
     seen: list[tuple[list[int], GenerationConfig]] = field(default_factory=list)
     running: dict[str, bool] = field(default_factory=dict)  # id -> aborted?
-    aborted: list[str] = field(default_factory=list)
+    aborted: set[str] = field(default_factory=set)  # every id that abort() was called for
     most_running: int = 0
 
     def stats(self) -> dict[str, float]:
         return {"running": len(self.running), "waiting": 0, "kv_cache_usage": 0.25}
 
     def abort(self, request_id: str) -> None:
+        self.aborted.add(request_id)
         if request_id in self.running:
             self.running[request_id] = True
-            self.aborted.append(request_id)
 
     async def generate(
         self, token_ids: list[int], gen_config: GenerationConfig, *, request_id: str | None = None, session: Any = None

@@ -43,7 +43,9 @@ def test_chat(client: openai.OpenAI) -> None:
 
 def test_chat_stream_equals_whole(client: openai.OpenAI) -> None:
     chunks = list(
-        ask(client, messages=[{"role": "user", "content": "hello"}], stream=True, stream_options={"include_usage": True})
+        ask(
+            client, messages=[{"role": "user", "content": "hello"}], stream=True, stream_options={"include_usage": True}
+        )
     )
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "[user]hello"

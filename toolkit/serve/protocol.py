@@ -149,9 +149,8 @@ class GenerateRequest(Strict):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     stop: Annotated[
-        list[Annotated[str, Field(min_length=1)]] | None,
+        Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS)] | None,
         BeforeValidator(_as_list, json_schema_input_type=str | list[str] | None),
-        Field(max_length=MAX_STOPS),
     ] = None
     stop_token_ids: list[TokenId] | None = None
     bad_words: list[Annotated[str, Field(min_length=1)]] | None = None

@@ -1,0 +1,115 @@
+"""Disconnects, metrics, documentation, cross-origin calls."""
+
+from __future__ import annotations
+
+import json
+import socket
+import urllib.request
+from typing import Any
+
+import pytest
+
+
+def fetch(url: str, headers: dict[str, str] | None = None) -> tuple[Any, str]:
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers or {}), timeout=10) as reply:
+        return reply, reply.read().decode()
+
+
+def post(server: Any, path: str, body: dict[str, Any]) -> socket.socket:
+    """Send a request and leave the connection open."""
+    data = json.dumps({"model": "echo", **body}).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=10)
+    connection.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+def test_disconnect_aborts_every_choice(start: Any, stream: bool, n: int) -> None:
+    server = start(engine={"delay": 0.02})
+    connection = post(server, "/v1/completions", {"prompt": "x" * 400, "stream": stream, "n": n})
+    server.wait(lambda: len(server.engine.running) == n)
+    if stream:
+        assert b"200 OK" in connection.recv(1000)
+    connection.close()
+    server.wait(lambda: not server.engine.running, timeout=1.0)
+    assert len(server.engine.aborted) == n
+    server.wait(lambda: f'finished_reason="abort"}} {n}.0' in fetch(f"{server.url}/metrics")[1])
+
+
+def test_a_failing_choice_ends_its_siblings_only(start: Any) -> None:
+    server = start(engine={"delay": 0.005, "fail_after": 5})
+    bad = post(server, "/v1/completions", {"prompt": ["x" * 300, "y" * 4]})
+    assert b"500 Internal" in bad.recv(4000)
+    server.wait(lambda: not server.engine.running, timeout=1.0)
+    good = post(server, "/v1/completions", {"prompt": "abc"})
+    assert b"200 OK" in good.recv(4000)
+    bad.close()
+    good.close()
+
+
+def test_shutting_down_tells_the_clients(start: Any) -> None:
+    server = start(engine={"delay": 0.02})
+    connection = post(server, "/v1/completions", {"prompt": "x" * 400, "stream": True})
+    server.wait(lambda: len(server.engine.running) == 1)
+    assert b"200 OK" in connection.recv(1000)
+    state = server.app.state.server
+    state.closing = True
+    state.abort_all()
+    seen = b""
+    while b"[DONE]" not in seen:
+        part = connection.recv(65536)
+        assert part
+        seen += part
+    assert b"shutting down" in seen
+    connection.close()
+    late = post(server, "/v1/completions", {"prompt": "abc"})
+    assert b"503" in late.recv(1000)
+    late.close()
+
+
+def test_metrics(start: Any) -> None:
+    server = start()
+    post(server, "/v1/completions", {"prompt": "abcd", "max_tokens": 3}).recv(4000)
+    reply, text = fetch(f"{server.url}/metrics")
+    assert reply.headers["content-type"].startswith("text/plain")
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
+    assert float(values["toolkit:prompt_tokens_total"]) == 4
+    assert float(values["toolkit:generation_tokens_total"]) == 3
+    assert float(values["toolkit:cached_tokens_total"]) == 3
+    assert float(values['toolkit:request_finished_total{finished_reason="length"}']) == 1
+    assert float(values["toolkit:kv_cache_usage_perc"]) == 0.25
+    assert float(values["toolkit:num_requests_running"]) == 0
+    for name in ("time_to_first_token_seconds", "time_per_output_token_seconds", "e2e_request_latency_seconds"):
+        assert float(values[f"toolkit:{name}_count"]) == 1
+
+
+def test_two_servers_have_their_own_metrics(start: Any) -> None:
+    first, second = start(), start()
+    post(first, "/v1/completions", {"prompt": "abcd"}).recv(4000)
+    assert "toolkit:prompt_tokens_total 4.0" in fetch(f"{first.url}/metrics")[1]
+    assert "toolkit:prompt_tokens_total 0.0" in fetch(f"{second.url}/metrics")[1]
+
+
+def test_documentation(start: Any) -> None:
+    server = start()
+    assert "swagger" in fetch(f"{server.url}/")[1].lower()
+    document = json.loads(fetch(f"{server.url}/openapi.json")[1])
+    schemas = document["components"]["schemas"]
+    assert {"temperature", "messages"} <= set(schemas["ChatCompletionRequest"]["properties"])
+    used = json.dumps(document).split('"#/components/schemas/')[1:]
+    assert {ref.split('"')[0] for ref in used} <= set(schemas)
+    bare = start(docs=False)
+    for path in ("/", "/openapi.json"):
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            fetch(bare.url + path)
+
+
+def test_cross_origin(start: Any) -> None:
+    origin = {"Origin": "http://a.example"}
+    assert fetch(f"{start().url}/v1/models", origin)[0].headers["access-control-allow-origin"] == "*"
+    some = start(allow_origins=["http://a.example"], api_keys=["k"])
+    reply, _ = fetch(f"{some.url}/health", origin)
+    assert reply.headers["access-control-allow-origin"] == "http://a.example"
+    assert "access-control-allow-origin" not in fetch(f"{some.url}/health", {"Origin": "http://b.example"})[0].headers
