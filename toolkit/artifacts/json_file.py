@@ -46,3 +46,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def _kind(value: Any) -> str:
     names = {list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
     return "null" if value is None else names.get(type(value), type(value).__name__)
+
+
+def write_json_object(path: Path, data: dict[str, Any]) -> None:
+    """Write indented UTF-8 JSON, as the ecosystem's config files are."""
+    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 from toolkit.artifacts.checkpoint import Checkpoint
 
@@ -31,9 +29,3 @@ def copy_side_files(checkpoint: Checkpoint, target: Path) -> list[str]:
     for name in sorted(names):
         shutil.copyfile(source / name, target / name)
     return sorted(names)
-
-
-def write_config(target: Path, config: dict[str, Any]) -> None:
-    """Write ``config.json`` in transformers' style."""
-    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    (target / "config.json").write_text(text, encoding="utf-8")

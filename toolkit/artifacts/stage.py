@@ -136,11 +136,14 @@ def open_stage(
     parent: dict[str, Any],
     options: Mapping[str, Any],
     overwrite: bool = False,
+    reuse: bool | None = None,
+    wait: bool = False,
 ) -> Iterator[Stage]:
     """Run a stage that writes ``target``. ``parent``: from ``manifest.describe_parent``; ``options``: JSON values, all
     that the result depends on.
 
-    The stage has ``already_there`` set if the target holds the result of the same input, options and tool version.
+    The stage has ``already_there`` set if the target holds the result of the same input, options and tool version, and
+    ``reuse`` (default: not ``overwrite``). ``wait`` for another process at work on the same target.
     Raises UsageError if the target is a file, or is not empty and ``overwrite`` is not given, or if replacing
     it would delete the input; ToolkitError if the disk is full or another process writes the same target.
     A body that fails leaves the target as it was; what it has saved stays for the next run.
@@ -149,20 +152,23 @@ def open_stage(
     run = Stage(target, kind, stage, parent, json.loads(json.dumps(dict(options))))
     _check_target(shown, target)
     key = _key(kind, stage, parent, run.options, __version__)
-    if not overwrite and _holds(target, key):
+    reuse = not overwrite if reuse is None else reuse
+    if reuse and _holds(target, key):
         run.already_there = True
         yield run
         return
     try:
-        lock = _lock(run.partial, shown)
+        lock = _lock(run.partial, shown, wait)
     except OSError as error:
         raise ToolkitError(f"{shown}: cannot be written: {error.strerror}") from error
     try:
         _restore(run)
-        _check_replaceable(shown, target, parent, overwrite)
-        _prepare(run, key)
+        run.already_there = reuse and _holds(target, key)
+        if not run.already_there:
+            _check_replaceable(shown, target, parent, overwrite)
+            _prepare(run, key)
         yield run
-        assert run.finished, "a stage ended without finish()"
+        assert run.finished or run.already_there, "a stage ended without finish()"
     except Exception as error:
         if _disk_full(error):
             raise ToolkitError(f"{shown}: disk full while writing; free some space and run the same command") from error
@@ -216,7 +222,7 @@ def _check_replaceable(shown: Path, target: Path, parent: dict[str, Any], overwr
             raise UsageError(f"{shown}: replacing it would delete {path}; choose another directory")
 
 
-def _lock(partial: Path, shown: Path) -> IO[bytes]:
+def _lock(partial: Path, shown: Path, wait: bool) -> IO[bytes]:
     """Take the lock of a partial directory, making both if need be."""
     while True:
         if partial.is_dir() and any(partial.iterdir()) and not (partial / "lock").exists():
@@ -224,7 +230,7 @@ def _lock(partial: Path, shown: Path) -> IO[bytes]:
         partial.mkdir(parents=True, exist_ok=True)
         file = (partial / "lock").open("ab")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except OSError as error:
             file.close()
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):

@@ -1,0 +1,183 @@
+"""tokenizer.json out of a GGUF file's metadata, built with the ``tokenizers`` library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.artifacts.json_file import write_json_object
+from toolkit.errors import ToolkitError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_CONTROL, _USER_DEFINED = 3, 4
+_SPACE = "\u2581"
+
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# tokenizer.ggml.pre → how text is cut before byte-level BPE: "gpt2" (its built-in pattern), "digits" (single
+# digits first, then gpt2), or a pattern.
+PRE_TOKENIZERS: dict[str, str] = {
+    "default": "gpt2",
+    "gpt-2": "gpt2",
+    "smollm": "digits",
+    "qwen2": _WORDS % r"\p{N}",
+    "deepseek-r1-qwen": _WORDS % r"\p{N}",
+    "llama-bpe": _WORDS % r"\p{N}{1,3}",
+    "llama-v3": _WORDS % r"\p{N}{1,3}",
+    "llama3": _WORDS % r"\p{N}{1,3}",
+}
+_LLAMA3 = ("llama-bpe", "llama-v3", "llama3")
+
+
+def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
+    """The fast tokenizer of a GGUF file. Raises ToolkitError that names file and key for what it cannot be."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    kind = metadata.get("tokenizer.ggml.model")
+    if not isinstance(tokens, list) or not tokens:
+        raise ToolkitError(f"{path}: tokenizer.ggml.tokens is missing: the file has no tokenizer")
+    if kind == "gpt2":
+        built = _byte_level(path, metadata, tokens)
+    elif kind == "llama":
+        built = _sentencepiece(path, metadata, tokens)
+    else:
+        raise ToolkitError(f"{path}: tokenizer.ggml.model: expected gpt2 or llama, found {kind!r:.40}")
+    _add_tokens(path, built, metadata, tokens)
+    _add_bos(path, built, metadata, tokens)
+    return built
+
+
+def _list(path: Path, metadata: Mapping[str, Any], key: str, length: int) -> list[Any]:
+    values = metadata.get(key)
+    if values is None or len(values) != length:
+        found = "nothing" if values is None else f"{len(values)}"
+        raise ToolkitError(f"{path}: {key}: expected {length} entries, found {found}")
+    return list(values)
+
+
+def _byte_level(path: Path, metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    if pre not in PRE_TOKENIZERS:
+        raise ToolkitError(
+            f"{path}: tokenizer.ggml.pre: expected one of {', '.join(PRE_TOKENIZERS)}, found {pre!r:.40}"
+        )
+    merges = metadata.get("tokenizer.ggml.merges")
+    if not isinstance(merges, list):
+        raise ToolkitError(f"{path}: tokenizer.ggml.merges: expected a list of strings, found {merges!r:.40}")
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    if bad := next((merge for merge, pair in zip(merges, pairs, strict=True) if len(pair) != 2), None):
+        raise ToolkitError(f"{path}: tokenizer.ggml.merges: expected pairs of tokens, found {bad!r:.40}")
+    vocab = {token: i for i, token in enumerate(tokens)}
+    try:
+        built = Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=pre in _LLAMA3))
+    except Exception as error:  # the library's own exception type for merges of unknown tokens
+        raise ToolkitError(f"{path}: tokenizer.ggml.merges: {str(error).splitlines()[0]:.80}") from error
+    pattern = PRE_TOKENIZERS[pre]
+    if pattern == "gpt2":
+        built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    else:
+        first: Any = pre_tokenizers.Digits(individual_digits=True)
+        if pattern != "digits":
+            first = pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False)
+        then = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern == "digits")
+        built.pre_tokenizer = pre_tokenizers.Sequence([first, then])
+    if "qwen2" in pre or "qwen" in pre:
+        built.normalizer = normalizers.NFC()
+    built.decoder = decoders.ByteLevel()
+    return built
+
+
+def _sentencepiece(path: Path, metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
+    """A sentencepiece BPE: merges follow from the scores (a merge ranks as the score of the token that it makes)."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    scores = _list(path, metadata, "tokenizer.ggml.scores", len(tokens))
+    vocab = {token: i for i, token in enumerate(tokens)}
+    ranked: list[tuple[float, int, int, tuple[str, str]]] = []
+    for token, score in zip(tokens, scores, strict=True):
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in vocab and right in vocab:
+                ranked.append((-float(score), vocab[left], vocab[right], (left, right)))
+    ranked.sort(key=lambda item: item[:3])
+    unknown = tokens[_token_id(path, metadata, "unknown", len(tokens)) or 0]
+    merges = [item[3] for item in ranked]
+    built = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    steps: list[Any] = [normalizers.Prepend(_SPACE)] if prefix else []
+    built.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+    undo = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    built.decoder = decoders.Sequence([*undo, decoders.Strip(" ", 1, 0)] if prefix else undo)
+    return built
+
+
+def _add_tokens(path: Path, built: Tokenizer, metadata: Mapping[str, Any], tokens: list[str]) -> None:
+    from tokenizers import AddedToken
+
+    types = _list(path, metadata, "tokenizer.ggml.token_type", len(tokens))
+    for token, kind in zip(tokens, types, strict=True):
+        if kind == _CONTROL:
+            built.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+        elif kind == _USER_DEFINED:
+            built.add_tokens([AddedToken(token, special=False, normalized=False)])
+
+
+def _add_bos(path: Path, built: Tokenizer, metadata: Mapping[str, Any], tokens: list[str]) -> None:
+    from tokenizers import processors
+
+    bos = _token_id(path, metadata, "bos", len(tokens))
+    if adds_bos(metadata) and bos is not None:
+        first = tokens[bos]
+        built.post_processor = processors.TemplateProcessing(
+            single=f"{first} $A", pair=f"{first} $A {first} $B", special_tokens=[(first, bos)]
+        )
+    elif metadata["tokenizer.ggml.model"] == "gpt2":
+        built.post_processor = processors.ByteLevel(trim_offsets=False)
+
+
+def adds_bos(metadata: Mapping[str, Any]) -> bool:
+    """Whether the model expects its bos token before every text; where the file is silent, by tokenizer kind."""
+    sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
+    return bool(
+        metadata.get("tokenizer.ggml.add_bos_token", sentencepiece or metadata.get("tokenizer.ggml.pre") in _LLAMA3)
+    )
+
+
+def _token_id(path: Path, metadata: Mapping[str, Any], name: str, vocab: int) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    value = metadata.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < vocab:
+        raise ToolkitError(f"{path}: {key}: expected a token id below {vocab}, found {value!r:.40}")
+    return value
+
+
+def tokenizer_config(path: Path, metadata: Mapping[str, Any], context_length: int) -> dict[str, Any]:
+    """``tokenizer_config.json`` to go with ``build_tokenizer``."""
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context_length,
+        "add_bos_token": adds_bos(metadata),
+        "clean_up_tokenization_spaces": False,
+        "padding_side": "left",
+    }
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        found = _token_id(path, metadata, key, len(tokens))
+        config[f"{name}_token"] = None if found is None else tokens[found]
+    return config
+
+
+def write_tokenizer(path: Path, metadata: Mapping[str, Any], context_length: int, target: Path) -> None:
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja of the GGUF file ``path`` to ``target``."""
+    built = build_tokenizer(path, metadata)
+    config = tokenizer_config(path, metadata, context_length)
+    built.save(str(target / "tokenizer.json"))
+    write_json_object(target / "tokenizer_config.json", config)
+    template = metadata.get("tokenizer.chat_template")
+    if isinstance(template, str) and template:
+        (target / "chat_template.jinja").write_text(template, encoding="utf-8")

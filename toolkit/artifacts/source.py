@@ -1,0 +1,103 @@
+"""MODEL, as every command takes it: a directory, a ``.gguf`` file, a Hugging Face hub id, or ``demo``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from toolkit.artifacts.home import toolkit_home
+from toolkit.errors import ToolkitError, UsageError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "vocab.txt", "merges.txt"]
+_UNWANTED = ["*/*", "consolidated*.safetensors", "*.pth", "*.bin"]
+
+
+def resolve_model(
+    model: str, *, revision: str | None = None, download_dir: str | None = None, progress: bool = True
+) -> Path:
+    """The local path of a model: a directory or a ``.gguf`` file.
+
+    ``demo`` is the demo model (``./demo`` is a directory of that name). What exists as a path is taken as one; else
+    ``owner/name`` is fetched from the hub, weights as safetensors only, into ``download_dir`` (default: the hub's own
+    cache). Progress goes to standard error. Raises UsageError for a path that does not exist, or ``revision`` and
+    ``download_dir`` where nothing is fetched; ToolkitError, one line, if the hub is out of reach or has no such model.
+    """
+    if not model:
+        raise UsageError("MODEL: expected a directory, a .gguf file, a hub id or demo, found an empty name")
+    path = Path(model).expanduser()
+    if model != "demo" and not path.exists() and _is_hub_id(model):
+        return _from_hub(model, revision, download_dir, progress)
+    for name, value in (("--revision", revision), ("--download-dir", download_dir)):
+        if value is not None:
+            raise UsageError(f"{name}: only for models from the hub, {model} is not one; leave it out")
+    if model == "demo":
+        from toolkit.artifacts.demo import ensure_demo
+
+        return ensure_demo(progress)
+    if not path.exists():
+        raise UsageError(f"{model}: no such file or directory, and not a hub id (owner/name) or demo")
+    if path.is_file() and path.suffix.lower() != ".gguf":
+        raise UsageError(f"{model}: expected a model directory, a .gguf file, a hub id or demo, found another file")
+    return path
+
+
+def _is_hub_id(model: str) -> bool:
+    """owner/name, unless ``owner`` is a directory here: then it is a path that does not exist."""
+    return _HUB_ID.fullmatch(model) is not None and not model.endswith(".gguf") and not Path(model).parent.is_dir()
+
+
+def _from_hub(model: str, revision: str | None, download_dir: str | None, progress: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    quiet: dict[str, Any] = {} if progress else {"tqdm_class": _silent_tqdm()}
+    try:
+        found = snapshot_download(
+            model,
+            revision=revision,
+            cache_dir=download_dir,
+            allow_patterns=_WANTED,
+            ignore_patterns=_UNWANTED,
+            **quiet,
+        )
+    except GatedRepoError:
+        reason = "access must be granted first: accept its terms on the hub and log in (hf auth login)"
+    except RepositoryNotFoundError:
+        reason = "no such model on the hub (or a private one: hf auth login), and no such directory here"
+    except RevisionNotFoundError:
+        reason = f"--revision: the hub has no {revision!r} of it"
+    except LocalEntryNotFoundError:
+        reason = "no such directory here, and the Hugging Face hub cannot be reached; give a local path, or go online"
+    except HfHubHTTPError as error:
+        reason = f"the hub answered: {_first_line(error)}"
+    except (OSError, ValueError) as error:
+        reason = _first_line(error)
+    else:
+        return Path(found)
+    raise ToolkitError(f"{model}: {reason}")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def _silent_tqdm() -> type:
+    from tqdm import tqdm
+
+    class Silent(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            options.pop("name", None)
+            super().__init__(*args, **{**options, "disable": True})
+
+    return Silent
+
+
+__all__ = ["resolve_model", "toolkit_home"]
