@@ -9,7 +9,6 @@ asked for by name that cannot run raises ``KernelError`` with its reason: nothin
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -53,13 +52,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Implementation:
-    """``run`` has the op's signature. ``extra(target)`` returns a reason why it cannot run there, or None."""
+    """``run`` has the op's signature. ``extra(target)`` returns a reason why it cannot run there, or None.
+
+    ``plan``: where the op takes a ``plan`` argument, what makes one that all the layers of a step can share.
+    """
 
     family: str
     run: Callable[..., Any]
     devices: tuple[str, ...]
     dtypes: tuple[str, ...]
     extra: Callable[[Target], str | None] | None = None
+    plan: Callable[..., Any] | None = None
 
     def unsupported(self, target: Target) -> str | None:
         """Why this cannot run on ``target``, or None."""
@@ -99,12 +102,14 @@ class Op:
         devices: tuple[str, ...] = ("cpu", "cuda"),
         dtypes: tuple[str, ...] | None = None,
         unsupported: Callable[[Target], str | None] | None = None,
+        plan: Callable[..., Any] | None = None,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Decorator: the function implements this op for ``family``."""
         assert family in FAMILIES and family not in self.implementations, (self.name, family)
 
         def add(run: Callable[..., Any]) -> Callable[..., Any]:
-            self.implementations[family] = Implementation(family, run, devices, dtypes or self.dtypes, unsupported)
+            found = Implementation(family, run, devices, dtypes or self.dtypes, unsupported, plan)
+            self.implementations[family] = found
             return run
 
         return add

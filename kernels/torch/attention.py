@@ -45,14 +45,14 @@ class Piece:
 
 @dataclass
 class Plan:
-    """What ``plan`` made of a batch for one cache group and window."""
+    """What ``make_plan`` made of a batch for one cache group and window."""
 
     window: int | None
     pieces: list[Piece]
     keep_masks: bool
 
 
-def plan(
+def make_plan(
     block_table: np.ndarray,
     cu_seqlens: np.ndarray,
     seq_lens: np.ndarray,
@@ -147,7 +147,7 @@ def _gather(cache: Tensor, params: Tensor | None, piece: Piece, bits: int, dtype
     return x.unflatten(0, (piece.sequences, piece.keys)).transpose(1, 2)
 
 
-@reference.paged_attention.register("torch")
+@reference.paged_attention.register("torch", plan=make_plan)
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -187,9 +187,6 @@ def paged_attention(
         else:
             out.index_copy_(0, piece.index, y)
     return out
-
-
-make_plan = plan
 
 
 def _with_spare(t: Tensor | None) -> Tensor | None:

@@ -1,0 +1,69 @@
+// Which instruction set runs: the best this processor has, or the one asked for by name.
+#include "ops.h"
+
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace tk {
+
+#define TK_DECLARE(isa)         \
+    namespace isa {             \
+    extern const Ops table;     \
+    }
+#if defined(TK_HAVE_X86)
+TK_DECLARE(avx512vnni)
+TK_DECLARE(avxvnni)
+TK_DECLARE(avx2)
+#endif
+TK_DECLARE(generic)
+
+namespace {
+
+#if defined(TK_HAVE_X86)
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
+
+bool has_avxvnni() {  // g++ 12 knows no name for it: leaf 7, subleaf 1, EAX bit 4
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & (1u << 4));
+}
+
+bool has_avx512vnni() {
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
+}
+#endif
+
+bool always() { return true; }
+
+struct Entry {
+    const char* name;
+    const Ops* table;
+    bool (*supported)();
+};
+
+const Entry ENTRIES[] = {
+#if defined(TK_HAVE_X86)
+    {"avx512vnni", &avx512vnni::table, has_avx512vnni},
+    {"avxvnni", &avxvnni::table, has_avxvnni},
+    {"avx2", &avx2::table, has_avx2},
+#endif
+    {"generic", &generic::table, always},
+};
+
+}  // namespace
+
+const Ops* select_ops(const char* name, const char** reason) {
+    *reason = "no such instruction set in this build";
+    for (const Entry& e : ENTRIES) {
+        if (name && *name && std::strcmp(name, e.name) != 0) continue;
+        if (e.supported()) return e.table;
+        *reason = "this processor lacks it";
+    }
+    return nullptr;
+}
+
+}  // namespace tk

@@ -1,0 +1,188 @@
+// Keys and values in stored form: writing one token, and loading a cell of 16 tokens for the attention kernel.
+#include "ops_isa.h"
+
+namespace tk {
+namespace TK_ISA {
+namespace {
+
+struct Affine {
+    uint16_t scale, minimum;  // float16
+};
+
+// Scale and minimum of n values on a grid of `levels` steps, as they will be read back.
+Affine affine_of(const float* x, int64_t n, float levels) {
+    F low = fset1(INFINITY), high = fset1(-INFINITY);
+    for (int64_t i = 0; i < n; i += 16) {
+        low = fmin(fload(x + i), low);
+        high = fmax(fload(x + i), high);
+    }
+    float lo = -hmax(fsub(fzero(), low)), hi = hmax(high);
+    lo = lo > -65504.0f ? (lo < 65504.0f ? lo : 65504.0f) : -65504.0f;
+    hi = hi > -65504.0f ? (hi < 65504.0f ? hi : 65504.0f) : -65504.0f;
+    const uint16_t minimum = float_to_f16(lo);
+    const float range = hi - f16_to_float(minimum);
+    return {float_to_f16(range > 0.0f ? range / levels : 0.0f), minimum};
+}
+
+// Codes 0..levels of 16 values.
+TK_INLINE I codes_of(const float* x, F minimum, F inverse, float levels) {
+    const F c = fmul(fsub(fload(x), minimum), inverse);
+    return i_of(fmin(fmax(c, fzero()), fset1(levels)));
+}
+
+void write_ints(int64_t d, const float* x, bool four, uint8_t* codes, int64_t stride, uint8_t* params) {
+    const float levels = four ? 15.0f : 255.0f;
+    const Affine a = affine_of(x, d, levels);
+    memcpy(params, &a, 4);
+    const float scale = f16_to_float(a.scale);
+    const F minimum = fset1(f16_to_float(a.minimum)), inverse = fset1(scale > 0.0f ? 1.0f / scale : 0.0f);
+    for (int64_t i = 0; i < d; i += 16) {
+        int32_t c[16];
+        istore(c, codes_of(x + i, minimum, inverse, levels));
+        if (four)
+            for (int j = 0; j < 8; j++) codes[(i / 2 + j) * stride] = uint8_t(c[2 * j] | (c[2 * j + 1] << 4));
+        else
+            for (int j = 0; j < 16; j++) codes[(i + j) * stride] = uint8_t(c[j]);
+    }
+}
+
+TK_INLINE void params_of(const uint8_t* p, F* scale, F* minimum) {  // 16 tokens
+    uint16_t s[16], m[16];
+    for (int t = 0; t < 16; t++) {
+        memcpy(s + t, p + 4 * t, 2);
+        memcpy(m + t, p + 4 * t + 2, 2);
+    }
+    *scale = load_f16(s);
+    *minimum = load_f16(m);
+}
+
+TK_INLINE I pair_bf16(F even, F odd) { return ior(bf16_bits(even), ishl(bf16_bits(odd), 16)); }
+
+// 16 consecutive codes of token t's value row as floats.
+TK_INLINE F value_codes(const uint8_t* row, int64_t i, bool four) {
+    if (!four) return f_of(load_u8(row + i));
+    uint8_t c[16];
+    for (int j = 0; j < 8; j++) {
+        c[2 * j] = row[i / 2 + j] & 15;
+        c[2 * j + 1] = row[i / 2 + j] >> 4;
+    }
+    return f_of(load_u8(c));
+}
+
+void load_int_keys(int64_t d, bool four, const uint8_t* kc, const uint8_t* kp, bool to_bf16, void* out) {
+    F scale, low;
+    params_of(kp, &scale, &low);
+    for (int64_t i = 0; i < d; i += 2) {
+        F a, b;
+        if (four) {
+            const I c = load_u8(kc + i * 8);
+            a = f_of(iand(c, iset1(15)));
+            b = fmul(f_of(isub(c, iand(c, iset1(15)))), fset1(0.0625f));
+        } else {
+            a = f_of(load_u8(kc + i * 16));
+            b = f_of(load_u8(kc + i * 16 + 16));
+        }
+        a = fma(a, scale, low);
+        b = fma(b, scale, low);
+        if (to_bf16) {
+            istore((int32_t*)out + i * 8, pair_bf16(a, b));
+        } else {
+            fstore((float*)out + i * 16, a);
+            fstore((float*)out + i * 16 + 16, b);
+        }
+    }
+}
+
+void load_int_values(int64_t d, bool four, const uint8_t* vc, const uint8_t* vp, bool to_bf16, int64_t tokens, void* out) {
+    const int64_t row = four ? d / 2 : d;
+    for (int64_t t = 0; t < tokens; t += 2) {
+        const bool two = t + 1 < tokens;
+        uint16_t p[4] = {0, 0, 0, 0};
+        memcpy(p, vp + 4 * t, two ? 8 : 4);
+        const F s0 = fset1(f16_to_float(p[0])), m0 = fset1(f16_to_float(p[1]));
+        const F s1 = fset1(f16_to_float(p[2])), m1 = fset1(f16_to_float(p[3]));
+        for (int64_t i = 0; i < d; i += 16) {
+            const F a = fma(value_codes(vc + t * row, i, four), s0, m0);
+            const F b = two ? fma(value_codes(vc + (t + 1) * row, i, four), s1, m1) : fzero();
+            if (to_bf16) {
+                istore((int32_t*)out + t / 2 * d + i, pair_bf16(a, b));
+            } else {
+                fstore((float*)out + t * d + i, a);
+                if (two) fstore((float*)out + (t + 1) * d + i, b);
+            }
+        }
+    }
+}
+
+// 32 interleaved 16-bit numbers (a0 b0 a1 b1 …) as two rows of floats.
+TK_INLINE void split_pairs(const uint8_t* p, bool bf16, F* a, F* b) {
+    uint16_t h[32], even[16], odd[16];
+    memcpy(h, p, 64);
+    for (int i = 0; i < 16; i++) {
+        even[i] = h[2 * i];
+        odd[i] = h[2 * i + 1];
+    }
+    *a = bf16 ? load_bf16(even) : load_f16(even);
+    *b = bf16 ? load_bf16(odd) : load_f16(odd);
+}
+
+void load_half(int64_t d, bool bf16, const uint8_t* kc, const uint8_t* vc, bool to_bf16, int64_t tokens, void* k_out,
+               void* v_out) {
+    F a, b;
+    for (int64_t i = 0; i < d; i += 2) {
+        split_pairs(kc + i * 32, bf16, &a, &b);
+        if (to_bf16) {
+            istore((int32_t*)k_out + i * 8, pair_bf16(a, b));
+        } else {
+            fstore((float*)k_out + i * 16, a);
+            fstore((float*)k_out + i * 16 + 16, b);
+        }
+    }
+    for (int64_t t = 0; t < tokens; t += 2)
+        for (int64_t i = 0; i < d; i += 16) {
+            split_pairs(vc + (t / 2 * d + i) * 4, bf16, &a, &b);
+            if (to_bf16) {
+                istore((int32_t*)v_out + t / 2 * d + i, pair_bf16(a, b));
+            } else {
+                fstore((float*)v_out + t * d + i, a);
+                if (t + 1 < tokens) fstore((float*)v_out + (t + 1) * d + i, b);
+            }
+        }
+}
+
+}  // namespace
+
+void kv_write(int32_t type, int64_t d, const float* k, const float* v, uint8_t* kc, uint8_t* vc, uint8_t* kp,
+              uint8_t* vp, int64_t lane, int32_t clear_next) {
+    if (type == KV_INT8 || type == KV_INT4) {
+        const bool four = type == KV_INT4;
+        write_ints(d, k, four, kc + lane, 16, kp + 4 * lane);
+        write_ints(d, v, four, vc + lane * (four ? d / 2 : d), 1, vp + 4 * lane);
+    } else if (type == KV_F32) {
+        for (int64_t i = 0; i < d; i++) ((float*)kc)[i * 16 + lane] = k[i];
+        memcpy((float*)vc + lane * d, v, size_t(d) * 4);
+    } else {
+        uint16_t* kh = (uint16_t*)kc;
+        uint16_t* vh = (uint16_t*)vc + lane / 2 * d * 2 + lane % 2;
+        for (int64_t i = 0; i < d; i++) {
+            kh[(i / 2 * 16 + lane) * 2 + i % 2] = type == KV_BF16 ? float_to_bf16(k[i]) : float_to_f16(k[i]);
+            vh[i * 2] = type == KV_BF16 ? float_to_bf16(v[i]) : float_to_f16(v[i]);
+        }
+        // the partner lane is multiplied by probability 0 until it is written: it must hold a finite number
+        if (clear_next && lane % 2 == 0)
+            for (int64_t i = 0; i < d; i++) vh[i * 2 + 1] = 0;
+    }
+}
+
+void kv_load(int32_t type, int64_t d, const uint8_t* kc, const uint8_t* vc, const uint8_t* kp, const uint8_t* vp,
+             int32_t bf16, int64_t tokens, void* k_out, void* v_out) {
+    if (type == KV_INT8 || type == KV_INT4) {
+        load_int_keys(d, type == KV_INT4, kc, kp, bf16, k_out);
+        load_int_values(d, type == KV_INT4, vc, vp, bf16, tokens, v_out);
+    } else {
+        load_half(d, type == KV_BF16, kc, vc, bf16, tokens, k_out, v_out);
+    }
+}
+
+}  // namespace TK_ISA
+}  // namespace tk

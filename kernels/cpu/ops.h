@@ -1,0 +1,163 @@
+// The CPU operations: plain structures, plain pointers, one table of functions per instruction set.
+//
+// The kernels know no model, request or config. Rows of activations are tokens; a matrix W [rows, cols] acts as
+// y = x W^T. Every function works on the part of the output it is told to (tiles, rows, items), so that callers split work
+// over threads by output only, and an output element is always made by the same sequence of float operations.
+#pragma once
+
+#include <stdint.h>
+
+namespace tk {
+
+enum DType : int32_t { F32 = 0, BF16 = 1, F16 = 2 };
+enum Format : int32_t { DENSE = 1, INT = 2 };
+enum KvType : int32_t { KV_F32 = 0, KV_BF16 = 1, KV_F16 = 2, KV_INT8 = 3, KV_INT4 = 4 };
+enum Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3 };
+
+constexpr int64_t LANES = 16;     // rows of a weight tile; tokens of a cache cell
+constexpr int64_t KV_TILE = 128;  // tokens of one attention tile: tiles start at multiples of it
+constexpr int64_t KV_CELLS = KV_TILE / LANES;
+
+constexpr int64_t pad16(int64_t n) { return (n + 15) / 16 * 16; }
+
+// A weight, packed in tiles of 16 rows (the last one filled up with zeros).
+//
+// DENSE   tile = [cols][16 rows] elements of `dtype`.
+// INT     tile = for each group of `group` columns: a header, then the codes.
+//         header: 16 scales of `dtype`, then 16 minima of `dtype` or 16 uint8 zeros; padded to 64 bytes (128 for F32)
+//         codes, 4 bits: for each 8 columns 64 bytes, byte 4r+j = code(r, k+j) | code(r, k+4+j) << 4
+//         codes, 8 bits: for each 4 columns 64 bytes, byte 4r+j = code(r, k+j)
+//         w = (code - zero) * scale, or code * scale + minimum. 8-bit codes without minima have zero 128 throughout.
+struct Matrix {
+    int32_t format = 0;
+    int32_t dtype = 0;
+    int32_t bits = 0;
+    int32_t group = 0;
+    int32_t minima = 0;
+    int64_t rows = 0;
+    int64_t cols = 0;
+    const uint8_t* data = nullptr;
+
+    int64_t tiles() const { return (rows + LANES - 1) / LANES; }
+    int64_t groups() const { return cols / group; }
+    int64_t header_bytes() const { return dtype == F32 ? 128 : 64; }
+    int64_t group_bytes() const { return header_bytes() + int64_t(group) * LANES * bits / 8; }
+    int64_t tile_bytes() const {
+        return format == INT ? groups() * group_bytes() : cols * LANES * (dtype == F32 ? 4 : 2);
+    }
+};
+
+// Activations: float rows for DENSE weights; int8 with a scale and a sum for every (token, group) for INT ones.
+struct Rows {
+    const float* x = nullptr;
+    int64_t ldx = 0;
+    const int8_t* q = nullptr;
+    int64_t ldq = 0;
+    const float* scale = nullptr;
+    const int32_t* sum = nullptr;
+    int64_t lds = 0;
+};
+
+// Where a linear's result goes: out[t * ld + row] = y, or += alpha * y where `add`; y includes the bias.
+struct Store {
+    float* out = nullptr;
+    int64_t ld = 0;
+    const float* bias = nullptr;     // [tiles * 16]
+    const float* bias_up = nullptr;  // of the second matrix of a gated pair
+    int32_t add = 0;
+    float alpha = 1.0f;
+    int32_t activation = -1;  // gated pair, or a plain linear followed by an activation
+};
+
+// Keys and values of one head in one block, in cells of 16 tokens. Sizes in bytes.
+// floats   K cell: [d/2][16 tokens][2] for 16-bit types, [d][16] for F32; V cell: [8 token pairs][d][2], or [16][d]
+// int8     K cell: [d][16] codes; V cell: [16][d] codes
+// int4     K cell: [d/2][16], V cell: [16][d/2]; a byte holds d even (low nibble) and d odd (high)
+// integers carry (scale, minimum) as two float16 a token after the codes: x = code * scale + minimum
+// d is head_dim padded to a multiple of 16 with zeros.
+struct CellLayout {
+    int64_t k_cell, v_cell, k_params, v_params;  // bytes of one cell of each part
+    int64_t bytes() const { return k_cell + v_cell + k_params + v_params; }
+};
+
+inline CellLayout cell_layout(int32_t type, int64_t head_dim) {
+    const int64_t d = pad16(head_dim);
+    if (type == KV_F32) return {d * 64, d * 64, 0, 0};
+    if (type == KV_INT8) return {d * 16, d * 16, 64, 64};
+    if (type == KV_INT4) return {d * 8, d * 8, 64, 64};
+    return {d * 32, d * 32, 0, 0};
+}
+
+// One tile of keys and values as the attention kernel reads it: F32 or BF16 cells (see CellLayout).
+struct KvTile {
+    const void* k[KV_CELLS];
+    const void* v[KV_CELLS];
+};
+
+// Attention state of query rows: maximum, sum and weighted values; rows are merged tile after tile.
+struct AttnState {
+    float* m;    // [rows]
+    float* l;    // [rows]
+    float* acc;  // [rows][dpad]
+};
+
+struct AttnParams {
+    int64_t dpad;
+    float scale;
+    float softcap;  // 0 = none
+    int32_t bf16;   // cells and queries are bfloat16
+};
+
+struct Ops {
+    const char* name;
+    int32_t bf16_dot;  // attention may run on BF16 cells
+
+    // scratch bytes that linear and gated need for this matrix
+    int64_t (*linear_scratch)(const Matrix& w);
+    // tiles [t0, t1) of y = x W^T for `count` rows
+    void (*linear)(const Matrix& w, const Rows& in, int64_t count, int64_t t0, int64_t t1, const Store& to, void* scratch);
+    // tiles [t0, t1) of act(x G^T) * (x U^T)
+    void (*gated)(const Matrix& gate, const Matrix& up, const Rows& in, int64_t count, int64_t t0, int64_t t1,
+                  const Store& to, void* scratch);
+    // row `row` of the matrix, dequantized, times scale
+    void (*matrix_row)(const Matrix& w, int64_t row, float scale, float* out);
+    // x[K] (gathered by perm where given) to int8 by groups g0..g1
+    void (*quantize)(const float* x, const int32_t* perm, int64_t group, int64_t g0, int64_t g1, int8_t* q, float* scale,
+                     int32_t* sum);
+    // out = x / rms(x) * w; n elements, w padded like out to a multiple of 16 with zeros
+    void (*rms_norm)(const float* x, const float* w, int64_t n, float eps, float* out);
+    // y += alpha * x
+    void (*add_scaled)(float* y, const float* x, float alpha, int64_t n);
+    // x[:rotary] turned by cos/sin [rotary/2], half-split layout
+    void (*rope)(float* x, const float* cos, const float* sin, int64_t rotary);
+    void (*hadamard)(float* x, int64_t n);
+    void (*activate)(float* x, int64_t n, int32_t activation);
+    void (*to_bf16)(const float* x, uint16_t* out, int64_t n);
+    // write one token's key and value (padded to dpad) of one head; cell parts at their pointers; lane 0..15.
+    // clear_next zeroes the following value lane where pairs share storage.
+    void (*kv_write)(int32_t type, int64_t dpad, const float* k, const float* v, uint8_t* kc, uint8_t* vc, uint8_t* kp,
+                     uint8_t* vp, int64_t lane, int32_t clear_next);
+    // cells of `type` to float32 or bfloat16 cells
+    void (*kv_load)(int32_t type, int64_t dpad, const uint8_t* kc, const uint8_t* vc, const uint8_t* kp, const uint8_t* vp,
+                    int32_t to_bf16, int64_t tokens, void* k_out, void* v_out);
+    // one tile: rows of q [rows][dpad] (float or bfloat16) over tokens [lo[r], hi[r]) of the tile; writes a fresh state.
+    // scratch: rows * KV_TILE floats and as many bfloat16.
+    void (*attn_tile)(const AttnParams& p, const KvTile& tile, const void* q, int64_t rows, const int32_t* lo,
+                      const int32_t* hi, const AttnState& out, float* scratch);
+    // into = into merged with part, row by row
+    void (*attn_merge)(int64_t dpad, int64_t rows, const AttnState& into, const AttnState& part);
+    // out[d] = acc / (l + exp(sink - m)); sink null = none
+    void (*attn_finish)(int64_t dpad, float m, float l, const float* acc, const float* sink, float* out);
+    // maximum of x[n], its lowest index, and whether x holds a NaN
+    float (*row_max)(const float* x, int64_t n, int64_t* index, int32_t* has_nan);
+    // sum of exp((x - max) * scale) in double, ascending in blocks
+    double (*sum_exp)(const float* x, int64_t n, float max, float scale);
+    // softcap * tanh(x * scale / softcap), or x * scale where softcap is 0
+    void (*scale_logits)(float* x, int64_t n, float scale, float softcap);
+};
+
+// The table for an instruction set name ("avx512vnni", "avxvnni", "avx2", "generic"), or null where this
+// processor or this build lacks it; empty name = the best. `reason` says why null.
+const Ops* select_ops(const char* name, const char** reason);
+
+}  // namespace tk

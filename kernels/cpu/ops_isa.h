@@ -1,0 +1,75 @@
+// What the op families of one instruction set share: their declarations and the epilogues of linears.
+#pragma once
+
+#include "ops.h"
+#include "simd.h"
+
+namespace tk {
+namespace TK_ISA {
+
+int64_t linear_int_scratch(const Matrix& w);
+void linear_int(const Matrix& w, const Rows& in, int64_t count, int64_t t0, int64_t t1, const Store& to, void* scratch);
+void gated_int(const Matrix& gate, const Matrix& up, const Rows& in, int64_t count, int64_t t0, int64_t t1,
+               const Store& to, void* scratch);
+void int_row(const Matrix& w, int64_t row, float scale, float* out);
+
+int64_t linear_dense_scratch(const Matrix& w);
+void linear_dense(const Matrix& w, const Rows& in, int64_t count, int64_t t0, int64_t t1, const Store& to, void* scratch);
+void gated_dense(const Matrix& gate, const Matrix& up, const Rows& in, int64_t count, int64_t t0, int64_t t1,
+                 const Store& to, void* scratch);
+void dense_row(const Matrix& w, int64_t row, float scale, float* out);
+
+void quantize(const float* x, const int32_t* perm, int64_t group, int64_t g0, int64_t g1, int8_t* q, float* scale,
+              int32_t* sum);
+void rms_norm(const float* x, const float* w, int64_t n, float eps, float* out);
+void add_scaled(float* y, const float* x, float alpha, int64_t n);
+void rope(float* x, const float* cos, const float* sin, int64_t rotary);
+void hadamard(float* x, int64_t n);
+void activate(float* x, int64_t n, int32_t activation);
+void to_bf16(const float* x, uint16_t* out, int64_t n);
+
+void kv_write(int32_t type, int64_t dpad, const float* k, const float* v, uint8_t* kc, uint8_t* vc, uint8_t* kp,
+              uint8_t* vp, int64_t lane, int32_t clear_next);
+void kv_load(int32_t type, int64_t dpad, const uint8_t* kc, const uint8_t* vc, const uint8_t* kp, const uint8_t* vp,
+             int32_t to_bf16, int64_t tokens, void* k_out, void* v_out);
+void attn_tile(const AttnParams& p, const KvTile& tile, const void* q, int64_t rows, const int32_t* lo,
+               const int32_t* hi, const AttnState& out, float* scratch);
+void attn_merge(int64_t dpad, int64_t rows, const AttnState& into, const AttnState& part);
+void attn_finish(int64_t dpad, float m, float l, const float* acc, const float* sink, float* out);
+
+float row_max(const float* x, int64_t n, int64_t* index, int32_t* has_nan);
+double sum_exp(const float* x, int64_t n, float max, float scale);
+void scale_logits(float* x, int64_t n, float scale, float softcap);
+
+namespace {
+
+TK_INLINE F apply_activation(F x, int32_t activation) {
+    if (activation == SILU) return fmul(x, fsigmoid(x));
+    if (activation == RELU) return fmax(x, fzero());
+    if (activation == GELU_TANH) {
+        // x * (1 + tanh(u)) / 2 = x * sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3)
+        const F u = fmul(x, fma(fmul(x, x), fset1(0.0713548162726f), fset1(1.5957691216057f)));
+        return fmul(x, fsigmoid(u));
+    }
+    float v[16];
+    fstore(v, x);
+    for (int i = 0; i < 16; i++) v[i] = 0.5f * v[i] * (1.0f + erff(v[i] * 0.70710678118654752f));
+    return fload(v);
+}
+
+TK_INLINE void store_tile(const Store& to, int64_t t, int64_t tile, F y) {
+    float* out = to.out + t * to.ld + tile * LANES;
+    if (to.bias) y = fadd(y, fload(to.bias + tile * LANES));
+    if (to.activation >= 0) y = apply_activation(y, to.activation);
+    fstore(out, to.add ? fma(y, fset1(to.alpha), fload(out)) : y);
+}
+
+TK_INLINE void store_gated(const Store& to, int64_t t, int64_t tile, F gate, F up) {
+    if (to.bias) gate = fadd(gate, fload(to.bias + tile * LANES));
+    if (to.bias_up) up = fadd(up, fload(to.bias_up + tile * LANES));
+    fstore(to.out + t * to.ld + tile * LANES, fmul(apply_activation(gate, to.activation), up));
+}
+
+}  // namespace
+}  // namespace TK_ISA
+}  // namespace tk

@@ -1,0 +1,156 @@
+// Work on one row at a time: quantization of activations, RMS norm, rope, Hadamard, activations, conversions.
+#include "ops_isa.h"
+
+namespace tk {
+namespace TK_ISA {
+
+// Symmetric int8 by groups: scale = max|x| / 127, q = round(x / scale), sum = sum of q.
+void quantize(const float* x, const int32_t* perm, int64_t group, int64_t g0, int64_t g1, int8_t* q, float* scale,
+              int32_t* sum) {
+    float gathered[1024];
+    for (int64_t g = g0; g < g1; g++) {
+        const float* from = x + g * group;
+        const int64_t chunk = perm && group > 1024 ? 1024 : group;
+        F top = fzero();
+        for (int64_t c = 0; c < group; c += chunk) {
+            const int64_t n = group - c < chunk ? group - c : chunk;
+            if (perm) {
+                for (int64_t k = 0; k < n; k++) gathered[k] = x[perm[g * group + c + k]];
+                from = gathered - c;
+            }
+            for (int64_t k = c; k < c + n; k += 16) top = fmax(top, fabs(fload(from + k)));
+        }
+        const float amax = hmax(top);
+        const F inverse = fset1(amax > 0.0f ? 127.0f / amax : 0.0f);
+        I total = izero();
+        for (int64_t c = 0; c < group; c += chunk) {
+            const int64_t n = group - c < chunk ? group - c : chunk;
+            if (perm && group > chunk) {
+                for (int64_t k = 0; k < n; k++) gathered[k] = x[perm[g * group + c + k]];
+                from = gathered - c;
+            }
+            for (int64_t k = c; k < c + n; k += 16) {
+                const I code = i_of(fmul(fload(from + k), inverse));
+                store_s8(q + g * group + k, code);
+                total = iadd(total, load_s8(q + g * group + k));
+            }
+        }
+        scale[g] = amax / 127.0f;
+        sum[g] = hsum(total);
+    }
+}
+
+void rms_norm(const float* x, const float* w, int64_t n, float eps, float* out) {
+    const int64_t whole = n / 16 * 16;
+    F a = fzero(), b = fzero();
+    int64_t k = 0;
+    for (; k + 32 <= whole; k += 32) {
+        const F u = fload(x + k), v = fload(x + k + 16);
+        a = fma(u, u, a);
+        b = fma(v, v, b);
+    }
+    for (; k < whole; k += 16) a = fma(fload(x + k), fload(x + k), a);
+    float total = hsum(fadd(a, b));
+    for (; k < n; k++) total += x[k] * x[k];
+    const float r = 1.0f / sqrtf(total / float(n) + eps);
+    for (k = 0; k < whole; k += 16) fstore(out + k, fmul(fmul(fload(x + k), fset1(r)), fload(w + k)));
+    for (; k < n; k++) out[k] = x[k] * r * w[k];
+}
+
+void add_scaled(float* y, const float* x, float alpha, int64_t n) {
+    int64_t k = 0;
+    for (; k + 16 <= n; k += 16) fstore(y + k, fma(fload(x + k), fset1(alpha), fload(y + k)));
+    for (; k < n; k++) y[k] = y[k] + alpha * x[k];
+}
+
+void rope(float* x, const float* cos, const float* sin, int64_t rotary) {
+    const int64_t half = rotary / 2;
+    int64_t i = 0;
+    for (; i + 16 <= half; i += 16) {
+        const F a = fload(x + i), b = fload(x + half + i), c = fload(cos + i), s = fload(sin + i);
+        fstore(x + i, fsub(fmul(a, c), fmul(b, s)));
+        fstore(x + half + i, fma(a, s, fmul(b, c)));
+    }
+    for (; i < half; i++) {
+        const float a = x[i], b = x[half + i];
+        x[i] = a * cos[i] - b * sin[i];
+        x[half + i] = b * cos[i] + a * sin[i];
+    }
+}
+
+// Orthonormal Walsh-Hadamard transform of blocks as long as the largest power of two that divides n.
+void hadamard(float* x, int64_t n) {
+    const int64_t block = n & -n;
+    const float norm = 1.0f / sqrtf(float(block));
+    for (int64_t base = 0; base < n; base += block) {
+        float* v = x + base;
+        for (int64_t h = 1; h < block; h *= 2)
+            for (int64_t i = 0; i < block; i += 2 * h)
+                for (int64_t j = i; j < i + h; j++) {
+                    const float a = v[j], b = v[j + h];
+                    v[j] = a + b;
+                    v[j + h] = a - b;
+                }
+        for (int64_t i = 0; i < block; i++) v[i] *= norm;
+    }
+}
+
+void activate(float* x, int64_t n, int32_t activation) {
+    for (int64_t k = 0; k < n; k += 16) fstore(x + k, apply_activation(fload(x + k), activation));
+}
+
+void to_bf16(const float* x, uint16_t* out, int64_t n) {
+    for (int64_t k = 0; k < n; k++) out[k] = float_to_bf16(x[k]);
+}
+
+float row_max(const float* x, int64_t n, int64_t* index, int32_t* has_nan) {
+    F top = fset1(-INFINITY), poison = fzero();
+    int64_t k = 0;
+    for (; k + 16 <= n; k += 16) {
+        const F v = fload(x + k);
+        top = fmax(v, top);
+        poison = fma(v, fzero(), poison);  // NaN where v is NaN (or infinite)
+    }
+    float best = hmax(top);
+    float bad = hsum(poison);
+    for (; k < n; k++) {
+        best = x[k] > best ? x[k] : best;
+        bad += x[k] * 0.0f;
+    }
+    *has_nan = 0;
+    *index = 0;
+    if (bad != bad)
+        for (int64_t i = 0; i < n; i++)
+            if (x[i] != x[i]) *has_nan = 1;
+    if (!*has_nan)
+        for (int64_t i = 0; i < n; i++)
+            if (x[i] == best) {
+                *index = i;
+                break;
+            }
+    return best;
+}
+
+double sum_exp(const float* x, int64_t n, float max, float scale) {
+    double total = 0.0;
+    int64_t k = 0;
+    while (k + 16 <= n) {
+        F s = fzero();
+        for (int64_t end = k + 1024; k + 16 <= n && k < end; k += 16)
+            s = fadd(s, fexp(fmul(fsub(fload(x + k), fset1(max)), fset1(scale))));
+        total += double(hsum(s));
+    }
+    for (; k < n; k++) total += double(expf((x[k] - max) * scale));
+    return total;
+}
+
+void scale_logits(float* x, int64_t n, float scale, float softcap) {
+    for (int64_t k = 0; k < n; k += 16) {
+        F v = fmul(fload(x + k), fset1(scale));
+        if (softcap > 0.0f) v = fmul(fset1(softcap), ftanh(fdiv(v, fset1(softcap))));
+        fstore(x + k, v);
+    }
+}
+
+}  // namespace TK_ISA
+}  // namespace tk

@@ -1,0 +1,106 @@
+"""Build the native library with the C++ compiler at hand: ``python -m toolkit.runners.native.build``.
+
+``setup.py`` runs it too, by file name, so this file imports nothing of the toolkit. The op families of
+``kernels/cpu`` are compiled once for every instruction set, the executor once; objects that are newer than all sources
+and headers are kept. The library links to the C++ standard library only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+LIBRARY = "_native.so"
+
+FAMILIES = ("linear_int", "linear_dense", "rowwise", "kv_cache", "attention", "table")
+ISA_FLAGS = {
+    "avx512vnni": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mavx512bf16 "
+    "-mprefer-vector-width=512",
+    "avxvnni": "-mavx2 -mfma -mf16c -mavxvnni",
+    "avx2": "-mavx2 -mfma -mf16c",
+    "generic": "",
+}
+COMMON = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-ffp-contract=off", "-fno-math-errno"]
+SANITIZE = ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
+
+
+class BuildError(Exception):
+    """No compiler, or it failed; the message holds its first lines."""
+
+
+def compiler() -> str | None:
+    """The C++ compiler: ``$CXX``, else g++, c++ or clang++; None where there is none."""
+    for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
+        if name and shutil.which(name.split()[0]):
+            return name
+    return None
+
+
+def kernel_folder() -> Path:
+    """``kernels/cpu``, in the source tree or installed."""
+    for root in (HERE.parents[1] / "kernels", HERE.parents[2] / "kernels"):
+        if (root / "cpu" / "ops.h").exists():
+            return root / "cpu"
+    raise BuildError(f"{HERE}: the kernel sources (kernels/cpu) are missing")
+
+
+def _units(kernels: Path, isas: tuple[str, ...]) -> list[tuple[Path, str, list[str]]]:
+    """(source, object name, extra flags) of every compilation."""
+    x86 = ["-DTK_HAVE_X86"] if len(isas) > 1 else []
+    units = [(kernels / f"{f}.cpp", f"{f}.{i}", [f"-DTK_ISA={i}", *ISA_FLAGS[i].split()]) for i in isas for f in FAMILIES]
+    once = [kernels / "dispatch.cpp", kernels / "capi.cpp", *sorted(HERE.glob("*.cpp"))]
+    return units + [(s, s.stem, x86) for s in once]
+
+
+def build(target: Path | None = None, objects: Path | None = None, *, sanitize: bool = False, jobs: int = 0) -> Path:
+    """Compile and link; returns the library's path. Raises BuildError."""
+    cxx = compiler()
+    if cxx is None:
+        raise BuildError("no C++ compiler found (set CXX or install g++)")
+    kernels = kernel_folder()
+    target = target or HERE / LIBRARY
+    flags = [*COMMON, *(SANITIZE if sanitize else []), f"-I{kernels}", f"-I{HERE}"]
+    if objects is None:
+        key = hashlib.sha256(f"{kernels} {cxx} {flags}".encode()).hexdigest()[:12]
+        objects = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "toolkit" / "build" / key
+    objects.mkdir(parents=True, exist_ok=True)
+    headers = max(h.stat().st_mtime for h in [*kernels.glob("*.h"), *HERE.glob("*.h"), Path(__file__)])
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    units = _units(kernels, tuple(ISA_FLAGS) if x86 else ("generic",))
+
+    def compile_one(unit: tuple[Path, str, list[str]]) -> Path:
+        source, name, extra = unit
+        out = objects / f"{name}.o"
+        if not out.exists() or out.stat().st_mtime < max(headers, source.stat().st_mtime):
+            partial = objects / f"{name}.{os.getpid()}.o"
+            _run([*cxx.split(), *flags, *extra, "-c", str(source), "-o", str(partial)])
+            partial.replace(out)
+        return out
+
+    with ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as pool:
+        built = list(pool.map(compile_one, units))
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    link = ["-shared", "-pthread", *(SANITIZE if sanitize else [])]
+    _run([*cxx.split(), *link, *map(str, built), "-o", str(partial)])
+    partial.replace(target)
+    return target
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.stderr.strip():
+        print(done.stderr, file=sys.stderr)
+    if done.returncode:
+        raise BuildError(f"{command[0]} failed on {command[-3]}: {done.stderr.strip()[:400]}")
+
+
+if __name__ == "__main__":
+    asan = "--sanitize" in sys.argv[1:]
+    print(build(HERE / "_native_sanitized.so" if asan else None, sanitize=asan))

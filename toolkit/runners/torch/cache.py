@@ -1,0 +1,107 @@
+"""The paged KV cache of one model: a tensor or two a layer and side, blocks named alike in all layers of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toolkit.models.spec import AttentionSpec, DecoderSpec
+from toolkit.runners.base import RunnerError
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """Keys and values of a layer as the ops lay them out; ``*_params`` (scale, zero) where ``bits`` is 8 or 4."""
+
+    k: Tensor
+    v: Tensor
+    k_params: Tensor | None
+    v_params: Tensor | None
+    bits: int
+
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.k, self.v, self.k_params, self.v_params) if t is not None]
+
+
+def _shapes(attention: AttentionSpec, block_size: int, bits: int, dtype: torch.dtype) -> list[tuple[tuple, torch.dtype]]:
+    """Shape and dtype of one block of keys, and of its (scale, zero) pairs."""
+    width = attention.head_dim // 2 if bits == 4 else attention.head_dim
+    data = ((block_size, attention.kv_heads, width), torch.uint8 if bits else dtype)
+    return [data, ((block_size, attention.kv_heads, 2), torch.float16)] if bits else [data]
+
+
+def block_bytes(spec: DecoderSpec, block_size: int, bits: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """Bytes of one block of each cache group, over all its layers."""
+    total = [0] * len(spec.cache_groups)
+    for _, attention in spec.attention_layers():
+        for shape, kind in _shapes(attention, block_size, bits, dtype):
+            total[attention.group] += 2 * int(np.prod(shape)) * kind.itemsize
+    return tuple(total)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU the pages are not touched before they are written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)
+
+
+class KVCache:
+    """All layers' caches. Every group has one block more than asked for: it is never written and reads as zeros."""
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        num_blocks: Sequence[int],
+        block_size: int,
+        bits: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks = tuple(num_blocks)
+        self.block_size = block_size
+        self.layers: dict[int, LayerCache] = {}
+        self._groups: list[list[Tensor]] = [[] for _ in self.num_blocks]
+        for index, attention in spec.attention_layers():
+            blocks = self.num_blocks[attention.group] + 1
+            pairs = [
+                [_zeros((blocks, *shape), kind, device) for _ in range(2)]
+                for shape, kind in _shapes(attention, block_size, bits, dtype)
+            ]
+            (k, v), (kp, vp) = pairs[0], (pairs[1] if bits else (None, None))
+            self.layers[index] = LayerCache(k, v, kp, vp, bits)
+            self._groups[attention.group].extend(self.layers[index].tensors())
+
+    def copy(self, group: int, pairs: np.ndarray) -> None:
+        """Copy blocks [C, 2] (source, destination); all sources are read before any destination is written."""
+        moves = torch.from_numpy(pairs.astype(np.int64))
+        for tensor in self._groups[group]:
+            source, target = moves.to(tensor.device).unbind(1)
+            tensor[target] = tensor[source]
+
+    def export_block(self, group: int, block: int) -> bytes:
+        """The block's bytes: layer after layer; keys, values, then their parameters."""
+        self._check(group, block)
+        parts = [t[block].contiguous().cpu().reshape(-1).view(torch.uint8).numpy() for t in self._groups[group]]
+        return np.concatenate(parts).tobytes()
+
+    def import_block(self, group: int, block: int, data: bytes) -> None:
+        """Inverse of ``export_block``. Raises RunnerError where the size is another."""
+        self._check(group, block)
+        want = sum(t[block].numel() * t.element_size() for t in self._groups[group])
+        if len(data) != want:
+            raise RunnerError(f"block of group {group}: expected {want} bytes, found {len(data)}")
+        raw, start = torch.frombuffer(bytearray(data), dtype=torch.uint8), 0
+        for t in self._groups[group]:
+            size = t[block].numel() * t.element_size()
+            t[block] = raw[start : start + size].view(t.dtype).view(t.shape[1:]).to(t.device)
+            start += size
+
+    def _check(self, group: int, block: int) -> None:
+        if not 0 <= group < len(self.num_blocks) or not 0 <= block < self.num_blocks[group]:
+            raise RunnerError(f"block {block} of group {group} does not exist; the groups have {self.num_blocks} blocks")

@@ -1,0 +1,66 @@
+"""Bounds of a step's arrays, checked on the host before anything is indexed by them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from toolkit.runners.base import RunnerError
+from toolkit.runners.step import StepBatch
+
+
+def check_batch(batch: StepBatch, *, vocab: int, num_blocks: tuple[int, ...], block_size: int, previous: int) -> None:
+    """Raise RunnerError, naming the array, for a batch that would read or write where it must not.
+
+    ``previous``: sampled rows of the step before.
+    """
+    tokens, cu, lens = len(batch.token_ids), batch.cu_seqlens, batch.seq_lens
+    new = np.diff(cu)
+    if tokens == 0 or len(cu) != len(lens) + 1 or cu[0] != 0 or cu[-1] != tokens or (new < 1).any():
+        raise RunnerError(f"cu_seqlens: expected rising starts from 0 to {tokens} tokens, found {cu.tolist()}")
+    if (lens < new).any():
+        raise RunnerError("seq_lens: a sequence has fewer tokens in all than new ones")
+    if batch.mask_kind != "causal":
+        raise RunnerError(f"mask_kind: this runner knows 'causal', found {batch.mask_kind!r}")
+    if (batch.adapter >= 0).any():
+        raise RunnerError("adapter: this runner has no adapters")
+    _within("positions", batch.positions, 0, 1 << 30)
+    _within("from_previous", batch.from_previous, -1, previous)
+    _within("token_ids", batch.token_ids[batch.from_previous < 0], 0, vocab)
+    _within("sample_index", batch.sample_index, 0, tokens)
+    _within("logits_index", batch.logits_index, 0, tokens)
+    _within("hidden_index", batch.hidden_index, 0, tokens)
+    _within("target_index", batch.target_index, 0, tokens)
+    _within("target_ids", batch.target_ids, 0, vocab)
+    if len(batch.target_ids) != len(batch.target_index):
+        raise RunnerError("target_ids: expected one id for each entry of target_index")
+    if batch.embeds is not None:
+        _within("embed_index", batch.embed_index, 0, tokens)
+    for group, blocks in enumerate(num_blocks):
+        table, slots = batch.block_tables[group], batch.slot_mapping[group]
+        if len(slots) != tokens:
+            raise RunnerError(f"slot_mapping of group {group}: expected {tokens} entries, found {len(slots)}")
+        _within(f"slot_mapping of group {group}", slots, 0, blocks * block_size)
+        _within(f"block_tables of group {group}", table, -1, blocks)
+        if (lens > table.shape[1] * block_size).any():
+            raise RunnerError(f"block_tables of group {group}: {table.shape[1]} blocks hold no {int(lens.max())} tokens")
+    for pairs, blocks in zip(batch.copy_blocks, num_blocks, strict=False):
+        _within("copy_blocks", pairs, 0, blocks)
+
+
+def check_sampling(batch: StepBatch, vocab: int) -> None:
+    """Raise RunnerError where the sampling arrays do not fit ``sample_index``, or name ids that do not exist."""
+    s, rows = batch.sampling, len(batch.sample_index)
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "position", "logprobs"):
+        if len(getattr(s, name)) != rows:
+            raise RunnerError(f"sampling.{name}: expected {rows} entries, found {len(getattr(s, name))}")
+    _within("sampling.history_ids", s.history_ids, 0, vocab)
+    _within("sampling.bias_ids", s.bias_ids, 0, vocab)
+    if s.grammar is not None and s.grammar.shape != (rows, (vocab + 31) // 32):
+        raise RunnerError(f"sampling.grammar: expected shape {(rows, (vocab + 31) // 32)}, found {s.grammar.shape}")
+
+
+def _within(name: str, values: np.ndarray, low: int, high: int) -> None:
+    """Every value in [low, high)."""
+    if values.size and (values.min() < low or values.max() >= high):
+        bad = values[(values < low) | (values >= high)].flat[0]
+        raise RunnerError(f"{name}: expected values in [{low}, {high}), found {bad}")

@@ -1,0 +1,295 @@
+"""A decoder built from its spec: plain callables over flat [T, …] tensors, one kernel call after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from toolkit.artifacts.canonical import Weight
+from toolkit.models.spec import AttentionSpec, DecoderSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec, Sublayer
+from toolkit.runners.torch.context import StepContext
+from toolkit.runners.torch.linear import Bound, Linear, Placement, becomes_dense, dense_for, make_linear
+from toolkit.runners.torch.ops import Ops
+
+Weights = Mapping[str, Weight | Tensor]
+Mixer = Callable[[Tensor, StepContext], Tensor]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm with its weight."""
+
+    weight: Tensor
+    eps: float
+    offset: float
+    ops: Ops
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.ops.rms_norm(x, self.weight, self.eps, self.offset)
+
+    def after_add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of the sum, the sum)."""
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps, self.offset)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Projections, qk-norm, rope, cache write, attention, output projection."""
+
+    spec: AttentionSpec
+    layer: int
+    qkv: Linear
+    o: Linear
+    q_norm: Norm | None
+    k_norm: Norm | None
+    sinks: Tensor | None
+    ops: Ops
+
+    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
+        spec, ops, cache = self.spec, self.ops, step.cache.layers[self.layer]
+        heads, turned = spec.heads, spec.heads + spec.kv_heads
+        qkv = self.qkv(x).unflatten(1, (-1, spec.head_dim))
+        qk, v = qkv[:, :turned], qkv[:, turned:]
+        if self.q_norm is not None or self.k_norm is not None:
+            qk = torch.cat([_norm_heads(self.q_norm, qk[:, :heads]), _norm_heads(self.k_norm, qk[:, heads:])], dim=1)
+        if spec.rope is not None:
+            qk = ops.rope(qk, *step.rope[spec.rope])
+        q, k = qk[:, :heads], qk[:, heads:]
+        slots = step.slots[spec.group]
+        ops.kv_write(k, v, cache.k, cache.v, slots, cache.bits, cache.k_params, cache.v_params)
+        y = ops.paged_attention(
+            q,
+            cache.k,
+            cache.v,
+            step.batch.block_tables[spec.group],
+            step.batch.cu_seqlens,
+            step.batch.seq_lens,
+            spec.scale,
+            spec.window,
+            spec.softcap,
+            self.sinks,
+            cache.bits,
+            cache.k_params,
+            cache.v_params,
+            step.plans[spec.group, spec.window],
+        )
+        return self.o(y.flatten(1))
+
+
+def _norm_heads(norm: Norm | None, x: Tensor) -> Tensor:
+    """Norm over each head, or over all heads at once where the weight spans them."""
+    if norm is None:
+        return x
+    if norm.weight.shape[0] == x.shape[-1]:
+        return norm(x)
+    return norm(x.flatten(1)).view(x.shape)
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """``gate_up`` gives gate then up; without a gate it is up alone."""
+
+    gate_up: Linear
+    down: Linear
+    gated: bool
+    activation: str
+    ops: Ops
+
+    def __call__(self, x: Tensor, step: StepContext | None = None) -> Tensor:
+        inner = self.gate_up(x)
+        act = self.ops.act_and_mul if self.gated else self.ops.act
+        return self.down(act(inner, self.activation))
+
+
+@dataclass(frozen=True)
+class Moe:
+    """Router, experts (stacked matrices where they are dense, one ``Mlp`` each where not) and shared expert."""
+
+    spec: MoeSpec
+    router: Linear
+    stacked: tuple[Tensor, Tensor] | None
+    experts: tuple[Mlp, ...]
+    shared: Mlp | None
+    shared_gate: Linear | None
+    ops: Ops
+
+    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
+        spec = self.spec
+        chosen, weights = self.ops.moe_route(self.router(x), spec.top_k, spec.scoring, spec.norm_topk, spec.scale)
+        if self.stacked is not None:
+            y = self.ops.moe_experts(x, chosen, weights, *self.stacked, spec.experts[0].activation)
+        else:
+            y = self._one_by_one(x, chosen, weights)
+        if self.shared is not None:
+            extra = self.shared(x)
+            if self.shared_gate is not None:
+                extra = extra * torch.sigmoid(self.shared_gate(x).float()).to(x.dtype)
+            y = y + extra
+        return y
+
+    def _one_by_one(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for e in chosen.unique().tolist():
+            rows, slot = (chosen == e).nonzero(as_tuple=True)
+            total.index_add_(0, rows, self.experts[e](x[rows]).float() * weights[rows, slot, None])
+        return total.to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A sublayer: norm, mixer, norm, scale."""
+
+    pre_norm: Norm | None
+    mixer: Mixer
+    post_norm: Norm | None
+    scale: float
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Embedding, sublayers of all layers in order, final norm and head."""
+
+    spec: DecoderSpec
+    table: Tensor
+    steps: tuple[Step, ...]
+    final_norm: Norm
+    head: Linear
+    ops: Ops
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """int64 [T] -> [T, hidden]."""
+        return self.ops.embedding(ids, self.table, self.spec.embed_scale)
+
+    def run(self, x: Tensor, step: StepContext) -> tuple[Tensor, Tensor | None]:
+        """All layers. The result is the sum of both tensors, the last addition left to the final norm."""
+        delta: Tensor | None = None
+        for s in self.steps:
+            if delta is None:
+                h = x if s.pre_norm is None else s.pre_norm(x)
+            elif s.pre_norm is None:
+                h = x = x + delta
+            else:
+                h, x = s.pre_norm.after_add(delta, x)
+            delta = s.mixer(h, step)
+            if s.post_norm is not None:
+                delta = s.post_norm(delta)
+            if s.scale != 1.0:
+                delta = delta * s.scale
+        return x, delta
+
+    def hidden(self, x: Tensor, delta: Tensor | None, rows: Tensor | None) -> Tensor:
+        """Final hidden states of flat tokens ``rows`` (None = all)."""
+        if rows is not None:
+            x = x.index_select(0, rows)
+            delta = None if delta is None else delta.index_select(0, rows)
+        return self.final_norm(x) if delta is None else self.final_norm.after_add(delta, x)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [rows, V]; a tensor of its own."""
+        logits = self.head(hidden).float()
+        if self.spec.head_scale != 1.0:
+            logits *= self.spec.head_scale
+        if self.spec.logit_softcap is not None:
+            logits.div_(self.spec.logit_softcap).tanh_().mul_(self.spec.logit_softcap)
+        return logits
+
+
+class _Builder:
+    """Turns a spec and its weights into callables."""
+
+    def __init__(self, weights: Weights, place: Placement, ops: Ops) -> None:
+        self.weights, self.place, self.ops = weights, place, ops
+
+    def tensor(self, name: str) -> Tensor:
+        found = self.weights[name]
+        assert isinstance(found, Tensor), name
+        return found.to(self.place.device)
+
+    def matrix(self, name: str) -> Weight:
+        found = self.weights[name]
+        assert not isinstance(found, Tensor), name
+        return found
+
+    def linear(self, *specs: LinearSpec) -> Linear:
+        biases = [self.tensor(f"{s.name}.bias") if s.bias else None for s in specs]
+        return make_linear([self.matrix(s.name) for s in specs], biases, self.place, self.ops)
+
+    def norm(self, spec: NormSpec | None) -> Norm | None:
+        if spec is None:
+            return None
+        weight = self.tensor(spec.name)
+        if spec.weight_offset == 0.0:
+            return Norm(weight.to(self.place.dtype), spec.eps, 0.0, self.ops)
+        return Norm(weight.float(), spec.eps, spec.weight_offset, self.ops)
+
+    def attention(self, spec: AttentionSpec, layer: int) -> Attention:
+        return Attention(
+            spec=spec,
+            layer=layer,
+            qkv=self.linear(spec.q, spec.k, spec.v),
+            o=self.linear(spec.o),
+            q_norm=self.norm(spec.q_norm),
+            k_norm=self.norm(spec.k_norm),
+            sinks=None if spec.sinks is None else self.tensor(spec.sinks).float(),
+            ops=self.ops,
+        )
+
+    def mlp(self, spec: MlpSpec) -> Mlp:
+        first = [spec.up] if spec.gate is None else [spec.gate, spec.up]
+        return Mlp(self.linear(*first), self.linear(spec.down), spec.gate is not None, spec.activation, self.ops)
+
+    def moe(self, spec: MoeSpec) -> Moe:
+        stacked = self.stack_experts(spec)
+        return Moe(
+            spec=spec,
+            router=self.linear(spec.router),
+            stacked=stacked,
+            experts=() if stacked is not None else tuple(self.mlp(e) for e in spec.experts),
+            shared=None if spec.shared is None else self.mlp(spec.shared),
+            shared_gate=None if spec.shared_gate is None else self.linear(spec.shared_gate),
+            ops=self.ops,
+        )
+
+    def stack_experts(self, spec: MoeSpec) -> tuple[Tensor, Tensor] | None:
+        """(gate_up [E, 2·I, hidden], down [E, hidden, I]) where all experts are dense, gated and without bias."""
+        first = spec.experts[0]
+        gate = first.gate
+        if gate is None or gate.bias or first.up.bias or first.down.bias:
+            return None
+        place = self.place
+        if not becomes_dense(self.matrix(gate.name), place):
+            return None
+        inner, hidden, count = first.up.out_features, first.up.in_features, len(spec.experts)
+        gate_up = torch.empty(count, 2 * inner, hidden, dtype=place.dtype, device=place.device)
+        down = torch.empty(count, hidden, inner, dtype=place.dtype, device=place.device)
+        for i, e in enumerate(spec.experts):
+            assert e.gate is not None
+            gate_up[i, :inner] = self.matrix(e.gate.name).dequantize(place.dtype)
+            gate_up[i, inner:] = self.matrix(e.up.name).dequantize(place.dtype)
+            down[i] = self.matrix(e.down.name).dequantize(place.dtype)
+        return gate_up, down
+
+    def mixer(self, sublayer: Sublayer, layer: int) -> Mixer:
+        m = sublayer.mixer
+        if isinstance(m, AttentionSpec):
+            return self.attention(m, layer)
+        return self.mlp(m) if isinstance(m, MlpSpec) else self.moe(m)
+
+
+def build_decoder(spec: DecoderSpec, weights: Weights, place: Placement, ops: Ops) -> Decoder:
+    """Build a model. Weights are read name by name, in execution order, and not kept."""
+    builder = _Builder(weights, place, ops)
+    table = builder.matrix(spec.embed).dequantize(place.dtype).to(place.device)
+    steps = tuple(
+        Step(builder.norm(s.pre_norm), builder.mixer(s, i), builder.norm(s.post_norm), s.residual_scale)
+        for i, layer in enumerate(spec.layers)
+        for s in layer.sublayers
+    )
+    final_norm = builder.norm(spec.final_norm)
+    assert final_norm is not None
+    bias = builder.tensor(f"{spec.head}.bias").to(place.dtype) if spec.head_bias else None
+    matrix = table if spec.tied else dense_for(builder.matrix(spec.head).dequantize(place.dtype), place)
+    return Decoder(spec, table, steps, final_norm, Bound(ops.linear, (matrix, bias)), ops)

@@ -1,0 +1,132 @@
+"""Linear layers of a model: canonical weights prepared for a device, and fused where they share their input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8, GroupInt, Weight
+from toolkit.kernels.reference.linear import pack_codes
+from toolkit.runners.torch.ops import Ops
+
+Linear = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where and how weights live. ``dequantize``: integer weights become dense at load.
+
+    ``dequantize_activations``: so do the forms that would round activations at run time (W8A8).
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    dequantize: bool
+    dequantize_activations: bool
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A kernel with everything but x: ``kernel(x, *constants)``."""
+
+    kernel: Callable[..., Any]
+    constants: tuple[Any, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.kernel(x, *self.constants)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Linears over one input whose weights cannot be one matrix; their outputs are joined."""
+
+    parts: tuple[Linear, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], dim=-1)
+
+
+def make_linear(weights: Sequence[Weight], biases: Sequence[Tensor | None], place: Placement, ops: Ops) -> Linear:
+    """One callable for linears that share their input; their outputs stand one after another."""
+    prepared = [_prepare(w, place) for w in weights]
+    sizes = [w.shape[0] for w in prepared]
+    whole = prepared[0] if len(prepared) == 1 else _fuse(prepared)
+    bias = _fuse_biases(biases, sizes, place)
+    if whole is None:
+        each = [None] * len(sizes) if bias is None else bias.split(sizes)
+        return Joined(tuple(_bind(w, b, place, ops) for w, b in zip(prepared, each, strict=True)))
+    return _bind(whole, bias, place, ops)
+
+
+def becomes_dense(weight: Weight, place: Placement) -> bool:
+    """Whether ``weight`` is held as a floating point matrix."""
+    if isinstance(weight, GroupInt):
+        return place.dequantize
+    return isinstance(weight, Dense) or place.dequantize_activations
+
+
+def _prepare(weight: Weight, place: Placement) -> Weight:
+    return Dense(weight.dequantize(place.dtype)) if becomes_dense(weight, place) else weight
+
+
+def _fuse(weights: Sequence[Weight]) -> Weight | None:
+    """The weights one below the other, or None where their forms differ."""
+    first = weights[0]
+    if any(type(w) is not type(first) for w in weights):
+        return None
+    if isinstance(first, GroupInt):
+        same = {
+            (w.bits, w.group_size, w.minima is None, w.scales.dtype, w.group_index is None)
+            for w in weights
+            if isinstance(w, GroupInt)
+        }
+        if len(same) > 1 or first.group_index is not None:
+            return None
+
+    def below(name: str) -> Any:
+        parts = [getattr(w, name) for w in weights]
+        return None if parts[0] is None else torch.cat(parts)
+
+    if isinstance(first, Dense):
+        return Dense(below("weight"))
+    if isinstance(first, GroupInt):
+        return replace(
+            first, codes=below("codes"), scales=below("scales"), zeros=below("zeros"), minima=below("minima")
+        )
+    if first.weight.dtype != weights[-1].weight.dtype:  # type: ignore[union-attr]
+        return None
+    return type(first)(below("weight"), below("scales"))
+
+
+def _fuse_biases(biases: Sequence[Tensor | None], sizes: Sequence[int], place: Placement) -> Tensor | None:
+    if all(b is None for b in biases):
+        return None
+    parts = [torch.zeros(n) if b is None else b.float() for b, n in zip(biases, sizes, strict=True)]
+    return torch.cat(parts).to(place.device, place.dtype)
+
+
+def _bind(weight: Weight, bias: Tensor | None, place: Placement, ops: Ops) -> Linear:
+    def put(t: Tensor | None) -> Tensor | None:
+        return None if t is None else t.to(place.device)
+
+    if isinstance(weight, Dense):
+        return Bound(ops.linear, (dense_for(weight.weight, place), bias))
+    if isinstance(weight, GroupInt):
+        packed = put(pack_codes(weight.codes, weight.bits))
+        zeros = None if weight.minima is not None else put(weight.zeros)
+        index = put(weight.group_index)
+        constants = (packed, put(weight.scales), zeros, put(weight.minima), weight.bits, index, bias)
+        return Bound(ops.linear_group_int, constants)
+    kernel = ops.linear_int8 if isinstance(weight, ChannelInt8) else ops.linear_fp8
+    return Bound(kernel, (put(weight.weight), put(weight.scales), bias))
+
+
+def dense_for(weight: Tensor, place: Placement) -> Tensor:
+    """``weight`` on its device. In float32 on a CPU it is laid out input by input, which a single row reads faster."""
+    if place.device.type == "cpu" and place.dtype == torch.float32:
+        return weight.t().contiguous().t()
+    return weight.to(place.device)

@@ -1,0 +1,64 @@
+"""The kernels a model runs with, chosen once for its device and dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from toolkit import kernels
+from toolkit.errors import UsageError
+
+Kernel = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Ops:
+    """Chosen implementations by op. ``plan_attention`` is None where the implementation takes no plan."""
+
+    rms_norm: Kernel
+    add_rms_norm: Kernel
+    rope: Kernel
+    act: Kernel
+    act_and_mul: Kernel
+    embedding: Kernel
+    linear: Kernel
+    linear_group_int: Kernel
+    linear_int8: Kernel
+    linear_fp8: Kernel
+    kv_write: Kernel
+    paged_attention: Kernel
+    plan_attention: Kernel | None
+    moe_route: Kernel
+    moe_experts: Kernel
+    penalize: Kernel
+    apply_bitmask: Kernel
+    sample: Kernel
+
+
+_FLOAT32 = ("penalize", "apply_bitmask", "sample")
+
+
+def choose_ops(device: torch.device, dtype: torch.dtype, **traits: Any) -> Ops:
+    """Choose every kernel for ``device`` and activations of ``dtype``; ``traits``: head_dim, bits of the KV cache.
+
+    Raises UsageError where TOOLKIT_KERNELS asks for one that cannot run, with its reason.
+    """
+    capability = None
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        capability = 10 * major + minor
+    name = str(dtype).removeprefix("torch.")
+    chosen: dict[str, Kernel | None] = {}
+    try:
+        for op in kernels.load().values():
+            target = kernels.Target(device.type, "float32" if op.name in _FLOAT32 else name, capability, traits)
+            implementation = kernels.choose(op, target)
+            chosen[op.name] = implementation.run
+            if op.name == "paged_attention":
+                chosen["plan_attention"] = implementation.plan
+    except kernels.KernelError as error:
+        raise UsageError(str(error)) from None
+    return Ops(**chosen)  # type: ignore[arg-type]

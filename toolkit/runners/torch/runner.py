@@ -1,0 +1,227 @@
+"""The ``torch`` runner: any spec, on any device torch has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from toolkit.artifacts.canonical import Dense, GroupInt, Weight
+from toolkit.errors import UsageError
+from toolkit.kernels.reference.linear import codes_per_byte
+from toolkit.models.spec import AttentionSpec, DecoderSpec, MlpSpec, MoeSpec
+from toolkit.runners.base import MemoryNeed, RunnerError, RunnerOptions, StepHandle
+from toolkit.runners.host_memory import free_host_bytes
+from toolkit.runners.step import StepBatch
+from toolkit.runners.torch.cache import KVCache, block_bytes
+from toolkit.runners.torch.checks import check_batch, check_sampling
+from toolkit.runners.torch.context import RopeTables, make_context
+from toolkit.runners.torch.decoder import Decoder, build_decoder
+from toolkit.runners.torch.device import find_device, find_dtype
+from toolkit.runners.torch.linear import Placement, becomes_dense
+from toolkit.runners.torch.ops import Ops, choose_ops
+from toolkit.runners.torch.output import Failed, Produced, produce
+
+
+class TorchRunner:
+    """Executes a spec with the ops of ``toolkit.kernels``; implements ``toolkit.runners.base.Runner``.
+
+    ``weights``: called at every load; names as ``canonical_weights`` gives them. ``notes``: what "auto" became and how
+    quantized weights are held, one sentence each. Raises UsageError for a device, dtype or quant_policy that cannot be.
+    """
+
+    name = "torch"
+
+    def __init__(
+        self, spec: DecoderSpec, weights: Callable[[], Mapping[str, Weight | Tensor]], options: RunnerOptions
+    ) -> None:
+        if options.quant_policy not in (0, 4, 8):
+            raise UsageError(f"quant_policy: expected 0, 4 or 8, found {options.quant_policy!r}")
+        if options.threads > 0:
+            torch.set_num_threads(options.threads)
+        self.spec, self.options = spec, options
+        self._weights = weights
+        self._device = find_device(options.device)
+        stored = weights()
+        self._dtype = find_dtype(options.dtype, _stored_dtype(stored[spec.embed]), self._device)
+        self.device, self.dtype = str(self._device), str(self._dtype).removeprefix("torch.")
+        for _, attention in spec.attention_layers():
+            if options.quant_policy == 4 and attention.head_dim % 2:
+                raise UsageError(f"quant_policy: 4 needs an even head_dim, the model has {attention.head_dim}; use 8")
+        self._ops = self._choose_ops()
+        sample = stored[spec.linears()[0].name]
+        assert not isinstance(sample, Tensor)
+        self._place = self._placement(sample)
+        self._weight_bytes = self._count_weights(sample)
+        self.notes = self._describe(sample)
+        self._decoder: Decoder | None = None
+        self._cache: KVCache | None = None
+        ropes = {a.rope for _, a in spec.attention_layers() if a.rope is not None}
+        self._tables = RopeTables(ropes, self._device)
+        self._previous = torch.zeros(0, dtype=torch.int64, device=self._device)
+
+    # -- memory
+
+    def memory(self) -> MemoryNeed:
+        """What weights, activations and blocks take, and what is free now."""
+        free = torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else free_host_bytes()
+        blocks = block_bytes(self.spec, self.options.block_size, self.options.quant_policy, self._dtype)
+        loaded = self._decoder is not None
+        return MemoryNeed(self._weight_bytes, self._activation_bytes(), blocks, free, loaded)
+
+    def _placement(self, sample: Weight) -> Placement:
+        """Integer weights become dense on a CPU where they then take at most half of the free memory."""
+        dequantize = self._device.type == "cpu"
+        if dequantize and isinstance(sample, GroupInt):
+            dense = self._dense_elements() * self._dtype.itemsize
+            dequantize = dense <= free_host_bytes() // 2
+        return Placement(self._device, self._dtype, dequantize, self._dtype == torch.float32)
+
+    def _dense_elements(self) -> int:
+        return sum(x.in_features * x.out_features for x in self.spec.linears())
+
+    def _count_weights(self, sample: Weight) -> int:
+        spec, size = self.spec, self._dtype.itemsize
+        outside = spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2)
+        if becomes_dense(sample, self._place):
+            inside = self._dense_elements() * size
+        elif isinstance(sample, GroupInt):
+            scale = sample.scales.element_size() + (1 if sample.minima is None else sample.minima.element_size())
+            each = 1 / codes_per_byte(sample.bits) + scale / sample.group_size
+            inside = int(self._dense_elements() * each)
+        else:
+            inside = self._dense_elements()
+        return inside + (outside + sum(n.size for n in spec.norms())) * size
+
+    def _activation_bytes(self) -> int:
+        """Widest moment of a layer, in the activations' dtype, with float32 copies of what norms and softmax touch."""
+        widest = 0
+        for layer in self.spec.layers:
+            for s in layer.sublayers:
+                m = s.mixer
+                if isinstance(m, AttentionSpec):
+                    widest = max(widest, (4 * m.heads + 4 * m.kv_heads) * m.head_dim)
+                elif isinstance(m, MlpSpec):
+                    widest = max(widest, 3 * m.up.out_features)
+                elif isinstance(m, MoeSpec):
+                    widest = max(widest, (3 * m.experts[0].up.out_features + 4 * self.spec.hidden_size) * m.top_k)
+        return (4 * self.spec.hidden_size + widest) * max(self._dtype.itemsize, 4)
+
+    def _describe(self, sample: Weight) -> list[str]:
+        notes = []
+        if self.options.dtype == "auto":
+            notes.append(f"dtype auto is {self.dtype}")
+        if not isinstance(sample, Dense):
+            held = "dequantized at load" if becomes_dense(sample, self._place) else "kept packed"
+            notes.append(f"quantized weights are {held} ({self._weight_bytes / 2**20:.0f} MiB)")
+        return notes
+
+    def _choose_ops(self) -> Ops:
+        dims = {a.head_dim for _, a in self.spec.attention_layers()}
+        return choose_ops(self._device, self._dtype, head_dim=max(dims), bits=self.options.quant_policy)
+
+    # -- weights and cache
+
+    def load_weights(self) -> None:
+        """Build the model; does nothing where it is there."""
+        if self._decoder is None:
+            with torch.inference_mode():
+                self._decoder = build_decoder(self.spec, self._weights(), self._place, self._ops)
+
+    def release_weights(self) -> None:
+        """Forget the model; ``load_weights`` brings it back."""
+        self._decoder = None
+        self._empty_device()
+
+    def allocate_cache(self, num_blocks: tuple[int, ...]) -> None:
+        """A fresh cache of ``num_blocks`` for each group. Raises RunnerError for a wrong number of groups."""
+        if len(num_blocks) != len(self.spec.cache_groups) or min(num_blocks) < 1:
+            raise RunnerError(f"num_blocks: expected {len(self.spec.cache_groups)} counts above 0, found {num_blocks}")
+        self.release_cache()
+        options = self.options
+        with torch.inference_mode():
+            self._cache = KVCache(
+                self.spec, num_blocks, options.block_size, options.quant_policy, self._dtype, self._device
+            )
+
+    def release_cache(self) -> None:
+        """Forget the cache."""
+        self._cache = None
+        self._empty_device()
+
+    def _empty_device(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # -- steps
+
+    def submit(self, batch: StepBatch) -> StepHandle:
+        """Run a step. On a CPU it has ended on return; ``result`` raises RunnerError where it failed."""
+        try:
+            with torch.inference_mode():
+                return self._run(batch)
+        except RunnerError as error:
+            return Failed(error)
+        except (RuntimeError, MemoryError, IndexError) as error:
+            return Failed(RunnerError(f"the step failed: {type(error).__name__}: {error}"))
+
+    def _run(self, batch: StepBatch) -> Produced:
+        decoder, cache = self._ready()
+        vocab = self.spec.vocab_size
+        check_batch(
+            batch,
+            vocab=vocab,
+            num_blocks=cache.num_blocks,
+            block_size=cache.block_size,
+            previous=self._previous.shape[0],
+        )
+        check_sampling(batch, vocab)
+        for group, pairs in enumerate(batch.copy_blocks):
+            if len(pairs):
+                cache.copy(group, pairs)
+        step = make_context(self.spec, batch, cache, self._tables, self._ops, self._device)
+        x, delta = decoder.run(self._embed(decoder, batch), step)
+        produced = produce(decoder, x, delta, batch)
+        self._previous = produced.sampled.tokens
+        return produced
+
+    def _ready(self) -> tuple[Decoder, KVCache]:
+        if self._decoder is None or self._cache is None:
+            raise RunnerError("the runner has no weights or no cache; call load_weights and allocate_cache first")
+        return self._decoder, self._cache
+
+    def _embed(self, decoder: Decoder, batch: StepBatch) -> Tensor:
+        ids = torch.from_numpy(batch.token_ids).to(self._device, torch.int64)
+        if (batch.from_previous >= 0).any():
+            source = torch.from_numpy(batch.from_previous).to(self._device, torch.int64)
+            taken = self._previous.index_select(0, source.clamp(min=0))
+            ids = torch.where(source >= 0, taken, ids)
+        elif batch.token_ids.min() < 0:
+            raise RunnerError("token_ids: negative")
+        x = decoder.embed(ids)
+        if batch.embeds is not None and len(batch.embed_index):
+            rows = torch.from_numpy(batch.embed_index).to(self._device, torch.int64)
+            x = x.index_copy(0, rows, torch.from_numpy(batch.embeds).to(self._device, x.dtype))
+        return x
+
+    def export_block(self, group: int, block: int) -> bytes:
+        """The block's content in stored form, all layers of the group."""
+        return self._ready()[1].export_block(group, block)
+
+    def import_block(self, group: int, block: int, data: bytes) -> None:
+        """Inverse of ``export_block``."""
+        with torch.inference_mode():
+            self._ready()[1].import_block(group, block, data)
+
+    def close(self) -> None:
+        """Release weights and cache."""
+        self.release_cache()
+        self.release_weights()
+
+
+def _stored_dtype(weight: Weight | Tensor) -> torch.dtype:
+    """The floating point type a weight was stored in."""
+    if isinstance(weight, Tensor):
+        return weight.dtype
+    return weight.weight.dtype if isinstance(weight, Dense) else weight.scales.dtype
