@@ -151,6 +151,11 @@ class Tokenizer:
         """The default chat template's Jinja source, or None."""
         return self.chat_templates.get("default")
 
+    @cached_property
+    def start_text(self) -> str:
+        """What ``encode`` puts in front of a text, spelled out ("<s>", "[gMASK]<sop>" …); empty for many models."""
+        return self.decode(self._prefix, skip_special_tokens=False)
+
     def token_id(self, text: str) -> int | None:
         """The id of the token spelled exactly ``text`` in the vocabulary, or None."""
         return self.backend.token_to_id(text)
