@@ -1,0 +1,1 @@
+"""Speed of a model in the engine: ``throughput.measure`` under load, ``generation.measure`` at fixed batch sizes."""

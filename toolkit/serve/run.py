@@ -111,7 +111,7 @@ class _Server(uvicorn.Server):
 
 
 def run_app(app: FastAPI, sock: socket.socket, address: Address, log_level: str, ready: Callable[[str], None]) -> None:
-    """Serve ``app`` on ``sock`` until SIGTERM or SIGINT. ``ready`` is told the URL just before connections are taken."""
+    """Serve ``app`` on ``sock`` until SIGTERM or SIGINT. ``ready`` gets the URL just before connections are taken."""
     config = uvicorn.Config(
         app,
         log_level=log_level,

@@ -1,0 +1,211 @@
+"""``tool profile``: how fast a model is in the engine."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from toolkit.commands.options import EngineFlags, with_engine_flags
+from toolkit.commands.output import stderr, stdout, table, write_json
+from toolkit.errors import UsageError
+
+if TYPE_CHECKING:
+    from toolkit.engine.frontend import AsyncEngine
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False)
+
+MODEL = Annotated[str, typer.Argument(help="Local directory, hub id, .gguf file, artifact, or demo.")]
+JSON = Annotated[
+    str | None, typer.Option("--json", help="Write the figures as JSON to this file (- = standard output).")
+]
+PLOT = Annotated[Path | None, typer.Option(help="Draw the figures into this .png file.")]
+SEED = Annotated[int, typer.Option(help="Seed of prompts and arrivals.")]
+
+
+@app.callback()
+def group() -> None:
+    """Measure speed: throughput under load, or latency at fixed batch sizes.
+
+    The prefix cache is off unless --enable-prefix-caching asks for it.
+    """
+
+
+class Watch:
+    """A progress bar on standard error: first that the model loads, then the requests done."""
+
+    def __init__(self, model: str, total: int) -> None:
+        self.console = stderr()
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self.progress = Progress(*columns, console=self.console, transient=True)
+        self.task = self.progress.add_task(f"Loading {model}", total=None)
+        self.total = total
+
+    def start(self, engine: AsyncEngine) -> None:
+        if engine.runner_note:
+            self.progress.console.print(engine.runner_note)
+        self.progress.update(self.task, description="Requests", total=self.total)
+
+    def advance(self, record: object) -> None:
+        self.progress.advance(self.task)
+
+
+def _config(context: typer.Context, engine: EngineFlags) -> Any:
+    """The engine config; the prefix cache only where the command line asks for it."""
+    source = context.get_parameter_source("enable_prefix_caching")
+    if source is None or source.name != "COMMANDLINE":
+        engine.enable_prefix_caching = False
+    return engine.config()
+
+
+def _check_writable(option: str, file: Path | None) -> None:
+    """Better now than after minutes of measuring."""
+    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+        raise UsageError(f"{option} {file}: expected a file in a directory that exists")
+
+
+@app.command("throughput")
+@with_engine_flags
+def throughput(
+    context: typer.Context,
+    model: MODEL,
+    engine: EngineFlags,
+    dataset: Annotated[
+        str, typer.Option(help="random, or a file: ShareGPT .json, .jsonl, or .txt with blank lines between prompts.")
+    ] = "random",
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests to send.")] = 64,
+    concurrency: Annotated[int, typer.Option(min=1, help="Most requests at once.")] = 32,
+    random_input_len: Annotated[int, typer.Option(min=1, help="Tokens of a random prompt.")] = 256,
+    random_output_len: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens to generate. Default: 128, or as a dataset's own answers."),
+    ] = None,
+    request_rate: Annotated[
+        float, typer.Option(help="Requests a second, arriving at random (Poisson); inf = no waiting.")
+    ] = math.inf,
+    seed: SEED = 0,
+    json_file: JSON = None,
+    csv_file: Annotated[Path | None, typer.Option("--csv", help="Append the figures as a row to this file.")] = None,
+    plot: PLOT = None,
+) -> None:
+    """Send many requests and report throughput and latencies.
+
+    Example: tool profile throughput demo --num-prompts 64 --concurrency 16 --json result.json
+    """
+    config = _config(context, engine)
+    for option, file in (("--csv", csv_file), ("--plot", plot)):
+        _check_writable(option, file)
+    from toolkit.profile import throughput as runner
+
+    load = runner.Load(dataset, num_prompts, concurrency, random_input_len, random_output_len, request_rate, seed)
+    watch = Watch(model, num_prompts)
+    with watch.progress:
+        result = runner.measure(
+            model, load, backend=engine.backend, engine_config=config, on_start=watch.start, on_done=watch.advance
+        )
+    if failed := len(result.records) - int(result.summary["completed"]):
+        watch.console.print(f"{failed} of {len(result.records)} requests failed; they count in no figure")
+    write_json(json_file, result.summary)
+    if csv_file is not None:
+        _append_csv(csv_file, {"model": model, "concurrency": concurrency, **result.summary})
+    if plot is not None:
+        from toolkit.profile.plot import plot_latencies
+
+        plot_latencies(result.records, f"{model}, {num_prompts} requests, {concurrency} at once", plot)
+    if json_file != "-":
+        _print_throughput(model, result.summary)
+
+
+def _print_throughput(model: str, summary: dict[str, float | int]) -> None:
+    out = stdout()
+    rows = [
+        ("requests completed", summary["completed"]),
+        ("duration, s", summary["duration"]),
+        ("requests/s", summary["request_throughput"]),
+        ("input tokens", summary["total_input_tokens"]),
+        ("output tokens", summary["total_output_tokens"]),
+        ("input tokens/s", summary["input_throughput"]),
+        ("output tokens/s", summary["output_throughput"]),
+    ]
+    out.print(table(f"Throughput of {model}", ("", "value"), rows))
+    kinds = {"e2e_latency": "whole request (E2E)", "ttft": "first token (TTFT)", "tpot": "per token (TPOT)"}
+    kinds["itl"] = "between tokens (ITL)"
+    latencies = [
+        (label, *(summary[f"{statistic}_{key}_ms"] for statistic in ("mean", "median", "p99")))
+        for key, label in kinds.items()
+    ]
+    out.print(table("Latency, ms", ("", "mean", "median", "p99"), latencies))
+
+
+def _append_csv(file: Path, row: dict[str, Any]) -> None:
+    try:
+        with file.open("a+", newline="", encoding="utf-8") as handle:
+            writer = csv.DictWriter(handle, list(row))
+            if handle.tell() == 0:
+                writer.writeheader()
+            writer.writerow(row)
+    except OSError as error:
+        raise UsageError(f"--csv {file}: cannot be written ({error.strerror})") from error
+
+
+@app.command("generation")
+@with_engine_flags
+def generation(
+    context: typer.Context,
+    model: MODEL,
+    engine: EngineFlags,
+    concurrency: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8,32",
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
+    completion_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each.")] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="Times to measure each batch size, after a warm-up.")] = 1,
+    seed: SEED = 0,
+    json_file: JSON = None,
+    plot: PLOT = None,
+) -> None:
+    """Generate at fixed batch sizes and report prefill and decode speed, token latencies and memory.
+
+    Example: tool profile generation demo --concurrency 1,8 --prompt-tokens 128 --json -
+    """
+    config = _config(context, engine)
+    _check_writable("--plot", plot)
+    try:
+        sizes = [int(size) for size in concurrency.split(",")]
+    except ValueError:
+        raise UsageError(f"--concurrency: expected numbers separated by commas, found {concurrency!r}") from None
+    from toolkit.profile import generation as runner
+
+    grid = runner.Grid(sizes, prompt_tokens, completion_tokens, rounds, seed)
+    watch = Watch(model, sum(sizes) * rounds)
+    with watch.progress:
+        rows = runner.measure(
+            model,
+            grid,
+            backend=engine.backend,
+            engine_config=config,
+            on_start=watch.start,
+            on_done=watch.advance,
+        )
+    write_json(json_file, rows)
+    if plot is not None:
+        from toolkit.profile.plot import plot_generation
+
+        plot_generation(rows, f"{model}, {prompt_tokens} tokens in, {completion_tokens} out", plot)
+    if json_file != "-":
+        _print_generation(model, rows)
+
+
+def _print_generation(model: str, rows: list[dict[str, Any]]) -> None:
+    columns = ["at once", "prefill tok/s", "decode tok/s", "output tok/s", "first ms ave", "first ms max"]
+    columns += ["token ms p50", "p95", "p99", "peak MiB"]
+    cells = []
+    for row in rows:
+        first, token = row["first_token_latency_ms"], row["token_latency_ms"]
+        speeds = [row[f"{name}_throughput"] for name in ("prefill", "decode", "output")]
+        latencies = [first["ave"], first["max"], token["p50"], token["p95"], token["p99"]]
+        cells.append((row["concurrency"], *speeds, *latencies, row["peak_memory_mib"]))
+    title = f"Generation by {model}: {rows[0]['prompt_tokens']} tokens in, {rows[0]['completion_tokens']} out"
+    stdout().print(table(title, columns, cells))

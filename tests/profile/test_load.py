@@ -1,0 +1,106 @@
+"""The load generator and the memory sampler, against a stand-in engine."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from toolkit.messages import GenerationConfig, Response
+from toolkit.profile.load import run_all, run_one
+from toolkit.profile.memory import PeakMemory, process_tree_mib
+from toolkit.profile.workload import Ask
+
+
+class Ticking:
+    """Gives one token every ``tick`` seconds; with ``pairs`` two at once after the first."""
+
+    def __init__(self, tick: float = 0.001, pairs: bool = False) -> None:
+        self.tick, self.pairs = tick, pairs
+        self.running = self.most = 0
+        self.starts: list[float] = []
+        self.configs: list[GenerationConfig] = []
+
+    async def generate(
+        self, token_ids: list[int], gen_config: GenerationConfig, *, request_id: str | None = None
+    ) -> AsyncIterator[Response]:
+        self.starts.append(time.perf_counter())
+        self.configs.append(gen_config)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        left = gen_config.max_new_tokens or 0
+        try:
+            if token_ids[0] == 13:
+                yield Response(finish_reason="error", error_message="unlucky")
+                return
+            while left:
+                await asyncio.sleep(self.tick)
+                count = 2 if self.pairs and left < (gen_config.max_new_tokens or 0) and left > 1 else 1
+                left -= count
+                yield Response(token_ids=[7] * count, finish_reason=None if left else "length")
+        finally:
+            self.running -= 1
+
+
+def test_one_request() -> None:
+    engine = Ticking(0.01, pairs=True)
+    record = asyncio.run(run_one(engine, Ask([1, 2, 3], 5), "a"))
+    assert [count for _, count in record.arrivals] == [1, 2, 2] and record.input_tokens == 3
+    assert record.error is None and record.ttft >= 0.01 and record.e2e >= 0.03
+    config = engine.configs[0]
+    assert config.ignore_eos and config.max_new_tokens == 5 and config.greedy
+
+
+def test_concurrency_is_a_limit() -> None:
+    engine = Ticking()
+    done: list[Any] = []
+    records, duration = asyncio.run(run_all(engine, [Ask([1], 3)] * 10, concurrency=3, on_done=done.append))
+    assert engine.most == 3 and len(records) == len(done) == 10 and duration > 0.009
+    asyncio.run(run_all(engine := Ticking(), [Ask([1], 3)] * 10))
+    assert engine.most == 10
+
+
+def test_starts_are_kept() -> None:
+    engine = Ticking()
+    asyncio.run(run_all(engine, [Ask([1], 1)] * 3, starts=[0.0, 0.05, 0.1]))
+    gaps = [b - a for a, b in zip(engine.starts, engine.starts[1:], strict=False)]
+    assert all(0.03 < gap < 0.5 for gap in gaps)
+
+
+def test_a_failed_request_is_noted_and_the_others_live() -> None:
+    records, _ = asyncio.run(run_all(Ticking(), [Ask([1], 2), Ask([13], 2), Ask([1], 2)]))
+    assert [r.error for r in records] == [None, "unlucky", None]
+
+
+def test_peak_memory() -> None:
+    values = iter([5.0, 9.0, *[3.0] * 10_000])
+    with PeakMemory(lambda: next(values), interval_s=0.001) as memory:
+        time.sleep(0.05)
+        assert memory.peak() == 9.0
+        time.sleep(0.01)
+        assert memory.peak() == 3.0
+
+
+def test_process_memory_counts_children() -> None:
+    before = process_tree_mib()
+    code = "x = bytearray(b'1' * (100 << 20)); print('up', flush=True); input()"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None and child.stdout.readline()
+    grown = process_tree_mib() - before
+    child.communicate(b"\n", timeout=10)
+    assert 100 < grown < 400
+
+
+@pytest.mark.parametrize("module", ["load", "metrics", "workload", "plot", "memory"])
+def test_profile_needs_no_server(module: str) -> None:
+    code = (
+        f"import sys, toolkit.profile.{module}\n"
+        "bad = {'fastapi', 'uvicorn', 'starlette', 'openai', 'torch', 'transformers'} & set(sys.modules)\n"
+        "assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd="/")

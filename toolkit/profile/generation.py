@@ -1,0 +1,121 @@
+"""Token latency at fixed batch sizes: all requests start together, have one length and generate one length."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from toolkit.engine.frontend import AsyncEngine
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.messages import EngineConfig
+from toolkit.profile.load import run_all
+from toolkit.profile.memory import PeakMemory, gpu_used_mib, process_tree_mib
+from toolkit.profile.metrics import RequestRecord, generation_row
+from toolkit.profile.workload import Ask, random_prompts
+
+WARM_UP_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Grid:
+    """``concurrency``: the batch sizes to measure, one row each; ``rounds`` are measured together."""
+
+    concurrency: Sequence[int] = (1, 8, 32)
+    prompt_tokens: int = 512
+    completion_tokens: int = 128
+    rounds: int = 1
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise UsageError for the first value out of its range."""
+        if not self.concurrency or min(self.concurrency) < 1:
+            raise UsageError(f"--concurrency: expected numbers of 1 or more, found {list(self.concurrency)}")
+        for name in ("prompt_tokens", "completion_tokens", "rounds"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"--{name.replace('_', '-')}: expected 1 or more, found {getattr(self, name)}")
+        if self.seed < 0:
+            raise UsageError(f"--seed: expected 0 or more, found {self.seed}")
+
+    def fit(self, config: EngineConfig) -> None:
+        """Give ``config`` room for this grid where a size is open. Raises UsageError for a size that is too small."""
+        needed = {"max_batch_size": max(self.concurrency), "session_len": self.prompt_tokens + self.completion_tokens}
+        for name, value in needed.items():
+            given = getattr(config, name)
+            if given is None:
+                setattr(config, name, value)
+            elif given < value:
+                raise UsageError(f"--{name.replace('_', '-')}: this grid needs {value}, found {given}")
+
+
+def measure(
+    model: str,
+    grid: Grid,
+    *,
+    backend: str | None = None,
+    engine_config: EngineConfig,
+    on_start: Callable[[AsyncEngine], None] = lambda engine: None,
+    on_done: Callable[[RequestRecord], None] = lambda record: None,
+    on_row: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> list[dict[str, Any]]:
+    """Open ``model`` and measure one row a batch size (keys: see metrics.generation_row).
+
+    Prompts are random and never repeat, in the warm-up and in every round: the prefix cache finds nothing. Raises
+    ToolkitError when a request fails or the memory plan cannot hold the largest batch.
+    """
+    grid.check()
+    grid.fit(engine_config)
+    engine = AsyncEngine.open(model, backend_config=engine_config, backend=backend, process=True)
+    try:
+        _check_room(engine, grid)
+        on_start(engine)
+        read = gpu_used_mib if engine.device.startswith("cuda") else process_tree_mib
+        with PeakMemory(read) as memory:
+            return asyncio.run(_measure_all(engine, grid, memory, on_done, on_row))
+    finally:
+        engine.close()
+
+
+async def _measure_all(
+    engine: AsyncEngine,
+    grid: Grid,
+    memory: PeakMemory,
+    on_done: Callable[[RequestRecord], None],
+    on_row: Callable[[dict[str, Any]], None],
+) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(grid.seed)
+
+    def batch(size: int, length: int) -> list[Ask]:
+        prompts = random_prompts(rng, engine.tokenizer, size, grid.prompt_tokens)
+        return [Ask(ids, length) for ids in prompts]
+
+    rows = []
+    for size in grid.concurrency:
+        await run_all(engine, batch(size, min(WARM_UP_TOKENS, grid.completion_tokens)), name=f"warm-up-{size}")
+        memory.peak()
+        rounds = []
+        for turn in range(grid.rounds):
+            asks = batch(size, grid.completion_tokens)
+            records, _ = await run_all(engine, asks, name=f"round-{size}-{turn}", on_done=on_done)
+            if failed := [record.error for record in records if record.error]:
+                raise ToolkitError(f"concurrency {size}: {len(failed)} of {size} requests failed: {failed[0]}")
+            rounds.append(records)
+        rows.append(generation_row(rounds, grid.prompt_tokens, grid.completion_tokens, memory.peak()))
+        on_row(rows[-1])
+    return rows
+
+
+def _check_room(engine: AsyncEngine, grid: Grid) -> None:
+    if engine.max_batch_size < max(grid.concurrency):
+        raise ToolkitError(
+            f"--concurrency {max(grid.concurrency)}: memory allows a batch of {engine.max_batch_size}; "
+            "measure smaller ones, or use --quant-policy 8"
+        )
+    if engine.session_len < grid.prompt_tokens + grid.completion_tokens:
+        raise ToolkitError(
+            f"--prompt-tokens {grid.prompt_tokens} + --completion-tokens {grid.completion_tokens}: the session holds "
+            f"{engine.session_len} tokens"
+        )

@@ -1,0 +1,64 @@
+"""Puts load on an engine and writes down when which token came."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Protocol
+
+from toolkit.messages import GenerationConfig, Response
+from toolkit.profile.metrics import RequestRecord
+from toolkit.profile.workload import Ask
+
+
+class Engine(Protocol):
+    """What is needed of AsyncEngine."""
+
+    def generate(
+        self, token_ids: list[int], gen_config: GenerationConfig, *, request_id: str | None = None
+    ) -> AsyncIterator[Response]: ...
+
+
+async def run_one(engine: Engine, ask: Ask, request_id: str) -> RequestRecord:
+    """Generate ``ask.output_len`` tokens, greedily and past any end token. A failure is noted in the record."""
+    config = GenerationConfig(max_new_tokens=ask.output_len, ignore_eos=True)
+    record = RequestRecord(len(ask.token_ids), time.perf_counter())
+    stream = engine.generate(ask.token_ids, config, request_id=request_id)
+    async for response in stream:
+        if response.token_ids:
+            record.arrivals.append((time.perf_counter(), len(response.token_ids)))
+        if response.finish_reason in ("error", "abort"):
+            record.error = response.error_message or response.finish_reason
+    return record
+
+
+async def run_all(
+    engine: Engine,
+    asks: Sequence[Ask],
+    *,
+    concurrency: int | None = None,
+    starts: Sequence[float] | None = None,
+    name: str = "profile",
+    on_done: Callable[[RequestRecord], None] = lambda record: None,
+) -> tuple[list[RequestRecord], float]:
+    """Run ``asks`` and return their records, in order, and the seconds that all took.
+
+    ``concurrency``: most requests at once (None = no limit); ``starts``: seconds after which each may begin (None = at
+    once). A request's own clock starts when it is handed to the engine.
+    """
+    gate: contextlib.AbstractAsyncContextManager[object]
+    gate = asyncio.Semaphore(concurrency) if concurrency else contextlib.nullcontext()
+    begin = time.perf_counter()
+
+    async def one(index: int, ask: Ask) -> RequestRecord:
+        if starts is not None:
+            await asyncio.sleep(max(0.0, begin + starts[index] - time.perf_counter()))
+        async with gate:
+            record = await run_one(engine, ask, f"{name}-{index}")
+        on_done(record)
+        return record
+
+    records = await asyncio.gather(*(one(i, ask) for i, ask in enumerate(asks)))
+    return list(records), time.perf_counter() - begin

@@ -1,0 +1,59 @@
+"""Peak memory of a run: of the GPUs where the model is on one, else of this process and its children."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from collections.abc import Callable
+
+import psutil
+
+MIB = 1 << 20
+
+
+def process_tree_mib() -> float:
+    """Resident memory of this process and all its children; mapped files count in each process that has them."""
+    total = 0
+    me = psutil.Process(os.getpid())
+    for process in [me, *me.children(recursive=True)]:
+        try:
+            total += process.memory_info().rss
+        except psutil.Error:  # it has just ended
+            continue
+    return total / MIB
+
+
+def gpu_used_mib() -> float:
+    """Memory in use on all GPUs, whoever uses it: nothing else may run on them while measuring."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split()
+    return float(sum(map(float, lines)))
+
+
+class PeakMemory:
+    """Samples ``read`` in a thread; ``peak()`` is the highest value since the last call of it."""
+
+    def __init__(self, read: Callable[[], float], interval_s: float = 0.1) -> None:
+        self._read = read
+        self._interval = interval_s
+        self._peak = read()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> PeakMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._stop.wait(self._interval):
+            self._peak = max(self._peak, self._read())
+
+    def peak(self) -> float:
+        found = max(self._peak, self._read())
+        self._peak = 0.0
+        return found

@@ -1,0 +1,135 @@
+"""From time stamps to figures. Pure functions; times in seconds on one clock, results in the unit their name says.
+
+Definitions (those of LMDeploy's and SGLang's benchmarks):
+
+    TTFT   first token - start of the request
+    E2E    last token - start
+    TPOT   (E2E - TTFT) / (tokens - 1), one a request, for requests of two tokens or more
+    ITL    time between neighbouring tokens; k tokens that arrive together after a gap count as k gaps of gap / k
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+LATENCIES = ("e2e_latency", "ttft", "tpot", "itl")
+
+
+@dataclass
+class RequestRecord:
+    """One request as the client saw it. ``arrivals``: (time, tokens that arrived then), in order of time.
+
+    ``error``: why it failed, None if it did not; failed requests count in no figure.
+    """
+
+    input_tokens: int
+    start: float
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(count for _, count in self.arrivals)
+
+    @property
+    def end(self) -> float:
+        return self.arrivals[-1][0]
+
+    @property
+    def ttft(self) -> float:
+        return self.arrivals[0][0] - self.start
+
+    @property
+    def e2e(self) -> float:
+        return self.end - self.start
+
+    @property
+    def tpot(self) -> float | None:
+        later = self.output_tokens - 1
+        return (self.e2e - self.ttft) / later if later > 0 else None
+
+    def gaps(self) -> list[float]:
+        """The ITLs, one a token after the first."""
+        found: list[float] = []
+        before, first = self.start, True
+        for time, count in self.arrivals:
+            # Tokens that come with the first one came without any wait of their own.
+            found += [0.0] * (count - 1) if first else [(time - before) / count] * count
+            before, first = time, False
+        return found
+
+
+def completed(records: Sequence[RequestRecord]) -> list[RequestRecord]:
+    """Those that ended well and gave a token."""
+    return [r for r in records if r.error is None and r.output_tokens > 0]
+
+
+def _statistics(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean, median, 99th percentile (linear interpolation); zeros for no values."""
+    if not len(values):
+        return 0.0, 0.0, 0.0
+    data = np.asarray(values, np.float64)
+    return float(data.mean()), float(np.median(data)), float(np.percentile(data, 99))
+
+
+def throughput_summary(records: Sequence[RequestRecord], duration: float) -> dict[str, float | int]:
+    """The figures of a run that took ``duration`` seconds: counts, rates a second, latencies in milliseconds."""
+    good = completed(records)
+    inputs, outputs = sum(r.input_tokens for r in good), sum(r.output_tokens for r in good)
+    summary: dict[str, float | int] = {
+        "completed": len(good),
+        "total_input_tokens": inputs,
+        "total_output_tokens": outputs,
+        "duration": duration,
+        "request_throughput": len(good) / duration,
+        "input_throughput": inputs / duration,
+        "output_throughput": outputs / duration,
+    }
+    series = {
+        "e2e_latency": [r.e2e for r in good],
+        "ttft": [r.ttft for r in good],
+        "tpot": [r.tpot for r in good if r.tpot is not None],
+        "itl": [gap for r in good for gap in r.gaps()],
+    }
+    figures = {name: _statistics(series[name]) for name in LATENCIES}
+    for i, statistic in enumerate(("mean", "median", "p99")):
+        for name in LATENCIES:
+            summary[f"{statistic}_{name}_ms"] = figures[name][i] * 1000
+    return summary
+
+
+def generation_row(
+    rounds: Sequence[Sequence[RequestRecord]], prompt_tokens: int, completion_tokens: int, peak_memory_mib: float
+) -> dict[str, Any]:
+    """One row of the static benchmark, over ``rounds`` of requests that each started together.
+
+    prefill_throughput: prompt tokens over the time until the last request of its round has its first token.
+    decode_throughput: tokens after each request's first over the time after that. output_throughput: all generated
+    tokens over the whole time. Rounds are summed before dividing. Throughputs in tokens a second; a token's latency
+    is its ITL.
+    """
+    prefill_time = decode_time = 0.0
+    for records in rounds:
+        start = min(r.start for r in records)
+        last_first = max(r.start + r.ttft for r in records)
+        prefill_time += last_first - start
+        decode_time += max(r.end for r in records) - last_first
+    records = [r for batch in rounds for r in batch]
+    generated = sum(r.output_tokens for r in records)
+    ttft = np.asarray([r.ttft for r in records]) * 1000
+    itl = np.asarray([gap for r in records for gap in r.gaps()] or [0.0]) * 1000
+    return {
+        "concurrency": len(rounds[0]),
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "prefill_throughput": sum(r.input_tokens for r in records) / prefill_time,
+        "decode_throughput": (generated - len(records)) / decode_time if decode_time > 0 else 0.0,
+        "output_throughput": generated / (prefill_time + decode_time),
+        "first_token_latency_ms": {"min": float(ttft.min()), "max": float(ttft.max()), "ave": float(ttft.mean())},
+        "token_latency_ms": {f"p{p}": float(np.percentile(itl, p)) for p in (50, 75, 95, 99)},
+        "peak_memory_mib": peak_memory_mib,
+    }

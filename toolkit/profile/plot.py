@@ -1,0 +1,81 @@
+"""Figures of the results, as PNG (or whatever format the file name's ending says)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.profile.metrics import RequestRecord, completed
+
+LINES = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd")
+
+
+def _figure(columns: int) -> tuple[Any, Any]:
+    """A figure with ``columns`` panels, drawn without a display. Raises ToolkitError without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ToolkitError("--plot: needs matplotlib; install it with: pip install matplotlib") from error
+    figure = Figure(figsize=(5.2 * columns, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, columns)
+    for axis in axes:
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _save(figure: Any, file: Path) -> None:
+    try:
+        figure.savefig(file, dpi=150)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--plot {file}: cannot be written ({error})") from error
+
+
+def plot_latencies(records: Sequence[RequestRecord], title: str, file: Path) -> None:
+    """Every latency against its percentile, one panel a kind, the median and the 99th marked."""
+    good = completed(records)
+    panels = {
+        "Time to first token (TTFT)": [r.ttft for r in good],
+        "Between tokens (ITL)": [gap for r in good for gap in r.gaps()],
+        "Whole request (E2E)": [r.e2e for r in good],
+    }
+    figure, axes = _figure(len(panels))
+    figure.suptitle(title)
+    for axis, (name, seconds), color in zip(axes, panels.items(), LINES, strict=False):
+        percents = np.linspace(0, 100, 201)
+        values = np.percentile(np.asarray(seconds or [0.0]) * 1000, percents)
+        axis.plot(percents, values, color=color)
+        for percent, ha in ((50, "left"), (99, "right")):
+            value = values[percent * 2]
+            axis.plot([percent], [value], "o", color=color)
+            offset = (6, -12) if ha == "left" else (-8, 0)
+            axis.annotate(f"p{percent} {value:.3g} ms", (percent, value), offset, textcoords="offset points", ha=ha)
+        axis.set(title=name, xlabel="percentile", ylabel="milliseconds", xlim=(0, 101), ylim=(0, None))
+    _save(figure, file)
+
+
+def plot_generation(rows: Sequence[dict[str, Any]], title: str, file: Path) -> None:
+    """Throughputs and latencies against the number of concurrent requests."""
+    figure, (left, right) = _figure(2)
+    figure.suptitle(title)
+    x = [row["concurrency"] for row in rows]
+    for name, color in zip(("prefill", "decode", "output"), LINES, strict=False):
+        left.plot(x, [row[f"{name}_throughput"] for row in rows], "o-", color=color, label=name)
+    left.set(title="Throughput", xlabel="concurrent requests", ylabel="tokens per second", yscale="log")
+    for name, color in zip(("p50", "p95", "p99"), LINES, strict=False):
+        right.plot(x, [row["token_latency_ms"][name] for row in rows], "o-", color=color, label=f"token, {name}")
+    first = [row["first_token_latency_ms"]["ave"] for row in rows]
+    right.plot(x, first, "s--", color=LINES[3], label="first token, mean")
+    right.set(title="Latency", xlabel="concurrent requests", ylabel="milliseconds", yscale="log")
+    for axis in (left, right):
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(x, [str(value) for value in x])
+        axis.minorticks_off()
+        axis.legend(frameon=False)
+    _save(figure, file)

@@ -1,0 +1,135 @@
+"""What to ask a model when measuring it: random prompts, or conversations from a file; and when."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from toolkit.errors import ToolkitError, UsageError
+
+MIN_TOKENS = 4  # shorter questions and answers of a dataset measure nothing
+
+
+class Encoder(Protocol):
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def special_ids(self) -> set[int]: ...
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A prompt, and how many tokens to generate from it."""
+
+    token_ids: list[int]
+    output_len: int
+
+
+def random_prompts(rng: np.random.Generator, tokenizer: Encoder, count: int, length: int) -> list[list[int]]:
+    """``count`` prompts of ``length`` uniformly drawn token ids, none of them special. Fresh at every call."""
+    plain = np.setdiff1d(np.arange(tokenizer.vocab_size), np.fromiter(tokenizer.special_ids, np.int64))
+    if not len(plain):
+        raise ToolkitError("the tokenizer has no plain tokens to draw random prompts from")
+    return rng.choice(plain, (count, length)).tolist()
+
+
+def random_asks(seed: int, tokenizer: Encoder, count: int, input_len: int, output_len: int) -> list[Ask]:
+    """Random prompts of one length, answers of one length."""
+    rng = np.random.default_rng(seed)
+    return [Ask(ids, output_len) for ids in random_prompts(rng, tokenizer, count, input_len)]
+
+
+def dataset_asks(
+    file: Path, seed: int, tokenizer: Encoder, count: int, session_len: int, output_len: int | None
+) -> list[Ask]:
+    """``count`` prompts drawn from ``file`` in a seeded order, over again when it has fewer.
+
+    ``output_len`` None = as long as the dataset's own answer (``.txt``, which has none: 128). Entries that do not fit
+    into ``session_len`` are left out. Raises UsageError when nothing usable is found.
+    """
+    pairs = _read_pairs(file)
+    order = np.random.default_rng(seed).permutation(len(pairs))
+    asks: list[Ask] = []
+    for index in order:
+        prompt, answer = pairs[index]
+        ids = tokenizer.encode(prompt)
+        length = output_len or (len(tokenizer.encode(answer)) if answer is not None else 128)
+        if len(ids) >= MIN_TOKENS and length >= MIN_TOKENS and len(ids) + length <= session_len:
+            asks.append(Ask(ids, length))
+        if len(asks) == count:
+            break
+    if not asks:
+        raise UsageError(
+            f"--dataset {file}: {len(pairs)} entries, but none has {MIN_TOKENS} tokens or more and fits "
+            f"into the session of {session_len} tokens"
+        )
+    return [asks[i % len(asks)] for i in range(count)]
+
+
+def poisson_starts(seed: int, count: int, rate: float) -> list[float]:
+    """Start times in seconds, the first at 0, with exponential gaps of mean 1 / ``rate``; inf = all at once."""
+    if rate == float("inf"):
+        return [0.0] * count
+    gaps = np.random.default_rng(seed).exponential(1 / rate, max(count - 1, 0))
+    return [0.0, *np.cumsum(gaps).tolist()][:count]
+
+
+def _read_pairs(file: Path) -> list[tuple[str, str | None]]:
+    """(question, answer or None) from ShareGPT's JSON, JSON lines, or a text with blank lines between prompts."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise UsageError(f"--dataset {file}: cannot be read ({why}); expected 'random' or a file") from error
+    pairs: list[tuple[str, str | None]]
+    if file.suffix == ".txt":
+        pairs = [(part.strip(), None) for part in text.split("\n\n") if part.strip()]
+    elif file.suffix in (".json", ".jsonl"):
+        pairs = [pair for entry in _entries(file, text) if (pair := _pair(entry)) is not None]
+    else:
+        raise UsageError(f"--dataset {file}: expected .json, .jsonl or .txt, found {file.suffix or 'no ending'!r}")
+    if not pairs:
+        raise UsageError(
+            f"--dataset {file}: no prompts found; expected entries with "
+            "'conversations' (ShareGPT), 'messages', 'prompt', 'question', 'instruction' or 'text'"
+        )
+    return pairs
+
+
+def _entries(file: Path, text: str) -> Sequence[Any]:
+    try:
+        if file.suffix == ".jsonl":
+            return [json.loads(line) for line in text.splitlines() if line.strip()]
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--dataset {file}: not valid JSON ({error})") from error
+    if not isinstance(data, list):
+        raise UsageError(f"--dataset {file}: expected a JSON list, found {type(data).__name__}")
+    return data
+
+
+def _pair(entry: Any) -> tuple[str, str | None] | None:
+    """The first question and answer of one entry, None if it has no such thing."""
+    if isinstance(entry, str):
+        return (entry, None) if entry.strip() else None
+    if not isinstance(entry, dict):
+        return None
+    turns = entry.get("conversations") or entry.get("conversation") or entry.get("messages")
+    if isinstance(turns, list):
+        found = [turn.get("value", turn.get("content")) for turn in turns if isinstance(turn, dict)]
+        texts = [text for text in found if isinstance(text, str)]
+        if len(texts) >= 2:
+            return texts[0], texts[1]
+        return (texts[0], None) if texts else None
+    question = _first_text(entry, ("prompt", "question", "instruction", "text"))
+    return None if question is None else (question, _first_text(entry, ("completion", "response", "answer", "output")))
+
+
+def _first_text(entry: dict[str, Any], keys: Sequence[str]) -> str | None:
+    return next((text for key in keys if isinstance(text := entry.get(key), str) and text.strip()), None)
