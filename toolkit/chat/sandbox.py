@@ -30,9 +30,10 @@ MAX_STEPS = 1_000_000  # loop rounds and calls of one rendering
 MAX_SECONDS = 1.0  # processor time of one rendering
 FILTERS = (
     "abs attr batch capitalize count d default dictsort e escape first float format groupby indent int items join last "
-    "length list lower map max min reject rejectattr replace reverse round safe select selectattr sort string sum "
+    "length list lower map max min reject rejectattr replace reverse round safe select selectattr sort string "
     "title tojson trim unique upper wordcount"
 ).split()
+UNSAFE_METHODS = frozenset("center encode expandtabs format_map ljust rjust translate zfill".split())  # of str
 
 
 class TemplateRefusal(Exception):
@@ -53,11 +54,13 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation], optimized=False
         )
         self._local = threading.local()
-        # tojson as transformers has it: without HTML escaping
         filters: dict[str, Callable[..., Any]] = {name: self.filters[name] for name in FILTERS} | {"tojson": _tojson}
         self.filters = {name: self._guarded(fn) for name, fn in filters.items()}
-        self.filters[_LIMITED] = self._limited
-        self.filters[_CONCAT] = self._concat
+        self.filters |= {_LIMITED: self._limited, _CONCAT: self._joined, _MADE: self._made}
+        tests: dict[str, Callable[..., Any]] = dict(self.tests)
+        self.tests = {name: self._guarded(fn) for name, fn in tests.items()}
+        self.concat = self._joined  # type: ignore[method-assign]  # joins what macros and blocks write
+        self.finalize = _printable
         self.globals = {name: self.globals[name] for name in ("range", "dict", "cycler", "joiner", "namespace")}
         self.globals["raise_exception"] = _refuse
         self.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
@@ -94,7 +97,10 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     # Hooks of Jinja -------------------------------------------------------------------------------------------------
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
-        return super()._generate(_CountLoops().visit(source), *args, **kwargs)
+        return super()._generate(_Instrument().visit(source), *args, **kwargs)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return not (isinstance(obj, str) and attr in UNSAFE_METHODS) and super().is_safe_attribute(obj, attr, value)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         __self._step()
@@ -111,13 +117,15 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def _step(self) -> None:
         local = self._local
         local.steps += 1
-        if local.steps > MAX_STEPS or (local.steps % 16 == 0 and time.thread_time() - local.start > MAX_SECONDS):
+        if local.steps > MAX_STEPS or time.thread_time() - local.start > MAX_SECONDS:
             raise _LimitError("it takes too long")
 
     def _made(self, value: Any) -> Any:
+        """Pass a new value through, once its size is found to be within bounds."""
         if isinstance(value, str | list | tuple | dict):
-            self._local.made += len(value)
-            if len(value) > MAX_TEXT or self._local.made > MAX_MADE:
+            size = _size(value)
+            self._local.made += size
+            if size > MAX_TEXT or self._local.made > MAX_MADE:
                 raise _LimitError("it makes too much text")
         return value
 
@@ -126,9 +134,9 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self._step()
             yield item
 
-    def _concat(self, parts: list[Any]) -> str:
+    def _joined(self, parts: Iterable[Any]) -> str:
         self._step()
-        texts = [str(part) for part in parts]
+        texts = [str(_printable(part)) for part in parts]
         if sum(map(len, texts)) > MAX_TEXT:
             raise _LimitError("it makes too much text")
         return self._made("".join(texts))
@@ -147,20 +155,33 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 _LIMITED = "__limited"
 _CONCAT = "__concat"
+_MADE = "__made"
 
 
-class _CountLoops(NodeTransformer):
-    """Puts the counting filter around what every loop runs over, and the bounded one in the place of ``~``."""
+class _Instrument(NodeTransformer):
+    """Puts a counting filter around what every loop runs over, a bounded one in the place of ``~``, and one that weighs
+    around every list, tuple and dict a template writes."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
         if not node.recursive:  # recursive loops come back through ``call``
-            node.iter = nodes.Filter(node.iter, _LIMITED, [], [], None, None, lineno=node.lineno)
+            node.iter = _filter(node.iter, _LIMITED)
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return nodes.Filter(nodes.List(node.nodes, lineno=node.lineno), _CONCAT, [], [], None, None, lineno=node.lineno)
+        return _filter(nodes.List(node.nodes, lineno=node.lineno), _CONCAT)
+
+    def visit_List(self, node: nodes.List | nodes.Tuple | nodes.Dict) -> nodes.Node:
+        self.generic_visit(node)
+        return node if getattr(node, "ctx", "load") != "load" else _filter(node, _MADE)
+
+    visit_Tuple = visit_List
+    visit_Dict = visit_List
+
+
+def _filter(node: Any, name: str) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
 class _Generation(jinja2.ext.Extension):
@@ -179,7 +200,7 @@ def _check_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) > MAX_NUMBER:
             raise _LimitError(f"it asks for {value:.0f} of something")
     name = getattr(function, "__name__", "").removeprefix("do_")
-    me = getattr(function, "__self__", None)
+    me = getattr(getattr(function, "__wrapped__", function), "__self__", None)
     operands = args if me is None or not isinstance(me, str) else (me, *args)
     if name == "replace" and len(operands) >= 3 and all(isinstance(o, str) for o in operands[:3]):
         text, old, new = operands[:3]
@@ -221,6 +242,32 @@ def _check_format(form: str) -> None:
         raise _LimitError("it formats text over too many columns")
 
 
+def _size(value: Any) -> int:
+    """Characters and items in a value, all that it holds included; stops counting past the limit."""
+    size, stack = 0, [value]
+    while stack and size <= MAX_TEXT:
+        item = stack.pop()
+        size += 1
+        if isinstance(item, str):
+            size += len(item)
+        elif isinstance(item, list | tuple):
+            size += len(item)
+            stack.extend(item[:MAX_NUMBER])
+        elif isinstance(item, dict):
+            stack.extend(item.keys())
+            stack.extend(item.values())
+        elif isinstance(item, jinja2.utils.Namespace):
+            raise _LimitError("it puts a namespace into a list")
+    return size
+
+
+def _printable(value: Any) -> Any:
+    """What is about to be written: a namespace may hold itself many times over."""
+    if isinstance(value, jinja2.utils.Namespace):
+        raise _LimitError("it writes a namespace")
+    return value
+
+
 def _tojson(
     value: Any,
     ensure_ascii: bool = False,
@@ -228,7 +275,17 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    """JSON as transformers' filter writes it: no HTML escapes."""
+    encoder = json.JSONEncoder(
+        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, check_circular=True
+    )
+    pieces, size = [], 0
+    for piece in encoder.iterencode(value):
+        size += len(piece)
+        if size > MAX_TEXT:
+            raise _LimitError("it makes too much text")
+        pieces.append(piece)
+    return "".join(pieces)
 
 
 def _refuse(message: object) -> None:
