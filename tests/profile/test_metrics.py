@@ -68,7 +68,7 @@ def test_nothing_completed_gives_zeros() -> None:
 
 def test_generation_row() -> None:
     row = generation_row([[FIRST, SECOND]], 5, 3, 123.5)
-    # The last first token comes at 12 (2 s of prefill), the last token at 14 (2 s of decode); 4 of 6 come after a first.
+    # The last first token comes at 12 (2 s of prefill), the last token at 14 (2 s of decode); 4 of 6 are no firsts.
     assert row == {
         "concurrency": 2,
         "prompt_tokens": 5,

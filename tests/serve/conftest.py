@@ -1,7 +1,7 @@
 """A stand-in for the engine: it answers each prompt with that prompt, byte by byte, on a clock.
 
-It keeps the contract of AsyncEngine's methods that the server uses, so the server's own work (fields, envelopes, streams,
-disconnects) is tested fast and without a model.
+It keeps the contract of AsyncEngine's methods that the server uses, so the server's own work (fields, envelopes,
+streams, disconnects) is tested fast and without a model.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ByteTokenizer:
 
 
 class PlainTemplate:
-    stop_words = ["<end>"]
+    stop_words = ("<end>",)
 
     def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any) -> str:
         if unknown := set(kwargs) - {"shout"}:
@@ -71,7 +71,7 @@ class FakeEngine:
     most_running: int = 0
 
     def stats(self) -> dict[str, float]:
-        return {"running": len(self.running), "waiting": 0, "kv_cache_usage": 0.25}
+        return {"running": len(self.running), "waiting": 0, "kv_usage": 0.25, "preemptions": 2}
 
     def abort(self, request_id: str) -> None:
         self.aborted.add(request_id)

@@ -81,6 +81,7 @@ def test_metrics(start: Any) -> None:
     assert float(values['toolkit:request_finished_total{finished_reason="length"}']) == 1
     assert float(values["toolkit:kv_cache_usage_perc"]) == 0.25
     assert float(values["toolkit:num_requests_running"]) == 0
+    assert float(values["toolkit:preemptions_total"]) == 2
     for name in ("time_to_first_token_seconds", "time_per_output_token_seconds", "e2e_request_latency_seconds"):
         assert float(values[f"toolkit:{name}_count"]) == 1
 

@@ -30,6 +30,10 @@ def _figure(columns: int) -> tuple[Any, Any]:
     return figure, axes
 
 
+def _plain(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def _save(figure: Any, file: Path) -> None:
     try:
         figure.savefig(file, dpi=150)
@@ -55,7 +59,7 @@ def plot_latencies(records: Sequence[RequestRecord], title: str, file: Path) -> 
             value = values[percent * 2]
             axis.plot([percent], [value], "o", color=color)
             offset = (6, -12) if ha == "left" else (-8, 0)
-            axis.annotate(f"p{percent} {value:.3g} ms", (percent, value), offset, textcoords="offset points", ha=ha)
+            axis.annotate(f"p{percent} {_plain(value)} ms", (percent, value), offset, textcoords="offset points", ha=ha)
         axis.set(title=name, xlabel="percentile", ylabel="milliseconds", xlim=(0, 101), ylim=(0, None))
     _save(figure, file)
 
@@ -63,6 +67,8 @@ def plot_latencies(records: Sequence[RequestRecord], title: str, file: Path) -> 
 def plot_generation(rows: Sequence[dict[str, Any]], title: str, file: Path) -> None:
     """Throughputs and latencies against the number of concurrent requests."""
     figure, (left, right) = _figure(2)
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
     figure.suptitle(title)
     x = [row["concurrency"] for row in rows]
     for name, color in zip(("prefill", "decode", "output"), LINES, strict=False):
@@ -77,5 +83,8 @@ def plot_generation(rows: Sequence[dict[str, Any]], title: str, file: Path) -> N
         axis.set_xscale("log", base=2)
         axis.set_xticks(x, [str(value) for value in x])
         axis.minorticks_off()
-        axis.legend(frameon=False)
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, position: _plain(value)))
+        axis.margins(y=0.2)
+        axis.legend(frameon=False, loc="upper left", fontsize="small")
     _save(figure, file)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 PREFIX = "toolkit:"
@@ -15,29 +15,30 @@ _TTFT = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _TPOT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 _E2E = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
-# name in the engine's stats -> (metric, help)
-ENGINE_GAUGES = {
-    "running": ("num_requests_running", "Requests in the running batch"),
-    "waiting": ("num_requests_waiting", "Requests that wait to be scheduled"),
-    "kv_cache_usage": ("kv_cache_usage_perc", "Share of KV cache blocks in use, 0 to 1"),
-    "prefix_cache_hit_rate": (
-        "prefix_cache_hit_rate",
-        "Share of prompt tokens found in the prefix cache, 0 to 1",
-    ),
+# name in the engine's stats -> (kind, metric, help)
+FROM_ENGINE = {
+    "running": (GaugeMetricFamily, "num_requests_running", "Requests in the running batch"),
+    "waiting": (GaugeMetricFamily, "num_requests_waiting", "Requests that wait to be scheduled"),
+    "kv_usage": (GaugeMetricFamily, "kv_cache_usage_perc", "Share of KV cache blocks in use, 0 to 1"),
+    "preemptions": (CounterMetricFamily, "preemptions", "Requests put back for lack of KV cache blocks"),
+    "prefix_hit_tokens": (CounterMetricFamily, "prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache"),
+    "prefix_queried_tokens": (CounterMetricFamily, "prefix_cache_queried_tokens", "Prompt tokens looked up in it"),
+    "steps": (CounterMetricFamily, "engine_steps", "Steps of the engine"),
+    "step_seconds": (CounterMetricFamily, "engine_step_seconds", "Time spent in them"),
 }
 
 
 class _EngineCollector(Collector):
-    """Reads the engine's gauges when they are scraped."""
+    """Reads the engine's own figures when they are scraped."""
 
     def __init__(self, stats: Callable[[], Mapping[str, Any]]) -> None:
         self.stats = stats
 
     def collect(self) -> Iterable[Metric]:
         values = self.stats()
-        for key, (name, text) in ENGINE_GAUGES.items():
+        for key, (kind, name, text) in FROM_ENGINE.items():
             if key in values:
-                yield GaugeMetricFamily(PREFIX + name, text, value=float(values[key]))
+                yield kind(PREFIX + name, text, value=float(values[key]))
 
 
 class ServerMetrics:

@@ -1,0 +1,59 @@
+"""``tool check_env``: what this machine has and what runs on it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from toolkit.commands.output import stderr, stdout, table, write_json
+from toolkit.errors import ToolkitError
+
+
+def run(
+    json_file: Annotated[
+        str | None, typer.Option("--json", help="Write the report as JSON to this file; - is standard output.")
+    ] = None,
+) -> None:
+    """Show versions, CPU, GPUs, memory and which kernels run here (and why not the others); run a self-test.
+
+    Takes about ten seconds. Paste the output into a bug report. Exit code 1 when a self-test fails.
+    """
+    from toolkit.check_env.report import report
+
+    with stderr().status("Looking") as status:
+        found = report(lambda step: status.update(step))
+    write_json(json_file, found)
+    if json_file != "-":
+        _print(found)
+    if failed := [test["name"] for test in found["self_test"] if not test["passed"]]:
+        raise ToolkitError(f"self-test failed: {'; '.join(failed)}")
+
+
+def _print(found: dict[str, Any]) -> None:
+    out = stdout()
+    versions = [(name, value or "not installed") for name, value in found["versions"].items()]
+    out.print(table("Versions", ("", "version"), [*versions, *found["environment"].items()]))
+    cpu, memory, bandwidth = found["cpu"], found["memory"], found["memory_bandwidth"]
+    rows = [
+        ("CPU", cpu["model"]),
+        ("cores", f"{cpu['cores']} cores, {cpu['threads']} threads, {cpu['usable']} usable here"),
+        ("features", ", ".join(cpu["features"]) or "none that kernels ask for"),
+        ("memory", f"{memory['total_gib']} GiB, {memory['free_gib']} GiB free"),
+        ("read bandwidth", f"{bandwidth['gb_per_s']} GB/s with {bandwidth['threads']} threads"),
+    ]
+    for gpu in found["gpus"]:
+        size = f"{gpu['total_gib']} GiB, {gpu['free_gib']} GiB free"
+        rows.append((f"GPU {gpu['index']}", f"{gpu['name']}, capability {gpu['capability']}, {size}"))
+    if not found["gpus"]:
+        rows.append(("GPU", "none that torch can use"))
+    out.print(table("Machine", ("", "found"), rows))
+    if found["gpu_topology"]:
+        out.print(found["gpu_topology"], markup=False)
+    kernels = [
+        (row["op"], row["implementation"], "chosen" if row["chosen"] else "runs" if row["runs"] else row["why_not"])
+        for row in found["kernels"]
+    ]
+    out.print(table("Kernels", ("op", "implementation", "here"), kernels))
+    tests = [("passed" if t["passed"] else "FAILED", t["name"], t["detail"], t["seconds"]) for t in found["self_test"]]
+    out.print(table("Self-test", ("", "test", "detail", "s"), tests))

@@ -1,0 +1,86 @@
+"""The whole report as one dictionary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from toolkit.check_env import machine
+from toolkit.check_env.self_test import engine_self_test
+
+KERNEL_SECONDS = 4.0  # the whole self-test stays within ten seconds
+
+
+def report(on_step: Callable[[str], None] = lambda step: None) -> dict[str, Any]:
+    """Facts, kernels and self-tests; ``on_step`` is told what is being looked at.
+
+    Keys: versions, cpu, memory (GiB), memory_bandwidth (GB/s), gpus, gpu_topology, environment, kernels (rows of op,
+    implementation, runs, chosen, why_not), self_test (rows of name, passed, detail, seconds).
+    """
+    on_step("Measuring memory bandwidth")
+    found: dict[str, Any] = {
+        "versions": machine.versions(),
+        "cpu": machine.cpu(),
+        "memory": machine.memory(),
+        "memory_bandwidth": machine.read_bandwidth(),
+    }
+    on_step("Looking for GPUs")
+    found["gpus"] = machine.gpus()
+    found["gpu_topology"] = machine.gpu_topology()
+    found["environment"] = machine.environment()
+    on_step("Testing kernels")
+    target = _target(found["gpus"])
+    found["kernels"] = kernel_rows(target)
+    found["self_test"] = kernel_tests(target)
+    on_step("Testing the engine")
+    found["self_test"] += engine_tests()
+    return found
+
+
+def _target(gpus: list[dict[str, Any]]) -> Any:
+    from toolkit.kernels import Target
+
+    if not gpus:
+        return Target("cpu", "float32")
+    major, minor = gpus[0]["capability"].split(".")
+    return Target("cuda", "float16", int(major) * 10 + int(minor))
+
+
+def kernel_rows(target: Any) -> list[dict[str, Any]]:
+    """Op by implementation on ``target``: does it run, is it what would run, and why not."""
+    from toolkit.kernels import describe
+
+    return [
+        {
+            "op": row.op,
+            "implementation": row.implementation,
+            "runs": row.reason is None,
+            "chosen": row.chosen,
+            "why_not": row.reason,
+        }
+        for row in describe(target)
+    ]
+
+
+def kernel_tests(target: Any) -> list[dict[str, Any]]:
+    """Each implementation against the reference."""
+    from toolkit.kernels import self_test
+
+    return [
+        {
+            "name": f"{row.op}, {row.implementation}",
+            "passed": row.error is None,
+            "detail": row.error
+            or ("ran" if row.implementation == "reference" else "agrees in") + f" {row.cases} cases",
+            "seconds": round(row.seconds, 2),
+        }
+        for row in self_test(target, KERNEL_SECONDS)
+    ]
+
+
+def engine_tests() -> list[dict[str, Any]]:
+    """The engine on each runner that there is: the one chosen by default, and torch where that is another."""
+    tests = [engine_self_test()]
+    if "native runner" in tests[0]["detail"]:
+        tests.append(engine_self_test("pytorch"))
+    return tests
