@@ -1,0 +1,181 @@
+"""The engine loop over a runner whose every token depends on all of its context (tests/support/fake_runner.py)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from toolkit.engine.core import EngineCore
+from toolkit.engine.options import EngineOptions
+from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams
+
+VOCAB = 61
+WINDOWS = [(None,), (6,), (None, 6), (None, 5, 11), (1, None)]
+RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+
+
+@pytest.fixture(scope="session")
+def fake(support: Any) -> Any:
+    return support("fake_runner")
+
+
+def make_core(fake: Any, windows: tuple[int | None, ...] = (None,), *, blocks: int = 200, **options: Any) -> EngineCore:
+    size = options.pop("block_size", 4)
+    runner = fake.FakeRunner(windows, VOCAB, size, asynchronous=options.pop("asynchronous", False))
+    defaults: dict[str, Any] = {"session_len": 200, "max_batch_size": 8, "max_prefill_token_num": 64, "check": True}
+    chosen = EngineOptions(**(defaults | {"num_blocks": (blocks,) * len(windows)} | options))
+    runner.allocate_cache(chosen.num_blocks)
+    return EngineCore(runner, chosen, None)
+
+
+def request(name: str, tokens: list[int], n: int = 8, **params: Any) -> EngineRequest:
+    fields = {k: params.pop(k) for k in ("session", "score_only") if k in params}
+    return EngineRequest(name, tokens, SamplingParams(max_new_tokens=n, **params), **fields)
+
+
+def run(core: EngineCore, limit: int = 5000) -> dict[str, list[EngineOutput]]:
+    """Step until everything is done; outputs by request."""
+    found: dict[str, list[EngineOutput]] = {}
+    for _ in range(limit):
+        if not core.has_work:
+            return found
+        for output in core.step():
+            found.setdefault(output.id, []).append(output)
+        core.check_integrity()
+    raise AssertionError("the engine does not come to an end")
+
+
+def tokens_of(outputs: list[EngineOutput]) -> list[int]:
+    return [t for o in outputs for t in o.token_ids]
+
+
+def alone(fake: Any, prompt: list[int], params: SamplingParams, windows: tuple[int | None, ...]) -> list[int]:
+    """What a request gives by itself: no cache, no engine."""
+    host_sampler = fake.host_sampler
+    ids = list(prompt)
+    counts: dict[int, int] = dict.fromkeys(prompt, 0)
+    for i in range(params.max_new_tokens):
+        logits = fake.make_logits(fake.reference_states(ids, windows)[-1:], VOCAB)[0]
+        history = list(counts) if params.repetition_penalty != 1 else []
+        batch = one_row(params, i, history, [counts[t] for t in history])
+        token = host_sampler.draw(host_sampler.adjust(logits, batch, 0), batch, 0)
+        counts[token] = counts.get(token, 0) + 1
+        ids.append(token)
+        if token in params.stop_token_ids:
+            break
+    return ids[len(prompt) :]
+
+
+def one_row(p: SamplingParams, position: int, history: list[int], counts: list[int]) -> Any:
+    from toolkit.runners.step import SamplingBatch
+
+    f = lambda x: np.array([x], np.float32)  # noqa: E731
+    return SamplingBatch(
+        f(p.temperature), np.array([p.top_k], np.int32), f(p.top_p), f(p.min_p), f(p.repetition_penalty),
+        f(p.presence_penalty), f(p.frequency_penalty), np.array([p.seed], np.uint64), np.array([position], np.int64),
+        np.array([0, len(history)], np.int32), np.array(history, np.int32), np.array(counts, np.int32),
+        np.zeros(2, np.int32), np.zeros(0, np.int32), np.zeros(0, np.float32), np.array([-1], np.int32),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_one_request_equals_the_model_without_cache(fake: Any, windows: tuple[int | None, ...]) -> None:
+    core = make_core(fake, windows, max_prefill_token_num=7)
+    prompt = list(range(1, 24))
+    core.add(request("a", prompt, 20))
+    outputs = run(core)["a"]
+    assert tokens_of(outputs) == alone(fake, prompt, SamplingParams(20), windows)
+    assert outputs[-1].finish_reason == "length"
+    assert core.blocks.usage() == 0
+
+
+@st.composite
+def scenarios(draw: Any) -> dict[str, Any]:
+    """Arrivals, aborts, sizes and limits of every kind; prompts share prefixes often."""
+    size = draw(st.sampled_from([2, 4, 8]))
+    windows = draw(st.sampled_from(WINDOWS))
+    session_len = draw(st.integers(24, 60))
+    least = -(-session_len // size) + 2
+    requests = []
+    for i in range(draw(st.integers(1, 9))):
+        base = draw(st.integers(0, 2))
+        length = draw(st.integers(1, session_len - 2))
+        tail = draw(st.lists(st.integers(0, VOCAB - 1), max_size=3))
+        prompt = ([(base * 17 + 5 * j) % VOCAB for j in range(length)] + tail)[-(session_len - 2) :]
+        sampled = draw(st.booleans())
+        requests.append(
+            {
+                "prompt": prompt,
+                "n": draw(st.integers(1, 12)),
+                "arrives": draw(st.integers(0, 12)),
+                "aborted": draw(st.one_of(st.none(), st.integers(1, 20))) if draw(st.booleans()) else None,
+                "session": draw(st.sampled_from([None, None, "s", "t"])),
+                "params": {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "seed": i} if sampled else {},
+                "penalty": draw(st.sampled_from([1.0, 1.0, 1.4])),
+                "stop": draw(st.lists(st.integers(0, VOCAB - 1), max_size=3)),
+            }
+        )
+    return {
+        "windows": windows,
+        "size": size,
+        "session_len": session_len,
+        "blocks": draw(st.integers(least, 3 * least)),
+        "batch": draw(st.integers(1, 6)),
+        "budget": draw(st.sampled_from([1, 2, 3, 5, 7, 16, 64])),
+        "prefix": draw(st.booleans()),
+        "asynchronous": draw(st.booleans()),
+        "requests": requests,
+    }
+
+
+@RELAXED
+@given(scenarios())
+def test_any_mix_gives_each_request_the_tokens_it_gives_alone(fake: Any, s: dict[str, Any]) -> None:
+    core = make_core(
+        fake, s["windows"], block_size=s["size"], blocks=s["blocks"], session_len=s["session_len"],
+        max_batch_size=s["batch"], max_prefill_token_num=s["budget"], prefix_caching=s["prefix"],
+        asynchronous=s["asynchronous"],
+    )  # fmt: skip
+    found: dict[str, list[EngineOutput]] = {}
+    ended: set[str] = set()
+    aborted: set[str] = set()
+    step = 0
+    while core.has_work or step <= 12:
+        for i, r in enumerate(s["requests"]):
+            if r["arrives"] == step:
+                core.add(
+                    request(str(i), r["prompt"], r["n"], session=r["session"], stop_token_ids=list(r["stop"]),
+                            repetition_penalty=r["penalty"], **r["params"])
+                )  # fmt: skip
+            if r["aborted"] is not None and r["arrives"] + r["aborted"] == step:
+                if str(i) not in ended:
+                    aborted.add(str(i))
+                core.abort(str(i))
+        for output in core.step():
+            assert output.id not in ended, "an output after the last one"
+            found.setdefault(output.id, []).append(output)
+            if output.finish_reason is not None:
+                ended.add(output.id)
+        core.check_integrity()
+        step += 1
+        assert step < 3000, "the engine does not come to an end"
+    for i, r in enumerate(s["requests"]):
+        outputs = found[str(i)]
+        params = SamplingParams(r["n"], stop_token_ids=r["stop"], repetition_penalty=r["penalty"], **r["params"])
+        limit = s["session_len"] - len(r["prompt"])
+        expected = alone(fake, r["prompt"], replace(params, max_new_tokens=min(r["n"], limit)), s["windows"])
+        got = tokens_of(outputs)
+        if str(i) in aborted and outputs[-1].finish_reason == "abort":
+            assert got == expected[: len(got)]
+        else:
+            assert got == expected
+            assert outputs[-1].finish_reason == ("stop" if got[-1] in r["stop"] else "length")
+    for name in ("s", "t"):
+        core.end_session(name)
+    assert core.blocks.usage() == 0
+    core.check_integrity()

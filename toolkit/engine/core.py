@@ -1,0 +1,260 @@
+"""The engine loop's body: requests in, steps through a runner, outputs out. Single-threaded; one caller owns it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence as Seq
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from toolkit.engine.block_manager import BlockManager, window_blocks
+from toolkit.engine.constraints import Constraints
+from toolkit.engine.options import EngineOptions
+from toolkit.engine.prefix import root_key
+from toolkit.engine.request import EngineOutput, EngineRequest
+from toolkit.engine.results import StepResults
+from toolkit.engine.scheduler import Scheduler
+from toolkit.engine.sequence import LogitsProcessor, Sequence
+from toolkit.engine.step_builder import Step, StepBuilder
+from toolkit.errors import ToolkitError, UsageError
+
+if TYPE_CHECKING:
+    from toolkit.artifacts.tokenizer import Tokenizer
+    from toolkit.runners.base import Runner, StepHandle
+
+log = logging.getLogger(__name__)
+
+INVALID_REQUEST = 400  # error codes of EngineOutput, as HTTP has them
+INTERNAL_ERROR = 500
+
+
+class EngineCore:
+    """One model's running requests.
+
+    ``add`` and ``abort`` at any time between steps; ``step`` runs one step and returns what it produced. A request that
+    cannot run, or whose step fails, ends with ``finish_reason`` "error"; the others go on.
+    """
+
+    def __init__(self, runner: Runner, options: EngineOptions, tokenizer: Tokenizer | None) -> None:
+        spec = runner.spec
+        size = runner.options.block_size
+        self.runner = runner
+        self.options = options
+        self.max_len = longest_request(runner, options)
+        self.blocks = BlockManager(
+            spec.cache_groups, options.num_blocks, size, options.max_batch_size, max(self.max_len, 1)
+        )
+        rows = max(1, options.max_logit_bytes // (4 * spec.vocab_size))
+        self.scheduler = Scheduler(self.blocks, options, rows)
+        self.builder = StepBuilder(self.blocks, options.max_batch_size, spec.vocab_size)
+        self.results = StepResults(spec.vocab_size, self.builder)
+        self.constraints = Constraints(tokenizer, spec.vocab_size)
+        self._sequences: dict[str, Sequence] = {}
+        self._outputs: list[EngineOutput] = []  # made between steps
+        self._flying: deque[tuple[Step, StepHandle]] = deque()  # submitted, oldest first
+        asynchronous = bool(getattr(runner, "asynchronous", False))
+        self._lookahead = asynchronous if options.lookahead is None else options.lookahead
+        self._arrivals = 0
+        self._generation_tokens = 0
+        self._steps = 0
+        self._step_seconds = 0.0
+        self._long_from = _long_rope_from(runner)
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def add(self, request: EngineRequest, processors: Seq[LogitsProcessor] = ()) -> None:
+        """Queue a request. One that cannot run ends in an error output of the next step; nothing is raised."""
+        try:
+            seq = self._accept(request, list(processors))
+        except ToolkitError as e:
+            self._outputs.append(
+                EngineOutput(request.id, finish_reason="error", error=str(e), error_code=INVALID_REQUEST)
+            )
+            return
+        self._sequences[request.id] = seq
+        self.scheduler.add(seq)
+
+    def abort(self, request_id: str) -> None:
+        """End a request and free its blocks now. Unknown ids (already finished) are ignored."""
+        seq = self._sequences.get(request_id)
+        if seq is not None:
+            self._outputs.append(EngineOutput(request_id, finish_reason="abort", cached_tokens=seq.cached_tokens))
+            self._end(seq, keep=True)
+
+    def end_session(self, name: str) -> None:
+        """Let the session's blocks be evicted like any other cached block."""
+        self.blocks.end_session(name)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` has anything to do or to report."""
+        return bool(self._sequences or self._outputs or self._flying)
+
+    def _accept(self, request: EngineRequest, processors: list[LogitsProcessor]) -> Sequence:
+        """The request as a sequence. Raises UsageError where it cannot run."""
+        p, spec = request.params, self.runner.spec
+        n = len(request.token_ids)
+        if request.id in self._sequences:
+            raise UsageError(f"request id {request.id!r} is already running")
+        if n == 0:
+            raise UsageError("the prompt is empty: expected at least one token")
+        for name, ids in (
+            ("prompt", request.token_ids),
+            ("logit_bias", p.logit_bias),
+            ("bad_token_ids", p.bad_token_ids),
+        ):
+            if len(ids) and not 0 <= min(ids) <= max(ids) < spec.vocab_size:
+                wrong = next(i for i in ids if not 0 <= i < spec.vocab_size)
+                raise UsageError(f"{name}: token id {wrong} is outside the model's vocabulary of {spec.vocab_size}")
+        limit = self.max_len + (1 if request.score_only else 0)
+        if n >= limit:
+            why = "" if self.max_len == self.options.session_len else " (all that the KV cache holds)"
+            raise UsageError(
+                f"the prompt has {n} tokens, but the session length is {self.max_len}{why}; "
+                "shorten the prompt or raise session_len"
+            )
+        stop_ids = [i for i in p.stop_token_ids if 0 <= i < spec.vocab_size]  # a tokenizer may know more ids
+        p.stop_token_ids = stop_ids
+        rope_set = int(self._long_from is not None and n + p.max_new_tokens > self._long_from)
+        shares = self.options.prefix_caching or request.session is not None
+        owner = "" if self.options.prefix_caching else f"session {request.session}"
+        seq = Sequence(
+            request,
+            order=self._arrivals,
+            max_len=self.max_len,
+            rope_set=rope_set,
+            keys_root=root_key(rope_set, -1, owner) if shares else None,
+            processors=processors,
+            **self.constraints.of(request),
+        )
+        self._arrivals += 1
+        return seq
+
+    def _end(self, seq: Sequence, *, keep: bool) -> None:
+        if not seq.finished:
+            self.scheduler.finish(seq, keep=keep)
+            self._sequences.pop(seq.id, None)
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def step(self) -> list[EngineOutput]:
+        """Run one step; returns the outputs that are ready, in no particular order.
+
+        With lookahead the step is submitted before the results of the one before are read, unless a running request's
+        next input depends on them by more than a token id.
+        """
+        started = time.perf_counter()
+        outputs, self._outputs = self._outputs, []
+        ahead = self._lookahead and not any(s.needs_host for s in self.scheduler.running)
+        while self._flying and not ahead:
+            self._collect(outputs)
+        plan = self.scheduler.schedule()
+        if plan:
+            for seq in plan.started:
+                self.builder.enter(seq)
+            self._submit(self.builder.build(plan), outputs)
+            self._steps += 1
+        while len(self._flying) > (1 if ahead and plan else 0):
+            self._collect(outputs)
+        self._step_seconds += time.perf_counter() - started
+        if self.options.check and not self._sequences:
+            self.check_integrity()
+        return outputs
+
+    def _submit(self, step: Step, outputs: list[EngineOutput]) -> None:
+        """Start a step and count its tokens as computed."""
+        try:
+            handle = self.runner.submit(step.batch)
+        except Exception as e:
+            while self._flying:
+                self._collect(outputs)
+            self._fail(step, e, outputs)
+            return
+        for seq in step.plan.decodes:
+            seq.computed += 1
+        for seq, _, count in step.plan.chunks:
+            seq.computed += count
+        self.results.expect(step)
+        self._flying.append((step, handle))
+
+    def _collect(self, outputs: list[EngineOutput]) -> None:
+        """Wait for the oldest step in flight and hand out what it produced."""
+        step, handle = self._flying.popleft()
+        try:
+            result = handle.result()
+        except Exception as e:
+            self._fail(step, e, outputs)
+            return
+        for seq, output in self.results.take(step, result):
+            self._generation_tokens += len(output.token_ids)
+            outputs.append(output)
+            if output.finish_reason is not None:
+                if output.finish_reason != "error":
+                    self.scheduler.label(seq)
+                self._end(seq, keep=output.finish_reason != "error")
+        for seq in step.plan.sequences():
+            self.scheduler.label(seq)
+
+    def _fail(self, step: Step, error: Exception, outputs: list[EngineOutput]) -> None:
+        """End every request of a step that the runner could not finish; compute the others anew in an empty cache."""
+        log.error("a step failed: %s: %s", type(error).__name__, error, exc_info=error)
+        text = f"the engine failed while it ran this request ({type(error).__name__}: {error})"
+        for seq in step.plan.sequences():
+            if not seq.finished:
+                outputs.append(EngineOutput(seq.id, finish_reason="error", error=text, error_code=INTERNAL_ERROR))
+                self._end(seq, keep=False)
+        for _, handle in self._flying:
+            with suppress(Exception):  # only its end matters: the cache goes
+                handle.result()
+        self._flying.clear()
+        for seq in list(self.scheduler.running):
+            self.scheduler.preempt(seq)
+        for seq in self.scheduler.waiting:
+            seq.forget_expected()
+        self.blocks.reset_cache()
+        self.runner.release_cache()
+        self.runner.allocate_cache(self.options.num_blocks)
+
+    # -- the whole ------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Gauges and counters since the start, JSON values."""
+        return {
+            "running": len(self.scheduler.running),
+            "waiting": len(self.scheduler.waiting),
+            "kv_usage": self.blocks.usage(),
+            "prompt_tokens": self.scheduler.looked_up_tokens,
+            "generation_tokens": self._generation_tokens,
+            "prefix_hit_tokens": self.scheduler.hit_tokens,
+            "prefix_queried_tokens": self.scheduler.looked_up_tokens,
+            "preemptions": self.scheduler.preemptions,
+            "steps": self._steps,
+            "step_seconds": self._step_seconds,
+        }
+
+    def check_integrity(self) -> None:
+        """Assert that the block manager's books are right."""
+        self.blocks.check_integrity()
+        rows = [s.row for s in self.scheduler.running]
+        assert len(set(rows)) == len(rows)
+        assert not any(s.row >= 0 for s in self.scheduler.waiting)
+
+
+def longest_request(runner: Runner, options: EngineOptions) -> int:
+    """Tokens that one request may have when it is alone: the session length, or less if the KV cache holds less."""
+    size, longest = runner.options.block_size, options.session_len
+    for group, blocks in zip(runner.spec.cache_groups, options.num_blocks, strict=True):
+        if group.window is None or blocks < window_blocks(group.window, 1, size):
+            longest = min(longest, blocks * size)
+    return longest
+
+
+def _long_rope_from(runner: Runner) -> int | None:
+    """Longest request in tokens that the short rope frequencies serve; None where there is one set only."""
+    for _, attention in runner.spec.attention_layers():
+        rope = attention.rope
+        if rope is not None and rope.kind in ("dynamic", "longrope") and rope.original_max_position:
+            return rope.original_max_position
+    return None

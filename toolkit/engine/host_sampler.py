@@ -1,0 +1,65 @@
+"""The sampling rules of ``SamplingBatch`` in numpy: for requests whose logits the host must touch, and as an oracle."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.runners.step import SamplingBatch, uniform
+
+F32 = NDArray[np.float32]
+
+
+def adjust(logits: F32, s: SamplingBatch, row: int) -> F32:
+    """Logits [V] of sampled row ``row`` after penalties, biases and grammar (steps 1 to 3); a copy."""
+    x = np.array(logits, np.float32)
+    low, high = s.history_ptr[row], s.history_ptr[row + 1]
+    if high > low:
+        ids, count = s.history_ids[low:high], s.history_count[low:high].astype(np.float32)
+        old, p = x[ids], s.repetition_penalty[row]
+        new = np.where(old > 0, old / p, old * p)
+        x[ids] = new - s.frequency_penalty[row] * count - s.presence_penalty[row] * (count > 0)
+    low, high = s.bias_ptr[row], s.bias_ptr[row + 1]
+    if high > low:
+        np.add.at(x, s.bias_ids[low:high], s.bias_values[low:high])
+    if s.grammar is not None:
+        allowed = np.unpackbits(s.grammar[row].view(np.uint8), bitorder="little")[: len(x)].astype(bool)
+        x[~allowed] = -np.inf
+    return x
+
+
+def log_softmax(x: F32) -> F32:
+    """Over the last axis, in float32 with the maximum taken out first."""
+    top = x.max(axis=-1, keepdims=True)
+    shifted = x - np.where(np.isfinite(top), top, 0)
+    with np.errstate(divide="ignore"):
+        return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def draw(x: F32, s: SamplingBatch, row: int) -> int:
+    """The token chosen from adjusted logits [V] (step 5)."""
+    temperature = float(s.temperature[row])
+    if temperature == 0:
+        return int(np.argmax(x))
+    scaled = (x - x.max()).astype(np.float64) / temperature
+    p = np.exp(scaled)
+    p /= p.sum()
+    order = np.argsort(-p, kind="stable")  # most probable first, lowest id first on a tie
+    keep = len(order) if s.top_k[row] == 0 else min(int(s.top_k[row]), len(order))
+    order = order[:keep]
+    if s.top_p[row] < 1:
+        mass = np.cumsum(p[order])
+        order = order[: int(np.searchsorted(mass, float(s.top_p[row]), side="left")) + 1]
+    order = order[p[order] >= float(s.min_p[row]) * p[order[0]]]
+    kept = np.sort(order)
+    mass = np.cumsum(p[kept])
+    u = uniform(int(s.seed[row]), int(s.position[row])) * mass[-1]
+    return int(kept[min(int(np.searchsorted(mass, u, side="right")), len(kept) - 1)])
+
+
+def top(logprobs: F32, k: int) -> list[tuple[int, float]]:
+    """The ``k`` most probable ids with their log-probabilities, best first, lowest id first on a tie."""
+    if k <= 0:
+        return []
+    order = np.argsort(-logprobs, kind="stable")[:k]
+    return [(int(i), float(logprobs[i])) for i in order]

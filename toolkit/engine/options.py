@@ -1,0 +1,27 @@
+"""What the engine loop is told: limits and policies, resolved before it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """``session_len``: prompt and new tokens of one request together. ``max_prefill_token_num``: tokens of prompts that
+    one step computes (decode tokens come on top). ``num_blocks``: KV blocks of each cache group.
+
+    ``prefix_caching``: requests share the KV blocks of equal prefixes; without it only the turns of one session do.
+    ``max_logit_bytes``: float32 logits rows that one step may return to the host (it limits the chunks of requests
+    that want a row for every token).
+    ``lookahead``: schedule the next step while one runs; None = where the runner's ``submit`` returns at once.
+    ``check``: verify the block manager's books whenever the engine falls idle (debugging).
+    """
+
+    session_len: int
+    max_batch_size: int
+    max_prefill_token_num: int
+    num_blocks: tuple[int, ...]
+    prefix_caching: bool = True
+    max_logit_bytes: int = 64 << 20
+    lookahead: bool | None = None
+    check: bool = False

@@ -1,0 +1,201 @@
+"""A StepOutput -> what each request gets: tokens, log-probabilities, rows, and whether it has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.engine import host_sampler
+from toolkit.engine.request import EngineOutput
+from toolkit.engine.sequence import Sequence
+from toolkit.engine.step_builder import Step, StepBuilder
+from toolkit.runners.step import StepOutput
+
+NAN_LOGITS = "the model produced NaN or infinite logits for this request; check its weights and dtype"
+
+
+class StepResults:
+    """Hands a step's results to its requests."""
+
+    def __init__(self, vocab_size: int, builder: StepBuilder) -> None:
+        self.vocab_size = vocab_size
+        self.builder = builder
+
+    def expect(self, step: Step) -> None:
+        """The step has been submitted: the requests that it draws a token for have one more, not known yet."""
+        for seq in step.sampled:
+            seq.expect()
+        self.builder.advance([s.row for s in step.sampled])
+
+    def take(self, step: Step, out: StepOutput) -> Iterator[tuple[Sequence, EngineOutput]]:
+        """What each request produced; a request that ended meanwhile produces nothing."""
+        bad = set(out.bad_rows.tolist())
+        tokens = out.tokens[:, 0].tolist() if len(step.sampled) else []
+        rows = self._rows(step, out) if step.has_rows else {}
+        live = [(s, t) for s, t in zip(step.sampled, tokens, strict=True) if s.row >= 0 and s.pending == 1]
+        self.builder.arrived([s.row for s, _ in live], [t for _, t in live])
+        for i, (seq, token) in enumerate(zip(step.sampled, tokens, strict=True)):
+            if seq.finished:
+                continue
+            if i in bad:
+                yield seq, _error(seq, NAN_LOGITS)
+                continue
+            output = self._token(seq, token)
+            if seq.params.logprobs >= 0:
+                output.logprobs.append(_logprobs(token, float(out.logprob[i, 0]), seq.params.logprobs, out, i))
+            if rows:
+                self._attach(seq, output, rows)
+            yield seq, output
+        for seq in step.processed:
+            if not seq.finished:
+                yield seq, self._drawn_here(seq, step, out, rows)
+        if rows:
+            yield from self._rest(step, rows)
+
+    def _token(self, seq: Sequence, token: int) -> EngineOutput:
+        """Take a token into the request; sets the finish reason."""
+        seq.arrive(token)
+        output = EngineOutput(seq.id, [token], cached_tokens=seq.cached_tokens)
+        known = seq.known
+        if token in seq.stop_ids:
+            output.finish_reason, output.stop_token = "stop", token
+        elif seq.grammar is not None and seq.grammar.accept(token):
+            output.finish_reason = "stop"
+        elif known - seq.prompt_len >= seq.params.max_new_tokens or known >= seq.max_len:
+            output.finish_reason = "length"
+        return output
+
+    def _drawn_here(self, seq: Sequence, step: Step, out: StepOutput, rows: dict[str, Any]) -> EngineOutput:
+        """Draw the token of a request with logits processors: they see the raw logits, then the usual rules apply."""
+        at = 0
+        for owner, _, count in step.logits:
+            at += count
+            if owner is seq:
+                break
+        logits = out.logits[at - 1]
+        if np.isnan(logits).any():
+            return _error(seq, NAN_LOGITS)
+        try:
+            logits = _processed(seq, logits)
+        except Exception as e:
+            return _error(seq, f"logits_processors: {type(e).__name__}: {e}")
+        sampling = self.builder.host_sampling(seq)
+        x = host_sampler.adjust(logits, sampling, 0)
+        if not np.isfinite(x).any():
+            return _error(seq, "logits_processors: every token is ruled out")
+        token = host_sampler.draw(x, sampling, 0)
+        logprobs = host_sampler.log_softmax(x) if seq.params.logprobs >= 0 else None
+        seq.expect()
+        self.builder.advance([seq.row])
+        self.builder.arrived([seq.row], [token])
+        output = self._token(seq, token)
+        if logprobs is not None:
+            output.logprobs.append(
+                {token: float(logprobs[token]), **dict(host_sampler.top(logprobs, seq.params.logprobs))}
+            )
+        self._attach(seq, output, rows)
+        return output
+
+    def _rows(self, step: Step, out: StepOutput) -> dict[str, Any]:
+        """Logits, hidden states and prompt log-probabilities by request id, as far as this step has them."""
+        rows: dict[str, Any] = {}
+        at = 0
+        for seq, start, count in step.logits:
+            block = out.logits[at : at + count]
+            at += count
+            if seq.finished:
+                continue
+            if seq.params.prompt_logprobs > 0:
+                self._prompt_top(seq, start, block)
+            skip = 0 if seq.params.logits == "all" else max(0, seq.prompt_len - 1 - start)
+            if seq.params.logits is not None and skip < count:
+                rows.setdefault(seq.id, {})["logits"] = block[skip:].copy()
+        at = 0
+        for seq, _, count in step.hidden:
+            rows.setdefault(seq.id, {})["hidden"] = out.hidden[at : at + count].copy()
+            at += count
+        at = 0
+        for seq, start, count in step.targets:
+            values = out.target_logprobs[at : at + count].tolist()
+            ids = seq.tokens[start + 1 : start + 1 + count].tolist()
+            seq.prompt_logprobs.extend({t: v} for t, v in zip(ids, values, strict=True))
+            at += count
+        for seq in step.plan.sequences():
+            if seq.wants_all:
+                rows.setdefault(seq.id, {})
+        return rows
+
+    @staticmethod
+    def _prompt_top(seq: Sequence, start: int, logits: NDArray[np.float32]) -> None:
+        """Log-probabilities of the prompt tokens after positions ``start`` …, the chosen one's and the best ones'."""
+        count = min(len(logits), seq.prompt_len - 1 - start)
+        if count <= 0:
+            return
+        logprobs = host_sampler.log_softmax(logits[:count])
+        for i in range(count):
+            token = int(seq.tokens[start + 1 + i])
+            best = dict(host_sampler.top(logprobs[i], seq.params.prompt_logprobs))
+            seq.prompt_logprobs.append({token: float(logprobs[i, token]), **best})
+
+    @staticmethod
+    def _attach(seq: Sequence, output: EngineOutput, rows: dict[str, Any]) -> None:
+        """Add the rows of this step to the request's output, and its prompt's log-probabilities once they are whole."""
+        mine = rows.pop(seq.id, None)
+        if mine is None:
+            return
+        output.logits, output.hidden = mine.get("logits"), mine.get("hidden")
+        seq.collected = max(seq.collected, seq.known if seq.request.score_only else seq.known - 1)
+        if seq.params.prompt_logprobs >= 0 or seq.request.score_only:
+            if len(seq.prompt_logprobs) == seq.prompt_len:
+                output.prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, []
+
+    def _rest(self, step: Step, rows: dict[str, Any]) -> Iterator[tuple[Sequence, EngineOutput]]:
+        """Requests that drew no token in this step: chunks of prompts, and prompts that are only scored."""
+        ends = {s.id: s for s in step.plan.decodes}
+        stops = {s.id: s.length for s in step.plan.decodes} | {s.id: a + n for s, a, n in step.plan.chunks}
+        ends |= {s.id: s for s, _, _ in step.plan.chunks}
+        for request_id in list(rows):
+            seq = ends[request_id]
+            if seq.finished:
+                continue
+            stop = stops[request_id]
+            if seq.request.score_only and stop == seq.length:
+                output = EngineOutput(seq.id, finish_reason="length", cached_tokens=seq.cached_tokens)
+                self._attach(seq, output, rows)
+                yield seq, output
+                continue
+            mine = rows.pop(request_id)
+            seq.collected = max(seq.collected, stop)
+            if mine:
+                yield seq, EngineOutput(seq.id, cached_tokens=seq.cached_tokens, **mine)
+
+
+def _processed(seq: Sequence, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Raw logits [V] through the request's callables, as torch tensors (token ids [n] so far, logits [V])."""
+    import torch
+
+    x = torch.from_numpy(np.array(logits, np.float32))
+    ids = torch.from_numpy(seq.tokens[: seq.known].astype(np.int64))
+    for processor in seq.processors:
+        x = torch.as_tensor(processor(ids, x))
+    result = x.detach().to("cpu", torch.float32).numpy().reshape(-1)
+    if result.shape != logits.shape:
+        raise ValueError(f"expected logits of shape {logits.shape}, found {tuple(x.shape)}")
+    return result
+
+
+def _logprobs(token: int, logprob: float, k: int, out: StepOutput, row: int) -> dict[int, float]:
+    """{token id: log-probability}: the chosen token's and those of the best ``k``."""
+    found = {token: logprob}
+    if k:
+        ids, values = out.top_ids[row, :k].tolist(), out.top_logprobs[row, :k].tolist()
+        found.update((i, v) for i, v in zip(ids, values, strict=True) if i >= 0)
+        found[token] = logprob
+    return found
+
+
+def _error(seq: Sequence, text: str) -> EngineOutput:
+    return EngineOutput(seq.id, finish_reason="error", error=text, error_code=500, cached_tokens=seq.cached_tokens)

@@ -1,0 +1,181 @@
+"""What the next step computes.
+
+There are no prefill and decode phases: a request has ``length`` tokens of which ``computed`` are in the cache, and a
+step computes some more of them under a token budget. First every request with one token left (decode), then running
+prompts in chunks, then waiting requests in order of arrival. When blocks run out the latest arrival is
+preempted: it gives up its blocks and is computed again later.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from toolkit.engine.block_manager import BlockManager, blocks_for
+from toolkit.engine.options import EngineOptions
+from toolkit.engine.prefix import extend_keys
+from toolkit.engine.sequence import Sequence
+
+
+@dataclass
+class Plan:
+    """One step: the decoding requests, then (request, first position, tokens) of each chunk of a prompt.
+
+    ``started``: those that were given a row for it.
+    """
+
+    decodes: list[Sequence] = field(default_factory=list)
+    chunks: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    started: list[Sequence] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.decodes or self.chunks)
+
+    def sequences(self) -> Iterator[Sequence]:
+        yield from self.decodes
+        for seq, _, _ in self.chunks:
+            yield seq
+
+
+class Scheduler:
+    """Waiting and running requests, and the blocks of the running ones."""
+
+    def __init__(self, blocks: BlockManager, options: EngineOptions, max_rows_per_step: int) -> None:
+        self.blocks = blocks
+        self.options = options
+        self.max_rows_per_step = max_rows_per_step  # logits rows for chunks that want one for every token
+        self._rows_left = max_rows_per_step
+        self.waiting: list[Sequence] = []  # both in order of arrival
+        self.running: list[Sequence] = []
+        self._free_rows = list(range(options.max_batch_size - 1, -1, -1))
+        self.preemptions = 0
+        self.hit_tokens = 0
+        self.looked_up_tokens = 0
+
+    def add(self, seq: Sequence) -> None:
+        self.waiting.append(seq)
+
+    def schedule(self) -> Plan:
+        """The next step; empty if nothing can run (nothing is there, or all wait for a step in flight)."""
+        plan = Plan()
+        before = self.preemptions
+        self._rows_left = self.max_rows_per_step
+        for seq in list(self.running):
+            if seq.row >= 0 and seq.remaining == 1 and not seq.ending and self._make_room(seq, 1):
+                plan.decodes.append(seq)
+        budget = max(1, self.options.max_prefill_token_num - len(plan.decodes))
+        for seq in list(self.running):
+            if budget and seq.row >= 0 and seq.remaining > 1:
+                budget -= self._add_chunk(plan, seq, budget)
+        if self.preemptions == before and self.waiting:
+            self._admit(plan, budget)
+        if self.preemptions != before:
+            plan.decodes = [s for s in plan.decodes if s.row >= 0]
+            plan.chunks = [c for c in plan.chunks if c[0].row >= 0]
+            plan.started = [s for s in plan.started if s.row >= 0]
+        return plan
+
+    def finish(self, seq: Sequence, *, keep: bool = False) -> None:
+        """Take a request out and free its blocks now; ``keep``: its session holds on to them."""
+        if seq.row >= 0:
+            if keep and seq.request.session is not None:
+                self.blocks.keep_for_session(seq.request.session, seq.row, seq.keys)
+            self._leave(seq)
+        else:
+            self.waiting.remove(seq)
+        seq.finished = True
+
+    def label(self, seq: Sequence) -> None:
+        """After a step: make the blocks it filled findable."""
+        if seq.keys_root is not None and seq.row >= 0:
+            known = min(seq.computed, seq.known)
+            if known // self.blocks.block_size > len(seq.keys):
+                extend_keys(seq.keys, seq.keys_root, seq.tokens, known, self.blocks.block_size)
+            self.blocks.label(seq.row, seq.keys, known)
+
+    def preempt(self, seq: Sequence) -> None:
+        """Give up a running request's blocks and queue it again in its place by arrival."""
+        self._leave(seq)
+        seq.computed = 0
+        self.preemptions += 1
+        insort(self.waiting, seq, key=lambda s: s.order)
+
+    def _leave(self, seq: Sequence) -> None:
+        self.blocks.release(seq.row)
+        self._free_rows.append(seq.row)
+        self.running.remove(seq)
+        seq.row = -1
+
+    def _make_room(self, seq: Sequence, count: int) -> bool:
+        """Blocks for the next ``count`` tokens, at the cost of later arrivals; False if it was preempted itself."""
+        while not self.blocks.grow(seq.row, seq.computed, seq.computed + count):
+            victim = self.running[-1]
+            self.preempt(victim)
+            if victim is seq:
+                return False
+        return True
+
+    def _chunk_len(self, seq: Sequence, budget: int) -> int:
+        count = min(seq.remaining, budget)
+        if seq.params.logits == "all" or seq.params.prompt_logprobs > 0:
+            count = min(count, max(1, self._rows_left))
+            self._rows_left -= count
+        return count
+
+    def _add_chunk(self, plan: Plan, seq: Sequence, budget: int) -> int:
+        count = self._chunk_len(seq, budget)
+        count = max(1, self.blocks.fitting(seq.row, seq.computed, seq.computed + count) - seq.computed)
+        if not self._make_room(seq, count):
+            return 0
+        plan.chunks.append((seq, seq.computed, count))
+        return count
+
+    def _admit(self, plan: Plan, budget: int) -> None:
+        """Start waiting requests while there is a row, budget and room for their whole prompts.
+
+        One whose next block is being computed by a running prompt waits for it instead of computing it too.
+        """
+        size = self.blocks.block_size
+        promised = sum(blocks_for(s.length, size) - blocks_for(s.computed, size) for s in self.running)
+        promised -= sum(blocks_for(s.computed + n, size) - blocks_for(s.computed, size) for s, _, n in plan.chunks)
+        coming = {k for s in self.running for k in s.keys[self.blocks.labelled(s.row) :]}
+        for seq in list(self.waiting):
+            if not (budget and self._free_rows):
+                return
+            hit = self._match(seq)
+            if hit < len(seq.keys) and seq.keys[hit] in coming and not seq.wants_all:
+                continue
+            row = self._free_rows.pop()
+            self.blocks.open(row, seq.keys, hit)
+            if self.running and not self.blocks.can_start(row, seq.length + 1, promised):
+                self.blocks.release(row)
+                self._free_rows.append(row)
+                return
+            self._start(seq, row, hit)
+            plan.started.append(seq)
+            count = self._add_chunk(plan, seq, budget)
+            if not count:
+                return
+            budget -= count
+            promised += blocks_for(seq.length, size) - blocks_for(seq.computed + count, size)
+            coming.update(seq.keys[hit:])
+
+    def _match(self, seq: Sequence) -> int:
+        """Cached blocks that ``seq`` may start on, at least one token short of everything."""
+        assert not seq.pending, "a preempted request's last token is known before it is looked at again"
+        if seq.keys_root is None:
+            return 0
+        extend_keys(seq.keys, seq.keys_root, seq.tokens, seq.length, self.blocks.block_size)
+        return self.blocks.match(seq.keys, min(seq.length - 1, seq.collected) if seq.wants_all else seq.length - 1)
+
+    def _start(self, seq: Sequence, row: int, hit: int) -> None:
+        self.waiting.remove(seq)
+        insort(self.running, seq, key=lambda s: s.order)
+        seq.row = row
+        seq.computed = hit * self.blocks.block_size
+        if not seq.admitted:
+            seq.admitted = True
+            seq.cached_tokens = min(seq.computed, seq.prompt_len)
+            self.looked_up_tokens += seq.prompt_len
+            self.hit_tokens += seq.cached_tokens

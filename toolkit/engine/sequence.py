@@ -1,0 +1,178 @@
+"""A request inside the engine loop: its tokens so far and how far the cache has got."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.engine.request import EngineRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from toolkit.engine.bad_words import BadWordState
+    from toolkit.engine.grammar import GrammarState
+
+LogitsProcessor = Callable[[Any, Any], Any]
+
+
+@dataclass(eq=False)
+class Sequence:
+    """``tokens[:length]`` are the prompt and what was generated; keys and values of the first ``computed`` are cached.
+
+    While steps are in flight, the last ``pending`` of ``length`` tokens are not known yet (at most 2).
+    ``row`` is the place in the block tables while it runs, else -1. ``order``: by arrival. ``max_len``: where
+    generation is cut. ``collected``: positions whose all-position results (logits, hidden, prompt log-probabilities)
+    have been gathered; they are not asked for again after a preemption.
+    """
+
+    request: EngineRequest
+    order: int
+    max_len: int
+    rope_set: int
+    keys_root: bytes | None  # None: its blocks are never shared
+    processors: list[LogitsProcessor] = field(default_factory=list)
+    grammar: GrammarState | None = None
+    bad_words: BadWordState | None = None
+    history: History | None = None
+    biases: Biases | None = None
+
+    def __post_init__(self) -> None:
+        prompt = self.request.token_ids
+        self.prompt_len = len(prompt)
+        self.tokens: NDArray[np.int32] = np.empty(min(self.max_len, self.prompt_len + 64) + 1, np.int32)
+        self.tokens[: self.prompt_len] = prompt
+        self.length = self.prompt_len
+        self.pending = 0
+        self.computed = 0
+        self.row = -1
+        self.keys: list[bytes] = []
+        self.cached_tokens = 0
+        self.admitted = False
+        self.finished = False
+        self.collected = 0
+        self.stop_ids = frozenset(self.params.stop_token_ids)
+        self.prompt_logprobs: list[dict[int, float] | None] = [None]
+        self.arrival = time.perf_counter()
+        wants_all = self.params.logits == "all" or self.params.hidden == "all" or self.params.prompt_logprobs >= 0
+        self.wants_all = wants_all or self.request.score_only
+        self.wants_rows = self.params.logits is not None or self.params.hidden is not None
+        self.draws = not (self.request.score_only or self.processors)  # the runner draws its tokens
+        # The next step's input depends on this step's token by more than its id: no running ahead of results.
+        self.needs_host = bool(self.processors or self.grammar or self.bad_words or self.history)
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def generated(self) -> int:
+        """New tokens so far, one still pending included."""
+        return self.length - self.prompt_len
+
+    @property
+    def remaining(self) -> int:
+        """Tokens whose keys and values are not in the cache yet."""
+        return self.length - self.computed
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no further token may be drawn."""
+        return self.length >= self.max_len or self.length - self.prompt_len >= self.params.max_new_tokens
+
+    @property
+    def ending(self) -> bool:
+        """Whether the token that a step in flight draws is its last."""
+        return bool(self.pending) and self.exhausted
+
+    @property
+    def known(self) -> int:
+        """Tokens whose ids are known."""
+        return self.length - self.pending
+
+    def expect(self) -> None:
+        """A step in flight draws the next token."""
+        if self.length == len(self.tokens):
+            grown = np.empty(min(self.max_len + 1, 2 * self.length), np.int32)
+            grown[: self.length] = self.tokens
+            self.tokens = grown
+        self.length += 1
+        self.pending += 1
+
+    def arrive(self, token: int) -> None:
+        """The oldest expected token is known."""
+        self.tokens[self.length - self.pending] = token
+        self.pending -= 1
+        if self.history is not None:
+            self.history.add(token)
+        if self.bad_words is not None:
+            self.bad_words.add(token)
+
+    def forget_expected(self) -> None:
+        """The steps in flight are lost."""
+        self.length -= self.pending
+        self.pending = 0
+
+
+class History:
+    """Distinct token ids of a request, for its penalties, and how often each was generated (the prompt not counted)."""
+
+    def __init__(self, prompt: NDArray[np.int32]) -> None:
+        ids = np.unique(prompt).astype(np.int32)
+        self._size = len(ids)
+        self._ids = np.concatenate([ids, np.zeros(64, np.int32)])
+        self._counts = np.zeros(len(self._ids), np.int32)
+        self._index = {int(t): i for i, t in enumerate(ids)}
+
+    @property
+    def ids(self) -> NDArray[np.int32]:
+        return self._ids[: self._size]
+
+    @property
+    def counts(self) -> NDArray[np.int32]:
+        return self._counts[: self._size]
+
+    def add(self, token: int) -> None:
+        """Count a generated token."""
+        at = self._index.get(token)
+        if at is None:
+            at = self._index[token] = self._size
+            if at == len(self._ids):
+                self._ids = np.concatenate([self._ids, np.zeros(at, np.int32)])
+                self._counts = np.concatenate([self._counts, np.zeros(at, np.int32)])
+            self._ids[at] = token
+            self._size += 1
+        self._counts[at] += 1
+
+
+class Biases:
+    """What is added to a request's logits: logit_bias and banned ids, the stop ids too for the first tokens."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        steady = dict(params.logit_bias) | dict.fromkeys(params.bad_token_ids, -np.inf)
+        early = steady | dict.fromkeys(params.stop_token_ids, -np.inf)
+        self._min_new_tokens = params.min_new_tokens
+        self._steady = _pairs(steady)
+        self._early = _pairs(early)
+
+    def rows(self, generated: int, banned: NDArray[np.int32] | None) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """(distinct ids, values) for the token after ``generated`` new ones; ``banned``: ids ruled out besides."""
+        ids, values = self._early if generated < self._min_new_tokens else self._steady
+        if banned is None or not len(banned):
+            return ids, values
+        keep = ~np.isin(ids, banned)
+        return (
+            np.concatenate([ids[keep], banned]),
+            np.concatenate([values[keep], np.full(len(banned), -np.inf, np.float32)]),
+        )
+
+
+def _pairs(biases: dict[int, float]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    return np.fromiter(biases.keys(), np.int32, len(biases)), np.fromiter(biases.values(), np.float32, len(biases))

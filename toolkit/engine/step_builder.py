@@ -1,0 +1,276 @@
+"""A scheduler's plan -> the flat arrays of a StepBatch.
+
+What every decoding request contributes each step (last token, lengths, sampling numbers) lives in arrays indexed by its
+row, so that a decode step is a handful of gathers whatever the batch; only prompts, penalties and constraints are
+looked at one request at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.engine.block_manager import BlockManager
+from toolkit.engine.scheduler import Plan
+from toolkit.engine.sequence import Sequence
+from toolkit.runners.step import SamplingBatch, StepBatch
+
+_EMPTY_I32 = np.zeros(0, np.int32)
+_EMPTY_F32 = np.zeros(0, np.float32)
+
+
+@dataclass
+class Step:
+    """A batch and whom its results belong to.
+
+    ``sampled``: the request of each sampled row. ``logits``, ``hidden``, ``targets``: (request, first position, rows)
+    in the order of the rows that come back. ``processed``: requests whose token the host draws from their logits row.
+    """
+
+    plan: Plan
+    batch: StepBatch
+    sampled: list[Sequence]
+    logits: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    hidden: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    targets: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    processed: list[Sequence] = field(default_factory=list)
+    has_rows: bool = False
+
+
+class StepBuilder:
+    """Arrays by row, and the batches made from them. ``vocab_size`` is the model's."""
+
+    def __init__(self, blocks: BlockManager, rows: int, vocab_size: int) -> None:
+        self.blocks = blocks
+        self.vocab_size = vocab_size
+        self._length = np.zeros(rows, np.int32)
+        self._generated = np.zeros(rows, np.int64)
+        self._last = np.zeros(rows, np.int32)
+        self._source = np.full(rows, -1, np.int32)  # the sampled row of the step in flight that draws the last token
+        self._rope_set = np.zeros(rows, np.int8)
+        self._temperature = np.zeros(rows, np.float32)
+        self._top_k = np.zeros(rows, np.int32)
+        self._top_p = np.ones(rows, np.float32)
+        self._min_p = np.zeros(rows, np.float32)
+        self._repetition = np.ones(rows, np.float32)
+        self._presence = np.zeros(rows, np.float32)
+        self._frequency = np.zeros(rows, np.float32)
+        self._seed = np.zeros(rows, np.uint64)
+        self._logprobs = np.full(rows, -1, np.int32)
+        self._host_fields = np.zeros(rows, bool)  # has penalties, biases or a grammar
+
+    def enter(self, seq: Sequence) -> None:
+        """Fill the arrays for a request that has just been given its row."""
+        row, p = seq.row, seq.params
+        self._length[row] = seq.length
+        self._generated[row] = seq.generated
+        self._last[row] = seq.tokens[seq.length - 1]
+        self._source[row] = -1
+        self._rope_set[row] = seq.rope_set
+        self._temperature[row] = p.temperature
+        self._top_k[row] = p.top_k
+        self._top_p[row] = p.top_p
+        self._min_p[row] = p.min_p
+        self._repetition[row] = p.repetition_penalty
+        self._presence[row] = p.presence_penalty
+        self._frequency[row] = p.frequency_penalty
+        self._seed[row] = p.seed
+        self._logprobs[row] = p.logprobs
+        self._host_fields[row] = any(x is not None for x in (seq.history, seq.biases, seq.bad_words, seq.grammar))
+
+    def advance(self, rows: list[int]) -> None:
+        """These rows draw one more token each in a step just submitted, as its sampled rows 0, 1, …"""
+        self._length[rows] += 1
+        self._generated[rows] += 1
+        self._source[rows] = np.arange(len(rows), dtype=np.int32)
+
+    def arrived(self, rows: list[int], tokens: list[int]) -> None:
+        """The last tokens of these rows are known."""
+        self._last[rows] = tokens
+        self._source[rows] = -1
+
+    def build(self, plan: Plan) -> Step:
+        """The arrays of one step."""
+        sequences = list(plan.sequences())
+        rows = np.fromiter((s.row for s in sequences), np.intp, len(sequences))
+        decodes = len(plan.decodes)
+        counts = np.ones(len(sequences), np.int32)
+        for i, (_, _, count) in enumerate(plan.chunks, start=decodes):
+            counts[i] = count
+        cu = np.zeros(len(sequences) + 1, np.int32)
+        np.cumsum(counts, out=cu[1:])
+        seq_lens = np.empty(len(sequences), np.int32)
+        seq_lens[:decodes] = self._length[rows[:decodes]]
+        seq_lens[decodes:] = [start + count for _, start, count in plan.chunks]
+
+        token_ids = np.empty(cu[-1], np.int32)
+        positions = np.empty((1, cu[-1]), np.int32)
+        previous = np.full(cu[-1], -1, np.int32)
+        token_ids[:decodes] = self._last[rows[:decodes]]
+        positions[0, :decodes] = seq_lens[:decodes] - 1
+        previous[:decodes] = self._source[rows[:decodes]]
+        for i, (seq, start, count) in enumerate(plan.chunks, start=decodes):
+            token_ids[cu[i] : cu[i + 1]] = seq.tokens[start : start + count]
+            positions[0, cu[i] : cu[i + 1]] = np.arange(start, start + count, dtype=np.int32)
+        sampled, sample_index = self._sampled(plan, cu)
+        batch = StepBatch(
+            token_ids=token_ids,
+            from_previous=previous,
+            positions=positions,
+            cu_seqlens=cu,
+            seq_lens=seq_lens,
+            block_tables=self._block_tables(rows, seq_lens),
+            slot_mapping=self._slots(rows, counts, positions[0]),
+            rope_set=self._rope_set[rows],
+            adapter=np.full(len(rows), -1, np.int32),
+            sample_index=sample_index,
+            sampling=self._sampling(sampled),
+            logits_index=_EMPTY_I32,
+            hidden_index=_EMPTY_I32,
+            target_index=_EMPTY_I32,
+            target_ids=_EMPTY_I32,
+            copy_blocks=self.blocks.take_copies(),
+        )
+        step = Step(plan, batch, sampled)
+        if any(s.wants_all or s.wants_rows or s.processors for s in sequences):
+            self._ask_for_rows(step)
+        return step
+
+    def _block_tables(self, rows: NDArray[np.intp], seq_lens: NDArray[np.int32]) -> tuple[NDArray[np.int32], ...]:
+        longest = -(-int(seq_lens.max()) // self.blocks.block_size)
+        return tuple(np.ascontiguousarray(table[rows, :longest]) for table in self.blocks.tables)
+
+    def _slots(
+        self, rows: NDArray[np.intp], counts: NDArray[np.int32], positions: NDArray[np.int32]
+    ) -> tuple[NDArray[np.int64], ...]:
+        size = self.blocks.block_size
+        owner = rows if len(rows) == len(positions) else np.repeat(rows, counts)
+        entry, offset = positions // size, positions % size
+        return tuple(table[owner, entry].astype(np.int64) * size + offset for table in self.blocks.tables)
+
+    @staticmethod
+    def _sampled(plan: Plan, cu: NDArray[np.int32]) -> tuple[list[Sequence], NDArray[np.int32]]:
+        """Requests whose last known token is in this step, and where it stands; the host's own draws left out."""
+        decodes = len(plan.decodes)
+        if not plan.chunks and all(s.draws for s in plan.decodes):
+            return list(plan.decodes), np.arange(decodes, dtype=np.int32)
+        sampled, index = [], []
+        for i, seq in enumerate(plan.sequences()):
+            done = seq.computed + int(cu[i + 1] - cu[i]) == seq.length
+            if done and seq.draws:
+                sampled.append(seq)
+                index.append(cu[i + 1] - 1)
+        return sampled, np.array(index, np.int32)
+
+    def _sampling(self, sampled: list[Sequence]) -> SamplingBatch:
+        rows = np.fromiter((s.row for s in sampled), np.intp, len(sampled))
+        n = len(rows)
+        history_ptr = bias_ptr = np.zeros(n + 1, np.int32)
+        history_ids = history_count = bias_ids = _EMPTY_I32
+        bias_values, grammar = _EMPTY_F32, None
+        if self._host_fields[rows].any():
+            history_ptr, (history_ids, history_count) = _csr(
+                [(s.history.ids, s.history.counts) if s.history else None for s in sampled], (np.int32, np.int32)
+            )
+            bias_ptr, (bias_ids, bias_values) = _csr([biases_of(s) for s in sampled], (np.int32, np.float32))
+            grammar = self._grammar(sampled)
+        return SamplingBatch(
+            temperature=self._temperature[rows],
+            top_k=self._top_k[rows],
+            top_p=self._top_p[rows],
+            min_p=self._min_p[rows],
+            repetition_penalty=self._repetition[rows],
+            presence_penalty=self._presence[rows],
+            frequency_penalty=self._frequency[rows],
+            seed=self._seed[rows],
+            position=self._generated[rows],
+            history_ptr=history_ptr,
+            history_ids=history_ids,
+            history_count=history_count,
+            bias_ptr=bias_ptr,
+            bias_ids=bias_ids,
+            bias_values=bias_values,
+            logprobs=self._logprobs[rows],
+            grammar=grammar,
+        )
+
+    def _grammar(self, sampled: list[Sequence]) -> NDArray[np.int32] | None:
+        if not any(s.grammar for s in sampled):
+            return None
+        mask = np.full((len(sampled), -(-self.vocab_size // 32)), -1, np.int32)
+        for i, seq in enumerate(sampled):
+            if seq.grammar is not None:
+                seq.grammar.fill(mask, i)
+        return mask
+
+    def host_sampling(self, seq: Sequence) -> SamplingBatch:
+        """The sampling arrays of one request alone, for drawing its token on the host."""
+        return self._sampling([seq])
+
+    def _ask_for_rows(self, step: Step) -> None:
+        """Which flat tokens' logits, hidden states and target log-probabilities come back, and to whom."""
+        step.has_rows = True
+        cu = step.batch.cu_seqlens
+        logits, hidden, targets, target_ids = [], [], [], []
+        for i, seq in enumerate(step.plan.sequences()):
+            start, first = seq.computed, int(cu[i])
+            count = int(cu[i + 1]) - first
+            p, score = seq.params, seq.request.score_only
+            last = count - 1 if start + count == seq.length else count
+            fresh = max(0, seq.collected - start)  # rows of positions gathered before a preemption are not wanted again
+            if (p.logits == "all" or p.prompt_logprobs > 0) and fresh < count:
+                step.logits.append((seq, start + fresh, count - fresh))
+                logits.append(np.arange(first + fresh, first + count))
+            elif (p.logits == "generation" or seq.processors) and last == count - 1 and not score:
+                step.logits.append((seq, start + last, 1))
+                logits.append(np.arange(first + last, first + count))
+            if p.hidden == "all" and fresh < count:
+                step.hidden.append((seq, start + fresh, count - fresh))
+                hidden.append(np.arange(first + fresh, first + count))
+            elif p.hidden == "generation" and last == count - 1 and not score:
+                step.hidden.append((seq, start + last, 1))
+                hidden.append(np.arange(first + last, first + count))
+            stop = min(start + count, seq.prompt_len - 1)
+            if (p.prompt_logprobs == 0 or (score and p.prompt_logprobs < 0)) and start + fresh < stop:
+                step.targets.append((seq, start + fresh, stop - start - fresh))
+                targets.append(np.arange(first + fresh, first + stop - start))
+                target_ids.append(seq.tokens[start + fresh + 1 : stop + 1])
+            if seq.processors and last == count - 1 and not score:
+                step.processed.append(seq)
+        step.batch.logits_index = _joined(logits)
+        step.batch.hidden_index = _joined(hidden)
+        step.batch.target_index = _joined(targets)
+        step.batch.target_ids = _joined(target_ids)
+
+
+def biases_of(seq: Sequence) -> tuple[NDArray[np.int32], NDArray[np.float32]] | None:
+    """(ids, values) added to the logits of the request's next token, or None."""
+    if seq.biases is None and seq.bad_words is None:
+        return None
+    banned = seq.bad_words.banned() if seq.bad_words is not None else None
+    if seq.biases is None:
+        assert banned is not None
+        return banned, np.full(len(banned), -np.inf, np.float32)
+    return seq.biases.rows(seq.generated, banned)
+
+
+def _joined(parts: list[NDArray[Any]]) -> NDArray[np.int32]:
+    return np.concatenate(parts).astype(np.int32) if parts else _EMPTY_I32
+
+
+def _csr(
+    pairs: list[tuple[NDArray, NDArray] | None], dtypes: tuple[type, type]
+) -> tuple[NDArray[np.int32], tuple[NDArray, NDArray]]:
+    """Row pointers and the two value arrays of ragged rows."""
+    ptr = np.zeros(len(pairs) + 1, np.int32)
+    np.cumsum([len(p[0]) if p is not None else 0 for p in pairs], out=ptr[1:])
+    given = [p for p in pairs if p is not None and len(p[0])]
+    if not given:
+        return ptr, (np.zeros(0, dtypes[0]), np.zeros(0, dtypes[1]))
+    return ptr, (
+        np.concatenate([p[0] for p in given]).astype(dtypes[0], copy=False),
+        np.concatenate([p[1] for p in given]).astype(dtypes[1], copy=False),
+    )
