@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,17 @@ class ByteTokenizer:
 
 
 class PlainTemplate:
-    stop_words = ("<end>",)
+    def with_stops(self, config: GenerationConfig) -> GenerationConfig:
+        return replace(config, stop_words=[*(config.stop_words or []), "<end>"])
 
-    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any) -> str:
+    def encode(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any) -> list[int]:
         if unknown := set(kwargs) - {"shout"}:
             raise UsageError(f"chat_template_kwargs: unknown {unknown}")
-        text = "".join(f"[{m['role']}]{m['content']}" for m in messages)
-        return text.upper() if kwargs.get("shout") else text
+        text = "".join(f"[{m['role']}]{self.join(m.get('content', ''))}" for m in messages)
+        return list((text.upper() if kwargs.get("shout") else text).encode())
+
+    def join(self, content: Any) -> str:
+        return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 @dataclass

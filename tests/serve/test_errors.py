@@ -105,6 +105,7 @@ BAD_IN_CHAT = [
     ("modalities.0", ["audio"]),
     ("chat_template_kwargs", 3),
     ("chat_template_kwargs", {"whisper": True}),
+    ("chat_template_kwargs", {"messages": []}),
     ("prompt", "hi"),
 ]
 BAD_IN_TEXT = [

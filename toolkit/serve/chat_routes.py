@@ -56,8 +56,8 @@ class ChatAnswer:
             max_new_tokens=request.token_limit,
             logprobs=self.top,
             vocab_size=vocab_size(state),
-            stop_words=list(state.template.stop_words or ()),
         )
+        config = state.template.with_stops(config)
         token_ids = await encode_chat(state, request)
         if logger.isEnabledFor(logging.INFO):
             messages = [m.for_template() for m in request.messages]

@@ -57,7 +57,6 @@ class CompletionAnswer:
             max_new_tokens=request.token_limit or (1 if self.score_only else None),
             logprobs=request.logprobs,
             vocab_size=vocab_size(state),
-            stop_words=[],
             prompt_logprobs=request.logprobs if request.echo else None,
         )
         choices = []

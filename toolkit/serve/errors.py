@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pydantic import ValidationError
@@ -10,6 +11,7 @@ from toolkit.errors import ToolkitError, UsageError
 
 # Fields whose HTTP name differs from GenerationConfig's, so that an error names what the client sent.
 HTTP_FIELD = {"max_new_tokens": "max_tokens", "random_seed": "seed", "stop_words": "stop"}
+_FIELD = re.compile(r"[a-z_]+(\[\d+\]|\.[a-z_]+)*")  # how our own messages name a field: messages[0].role
 TYPE_OF_STATUS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -70,9 +72,10 @@ def from_exception(error: Exception) -> ApiError:
     if isinstance(error, ValidationError):
         return from_validation(error)
     if isinstance(error, UsageError):
-        name, found, rest = str(error).partition(":")
-        if found and name.replace("_", "").isalnum():
-            return bad_field(HTTP_FIELD.get(name, name), rest.strip())
+        name, _, rest = str(error).partition(": ")
+        if rest and _FIELD.fullmatch(name):
+            name = name.replace("[", ".").replace("]", "")
+            return bad_field(HTTP_FIELD.get(name, name), rest)
         return ApiError(400, str(error))
     if isinstance(error, ToolkitError):
         return ApiError(500, str(error), code="engine_error")

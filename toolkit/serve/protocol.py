@@ -6,10 +6,9 @@ nothing about the answer (``user``, ``metadata``, ``store`` …) are accepted. `
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, field_validator, model_validator
 
 from toolkit.messages import SEED_MAX
 
@@ -73,22 +72,22 @@ class ResponseFormat(Strict):
         return None if self.type == "text" else self.model_dump(exclude_none=True, by_alias=True)
 
 
-def _texts(value: Any) -> Any:
-    """A message's content as one string: a string, or OpenAI's list of text parts."""
-    if not isinstance(value, list):
-        return value
-    texts = []
-    for i, part in enumerate(value):
+def _text_parts(value: Any) -> Any:
+    """A message's content: a string, or OpenAI's list of parts, all of them text."""
+    if not isinstance(value, (str, list)):
+        raise ValueError(f"expected a string or a list of parts, found {value!r:.40}")
+    for i, part in enumerate(value if isinstance(value, list) else ()):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f"part {i}: expected {{'type': 'text', 'text': …}}, found {str(kind or part)!r:.40}")
-        texts.append(part["text"])
-    return "".join(texts)
+    return value
 
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | None, BeforeValidator(_texts)] = None
+    content: Annotated[Any, PlainValidator(_text_parts, json_schema_input_type=str | list[dict[str, Any]])] | None = (
+        None
+    )
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
@@ -106,26 +105,10 @@ class Message(Strict):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: few know ``developer``, and they want a call's arguments as an object."""
-        role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": self.content if self.content is not None else ""}
-        for name in ("name", "tool_call_id", "reasoning_content"):
-            if getattr(self, name) is not None:
-                message[name] = getattr(self, name)
-        if self.tool_calls:
-            message["tool_calls"] = [_call_with_object(call) for call in self.tool_calls]
-        return message
-
-
-def _call_with_object(call: dict[str, Any]) -> dict[str, Any]:
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except ValueError:
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
+        """As chat templates expect it; few know the role ``developer``."""
+        keys = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}
+        message = self.model_dump(include=keys, exclude_none=True)
+        return {**message, "role": "system"} if self.role == "developer" else message
 
 
 def _as_list(value: Any) -> Any:
@@ -204,6 +187,13 @@ class ChatCompletionRequest(GenerateRequest):
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the chat template")
     add_generation_prompt: bool | None = None
     modalities: list[Literal["text"]] | None = None
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _not_ours(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
+        if ours := sorted({"self", "messages", "tools", "add_generation_prompt"} & set(given or ())):
+            raise ValueError(f"{ours[0]!r} is the request's own; it cannot be set here")
+        return given
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> ChatCompletionRequest:

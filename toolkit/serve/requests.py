@@ -54,8 +54,8 @@ async def encode_chat(state: ServerState, request: ChatCompletionRequest) -> lis
     add_prompt = request.add_generation_prompt is not False
 
     def work() -> list[int]:
-        text = state.template.render(messages, add_generation_prompt=add_prompt, **(request.chat_template_kwargs or {}))
-        return state.engine.tokenizer.encode(text, add_special_tokens=False)
+        variables = request.chat_template_kwargs or {}
+        return state.template.encode(messages, add_generation_prompt=add_prompt, **variables)
 
     # In a thread: a long prompt would hold up every other stream, and the tokenizer lets go of the GIL.
     return check_prompt(state, await asyncio.to_thread(work), "messages")

@@ -41,10 +41,9 @@ def generation_config(
     max_new_tokens: int | None,
     logprobs: int | None,
     vocab_size: int,
-    stop_words: list[str],
     prompt_logprobs: int | None = None,
 ) -> GenerationConfig:
-    """The config of choice 0. ``max_new_tokens`` None = as far as the session goes; ``stop_words``: the template's.
+    """The config of choice 0. ``max_new_tokens`` None = as far as the session goes.
 
     Raises ApiError (400) for token ids past ``vocab_size``, UsageError for what GenerationConfig itself refuses.
     """
@@ -59,7 +58,7 @@ def generation_config(
         max_new_tokens=max_new_tokens,
         min_new_tokens=request.min_new_tokens,
         random_seed=request.seed,
-        stop_words=[*(request.stop or []), *stop_words] or None,
+        stop_words=request.stop,
         stop_token_ids=request.stop_token_ids,
         bad_words=request.bad_words,
         ignore_eos=bool(request.ignore_eos),
