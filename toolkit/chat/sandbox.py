@@ -57,7 +57,7 @@ class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         filters: dict[str, Callable[..., Any]] = {name: self.filters[name] for name in FILTERS} | {"tojson": _tojson}
         self.filters = {name: self._guarded(fn) for name, fn in filters.items()}
         self.filters |= {_LIMITED: self._limited, _CONCAT: self._joined, _MADE: self._made}
-        tests: dict[str, Callable[..., Any]] = dict(self.tests)
+        tests: dict[str, Any] = {**self.tests}
         self.tests = {name: self._guarded(fn) for name, fn in tests.items()}
         self.concat = self._joined  # type: ignore[method-assign]  # joins what macros and blocks write
         self.finalize = _printable

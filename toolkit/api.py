@@ -1,0 +1,504 @@
+"""The Python API: ``pipeline(model)`` gives an object that answers prompts. LMDeploy's names, signatures and defaults.
+
+from toolkit import pipeline, GenerationConfig
+with pipeline("demo") as pipe:
+    print(pipe("What is the capital of France?").text)
+    for piece in pipe.stream_infer(["One.", "Two."], gen_config=GenerationConfig(max_new_tokens=8)):
+        print(piece.index, piece.text)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import queue
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from toolkit.artifacts.tokenizer import Tokenizer
+from toolkit.chat.prompts import Prompt, as_batch
+from toolkit.chat.session import Session
+from toolkit.chat.template import ChatTemplate
+from toolkit.engine.frontend import AsyncEngine
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.messages import ChatTemplateConfig, EngineConfig, GenerationConfig, Response
+
+__all__ = ["Pipeline", "Session", "pipeline"]
+
+logger = logging.getLogger("toolkit")
+LOG_LEVELS = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG")
+GenConfigs = GenerationConfig | list[GenerationConfig] | None
+Emit = Callable[[Response], None]
+T = TypeVar("T")
+
+_RENAMED = {  # arguments of older releases -> what to write now
+    "request_output_len": "gen_config=GenerationConfig(max_new_tokens=…)",
+    **{
+        name: f"gen_config=GenerationConfig({name}=…)"
+        for name in ("top_k", "top_p", "temperature", "repetition_penalty", "ignore_eos", "max_new_tokens")
+    },
+    "model_name": "chat_template_config=ChatTemplateConfig(model_name=…)",
+    "tp": "backend_config=TurbomindEngineConfig(tp=…)",
+}
+
+
+def pipeline(
+    model_path: str,
+    backend_config: EngineConfig | None = None,
+    chat_template_config: ChatTemplateConfig | str | None = None,
+    log_level: str = "WARNING",
+    max_log_len: int | None = None,
+    speculative_config: Any = None,
+    **kwargs: Any,
+) -> Pipeline:
+    """Load a model and return a Pipeline; the arguments are those of ``Pipeline``."""
+    return Pipeline(
+        model_path, backend_config, chat_template_config, log_level, max_log_len, speculative_config, **kwargs
+    )
+
+
+@dataclass
+class _Job:
+    """One answer to be generated. ``key``: where it goes in the results (prompt, choice)."""
+
+    key: tuple[int, int]
+    token_ids: list[int]
+    config: GenerationConfig
+    session: Session | None
+    error: ToolkitError | None
+    request_id: str
+
+
+class Pipeline:
+    """One loaded model with its chat template. Usable from several threads; a context manager.
+
+    model_path: local directory, hub id, .gguf file, engine artifact or "demo". backend_config: None lets the toolkit
+    choose. chat_template_config: a ChatTemplateConfig, a built-in name, or a .json or .jinja file. log_level: of the
+    logger "toolkit"; INFO shows every prompt after templating, cut to ``max_log_len`` characters. ``gen_config`` may be
+    given as the default of all calls. Raises UsageError for arguments that mean nothing, ToolkitError when the
+    model cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        backend_config: EngineConfig | None = None,
+        chat_template_config: ChatTemplateConfig | str | None = None,
+        log_level: str = "WARNING",
+        max_log_len: int | None = None,
+        speculative_config: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        default = kwargs.pop("gen_config", None)
+        _refuse_unknown("pipeline()", kwargs)
+        if speculative_config is not None:
+            raise UsageError("speculative_config: speculative decoding is not built yet; leave it out")
+        if default is not None and not isinstance(default, GenerationConfig):
+            raise UsageError(f"gen_config: expected a GenerationConfig, found {type(default).__name__}")
+        if max_log_len is not None and (not isinstance(max_log_len, int) or max_log_len < 0):
+            raise UsageError(f"max_log_len: expected a number of characters, found {max_log_len!r}")
+        _set_log_level(log_level)
+        self.model_path = str(model_path)
+        self.gen_config: GenerationConfig = default or GenerationConfig()
+        self._max_log_len = max_log_len
+        self._closed = False
+        self._running: dict[str, set[str]] = {}  # session id -> request ids
+        self.engine = AsyncEngine.open(self.model_path, backend_config=backend_config)
+        try:
+            self.chat_template = ChatTemplate.open(self.engine.tokenizer, self.model_path, chat_template_config)
+        except BaseException:
+            self.engine.close()
+            raise
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="toolkit-pipeline", daemon=True)
+        self._thread.start()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer (``encode``, ``decode``)."""
+        return self.engine.tokenizer
+
+    def infer(
+        self,
+        prompts: Prompt | list[Prompt],
+        gen_config: GenConfigs = None,
+        do_preprocess: bool = True,
+        adapter_name: str | None = None,
+        use_tqdm: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Answer prompts: one Response for one prompt, a list in input order for a list.
+
+        prompts: text, OpenAI messages, or a list of either. gen_config: one for all, or a list with one a prompt; with
+        ``n`` > 1 a prompt's result is the list of its n Responses, choice i drawn with ``random_seed + i``.
+        do_preprocess=False takes texts as they are, without chat template. use_tqdm shows progress on standard error.
+        ``tools`` and ``chat_template_kwargs`` go to the chat template. A request that fails gives a Response with
+        finish_reason "error" and an error_message; the others are not touched.
+        """
+        batch, single = as_batch(prompts)
+        jobs = self._jobs(batch, gen_config, do_preprocess, adapter_name, None, kwargs)
+        bar = _Progress(len(jobs)) if use_tqdm else None
+        try:
+            future = self._submit(self._run_all(jobs, lambda _: None, bar.advance if bar else lambda: None))
+            return _shape(_wait(future), len(batch), single, jobs)
+        finally:
+            if bar:
+                bar.stop()
+
+    __call__ = infer
+
+    def batch_infer(self, *args: Any, **kwargs: Any) -> Any:
+        """An older name of ``infer``."""
+        return self.infer(*args, **kwargs)
+
+    async def async_batch_infer(
+        self,
+        prompts: Prompt | list[Prompt],
+        gen_config: GenConfigs = None,
+        do_preprocess: bool = True,
+        adapter_name: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """``infer`` for asyncio; cancelling it stops the requests."""
+        batch, single = as_batch(prompts)
+        jobs = self._jobs(batch, gen_config, do_preprocess, adapter_name, None, kwargs)
+        future = self._submit(self._run_all(jobs, lambda _: None, lambda: None))
+        return _shape(await asyncio.wrap_future(future), len(batch), single, jobs)
+
+    def stream_infer(
+        self,
+        prompts: Prompt | list[Prompt],
+        sessions: Session | list[Session] | None = None,
+        gen_config: GenConfigs = None,
+        do_preprocess: bool = True,
+        adapter_name: str | None = None,
+        stream_response: bool = True,
+        **kwargs: Any,
+    ) -> Iterator[Response]:
+        """Yield what is new of each answer as it comes, ``index`` saying whose; ``Response.extend`` joins pieces.
+
+        stream_response=False yields each answer once, when it is whole. sessions: one, or one a prompt; their history
+        precedes the prompt, and is left as it is. Leaving the loop stops what still runs.
+        """
+        batch, _ = as_batch(prompts)
+        jobs = self._jobs(batch, gen_config, do_preprocess, adapter_name, _sessions(sessions, len(batch)), kwargs)
+        if any(job.key[1] for job in jobs):
+            raise UsageError("n: expected 1 when streaming, found more; use infer for several choices")
+        return self._stream(jobs, stream_response)
+
+    def chat(
+        self,
+        prompt: str,
+        session: Session | None = None,
+        gen_config: GenerationConfig | None = None,
+        stream_response: bool = False,
+        adapter_name: str | None = None,
+        **kwargs: Any,
+    ) -> Session | Iterator[Response]:
+        """One turn of a conversation: the session, updated, or with stream_response an iterator over the answer.
+
+        The turn enters the history when its answer ends; what was read of a stream that is left early counts too.
+        An answer that fails (``session.response.finish_reason == "error"``) leaves the history as it was.
+        """
+        if isinstance(prompt, tuple):
+            as_batch(prompt)
+        if not isinstance(prompt, str):
+            raise UsageError(f"prompt: expected text, found {type(prompt).__name__}")
+        session = self.session() if session is None else session
+        if session.closed:
+            raise UsageError("session: it is closed; start another with pipe.session()")
+        if gen_config is not None:
+            session.gen_config = gen_config
+        jobs = self._jobs([prompt], session.gen_config, True, adapter_name, [session], kwargs)
+        if len(jobs) > 1:
+            raise UsageError("n: expected 1 in a conversation, found more")
+        pieces = self._turn(session, prompt, jobs)
+        if stream_response:
+            return pieces
+        for _ in pieces:
+            pass
+        return session
+
+    def session(self) -> Session:
+        """A new conversation."""
+        self._check_open()
+        return Session(on_abort=self._abort_session, on_close=self.stop_session)
+
+    def stop_session(self, session: Session) -> None:
+        """Stop what runs for a session and free the KV cache it keeps."""
+        self._abort_session(session)
+        if not self._closed:
+            self.engine.end_session(session.session_id)
+
+    def get_ppl(self, input_ids: list[int] | list[list[int]]) -> list[float]:
+        """Mean cross-entropy (natural logarithm, not exponentiated) of each sequence of at least two token ids."""
+        self._check_open()
+        many = input_ids if input_ids and isinstance(input_ids[0], list) else [input_ids]
+        size = self.tokenizer.vocab_size
+        for i, ids in enumerate(many):
+            bad = not isinstance(ids, list) or len(ids) < 2
+            if bad or not all(isinstance(t, int) and not isinstance(t, bool) and 0 <= t < size for t in ids):
+                raise UsageError(
+                    f"input_ids[{i}]: expected at least two token ids in [0, {size}), found {repr(ids)[:60]}"
+                )
+        return [-float(self.engine.score(ids).mean()) for ids in many if isinstance(ids, list)]
+
+    def close(self) -> None:
+        """Stop everything and free the model. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self.engine.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=5)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # From prompts to jobs -------------------------------------------------------------------------------------------
+
+    def _jobs(
+        self,
+        prompts: list[Prompt],
+        gen_config: GenConfigs,
+        do_preprocess: bool,
+        adapter_name: str | None,
+        sessions: list[Session] | None,
+        kwargs: dict[str, Any],
+    ) -> list[_Job]:
+        self._check_open()
+        if adapter_name is not None:
+            raise UsageError(f"adapter_name: LoRA adapters are not built yet, found {adapter_name!r}; leave it out")
+        options = dict(kwargs.pop("chat_template_kwargs", None) or {})
+        if (tools := kwargs.pop("tools", None)) is not None:
+            options["tools"] = tools
+        _refuse_unknown("the call", kwargs)
+        configs = _configs(gen_config or self.gen_config, len(prompts))
+        jobs = []
+        for i, (prompt, config) in enumerate(zip(prompts, configs, strict=True)):
+            session = sessions[i] if sessions else None
+            token_ids, error = self._encode(i, prompt, session, do_preprocess, options)
+            config = self.chat_template.with_stops(config) if do_preprocess else config
+            for choice, one in enumerate(_choices(config)):
+                jobs.append(_Job((i, choice), token_ids, one, session, error, uuid4().hex))
+        return jobs
+
+    def _encode(
+        self, i: int, prompt: Prompt, session: Session | None, do_preprocess: bool, options: dict[str, Any]
+    ) -> tuple[list[int], ToolkitError | None]:
+        """Token ids of a prompt, or the error that this one request ends with."""
+        try:
+            if not do_preprocess:
+                if not isinstance(prompt, str):
+                    raise UsageError("messages need the chat template: leave out do_preprocess=False, or pass text")
+                text, ids = prompt, self.tokenizer.encode(prompt)
+            else:
+                if session is not None:
+                    before = session.messages()
+                    prompt = before + ([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+                text = self.chat_template.render(prompt, **options)
+                ids = self.tokenizer.encode(text, add_special_tokens=False)
+        except ToolkitError as e:
+            return [], e
+        logger.info("prompt %d, %d tokens: %r", i, len(ids), text[: self._max_log_len])
+        return ids, None
+
+    # Running --------------------------------------------------------------------------------------------------------
+
+    async def _run_all(self, jobs: Sequence[_Job], emit: Emit, done: Callable[[], None]) -> list[Response]:
+        """All jobs at once, the longest prompts first; results in the order of ``jobs``."""
+        order = sorted(range(len(jobs)), key=lambda i: -len(jobs[i].token_ids))
+        tasks = {i: asyncio.ensure_future(self._run(jobs[i], emit, done)) for i in order}
+        try:
+            await asyncio.gather(*tasks.values())
+        finally:
+            for task in tasks.values():
+                task.cancel()
+        return [tasks[i].result() for i in range(len(jobs))]
+
+    async def _run(self, job: _Job, emit: Emit, done: Callable[[], None]) -> Response:
+        """Run one job, handing each piece to ``emit``; returns the whole. Never raises but for cancellation."""
+        whole = Response(index=job.key[0])
+        name = None if job.session is None else job.session.session_id
+        running = self._running.setdefault(name, set()) if name else set()
+        running.add(job.request_id)
+        try:
+            if job.error is not None:
+                raise job.error
+            pieces = self.engine.generate(job.token_ids, job.config, request_id=job.request_id, session=name)
+            async for piece in pieces:
+                self._label(piece, job)
+                whole.extend(piece)
+                emit(piece)
+        except Exception as e:
+            if not isinstance(e, ToolkitError):
+                logger.exception("request %s failed", job.request_id)
+            whole = _failed(whole, e)
+            self._label(whole, job)
+            emit(dataclasses.replace(whole, text="", token_ids=[], logprobs=None, logits=None, last_hidden_state=None))
+        finally:
+            running.discard(job.request_id)
+            if name and not running:
+                self._running.pop(name, None)
+        done()
+        return _with_tensors(whole)
+
+    @staticmethod
+    def _label(piece: Response, job: _Job) -> None:
+        piece.index = job.key[0]
+        piece.session_id = job.key[0]
+
+    def _stream(self, jobs: list[_Job], pieces_wanted: bool) -> Iterator[Response]:
+        pieces: queue.SimpleQueue[Response | None] = queue.SimpleQueue()
+        whole: dict[int, Response] = {}
+
+        def emit(piece: Response) -> None:
+            pieces.put(piece)
+
+        future = self._submit(self._run_all(jobs, emit, lambda: None))
+        future.add_done_callback(lambda _: pieces.put(None))
+        try:
+            while (piece := pieces.get()) is not None:
+                if pieces_wanted:
+                    yield _with_tensors(piece)
+                    continue
+                so_far = whole.setdefault(piece.index, Response()).extend(piece)
+                so_far.session_id = piece.session_id
+                if piece.finish_reason is not None:
+                    yield _with_tensors(so_far)
+            future.result()
+        finally:
+            future.cancel()
+
+    def _turn(self, session: Session, prompt: str, jobs: list[_Job]) -> Iterator[Response]:
+        session.prompt, session.response = prompt, Response()
+        try:
+            for piece in self._stream(jobs, True):
+                session.response.extend(piece)
+                yield piece
+        finally:
+            if session.response.finish_reason != "error" and not session.closed:
+                session.history.append((prompt, session.response.text))
+
+    def _abort_session(self, session: Session) -> None:
+        for request_id in list(self._running.get(session.session_id, ())):
+            self.engine.abort(request_id)
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("pipeline: it is closed; make another")
+
+
+def _wait(future: Future[T]) -> T:
+    """The result; an interrupt of the waiting thread stops the work."""
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
+
+
+def _configs(gen_config: GenerationConfig | list[GenerationConfig], count: int) -> list[GenerationConfig]:
+    configs = [gen_config] * count if isinstance(gen_config, GenerationConfig) else gen_config
+    if not isinstance(configs, list) or not all(isinstance(c, GenerationConfig) for c in configs):
+        raise UsageError(f"gen_config: expected a GenerationConfig or a list of them, found {repr(gen_config)[:60]}")
+    if len(configs) != count:
+        raise UsageError(f"gen_config: expected one, or {count} (as many as prompts), found {len(configs)}")
+    for config in configs:
+        config.validate()
+    return configs
+
+
+def _choices(config: GenerationConfig) -> list[GenerationConfig]:
+    """n single configs; choice i has the seed ``random_seed + i``."""
+    if config.n == 1:
+        return [config]
+    seed = config.random_seed
+    return [
+        dataclasses.replace(config, n=1, random_seed=None if seed is None else (seed + i) % (1 << 64))
+        for i in range(config.n)
+    ]
+
+
+def _shape(results: list[Response], count: int, single: bool, jobs: list[_Job]) -> Any:
+    """Responses -> one a prompt (a list of choices where n > 1), and a bare one for a single prompt."""
+    rows: list[list[Response]] = [[] for _ in range(count)]
+    for job, result in zip(jobs, results, strict=True):
+        rows[job.key[0]].append(result)
+    shaped = [row if len(row) > 1 else row[0] for row in rows]
+    return shaped[0] if single else shaped
+
+
+def _sessions(sessions: Session | list[Session] | None, count: int) -> list[Session] | None:
+    if sessions is None:
+        return None
+    many = [sessions] if isinstance(sessions, Session) else sessions
+    if not isinstance(many, list) or len(many) != count or not all(isinstance(s, Session) for s in many):
+        raise UsageError(f"sessions: expected {count}, one a prompt, found {repr(sessions)[:60]}")
+    return many
+
+
+def _failed(so_far: Response, error: Exception) -> Response:
+    """The response of a request that ended in an error. ``error_code`` is HTTP's: whose fault it was."""
+    so_far.finish_reason = "error"
+    so_far.error_code = 400 if isinstance(error, UsageError) else 500
+    so_far.error_message = str(error) or type(error).__name__
+    return so_far
+
+
+def _with_tensors(response: Response) -> Response:
+    """Logits and hidden states as torch tensors; torch is imported for those who asked for them only."""
+    for name in ("logits", "last_hidden_state"):
+        value = getattr(response, name)
+        if value is not None and type(value).__module__ == "numpy":
+            import torch
+
+            setattr(response, name, torch.from_numpy(value.copy()))
+    return response
+
+
+def _refuse_unknown(where: str, kwargs: dict[str, Any]) -> None:
+    for name in kwargs:
+        hint = f"; write {_RENAMED[name]}" if name in _RENAMED else ""
+        raise UsageError(f"{name}: {where} knows no such argument{hint}")
+
+
+def _set_log_level(level: str) -> None:
+    if level not in LOG_LEVELS:
+        raise UsageError(f"log_level: expected one of {', '.join(LOG_LEVELS)}, found {level!r}")
+    logger.setLevel(level)
+    if not logger.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+        logger.addHandler(handler)
+
+
+class _Progress:
+    """A bar on standard error that counts finished requests."""
+
+    def __init__(self, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self._bar = Progress(console=Console(stderr=True))
+        self._task = self._bar.add_task("answers", total=total)
+        self._bar.start()
+
+    def advance(self) -> None:
+        self._bar.advance(self._task)
+
+    def stop(self) -> None:
+        self._bar.stop()
