@@ -26,7 +26,14 @@ from toolkit.chat.session import Session
 from toolkit.chat.template import ChatTemplate
 from toolkit.engine.frontend import AsyncEngine
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.messages import ChatTemplateConfig, EngineConfig, GenerationConfig, Response
+from toolkit.messages import (
+    ChatTemplateConfig,
+    EngineConfig,
+    GenerationConfig,
+    PytorchEngineConfig,
+    Response,
+    TurbomindEngineConfig,
+)
 
 __all__ = ["Pipeline", "Session", "pipeline"]
 
@@ -35,6 +42,7 @@ LOG_LEVELS = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG")
 GenConfigs = GenerationConfig | list[GenerationConfig] | None
 Emit = Callable[[Response], None]
 T = TypeVar("T")
+_BACKENDS: dict[type, str] = {TurbomindEngineConfig: "turbomind", PytorchEngineConfig: "pytorch"}
 
 _RENAMED = {  # arguments of older releases -> what to write now
     "request_output_len": "gen_config=GenerationConfig(max_new_tokens=…)",
@@ -80,7 +88,8 @@ class Pipeline:
     model_path: local directory, hub id, .gguf file, engine artifact or "demo". backend_config: None lets the toolkit
     choose. chat_template_config: a ChatTemplateConfig, a built-in name, or a .json or .jinja file. log_level: of the
     logger "toolkit"; INFO shows every prompt after templating, cut to ``max_log_len`` characters. ``gen_config`` may be
-    given as the default of all calls. Raises UsageError for arguments that mean nothing, ToolkitError when the
+    given as the default of all calls, ``backend`` ("turbomind", "pytorch", None) to overrule what the class of
+    backend_config says. Raises UsageError for arguments that mean nothing, ToolkitError when the
     model cannot be loaded.
     """
 
@@ -95,6 +104,7 @@ class Pipeline:
         **kwargs: Any,
     ) -> None:
         default = kwargs.pop("gen_config", None)
+        backend = kwargs.pop("backend", _BACKENDS.get(type(backend_config)))
         _refuse_unknown("pipeline()", kwargs)
         if speculative_config is not None:
             raise UsageError("speculative_config: speculative decoding is not built yet; leave it out")
@@ -108,7 +118,9 @@ class Pipeline:
         self._max_log_len = max_log_len
         self._closed = False
         self._running: dict[str, set[str]] = {}  # session id -> request ids
-        self.engine = AsyncEngine.open(self.model_path, backend_config=backend_config)
+        self.engine = AsyncEngine.open(self.model_path, backend_config=backend_config, backend=backend)
+        if self.engine.runner_note:
+            logger.info("%s", self.engine.runner_note)
         try:
             self.chat_template = ChatTemplate.open(self.engine.tokenizer, self.model_path, chat_template_config)
         except BaseException:

@@ -1,0 +1,65 @@
+"""The conversation of a chat in the terminal: messages and settings, saved to and loaded from a JSON file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from toolkit.artifacts.json_file import read_json_object
+from toolkit.chat import settings
+from toolkit.chat.messages import Message, normalise
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.messages import GenerationConfig
+
+
+@dataclass
+class Conversation:
+    """``turns``: user and assistant messages in turn; ``system``: the system text, None for the template's own."""
+
+    config: GenerationConfig
+    system: str | None = None
+    turns: list[Message] = field(default_factory=list)
+
+    def messages(self) -> list[Message]:
+        """What goes to the model."""
+        first = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*first, *self.turns]
+
+    def say(self, role: str, text: str) -> None:
+        self.turns.append({"role": role, "content": text})
+
+    def take_back_answer(self) -> None:
+        """Drop the last answer, so that the question before it stands open. Raises UsageError if there is none."""
+        while self.turns and self.turns[-1]["role"] != "user":
+            self.turns.pop()
+        if not self.turns:
+            raise UsageError("/retry: nothing was asked yet")
+
+    def save(self, file: Path, model: str) -> None:
+        """Write model, system text, messages and settings as JSON. Raises ToolkitError."""
+        data = {
+            "model": model,
+            "system": self.system,
+            "messages": self.turns,
+            "settings": {name: value for name, value in settings.show(self.config).items() if value is not None},
+        }
+        try:
+            file.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        except OSError as e:
+            raise ToolkitError(f"{file}: cannot write ({e.strerror})") from e
+
+    def load(self, file: Path) -> None:
+        """Replace messages, system text and settings by those of a file. Raises ToolkitError; nothing changes then."""
+        data = read_json_object(file)
+        system, turns, given = data.get("system"), data.get("messages"), data.get("settings", {})
+        if system is not None and not isinstance(system, str):
+            raise ToolkitError(f"{file}: system: expected text, found {type(system).__name__}")
+        if not isinstance(given, dict) or set(given) - set(settings.SETTINGS):
+            raise ToolkitError(f"{file}: settings: expected an object of {', '.join(settings.SETTINGS)}")
+        try:
+            checked = normalise(turns) if turns else []
+            config = settings.change(self.config, **given)
+        except (UsageError, TypeError) as e:
+            raise ToolkitError(f"{file}: not a saved conversation: {e}") from e
+        self.system, self.turns, self.config = system, checked, config

@@ -1,0 +1,215 @@
+"""Talking to a model: the loop of ``tool chat``, free of terminals, so that a test can drive it with lines."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from toolkit.chat import settings
+from toolkit.chat.conversation import Conversation
+from toolkit.chat.messages import Message
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.messages import GenerationConfig, Response
+
+HELP = """\
+/help                show this
+/system [TEXT]       show or set the system text; /system - drops it
+/set [NAME VALUE]    show or change sampling settings, e.g. /set temperature 0.7
+/clear               forget the conversation
+/save FILE           write the conversation to a JSON file
+/load FILE           go on with a saved conversation
+/retry               answer the last question again
+/exit                leave (also: exit, end, quit, Ctrl-D)
+
+Enter sends. Alt-Enter, or a backslash at the end of a line, starts a new line; pasted text keeps its lines.
+Ctrl-C stops the answer, on an empty line it does nothing."""
+LEAVE = ("exit", "end", "quit", "/exit", "/quit")
+COMMANDS = ("/help", "/system", "/set", "/clear", "/save", "/load", "/retry", "/exit")
+
+
+class Model(Protocol):
+    """What the loop needs of a Pipeline."""
+
+    def stream_infer(
+        self, prompts: list[Message], *, gen_config: GenerationConfig | None = None
+    ) -> Iterator[Response]: ...
+
+
+class Screen(Protocol):
+    """Where things are shown: the answer itself, and notes about it."""
+
+    def text(self, piece: str) -> None: ...
+
+    def end_of_text(self) -> None: ...
+
+    def note(self, line: str) -> None: ...
+
+    def error(self, line: str) -> None: ...
+
+
+@dataclass
+class Speed:
+    """Times of one answer, in seconds since the question."""
+
+    asked: float
+    first: float | None = None
+    last: float = 0.0
+    tokens: int = 0
+
+    def count(self, response: Response) -> None:
+        self.last = time.perf_counter() - self.asked
+        if self.first is None and response.generate_token_len:
+            self.first = self.last
+        self.tokens = max(self.tokens, response.generate_token_len)
+
+    def line(self) -> str:
+        """Tokens, tokens/s after the first one, time to the first one."""
+        if self.first is None:
+            return "0 tokens"
+        rate = f", {(self.tokens - 1) / (self.last - self.first):.1f} tokens/s" if self.last > self.first else ""
+        return f"{self.tokens} token{'s' * (self.tokens != 1)}{rate}, first after {self.first:.2f} s"
+
+
+def answer(model: Model, messages: Sequence[Message], config: GenerationConfig, screen: Screen) -> tuple[Response, str]:
+    """Stream one answer to the screen. Returns it whole, with a line about its speed.
+
+    An interrupt (Ctrl-C) ends the answer, finish_reason "abort"; a failed request raises ToolkitError.
+    """
+    whole, speed = Response(), Speed(time.perf_counter())
+    pieces = model.stream_infer(list(messages), gen_config=config)
+    try:
+        for piece in pieces:
+            speed.count(piece)
+            whole.extend(piece)
+            screen.text(piece.text)
+    except KeyboardInterrupt:
+        whole.finish_reason = "abort"
+    finally:
+        close: Callable[[], Any] = getattr(pieces, "close", lambda: None)
+        close()
+        screen.end_of_text()
+    if whole.finish_reason == "error":
+        raise ToolkitError(whole.error_message or "the request failed")
+    return whole, speed.line()
+
+
+class Repl:
+    """The state of a chat and what each line of input does to it."""
+
+    def __init__(self, model: Model, name: str, conversation: Conversation, screen: Screen) -> None:
+        self.model = model
+        self.name = name
+        self.conversation = conversation
+        self.screen = screen
+
+    def run(self, read: Callable[[], str]) -> None:
+        """Read and answer until the user leaves; ``read`` raises EOFError at the end, KeyboardInterrupt on Ctrl-C."""
+        while True:
+            try:
+                line = read()
+            except KeyboardInterrupt:
+                continue
+            except EOFError:
+                return
+            if line.strip().lower() in LEAVE:
+                return
+            if line.strip():
+                self.handle(line)
+
+    def handle(self, line: str) -> None:
+        """Do what one input asks for; errors become one line on the screen."""
+        try:
+            if line.startswith("/") and "\n" not in line:
+                self._command(line)
+            else:
+                self.conversation.say("user", line)
+                self._answer()
+        except ToolkitError as e:
+            self.screen.error(" ".join(str(e).split()))
+
+    def _answer(self) -> None:
+        """Answer the open question. A failure takes the question back, an interrupt keeps what was said."""
+        talk = self.conversation
+        try:
+            whole, speed = answer(self.model, talk.messages(), talk.config, self.screen)
+        except ToolkitError:
+            talk.turns.pop()
+            raise
+        talk.say("assistant", whole.text)
+        notes = [speed]
+        if whole.finish_reason == "abort":
+            notes.append("stopped")
+        elif whole.finish_reason == "length":
+            cut = talk.config.max_new_tokens
+            at_limit = cut is not None and whole.generate_token_len >= cut
+            notes.append(f"cut at {cut} tokens (/set max_new_tokens)" if at_limit else "context full (/clear)")
+        self.screen.note(", ".join(notes))
+
+    def _command(self, line: str) -> None:
+        name, _, rest = line.strip().partition(" ")
+        rest = rest.strip()
+        handlers: dict[str, Callable[[str], None]] = {
+            "/help": self._help,
+            "/system": self._system,
+            "/set": self._set,
+            "/clear": self._clear,
+            "/save": self._save,
+            "/load": self._load,
+            "/retry": self._retry,
+        }
+        if name not in handlers:
+            raise UsageError(f"{name}: no such command; /help lists them (put a blank first to send it as text)")
+        handlers[name](rest)
+
+    def _help(self, rest: str) -> None:
+        self.screen.note(HELP)
+
+    def _system(self, rest: str) -> None:
+        if rest:
+            self.conversation.system = None if rest == "-" else rest
+        text = self.conversation.system
+        self.screen.note("no system text but the chat template's" if text is None else f"system: {text}")
+
+    def _set(self, rest: str) -> None:
+        if not rest:
+            for name, value in settings.show(self.conversation.config).items():
+                self.screen.note(f"{name:<20} {'' if value is None else value}")
+            return
+        name, _, text = rest.replace("=", " ", 1).partition(" ")
+        value = settings.parse(name, text.strip())
+        name = name.replace("-", "_")
+        self.conversation.config = settings.change(self.conversation.config, **{name: value})
+        shown = settings.show(self.conversation.config)
+        mode = "sampling" if not self.conversation.config.greedy else "greedy"
+        self.screen.note(f"{name} = {shown[name]} ({mode})")
+
+    def _clear(self, rest: str) -> None:
+        self.conversation.turns.clear()
+        self.screen.note("the conversation is forgotten")
+
+    def _save(self, rest: str) -> None:
+        if not rest:
+            raise UsageError("/save: expected a file name")
+        self.conversation.save(Path(rest).expanduser(), self.name)
+        self.screen.note(f"saved to {rest}")
+
+    def _load(self, rest: str) -> None:
+        if not rest:
+            raise UsageError("/load: expected a file name")
+        self.conversation.load(Path(rest).expanduser())
+        self.screen.note(f"{len(self.conversation.turns)} messages from {rest}")
+
+    def _retry(self, rest: str) -> None:
+        config = self.conversation.config
+        self.conversation.take_back_answer()
+        if config.greedy:
+            self.screen.note("greedy: expect the same answer; /set temperature 0.8 varies it")
+        elif config.random_seed is not None:
+            seed = (config.random_seed + 1) % (1 << 64)
+            self.conversation.config = dataclasses.replace(config, random_seed=seed)
+            self.screen.note(f"seed = {seed}")
+        self._answer()

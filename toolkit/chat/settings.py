@@ -1,0 +1,92 @@
+"""Sampling settings of a conversation: the model's own defaults, flags on top, ``/set`` on top of these."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from toolkit.artifacts.json_file import read_json_object
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.messages import GenerationConfig
+
+# What a user may set, and how it is written: name -> type.
+SETTINGS: dict[str, type] = {
+    "do_sample": bool,
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "repetition_penalty": float,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+    "max_new_tokens": int,
+    "min_new_tokens": int,
+    "seed": int,
+    "stop": list,
+    "ignore_eos": bool,
+}
+_FIELDS = {"seed": "random_seed", "stop": "stop_words"}  # names that GenerationConfig spells otherwise
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
+_OF_MODEL = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def of_model(directory: Path) -> GenerationConfig:
+    """What a model's generation_config.json asks for; greedy where it does not say ``do_sample``.
+
+    Numbers it leaves out are transformers' defaults. Raises ToolkitError for values that cannot be.
+    """
+    file = directory / "generation_config.json"
+    data = read_json_object(file) if file.is_file() else {}
+    given = {name: data[name] for name in _OF_MODEL if data.get(name) is not None}
+    if not isinstance(given.get("do_sample", False), bool):
+        raise ToolkitError(f"{file}: do_sample: expected true or false, found {given['do_sample']!r}")
+    if not given.get("do_sample"):
+        given = {name: given[name] for name in given if name == "repetition_penalty"}
+    try:
+        return GenerationConfig(**({"temperature": 1.0} | given))
+    except UsageError as e:
+        raise ToolkitError(f"{file}: {e}") from e
+
+
+def change(config: GenerationConfig, **values: Any) -> GenerationConfig:
+    """A copy with other values, by the names of ``SETTINGS``; None means unchanged.
+
+    Setting a temperature above 0, top_p, top_k, min_p or a seed turns sampling on, a temperature of 0 turns it off,
+    unless ``do_sample`` itself is given. Raises UsageError for values out of range.
+    """
+    given = {name: value for name, value in values.items() if value is not None}
+    if "do_sample" not in given and any(name in given for name in _SAMPLING):
+        given["do_sample"] = given.get("temperature", 1.0) != 0
+    return dataclasses.replace(config, **{_FIELDS.get(name, name): value for name, value in given.items()})
+
+
+def parse(name: str, text: str) -> Any:
+    """The value that ``/set NAME TEXT`` means. Raises UsageError."""
+    name = name.replace("-", "_")
+    if name not in SETTINGS:
+        raise UsageError(f"/set: no setting {name!r}; there are {', '.join(SETTINGS)}")
+    kind = SETTINGS[name]
+    try:
+        if kind is bool:
+            return {
+                "true": True,
+                "on": True,
+                "yes": True,
+                "1": True,
+                "false": False,
+                "off": False,
+                "no": False,
+                "0": False,
+            }[text.lower()]
+        if kind is list:
+            return [text.encode().decode("unicode_escape").encode("latin-1").decode()] if text else []
+        return kind(text)
+    except (KeyError, ValueError) as e:
+        what = {bool: "true or false", int: "an integer", float: "a number", list: "a text"}[kind]
+        raise UsageError(f"/set {name}: expected {what}, found {text!r}") from e
+
+
+def show(config: GenerationConfig) -> dict[str, Any]:
+    """Setting -> value, as ``/set`` alone prints them."""
+    return {name: getattr(config, _FIELDS.get(name, name)) for name in SETTINGS}

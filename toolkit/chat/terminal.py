@@ -1,0 +1,109 @@
+"""The terminal under ``tool chat``: editing a question, showing an answer.
+
+The answer goes to standard output exactly as it comes, everything else to standard error.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from prompt_toolkit.key_binding import KeyBindings
+
+# Everything that would move the cursor or change the terminal; tabs and line ends stay.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class TerminalScreen:
+    """Answers on ``out``, notes dimmed on ``err``. On a terminal control characters of the model are not obeyed."""
+
+    def __init__(self, out: TextIO | None = None, err: TextIO | None = None) -> None:
+        self._out = out or sys.stdout
+        self._err = err or sys.stderr
+        self._guarded = self._out.isatty()
+        self._coloured = self._err.isatty()
+        self._last = "\n"
+
+    def text(self, piece: str) -> None:
+        if not piece:
+            return
+        self._last = piece[-1]
+        self._out.write(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", piece) if self._guarded else piece)
+        self._out.flush()
+
+    def end_of_text(self) -> None:
+        """Close the answer's last line."""
+        if self._last != "\n":
+            self._out.write("\n")
+            self._out.flush()
+        self._last = "\n"
+
+    def note(self, line: str) -> None:
+        self._say(line, "2")
+
+    def error(self, line: str) -> None:
+        self._say(line, "31")
+
+    def _say(self, line: str, style: str) -> None:
+        self._err.write(f"\x1b[{style}m{line}\x1b[0m\n" if self._coloured else f"{line}\n")
+        self._err.flush()
+
+
+def reader(history: Path, commands: tuple[str, ...], status: Callable[[], str]) -> Callable[[], str]:
+    """A function that reads one input: editing, history in a file, several lines, completion of ``commands``.
+
+    ``status``: the line at the bottom of the screen. The function raises EOFError on Ctrl-D and KeyboardInterrupt on
+    Ctrl-C.
+    """
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.formatted_text import FormattedText
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+    from prompt_toolkit.output import create_output
+    from prompt_toolkit.styles import Style
+
+    try:
+        history.parent.mkdir(parents=True, exist_ok=True)
+        history.touch(mode=0o600)
+        kept: FileHistory | InMemoryHistory = FileHistory(str(history))
+    except OSError:
+        kept = InMemoryHistory()
+    session: PromptSession[str] = PromptSession(
+        history=kept,
+        multiline=True,
+        key_bindings=_keys(),
+        completer=WordCompleter(list(commands), sentence=True),
+        complete_while_typing=True,
+        prompt_continuation=lambda width, line, wrapped: "  ",
+        bottom_toolbar=lambda: FormattedText([("class:status", f" {status()} ")]),
+        style=Style.from_dict({"bottom-toolbar": "noreverse", "status": "ansibrightblack", "prompt": "ansicyan bold"}),
+        output=create_output(sys.stdout if sys.stdout.isatty() else sys.stderr),
+        reserve_space_for_menu=4,
+    )
+    return lambda: session.prompt([("class:prompt", "> ")])
+
+
+def _keys() -> KeyBindings:
+    """Enter sends, or goes on in a new line after a backslash; Alt-Enter starts a new line."""
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def send(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if buffer.document.text_before_cursor.endswith("\\"):
+            buffer.delete_before_cursor()
+            buffer.newline(copy_margin=False)
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def new_line(event: KeyPressEvent) -> None:
+        event.current_buffer.newline(copy_margin=False)
+
+    return keys
