@@ -47,7 +47,7 @@ class Watch:
 
     def start(self, engine: AsyncEngine) -> None:
         if engine.runner_note:
-            self.progress.console.print(engine.runner_note)
+            self.progress.console.print(engine.runner_note, markup=False, soft_wrap=True)
         self.progress.update(self.task, description="Requests", total=self.total)
 
     def advance(self, record: object) -> None:

@@ -72,9 +72,10 @@ def api_server(
     def ready(url: str, opened: run.AsyncEngine) -> None:
         loading.stop()
         if opened.runner_note:
-            console.print(opened.runner_note)
+            console.print(opened.runner_note, markup=False, soft_wrap=True)
+        hint = "listening at " if disable_fastapi_docs else "open it in a browser to see the API: "
         for _ in range(3):
-            console.print(f"HINT:    Please open [bold]{url}[/bold] in a browser for the API's documentation")
+            console.print(f"HINT:    The server is ready; {hint}{url}", markup=False, soft_wrap=True)
 
     with loading:
         run.serve(

@@ -1,0 +1,99 @@
+"""The profile commands on a tiny model: the keys that scripts read, and one line for misuse."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+COMMAND = [sys.executable, "-c", "import sys; from toolkit.commands.main import main; main(sys.argv[1:])"]
+THROUGHPUT_KEYS = (
+    ["completed", "total_input_tokens", "total_output_tokens", "duration"]
+    + ["request_throughput", "input_throughput", "output_throughput"]
+    + [f"{s}_{k}_ms" for s in ("mean", "median", "p99") for k in ("e2e_latency", "ttft", "tpot", "itl")]
+)
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    return subprocess.run(
+        [*COMMAND, "profile", *map(str, arguments)], capture_output=True, text=True, cwd="/", timeout=120, env=env
+    )
+
+
+def test_throughput(tiny_models: Any, tmp_path: Path) -> None:
+    flags = ["--num-prompts", 6, "--concurrency", 3, "--random-input-len", 20, "--random-output-len", 5]
+    files = ["--json", "-", "--csv", tmp_path / "a.csv", "--plot", tmp_path / "a.png"]
+    done = run("throughput", tiny_models("llama"), *flags, *files)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert list(figures) == THROUGHPUT_KEYS
+    assert (figures["completed"], figures["total_input_tokens"], figures["total_output_tokens"]) == (6, 120, 30)
+    assert figures["output_throughput"] == pytest.approx(30 / figures["duration"])
+    assert 0 < figures["mean_ttft_ms"] < figures["mean_e2e_latency_ms"]
+    assert figures["mean_tpot_ms"] > 0 and figures["mean_itl_ms"] > 0
+    rows = list(csv.DictReader((tmp_path / "a.csv").open()))
+    assert len(rows) == 1 and float(rows[0]["completed"]) == 6
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+def test_a_dataset_at_a_rate(tiny_models: Any, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    turns = [{"from": "human", "value": "What is the meaning of it?"}, {"from": "gpt", "value": "Nobody really knows."}]
+    file.write_text(json.dumps([{"conversations": turns}]), encoding="utf-8")
+    flags = ["--dataset", file, "--num-prompts", 4, "--request-rate", 50, "--json", "-"]
+    done = run("throughput", tiny_models("llama"), *flags)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["completed"] == 4
+
+
+def test_generation(tiny_models: Any, tmp_path: Path) -> None:
+    flags = ["--concurrency", "1,3", "--prompt-tokens", 30, "--completion-tokens", 6, "--json", tmp_path / "g.json"]
+    done = run("generation", tiny_models("llama"), *flags)
+    assert done.returncode == 0, done.stderr
+    assert "decode tok/s" in done.stdout.replace("\n", " ") or "decode" in done.stdout
+    rows = json.loads((tmp_path / "g.json").read_text())
+    assert [row["concurrency"] for row in rows] == [1, 3]
+    for row in rows:
+        assert set(row) == {
+            "concurrency",
+            "prompt_tokens",
+            "completion_tokens",
+            "prefill_throughput",
+            "decode_throughput",
+            "output_throughput",
+            "first_token_latency_ms",
+            "token_latency_ms",
+            "peak_memory_mib",
+        }
+        assert set(row["first_token_latency_ms"]) == {"min", "max", "ave"}
+        assert set(row["token_latency_ms"]) == {"p50", "p75", "p95", "p99"}
+        assert (row["prompt_tokens"], row["completion_tokens"]) == (30, 6)
+        assert row["peak_memory_mib"] > 50
+        assert min(row["prefill_throughput"], row["decode_throughput"], row["output_throughput"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["throughput", "--dataset", "/no/such/file"], "--dataset"),
+        (["throughput", "--request-rate", "0"], "--request-rate"),
+        (["throughput", "--request-rate", "nan"], "--request-rate"),
+        (["throughput", "--num-prompts", "0"], "--num-prompts"),
+        (["throughput", "--random-input-len", "100000"], "--random-input-len"),
+        (["throughput", "--plot", "/no/such/folder/a.png"], "--plot"),
+        (["generation", "--concurrency", "1,two"], "--concurrency"),
+        (["generation", "--concurrency", "0"], "--concurrency"),
+        (["generation", "--session-len", "100"], "--session-len"),
+    ],
+)
+def test_misuse_is_one_line(tiny_models: Any, arguments: list[str], says: str) -> None:
+    done = run(arguments[0], tiny_models("llama"), *arguments[1:])
+    assert done.returncode in (1, 2) and done.stdout == ""
+    assert len(done.stderr.strip().splitlines()) == 1 and says in done.stderr, done.stderr

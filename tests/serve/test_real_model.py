@@ -1,0 +1,314 @@
+"""The command itself: a tiny model in its own engine process, a real port, the official client, real signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import psutil
+import pytest
+
+COMMAND = [sys.executable, "-c", "import sys; from toolkit.commands.main import main; main(sys.argv[1:])"]
+PROMPT = [5, 77, 200, 13, 260, 33, 91]
+
+
+def launch(model: Path, *flags: str) -> subprocess.Popen[str]:
+    arguments = [
+        "serve",
+        "api_server",
+        str(model),
+        "--server-port",
+        "0",
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+        *flags,
+    ]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    return subprocess.Popen([*COMMAND, *arguments, *flags], stderr=subprocess.PIPE, text=True, cwd="/", env=env)
+
+
+def wait_for_url(process: subprocess.Popen[str]) -> str:
+    assert process.stderr is not None
+    seen = ""
+    for line in process.stderr:
+        seen += line
+        if found := re.search(r"http://[0-9.]+:\d+", line):
+            break
+    else:
+        raise AssertionError(f"the server ended: {seen}")
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(f"{found[0]}/health", timeout=5).close()
+            return found[0]
+        time.sleep(0.02)
+    raise AssertionError("the server never answered")
+
+
+@contextlib.contextmanager
+def serving(model: Path, *flags: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    process = launch(model, *flags)
+    try:
+        yield wait_for_url(process), process
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        finally:
+            process.kill()
+            assert process.stderr is not None
+            process.stderr.close()
+
+
+@pytest.fixture(scope="module")
+def url(tiny_models: Any) -> Iterator[str]:
+    with serving(tiny_models("llama"), "--model-name", "tiny", "--session-len", "400") as (found, _):
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_models: Any) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_models("llama"), dtype=torch.float32)
+
+    def log_probabilities(token_ids: list[int]) -> np.ndarray:
+        with torch.no_grad():
+            return model(torch.tensor([token_ids])).logits[0].double().log_softmax(-1).numpy()
+
+    return log_probabilities
+
+
+def metric(url: str, name: str) -> float:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as reply:
+        text = reply.read().decode()
+    return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"toolkit:{name} "))
+
+
+def complete(client: openai.OpenAI, prompt: Any = PROMPT, **fields: Any) -> Any:
+    extra = {"ignore_eos": True, "skip_special_tokens": False, **fields.pop("extra_body", {})}
+    settings = {"max_tokens": 12, "temperature": 0, **fields}
+    return client.completions.create(model="tiny", prompt=prompt, extra_body=extra, **settings)
+
+
+def test_greedy_is_the_model(client: openai.OpenAI, reference: Callable[[list[int]], np.ndarray]) -> None:
+    choice = complete(client, logprobs=3).choices[0]
+    tokens = list(PROMPT)
+    for logprob, top in zip(choice.logprobs.token_logprobs, choice.logprobs.top_logprobs, strict=True):
+        expected = reference(tokens)[-1]
+        best = int(expected.argmax())
+        assert logprob == pytest.approx(expected[best], abs=1e-3)
+        assert sorted(top.values())[::-1] == pytest.approx(np.sort(expected)[::-1][: len(top)].tolist(), abs=1e-3)
+        tokens.append(best)
+    assert choice.finish_reason == "length" and len(choice.logprobs.tokens) == 12
+    assert choice.text == "".join(choice.logprobs.tokens) or "\ufffd" in "".join(choice.logprobs.tokens)
+
+
+def test_echo_scores_the_prompt(client: openai.OpenAI, reference: Callable[[list[int]], np.ndarray]) -> None:
+    expected = reference(PROMPT)
+    expected = [float(expected[i, token]) for i, token in enumerate(PROMPT[1:])]
+    got = complete(client, echo=True, logprobs=0, max_tokens=0)
+    assert got.choices[0].logprobs.token_logprobs[0] is None
+    assert got.choices[0].logprobs.token_logprobs[1:] == pytest.approx(expected, abs=1e-3)
+    assert got.usage.completion_tokens == 0 and got.usage.prompt_tokens == len(PROMPT)
+
+
+def test_stream_equals_whole(client: openai.OpenAI) -> None:
+    for fields in ({}, {"temperature": 1.0, "seed": 3, "n": 2}):
+        whole = complete(client, max_tokens=40, **fields)
+        texts, ends = ["", ""], ["", ""]
+        for chunk in complete(client, max_tokens=40, stream=True, **fields):
+            choice = chunk.choices[0]
+            texts[choice.index] += choice.text
+            ends[choice.index] = choice.finish_reason or ends[choice.index]
+        assert texts[: len(whole.choices)] == [c.text for c in whole.choices]
+        assert ends[: len(whole.choices)] == ["length"] * len(whole.choices)
+
+
+def test_choice_i_is_seed_plus_i(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"temperature": 1.0, "max_tokens": 20}
+    together = [c.text for c in complete(client, n=3, seed=40, **fields).choices]
+    assert together == [complete(client, seed=40 + i, **fields).choices[0].text for i in range(3)]
+    assert len(set(together)) == 3
+
+
+def test_stop_strings_of_many_tokens(client: openai.OpenAI) -> None:
+    text = complete(client, max_tokens=40).choices[0].text
+    stop = text[7:13]
+    assert len(stop) == 6
+    short = complete(client, max_tokens=40, stop=["never there", stop]).choices[0]
+    assert short.text == text[: text.index(stop)] and short.finish_reason == "stop"
+    assert short.stop_reason == stop
+    chunks = list(complete(client, max_tokens=40, stop=stop, stream=True))
+    assert "".join(c.choices[0].text for c in chunks) == short.text
+    kept = complete(client, max_tokens=40, stop=stop, extra_body={"include_stop_str_in_output": True})
+    assert kept.choices[0].text == short.text + stop
+
+
+def test_prefix_cache_shows_in_usage(client: openai.OpenAI) -> None:
+    prompt = list(np.random.default_rng(8).integers(3, 300, 200))
+    prompt = [int(token) for token in prompt]
+    first, second = complete(client, prompt), complete(client, prompt)
+    assert first.choices[0].text == second.choices[0].text
+    assert second.usage.prompt_tokens_details.cached_tokens >= 128
+
+
+def test_structured_output(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 60}
+    choice = {"response_format": {"type": "choice", "choice": ["yes", "no"]}, "ignore_eos": False}
+    assert complete(client, extra_body=choice, **fields).choices[0].text in ("yes", "no")
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    schema["additionalProperties"] = False
+    done = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "a"}],
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+        seed=1,
+        max_tokens=200,
+    )
+    if done.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(done.choices[0].message.content or "")["ok"], bool)
+    with pytest.raises(openai.BadRequestError, match="response_format"):
+        complete(client, extra_body={"response_format": {"type": "regex_schema", "regex_schema": "(("}})
+
+
+def test_bias_and_penalties_reach_the_sampler(client: openai.OpenAI) -> None:
+    forced = complete(client, logit_bias={"70": 100}, max_tokens=3).choices[0].text
+    assert forced == complete(client, [70, 70, 70], echo=True, max_tokens=0).choices[0].text
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    done = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "hello"}], temperature=0, max_tokens=5
+    )
+    assert done.choices[0].message.role == "assistant" and 1 <= done.usage.completion_tokens <= 5
+
+
+def test_a_prompt_longer_than_the_session(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="--session-len") as error:
+        complete(client, [7] * 400)
+    assert error.value.code == "context_length_exceeded"
+    fits = complete(client, [7] * 390, max_tokens=50)
+    assert fits.usage.total_tokens == 400 and fits.choices[0].finish_reason == "length"
+
+
+def test_64_at_once(url: str) -> None:
+    async def one(client: openai.AsyncOpenAI, i: int) -> str:
+        stream = await client.completions.create(
+            model="tiny",
+            prompt=[i + 3, 50, 60],
+            max_tokens=16,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True, "skip_special_tokens": False},
+        )
+        return "".join([chunk.choices[0].text async for chunk in stream])
+
+    async def all_of_them() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
+            return await asyncio.gather(*(one(client, i) for i in range(64)))
+
+    together = asyncio.run(all_of_them())
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="x") as client:
+        assert together[:4] == [complete(client, [i + 3, 50, 60], max_tokens=16).choices[0].text for i in range(4)]
+
+
+def test_disconnect_frees_the_blocks(url: str) -> None:
+    host, port = url.removeprefix("http://").split(":")
+    for stream in (True, False):
+        body = {"model": "tiny", "prompt": [9, 8, 7], "max_tokens": 390, "ignore_eos": True, "stream": stream, "n": 4}
+        data = json.dumps(body).encode()
+        connection = socket.create_connection((host, int(port)), timeout=10)
+        connection.sendall(
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+        )
+        _until(lambda: metric(url, "num_requests_running") == 4)
+        connection.close()
+        before = metric(url, "engine_steps_total")
+        _until(lambda: metric(url, "num_requests_running") == 0)
+        assert metric(url, "engine_steps_total") - before < 100
+        _until(lambda: metric(url, "kv_cache_usage_perc") == 0)
+
+
+def _until(condition: Callable[[], bool], timeout: float = 10.0) -> None:
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end, "the condition never came true"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_cleanly(tiny_models: Any, number: int) -> None:
+    with serving(tiny_models("llama"), "--grace-period", "0.3", "--log-level", "warning") as (url, process):
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert children, "the engine should have a process of its own"
+        host, port = url.removeprefix("http://").split(":")
+        body = {"model": "x", "prompt": [9, 8], "max_tokens": 500, "ignore_eos": True, "stream": True}
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as reply:
+            body["model"] = json.load(reply)["data"][0]["id"]
+        data = json.dumps(body).encode()
+        connection = socket.create_connection((host, int(port)), timeout=20)
+        connection.sendall(
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+        )
+        assert b"200 OK" in connection.recv(500)
+        process.send_signal(number)
+        seen = b""
+        while part := connection.recv(65536):
+            seen += part
+        connection.close()
+        assert b"[DONE]" in seen and (b"shutting down" in seen or b'"length"' in seen)
+        assert process.wait(15) == 0
+        assert process.stderr is not None and "Traceback" not in process.stderr.read()
+        _, alive = psutil.wait_procs(children, timeout=5)
+        assert not alive
+
+
+def test_a_port_in_use(tiny_models: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        process = launch(tiny_models("llama"), "--server-port", str(port))
+        _, error = process.communicate(timeout=30)
+    assert process.returncode in (1, 2)
+    assert len(error.strip().splitlines()) == 1 and str(port) in error and "in use" in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--server-port", "70000"], "--server-port"),
+        (["--server-name", "300.1.2.3"], "--server-name"),
+        (["--log-level", "loud"], "--log-level"),
+        (["--ssl"], "SSL_KEYFILE"),
+        (["--api-keys", ""], "--api-keys"),
+        (["--chat-template", "no such template"], "no such template"),
+        (["--backend", "fancy"], "--backend"),
+    ],
+)
+def test_bad_flags_are_one_line(tiny_models: Any, flags: list[str], says: str) -> None:
+    process = launch(tiny_models("llama"), *flags)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode in (1, 2), error
+    assert len(error.strip().splitlines()) == 1 and says in error
