@@ -6,14 +6,13 @@ a ``.gguf`` file, which is presented under Hugging Face names. No torch is neede
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.json_file import read_json_object
-from toolkit.artifacts.safetensors_file import NUMPY_DTYPES, TORCH_DTYPES, TensorInfo, read_header
+from toolkit.artifacts.safetensors_file import TensorInfo, read_header
 from toolkit.errors import ToolkitError, UsageError
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ class Checkpoint:
     @property
     def quantization(self) -> dict[str, Any] | None:
         """``quantization_config`` of config.json, {"quant_method": "gguf"} for a GGUF file, None where dense."""
-        return self.config.get("quantization_config")
+        return {"quant_method": "gguf"} if self.gguf is not None else self.config.get("quantization_config")
 
     @cached_property
     def tokenizer_dir(self) -> Path:
@@ -72,16 +71,12 @@ class Checkpoint:
         info = self.info(name)
         if self.gguf is not None:
             return self.gguf.tensor(name)
-        import torch
+        from toolkit.artifacts.mapped import map_file, view_tensor
 
         path = self.files[name]
         if path not in self._maps:
-            self._maps[path] = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
-        raw = self._maps[path][info.start : info.end]
-        dtype = getattr(torch, TORCH_DTYPES[info.dtype])
-        if info.start % dtype.itemsize:
-            raw = raw.clone()
-        return raw.view(dtype).view(info.shape)
+            self._maps[path] = map_file(path)
+        return view_tensor(self._maps[path], info)
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
@@ -174,15 +169,11 @@ def _read_index(index: Path) -> dict[str, str]:
 
 def _no_weights(path: Path) -> str:
     pickles: list[Path] = []
-    find: Callable[[str], Any] = path.glob
     for pattern in _PICKLES:
-        pickles += sorted(find(pattern))
+        pickles += sorted(path.glob(pattern))
     if pickles:
         return (
             f"{path}: expected *.safetensors, found pickled weights alone ({pickles[0].name}), which can run code "
             "when read; save the model as safetensors"
         )
     return f"{path}: expected model.safetensors (or an index and its shards), found no weights"
-
-
-__all__ = ["INDEX", "NUMPY_DTYPES", "Checkpoint", "open_checkpoint"]

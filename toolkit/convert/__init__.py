@@ -1,0 +1,1 @@
+"""Stage ``convert``: a checkpoint, packed for the machine that will run it."""

@@ -1,0 +1,114 @@
+"""The engine artifact: a spec as JSON and weights packed for one target, in a file that a runner maps.
+
+    engine.json          schema_version, target, spec, params: name → how its arrays make a weight
+    engine.safetensors   the arrays, each at a page border
+    manifest.json, tokenizer files, config.json, generation_config.json, chat template
+
+This module is the container, the same for every target; ``engine_torch`` packs for target ``torch``, other targets pack
+with their runner. Importing it imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.artifacts.json_file import read_json_object, write_json_object
+from toolkit.artifacts.manifest import require_kind
+from toolkit.artifacts.safetensors_file import TensorInfo, map_arrays, read_header, write_arrays
+from toolkit.errors import ToolkitError
+from toolkit.models.spec import DecoderSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from toolkit.artifacts.canonical import Weight
+
+ENGINE_JSON = "engine.json"
+ENGINE_ARRAYS = "engine.safetensors"
+ENGINE_SCHEMA = 1
+TORCH_TARGET = "torch"
+
+Arrays = Iterator[tuple[str, Any, str | None]]
+
+
+@dataclass(frozen=True)
+class EngineArtifact:
+    """An open artifact. ``params``: canonical name → {"form", …}, what its arrays mean (see the target's packer)."""
+
+    path: Path
+    spec: DecoderSpec
+    target: str
+    params: dict[str, dict[str, Any]]
+    infos: dict[str, TensorInfo]
+
+    @property
+    def array_file(self) -> Path:
+        return self.path / ENGINE_ARRAYS
+
+    def arrays(self) -> dict[str, Any]:
+        """Every array as a read-only, page-aligned numpy view of the mapped file (BF16 as uint16)."""
+        return map_arrays(self.array_file)
+
+    def weights(self) -> Mapping[str, Weight | Tensor]:
+        """Canonical weights by name, made when asked for: dense ones are views of the file, codes are unpacked.
+
+        Raises ToolkitError if the artifact is packed for another target than ``torch``.
+        """
+        if self.target != TORCH_TARGET:
+            raise ToolkitError(
+                f"{self.path}: packed for {self.target}, which the torch runner cannot read; "
+                "convert the model again with --target torch"
+            )
+        from toolkit.artifacts.engine_torch import TorchWeights
+
+        return TorchWeights(self)
+
+
+def write_engine(
+    directory: Path,
+    spec: DecoderSpec,
+    arrays: Iterable[tuple[str, Any, str | None]],
+    *,
+    target: str,
+    params: Mapping[str, dict[str, Any]],
+) -> None:
+    """Write engine.safetensors and engine.json to ``directory`` (a stage's).
+
+    ``arrays``: a stream as ``write_arrays`` takes it; ``params`` is read after it, so the packer that makes the stream
+    may fill it on the way. OSError passes through.
+    """
+    write_arrays(directory / ENGINE_ARRAYS, arrays, {"format": "toolkit-engine", "target": target})
+    data = {"schema_version": ENGINE_SCHEMA, "target": target, "spec": spec.to_json(), "params": dict(params)}
+    write_json_object(directory / ENGINE_JSON, data)
+
+
+def open_engine(path: Path) -> EngineArtifact:
+    """Open an engine artifact from its JSON and the header of its arrays.
+
+    Raises ToolkitError, one line, if it is none, is broken, or is of a newer schema.
+    """
+    require_kind(path, ("engine",), "the engine")
+    json_path = path / ENGINE_JSON
+    data = read_json_object(json_path)
+    version = data.get("schema_version")
+    if not isinstance(version, int) or version > ENGINE_SCHEMA or version < 1:
+        raise ToolkitError(
+            f"{json_path}: schema_version: expected at most {ENGINE_SCHEMA}, found {version!r:.40}; "
+            "upgrade, or convert the model again"
+        )
+    target, params = data.get("target"), data.get("params")
+    if not isinstance(target, str) or not isinstance(params, dict):
+        raise ToolkitError(f"{json_path}: expected target and params; convert the model again")
+    try:
+        spec = DecoderSpec.from_json(data.get("spec") or {})
+    except (ValueError, TypeError) as error:
+        raise ToolkitError(f"{json_path}: spec: {error}; convert the model again") from error
+    artifact = EngineArtifact(path, spec, target, params, read_header(path / ENGINE_ARRAYS))
+    if target == TORCH_TARGET:
+        from toolkit.artifacts.engine_torch import check_torch
+
+        check_torch(artifact)
+    return artifact

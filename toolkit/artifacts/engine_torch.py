@@ -1,0 +1,191 @@
+"""How weights are packed for target ``torch``: canonical weights as they are, codes of up to 4 bits two a byte."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from toolkit.artifacts.engine import ENGINE_JSON, Arrays, EngineArtifact
+from toolkit.errors import ToolkitError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from toolkit.artifacts.canonical import GroupInt, Weight
+
+
+def pack_torch(weights: Iterable[tuple[str, Weight | Tensor]], params: dict[str, dict[str, Any]]) -> Arrays:
+    """The arrays of canonical weights for target ``torch``; fills ``params``."""
+    import torch
+
+    from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8
+
+    for name, value in weights:
+        if isinstance(value, torch.Tensor):
+            params[name] = {"form": "tensor", "shape": list(value.shape)}
+            yield name, value, None
+            continue
+        entry: dict[str, Any] = {"shape": list(value.shape)}
+        params[name] = entry
+        if isinstance(value, Dense):
+            entry["form"] = "dense"
+            yield f"{name}.weight", value.weight, None
+        elif isinstance(value, (ChannelInt8, Fp8)):
+            entry["form"] = "channel_int8" if isinstance(value, ChannelInt8) else "fp8"
+            yield f"{name}.weight", value.weight, None
+            yield f"{name}.scales", value.scales, None
+        else:
+            yield from _pack_group_int(name, value, entry)
+
+
+def _pack_group_int(name: str, value: GroupInt, entry: dict[str, Any]) -> Arrays:
+    entry.update(form="group_int", bits=value.bits, group_size=value.group_size)
+    yield f"{name}.codes", pack_codes(value.codes, value.bits), None
+    yield f"{name}.scales", value.scales, None
+    if value.symmetric:
+        entry["zero"] = 1 << (value.bits - 1)
+    elif value.zeros is not None:
+        yield f"{name}.zeros", pack_codes(value.zeros, value.bits), None
+    if value.minima is not None:
+        yield f"{name}.minima", value.minima, None
+    if value.group_index is not None:
+        yield f"{name}.group_index", value.group_index, None
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """uint8 codes, any shape → flat bytes: up to 4 bits two a byte, the first in the low half; else one a byte."""
+    import torch
+
+    flat = codes.reshape(-1)
+    if bits > 4:
+        return flat
+    if flat.numel() % 2:
+        flat = torch.cat([flat, flat.new_zeros(1)])
+    return flat[0::2] | flat[1::2] << 4
+
+
+def unpack_codes(packed: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
+    """Inverse of ``pack_codes``."""
+    import torch
+
+    if bits > 4:
+        return packed.view(shape)
+    codes = torch.empty(packed.numel() * 2, dtype=torch.uint8)
+    codes[0::2] = packed & 15
+    codes[1::2] = packed >> 4
+    return codes[: math.prod(shape)].view(shape)
+
+
+class TorchWeights(Mapping[str, "Weight | Tensor"]):
+    """The weights of an artifact packed for ``torch``, each made anew when asked for."""
+
+    def __init__(self, artifact: EngineArtifact) -> None:
+        self._artifact = artifact
+
+    @cached_property
+    def _mapped(self) -> Tensor:
+        from toolkit.artifacts.mapped import map_file
+
+        return map_file(self._artifact.array_file)
+
+    def _array(self, name: str) -> Tensor:
+        from toolkit.artifacts.mapped import view_tensor
+
+        return view_tensor(self._mapped, self._artifact.infos[name])
+
+    def __getitem__(self, name: str) -> Weight | Tensor:
+        from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8
+
+        entry = self._artifact.params[name]
+        form = entry["form"]
+        if form == "tensor":
+            return self._array(name)
+        if form == "group_int":
+            return self._group_int(name, entry)
+        weight = self._array(f"{name}.weight")
+        if form == "dense":
+            return Dense(weight)
+        kind = ChannelInt8 if form == "channel_int8" else Fp8
+        return kind(weight, self._array(f"{name}.scales"))
+
+    def _group_int(self, name: str, entry: dict[str, Any]) -> GroupInt:
+        import torch
+
+        from toolkit.artifacts.canonical import GroupInt
+
+        bits, group_size, (rows, columns) = entry["bits"], entry["group_size"], entry["shape"]
+        grid = (rows, columns // group_size)
+        infos = self._artifact.infos
+        zeros = None
+        if "zero" in entry:
+            zeros = torch.full(grid, entry["zero"], dtype=torch.uint8)
+        elif f"{name}.zeros" in infos:
+            zeros = unpack_codes(self._array(f"{name}.zeros"), bits, grid)
+        return GroupInt(
+            codes=unpack_codes(self._array(f"{name}.codes"), bits, (rows, columns)),
+            scales=self._array(f"{name}.scales"),
+            zeros=zeros,
+            bits=bits,
+            group_size=group_size,
+            minima=self._array(f"{name}.minima") if f"{name}.minima" in infos else None,
+            group_index=self._array(f"{name}.group_index") if f"{name}.group_index" in infos else None,
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._artifact.params)
+
+    def __len__(self) -> int:
+        return len(self._artifact.params)
+
+
+def check_torch(artifact: EngineArtifact) -> None:
+    """Every parameter of the spec is described, and every description matches the arrays."""
+    spec, params = artifact.spec, artifact.params
+    linears = spec.linears()
+    wanted: dict[str, tuple[int, ...]] = {norm.name: (norm.size,) for norm in spec.norms()}
+    wanted |= {linear.name: (linear.out_features, linear.in_features) for linear in linears}
+    wanted |= {f"{linear.name}.bias": (linear.out_features,) for linear in linears if linear.bias}
+    wanted[spec.embed] = (spec.vocab_size, spec.hidden_size)
+    if not spec.tied:
+        wanted[spec.head] = (spec.vocab_size, spec.hidden_size)
+    for name, shape in wanted.items():
+        entry = params.get(name)
+        if not isinstance(entry, dict) or entry.get("shape") != list(shape):
+            found = entry.get("shape") if isinstance(entry, dict) else "nothing"
+            raise ToolkitError(
+                f"{artifact.path / ENGINE_JSON}: params: {name}: expected shape {list(shape)}, found {found!r:.60}; "
+                "convert the model again"
+            )
+    for name, entry in params.items():
+        for array, elements in _arrays_of(artifact, name, entry).items():
+            info = artifact.infos.get(array)
+            found_elements = -1 if info is None else math.prod(info.shape)
+            if found_elements != elements:
+                raise ToolkitError(
+                    f"{artifact.array_file}: array {array}: expected {elements} elements, found "
+                    f"{'nothing' if info is None else found_elements}; convert the model again"
+                )
+
+
+def _arrays_of(artifact: EngineArtifact, name: str, entry: dict[str, Any]) -> dict[str, int]:
+    """Array name → number of elements that a parameter's description asks for."""
+    form = entry.get("form") if isinstance(entry, dict) else None
+    if form == "tensor":
+        return {name: math.prod(entry["shape"])}
+    if form == "dense":
+        return {f"{name}.weight": math.prod(entry["shape"])}
+    if form in ("channel_int8", "fp8"):
+        return {f"{name}.weight": math.prod(entry["shape"]), f"{name}.scales": entry["shape"][0]}
+    bits, size = (entry.get("bits"), entry.get("group_size")) if form == "group_int" else (None, None)
+    if bits not in (2, 3, 4, 8) or not isinstance(size, int) or size < 1 or entry["shape"][1] % size:
+        raise ToolkitError(
+            f"{artifact.path / ENGINE_JSON}: params: {name}: unknown form {entry!r:.100}; convert the model again"
+        )
+    rows, groups = entry["shape"][0], entry["shape"][1] // size
+    per_byte = 1 if bits > 4 else 2
+    wanted = {f"{name}.codes": -(-rows * groups * size // per_byte), f"{name}.scales": rows * groups}
+    if "zero" not in entry and f"{name}.minima" not in artifact.infos:
+        wanted[f"{name}.zeros"] = -(-rows * groups // per_byte)
+    return wanted

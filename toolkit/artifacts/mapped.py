@@ -1,0 +1,24 @@
+"""Torch tensors over a mapped file: pages are read when touched; writing to one changes memory, never the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from toolkit.artifacts.safetensors_file import TORCH_DTYPES, TensorInfo
+
+
+def map_file(path: Path) -> Tensor:
+    """The whole file as a uint8 tensor."""
+    return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+
+
+def view_tensor(mapped: Tensor, info: TensorInfo) -> Tensor:
+    """One tensor of a mapped file; copied only where it is not aligned to its element size."""
+    raw = mapped[info.start : info.end]
+    dtype = getattr(torch, TORCH_DTYPES[info.dtype])
+    if info.start % dtype.itemsize:
+        raw = raw.clone()
+    return raw.view(dtype).view(info.shape)

@@ -1,0 +1,129 @@
+"""Checkpoint → engine artifact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
+from toolkit.artifacts.engine import write_engine
+from toolkit.artifacts.formats import format_of
+from toolkit.artifacts.json_file import write_json_object
+from toolkit.artifacts.manifest import Manifest, describe_parent, read_manifest, require_kind
+from toolkit.artifacts.side_files import copy_side_files
+from toolkit.artifacts.source import resolve_model
+from toolkit.artifacts.stage import open_stage
+from toolkit.artifacts.weights import iter_canonical, validate_checkpoint
+from toolkit.convert.targets import choose_target
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.models.registry import load_spec
+from toolkit.models.spec import StoredTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from toolkit.artifacts.canonical import Weight
+
+Progress = Callable[[int, int], None]  # (stored tensors done, of how many)
+
+DTYPES = ("auto", "float16", "bfloat16", "float32")
+_FORMAT_NAMES = {None: "hf", "smooth_quant": "w8a8"}  # quant_method → LMDeploy's --model-format, where they differ
+
+
+@dataclass(frozen=True)
+class Converted:
+    """``already_there``: the target held this very result before."""
+
+    path: Path
+    target: str
+    manifest: Manifest
+    already_there: bool
+
+
+def convert(
+    model: str,
+    dst_path: Path | str,
+    *,
+    target: str = "auto",
+    dtype: str = "auto",
+    model_format: str | None = None,
+    tp: int = 1,
+    overwrite: bool = False,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    progress: Progress | None = None,
+    quiet: bool = False,
+) -> Converted:
+    """Pack ``model`` into the engine artifact ``dst_path``; validates everything first, writes atomically.
+
+    ``dtype``: of dense weights and norms, "auto" keeps the checkpoint's; quantized weights keep their scales as stored.
+    ``model_format``: what the weights are expected to be (hf, awq, gptq, w8a8, gguf), checked. ``quiet``: no download
+    progress. Raises UsageError for a wrong option, ToolkitError for a model that cannot be read or a full disk.
+    """
+    if tp != 1:
+        raise UsageError(
+            f"--tp: expected 1, found {tp}: an artifact holds the whole model, and is split when it is run"
+        )
+    if dtype not in DTYPES:
+        raise UsageError(f"--dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
+    path = resolve_model(model, revision=revision, download_dir=download_dir, progress=not quiet)
+    require_kind(path, ("checkpoint", "quantized"), "convert")
+    checkpoint = open_checkpoint(path)
+    _check_format(checkpoint, model_format)
+    spec, stored = load_spec(checkpoint)
+    validate_checkpoint(checkpoint, stored)
+    chosen = choose_target(target, spec)
+    options = {"target": chosen.name, "dtype": dtype}
+    with open_stage(
+        dst_path, kind="engine", stage="convert", parent=describe_parent(path), options=options, overwrite=overwrite
+    ) as stage:
+        if stage.already_there:
+            manifest = read_manifest(stage.target)
+            assert manifest is not None
+            return Converted(Path(dst_path), chosen.name, manifest, True)
+        weights = _cast(_report(checkpoint, stored, progress), dtype)
+        params: dict[str, dict] = {}
+        write_engine(stage.dir, spec, chosen.pack(spec, weights, params), target=chosen.name, params=params)
+        write_json_object(stage.dir / "config.json", checkpoint.config)
+        copy_side_files(checkpoint, stage.dir)
+        return Converted(Path(dst_path), chosen.name, stage.finish(), False)
+
+
+def _check_format(checkpoint: Checkpoint, model_format: str | None) -> None:
+    form = format_of(checkpoint)
+    method = None if form is None else form.METHOD
+    found = _FORMAT_NAMES.get(method, method)
+    if model_format is not None and model_format != found:
+        raise UsageError(f"--model-format: {checkpoint.path} holds {found}, not {model_format}; leave the option out")
+
+
+def _report(
+    checkpoint: Checkpoint, stored: list[StoredTensor], progress: Progress | None
+) -> Iterator[tuple[str, Weight | Tensor]]:
+    for i, item in enumerate(stored):
+        yield from iter_canonical(checkpoint, [item])
+        if progress is not None:
+            progress(i + 1, len(stored))
+
+
+def _cast(weights: Iterable[tuple[str, Weight | Tensor]], dtype: str) -> Iterator[tuple[str, Weight | Tensor]]:
+    """Dense weights and plain tensors in ``dtype``. Raises ToolkitError for a value that float16 cannot hold."""
+    import torch
+
+    from toolkit.artifacts.canonical import Dense
+
+    if dtype == "auto":
+        yield from weights
+        return
+    wanted = getattr(torch, dtype)
+    for name, value in weights:
+        tensor = value.weight if isinstance(value, Dense) else value
+        if not isinstance(tensor, torch.Tensor):
+            yield name, value
+            continue
+        cast = tensor.to(wanted)
+        if wanted == torch.float16 and not torch.equal(cast.isfinite(), tensor.isfinite()):
+            raise ToolkitError(f"{name}: a value is beyond float16's 65504; use --dtype bfloat16 or float32")
+        yield name, Dense(cast) if isinstance(value, Dense) else cast
