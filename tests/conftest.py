@@ -13,6 +13,8 @@ from typing import Any
 # The repository root must never be importable: transformers would take our folder `kernels` for a package it probes.
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [p for p in sys.path if Path(p or os.getcwd()).resolve() != _ROOT]
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models lose more than they gain by threads
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -42,3 +44,9 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def tiny_checkpoint() -> Any:
     """``tiny_checkpoint(family, path, **overrides) -> Path``: a fresh tiny checkpoint (see tests/support/tiny.py)."""
     return load_support("tiny").tiny_checkpoint
+
+
+@pytest.fixture(scope="session")
+def support() -> Any:
+    """``support(name)``: the helper module ``tests/support/<name>.py``."""
+    return load_support
