@@ -214,8 +214,8 @@ class _Builder:
         return found
 
     def linear(self, *specs: LinearSpec) -> Linear:
-        biases = [self.tensor(f"{s.name}.bias") if s.bias else None for s in specs]
-        return make_linear([self.matrix(s.name) for s in specs], biases, self.place, self.ops)
+        pairs = [(self.matrix(s.name), self.tensor(f"{s.name}.bias") if s.bias else None) for s in specs]
+        return make_linear([w for w, _ in pairs], [b for _, b in pairs], self.place, self.ops)
 
     def norm(self, spec: NormSpec | None) -> Norm | None:
         if spec is None:

@@ -1,0 +1,48 @@
+"""Canonical weights of an open checkpoint, read one stored module at a time, when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from toolkit.artifacts.canonical import Weight
+    from toolkit.artifacts.checkpoint import Checkpoint
+    from toolkit.models.spec import StoredTensor
+
+
+class CheckpointWeights(Mapping[str, "Weight | Tensor"]):
+    """What ``canonical_weights`` gives, without holding it all: only the module last read is kept.
+
+    So a quantized checkpoint whose codes take a byte each in canonical form never stands in memory as a whole.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, stored: Sequence[StoredTensor]) -> None:
+        self._checkpoint = checkpoint
+        self._modules: dict[str, StoredTensor] = {}
+        for item in stored:
+            if item.optional and not {item.name, f"{item.name}.weight"} & set(checkpoint.names()):
+                continue
+            for part in item.parts:
+                self._modules[part.name] = item
+                if item.bias:
+                    self._modules[f"{part.name}.bias"] = item
+        self._last: StoredTensor | None = None
+        self._loaded: dict[str, Weight | Tensor] = {}
+
+    def __getitem__(self, name: str) -> Weight | Tensor:
+        from toolkit.artifacts.weights import load_stored, split_parts
+
+        item = self._modules[name]
+        if item is not self._last:
+            self._loaded = dict(split_parts(item, *load_stored(self._checkpoint, item)))
+            self._last = item
+        return self._loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modules)
+
+    def __len__(self) -> int:
+        return len(self._modules)
