@@ -108,7 +108,7 @@ def describe_parent(path: Path) -> dict[str, Any]:
     Hashes every content file. Hub id and revision are read off the path where it lies in the hub's cache.
     """
     manifest = read_manifest(path) if path.is_dir() else None
-    hub_id, revision = _hub_origin(path)
+    hub_id, revision = hub_origin(path)
     return {
         "path": str(path.resolve()) if hub_id is None else hub_id,
         "hub_id": hub_id,
@@ -118,7 +118,7 @@ def describe_parent(path: Path) -> dict[str, Any]:
     }
 
 
-def _hub_origin(path: Path) -> tuple[str | None, str | None]:
+def hub_origin(path: Path) -> tuple[str | None, str | None]:
     """``…/models--owner--name/snapshots/<revision>`` → ("owner/name", revision)."""
     found = re.search(r"/models--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})(/|$)", str(path.absolute()))
     return (f"{found[1]}/{found[2]}", found[3]) if found else (None, None)

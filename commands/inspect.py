@@ -1,0 +1,70 @@
+"""``tool inspect``: what a model on disk is and where it came from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from toolkit.commands.output import stdout, table, write_json
+
+if TYPE_CHECKING:
+    from toolkit.artifacts.inspect import Inspection
+
+
+def run(
+    model: Annotated[str, typer.Argument(metavar="DIR", help="Model directory, artifact, .gguf file, hub id or demo.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read every file and compare it with its digest.")] = False,
+    json: Annotated[
+        str | None, typer.Option("--json", help="Write the manifest as JSON to this file (- = standard output).")
+    ] = None,
+) -> None:
+    """Show what DIR is: kind, quantization, quality, files, and its lineage back to the source.
+
+    Example: tool inspect demo-awq
+    """
+    from toolkit.artifacts.inspect import inspect
+    from toolkit.artifacts.source import resolve_model
+
+    found = inspect(resolve_model(model), verify)
+    write_json(json, found.record)
+    if json != "-":
+        _show(found)
+
+
+def _show(found: Inspection) -> None:
+    from rich.markup import escape
+    from rich.tree import Tree
+
+    console = stdout()
+    record = found.record
+    facts = [("kind", record["kind"]), *found.facts, ("size", _bytes(record["size_bytes"]))]
+    if record["stage"]:
+        facts += [("made by", f"{record['stage']}, version {record['tool_version']}, {record['created']}")]
+    console.print(table("What it is", ("", "value"), facts))
+    if record["quality"]:
+        console.print(table("Quality", ("figure", "value"), list(_flat(record["quality"]))))
+    rows = [(file["name"], _bytes(file["size"]), (file["sha256"] or "")[:16]) for file in record["files"]]
+    console.print(table("Files", ("name", "size", "sha256"), rows))
+    tree = Tree("[bold]Lineage[/bold]")
+    branch = tree
+    for step in found.lineage:
+        branch = branch.add(escape(step))
+    console.print(tree)
+
+
+def _flat(figures: dict[str, object]) -> list[tuple[str, object]]:
+    """One level of names; what is nested deeper (figures a layer, say) is for --json."""
+    return [
+        (name, value if not isinstance(value, (dict, list)) else f"{len(value)} entries (see --json)")
+        for name, value in figures.items()
+    ]
+
+
+def _bytes(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"

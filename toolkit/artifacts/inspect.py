@@ -1,0 +1,137 @@
+"""What a model on disk is: its record, its lineage, and what its headers tell. Reads no weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.artifacts.checkpoint import open_checkpoint
+from toolkit.artifacts.engine import open_engine
+from toolkit.artifacts.manifest import MANIFEST, Manifest, file_digest, hub_origin, read_manifest
+from toolkit.errors import ToolkitError
+
+_LONGEST_LINEAGE = 64
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """``record``: the manifest's keys (None where a plain checkpoint has nothing to say). ``facts``: (label, text).
+    ``lineage``: one text a step, this artifact first, its source last.
+    """
+
+    record: dict[str, Any]
+    facts: list[tuple[str, str]]
+    lineage: list[str]
+
+
+def inspect(path: Path, verify: bool = False) -> Inspection:
+    """Describe a checkpoint directory, a GGUF file or an artifact of ours; headers are validated on the way.
+
+    ``verify``: read every file and compare it with the digest that the manifest records. Raises ToolkitError, one line,
+    for a broken artifact, a file that is missing or of another size, and for a wrong digest.
+    """
+    manifest = read_manifest(path) if path.is_dir() else None
+    facts = _engine_facts(path) if manifest is not None and manifest.kind == "engine" else _checkpoint_facts(path)
+    if manifest is None:
+        record = _plain_record(path)
+        return Inspection(record, facts, _plain_lineage(path))
+    _check_files(path, manifest, verify)
+    return Inspection(manifest.to_json(), facts, _lineage(path, manifest))
+
+
+def _plain_record(path: Path) -> dict[str, Any]:
+    members = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
+    files = [{"name": file.name, "size": file.stat().st_size, "sha256": None} for file in members]
+    hub_id, revision = hub_origin(path)
+    parent = {"path": hub_id, "hub_id": hub_id, "revision": revision, "digest": None, "manifest": None}
+    return {
+        "kind": "checkpoint",
+        "stage": None,
+        "schema_version": None,
+        "tool_version": None,
+        "created": None,
+        "parent": parent if hub_id else None,
+        "options": {},
+        "quality": {},
+        "files": files,
+        "size_bytes": sum(file.stat().st_size for file in members),
+    }
+
+
+def _check_files(path: Path, manifest: Manifest, verify: bool) -> None:
+    for entry in manifest.files:
+        file, size, digest = path / entry["name"], entry.get("size"), entry.get("sha256")
+        if not file.is_file():
+            raise ToolkitError(f"{file}: missing, though {MANIFEST} lists it; make the artifact again")
+        if file.stat().st_size != size:
+            raise ToolkitError(f"{file}: expected {size} bytes by {MANIFEST}, found {file.stat().st_size}")
+        if verify and (found := file_digest(file)) != digest:
+            raise ToolkitError(f"{file}: expected sha256 {digest} by {MANIFEST}, found {found}")
+
+
+def _checkpoint_facts(path: Path) -> list[tuple[str, str]]:
+    checkpoint = open_checkpoint(path)
+    config = checkpoint.config
+    architectures = config.get("architectures")
+    name = architectures[0] if isinstance(architectures, list) and architectures else config.get("model_type")
+    dtypes = Counter(info.dtype for info in checkpoint.infos.values())
+    return [
+        ("architecture", str(name)),
+        ("context", str(config.get("max_position_embeddings"))),
+        ("quantization", _quantization(checkpoint.quantization)),
+        ("tensors", ", ".join(f"{count} {dtype}" for dtype, count in dtypes.most_common())),
+    ]
+
+
+def _quantization(quantization: dict[str, Any] | None) -> str:
+    if quantization is None:
+        return "none"
+    details = {key: quantization[key] for key in ("bits", "group_size", "quant_dtype") if key in quantization}
+    text = ", ".join(f"{key} {value}" for key, value in details.items())
+    return f"{quantization['quant_method']}" + (f": {text}" if text else "")
+
+
+def _engine_facts(path: Path) -> list[tuple[str, str]]:
+    artifact = open_engine(path)
+    spec = artifact.spec
+    forms = Counter(_form(entry) for entry in artifact.params.values())
+    return [
+        ("family", spec.family),
+        ("context", str(spec.max_position)),
+        ("layers", str(len(spec.layers))),
+        ("target", artifact.target),
+        ("weights", ", ".join(f"{count} {form}" for form, count in forms.most_common())),
+    ]
+
+
+def _form(entry: dict[str, Any]) -> str:
+    form = str(entry.get("form"))
+    return f"{form} ({entry['bits']} bits, groups of {entry['group_size']})" if "bits" in entry else form
+
+
+def _lineage(path: Path, manifest: Manifest) -> list[str]:
+    steps = [f"{path}  ({_made(manifest.to_json())})"]
+    parent: Any = manifest.parent
+    for _ in range(_LONGEST_LINEAGE):
+        if not isinstance(parent, dict):
+            break
+        record = parent.get("manifest")
+        revision = f" at {parent['revision']}" if parent.get("revision") else ""
+        made = f"  ({_made(record)})" if isinstance(record, dict) else ""
+        steps.append(f"{parent.get('path')}{revision}{made}")
+        parent = record.get("parent") if isinstance(record, dict) else None
+    return steps
+
+
+def _made(record: dict[str, Any]) -> str:
+    options = record.get("options") or {}
+    text = ", ".join(f"{key} {value}" for key, value in options.items() if value is not None)
+    made = f"{record.get('kind')}, made by {record.get('stage')} {record.get('created')}"
+    return f"{made}: {text}" if text else made
+
+
+def _plain_lineage(path: Path) -> list[str]:
+    hub_id, revision = hub_origin(path)
+    return [str(path)] + ([f"{hub_id} at {revision}"] if hub_id else [])
