@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
 
 from toolkit.commands.output import stdout, table, write_json
 
@@ -34,18 +35,36 @@ def templates(context: typer.Context, json: JSON = None) -> None:
 @app.command("models")
 def models(json: JSON = None) -> None:
     """List architectures, the weight formats each is read from, and the backends that run it."""
-    from toolkit.artifacts.formats import FORMATS
-    from toolkit.models import registry
-    from toolkit.runners.choose import BACKENDS
+    from importlib.util import find_spec
 
-    formats = ["hf", *sorted(FORMATS), "engine"]
-    described = registry.describe()
+    from toolkit.artifacts.formats import FORMATS
+    from toolkit.artifacts.gguf_models import ARCHS
+    from toolkit.models import registry
+
+    of_gguf = {arch.class_name for arch in ARCHS.values()}
+    quantized = [("w8a8" if name == "smooth_quant" else name) for name in FORMATS if name != "gguf"]
+    formats = ["hf", *quantized, "gguf", "engine"]
+    backends = ["pytorch", *(["turbomind"] if find_spec("toolkit.runners.native.runner") else [])]
+    rows = [
+        {
+            "architecture": name,
+            "family": family,
+            "notes": notes,
+            "formats": [f for f in formats if f != "gguf" or name in of_gguf],
+            "backends": backends,
+        }
+        for name, family, notes in registry.describe()
+    ]
     if json is not None:
-        rows = [
-            {"architecture": name, "family": family, "notes": notes, "formats": formats, "backends": list(BACKENDS)}
-            for name, family, notes in described
-        ]
         write_json(json, rows)
         return
-    lines = [(name, family, " ".join(formats), " ".join(BACKENDS), notes) for name, family, notes in described]
-    stdout().print(table("Models", ("architecture", "family", "weight formats", "backends", "notes"), lines))
+    columns = [*formats, "pytorch", "turbomind"]
+    lines = [
+        [row["architecture"], *("✓" * (c in row["formats"] or c in row["backends"]) for c in columns)] for row in rows
+    ]
+    made = table("Models: the weight formats they come in, the backends that run them", ["", *columns], lines)
+    made.box, made.show_edge, made.collapse_padding = SIMPLE_HEAD, False, True
+    made.columns[0].no_wrap = True
+    stdout().print(made)
+    if "turbomind" not in backends:
+        stdout().print("turbomind: its native runner is not installed; pytorch's stands in for it.")

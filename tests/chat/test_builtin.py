@@ -1,0 +1,69 @@
+"""The index of built-in templates is whole and its patterns find what they are meant for."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+
+import pytest
+
+from toolkit.artifacts.tokenizer import Tokenizer
+from toolkit.chat import builtin
+from toolkit.chat.template import ChatTemplate
+
+ALL = builtin.load()
+LMDEPLOY = (
+    "base llama2 llama3 llama3_1 llama3_2 vicuna llava-v1 internlm internlm2 internlm3 qwen qwen2d5 mistral mixtral "
+    "gemma phi-3 deepseek deepseek-r1 deepseek-coder yi chatglm3 glm4 baichuan baichuan2 codellama solar falcon "
+    "ultracm ultralm wizardlm llama4 qwq minicpm3"
+).split()
+
+
+def test_names_are_unique_and_lmdeploy_s_are_there() -> None:
+    names = [n for b in ALL for n in (b.name, *b.aliases)]
+    assert len(names) == len(set(names))
+    assert set(LMDEPLOY) <= set(names)
+
+
+@pytest.mark.parametrize("entry", ALL, ids=lambda b: b.name)
+def test_the_example_of_each_entry_is_matched_by_it(entry: builtin.Builtin) -> None:
+    found = builtin.match(entry.example)
+    assert found is None if entry.name == "base" else found == entry
+
+
+@pytest.mark.parametrize("entry", ALL, ids=lambda b: b.name)
+def test_each_renders_and_keeps_every_text(tokenizer_dirs: dict[str, object], entry: builtin.Builtin) -> None:
+    tok = Tokenizer.open(tokenizer_dirs["byte_level"])  # type: ignore[arg-type]
+    template = ChatTemplate.open(tok, "x", entry.name)
+    talk = [{"role": r, "content": f"~{i}~"} for i, r in enumerate(("system", "user", "assistant", "user"))]
+    text = template.render(talk)
+    positions = [text.index(f"~{i}~") for i in range(4)]
+    assert positions == sorted(positions)
+    assert entry.name == "base" or template.stop_words
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/data/Meta-Llama-3.1-70B-Instruct-AWQ", "llama3_1"),
+        ("/data/llama-2-13b-chat-4bit", "llama2"),
+        ("/data/llava-v1.6-vicuna-7b", "llava-v1"),
+        ("/cache/models--Qwen--Qwen2.5-7B-Instruct/snapshots/0123abc", "qwen2d5"),
+        ("Qwen/Qwen3-30B-A3B", "qwen3"),
+        ("internlm/internlm2_5-20b-chat", "internlm2"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "deepseek-r1"),
+        ("meta-llama/Llama-2-7b-hf", None),
+        ("gpt2", None),
+    ],
+)
+def test_guessing_by_name(path: str, name: str | None) -> None:
+    found = builtin.match(path)
+    assert (found and found.name) == name
+
+
+def test_every_template_file_is_used_and_every_pattern_compiles() -> None:
+    stored = {f.name for f in files("toolkit.templates").iterdir() if f.name.endswith(".jinja")}
+    assert stored == {b.template for b in ALL}
+    for entry in ALL:
+        for pattern in entry.match:
+            re.compile(pattern)

@@ -1,0 +1,297 @@
+"""Chat templates: where they come from, what they render, against transformers where it can tell."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.artifacts.tokenizer import Tokenizer
+from toolkit.chat.template import ChatTemplate
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.messages import ChatTemplateConfig, GenerationConfig
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": " Hi "},
+    {"role": "assistant", "content": "Hello!"},
+    {"role": "user", "content": "Who are you?"},
+]
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+
+
+@pytest.fixture
+def make(tokenizer_dirs: dict[str, Path], tmp_path: Path) -> Any:
+    """A tokenizer with a chat template of its own (or none), in a directory of the given name."""
+
+    def made(template: Any = None, kind: str = "byte_level", name: str = "model") -> Tokenizer:
+        path = tmp_path / name
+        shutil.copytree(tokenizer_dirs[kind], path)
+        config = json.loads((path / "tokenizer_config.json").read_text())
+        (path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+        return Tokenizer.open(path)
+
+    return made
+
+
+def test_the_model_s_own_template_is_transformers(make: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    tok = make(CHATML)
+    template = ChatTemplate.open(tok, tok.path)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(tok.path))
+    for talk in (TALK, TALK[1:2]):
+        expected = theirs.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+        assert template.render(talk) == expected
+        assert template.encode(talk) == tok.encode(expected, add_special_tokens=False)
+    closed = theirs.apply_chat_template(TALK[:3], tokenize=False, add_generation_prompt=False)
+    assert template.render(TALK[:3], add_generation_prompt=False) == closed
+
+
+def test_order_of_precedence(make: Any, tmp_path: Path) -> None:
+    own, bare = make(CHATML, name="vicuna-own"), make(name="vicuna-7b")
+    assert ChatTemplate.open(own, own.path).name == "hf"
+    assert ChatTemplate.open(own, own.path, "llama3").name == "llama3"
+    assert ChatTemplate.open(own, own.path, ChatTemplateConfig("gemma")).name == "gemma"
+    assert ChatTemplate.open(bare, bare.path).name == "vicuna"
+    assert ChatTemplate.open(bare, "/models/unheard-of").name == "base"
+    (tmp_path / "mine.jinja").write_text("[{{ messages[0].content }}]")
+    assert ChatTemplate.open(own, own.path, str(tmp_path / "mine.jinja")).render("x") == "[x]"
+    (tmp_path / "mine.json").write_text('{"model_name": "mine", "user": "U:", "assistant": "A:"}')
+    assert ChatTemplate.open(own, own.path, str(tmp_path / "mine.json")).render("x") == "U:xA:"
+
+
+def test_a_string_is_one_user_message(make: Any) -> None:
+    tok = make(CHATML)
+    template = ChatTemplate.open(tok, tok.path)
+    assert template.render("x") == template.render([{"role": "user", "content": "x"}])
+
+
+def test_base_joins_texts_behind_bos(make: Any) -> None:
+    tok = make(kind="sentencepiece")
+    template = ChatTemplate.open(tok, tok.path)
+    assert template.render("Once upon a time") == "<s>Once upon a time"
+    assert template.encode("x")[0] == tok.bos_id
+
+
+# Expected texts are the model authors' published formats.
+L3 = "<|start_header_id|>"
+FORMATS = {
+    "chatml": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n Hi <|im_end|>\n<|im_start|>assistant\n"
+    "Hello!<|im_end|>\n<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n",
+    "llama2": "[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] Hello! </s><s>[INST] Who are you? [/INST]",
+    "llama3": f"{L3}system<|end_header_id|>\n\nBe brief.<|eot_id|>{L3}user<|end_header_id|>\n\nHi<|eot_id|>"
+    f"{L3}assistant<|end_header_id|>\n\nHello!<|eot_id|>{L3}user<|end_header_id|>\n\nWho are you?<|eot_id|>"
+    f"{L3}assistant<|end_header_id|>\n\n",
+    "vicuna": "Be brief. USER:  Hi  ASSISTANT: Hello!</s>USER: Who are you? ASSISTANT:",
+    "gemma": "<start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\nHello!<end_of_turn>\n"
+    "<start_of_turn>user\nWho are you?<end_of_turn>\n<start_of_turn>model\n",
+    "mistral": "[INST] Be brief.\n\nHi [/INST] Hello!</s>[INST] Who are you? [/INST]",
+    "phi-3": "<|system|>\nBe brief.<|end|>\n<|user|>\n Hi <|end|>\n<|assistant|>\nHello!<|end|>\n<|user|>\n"
+    "Who are you?<|end|>\n<|assistant|>\n",
+    "deepseek-r1": "Be brief.<｜User｜> Hi <｜Assistant｜>Hello!<｜end▁of▁sentence｜><｜User｜>Who are you?"
+    "<｜Assistant｜><think>\n",
+    "chatglm3": "<|system|>\n Be brief.<|user|>\n  Hi <|assistant|>\n Hello!<|user|>\n Who are you?<|assistant|>",
+    "deepseek": "Be brief.\n\nUser:  Hi \n\nAssistant: Hello!<｜end▁of▁sentence｜>User: Who are you?\n\nAssistant:",
+    "internlm": "<|System|>:Be brief.\n<|User|>: Hi \n<|Bot|>:Hello!<eoa>\n<|User|>:Who are you?\n<|Bot|>:",
+    "baichuan2": "Be brief.<reserved_106> Hi <reserved_107>Hello!<reserved_106>Who are you?<reserved_107>",
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_built_in_formats(make: Any, name: str) -> None:
+    tok = make()
+    assert ChatTemplate.open(tok, tok.path, name).render(TALK) == FORMATS[name]
+
+
+def test_qwen3_drops_old_thoughts_and_can_skip_thinking(make: Any) -> None:
+    tok = make()
+    template = ChatTemplate.open(tok, tok.path, "qwen3")
+    talk = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nb"},
+        {"role": "user", "content": "c"},
+    ]
+    text = template.render(talk, enable_thinking=False)
+    assert "hm" not in text and "assistant\nb<|im_end|>" in text
+    assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert template.render(talk).endswith("<|im_start|>assistant\n")
+
+
+def test_config_fields_override_a_built_in(make: Any) -> None:
+    tok = make()
+    config = ChatTemplateConfig("vicuna", meta_instruction="M.", user="Q: ", assistant="A: ", stop_words=["#"])
+    template = ChatTemplate.open(tok, tok.path, config)
+    assert template.render("x") == "M. Q: x A: "
+    assert template.stop_words == ["#"]
+
+
+def test_a_new_name_is_made_of_the_pieces_in_lmdeploy_s_order(make: Any) -> None:
+    tok = make()
+    config = ChatTemplateConfig(
+        "mine", system="1", meta_instruction="2", eosys="3", user="4", eoh="5", assistant="6", eoa="7", separator="8"
+    )
+    template = ChatTemplate.open(tok, tok.path, config)
+    assert template.render(TALK[1:]) == "1234 Hi 56Hello!784Who are you?56"
+
+
+def test_the_default_system_text_can_be_dropped(make: Any) -> None:
+    tok = make()
+    template = ChatTemplate.open(tok, tok.path, "vicuna")
+    assert template.render("x").startswith("A chat between a curious user")
+    template.meta_instruction = None
+    assert template.render("x") == "USER: x ASSISTANT:"
+    assert template.render(TALK[:2]) == "Be brief. USER:  Hi  ASSISTANT:"
+
+
+@pytest.mark.parametrize("name", ["hf", "chatml", "llama2", "gemma"])
+def test_a_trailing_answer_is_continued(make: Any, name: str) -> None:
+    tok = make(CHATML)
+    template = ChatTemplate.open(tok, tok.path, name)
+    open_prompt = template.render(TALK[:2])
+    going_on = template.render([*TALK[:2], {"role": "assistant", "content": "The answer is"}])
+    assert going_on.endswith("The answer is")
+    assert going_on.startswith(open_prompt)
+    assert template.render([*TALK[:2], {"role": "assistant", "content": ""}]) == open_prompt
+    closed = template.render([*TALK[:2], {"role": "assistant", "content": "x"}], add_generation_prompt=False)
+    assert not closed.endswith("x")
+
+
+def test_trailing_blanks_of_an_answer_to_be_continued_are_kept(make: Any) -> None:
+    tok = make(CHATML.replace("message['content']", "message['content'] | trim"))
+    template = ChatTemplate.open(tok, tok.path)
+    assert template.render([*TALK[:2], {"role": "assistant", "content": "I am "}]).endswith("assistant\nI am ")
+
+
+def test_content_parts_are_joined(make: Any) -> None:
+    tok = make(CHATML)
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    text = ChatTemplate.open(tok, tok.path).render([{"role": "user", "content": parts}])
+    assert "user\na\nb<|im_end|>" in text
+
+
+def test_tools_reach_the_template_and_arguments_are_objects(make: Any) -> None:
+    tok = make("{{ tools | tojson }}{% for m in messages %}{{ m.tool_calls | default([]) | tojson }}{% endfor %}")
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    talk = [TALK[1], {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "3"}]
+    text = ChatTemplate.open(tok, tok.path).render(talk, tools=TOOLS)
+    assert json.dumps(TOOLS) in text
+    assert '"arguments": {"x": 1}' in text
+
+
+def test_a_tool_use_template_is_chosen_for_tools(make: Any) -> None:
+    tok = make([{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}])
+    template = ChatTemplate.open(tok, tok.path)
+    assert (template.render("x"), template.render("x", tools=TOOLS)) == ("plain", "tools")
+
+
+def test_built_ins_of_pieces_refuse_tools(make: Any) -> None:
+    tok = make()
+    with pytest.raises(UsageError, match="tools"):
+        ChatTemplate.open(tok, tok.path, "vicuna").render("x", tools=TOOLS)
+
+
+def test_stop_words_are_found_in_the_model_s_own_template(make: Any) -> None:
+    tok = make(CHATML)
+    template = ChatTemplate.open(tok, tok.path)
+    assert template.stop_words == ["<|im_end|>"]
+    config = template.with_stops(GenerationConfig(stop_words=["###"], stop_token_ids=[5]))
+    assert config.stop_words == ["###"]
+    assert config.stop_token_ids == [5, tok.token_id("<|im_end|>")]
+    assert template.with_stops(GenerationConfig(ignore_eos=True)).stop_token_ids is None
+    assert template.with_stops(GenerationConfig(stop_words=["</s>"])).stop_words is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [("completion", "a<FILL>b"), ("python", "a<FILL>b"), ("infilling", "<PRE> a <SUF>b <MID>")],
+)
+def test_capabilities_other_than_chat(make: Any, capability: Any, expected: str) -> None:
+    tok = make()
+    template = ChatTemplate.open(tok, tok.path, ChatTemplateConfig("codellama", capability=capability))
+    assert template.render("a<FILL>b") == expected
+    if capability == "infilling":
+        with pytest.raises(UsageError, match="<FILL>"):
+            template.render("nothing to fill")
+
+
+def test_another_model_s_template_by_path(make: Any) -> None:
+    bare, other = make(name="bare"), make("[{{ messages[0].content }}]", name="other")
+    config = ChatTemplateConfig("hf", model_path=str(other.path))
+    assert ChatTemplate.open(bare, bare.path, config).render("x") == "[x]"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "no-such-template",
+        "qwen33",
+        "/nowhere/x.jinja",
+        "/nowhere/x.json",
+        "{}",
+        '{"model_name": "a", "users": "b"}',
+        ChatTemplateConfig("hf"),
+        ChatTemplateConfig("hf", user="x"),
+        ChatTemplateConfig("hf", model_path="/nowhere"),
+        ChatTemplateConfig("qwen3", user="x"),
+        ChatTemplateConfig("llama2", model_path="/x"),
+        ChatTemplateConfig("llama2", capability="flying"),  # type: ignore[arg-type]
+    ],
+    ids=str,
+)
+def test_misuse_is_one_line(make: Any, config: Any) -> None:
+    tok = make()
+    with pytest.raises(UsageError) as error:
+        ChatTemplate.open(tok, tok.path, config)
+    assert "\n" not in str(error.value)
+
+
+def test_a_name_nearly_right_is_suggested(make: Any) -> None:
+    tok = make()
+    with pytest.raises(UsageError, match="'vicuna'"):
+        ChatTemplate.open(tok, tok.path, "vicunna")
+
+
+@pytest.mark.parametrize("source", ["{% for %}", "{{ 'a' * 10**10 }}", "{% for i in range(10**9) %}{% endfor %}"])
+def test_broken_and_hostile_templates_of_models(make: Any, source: str) -> None:
+    tok = make(source)
+    with pytest.raises(ToolkitError, match="chat template") as error:
+        ChatTemplate.open(tok, tok.path).render("x")
+    assert "\n" not in str(error.value) and not isinstance(error.value, UsageError)
+
+
+def test_messages_a_template_refuses_are_the_user_s_error(make: Any) -> None:
+    tok = make("{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}")
+    template = ChatTemplate.open(tok, tok.path)
+    with pytest.raises(UsageError, match="System role not supported"):
+        template.render(TALK)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        [1],
+        [{}],
+        [{"role": 1, "content": "x"}],
+        [{"role": "user"}],
+        [{"role": "user", "content": 3}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        [{"role": "user", "content": [{"type": "text"}]}],
+        [{"role": "user", "content": [3]}],
+        [{"role": "assistant", "content": "x", "tool_calls": "f"}],
+        [{"role": "assistant", "content": "x", "tool_calls": [{"function": {}}]}],
+    ],
+    ids=repr,
+)
+def test_bad_messages_are_named(make: Any, messages: Any) -> None:
+    tok = make(CHATML)
+    with pytest.raises(UsageError, match="messages") as error:
+        ChatTemplate.open(tok, tok.path).render(messages)
+    assert "\n" not in str(error.value)
