@@ -12,6 +12,7 @@ per-layer precision and error messages use these names.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -228,8 +229,12 @@ class DecoderSpec:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> DecoderSpec:
-        """Inverse of ``to_json``. Raises ValueError for unknown or missing fields."""
-        return _build(DecoderSpec, data)
+        """Inverse of ``to_json``. Raises ValueError for unknown or missing fields and for impossible numbers."""
+        from toolkit.models.check import check_spec
+
+        spec: DecoderSpec = _build(DecoderSpec, data)
+        check_spec(spec)
+        return spec
 
 
 @dataclass(frozen=True)
@@ -261,14 +266,19 @@ class StoredTensor:
     optional: bool = False
 
 
+@functools.cache
+def _hints(tp: type) -> dict[str, Any]:
+    return get_type_hints(tp)
+
+
 def _build(tp: Any, value: Any) -> Any:
     """Rebuild ``value`` (JSON) as type ``tp``: dataclasses, unions told apart by ``kind``, tuples, scalars."""
     origin = get_origin(tp)
     if dataclasses.is_dataclass(tp):
         assert isinstance(tp, type)
         if not isinstance(value, dict):
-            raise ValueError(f"{tp.__name__}: expected an object, found {value!r:.40}")
-        hints = get_type_hints(tp)
+            raise ValueError(f"{tp.__name__}: expected an object, found {_short(value)}")
+        hints = _hints(tp)
         names = {f.name for f in dataclasses.fields(tp)}
         required = {
             f.name
@@ -282,7 +292,7 @@ def _build(tp: Any, value: Any) -> Any:
         return tp(**{k: _build(hints[k], v) for k, v in value.items()})
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
-            raise ValueError(f"expected a list, found {value!r:.40}")
+            raise ValueError(f"expected a list, found {_short(value)}")
         args = get_args(tp)
         if len(args) == 2 and args[1] is Ellipsis:
             return tuple(_build(args[0], v) for v in value)
@@ -291,7 +301,7 @@ def _build(tp: Any, value: Any) -> Any:
         return tuple(_build(a, v) for a, v in zip(args, value, strict=True))
     if origin is Literal:
         if value not in get_args(tp):
-            raise ValueError(f"expected one of {get_args(tp)}, found {value!r:.40}")
+            raise ValueError(f"expected one of {get_args(tp)}, found {_short(value)}")
         return value
     if origin is not None:  # a union
         members = [a for a in get_args(tp) if a is not type(None)]
@@ -305,7 +315,17 @@ def _build(tp: Any, value: Any) -> Any:
             raise ValueError(f"unknown kind {kind!r}")
         return _build(members[0], value)
     if tp is float and isinstance(value, int) and not isinstance(value, bool):
+        if abs(value) > 1 << 64:
+            raise ValueError(f"expected float, found an integer of {value.bit_length()} bits")
         return float(value)
     if isinstance(tp, type) and (not isinstance(value, tp) or (isinstance(value, bool) and tp is not bool)):
-        raise ValueError(f"expected {tp.__name__}, found {value!r:.40}")
+        raise ValueError(f"expected {tp.__name__}, found {_short(value)}")
     return value
+
+
+def _short(value: Any) -> str:
+    return (
+        f"an integer of {value.bit_length()} bits"
+        if isinstance(value, int) and value.bit_length() > 64
+        else repr(value)[:40]
+    )
