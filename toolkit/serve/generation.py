@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
+from toolkit.errors import UsageError
 from toolkit.messages import GenerationConfig, Response
 from toolkit.serve.errors import ApiError
 from toolkit.serve.metrics import RequestClock
@@ -121,9 +122,10 @@ async def _run_one(state: ServerState, engine_id: str, choice: Choice) -> AsyncG
 
 def _raise_if_failed(response: Response, closing: bool) -> None:
     if response.finish_reason == "error":
-        status = response.error_code if response.error_code in (400, 404, 413, 503) else 500
-        code = "invalid_request" if status == 400 else "engine_error"
-        raise ApiError(status, response.error_message or "The engine failed on this request", code=code)
+        message = response.error_message or "The engine failed on this request"
+        if response.error_code == 400:
+            raise UsageError(message)  # it names the field
+        raise ApiError(503 if response.error_code == 503 else 500, message, code="engine_error")
     if response.finish_reason == "abort":
         why = "the server is shutting down" if closing else "it was cancelled"
         raise ApiError(503 if closing else 499, f"The request was aborted: {why}", code="request_cancelled")

@@ -21,7 +21,11 @@ def _number(value: float) -> float:
 
 
 def _text(data: bytes) -> str:
-    return data.decode("utf-8", "replace")
+    """A token's text; of bytes that are no text alone, their spelling, as OpenAI does it, so that tokens stay apart."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def chat_logprobs(
