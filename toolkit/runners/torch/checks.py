@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
+from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerError
 from toolkit.runners.step import StepBatch
 
 
-def check_batch(batch: StepBatch, *, vocab: int, num_blocks: tuple[int, ...], block_size: int, previous: int) -> None:
+def check_batch(batch: StepBatch, spec: DecoderSpec, num_blocks: tuple[int, ...], block_size: int, previous: int) -> None:
     """Raise RunnerError, naming the array, for a batch that would read or write where it must not.
 
-    ``previous``: sampled rows of the step before.
+    ``num_blocks``: of each cache group; ``previous``: sampled rows of the step before.
     """
-    tokens, cu, lens = len(batch.token_ids), batch.cu_seqlens, batch.seq_lens
+    tokens, cu, lens, vocab = len(batch.token_ids), batch.cu_seqlens, batch.seq_lens, spec.vocab_size
     new = np.diff(cu)
     if tokens == 0 or len(cu) != len(lens) + 1 or cu[0] != 0 or cu[-1] != tokens or (new < 1).any():
         raise RunnerError(f"cu_seqlens: expected rising starts from 0 to {tokens} tokens, found {cu.tolist()}")
@@ -36,15 +37,27 @@ def check_batch(batch: StepBatch, *, vocab: int, num_blocks: tuple[int, ...], bl
     if batch.embeds is not None:
         _within("embed_index", batch.embed_index, 0, tokens)
     for group, blocks in enumerate(num_blocks):
-        table, slots = batch.block_tables[group], batch.slot_mapping[group]
+        slots = batch.slot_mapping[group]
         if len(slots) != tokens:
             raise RunnerError(f"slot_mapping of group {group}: expected {tokens} entries, found {len(slots)}")
         _within(f"slot_mapping of group {group}", slots, 0, blocks * block_size)
-        _within(f"block_tables of group {group}", table, -1, blocks)
-        if (lens > table.shape[1] * block_size).any():
-            raise RunnerError(f"block_tables of group {group}: {table.shape[1]} blocks hold no {int(lens.max())} tokens")
+        _check_table(batch, group, spec.cache_groups[group].window, blocks, block_size)
     for pairs, blocks in zip(batch.copy_blocks, num_blocks, strict=False):
         _within("copy_blocks", pairs, 0, blocks)
+
+
+def _check_table(batch: StepBatch, group: int, window: int | None, blocks: int, block_size: int) -> None:
+    """Every block that a sequence will read is there."""
+    table, lens, name = batch.block_tables[group], batch.seq_lens, f"block_tables of group {group}"
+    _within(name, table, -1, blocks)
+    if (lens > table.shape[1] * block_size).any():
+        raise RunnerError(f"{name}: {table.shape[1]} blocks hold no {int(lens.max())} tokens")
+    start = lens - np.diff(batch.cu_seqlens)
+    first = np.zeros_like(lens) if window is None else np.maximum(start + 1 - window, 0)
+    entry = np.arange(table.shape[1])
+    read = (entry >= (first // block_size)[:, None]) & (entry <= ((lens - 1) // block_size)[:, None])
+    if (table[read] < 0).any():
+        raise RunnerError(f"{name}: a block that will be read is missing (-1)")
 
 
 def check_sampling(batch: StepBatch, vocab: int) -> None:

@@ -168,15 +168,8 @@ class TorchRunner:
 
     def _run(self, batch: StepBatch) -> Produced:
         decoder, cache = self._ready()
-        vocab = self.spec.vocab_size
-        check_batch(
-            batch,
-            vocab=vocab,
-            num_blocks=cache.num_blocks,
-            block_size=cache.block_size,
-            previous=self._previous.shape[0],
-        )
-        check_sampling(batch, vocab)
+        check_batch(batch, self.spec, cache.num_blocks, cache.block_size, self._previous.shape[0])
+        check_sampling(batch, self.spec.vocab_size)
         for group, pairs in enumerate(batch.copy_blocks):
             if len(pairs):
                 cache.copy(group, pairs)
@@ -197,8 +190,6 @@ class TorchRunner:
             source = torch.from_numpy(batch.from_previous).to(self._device, torch.int64)
             taken = self._previous.index_select(0, source.clamp(min=0))
             ids = torch.where(source >= 0, taken, ids)
-        elif batch.token_ids.min() < 0:
-            raise RunnerError("token_ids: negative")
         x = decoder.embed(ids)
         if batch.embeds is not None and len(batch.embed_index):
             rows = torch.from_numpy(batch.embed_index).to(self._device, torch.int64)

@@ -1,0 +1,160 @@
+"""The paged cache: quantized forms, blocks copied, moved and reused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from toolkit.errors import UsageError
+from toolkit.kernels.reference.attention import dequantize_heads, hadamard, quantize_heads
+from toolkit.models.spec import LayerSpec
+from toolkit.runners.base import RunnerError
+from toolkit.runners.torch.runner import TorchRunner
+
+
+def _prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 300, length).tolist()
+
+
+def _distance(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+@pytest.mark.parametrize("head_dim", [16, 32, 40, 48])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_quantized_caches_stay_near_the_plain_one(family, head_dim, drive):
+    found = {}
+    for bits in (0, 8, 4):
+        driver = drive(family, model={"head_dim": head_dim}, quant_policy=bits)
+        found[bits] = driver.step({driver.add(): _prompt(60)}, "all").logits
+    eight, four = _distance(found[8], found[0]), _distance(found[4], found[0])
+    assert 0 < eight < 0.02
+    assert eight < four < 0.25
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantized_results_do_not_depend_on_chunks(bits, drive):
+    driver, prompt = drive("llama", quant_policy=bits), _prompt(50, 1)
+    whole = driver.step({driver.add(): prompt}, "all").logits
+    number = driver.add()
+    parts = [driver.step({number: prompt[i : i + 7]}, "all").logits for i in range(0, 50, 7)]
+    np.testing.assert_allclose(np.concatenate(parts), whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+def test_codes_are_the_nearest_to_the_value(bits, dim):
+    x = torch.randn(50, 3, dim, generator=torch.Generator().manual_seed(dim))
+    codes, params = quantize_heads(x, bits)
+    back = dequantize_heads(codes, params, bits, torch.float32)
+    step = params[..., :1].float()
+    # Half a step, and at the ends of the range what rounding scale and zero to float16 can shift them by.
+    assert ((back - x).abs() <= step * (0.5 + 2**-10 * (1 << bits))).all()
+    assert codes.shape[-1] == (dim if bits == 8 else dim // 2)
+
+
+def test_extreme_rows_keep_finite_codes():
+    x = torch.tensor([[0.0] * 8, [3.0] * 8, [1e4 + i for i in range(8)], [-60000.0] * 8, [1e-7 * i for i in range(8)]])
+    for bits in (8, 4):
+        codes, params = quantize_heads(x, bits)
+        back = dequantize_heads(codes, params, bits, torch.float32)
+        assert torch.isfinite(back).all()
+        assert ((back - x).abs() <= x.abs().amax(-1, keepdim=True) * 2e-3 + 2e-3).all()
+
+
+@pytest.mark.parametrize("dim", [1, 64, 80, 96, 256])
+def test_hadamard_is_orthogonal_and_its_own_inverse(dim):
+    x = torch.randn(5, dim, generator=torch.Generator().manual_seed(0))
+    turned = hadamard(x)
+    torch.testing.assert_close(hadamard(turned), x)
+    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
+    assert dim == 1 or not torch.allclose(turned, x)
+
+
+@pytest.mark.parametrize("bits", [0, 8, 4])
+def test_exported_blocks_come_back_anywhere(bits, drive):
+    driver, prompt = drive("qwen2", quant_policy=bits), _prompt(40, 2)
+    source, twin = driver.add(), driver.add()
+    driver.step({source: prompt})
+    driver.sequences[twin].length = 40
+    for group, blocks in enumerate(driver.sequences[source].blocks):
+        for block in blocks:
+            copy = driver._free[group].pop(0)
+            driver.sequences[twin].blocks[group].append(copy)
+            driver.runner.import_block(group, copy, driver.runner.export_block(group, block))
+    assert len(driver.runner.export_block(0, 0)) == driver.runner.memory().block_bytes[0]
+    output = driver.step({source: [9], twin: [9]}, "all")
+    np.testing.assert_array_equal(output.logits[0], output.logits[1])
+
+
+def test_copied_blocks_diverge(drive):
+    driver, prompt = drive("llama"), _prompt(20, 3)
+    source, twin = driver.add(), driver.add()
+    driver.step({source: prompt})
+    pairs = []
+    for block in driver.sequences[source].blocks[0]:
+        driver.sequences[twin].blocks[0].append(driver._free[0].pop(0))
+        pairs.append((block, driver.sequences[twin].blocks[0][-1]))
+    driver.sequences[twin].length = 20
+    copies = (np.asarray(pairs, np.int32),)
+    both = driver.step({source: [9], twin: [9]}, "all", copy_blocks=copies).logits
+    np.testing.assert_allclose(both[0], both[1], rtol=1e-5, atol=1e-5)
+    driver.step({twin: [11, 12]})
+    again = driver.add()
+    alone = driver.step({again: [*prompt, 9, 5]}, "all").logits[-1]
+    np.testing.assert_allclose(driver.step({source: [5]}, "all").logits[0], alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("bits", [0, 8, 4])
+def test_what_a_freed_block_holds_reaches_nobody(family, bits, drive):
+    driver, clean = drive(family, quant_policy=bits), drive(family, quant_policy=bits)
+    bad = driver.add()
+    poison = np.full((1, driver.runner.spec.hidden_size), np.nan, np.float32)
+    where = {"embeds": np.repeat(poison, 40, 0), "embed_index": np.arange(40, dtype=np.int32)}
+    assert driver.step({bad: _prompt(40)}, **where).bad_rows.tolist() == [0]
+    driver.free(bad)
+    prompts = [_prompt(n, n) for n in (5, 21)]
+    for d in (driver, clean):
+        for _ in prompts:
+            d.add()
+    numbers = range(1, 3)
+    for new in (prompts, [[3], [4]], [[5, 6], [7]]):
+        found = driver.step(dict(zip(numbers, new, strict=True)), "all")
+        expected = clean.step(dict(zip(range(2), new, strict=True)), "all")
+        assert not len(found.bad_rows)
+        np.testing.assert_allclose(found.logits, expected.logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_bad_request_leaves_its_neighbours_alone(drive):
+    driver = drive("llama")
+    first, bad, last = driver.add(), driver.add(), driver.add()
+    poison = np.full((1, driver.runner.spec.hidden_size), np.nan, np.float32)
+    new = {first: [5, 6], bad: [7], last: [8, 9]}
+    output = driver.step(new, "all", embeds=poison, embed_index=np.asarray([2], np.int32))
+    assert output.bad_rows.tolist() == [1]
+    alone = drive("llama")
+    expected = alone.step({alone.add(): [5, 6], alone.add(): [8, 9]}, "all")
+    np.testing.assert_allclose(output.logits[[0, 1, 3, 4]], expected.logits, rtol=1e-4, atol=1e-4)
+    assert output.tokens[[0, 2], 0].tolist() == expected.tokens[:, 0].tolist()
+
+
+def test_wrong_blocks_are_refused(drive):
+    driver = drive("llama")
+    with pytest.raises(RunnerError, match="expected .* bytes"):
+        driver.runner.import_block(0, 0, b"12")
+    with pytest.raises(RunnerError, match="does not exist"):
+        driver.runner.export_block(0, 64)
+
+
+def test_int4_needs_an_even_head(drive):
+    runner = drive("llama").runner
+    layer = runner.spec.layers[0]
+    attention, rest = layer.sublayers[0], layer.sublayers[1:]
+    odd = replace(attention, mixer=replace(attention.mixer, head_dim=15))
+    spec = replace(runner.spec, layers=(LayerSpec((odd, *rest)), *runner.spec.layers[1:]))
+    with pytest.raises(UsageError, match="even head_dim"):
+        TorchRunner(spec, runner._weights, replace(runner.options, quant_policy=4))
