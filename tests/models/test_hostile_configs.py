@@ -38,6 +38,7 @@ BAD = [
     ("rms_norm_eps", -1e-6),
     ("rms_norm_eps", float("nan")),
     ("rms_norm_eps", 10.0),
+    ("rms_norm_eps", 10**400),
     ("rms_norm_eps", "1e-6"),
     ("rope_scaling", 5),
     ("rope_scaling", {"type": "spiral", "factor": 2.0}),

@@ -3,7 +3,10 @@
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from toolkit.models.check import check_spec
 from toolkit.models.registry import FAMILIES, build
 from toolkit.models.spec import DecoderSpec, MoeSpec
 
@@ -38,6 +41,25 @@ def test_unknown_field_is_refused(spec):
         (("cache_groups", 0, "kind"), "ring", "expected one of"),
         (("layers", 0, "sublayers", 0, "mixer", "kind"), "conv", "unknown kind"),
         (("layers",), {}, "expected a list"),
+        (("layers",), [], "layers: found 0"),
+        (("layers", 0, "sublayers"), [], "sublayers: found 0"),
+        (("final_norm", "eps"), 10**400, "an integer of 1329 bits"),
+        (("final_norm", "eps"), 0, "eps: found 0.0"),
+        (("final_norm", "size"), 63, "size: found 63, expected 64"),
+        (("embed_scale",), float("nan"), "embed_scale: found nan"),
+        (("vocab_size",), 0, "vocab_size: found 0"),
+        (("vocab_size",), 10**3000, "a huge integer"),
+        (("head",), "model.embed_tokens", "given once"),
+        (("layers", 1, "sublayers", 0, "mixer", "kv_heads"), 3, "a divisor of 4"),
+        (("layers", 1, "sublayers", 0, "mixer", "q", "out_features"), 128, r"found \(64, 128\)"),
+        (("layers", 1, "sublayers", 0, "mixer", "group"), 1, "group: found 1"),
+        (("layers", 1, "sublayers", 0, "mixer", "window"), 16, "window: found 16"),
+        (("layers", 1, "sublayers", 0, "mixer", "rope", "rotary_dim"), 18, "even number up to 16"),
+        (("layers", 1, "sublayers", 0, "mixer", "rope", "kind"), "spiral", "one of default"),
+        (("layers", 1, "sublayers", 0, "mixer", "rope", "high_freq_factor"), 0.5, "above low_freq_factor"),
+        (("layers", 1, "sublayers", 1, "mixer", "down", "in_features"), 127, "expected"),
+        (("cache_groups", 0, "layers"), [0], "cache_groups"),
+        (("cache_groups",), [], "group: found 0"),
     ],
 )
 def test_wrong_values_are_refused(tiny_models, path, value, message):
@@ -79,3 +101,51 @@ def test_every_attention_is_in_its_cache_group(spec):
         assert group.kind == ("full" if attention.window is None else "window")
         seen.append(i)
     assert sorted(x for g in spec.cache_groups for x in g.layers) == seen
+
+
+@pytest.mark.parametrize(
+    "family, path, value",
+    [
+        ("mixtral", ("top_k",), 5),
+        ("mixtral", ("router", "out_features"), 5),
+        ("mixtral", ("experts", 1, "up", "out_features"), 64),
+        ("mixtral", ("experts",), []),
+    ],
+)
+def test_contradictions_of_experts_are_refused(tiny_models, family, path, value):
+    config = json.loads((tiny_models(family) / "config.json").read_text())
+    data = json.loads(json.dumps(build(config)[0].to_json()))
+    node = data["layers"][0]["sublayers"][1]["mixer"]
+    for key in path[:-1]:
+        node = node[key]
+    node[path[-1]] = value
+    with pytest.raises(ValueError, match="expected"):
+        DecoderSpec.from_json(data)
+
+
+def test_what_families_build_is_sound(spec):
+    check_spec(spec)
+
+
+def _nodes(node):
+    """Every (container, key) below ``node``."""
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in items:
+        yield node, key
+        yield from _nodes(value)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3_moe"])
+def test_any_mutation_gives_a_spec_or_a_value_error(tiny_models, family, data):
+    config = json.loads((tiny_models(family) / "config.json").read_text())
+    spec = json.loads(json.dumps(build(config)[0].to_json()))
+    nodes = list(_nodes(spec))
+    container, key = nodes[data.draw(st.integers(0, len(nodes) - 1))]
+    values = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just([]) | st.just({})
+    container[key] = data.draw(values | st.integers(-1, 3))
+    try:
+        DecoderSpec.from_json(spec)
+    except ValueError as error:
+        assert "\n" not in str(error)

@@ -47,13 +47,11 @@ class Dims:
     tied: bool
 
 
-def read_dims(
-    config: Fields, *, eps: float = 1e-6, tied: bool = False, head_dim: int | None = None, kv_heads: int | None = None
-) -> Dims:
-    """Read and check the dimensions; the arguments are the family's defaults (None: derived or equal to heads)."""
+def read_dims(config: Fields, *, eps: float = 1e-6, tied: bool = False, head_dim: int | None = None) -> Dims:
+    """Read and check the dimensions; the arguments are the family's defaults (``head_dim`` None: hidden / heads)."""
     hidden = config.integer("hidden_size")
     heads = config.integer("num_attention_heads", high=100_000)
-    kv = config.integer("num_key_value_heads", default=kv_heads or heads, high=100_000)
+    kv = config.integer("num_key_value_heads", default=heads, high=100_000)
     if heads % kv:
         config.fail("num_key_value_heads", kv, f"a divisor of num_attention_heads ({heads})")
     head_dim = config.integer("head_dim", default=head_dim, high=65_536)
@@ -209,15 +207,14 @@ class Fused:
 def stored_tensors(
     spec: DecoderSpec, rename: Callable[[str], str] = str, fused: Sequence[Fused] = ()
 ) -> list[StoredTensor]:
-    """Every tensor of the checkpoint, in execution order.
+    """Every tensor of the checkpoint: embedding, layer after layer (norms, then linears), final norm, head.
 
     ``rename`` turns a canonical name into the checkpoint's (of a fused module: with ``Fused.name`` in place).
     """
     member = {part: f for f in fused for part in f.rows}
     routers = {s.mixer.router.name for layer in spec.layers for s in layer.sublayers if isinstance(s.mixer, MoeSpec)}
     found = [_whole(spec.embed, rename, "embed", (spec.vocab_size, spec.hidden_size))]
-    by_layer = _linears_and_norms(spec)
-    for i, modules in enumerate(by_layer):
+    for i, modules in enumerate(_norms_and_linears(spec)):
         prefix = f"model.layers.{i}."
         for m in modules:
             group = member.get(m.name.removeprefix(prefix))
@@ -243,8 +240,8 @@ def _whole(
     return StoredTensor(rename(name), kind, shape, (Part(name),), bias)
 
 
-def _linears_and_norms(spec: DecoderSpec) -> list[list[LinearSpec | NormSpec]]:
-    """The modules of each layer in execution order."""
+def _norms_and_linears(spec: DecoderSpec) -> list[list[LinearSpec | NormSpec]]:
+    """The modules of each layer."""
     found: list[list[LinearSpec | NormSpec]] = []
     for layer in spec.layers:
         alone = replace(spec, layers=(layer,))

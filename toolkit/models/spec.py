@@ -305,7 +305,7 @@ def _build(tp: Any, value: Any) -> Any:
         return value
     if origin is not None:  # a union
         members = [a for a in get_args(tp) if a is not type(None)]
-        if value is None:
+        if value is None and len(members) < len(get_args(tp)):
             return None
         if isinstance(value, dict):
             kind = value.get("kind")
@@ -324,8 +324,7 @@ def _build(tp: Any, value: Any) -> Any:
 
 
 def _short(value: Any) -> str:
-    return (
-        f"an integer of {value.bit_length()} bits"
-        if isinstance(value, int) and value.bit_length() > 64
-        else repr(value)[:40]
-    )
+    """``value`` for an error message; Python refuses to print integers of thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"an integer of {value.bit_length()} bits"
+    return repr(value)[:40]
