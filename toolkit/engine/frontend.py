@@ -1,0 +1,322 @@
+"""The engine as the rest of the toolkit uses it: prompts as token ids in, Responses out, while others run beside."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.artifacts.tokenizer import Tokenizer
+from toolkit.engine.loop import Loop, ThreadLoop
+from toolkit.engine.memory_plan import MemoryPlan
+from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams
+from toolkit.engine.sampling_params import resolve
+from toolkit.engine.setup import Backend, Facts, Progress, find, start
+from toolkit.engine.stream import RequestStream, Timings
+from toolkit.engine.worker import ProcessLoop
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.messages import EngineConfig, GenerationConfig, Response
+
+log = logging.getLogger(__name__)
+
+
+class AsyncEngine:
+    """One model that serves many requests at once, from any number of threads and event loops.
+
+    ``plan``: how memory was shared out. ``runner_note``: which runner it got and why, "" if there is nothing to say.
+    ``healthy``: False while the engine is down (it is restarted where it runs in a process of its own).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, model_name: str) -> None:
+        self.tokenizer = tokenizer
+        self.model_name = model_name
+        self._streams: dict[str, RequestStream] = {}
+        self._lock = threading.Lock()
+        self._names = itertools.count()
+        self._down = ""
+        self._closed = False
+        self._loop: Loop
+        self._facts: Facts
+
+    @classmethod
+    def open(
+        cls,
+        model: str | Path,
+        *,
+        backend_config: EngineConfig | None = None,
+        backend: Backend | None = None,
+        progress: Progress | None = None,
+        process: bool = False,
+    ) -> AsyncEngine:
+        """Open MODEL (directory, .gguf file, hub id, artifact, "demo") and get it ready to run.
+
+        ``backend``: "turbomind" or "pytorch"; None = what ``backend_config`` is for, or what runs here. ``process``:
+        run the loop in a process of its own instead of a thread. ``progress`` is called with one line of text each.
+        Raises ToolkitError or UsageError, one line.
+        """
+        if backend not in (None, "turbomind", "pytorch"):
+            raise UsageError(f"backend: expected turbomind or pytorch, found {backend!r}")
+        tell = progress or log.info
+        setup = find(str(model), backend_config, backend, progress is not None)
+        engine = cls(Tokenizer.open(setup.tokenizer_dir), _name_of(str(model)))
+        if process:
+            loop = ProcessLoop(setup, engine._deliver, engine._lost, tell)
+            engine._loop, engine._facts = loop, loop.facts
+        else:
+            core, engine._facts = start(setup, engine.tokenizer, tell)
+            engine._loop = ThreadLoop(core, engine._deliver, engine._lost)
+        if progress is None:
+            for notice in engine.plan.notices:
+                log.warning("%s", notice)
+        return engine
+
+    # -- facts ----------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> MemoryPlan:
+        return self._facts.plan
+
+    @property
+    def session_len(self) -> int:
+        return self._facts.plan.session_len
+
+    @property
+    def max_batch_size(self) -> int:
+        return self._facts.plan.max_batch_size
+
+    @property
+    def runner_note(self) -> str:
+        return self._facts.runner_note
+
+    @property
+    def runner_name(self) -> str:
+        return self._facts.runner
+
+    @property
+    def device(self) -> str:
+        return self._facts.device
+
+    @property
+    def dtype(self) -> str:
+        return self._facts.dtype
+
+    @property
+    def healthy(self) -> bool:
+        return not self._closed and self._loop.healthy
+
+    def stats(self) -> dict[str, Any]:
+        """Gauges and counters (see EngineCore.stats), and the number of requests the front end follows."""
+        return self._loop.stats() | {"requests": len(self._streams)}
+
+    # -- generation -----------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        token_ids: list[int],
+        gen_config: GenerationConfig | None = None,
+        *,
+        request_id: str | None = None,
+        session: str | None = None,
+        timings: Timings | None = None,
+    ) -> AsyncGenerator[Response, None]:
+        """Deltas of one generation; the last one has a finish_reason, "error" with a message where it failed.
+
+        ``session``: its KV blocks stay in the cache for the next turn until ``end_session``. Leaving the iteration
+        early aborts the request. ``timings`` is filled in as things happen. ``gen_config.n`` is the caller's business.
+        """
+        loop = asyncio.get_running_loop()
+        event = asyncio.Event()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(event.set)
+
+        stream, refused = self._begin(token_ids, gen_config, request_id, session, wake, timings)
+        if stream is None:
+            assert refused is not None
+            yield refused
+            return
+        try:
+            while not stream.ended:
+                delta = stream.poll()
+                if delta is None:
+                    await event.wait()
+                    event.clear()
+                else:
+                    self._retire_if_ended(stream)
+                    yield delta
+        finally:
+            self._retire(stream)
+
+    def generate_sync(
+        self,
+        token_ids: list[int],
+        gen_config: GenerationConfig | None = None,
+        *,
+        request_id: str | None = None,
+        session: str | None = None,
+        timings: Timings | None = None,
+    ) -> Iterator[Response]:
+        """``generate`` for threads without an event loop."""
+        event = threading.Event()
+        stream, refused = self._begin(token_ids, gen_config, request_id, session, event.set, timings)
+        if stream is None:
+            assert refused is not None
+            yield refused
+            return
+        try:
+            while not stream.ended:
+                delta = stream.poll()
+                if delta is None:
+                    event.wait()
+                    event.clear()
+                else:
+                    self._retire_if_ended(stream)
+                    yield delta
+        finally:
+            self._retire(stream)
+
+    def score(self, token_ids: list[int]) -> NDArray[np.float32]:
+        """Log-probability of each token after the first given those before it, float32 [len(token_ids) - 1].
+
+        Computes every position (no prefix hits). Raises ToolkitError where the request fails.
+        """
+        params = SamplingParams(max_new_tokens=1, prompt_logprobs=0)
+        event = threading.Event()
+        name = self._name(None)
+        stream = RequestStream(name, token_ids, GenerationConfig(), self.tokenizer, event.set)
+        self._send(stream, EngineRequest(name, list(token_ids), params, score_only=True), [])
+        found: list[dict[int, float] | None] = []
+        try:
+            while not stream.ended:
+                delta = stream.poll()
+                if delta is None:
+                    event.wait()
+                    event.clear()
+                    continue
+                if delta.finish_reason in ("error", "abort"):
+                    raise ToolkitError(delta.error_message or "the request was aborted")
+                found = delta.prompt_logprobs or found
+        finally:
+            self._retire(stream)
+        return np.array([p[t] for p, t in zip(found[1:], token_ids[1:], strict=True) if p is not None], np.float32)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its stream yields what is left and a Response with finish_reason "abort"."""
+        if request_id in self._streams:
+            self._loop.abort(request_id)
+
+    def end_session(self, session: str) -> None:
+        """Let the KV blocks kept for a session be used for others."""
+        if not self._closed:
+            self._loop.end_session(session)
+
+    def close(self) -> None:
+        """End what runs and free the model. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.close()
+        self._fail_all("the engine was closed")
+
+    def __enter__(self) -> AsyncEngine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- requests in flight ---------------------------------------------------------------------
+
+    def _begin(
+        self,
+        token_ids: list[int],
+        config: GenerationConfig | None,
+        request_id: str | None,
+        session: str | None,
+        wake: Callable[[], None],
+        timings: Timings | None,
+    ) -> tuple[RequestStream | None, Response | None]:
+        """A stream whose request is on its way, or the Response that refuses it."""
+        config = config or GenerationConfig()
+        name = self._name(request_id)
+        try:
+            params = resolve(config, self.tokenizer, len(token_ids), self.session_len)
+            request = EngineRequest(name, list(token_ids), params, session=session)
+            stream = RequestStream(name, request.token_ids, config, self.tokenizer, wake, timings)
+            self._send(stream, request, config.logits_processors or [])
+        except ToolkitError as e:
+            code = 400 if isinstance(e, UsageError) else 503
+            return None, _refusal(len(token_ids), str(e), code)
+        return stream, None
+
+    def _name(self, request_id: str | None) -> str:
+        return f"request-{next(self._names)}" if request_id is None else request_id
+
+    def _send(self, stream: RequestStream, request: EngineRequest, processors: list[Any]) -> None:
+        """Register the stream, then hand the request to the loop. Raises where neither can be."""
+        with self._lock:
+            if self._closed:
+                raise ToolkitError("the engine is closed")
+            if not self._loop.healthy:
+                raise ToolkitError(f"the engine is down ({self._down or 'it is being restarted'})")
+            if stream.id in self._streams:
+                raise UsageError(f"request id {stream.id!r} is already running")
+            self._streams[stream.id] = stream
+            try:
+                self._loop.add(request, processors)
+            except BaseException:
+                del self._streams[stream.id]
+                raise
+
+    def _retire_if_ended(self, stream: RequestStream) -> None:
+        """Stop the engine's work on a request at the delta that ends it, not when the consumer comes back."""
+        if stream.ended:
+            self._retire(stream)
+
+    def _retire(self, stream: RequestStream) -> None:
+        """Forget a stream; what still runs of it is aborted."""
+        if self._streams.pop(stream.id, None) is not None and not stream.engine_done and not self._closed:
+            self._loop.abort(stream.id)
+
+    def _deliver(self, outputs: list[EngineOutput]) -> None:
+        """Called by the loop's thread. Outputs of requests that have gone are dropped."""
+        for output in outputs:
+            stream = self._streams.get(output.id)
+            if stream is not None:
+                stream.deliver(output)
+                _wake(stream)
+
+    def _lost(self, why: str, restarts: bool) -> None:
+        """Called by the loop's thread when the loop is gone."""
+        self._down = why if not restarts else ""
+        self._fail_all(f"the engine failed ({why}){'; it is being restarted' if restarts else ''}")
+
+    def _fail_all(self, text: str) -> None:
+        with self._lock:
+            streams = list(self._streams.values())
+        for stream in streams:
+            stream.deliver(EngineOutput(stream.id, finish_reason="error", error=text, error_code=503))
+            _wake(stream)
+
+
+def _wake(stream: RequestStream) -> None:
+    try:
+        stream.wake()
+    except RuntimeError:  # its event loop has been closed
+        log.debug("request %s: nobody listens any more", stream.id)
+
+
+def _refusal(prompt_len: int, text: str, code: int) -> Response:
+    return Response(finish_reason="error", error_code=code, error_message=text, input_token_len=prompt_len)
+
+
+def _name_of(model: str) -> str:
+    """What users call the model: a hub id or "demo" as given, of a path its last part."""
+    path = Path(model).expanduser()
+    return path.resolve().name if path.exists() else model

@@ -1,0 +1,101 @@
+"""Runs an EngineCore until told to stop, here in a thread; ``worker.py`` does the same in another process."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+from toolkit.engine.core import EngineCore
+from toolkit.engine.request import EngineOutput, EngineRequest
+from toolkit.engine.sequence import LogitsProcessor
+
+log = logging.getLogger(__name__)
+OnOutputs = Callable[[list[EngineOutput]], None]
+OnDown = Callable[[str, bool], None]  # (why, whether it comes back)
+
+
+class Loop(Protocol):
+    """An engine loop seen from the front end. Methods may be called from any thread.
+
+    Outputs arrive through a callback in a thread of the loop's own. When the loop is lost, a second callback says so:
+    every request in flight has failed.
+    """
+
+    @property
+    def healthy(self) -> bool: ...
+
+    def add(self, request: EngineRequest, processors: Sequence[LogitsProcessor]) -> None: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    def end_session(self, name: str) -> None: ...
+
+    def stats(self) -> dict[str, Any]: ...
+
+    def close(self) -> None: ...
+
+
+class ThreadLoop:
+    """The loop in a thread of this process."""
+
+    def __init__(self, core: EngineCore, on_outputs: OnOutputs, on_down: OnDown) -> None:
+        self._core = core
+        self._on_outputs = on_outputs
+        self._on_down = on_down
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._broken = False
+        self._thread = threading.Thread(target=self._run, name="toolkit-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def healthy(self) -> bool:
+        return self._thread.is_alive() and not self._broken
+
+    def add(self, request: EngineRequest, processors: Sequence[LogitsProcessor]) -> None:
+        self._inbox.put(lambda: self._core.add(request, processors))
+
+    def abort(self, request_id: str) -> None:
+        self._inbox.put(lambda: self._core.abort(request_id))
+
+    def end_session(self, name: str) -> None:
+        self._inbox.put(lambda: self._core.end_session(name))
+
+    def stats(self) -> dict[str, Any]:
+        return self._core.stats()
+
+    def close(self) -> None:
+        """Stop the thread and free the model."""
+        self._inbox.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=60)
+        with suppress(Exception):
+            self._core.runner.close()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                if not self._take_commands():
+                    return
+                outputs = self._core.step()
+            except Exception as e:  # the core mends failed steps itself: what comes here is beyond it
+                log.exception("the engine loop failed")
+                self._broken = True
+                self._on_down(f"{type(e).__name__}: {e}", False)
+                return
+            if outputs:
+                self._on_outputs(outputs)
+
+    def _take_commands(self) -> bool:
+        """Run what others asked for, waiting for it while idle; False to stop."""
+        while True:
+            try:
+                command = self._inbox.get(block=not self._core.has_work)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()

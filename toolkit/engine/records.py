@@ -1,0 +1,84 @@
+"""Requests and outputs as bytes, for an engine loop in another process: JSON, then the arrays' raw bytes. No pickle.
+
+A message is a 4-byte length, that many bytes of JSON (an object with ``op``), and the arrays, whose shapes stand in the
+JSON, one behind the other.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import orjson
+
+from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams
+
+ARRAYS = ("logits", "hidden")  # float32 fields of EngineOutput
+_HEAD = struct.Struct("<I")
+_JSON = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+
+
+def pack(message: dict[str, Any], arrays: Iterable[np.ndarray] = ()) -> bytes:
+    """One message. Raises TypeError for values that are no JSON."""
+    head = orjson.dumps(message, option=_JSON)
+    return b"".join([_HEAD.pack(len(head)), head, *(a.tobytes() for a in arrays)])
+
+
+def unpack(data: bytes) -> tuple[dict[str, Any], memoryview]:
+    """(message, the bytes of its arrays)."""
+    (size,) = _HEAD.unpack_from(data)
+    end = _HEAD.size + size
+    return orjson.loads(data[_HEAD.size : end]), memoryview(data)[end:]
+
+
+def pack_add(request: EngineRequest) -> bytes:
+    return pack({"op": "add", "request": asdict(request)})
+
+
+def read_request(message: dict[str, Any]) -> EngineRequest:
+    """Inverse of ``pack_add``, from its message."""
+    fields = dict(message["request"])
+    params = dict(fields.pop("params"))
+    params["logit_bias"] = {int(k): v for k, v in params["logit_bias"].items()}
+    return EngineRequest(params=SamplingParams(**params), **fields)
+
+
+def pack_outputs(outputs: Iterable[EngineOutput], stats: dict[str, Any]) -> bytes:
+    """Outputs of a step and the engine's figures after it."""
+    arrays: list[np.ndarray] = []
+    records = []
+    for output in outputs:
+        record = {k: v for k, v in vars(output).items() if v is not None and v != []}
+        for name in ARRAYS:
+            if name in record:
+                array = np.ascontiguousarray(record[name], np.float32)
+                arrays.append(array)
+                record[name] = array.shape
+        records.append(record)
+    return pack({"op": "outputs", "outputs": records, "stats": stats}, arrays)
+
+
+def read_outputs(message: dict[str, Any], data: memoryview) -> list[EngineOutput]:
+    """Inverse of ``pack_outputs``."""
+    outputs = []
+    at = 0
+    for record in message["outputs"]:
+        for name in ARRAYS:
+            if name in record:
+                rows, width = record[name]
+                record[name] = np.frombuffer(data, np.float32, rows * width, at).reshape(rows, width).copy()
+                at += 4 * rows * width
+        if "logprobs" in record:
+            record["logprobs"] = [_by_token(p) for p in record["logprobs"]]
+        if "prompt_logprobs" in record:
+            record["prompt_logprobs"] = [p and _by_token(p) for p in record["prompt_logprobs"]]
+        outputs.append(EngineOutput(**record))
+    return outputs
+
+
+def _by_token(found: dict[str, float | None]) -> dict[int, float]:
+    """JSON knows neither integer keys nor -inf."""
+    return {int(k): float("-inf") if v is None else v for k, v in found.items()}

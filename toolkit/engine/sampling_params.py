@@ -1,0 +1,75 @@
+"""What a user asked for (GenerationConfig) -> the numbers the engine loop works with (SamplingParams)."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING
+
+from toolkit.engine.grammar import check_format
+from toolkit.engine.request import SamplingParams
+from toolkit.errors import UsageError
+from toolkit.messages import SEED_MAX, GenerationConfig
+
+if TYPE_CHECKING:
+    from toolkit.artifacts.tokenizer import Tokenizer
+
+
+def resolve(config: GenerationConfig, tokenizer: Tokenizer, prompt_len: int, session_len: int) -> SamplingParams:
+    """Raises UsageError that names the field for a value out of range.
+
+    ``max_new_tokens`` None becomes what the session has left. A stop word that is a special token stops by its id,
+    since special tokens do not appear in the text.
+    """
+    config.validate()
+    if config.response_format is not None:
+        check_format(config.response_format)
+    if config.logits_processors and not all(callable(p) for p in config.logits_processors):
+        raise UsageError("logits_processors: expected a list of callables (token_ids, logits) -> logits")
+    left = max(1, session_len - prompt_len)
+    greedy = config.greedy
+    return SamplingParams(
+        max_new_tokens=left if config.max_new_tokens is None else config.max_new_tokens,
+        min_new_tokens=config.min_new_tokens or 0,
+        temperature=0.0 if greedy else float(config.temperature),
+        top_k=0 if greedy else config.top_k,
+        top_p=1.0 if greedy else float(config.top_p),
+        min_p=0.0 if greedy else float(config.min_p),
+        repetition_penalty=float(config.repetition_penalty),
+        presence_penalty=float(config.presence_penalty),
+        frequency_penalty=float(config.frequency_penalty),
+        seed=_seed(config, greedy),
+        stop_token_ids=stop_ids(config, tokenizer),
+        bad_token_ids=list(config.bad_token_ids or ()),
+        bad_words=list(config.bad_words or ()),
+        logit_bias=dict(config.logit_bias or {}),
+        logprobs=-1 if config.logprobs is None else config.logprobs,
+        prompt_logprobs=-1 if config.prompt_logprobs is None else config.prompt_logprobs,
+        grammar=config.response_format,
+        logits=config.output_logits,
+        hidden=config.output_last_hidden_state,
+    )
+
+
+def special_stops(config: GenerationConfig, tokenizer: Tokenizer) -> dict[int, str]:
+    """Stop words that are special tokens, by token id."""
+    found = {}
+    for word in config.stop_words or ():
+        token = tokenizer.token_id(word)
+        if token is not None and token in tokenizer.special_ids:
+            found[token] = word
+    return found
+
+
+def stop_ids(config: GenerationConfig, tokenizer: Tokenizer) -> list[int]:
+    """Ids that end the answer: eos unless ignored, those asked for, stop words that are special tokens."""
+    eos = tokenizer.eos_ids
+    words = special_stops(config, tokenizer)
+    if config.ignore_eos:
+        eos, words = [], {i: w for i, w in words.items() if i not in tokenizer.eos_ids}
+    return list(dict.fromkeys([*eos, *(config.stop_token_ids or ()), *words]))
+
+
+def _seed(config: GenerationConfig, greedy: bool) -> int:
+    if config.random_seed is not None:
+        return config.random_seed & SEED_MAX
+    return 0 if greedy else secrets.randbits(64)

@@ -1,0 +1,171 @@
+"""From a model's name and an engine config to an engine loop's body that is ready to run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from toolkit.engine.core import EngineCore
+from toolkit.engine.memory_plan import MemoryPlan, Wishes, plan
+from toolkit.engine.options import EngineOptions
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.messages import EngineConfig, PytorchEngineConfig, TurbomindEngineConfig
+from toolkit.runners.base import RunnerOptions
+
+if TYPE_CHECKING:
+    from toolkit.artifacts.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+Progress = Callable[[str], None]
+Backend = Literal["turbomind", "pytorch"]
+_CONFIGS: dict[str, type[TurbomindEngineConfig] | type[PytorchEngineConfig]] = {
+    "turbomind": TurbomindEngineConfig,
+    "pytorch": PytorchEngineConfig,
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What to open. ``path``: local directory or .gguf file; ``backend`` None = chosen by what runs here."""
+
+    path: Path
+    tokenizer_dir: Path
+    config: EngineConfig
+    backend: Backend | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for another process."""
+        kind = "pytorch" if isinstance(self.config, PytorchEngineConfig) else "turbomind"
+        return {
+            "path": str(self.path),
+            "tokenizer_dir": str(self.tokenizer_dir),
+            "kind": kind,
+            "config": asdict(self.config),
+            "backend": self.backend,
+        }
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Setup:
+        config = _CONFIGS[data["kind"]](**data["config"])
+        return Setup(Path(data["path"]), Path(data["tokenizer_dir"]), config, data["backend"])
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a front end wants to know of an opened engine."""
+
+    plan: MemoryPlan
+    runner_note: str
+    runner: str
+    device: str
+    dtype: str
+    vocab_size: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Facts:
+        fields = dict(data["plan"])
+        fields["rows"] = tuple(tuple(r) for r in fields["rows"])
+        fields["num_blocks"], fields["notices"] = tuple(fields["num_blocks"]), tuple(fields["notices"])
+        return Facts(**{**data, "plan": MemoryPlan(**fields)})
+
+
+def find(model: str, config: EngineConfig | None, backend: Backend | None, progress: bool) -> Setup:
+    """Resolve MODEL (fetching it where needed) and settle the backend. Raises ToolkitError or UsageError."""
+    from toolkit.artifacts.source import resolve_model
+
+    if config is None:
+        config = PytorchEngineConfig() if backend == "pytorch" else TurbomindEngineConfig()
+    elif backend is None:
+        backend = "pytorch" if isinstance(config, PytorchEngineConfig) else "turbomind"
+    _check_tp(config)
+    path = resolve_model(model, revision=config.revision, download_dir=config.download_dir, progress=progress)
+    return Setup(path, tokenizer_dir(path), config, backend)
+
+
+def tokenizer_dir(path: Path) -> Path:
+    """Where the tokenizer of a model lies: its directory; for a GGUF file what was extracted from it."""
+    if path.is_dir():
+        return path
+    from toolkit.artifacts.checkpoint import open_checkpoint
+
+    return open_checkpoint(path).tokenizer_dir
+
+
+def _check_tp(config: EngineConfig) -> None:
+    if config.tp == 1:
+        return
+    devices, kind = 1, "CPU"
+    if config.device != "cpu":
+        import torch
+
+        if torch.cuda.is_available():
+            devices, kind = torch.cuda.device_count(), "CUDA"
+    if config.tp > devices:
+        raise UsageError(f"tp={config.tp}: found {devices} {kind} device(s); use tp={devices} or fewer")
+    raise UsageError(f"tp={config.tp}: tensor parallelism is not built yet; use tp=1 (found {devices} devices)")
+
+
+def start(setup: Setup, tokenizer: Tokenizer | None, progress: Progress) -> tuple[EngineCore, Facts]:
+    """Open the runner, plan memory, load weights, allocate the cache. Raises ToolkitError or UsageError, one line."""
+    from toolkit.runners.choose import open_runner
+
+    config = setup.config
+    options = RunnerOptions(
+        device=config.device,
+        dtype=config.dtype,
+        quant_policy=config.quant_policy,
+        block_size=config.block_size if isinstance(config, PytorchEngineConfig) else config.cache_block_seq_len,
+        threads=config.threads or 0,
+    )
+    runner, note = open_runner(
+        setup.path,
+        backend=setup.backend,
+        options=options,
+        hf_overrides=config.hf_overrides,
+        rope_scaling_factor=getattr(config, "rope_scaling_factor", 0.0),
+        model_format=config.model_format,
+    )
+    try:
+        memory = plan(
+            runner.memory(),
+            runner.spec.cache_groups,
+            block_size=options.block_size,
+            vocab_size=runner.spec.vocab_size,
+            max_position=runner.spec.max_position,
+            device=runner.device,
+            wishes=Wishes(config.session_len, config.max_batch_size, config.max_prefill_token_num, _kv_wish(config)),
+        )
+        for notice in memory.notices:
+            progress(notice)
+        progress(f"loading weights with the {runner.name} runner on {runner.device}")
+        runner.load_weights()
+        runner.allocate_cache(memory.num_blocks)
+    except MemoryError as e:
+        runner.close()
+        raise ToolkitError(f"{setup.path}: out of memory while loading ({e}); close other programs or quantize") from e
+    except BaseException:
+        runner.close()
+        raise
+    core = EngineCore(
+        runner,
+        EngineOptions(
+            session_len=memory.session_len,
+            max_batch_size=memory.max_batch_size,
+            max_prefill_token_num=memory.max_prefill_token_num,
+            num_blocks=memory.num_blocks,
+            prefix_caching=config.enable_prefix_caching,
+        ),
+        tokenizer,
+    )
+    return core, Facts(memory, note, runner.name, runner.device, runner.dtype, runner.spec.vocab_size)
+
+
+def _kv_wish(config: EngineConfig) -> float | int:
+    """Blocks where a number of them is given, else the share of memory."""
+    return getattr(config, "num_gpu_blocks", 0) or config.cache_max_entry_count
