@@ -45,10 +45,11 @@ Block block_of(int32_t dtype) {
 
 template <int N>
 Block block_for(int32_t dtype, int64_t left, int64_t* m) {
-    if (left >= WIDE) return *m = WIDE, block_of<N, WIDE>(dtype);
-    if (left >= 4) return *m = 4, block_of<N, 4>(dtype);
-    if (left >= 2) return *m = 2, block_of<N, 2>(dtype);
-    return *m = 1, block_of<N, 1>(dtype);
+    *m = left >= WIDE ? WIDE : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+    if (*m == WIDE) return block_of<N, WIDE>(dtype);
+    if (*m == 4) return block_of<N, 4>(dtype);
+    if (*m == 2) return block_of<N, 2>(dtype);
+    return block_of<N, 1>(dtype);
 }
 
 template <int N>

@@ -206,12 +206,15 @@ typedef void (*PanelBlock)(const Matrix&, const Panel&, const Rows&, int64_t);
 template <int BITS, bool MIN>
 PanelBlock panel_for(int64_t left, int64_t* m) {
 #if defined(__AVX512F__)
-    if (left >= 12) return *m = 12, panel_block<12, BITS, MIN>;
-    if (left >= 8) return *m = 8, panel_block<8, BITS, MIN>;
+    *m = left >= 12 ? 12 : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+    if (*m == 12) return panel_block<12, BITS, MIN>;
+    if (*m == 8) return panel_block<8, BITS, MIN>;
+#else
+    *m = left >= 4 ? 4 : left >= 2 ? 2 : 1;
 #endif
-    if (left >= 4) return *m = 4, panel_block<4, BITS, MIN>;
-    if (left >= 2) return *m = 2, panel_block<2, BITS, MIN>;
-    return *m = 1, panel_block<1, BITS, MIN>;
+    if (*m == 4) return panel_block<4, BITS, MIN>;
+    if (*m == 2) return panel_block<2, BITS, MIN>;
+    return panel_block<1, BITS, MIN>;
 }
 
 PanelBlock panel_kernel(const Matrix& w, int64_t left, int64_t* m) {

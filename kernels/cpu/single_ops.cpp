@@ -1,0 +1,161 @@
+// Every operation alone, for tests and measurements: C functions that take an instruction set by name.
+//
+// They check nothing but the name; the executor's boundary (toolkit/runners/native/check.cpp) is the guarded one.
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "ops.h"
+
+#define TK_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+const tk::Ops* find(const char* isa) {
+    const char* reason;
+    return tk::select_ops(isa, &reason);
+}
+
+}  // namespace
+
+// Sizes for packers: bytes of a packed matrix.
+TK_EXPORT int64_t tk_op_matrix_bytes(const tk::Matrix* w) { return w->tiles() * w->tile_bytes(); }
+
+TK_EXPORT int tk_op_linear(const char* isa, const tk::Matrix* w, const tk::Rows* in, int64_t count, int64_t t0, int64_t t1,
+                           const tk::Store* to) {
+    const tk::Ops* ops = find(isa);
+    if (!ops) return 1;
+    std::vector<uint8_t> scratch(size_t(ops->linear_scratch(*w)));
+    ops->linear(*w, *in, count, t0, t1, *to, scratch.data());
+    return 0;
+}
+
+TK_EXPORT int tk_op_gated(const char* isa, const tk::Matrix* gate, const tk::Matrix* up, const tk::Rows* in, int64_t count,
+                          int64_t t0, int64_t t1, const tk::Store* to) {
+    const tk::Ops* ops = find(isa);
+    if (!ops) return 1;
+    std::vector<uint8_t> scratch(size_t(ops->linear_scratch(*gate)));
+    ops->gated(*gate, *up, *in, count, t0, t1, *to, scratch.data());
+    return 0;
+}
+
+TK_EXPORT int tk_op_matrix_row(const char* isa, const tk::Matrix* w, int64_t row, float scale, float* out) {
+    const tk::Ops* ops = find(isa);
+    if (ops) ops->matrix_row(*w, row, scale, out);
+    return !ops;
+}
+
+TK_EXPORT int tk_op_quantize(const char* isa, const float* x, const int32_t* perm, int64_t group, int64_t groups, int8_t* q,
+                             float* scale, int32_t* sum) {
+    const tk::Ops* ops = find(isa);
+    if (ops) ops->quantize(x, perm, group, 0, groups, q, scale, sum);
+    return !ops;
+}
+
+TK_EXPORT int tk_op_rms_norm(const char* isa, const float* x, const float* w, int64_t n, float eps, float* out) {
+    const tk::Ops* ops = find(isa);
+    if (ops) ops->rms_norm(x, w, n, eps, out);
+    return !ops;
+}
+
+TK_EXPORT int tk_op_rope(const char* isa, float* x, const float* cos, const float* sin, int64_t rotary) {
+    const tk::Ops* ops = find(isa);
+    if (ops) ops->rope(x, cos, sin, rotary);
+    return !ops;
+}
+
+TK_EXPORT int tk_op_hadamard(const char* isa, float* x, int64_t n) {
+    const tk::Ops* ops = find(isa);
+    if (ops) ops->hadamard(x, n);
+    return !ops;
+}
+
+TK_EXPORT int tk_op_activate(const char* isa, float* x, int64_t n, int32_t activation) {
+    const tk::Ops* ops = find(isa);
+    if (ops) ops->activate(x, n, activation);
+    return !ops;
+}
+
+TK_EXPORT int tk_op_scale_logits(const char* isa, float* x, int64_t n, float scale, float softcap) {
+    const tk::Ops* ops = find(isa);
+    if (ops) ops->scale_logits(x, n, scale, softcap);
+    return !ops;
+}
+
+TK_EXPORT int tk_op_row_stats(const char* isa, const float* x, int64_t n, float* max, int64_t* index, int32_t* nan,
+                              double* sum_exp) {
+    const tk::Ops* ops = find(isa);
+    if (!ops) return 1;
+    *max = ops->row_max(x, n, index, nan);
+    *sum_exp = ops->sum_exp(x, n, *max, 1.0f);
+    return 0;
+}
+
+// Attention of `rows` queries [rows][head_dim] over keys and values [tokens][head_dim] of one head, through the cache's stored form:
+// row r sees tokens [lo[r], hi[r]). hadamard as the executor applies it for int4 keys.
+TK_EXPORT int tk_op_attention(const char* isa, int32_t kv_type, int32_t bf16, int64_t head_dim, int64_t tokens, const float* keys,
+                              const float* values, int64_t rows, const float* queries, const int64_t* lo, const int64_t* hi,
+                              float scale, float softcap, const float* sinks, float* out) {
+    const tk::Ops* ops = find(isa);
+    if (!ops) return 1;
+    const int64_t d = tk::pad16(head_dim), cells = (tokens + 15) / 16, tiles = (tokens + tk::KV_TILE - 1) / tk::KV_TILE;
+    const int32_t half = bf16 && ops->bf16_dot;
+    const tk::CellLayout cell = tk::cell_layout(kv_type, head_dim);
+    std::vector<uint8_t> store(size_t(cells * cell.bytes() + 64)), dummy(size_t(d * 64));
+    auto part = [&](int64_t c, int which) {
+        const int64_t offset[] = {0, cell.k_cell, cell.k_cell + cell.v_cell, cell.k_cell + cell.v_cell + cell.k_params};
+        return store.data() + c * cell.bytes() + offset[which];
+    };
+    std::vector<float> row(size_t(2 * d)), q(size_t(rows * d));
+    for (int64_t t = 0; t < tokens; t++) {
+        std::fill(row.begin(), row.end(), 0.0f);
+        std::memcpy(row.data(), keys + t * head_dim, size_t(head_dim) * 4);
+        std::memcpy(row.data() + d, values + t * head_dim, size_t(head_dim) * 4);
+        if (kv_type == tk::KV_INT4) ops->hadamard(row.data(), d);
+        ops->kv_write(kv_type, d, row.data(), row.data() + d, part(t / 16, 0), part(t / 16, 1), part(t / 16, 2), part(t / 16, 3),
+                      t % 16, t + 1 == tokens);
+    }
+    std::vector<uint16_t> q16(size_t(rows * d));
+    for (int64_t r = 0; r < rows; r++) {
+        std::memcpy(q.data() + r * d, queries + r * head_dim, size_t(head_dim) * 4);
+        if (kv_type == tk::KV_INT4) ops->hadamard(q.data() + r * d, d);
+    }
+    ops->to_bf16(q.data(), q16.data(), rows * d);
+    std::vector<float> states(size_t(2 * rows * (d + 2))), scores(size_t(rows * tk::KV_TILE * 2));
+    tk::AttnState into{states.data(), states.data() + rows, states.data() + 2 * rows};
+    float* second = states.data() + rows * (d + 2);
+    tk::AttnState next{second, second + rows, second + 2 * rows};
+    std::vector<uint8_t> loaded(size_t(2 * tk::KV_TILE * d * 4));
+    std::vector<int32_t> l(static_cast<size_t>(rows)), h(static_cast<size_t>(rows));
+    for (int64_t tile = 0; tile < tiles; tile++) {
+        tk::KvTile kv;
+        for (int64_t c = 0; c < tk::KV_CELLS; c++) {
+            const int64_t at = tile * tk::KV_CELLS + c;
+            kv.k[c] = kv.v[c] = dummy.data();
+            if (at >= cells) continue;
+            kv.k[c] = part(at, 0);
+            kv.v[c] = part(at, 1);
+            if (half ? kv_type == tk::KV_BF16 : kv_type == tk::KV_F32) continue;
+            uint8_t *k = loaded.data() + c * d * 64, *v = loaded.data() + tk::KV_TILE * d * 4 + c * d * 64;
+            ops->kv_load(kv_type, d, part(at, 0), part(at, 1), part(at, 2), part(at, 3), half,
+                         tokens - at * 16 < 16 ? tokens - at * 16 : 16, k, v);
+            kv.k[c] = k;
+            kv.v[c] = v;
+        }
+        for (int64_t r = 0; r < rows; r++) {
+            const int64_t a = lo[r] - tile * tk::KV_TILE, b = hi[r] - tile * tk::KV_TILE;
+            l[size_t(r)] = int32_t(a < 0 ? 0 : a > tk::KV_TILE ? tk::KV_TILE : a);
+            h[size_t(r)] = int32_t(b < 0 ? 0 : b > tk::KV_TILE ? tk::KV_TILE : b);
+        }
+        const tk::AttnParams params{d, scale, softcap, half};
+        const void* qs = half ? static_cast<const void*>(q16.data()) : q.data();
+        ops->attn_tile(params, kv, qs, rows, l.data(), h.data(), tile ? next : into, scores.data());
+        if (tile) ops->attn_merge(d, rows, into, next);
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        ops->attn_finish(d, into.m[r], into.l[r], into.acc + r * d, sinks ? sinks + r : nullptr, row.data());
+        std::memcpy(out + r * head_dim, row.data(), size_t(head_dim) * 4);
+    }
+    return 0;
+}

@@ -1,0 +1,110 @@
+// The C boundary: models, caches and steps. Every function returns 0, or 1 with a message in tk_error().
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <new>
+#include <string>
+
+#include "model.h"
+#include "profile.h"
+#include "step.h"
+#include "workspace.h"
+
+#define TK_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+thread_local std::string message;
+
+template <class F>
+int guarded(F&& f) {
+    try {
+        f();
+        return 0;
+    } catch (const std::bad_alloc&) {
+        message = "out of memory";
+    } catch (const std::exception& e) {
+        message = e.what();
+    } catch (...) {
+        message = "unknown failure";
+    }
+    return 1;
+}
+
+const tk::Ops* ops_or_throw(const char* isa) {
+    const char* reason = "";
+    const tk::Ops* ops = tk::select_ops(isa, &reason);
+    if (!ops) throw tk::Error(std::string("instruction set ") + isa + ": " + reason);
+    return ops;
+}
+
+tk::Group& group_of(tk::Model* m, int64_t group, int64_t block) {
+    if (group < 0 || group >= int64_t(m->program.groups.size())) throw tk::Error("no such cache group");
+    tk::Group& g = m->program.groups[size_t(group)];
+    if (!g.data || block < 0 || block >= g.blocks) throw tk::Error("no such cache block");
+    return g;
+}
+
+}  // namespace
+
+TK_EXPORT const char* tk_error() { return message.c_str(); }
+
+TK_EXPORT int tk_usable_cores() { return tk::usable_cores(); }
+
+// Name of the instruction set that `isa` selects ("" = the best), or null with tk_error().
+TK_EXPORT const char* tk_isa(const char* isa) {
+    const tk::Ops* ops = nullptr;
+    return guarded([&] { ops = ops_or_throw(isa); }) ? nullptr : ops->name;
+}
+
+// Program and tensors stay the caller's; tensor memory must outlive the model.
+TK_EXPORT tk::Model* tk_model_create(const int64_t* ints, int64_t ints_size, const double* floats, int64_t floats_size,
+                                     const tk::TensorRecord* tensors, int64_t tensors_size, const char* isa, int64_t threads) {
+    tk::Model* model = nullptr;
+    guarded([&] {
+        const tk::Ops* ops = ops_or_throw(isa);
+        if (threads < 0 || threads > 4096) throw tk::Error("threads: expected 0 to 4096");
+        tk::Program program = tk::parse_program(ints, ints_size, floats, floats_size, tensors, tensors_size, ops->bf16_dot);
+        model = new tk::Model(std::move(program), ops, threads ? int(threads) : tk::usable_cores());
+        const char* profile = std::getenv("TOOLKIT_NATIVE_PROFILE");
+        if (profile && std::strcmp(profile, "1") == 0) model->profile = std::make_unique<tk::Profile>();
+    });
+    return model;
+}
+
+TK_EXPORT void tk_model_free(tk::Model* model) { delete model; }
+
+TK_EXPORT int64_t tk_model_threads(tk::Model* model) { return model->pool.size(); }
+
+TK_EXPORT int64_t tk_block_bytes(tk::Model* model, int64_t group) {
+    return group >= 0 && group < int64_t(model->program.groups.size()) ? model->program.groups[size_t(group)].block_bytes : -1;
+}
+
+TK_EXPORT int tk_cache_allocate(tk::Model* model, const int64_t* blocks, int64_t groups) {
+    return guarded([&] { model->allocate_cache(blocks, groups); });
+}
+
+TK_EXPORT void tk_cache_release(tk::Model* model) { model->release_cache(); }
+
+TK_EXPORT int tk_block_export(tk::Model* model, int64_t group, int64_t block, uint8_t* to) {
+    return guarded([&] {
+        const tk::Group& g = group_of(model, group, block);
+        std::memcpy(to, g.data + block * g.block_bytes, size_t(g.block_bytes));
+    });
+}
+
+TK_EXPORT int tk_block_import(tk::Model* model, int64_t group, int64_t block, const uint8_t* from, int64_t size) {
+    return guarded([&] {
+        const tk::Group& g = group_of(model, group, block);
+        if (size != g.block_bytes) throw tk::Error("cache block: expected " + std::to_string(g.block_bytes) + " bytes, found " + std::to_string(size));
+        std::memcpy(g.data + block * g.block_bytes, from, size_t(size));
+    });
+}
+
+TK_EXPORT int tk_step(tk::Model* model, const tk::StepArrays* in, const tk::StepResults* out) {
+    return guarded([&] { model->step(*in, *out); });
+}
+
+TK_EXPORT void tk_profile_print(tk::Model* model) {
+    if (model->profile) model->profile->print();
+}

@@ -1,0 +1,134 @@
+"""A ``StepBatch`` as the structures of step.h: addresses of arrays, with their shapes checked against each other."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from toolkit.models.spec import DecoderSpec
+from toolkit.runners.base import RunnerError
+from toolkit.runners.native.library import StepArrays, StepResults, address
+from toolkit.runners.step import SamplingBatch, StepBatch, StepOutput
+
+I32, I64, F32 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32)
+U64, I8 = np.dtype(np.uint64), np.dtype(np.int8)
+
+
+class Arrays:
+    """``structure`` points into arrays that this object keeps. The lengths checked here, the library checks the values.
+
+    Raises RunnerError naming the array whose type or size is wrong.
+    """
+
+    def __init__(self, batch: StepBatch, spec: DecoderSpec) -> None:
+        self._held: list[Any] = []
+        self.structure = s = StepArrays()
+        tokens, seqs = len(batch.token_ids), len(batch.seq_lens)
+        rows, groups = len(batch.sample_index), len(batch.block_tables)
+        if batch.mask_kind != "causal":
+            raise RunnerError(f"mask_kind: this runner knows 'causal', found {batch.mask_kind!r}")
+        if len(batch.adapter) and batch.adapter.max() >= 0:
+            raise RunnerError("adapter: this runner has no adapters")
+        if batch.positions.shape != (1, tokens):
+            raise RunnerError(f"positions: expected shape (1, {tokens}), found {batch.positions.shape}")
+        s.tokens, s.seqs, s.rows, s.groups = tokens, seqs, rows, groups
+        s.token_ids = self._put("token_ids", batch.token_ids, I32, tokens)
+        s.from_previous = self._put("from_previous", batch.from_previous, I32, tokens)
+        s.positions = self._put("positions", batch.positions, I32, tokens)
+        s.cu_seqlens = self._put("cu_seqlens", batch.cu_seqlens, I32, seqs + 1)
+        s.seq_lens = self._put("seq_lens", batch.seq_lens, I32, seqs)
+        s.rope_set = self._put("rope_set", batch.rope_set, I8, seqs)
+        s.sample_index = self._put("sample_index", batch.sample_index, I32, rows)
+        s.logits_size, s.hidden_size = len(batch.logits_index), len(batch.hidden_index)
+        s.target_size = len(batch.target_index)
+        s.logits_index = self._put("logits_index", batch.logits_index, I32, s.logits_size)
+        s.hidden_index = self._put("hidden_index", batch.hidden_index, I32, s.hidden_size)
+        s.target_index = self._put("target_index", batch.target_index, I32, s.target_size)
+        s.target_ids = self._put("target_ids", batch.target_ids, I32, s.target_size)
+        if batch.embeds is not None:
+            s.embeds_size = len(batch.embed_index)
+            s.embeds = self._put("embeds", batch.embeds, F32, s.embeds_size * spec.hidden_size)
+            s.embed_index = self._put("embed_index", batch.embed_index, I32, s.embeds_size)
+        self._groups(batch, tokens, seqs)
+        self._sampling(batch.sampling, rows, spec.vocab_size)
+
+    def _put(self, name: str, array: np.ndarray[Any, Any], dtype: np.dtype[Any], size: int) -> int | None:
+        if array.dtype != dtype or array.size != size or not array.flags.c_contiguous:
+            raise RunnerError(f"{name}: expected {size} contiguous {dtype} values, found {array.size} of {array.dtype}")
+        self._held.append(array)
+        return address(array)
+
+    def _pointers(self, addresses: list[int | None]) -> int:
+        array = (ctypes.c_void_p * max(len(addresses), 1))(*addresses)
+        self._held.append(array)
+        return ctypes.addressof(array)
+
+    def _groups(self, batch: StepBatch, tokens: int, seqs: int) -> None:
+        s, groups = self.structure, len(batch.block_tables)
+        if len(batch.slot_mapping) != groups or len(batch.copy_blocks) not in (0, groups):
+            raise RunnerError(f"slot_mapping, copy_blocks: expected {groups} groups")
+        tables, widths, slots = [], np.zeros(groups, np.int64), []
+        for g, table in enumerate(batch.block_tables):
+            widths[g] = table.shape[-1]
+            tables.append(self._put("block_tables", table, I32, seqs * table.shape[-1]))
+            slots.append(self._put("slot_mapping", batch.slot_mapping[g], I64, tokens))
+        copies, sizes = [], np.zeros(groups, np.int64)
+        for g, pairs in enumerate(batch.copy_blocks):
+            sizes[g] = len(pairs)
+            copies.append(self._put("copy_blocks", pairs, I32, 2 * len(pairs)))
+        s.block_tables, s.slot_mapping = self._pointers(tables), self._pointers(slots)
+        s.copies = self._pointers(copies or [None] * groups)
+        self._held += [widths, sizes]
+        s.table_width, s.copies_size = widths.ctypes.data, sizes.ctypes.data
+
+    def _sampling(self, b: SamplingBatch, rows: int, vocab: int) -> None:
+        s, put = self.structure, self._put
+        s.temperature = put("sampling.temperature", b.temperature, F32, rows)
+        s.top_k = put("sampling.top_k", b.top_k, I32, rows)
+        s.top_p = put("sampling.top_p", b.top_p, F32, rows)
+        s.min_p = put("sampling.min_p", b.min_p, F32, rows)
+        s.repetition = put("sampling.repetition_penalty", b.repetition_penalty, F32, rows)
+        s.presence = put("sampling.presence_penalty", b.presence_penalty, F32, rows)
+        s.frequency = put("sampling.frequency_penalty", b.frequency_penalty, F32, rows)
+        s.seed = put("sampling.seed", b.seed, U64, rows)
+        s.position = put("sampling.position", b.position, I64, rows)
+        s.logprobs = put("sampling.logprobs", b.logprobs, I32, rows)
+        s.history_size, s.bias_size = len(b.history_ids), len(b.bias_ids)
+        s.history_ptr = put("sampling.history_ptr", b.history_ptr, I32, rows + 1)
+        s.history_ids = put("sampling.history_ids", b.history_ids, I32, s.history_size)
+        s.history_count = put("sampling.history_count", b.history_count, I32, s.history_size)
+        s.bias_ptr = put("sampling.bias_ptr", b.bias_ptr, I32, rows + 1)
+        s.bias_ids = put("sampling.bias_ids", b.bias_ids, I32, s.bias_size)
+        s.bias_values = put("sampling.bias_values", b.bias_values, F32, s.bias_size)
+        if b.grammar is not None:
+            s.grammar = put("sampling.grammar", b.grammar, I32, rows * ((vocab + 31) // 32))
+
+
+def outputs_for(batch: StepBatch, spec: DecoderSpec) -> tuple[StepOutput, StepResults]:
+    """Empty outputs of the step's sizes and the structure that points at them (``bad`` left to the caller)."""
+    rows = len(batch.sample_index)
+    asked = int(batch.sampling.logprobs.max()) if batch.sampling.logprobs.size else 0
+    width = max(0, min(asked, spec.vocab_size))
+    output = StepOutput(
+        tokens=np.zeros((rows, 1), np.int32),
+        counts=np.ones(rows, np.int32),
+        logprob=np.full((rows, 1), np.nan, np.float32),
+        top_ids=np.full((rows, width), -1, np.int32),
+        top_logprobs=np.full((rows, width), -np.inf, np.float32),
+        logits=np.empty((len(batch.logits_index), spec.vocab_size), np.float32),
+        hidden=np.empty((len(batch.hidden_index), spec.hidden_size), np.float32),
+        target_logprobs=np.empty(len(batch.target_index), np.float32),
+    )
+    results = StepResults(
+        top_width=width,
+        tokens=address(output.tokens),
+        logprob=address(output.logprob),
+        top_ids=address(output.top_ids),
+        top_logprobs=address(output.top_logprobs),
+        logits=address(output.logits),
+        hidden=address(output.hidden),
+        target_logprobs=address(output.target_logprobs),
+    )
+    return output, results

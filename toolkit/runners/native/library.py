@@ -1,0 +1,131 @@
+"""The native library through ctypes: loading it, its structures, its errors."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from ctypes import POINTER, Structure, c_char_p, c_int, c_int32, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from toolkit.errors import UsageError
+
+ISA_VARIABLE = "TOOLKIT_CPU_ISA"
+ISAS = ("avx512vnni", "avxvnni", "avx2", "generic")
+LIBRARY_VARIABLE = "TOOLKIT_NATIVE_LIBRARY"  # another build of it, such as the sanitized one
+
+
+class TensorRecord(Structure):
+    """tk::TensorRecord of model.h."""
+
+    _fields_ = (
+        ("data", c_void_p),
+        ("bytes", c_int64),
+        ("rows", c_int64),
+        ("cols", c_int64),
+        ("perm_size", c_int64),
+        ("perm", c_void_p),
+        ("kind", c_int32),
+        ("dtype", c_int32),
+        ("bits", c_int32),
+        ("group", c_int32),
+        ("minima", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+_STEP_FIELDS = (
+    "tokens! seqs! rows! groups! token_ids from_previous positions cu_seqlens seq_lens block_tables table_width "
+    "slot_mapping rope_set sample_index logits_size! logits_index hidden_size! hidden_index target_size! target_index "
+    "target_ids embeds_size! embeds embed_index copies_size copies temperature top_k top_p min_p repetition presence "
+    "frequency seed position history_size! history_ptr history_ids history_count bias_size! bias_ptr bias_ids bias_values "
+    "logprobs grammar"
+)
+_RESULT_FIELDS = "top_width! tokens logprob top_ids top_logprobs logits hidden target_logprobs bad"
+
+
+def _fields(names: str) -> list[tuple[str, Any]]:
+    return [(n.rstrip("!"), c_int64 if n.endswith("!") else c_void_p) for n in names.split()]
+
+
+class StepArrays(Structure):
+    """tk::StepArrays of step.h."""
+
+    _fields_ = _fields(_STEP_FIELDS)
+
+
+class StepResults(Structure):
+    """tk::StepResults of step.h."""
+
+    _fields_ = _fields(_RESULT_FIELDS)
+
+
+def library_path() -> Path:
+    """Where the library lies, or would lie."""
+    return Path(os.environ.get(LIBRARY_VARIABLE) or Path(__file__).with_name("_native.so"))
+
+
+@functools.cache
+def load(path: Path) -> ctypes.CDLL:
+    """The library with its prototypes. OSError where it is missing or made for another machine."""
+    lib = ctypes.CDLL(str(path))
+    lib.tk_error.restype = c_char_p
+    lib.tk_isa.argtypes, lib.tk_isa.restype = [c_char_p], c_char_p
+    lib.tk_model_create.restype = c_void_p
+    lib.tk_model_create.argtypes = [c_void_p, c_int64, c_void_p, c_int64, POINTER(TensorRecord), c_int64, c_char_p, c_int64]
+    lib.tk_model_free.argtypes, lib.tk_model_free.restype = [c_void_p], None
+    lib.tk_model_threads.argtypes, lib.tk_model_threads.restype = [c_void_p], c_int64
+    lib.tk_block_bytes.argtypes, lib.tk_block_bytes.restype = [c_void_p, c_int64], c_int64
+    lib.tk_cache_allocate.argtypes = [c_void_p, c_void_p, c_int64]
+    lib.tk_cache_release.argtypes, lib.tk_cache_release.restype = [c_void_p], None
+    lib.tk_block_export.argtypes = [c_void_p, c_int64, c_int64, c_void_p]
+    lib.tk_block_import.argtypes = [c_void_p, c_int64, c_int64, c_char_p, c_int64]
+    lib.tk_step.argtypes = [c_void_p, POINTER(StepArrays), POINTER(StepResults)]
+    lib.tk_profile_print.argtypes, lib.tk_profile_print.restype = [c_void_p], None
+    for name in ("tk_usable_cores", "tk_cache_allocate", "tk_block_export", "tk_block_import", "tk_step"):
+        getattr(lib, name).restype = c_int
+    return lib
+
+
+def error(lib: ctypes.CDLL) -> str:
+    """What the last failed call of this thread complained about."""
+    return str(lib.tk_error().decode(errors="replace"))
+
+
+def wanted_isa() -> str:
+    """``$TOOLKIT_CPU_ISA`` or "" for the best. UsageError for a name that does not exist."""
+    name = os.environ.get(ISA_VARIABLE, "")
+    if name and name not in ISAS:
+        raise UsageError(f"{ISA_VARIABLE}: expected one of {', '.join(ISAS)}, found {name!r}")
+    return name
+
+
+def available() -> str | None:
+    """Why the library cannot run here, or None."""
+    path = library_path()
+    if not path.exists():
+        return "the native library is not built (no C++ compiler at installation; python -m toolkit.runners.native.build)"
+    try:
+        lib = load(path)
+    except OSError as e:
+        return f"the native library does not load: {e}"
+    isa = wanted_isa()
+    if lib.tk_isa(isa.encode()) is None:
+        return error(lib)
+    return None
+
+
+def isas() -> list[str]:
+    """Instruction sets that this build and this processor both have, best first."""
+    lib = load(library_path())
+    return [i for i in ISAS if lib.tk_isa(i.encode()) is not None]
+
+
+def address(array: np.ndarray[Any, Any] | None) -> int | None:
+    """Address of an array's first element (None where it is empty or absent)."""
+    if array is None or array.size == 0:
+        return None
+    return int(array.__array_interface__["data"][0])

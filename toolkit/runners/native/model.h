@@ -1,0 +1,197 @@
+// A decoder as the executor sees it: the program (layers, matrices, norms), the cache and the buffers.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "ops.h"
+#include "pool.h"
+
+namespace tk {
+
+// What the caller did wrong; becomes an error code and a message at the C boundary.
+struct Error : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+struct Vector {
+    const float* data = nullptr;  // padded to a multiple of 16
+    int64_t size = 0;
+    explicit operator bool() const { return data != nullptr; }
+};
+
+// How an input is quantized for a linear: group 0 = not at all.
+struct QuantKey {
+    int64_t group = 0;
+    const int32_t* perm = nullptr;
+    bool operator==(const QuantKey& o) const { return group == o.group && perm == o.perm; }
+};
+
+constexpr int MAX_KEYS = 3;  // distinct quantizations of one input: q, k and v at most
+
+struct Linear {
+    Matrix w;
+    Vector bias;
+    QuantKey key;
+    int slot = 0;  // which of its input's quantizations it reads
+    bool present() const { return w.data != nullptr; }
+};
+
+struct Norm {
+    Vector weight;
+    float eps = 0;
+    bool present() const { return bool(weight); }
+};
+
+// Distinct quantizations that the linears reading one input need.
+struct Input {
+    int64_t width = 0;
+    std::vector<QuantKey> keys;
+};
+
+struct Attention {
+    Linear q, k, v, o;
+    Input in, out;
+    int64_t heads, kv_heads, head_dim, dpad, per_kv;
+    int64_t rope;    // index into Program::ropes or -1
+    int64_t window;  // 0 = none
+    int64_t group;
+    float scale, softcap;
+    Norm q_norm, k_norm;
+    Vector sinks;
+    CellLayout cell;
+    int64_t layer_offset;  // of this layer in a block
+    int64_t head_bytes;    // of one head in a block
+};
+
+struct Mlp {
+    Linear gate, up, down;
+    Input in, mid;
+    int32_t activation = SILU;
+};
+
+struct Moe {
+    Linear router, shared_gate;
+    std::vector<Mlp> experts;  // all take `in` with the same keys
+    Mlp shared;
+    bool has_shared = false;
+    int64_t top_k = 0;
+    bool sigmoid = false, norm_topk = true;
+    float scale = 1;
+    Input in;
+};
+
+struct Sublayer {
+    int kind = 0;  // 0 attention, 1 mlp, 2 moe
+    Norm pre, post;
+    float residual_scale = 1;
+    Attention attention;
+    Mlp mlp;
+    Moe moe;
+};
+
+struct Rope {
+    int64_t rotary;
+    Vector freq[2];
+    float factor[2];
+};
+
+struct Group {
+    int64_t window = 0;
+    int64_t block_bytes = 0;
+    int64_t blocks = 0;
+    uint8_t* data = nullptr;
+};
+
+struct Program {
+    int64_t vocab, hidden, block_size;
+    int32_t kv_type;
+    bool bf16;  // attention on bfloat16 cells
+    Linear embed, head;
+    Norm final_norm;
+    float embed_scale, head_scale, softcap;
+    Input head_in;
+    std::vector<Rope> ropes;
+    std::vector<Sublayer> sublayers;
+    std::vector<Group> groups;
+};
+
+// A tensor as it comes through the boundary. kind: 0 float32 vector, 1 DENSE, 2 INT.
+struct TensorRecord {
+    const void* data;
+    int64_t bytes;
+    int64_t rows, cols;
+    int64_t perm_size;
+    const int32_t* perm;
+    int32_t kind, dtype, bits, group, minima, reserved;
+};
+
+// Reads and checks the integer and float streams that program.py writes. Raises Error.
+Program parse_program(const int64_t* ints, int64_t ints_size, const double* floats, int64_t floats_size,
+                      const TensorRecord* tensors, int64_t tensors_size, bool bf16_dot);
+
+// Memory that is zero, page-aligned and touched lazily.
+class Pages {
+public:
+    Pages() = default;
+    explicit Pages(int64_t bytes);
+    ~Pages();
+    Pages(Pages&& o) noexcept;
+    Pages& operator=(Pages&& o) noexcept;
+    uint8_t* data() const { return data_; }
+    int64_t size() const { return size_; }
+    template <class T>
+    T* at(int64_t offset) const { return reinterpret_cast<T*>(data_ + offset); }
+
+private:
+    uint8_t* data_ = nullptr;
+    int64_t size_ = 0;
+};
+
+// One input in the forms that linears read: floats and up to MAX_KEYS quantizations.
+struct InputBuffer {
+    float* x = nullptr;
+    int64_t ldx = 0;
+    int8_t* q[MAX_KEYS] = {};
+    float* scale[MAX_KEYS] = {};
+    int32_t* sum[MAX_KEYS] = {};
+    int64_t ldq = 0, lds = 0;
+
+    Rows rows(const Linear& l, int64_t t = 0) const {
+        Rows r;
+        r.x = x + t * ldx;
+        r.ldx = ldx;
+        r.q = q[l.slot] + t * ldq;
+        r.ldq = ldq;
+        r.scale = scale[l.slot] + t * lds;
+        r.sum = sum[l.slot] + t * lds;
+        r.lds = lds;
+        return r;
+    }
+};
+
+struct StepArrays;
+struct StepResults;
+class Profile;
+
+class Model {
+public:
+    Model(Program program, const Ops* ops, int threads);
+    ~Model();
+    void allocate_cache(const int64_t* blocks, int64_t groups);
+    void release_cache();
+    void step(const StepArrays& in, const StepResults& out);
+
+    Program program;
+    const Ops* ops;
+    Pool pool;
+    std::vector<int32_t> previous;  // tokens sampled by the last step
+    std::vector<Pages> cache;
+    std::unique_ptr<struct Workspace> work;
+    std::unique_ptr<Profile> profile;
+};
+
+}  // namespace tk

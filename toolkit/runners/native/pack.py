@@ -1,0 +1,316 @@
+"""From canonical weights to the native library's tiles and back, exactly. Imports torch: only where weights are packed.
+
+What has no packed form of its own becomes the nearest one: float8 and group sizes that are no multiple of 16 become dense,
+a head or embedding can be quantized to 8 or 4 bits. ``pack_model`` lists such changes as notes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8, GroupInt, Weight
+from toolkit.models.spec import DecoderSpec
+from toolkit.runners.native.packed import BF16, DENSE, F16, F32, INT, LANES, PackedMeta, PackedTensor, vector
+
+U8 = NDArray[np.uint8]
+_TORCH = {F32: torch.float32, BF16: torch.bfloat16, F16: torch.float16}
+_OURS = {v: k for k, v in _TORCH.items()}
+_SPLITS = (128, 96, 64, 48, 32, 16)  # activation groups that a long weight group is cut into
+
+
+def _bits_of(t: Tensor) -> NDArray[Any]:
+    """A float tensor as numpy; bfloat16 and float16 as their 16 bits."""
+    t = t.detach().contiguous()
+    return t.numpy() if t.dtype == torch.float32 else t.view(torch.int16).numpy().view(np.uint16)
+
+
+def _tiles(a: NDArray[Any]) -> NDArray[Any]:
+    """[rows, …] to [tiles, 16, …], filled up with zeros."""
+    short = -a.shape[0] % LANES
+    if short:
+        a = np.concatenate([a, np.zeros((short, *a.shape[1:]), a.dtype)])
+    return a.reshape(-1, LANES, *a.shape[1:])
+
+
+# -- dense
+
+
+def pack_dense(weight: Tensor) -> PackedTensor:
+    """[out, in] float to tiles [in][16 rows]."""
+    if weight.dtype not in _OURS:
+        weight = weight.float()
+    data = np.ascontiguousarray(_tiles(_bits_of(weight)).transpose(0, 2, 1))
+    meta = PackedMeta(DENSE, weight.shape[0], weight.shape[1], _OURS[weight.dtype], origin={"form": "dense"})
+    return PackedTensor(data.reshape(-1).view(np.uint8), meta)
+
+
+def _unpack_dense(p: PackedTensor) -> Tensor:
+    m = p.meta
+    items = p.data.view(np.float32 if m.dtype == F32 else np.uint16).reshape(m.tiles, m.cols, LANES)
+    rows = np.ascontiguousarray(items.transpose(0, 2, 1)).reshape(-1, m.cols)[: m.rows]
+    t = torch.from_numpy(rows.copy() if m.dtype == F32 else rows.view(np.int16).copy())
+    return t if m.dtype == F32 else t.view(_TORCH[m.dtype])
+
+
+# -- integers in groups
+
+
+def _pack_codes(codes: U8, bits: int) -> U8:
+    """[rows, cols] to [tiles, cols/8 or cols/4, 64]."""
+    tiles, cols = -(-codes.shape[0] // LANES), codes.shape[1]
+    if bits == 8:
+        quads = _tiles(codes).reshape(tiles, LANES, cols // 4, 4)
+        return np.ascontiguousarray(quads.transpose(0, 2, 1, 3)).reshape(tiles, -1, 64)
+    quads = _tiles(codes).reshape(tiles, LANES, cols // 8, 2, 4).transpose(0, 2, 1, 3, 4)
+    return (quads[:, :, :, 0] | (quads[:, :, :, 1] << 4)).reshape(tiles, -1, 64)
+
+
+def _unpack_codes(data: U8, rows: int, cols: int, bits: int) -> U8:
+    tiles = data.shape[0]
+    if bits == 8:
+        return np.ascontiguousarray(data.reshape(tiles, -1, LANES, 4).transpose(0, 2, 1, 3)).reshape(-1, cols)[:rows]
+    both = data.reshape(tiles, -1, LANES, 4)
+    quads = np.stack([both & 15, both >> 4], axis=3)
+    return np.ascontiguousarray(quads.transpose(0, 2, 1, 3, 4)).reshape(-1, cols)[:rows]
+
+
+def _assemble(codes: U8, scales: Tensor, offsets: U8 | Tensor, bits: int, group: int) -> PackedTensor:
+    """Headers and codes interleaved. ``offsets``: uint8 zeros or a float tensor of minima, both [rows, groups]."""
+    rows, cols = codes.shape
+    minima = isinstance(offsets, Tensor)
+    if isinstance(offsets, Tensor) and offsets.dtype != scales.dtype:
+        scales, offsets = scales.float(), offsets.float()
+    if scales.dtype not in _OURS:
+        scales = scales.float()
+    meta = PackedMeta(INT, rows, cols, _OURS[scales.dtype], bits, group, minima)
+    out = np.zeros((meta.tiles, cols // group, meta.group_bytes), np.uint8)
+    out[:, :, meta.header_bytes :] = _pack_codes(codes, bits).reshape(meta.tiles, cols // group, -1)
+    half = 64 if meta.dtype == F32 else 32
+
+    def lanes(a: NDArray[Any]) -> U8:  # [rows, groups] to bytes [tiles, groups, 16 * itemsize]
+        t = np.ascontiguousarray(_tiles(a).transpose(0, 2, 1))
+        return t.view(np.uint8).reshape(meta.tiles, cols // group, -1)
+
+    out[:, :, :half] = lanes(_bits_of(scales))
+    second = lanes(_bits_of(offsets) if isinstance(offsets, Tensor) else offsets)
+    out[:, :, half : half + second.shape[2]] = second
+    return PackedTensor(out.reshape(-1), meta)
+
+
+def _split(group_size: int) -> int:
+    """Activation group for a weight group: itself up to 128 columns, else the largest listed divisor (or itself)."""
+    if group_size <= 128:
+        return group_size
+    return next((s for s in _SPLITS if group_size % s == 0), group_size)
+
+
+def _permutation(w: GroupInt) -> NDArray[np.int32] | None:
+    """Columns sorted by group, or None where they are. ValueError where groups are of different sizes."""
+    if w.group_index is None:
+        return None
+    index = w.group_index.numpy()
+    counts = np.bincount(index, minlength=w.scales.shape[1])
+    if (counts != w.group_size).any():
+        raise ValueError("groups of different sizes")
+    order = np.argsort(index, kind="stable").astype(np.int32)
+    return None if (order == np.arange(order.size)).all() else order
+
+
+def pack_group_int(w: GroupInt) -> PackedTensor:
+    """Codes below 16 in 4 bits, others in 8. ValueError where the groups do not fit the kernels."""
+    group = _split(w.group_size)
+    cols = w.shape[1]
+    if group % 16 or cols % group:
+        raise ValueError(f"groups of {w.group_size} in {cols} columns")
+    perm = _permutation(w)
+    codes = w.codes.numpy() if perm is None else w.codes.numpy()[:, perm]
+    bits = 4 if w.bits <= 4 else 8
+    scales = w.scales
+    offsets: U8 | Tensor
+    if w.minima is not None:
+        offsets = w.minima
+    else:
+        assert w.zeros is not None
+        offsets = w.zeros.numpy()
+        if bits == 8 and (offsets != 128).any():
+            # exact: the product of a zero below 2^8 and a 16-bit float's scale fits float32
+            scales, offsets = scales.float(), -w.zeros.float() * scales.float()
+    if group != w.group_size:
+        times = w.group_size // group
+        scales = scales.repeat_interleave(times, dim=1)
+        offsets = (
+            offsets.repeat_interleave(times, dim=1) if isinstance(offsets, Tensor) else offsets.repeat(times, axis=1)
+        )
+    packed = _assemble(codes, scales, offsets, bits, group)
+    origin = {
+        "form": "group_int",
+        "bits": w.bits,
+        "group_size": w.group_size,
+        "zeros": w.zeros is not None,
+        "act_order": w.group_index is not None,
+        "scales": str(w.scales.dtype).removeprefix("torch."),
+        "minima": "" if w.minima is None else str(w.minima.dtype).removeprefix("torch."),
+    }
+    return PackedTensor(packed.data, replace(packed.meta, origin=origin), perm)
+
+
+def _unpack_group_int(p: PackedTensor) -> GroupInt:
+    m, o = p.meta, p.meta.origin
+    blocks = p.data.reshape(m.tiles, m.cols // m.group, m.group_bytes)
+    codes = _unpack_codes(
+        np.ascontiguousarray(blocks[:, :, m.header_bytes :]).reshape(m.tiles, -1), m.rows, m.cols, m.bits
+    )
+    half = 64 if m.dtype == F32 else 32
+
+    def floats(part: U8) -> Tensor:
+        kind = np.float32 if m.dtype == F32 else np.int16
+        raw = np.ascontiguousarray(part).view(kind).transpose(0, 2, 1).reshape(-1, part.shape[1])[: m.rows]
+        t = torch.from_numpy(np.ascontiguousarray(raw))
+        return t if m.dtype == F32 else t.view(_TORCH[m.dtype])
+
+    step = o["group_size"] // m.group
+    scales = floats(blocks[:, :, :half])[:, ::step]
+    zeros = minima = None
+    if m.minima:
+        minima = floats(blocks[:, :, half : 2 * half])[:, ::step]
+        if o["zeros"]:  # 8-bit codes with zeros of their own
+            safe = torch.where(scales == 0, torch.ones_like(scales), scales)
+            zeros, minima = torch.round(-minima / safe).to(torch.uint8), None
+    else:
+        raw = np.ascontiguousarray(blocks[:, :, half : half + LANES]).transpose(0, 2, 1)
+        stored = np.ascontiguousarray(raw).reshape(-1, m.cols // m.group)[: m.rows, ::step]
+        zeros = torch.from_numpy(np.ascontiguousarray(stored))
+    index = None
+    if o["act_order"]:
+        order = np.arange(m.cols) if p.perm is None else p.perm
+        groups = np.empty(m.cols, np.int32)
+        groups[order] = np.arange(m.cols) // o["group_size"]
+        index = torch.from_numpy(groups)
+        original = np.empty_like(codes)
+        original[:, order] = codes
+        codes = original
+    scales = scales.to(getattr(torch, o["scales"])).contiguous()
+    if minima is not None:
+        minima = minima.to(getattr(torch, o["minima"])).contiguous()
+    return GroupInt(torch.from_numpy(codes), scales, zeros, o["bits"], o["group_size"], minima, index)
+
+
+def pack_channel_int8(w: ChannelInt8) -> PackedTensor:
+    """One group as long as the row: activations are quantized per token. ValueError where it does not fit."""
+    cols = w.shape[1]
+    if cols % 16 or cols >= 65536:
+        raise ValueError(f"{cols} columns")
+    codes = (w.weight.numpy().astype(np.int16) + 128).astype(np.uint8)
+    packed = _assemble(codes, w.scales.float()[:, None], np.full((codes.shape[0], 1), 128, np.uint8), 8, cols)
+    return PackedTensor(packed.data, replace(packed.meta, origin={"form": "channel_int8"}))
+
+
+def pack_weight(w: Weight) -> PackedTensor:
+    """Pack any canonical weight. ValueError where it has no packed form (``pack_nearest`` then makes it dense)."""
+    if isinstance(w, GroupInt):
+        return pack_group_int(w)
+    if isinstance(w, ChannelInt8):
+        return pack_channel_int8(w)
+    if isinstance(w, Dense):
+        return pack_dense(w.weight)
+    raise ValueError(type(w).__name__)
+
+
+def unpack(p: PackedTensor) -> Weight:
+    """Exact inverse of ``pack_weight``."""
+    form = p.meta.origin["form"]
+    if form == "dense":
+        return Dense(_unpack_dense(p))
+    m = p.meta
+    if form == "channel_int8":
+        blocks = p.data.reshape(m.tiles, 1, m.group_bytes)
+        codes = _unpack_codes(np.ascontiguousarray(blocks[:, :, 128:]).reshape(m.tiles, -1), m.rows, m.cols, 8)
+        scales = np.ascontiguousarray(blocks[:, 0, :64]).view(np.float32).reshape(-1)[: m.rows]
+        return ChannelInt8(torch.from_numpy((codes.astype(np.int16) - 128).astype(np.int8)), torch.from_numpy(scales.copy()))
+    return _unpack_group_int(p)
+
+
+# -- head and embedding
+
+
+def _head_group(cols: int) -> int | None:
+    """The longest group of at most 256 columns that divides the row: few scales, yet local ones."""
+    return next((g for g in range(256, 15, -16) if cols % g == 0), None)
+
+
+def quantize_head(w: Dense, bits: int) -> GroupInt | Dense:
+    """Round a head or embedding to ``bits`` (8: symmetric, long groups; 4: groups of 32 with zeros; 16: as it is)."""
+    cols = w.shape[1]
+    group = _head_group(cols) if bits == 8 else 32 if cols % 32 == 0 else None
+    if bits == 16 or group is None:
+        return w
+    x = w.weight.float().view(w.shape[0], -1, group)
+    if bits == 8:
+        scales = (x.abs().amax(-1) / 127).to(torch.float16)
+        step = scales.float().clamp(min=2.0**-24)
+        codes = torch.round(x / step[..., None]).clamp(-127, 127) + 128
+        zeros = torch.full(scales.shape, 128, dtype=torch.uint8)
+    else:
+        low, high = x.amin(-1).clamp(max=0), x.amax(-1).clamp(min=0)
+        scales = ((high - low) / 15).to(torch.float16)
+        step = scales.float().clamp(min=2.0**-24)
+        zeros = torch.round(-low / step).clamp(0, 15).to(torch.uint8)
+        codes = (torch.round(x / step[..., None]) + zeros[..., None]).clamp(0, 15)
+    return GroupInt(codes.to(torch.uint8).view(w.shape), scales, zeros, bits, group)
+
+
+# -- a whole model
+
+
+def pack_nearest(name: str, w: Weight, notes: list[str]) -> PackedTensor:
+    """Pack ``w``; where it has no packed form, dense in bfloat16, said in ``notes``."""
+    try:
+        return pack_weight(w)
+    except ValueError as reason:
+        what = "float8" if isinstance(w, Fp8) else str(reason)
+        notes.append(f"{name}: {what} has no kernel here; held as bfloat16")
+        return pack_dense(w.dequantize(torch.bfloat16))
+
+
+def pack_model(
+    spec: DecoderSpec,
+    weights: Iterable[tuple[str, Weight | Tensor]],
+    head_bits: int | None,
+    notes: list[str],
+) -> Iterator[tuple[str, PackedTensor]]:
+    """Every parameter of the model, packed, one at a time, as ``weights`` brings them.
+
+    ``head_bits``: of a dense head and embedding, 16, 8 or 4; None = 8 where the layers are quantized, else as stored (they
+    are then held back until the first layer tells).
+    """
+    offsets = {norm.name: norm.weight_offset for norm in spec.norms()}
+    layers = {linear.name for linear in spec.linears()}
+    unused = {spec.head} if spec.tied else set()
+    waiting: list[tuple[str, Dense]] = []
+    for name, value in weights:
+        if name in unused:
+            continue
+        if isinstance(value, Tensor):
+            yield name, vector(value.float().numpy() + np.float32(offsets.get(name, 0.0)))
+            continue
+        if name in layers:
+            if head_bits is None:
+                head_bits = 16 if isinstance(value, Dense) else 8
+            yield name, pack_nearest(name, value, notes)
+        elif isinstance(value, Dense):
+            waiting.append((name, value))
+        else:
+            yield name, pack_nearest(name, value, notes)
+        if head_bits is not None:
+            for held, dense in waiting:
+                yield held, pack_nearest(held, quantize_head(dense, head_bits), notes)
+            waiting = []
+    for held, dense in waiting:
+        yield held, pack_nearest(held, dense, notes)

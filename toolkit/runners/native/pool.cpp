@@ -1,0 +1,122 @@
+#include "pool.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <climits>
+#include <cstdio>
+#include <cstring>
+
+namespace tk {
+namespace {
+
+constexpr std::chrono::microseconds SPIN{20};
+
+inline void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
+void futex(std::atomic<uint32_t>* word, int op, uint32_t value) {
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), op | FUTEX_PRIVATE_FLAG, value, nullptr, nullptr, 0);
+}
+
+// quota / period of a version 2 or version 1 control group, or 0
+double cgroup_cores() {
+    double quota = 0, period = 0;
+    char text[64];
+    if (FILE* f = fopen("/sys/fs/cgroup/cpu.max", "r")) {
+        const int n = fscanf(f, "%63s %lf", text, &period);
+        fclose(f);
+        if (n == 2 && std::strcmp(text, "max") != 0 && period > 0 && sscanf(text, "%lf", &quota) == 1) return quota / period;
+        return 0;
+    }
+    if (FILE* f = fopen("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "r")) {
+        if (fscanf(f, "%lf", &quota) != 1) quota = 0;
+        fclose(f);
+    }
+    if (FILE* f = fopen("/sys/fs/cgroup/cpu/cpu.cfs_period_us", "r")) {
+        if (fscanf(f, "%lf", &period) != 1) period = 0;
+        fclose(f);
+    }
+    return quota > 0 && period > 0 ? quota / period : 0;
+}
+
+}  // namespace
+
+int usable_cores() {
+    int n = int(std::thread::hardware_concurrency());
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0) n = CPU_COUNT(&set);
+    const double quota = cgroup_cores();
+    if (quota > 0) n = std::min(n, std::max(1, int(quota + 0.5)));
+    return std::max(n, 1);
+}
+
+Pool::Pool(int threads) : size_(std::max(threads, 1)) {
+    for (int i = 1; i < size_; i++) threads_.emplace_back(&Pool::work, this, i);
+}
+
+Pool::~Pool() {
+    stop_ = true;
+    generation_.value.fetch_add(1);
+    wake(generation_, generation_sleepers_);
+    for (std::thread& t : threads_) t.join();
+}
+
+void Pool::wait_change(Word& word, Word& sleepers, uint32_t seen) {
+    const auto end = std::chrono::steady_clock::now() + SPIN;
+    do {
+        for (int i = 0; i < 32; i++) {
+            if (word.value.load(std::memory_order_acquire) != seen) return;
+            relax();
+        }
+    } while (std::chrono::steady_clock::now() < end);
+    sleepers.value.fetch_add(1);
+    while (word.value.load() == seen) futex(&word.value, FUTEX_WAIT, seen);
+    sleepers.value.fetch_sub(1);
+}
+
+void Pool::wake(Word& word, Word& sleepers) {
+    if (sleepers.value.load()) futex(&word.value, FUTEX_WAKE, INT_MAX);
+}
+
+void Pool::work(int index) {
+    uint32_t seen = 0;
+    for (;;) {
+        wait_change(generation_, generation_sleepers_, seen);
+        seen++;
+        if (stop_) return;
+        fn_(arg_, index);
+        barrier();
+    }
+}
+
+void Pool::run(void (*fn)(void*, int), void* arg) {
+    if (size_ == 1) return fn(arg, 0);
+    fn_ = fn;
+    arg_ = arg;
+    generation_.value.fetch_add(1);
+    wake(generation_, generation_sleepers_);
+    fn(arg, 0);
+    barrier();
+}
+
+void Pool::barrier() {
+    if (size_ == 1) return;
+    const uint32_t seen = phase_.value.load(std::memory_order_acquire);
+    if (arrived_.value.fetch_add(1) + 1 == uint32_t(size_)) {
+        arrived_.value.store(0, std::memory_order_relaxed);
+        phase_.value.fetch_add(1);
+        wake(phase_, phase_sleepers_);
+    } else {
+        wait_change(phase_, phase_sleepers_, seen);
+    }
+}
+
+}  // namespace tk

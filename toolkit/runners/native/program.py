@@ -1,0 +1,124 @@
+"""The decoder spec as flat arrays of numbers, in the order in which program.cpp reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from toolkit.models.rope import inv_freq
+from toolkit.models.spec import AttentionSpec, DecoderSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec, RopeSpec, Sublayer
+from toolkit.runners.native.packed import PackedTensor, PackedWeights, vector
+
+MAGIC = 0x746B3031
+KV_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, 8: 3, 4: 4}
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+
+
+@dataclass
+class Program:
+    """``tensors``: in the order of the indexes in ``ints``; they must outlive the model made from the program."""
+
+    ints: list[int] = field(default_factory=list)
+    floats: list[float] = field(default_factory=list)
+    tensors: list[PackedTensor] = field(default_factory=list)
+
+
+def build_program(spec: DecoderSpec, weights: PackedWeights, *, dtype: str, quant_policy: int, block_size: int) -> Program:
+    """``dtype`` names the type of keys and values where ``quant_policy`` is 0. KeyError where a weight is missing."""
+    return _Writer(spec, weights).write(dtype, quant_policy, block_size)
+
+
+class _Writer:
+    def __init__(self, spec: DecoderSpec, weights: PackedWeights) -> None:
+        self._spec, self._weights = spec, weights
+        self._out = Program()
+        self._index: dict[str, int] = {}
+
+    def write(self, dtype: str, quant_policy: int, block_size: int) -> Program:
+        spec, out = self._spec, self._out
+        kv = KV_TYPES[quant_policy] if quant_policy else KV_TYPES[dtype]
+        out.ints += [MAGIC, spec.vocab_size, spec.hidden_size, block_size, kv, int(dtype == "bfloat16")]
+        out.ints += [len(spec.cache_groups), *(g.window or 0 for g in spec.cache_groups)]
+        ropes = list(dict.fromkeys(a.rope for _, a in spec.attention_layers() if a.rope is not None))
+        out.ints.append(len(ropes))
+        for rope in ropes:
+            self._rope(rope)
+        out.floats += [spec.embed_scale, spec.head_scale, spec.logit_softcap or 0.0]
+        self._matrix(spec.embed, False)
+        sublayers = [s for layer in spec.layers for s in layer.sublayers]
+        out.ints.append(len(sublayers))
+        for s in sublayers:
+            self._sublayer(s, ropes)
+        self._norm(spec.final_norm)
+        self._matrix(spec.embed if spec.tied else spec.head, False)
+        out.ints[-1] = self._tensor(f"{spec.head}.bias") if spec.head_bias else -1
+        return out
+
+    def _add(self, tensor: PackedTensor) -> int:
+        self._out.tensors.append(tensor)
+        return len(self._out.tensors) - 1
+
+    def _tensor(self, name: str) -> int:
+        if name not in self._index:
+            self._index[name] = self._add(self._weights[name])
+        return self._index[name]
+
+    def _matrix(self, name: str, bias: bool) -> None:
+        self._out.ints += [self._tensor(name), self._tensor(f"{name}.bias") if bias else -1]
+
+    def _linear(self, linear: LinearSpec | None) -> None:
+        if linear is None:
+            self._out.ints += [-1, -1]
+        else:
+            self._matrix(linear.name, linear.bias)
+
+    def _norm(self, norm: NormSpec | None) -> None:
+        self._out.ints.append(-1 if norm is None else self._tensor(norm.name))
+        self._out.floats.append(0.0 if norm is None else norm.eps)
+
+    def _rope(self, rope: RopeSpec) -> None:
+        self._out.ints.append(rope.rotary_dim)
+        for long in (False, True):
+            frequencies, factor = inv_freq(rope, long)
+            self._out.ints.append(self._add(vector(np.asarray(frequencies, np.float32))))
+            self._out.floats.append(factor)
+
+    def _sublayer(self, s: Sublayer, ropes: list[RopeSpec]) -> None:
+        kind = {"attention": 0, "mlp": 1, "moe": 2}[s.mixer.kind]
+        self._out.ints.append(kind)
+        self._norm(s.pre_norm)
+        self._norm(s.post_norm)
+        self._out.floats.append(s.residual_scale)
+        if isinstance(s.mixer, AttentionSpec):
+            self._attention(s.mixer, ropes)
+        elif isinstance(s.mixer, MlpSpec):
+            self._mlp(s.mixer)
+        else:
+            self._moe(s.mixer)
+
+    def _attention(self, a: AttentionSpec, ropes: list[RopeSpec]) -> None:
+        rope = -1 if a.rope is None else ropes.index(a.rope)
+        self._out.ints += [a.heads, a.kv_heads, a.head_dim, rope, a.window or 0, a.group]
+        self._out.floats += [a.scale, a.softcap or 0.0]
+        for linear in (a.q, a.k, a.v, a.o):
+            self._linear(linear)
+        self._norm(a.q_norm)
+        self._norm(a.k_norm)
+        self._out.ints.append(-1 if a.sinks is None else self._tensor(a.sinks))
+
+    def _mlp(self, m: MlpSpec) -> None:
+        self._out.ints += [_ACTIVATIONS[m.activation], m.up.out_features]
+        for linear in (m.gate, m.up, m.down):
+            self._linear(linear)
+
+    def _moe(self, m: MoeSpec) -> None:
+        self._out.ints += [len(m.experts), m.top_k, int(m.scoring == "sigmoid"), int(m.norm_topk)]
+        self._out.floats.append(m.scale)
+        self._linear(m.router)
+        for expert in m.experts:
+            self._mlp(expert)
+        self._out.ints.append(int(m.shared is not None))
+        if m.shared is not None:
+            self._mlp(m.shared)
+            self._linear(m.shared_gate)

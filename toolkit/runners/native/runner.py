@@ -1,0 +1,282 @@
+"""The ``native`` runner: one call into the C++ library a step. Imports neither torch nor transformers to run."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from toolkit.errors import UsageError
+from toolkit.models.spec import AttentionSpec, DecoderSpec, MlpSpec, MoeSpec
+from toolkit.runners.base import MemoryNeed, RunnerError, RunnerOptions, StepHandle
+from toolkit.runners.host_memory import free_host_bytes
+from toolkit.runners.native import library
+from toolkit.runners.native.arrays import Arrays, outputs_for
+from toolkit.runners.native.packed import PackedTensor
+from toolkit.runners.native.program import Program, build_program
+from toolkit.runners.step import StepBatch, StepOutput
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from toolkit.artifacts.canonical import Weight
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def available() -> str | None:
+    """Why the native library cannot run here, or None."""
+    return library.available()
+
+
+def unsupported(spec: DecoderSpec, options: RunnerOptions) -> str | None:
+    """Why the native runner cannot execute the model with these options here, or None."""
+    if options.device not in ("auto", "cpu"):
+        return f"it runs on the CPU, not on {options.device}"
+    if options.block_size % 16:
+        return f"it needs blocks of a multiple of 16 tokens, not {options.block_size}"
+    for group in spec.cache_groups:
+        if group.kind == "window" and any(_window(spec, i) > (group.window or 0) for i in group.layers):
+            return "a layer sees further back than its cache group keeps"
+    return library.available()
+
+
+def _window(spec: DecoderSpec, layer: int) -> int:
+    return max((a.window or 1 << 40) for i, a in spec.attention_layers() if i == layer)
+
+
+class NativeRunner:
+    """Executes a spec on the CPU; implements ``toolkit.runners.base.Runner``.
+
+    ``weights``: called at every load; either packed (``Mapping[str, PackedTensor]``, used where it lies) or canonical
+    (then packed in memory, which imports torch). Raises UsageError for an option that cannot be.
+    """
+
+    name = "native"
+    device = "cpu"
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        weights: Callable[[], Mapping[str, Weight | Tensor] | Mapping[str, PackedTensor]],
+        options: RunnerOptions,
+        dtype: str | None = None,
+    ) -> None:
+        if options.quant_policy not in (0, 4, 8):
+            raise UsageError(f"quant_policy: expected 0, 4 or 8, found {options.quant_policy!r}")
+        if reason := unsupported(spec, options):
+            raise UsageError(f"the native runner does not run here: {reason}")
+        self.spec, self.options = spec, options
+        self._weights = weights
+        self.notes: list[str] = []
+        self.dtype = dtype or options.dtype
+        if self.dtype == "auto":
+            self.dtype = _stored_dtype(weights()[spec.embed])
+        if self.dtype not in DTYPES:
+            raise UsageError(f"dtype: expected one of {', '.join(DTYPES)}, found {self.dtype!r}")
+        self._library = library.load(library.library_path())
+        self._model: int | None = None
+        self._program: Program | None = None  # holds the tensors that the model points into
+        self._weight_bytes = 0
+        self._previous = 0
+
+    # -- memory
+
+    def memory(self) -> MemoryNeed:
+        """What weights, activations and blocks take, and what is free now."""
+        loaded = self._model is not None
+        weights = self._weight_bytes if loaded else self._estimate_weights()
+        return MemoryNeed(weights, self._activation_bytes(), self._block_bytes(), free_host_bytes(), loaded)
+
+    def _estimate_weights(self) -> int:
+        found = self._weights()
+        total = 0
+        for name in found:
+            value = found[name]
+            if isinstance(value, PackedTensor):
+                total += value.meta.nbytes
+        if total:
+            return total
+        spec = self.spec
+        sample: Any = found[spec.linears()[0].name] if spec.linears() else found[spec.embed]
+        bits, group = getattr(sample, "bits", None), getattr(sample, "group_size", 0)
+        if bits is not None:
+            each = (0.5 if bits <= 4 else 1.0) + 4 / max(min(group, 128), 16)
+        else:
+            dense = getattr(sample, "weight", None)
+            each = 4.0 if dense is None else float(dense.element_size())
+        inside = sum(x.in_features * x.out_features for x in spec.linears())
+        outside = spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2)
+        return int(inside * each + outside * (each if bits is None else 1.1))
+
+    def _activation_bytes(self) -> int:
+        """Of each token of a step, at its widest: float32 rows and their int8 copies. Buffers hold 512 tokens at most."""
+        widest = self.spec.hidden_size * 4
+        for layer in self.spec.layers:
+            for s in layer.sublayers:
+                m = s.mixer
+                if isinstance(m, AttentionSpec):
+                    widest = max(widest, (3 * m.heads + 2 * m.kv_heads) * m.head_dim)
+                elif isinstance(m, MlpSpec):
+                    widest = max(widest, 2 * m.up.out_features)
+                elif isinstance(m, MoeSpec):
+                    widest = max(widest, (2 * m.experts[0].up.out_features + 3 * self.spec.hidden_size) * m.top_k)
+        return (4 * self.spec.hidden_size + widest) * 4
+
+    def _block_bytes(self) -> tuple[int, ...]:
+        total = [0] * len(self.spec.cache_groups)
+        bits = self.options.quant_policy or (32 if self.dtype == "float32" else 16)
+        for _, a in self.spec.attention_layers():
+            width = -(-a.head_dim // 16) * 16
+            token = 2 * width * bits // 8 + (8 if self.options.quant_policy else 0)
+            total[a.group] += a.kv_heads * token * self.options.block_size
+        return tuple(total)
+
+    # -- weights and cache
+
+    def load_weights(self) -> None:
+        """Pack or map the weights and make the model; does nothing where it is there. RunnerError if they do not fit."""
+        if self._model is not None:
+            return
+        packed = self._packed()
+        options = self.options
+        program = build_program(
+            self.spec, packed, dtype=self.dtype, quant_policy=options.quant_policy, block_size=options.block_size
+        )
+        records = (library.TensorRecord * max(len(program.tensors), 1))(*map(_record, program.tensors))
+        ints, floats = np.asarray(program.ints, np.int64), np.asarray(program.floats, np.float64)
+        model = self._library.tk_model_create(
+            ints.ctypes.data,
+            ints.size,
+            floats.ctypes.data,
+            floats.size,
+            records,
+            len(program.tensors),
+            library.wanted_isa().encode(),
+            options.threads,
+        )
+        if not model:
+            raise RunnerError(f"the native model cannot be made: {library.error(self._library)}")
+        self._model, self._program = model, program
+        self._weight_bytes = sum(t.data.nbytes for t in program.tensors)
+
+    def _packed(self) -> Mapping[str, PackedTensor]:
+        found: Mapping[str, Any] = self._weights()
+        if isinstance(found[self.spec.embed], PackedTensor):
+            return found
+        from toolkit.runners.native.pack import pack_model
+
+        self.notes = []
+        return dict(pack_model(self.spec, found.items(), None, self.notes))
+
+    def release_weights(self) -> None:
+        """Forget the model and its cache; ``load_weights`` brings the model back."""
+        if self._model is not None:
+            self._library.tk_model_free(self._model)
+        self._model = self._program = None
+
+    def allocate_cache(self, num_blocks: tuple[int, ...]) -> None:
+        """A fresh cache of ``num_blocks`` for each group. Raises RunnerError for counts that cannot be."""
+        counts = np.asarray(num_blocks, np.int64)
+        self._check(self._library.tk_cache_allocate(self._loaded(), counts.ctypes.data, counts.size))
+
+    def release_cache(self) -> None:
+        """Forget the cache."""
+        if self._model is not None:
+            self._library.tk_cache_release(self._model)
+
+    def _loaded(self) -> int:
+        if self._model is None:
+            raise RunnerError("the runner has no weights; call load_weights first")
+        return self._model
+
+    def _check(self, code: int) -> None:
+        if code:
+            raise RunnerError(library.error(self._library))
+
+    # -- steps
+
+    def submit(self, batch: StepBatch) -> StepHandle:
+        """Run a step; it has ended on return, and ``result`` raises RunnerError where it failed."""
+        try:
+            return _Done(self._run(batch), None)
+        except RunnerError as error:
+            return _Done(None, error)
+
+    def _run(self, batch: StepBatch) -> StepOutput:
+        model = self._loaded()
+        arrays = Arrays(batch, self.spec)
+        output, results = outputs_for(batch, self.spec)
+        bad = np.zeros(len(batch.sample_index), np.int32)
+        results.bad = library.address(bad)
+        self._check(self._library.tk_step(model, ctypes.byref(arrays.structure), ctypes.byref(results)))
+        output.bad_rows = np.flatnonzero(bad).astype(np.int32)
+        return output
+
+    # -- blocks
+
+    def export_block(self, group: int, block: int) -> bytes:
+        """The block's bytes in stored form: layer after layer, head after head."""
+        size = self._library.tk_block_bytes(self._loaded(), group)
+        data = ctypes.create_string_buffer(max(size, 1))
+        self._check(self._library.tk_block_export(self._model, group, block, data))
+        return data.raw[:size]
+
+    def import_block(self, group: int, block: int, data: bytes) -> None:
+        """Inverse of ``export_block``. Raises RunnerError where the size is another."""
+        self._check(self._library.tk_block_import(self._loaded(), group, block, data, len(data)))
+
+    def print_profile(self) -> None:
+        """With TOOLKIT_NATIVE_PROFILE=1: where the time of the steps so far went, to stderr."""
+        self._library.tk_profile_print(self._loaded())
+
+    def close(self) -> None:
+        """Free model and cache."""
+        self.release_weights()
+
+    def __del__(self) -> None:
+        if getattr(self, "_model", None) is not None:
+            self.close()
+
+
+class _Done:
+    """A step that has ended."""
+
+    def __init__(self, output: StepOutput | None, error: RunnerError | None) -> None:
+        self._output, self._error = output, error
+
+    def result(self) -> StepOutput:
+        if self._error is not None:
+            raise self._error
+        assert self._output is not None
+        return self._output
+
+
+def _stored_dtype(value: Any) -> str:
+    """The float type that a checkpoint's embedding is stored in; float16 scales speak for quantized ones."""
+    if isinstance(value, PackedTensor):
+        return DTYPES[value.meta.dtype]
+    tensor = getattr(value, "weight", None)
+    if tensor is None or not tensor.is_floating_point() or tensor.element_size() == 1:
+        tensor = getattr(value, "scales", tensor)
+    name = str(tensor.dtype).removeprefix("torch.")
+    return name if name in DTYPES else "bfloat16"
+
+
+def _record(tensor: PackedTensor) -> library.TensorRecord:
+    m, perm = tensor.meta, tensor.perm
+    return library.TensorRecord(
+        data=library.address(tensor.data),
+        bytes=tensor.data.nbytes,
+        rows=m.rows,
+        cols=m.cols,
+        perm_size=0 if perm is None else perm.size,
+        perm=library.address(perm),
+        kind=m.kind,
+        dtype=m.dtype,
+        bits=m.bits,
+        group=m.group,
+        minima=int(m.minima),
+    )

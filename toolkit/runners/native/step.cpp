@@ -1,0 +1,350 @@
+// One step: every thread runs the same function over its share of output rows, tokens or attention items.
+//
+// Work is split over outputs only, so a result does not depend on the number of threads. Up to SMALL tokens every
+// thread prepares the inputs of linears for itself, which saves a barrier; above that tokens are shared out.
+#include "step.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+
+#include "profile.h"
+#include "run.h"
+
+namespace tk {
+
+void Profile::print() {
+    static const char* const names[PHASES] = {"other", "embed", "prepare", "qkv", "rope+kv", "attention",
+                                              "o", "gate+up", "down", "moe", "head", "sample"};
+    double total = 0;
+    for (double s : spent_) total += s;
+    if (!steps_ || total <= 0) return;
+    fprintf(stderr, "native: %lld steps, %.3f ms a step\n", (long long)steps_, 1e3 * total / double(steps_));
+    for (int i = 0; i < PHASES; i++)
+        if (spent_[i] > 0)
+            fprintf(stderr, "  %-10s %8.3f ms  %5.1f %%\n", names[i], 1e3 * spent_[i] / double(steps_), 100 * spent_[i] / total);
+    for (double& s : spent_) s = 0;
+    steps_ = 0;
+}
+
+namespace {
+
+Range share(int64_t n, int index, int count, int64_t unit = 1) {
+    const int64_t units = (n + unit - 1) / unit;
+    return {std::min(n, units * index / count * unit), std::min(n, units * (index + 1) / count * unit)};
+}
+
+}  // namespace
+
+Range Run::mine(int64_t n, int64_t unit) const { return share(n, thread, threads, unit); }
+
+void Run::prepare_row(const Input& in, const Norm& norm, const float* from, InputBuffer& to, int64_t t) const {
+    float* x = to.x + t * to.ldx;
+    if (norm.present()) ops.rms_norm(from, norm.weight.data, in.width, norm.eps, x);
+    else if (from != x) memcpy(x, from, size_t(in.width) * 4);
+    quantize_row(in, to, t);
+}
+
+void Run::quantize_row(const Input& in, InputBuffer& to, int64_t t) const {
+    for (size_t k = 0; k < in.keys.size(); k++) {
+        const QuantKey& key = in.keys[k];
+        ops.quantize(to.x + t * to.ldx, key.perm, key.group, 0, in.width / key.group, to.q[k] + t * to.ldq,
+                     to.scale[k] + t * to.lds, to.sum[k] + t * to.lds);
+    }
+}
+
+const InputBuffer& Run::prepare(const Input& in, const Norm& norm, const float* from, int64_t ld, int64_t count) {
+    if (count <= SMALL) {
+        for (int64_t t = 0; t < count; t++) prepare_row(in, norm, from + t * ld, own.in, t);
+        tick(P_PREPARE);
+        return own.in;
+    }
+    const Range r = mine(count);
+    for (int64_t t = r.first; t < r.last; t++) prepare_row(in, norm, from + t * ld, w.in, t);
+    sync(P_PREPARE);
+    return w.in;
+}
+
+const InputBuffer& Run::prepare_mid(const Input& in, int64_t count) {
+    if (in.keys.empty()) return w.mid;
+    if (count <= SMALL) {
+        for (int64_t t = 0; t < count; t++) prepare_row(in, Norm(), w.mid.x + t * w.mid.ldx, own.mid, t);
+        tick(P_PREPARE);
+        return own.mid;
+    }
+    const Range r = mine(count);
+    for (int64_t t = r.first; t < r.last; t++) quantize_row(in, w.mid, t);
+    sync(P_PREPARE);
+    return w.mid;
+}
+
+void Run::linear(const Linear& l, const InputBuffer& in, int64_t first_row, int64_t count, Range tiles, Store to) const {
+    if (tiles.first >= tiles.last || count <= 0) return;
+    to.bias = l.bias.data;
+    ops.linear(l.w, in.rows(l, first_row), count, tiles.first, tiles.last, to, own.linear);
+}
+
+Store Run::residual(const Sublayer& s) const {
+    Store to;
+    to.ld = w.hidden_ld;
+    to.out = s.post.present() ? w.tmp : w.x;
+    to.add = s.post.present() ? 0 : 1;
+    to.alpha = s.residual_scale;
+    return to;
+}
+
+void Run::add_post(const Sublayer& s, int64_t count) {
+    if (!s.post.present()) return;
+    const Range r = mine(count);
+    for (int64_t t = r.first; t < r.last; t++) {
+        float* y = w.tmp + t * w.hidden_ld;
+        ops.rms_norm(y, s.post.weight.data, p.hidden, s.post.eps, y);
+        ops.add_scaled(w.x + t * w.hidden_ld, y, s.residual_scale, p.hidden);
+    }
+    sync(P_OTHER);
+}
+
+void Run::embed() {
+    const Range r = mine(count);
+    for (int64_t t = r.first; t < r.last; t++) {
+        const int64_t at = first + t;
+        const int32_t prev = in.from_previous[at];
+        const int64_t id = prev >= 0 ? model.previous[size_t(prev)] : in.token_ids[at];
+        ops.matrix_row(p.embed.w, id, p.embed_scale, w.x + t * w.hidden_ld);
+    }
+    for (int64_t i = 0; i < in.embeds_size; i++) {
+        const int64_t t = in.embed_index[i] - first;
+        if (t >= r.first && t < r.last) memcpy(w.x + t * w.hidden_ld, in.embeds + i * p.hidden, size_t(p.hidden) * 4);
+    }
+    for (size_t i = 0; i < p.ropes.size(); i++) {
+        const Rope& rope = p.ropes[i];
+        const int64_t half = rope.rotary / 2;
+        for (int64_t t = r.first; t < r.last; t++) {
+            const int set = in.rope_set[seq_of[size_t(t)]];
+            const float position = float(in.positions[first + t]);
+            for (int64_t d = 0; d < half; d++) {
+                const float angle = position * rope.freq[set].data[d];
+                w.cos[i][t * half + d] = cosf(angle) * rope.factor[set];
+                w.sin[i][t * half + d] = sinf(angle) * rope.factor[set];
+            }
+        }
+    }
+    sync(P_EMBED);
+}
+
+void Run::mlp(const Sublayer& s) {
+    const Mlp& m = s.mlp;
+    const InputBuffer& x = prepare(m.in, s.pre, w.x, w.hidden_ld, count);
+    const int64_t tiles = m.up.w.tiles();
+    Store to;
+    to.out = w.mid.x;
+    to.ld = w.mid.ldx;
+    to.activation = m.activation;
+    to.bias = (m.gate.present() ? m.gate : m.up).bias.data;
+    to.bias_up = m.up.bias.data;
+    auto run = [&](int64_t t0, int64_t t1) {
+        if (t0 >= t1) return;
+        if (m.gate.present()) ops.gated(m.gate.w, m.up.w, x.rows(m.up), count, t0, t1, to, own.linear);
+        else ops.linear(m.up.w, x.rows(m.up), count, t0, t1, to, own.linear);
+    };
+    // Quantize columns right behind the product where a thread's columns are whole groups.
+    const QuantKey key = m.mid.keys.empty() ? QuantKey() : m.mid.keys[0];
+    const int64_t groups = key.group ? m.mid.width / key.group : 0;
+    const bool fused = m.mid.keys.size() == 1 && !key.perm && (groups % threads == 0 || groups >= 8 * threads);
+    if (fused) {
+        const int64_t unit = key.group / LANES, step = std::max<int64_t>(1, 4 / unit) * unit;
+        const Range r = mine(tiles, unit);
+        for (int64_t t0 = r.first; t0 < r.last; t0 += step) {
+            const int64_t t1 = std::min(t0 + step, r.last);
+            run(t0, t1);
+            for (int64_t t = 0; t < count; t++)
+                ops.quantize(w.mid.x + t * w.mid.ldx, nullptr, key.group, t0 / unit, t1 / unit, w.mid.q[0] + t * w.mid.ldq,
+                             w.mid.scale[0] + t * w.mid.lds, w.mid.sum[0] + t * w.mid.lds);
+        }
+    } else {
+        const Range r = mine(tiles, 2);
+        run(r.first, r.last);
+    }
+    sync(P_GATED);
+    const InputBuffer& h = fused ? w.mid : prepare_mid(m.mid, count);
+    linear(m.down, h, 0, count, mine(m.down.w.tiles(), pair_unit()), residual(s));
+    sync(P_DOWN);
+    add_post(s, count);
+}
+
+void Run::layers() {
+    embed();
+    for (const Sublayer& s : p.sublayers) {
+        if (s.kind == 0) attention(s);
+        else if (s.kind == 1) mlp(s);
+        else moe(s);
+    }
+    // rows that someone asks for leave the chunk, normed
+    const Range r = mine(int64_t(plan.rows.size()));
+    for (int64_t i = r.first; i < r.last; i++) {
+        const int64_t t = plan.rows[size_t(i)] - first;
+        if (t >= 0 && t < count)
+            ops.rms_norm(w.x + t * w.hidden_ld, p.final_norm.weight.data, p.hidden, p.final_norm.eps, plan.hidden + i * w.hidden_ld);
+    }
+    sync(P_OTHER);
+}
+
+void Run::heads() {
+    const int64_t total = int64_t(plan.rows.size());
+    const Range hr = mine(in.hidden_size);
+    for (int64_t i = hr.first; i < hr.last; i++)
+        memcpy(out.hidden + i * p.hidden, plan.hidden + plan.hidden_row[size_t(i)] * w.hidden_ld, size_t(p.hidden) * 4);
+    for (int64_t base = 0; base < total; base += w.logit_rows) {
+        const int64_t n = std::min(w.logit_rows, total - base);
+        const InputBuffer& x = prepare(p.head_in, Norm(), plan.hidden + base * w.hidden_ld, w.hidden_ld, n);
+        Store to;
+        to.out = w.logits;
+        to.ld = w.vocab_ld;
+        linear(p.head, x, 0, n, mine(p.head.w.tiles(), pair_unit()), to);
+        sync(P_HEAD);
+        for (int64_t i = thread; i < n; i += threads) finish_row(base + i, w.logits + i * w.vocab_ld);
+        sync(P_SAMPLE);
+    }
+}
+
+namespace {
+
+// The flat tokens whose logits or hidden states are needed, ascending, and where each request for one finds it.
+Plan make_plan(const StepArrays& in) {
+    Plan plan;
+    std::vector<uint8_t> wanted(size_t(in.tokens), 0);  // 1 = hidden only, 2 = logits
+    for (int64_t i = 0; i < in.hidden_size; i++) wanted[size_t(in.hidden_index[i])] |= 1;
+    for (int64_t i = 0; i < in.rows; i++) wanted[size_t(in.sample_index[i])] |= 2;
+    for (int64_t i = 0; i < in.logits_size; i++) wanted[size_t(in.logits_index[i])] |= 2;
+    for (int64_t i = 0; i < in.target_size; i++) wanted[size_t(in.target_index[i])] |= 2;
+    std::vector<int64_t> row(size_t(in.tokens), -1);
+    for (int64_t t = 0; t < in.tokens; t++)
+        if (wanted[size_t(t)] & 2) {
+            row[size_t(t)] = int64_t(plan.rows.size());
+            plan.rows.push_back(t);
+        }
+    plan.logit_rows = int64_t(plan.rows.size());
+    for (int64_t t = 0; t < in.tokens; t++)
+        if (wanted[size_t(t)] == 1) {
+            row[size_t(t)] = int64_t(plan.rows.size());
+            plan.rows.push_back(t);
+        }
+    for (int64_t i = 0; i < in.hidden_size; i++) plan.hidden_row.push_back(row[size_t(in.hidden_index[i])]);
+    auto users = [&](const int32_t* index, int64_t n) {
+        std::vector<std::pair<int64_t, int64_t>> u;
+        for (int64_t i = 0; i < n; i++) u.emplace_back(row[size_t(index[i])], i);
+        std::sort(u.begin(), u.end());
+        return u;
+    };
+    plan.samples = users(in.sample_index, in.rows);
+    plan.logits = users(in.logits_index, in.logits_size);
+    plan.targets = users(in.target_index, in.target_size);
+    return plan;
+}
+
+void copy_blocks(Model& m, const StepArrays& in) {
+    for (int64_t g = 0; g < in.groups; g++) {
+        const Group& group = m.program.groups[size_t(g)];
+        const int64_t n = in.copies_size[g];
+        std::vector<uint8_t> held(size_t(n * group.block_bytes));
+        for (int64_t i = 0; i < n; i++)
+            memcpy(held.data() + i * group.block_bytes, group.data + in.copies[g][2 * i] * group.block_bytes, size_t(group.block_bytes));
+        for (int64_t i = 0; i < n; i++)
+            memcpy(group.data + in.copies[g][2 * i + 1] * group.block_bytes, held.data() + i * group.block_bytes, size_t(group.block_bytes));
+    }
+}
+
+// What all threads share while a step runs.
+struct Job {
+    Model* model;
+    const StepArrays* in;
+    const StepResults* out;
+    Plan* plan;
+    int64_t first, count;
+    std::vector<int64_t> seq_of;
+    std::vector<QueryBlock> blocks;
+    bool heads;
+};
+
+void run_thread(void* arg, int index) {
+    Job& job = *static_cast<Job*>(arg);
+    Run run(*job.model, *job.in, *job.out, *job.plan, job.seq_of, job.blocks, job.first, job.count, index);
+    if (job.heads) run.heads();
+    else run.layers();
+}
+
+// Query blocks of the chunk: whole rows of one sequence, about QUERY_ROWS query rows each.
+void cut_chunk(Job& job, int64_t per_kv) {
+    const StepArrays& in = *job.in;
+    const int64_t tokens = std::max<int64_t>(1, QUERY_ROWS / per_kv), end = job.first + job.count;
+    job.seq_of.assign(size_t(job.count), 0);
+    job.blocks.clear();
+    for (int64_t s = 0; s < in.seqs; s++) {
+        const int64_t a = std::max<int64_t>(in.cu_seqlens[s], job.first), b = std::min<int64_t>(in.cu_seqlens[s + 1], end);
+        for (int64_t t = a; t < b; t++) job.seq_of[size_t(t - job.first)] = s;
+        for (int64_t t = a; t < b; t += tokens) job.blocks.push_back({s, t, std::min(b, t + tokens)});
+    }
+    // long ones first: threads take blocks as they get free
+    std::stable_sort(job.blocks.begin(), job.blocks.end(), [&](const QueryBlock& a, const QueryBlock& b) {
+        auto cost = [&](const QueryBlock& q) { return (in.seq_lens[q.seq] - (in.cu_seqlens[q.seq + 1] - q.last)) * (q.last - q.first); };
+        return cost(a) > cost(b);
+    });
+}
+
+}  // namespace
+
+void Model::step(const StepArrays& in, const StepResults& out) {
+    check_step(program, in, out, int64_t(previous.size()));
+    if (profile) profile->start();
+    copy_blocks(*this, in);
+    if (in.tokens == 0) {
+        previous.clear();
+        return;
+    }
+    Plan plan = make_plan(in);
+    plan.hidden = work->hidden_rows(int64_t(plan.rows.size()));
+    int64_t per_kv = 1;
+    for (const Sublayer& s : program.sublayers)
+        if (s.kind == 0) per_kv = std::max(per_kv, s.attention.per_kv);
+    Job job{this, &in, &out, &plan, 0, 0, {}, {}, false};
+    for (int64_t t = 0; t < in.tokens; t += CHUNK) {
+        job.first = t;
+        job.count = std::min(CHUNK, in.tokens - t);
+        cut_chunk(job, per_kv);
+        pool.run(run_thread, &job);
+    }
+    plan.rows.resize(size_t(plan.logit_rows));
+    job.heads = true;
+    if (!plan.rows.empty() || in.hidden_size) pool.run(run_thread, &job);
+    previous.assign(out.tokens, out.tokens + in.rows);
+}
+
+Model::Model(Program prog, const Ops* o, int threads)
+    : program(std::move(prog)), ops(o), pool(threads), work(std::make_unique<Workspace>(program, *o, pool.size())) {}
+
+Model::~Model() = default;
+
+void Model::allocate_cache(const int64_t* blocks, int64_t groups) {
+    if (groups != int64_t(program.groups.size()))
+        throw Error("num_blocks: expected " + std::to_string(program.groups.size()) + " counts, found " + std::to_string(groups));
+    release_cache();
+    for (int64_t g = 0; g < groups; g++) {
+        Group& group = program.groups[size_t(g)];
+        if (blocks[g] < 1 || blocks[g] > (int64_t(1) << 40) / std::max<int64_t>(group.block_bytes, 1))
+            throw Error("num_blocks: expected a count above 0 that fits the memory, found " + std::to_string(blocks[g]));
+        cache.emplace_back(blocks[g] * group.block_bytes);
+        group.blocks = blocks[g];
+        group.data = cache.back().data();
+    }
+}
+
+void Model::release_cache() {
+    for (Group& g : program.groups) {
+        g.data = nullptr;
+        g.blocks = 0;
+    }
+    cache.clear();
+}
+
+}  // namespace tk

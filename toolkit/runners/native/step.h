@@ -1,0 +1,71 @@
+// The arrays of one step as they cross the boundary (toolkit/runners/step.py), and what comes back.
+#pragma once
+
+#include <cstdint>
+
+namespace tk {
+
+struct StepArrays {
+    int64_t tokens, seqs, rows, groups;  // T, S, N, G
+    const int32_t* token_ids;
+    const int32_t* from_previous;
+    const int32_t* positions;
+    const int32_t* cu_seqlens;
+    const int32_t* seq_lens;
+    const int32_t* const* block_tables;
+    const int64_t* table_width;
+    const int64_t* const* slot_mapping;
+    const int8_t* rope_set;
+    const int32_t* sample_index;
+    int64_t logits_size;
+    const int32_t* logits_index;
+    int64_t hidden_size;
+    const int32_t* hidden_index;
+    int64_t target_size;
+    const int32_t* target_index;
+    const int32_t* target_ids;
+    int64_t embeds_size;
+    const float* embeds;
+    const int32_t* embed_index;
+    const int64_t* copies_size;
+    const int32_t* const* copies;
+    // sampling
+    const float* temperature;
+    const int32_t* top_k;
+    const float* top_p;
+    const float* min_p;
+    const float* repetition;
+    const float* presence;
+    const float* frequency;
+    const uint64_t* seed;
+    const int64_t* position;
+    int64_t history_size;
+    const int32_t* history_ptr;
+    const int32_t* history_ids;
+    const int32_t* history_count;
+    int64_t bias_size;
+    const int32_t* bias_ptr;
+    const int32_t* bias_ids;
+    const float* bias_values;
+    const int32_t* logprobs;
+    const int32_t* grammar;
+};
+
+struct StepResults {
+    int64_t top_width;
+    int32_t* tokens;        // [N]
+    float* logprob;         // [N]
+    int32_t* top_ids;       // [N, top_width]
+    float* top_logprobs;    // [N, top_width]
+    float* logits;          // [logits_size, vocab]
+    float* hidden;          // [hidden_size, hidden]
+    float* target_logprobs; // [target_size]
+    int32_t* bad;           // [N] 1 where the row's logits held NaN
+};
+
+struct Program;
+
+// Every index of the step against the program and its cache. Raises Error naming the array.
+void check_step(const Program& p, const StepArrays& in, const StepResults& out, int64_t previous);
+
+}  // namespace tk

@@ -1,0 +1,152 @@
+#include "workspace.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <new>
+
+namespace tk {
+
+Pages::Pages(int64_t bytes) : size_(std::max<int64_t>(bytes, 1)) {
+    void* p = mmap(nullptr, size_t(size_), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) throw std::bad_alloc();
+    madvise(p, size_t(size_), MADV_HUGEPAGE);
+    data_ = static_cast<uint8_t*>(p);
+}
+
+Pages::~Pages() {
+    if (data_) munmap(data_, size_t(size_));
+}
+
+Pages::Pages(Pages&& o) noexcept : data_(o.data_), size_(o.size_) { o.data_ = nullptr; }
+
+Pages& Pages::operator=(Pages&& o) noexcept {
+    std::swap(data_, o.data_);
+    std::swap(size_, o.size_);
+    return *this;
+}
+
+template <class T>
+T* Workspace::take(int64_t count) {
+    // a line more, so that vector loads at the end of an array stay inside
+    pages_.emplace_back(count * int64_t(sizeof(T)) + 128);
+    return reinterpret_cast<T*>(pages_.back().data());
+}
+
+InputBuffer Workspace::input(int64_t rows, int64_t width) {
+    InputBuffer b;
+    b.ldx = pad16(width);
+    b.ldq = (width + 63) / 64 * 64;
+    b.lds = pad16(width) / 16;
+    b.x = take<float>(rows * b.ldx);
+    for (int i = 0; i < MAX_KEYS; i++) {
+        b.q[i] = take<int8_t>(rows * b.ldq);
+        b.scale[i] = take<float>(rows * b.lds);
+        b.sum[i] = take<int32_t>(rows * b.lds);
+    }
+    return b;
+}
+
+namespace {
+
+struct Widths {
+    int64_t in, mid, qkv = 16, queries = 16, heads_per_kv = 1, dpad = 16, kv_cell = 0, scratch = 64, experts = 16, top_k = 0,
+                     moe = 16;
+    void linear(const Ops& ops, const Linear& l) {
+        if (l.present()) scratch = std::max(scratch, ops.linear_scratch(l.w));
+    }
+    void mlp(const Ops& ops, const Mlp& m) {
+        mid = std::max(mid, m.mid.width);
+        for (const Linear* l : {&m.gate, &m.up, &m.down}) linear(ops, *l);
+    }
+};
+
+Widths measure(const Program& p, const Ops& ops) {
+    Widths w;
+    w.in = w.mid = p.hidden;
+    w.linear(ops, p.head);
+    for (const Sublayer& s : p.sublayers) {
+        if (s.kind == 0) {
+            const Attention& a = s.attention;
+            for (const Linear* l : {&a.q, &a.k, &a.v, &a.o}) w.linear(ops, *l);
+            w.mid = std::max(w.mid, a.out.width);
+            w.qkv = std::max(w.qkv, pad16(a.heads * a.head_dim) + 2 * pad16(a.kv_heads * a.head_dim));
+            w.queries = std::max(w.queries, a.heads * a.dpad);
+            w.heads_per_kv = std::max(w.heads_per_kv, a.per_kv);
+            w.dpad = std::max(w.dpad, a.dpad);
+        } else if (s.kind == 1) {
+            w.mlp(ops, s.mlp);
+        } else {
+            w.linear(ops, s.moe.router);
+            w.linear(ops, s.moe.shared_gate);
+            for (const Mlp& e : s.moe.experts) w.mlp(ops, e);
+            if (s.moe.has_shared) w.mlp(ops, s.moe.shared);
+            w.experts = std::max(w.experts, pad16(s.moe.router.w.rows));
+            w.top_k = std::max(w.top_k, s.moe.top_k);
+            w.moe = std::max(w.moe, s.moe.experts[0].mid.width);
+        }
+    }
+    return w;
+}
+
+}  // namespace
+
+Workspace::Workspace(const Program& p, const Ops& ops, int thread_count) : threads(size_t(thread_count)) {
+    const Widths w = measure(p, ops);
+    hidden_ld = pad16(p.hidden);
+    qkv_ld = w.qkv;
+    vocab_ld = pad16(p.vocab);
+    logit_rows = std::clamp<int64_t>(LOGIT_BYTES / (vocab_ld * 4), 8, 64);
+    router_ld = w.experts;
+    moe_width = w.moe;
+    moe_pairs = CHUNK * w.top_k;
+    const int64_t rows = std::max(QUERY_ROWS, w.heads_per_kv);
+    x = take<float>(CHUNK * hidden_ld);
+    tmp = take<float>(CHUNK * hidden_ld);
+    qkv = take<float>(CHUNK * qkv_ld);
+    logits = take<float>(logit_rows * vocab_ld);
+    router = take<float>(CHUNK * router_ld);
+    queries = take<uint8_t>(CHUNK * w.queries * 4);
+    in = input(CHUNK, w.in);
+    mid = input(CHUNK, w.mid);
+    if (w.top_k) {
+        pairs_in = input(moe_pairs, p.hidden);
+        pairs_mid = input(moe_pairs, w.moe);
+        pairs_out = take<float>(moe_pairs * hidden_ld);
+    }
+    for (const Rope& r : p.ropes) {
+        cos.push_back(take<float>(CHUNK * r.rotary / 2));
+        sin.push_back(take<float>(CHUNK * r.rotary / 2));
+    }
+    dummy_cell = take<uint8_t>(w.dpad * 64);
+    for (ThreadScratch& t : threads) {
+        t.linear = take<uint8_t>(w.scratch);
+        t.in = input(SMALL, w.in);
+        t.mid = input(SMALL, w.mid);
+        t.head_row = take<float>(2 * w.dpad);
+        t.logits = take<float>(vocab_ld);
+        AttnScratch& a = t.attention;
+        a.rows = rows;
+        for (AttnState* s : {&a.running, &a.part})
+            *s = {take<float>(rows), take<float>(rows), take<float>(rows * w.dpad)};
+        a.lo = take<int32_t>(rows);
+        a.hi = take<int32_t>(rows);
+        a.scores = take<float>(rows * KV_TILE * 2);
+        a.keys = take<uint8_t>(KV_TILE * w.dpad * 4);
+        a.values = take<uint8_t>(KV_TILE * w.dpad * 4);
+        a.row = take<float>(w.dpad);
+    }
+}
+
+float* Workspace::partials(int64_t floats) {
+    if (partial_pages.size() < floats * 4) partial_pages = Pages(floats * 4 * 2);
+    return partial_pages.at<float>(0);
+}
+
+float* Workspace::hidden_rows(int64_t rows) {
+    const int64_t bytes = rows * hidden_ld * 4 + 64;
+    if (hidden_pages.size() < bytes) hidden_pages = Pages(bytes * 2);
+    return hidden_pages.at<float>(0);
+}
+
+}  // namespace tk

@@ -1,0 +1,73 @@
+// Buffers of a step and the thread-private part of them, sized for the widest layer and one chunk of tokens.
+#pragma once
+
+#include <atomic>
+#include <vector>
+
+#include "model.h"
+
+namespace tk {
+
+constexpr int64_t CHUNK = 512;        // tokens that go through the layers together
+constexpr int64_t SMALL = 4;          // up to so many tokens every thread prepares inputs for itself
+constexpr int64_t QUERY_ROWS = 48;    // query rows of one attention item
+constexpr int64_t LOGIT_BYTES = 16 << 20;  // buffer of logits rows (at least 8 rows)
+
+// Query rows with their running state, and the tile in compute form.
+struct AttnScratch {
+    int64_t rows;
+    AttnState running, part;
+    int32_t *lo, *hi;
+    float* scores;
+    uint8_t *keys, *values;  // loaded cells
+    float* row;              // [dpad]
+};
+
+struct ThreadScratch {
+    uint8_t* linear;
+    InputBuffer in, mid;  // SMALL rows
+    AttnScratch attention;
+    float* head_row;  // [max dpad]
+    float* logits;    // [vocab padded], where a row is changed before sampling
+};
+
+// Tokens [first, last) of sequence `seq`, consecutive, one attention item a kv head.
+struct QueryBlock {
+    int64_t seq, first, last;
+};
+
+struct ExpertRows {
+    std::vector<int32_t> expert;    // [tokens * top_k] ascending within a token
+    std::vector<float> weight;      // [tokens * top_k]
+    std::vector<int32_t> start;     // [experts + 1] into pairs
+    std::vector<int32_t> pair;      // pair index (token * top_k + k) by expert
+    std::vector<int32_t> place;     // inverse of pair
+};
+
+struct Workspace {
+    Workspace(const Program& p, const Ops& ops, int threads);
+
+    int64_t hidden_ld, qkv_ld, vocab_ld, logit_rows, moe_pairs, router_ld, moe_width;
+    float *x, *tmp, *qkv, *logits, *router;
+    uint8_t* queries;  // [kv_head][token][per_kv][dpad], float or bfloat16
+    InputBuffer in, mid, pairs_in, pairs_mid;
+    float* pairs_out;
+    std::vector<float*> cos, sin;  // a rope: [CHUNK][rotary / 2]
+    uint8_t* dummy_cell;           // zeros
+    std::vector<ThreadScratch> threads;
+    std::atomic<int64_t> next[2];  // dynamic items
+
+    Pages partial_pages, hidden_pages;
+    float* partials(int64_t floats);    // grows partial_pages
+    float* hidden_rows(int64_t rows);   // [rows][hidden_ld]
+
+    ExpertRows experts;
+
+private:
+    std::vector<Pages> pages_;
+    template <class T>
+    T* take(int64_t count);
+    InputBuffer input(int64_t rows, int64_t width);
+};
+
+}  // namespace tk
