@@ -89,7 +89,7 @@ def run(
     with console.status(f"Loading {model}"):
         pipe = Pipeline(model, config, engine.chat_template, backend=engine.backend)
     with pipe:
-        if pipe.engine.runner_note:
+        if engine.backend is not None and pipe.engine.runner_note:
             console.print(pipe.engine.runner_note)
         talk = Conversation(settings.change(settings.of_model(pipe.tokenizer.path), **given), system)
         if question is None:

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from toolkit.artifacts.tokenizer import Tokenizer
+from toolkit.chat import arguments
 from toolkit.chat.prompts import Prompt, as_batch
 from toolkit.chat.session import Session
 from toolkit.chat.template import ChatTemplate
@@ -30,9 +31,7 @@ from toolkit.messages import (
     ChatTemplateConfig,
     EngineConfig,
     GenerationConfig,
-    PytorchEngineConfig,
     Response,
-    TurbomindEngineConfig,
 )
 
 __all__ = ["Pipeline", "Session", "pipeline"]
@@ -42,17 +41,6 @@ LOG_LEVELS = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG")
 GenConfigs = GenerationConfig | list[GenerationConfig] | None
 Emit = Callable[[Response], None]
 T = TypeVar("T")
-_BACKENDS: dict[type, str] = {TurbomindEngineConfig: "turbomind", PytorchEngineConfig: "pytorch"}
-
-_RENAMED = {  # arguments of older releases -> what to write now
-    "request_output_len": "gen_config=GenerationConfig(max_new_tokens=…)",
-    **{
-        name: f"gen_config=GenerationConfig({name}=…)"
-        for name in ("top_k", "top_p", "temperature", "repetition_penalty", "ignore_eos", "max_new_tokens")
-    },
-    "model_name": "chat_template_config=ChatTemplateConfig(model_name=…)",
-    "tp": "backend_config=TurbomindEngineConfig(tp=…)",
-}
 
 
 def pipeline(
@@ -88,8 +76,7 @@ class Pipeline:
     model_path: local directory, hub id, .gguf file, engine artifact or "demo". backend_config: None lets the toolkit
     choose. chat_template_config: a ChatTemplateConfig, a built-in name, or a .json or .jinja file. log_level: of the
     logger "toolkit"; INFO shows every prompt after templating, cut to ``max_log_len`` characters. ``gen_config`` may be
-    given as the default of all calls, ``backend`` ("turbomind", "pytorch", None) to overrule what the class of
-    backend_config says. Raises UsageError for arguments that mean nothing, ToolkitError when the
+    given as the default of all calls, ``backend`` ("turbomind" or "pytorch") in place of a backend_config. Raises UsageError for arguments that mean nothing, ToolkitError when the
     model cannot be loaded.
     """
 
@@ -104,8 +91,8 @@ class Pipeline:
         **kwargs: Any,
     ) -> None:
         default = kwargs.pop("gen_config", None)
-        backend = kwargs.pop("backend", _BACKENDS.get(type(backend_config)))
-        _refuse_unknown("pipeline()", kwargs)
+        backend = kwargs.pop("backend", None)
+        arguments.refuse_unknown("pipeline()", kwargs)
         if speculative_config is not None:
             raise UsageError("speculative_config: speculative decoding is not built yet; leave it out")
         if default is not None and not isinstance(default, GenerationConfig):
@@ -198,7 +185,8 @@ class Pipeline:
         precedes the prompt, and is left as it is. Leaving the loop stops what still runs.
         """
         batch, _ = as_batch(prompts)
-        jobs = self._jobs(batch, gen_config, do_preprocess, adapter_name, _sessions(sessions, len(batch)), kwargs)
+        before = arguments.sessions(sessions, len(batch))
+        jobs = self._jobs(batch, gen_config, do_preprocess, adapter_name, before, kwargs)
         if any(job.key[1] for job in jobs):
             raise UsageError("n: expected 1 when streaming, found more; use infer for several choices")
         return self._stream(jobs, stream_response)
@@ -250,15 +238,8 @@ class Pipeline:
     def get_ppl(self, input_ids: list[int] | list[list[int]]) -> list[float]:
         """Mean cross-entropy (natural logarithm, not exponentiated) of each sequence of at least two token ids."""
         self._check_open()
-        many = input_ids if input_ids and isinstance(input_ids[0], list) else [input_ids]
-        size = self.tokenizer.vocab_size
-        for i, ids in enumerate(many):
-            bad = not isinstance(ids, list) or len(ids) < 2
-            if bad or not all(isinstance(t, int) and not isinstance(t, bool) and 0 <= t < size for t in ids):
-                raise UsageError(
-                    f"input_ids[{i}]: expected at least two token ids in [0, {size}), found {repr(ids)[:60]}"
-                )
-        return [-float(self.engine.score(ids).mean()) for ids in many if isinstance(ids, list)]
+        many = arguments.id_rows(input_ids, self.tokenizer.vocab_size)
+        return [-float(self.engine.score(ids).mean()) for ids in many]
 
     def close(self) -> None:
         """Stop everything and free the model. May be called twice."""
@@ -294,14 +275,14 @@ class Pipeline:
         options = dict(kwargs.pop("chat_template_kwargs", None) or {})
         if (tools := kwargs.pop("tools", None)) is not None:
             options["tools"] = tools
-        _refuse_unknown("the call", kwargs)
-        configs = _configs(gen_config or self.gen_config, len(prompts))
+        arguments.refuse_unknown("the call", kwargs)
+        configs = arguments.configs(gen_config or self.gen_config, len(prompts))
         jobs = []
         for i, (prompt, config) in enumerate(zip(prompts, configs, strict=True)):
             session = sessions[i] if sessions else None
             token_ids, error = self._encode(i, prompt, session, do_preprocess, options)
             config = self.chat_template.with_stops(config) if do_preprocess else config
-            for choice, one in enumerate(_choices(config)):
+            for choice, one in enumerate(arguments.choices(config)):
                 jobs.append(_Job((i, choice), token_ids, one, session, error, uuid4().hex))
         return jobs
 
@@ -423,28 +404,6 @@ def _wait(future: Future[T]) -> T:
         raise
 
 
-def _configs(gen_config: GenerationConfig | list[GenerationConfig], count: int) -> list[GenerationConfig]:
-    configs = [gen_config] * count if isinstance(gen_config, GenerationConfig) else gen_config
-    if not isinstance(configs, list) or not all(isinstance(c, GenerationConfig) for c in configs):
-        raise UsageError(f"gen_config: expected a GenerationConfig or a list of them, found {repr(gen_config)[:60]}")
-    if len(configs) != count:
-        raise UsageError(f"gen_config: expected one, or {count} (as many as prompts), found {len(configs)}")
-    for config in configs:
-        config.validate()
-    return configs
-
-
-def _choices(config: GenerationConfig) -> list[GenerationConfig]:
-    """n single configs; choice i has the seed ``random_seed + i``."""
-    if config.n == 1:
-        return [config]
-    seed = config.random_seed
-    return [
-        dataclasses.replace(config, n=1, random_seed=None if seed is None else (seed + i) % (1 << 64))
-        for i in range(config.n)
-    ]
-
-
 def _shape(results: list[Response], count: int, single: bool, jobs: list[_Job]) -> Any:
     """Responses -> one a prompt (a list of choices where n > 1), and a bare one for a single prompt."""
     rows: list[list[Response]] = [[] for _ in range(count)]
@@ -452,15 +411,6 @@ def _shape(results: list[Response], count: int, single: bool, jobs: list[_Job]) 
         rows[job.key[0]].append(result)
     shaped = [row if len(row) > 1 else row[0] for row in rows]
     return shaped[0] if single else shaped
-
-
-def _sessions(sessions: Session | list[Session] | None, count: int) -> list[Session] | None:
-    if sessions is None:
-        return None
-    many = [sessions] if isinstance(sessions, Session) else sessions
-    if not isinstance(many, list) or len(many) != count or not all(isinstance(s, Session) for s in many):
-        raise UsageError(f"sessions: expected {count}, one a prompt, found {repr(sessions)[:60]}")
-    return many
 
 
 def _failed(so_far: Response, error: Exception) -> Response:
@@ -480,12 +430,6 @@ def _with_tensors(response: Response) -> Response:
 
             setattr(response, name, torch.from_numpy(value.copy()))
     return response
-
-
-def _refuse_unknown(where: str, kwargs: dict[str, Any]) -> None:
-    for name in kwargs:
-        hint = f"; write {_RENAMED[name]}" if name in _RENAMED else ""
-        raise UsageError(f"{name}: {where} knows no such argument{hint}")
 
 
 def _set_log_level(level: str) -> None:

@@ -205,7 +205,10 @@ def test_stop_words_are_found_in_the_model_s_own_template(make: Any) -> None:
     assert config.stop_words == ["###"]
     assert config.stop_token_ids == [5, tok.token_id("<|im_end|>")]
     assert template.with_stops(GenerationConfig(ignore_eos=True)).stop_token_ids is None
-    assert template.with_stops(GenerationConfig(stop_words=["</s>"])).stop_words is None
+    again = template.with_stops(GenerationConfig(stop_words=["<|im_end|>"]))
+    assert (again.stop_words, again.stop_token_ids) == (["<|im_end|>"], None)
+    texts = ChatTemplate.open(tok, tok.path, "solar").with_stops(GenerationConfig())
+    assert texts.stop_words == ["### User:"] and texts.stop_token_ids == [tok.token_id("</s>")]
 
 
 @pytest.mark.parametrize(

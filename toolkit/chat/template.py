@@ -122,15 +122,19 @@ class ChatTemplate:
     def with_stops(self, config: GenerationConfig) -> GenerationConfig:
         """A copy of ``config`` that also ends where this template ends an answer (unless it ignores eos).
 
-        A word that is one special token becomes a stop token id: as text it would be dropped before it is seen.
+        What it adds and is one special token becomes a stop token id: as text it would be dropped before it is seen.
         """
-        words = list(config.stop_words or [])
-        if not config.ignore_eos:
-            words += [w for w in self.stop_words if w not in words]
-        ids = list(config.stop_token_ids or [])
-        special = {w: i for w in words if (i := self._tokenizer.token_id(w)) in self._tokenizer.special_ids}
-        ids += [i for i in special.values() if i is not None and i not in ids]
-        words = [w for w in words if w not in special]
+        if config.ignore_eos:
+            return config
+        words, ids = list(config.stop_words or []), list(config.stop_token_ids or [])
+        for word in self.stop_words:
+            token = self._tokenizer.token_id(word)
+            if word in words or token in ids:
+                continue
+            if token is not None and token in self._tokenizer.special_ids:
+                ids.append(token)
+            else:
+                words.append(word)
         return dataclasses.replace(config, stop_words=words or None, stop_token_ids=ids or None)
 
     def _run(

@@ -1,0 +1,72 @@
+"""The arguments of the Python API: checked, and spread over the prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from toolkit.chat.session import Session
+from toolkit.errors import UsageError
+from toolkit.messages import GenerationConfig
+
+RENAMED = {  # arguments of older releases -> what to write now
+    "request_output_len": "gen_config=GenerationConfig(max_new_tokens=…)",
+    **{
+        name: f"gen_config=GenerationConfig({name}=…)"
+        for name in ("top_k", "top_p", "temperature", "repetition_penalty", "ignore_eos", "max_new_tokens")
+    },
+    "model_name": "chat_template_config=ChatTemplateConfig(model_name=…)",
+    "tp": "backend_config=TurbomindEngineConfig(tp=…)",
+}
+
+
+def configs(gen_config: GenerationConfig | list[GenerationConfig], count: int) -> list[GenerationConfig]:
+    """One config a prompt. Raises UsageError where the numbers differ."""
+    configs = [gen_config] * count if isinstance(gen_config, GenerationConfig) else gen_config
+    if not isinstance(configs, list) or not all(isinstance(c, GenerationConfig) for c in configs):
+        raise UsageError(f"gen_config: expected a GenerationConfig or a list of them, found {repr(gen_config)[:60]}")
+    if len(configs) != count:
+        raise UsageError(f"gen_config: expected one, or {count} (as many as prompts), found {len(configs)}")
+    for config in configs:
+        config.validate()
+    return configs
+
+
+def choices(config: GenerationConfig) -> list[GenerationConfig]:
+    """n single configs; choice i has the seed ``random_seed + i``."""
+    if config.n == 1:
+        return [config]
+    seed = config.random_seed
+    return [
+        dataclasses.replace(config, n=1, random_seed=None if seed is None else (seed + i) % (1 << 64))
+        for i in range(config.n)
+    ]
+
+
+def sessions(sessions: Session | list[Session] | None, count: int) -> list[Session] | None:
+    """One session a prompt, None where none is given. Raises UsageError where the numbers differ."""
+    if sessions is None:
+        return None
+    many = [sessions] if isinstance(sessions, Session) else sessions
+    if not isinstance(many, list) or len(many) != count or not all(isinstance(s, Session) for s in many):
+        raise UsageError(f"sessions: expected {count}, one a prompt, found {repr(sessions)[:60]}")
+    return many
+
+
+def id_rows(input_ids: Any, vocab_size: int) -> list[list[int]]:
+    """One or several sequences of at least two token ids below ``vocab_size``. Raises UsageError for anything else."""
+    rows = input_ids if isinstance(input_ids, list) and input_ids and isinstance(input_ids[0], list) else [input_ids]
+    for i, ids in enumerate(rows):
+        good = isinstance(ids, list) and len(ids) > 1 and all(type(t) is int and 0 <= t < vocab_size for t in ids)
+        if not good:
+            raise UsageError(
+                f"input_ids[{i}]: expected at least two token ids in [0, {vocab_size}), found {repr(ids)[:60]}"
+            )
+    return rows
+
+
+def refuse_unknown(where: str, kwargs: dict[str, Any]) -> None:
+    """Raise UsageError for the first argument that nothing has taken; an older name gets a hint at the new one."""
+    for name in kwargs:
+        hint = f"; write {RENAMED[name]}" if name in RENAMED else ""
+        raise UsageError(f"{name}: {where} knows no such argument{hint}")
