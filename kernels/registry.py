@@ -154,8 +154,8 @@ def _forced() -> str | None:
 def choose(op: Op, target: Target, family: str | None = None) -> Implementation:
     """The implementation of ``op`` for ``target``: ``family``, or by TOOLKIT_KERNELS, or by priority.
 
-    TOOLKIT_KERNELS decides for the ops that its family implements; the others keep their priority list. Raises KernelError
-    when the family asked for does not implement the op or cannot run there, with the reason.
+    TOOLKIT_KERNELS decides for the ops that its family implements; the others keep their priority list. Raises
+    KernelError when the family asked for does not implement the op or cannot run there, with the reason.
     """
     if family is not None and family not in op.implementations:
         raise KernelError(f"{op.name}: no implementation {family!r}; there are {', '.join(op.implementations)}")
@@ -172,7 +172,9 @@ def choose(op: Op, target: Target, family: str | None = None) -> Implementation:
             if reason is None:
                 return op.implementations[name]
             reasons.append(f"{name}: {reason}")
-    raise KernelError(f"{op.name}: no implementation runs on {target.device} with {target.dtype} ({'; '.join(reasons)})")
+    raise KernelError(
+        f"{op.name}: no implementation runs on {target.device} with {target.dtype} ({'; '.join(reasons)})"
+    )
 
 
 @dataclass(frozen=True)

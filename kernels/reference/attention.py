@@ -2,7 +2,8 @@
 
 Cache layout, a layer: keys and values [blocks, block_size, kv_heads, width]; slot = block·block_size + offset.
 ``bits`` 0: width = head_dim in the activations' dtype. 8: uint8 codes, width = head_dim. 4: two codes a byte, width =
-head_dim / 2; element i < head_dim/2 in the low nibble of byte i, element head_dim/2 + i in the high one. With bits 8 and 4
+head_dim / 2; element i < head_dim/2 in the low nibble of byte i, element head_dim/2 + i in the high one. With bits 8
+and 4
 ``*_params`` [blocks, block_size, kv_heads, 2] float16 hold scale and zero of every token and head:
 x = (code - zero)·scale. Four-bit keys are stored turned by a fixed orthogonal Hadamard matrix, and queries are turned
 likewise (Ashkboos et al., "QuaRot", 2024). Paging: Kwon et al., "PagedAttention" (2023).
@@ -173,11 +174,11 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of prefill chunks and decode tokens mixed; keys and values are read from the cache alone.
 
-    ``q``: [T, heads, head_dim], sequence after sequence; sequence s has the tokens cu_seqlens[s]:cu_seqlens[s+1], the last
-    of its seq_lens[s] cached ones. ``block_table``: int32 [S, B] on the host, as are ``cu_seqlens`` [S+1] and ``seq_lens``
-    [S]. Scores s = scale·q·k; ``softcap`` c: c·tanh(s/c); ``window`` w: position p sees (p - w, p]; ``sinks``: float
-    [heads], a logit each that joins the softmax's denominator. ``plan``: what an implementation's own planner made of the
-    three host arrays, so that the layers of a step share it; the reference has no use for it.
+    ``q``: [T, heads, head_dim], sequence after sequence; sequence s has the tokens cu_seqlens[s]:cu_seqlens[s+1], the
+    last of its seq_lens[s] cached ones. ``block_table``: int32 [S, B] on the host, as are ``cu_seqlens`` [S+1] and
+    ``seq_lens`` [S]. Scores s = scale·q·k; ``softcap`` c: c·tanh(s/c); ``window`` w: position p sees (p - w, p];
+    ``sinks``: float [heads], a logit each that joins the softmax's denominator. ``plan``: what an implementation's
+    own planner made of the three host arrays, so that the layers of a step share it; the reference has no use for it.
     Slots that are not a sequence's own are never read. Returns [T, heads, head_dim] in q's dtype.
     """
     size, heads, out = k_cache.shape[1], q.shape[1], torch.empty_like(q)

@@ -119,8 +119,9 @@ def linear_group_int(
     """Integer weight in groups along the input, activations in floating point (W4A16 and kin).
 
     ``packed``: uint8 from ``pack_codes``; ``scales``: [out, groups] float; exactly one of ``zeros`` (uint8:
-    w = (code - zero)·scale) and ``minima`` (float: w = code·scale + minimum), both [out, groups]; ``group_index``: int32 [in],
-    the group of each input where groups are not consecutive. The weight is rounded to x's dtype. Returns [T, out].
+    w = (code - zero)·scale) and ``minima`` (float: w = code·scale + minimum), both [out, groups]; ``group_index``:
+    int32 [in], the group of each input where groups are not consecutive. The weight is rounded to x's dtype. Returns
+    [T, out].
     """
     weight = dequantize_groups(packed, scales, zeros, minima, bits, group_index).to(x.dtype)
     return linear.reference(x, weight, bias)

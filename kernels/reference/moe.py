@@ -1,4 +1,6 @@
-"""Mixture of experts: choosing the experts of each token, and running them. Fedus et al., "Switch Transformers" (2021)."""
+"""Mixture of experts: choosing the experts of each token, and running them. Fedus et al., "Switch Transformers"
+(2021).
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,9 @@ def _route_cases() -> Iterator[Case]:
 def moe_route(logits: Tensor, top_k: int, scoring: str, norm_topk: bool, scale: float = 1.0) -> tuple[Tensor, Tensor]:
     """The ``top_k`` best experts of each token and their weights.
 
-    ``logits``: [T, experts]; scores are softmax or sigmoid of them in float32; the weights are the chosen scores, rescaled to
-    sum 1 where ``norm_topk``, times ``scale``. Ties go to the lower expert. Returns (int64 [T, k], float32 [T, k]), best first.
+    ``logits``: [T, experts]; scores are softmax or sigmoid of them in float32; the weights are the chosen scores,
+    rescaled to sum 1 where ``norm_topk``, times ``scale``. Ties go to the lower expert. Returns (int64 [T, k],
+    float32 [T, k]), best first.
     """
     scores = logits.float().softmax(-1) if scoring == "softmax" else logits.float().sigmoid()
     weights, experts = scores.sort(dim=-1, descending=True, stable=True)
@@ -61,8 +64,8 @@ def _expert_cases() -> Iterator[Case]:
 def moe_experts(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
     """``sum_k weights[t, k] · down_e(act(gate_e(x_t)) · up_e(x_t))`` with e = experts[t, k], summed in float32.
 
-    ``x``: [T, hidden]; ``experts``: int64 [T, k]; ``weights``: float32 [T, k]; ``gate_up``: [experts, 2·I, hidden], gate rows
-    first; ``down``: [experts, hidden, I]. Returns [T, hidden] in x's dtype.
+    ``x``: [T, hidden]; ``experts``: int64 [T, k]; ``weights``: float32 [T, k]; ``gate_up``: [experts, 2·I, hidden],
+    gate rows first; ``down``: [experts, hidden, I]. Returns [T, hidden] in x's dtype.
     """
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for t in range(x.shape[0]):

@@ -26,8 +26,8 @@ def _cases() -> Iterator[Case]:
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the first R elements of every head: (a, b) -> (a·cos - b·sin, b·cos + a·sin), a and b their two halves.
 
-    ``x``: [T, heads, head_dim]; ``cos``, ``sin``: float32 [T, R/2], R <= head_dim. Computed in float32; returns a new tensor
-    of x's shape and dtype.
+    ``x``: [T, heads, head_dim]; ``cos``, ``sin``: float32 [T, R/2], R <= head_dim. Computed in float32; returns a new
+    tensor of x's shape and dtype.
     """
     half = cos.shape[-1]
     c, s = cos[:, None, :], sin[:, None, :]

@@ -77,7 +77,11 @@ def _sample_cases() -> Iterator[Case]:
         ("all", (0.9, 12, 0.8, 0.05)),
         ("greedy", (0.0, 3, 0.5, 0.0)),
     )
-    for label, (temperature, top_k, top_p, min_p) in (*settings, ("ties", (1.0, 4, 0.9, 0.0)), ("mixed", (-1, 0, 0, 0))):
+    for label, (temperature, top_k, top_p, min_p) in (
+        *settings,
+        ("ties", (1.0, 4, 0.9, 0.0)),
+        ("mixed", (-1, 0, 0, 0)),
+    ):
 
         def make(dtype, device, g, label=label, s=(temperature, top_k, top_p, min_p)) -> dict[str, Any]:
             n = 16
@@ -103,10 +107,10 @@ def _sample_cases() -> Iterator[Case]:
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor) -> Tensor:
     """Draw one token a row. ``logits``: float32 [N, V], not changed; the rest: [N].
 
-    Temperature 0 takes the argmax, the lowest id on a tie. Else softmax of logits / temperature; kept are the ``top_k`` (0 =
-    all) most probable, of those the smallest set whose mass reaches ``top_p``, of those the ones with at least ``min_p``
-    times the top probability (ties at a border: lowest id first). ``u`` in [0, 1) picks by walking the kept ids in
-    ascending order over their renormalised mass, summed in float64. Returns int64 [N].
+    Temperature 0 takes the argmax, the lowest id on a tie. Else softmax of logits / temperature; kept are the
+    ``top_k`` (0 = all) most probable, of those the smallest set whose mass reaches ``top_p``, of those the ones with
+    at least ``min_p`` times the top probability (ties at a border: lowest id first). ``u`` in [0, 1) picks by walking
+    the kept ids in ascending order over their renormalised mass, summed in float64. Returns int64 [N].
     """
     greedy = temperature == 0
     scaled = logits / torch.where(greedy, torch.ones_like(temperature), temperature)[:, None]

@@ -1,10 +1,10 @@
 """Paged attention through ``scaled_dot_product_attention`` on gathered keys and values.
 
 A plan is made once a step and shared by its layers. Sequences with one new token are grouped by length and run as one
-call a group; longer ones are cut into pieces of rows. Where the blocks of a lone sequence follow one another in the cache, it
-is read in place, without a gather. The query heads that share a key head stand as rows of one product, so that keys are
-never repeated. Slots past a sequence's end read one spare block that holds zeros, the last of the cache, so that
-whatever a freed block still contains (NaN included) reaches nobody.
+call a group; longer ones are cut into pieces of rows. Where the blocks of a lone sequence follow one another in the
+cache, it is read in place, without a gather. The query heads that share a key head stand as rows of one product, so
+that keys are never repeated. Slots past a sequence's end read one spare block that holds zeros, the last of the
+cache, so that whatever a freed block still contains (NaN included) reaches nobody.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ KEEP_MASKS = 1 << 24  # elements of masks that a plan keeps for all layers
 class Piece:
     """Rows of the flat batch that run as one product: ``sequences`` of ``rows`` new tokens each.
 
-    ``index``: the flat rows, or None where they are ``start`` and the ones after it; ``slots``: where the keys lie, [sequences·
-    keys], or the first slot where they follow one another; ``first``: position of the first key, ``at``: of the first query,
-    a sequence each; ``total``: cached tokens a sequence.
+    ``index``: the flat rows, or None where they are ``start`` and the ones after it; ``slots``: where the keys lie,
+    int64 [sequences * keys], or the first slot where they follow one another; ``first``: position of the first key,
+    ``at``: of the first query, one for each sequence.
     """
 
     start: int
@@ -39,7 +39,6 @@ class Piece:
     slots: Tensor | int
     first: np.ndarray
     at: np.ndarray
-    total: np.ndarray
     masks: dict[tuple[torch.dtype, int], Tensor | None] = field(default_factory=dict)
 
 
@@ -50,6 +49,20 @@ class Plan:
     window: int | None
     pieces: list[Piece]
     keep_masks: bool
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The host arrays of a step; ``new``: tokens a sequence brings; ``spare``: first slot of the spare block."""
+
+    table: np.ndarray
+    cu_seqlens: np.ndarray
+    seq_lens: np.ndarray
+    new: np.ndarray
+    block_size: int
+    spare: int
+    window: int | None
+    device: torch.device
 
 
 def make_plan(
@@ -64,18 +77,13 @@ def make_plan(
     """Plan a step. ``num_blocks``: blocks of the cache, the spare one included."""
     new = np.diff(cu_seqlens)
     spare = (num_blocks - 1) * block_size
-    pieces = [
-        _piece(group, new, 0, 1, block_table, cu_seqlens, seq_lens, block_size, spare, window, device)
-        for group in _by_length(np.flatnonzero(new == 1), seq_lens)
-    ]
+    batch = _Batch(block_table, cu_seqlens, seq_lens, new, block_size, spare, window, device)
+    pieces = [_piece(batch, group, 0, 1) for group in _by_length(np.flatnonzero(new == 1), seq_lens)]
     for s in np.flatnonzero(new > 1):
-        one = np.asarray([s])
-        step = int(new[s]) if window is None and new[s] == seq_lens[s] else PIECE_ROWS
+        whole = window is None and new[s] == seq_lens[s]  # causal without a mask
+        step = int(new[s]) if whole else PIECE_ROWS
         for begin in range(0, int(new[s]), step):
-            rows = min(step, int(new[s]) - begin)
-            pieces.append(
-                _piece(one, new, begin, rows, block_table, cu_seqlens, seq_lens, block_size, spare, window, device)
-            )
+            pieces.append(_piece(batch, np.asarray([s]), begin, min(step, int(new[s]) - begin)))
     size = sum(p.sequences * p.rows * p.keys for p in pieces)
     return Plan(window, pieces, size <= KEEP_MASKS)
 
@@ -88,35 +96,22 @@ def _by_length(sequences: np.ndarray, seq_lens: np.ndarray) -> list[np.ndarray]:
     return [sequences[size == n] for n in np.unique(size)]
 
 
-def _piece(
-    group: np.ndarray,
-    new: np.ndarray,
-    begin: int,
-    rows: int,
-    table: np.ndarray,
-    cu_seqlens: np.ndarray,
-    seq_lens: np.ndarray,
-    block_size: int,
-    spare: int,
-    window: int | None,
-    device: torch.device,
-) -> Piece:
+def _piece(batch: _Batch, group: np.ndarray, begin: int, rows: int) -> Piece:
     """The piece of ``rows`` new tokens from ``begin`` of every sequence in ``group``."""
-    at = seq_lens[group].astype(np.int64) - new[group] + begin
+    at = batch.seq_lens[group].astype(np.int64) - batch.new[group] + begin
     end = at + rows
-    first = np.zeros_like(at) if window is None else np.maximum(0, at + 1 - window)
+    first = np.zeros_like(at) if batch.window is None else np.maximum(0, at + 1 - batch.window)
     keys = int((end - first).max())
-    start = int(cu_seqlens[group[0]]) + begin
-    flat = cu_seqlens[group] + begin
+    flat = batch.cu_seqlens[group] + begin
     adjacent = len(group) == 1 or bool((np.diff(flat) == 1).all())
-    index = None if adjacent else torch.from_numpy(flat.astype(np.int64)).to(device)
+    index = None if adjacent else torch.from_numpy(flat.astype(np.int64)).to(batch.device)
     where = first[:, None] + np.arange(keys)
-    inside = where < end[:, None]
-    block = np.take_along_axis(table[group], np.minimum(where // block_size, table.shape[1] - 1), axis=1)
-    slots = np.where(inside, block.astype(np.int64) * block_size + where % block_size, spare)
+    size, table = batch.block_size, batch.table
+    block = np.take_along_axis(table[group], np.minimum(where // size, table.shape[1] - 1), axis=1)
+    slots = np.where(where < end[:, None], block.astype(np.int64) * size + where % size, batch.spare)
     in_place = len(group) == 1 and bool((np.diff(slots[0]) == 1).all())
-    kept: Tensor | int = int(slots[0, 0]) if in_place else torch.from_numpy(slots.reshape(-1)).to(device)
-    return Piece(start, rows, len(group), keys, index, kept, first, at, end)
+    kept: Tensor | int = int(slots[0, 0]) if in_place else torch.from_numpy(slots.reshape(-1)).to(batch.device)
+    return Piece(int(flat[0]), rows, len(group), keys, index, kept, first, at)
 
 
 def _mask(piece: Piece, window: int | None, repeat: int, device: torch.device) -> Tensor | None:
@@ -166,13 +161,11 @@ def paged_attention(
 ) -> Tensor:
     """See the module; without a ``plan`` one is made here, against a copy of the cache with a spare block."""
     if plan is None:
-        k_cache, v_cache, k_params, v_params = (_with_spare(t) for t in (k_cache, v_cache, k_params, v_params))
-        plan = make_plan(
-            block_table, cu_seqlens, seq_lens, k_cache.shape[1], k_cache.shape[0], window, q.device
-        )
-    heads, dim = q.shape[1:]
-    kv_heads = k_cache.shape[2]
-    repeat = heads // kv_heads
+        k_cache, v_cache = _with_spare(k_cache), _with_spare(v_cache)
+        if k_params is not None and v_params is not None:
+            k_params, v_params = _with_spare(k_params), _with_spare(v_params)
+        plan = make_plan(block_table, cu_seqlens, seq_lens, k_cache.shape[1], k_cache.shape[0], window, q.device)
+    repeat = q.shape[1] // k_cache.shape[2]
     if bits == 4:
         q = reference.hadamard(q)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -189,8 +182,8 @@ def paged_attention(
     return out
 
 
-def _with_spare(t: Tensor | None) -> Tensor | None:
-    return None if t is None else torch.cat([t, torch.zeros_like(t[:1])])
+def _with_spare(t: Tensor) -> Tensor:
+    return torch.cat([t, torch.zeros_like(t[:1])])
 
 
 def _attend(
@@ -204,7 +197,9 @@ def _attend(
     sinks: Tensor | None,
     repeat: int,
 ) -> Tensor:
-    """One piece: ``q`` [sequences·rows, heads, head_dim] against [sequences, kv_heads, keys, head_dim]. Returns q's shape."""
+    """One piece: ``q`` [sequences·rows, heads, head_dim] against [sequences, kv_heads, keys, head_dim]. Returns q's
+    shape.
+    """
     rows, kv_heads = piece.rows, k.shape[1]
     grouped = q.view(piece.sequences, rows, kv_heads, repeat, -1).permute(0, 2, 3, 1, 4)
     # [sequences, kv_heads, repeat·rows, head_dim]: the heads of a group are rows of one product
@@ -212,7 +207,12 @@ def _attend(
     plain = softcap is None and sinks is None
     if plain and rows > 1 and piece.keys == rows and plan.window is None:
         y = F.scaled_dot_product_attention(
-            q.view(piece.sequences, rows, -1, q.shape[-1]).transpose(1, 2), k, v, is_causal=True, scale=scale, enable_gqa=True
+            q.view(piece.sequences, rows, -1, q.shape[-1]).transpose(1, 2),
+            k,
+            v,
+            is_causal=True,
+            scale=scale,
+            enable_gqa=True,
         )
         return y.transpose(1, 2).flatten(0, 1)
     key = (q.dtype, repeat)

@@ -17,7 +17,9 @@ def _all_cases():
                 for case in op.cases():
                     target = registry.Target("cpu", dtype, None, case.traits)
                     if implementation.unsupported(target) is None:
-                        yield pytest.param(op, implementation, case, target, id=f"{op.name}-{family}-{case.label}-{dtype}")
+                        yield pytest.param(
+                            op, implementation, case, target, id=f"{op.name}-{family}-{case.label}-{dtype}"
+                        )
 
 
 @pytest.mark.parametrize("op, implementation, case, target", _all_cases())

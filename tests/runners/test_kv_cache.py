@@ -144,7 +144,7 @@ def test_a_bad_request_leaves_its_neighbours_alone(drive):
 
 def test_wrong_blocks_are_refused(drive):
     driver = drive("llama")
-    with pytest.raises(RunnerError, match="expected .* bytes"):
+    with pytest.raises(RunnerError, match=r"expected .* bytes"):
         driver.runner.import_block(0, 0, b"12")
     with pytest.raises(RunnerError, match="does not exist"):
         driver.runner.export_block(0, 64)

@@ -112,7 +112,9 @@ def test_rows_follow_the_rules(seed, rows, steps):
         if asked > 0:
             assert result.top_ids is not None and result.top_logprobs is not None
             np.testing.assert_allclose(result.top_logprobs[row, :asked], np.sort(logprobs)[::-1][:asked], atol=1e-4)
-            np.testing.assert_allclose(logprobs[result.top_ids[row, :asked]], result.top_logprobs[row, :asked], atol=1e-4)
+            np.testing.assert_allclose(
+                logprobs[result.top_ids[row, :asked]], result.top_logprobs[row, :asked], atol=1e-4
+            )
             assert (result.top_ids[row, asked:] == -1).all()
 
 

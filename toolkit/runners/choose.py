@@ -40,8 +40,8 @@ def open_model(
 ) -> Opened:
     """Open and validate a checkpoint, GGUF file or engine artifact without reading its weights.
 
-    ``hf_overrides`` and ``rope_scaling_factor`` change config.json's fields; ``model_format`` is checked against what the
-    checkpoint holds. Raises ToolkitError or UsageError, one line.
+    ``hf_overrides`` and ``rope_scaling_factor`` change config.json's fields; ``model_format`` is checked against what
+    the checkpoint holds. Raises ToolkitError or UsageError, one line.
     """
     from toolkit.artifacts.manifest import read_manifest
 

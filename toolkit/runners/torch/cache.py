@@ -27,7 +27,9 @@ class LayerCache:
         return [t for t in (self.k, self.v, self.k_params, self.v_params) if t is not None]
 
 
-def _shapes(attention: AttentionSpec, block_size: int, bits: int, dtype: torch.dtype) -> list[tuple[tuple, torch.dtype]]:
+def _shapes(
+    attention: AttentionSpec, block_size: int, bits: int, dtype: torch.dtype
+) -> list[tuple[tuple, torch.dtype]]:
     """Shape and dtype of one block of keys, and of its (scale, zero) pairs."""
     width = attention.head_dim // 2 if bits == 4 else attention.head_dim
     data = ((block_size, attention.kv_heads, width), torch.uint8 if bits else dtype)
@@ -104,4 +106,6 @@ class KVCache:
 
     def _check(self, group: int, block: int) -> None:
         if not 0 <= group < len(self.num_blocks) or not 0 <= block < self.num_blocks[group]:
-            raise RunnerError(f"block {block} of group {group} does not exist; the groups have {self.num_blocks} blocks")
+            raise RunnerError(
+                f"block {block} of group {group} does not exist; the groups have {self.num_blocks} blocks"
+            )

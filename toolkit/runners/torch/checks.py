@@ -9,7 +9,9 @@ from toolkit.runners.base import RunnerError
 from toolkit.runners.step import StepBatch
 
 
-def check_batch(batch: StepBatch, spec: DecoderSpec, num_blocks: tuple[int, ...], block_size: int, previous: int) -> None:
+def check_batch(
+    batch: StepBatch, spec: DecoderSpec, num_blocks: tuple[int, ...], block_size: int, previous: int
+) -> None:
     """Raise RunnerError, naming the array, for a batch that would read or write where it must not.
 
     ``num_blocks``: of each cache group; ``previous``: sampled rows of the step before.

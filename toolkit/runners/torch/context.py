@@ -17,7 +17,9 @@ from toolkit.runners.torch.ops import Ops
 
 @dataclass
 class StepContext:
-    """``rope``: cos and sin of the step's tokens [T, rotary_dim/2] for each rope; ``plans`` by (cache group, window)."""
+    """``rope``: cos and sin of the step's tokens [T, rotary_dim/2] for each rope; ``plans`` by (cache group,
+    window).
+    """
 
     batch: StepBatch
     cache: KVCache

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8, GroupInt, Weight
+from toolkit.artifacts.canonical import ChannelInt8, Dense, GroupInt, Weight
 from toolkit.kernels.reference.linear import pack_codes
 from toolkit.runners.torch.ops import Ops
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,7 +80,7 @@ def _rows(h: Tensor, rows: np.ndarray) -> Tensor:
     return h.index_select(0, _index(rows, h.device))
 
 
-def _take(h: Tensor, rows: np.ndarray, what, width: int) -> Tensor:
+def _take(h: Tensor, rows: np.ndarray, what: Callable[[Tensor], Tensor], width: int) -> Tensor:
     if not len(rows):
         return torch.zeros(0, width)
     return what(_rows(h, rows))

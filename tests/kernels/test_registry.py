@@ -1,0 +1,120 @@
+"""How implementations are chosen, described and tested; and that a wrong one is caught."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from toolkit.kernels import registry
+from toolkit.kernels.registry import Case, Implementation, KernelError, Target, choose, describe, load, self_test
+from toolkit.kernels.tolerances import OVERRIDES, TOLERANCES, compare
+
+CPU = Target("cpu", "float32")
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """An op of our own: doubling, with an implementation for the GPU and one for even sizes."""
+    monkeypatch.setattr(registry, "_OPS", dict(registry._OPS))
+
+    def cases():
+        yield Case("four", lambda dtype, device, g: {"x": torch.randn(4, generator=g).to(device, dtype)})
+
+    @registry.op(cases)
+    def double(x):
+        """2·x"""
+        return x + x
+
+    @double.register("triton", devices=("cuda",))
+    def on_gpu(x):
+        return x * 2
+
+    @double.register("torch", unsupported=lambda t: "odd sizes" if t.traits.get("size", 0) % 2 else None)
+    def even(x):
+        return x * 2
+
+    return double
+
+
+def test_priority_decides_and_reasons_are_asked(toy):
+    assert choose(toy, CPU).family == "torch"
+    assert choose(toy, Target("cpu", "float32", None, {"size": 3})).family == "reference"
+    assert choose(toy, Target("cuda", "float32")).family == "triton"
+    torch.testing.assert_close(toy(torch.ones(3)), torch.full((3,), 2.0))
+
+
+def test_asking_by_name_raises_with_the_reason(toy):
+    with pytest.raises(KernelError, match="triton implementation cannot run: runs on cuda, not on cpu"):
+        choose(toy, CPU, "triton")
+    with pytest.raises(KernelError, match="odd sizes"):
+        choose(toy, Target("cpu", "float32", None, {"size": 3}), "torch")
+    with pytest.raises(KernelError, match="no implementation 'cuda'; there are reference, triton, torch"):
+        choose(toy, CPU, "cuda")
+    with pytest.raises(KernelError, match=r"takes .* not int8"):
+        choose(toy, Target("cpu", "int8"), "torch")
+
+
+def test_the_environment_forces_a_family(toy, monkeypatch):
+    monkeypatch.setenv("TOOLKIT_KERNELS", "reference")
+    assert choose(toy, CPU).family == "reference"
+    monkeypatch.setenv("TOOLKIT_KERNELS", "triton")
+    with pytest.raises(KernelError, match="cannot run"):
+        choose(toy, CPU)
+    monkeypatch.setenv("TOOLKIT_KERNELS", "cuda")  # does not implement it: the priority list stands
+    assert choose(toy, CPU).family == "torch"
+    monkeypatch.setenv("TOOLKIT_KERNELS", "fast")
+    with pytest.raises(KernelError, match="TOOLKIT_KERNELS: expected one of"):
+        choose(toy, CPU)
+
+
+def test_describe_names_every_implementation(toy):
+    rows = {(r.op, r.implementation): r for r in describe(CPU)}
+    assert rows["double", "torch"].chosen and rows["double", "torch"].reason is None
+    assert rows["double", "triton"].reason == "runs on cuda, not on cpu"
+    for op in load().values():
+        assert (op.name, "reference") in rows
+        assert sum(r.chosen for (name, _), r in rows.items() if name == op.name) == 1
+
+
+def test_the_self_test_agrees_here():
+    rows = self_test(CPU, budget_seconds=5)
+    assert {r.op for r in rows} >= set(load())
+    assert [r.error for r in rows if r.error] == []
+    assert all(r.cases > 0 for r in rows)
+
+
+@pytest.mark.parametrize(
+    "name, wrong",
+    [
+        ("rms_norm", lambda run: lambda **a: run(**(a | {"eps": 0.5}))),
+        ("rope", lambda run: lambda **a: run(**(a | {"sin": -a["sin"]}))),
+        ("act_and_mul", lambda run: lambda **a: run(**(a | {"x": a["x"].flip(-1)}))),
+        ("linear_group_int", lambda run: lambda **a: run(**(a | {"scales": a["scales"].roll(1, 1)}))),
+        ("linear_int8", lambda run: lambda **a: run(**(a | {"scales": a["scales"].roll(1)}))),
+        ("paged_attention", lambda run: lambda **a: run(**(a | {"seq_lens": a["seq_lens"].clip(2) - 1}))),
+        ("kv_write", lambda run: lambda **a: run(**(a | {"k": a["v"]}))),
+        ("moe_experts", lambda run: lambda **a: run(**(a | {"weights": a["weights"].flip(1)}))),
+        ("sample", lambda run: lambda **a: run(**(a | {"u": 1 - a["u"]}))),
+        ("apply_bitmask", lambda run: lambda **a: run(**(a | {"bitmask": ~a["bitmask"]}))),
+        ("penalize", lambda run: lambda **a: run(**(a | {"counts": a["counts"] + 1}))),
+    ],
+)
+def test_a_wrong_implementation_is_caught(name, wrong):
+    op = load()[name]
+    broken = Implementation("torch", wrong(op.reference), ("cpu",), op.dtypes)
+    assert any(compare(op, broken, case, CPU) for case in op.cases())
+
+
+def test_every_dtype_of_every_op_has_a_tolerance():
+    for op in load().values():
+        assert set(op.dtypes) <= set(TOLERANCES)
+    for (name, family, dtype), (_, reason) in OVERRIDES.items():
+        assert family in load()[name].implementations and dtype in TOLERANCES and reason
+
+
+def test_importing_kernels_is_cheap():
+    code = "import sys, toolkit.kernels; sys.exit('torch' in sys.modules or 'triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

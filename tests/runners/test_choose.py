@@ -1,0 +1,103 @@
+"""Which runner opens a model, and what is refused in one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.runners.base import RunnerOptions
+from toolkit.runners.choose import open_model, open_runner
+from toolkit.runners.torch import device as module
+from toolkit.runners.torch.device import find_dtype
+
+
+def _open(path, backend="pytorch", **options):
+    return open_runner(path, backend=backend, options=RunnerOptions(**({"device": "cpu"} | options)))
+
+
+def test_the_pytorch_backend_is_the_torch_runner(tiny_models):
+    runner, note = _open(tiny_models("llama"), dtype="float32")
+    assert (runner.name, runner.device, runner.dtype, note) == ("torch", "cpu", "float32", "")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"backend": "tensorrt"}, "turbomind, pytorch"),
+        ({"device": "gpu"}, "expected auto, cpu, cuda"),
+        ({"device": "meta"}, "expected auto, cpu, cuda"),
+        ({"dtype": "int8"}, "float16, bfloat16, float32"),
+        ({"quant_policy": 5}, "expected 0, 4 or 8"),
+    ],
+)
+def test_options_that_cannot_be_are_named(arguments, message, tiny_models):
+    with pytest.raises(UsageError, match=message) as error:
+        _open(tiny_models("llama"), **arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_a_gpu_that_is_not_there_is_one_line(tiny_models, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError, match="no usable GPU"):
+        _open(tiny_models("llama"), device="cuda:1")
+    runner, _ = _open(tiny_models("llama"), device="auto")
+    assert runner.device == "cpu"
+
+
+def test_auto_dtype_is_the_checkpoints(tiny_models, monkeypatch):
+    runner, note = _open(tiny_models("llama", dtype="bfloat16"))
+    assert runner.dtype == "bfloat16" and note == "dtype auto is bfloat16"
+    cpu = torch.device("cpu")
+    for native, expected in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(module, "bf16_is_native", lambda native=native: native)
+        assert find_dtype("auto", torch.float16, cpu) == expected
+        assert find_dtype("auto", torch.float32, cpu) == torch.float32
+        assert find_dtype("float16", torch.float32, cpu) == torch.float16
+
+
+def test_model_format_must_be_what_is_there(tiny_models):
+    path = tiny_models("llama")
+    assert open_model(path, model_format="hf").target is None
+    with pytest.raises(UsageError, match="holds hf weights, not awq"):
+        open_model(path, model_format="awq")
+
+
+def test_overrides_reach_the_spec(tiny_models):
+    path = tiny_models("llama")
+    assert open_model(path, hf_overrides={"rms_norm_eps": 0.25}).spec.final_norm.eps == 0.25
+
+
+def test_a_missing_tensor_is_found_before_loading(tiny_checkpoint, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    path = tiny_checkpoint("llama", tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ToolkitError, match=r"layers\.1\.mlp\.up_proj"):
+        _open(path)
+
+
+def test_an_unusable_kernel_family_is_a_usage_error(tiny_models, monkeypatch):
+    monkeypatch.setenv("TOOLKIT_KERNELS", "fast")
+    with pytest.raises(UsageError, match="TOOLKIT_KERNELS"):
+        _open(tiny_models("llama"))
+
+
+def test_reference_kernels_alone_run_a_model(tiny_models, steps, monkeypatch):
+    torch_logits = []
+    for forced in ("", "reference"):
+        monkeypatch.setenv("TOOLKIT_KERNELS", forced)
+        runner, _ = _open(tiny_models("gemma2"), dtype="float32", block_size=16)
+        driver = steps.Driver(runner)
+        torch_logits.append(driver.step({driver.add(): list(range(3, 40)), driver.add(): [5]}, "all").logits)
+    assert abs(torch_logits[0] - torch_logits[1]).max() < 1e-4
+
+
+def test_choosing_imports_no_torch():
+    code = "import sys, toolkit.runners.choose; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

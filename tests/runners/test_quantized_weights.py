@@ -1,0 +1,150 @@
+"""Models whose weights are held in each canonical form, against the same model made dense."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8, GroupInt
+from toolkit.artifacts.checkpoint import open_checkpoint
+from toolkit.artifacts.weights import canonical_weights
+from toolkit.models.registry import load_spec
+from toolkit.runners.base import RunnerOptions
+from toolkit.runners.torch import runner as module
+from toolkit.runners.torch.runner import TorchRunner
+
+
+def group_int(
+    w: torch.Tensor, bits: int = 4, group: int = 16, minima: bool = False, act_order: bool = False
+) -> GroupInt:
+    """Round to nearest; with ``act_order`` the groups are of scattered inputs."""
+    out, n_in = w.shape
+    order = torch.randperm(n_in, generator=torch.Generator().manual_seed(n_in)) if act_order else torch.arange(n_in)
+    index = torch.empty(n_in, dtype=torch.int32)
+    index[order] = (torch.arange(n_in) // group).int()
+    grouped = w[:, order].view(out, -1, group)
+    low, high = grouped.amin(-1), grouped.amax(-1)
+    scales = ((high - low) / (2**bits - 1)).clamp(min=1e-6)
+    zeros = (-low / scales).round().clamp(0, 2**bits - 1)
+    offset = low / scales if minima else -zeros
+    codes = torch.empty(out, n_in, dtype=torch.uint8)
+    rounded = (grouped / scales[..., None] - offset[..., None]).round().clamp(0, 2**bits - 1)
+    codes[:, order] = rounded.view(out, n_in).to(torch.uint8)
+    return GroupInt(
+        codes,
+        scales.half(),
+        None if minima else zeros.to(torch.uint8),
+        bits,
+        group,
+        low.half() if minima else None,
+        index if act_order else None,
+    )
+
+
+def channel_int8(w: torch.Tensor) -> ChannelInt8:
+    scales = w.abs().amax(1) / 127
+    return ChannelInt8((w / scales[:, None]).round().to(torch.int8), scales)
+
+
+def fp8(w: torch.Tensor) -> Fp8:
+    scales = w.abs().amax(1) / 448
+    return Fp8((w / scales[:, None]).to(torch.float8_e4m3fn), scales)
+
+
+FORMS = {
+    "zeros4": group_int,
+    "minima4": lambda w: group_int(w, minima=True),
+    "order4": lambda w: group_int(w, act_order=True),
+    "zeros8": lambda w: group_int(w, bits=8),
+    "zeros3": lambda w: group_int(w, bits=3),
+    "zeros2": lambda w: group_int(w, bits=2),
+    "int8": channel_int8,
+    "fp8": fp8,
+}
+
+
+@pytest.fixture
+def logits(tiny_models, steps):
+    """``logits(family, convert, dtype) -> (logits of a prompt in two steps, runner)`` with every linear converted."""
+
+    def run(family, convert, dtype):
+        checkpoint = open_checkpoint(tiny_models(family))
+        spec, stored = load_spec(checkpoint)
+        weights = canonical_weights(checkpoint, stored)
+        routers = {n for n in weights if n.endswith("mlp.gate")}
+        for linear in spec.linears():
+            if linear.name not in routers:
+                weights[linear.name] = convert(weights[linear.name].dequantize())
+        runner = TorchRunner(spec, lambda: weights, RunnerOptions(dtype=dtype, device="cpu", block_size=16))
+        driver = steps.Driver(runner)
+        number = driver.add()
+        prompt = np.random.default_rng(0).integers(3, 300, 25).tolist()
+        first = driver.step({number: prompt}, "all").logits
+        return np.concatenate([first, driver.step({number: [7]}, "all").logits]), runner
+
+    return run
+
+
+def _distance(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])
+@pytest.mark.parametrize("form", FORMS)
+def test_float32_runs_the_dequantized_model(family, form, logits):
+    convert = FORMS[form]
+    expected, _ = logits(family, lambda w: Dense(convert(w).dequantize()), "float32")
+    found, runner = logits(family, convert, "float32")
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    assert any("dequantized at load" in note for note in runner.notes)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])
+@pytest.mark.parametrize("form", [f for f in FORMS if f not in ("int8", "fp8")])
+def test_weights_kept_packed_give_the_same(family, form, logits, monkeypatch):
+    convert = FORMS[form]
+    expected, dense = logits(family, convert, "float32")
+    monkeypatch.setattr(module, "free_host_bytes", lambda: 1 << 10)
+    found, packed = logits(family, convert, "float32")
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    assert any("kept packed" in note for note in packed.notes)
+    assert packed.memory().weights < dense.memory().weights
+
+
+@pytest.mark.parametrize("form, error", [("int8", 0.08), ("fp8", 0.2)])
+def test_w8a8_rounds_activations_too(form, error, logits):
+    convert = FORMS[form]
+    weights_alone, _ = logits("llama", lambda w: Dense(convert(w).dequantize()), "bfloat16")
+    found, runner = logits("llama", convert, "bfloat16")
+    assert 0 < _distance(found, weights_alone) < error
+    assert runner.memory().weights < 60000 * 2 + 320 * 64 * 2 * 2
+
+
+def test_mixed_forms_in_one_layer(logits):
+    seen: list[int] = []
+
+    def convert(w):
+        seen.append(0)
+        return list(FORMS.values())[len(seen) % len(FORMS)](w)
+
+    def dense(w):
+        return Dense(convert(w).dequantize())
+
+    expected, _ = logits("llama", dense, "float32")
+    seen.clear()
+    found, _ = logits("llama", convert, "float32")
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_wrong_zero_point_would_show(logits):
+    good, _ = logits("llama", group_int, "float32")
+
+    def off_by_one(w):
+        packed = group_int(w)
+        return replace(packed, zeros=packed.zeros + 1)
+
+    bad, _ = logits("llama", off_by_one, "float32")
+    assert _distance(bad, good) > 0.1
