@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 Shard = Literal["column", "row", "vocab", "expert", "replicated"]
@@ -321,6 +322,17 @@ def _build(tp: Any, value: Any) -> Any:
     if isinstance(tp, type) and (not isinstance(value, tp) or (isinstance(value, bool) and tp is not bool)):
         raise ValueError(f"expected {tp.__name__}, found {_short(value)}")
     return value
+
+
+@cache
+def _fields(tp: type) -> tuple[dict[str, Any], set[str]]:
+    """Types of a dataclass's fields by name, and the names of those without default."""
+    required = {
+        f.name
+        for f in dataclasses.fields(tp)
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    }
+    return get_type_hints(tp), required
 
 
 def _short(value: Any) -> str:
