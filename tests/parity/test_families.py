@@ -23,6 +23,7 @@ from toolkit.runners.choose import open_model, open_runner
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "internlm2", "gemma2", "phi3", "mixtral", "qwen3_moe")
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 BLOCK = 16
 NEW = 12
 ATOL = 2e-4  # logits have a spread of about 1; float32 sums in another order differ by a few 1e-6
@@ -117,6 +118,38 @@ def test_logits_in_odd_chunks_among_neighbours(case: Any, support: Any, chunk: i
             start, at[i] = start + size, at[i] + size
     for found, p in zip(rows, texts, strict=True):
         assert_logits(np.concatenate(found), oracle.logits(p))
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("llama", {"tie_word_embeddings": True, "head_dim": 40, "num_attention_heads": 4, "num_key_value_heads": 4}),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}}),
+    ("llama", {"rope_parameters": YARN, "hidden_act": "gelu"}),
+    ("llama", {"num_key_value_heads": 1, "dtype": "bfloat16", "max_shard_size": "100KB"}),
+    ("mistral", {"sliding_window": None}),
+    ("qwen2", {"use_sliding_window": False}),
+    ("qwen2", {"layer_types": ["sliding_attention", "full_attention"]}),
+    ("qwen3", {"attention_bias": True, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}),
+    ("internlm2", {"attention_bias": True, "num_key_value_heads": 1}),
+    ("gemma2", {"tie_word_embeddings": False, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "sliding_window": 13}),
+    ("phi3", {"tie_word_embeddings": True, "num_attention_heads": 4, "num_key_value_heads": 4, **PLAIN}),
+    ("mixtral", {"sliding_window": 11, "num_experts_per_tok": 1}),
+    ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": [], "decoder_sparse_step": 2}),
+    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 10, "attention_bias": True}),
+]
+
+
+@pytest.mark.parametrize("family, overrides", VARIANTS, ids=[f"{f}-{'-'.join(o)[:40]}" for f, o in VARIANTS])
+def test_logits_of_config_variants(tiny_models: Any, support: Any, family: str, overrides: dict[str, Any]) -> None:
+    path = tiny_models(family, **overrides)
+    twin = tiny_models("llama", **{"rope_parameters": DYNAMIC, **overrides}) if family == "internlm2" else path
+    oracle = Oracle(twin)
+    driver = support("steps").Driver(open_torch(path))
+    new = {driver.add(): p for p in prompts(SHORT)}
+    output = driver.step(new, want="all")
+    assert_logits(output.logits, np.concatenate([oracle.logits(p) for p in new.values()]))
 
 
 def run_engine(path: Path, requests: list[list[int]], *, budget: int, caching: bool) -> tuple[list[list[int]], int]:
