@@ -373,8 +373,9 @@ TK_INLINE F load_any(const void* base, int64_t index, int32_t dtype) {  // dtype
 }
 
 // e^x: 2^n * p(r), |r| <= ln2/2, degree 6; relative error below 2e-7. Below -87.7 it is 0, above 88 it stops growing.
+// NaN stays NaN: the constants stand first because fmin and fmax return their second operand for it.
 TK_INLINE F fexp(F x) {
-    x = fmin(fmax(x, fset1(-88.0f)), fset1(88.0f));
+    x = fmin(fset1(88.0f), fmax(fset1(-88.0f), x));
     const I n = i_of(fmul(x, fset1(1.44269504088896341f)));
     const F nf = f_of(n);
     F r = fma(nf, fset1(-0.693359375f), x);

@@ -39,9 +39,9 @@ const tk::Ops* ops_or_throw(const char* isa) {
 }
 
 tk::Group& group_of(tk::Model* m, int64_t group, int64_t block) {
-    if (group < 0 || group >= int64_t(m->program.groups.size())) throw tk::Error("no such cache group");
+    if (group < 0 || group >= int64_t(m->program.groups.size())) throw tk::Error("cache group does not exist");
     tk::Group& g = m->program.groups[size_t(group)];
-    if (!g.data || block < 0 || block >= g.blocks) throw tk::Error("no such cache block");
+    if (!g.data || block < 0 || block >= g.blocks) throw tk::Error("cache block does not exist");
     return g;
 }
 

@@ -38,7 +38,7 @@ void Run::turn_and_store(const Attention& a, int64_t t) {
         if (norm.present()) ops.rms_norm(from, norm.weight.data, hd, norm.eps, row);
         else std::memcpy(row, from, size_t(hd) * 4);
         if (half) ops.rope(row, w.cos[size_t(a.rope)] + t * half, w.sin[size_t(a.rope)] + t * half, 2 * half);
-        if (p.kv_type == KV_INT4) ops.hadamard(row, a.dpad);
+        if (p.kv_type == KV_INT4) ops.hadamard(row, hd);
     };
     for (int64_t h = 0; h < a.heads; h++) {
         load(q + h * hd, a.q_norm);
