@@ -1,0 +1,377 @@
+"""The contract of a stage: whole or not at all, resumable, never destructive."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from toolkit.artifacts import stage as stage_module
+from toolkit.artifacts.manifest import (
+    MANIFEST,
+    SCHEMA_VERSION,
+    content_digest,
+    describe_parent,
+    read_manifest,
+    require_kind,
+)
+from toolkit.artifacts.stage import Stage, open_stage, partial_dir
+from toolkit.errors import ToolkitError, UsageError
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "source"
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    (path / "model.safetensors").write_bytes(b"weights")
+    return path
+
+
+def run(target: Path, source: Path, text: str = "x", overwrite: bool = False, **options: Any) -> Stage:
+    with open_stage(
+        target, kind="quantized", stage="test", parent=describe_parent(source), options=options, overwrite=overwrite
+    ) as stage:
+        if not stage.already_there:
+            (stage.dir / "file").write_text(text)
+            stage.finish({"ppl": 1.5})
+    return stage
+
+
+def hidden(tmp_path: Path) -> list[str]:
+    return [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def test_a_finished_stage_leaves_artifact_and_manifest_alone(tmp_path: Path, source: Path) -> None:
+    target = tmp_path / "deep" / "er" / "out"
+    run(target, source, bits=4)
+    assert sorted(p.name for p in target.iterdir()) == ["file", MANIFEST]
+    assert not hidden(target.parent)
+    data = json.loads((target / MANIFEST).read_text())
+    assert set(data) == {
+        "kind", "stage", "schema_version", "tool_version", "created", "parent", "options", "quality", "files",
+        "size_bytes",
+    }  # fmt: skip
+    assert (data["kind"], data["stage"], data["options"], data["quality"]) == (
+        "quantized",
+        "test",
+        {"bits": 4},
+        {"ppl": 1.5},
+    )
+    assert data["size_bytes"] == 1 and data["files"][0]["name"] == "file"
+    assert data["parent"]["digest"] == content_digest(source)
+
+
+def test_same_inputs_and_options_again_is_already_there(tmp_path: Path, source: Path) -> None:
+    target = tmp_path / "out"
+    run(target, source, bits=4)
+    before = (target / MANIFEST).read_bytes()
+    assert run(target, source, text="y", bits=4).already_there
+    assert (target / MANIFEST).read_bytes() == before and (target / "file").read_text() == "x"
+
+
+def test_anything_else_needs_overwrite(tmp_path: Path, source: Path) -> None:
+    target = tmp_path / "out"
+    run(target, source, bits=4)
+    with pytest.raises(UsageError, match="--overwrite"):
+        run(target, source, bits=8)
+    (source / "model.safetensors").write_bytes(b"others!")
+    with pytest.raises(UsageError, match="--overwrite"):
+        run(target, source, bits=4)
+    assert (target / "file").read_text() == "x"
+    run(target, source, text="y", bits=8, overwrite=True)
+    assert (target / "file").read_text() == "y" and not hidden(tmp_path)
+
+
+def test_overwrite_redoes_even_the_same(tmp_path: Path, source: Path) -> None:
+    target = tmp_path / "out"
+    run(target, source)
+    assert not run(target, source, text="y", overwrite=True).already_there
+    assert (target / "file").read_text() == "y"
+
+
+def test_a_damaged_artifact_is_not_already_there(tmp_path: Path, source: Path) -> None:
+    target = tmp_path / "out"
+    run(target, source)
+    (target / "file").write_text("longer")
+    with pytest.raises(UsageError, match="--overwrite"):
+        run(target, source)
+
+
+def test_an_empty_directory_may_be_filled(tmp_path: Path, source: Path) -> None:
+    (tmp_path / "out").mkdir()
+    run(tmp_path / "out", source)
+    assert (tmp_path / "out" / "file").exists()
+
+
+def test_target_that_is_a_file_or_below_one(tmp_path: Path, source: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for target in (tmp_path / "file", tmp_path / "file" / "out"):
+        with pytest.raises(UsageError, match="file"):
+            run(target, source, overwrite=True)
+    assert (tmp_path / "file").read_text() == "mine" and not hidden(tmp_path)
+
+
+def test_overwrite_never_deletes_the_input(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for target in (source, tmp_path):
+        with pytest.raises(UsageError, match="delete"):
+            run(target, source, overwrite=True)
+    monkeypatch.chdir(source)
+    other = tmp_path / "elsewhere"
+    other.mkdir()
+    (other / "config.json").write_text("{}")
+    with pytest.raises(UsageError, match="delete"):
+        run(source, other, overwrite=True)
+    assert (source / "model.safetensors").read_bytes() == b"weights"
+
+
+def test_a_strangers_partial_directory_is_left_alone(tmp_path: Path, source: Path) -> None:
+    mine = partial_dir(tmp_path / "out")
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("years of work")
+    with pytest.raises(UsageError, match="in the way"):
+        run(tmp_path / "out", source)
+    assert (mine / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_symlinked_target_is_written_through(tmp_path: Path, source: Path) -> None:
+    real, link = tmp_path / "big-disk", tmp_path / "link"
+    real.mkdir()
+    link.symlink_to(real)
+    run(link, source)
+    assert link.is_symlink() and (real / "file").exists()
+
+
+def test_failure_without_saved_state_leaves_nothing(tmp_path: Path, source: Path) -> None:
+    with pytest.raises(ValueError, match="boom"):
+        fail_after(tmp_path / "out", source, 0)
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+def fail_after(target: Path, source: Path, layers: int, **options: Any) -> None:
+    with open_stage(target, kind="quantized", stage="test", parent=describe_parent(source), options=options) as stage:
+        for i in range(layers):
+            stage.save(f"layer {i}/x", {"w": torch.full((4,), float(i)).bfloat16()}, {"loss": i})
+        (stage.dir / "half").write_text("half")
+        raise ValueError("boom")
+
+
+def test_saved_state_outlives_a_failure(tmp_path: Path, source: Path) -> None:
+    with pytest.raises(ValueError, match="boom"):
+        fail_after(tmp_path / "out", source, 2)
+    assert not (tmp_path / "out").exists()
+    with open_stage(
+        tmp_path / "out", kind="quantized", stage="test", parent=describe_parent(source), options={}
+    ) as stage:
+        assert [stage.done(f"layer {i}/x") for i in range(3)] == [True, True, False]
+        loaded = stage.load("layer 1/x")["w"]
+        assert loaded.dtype == torch.bfloat16 and torch.equal(loaded, torch.ones(4).bfloat16())
+        assert stage.load_meta("layer 1/x") == {"loss": 1}
+        assert not list(stage.dir.iterdir())
+        stage.finish()
+    assert not hidden(tmp_path)
+
+
+def test_state_of_other_options_is_not_taken_over(tmp_path: Path, source: Path) -> None:
+    with pytest.raises(ValueError, match="boom"):
+        fail_after(tmp_path / "out", source, 2, bits=4)
+    with open_stage(
+        tmp_path / "out", kind="quantized", stage="test", parent=describe_parent(source), options={"bits": 3}
+    ) as stage:
+        assert not stage.done("layer 0/x")
+        stage.finish()
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "empty"])
+def test_torn_state_is_ignored(tmp_path: Path, source: Path, damage: str) -> None:
+    with pytest.raises(ValueError, match="boom"):
+        fail_after(tmp_path / "out", source, 1)
+    [file] = (partial_dir(tmp_path / "out") / "state").iterdir()
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes({"cut": bytes(raw[:-1]), "flip": bytes(raw), "empty": b""}[damage])
+    with open_stage(
+        tmp_path / "out", kind="quantized", stage="test", parent=describe_parent(source), options={}
+    ) as stage:
+        assert not stage.done("layer 0/x")
+        stage.finish()
+
+
+def test_a_second_process_is_told_of_the_first(tmp_path: Path, source: Path) -> None:
+    with open_stage(
+        tmp_path / "out", kind="quantized", stage="test", parent=describe_parent(source), options={}
+    ) as stage:
+        with pytest.raises(ToolkitError, match="another process"):
+            run(tmp_path / "out", source)
+        assert stage.dir.is_dir()
+        stage.finish()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, source: Path, code: int) -> None:
+    with (
+        pytest.raises(ToolkitError, match=r"out: disk full"),
+        open_stage(tmp_path / "out", kind="quantized", stage="t", parent=describe_parent(source), options={}) as stage,
+    ):
+        (stage.dir / "half").write_text("half")
+        raise OSError(code, os.strerror(code))
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+def test_full_disk_while_finishing_keeps_the_old_artifact(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path / "out", source)
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(stage_module, "write_manifest", full)
+    with pytest.raises(ToolkitError, match="disk full"):
+        run(tmp_path / "out", source, text="new", overwrite=True)
+    assert (tmp_path / "out" / "file").read_text() == "x" and not hidden(tmp_path)
+
+
+def test_killed_between_the_renames_the_old_artifact_comes_back(tmp_path: Path, source: Path) -> None:
+    target = tmp_path / "out"
+    run(target, source)
+    partial = partial_dir(target)
+    partial.mkdir()
+    (partial / "lock").touch()
+    target.rename(partial / "old")
+    assert run(target, source).already_there
+    assert (target / "file").read_text() == "x" and not hidden(tmp_path)
+
+
+WORKER = """
+import sys, time, torch
+from pathlib import Path
+from toolkit.artifacts.manifest import describe_parent
+from toolkit.artifacts.safetensors_file import write_tensors
+from toolkit.artifacts.stage import open_stage
+
+target, source, pause = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
+with open_stage(target, kind="quantized", stage="work", parent=describe_parent(source), options={}) as stage:
+    computed = 0
+    for i in range(6):
+        if not stage.done(str(i)):
+            weights = torch.randn(1000, generator=torch.Generator().manual_seed(i))
+            stage.save(str(i), {"w": weights})
+            computed += 1
+            print(i, flush=True)
+            time.sleep(pause)
+    write_tensors(stage.dir / "model.safetensors", {str(i): stage.load(str(i))["w"] for i in range(6)})
+    stage.finish({"computed": computed})
+"""
+
+
+def test_killed_in_the_middle_the_next_run_goes_on_and_ends_bit_identical(tmp_path: Path, source: Path) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+
+    def start(target: str, pause: str) -> subprocess.Popen[str]:
+        command = [sys.executable, str(script), str(tmp_path / target), str(source), pause]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd="/")
+
+    assert start("whole", "0").wait(120) == 0
+    victim = start("out", "60")
+    assert victim.stdout is not None and victim.stdout.readline() == "0\n"
+    victim.send_signal(signal.SIGKILL)
+    victim.wait(60)
+    assert not (tmp_path / "out").exists()
+    assert partial_dir(tmp_path / "out").is_dir()
+    assert start("out", "0").wait(120) == 0
+    found, expected = tmp_path / "out" / "model.safetensors", tmp_path / "whole" / "model.safetensors"
+    assert found.read_bytes() == expected.read_bytes()
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest is not None and manifest.quality == {"computed": 5}
+    assert not hidden(tmp_path)
+
+
+def test_interrupt_keeps_saved_state(tmp_path: Path, source: Path) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    command = [sys.executable, str(script), str(tmp_path / "out"), str(source), "60"]
+    victim = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd="/")
+    assert victim.stdout is not None and victim.stdout.readline() == "0\n"
+    time.sleep(0.05)
+    victim.send_signal(signal.SIGINT)
+    victim.wait(60)
+    partial = partial_dir(tmp_path / "out")
+    assert [p.name for p in (partial / "state").iterdir()] == ["0.safetensors"] and not (partial / "out").exists()
+
+
+# --- manifests -----------------------------------------------------------------------------------------------------
+
+
+def test_lineage_nests_without_file_lists(tmp_path: Path, source: Path) -> None:
+    run(tmp_path / "a", source, bits=4)
+    run(tmp_path / "b", tmp_path / "a", bits=2)
+    manifest = read_manifest(tmp_path / "b")
+    assert manifest is not None
+    parent = manifest.parent
+    assert parent["manifest"]["options"] == {"bits": 4} and parent["manifest"]["files"] == []
+    assert parent["manifest"]["parent"]["path"] == str(source) and parent["manifest"]["parent"]["manifest"] is None
+
+
+def test_hub_snapshots_are_recognised_by_their_path(tmp_path: Path) -> None:
+    revision = "0123456789abcdef0123456789abcdef01234567"
+    path = tmp_path / "models--Qwen--Qwen2.5-0.5B--x" / "snapshots" / revision
+    path.mkdir(parents=True)
+    parent = describe_parent(path)
+    assert (parent["hub_id"], parent["revision"]) == ("Qwen/Qwen2.5-0.5B--x", revision)
+    assert parent["path"] == parent["hub_id"]
+
+
+def test_digest_is_of_content_not_of_place_or_time(tmp_path: Path, source: Path) -> None:
+    before = content_digest(source)
+    os.utime(source / "model.safetensors", (1, 1))
+    (source / "README.md").write_text("about")
+    (source / MANIFEST).write_text("{}")
+    moved = source.rename(tmp_path / "moved")
+    assert content_digest(moved) == before
+    (moved / "model.safetensors").write_bytes(b"weightz")
+    assert content_digest(moved) != before
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"schema_version": SCHEMA_VERSION + 1}, "newer"),
+        ({"schema_version": "1"}, "schema_version"),
+        ({"schema_version": None}, "schema_version"),
+        ({"schema_version": True}, "schema_version"),
+        ({"kind": "painting"}, "painting"),
+        ({"kind": 3}, "kind"),
+        ({"parent": []}, "parent"),
+        ({"files": {}}, "files"),
+        ({"files": [3]}, "files"),
+        ({"size_bytes": "big"}, "size_bytes"),
+    ],
+)
+def test_manifests_of_a_newer_schema_or_broken_are_refused(
+    tmp_path: Path, source: Path, change: dict[str, Any], word: str
+) -> None:
+    run(tmp_path / "out", source)
+    path = tmp_path / "out" / MANIFEST
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ToolkitError, match=word) as caught:
+        read_manifest(tmp_path / "out")
+    assert str(path) in str(caught.value)
+
+
+def test_artifact_of_the_wrong_kind_names_its_parent(tmp_path: Path, source: Path) -> None:
+    run(tmp_path / "out", source)
+    with pytest.raises(ToolkitError, match=r"lite takes checkpoint, found a quantized") as caught:
+        require_kind(tmp_path / "out", ("checkpoint",), "lite")
+    assert str(source) in str(caught.value)
+    assert require_kind(source, ("checkpoint",), "lite") is None
