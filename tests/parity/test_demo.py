@@ -10,7 +10,9 @@ import pytest
 from toolkit.artifacts.home import toolkit_home
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
+from toolkit.runners.native.runner import available
 
+BACKENDS = ("pytorch", "turbomind") if available() is None else ("pytorch",)
 DEMO = toolkit_home() / "models" / "demo"
 TEXTS = [
     "The capital of France is",
@@ -29,13 +31,15 @@ if (DEMO / "config.json").is_file():
 
         return AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32, attn_implementation="eager").eval()
 
-    def test_logits_and_greedy_tokens_of_a_ragged_batch(oracle: Any, support: Any) -> None:
+    @pytest.mark.parametrize("backend", BACKENDS)
+    def test_logits_and_greedy_tokens_of_a_ragged_batch(oracle: Any, support: Any, backend: Any) -> None:
         import torch
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(DEMO)
         prompts = [tokenizer(t).input_ids for t in TEXTS]
-        runner, _ = open_runner(DEMO, backend="pytorch", options=RunnerOptions(device="cpu", dtype="float32"))
+        runner, _ = open_runner(DEMO, backend=backend, options=RunnerOptions(device="cpu", dtype="float32"))
+        assert runner.name == ("native" if backend == "turbomind" else "torch")
         driver = support("steps").Driver(runner)
         new = {driver.add(): p for p in prompts}
         output = driver.step(new, want="all")

@@ -20,7 +20,10 @@ from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
+from toolkit.runners.native.runner import available
 
+RUNNERS = {"pytorch": "torch", "turbomind": "native"}  # backend → runner
+BACKENDS = ("pytorch", "turbomind") if available() is None else ("pytorch",)
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "internlm2", "gemma2", "phi3", "mixtral", "qwen3_moe")
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
@@ -67,10 +70,11 @@ def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
     return [[int(x) for x in rng.integers(5, 320, n)] for n in lengths]
 
 
-def open_torch(path: Path) -> Any:
-    return open_runner(path, backend="pytorch", options=RunnerOptions(device="cpu", dtype="float32", block_size=BLOCK))[
-        0
-    ]
+def open_backend(path: Path, backend: Any) -> Any:
+    options = RunnerOptions(device="cpu", dtype="float32", block_size=BLOCK, threads=1)
+    runner, _ = open_runner(path, backend=backend, options=options)
+    assert runner.name == RUNNERS[backend]
+    return runner
 
 
 def is_long(family: str, length: int) -> bool:
@@ -83,10 +87,11 @@ def assert_logits(found: np.ndarray, expected: np.ndarray) -> None:
     np.testing.assert_allclose(found, expected, atol=ATOL, rtol=ATOL)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("lengths", [SHORT, LONG], ids=["short", "long"])
-def test_logits_of_a_ragged_batch(case: Any, support: Any, lengths: list[int]) -> None:
+def test_logits_of_a_ragged_batch(case: Any, support: Any, backend: str, lengths: list[int]) -> None:
     family, path, oracle = case
-    driver = support("steps").Driver(open_torch(path))
+    driver = support("steps").Driver(open_backend(path, backend))
     new = {driver.add(long=is_long(family, len(p))): p for p in prompts(lengths)}
     output = driver.step(new, want="all")
     expected = np.concatenate([oracle.logits(p) for p in new.values()])
@@ -95,11 +100,12 @@ def test_logits_of_a_ragged_batch(case: Any, support: Any, lengths: list[int]) -
     assert output.tokens[:, 0].tolist() == expected[last].argmax(-1).tolist()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("chunk", [1, 5, 23])
-def test_logits_in_odd_chunks_among_neighbours(case: Any, support: Any, chunk: int) -> None:
+def test_logits_in_odd_chunks_among_neighbours(case: Any, support: Any, backend: str, chunk: int) -> None:
     """Each sequence advances by chunks of its own size in the same steps."""
     family, path, oracle = case
-    driver = support("steps").Driver(open_torch(path))
+    driver = support("steps").Driver(open_backend(path, backend))
     texts = prompts([41, 29, 90], seed=1)
     numbers = [driver.add(long=is_long(family, len(p))) for p in texts]
     at = [0] * len(texts)
@@ -141,21 +147,26 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family, overrides", VARIANTS, ids=[f"{f}-{'-'.join(o)[:40]}" for f, o in VARIANTS])
-def test_logits_of_config_variants(tiny_models: Any, support: Any, family: str, overrides: dict[str, Any]) -> None:
+def test_logits_of_config_variants(
+    tiny_models: Any, support: Any, backend: str, family: str, overrides: dict[str, Any]
+) -> None:
     path = tiny_models(family, **overrides)
     twin = tiny_models("llama", **{"rope_parameters": DYNAMIC, **overrides}) if family == "internlm2" else path
     oracle = Oracle(twin)
-    driver = support("steps").Driver(open_torch(path))
+    driver = support("steps").Driver(open_backend(path, backend))
     new = {driver.add(): p for p in prompts(SHORT)}
     output = driver.step(new, want="all")
     assert_logits(output.logits, np.concatenate([oracle.logits(p) for p in new.values()]))
 
 
-def run_engine(path: Path, requests: list[list[int]], *, budget: int, caching: bool) -> tuple[list[list[int]], int]:
+def run_engine(
+    path: Path, backend: str, requests: list[list[int]], *, budget: int, caching: bool
+) -> tuple[list[list[int]], int]:
     """Greedy tokens of each request and the prompt tokens that came from the cache; the second half of the requests is
     added when the first has ended, so that it meets a filled cache."""
-    runner = open_torch(path)
+    runner = open_backend(path, backend)
     runner.load_weights()
     blocks = (64,) * len(runner.spec.cache_groups)
     runner.allocate_cache(blocks)
@@ -182,28 +193,50 @@ def run_engine(path: Path, requests: list[list[int]], *, budget: int, caching: b
     return [tokens[str(i)] for i in range(len(requests))], sum(cached.values())
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("caching", [True, False], ids=["prefix-cache", "no-prefix-cache"])
 @pytest.mark.parametrize("budget", [7, 37, 512])
-def test_greedy_tokens_through_the_engine(case: Any, caching: bool, budget: int) -> None:
+def test_greedy_tokens_through_the_engine(case: Any, backend: str, caching: bool, budget: int) -> None:
     _, path, oracle = case
     texts = prompts([40, 3, 50, 21, 1, 33], seed=2)
     requests = [*texts, texts[0], texts[2][:35] + texts[3][:10], texts[5], texts[1] + texts[3]]
-    found, cached = run_engine(path, requests, budget=budget, caching=caching)
+    found, cached = run_engine(path, backend, requests, budget=budget, caching=caching)
     expected = [oracle.greedy(p, NEW) for p in requests]
     assert found == expected
     assert (cached > 0) == caching
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", ["phi3", "gemma2", "llama"])
-def test_long_requests_through_the_engine(tiny_models: Any, family: str) -> None:
+def test_long_requests_through_the_engine(tiny_models: Any, backend: str, family: str) -> None:
     """Above phi3's original length, and far past gemma2's window, where blocks of the window are freed."""
     path = tiny_models(family)
     oracle = Oracle(path)
     texts = prompts([100, 150, 75], seed=3)
     requests = [*texts, texts[0], texts[1][:140], texts[2]]
-    found, cached = run_engine(path, requests, budget=61, caching=True)
+    found, cached = run_engine(path, backend, requests, budget=61, caching=True)
     assert found == [oracle.greedy(p, NEW) for p in requests]
     assert cached > 0
+
+
+if "turbomind" in BACKENDS:
+
+    def test_native_is_bit_exact(case: Any, support: Any) -> None:
+        """A request's logits depend neither on its neighbours nor on how its prompt is cut."""
+        family, path, _ = case
+        driver = support("steps").Driver(open_backend(path, "turbomind"))
+        texts = prompts([45, 30, 88, 1, 17], seed=4)
+        longs = [is_long(family, len(p)) for p in texts]
+        together = driver.step({driver.add(long=lo): p for p, lo in zip(texts, longs, strict=True)}, want="all").logits
+        start = 0
+        for p, long in zip(texts, longs, strict=True):
+            expected = together[start : start + len(p)]
+            start += len(p)
+            for chunk in (len(p), 13):
+                number = driver.add(long=long)
+                pieces = [driver.step({number: p[a : a + chunk]}, want="all").logits for a in range(0, len(p), chunk)]
+                np.testing.assert_array_equal(np.concatenate(pieces), expected)
+                driver.free(number)
 
 
 def replaced(node: Any, key: str, value: Any) -> Any:
@@ -264,11 +297,12 @@ def test_a_wrong_spec_shows(tiny_models: Any, support: Any, family: str, key: st
     assert np.abs(found - Oracle(path).logits(prompt)).max() > 10 * ATOL
 
 
-def test_rope_sets_differ(tiny_models: Any, support: Any) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rope_sets_differ(tiny_models: Any, support: Any, backend: str) -> None:
     """The long set is not the short one: taking the wrong one would show above."""
     path = tiny_models("phi3")
     (prompt,) = prompts([40])
-    driver = support("steps").Driver(open_torch(path))
+    driver = support("steps").Driver(open_backend(path, backend))
     short = driver.step({driver.add(long=False): prompt}, want="all").logits
     long = driver.step({driver.add(long=True): prompt}, want="all").logits
     assert np.abs(short - long).max() > 0.01

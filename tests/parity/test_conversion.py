@@ -1,0 +1,39 @@
+"""The engine artifact of every family gives, bit for bit, the logits of the checkpoint it was made from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from toolkit.convert.convert import convert
+from toolkit.convert.targets import TARGETS
+from toolkit.runners.base import RunnerOptions
+from toolkit.runners.choose import open_runner
+from toolkit.runners.native.runner import available
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "internlm2", "gemma2", "phi3", "mixtral", "qwen3_moe")
+BACKENDS = ("pytorch", "turbomind") if available() is None else ("pytorch",)
+
+
+def _logits(path: Path, backend: Any, driver: Any) -> np.ndarray:
+    options = RunnerOptions(device="cpu", dtype="float32", block_size=16, threads=1)
+    runner, _ = open_runner(path, backend=backend, options=options)
+    d = driver(runner)
+    rng = np.random.default_rng(5)
+    lengths = (40, 3, 27)
+    return d.step({d.add(): [int(t) for t in rng.integers(5, 320, n)] for n in lengths}, want="all").logits
+
+
+@pytest.mark.parametrize("target", [t.name for t in TARGETS])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_artifact_equals_checkpoint(tiny_models: Any, support: Any, tmp_path: Path, family: str, target: str) -> None:
+    path = tiny_models(family)
+    convert(str(path), tmp_path / "engine", target=target, dtype="float32", quiet=True)
+    driver = support("steps").Driver
+    for backend in BACKENDS:
+        if target == "torch" or backend == "turbomind":
+            expected = _logits(path, backend, driver)
+            np.testing.assert_array_equal(_logits(tmp_path / "engine", backend, driver), expected)
