@@ -1,4 +1,4 @@
-"""Fixtures for every test folder. Helper modules live in ``tests/support`` and are loaded by path: tests are run with
+"""Fixtures for every test folder. Shared modules live in ``tests/support`` and are loaded by path: tests are run with
 ``--import-mode=importlib`` and are not a package."""
 
 from __future__ import annotations
@@ -48,5 +48,5 @@ def tiny_checkpoint() -> Any:
 
 @pytest.fixture(scope="session")
 def support() -> Any:
-    """``support(name)``: the helper module ``tests/support/<name>.py``."""
+    """``support(name)``: the shared module ``tests/support/<name>.py``."""
     return load_support
