@@ -58,10 +58,11 @@ def alone(fake: Any, prompt: list[int], params: SamplingParams, windows: tuple[i
     """What a request gives by itself: no cache, no engine."""
     host_sampler = fake.host_sampler
     ids = list(prompt)
-    counts: dict[int, int] = dict.fromkeys(prompt, 0)
+    counts: dict[int, int] = dict.fromkeys(prompt, 0)  # how often generated
     for i in range(params.max_new_tokens):
         logits = fake.make_logits(fake.reference_states(ids, windows)[-1:], VOCAB)[0]
-        history = list(counts) if params.repetition_penalty != 1 else []
+        penalised = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+        history = list(counts) if penalised else []
         batch = one_row(params, i, history, [counts[t] for t in history])
         token = host_sampler.draw(host_sampler.adjust(logits, batch, 0), batch, 0)
         counts[token] = counts.get(token, 0) + 1
@@ -116,7 +117,11 @@ def scenarios(draw: Any) -> dict[str, Any]:
                 "aborted": draw(st.one_of(st.none(), st.integers(1, 20))) if draw(st.booleans()) else None,
                 "session": draw(st.sampled_from([None, None, "s", "t"])),
                 "params": {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "seed": i} if sampled else {},
-                "penalty": draw(st.sampled_from([1.0, 1.0, 1.4])),
+                "penalties": draw(
+                    st.sampled_from(
+                        [{}, {}, {"repetition_penalty": 1.4, "frequency_penalty": 0.7, "presence_penalty": 2}]
+                    )
+                ),
                 "stop": draw(st.lists(st.integers(0, VOCAB - 1), max_size=3)),
             }
         )
@@ -150,7 +155,7 @@ def test_any_mix_gives_each_request_the_tokens_it_gives_alone(fake: Any, s: dict
             if r["arrives"] == step:
                 core.add(
                     request(str(i), r["prompt"], r["n"], session=r["session"], stop_token_ids=list(r["stop"]),
-                            repetition_penalty=r["penalty"], **r["params"])
+                            **r["penalties"], **r["params"])
                 )  # fmt: skip
             if r["aborted"] is not None and r["arrives"] + r["aborted"] == step:
                 if str(i) not in ended:
@@ -166,7 +171,7 @@ def test_any_mix_gives_each_request_the_tokens_it_gives_alone(fake: Any, s: dict
         assert step < 3000, "the engine does not come to an end"
     for i, r in enumerate(s["requests"]):
         outputs = found[str(i)]
-        params = SamplingParams(r["n"], stop_token_ids=r["stop"], repetition_penalty=r["penalty"], **r["params"])
+        params = SamplingParams(r["n"], stop_token_ids=r["stop"], **r["penalties"], **r["params"])
         limit = s["session_len"] - len(r["prompt"])
         expected = alone(fake, r["prompt"], replace(params, max_new_tokens=min(r["n"], limit)), s["windows"])
         got = tokens_of(outputs)

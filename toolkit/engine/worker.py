@@ -36,7 +36,8 @@ STATS_SECONDS = 0.1  # how often an otherwise silent loop sends its figures at m
 
 def main(fd: int) -> None:
     """Open what the first message says, then run requests until the other end closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the front end's to handle
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group: the front end's to handle
+        signal.signal(number, signal.SIG_IGN)
     with Connection(fd) as pipe, suppress(EOFError, BrokenPipeError, ConnectionResetError):
         first, _ = records.unpack(pipe.recv_bytes())
         logging.basicConfig(level=first["log_level"], format="%(asctime)s %(levelname)s engine: %(message)s")

@@ -1,0 +1,212 @@
+"""The block manager's books under every order of its operations, and what truncate and sessions promise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from toolkit.engine.block_manager import BlockManager, blocks_for, window_blocks
+from toolkit.engine.prefix import extend_keys, root_key
+from toolkit.models.spec import CacheGroup
+
+SIZE = 4
+ROOT = root_key(0, -1, "")
+
+
+def groups(*windows: int | None) -> tuple[CacheGroup, ...]:
+    return tuple(CacheGroup("full" if w is None else "window", w, (i,)) for i, w in enumerate(windows))
+
+
+def keys_of(tokens: list[int]) -> list[bytes]:
+    keys: list[bytes] = []
+    extend_keys(keys, ROOT, np.array(tokens, np.int32), len(tokens), SIZE)
+    return keys
+
+
+def fill(m: BlockManager, row: int, tokens: list[int]) -> int:
+    """Run a whole prompt in one step; returns the tokens that were cached."""
+    keys = keys_of(tokens)
+    hit = m.match(keys, len(tokens) - 1)
+    m.open(row, keys, hit)
+    assert m.grow(row, hit * SIZE, len(tokens))
+    m.label(row, keys, len(tokens))
+    return hit * SIZE
+
+
+class Books(RuleBasedStateMachine):
+    """Rows that are opened, grown, cut back, released and kept for sessions; the books must hold throughout."""
+
+    @initialize(windows=st.sampled_from([(None,), (5,), (None, 3), (9, None, 2)]), blocks=st.integers(4, 24))
+    def begin(self, windows: tuple[int | None, ...], blocks: int) -> None:
+        self.m = BlockManager(groups(*windows), [blocks] * len(windows), SIZE, rows=3, max_len=64)
+        self.rows: dict[int, list[int]] = {}
+        self.computed: dict[int, int] = {}
+
+    @precondition(lambda self: len(self.rows) < 3)
+    @rule(kind=st.integers(0, 1), length=st.integers(1, 63))
+    def open(self, kind: int, length: int) -> None:
+        row = next(r for r in range(3) if r not in self.rows)
+        tokens = [(kind * 7 + i) % 11 for i in range(length)]
+        keys = keys_of(tokens)
+        hit = self.m.match(keys, length - 1)
+        assert hit * SIZE < length
+        self.m.open(row, keys, hit)
+        self.rows[row], self.computed[row] = tokens, hit * SIZE
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data(), count=st.integers(1, 20))
+    def grow(self, data: Any, count: int) -> None:
+        row = data.draw(st.sampled_from(sorted(self.rows)))
+        start = self.computed[row]
+        end = min(start + count, len(self.rows[row]))
+        if end == start:
+            return
+        fits = self.m.fitting(row, start, end)
+        assert start <= fits <= end
+        assert self.m.grow(row, start, end) == (fits == end)
+        if fits == end:
+            self.computed[row] = end
+            self.m.label(row, keys_of(self.rows[row]), end)
+            for g, window in enumerate(self.m.windows):
+                low = 0 if window is None else max(0, start - window + 1)
+                seen = self.m.tables[g][row, low // SIZE : blocks_for(end, SIZE)]
+                assert (seen >= 0).all() and len(set(seen.tolist())) == len(seen)
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data(), length=st.integers(0, 63))
+    def truncate(self, data: Any, length: int) -> None:
+        row = data.draw(st.sampled_from(sorted(self.rows)))
+        length = min(length, self.computed[row])
+        kept = self.m.truncate(row, length)
+        assert kept in (0, length)
+        if all(w is None for w in self.m.windows) and self.m.pools[0].available:
+            assert kept == length
+        self.computed[row] = kept
+        self.m.take_copies()
+        if kept % SIZE:  # the next token goes into the last block: it must be this row's alone, and unknown to others
+            for g, pool in enumerate(self.m.pools):
+                block = int(self.m.tables[g][row, kept // SIZE])
+                assert pool.references(block) == 1 and block not in pool._by_key.values()
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data(), session=st.sampled_from([None, "a", "b"]))
+    def release(self, data: Any, session: str | None) -> None:
+        row = data.draw(st.sampled_from(sorted(self.rows)))
+        if session:
+            self.m.keep_for_session(session, row, keys_of(self.rows[row]))
+        self.m.release(row)
+        del self.rows[row], self.computed[row]
+
+    @rule(name=st.sampled_from(["a", "b"]))
+    def end_session(self, name: str) -> None:
+        self.m.end_session(name)
+
+    @invariant()
+    def integrity(self) -> None:
+        if hasattr(self, "m"):
+            self.m.check_integrity()
+
+
+TestBooks = Books.TestCase
+TestBooks.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_a_second_prompt_starts_on_the_first_ones_blocks_and_leaves_a_token() -> None:
+    m = BlockManager(groups(None), [20], SIZE, rows=2, max_len=64)
+    prompt = list(range(16))
+    assert fill(m, 0, prompt) == 0
+    assert fill(m, 1, prompt) == 12
+    assert (m.tables[0][0, :3] == m.tables[0][1, :3]).all() and m.tables[0][0, 3] != m.tables[0][1, 3]
+
+
+def test_equal_blocks_after_different_beginnings_are_not_shared() -> None:
+    m = BlockManager(groups(None), [20], SIZE, rows=2, max_len=64)
+    fill(m, 0, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert fill(m, 1, [0, 2, 3, 4, 5, 6, 7, 8, 9]) == 0
+
+
+def test_a_hit_needs_the_window_before_it_in_every_group() -> None:
+    m = BlockManager(groups(None, 5), [20, 20], SIZE, rows=2, max_len=64)
+    prompt = list(range(17))
+    fill(m, 0, prompt)
+    m.release(0)
+    keys = keys_of(prompt)
+    lost = m.pools[1].find(keys[3])
+    assert lost is not None
+    m.pools[1].hold(lost)
+    m.pools[1].unlabel(lost)  # evicted in the window group alone
+    m.pools[1].drop(lost)
+    assert m.match(keys, 16) == 3
+    first = m.pools[1].find(keys[0])
+    assert first is not None
+    m.pools[1].hold(first)
+    m.pools[1].unlabel(first)
+    m.pools[1].drop(first)
+    assert m.match(keys, 16) == 3, "a block outside the window is not needed"
+
+
+def test_the_blocks_released_longest_ago_are_evicted_first_and_the_end_of_a_prefix_before_its_start() -> None:
+    m = BlockManager(groups(None), [6], SIZE, rows=2, max_len=24)
+    old, new = [1] * 12, [2] * 12
+    fill(m, 0, old)
+    m.release(0)
+    fill(m, 0, new)
+    m.release(0)
+    fill(m, 0, [3] * 5)  # takes two blocks: old's last two
+    assert m.match(keys_of(old), 99) == 1 and m.match(keys_of(new), 99) == 3
+
+
+def test_a_window_group_gives_back_what_no_token_can_see() -> None:
+    m = BlockManager(groups(6), [window_blocks(6, 1, SIZE)], SIZE, rows=1, max_len=400)
+    m.open(0, [], 0)
+    for p in range(400):
+        assert m.grow(0, p, p + 1), p
+        assert (m.tables[0][0] >= 0).sum() <= window_blocks(6, 1, SIZE)
+
+
+def test_truncate_copies_a_shared_block_and_keeps_the_cached_one() -> None:
+    m = BlockManager(groups(None), [20], SIZE, rows=2, max_len=64)
+    prompt = list(range(12))
+    fill(m, 0, prompt)
+    fill(m, 1, [*prompt[:8], 60, 61])
+    assert m.truncate(1, 6) == 6
+    (pairs,) = m.take_copies()
+    assert pairs.tolist() == [[m.tables[0][0, 1], m.tables[0][1, 1]]]
+    assert m.match(keys_of(prompt), 99) == 3
+
+
+def test_truncate_starts_anew_where_the_window_is_gone() -> None:
+    m = BlockManager(groups(None, 5), [20, 20], SIZE, rows=1, max_len=64)
+    m.open(0, [], 0)
+    assert m.grow(0, 0, 16) and m.grow(0, 16, 20)
+    assert m.truncate(0, 19) == 19
+    assert m.truncate(0, 6) == 0
+    m.check_integrity()
+
+
+def test_a_session_holds_its_blocks_until_pressure_or_its_end() -> None:
+    m = BlockManager(groups(None), [6], SIZE, rows=2, max_len=24)
+    talk = list(range(12))
+    fill(m, 0, talk)
+    m.keep_for_session("s", 0, keys_of(talk))
+    m.release(0)
+    assert m.usage() == 0.5
+    fill(m, 0, [9] * 12)  # fits beside it
+    assert m.match(keys_of(talk), 99) == 3
+    assert m.room(1, 0, 8), "a session gives way when blocks run out"
+    assert m.usage() == 0.5
+    m.end_session("s")
+    m.end_session("never heard of")
+    m.check_integrity()
+
+
+@pytest.mark.parametrize("window", [1, 2, 4, 5, 63, 64, 65])
+def test_window_blocks_is_the_most_that_is_ever_needed(window: int) -> None:
+    for new in (1, 3, 4, 9):
+        worst = max(blocks_for(p + new, SIZE) - max(0, p - window + 1) // SIZE for p in range(400))
+        assert worst <= window_blocks(window, new, SIZE) <= worst + 1
