@@ -6,12 +6,15 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from toolkit.errors import UsageError
+
+if TYPE_CHECKING:
+    from toolkit.engine.frontend import AsyncEngine
 
 
 def stdout() -> Console:
@@ -34,6 +37,15 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     for row in data:
         made.add_row(*row)
     return made
+
+
+def show_engine(console: Console, engine: AsyncEngine) -> None:
+    """What a loaded model takes of memory, and whatever else its user should know."""
+    plan = engine.plan
+    title = f"{engine.model_name} on {engine.device}: {plan.max_batch_size} requests of up to {plan.session_len} tokens"
+    console.print(table(title, ("memory", "takes", ""), plan.table()))
+    for note in filter(None, (engine.runner_note, *plan.notices)):
+        console.print(note, markup=False, soft_wrap=True)
 
 
 def write_json(target: str | None, data: Any) -> None:

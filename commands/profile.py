@@ -11,7 +11,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from toolkit.commands.options import EngineFlags, with_engine_flags
-from toolkit.commands.output import stderr, stdout, table, write_json
+from toolkit.commands.output import show_engine, stderr, stdout, table, write_json
 from toolkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -45,9 +45,11 @@ class Watch:
         self.task = self.progress.add_task(f"Loading {model}", total=None)
         self.total = total
 
+    def say(self, text: str) -> None:
+        self.progress.update(self.task, description=text)
+
     def start(self, engine: AsyncEngine) -> None:
-        if engine.runner_note:
-            self.progress.console.print(engine.runner_note, markup=False, soft_wrap=True)
+        show_engine(self.console, engine)
         self.progress.update(self.task, description="Requests", total=self.total)
 
     def advance(self, record: object) -> None:
@@ -105,7 +107,12 @@ def throughput(
     watch = Watch(model, num_prompts)
     with watch.progress:
         result = runner.measure(
-            model, load, backend=engine.backend, engine_config=config, on_start=watch.start, on_done=watch.advance
+            model,
+            load,
+            engine_config=config,
+            progress=watch.say,
+            on_start=watch.start,
+            on_done=watch.advance,
         )
     if failed := len(result.records) - int(result.summary["completed"]):
         watch.console.print(f"{failed} of {len(result.records)} requests failed; they count in no figure")
@@ -184,8 +191,8 @@ def generation(
         rows = runner.measure(
             model,
             grid,
-            backend=engine.backend,
             engine_config=config,
+            progress=watch.say,
             on_start=watch.start,
             on_done=watch.advance,
         )
@@ -199,13 +206,18 @@ def generation(
 
 
 def _print_generation(model: str, rows: list[dict[str, Any]]) -> None:
-    columns = ["at once", "prefill tok/s", "decode tok/s", "output tok/s", "first ms ave", "first ms max"]
-    columns += ["token ms p50", "p95", "p99", "peak MiB"]
-    cells = []
-    for row in rows:
-        first, token = row["first_token_latency_ms"], row["token_latency_ms"]
-        speeds = [row[f"{name}_throughput"] for name in ("prefill", "decode", "output")]
-        latencies = [first["ave"], first["max"], token["p50"], token["p95"], token["p99"]]
-        cells.append((row["concurrency"], *speeds, *latencies, row["peak_memory_mib"]))
+    """One column a batch size: a row each would be wider than a terminal."""
+    lines = [
+        ("prefill, tokens/s", [row["prefill_throughput"] for row in rows]),
+        ("decode, tokens/s", [row["decode_throughput"] for row in rows]),
+        ("output, tokens/s", [row["output_throughput"] for row in rows]),
+        *((f"first token, ms, {key}", [row["first_token_latency_ms"][key] for row in rows]) for key in ("ave", "max")),
+        *(
+            (f"token, ms, {key}", [row["token_latency_ms"][key] for row in rows])
+            for key in ("p50", "p75", "p95", "p99")
+        ),
+        ("peak memory, MiB", [row["peak_memory_mib"] for row in rows]),
+    ]
     title = f"Generation by {model}: {rows[0]['prompt_tokens']} tokens in, {rows[0]['completion_tokens']} out"
-    stdout().print(table(title, columns, cells))
+    columns = ["", *(f"{row['concurrency']} at once" for row in rows)]
+    stdout().print(table(title, columns, [(name, *values) for name, values in lines]))

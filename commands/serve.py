@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from toolkit.commands.options import EngineFlags, with_engine_flags
-from toolkit.commands.output import stderr
+from toolkit.commands.output import show_engine, stderr
 from toolkit.errors import UsageError
 
 app = typer.Typer(
@@ -67,31 +67,27 @@ def api_server(
 
     keyfile, certfile = run.ssl_files() if ssl else (None, None)
     console = stderr()
-    loading = console.status(f"Loading {model}")
 
     def ready(url: str, opened: run.AsyncEngine) -> None:
-        loading.stop()
-        if opened.runner_note:
-            console.print(opened.runner_note, markup=False, soft_wrap=True)
+        show_engine(console, opened)
         hint = "listening at " if disable_fastapi_docs else "open it in a browser to see the API: "
         for _ in range(3):
             console.print(f"HINT:    The server is ready; {hint}{url}", markup=False, soft_wrap=True)
 
-    with loading:
-        run.serve(
-            model,
-            run.Address(server_name, server_port, grace_period, keyfile, certfile),
-            model_name=model_name,
-            backend=engine.backend,
-            engine_config=config,
-            chat_template=engine.chat_template,
-            settings={
-                "api_keys": keys,
-                "allow_origins": allow_origins or ["*"],
-                "docs": not disable_fastapi_docs,
-                "max_concurrent_requests": max_concurrent_requests,
-                "max_log_len": max_log_len,
-            },
-            log_level=log_level.lower(),
-            ready=ready,
-        )
+    run.serve(
+        model,
+        run.Address(server_name, server_port, grace_period, keyfile, certfile),
+        model_name=model_name,
+        engine_config=config,
+        chat_template=engine.chat_template,
+        settings={
+            "api_keys": keys,
+            "allow_origins": allow_origins or ["*"],
+            "docs": not disable_fastapi_docs,
+            "max_concurrent_requests": max_concurrent_requests,
+            "max_log_len": max_log_len,
+        },
+        log_level=log_level.lower(),
+        progress=lambda text: console.print(text, style="dim", markup=False, soft_wrap=True),
+        ready=ready,
+    )

@@ -57,7 +57,8 @@ def test_generation(tiny_models: Any, tmp_path: Path) -> None:
     flags = ["--concurrency", "1,3", "--prompt-tokens", 30, "--completion-tokens", 6, "--json", tmp_path / "g.json"]
     done = run("generation", tiny_models("llama"), *flags)
     assert done.returncode == 0, done.stderr
-    assert "decode tok/s" in done.stdout.replace("\n", " ") or "decode" in done.stdout
+    assert "decode, tokens/s" in done.stdout and "3 at once" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
     rows = json.loads((tmp_path / "g.json").read_text())
     assert [row["concurrency"] for row in rows] == [1, 3]
     for row in rows:

@@ -55,8 +55,8 @@ def measure(
     model: str,
     grid: Grid,
     *,
-    backend: str | None = None,
     engine_config: EngineConfig,
+    progress: Callable[[str], None] = lambda text: None,
     on_start: Callable[[AsyncEngine], None] = lambda engine: None,
     on_done: Callable[[RequestRecord], None] = lambda record: None,
     on_row: Callable[[dict[str, Any]], None] = lambda row: None,
@@ -68,7 +68,7 @@ def measure(
     """
     grid.check()
     grid.fit(engine_config)
-    engine = AsyncEngine.open(model, backend_config=engine_config, backend=backend, process=True)
+    engine = AsyncEngine.open(model, backend_config=engine_config, progress=progress, process=True)
     try:
         _check_room(engine, grid)
         on_start(engine)

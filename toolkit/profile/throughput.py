@@ -70,14 +70,14 @@ def measure(
     model: str,
     load: Load,
     *,
-    backend: str | None = None,
     engine_config: EngineConfig | None = None,
+    progress: Callable[[str], None] = lambda text: None,
     on_start: Callable[[AsyncEngine], None] = lambda engine: None,
     on_done: Callable[[RequestRecord], None] = lambda record: None,
 ) -> ThroughputResult:
     """Open ``model``, warm it up, put ``load`` on it. Raises ToolkitError when no request succeeds."""
     load.check()
-    engine = AsyncEngine.open(model, backend_config=engine_config, backend=backend, process=True)
+    engine = AsyncEngine.open(model, backend_config=engine_config, progress=progress, process=True)
     try:
         asks = load.asks(engine)
         on_start(engine)

@@ -133,23 +133,23 @@ def serve(
     address: Address,
     *,
     model_name: str | None = None,
-    backend: str | None = None,
     engine_config: EngineConfig | None = None,
     chat_template: ChatTemplateConfig | str | None = None,
     settings: dict[str, object] | None = None,
     log_level: str = "warning",
+    progress: Callable[[str], None],
     ready: Callable[[str, AsyncEngine], None],
 ) -> None:
     """Open ``model`` in a process of its own and serve it until SIGTERM or SIGINT.
 
-    ``settings``: fields of ServerSettings but the name; ``ready(url, engine)`` is called when the model is loaded.
-    Raises ToolkitError or UsageError for whatever keeps it from starting; the port is tried first.
+    ``settings``: fields of ServerSettings but the name. ``progress`` gets lines while the model loads, then
+    ``ready`` the URL and the engine. Raises ToolkitError or UsageError for whatever keeps it from starting; the port is tried first.
     """
     if log_level not in LOG_LEVELS:
         raise UsageError(f"--log-level: expected one of {', '.join(LOG_LEVELS)}, found {log_level!r}")
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with contextlib.closing(bind(address.host, address.port)) as sock, _terminate_while_loading():
-        engine = AsyncEngine.open(model, backend_config=engine_config, backend=backend, process=True)
+        engine = AsyncEngine.open(model, backend_config=engine_config, progress=progress, process=True)
         try:
             template = ChatTemplate.open(engine.tokenizer, engine.tokenizer.path, chat_template)
             options = ServerSettings(model_name=model_name or engine.model_name, **(settings or {}))  # type: ignore[arg-type]
