@@ -235,7 +235,7 @@ def _decimals(values: NDArray[np.float32]) -> list[float]:
 
 def _llama3_scaling(factors: NDArray[np.float32], config: dict[str, Any]) -> dict[str, Any]:
     """Llama 3's scaling, which the file holds as one factor a frequency; any other factors are kept as they are."""
-    largest = float(str(factors.max()))
+    largest = round(float(factors.max()), 4)
     wave = 2 * np.pi * config["rope_theta"] ** (np.arange(len(factors)) / len(factors))
     smooth = np.clip((8192 / wave - 1.0) / (4.0 - 1.0), 0.0, 1.0)
     expected = 1.0 / ((1 - smooth) / largest + smooth)

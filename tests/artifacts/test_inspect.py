@@ -1,0 +1,110 @@
+"""``inspect`` on every kind of model, and the three commands of this folder from the command line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.artifacts.inspect import inspect
+from toolkit.artifacts.manifest import describe_parent
+from toolkit.artifacts.stage import open_stage
+from toolkit.commands.main import main
+from toolkit.convert.convert import convert
+from toolkit.errors import ToolkitError
+
+KEYS = {
+    "kind", "stage", "schema_version", "tool_version", "created", "parent", "options", "quality", "files", "size_bytes",
+}  # fmt: skip
+
+
+@pytest.fixture
+def engine(tiny_models: Any, tmp_path: Path) -> Path:
+    """llama → a copy called quantized → engine."""
+    source = tiny_models("llama")
+    with open_stage(
+        tmp_path / "q", kind="quantized", stage="lite", parent=describe_parent(source), options={"w_bits": 4}
+    ) as stage:
+        for file in source.iterdir():
+            shutil.copy(file, stage.dir)
+        stage.finish({"perplexity": 12.5, "layers": [1, 2, 3]})
+    return convert(str(tmp_path / "q"), tmp_path / "engine").path
+
+
+def tool(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(list(argv))
+    captured = capsys.readouterr()
+    code = ended.value.code
+    return (code if isinstance(code, int) else 0), captured.out, captured.err
+
+
+def test_plain_checkpoint_and_gguf_have_all_keys(tiny_models: Any, support: Any, tmp_path: Path) -> None:
+    model = tiny_models("qwen2")
+    gguf = support("gguf_files").write_gguf(model, tmp_path / "m.gguf", "Q4_0")
+    for path in (model, gguf):
+        found = inspect(path)
+        assert set(found.record) == KEYS
+        assert found.record["kind"] == "checkpoint" and found.record["stage"] is None
+        files = [path] if path.is_file() else list(path.iterdir())
+        assert found.record["size_bytes"] == sum(file.stat().st_size for file in files)
+        assert dict(found.facts)["architecture"] == "Qwen2ForCausalLM"
+        assert found.lineage == [str(path)]
+    assert dict(inspect(gguf).facts)["quantization"] == "gguf"
+
+
+def test_lineage_goes_back_to_the_source(engine: Path, tiny_models: Any) -> None:
+    found = inspect(engine, verify=True)
+    assert set(found.record) == KEYS and found.record["kind"] == "engine"
+    assert len(found.lineage) == 3
+    assert "target torch" in found.lineage[0] and "w_bits 4" in found.lineage[1]
+    assert found.lineage[2].startswith(str(tiny_models("llama")))
+
+
+def test_damage_is_found(engine: Path) -> None:
+    path = engine / "tokenizer.json"
+    text = path.read_text()
+    path.write_text(text.replace("a", "b", 1))
+    inspect(engine)  # same size: only --verify reads it
+    with pytest.raises(ToolkitError, match=r"tokenizer\.json: expected sha256"):
+        inspect(engine, verify=True)
+    path.write_text(text + " ")
+    with pytest.raises(ToolkitError, match=r"tokenizer\.json: expected \d+ bytes"):
+        inspect(engine)
+    path.unlink()
+    with pytest.raises(ToolkitError, match=r"tokenizer\.json: missing"):
+        inspect(engine)
+
+
+def test_inspect_command(engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = tool(capsys, "inspect", str(engine), "--json", "-")
+    assert code == 0 and set(json.loads(out)) == KEYS
+    code, out, _ = tool(capsys, "inspect", str(tmp_path / "q"), "--json", str(tmp_path / "x.json"))
+    assert code == 0 and json.loads((tmp_path / "x.json").read_text())["kind"] == "quantized"
+    assert "Lineage" in out and "12.5" in out and "model.safetensors" in out and "3 entries" in out
+    code, out, err = tool(capsys, "inspect", str(tmp_path / "none"))
+    assert (code, out) == (2, "") and err.count("\n") == 1 and "none" in err
+
+
+def test_pull_prints_the_path_alone(tiny_models: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tiny_models("llama")
+    assert tool(capsys, "pull", str(path)) == (0, f"{path}\n", "")
+    code, out, err = tool(capsys, "pull", "nobody/nothing")
+    assert (code, out) == (1, "") and err.count("\n") == 1
+
+
+def test_convert_command(tiny_models: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, target = str(tiny_models("llama")), str(tmp_path / "e")
+    code, out, err = tool(capsys, "convert", model, "--dst_path", target)
+    assert code == 0 and "tool chat" in out, err
+    code, out, _ = tool(capsys, "convert", model, "--dst-path", target)
+    assert (code, out) == (0, f"{target}: already there\n")
+    code, out, err = tool(capsys, "convert", model, "--dst-path", target, "--dtype", "float16")
+    assert (code, out) == (2, "") and err.count("\n") == 1 and "--overwrite" in err
+    code, out, _ = tool(capsys, "convert", model, "--dst-path", target, "--overwrite", "--json", "-")
+    assert code == 0 and json.loads(out)["options"] == {"target": "torch", "dtype": "auto"}
+    code, _, err = tool(capsys, "convert", model, "--dst-path", target, "--target", "abacus")
+    assert code == 2 and "abacus" in err and "torch" in err

@@ -1,0 +1,334 @@
+"""Engine artifacts hold exactly the checkpoint's weights, are made deterministically, and are checked when opened."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from toolkit.artifacts import safetensors_file
+from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8, GroupInt
+from toolkit.artifacts.checkpoint import open_checkpoint
+from toolkit.artifacts.engine import ENGINE_ARRAYS, ENGINE_JSON, open_engine
+from toolkit.artifacts.engine_torch import pack_codes, pack_torch, unpack_codes
+from toolkit.artifacts.formats import awq, w8a8
+from toolkit.artifacts.json_file import write_json_object
+from toolkit.artifacts.safetensors_file import PAGE, write_tensors
+from toolkit.artifacts.weights import canonical_weights
+from toolkit.convert.convert import convert
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.models.registry import load_spec
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "internlm2", "gemma2", "phi3", "mixtral", "qwen3_moe")
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal values, bit for bit, of the same form."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if dataclasses.is_dataclass(a):
+        return type(a) is type(b) and all(same(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
+    return a == b
+
+
+def assert_holds(engine: Path, model: Path) -> None:
+    artifact, checkpoint = open_engine(engine), open_checkpoint(model)
+    spec, stored = load_spec(checkpoint)
+    assert artifact.spec == spec
+    expected, found = canonical_weights(checkpoint, stored), artifact.weights()
+    assert set(found) == set(expected)
+    for name, weight in expected.items():
+        assert same(found[name], weight), name
+
+
+def quantized(model: Path, path: Path, method: str) -> Path:
+    """A copy of a tiny checkpoint with its linears quantized at random, in ``method``'s format."""
+    checkpoint = open_checkpoint(model)
+    _, stored = load_spec(checkpoint)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: checkpoint.tensor(name) for name in checkpoint.names()}
+    for item in stored:
+        if item.kind != "linear":
+            continue
+        rows, columns = item.shape
+        weight: Any
+        if method == "awq":
+            codes = torch.randint(0, 16, (rows, columns), generator=generator).to(torch.uint8)
+            zeros = torch.randint(0, 16, (rows, columns // 32), generator=generator).to(torch.uint8)
+            weight = GroupInt(codes, torch.rand(rows, columns // 32).half(), zeros, 4, 32)
+            new = awq.write_linear(item.name, weight)
+        else:
+            weight = ChannelInt8(torch.randint(-127, 128, (rows, columns)).to(torch.int8), torch.rand(rows))
+            new = w8a8.write_linear(item.name, weight)
+        del tensors[f"{item.name}.weight"]
+        tensors.update(new)
+    shutil.copytree(model, path)
+    write_tensors(path / "model.safetensors", tensors)
+    quantization = awq.config(group_size=32, zero_point=True) if method == "awq" else w8a8.config()
+    write_json_object(path / "config.json", {**checkpoint.config, "quantization_config": quantization})
+    return path
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_survives(tiny_models: Any, tmp_path: Path, family: str) -> None:
+    model = tiny_models(family)
+    done = convert(str(model), tmp_path / "e")
+    assert (done.target, done.already_there) == ("torch", False)
+    assert_holds(tmp_path / "e", model)
+    side = {p.name for p in model.iterdir()} - {"model.safetensors"}
+    assert side <= {p.name for p in (tmp_path / "e").iterdir()}
+
+
+@pytest.mark.parametrize("method", ["awq", "smooth_quant"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "internlm2"])
+def test_quantized_checkpoints_survive(tiny_models: Any, tmp_path: Path, family: str, method: str) -> None:
+    model = quantized(tiny_models(family), tmp_path / "q", method)
+    convert(str(model), tmp_path / "e")
+    assert_holds(tmp_path / "e", model)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "F16"])
+def test_gguf_survives(
+    tiny_models: Any, support: Any, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOOLKIT_HOME", str(tmp_path / "home"))
+    gguf = support("gguf_files").write_gguf(tiny_models("qwen2", use_sliding_window=False), tmp_path / "m.gguf", kind)
+    convert(str(gguf), tmp_path / "e", model_format="gguf")
+    assert_holds(tmp_path / "e", gguf)
+    assert (tmp_path / "e" / "tokenizer.json").is_file()
+
+
+def test_awq_does_not_grow(tiny_models: Any, tmp_path: Path) -> None:
+    model = quantized(tiny_models("llama"), tmp_path / "q", "awq")
+    convert(str(model), tmp_path / "e")
+    infos = open_engine(tmp_path / "e").infos
+    linears = load_spec(open_checkpoint(model))[0].linears()
+    for linear in linears:
+        mine = sum(info.nbytes for name, info in infos.items() if name.startswith(f"{linear.name}."))
+        theirs = open_checkpoint(model).infos
+        assert mine == sum(info.nbytes for name, info in theirs.items() if name.startswith(f"{linear.name}."))
+
+
+def test_conversion_is_deterministic(tiny_models: Any, tmp_path: Path) -> None:
+    model = quantized(tiny_models("llama"), tmp_path / "q", "awq")
+    for name in ("a", "b"):
+        convert(str(model), tmp_path / name)
+    for file in (ENGINE_ARRAYS, ENGINE_JSON):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+def test_arrays_are_page_aligned_views(tiny_models: Any, tmp_path: Path) -> None:
+    convert(str(tiny_models("llama")), tmp_path / "e")
+    arrays = open_engine(tmp_path / "e").arrays()
+    assert len(arrays) == 21
+    assert all(array.ctypes.data % PAGE == 0 and not array.flags.owndata for array in arrays.values())
+    weight = open_engine(tmp_path / "e").weights()["model.norm"]
+    assert isinstance(weight, torch.Tensor) and np.array_equal(arrays["model.norm"], weight.numpy())
+
+
+def test_opening_and_mapping_need_no_torch(tiny_models: Any, tmp_path: Path) -> None:
+    convert(str(tiny_models("llama")), tmp_path / "e")
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from toolkit.artifacts.engine import open_engine\n"
+        f"open_engine(Path({str(tmp_path / 'e')!r})).arrays()\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr
+
+
+@settings(max_examples=100, deadline=None)
+@given(bits=st.sampled_from([2, 3, 4, 8]), rows=st.integers(1, 7), columns=st.integers(1, 9), seed=st.integers(0, 99))
+def test_packing_codes_is_invertible(bits: int, rows: int, columns: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 1 << bits, (rows, columns), generator=generator).to(torch.uint8)
+    packed = pack_codes(codes, bits)
+    assert packed.numel() == (codes.numel() if bits == 8 else (codes.numel() + 1) // 2)
+    assert torch.equal(unpack_codes(packed, bits, (rows, columns)), codes)
+
+
+def test_every_canonical_form_can_be_packed() -> None:
+    codes = torch.randint(0, 4, (4, 64)).to(torch.uint8)
+    grid = torch.rand(4, 2)
+    weights: list[tuple[str, Any]] = [
+        ("dense", Dense(torch.rand(3, 5).bfloat16())),
+        ("minima", GroupInt(codes, grid.half(), None, 2, 32, minima=grid.half())),
+        ("order", GroupInt(codes, grid, torch.ones(4, 2, dtype=torch.uint8), 3, 32, group_index=codes[0].int() % 2)),
+        ("symmetric", GroupInt(codes, grid, torch.full((4, 2), 8, dtype=torch.uint8), 4, 32)),
+        ("int8", ChannelInt8(torch.ones(4, 8, dtype=torch.int8), torch.rand(4))),
+        ("fp8", Fp8(torch.rand(4, 8).to(torch.float8_e5m2), torch.rand(4))),
+        ("norm", torch.rand(7)),
+    ]
+    params: dict[str, dict[str, Any]] = {}
+    names = [name for name, _, _ in pack_torch(iter(weights), params)]
+    assert list(params) == [name for name, _ in weights] and len(names) == len(set(names))
+    assert "symmetric.zeros" not in names and params["symmetric"]["zero"] == 8
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_dtype_casts_what_is_dense(tiny_models: Any, tmp_path: Path, dtype: str) -> None:
+    convert(str(tiny_models("llama")), tmp_path / "e", dtype=dtype)
+    weights = open_engine(tmp_path / "e").weights()
+    found = {w.dtype if isinstance(w, torch.Tensor) else w.weight.dtype for w in weights.values()}  # type: ignore[union-attr]
+    assert found == {getattr(torch, dtype)}
+
+
+def test_values_beyond_float16_are_named(tiny_checkpoint: Any, tmp_path: Path) -> None:
+    model = tiny_checkpoint("llama", tmp_path / "m")
+    checkpoint = open_checkpoint(model)
+    tensors = {name: checkpoint.tensor(name).clone() for name in checkpoint.names()}
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = 1e6
+    write_tensors(model / "model.safetensors", tensors)
+    with pytest.raises(ToolkitError, match=r"model\.layers\.1\.mlp\.up_proj.*float16"):
+        convert(str(model), tmp_path / "e", dtype="float16")
+    assert not (tmp_path / "e").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"tp": 2}, "--tp"),
+        ({"dtype": "int8"}, "--dtype"),
+        ({"target": "abacus"}, "--target"),
+        ({"model_format": "awq"}, "holds hf"),
+        ({"revision": "main"}, "--revision"),
+    ],
+)
+def test_wrong_options_are_misuse(tiny_models: Any, tmp_path: Path, options: dict[str, Any], word: str) -> None:
+    with pytest.raises(UsageError, match=word):
+        convert(str(tiny_models("llama")), tmp_path / "e", **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_engine_artifact_is_not_converted_again(tiny_models: Any, tmp_path: Path) -> None:
+    convert(str(tiny_models("llama")), tmp_path / "e")
+    with pytest.raises(ToolkitError, match=r"convert takes checkpoint or quantized, found an engine"):
+        convert(str(tmp_path / "e"), tmp_path / "f")
+
+
+def test_a_broken_checkpoint_writes_nothing(tiny_checkpoint: Any, tmp_path: Path) -> None:
+    model = tiny_checkpoint("llama", tmp_path / "m")
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with pytest.raises(ToolkitError, match="truncated"):
+        convert(str(model), tmp_path / "e")
+    assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+def test_full_disk_while_writing_leaves_nothing(
+    tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = safetensors_file.array_bytes
+    left = [5]
+
+    def filling(array: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(array)
+
+    monkeypatch.setattr(safetensors_file, "array_bytes", filling)
+    with pytest.raises(ToolkitError, match="disk full"):
+        convert(str(tiny_models("llama")), tmp_path / "e")
+    assert not list(tmp_path.iterdir())
+
+
+def test_killed_while_converting_the_next_run_succeeds(tiny_models: Any, tmp_path: Path) -> None:
+    model = tiny_models("llama")
+    code = (
+        "import time; from toolkit.convert.convert import convert\n"
+        "def slow(done, total):\n    print(done, flush=True); time.sleep(60 if done == 3 else 0)\n"
+        f"convert({str(model)!r}, {str(tmp_path / 'e')!r}, progress=slow)\n"
+    )
+    victim = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd="/")
+    assert victim.stdout is not None
+    assert [victim.stdout.readline() for _ in range(3)] == ["1\n", "2\n", "3\n"]
+    victim.send_signal(signal.SIGKILL)
+    victim.wait(60)
+    assert not (tmp_path / "e").exists()
+    convert(str(model), tmp_path / "e")
+    assert_holds(tmp_path / "e", model)
+    assert [p.name for p in tmp_path.iterdir()] == ["e"]
+
+
+def edit(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def apply(engine: Path) -> None:
+        data = json.loads((engine / ENGINE_JSON).read_text())
+        change(data)
+        (engine / ENGINE_JSON).write_text(json.dumps(data))
+
+    return apply
+
+
+def cut(engine: Path) -> None:
+    path = engine / ENGINE_ARRAYS
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+NAME = "model.layers.0.mlp.up_proj"
+BREAKAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no json": (lambda e: (e / ENGINE_JSON).unlink(), "no such file"),
+    "no arrays": (lambda e: (e / ENGINE_ARRAYS).unlink(), "no such file"),
+    "truncated": (cut, "truncated"),
+    "broken json": (lambda e: (e / ENGINE_JSON).write_text("{"), "line 1"),
+    "newer schema": (edit(lambda d: d.update(schema_version=99)), "99"),
+    "schema of words": (edit(lambda d: d.update(schema_version="x")), "schema_version"),
+    "no spec": (edit(lambda d: d.pop("spec")), "spec"),
+    "unknown field in spec": (edit(lambda d: d["spec"].update(colour="red")), "colour"),
+    "vocab at odds": (edit(lambda d: d["spec"].update(vocab_size=7)), "expected shape [7, 64]"),
+    "no params": (edit(lambda d: d.update(params=[])), "params"),
+    "missing param": (edit(lambda d: d["params"].pop(NAME)), NAME),
+    "param of none": (edit(lambda d: d["params"].update({NAME: None})), NAME),
+    "wrong shape": (edit(lambda d: d["params"][NAME].update(shape=[1, 2])), "[1, 2]"),
+    "unknown form": (edit(lambda d: d["params"][NAME].update(form="knot")), "knot"),
+    "form at odds with arrays": (
+        edit(lambda d: d["params"][NAME].update(form="group_int", bits=4, group_size=32)),
+        f"{NAME}.codes",
+    ),
+    "bits that do not exist": (
+        edit(lambda d: d["params"][NAME].update(form="group_int", bits=5, group_size=32)),
+        "unknown form",
+    ),
+    "manifest of another kind": (
+        lambda e: (e / "manifest.json").write_text(
+            (e / "manifest.json").read_text().replace('"engine"', '"quantized"')
+        ),
+        "takes engine",
+    ),
+}
+
+
+@pytest.mark.parametrize(("breakage", "words"), BREAKAGES.values(), ids=BREAKAGES.keys())
+def test_broken_artifacts_are_refused_in_one_line(
+    tiny_models: Any, tmp_path: Path, breakage: Callable[[Path], None], words: str
+) -> None:
+    convert(str(tiny_models("llama")), tmp_path / "e")
+    breakage(tmp_path / "e")
+    with pytest.raises(ToolkitError) as caught:
+        open_engine(tmp_path / "e")
+    message = str(caught.value)
+    assert words in message and "\n" not in message and str(tmp_path / "e") in message
+
+
+def test_another_target_names_the_remedy(tiny_models: Any, tmp_path: Path) -> None:
+    convert(str(tiny_models("llama")), tmp_path / "e")
+    edit(lambda d: d.update(target="cpu-abacus"))(tmp_path / "e")
+    artifact = open_engine(tmp_path / "e")
+    assert artifact.target == "cpu-abacus"
+    with pytest.raises(ToolkitError, match=r"cpu-abacus.*--target torch"):
+        artifact.weights()
