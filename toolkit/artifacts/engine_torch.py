@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def pack_torch(weights: Iterable[tuple[str, Weight | Tensor]], params: dict[str, dict[str, Any]]) -> Arrays:
-    """The arrays of canonical weights for target ``torch``; fills ``params``."""
+    """The arrays of canonical weights for target ``torch``; fills ``params``. Raises ToolkitError for an unknown form."""
     import torch
 
-    from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8
+    from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8, GroupInt
 
     for name, value in weights:
         if isinstance(value, torch.Tensor):
@@ -36,8 +36,10 @@ def pack_torch(weights: Iterable[tuple[str, Weight | Tensor]], params: dict[str,
             entry["form"] = "channel_int8" if isinstance(value, ChannelInt8) else "fp8"
             yield f"{name}.weight", value.weight, None
             yield f"{name}.scales", value.scales, None
-        else:
+        elif isinstance(value, GroupInt):
             yield from _pack_group_int(name, value, entry)
+        else:
+            raise ToolkitError(f"{name}: target torch cannot hold {type(value).__name__} weights")
 
 
 def _pack_group_int(name: str, value: GroupInt, entry: dict[str, Any]) -> Arrays:
