@@ -51,7 +51,7 @@ def pack_outputs(outputs: Iterable[EngineOutput], stats: dict[str, Any]) -> byte
     arrays: list[np.ndarray] = []
     records = []
     for output in outputs:
-        record = {k: v for k, v in vars(output).items() if v is not None and v != []}
+        record = {k: v for k, v in vars(output).items() if v is not None and not (isinstance(v, list) and not v)}
         for name in ARRAYS:
             if name in record:
                 array = np.ascontiguousarray(record[name], np.float32)

@@ -1,0 +1,486 @@
+"""What the engine loop owes a single request besides its tokens, and how it survives bad ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from toolkit.engine import host_sampler
+from toolkit.engine.core import EngineCore
+from toolkit.engine.options import EngineOptions
+from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams
+from toolkit.models.spec import AttentionSpec, LayerSpec, LinearSpec, RopeSpec, Sublayer
+
+VOCAB = 64
+ALPHABET = b'abcdefghijklmnopqrstuvwxyz0123456789{}[]":,. -truefalsn\\+Eyo!?_'
+
+
+@dataclass
+class LetterTokenizer:
+    """One token a byte; the last id is eos. A few tokens are longer."""
+
+    special_ids = frozenset({VOCAB - 1})
+    eos_ids = (VOCAB - 1,)
+
+    @property
+    def token_bytes(self) -> list[bytes]:
+        letters = [bytes([b]) for b in dict.fromkeys(ALPHABET)]
+        longer = [b"ab", b"abc", b"bcd", b"ye", b"es", b"no", b"true", b'":']
+        found = (letters + longer)[: VOCAB - 1]
+        return found + [b"?!"] * (VOCAB - 1 - len(found)) + [b"<eos>"]
+
+
+@pytest.fixture(scope="session")
+def fake(support: Any) -> Any:
+    return support("fake_runner")
+
+
+def make_core(
+    fake: Any, *, blocks: int = 200, tokenizer: Any = None, windows: Any = (None,), **options: Any
+) -> EngineCore:
+    runner = fake.FakeRunner(windows, VOCAB, 4)
+    chosen = EngineOptions(
+        **({"session_len": 200, "max_batch_size": 8, "max_prefill_token_num": 64, "check": True} | options),
+        num_blocks=(blocks,) * len(windows),
+    )
+    runner.allocate_cache(chosen.num_blocks)
+    return EngineCore(runner, chosen, tokenizer)
+
+
+def run(core: EngineCore, limit: int = 1000) -> dict[str, list[EngineOutput]]:
+    found: dict[str, list[EngineOutput]] = {}
+    while core.has_work:
+        for output in core.step():
+            found.setdefault(output.id, []).append(output)
+        core.check_integrity()
+        limit -= 1
+        assert limit, "the engine does not come to an end"
+    return found
+
+
+def ask(core: EngineCore, tokens: list[int], n: int = 8, processors: Any = (), **params: Any) -> list[EngineOutput]:
+    fields = {k: params.pop(k) for k in ("session", "score_only") if k in params}
+    core.add(EngineRequest("r", tokens, SamplingParams(n, **params), **fields), processors)
+    return run(core)["r"]
+
+
+def tokens_of(outputs: list[EngineOutput]) -> list[int]:
+    return [t for o in outputs for t in o.token_ids]
+
+
+def logits_at(fake: Any, ids: list[int], windows: Any = (None,)) -> np.ndarray:
+    """Logits after every position, from the model without a cache."""
+    return fake.make_logits(fake.reference_states(ids, windows), VOCAB)
+
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+
+
+# -- prefix cache and sessions --------------------------------------------------------------------
+
+
+def test_a_repeated_prompt_is_served_from_the_cache_but_for_its_last_block(fake: Any) -> None:
+    core = make_core(fake)
+    first = ask(core, [*PROMPT, 7])
+    before = core.runner.tokens_computed
+    second = ask(core, [*PROMPT, 7])
+    assert tokens_of(first) == tokens_of(second)
+    assert [o.cached_tokens for o in (first[-1], second[-1])] == [0, 8]
+    assert core.runner.tokens_computed - before == 4 + 7
+    assert core.stats()["prefix_hit_tokens"] == 8 and core.stats()["prefix_queried_tokens"] == 24
+
+
+def test_equal_prompts_that_arrive_together_are_computed_once(fake: Any) -> None:
+    core = make_core(fake)
+    prompt = list(range(40))
+    for i in range(6):
+        core.add(EngineRequest(str(i), prompt, SamplingParams(1)))
+    outputs = run(core)
+    assert len({tuple(tokens_of(o)) for o in outputs.values()}) == 1
+    assert core.runner.tokens_computed == 40 + 5 * 4
+
+
+def test_without_prefix_caching_only_the_turns_of_a_session_share(fake: Any) -> None:
+    core = make_core(fake, prefix_caching=False)
+    ask(core, PROMPT)
+    assert ask(core, PROMPT)[-1].cached_tokens == 0
+    ask(core, PROMPT, session="s")
+    assert ask(core, PROMPT, session="t")[-1].cached_tokens == 0
+    assert ask(core, PROMPT, session="s")[-1].cached_tokens == 8
+
+
+def test_a_session_keeps_prompt_and_answer_through_others_traffic(fake: Any) -> None:
+    core = make_core(fake, blocks=30, session_len=60)
+    answer = tokens_of(ask(core, PROMPT, 9, session="s"))
+    for i in range(12):  # would evict an unpinned prefix
+        ask(core, [(i * 5 + j) % 60 for j in range(44)], 4)
+    turn = ask(core, PROMPT + answer + [1, 2], 4, session="s")
+    assert turn[-1].cached_tokens == (len(PROMPT) + 8) // 4 * 4
+    assert core.blocks.usage() > 0
+    core.end_session("s")
+    assert core.blocks.usage() == 0
+
+
+# -- scheduling -------------------------------------------------------------------------------------
+
+
+def test_decoding_goes_on_while_a_long_prompt_comes_in_chunks(fake: Any) -> None:
+    core = make_core(fake, max_prefill_token_num=10)
+    core.add(EngineRequest("early", [1], SamplingParams(30)))
+    core.step()
+    core.add(EngineRequest("long", list(range(60)) * 2, SamplingParams(1)))
+    chunks = 0
+    while True:
+        outputs = core.step()
+        if "long" in {o.id for o in outputs}:
+            break
+        assert [o.id for o in outputs] == ["early"], "every step decodes"
+        chunks += 1
+    assert chunks >= 12 and core.runner.max_tokens <= 10
+
+
+def test_the_latest_arrival_is_preempted_and_nothing_is_lost(fake: Any) -> None:
+    core = make_core(fake, blocks=12, session_len=48)
+    for i in range(3):
+        core.add(EngineRequest(str(i), [i + 1] * 9, SamplingParams(30)))
+    outputs = run(core)
+    assert core.stats()["preemptions"] > 0
+    alone = {str(i): tokens_of(ask(make_core(fake), [i + 1] * 9, 30)) for i in range(3)}
+    assert {k: tokens_of(v) for k, v in outputs.items()} == alone
+    order = [next(iter(o for o in outputs[i] if o.finish_reason)) for i in "012"]
+    assert all(o.finish_reason == "length" for o in order)
+
+
+def test_waiting_requests_start_in_order_of_arrival(fake: Any) -> None:
+    core = make_core(fake, max_batch_size=1, prefix_caching=False)
+    for i in range(5):
+        core.add(EngineRequest(str(i), [i], SamplingParams(2)))
+    done = []
+    while core.has_work:
+        done += [o.id for o in core.step() if o.finish_reason]
+    assert done == list("01234")
+
+
+def test_abort_frees_blocks_at_once_and_reports_once(fake: Any) -> None:
+    core = make_core(fake, max_batch_size=1)
+    for name in "ab":
+        core.add(EngineRequest(name, PROMPT, SamplingParams(50)))
+    core.step()
+    assert core.blocks.usage() > 0
+    core.abort("a")
+    assert core.blocks.usage() == 0
+    core.abort("b")  # still waiting
+    core.abort("a")
+    core.abort("nobody")
+    assert sorted((o.id, o.finish_reason) for o in core.step()) == [("a", "abort"), ("b", "abort")]
+    assert not core.has_work
+
+
+# -- bad requests and failures ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "params", "message"),
+    [
+        ([], {}, "prompt is empty"),
+        ([1, VOCAB], {}, f"token id {VOCAB} is outside the model's vocabulary of {VOCAB}"),
+        ([1, -1], {}, "token id -1 is outside"),
+        ([1] * 200, {}, "has 200 tokens, but the session length is 200"),
+        ([1], {"logit_bias": {999: 1.0}}, "logit_bias: token id 999"),
+        ([1], {"bad_token_ids": [999]}, "bad_token_ids: token id 999"),
+        ([1], {"bad_words": ["x"]}, "need a tokenizer"),
+    ],
+)
+def test_a_bad_request_ends_alone(fake: Any, tokens: list[int], params: dict[str, Any], message: str) -> None:
+    core = make_core(fake)
+    core.add(EngineRequest("good", PROMPT, SamplingParams(5)))
+    core.add(EngineRequest("bad", tokens, SamplingParams(5, **params)))
+    outputs = run(core)
+    (error,) = outputs["bad"]
+    assert error.finish_reason == "error" and error.error_code == 400
+    assert message in str(error.error)
+    assert tokens_of(outputs["good"]) == tokens_of(ask(make_core(fake), PROMPT, 5))
+
+
+def test_a_second_request_of_the_same_id_is_refused(fake: Any) -> None:
+    core = make_core(fake)
+    core.add(EngineRequest("r", PROMPT, SamplingParams(3)))
+    core.add(EngineRequest("r", PROMPT, SamplingParams(3)))
+    outputs = run(core)["r"]
+    assert [o.finish_reason for o in outputs if o.finish_reason] == ["error", "length"]
+
+
+def test_what_the_cache_cannot_hold_is_refused_with_the_number(fake: Any) -> None:
+    core = make_core(fake, blocks=5)
+    assert core.max_len == 20
+    (error,) = ask(core, [1] * 25)
+    assert "25 tokens" in str(error.error) and "all that the KV cache holds" in str(error.error)
+    outputs = ask(core, [1] * 15, 50)
+    assert len(tokens_of(outputs)) == 5 and outputs[-1].finish_reason == "length"
+
+
+def test_generation_is_cut_at_the_session_length(fake: Any) -> None:
+    outputs = ask(make_core(fake, session_len=16), PROMPT, 50)
+    assert len(tokens_of(outputs)) == 16 - len(PROMPT) and outputs[-1].finish_reason == "length"
+
+
+def test_a_step_that_fails_takes_its_requests_along_and_no_others(fake: Any) -> None:
+    core = make_core(fake, max_batch_size=2)
+    core.runner.fail_on = {3}
+    for i in range(4):
+        core.add(EngineRequest(str(i), [*PROMPT, i], SamplingParams(8)))
+    outputs = run(core)
+    reasons = {k: v[-1].finish_reason for k, v in outputs.items()}
+    assert reasons == {"0": "error", "1": "error", "2": "length", "3": "length"}
+    assert "step 3 broke" in str(outputs["0"][-1].error) and outputs["0"][-1].error_code == 500
+    assert tokens_of(outputs["2"]) == tokens_of(ask(make_core(fake), [*PROMPT, 2]))
+    assert ask(core, [*PROMPT, 0])[-1].finish_reason == "length", "the engine goes on"
+
+
+def test_a_failure_with_steps_in_flight_keeps_the_requests_that_were_not_in_it(fake: Any) -> None:
+    core = make_core(fake, max_batch_size=3, max_prefill_token_num=6, lookahead=True)
+    core.runner.asynchronous = True
+    core.runner.fail_on = {4}
+    for i in range(4):
+        core.add(EngineRequest(str(i), [*PROMPT, i], SamplingParams(6)))
+    outputs = run(core)
+    for i in range(4):
+        if outputs[str(i)][-1].finish_reason != "error":
+            assert tokens_of(outputs[str(i)]) == tokens_of(ask(make_core(fake), [*PROMPT, i], 6))
+    assert 0 < sum(o[-1].finish_reason == "error" for o in outputs.values()) < 4
+
+
+def test_nan_logits_end_the_request_that_has_them(fake: Any) -> None:
+    core = make_core(fake)
+    core.runner.nan_on = {33}
+    core.add(EngineRequest("sick", [1, 2, 33], SamplingParams(5)))
+    core.add(EngineRequest("well", PROMPT, SamplingParams(5)))
+    outputs = run(core)
+    assert outputs["sick"][-1].finish_reason == "error" and "NaN" in str(outputs["sick"][-1].error)
+    assert len(tokens_of(outputs["well"])) == 5
+
+
+# -- sampling ---------------------------------------------------------------------------------------
+
+
+def test_a_seed_decides_the_tokens_and_neighbours_do_not(fake: Any) -> None:
+    sampled: dict[str, Any] = {"temperature": 1.0, "top_k": 30, "seed": 2**64 - 5}
+    one = tokens_of(ask(make_core(fake), PROMPT, 12, **sampled))
+    core = make_core(fake)
+    for i in range(5):
+        core.add(EngineRequest(f"other{i}", [i, i], SamplingParams(9, temperature=1.0, seed=i)))
+    assert tokens_of(ask(core, PROMPT, 12, **sampled)) == one
+    assert tokens_of(ask(make_core(fake), PROMPT, 12, **(sampled | {"seed": 1}))) != one
+
+
+def test_stop_tokens_end_the_answer_but_not_before_min_new_tokens(fake: Any) -> None:
+    free = tokens_of(ask(make_core(fake), PROMPT, 12))
+    stop = free[3]
+    outputs = ask(make_core(fake), PROMPT, 12, stop_token_ids=[stop, 10**6])
+    assert tokens_of(outputs) == free[: free.index(stop) + 1]
+    assert outputs[-1].finish_reason == "stop" and outputs[-1].stop_token == stop
+    late = tokens_of(ask(make_core(fake), PROMPT, 12, stop_token_ids=[stop], min_new_tokens=7))
+    assert stop not in late[:7] and late[:3] == free[:3]
+
+
+def test_bias_and_bad_token_ids(fake: Any) -> None:
+    free = tokens_of(ask(make_core(fake), PROMPT, 6))
+    assert tokens_of(ask(make_core(fake), PROMPT, 6, logit_bias={17: 100.0})) == [17] * 6
+    outputs = ask(make_core(fake), PROMPT, 6, logit_bias={17: 100.0}, bad_token_ids=[17, free[0]])
+    assert not {17, free[0]} & set(tokens_of(outputs))
+
+
+def test_penalties_push_repeated_tokens_down(fake: Any) -> None:
+    biased = {"logit_bias": {5: 17.0}}
+    assert tokens_of(ask(make_core(fake), [5], 8, **biased)) == [5] * 8
+    tokens = tokens_of(ask(make_core(fake), [5], 20, presence_penalty=2.0, frequency_penalty=2.0, **biased))
+    assert 5 < tokens.count(5) < 15
+    tokens = tokens_of(ask(make_core(fake), [5], 12, repetition_penalty=100.0))
+    assert len({5, *tokens}) == 13
+
+
+def test_logprobs_are_of_the_adjusted_logits_with_the_best_ones_beside(fake: Any) -> None:
+    outputs = ask(make_core(fake), PROMPT, 5, logprobs=3, logit_bias={7: 4.0})
+    ids = list(PROMPT)
+    for output in outputs:
+        x = logits_at(fake, ids)[-1].copy()
+        x[7] += 4
+        expected = host_sampler.log_softmax(x)
+        (token,), (found,) = output.token_ids, output.logprobs
+        assert found == pytest.approx({i: float(expected[i]) for i in found}) and token in found
+        assert set(np.argsort(-expected)[:3].tolist()) <= set(found)
+        ids.append(token)
+    plain = ask(make_core(fake), PROMPT, 1, logprobs=0)[0]
+    assert list(plain.logprobs[0]) == plain.token_ids
+
+
+# -- all positions ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("blocks", [200, 13])
+@pytest.mark.parametrize("top", [0, 2])
+def test_prompt_logprobs_whatever_the_chunks_cache_hits_and_preemptions(fake: Any, top: int, blocks: int) -> None:
+    core = make_core(fake, max_prefill_token_num=5, blocks=blocks, session_len=50, max_logit_bytes=4 * VOCAB * 3)
+    prompt = (PROMPT * 3)[:26]
+    ask(core, prompt)  # would be hit
+    core.add(EngineRequest("other", [8] * 20, SamplingParams(20)))
+    core.step()
+    outputs = ask(core, prompt, 12, prompt_logprobs=top, logits="all", hidden="all")
+    assert outputs[-1].cached_tokens == 0
+    whole = [*prompt, *tokens_of(outputs)]
+    expected = logits_at(fake, whole)[: len(whole) - 1]
+    np.testing.assert_array_equal(np.concatenate([o.logits for o in outputs if o.logits is not None]), expected)
+    assert sum(len(o.hidden) for o in outputs if o.hidden is not None) == len(whole) - 1
+    (found,) = [o.prompt_logprobs for o in outputs if o.prompt_logprobs]
+    assert found[0] is None and len(found) == len(prompt)
+    logprobs = host_sampler.log_softmax(expected)
+    for p, given in enumerate(found[1:]):
+        assert given is not None and prompt[p + 1] in given and len(given) >= max(1, top)
+        assert given == pytest.approx({t: float(logprobs[p, t]) for t in given})
+
+
+def test_generation_logits_and_hidden_have_a_row_for_every_drawn_token(fake: Any) -> None:
+    core = make_core(fake)
+    ask(core, PROMPT)
+    outputs = ask(core, PROMPT, 6, logits="generation", hidden="generation", prompt_logprobs=1)
+    whole = [*PROMPT, *tokens_of(outputs)]
+    rows = np.concatenate([o.logits for o in outputs if o.logits is not None])
+    np.testing.assert_array_equal(rows, logits_at(fake, whole)[len(PROMPT) - 1 : -1])
+    assert sum(len(o.hidden) for o in outputs if o.hidden is not None) == 6
+
+
+@pytest.mark.parametrize("budget", [1, 4, 64])
+def test_scoring_draws_nothing(fake: Any, budget: int) -> None:
+    core = make_core(fake, max_prefill_token_num=budget)
+    for prompt in (PROMPT, [5]):
+        outputs = ask(core, prompt, 1, score_only=True)
+        assert not tokens_of(outputs) and outputs[-1].finish_reason == "length"
+        logprobs = host_sampler.log_softmax(logits_at(fake, prompt))
+        found = outputs[-1].prompt_logprobs
+        assert found is not None and found[0] is None
+        expected = [{t: pytest.approx(float(logprobs[p, t]))} for p, t in enumerate(prompt[1:])]
+        assert found[1:] == expected
+    assert len(ask(core, [1] * 200, 1, score_only=True)[-1].prompt_logprobs) == 200
+
+
+# -- processors, words, grammars ----------------------------------------------------------------------
+
+
+def test_logits_processors_see_the_tokens_and_change_the_draw(fake: Any) -> None:
+    seen: list[list[int]] = []
+
+    def only_even(ids: Any, logits: Any) -> Any:
+        seen.append(ids.tolist())
+        logits[1::2] = float("-inf")
+        return logits
+
+    core = make_core(fake)
+    core.add(EngineRequest("plain", PROMPT, SamplingParams(6)))
+    params: dict[str, Any] = {"temperature": 0.8, "seed": 3, "logprobs": 1, "repetition_penalty": 1.3}
+    outputs = ask(core, PROMPT, 6, [only_even], **params)
+    tokens = tokens_of(outputs)
+    assert all(t % 2 == 0 for t in tokens) and all(o.logprobs[0][t] < 0 for o, t in zip(outputs, tokens, strict=True))
+    assert seen == [PROMPT + tokens[:i] for i in range(6)]
+    untouched = ask(make_core(fake), PROMPT, 6, [lambda ids, logits: logits], **params)
+    assert tokens_of(untouched) == tokens_of(ask(make_core(fake), PROMPT, 6, **params))
+
+
+def test_a_processor_that_fails_ends_its_request_alone(fake: Any) -> None:
+    core = make_core(fake)
+    core.add(EngineRequest("plain", PROMPT, SamplingParams(6)))
+    core.add(EngineRequest("broken", PROMPT, SamplingParams(6)), [lambda ids, logits: 1 / 0])
+    core.add(EngineRequest("short", PROMPT, SamplingParams(6)), [lambda ids, logits: logits[:3]])
+    outputs = run(core)
+    assert "ZeroDivisionError" in str(outputs["broken"][-1].error)
+    assert "expected logits of shape" in str(outputs["short"][-1].error)
+    assert len(tokens_of(outputs["plain"])) == 6
+
+
+def test_bad_words_never_appear_across_token_borders(fake: Any) -> None:
+    tokenizer = LetterTokenizer()
+    vocabulary = tokenizer.token_bytes
+    core = make_core(fake, tokenizer=tokenizer)
+    likes = {i: 9.0 for i, b in enumerate(vocabulary) if (b and b in b"abcd") or b in (b"ab", b"abc", b"bcd")}
+    params: dict[str, Any] = {"temperature": 1.0, "logit_bias": likes}
+    words = ["abc", "bb", "dab"]
+    for seed in range(6):
+        free = b"".join(vocabulary[t] for t in tokens_of(ask(core, PROMPT, 60, seed=seed, **params)))
+        assert any(w.encode() in free for w in words)
+        held = b"".join(vocabulary[t] for t in tokens_of(ask(core, PROMPT, 60, seed=seed, bad_words=words, **params)))
+        assert len(held) >= 60 and not any(w.encode() in held for w in words)
+
+
+@pytest.mark.parametrize(
+    ("response_format", "pattern"),
+    [
+        ({"type": "choice", "choice": ["yes", "no", "yesno"]}, r"yes|no|yesno"),
+        ({"type": "regex_schema", "regex_schema": "[abc]{3}-[0-9]{2}"}, r"[abc]{3}-[0-9]{2}"),
+        ({"type": "grammar", "grammar": 'root ::= "a" [xyz] "b"'}, r"a[xyz]b"),
+        (
+            {"type": "json_schema", "json_schema": {"name": "t", "schema": {"type": "boolean"}}},
+            r"true|false",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stops", [[VOCAB - 1], []])
+def test_constrained_output_follows_its_grammar_to_the_end(
+    fake: Any, response_format: dict[str, Any], pattern: str, stops: list[int]
+) -> None:
+    import re
+
+    tokenizer = LetterTokenizer()
+    core = make_core(fake, tokenizer=tokenizer)
+    core.add(EngineRequest("free", PROMPT, SamplingParams(20, temperature=1.0, seed=1)))
+    for seed in range(4):
+        outputs = ask(
+            core, PROMPT, 40, grammar=response_format, temperature=1.0, seed=seed, stop_token_ids=stops
+        )  # fmt: skip
+        tokens = tokens_of(outputs)
+        text = b"".join(tokenizer.token_bytes[t] for t in tokens if t != VOCAB - 1).decode()
+        assert outputs[-1].finish_reason == "stop"
+        assert re.fullmatch(pattern, text), text
+
+
+@pytest.mark.parametrize(
+    "response_format",
+    [
+        {"type": "regex_schema", "regex_schema": "(["},
+        {"type": "grammar", "grammar": "root ::= ("},
+        {"type": "json_schema", "json_schema": {"type": "nonsense"}},
+        {"type": "choice", "choice": []},
+        {"type": "poem"},
+    ],
+)
+def test_a_grammar_that_does_not_compile_is_that_requests_error(fake: Any, response_format: dict[str, Any]) -> None:
+    core = make_core(fake, tokenizer=LetterTokenizer())
+    core.add(EngineRequest("good", PROMPT, SamplingParams(4)))
+    core.add(EngineRequest("bad", PROMPT, SamplingParams(4, grammar=response_format)))
+    outputs = run(core)
+    (error,) = outputs["bad"]
+    assert error.error_code == 400 and str(error.error).startswith("response_format") and "\n" not in str(error.error)
+    assert len(tokens_of(outputs["good"])) == 4
+
+
+# -- rope -------------------------------------------------------------------------------------------
+
+
+def test_long_requests_use_the_long_frequencies_and_never_share_with_short_ones(fake: Any) -> None:
+    runner = fake.FakeRunner((None,), VOCAB, 4)
+    linear = LinearSpec("x", 4, 4)
+    rope = RopeSpec(4, 1e4, kind="longrope", original_max_position=24)
+    attention = AttentionSpec(linear, linear, linear, linear, 1, 1, 4, 1.0, rope)
+    runner.spec = replace(runner.spec, layers=(LayerSpec((Sublayer(attention, None),)),))
+    runner.allocate_cache((100,))
+    core = EngineCore(runner, EngineOptions(100, 4, 64, (100,)), None)
+    short = ask(core, PROMPT, 24 - len(PROMPT))
+    long = ask(core, PROMPT, 25 - len(PROMPT))
+    assert long[-1].cached_tokens == 0 and ask(core, PROMPT, 30)[-1].cached_tokens == 8
+    ids = list(PROMPT)
+    for token in tokens_of(long):
+        state = fake.reference_states(ids, (None,), 1)[-1:]
+        assert token == int(np.argmax(fake.make_logits(state, VOCAB)[0]))
+        ids.append(token)
+    assert tokens_of(short) != tokens_of(long)[:-1]

@@ -1,0 +1,311 @@
+"""AsyncEngine: text, stop words, aborts, errors — over the fake runner, with a tokenizer of letters."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from toolkit.engine.core import EngineCore
+from toolkit.engine.frontend import AsyncEngine
+from toolkit.engine.loop import ThreadLoop
+from toolkit.engine.memory_plan import MemoryPlan
+from toolkit.engine.options import EngineOptions
+from toolkit.engine.setup import Facts
+from toolkit.engine.stream import Timings
+from toolkit.errors import ToolkitError
+from toolkit.messages import GenerationConfig, Response
+
+VOCAB = 61
+EOS = VOCAB - 1
+LETTERS = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456"
+
+
+class LetterTokenizer:
+    """Byte-exact: token i is one letter, the last but one is the byte 0xC3, the last is eos."""
+
+    path = Path(".")
+    special_ids = frozenset({EOS})
+    eos_ids = (EOS,)
+    vocab_size = VOCAB
+    byte_exact = True
+    strips_leading_space = False
+
+    def bytes_of(self, token: int) -> bytes:
+        return b"<eos>" if token == EOS else b"\xc3" if token == EOS - 1 else LETTERS[token : token + 1]
+
+    @property
+    def token_bytes(self) -> list[bytes]:
+        return [self.bytes_of(i) for i in range(VOCAB)]
+
+    def token_id(self, text: str) -> int | None:
+        return EOS if text == "<eos>" else None
+
+
+@pytest.fixture(scope="session")
+def fake(support: Any) -> Any:
+    return support("fake_runner")
+
+
+@pytest.fixture
+def open_engine(fake: Any) -> Iterator[Callable[..., AsyncEngine]]:
+    """``open_engine(delay=…, **options)``: an engine over a fake runner whose steps take ``delay`` seconds."""
+    opened = []
+
+    def build(delay: float = 0.0, **options: Any) -> AsyncEngine:
+        runner = fake.FakeRunner((None,), VOCAB, 4)
+        if delay:
+            forward = runner.run
+            runner.run = lambda batch: (time.sleep(delay), forward(batch))[1]
+        blocks = (options.pop("blocks", 300),)
+        chosen = EngineOptions(
+            **({"session_len": 200, "max_batch_size": 16, "max_prefill_token_num": 64} | options), num_blocks=blocks
+        )
+        runner.allocate_cache(blocks)
+        tokenizer: Any = LetterTokenizer()
+        engine = AsyncEngine(tokenizer, "letters")
+        plan = MemoryPlan(200, 16, 64, 4, blocks, 0, (), ())
+        engine._facts = Facts(plan, "", "fake", "cpu", "float32", VOCAB)
+        core = EngineCore(runner, chosen, tokenizer)
+        engine._loop = ThreadLoop(core, engine._deliver, engine._lost)
+        opened.append(engine)
+        return engine
+
+    yield build
+    for engine in opened:
+        engine.close()
+        engine.close()
+
+
+def whole(engine: AsyncEngine, tokens: list[int], **config: Any) -> Response:
+    done = Response()
+    for delta in engine.generate_sync(tokens, GenerationConfig(**config)):
+        done.extend(delta)
+    return done
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end, "the condition never came true"
+        time.sleep(0.002)
+
+
+PROMPT = [3, 1, 4, 1, 5, 9]
+
+
+def test_text_is_the_tokens_text_and_counts_agree(open_engine: Any) -> None:
+    engine = open_engine()
+    r = whole(engine, PROMPT, max_new_tokens=20, ignore_eos=True, bad_token_ids=[EOS, EOS - 1])
+    assert r.text == "".join(chr(LETTERS[t]) for t in r.token_ids)
+    assert (r.generate_token_len, r.input_token_len, r.finish_reason, len(r.token_ids)) == (20, 6, "length", 20)
+    assert not engine._streams
+
+
+def test_many_at_once_from_one_event_loop_get_what_each_gets_alone(open_engine: Any) -> None:
+    engine = open_engine()
+    prompts = [[i, 7, i % 5] for i in range(40)]
+    configs = [GenerationConfig(do_sample=True, random_seed=i, max_new_tokens=5 + i % 9) for i in range(40)]
+
+    async def one(i: int) -> Response:
+        done = Response()
+        async for delta in engine.generate(prompts[i], configs[i]):
+            done.extend(delta)
+        return done
+
+    async def everything() -> list[Response]:
+        return list(await asyncio.gather(*(one(i) for i in range(40))))
+
+    together = asyncio.run(everything())
+    for i in range(40):
+        alone = Response()
+        for delta in engine.generate_sync(prompts[i], configs[i]):
+            alone.extend(delta)
+        alone.cached_tokens = together[i].cached_tokens
+        assert together[i] == alone
+
+
+def test_eos_is_counted_but_neither_text_nor_token(open_engine: Any) -> None:
+    engine = open_engine()
+    r = whole(engine, PROMPT, max_new_tokens=20, logit_bias={EOS: 100.0}, logprobs=0, output_logits="generation")
+    assert (r.text, r.token_ids, r.generate_token_len, r.finish_reason, r.stop_reason) == ("", [], 1, "stop", None)
+    assert len(r.logits) == 1 and not r.logprobs
+    r = whole(engine, PROMPT, max_new_tokens=4, logit_bias={EOS: 100.0}, ignore_eos=True)
+    assert r.generate_token_len == 4 and r.text == "" and r.finish_reason == "length"
+    r = whole(engine, PROMPT, logit_bias={7: 100.0}, stop_token_ids=[7])
+    assert (r.text, r.token_ids, r.stop_reason) == ("", [], 7)
+    r = whole(engine, PROMPT, logit_bias={7: 100.0}, stop_token_ids=[7], include_stop_str_in_output=True)
+    assert (r.text, r.token_ids) == ("h", [7])
+
+
+def test_a_stop_word_that_is_a_special_token_stops_by_its_id(open_engine: Any) -> None:
+    r = whole(open_engine(), PROMPT, logit_bias={EOS: 100.0}, stop_words=["<eos>"])
+    assert (r.text, r.finish_reason, r.stop_reason) == ("", "stop", "<eos>")
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_word_across_tokens_cuts_text_tokens_and_the_engines_work(open_engine: Any, include: bool) -> None:
+    engine = open_engine(delay=0.002)
+    base: dict[str, Any] = {"max_new_tokens": 150, "ignore_eos": True, "bad_token_ids": [EOS, EOS - 1]}
+    free = whole(engine, PROMPT, **base)
+    word = free.text[10:13]
+    end = free.text.index(word)
+    started = time.monotonic()
+    deltas = list(
+        engine.generate_sync(
+            PROMPT, GenerationConfig(**base, stop_words=[word, "123456789"], include_stop_str_in_output=include)
+        )
+    )
+    text = "".join(d.text for d in deltas)
+    assert text == free.text[: end + 3 if include else end]
+    assert deltas[-1].finish_reason == "stop" and deltas[-1].stop_reason == word
+    assert deltas[-1].generate_token_len == end + 3 == sum(len(d.token_ids) for d in deltas)
+    wait_for(lambda: engine.stats()["running"] == 0)
+    assert time.monotonic() - started < 140 * 0.002 and engine.stats()["kv_usage"] == 0
+
+
+def test_no_character_of_a_stop_word_is_shown_early(open_engine: Any) -> None:
+    engine = open_engine()
+    base: dict[str, Any] = {"max_new_tokens": 30, "ignore_eos": True, "bad_token_ids": [EOS, EOS - 1]}
+    free = whole(engine, PROMPT, **base).text
+    word = free[5:9] + "#"  # never comes: its beginning is held back, then shown
+    assert whole(engine, PROMPT, **base, stop_words=[word]).text == free
+    assert whole(engine, PROMPT, **base, stop_words=[free[-2:] + "#"]).text == free
+
+
+def test_min_new_tokens_keeps_stop_words_from_stopping(open_engine: Any) -> None:
+    engine = open_engine()
+    base: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True, "bad_token_ids": [EOS, EOS - 1]}
+    free = whole(engine, PROMPT, **base).text
+    r = whole(engine, PROMPT, **base, stop_words=[free[3]], min_new_tokens=20)
+    assert r.generate_token_len >= 20 and r.text == free[: len(r.text)]
+
+
+def test_a_slow_consumer_gets_longer_deltas_and_the_same_answer(open_engine: Any) -> None:
+    engine = open_engine()
+    base: dict[str, Any] = {"max_new_tokens": 100, "ignore_eos": True}
+    free = whole(engine, PROMPT, **base)
+    deltas = []
+    for delta in engine.generate_sync(PROMPT, GenerationConfig(**base)):
+        deltas.append(delta)
+        time.sleep(0.05)
+    assert len(deltas) < 40
+    assert "".join(d.text for d in deltas) == free.text and [t for d in deltas for t in d.token_ids] == free.token_ids
+
+
+def test_leaving_the_iteration_frees_the_blocks(open_engine: Any) -> None:
+    engine = open_engine(delay=0.005)
+
+    async def leave() -> None:
+        stream = engine.generate(PROMPT, GenerationConfig(max_new_tokens=150, ignore_eos=True))
+        async for _ in stream:
+            break
+        await stream.aclose()
+        task = asyncio.ensure_future(anext(engine.generate(PROMPT, GenerationConfig(max_new_tokens=150))))
+        await asyncio.sleep(0)
+        task.cancel()
+
+    asyncio.run(leave())
+    wait_for(lambda: engine.stats()["running"] + engine.stats()["waiting"] == 0)
+    assert engine.stats()["kv_usage"] == 0 and engine.stats()["requests"] == 0
+
+
+def test_abort_ends_the_stream_with_a_reason(open_engine: Any) -> None:
+    engine = open_engine(delay=0.005)
+    threading.Timer(0.05, lambda: engine.abort("mine")).start()
+    deltas = list(
+        engine.generate_sync(PROMPT, GenerationConfig(max_new_tokens=190, ignore_eos=True), request_id="mine")
+    )
+    assert deltas[-1].finish_reason == "abort" and 0 < deltas[-1].generate_token_len < 190
+    engine.abort("mine")
+    engine.abort("never heard of")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "change", "code", "message"),
+    [
+        ([], {}, 400, "empty"),
+        ([VOCAB], {}, 400, "vocabulary"),
+        ([1] * 200, {}, 400, "session length is 200"),
+        ([1], {"temperature": 7.0}, 400, "temperature"),
+        ([1], {"response_format": {"type": "sonnet"}}, 400, "response_format"),
+        ([1], {"response_format": {"type": "regex_schema", "regex_schema": "(("}}, 400, "regex_schema"),
+        ([1], {"logits_processors": [3]}, 400, "logits_processors"),
+        ([1], {"logit_bias": {VOCAB: 1.0}}, 400, "logit_bias"),
+    ],
+)
+def test_a_bad_request_gets_an_error_response(
+    open_engine: Any, tokens: list[int], change: dict[str, Any], code: int, message: str
+) -> None:
+    engine = open_engine()
+    config = GenerationConfig(max_new_tokens=3)
+    for name, value in change.items():
+        setattr(config, name, value)
+    (r,) = list(engine.generate_sync(tokens, config))
+    assert (r.finish_reason, r.error_code, r.input_token_len) == ("error", code, len(tokens))
+    assert message in str(r.error_message) and "\n" not in str(r.error_message)
+    assert whole(engine, PROMPT, max_new_tokens=2).generate_token_len == 2
+
+
+def test_max_new_tokens_none_fills_the_session(open_engine: Any) -> None:
+    r = whole(open_engine(), PROMPT, max_new_tokens=None, ignore_eos=True)
+    assert r.generate_token_len == 200 - len(PROMPT) and r.finish_reason == "length"
+
+
+def test_score_is_the_log_probability_of_each_token(open_engine: Any, fake: Any) -> None:
+    engine = open_engine()
+    tokens = [(i * 7) % 50 for i in range(90)]
+    found = engine.score(tokens)
+    logits = fake.make_logits(fake.reference_states(tokens, (None,)), VOCAB)
+    expected = fake.host_sampler.log_softmax(logits)[np.arange(89), tokens[1:]]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert found.dtype == np.float32 and found.shape == (89,)
+    with pytest.raises(ToolkitError, match="vocabulary"):
+        engine.score([1, VOCAB])
+
+
+def test_logprobs_logits_and_hidden_come_along(open_engine: Any) -> None:
+    r = whole(
+        open_engine(), PROMPT, max_new_tokens=5, ignore_eos=True, logprobs=2, prompt_logprobs=0,
+        output_logits="all", output_last_hidden_state="generation",
+    )  # fmt: skip
+    assert r.logits.shape == (len(PROMPT) + 4, VOCAB) and r.logits.dtype == np.float32
+    assert r.last_hidden_state.shape == (5, 4)
+    assert len(r.logprobs or []) == 5 and len(r.prompt_logprobs or []) == len(PROMPT)
+
+
+def test_timings_are_filled_in(open_engine: Any) -> None:
+    timings = Timings()
+    list(open_engine(delay=0.01).generate_sync(PROMPT, GenerationConfig(max_new_tokens=4), timings=timings))
+    assert timings.arrival < timings.first_token < timings.finish
+
+
+def test_closing_fails_what_runs(open_engine: Any) -> None:
+    engine = open_engine(delay=0.01)
+    threading.Timer(0.05, engine.close).start()
+    deltas = list(engine.generate_sync(PROMPT, GenerationConfig(max_new_tokens=190, ignore_eos=True)))
+    assert deltas[-1].finish_reason == "error" and deltas[-1].error_code == 503
+    assert not engine.healthy
+    (after,) = list(engine.generate_sync(PROMPT))
+    assert after.error_code == 503 and "closed" in str(after.error_message)
+
+
+def test_a_loop_that_breaks_says_so_instead_of_hanging(open_engine: Any) -> None:
+    engine = open_engine(delay=0.01)
+
+    def no_memory(num_blocks: Any) -> None:
+        raise MemoryError("no cache")
+
+    engine._loop._core.runner.allocate_cache = no_memory
+    engine._loop._core.runner.fail_on = {3}
+    deltas = list(engine.generate_sync(PROMPT, GenerationConfig(max_new_tokens=50, ignore_eos=True)))
+    assert deltas[-1].finish_reason == "error" and "MemoryError" in str(deltas[-1].error_message)
+    wait_for(lambda: not engine.healthy)
+    (after,) = list(engine.generate_sync(PROMPT))
+    assert after.error_code == 503 and "down" in str(after.error_message)

@@ -1,0 +1,81 @@
+"""Requests and outputs survive the way to another process unchanged."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolkit.engine import records
+from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams
+
+IDS = st.integers(0, 2**31 - 1)
+LOGPROBS = st.dictionaries(IDS, st.floats(-100, 0), min_size=1, max_size=4)
+
+
+@given(
+    st.lists(IDS, max_size=20),
+    st.integers(0, 2**64 - 1),
+    st.dictionaries(IDS, st.floats(-100, 100)),
+    st.lists(st.text(min_size=1), max_size=3),
+    st.one_of(st.none(), st.just({"type": "json_schema", "json_schema": {"schema": {"type": "object"}}})),
+)
+def test_requests(ids: list[int], seed: int, bias: dict[int, float], words: list[str], grammar: Any) -> None:
+    words = [w for w in words if w.isprintable()]
+    params = SamplingParams(7, seed=seed, logit_bias=bias, bad_words=words, grammar=grammar, temperature=0.3)
+    request = EngineRequest("é", ids, params, session="s", score_only=True)
+    message, rest = records.unpack(records.pack_add(request))
+    assert records.read_request(message) == request and not len(rest)
+
+
+@given(
+    st.lists(
+        st.builds(
+            EngineOutput,
+            st.text(max_size=5).filter(str.isprintable),
+            st.lists(IDS, max_size=3),
+            st.lists(LOGPROBS, max_size=3),
+            st.sampled_from([None, "stop", "length", "error", "abort"]),
+            prompt_logprobs=st.one_of(st.none(), st.lists(LOGPROBS, max_size=3).map(lambda x: [None, *x])),
+            cached_tokens=st.integers(0, 100),
+        ),
+        max_size=4,
+    ),
+    st.integers(0, 3),
+)
+def test_outputs(outputs: list[EngineOutput], rows: int) -> None:
+    for i, output in enumerate(outputs):
+        if rows:
+            output.logits = np.random.default_rng(i).normal(size=(rows, 7)).astype(np.float32)
+        if rows == 2:
+            output.hidden = np.arange(8, dtype=np.float32).reshape(2, 4) + i
+    message, data = records.unpack(records.pack_outputs(outputs, {"running": 2}))
+    found = records.read_outputs(message, data)
+    assert message["stats"] == {"running": 2} and len(found) == len(outputs)
+    for got, sent in zip(found, outputs, strict=True):
+        for name in records.ARRAYS:
+            a, b = getattr(got, name), getattr(sent, name)
+            assert (a is None) == (b is None)
+            if a is not None:
+                np.testing.assert_array_equal(a, b)
+                assert a.flags.writeable
+        assert {k: v for k, v in asdict(got).items() if k not in records.ARRAYS} == {
+            k: v for k, v in asdict(sent).items() if k not in records.ARRAYS
+        }
+
+
+def test_minus_infinity_survives_though_json_has_none() -> None:
+    output = EngineOutput("a", [3], [{3: -math.inf, 4: -1.0}])
+    message, data = records.unpack(records.pack_outputs([output], {}))
+    assert records.read_outputs(message, data)[0].logprobs == [{3: -math.inf, 4: -1.0}]
+
+
+def test_what_is_no_json_is_refused() -> None:
+    params = SamplingParams(1, grammar={"type": object()})
+    with pytest.raises(TypeError):
+        records.pack_add(EngineRequest("a", [1], params))
