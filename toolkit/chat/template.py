@@ -129,8 +129,8 @@ class ChatTemplate:
         words, ids = list(config.stop_words or []), list(config.stop_token_ids or [])
         for word in self.stop_words:
             token = self._tokenizer.token_id(word)
-            if word in words or token in ids:
-                continue
+            if word in words or token in ids or token in self._tokenizer.eos_ids:
+                continue  # it ends the answer anyway
             if token is not None and token in self._tokenizer.special_ids:
                 ids.append(token)
             else:

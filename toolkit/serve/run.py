@@ -143,7 +143,8 @@ def serve(
     """Open ``model`` in a process of its own and serve it until SIGTERM or SIGINT.
 
     ``settings``: fields of ServerSettings but the name. ``progress`` gets lines while the model loads, then
-    ``ready`` the URL and the engine. Raises ToolkitError or UsageError for whatever keeps it from starting; the port is tried first.
+    ``ready`` the URL and the engine. Raises ToolkitError or UsageError for whatever keeps it from
+    starting; the port is tried first.
     """
     if log_level not in LOG_LEVELS:
         raise UsageError(f"--log-level: expected one of {', '.join(LOG_LEVELS)}, found {log_level!r}")
