@@ -76,8 +76,8 @@ class Pipeline:
     model_path: local directory, hub id, .gguf file, engine artifact or "demo". backend_config: None lets the toolkit
     choose. chat_template_config: a ChatTemplateConfig, a built-in name, or a .json or .jinja file. log_level: of the
     logger "toolkit"; INFO shows every prompt after templating, cut to ``max_log_len`` characters. ``gen_config`` may be
-    given as the default of all calls, ``backend`` ("turbomind" or "pytorch") in place of a backend_config. Raises UsageError for arguments that mean nothing, ToolkitError when the
-    model cannot be loaded.
+    given as the default of all calls, ``backend`` ("turbomind" or "pytorch") in place of a backend_config. Raises
+    UsageError for arguments that mean nothing, ToolkitError when the model cannot be loaded.
     """
 
     def __init__(
@@ -330,14 +330,12 @@ class Pipeline:
                 raise job.error
             pieces = self.engine.generate(job.token_ids, job.config, request_id=job.request_id, session=name)
             async for piece in pieces:
-                self._label(piece, job)
-                whole.extend(piece)
+                self._label(whole.extend(self._label(piece, job)), job)
                 emit(piece)
         except Exception as e:
             if not isinstance(e, ToolkitError):
                 logger.exception("request %s failed", job.request_id)
-            whole = _failed(whole, e)
-            self._label(whole, job)
+            whole = self._label(_failed(whole, e), job)
             emit(dataclasses.replace(whole, text="", token_ids=[], logprobs=None, logits=None, last_hidden_state=None))
         finally:
             running.discard(job.request_id)
@@ -347,9 +345,10 @@ class Pipeline:
         return _with_tensors(whole)
 
     @staticmethod
-    def _label(piece: Response, job: _Job) -> None:
-        piece.index = job.key[0]
-        piece.session_id = job.key[0]
+    def _label(piece: Response, job: _Job) -> Response:
+        """Say whose it is: the position of its prompt, as index and as LMDeploy's session_id."""
+        piece.index = piece.session_id = job.key[0]
+        return piece
 
     def _stream(self, jobs: list[_Job], pieces_wanted: bool) -> Iterator[Response]:
         pieces: queue.SimpleQueue[Response | None] = queue.SimpleQueue()

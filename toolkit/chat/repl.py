@@ -25,8 +25,8 @@ HELP = """\
 /retry               answer the last question again
 /exit                leave (also: exit, end, quit, Ctrl-D)
 
-Enter sends. Alt-Enter, or a backslash at the end of a line, starts a new line; pasted text keeps its lines.
-Ctrl-C stops the answer, on an empty line it does nothing."""
+Enter sends; Alt-Enter, or a backslash at the end of a line, starts a new line.
+Ctrl-C stops the answer, and clears a question that is not sent yet."""
 LEAVE = ("exit", "end", "quit", "/exit", "/quit")
 COMMANDS = ("/help", "/system", "/set", "/clear", "/save", "/load", "/retry", "/exit")
 
@@ -132,14 +132,17 @@ class Repl:
             self.screen.error(" ".join(str(e).split()))
 
     def _answer(self) -> None:
-        """Answer the open question. A failure takes the question back, an interrupt keeps what was said."""
+        """Answer the open question. A failure takes the question back; what an interrupt left counts."""
         talk = self.conversation
         try:
             whole, speed = answer(self.model, talk.messages(), talk.config, self.screen)
         except ToolkitError:
             talk.turns.pop()
             raise
-        talk.say("assistant", whole.text)
+        if whole.finish_reason == "abort" and not whole.text:
+            talk.turns.pop()
+        else:
+            talk.say("assistant", whole.text)
         notes = [speed]
         if whole.finish_reason == "abort":
             notes.append("stopped")
@@ -147,7 +150,7 @@ class Repl:
             cut = talk.config.max_new_tokens
             at_limit = cut is not None and whole.generate_token_len >= cut
             notes.append(f"cut at {cut} tokens (/set max_new_tokens)" if at_limit else "context full (/clear)")
-        self.screen.note(", ".join(notes))
+        self.screen.note(", ".join(notes) + "\n")
 
     def _command(self, line: str) -> None:
         name, _, rest = line.strip().partition(" ")

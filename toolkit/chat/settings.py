@@ -56,6 +56,9 @@ def change(config: GenerationConfig, **values: Any) -> GenerationConfig:
     unless ``do_sample`` itself is given. Raises UsageError for values out of range.
     """
     given = {name: value for name, value in values.items() if value is not None}
+    for name, value in given.items():
+        if SETTINGS[name] is bool and not isinstance(value, bool):
+            raise UsageError(f"{name}: expected true or false, found {value!r:.40}")
     if "do_sample" not in given and any(name in given for name in _SAMPLING):
         given["do_sample"] = given.get("temperature", 1.0) != 0
     return dataclasses.replace(config, **{_FIELDS.get(name, name): value for name, value in given.items()})
