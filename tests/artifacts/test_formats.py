@@ -326,7 +326,6 @@ def test_impossible_numbers_are_named(tmp_path: Path, form: str, change: dict[st
         ("awq", {"version": 3}, "version"),
         ("awq", {"bits": 8}, "bits"),
         ("gptq", {"checkpoint_format": "marlin"}, "marlin"),
-        ("gptq", {"dynamic": {"x": {"bits": 8}}}, "dynamic"),
         ("w8a8", {"quant_dtype": "int4"}, "int4"),
     ],
 )

@@ -121,6 +121,11 @@ def test_target_that_is_a_file_or_below_one(tmp_path: Path, source: Path) -> Non
     assert (tmp_path / "file").read_text() == "mine" and not hidden(tmp_path)
 
 
+def test_the_root_is_no_target(source: Path) -> None:
+    with pytest.raises(UsageError, match="root"):
+        run(Path("/"), source, overwrite=True)
+
+
 def test_overwrite_never_deletes_the_input(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for target in (source, tmp_path):
         with pytest.raises(UsageError, match="delete"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -275,6 +276,15 @@ def edit(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     return apply
 
 
+def sign(engine: Path) -> None:
+    """Record the digest of a changed engine.json, as another packer's would be."""
+    manifest = json.loads((engine / "manifest.json").read_text())
+    for entry in manifest["files"]:
+        if entry["name"] == ENGINE_JSON:
+            entry["sha256"] = hashlib.sha256((engine / ENGINE_JSON).read_bytes()).hexdigest()
+    (engine / "manifest.json").write_text(json.dumps(manifest))
+
+
 def cut(engine: Path) -> None:
     path = engine / ENGINE_ARRAYS
     path.write_bytes(path.read_bytes()[:-1])
@@ -304,6 +314,8 @@ BREAKAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         edit(lambda d: d["params"][NAME].update(form="group_int", bits=5, group_size=32)),
         "unknown form",
     ),
+    "a value that only the digest shows": (edit(lambda d: d["spec"].update(head_scale=0.5)), "changed"),
+    "no manifest": (lambda e: (e / "manifest.json").unlink(), "changed"),
     "manifest of another kind": (
         lambda e: (e / "manifest.json").write_text(
             (e / "manifest.json").read_text().replace('"engine"', '"quantized"')
@@ -325,9 +337,33 @@ def test_broken_artifacts_are_refused_in_one_line(
     assert words in message and "\n" not in message and str(tmp_path / "e") in message
 
 
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_change_of_engine_json_is_one_line(
+    data: st.DataObject, tiny_models: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("fuzz") / "e"
+    convert(str(tiny_models("llama")), path)
+    record = json.loads((path / ENGINE_JSON).read_text())
+    node: Any = record
+    while True:  # walk to a random place and put something else there
+        key = data.draw(st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node))))
+        inner = node[key]
+        if not isinstance(inner, (dict, list)) or not inner or data.draw(st.integers(0, 4)) == 0:
+            break
+        node = inner
+    wrong = st.sampled_from([None, -1, 0, 1 << 70, 1.5, "x", [], {}, [[]], True])
+    node[key] = data.draw(wrong.filter(lambda value: value != inner or type(value) is not type(inner)))
+    (path / ENGINE_JSON).write_text(json.dumps(record))
+    with pytest.raises(ToolkitError) as caught:
+        open_engine(path)
+    assert "\n" not in str(caught.value)
+
+
 def test_another_target_names_the_remedy(tiny_models: Any, tmp_path: Path) -> None:
     convert(str(tiny_models("llama")), tmp_path / "e")
     edit(lambda d: d.update(target="cpu-abacus"))(tmp_path / "e")
+    sign(tmp_path / "e")
     artifact = open_engine(tmp_path / "e")
     assert artifact.target == "cpu-abacus"
     with pytest.raises(ToolkitError, match=r"cpu-abacus.*--target torch"):

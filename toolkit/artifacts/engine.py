@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.json_file import read_json_object, write_json_object
-from toolkit.artifacts.manifest import require_kind
+from toolkit.artifacts.manifest import Manifest, file_digest, require_kind
 from toolkit.artifacts.safetensors_file import TensorInfo, map_arrays, read_header, write_arrays
 from toolkit.errors import ToolkitError
 from toolkit.models.spec import DecoderSpec
@@ -90,7 +90,7 @@ def open_engine(path: Path) -> EngineArtifact:
 
     Raises ToolkitError, one line, if it is none, is broken, or is of a newer schema.
     """
-    require_kind(path, ("engine",), "the engine")
+    manifest = require_kind(path, ("engine",), "the engine")
     json_path = path / ENGINE_JSON
     data = read_json_object(json_path)
     version = data.get("schema_version")
@@ -111,4 +111,12 @@ def open_engine(path: Path) -> EngineArtifact:
         from toolkit.artifacts.engine_torch import check_torch
 
         check_torch(artifact)
+    _check_digest(json_path, manifest)
     return artifact
+
+
+def _check_digest(json_path: Path, manifest: Manifest | None) -> None:
+    """An engine.json that is not the one written may hold a spec that no model has: refuse it rather than run it."""
+    recorded = {entry["name"]: entry["sha256"] for entry in manifest.files} if manifest is not None else {}
+    if recorded.get(ENGINE_JSON) != file_digest(json_path):
+        raise ToolkitError(f"{json_path}: was changed since it was written; convert the model again")

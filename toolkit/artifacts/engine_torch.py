@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def pack_torch(weights: Iterable[tuple[str, Weight | Tensor]], params: dict[str, dict[str, Any]]) -> Arrays:
-    """The arrays of canonical weights for target ``torch``; fills ``params``. Raises ToolkitError for an unknown form."""
+    """The arrays of canonical weights; fills ``params``. Raises ToolkitError for a form that it cannot hold."""
     import torch
 
     from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8, GroupInt
@@ -76,9 +76,9 @@ def unpack_codes(packed: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
     if bits > 4:
         return packed.view(shape)
     # A table of byte → two codes is twice as fast as shifting and interleaving.
-    pairs = np.arange(256, dtype=np.uint16)
-    pairs = (pairs & 15) | (pairs >> 4) << 8
-    codes = torch.from_numpy(np.take(pairs.astype("<u2"), packed.numpy()).view(np.uint8))
+    byte = np.arange(256)
+    pairs = (byte & 15 | byte >> 4 << 8).astype("<u2")
+    codes = torch.from_numpy(np.take(pairs, packed.numpy()).view(np.uint8))
     return codes[: math.prod(shape)].view(shape)
 
 
@@ -173,20 +173,32 @@ def check_torch(artifact: EngineArtifact) -> None:
                 )
 
 
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(side, int) and side >= 0 for side in value)
+
+
+def _is_grid(entry: dict[str, Any]) -> bool:
+    """Whether bits, group size and zero point can be, and the groups divide the shape."""
+    bits, size, zero = entry.get("bits"), entry.get("group_size"), entry.get("zero", 0)
+    if bits not in (2, 3, 4, 8) or not isinstance(size, int) or size < 1 or not isinstance(zero, int):
+        return False
+    return 0 <= zero < 1 << bits and len(entry["shape"]) == 2 and entry["shape"][1] % size == 0
+
+
 def _arrays_of(artifact: EngineArtifact, name: str, entry: dict[str, Any]) -> dict[str, int]:
     """Array name → number of elements that a parameter's description asks for."""
-    form = entry.get("form") if isinstance(entry, dict) else None
+    form = entry.get("form") if isinstance(entry, dict) and _is_shape(entry.get("shape")) else None
     if form == "tensor":
         return {name: math.prod(entry["shape"])}
     if form == "dense":
         return {f"{name}.weight": math.prod(entry["shape"])}
     if form in ("channel_int8", "fp8"):
         return {f"{name}.weight": math.prod(entry["shape"]), f"{name}.scales": entry["shape"][0]}
-    bits, size = (entry.get("bits"), entry.get("group_size")) if form == "group_int" else (None, None)
-    if bits not in (2, 3, 4, 8) or not isinstance(size, int) or size < 1 or entry["shape"][1] % size:
+    if form != "group_int" or not _is_grid(entry):
         raise ToolkitError(
             f"{artifact.path / ENGINE_JSON}: params: {name}: unknown form {entry!r:.100}; convert the model again"
         )
+    bits, size = entry["bits"], entry["group_size"]
     rows, groups = entry["shape"][0], entry["shape"][1] // size
     per_byte = 1 if bits > 4 else 2
     wanted = {f"{name}.codes": -(-rows * groups * size // per_byte), f"{name}.scales": rows * groups}

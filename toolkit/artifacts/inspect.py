@@ -126,8 +126,9 @@ def _lineage(path: Path, manifest: Manifest) -> list[str]:
 
 
 def _made(record: dict[str, Any]) -> str:
-    options = record.get("options") or {}
-    text = ", ".join(f"{key} {value}" for key, value in options.items() if value is not None)
+    options = record.get("options")
+    pairs = options.items() if isinstance(options, dict) else ()
+    text = ", ".join(f"{key} {value}" for key, value in pairs if value is not None)
     made = f"{record.get('kind')}, made by {record.get('stage')} {record.get('created')}"
     return f"{made}: {text}" if text else made
 

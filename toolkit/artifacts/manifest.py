@@ -64,19 +64,20 @@ def parse_manifest(data: dict[str, Any], path: Path) -> Manifest:
             f"{path}: schema_version {version} is newer than {SCHEMA_VERSION}, the newest this version reads; "
             f"upgrade (it was written by {data.get('tool_version')!r:.40})"
         )
-    kinds = {
+    fields = {
         "kind": str, "stage": str, "tool_version": str, "created": str, "parent": dict, "options": dict,
         "quality": dict, "files": list, "size_bytes": int,
     }  # fmt: skip
-    for name, kind in kinds.items():
+    for name, kind in fields.items():
         if not isinstance(data.get(name), kind):
             raise ToolkitError(f"{path}: {name}: expected {kind.__name__}, found {data.get(name)!r:.40}")
     if data["kind"] not in KINDS:
         raise ToolkitError(f"{path}: kind: expected one of {', '.join(KINDS)}, found {data['kind']!r:.40}")
     for entry in data["files"]:
-        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+        kinds = (("name", str), ("size", int), ("sha256", str))
+        if not isinstance(entry, dict) or not all(isinstance(entry.get(key), kind) for key, kind in kinds):
             raise ToolkitError(f"{path}: files: expected objects with name, size and sha256, found {entry!r:.60}")
-    return Manifest(schema_version=version, **{name: data[name] for name in kinds})
+    return Manifest(schema_version=version, **{name: data[name] for name in fields})
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:

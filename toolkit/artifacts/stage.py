@@ -188,6 +188,8 @@ def _key(kind: str, stage: str, parent: dict[str, Any], options: dict[str, Any],
 
 
 def _check_target(shown: Path, target: Path) -> None:
+    if not target.name:
+        raise UsageError(f"{shown}: expected a directory that may be replaced as a whole, found the root")
     if target.exists() and not target.is_dir():
         raise UsageError(f"{shown}: expected a directory or a new name, found a file")
     for ancestor in target.parents:
