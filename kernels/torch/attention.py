@@ -116,13 +116,13 @@ def _piece(batch: _Batch, group: np.ndarray, begin: int, rows: int) -> Piece:
 
 def _mask(piece: Piece, window: int | None, repeat: int, device: torch.device) -> Tensor | None:
     """Bool [sequences, 1, repeat·rows, keys], True where a row sees a key; None where every row sees every key."""
+    if piece.rows == 1 and bool((piece.at + 1 - piece.first == piece.keys).all()):
+        return None
     key = torch.from_numpy(piece.first).to(device)[:, None, None] + torch.arange(piece.keys, device=device)
     at = torch.from_numpy(piece.at).to(device)[:, None, None] + torch.arange(piece.rows, device=device)[:, None]
     seen = key <= at
     if window is not None:
         seen &= key > at - window
-    if bool(seen.all()):
-        return None
     return seen.repeat(1, repeat, 1)[:, None]
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.runners import choose
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
 from toolkit.runners.torch import device as module
@@ -101,3 +104,65 @@ def test_reference_kernels_alone_run_a_model(tiny_models, steps, monkeypatch):
 def test_choosing_imports_no_torch():
     code = "import sys, toolkit.runners.choose; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.fixture
+def native(monkeypatch):
+    """``native(reason)``: the native runner answers ``reason``, and is a mere record where it has none."""
+    from toolkit.runners.native import runner as native_runner
+
+    def answer(reason):
+        monkeypatch.setattr(choose, "native_unsupported", lambda opened, options: reason)
+        monkeypatch.setattr(
+            native_runner, "NativeRunner", lambda spec, weights, options: SimpleNamespace(name="native")
+        )
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    "backend, reason, name, said",
+    [
+        (None, None, "native", ""),
+        ("turbomind", None, "native", ""),
+        ("pytorch", None, "torch", ""),
+        (None, "no compiler", "torch", ""),
+        ("turbomind", "no compiler", "torch", "turbomind's native runner does not run here: no compiler; the torch"),
+    ],
+)
+def test_native_runs_where_it_can(backend, reason, name, said, native, tiny_models):
+    native(reason)
+    runner, note = _open(tiny_models("llama"), backend, dtype="float32")
+    assert runner.name == name and note.startswith(said) and bool(note) == bool(said)
+
+
+def test_an_artifacts_target_decides(native, tiny_models, tmp_path, monkeypatch):
+    from toolkit.convert.convert import convert
+
+    path = tmp_path / "engine"
+    convert(str(tiny_models("llama")), path, target="torch")
+    native(None)
+    assert _open(path, None, dtype="float32")[0].name == "torch"
+    assert _open(path, "turbomind")[0].name == "native"
+    with pytest.raises(UsageError, match="is an engine artifact"):
+        open_model(path, model_format="awq")
+    with pytest.raises(UsageError, match="config is fixed"):
+        open_model(path, hf_overrides={"rms_norm_eps": 0.25})
+    opened = replace(open_model(path), target="cpu-other")
+    monkeypatch.setattr(choose, "open_model", lambda path, **options: opened)
+    assert _open(path, None)[0].name == "native"
+    native("another instruction set")
+    with pytest.raises(UsageError, match="packed for cpu-other, but another instruction set"):
+        _open(path, None)
+
+
+def test_an_artifact_gives_the_checkpoints_logits(tiny_models, tmp_path, steps):
+    from toolkit.convert.convert import convert
+
+    path = tmp_path / "engine"
+    convert(str(tiny_models("gemma2")), path, target="torch")
+    logits = []
+    for model in (tiny_models("gemma2"), path):
+        driver = steps.Driver(_open(model, block_size=16)[0])
+        logits.append(driver.step({driver.add(): [3, 4, 5, 6]}, "all").logits)
+    assert (logits[0] == logits[1]).all()

@@ -98,8 +98,9 @@ def open_runner(
 ) -> tuple[Runner, str]:
     """A runner for the model at ``path`` and one line on which it is and why (empty: nothing worth saying).
 
-    ``backend`` None picks native where it runs, else torch; "turbomind" says in the note where torch stands in. Weights
-    are not loaded yet. Raises ToolkitError or UsageError, one line, for a model or an option that cannot be.
+    ``backend`` None picks native where it runs, else torch; an engine artifact's target decides by itself. "turbomind"
+    says in the note where torch stands in. Weights are not loaded yet. Raises ToolkitError or UsageError, one line,
+    for a model or an option that cannot be.
     """
     if backend not in (None, *BACKENDS):
         raise UsageError(f"--backend: expected one of {', '.join(BACKENDS)}, found {backend!r}")
@@ -107,12 +108,14 @@ def open_runner(
         path, hf_overrides=hf_overrides, rope_scaling_factor=rope_scaling_factor, model_format=model_format
     )
     why = ""
-    if backend != "pytorch":
+    if backend == "turbomind" or (backend is None and opened.target != "torch"):
         reason = native_unsupported(opened, options)
         if reason is None:
             from toolkit.runners.native.runner import NativeRunner
 
             return NativeRunner(opened.spec, opened.weights, options), ""
+        if opened.target not in (None, "torch"):
+            raise UsageError(f"{path}: packed for {opened.target}, but {reason}; convert again with --target torch")
         if backend == "turbomind":
             why = f"turbomind's native runner does not run here: {reason}; the torch runner stands in"
     from toolkit.runners.torch.runner import TorchRunner

@@ -11,7 +11,7 @@ from torch import Tensor
 from toolkit.artifacts.canonical import Weight
 from toolkit.models.spec import AttentionSpec, DecoderSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec, Sublayer
 from toolkit.runners.torch.context import StepContext
-from toolkit.runners.torch.linear import Bound, Linear, Placement, becomes_dense, dense_for, make_linear
+from toolkit.runners.torch.linear import Bound, Linear, Placement, becomes_dense, make_linear
 from toolkit.runners.torch.ops import Ops
 
 Weights = Mapping[str, Weight | Tensor]
@@ -291,5 +291,5 @@ def build_decoder(spec: DecoderSpec, weights: Weights, place: Placement, ops: Op
     final_norm = builder.norm(spec.final_norm)
     assert final_norm is not None
     bias = builder.tensor(f"{spec.head}.bias").to(place.dtype) if spec.head_bias else None
-    matrix = table if spec.tied else dense_for(builder.matrix(spec.head).dequantize(place.dtype), place)
+    matrix = table if spec.tied else builder.matrix(spec.head).dequantize(place.dtype).to(place.device)
     return Decoder(spec, table, steps, final_norm, Bound(ops.linear, (matrix, bias)), ops)

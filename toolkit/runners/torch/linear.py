@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.canonical import ChannelInt8, Dense, GroupInt, Weight
+from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8, GroupInt, Weight
 from toolkit.kernels.reference.linear import pack_codes
 from toolkit.runners.torch.ops import Ops
 
@@ -66,7 +66,9 @@ def becomes_dense(weight: Weight, place: Placement) -> bool:
     """Whether ``weight`` is held as a floating point matrix."""
     if isinstance(weight, GroupInt):
         return place.dequantize
-    return isinstance(weight, Dense) or place.dequantize_activations
+    if isinstance(weight, (ChannelInt8, Fp8)):
+        return place.dequantize_activations
+    return True  # forms that no kernel takes as they are
 
 
 def _prepare(weight: Weight, place: Placement) -> Weight:
@@ -94,12 +96,12 @@ def _fuse(weights: Sequence[Weight]) -> Weight | None:
     if isinstance(first, Dense):
         return Dense(below("weight"))
     if isinstance(first, GroupInt):
-        return replace(
-            first, codes=below("codes"), scales=below("scales"), zeros=below("zeros"), minima=below("minima")
-        )
-    if first.weight.dtype != weights[-1].weight.dtype:  # type: ignore[union-attr]
-        return None
-    return type(first)(below("weight"), below("scales"))
+        return GroupInt(below("codes"), below("scales"), below("zeros"), first.bits, first.group_size, below("minima"))
+    if isinstance(first, ChannelInt8):
+        return ChannelInt8(below("weight"), below("scales"))
+    if isinstance(first, Fp8) and len({w.weight.dtype for w in weights if isinstance(w, Fp8)}) == 1:
+        return Fp8(below("weight"), below("scales"))
+    return None
 
 
 def _fuse_biases(biases: Sequence[Tensor | None], sizes: Sequence[int], place: Placement) -> Tensor | None:
@@ -114,19 +116,13 @@ def _bind(weight: Weight, bias: Tensor | None, place: Placement, ops: Ops) -> Li
         return None if t is None else t.to(place.device)
 
     if isinstance(weight, Dense):
-        return Bound(ops.linear, (dense_for(weight.weight, place), bias))
+        return Bound(ops.linear, (put(weight.weight), bias))
     if isinstance(weight, GroupInt):
         packed = put(pack_codes(weight.codes, weight.bits))
         zeros = None if weight.minima is not None else put(weight.zeros)
         index = put(weight.group_index)
         constants = (packed, put(weight.scales), zeros, put(weight.minima), weight.bits, index, bias)
         return Bound(ops.linear_group_int, constants)
+    assert isinstance(weight, (ChannelInt8, Fp8)), type(weight)
     kernel = ops.linear_int8 if isinstance(weight, ChannelInt8) else ops.linear_fp8
     return Bound(kernel, (put(weight.weight), put(weight.scales), bias))
-
-
-def dense_for(weight: Tensor, place: Placement) -> Tensor:
-    """``weight`` on its device. In float32 on a CPU it is laid out input by input, which a single row reads faster."""
-    if place.device.type == "cpu" and place.dtype == torch.float32:
-        return weight.t().contiguous().t()
-    return weight.to(place.device)
