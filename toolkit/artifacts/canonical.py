@@ -31,6 +31,44 @@ class Dense:
 
 
 @dataclass(frozen=True)
+class SuperScales:
+    """What the scales and minima of a ``GroupInt`` or ``Codebook`` were computed from (GGUF's K-quants and IQ4_XS):
+    small integers times one float a super-block, kept so that a file can be written again bit by bit.
+
+    ``d``, ``dmin``: float16 [out, super-blocks]; ``codes``, ``min_codes``: int8 [out, groups].
+        scale = d * code, minimum = -(dmin * min_code), in float32
+    """
+
+    d: Tensor
+    codes: Tensor
+    dmin: Tensor | None = None
+    min_codes: Tensor | None = None
+
+    def scales(self) -> Tensor:
+        """float32 [out, groups]."""
+        return _spread(self.d, self.codes)
+
+    def minima(self) -> Tensor | None:
+        """float32 [out, groups], None where there are none."""
+        if self.dmin is None or self.min_codes is None:
+            return None
+        return -_spread(self.dmin, self.min_codes)
+
+    def take_rows(self, rows: Tensor | slice) -> SuperScales:
+        return SuperScales(
+            self.d[rows],
+            self.codes[rows],
+            None if self.dmin is None else self.dmin[rows],
+            None if self.min_codes is None else self.min_codes[rows],
+        )
+
+
+def _spread(floats: Tensor, codes: Tensor) -> Tensor:
+    each = floats.float().repeat_interleave(codes.shape[1] // floats.shape[1], dim=1)
+    return each * codes.float()
+
+
+@dataclass(frozen=True)
 class GroupInt:
     """Integers in groups along the input dimension, one scale (and offset) a group.
 
@@ -42,6 +80,7 @@ class GroupInt:
     Exactly one of the two is given; a symmetric grid is ``zeros`` filled with ``2**(bits-1)``.
     ``group_index``: int32 [in] or None: the group of every input feature where groups are not
     consecutive (GPTQ act-order).
+    ``super_scales``: what ``scales`` and ``minima`` (then float32) were computed from, for K-quants, else None.
     """
 
     codes: Tensor
@@ -51,6 +90,7 @@ class GroupInt:
     group_size: int
     minima: Tensor | None = None
     group_index: Tensor | None = None
+    super_scales: SuperScales | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -85,6 +125,7 @@ class GroupInt:
             scales=self.scales[rows],
             zeros=None if self.zeros is None else self.zeros[rows],
             minima=None if self.minima is None else self.minima[rows],
+            super_scales=None if self.super_scales is None else self.super_scales.take_rows(rows),
         )
 
 
@@ -127,4 +168,101 @@ class Fp8:
         return Fp8(self.weight[rows], self.scales[rows])
 
 
-Weight = Dense | GroupInt | ChannelInt8 | Fp8
+@dataclass(frozen=True)
+class BlockFp8:
+    """float8 weights with one scale a tile of rows and columns (DeepSeek's blocked fp8).
+
+    ``weight``: float8_e4m3fn [out, in]; ``scales``: float32 [row blocks, ceil(in / block[1])], w = weight * scale;
+    ``block``: rows and columns of a tile, those at the border may be smaller. ``row_blocks``: int32 [out], the row
+    block of every row where rows were taken out of their tiles, None for row // block[0].
+    """
+
+    weight: Tensor
+    scales: Tensor
+    block: tuple[int, int]
+    row_blocks: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.weight.shape[0], self.weight.shape[1]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        each = self.scales[self._row_blocks()].repeat_interleave(self.block[1], dim=1)
+        return (self.weight.float() * each[:, : self.weight.shape[1]]).to(dtype)
+
+    def take_rows(self, rows: Tensor | slice) -> BlockFp8:
+        return replace(self, weight=self.weight[rows], row_blocks=self._row_blocks()[rows])
+
+    def _row_blocks(self) -> Tensor:
+        if self.row_blocks is not None:
+            return self.row_blocks
+        return torch.arange(self.weight.shape[0], dtype=torch.int32) // self.block[0]
+
+
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""What the sixteen e2m1 codes mean (OCP Microscaling Formats, 5.3.3)."""
+
+
+@dataclass(frozen=True)
+class Fp4:
+    """4-bit floats (e2m1) in blocks along the input dimension: MXFP4 and NVFP4.
+
+    ``codes``: uint8 [out, in], each below 16, indices into ``FP4_VALUES``. ``scales``: [out, in/group_size], uint8
+    (e8m0: 2 ** (scale - 127)) or float8_e4m3fn. ``global_scale``: float32 [1] that scales are *divided* by, or None.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    group_size: int
+    global_scale: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def float_scales(self) -> Tensor:
+        """The factors of the blocks, float32 [out, in/group_size]."""
+        if self.scales.dtype == torch.uint8:
+            found = torch.exp2(self.scales.float() - 127)
+        else:
+            found = self.scales.float()
+        return found if self.global_scale is None else found / self.global_scale.float()
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        table = torch.tensor(FP4_VALUES)
+        values = table[self.codes.long()].unflatten(1, (-1, self.group_size))
+        return (values * self.float_scales()[..., None]).flatten(1).to(dtype)
+
+    def take_rows(self, rows: Tensor | slice) -> Fp4:
+        return replace(self, codes=self.codes[rows], scales=self.scales[rows])
+
+
+@dataclass(frozen=True)
+class Codebook:
+    """Codes that index a table of values: GGUF's IQ4_NL and IQ4_XS. w = table[code] * scale.
+
+    ``codes``: uint8 [out, in]; ``table``: float32 [2**bits]; ``scales``: [out, in/group_size] float;
+    ``super_scales`` as in ``GroupInt``.
+    """
+
+    codes: Tensor
+    table: Tensor
+    scales: Tensor
+    bits: int
+    group_size: int
+    super_scales: SuperScales | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        values = self.table[self.codes.long()].unflatten(1, (-1, self.group_size))
+        return (values * self.scales.float()[..., None]).flatten(1).to(dtype)
+
+    def take_rows(self, rows: Tensor | slice) -> Codebook:
+        taken = None if self.super_scales is None else self.super_scales.take_rows(rows)
+        return replace(self, codes=self.codes[rows], scales=self.scales[rows], super_scales=taken)
+
+
+Weight = Dense | GroupInt | ChannelInt8 | Fp8 | BlockFp8 | Fp4 | Codebook

@@ -6,7 +6,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from toolkit.artifacts.formats import awq, gguf_types, gptq, w8a8
+from toolkit.artifacts.formats import (
+    auto_round,
+    awq,
+    blocked_fp8,
+    compressed_tensors,
+    gguf_types,
+    gptq,
+    mxfp4,
+    w8a8,
+)
 from toolkit.artifacts.formats.layout import Expected
 from toolkit.errors import ToolkitError
 
@@ -30,7 +39,10 @@ class WeightFormat(Protocol):
     def read_linear(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Weight: ...
 
 
-FORMATS: dict[str, WeightFormat] = {module.METHOD: module for module in (awq, gptq, w8a8, gguf_types)}
+_MODULES: tuple[WeightFormat, ...] = (
+    awq, gptq, auto_round, compressed_tensors, w8a8, blocked_fp8, mxfp4, gguf_types
+)  # fmt: skip
+FORMATS: dict[str, WeightFormat] = {module.METHOD: module for module in _MODULES}
 
 
 def format_of(checkpoint: Checkpoint) -> WeightFormat | None:

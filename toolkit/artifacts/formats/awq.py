@@ -7,9 +7,12 @@ Zero points are stored as they are. w = (code - zero) * scale.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.formats.bits import pack_words, unpack_words
+from toolkit.artifacts.formats.describe import Layout, common_layout, form_name, layout_fits
 from toolkit.artifacts.formats.layout import FLOATS, Expected, group_size, whole
 from toolkit.errors import ToolkitError
 
@@ -63,28 +66,40 @@ def expected(quantization: dict[str, Any], name: str, shape: tuple[int, ...]) ->
 
 def read_linear(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> GroupInt:
     """The linear ``name`` of dense shape [out, in] in canonical form."""
+    return read_packed(checkpoint, name, shape, checkpoint.quantization or {})
+
+
+def read_packed(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], settings: dict[str, Any]) -> GroupInt:
+    """Read with explicit ``group_size``."""
     from toolkit.artifacts.canonical import GroupInt
 
-    size = group_size(checkpoint.quantization or {}, name, shape[1])
     return GroupInt(
         codes=unpack_words(checkpoint.tensor(f"{name}.qweight"), 4, ORDER).t().contiguous(),
         scales=checkpoint.tensor(f"{name}.scales").t().contiguous(),
         zeros=unpack_words(checkpoint.tensor(f"{name}.qzeros"), 4, ORDER).t().contiguous(),
         bits=4,
-        group_size=size,
+        group_size=group_size(settings, name, shape[1]),
     )
+
+
+def cannot_hold(weight: Weight) -> str | None:
+    """Why ``weight`` has no AWQ form, or None."""
+    from toolkit.artifacts.canonical import GroupInt
+
+    if not isinstance(weight, GroupInt) or weight.bits != 4 or weight.zeros is None or weight.group_index is not None:
+        return f"AWQ holds 4-bit codes with zero points in consecutive groups, found {form_name(weight)}"
+    if weight.shape[0] % 8:
+        return f"AWQ packs 8 output features a word, which does not divide {weight.shape[0]}"
+    return None
 
 
 def write_linear(name: str, weight: Weight) -> dict[str, Tensor]:
     """Tensors of a 4-bit ``GroupInt`` with zeros and consecutive groups. Raises ToolkitError for any other weight."""
     from toolkit.artifacts.canonical import GroupInt
 
-    if not isinstance(weight, GroupInt) or weight.bits != 4 or weight.zeros is None or weight.group_index is not None:
-        raise ToolkitError(
-            f"{name}: AWQ holds 4-bit codes with zero points in consecutive groups, found {_form(weight)}"
-        )
-    if weight.shape[0] % 8:
-        raise ToolkitError(f"{name}: AWQ packs 8 output features a word, which does not divide {weight.shape[0]}")
+    if reason := cannot_hold(weight):
+        raise ToolkitError(f"{name}: {reason}")
+    assert isinstance(weight, GroupInt) and weight.zeros is not None
     return {
         f"{name}.qweight": pack_words(weight.codes.t().contiguous(), 4, ORDER),
         f"{name}.qzeros": pack_words(weight.zeros.t().contiguous(), 4, ORDER),
@@ -92,6 +107,13 @@ def write_linear(name: str, weight: Weight) -> dict[str, Tensor]:
     }
 
 
-def _form(weight: Weight) -> str:
-    bits = getattr(weight, "bits", None)
-    return type(weight).__name__ + (f" with {bits} bits" if bits else "")
+def config_of(layouts: Mapping[str, Layout | None]) -> dict[str, Any]:
+    """``quantization_config`` of linears by name (None: left dense). Raises ToolkitError if group sizes differ."""
+    base = common_layout(layouts)
+    same = replace(base, symmetric=True)
+    odd = next((n for n, x in layouts.items() if x and not layout_fits(replace(x, symmetric=True), same)), None)
+    if odd is not None:
+        raise ToolkitError(f"{odd}: AWQ states one group size for the whole model; use gptq or compressed-tensors")
+    symmetric = all(x.symmetric for x in layouts.values() if x)
+    skip = [name for name, x in layouts.items() if x is None and name != "lm_head"]
+    return config(group_size=base.group_size, zero_point=not symmetric, skip=skip or None)

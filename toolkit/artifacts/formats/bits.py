@@ -1,4 +1,4 @@
-"""Codes of 2, 3, 4 or 8 bits in int32 words, little end first, as AWQ and GPTQ checkpoints pack them."""
+"""Codes of 1 to 8 bits in int32 words, little end first, as AWQ, GPTQ and compressed-tensors checkpoints pack them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ def unpack_words(words: Tensor, bits: int, order: Sequence[int] | None = None) -
     """int32 [..., W] → uint8 [..., W * 32 / bits].
 
     ``order[i]`` is the place, among the codes of its word, of the code in the i-th lowest bits; default: in order.
-    Three bits form one stream that runs on over word borders (W a multiple of 3).
+    Widths that do not divide 32 form one stream that runs on over word borders; a rest too short for a code is dropped.
     """
     import torch
 
     raw = words.contiguous().view(torch.uint8)
     if bits == 8:
         codes = raw
-    elif bits == 3:
-        stream = (raw.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
-        triples = stream.view(*words.shape[:-1], -1, 3)
-        codes = triples[..., 0] | triples[..., 1] << 1 | triples[..., 2] << 2
+    elif bits in (3, 5, 6, 7):
+        stream = ((raw.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(-2)
+        whole = stream.shape[-1] // bits
+        each = stream[..., : whole * bits].unflatten(-1, (whole, bits))
+        codes = (each << torch.arange(bits, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
     else:
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
         codes = ((raw.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).view(*words.shape[:-1], -1)
@@ -34,14 +35,39 @@ def unpack_words(words: Tensor, bits: int, order: Sequence[int] | None = None) -
 
 
 def pack_words(codes: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
-    """Inverse of ``unpack_words`` for 2, 4 and 8 bits: uint8 [..., N] → int32 [..., N * bits / 32]."""
+    """Inverse of ``unpack_words``: uint8 [..., N] → int32 [..., ceil(N * bits / 32)], filled up with zeros."""
     import torch
 
-    assert bits in (2, 4, 8)
     if order is not None:
         codes = codes.view(*codes.shape[:-1], -1, len(order))[..., list(order)].flatten(-2)
-    per_byte = codes.contiguous().view(*codes.shape[:-1], -1, 8 // bits)
-    raw = per_byte[..., 0].clone()
-    for i in range(1, 8 // bits):
-        raw |= per_byte[..., i] << (i * bits)
-    return raw.view(torch.int32)
+    if bits in (1, 2, 4, 8) and codes.shape[-1] * bits % 32 == 0:
+        per_byte = codes.contiguous().view(*codes.shape[:-1], -1, 8 // bits)
+        raw = per_byte[..., 0].clone()
+        for i in range(1, 8 // bits):
+            raw |= per_byte[..., i] << (i * bits)
+        return raw.view(torch.int32)
+    stream = ((codes.unsqueeze(-1) >> torch.arange(bits, dtype=torch.uint8)) & 1).flatten(-2)
+    stream = torch.nn.functional.pad(stream, (0, -stream.shape[-1] % 32)).unflatten(-1, (-1, 8))
+    raw = (stream << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+    return raw.contiguous().view(torch.int32)
+
+
+def unpack_whole_words(words: Tensor, bits: int) -> Tensor:
+    """int32 [..., W] → uint8 [..., W * (32 // bits)] where no code runs over a word's border and the rest of a word is
+    unused: compressed-tensors' earlier packing of 3, 5, 6 and 7 bits.
+    """
+    import torch
+
+    shifts = torch.arange(0, 32 // bits * bits, bits, dtype=torch.int32)
+    return ((words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(-2)
+
+
+def pack_whole_words(codes: Tensor, bits: int) -> Tensor:
+    """Inverse of ``unpack_whole_words``, the last word filled with zeros."""
+    import torch
+
+    per_word = 32 // bits
+    filled = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % per_word)).unflatten(-1, (-1, per_word))
+    shifts = torch.arange(0, per_word * bits, bits, dtype=torch.int64)
+    words = (filled.long() << shifts).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)

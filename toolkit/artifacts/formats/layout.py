@@ -12,12 +12,13 @@ FLOATS = ("F16", "BF16", "F32")
 
 @dataclass(frozen=True)
 class Expected:
-    """A tensor a format needs. ``shape`` of None in a place accepts any size there."""
+    """A tensor a format needs. ``also``: other shapes that will do."""
 
     name: str
     shape: tuple[int, ...]
     dtypes: tuple[str, ...]
     optional: bool = False
+    also: tuple[tuple[int, ...], ...] = ()
 
 
 def dense(name: str, shape: tuple[int, ...]) -> Expected:

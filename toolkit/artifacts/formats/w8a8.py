@@ -6,8 +6,10 @@ are quantized per token at run time.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from toolkit.artifacts.formats.describe import Layout, common_layout, form_name
 from toolkit.artifacts.formats.layout import Expected
 from toolkit.errors import ToolkitError
 
@@ -64,10 +66,29 @@ def read_linear(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Ch
     return ChannelInt8(weight, scales) if weight.dtype == torch.int8 else Fp8(weight, scales)
 
 
+def cannot_hold(weight: Weight) -> str | None:
+    """Why ``weight`` has no W8A8 form, or None."""
+    from toolkit.artifacts.canonical import ChannelInt8, Fp8
+
+    good = isinstance(weight, (ChannelInt8, Fp8))
+    return None if good else f"W8A8 holds 8-bit weights with a scale a row, found {form_name(weight)}"
+
+
+def config_of(layouts: Mapping[str, Layout | None]) -> dict[str, Any]:
+    """``quantization_config`` of linears by name (None: left dense). Raises ToolkitError if their types differ."""
+    base = common_layout(layouts)
+    odd = next((n for n, x in layouts.items() if x and (x.form, x.dtype) != (base.form, base.dtype)), None)
+    if odd is not None:
+        raise ToolkitError(f"{odd}: W8A8 states one type for the whole model; use compressed-tensors")
+    skip = [name for name, layout in layouts.items() if layout is None and name != "lm_head"]
+    return config(quant_dtype=base.dtype or "int8", skip=skip or None)
+
+
 def write_linear(name: str, weight: Weight) -> dict[str, Tensor]:
     """Tensors of a ``ChannelInt8`` or ``Fp8``. Raises ToolkitError for any other weight."""
     from toolkit.artifacts.canonical import ChannelInt8, Fp8
 
-    if not isinstance(weight, (ChannelInt8, Fp8)):
-        raise ToolkitError(f"{name}: W8A8 holds 8-bit weights with a scale a row, found {type(weight).__name__}")
+    if reason := cannot_hold(weight):
+        raise ToolkitError(f"{name}: {reason}")
+    assert isinstance(weight, (ChannelInt8, Fp8))
     return {f"{name}.weight": weight.weight, f"{name}.scale": weight.scales.float().view(-1, 1)}

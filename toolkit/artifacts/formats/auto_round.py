@@ -1,0 +1,87 @@
+"""auto-round's own checkpoints: GPTQ's or AWQ's tensors under ``quant_method`` "auto-round".
+
+``packing_format`` "auto_round:auto_gptq" stores zero points minus one, "auto_round" and "auto_round:gptqmodel" as they
+are, "auto_round:auto_awq" is AWQ's gemm. ``extra_config`` gives modules, by name or pattern, settings of their own.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from toolkit.artifacts.formats import awq, gptq
+from toolkit.artifacts.formats.layout import Expected, whole
+from toolkit.errors import ToolkitError
+
+if TYPE_CHECKING:
+    from toolkit.artifacts.canonical import GroupInt
+    from toolkit.artifacts.checkpoint import Checkpoint
+
+METHOD = "auto-round"
+# packing_format → what was taken off the zero points when stored; None: AWQ.
+PACKINGS: dict[str, int | None] = {
+    "auto_round:auto_gptq": 1,
+    "auto_round": 0,
+    "auto_round:gptqmodel": 0,
+    "auto_round:auto_awq": None,
+}
+
+
+def check_config(quantization: dict[str, Any]) -> None:
+    """Raise ToolkitError for what this reader cannot read."""
+    packing = _packing(quantization)
+    whole(quantization, "bits", (4,) if PACKINGS[packing] is None else gptq.BITS)
+    whole(quantization, "group_size")
+    kind = quantization.get("data_type", "int")
+    if kind != "int":
+        raise ToolkitError(f"config.json: quantization_config.data_type: expected 'int', found {kind!r:.40}")
+    extra = quantization.get("extra_config") or {}
+    if not isinstance(extra, dict) or not all(isinstance(value, dict) for value in extra.values()):
+        raise ToolkitError(
+            f"config.json: quantization_config.extra_config: expected an object of objects, found {extra!r:.40}"
+        )
+
+
+def _packing(quantization: dict[str, Any]) -> str:
+    found = quantization.get("packing_format", "auto_round:auto_gptq")
+    if found not in PACKINGS:
+        raise ToolkitError(
+            f"config.json: quantization_config.packing_format: expected one of {', '.join(PACKINGS)}, "
+            f"found {found!r:.40}"
+        )
+    return found
+
+
+def settings_of(quantization: dict[str, Any], name: str) -> dict[str, Any]:
+    """The configuration as it holds for one module: the entry of its name, else of the first pattern that fits it."""
+    extra = quantization.get("extra_config") or {}
+    if name in extra:
+        return {**quantization, **extra[name]}
+    for pattern, changes in extra.items():
+        try:
+            fits = re.search(pattern, name)
+        except re.error:  # a plain name with characters of its own
+            continue
+        if fits and any(character in pattern for character in "*+?[]()^$|\\"):
+            return {**quantization, **changes}
+    return quantization
+
+
+def is_quantized(checkpoint: Checkpoint, name: str) -> bool:
+    return f"{name}.qweight" in checkpoint
+
+
+def expected(quantization: dict[str, Any], name: str, shape: tuple[int, ...]) -> list[Expected]:
+    """The tensors of a linear with dense shape [out, in]."""
+    settings = settings_of(quantization, name)
+    part = awq if PACKINGS[_packing(quantization)] is None else gptq
+    return part.expected({**settings, "dynamic": None}, name, shape)
+
+
+def read_linear(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> GroupInt:
+    """The linear ``name`` of dense shape [out, in] in canonical form."""
+    quantization = checkpoint.quantization or {}
+    settings, offset = settings_of(quantization, name), PACKINGS[_packing(quantization)]
+    if offset is None:
+        return awq.read_packed(checkpoint, name, shape, settings)
+    return gptq.read_packed(checkpoint, name, shape, settings, offset)

@@ -1,0 +1,108 @@
+"""fp8 checkpoints, ``quant_method`` "fp8": DeepSeek's tiles of 128 × 128, or one scale a tensor or row.
+
+``weight`` float8_e4m3fn [out, in]; ``weight_scale_inv`` float32 [ceil(out/128), ceil(in/128)], to be multiplied by, for
+all its name; without ``weight_block_size`` ``weight_scale`` (one number, or [out, 1]) stands in its place. Activations
+are quantized at run time, a scale for each token and 128 inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from toolkit.artifacts.formats.describe import Layout, form_name
+from toolkit.artifacts.formats.layout import FLOATS, Expected
+from toolkit.errors import ToolkitError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from toolkit.artifacts.canonical import BlockFp8, Fp8, Weight
+    from toolkit.artifacts.checkpoint import Checkpoint
+
+METHOD = "fp8"
+BLOCK = (128, 128)
+
+
+def check_config(quantization: dict[str, Any]) -> None:
+    """Raise ToolkitError for what this reader cannot read."""
+    kind = quantization.get("fmt", "e4m3")
+    if kind != "e4m3":
+        raise ToolkitError(f"config.json: quantization_config.fmt: expected 'e4m3', found {kind!r:.40}")
+    _block(quantization)
+
+
+def _block(quantization: dict[str, Any]) -> tuple[int, int] | None:
+    found = quantization.get("weight_block_size")
+    if found is None:
+        return None
+    good = isinstance(found, list) and len(found) == 2 and all(isinstance(x, int) and x > 0 for x in found)
+    if not good:
+        raise ToolkitError(
+            f"config.json: quantization_config.weight_block_size: expected [rows, columns], found {found!r:.40}"
+        )
+    return found[0], found[1]
+
+
+def is_quantized(checkpoint: Checkpoint, name: str) -> bool:
+    return f"{name}.weight_scale_inv" in checkpoint or f"{name}.weight_scale" in checkpoint
+
+
+def expected(quantization: dict[str, Any], name: str, shape: tuple[int, ...]) -> list[Expected]:
+    """The tensors of a linear with dense shape [out, in]."""
+    block = _block(quantization)
+    weight = Expected(f"{name}.weight", shape, ("F8_E4M3",))
+    if block is None:
+        return [weight, Expected(f"{name}.weight_scale", (shape[0], 1), FLOATS, also=((), (1,), (shape[0],)))]
+    tiles = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
+    return [weight, Expected(f"{name}.weight_scale_inv", tiles, ("F32", "BF16"))]
+
+
+def read_linear(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> BlockFp8 | Fp8:
+    """The linear ``name`` of dense shape [out, in] in canonical form."""
+    from toolkit.artifacts.canonical import BlockFp8, Fp8
+
+    weight = checkpoint.tensor(f"{name}.weight")
+    block = _block(checkpoint.quantization or {})
+    if block is None:
+        scale = checkpoint.tensor(f"{name}.weight_scale").float().reshape(-1)
+        return Fp8(weight, scale.expand(shape[0]).contiguous())
+    return BlockFp8(weight, checkpoint.tensor(f"{name}.weight_scale_inv").float(), block)
+
+
+def cannot_hold(weight: Weight) -> str | None:
+    """Why ``weight`` has no form here, or None."""
+    import torch
+
+    from toolkit.artifacts.canonical import BlockFp8
+
+    if not isinstance(weight, BlockFp8) or weight.weight.dtype != torch.float8_e4m3fn:
+        return f"blocked fp8 holds float8_e4m3fn in tiles, found {form_name(weight)}"
+    return None if weight.row_blocks is None else "its rows were taken out of their tiles"
+
+
+def write_linear(name: str, weight: Weight) -> dict[str, Tensor]:
+    """Tensors of a ``BlockFp8``. Raises ToolkitError for any other weight."""
+    from toolkit.artifacts.canonical import BlockFp8
+
+    if reason := cannot_hold(weight):
+        raise ToolkitError(f"{name}: {reason}")
+    assert isinstance(weight, BlockFp8)
+    return {f"{name}.weight": weight.weight, f"{name}.weight_scale_inv": weight.scales}
+
+
+def config(layouts: Mapping[str, Layout | None], *, scale_fmt: str | None = None) -> dict[str, Any]:
+    """``quantization_config`` of linears by name (None: left dense). ``scale_fmt``: "ue8m0" for powers of two."""
+    blocks = {layout.block for layout in layouts.values() if layout}
+    if len(blocks) != 1 or (block := blocks.pop()) is None:
+        raise ToolkitError("blocked fp8 states one tile size for the whole model")
+    found: dict[str, Any] = {
+        "quant_method": METHOD,
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(block),
+    }
+    if scale_fmt is not None:
+        found["scale_fmt"] = scale_fmt
+    skip = [name for name, layout in layouts.items() if layout is None]
+    return {**found, "modules_to_not_convert": skip} if skip else found

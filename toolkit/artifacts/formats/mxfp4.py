@@ -1,0 +1,84 @@
+"""MXFP4 as in gpt-oss, ``quant_method`` "mxfp4", as far as linears go (its fused experts are no linears).
+
+``weight_blocks`` uint8 [out, in/32, 16], two e2m1 codes a byte, the first low; ``weight_scales`` uint8 [out, in/32],
+e8m0. w = value * 2 ** (scale - 127).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from toolkit.artifacts.formats.describe import Layout, form_name
+from toolkit.artifacts.formats.layout import Expected
+from toolkit.errors import ToolkitError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from toolkit.artifacts.canonical import Fp4, Weight
+    from toolkit.artifacts.checkpoint import Checkpoint
+
+METHOD = "mxfp4"
+GROUP = 32
+
+
+def check_config(quantization: dict[str, Any]) -> None:
+    """Nothing in the configuration changes how a linear is read."""
+
+
+def is_quantized(checkpoint: Checkpoint, name: str) -> bool:
+    return f"{name}.weight_blocks" in checkpoint
+
+
+def expected(quantization: dict[str, Any], name: str, shape: tuple[int, ...]) -> list[Expected]:
+    """The tensors of a linear with dense shape [out, in]."""
+    n_out, n_in = shape
+    if n_in % GROUP:
+        raise ToolkitError(f"{name}: {n_in} input features are no multiple of mxfp4's blocks of {GROUP}")
+    return [
+        Expected(f"{name}.weight_blocks", (n_out, n_in // GROUP, GROUP // 2), ("U8",)),
+        Expected(f"{name}.weight_scales", (n_out, n_in // GROUP), ("U8", "F8_E8M0")),
+    ]
+
+
+def read_linear(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Fp4:
+    """The linear ``name`` of dense shape [out, in] in canonical form."""
+    import torch
+
+    from toolkit.artifacts.canonical import Fp4
+
+    blocks = checkpoint.tensor(f"{name}.weight_blocks")
+    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).reshape(shape)
+    return Fp4(codes, checkpoint.tensor(f"{name}.weight_scales").view(torch.uint8), GROUP)
+
+
+def cannot_hold(weight: Weight) -> str | None:
+    """Why ``weight`` is no mxfp4, or None."""
+    import torch
+
+    from toolkit.artifacts.canonical import Fp4
+
+    good = isinstance(weight, Fp4) and (weight.group_size, weight.scales.dtype) == (GROUP, torch.uint8)
+    return None if good else f"mxfp4 holds 4-bit floats in blocks of 32 with e8m0 scales, found {form_name(weight)}"
+
+
+def write_linear(name: str, weight: Weight) -> dict[str, Tensor]:
+    """Tensors of an ``Fp4`` with e8m0 scales. Raises ToolkitError for any other weight."""
+    from toolkit.artifacts.canonical import Fp4
+
+    if reason := cannot_hold(weight):
+        raise ToolkitError(f"{name}: {reason}")
+    assert isinstance(weight, Fp4)
+    pairs = weight.codes.view(weight.shape[0], -1, GROUP // 2, 2)
+    return {
+        f"{name}.weight_blocks": pairs[..., 0] | pairs[..., 1] << 4,
+        f"{name}.weight_scales": weight.scales.contiguous(),
+    }
+
+
+def config(layouts: Mapping[str, Layout | None]) -> dict[str, Any]:
+    """``quantization_config`` of linears by name (None: left dense)."""
+    found: dict[str, Any] = {"quant_method": METHOD}
+    skip = [name for name, layout in layouts.items() if layout is None]
+    return {**found, "modules_to_not_convert": skip} if skip else found
