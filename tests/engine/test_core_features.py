@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -462,6 +463,43 @@ def test_a_grammar_that_does_not_compile_is_that_requests_error(fake: Any, respo
     (error,) = outputs["bad"]
     assert error.error_code == 400 and str(error.error).startswith("response_format") and "\n" not in str(error.error)
     assert len(tokens_of(outputs["good"])) == 4
+
+
+def test_a_grammar_that_takes_long_to_compile_holds_nobody_else_up(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from toolkit.engine import constraints, grammar
+
+    compiled = grammar.Grammars._compile
+    go_on = threading.Event()
+
+    def slow(self: Any, response_format: dict[str, Any]) -> Any:
+        assert go_on.wait(30)
+        return compiled(self, response_format)
+
+    monkeypatch.setattr(grammar.Grammars, "_compile", slow)
+    core = make_core(fake, tokenizer=LetterTokenizer())
+    choice: dict[str, Any] = {"type": "choice", "choice": ["no"]}
+    for name in ("slow", "unwanted"):
+        core.add(EngineRequest(name, PROMPT, SamplingParams(9, grammar=choice)))
+    core.add(EngineRequest("slow", PROMPT, SamplingParams(9)))  # the id is taken
+    core.add(EngineRequest("quick", PROMPT, SamplingParams(4)))
+    core.abort("unwanted")
+    early = []
+    while "length" not in [o.finish_reason for o in early]:
+        early += core.step()
+    assert {o.id: o.finish_reason for o in early if o.finish_reason} == {
+        "slow": "error", "unwanted": "abort", "quick": "length"
+    }  # fmt: skip
+    assert core.has_work and core.stats()["waiting"] == 1
+    go_on.set()
+    outputs = run(core)["slow"]
+    text = b"".join(LetterTokenizer().token_bytes[t] for t in tokens_of(outputs))
+    assert text == b"no<eos>" and outputs[-1].finish_reason == "stop" and outputs[-1].stop_token == VOCAB - 1
+    assert not core.constraints.slow(EngineRequest("again", PROMPT, SamplingParams(9, grammar=choice)))
+    go_on.clear()
+    monkeypatch.setattr(constraints, "PATIENCE", 0.01)
+    (late,) = ask(core, PROMPT, 9, grammar={"type": "choice", "choice": ["yes"]})
+    assert "not compiled after" in str(late.error) and late.error_code == 400
+    go_on.set()
 
 
 # -- rope -------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from toolkit.engine.block_manager import BlockManager, window_blocks
-from toolkit.engine.constraints import Constraints
+from toolkit.engine.constraints import Building, Constraints
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.prefix import root_key
 from toolkit.engine.request import EngineOutput, EngineRequest
@@ -52,6 +52,7 @@ class EngineCore:
         self.results = StepResults(spec.vocab_size, self.builder)
         self.constraints = Constraints(tokenizer, spec.vocab_size)
         self._sequences: dict[str, Sequence] = {}
+        self._held: dict[str, tuple[Building, EngineRequest, list[LogitsProcessor]]] = {}  # constraints not built yet
         self._outputs: list[EngineOutput] = []  # made between steps
         self._flying: deque[tuple[Step, StepHandle]] = deque()  # submitted, oldest first
         asynchronous = bool(getattr(runner, "asynchronous", False))
@@ -67,19 +68,20 @@ class EngineCore:
     def add(self, request: EngineRequest, processors: Seq[LogitsProcessor] = ()) -> None:
         """Queue a request. One that cannot run ends in an error output of the next step; nothing is raised."""
         try:
-            seq = self._accept(request, list(processors))
+            self._check(request)
+            if self.constraints.slow(request):
+                self._held[request.id] = (Building(self.constraints, request), request, list(processors))
+            else:
+                self._accept(request, list(processors), self.constraints.of(request))
         except ToolkitError as e:
-            self._outputs.append(
-                EngineOutput(request.id, finish_reason="error", error=str(e), error_code=INVALID_REQUEST)
-            )
-            return
-        self._sequences[request.id] = seq
-        self.scheduler.add(seq)
+            self._refuse(request, e)
 
     def abort(self, request_id: str) -> None:
         """End a request and free its blocks now. Unknown ids (already finished) are ignored."""
         seq = self._sequences.get(request_id)
-        if seq is not None:
+        if self._held.pop(request_id, None) is not None:
+            self._outputs.append(EngineOutput(request_id, finish_reason="abort"))
+        elif seq is not None:
             self._outputs.append(EngineOutput(request_id, finish_reason="abort", cached_tokens=seq.cached_tokens))
             self._end(seq, keep=True)
 
@@ -90,13 +92,30 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether ``step`` has anything to do or to report."""
-        return bool(self._sequences or self._outputs or self._flying)
+        return bool(self._sequences or self._outputs or self._flying or self._held)
 
-    def _accept(self, request: EngineRequest, processors: list[LogitsProcessor]) -> Sequence:
-        """The request as a sequence. Raises UsageError where it cannot run."""
+    def _refuse(self, request: EngineRequest, error: ToolkitError) -> None:
+        self._outputs.append(
+            EngineOutput(request.id, finish_reason="error", error=str(error), error_code=INVALID_REQUEST)
+        )
+
+    def _admit_held(self) -> None:
+        """Queue requests whose constraints have been built meanwhile; with nothing else to do, wait a little."""
+        if not self._sequences and not self._outputs:
+            next(iter(self._held.values()))[0].wait(0.005)
+        for request_id, (building, request, processors) in list(self._held.items()):
+            if building.done:
+                del self._held[request_id]
+                try:
+                    self._accept(request, processors, building.result())
+                except ToolkitError as e:
+                    self._refuse(request, e)
+
+    def _check(self, request: EngineRequest) -> None:
+        """Raise UsageError where the request cannot run."""
         p, spec = request.params, self.runner.spec
         n = len(request.token_ids)
-        if request.id in self._sequences:
+        if request.id in self._sequences or request.id in self._held:
             raise UsageError(f"request id {request.id!r} is already running")
         if n == 0:
             raise UsageError("the prompt is empty: expected at least one token")
@@ -115,9 +134,12 @@ class EngineCore:
                 f"the prompt has {n} tokens, but the session length is {self.max_len}{why}; "
                 "shorten the prompt or raise session_len"
             )
-        stop_ids = [i for i in p.stop_token_ids if 0 <= i < spec.vocab_size]  # a tokenizer may know more ids
-        p.stop_token_ids = stop_ids
-        rope_set = int(self._long_from is not None and n + p.max_new_tokens > self._long_from)
+        p.stop_token_ids = [i for i in p.stop_token_ids if 0 <= i < spec.vocab_size]  # a tokenizer may know more ids
+
+    def _accept(self, request: EngineRequest, processors: list[LogitsProcessor], constraints: dict[str, Any]) -> None:
+        """Queue a request that has passed ``_check``."""
+        longest = len(request.token_ids) + request.params.max_new_tokens
+        rope_set = int(self._long_from is not None and longest > self._long_from)
         shares = self.options.prefix_caching or request.session is not None
         owner = "" if self.options.prefix_caching else f"session {request.session}"
         seq = Sequence(
@@ -127,10 +149,11 @@ class EngineCore:
             rope_set=rope_set,
             keys_root=root_key(rope_set, -1, owner) if shares else None,
             processors=processors,
-            **self.constraints.of(request),
+            **constraints,
         )
         self._arrivals += 1
-        return seq
+        self._sequences[request.id] = seq
+        self.scheduler.add(seq)
 
     def _end(self, seq: Sequence, *, keep: bool) -> None:
         if not seq.finished:
@@ -146,6 +169,8 @@ class EngineCore:
         next input depends on them by more than a token id.
         """
         started = time.perf_counter()
+        if self._held:
+            self._admit_held()
         outputs, self._outputs = self._outputs, []
         ahead = self._lookahead and not any(s.needs_host for s in self.scheduler.running)
         while self._flying and not ahead:
@@ -223,7 +248,7 @@ class EngineCore:
         """Gauges and counters since the start, JSON values."""
         return {
             "running": len(self.scheduler.running),
-            "waiting": len(self.scheduler.waiting),
+            "waiting": len(self.scheduler.waiting) + len(self._held),
             "kv_usage": self.blocks.usage(),
             "prompt_tokens": self.scheduler.looked_up_tokens,
             "generation_tokens": self._generation_tokens,

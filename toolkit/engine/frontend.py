@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams
 from toolkit.engine.sampling_params import resolve
 from toolkit.engine.setup import Backend, Facts, Progress, find, start
 from toolkit.engine.stream import RequestStream, Timings
+from toolkit.engine.wakeup import Bell
 from toolkit.engine.worker import ProcessLoop
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import EngineConfig, GenerationConfig, Response
@@ -40,6 +42,7 @@ class AsyncEngine:
         self._streams: dict[str, RequestStream] = {}
         self._lock = threading.Lock()
         self._names = itertools.count()
+        self._bells: WeakKeyDictionary[asyncio.AbstractEventLoop, Bell] = WeakKeyDictionary()
         self._down = ""
         self._closed = False
         self._loop: Loop
@@ -134,8 +137,10 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         event = asyncio.Event()
 
+        bell = self._bells.setdefault(loop, Bell(loop))
+
         def wake() -> None:
-            loop.call_soon_threadsafe(event.set)
+            bell.ring(event)
 
         stream, refused = self._begin(token_ids, gen_config, request_id, session, wake, timings)
         if stream is None:

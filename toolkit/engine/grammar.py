@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,11 @@ class Grammars:
         info = xgrammar.TokenizerInfo(vocabulary, vocab_size=vocab_size, stop_token_ids=self._eos or None)
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1)
         self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._lock = threading.Lock()  # over it: grammars are compiled in several threads
+
+    def has(self, response_format: dict[str, Any]) -> bool:
+        """Whether ``state`` finds it compiled."""
+        return _key(response_format) in self._compiled
 
     def state(self, response_format: dict[str, Any], stop_token_ids: list[int]) -> GrammarState:
         """A matcher at the start of the grammar; it allows the stop ids (else eos) where the grammar may end.
@@ -68,7 +74,7 @@ class Grammars:
         import xgrammar
 
         check_format(response_format)
-        key = json.dumps(response_format, sort_keys=True)
+        key = _key(response_format)
         if len(key) > _MAX_TEXT:
             raise UsageError(f"response_format: {len(key)} characters, expected at most {_MAX_TEXT}")
         compiled = self._compiled.get(key)
@@ -78,15 +84,16 @@ class Grammars:
             except Exception as e:
                 reason = " ".join(str(e).split())
                 raise UsageError(f"response_format: the {response_format['type']} is not valid: {reason:.300}") from e
+        with self._lock:
             self._compiled[key] = compiled
+            self._compiled.move_to_end(key)
             if len(self._compiled) > _KEPT:
                 self._compiled.popitem(last=False)
-        self._compiled.move_to_end(key)
         stops = stop_token_ids or self._eos
         matcher = xgrammar.GrammarMatcher(
             compiled, override_stop_tokens=stops or None, terminate_without_stop_token=not stops
         )
-        return GrammarState(matcher)
+        return GrammarState(matcher, frozenset(stops))
 
     def _compile(self, response_format: dict[str, Any]) -> Any:
         kind = response_format["type"]
@@ -104,11 +111,16 @@ class Grammars:
         return self._compiler.compile_grammar(value)
 
 
-class GrammarState:
-    """How far one request's output has got in its grammar."""
+def _key(response_format: dict[str, Any]) -> str:
+    return json.dumps(response_format, sort_keys=True)
 
-    def __init__(self, matcher: Any) -> None:
+
+class GrammarState:
+    """How far one request's output has got in its grammar. ``stops``: tokens that may end it, no part of it."""
+
+    def __init__(self, matcher: Any, stops: frozenset[int]) -> None:
         self._matcher = matcher
+        self.stops = stops
 
     def fill(self, mask: NDArray[np.int32], row: int) -> None:
         """Write the tokens that may come next into ``mask[row]``, one bit a token."""

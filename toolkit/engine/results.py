@@ -60,7 +60,7 @@ class StepResults:
         seq.arrive(token)
         output = EngineOutput(seq.id, [token], cached_tokens=seq.cached_tokens)
         known = seq.known
-        if token in seq.stop_ids:
+        if token in seq.stop_ids or (seq.grammar is not None and token in seq.grammar.stops):
             output.finish_reason, output.stop_token = "stop", token
         elif seq.grammar is not None and seq.grammar.accept(token):
             output.finish_reason = "stop"

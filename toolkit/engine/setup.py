@@ -160,6 +160,7 @@ def start(setup: Setup, tokenizer: Tokenizer | None, progress: Progress) -> tupl
             max_prefill_token_num=memory.max_prefill_token_num,
             num_blocks=memory.num_blocks,
             prefix_caching=config.enable_prefix_caching,
+            check=log.isEnabledFor(logging.DEBUG),
         ),
         tokenizer,
     )

@@ -1,0 +1,31 @@
+"""Waking many consumers on one event loop from another thread with one call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+
+class Bell:
+    """Sets asyncio events from any thread; events rung in one go cost one call into their loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._rung: deque[asyncio.Event] = deque()
+        self._scheduled = False
+
+    def ring(self, event: asyncio.Event) -> None:
+        """Have ``event`` set soon. Raises RuntimeError once the loop is closed."""
+        self._rung.append(event)
+        if not self._scheduled:
+            self._scheduled = True
+            try:
+                self._loop.call_soon_threadsafe(self._set_all)
+            except BaseException:
+                self._scheduled = False
+                raise
+
+    def _set_all(self) -> None:
+        self._scheduled = False  # first: what is rung from here on schedules anew, or is seen by the loop below
+        while self._rung:
+            self._rung.popleft().set()
