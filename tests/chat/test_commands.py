@@ -1,0 +1,150 @@
+"""``tool chat`` in pipes and ``tool list``, as a shell runs them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.artifacts.tokenizer import Tokenizer
+from toolkit.chat.template import ChatTemplate
+from toolkit.commands.main import main
+from toolkit.models import registry
+
+
+@dataclass
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def tool(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
+    """``tool ARGS`` in this process; ``text`` is piped into it."""
+
+    def run(*args: str, text: str = "") -> Done:
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+        with pytest.raises(SystemExit) as left:
+            main(list(args))
+        captured = capsys.readouterr()
+        return Done(int(left.value.code or 0), captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def model(tiny_models: Any) -> str:
+    return str(tiny_models("llama"))
+
+
+@pytest.fixture(scope="module")
+def expected(model: str) -> str:
+    """What transformers answers to "the fox", greedily, in 8 tokens."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    tok = Tokenizer.open(model)
+    ids = ChatTemplate.open(tok, model).encode("the fox")
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    made = reference.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)[0].tolist()
+    return tok.decode(made[len(ids) :])
+
+
+QUICK = ("--max-new-tokens", "8", "--dtype", "float32", "--session-len", "256")
+
+
+def test_prompt_gives_the_answer_alone_on_standard_output(model: str, expected: str) -> None:
+    """As a shell runs it, in a process of its own, from another folder."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [sys.executable, "-m", "toolkit", "chat", model, *QUICK, "--prompt", "the fox"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd="/")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip("\n") == expected.rstrip("\n")
+    assert "token" in done.stderr
+
+
+def test_piped_input_is_a_prompt_too(tool: Callable[..., Done], model: str, expected: str) -> None:
+    done = tool("chat", model, *QUICK, text="the fox\n")
+    assert (done.code, done.out.rstrip("\n")) == (0, expected.rstrip("\n"))
+
+
+def test_flags_reach_the_model(tool: Callable[..., Done], model: str, expected: str) -> None:
+    hot = ("chat", model, *QUICK, "-p", "the fox", "--temperature", "1.5", "--seed")
+    one, other, again = (tool(*hot, seed).out for seed in ("1", "2", "1"))
+    assert one != other and one == again
+    assert tool("chat", model, *QUICK, "-p", "the fox", "--chat_template", "vicuna").out.strip() != expected.strip()
+    assert tool("chat", model, *QUICK, "-p", "the fox", "--system", "Be odd.").out.strip() != expected.strip()
+
+
+@pytest.mark.parametrize(
+    ("args", "names"),
+    [
+        (["-p", ""], "--prompt"),
+        (["-p", "x", "--temperature", "3"], "temperature"),
+        (["-p", "x", "--top-p", "-1"], "top_p"),
+        (["-p", "x", "--max-new-tokens", "0"], "max_new_tokens"),
+        (["-p", "x", "--backend", "tensorrt"], "--backend"),
+        (["-p", "x", "--chat-template", "no-such"], "no-such"),
+        (["-p", "x", "--chat-template", "/no/such.jinja"], "/no/such.jinja"),
+        (["-p", "x", "--no-such-flag"], "--no-such-flag"),
+        ([], "standard input"),
+    ],
+)
+def test_misuse_is_one_line_and_exit_2(tool: Callable[..., Done], model: str, args: list[str], names: str) -> None:
+    done = tool("chat", model, *args)
+    assert (done.code, done.out) == (2, "")
+    assert names in done.err and done.err.strip().count("\n") == 0
+
+
+def test_a_request_that_fails_is_exit_1(tool: Callable[..., Done], model: str) -> None:
+    done = tool("chat", model, *QUICK, "-p", "word " * 3000)
+    assert (done.code, done.out) == (1, "")
+    assert "256" in done.err
+
+
+def test_a_hostile_template_is_one_line(tool: Callable[..., Done], model: str, tmp_path: Path) -> None:
+    file = tmp_path / "evil.jinja"
+    file.write_text("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
+    done = tool("chat", model, *QUICK, "-p", "x", "--chat-template", str(file))
+    assert done.code == 1 and "takes too long" in done.err and done.err.strip().count("\n") == 0
+
+
+def test_an_interrupt_ends_the_one_answer(model: str) -> None:
+    long = ("--ignore-eos", "--max-new-tokens", "100000", "--session-len", "100000")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "toolkit", "chat", model, "-p", "x", *long],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    process.stdout.read(1)  # the answer has begun
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and b"Traceback" not in err
+
+
+def test_list_shows_the_templates(tool: Callable[..., Done]) -> None:
+    done = tool("list")
+    assert done.code == 0 and "vicuna" in done.out and "llama3_1" in done.out
+    rows = json.loads(tool("list", "--json", "-").out)
+    assert {"name", "aliases", "for_models_like"} == set(rows[0])
+
+
+def test_list_models_comes_from_the_registry(tool: Callable[..., Done]) -> None:
+    done = tool("list", "models")
+    assert done.code == 0
+    assert all(name in done.out for name in registry.ARCHITECTURES)
+    rows = {row["architecture"]: row for row in json.loads(tool("list", "models", "--json", "-").out)}
+    assert set(rows) == set(registry.ARCHITECTURES)
+    assert {"hf", "awq", "gguf"} <= set(rows["LlamaForCausalLM"]["formats"])
+    assert "gguf" not in rows["Qwen3MoeForCausalLM"]["formats"]

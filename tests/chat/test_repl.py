@@ -1,0 +1,250 @@
+"""The loop of ``tool chat`` with a model that says what it is told to."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.chat import settings
+from toolkit.chat.conversation import Conversation
+from toolkit.chat.repl import Repl, answer
+from toolkit.chat.terminal import TerminalScreen
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.messages import GenerationConfig, Response
+
+
+class Parrot:
+    """Answers "echo: QUESTION" in two pieces; does as it is told by a few questions. Keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[dict[str, Any]]] = []
+        self.configs: list[GenerationConfig | None] = []
+        self.closed = 0
+
+    def stream_infer(
+        self, prompts: list[dict[str, Any]], *, gen_config: GenerationConfig | None = None
+    ) -> Iterator[Response]:
+        self.asked.append([dict(m) for m in prompts])
+        self.configs.append(gen_config)
+        question = prompts[-1]["content"]
+        try:
+            if question == "fail":
+                yield Response(finish_reason="error", error_message="no\nroom")
+                return
+            if question == "interrupt at once":
+                raise KeyboardInterrupt
+            yield Response(text="echo: ", generate_token_len=1)
+            if question == "interrupt":
+                raise KeyboardInterrupt
+            reason: Any = "length" if question == "long" else "stop"
+            yield Response(text=question, generate_token_len=2, finish_reason=reason)
+        finally:
+            self.closed += 1
+
+
+class Desk:
+    """A Repl with its parrot and what it wrote."""
+
+    def __init__(self) -> None:
+        self.model = Parrot()
+        self.out, self.err = io.StringIO(), io.StringIO()
+        self.talk = Conversation(GenerationConfig())
+        self.repl = Repl(self.model, "parrot", self.talk, TerminalScreen(self.out, self.err))
+
+    def type(self, *lines: str | type[BaseException]) -> Desk:
+        left = iter(lines)
+
+        def read() -> str:
+            line = next(left, EOFError)
+            if isinstance(line, str):
+                return line
+            raise line
+
+        self.repl.run(read)
+        return self
+
+    @property
+    def notes(self) -> str:
+        return self.err.getvalue()
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+def test_answers_go_out_and_speed_goes_to_standard_error(desk: Desk) -> None:
+    desk.type("hello", "again")
+    assert desk.out.getvalue() == "echo: hello\necho: again\n"
+    assert desk.notes.count("2 tokens") == 2 and "tokens/s" in desk.notes
+    assert desk.model.asked[1] == [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "echo: hello"},
+        {"role": "user", "content": "again"},
+    ]
+
+
+@pytest.mark.parametrize("word", ["exit", "end", "quit", "/exit", "/quit", "EXIT ", EOFError])
+def test_ways_to_leave(desk: Desk, word: Any) -> None:
+    desk.type("hello", word, "never asked")
+    assert len(desk.model.asked) == 1
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_the_program(desk: Desk) -> None:
+    desk.type(KeyboardInterrupt, "interrupt", "hello", "interrupt at once")
+    assert desk.out.getvalue().startswith("echo: \necho: hello\n")
+    assert "stopped" in desk.notes
+    assert [m["content"] for m in desk.talk.turns] == ["interrupt", "echo: ", "hello", "echo: hello"]
+    assert desk.model.closed == 3
+
+
+def test_a_failure_is_one_line_and_takes_the_question_back(desk: Desk) -> None:
+    desk.type("fail", "hello")
+    assert "no room\n" in desk.notes
+    assert [m["content"] for m in desk.talk.turns] == ["hello", "echo: hello"]
+
+
+def test_an_answer_that_was_cut_says_so(desk: Desk) -> None:
+    desk.type("/set max_new_tokens 2", "long")
+    assert "cut at 2 tokens" in desk.notes
+    desk.type("/set max_new_tokens 9", "long")
+    assert "context full" in desk.notes
+
+
+def test_blank_lines_do_nothing_and_several_lines_are_one_question(desk: Desk) -> None:
+    desk.type("", "   ", "two\nlines", "/usr/bin\nis a path")
+    assert [a[-1]["content"] for a in desk.model.asked] == ["two\nlines", "/usr/bin\nis a path"]
+
+
+def test_system(desk: Desk) -> None:
+    desk.type("/system", "/system Be kind.", "hello", "/system -", "hello")
+    assert desk.model.asked[0][0] == {"role": "system", "content": "Be kind."}
+    assert desk.model.asked[1][0]["role"] == "user"
+    assert "no system text" in desk.notes
+
+
+def test_set(desk: Desk) -> None:
+    desk.type("/set temperature 0.5", "/set top-k=7", "/set seed 3", r"/set stop \n\né", "hello")
+    config = desk.model.configs[0]
+    assert config is not None and not config.greedy
+    assert (config.temperature, config.top_k, config.random_seed, config.stop_words) == (0.5, 7, 3, ["\n\né"])
+    desk.type("/set temperature 0")
+    assert desk.talk.config.greedy
+    desk.type("/set")
+    assert all(name in desk.notes for name in settings.SETTINGS)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["/set nonsense 1", "/set top_p 7", "/set top_k many", "/set do_sample maybe", "/set seed", "/nonsense", "/save",
+     "/load", "/load /no/such/file", "/save /no/such/folder/file", "/retry"],
+)  # fmt: skip
+def test_mistakes_are_one_line_and_change_nothing(desk: Desk, line: str) -> None:
+    desk.type(line)
+    assert desk.notes.count("\n") == 1 and len(desk.notes) > 10
+    assert desk.talk.config == GenerationConfig() and desk.talk.turns == []
+    assert desk.model.asked == []
+
+
+def test_clear_and_help(desk: Desk) -> None:
+    desk.type("hello", "/clear", "/help", "anew")
+    assert len(desk.model.asked[1]) == 1
+    assert all(name in desk.notes for name in ("/system", "/set", "/clear", "/save", "/load", "/retry", "/exit"))
+
+
+def test_retry_asks_again_with_the_next_seed(desk: Desk) -> None:
+    desk.type("hello", "/retry", "/set temperature 1", "/set seed 4", "/retry")
+    assert [a[-1]["content"] for a in desk.model.asked] == ["hello"] * 3
+    assert len(desk.talk.turns) == 2
+    assert "greedy" in desk.notes
+    last = desk.model.configs[-1]
+    assert last is not None and last.random_seed == 5
+
+
+def test_save_and_load(desk: Desk, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    desk.type("/system S", "/set temperature 0.5", "hello", f"/save {file}")
+    data = json.loads(file.read_text())
+    assert data["model"] == "parrot" and len(data["messages"]) == 2
+    other = Desk().type(f"/load {file}", "more")
+    assert other.model.asked[0] == [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "echo: hello"},
+        {"role": "user", "content": "more"},
+    ]
+    assert other.talk.config == desk.talk.config
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", '{"system": 3}', '{"messages": 3}', '{"messages": [{"role": "user"}]}', '{"settings": 3}',
+     '{"settings": {"top_p": 9}}', '{"settings": {"top_p": "x"}}', '{"settings": {"nonsense": 1}}',
+     '{"settings": {"do_sample": "yes"}}', '{"settings": {"stop": 3}}'],
+)  # fmt: skip
+def test_loading_rubbish_changes_nothing(desk: Desk, tmp_path: Path, text: str) -> None:
+    (tmp_path / "x.json").write_text(text)
+    desk.type("hello", f"/load {tmp_path / 'x.json'}")
+    assert len(desk.talk.turns) == 2 and desk.talk.config == GenerationConfig()
+    assert "x.json" in desk.notes
+
+
+def test_one_answer_raises_what_fails(desk: Desk) -> None:
+    with pytest.raises(ToolkitError, match="room"):
+        answer(desk.model, [{"role": "user", "content": "fail"}], GenerationConfig(), desk.repl.screen)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_model_cannot_drive_the_terminal() -> None:
+    """Escape sequences are shown as marks on a terminal; a file gets exactly what the model said."""
+    text = "a\x1b]0;owned\x07\x1b[2Jb\tc\nd\x9b1me"
+    screen, file = Terminal(), io.StringIO()
+    TerminalScreen(screen, io.StringIO()).text(text)
+    TerminalScreen(file, io.StringIO()).text(text)
+    assert not any(c in screen.getvalue() for c in "\x1b\x07\x9b")
+    assert "b\tc\nd" in screen.getvalue()
+    assert file.getvalue() == text
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        (None, {"do_sample": False, "repetition_penalty": 1.0}),
+        ({"do_sample": True}, {"do_sample": True, "temperature": 1.0, "top_k": 50, "top_p": 1.0}),
+        ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, {"temperature": 0.6, "top_p": 0.9}),
+        ({"temperature": 0.6}, {"do_sample": False}),
+        ({"repetition_penalty": 1.1}, {"do_sample": False, "repetition_penalty": 1.1}),
+    ],
+)
+def test_the_model_s_own_settings(tmp_path: Path, file: Any, expected: dict[str, Any]) -> None:
+    if file is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(file))
+    config = settings.of_model(tmp_path)
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("file", ['{"do_sample": "yes"}', '{"do_sample": true, "top_p": 3}', "[]", "{"])
+def test_the_model_s_broken_settings(tmp_path: Path, file: str) -> None:
+    (tmp_path / "generation_config.json").write_text(file)
+    with pytest.raises(ToolkitError, match=r"generation_config\.json"):
+        settings.of_model(tmp_path)
+
+
+def test_flags_over_the_model_s_settings() -> None:
+    sampled = GenerationConfig(do_sample=True, temperature=0.6)
+    assert settings.change(sampled).temperature == 0.6
+    assert settings.change(sampled, temperature=0).greedy
+    assert settings.change(sampled, do_sample=False).greedy
+    assert settings.change(GenerationConfig(), top_p=0.9).do_sample
+    assert not settings.change(GenerationConfig(), repetition_penalty=1.2).do_sample
+    with pytest.raises(UsageError, match="top_p"):
+        settings.change(sampled, top_p=2.0)

@@ -1,0 +1,53 @@
+"""Keys on a terminal: what is sent, and when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
+
+from toolkit.chat import terminal
+
+ENTER, ALT_ENTER, CTRL_C, CTRL_D, UP = "\r", "\x1b\r", "\x03", "\x04", "\x1b[A"
+
+
+@pytest.fixture
+def type_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    """A function from keys to what ``reader`` returned for each question."""
+    monkeypatch.setattr("prompt_toolkit.output.create_output", lambda *a, **k: DummyOutput())
+
+    def typed(keys: str, questions: int = 1) -> list[str]:
+        with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
+            read = terminal.reader(tmp_path / "home" / "chat_history", ("/help", "/set"), lambda: "status")
+            pipe.send_text(keys)
+            return [read() for _ in range(questions)]
+
+    return typed
+
+
+def test_enter_sends(type_keys) -> None:  # type: ignore[no-untyped-def]
+    assert type_keys("hello" + ENTER) == ["hello"]
+
+
+def test_alt_enter_and_backslash_start_a_line(type_keys) -> None:  # type: ignore[no-untyped-def]
+    assert type_keys("a" + ALT_ENTER + "b\\" + ENTER + "c" + ENTER) == ["a\nb\nc"]
+
+
+def test_pasted_text_keeps_its_lines(type_keys) -> None:  # type: ignore[no-untyped-def]
+    assert type_keys("\x1b[200~one\ntwo\n  three\x1b[201~" + ENTER) == ["one\ntwo\n  three"]
+
+
+def test_history_survives_in_a_file_that_is_private(type_keys, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    assert type_keys("first" + ENTER) == ["first"]
+    assert type_keys(UP + " again" + ENTER) == ["first again"]
+    assert (tmp_path / "home" / "chat_history").stat().st_mode & 0o077 == 0
+
+
+def test_ctrl_c_and_ctrl_d(type_keys) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(KeyboardInterrupt):
+        type_keys("half a question" + CTRL_C)
+    with pytest.raises(EOFError):
+        type_keys(CTRL_D)
