@@ -13,7 +13,9 @@ from toolkit.errors import ToolkitError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from toolkit.artifacts.canonical import GroupInt, Weight
+    from toolkit.artifacts.canonical import GroupInt, SuperScales, Weight
+
+_CODE_BITS = (2, 3, 4, 5, 6, 7, 8)
 
 
 def pack_torch(weights: Iterable[tuple[str, Weight | Tensor]], params: dict[str, dict[str, Any]]) -> Arrays:
@@ -54,6 +56,41 @@ def _pack_group_int(name: str, value: GroupInt, entry: dict[str, Any]) -> Arrays
         yield f"{name}.minima", value.minima, None
     if value.group_index is not None:
         yield f"{name}.group_index", value.group_index, None
+
+
+def _pack_super_scales(name: str, value: SuperScales, entry: dict[str, Any]) -> Arrays:
+    entry["super_block"] = entry["shape"][1] // value.d.shape[1]
+    yield f"{name}.super_d", value.d, None
+    yield f"{name}.super_codes", value.codes, None
+    if value.dmin is not None:
+        entry["super_minima"] = True
+        yield f"{name}.super_dmin", value.dmin, None
+        yield f"{name}.super_min_codes", value.min_codes, None
+
+
+def _pack_other(name: str, value: Weight, entry: dict[str, Any]) -> Arrays:
+    """Tiles of float8, 4-bit floats, codes of a table."""
+    from toolkit.artifacts.canonical import BlockFp8, Codebook, Fp4
+
+    if isinstance(value, BlockFp8):
+        entry.update(form="block_fp8", block=list(value.block), tiles=list(value.scales.shape))
+        yield f"{name}.weight", value.weight, None
+        yield f"{name}.scales", value.scales, None
+        if value.row_blocks is not None:
+            yield f"{name}.row_blocks", value.row_blocks, None
+        return
+    assert isinstance(value, (Fp4, Codebook)), type(value)
+    entry.update(form="fp4" if isinstance(value, Fp4) else "codebook", bits=4, group_size=value.group_size)
+    yield f"{name}.codes", pack_codes(value.codes, 4), None
+    if isinstance(value, Codebook):
+        assert value.bits == 4
+        yield f"{name}.table", value.table, None
+        if value.super_scales is not None:
+            yield from _pack_super_scales(name, value.super_scales, entry)
+            return
+    elif value.global_scale is not None:
+        yield f"{name}.global_scale", value.global_scale, None
+    yield f"{name}.scales", value.scales, None
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
@@ -108,6 +145,8 @@ class TorchWeights(Mapping[str, "Weight | Tensor"]):
             return self._array(name)
         if form == "group_int":
             return self._group_int(name, entry)
+        if form in ("block_fp8", "fp4", "codebook"):
+            return self._other(name, entry)
         weight = self._array(f"{name}.weight")
         if form == "dense":
             return Dense(weight)
@@ -127,15 +166,49 @@ class TorchWeights(Mapping[str, "Weight | Tensor"]):
             zeros = torch.full(grid, entry["zero"], dtype=torch.uint8)
         elif f"{name}.zeros" in infos:
             zeros = unpack_codes(self._array(f"{name}.zeros"), bits, grid)
+        above = self._super_scales(name, entry)
+        minima = self._optional(f"{name}.minima") if above is None else above.minima()
         return GroupInt(
             codes=unpack_codes(self._array(f"{name}.codes"), bits, (rows, columns)),
-            scales=self._array(f"{name}.scales"),
+            scales=self._array(f"{name}.scales") if above is None else above.scales(),
             zeros=zeros,
             bits=bits,
             group_size=group_size,
-            minima=self._array(f"{name}.minima") if f"{name}.minima" in infos else None,
-            group_index=self._array(f"{name}.group_index") if f"{name}.group_index" in infos else None,
+            minima=minima,
+            group_index=self._optional(f"{name}.group_index"),
+            super_scales=above,
         )
+
+    def _optional(self, name: str) -> Tensor | None:
+        return self._array(name) if name in self._artifact.infos else None
+
+    def _super_scales(self, name: str, entry: dict[str, Any]) -> SuperScales | None:
+        from toolkit.artifacts.canonical import SuperScales
+
+        if "super_block" not in entry:
+            return None
+        return SuperScales(
+            self._array(f"{name}.super_d"),
+            self._array(f"{name}.super_codes"),
+            self._optional(f"{name}.super_dmin"),
+            self._optional(f"{name}.super_min_codes"),
+        )
+
+    def _other(self, name: str, entry: dict[str, Any]) -> Weight:
+        from toolkit.artifacts.canonical import BlockFp8, Codebook, Fp4
+
+        if entry["form"] == "block_fp8":
+            block = (entry["block"][0], entry["block"][1])
+            rows = self._optional(f"{name}.row_blocks")
+            return BlockFp8(self._array(f"{name}.weight"), self._array(f"{name}.scales"), block, rows)
+        rows, columns = entry["shape"]
+        codes = unpack_codes(self._array(f"{name}.codes"), 4, (rows, columns))
+        if entry["form"] == "fp4":
+            scale = self._optional(f"{name}.global_scale")
+            return Fp4(codes, self._array(f"{name}.scales"), entry["group_size"], scale)
+        above = self._super_scales(name, entry)
+        scales = self._array(f"{name}.scales") if above is None else above.scales()
+        return Codebook(codes, self._array(f"{name}.table"), scales, 4, entry["group_size"], above)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._artifact.params)
@@ -180,7 +253,7 @@ def _is_shape(value: Any) -> bool:
 def _is_grid(entry: dict[str, Any]) -> bool:
     """Whether bits, group size and zero point can be, and the groups divide the shape."""
     bits, size, zero = entry.get("bits"), entry.get("group_size"), entry.get("zero", 0)
-    if bits not in (2, 3, 4, 8) or not isinstance(size, int) or size < 1 or not isinstance(zero, int):
+    if bits not in _CODE_BITS or not isinstance(size, int) or size < 1 or not isinstance(zero, int):
         return False
     return 0 <= zero < 1 << bits and len(entry["shape"]) == 2 and entry["shape"][1] % size == 0
 
@@ -194,14 +267,50 @@ def _arrays_of(artifact: EngineArtifact, name: str, entry: dict[str, Any]) -> di
         return {f"{name}.weight": math.prod(entry["shape"])}
     if form in ("channel_int8", "fp8"):
         return {f"{name}.weight": math.prod(entry["shape"]), f"{name}.scales": entry["shape"][0]}
-    if form != "group_int" or not _is_grid(entry):
-        raise ToolkitError(
-            f"{artifact.path / ENGINE_JSON}: params: {name}: unknown form {entry!r:.100}; convert the model again"
-        )
+    if form == "block_fp8":
+        return _arrays_of_tiles(artifact, name, entry)
+    if form not in ("group_int", "fp4", "codebook") or not _is_grid(entry):
+        raise _unknown_form(artifact, name, entry)
     bits, size = entry["bits"], entry["group_size"]
     rows, groups = entry["shape"][0], entry["shape"][1] // size
     per_byte = 1 if bits > 4 else 2
-    wanted = {f"{name}.codes": -(-rows * groups * size // per_byte), f"{name}.scales": rows * groups}
-    if "zero" not in entry and f"{name}.minima" not in artifact.infos:
+    wanted = {f"{name}.codes": -(-rows * groups * size // per_byte)}
+    if form == "codebook":
+        wanted[f"{name}.table"] = 1 << bits
+    if "super_block" in entry:
+        return wanted | _arrays_of_super_scales(artifact, name, entry, rows, groups)
+    wanted[f"{name}.scales"] = rows * groups
+    if form == "group_int" and "zero" not in entry and f"{name}.minima" not in artifact.infos:
         wanted[f"{name}.zeros"] = -(-rows * groups // per_byte)
     return wanted
+
+
+def _unknown_form(artifact: EngineArtifact, name: str, entry: dict[str, Any]) -> ToolkitError:
+    return ToolkitError(
+        f"{artifact.path / ENGINE_JSON}: params: {name}: unknown form {entry!r:.100}; convert the model again"
+    )
+
+
+def _arrays_of_tiles(artifact: EngineArtifact, name: str, entry: dict[str, Any]) -> dict[str, int]:
+    block, tiles = entry.get("block"), entry.get("tiles")
+    if len(entry["shape"]) != 2:
+        raise _unknown_form(artifact, name, entry)
+    for pair in (block, tiles):
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(x, int) and x > 0 for x in pair):
+            raise _unknown_form(artifact, name, entry)
+    assert block is not None and tiles is not None
+    if tiles[1] * block[1] < entry["shape"][1]:
+        raise _unknown_form(artifact, name, entry)
+    return {f"{name}.weight": math.prod(entry["shape"]), f"{name}.scales": tiles[0] * tiles[1]}
+
+
+def _arrays_of_super_scales(
+    artifact: EngineArtifact, name: str, entry: dict[str, Any], rows: int, groups: int
+) -> dict[str, int]:
+    length, columns = entry["super_block"], entry["shape"][1]
+    if not isinstance(length, int) or length < 1 or columns % length or groups % (columns // length):
+        raise _unknown_form(artifact, name, entry)
+    found = {f"{name}.super_d": rows * (columns // length), f"{name}.super_codes": rows * groups}
+    if entry.get("super_minima"):
+        found |= {f"{name}.super_dmin": rows * (columns // length), f"{name}.super_min_codes": rows * groups}
+    return found

@@ -212,7 +212,10 @@ class TorchRunner:
 
 
 def _stored_dtype(weight: Weight | Tensor) -> torch.dtype:
-    """The floating point type a weight was stored in."""
+    """The floating point type a weight was stored in; of a quantized one its scales', or bfloat16 if that is no half."""
     if isinstance(weight, Tensor):
         return weight.dtype
-    return weight.weight.dtype if isinstance(weight, Dense) else weight.scales.dtype
+    if isinstance(weight, Dense):
+        return weight.weight.dtype
+    kept = isinstance(weight, GroupInt) and weight.scales.dtype == torch.float16
+    return torch.float16 if kept else torch.bfloat16
