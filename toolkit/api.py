@@ -99,6 +99,7 @@ class Pipeline:
             raise UsageError(f"gen_config: expected a GenerationConfig, found {type(default).__name__}")
         if max_log_len is not None and (not isinstance(max_log_len, int) or max_log_len < 0):
             raise UsageError(f"max_log_len: expected a number of characters, found {max_log_len!r}")
+        ChatTemplate.check(chat_template_config)
         _set_log_level(log_level)
         self.model_path = str(model_path)
         self.gen_config: GenerationConfig = default or GenerationConfig()

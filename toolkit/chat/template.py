@@ -12,32 +12,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Template
+
 from toolkit.artifacts.tokenizer import Tokenizer
-from toolkit.chat import builtin
+from toolkit.chat import origin
 from toolkit.chat.messages import Message, normalise
 from toolkit.chat.sandbox import Sandbox, TemplateRefusal
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import ChatTemplateConfig, GenerationConfig
 
 _END = "\ue0a7\ue0a8"  # private characters that mark the end of an answer to be continued; they never reach a prompt
-_CAPABILITIES = ("completion", "infilling", "chat", "python")
-
-
-@dataclass
-class _Origin:
-    """A template before it is compiled. ``what``: how messages name it."""
-
-    name: str
-    what: str
-    sources: dict[str, str]
-    pieces: dict[str, Any] | None = None
-    meta_instruction: str | None = None
-    stop_words: tuple[str, ...] = ()
-    capability: str = "chat"
 
 
 class ChatTemplate:
@@ -48,16 +35,16 @@ class ChatTemplate:
     ``stop_words``: texts that end an answer.
     """
 
-    def __init__(self, tokenizer: Tokenizer, origin: _Origin) -> None:
-        self.name = origin.name
-        self.note = origin.what
-        self.meta_instruction = origin.meta_instruction
-        self.capability = origin.capability
-        self._pieces = origin.pieces
+    def __init__(self, tokenizer: Tokenizer, found: origin.Origin) -> None:
+        self.name = found.name
+        self.note = found.what
+        self.meta_instruction = found.meta_instruction
+        self.capability = found.capability
+        self._pieces = found.pieces
         self._tokenizer = tokenizer
         self._sandbox = Sandbox()
-        self._compiled = {name: self._compile(source) for name, source in origin.sources.items()}
-        self.stop_words = list(origin.stop_words) or self._turn_end()
+        self._compiled = {name: _compile(self._sandbox, source, self.note) for name, source in found.sources.items()}
+        self.stop_words = list(found.stop_words) or self._turn_end()
 
     @classmethod
     def open(
@@ -67,19 +54,14 @@ class ChatTemplate:
 
         Raises UsageError for a name or file that is none, ToolkitError for a template that does not compile.
         """
-        if isinstance(config, str):
-            if config.endswith((".jinja", ".jinja2", ".j2")):
-                return cls(tokenizer, _from_jinja(Path(config), f"the file {config}"))
-            config = ChatTemplateConfig.from_json(config) if _is_json(config) else ChatTemplateConfig(config)
-        if config is not None:
-            return cls(tokenizer, _configured(tokenizer, config))
-        if tokenizer.chat_templates:
-            return cls(tokenizer, _own(tokenizer))
-        if (found := builtin.match(str(model_path))) is not None:
-            return cls(tokenizer, _from_builtin(found, f"built-in {found.name!r}, guessed from the model's name"))
-        base = builtin.find("base")
-        assert base is not None
-        return cls(tokenizer, _from_builtin(base, "none: the model brings no chat template, texts are joined as is"))
+        return cls(tokenizer, origin.choose(tokenizer, model_path, config))
+
+    @staticmethod
+    def check(config: ChatTemplateConfig | str | None) -> None:
+        """Raise what ``open`` would raise for this ``config``, as far as that needs no model."""
+        if config is not None and (found := origin.named(config)) is not None:
+            for source in found.sources.values():
+                _compile(Sandbox(), source, found.what)
 
     def render(
         self,
@@ -162,14 +144,6 @@ class ChatTemplate:
         except ValueError as e:
             raise ToolkitError(f"chat template ({self.note}) fails: {e}; choose another by --chat-template") from e
 
-    def _compile(self, source: str) -> Any:
-        try:
-            return self._sandbox.compile_source(source)
-        except ValueError as e:
-            raise ToolkitError(
-                f"chat template ({self.note}) is broken: {e}; choose another with --chat-template"
-            ) from e
-
     def _start(self) -> str:
         return self._tokenizer.start_text
 
@@ -189,89 +163,11 @@ class ChatTemplate:
         return [self._tokenizer.decode(ids[:1], skip_special_tokens=False)]
 
 
-def _is_json(text: str) -> bool:
-    return text.endswith(".json") or text.lstrip().startswith("{")
-
-
-def _own(tokenizer: Tokenizer) -> _Origin:
-    """The model's own template; of several the one called default, else the first."""
-    sources = dict(tokenizer.chat_templates)
-    if "default" not in sources:
-        sources["default"] = next(iter(sources.values()))
-    return _Origin("hf", f"the model's own, {tokenizer.path}", sources)
-
-
-def _from_jinja(file: Path, what: str) -> _Origin:
+def _compile(sandbox: Sandbox, source: str, what: str) -> Template:
     try:
-        return _Origin(file.stem, what, {"default": file.read_text(encoding="utf-8")})
-    except (OSError, UnicodeDecodeError) as e:
-        raise UsageError(f"{file}: cannot read the chat template ({e})") from e
-
-
-def _from_builtin(found: builtin.Builtin, what: str) -> _Origin:
-    return _Origin(
-        found.name,
-        what,
-        {"default": found.source()},
-        found.variables() if found.of_pieces else None,
-        found.meta_instruction,
-        found.stop_words,
-    )
-
-
-def _configured(tokenizer: Tokenizer, config: ChatTemplateConfig) -> _Origin:
-    """What a ChatTemplateConfig means: the built-in it names, fields replaced, or a template of its own pieces."""
-    if config.capability not in (None, *_CAPABILITIES):
-        raise UsageError(f"capability: expected one of {', '.join(_CAPABILITIES)}, found {config.capability!r}")
-    given: dict[str, Any] = {
-        name: getattr(config, name) for name in builtin.PIECES if getattr(config, name) is not None
-    }
-    if config.model_name == "hf":
-        if given:
-            raise UsageError(f"chat template 'hf': {next(iter(given))} cannot be set, the template is the model's own")
-        origin = _of_model(tokenizer, config.model_path)
-    elif config.model_path is not None:
-        raise UsageError("model_path: goes with model_name='hf' only, it names the model whose template is used")
-    else:
-        origin = _of_pieces(config, given)
-    if config.meta_instruction is not None:
-        origin.meta_instruction = config.meta_instruction
-    if config.stop_words is not None:
-        origin.stop_words = tuple(config.stop_words)
-    origin.capability = config.capability or "chat"
-    return origin
-
-
-def _of_model(tokenizer: Tokenizer, model_path: str | None) -> _Origin:
-    source = tokenizer
-    if model_path is not None:
-        if not Path(model_path).exists():
-            raise UsageError(f"model_path: {model_path} does not exist")
-        if Path(model_path).is_file():
-            return _from_jinja(Path(model_path), f"the file {model_path}")
-        source = Tokenizer.open(model_path)
-    if not source.chat_templates:
-        raise UsageError(f"chat template 'hf': {source.path} brings none; 'tool list' shows the built-in ones")
-    return _own(source)
-
-
-def _of_pieces(config: ChatTemplateConfig, given: dict[str, Any]) -> _Origin:
-    found = builtin.find(config.model_name)
-    if found is None:
-        if not given and config.meta_instruction is None:
-            raise builtin.unknown(config.model_name)
-        found = builtin.Builtin(config.model_name, "")
-        what = f"{config.model_name!r}, made of the pieces given"
-    else:
-        what = f"built-in {found.name!r}"
-    if given and not found.of_pieces:
-        raise UsageError(
-            f"chat template {found.name!r} is not made of pieces, {next(iter(given))} cannot be set; "
-            "meta_instruction, stop_words and capability can"
-        )
-    if "assistant" in given:
-        found = dataclasses.replace(found, generation=None)
-    return _from_builtin(dataclasses.replace(found, **given), what)
+        return sandbox.compile_source(source)
+    except ValueError as e:
+        raise ToolkitError(f"chat template ({what}) is broken: {e}; choose another by --chat-template") from e
 
 
 def _infilling(text: str) -> str:
