@@ -16,75 +16,77 @@ constexpr float MASKED = -INFINITY;
 template <int M>
 void scores_f32(const float* q, int64_t d, const void* c0, const void* c1, float* s) {
     F a[M], b[M];
-    for (int r = 0; r < M; r++) a[r] = b[r] = fzero();
+    TK_EACH(r, M, a[r] = b[r] = fzero(););
     for (int64_t i = 0; i < d; i++) {
         const F k0 = fload((const float*)c0 + i * 16), k1 = fload((const float*)c1 + i * 16);
-        for (int r = 0; r < M; r++) {
+        TK_EACH(r, M, {
             const F x = fset1(q[r * d + i]);
             a[r] = fma(k0, x, a[r]);
             b[r] = fma(k1, x, b[r]);
-        }
+        });
     }
-    for (int r = 0; r < M; r++) {
+    TK_EACH(r, M, {
         fstore(s + r * KV_TILE, a[r]);
         fstore(s + r * KV_TILE + 16, b[r]);
-    }
+    });
 }
 
 // ---- values: M rows by N groups of 16 columns, `tokens` of them
 template <int M, int N>
 void values_f32(const float* p, const void* const* cells, int64_t d, int64_t col, int64_t tokens, float* acc) {
     F y[M * N];
-    for (int i = 0; i < M * N; i++) y[i] = fzero();
+    TK_EACH(i, M * N, y[i] = fzero(););
     for (int64_t t = 0; t < tokens; t++) {
         const float* v = (const float*)cells[t / 16] + t % 16 * d + col;
         F w[N];
-        for (int n = 0; n < N; n++) w[n] = fload(v + 16 * n);
-        for (int r = 0; r < M; r++) {
+        TK_EACH(n, N, w[n] = fload(v + 16 * n););
+        TK_EACH(r, M, {
             const F x = fset1(p[r * KV_TILE + t]);
-            for (int n = 0; n < N; n++) y[r * N + n] = fma(w[n], x, y[r * N + n]);
-        }
+            TK_EACH(n, N, y[r * N + n] = fma(w[n], x, y[r * N + n]););
+        });
     }
-    for (int r = 0; r < M; r++)
-        for (int n = 0; n < N; n++) fstore(acc + r * d + col + 16 * n, y[r * N + n]);
+    TK_EACH(r, M, TK_EACH(n, N, fstore(acc + r * d + col + 16 * n, y[r * N + n]);););
 }
 
 #if defined(__AVX512BF16__)
-TK_INLINE __m512bh as_bh(I x) { return (__m512bh)x; }
+// acc += products of pairs of bfloat16 (assembly for the reason given in simd.h)
+TK_INLINE F dot_bf16(F acc, I a, I b) {
+    __asm__("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
+    return acc;
+}
 
 template <int M>
 void scores_bf16(const uint16_t* q, int64_t d, const void* c0, const void* c1, float* s) {
     F a[M], b[M];
-    for (int r = 0; r < M; r++) a[r] = b[r] = fzero();
+    TK_EACH(r, M, a[r] = b[r] = fzero(););
     for (int64_t i = 0; i < d; i += 2) {
         const I k0 = bload((const uint8_t*)c0 + i * 32), k1 = bload((const uint8_t*)c1 + i * 32);
-        for (int r = 0; r < M; r++) {
+        TK_EACH(r, M, {
             const I x = bset4(q + r * d + i);
-            a[r] = _mm512_dpbf16_ps(a[r], as_bh(k0), as_bh(x));
-            b[r] = _mm512_dpbf16_ps(b[r], as_bh(k1), as_bh(x));
-        }
+            a[r] = dot_bf16(a[r], k0, x);
+            b[r] = dot_bf16(b[r], k1, x);
+        });
     }
-    for (int r = 0; r < M; r++) {
+    TK_EACH(r, M, {
         fstore(s + r * KV_TILE, a[r]);
         fstore(s + r * KV_TILE + 16, b[r]);
-    }
+    });
 }
 
 template <int M, int N>
 void values_bf16(const uint16_t* p, const void* const* cells, int64_t d, int64_t col, int64_t tokens, float* acc) {
     F y[M * N];
-    for (int i = 0; i < M * N; i++) y[i] = fzero();
+    TK_EACH(i, M * N, y[i] = fzero(););
     for (int64_t t = 0; t < tokens; t += 2) {
         const uint8_t* v = (const uint8_t*)cells[t / 16] + (t % 16 / 2 * d + col) * 4;
         I w[N];
-        for (int n = 0; n < N; n++) w[n] = bload(v + 64 * n);
-        for (int r = 0; r < M; r++) {
+        TK_EACH(n, N, w[n] = bload(v + 64 * n););
+        TK_EACH(r, M, {
             const I x = bset4(p + r * KV_TILE + t);
-            for (int n = 0; n < N; n++) y[r * N + n] = _mm512_dpbf16_ps(y[r * N + n], as_bh(w[n]), as_bh(x));
-        }
+            TK_EACH(n, N, y[r * N + n] = dot_bf16(y[r * N + n], w[n], x););
+        });
     }
-    for (int r = 0; r < M; r++)
-        for (int n = 0; n < N; n++) fstore(acc + r * d + col + 16 * n, y[r * N + n]);
+    TK_EACH(r, M, TK_EACH(n, N, fstore(acc + r * d + col + 16 * n, y[r * N + n]);););
 }
 #else
 template <int M>

@@ -23,17 +23,17 @@ TK_INLINE F load_weight(const uint8_t* p, int64_t k) {
 template <int N, int M, int32_t DTYPE>
 void block(const Matrix& w, const uint8_t* const* tiles, const Rows& in, int64_t t0, F* out) {
     F y[N * M];
-    for (int i = 0; i < N * M; i++) y[i] = fzero();
+    TK_EACH(i, N * M, y[i] = fzero(););
     const float* x = in.x + t0 * in.ldx;
     for (int64_t k = 0; k < w.cols; k++) {
         F v[N];
-        for (int n = 0; n < N; n++) v[n] = load_weight<DTYPE>(tiles[n], k);
-        for (int t = 0; t < M; t++) {
+        TK_EACH(n, N, v[n] = load_weight<DTYPE>(tiles[n], k););
+        TK_EACH(t, M, {
             const F a = fset1(x[t * in.ldx + k]);
-            for (int n = 0; n < N; n++) y[n * M + t] = fma(v[n], a, y[n * M + t]);
-        }
+            TK_EACH(n, N, y[n * M + t] = fma(v[n], a, y[n * M + t]););
+        });
     }
-    for (int i = 0; i < N * M; i++) out[i] = y[i];
+    TK_EACH(i, N * M, out[i] = y[i];);
 }
 
 typedef void (*Block)(const Matrix&, const uint8_t* const*, const Rows&, int64_t, F*);

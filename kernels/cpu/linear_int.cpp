@@ -37,40 +37,34 @@ TK_INLINE const uint8_t* header_zeros(const uint8_t* h, int32_t dtype) { return 
 // One group of one tile for M tokens: integer part.
 template <int M, int BITS>
 TK_INLINE void group_dots(const uint8_t* codes, int64_t group, const int8_t* a, int64_t lda, I* d) {
-    if (BITS == 4) {
-        I low[M], high[M];
-        for (int t = 0; t < M; t++) low[t] = high[t] = izero();
-        for (int64_t k = 0; k < group; k += 8) {
-            const uint8_t* p = codes + k * 8;
-            __builtin_prefetch(p + AHEAD);
-            const B w = bload(p), lo = low_nibbles(w), hi = high_nibbles(w);
-            for (int t = 0; t < M; t++) {
-                low[t] = dot<4>(low[t], lo, bset4(a + t * lda + k));
-                high[t] = dot<4>(high[t], hi, bset4(a + t * lda + k + 4));
-            }
-        }
-        for (int t = 0; t < M; t++) d[t] = iadd(low[t], high[t]);
-    } else {
-        I even[M], odd[M];
-        for (int t = 0; t < M; t++) even[t] = odd[t] = izero();
-        for (int64_t k = 0; k < group; k += 8) {
-            const uint8_t* p = codes + k * 16;
-            __builtin_prefetch(p + AHEAD);
+    I even[M], odd[M];
+    TK_EACH(t, M, even[t] = odd[t] = izero(););
+    for (int64_t k = 0; k < group; k += 8) {
+        const uint8_t* p = codes + k * 2 * BITS;
+        B w0, w1;
+        __builtin_prefetch(p + AHEAD);
+        if (BITS == 4) {
+            const B w = bload(p);
+            w0 = low_nibbles(w);
+            w1 = high_nibbles(w);
+        } else {
             __builtin_prefetch(p + AHEAD + 64);
-            const B w0 = bload(p), w1 = bload(p + 64);
-            for (int t = 0; t < M; t++) {
-                even[t] = dot<8>(even[t], w0, bset4(a + t * lda + k));
-                odd[t] = dot<8>(odd[t], w1, bset4(a + t * lda + k + 4));
-            }
+            w0 = bload(p);
+            w1 = bload(p + 64);
         }
-        for (int t = 0; t < M; t++) d[t] = iadd(even[t], odd[t]);
+        TK_EACH(t, M, {
+            even[t] = dot<BITS>(even[t], w0, bset4(a + t * lda + k));
+            odd[t] = dot<BITS>(odd[t], w1, bset4(a + t * lda + k + 4));
+        });
     }
+    TK_EACH(t, M, d[t] = iadd(even[t], odd[t]););
 }
 
 template <int M, int BITS, bool MIN>
-void narrow_tile(const Matrix& w, const uint8_t* tile, const Rows& in, int64_t t0, F* y) {
+void narrow_tile(const Matrix& w, const uint8_t* tile, const Rows& in, int64_t t0, F* out) {
     const int64_t groups = w.groups(), step = w.group_bytes(), header = w.header_bytes();
-    for (int t = 0; t < M; t++) y[t] = fzero();
+    F y[M];
+    TK_EACH(t, M, y[t] = fzero(););
     for (int64_t g = 0; g < groups; g++, tile += step) {
         I d[M];
         group_dots<M, BITS>(tile + header, w.group, in.q + t0 * in.ldq + g * w.group, in.ldq, d);
@@ -79,14 +73,15 @@ void narrow_tile(const Matrix& w, const uint8_t* tile, const Rows& in, int64_t t
         I zero = izero();
         if (MIN) low = header_floats(tile, w.dtype, 1);
         else zero = BITS == 8 ? iset1(128) : load_u8(header_zeros(tile, w.dtype));
-        for (int t = 0; t < M; t++) {
+        TK_EACH(t, M, {
             const float sa = in.scale[(t0 + t) * in.lds + g];
             const int32_t sum = in.sum[(t0 + t) * in.lds + g];
             if (!MIN) d[t] = isub(d[t], imul(zero, iset1(sum)));
             y[t] = fma(f_of(d[t]), fmul(s, fset1(sa)), y[t]);
             if (MIN) y[t] = fma(low, fset1(sa * float(sum)), y[t]);
-        }
+        });
     }
+    TK_EACH(t, M, out[t] = y[t];);
 }
 
 typedef void (*NarrowTile)(const Matrix&, const uint8_t*, const Rows&, int64_t, F*);
@@ -162,6 +157,24 @@ void unpack_tile(const Matrix& w, const uint8_t* tile, int which, const Panel& p
     }
 }
 
+// Integer part of one group: d[i * M + t] = sums of tile i and token t, on top of start[t]. Rows of activations are reached
+// from every third one, which is what address arithmetic offers.
+template <int M, int BITS>
+TK_INLINE void panel_dots(const uint8_t* codes, int64_t group, const int8_t* a, int64_t lda, const int32_t* start, I* d) {
+    const int8_t* rows[(M + 2) / 3];
+    TK_EACH(r, (M + 2) / 3, rows[r] = a + r * 3 * lda;);
+    TK_EACH(t, M, d[t] = d[M + t] = iset1(start[t]););
+    for (int64_t k = 0; k < group; k += 4, codes += 128) {
+        const B w0 = bload(codes), w1 = bload(codes + 64);
+        TK_EACH(t, M, {
+            const B s = bset4(rows[t / 3] + t % 3 * lda);
+            d[t] = dot<BITS>(d[t], w0, s);
+            d[M + t] = dot<BITS>(d[M + t], w1, s);
+        });
+        TK_EACH(r, (M + 2) / 3, rows[r] += 4;);
+    }
+}
+
 // M tokens by the 32 rows of a panel; result in p.y.
 template <int M, int BITS, bool MIN>
 void panel_block(const Matrix& w, const Panel& p, const Rows& in, int64_t t0) {
@@ -171,25 +184,19 @@ void panel_block(const Matrix& w, const Panel& p, const Rows& in, int64_t t0) {
     for (int i = 0; i < 2; i++)
         for (int t = 0; t < M; t++) fstore(y + (i * WIDE + t) * 16, fzero());
     for (int64_t g = 0; g < groups; g++) {
-        I d0[M], d1[M];
+        I d[2 * M];
+        int32_t start[M];
         const int32_t* sums = in.sum + t0 * in.lds + g;
-        for (int t = 0; t < M; t++) d0[t] = d1[t] = MIN ? izero() : iset1(-offset * sums[t * in.lds]);
-        const uint8_t* codes = p.codes + g * w.group * 32;
-        const int8_t* a = in.q + t0 * lda + g * w.group;
-        for (int64_t k = 0; k < w.group; k += 4, codes += 128) {
-            const B w0 = bload(codes), w1 = bload(codes + 64);
-            for (int t = 0; t < M; t++) {
-                const B s = bset4(a + t * lda + k);
-                d0[t] = dot<BITS>(d0[t], w0, s);
-                d1[t] = dot<BITS>(d1[t], w1, s);
-            }
-        }
+        TK_EACH(t, M, start[t] = MIN ? 0 : -offset * sums[t * in.lds];);
+        panel_dots<M, BITS>(p.codes + g * w.group * 32, w.group, in.q + t0 * lda + g * w.group, lda, start, d);
         const float* sa = in.scale + t0 * in.lds + g;
         const F s0 = fload(p.scales + g * 32), s1 = fload(p.scales + g * 32 + 16);
-        for (int t = 0; t < M; t++) {
+        TK_EACH(t, M, {
             const F s = fset1(sa[t * in.lds]);
-            float *y0 = y + t * 16, *y1 = y + (WIDE + t) * 16;
-            F r0 = fma(f_of(d0[t]), fmul(s0, s), fload(y0)), r1 = fma(f_of(d1[t]), fmul(s1, s), fload(y1));
+            float* y0 = y + t * 16;
+            float* y1 = y + (WIDE + t) * 16;
+            F r0 = fma(f_of(d[t]), fmul(s0, s), fload(y0));
+            F r1 = fma(f_of(d[M + t]), fmul(s1, s), fload(y1));
             if (MIN) {
                 const F sum = fset1(sa[t * in.lds] * float(sums[t * in.lds]));
                 r0 = fma(fload(p.minima + g * 32), sum, r0);
@@ -197,7 +204,7 @@ void panel_block(const Matrix& w, const Panel& p, const Rows& in, int64_t t0) {
             }
             fstore(y0, r0);
             fstore(y1, r1);
-        }
+        });
     }
 }
 

@@ -26,6 +26,27 @@ namespace tk {
 namespace TK_ISA {
 namespace {
 
+// f(0), …, f(N - 1) written out before the optimiser looks, with constant arguments: arrays indexed by them become
+// registers. A loop, even unrolled later, would leave them in memory.
+template <int V>
+struct Const {
+    constexpr operator int() const { return V; }
+};
+
+template <int I, int N, class Fn>
+TK_INLINE void each_from(Fn& f) {
+    if constexpr (I < N) {
+        f(Const<I>());
+        each_from<I + 1, N>(f);
+    }
+}
+
+#define TK_EACH(t, N, ...)                                                        \
+    do {                                                                          \
+        auto tk_body = [&](auto t) __attribute__((always_inline)) { __VA_ARGS__ }; \
+        each_from<0, N>(tk_body);                                                 \
+    } while (0)
+
 TK_INLINE float bits_to_float(uint32_t b) {
     float f;
     memcpy(&f, &b, 4);
@@ -114,9 +135,13 @@ TK_INLINE B low_nibbles(B x) { return _mm512_and_si512(x, _mm512_set1_epi8(15));
 TK_INLINE B high_nibbles(B x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
 TK_INLINE B badd(B a, B b) { return _mm512_add_epi8(a, b); }
 // acc[lane] += sum of 4 products u8 * s8, exact
-TK_INLINE I dot4(I acc, B u, B s) { return _mm512_dpbusd_epi32(acc, u, s); }
+// (written as assembly: g++ 12 copies the accumulators of its intrinsic around and spills them)
+TK_INLINE I dot4(I acc, B u, B s) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(u), "v"(s));
+    return acc;
+}
 // the same where every u is at most 127
-TK_INLINE I dot4_small(I acc, B u, B s) { return _mm512_dpbusd_epi32(acc, u, s); }
+TK_INLINE I dot4_small(I acc, B u, B s) { return dot4(acc, u, s); }
 TK_INLINE float hsum(F x) {
     __m256 a = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
     __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
