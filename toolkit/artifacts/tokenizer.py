@@ -16,6 +16,7 @@ from typing import Any
 
 import tokenizers
 
+from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.token_bytes import byte_rule
 from toolkit.errors import ToolkitError
 
@@ -59,7 +60,7 @@ class Tokenizer:
     def open(cls, path: Path | str) -> Tokenizer:
         """The tokenizer of a model directory. Raises ToolkitError, one line, for missing or broken files."""
         path = Path(path)
-        config = read_json(path / "tokenizer_config.json") or {}
+        config = _optional(path / "tokenizer_config.json")
         file = path / "tokenizer.json"
         if file.is_file():
             backend = _load(file)
@@ -133,7 +134,7 @@ class Tokenizer:
         eos = self._id_of("eos_token")
         found = [] if eos is None else [eos]
         for name in ("generation_config.json", "config.json"):
-            values = (read_json(self.path / name) or {}).get("eos_token_id")
+            values = _optional(self.path / name).get("eos_token_id")
             if values is None:
                 continue
             for value in values if isinstance(values, list) else [values]:
@@ -197,17 +198,9 @@ class Tokenizer:
         return prefix, suffix
 
 
-def read_json(file: Path) -> dict[str, Any] | None:
-    """A JSON object from ``file``, None if the file does not exist. Raises ToolkitError if it is anything else."""
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError) as e:
-        raise ToolkitError(f"{file}: not readable as JSON ({e}); fetch the file again") from e
-    if not isinstance(data, dict):
-        raise ToolkitError(f"{file}: expected a JSON object, found {type(data).__name__}")
-    return data
+def _optional(file: Path) -> dict[str, Any]:
+    """A JSON object from ``file``, empty if the file does not exist. Raises ToolkitError if it is anything else."""
+    return read_json_object(file) if file.is_file() else {}
 
 
 def _token_text(value: Any) -> str | None:
@@ -325,7 +318,7 @@ def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
             f"{path / 'tokenizer_config.json'}: chat_template: expected a string or a list of {{name, template}}, "
             f"found {type(value).__name__}"
         )
-    if isinstance(text := (read_json(path / "chat_template.json") or {}).get("chat_template"), str):
+    if isinstance(text := _optional(path / "chat_template.json").get("chat_template"), str):
         found["default"] = text
     for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
         found[file.stem] = _read_text(file)
