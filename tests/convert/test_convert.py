@@ -311,7 +311,7 @@ BREAKAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         f"{NAME}.codes",
     ),
     "bits that do not exist": (
-        edit(lambda d: d["params"][NAME].update(form="group_int", bits=5, group_size=32)),
+        edit(lambda d: d["params"][NAME].update(form="group_int", bits=9, group_size=32)),
         "unknown form",
     ),
     "a value that only the digest shows": (edit(lambda d: d["spec"].update(head_scale=0.5)), "changed"),
