@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from toolkit.artifacts.gguf_container import GgufContainer, read_container
 from toolkit.artifacts.gguf_models import Change, arch_of, hf_config, hf_names, row_order
 from toolkit.artifacts.gguf_tokenizer import write_tokenizer
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
     from toolkit.artifacts.canonical import Weight
 
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-_GROUP = 32
 
 
 @dataclass
@@ -40,20 +37,14 @@ class GgufFile:
     sources: dict[str, tuple[str, Change]]
 
     def weight(self, name: str) -> Weight:
-        """A matrix in canonical form: ``GroupInt`` with groups of 32 for Q4_0, Q4_1 and Q8_0, else ``Dense``."""
+        """A matrix in canonical form, its codes and scales as stored; float types are ``Dense``."""
         import torch
 
-        from toolkit.artifacts.canonical import Dense
+        from toolkit.artifacts.gguf_blocks import from_blocks
 
         source, change = self.sources[name]
         info = self.infos[name]
-        raw = self.container.raw(source)
-        weight: Weight
-        if info.dtype in ("F32", "F16", "BF16"):
-            dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[info.dtype]
-            weight = Dense(torch.from_numpy(raw.copy()).view(dtype).view(info.shape))
-        else:
-            weight = _group_int(raw, info)
+        weight = from_blocks(info.dtype, self.container.raw(source), info.shape)
         if change in ("q_rows", "k_rows"):
             heads = self.config["num_attention_heads" if change == "q_rows" else "num_key_value_heads"]
             return weight.take_rows(torch.from_numpy(row_order(info.shape[0], heads)))
@@ -113,7 +104,7 @@ def open_gguf(path: Path) -> GgufFile:
         heads = config["num_attention_heads" if change == "q_rows" else "num_key_value_heads"]
         if change in ("q_rows", "k_rows") and info.shape[0] % (2 * heads):
             raise ToolkitError(f"{path}: tensor {source}: {info.shape[0]} rows do not make {heads} heads")
-        if len(info.shape) > 2 or (len(info.shape) == 1 and info.dtype.startswith("Q")):
+        if len(info.shape) > 2 or (len(info.shape) == 1 and info.dtype not in ("F32", "F16", "BF16")):
             raise ToolkitError(f"{path}: tensor {source}: {info} cannot be {name}")
     infos = {name: container.tensors[source] for name, (source, _) in sources.items()}
     return GgufFile(container, config, _generation_config(metadata), infos, sources)
@@ -128,30 +119,3 @@ def _generation_config(metadata: dict[str, Any]) -> dict[str, Any]:
         "pad_token_id": ids["padding"],
     }
     return {name: value for name, value in found.items() if value is not None}
-
-
-def _group_int(raw: np.ndarray, info: TensorInfo) -> Weight:
-    """Blocks of 32: a float16 scale, for Q4_1 a float16 minimum, then codes (low nibbles are the first 16)."""
-    import torch
-
-    from toolkit.artifacts.canonical import GroupInt
-
-    rows, columns = info.shape
-    groups = columns // _GROUP
-    blocks = raw.reshape(rows, groups, -1)
-    head = 4 if info.dtype == "Q4_1" else 2
-    floats = torch.from_numpy(np.ascontiguousarray(blocks[..., :head]).view("<f2"))
-    packed = blocks[..., head:]
-    if info.dtype == "Q8_0":
-        codes, bits = packed ^ 0x80, 8  # int8 -128…127 → 0…255 around a zero point of 128
-    else:
-        codes, bits = np.concatenate([packed & 15, packed >> 4], axis=-1), 4
-    minima = floats[..., 1].contiguous() if info.dtype == "Q4_1" else None
-    return GroupInt(
-        codes=torch.from_numpy(np.ascontiguousarray(codes)).view(rows, columns),
-        scales=floats[..., 0].contiguous(),
-        zeros=None if minima is not None else torch.full((rows, groups), 1 << (bits - 1), dtype=torch.uint8),
-        bits=bits,
-        group_size=_GROUP,
-        minima=minima,
-    )

@@ -1,4 +1,4 @@
-"""Linears of a GGUF file: block types kept as integers in groups of 32, float types dense."""
+"""Linears of a GGUF file: block types kept as they are stored, float types dense."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from toolkit.artifacts.checkpoint import Checkpoint
 
 METHOD = "gguf"
-BLOCK_TYPES = ("Q4_0", "Q4_1", "Q8_0")
+BLOCK_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
 
 
 def check_config(quantization: dict[str, Any]) -> None:
