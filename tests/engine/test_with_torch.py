@@ -78,18 +78,62 @@ def serve(runner: Any, blocks: int = 40, **options: Any) -> tuple[dict[str, list
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_do_not_depend_on_how_the_work_is_done(family: str, tiny_models: Callable[..., Path]) -> None:
     options = RunnerOptions(device="cpu", dtype="float32", block_size=16, threads=1)
-    runner, _ = open_runner(tiny_models(family), backend="pytorch", options=options)
-    runner.load_weights()
-    expected, _ = serve(runner)
-    assert {len(t) for t in expected.values()} == {20}
-    for way, change in WAYS.items():
-        found, core = serve(runner, **change)
-        assert found == expected, way
-        if way == "preemption":
-            assert core.stats()["preemptions"] > 0
-        if way == "odd chunks":
-            assert core.stats()["prefix_hit_tokens"] > 0
-    runner.close()
+    runners = {}
+    for backend in ("pytorch", "turbomind"):  # the second gives another runner only where one runs here
+        runner, _ = open_runner(tiny_models(family), backend=backend, options=options)
+        runners[runner.name] = runner
+    results = {}
+    for name, runner in runners.items():
+        runner.load_weights()
+        expected, _ = serve(runner)
+        results[name] = expected
+        assert {len(t) for t in expected.values()} == {20}
+        for way, change in WAYS.items():
+            found, core = serve(runner, **change)
+            assert found == expected, (name, way)
+            if way == "preemption":
+                assert core.stats()["preemptions"] > 0
+            if way == "odd chunks":
+                assert core.stats()["prefix_hit_tokens"] > 0
+        runner.close()
+    assert all(tokens == results["torch"] for tokens in results.values())
+
+
+def test_the_host_draws_what_the_reference_kernel_draws() -> None:
+    import torch
+
+    from toolkit.engine import host_sampler
+    from toolkit.kernels.reference.sampling import sample
+    from toolkit.runners.step import SamplingBatch, uniform
+
+    rng = np.random.default_rng(3)
+    n, vocab = 400, 150
+    logits = (rng.normal(size=(n, vocab)) * 3).astype(np.float32)
+    logits[::5] = logits[::5].round()  # ties
+    f32, i32 = np.float32, np.int32
+    batch = SamplingBatch(
+        temperature=rng.choice([0.0, 0.3, 1.0, 1.7], n).astype(f32),
+        top_k=rng.choice([0, 1, 7, 500], n).astype(i32),
+        top_p=rng.choice([0.0, 0.4, 0.95, 1.0], n).astype(f32),
+        min_p=rng.choice([0.0, 0.05, 1.0], n).astype(f32),
+        repetition_penalty=np.ones(n, f32),
+        presence_penalty=np.zeros(n, f32),
+        frequency_penalty=np.zeros(n, f32),
+        seed=rng.integers(0, 2**63, n).astype(np.uint64),
+        position=rng.integers(0, 1000, n).astype(np.int64),
+        history_ptr=np.zeros(n + 1, i32),
+        history_ids=np.zeros(0, i32),
+        history_count=np.zeros(0, i32),
+        bias_ptr=np.zeros(n + 1, i32),
+        bias_ids=np.zeros(0, i32),
+        bias_values=np.zeros(0, f32),
+        logprobs=np.full(n, -1, i32),
+    )
+    u = torch.tensor([uniform(int(s), int(p)) for s, p in zip(batch.seed, batch.position, strict=True)])
+    t = torch.from_numpy
+    expected = sample(t(logits), t(batch.temperature), t(batch.top_k), t(batch.top_p), t(batch.min_p), u)
+    found = [host_sampler.draw(host_sampler.adjust(logits[i], batch, i), batch, i) for i in range(n)]
+    assert found == expected.tolist()
 
 
 @pytest.fixture(scope="module")

@@ -67,7 +67,7 @@ class AsyncEngine:
         if backend not in (None, "turbomind", "pytorch"):
             raise UsageError(f"backend: expected turbomind or pytorch, found {backend!r}")
         tell = progress or log.info
-        setup = find(str(model), backend_config, backend, progress is not None)
+        setup = find(str(model), backend_config, backend)
         engine = cls(Tokenizer.open(setup.tokenizer_dir), _name_of(str(model)))
         if process:
             loop = ProcessLoop(setup, engine._deliver, engine._lost, tell)

@@ -75,7 +75,7 @@ class Facts:
         return Facts(**{**data, "plan": MemoryPlan(**fields)})
 
 
-def find(model: str, config: EngineConfig | None, backend: Backend | None, progress: bool) -> Setup:
+def find(model: str, config: EngineConfig | None, backend: Backend | None) -> Setup:
     """Resolve MODEL (fetching it where needed) and settle the backend. Raises ToolkitError or UsageError."""
     from toolkit.artifacts.source import resolve_model
 
@@ -84,7 +84,7 @@ def find(model: str, config: EngineConfig | None, backend: Backend | None, progr
     elif backend is None:
         backend = "pytorch" if isinstance(config, PytorchEngineConfig) else "turbomind"
     _check_tp(config)
-    path = resolve_model(model, revision=config.revision, download_dir=config.download_dir, progress=progress)
+    path = resolve_model(model, revision=config.revision, download_dir=config.download_dir)
     return Setup(path, tokenizer_dir(path), config, backend)
 
 
@@ -107,7 +107,7 @@ def _check_tp(config: EngineConfig) -> None:
         if torch.cuda.is_available():
             devices, kind = torch.cuda.device_count(), "CUDA"
     if config.tp > devices:
-        raise UsageError(f"tp={config.tp}: found {devices} {kind} device(s); use tp={devices} or fewer")
+        raise UsageError(f"tp={config.tp}: found {devices} {kind} device(s); use tp={devices}")
     raise UsageError(f"tp={config.tp}: tensor parallelism is not built yet; use tp=1 (found {devices} devices)")
 
 
