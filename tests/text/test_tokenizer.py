@@ -238,6 +238,16 @@ def test_broken_config_values_end_in_one_line(
     assert "\n" not in str(error.value)
 
 
+def test_a_tokenizer_that_panics_when_it_is_used(tokenizer_dirs: dict[str, Path], tmp_path: Path) -> None:
+    """The library accepts this file and panics at the first text: the token of the template does not exist."""
+    path = edit(tokenizer_dirs["sentencepiece"], tmp_path / "t")
+    data = json.loads((path / "tokenizer.json").read_text())
+    data["post_processor"]["special_tokens"]["<s>"] = "nothing"
+    (path / "tokenizer.json").write_text(json.dumps(data))
+    with pytest.raises(ToolkitError, match=r"tokenizer\.json"):
+        Tokenizer.open(path)
+
+
 @pytest.mark.parametrize("value", ["2", -1, True, [1, "a"], 1.5])
 def test_broken_eos_ids_are_named(tokenizer_dirs: dict[str, Path], tmp_path: Path, value: object) -> None:
     path = edit(tokenizer_dirs["byte_level"], tmp_path / "t")

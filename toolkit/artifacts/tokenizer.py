@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -63,7 +65,8 @@ class Tokenizer:
         config = _optional(path / "tokenizer_config.json")
         file = path / "tokenizer.json"
         if file.is_file():
-            backend = _load(file)
+            with _blame(file):
+                backend = tokenizers.Tokenizer.from_file(str(file))
         elif any((path / name).is_file() for name in SLOW_FILES):
             backend = _convert_slow(path)
         else:
@@ -71,9 +74,10 @@ class Tokenizer:
                 f"{path}: no tokenizer (expected tokenizer.json or one of {', '.join(SLOW_FILES)}); "
                 "copy the files from the original model"
             )
-        backend.no_padding()
-        backend.no_truncation()
-        return cls(_with_config_tokens(backend, config, path), path, config)
+        with _blame(file):
+            backend.no_padding()
+            backend.no_truncation()
+            return cls(_with_config_tokens(backend, config, path), path, config)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``; with ``add_special_tokens`` between what the model wants around it (bos …).
@@ -210,11 +214,13 @@ def _token_text(value: Any) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
-def _load(file: Path, text: str | None = None) -> tokenizers.Tokenizer:
+@contextmanager
+def _blame(file: Path) -> Iterator[None]:
+    """Turn what the tokenizers library raises (its panics are no Exception) into a ToolkitError about ``file``."""
     try:
-        return tokenizers.Tokenizer.from_file(str(file)) if text is None else tokenizers.Tokenizer.from_str(text)
-    except BaseException as e:  # the library's panics are no Exception
-        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
+        yield
+    except BaseException as e:
+        if isinstance(e, ToolkitError) or not (isinstance(e, Exception) or type(e).__name__ == "PanicException"):
             raise
         why = str(e).splitlines()[0] if str(e) else type(e).__name__
         raise ToolkitError(f"{file}: not a tokenizer of the tokenizers library ({why}); fetch the file again") from e
@@ -294,7 +300,7 @@ def _rename(backend: tokenizers.Tokenizer, names: dict[int, str], path: Path) ->
         i = vocab.pop(old)
         vocab[names[i]] = i
     data["added_tokens"] = [t for t in data["added_tokens"] if t["id"] not in names]
-    return _load(path / "tokenizer.json", json.dumps(data, ensure_ascii=False))
+    return tokenizers.Tokenizer.from_str(json.dumps(data, ensure_ascii=False))
 
 
 def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
