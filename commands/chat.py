@@ -56,7 +56,7 @@ def run(
         bool | None, _sampling("--ignore-eos", help="Go on where the model would end its answer.")
     ] = None,
 ) -> None:
-    """Talk to MODEL. /help shows the commands; exit, end or Ctrl-D leaves.
+    """Talk to MODEL. /help shows the commands, exit or Ctrl-D leaves.
 
     With --prompt, or text piped into standard input: one answer on standard output, all else on standard error.
 
@@ -116,13 +116,14 @@ def _question(prompt: str | None) -> str | None:
 
 
 def _answer_once(pipe: Pipeline, talk: Conversation, question: str) -> None:
-    from toolkit.chat.repl import answer
+    from toolkit.chat.repl import answer, how_it_ended
     from toolkit.chat.terminal import TerminalScreen
 
     screen = TerminalScreen()
     talk.say("user", question)
     whole, speed = answer(pipe, talk.messages(), talk.config, screen)
-    screen.note(speed)
+    ending = how_it_ended(whole, talk.config, "--max-new-tokens", "--session-len")
+    screen.note(", ".join(filter(None, (speed, ending))))
     if whole.finish_reason == "abort":
         raise KeyboardInterrupt
 

@@ -89,7 +89,7 @@ def test_answers_go_out_and_speed_goes_to_standard_error(desk: Desk) -> None:
     ]
 
 
-@pytest.mark.parametrize("word", ["exit", "end", "quit", "/exit", "/quit", "EXIT ", EOFError])
+@pytest.mark.parametrize("word", ["exit", "quit", "/exit", "/quit", "EXIT ", EOFError])
 def test_ways_to_leave(desk: Desk, word: Any) -> None:
     desk.type("hello", word, "never asked")
     assert len(desk.model.asked) == 1
@@ -113,7 +113,7 @@ def test_an_answer_that_was_cut_says_so(desk: Desk) -> None:
     desk.type("/set max_new_tokens 2", "long")
     assert "cut at 2 tokens" in desk.notes
     desk.type("/set max_new_tokens 9", "long")
-    assert "context full" in desk.notes
+    assert "context was full" in desk.notes
 
 
 def test_blank_lines_do_nothing_and_several_lines_are_one_question(desk: Desk) -> None:
@@ -149,6 +149,11 @@ def test_mistakes_are_one_line_and_change_nothing(desk: Desk, line: str) -> None
     assert desk.notes.count("\n") == 1 and len(desk.notes) > 10
     assert desk.talk.config == GenerationConfig() and desk.talk.turns == []
     assert desk.model.asked == []
+
+
+def test_end_ends_the_session_as_in_lmdeploy(desk: Desk) -> None:
+    desk.type("hello", "end", "anew")
+    assert desk.model.asked == [[{"role": "user", "content": q}] for q in ("hello", "anew")]
 
 
 def test_clear_and_help(desk: Desk) -> None:

@@ -19,15 +19,16 @@ HELP = """\
 /help                show this
 /system [TEXT]       show or set the system text; /system - drops it
 /set [NAME VALUE]    show or change sampling settings, e.g. /set temperature 0.7
-/clear               forget the conversation
+/clear               forget the conversation (also: end)
 /save FILE           write the conversation to a JSON file
 /load FILE           go on with a saved conversation
 /retry               answer the last question again
-/exit                leave (also: exit, end, quit, Ctrl-D)
+/exit                leave (also: exit, quit, Ctrl-D)
 
 Enter sends; Alt-Enter, or a backslash at the end of a line, starts a new line.
 Ctrl-C stops the answer, and clears a question that is not sent yet."""
-LEAVE = ("exit", "end", "quit", "/exit", "/quit")
+LEAVE = ("exit", "quit", "/exit", "/quit")
+WORDS = {"end": "/clear"}  # LMDeploy's word for the end of a session
 COMMANDS = ("/help", "/system", "/set", "/clear", "/save", "/load", "/retry", "/exit")
 
 
@@ -97,6 +98,18 @@ def answer(model: Model, messages: Sequence[Message], config: GenerationConfig, 
     return whole, speed.line()
 
 
+def how_it_ended(whole: Response, config: GenerationConfig, more: str, shorter: str) -> str:
+    """What to say about an answer that did not come to its own end; ``more``, ``shorter``: what the user can do."""
+    if whole.finish_reason == "abort":
+        return "stopped"
+    if whole.finish_reason != "length":
+        return ""
+    limit = config.max_new_tokens
+    if limit is not None and whole.generate_token_len >= limit:
+        return f"cut at {limit} tokens ({more} allows more)"
+    return f"cut where the context was full ({shorter} makes room)"
+
+
 class Repl:
     """The state of a chat and what each line of input does to it."""
 
@@ -118,7 +131,7 @@ class Repl:
             if line.strip().lower() in LEAVE:
                 return
             if line.strip():
-                self.handle(line)
+                self.handle(WORDS.get(line.strip().lower(), line))
 
     def handle(self, line: str) -> None:
         """Do what one input asks for; errors become one line on the screen."""
@@ -143,14 +156,8 @@ class Repl:
             talk.turns.pop()
         else:
             talk.say("assistant", whole.text)
-        notes = [speed]
-        if whole.finish_reason == "abort":
-            notes.append("stopped")
-        elif whole.finish_reason == "length":
-            cut = talk.config.max_new_tokens
-            at_limit = cut is not None and whole.generate_token_len >= cut
-            notes.append(f"cut at {cut} tokens (/set max_new_tokens)" if at_limit else "context full (/clear)")
-        self.screen.note(", ".join(notes) + "\n")
+        ending = how_it_ended(whole, talk.config, "/set max_new_tokens", "/clear")
+        self.screen.note(", ".join(filter(None, (speed, ending))) + "\n")
 
     def _command(self, line: str) -> None:
         name, _, rest = line.strip().partition(" ")
