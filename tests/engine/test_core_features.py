@@ -437,7 +437,8 @@ def test_constrained_output_follows_its_grammar_to_the_end(
     core.add(EngineRequest("free", PROMPT, SamplingParams(20, temperature=1.0, seed=1)))
     for seed in range(4):
         outputs = ask(
-            core, PROMPT, 40, grammar=response_format, temperature=1.0, seed=seed, stop_token_ids=stops
+            core, PROMPT, 40, grammar=response_format, temperature=1.0, seed=seed, stop_token_ids=stops,
+            min_new_tokens=seed * 10,
         )  # fmt: skip
         tokens = tokens_of(outputs)
         text = b"".join(tokenizer.token_bytes[t] for t in tokens if t != VOCAB - 1).decode()

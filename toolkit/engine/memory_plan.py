@@ -14,7 +14,7 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.spec import CacheGroup
 from toolkit.runners.base import MemoryNeed
 
-DEFAULT_SHARE = 0.8  # the configs' default of cache_max_entry_count
+DEFAULT_SHARE = 0.8  # the configs' default of cache_max_entry_count; on a CPU this very value stands for CPU_SHARE
 CPU_SHARE = 0.25  # of free memory that KV may take on a CPU where nothing else is said
 CPU_BATCH, CUDA_BATCH, LARGE_CUDA_BATCH = 64, 128, 256
 LARGE_CUDA_BYTES = 40 << 30  # free bytes from which a device counts as large

@@ -49,7 +49,8 @@ class EngineOutput:
     """What one step produced for a request. ``finish_reason`` set = the last one.
 
     ``stop_token``: the stop token id that ended it (it is in ``token_ids`` too). Arrays are numpy, in process only or
-    carried beside the JSON as raw bytes.
+    carried beside the JSON as raw bytes. ``logits`` and ``hidden``: of "generation" one row a drawn token, that it was
+    drawn from; of "all" one row a computed position (prompt and generated tokens but the last).
     """
 
     id: str

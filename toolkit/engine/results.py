@@ -14,7 +14,10 @@ from toolkit.engine.sequence import Sequence
 from toolkit.engine.step_builder import Step, StepBuilder
 from toolkit.runners.step import StepOutput
 
-NAN_LOGITS = "the model produced NaN or infinite logits for this request; check its weights and dtype"
+NAN_LOGITS = (
+    "no token can be drawn: the logits are NaN or infinite (check the model's weights and dtype), "
+    "or the request's constraints rule every token out"
+)
 
 
 class StepResults:

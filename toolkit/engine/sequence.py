@@ -153,12 +153,15 @@ class History:
 
 
 class Biases:
-    """What is added to a request's logits: logit_bias and banned ids, the stop ids too for the first tokens."""
+    """What is added to a request's logits: logit_bias and banned ids, the stop ids too for the first tokens.
+
+    Not under a grammar: it says itself where the output may end, and there a stop token may be all that is left.
+    """
 
     def __init__(self, params: SamplingParams) -> None:
         steady = dict(params.logit_bias) | dict.fromkeys(params.bad_token_ids, -np.inf)
         early = steady | dict.fromkeys(params.stop_token_ids, -np.inf)
-        self._min_new_tokens = params.min_new_tokens
+        self._min_new_tokens = params.min_new_tokens if params.grammar is None else 0
         self._steady = _pairs(steady)
         self._early = _pairs(early)
 
