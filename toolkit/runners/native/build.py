@@ -27,7 +27,16 @@ ISA_FLAGS = {
     "avx2": "-mavx2 -mfma -mf16c",
     "generic": "",
 }
-COMMON = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-ffp-contract=off", "-fno-math-errno"]
+COMMON = [
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+]
 SANITIZE = ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
 
 
@@ -54,7 +63,9 @@ def kernel_folder() -> Path:
 def _units(kernels: Path, isas: tuple[str, ...]) -> list[tuple[Path, str, list[str]]]:
     """(source, object name, extra flags) of every compilation."""
     x86 = ["-DTK_HAVE_X86"] if len(isas) > 1 else []
-    units = [(kernels / f"{f}.cpp", f"{f}.{i}", [f"-DTK_ISA={i}", *ISA_FLAGS[i].split()]) for i in isas for f in FAMILIES]
+    units = [
+        (kernels / f"{f}.cpp", f"{f}.{i}", [f"-DTK_ISA={i}", *ISA_FLAGS[i].split()]) for i in isas for f in FAMILIES
+    ]
     once = [kernels / "dispatch.cpp", kernels / "single_ops.cpp", *sorted(HERE.glob("*.cpp"))]
     return units + [(s, s.stem, x86) for s in once]
 

@@ -75,7 +75,16 @@ def load(path: Path) -> ctypes.CDLL:
     lib.tk_error.restype = c_char_p
     lib.tk_isa.argtypes, lib.tk_isa.restype = [c_char_p], c_char_p
     lib.tk_model_create.restype = c_void_p
-    lib.tk_model_create.argtypes = [c_void_p, c_int64, c_void_p, c_int64, POINTER(TensorRecord), c_int64, c_char_p, c_int64]
+    lib.tk_model_create.argtypes = [
+        c_void_p,
+        c_int64,
+        c_void_p,
+        c_int64,
+        POINTER(TensorRecord),
+        c_int64,
+        c_char_p,
+        c_int64,
+    ]
     lib.tk_model_free.argtypes, lib.tk_model_free.restype = [c_void_p], None
     lib.tk_model_threads.argtypes, lib.tk_model_threads.restype = [c_void_p], c_int64
     lib.tk_block_bytes.argtypes, lib.tk_block_bytes.restype = [c_void_p, c_int64], c_int64
@@ -107,7 +116,9 @@ def available() -> str | None:
     """Why the library cannot run here, or None."""
     path = library_path()
     if not path.exists():
-        return "the native library is not built (no C++ compiler at installation; python -m toolkit.runners.native.build)"
+        return (
+            "the native library is not built (no C++ compiler at installation; python -m toolkit.runners.native.build)"
+        )
     try:
         lib = load(path)
     except OSError as e:

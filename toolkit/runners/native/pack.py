@@ -233,7 +233,9 @@ def unpack(p: PackedTensor) -> Weight:
         blocks = p.data.reshape(m.tiles, 1, m.group_bytes)
         codes = _unpack_codes(np.ascontiguousarray(blocks[:, :, 128:]).reshape(m.tiles, -1), m.rows, m.cols, 8)
         scales = np.ascontiguousarray(blocks[:, 0, :64]).view(np.float32).reshape(-1)[: m.rows]
-        return ChannelInt8(torch.from_numpy((codes.astype(np.int16) - 128).astype(np.int8)), torch.from_numpy(scales.copy()))
+        return ChannelInt8(
+            torch.from_numpy((codes.astype(np.int16) - 128).astype(np.int8)), torch.from_numpy(scales.copy())
+        )
     return _unpack_group_int(p)
 
 

@@ -24,7 +24,9 @@ class Program:
     tensors: list[PackedTensor] = field(default_factory=list)
 
 
-def build_program(spec: DecoderSpec, weights: PackedWeights, *, dtype: str, quant_policy: int, block_size: int) -> Program:
+def build_program(
+    spec: DecoderSpec, weights: PackedWeights, *, dtype: str, quant_policy: int, block_size: int
+) -> Program:
     """``dtype`` names the type of keys and values where ``quant_policy`` is 0. KeyError where a weight is missing."""
     return _Writer(spec, weights).write(dtype, quant_policy, block_size)
 

@@ -1,0 +1,282 @@
+"""The native library's single ops through ctypes, and native runners over tiny checkpoints."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from ctypes import Structure, byref, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from toolkit.runners.native import library
+from toolkit.runners.native.packed import PackedTensor
+
+if library.available() is not None:  # nothing here can run: collect nothing rather than skip
+    collect_ignore_glob = ["test_*.py"]
+    ISAS: list[str] = []
+else:
+    ISAS = library.isas()
+
+
+class Matrix(Structure):
+    _fields_ = (
+        ("format", c_int32),
+        ("dtype", c_int32),
+        ("bits", c_int32),
+        ("group", c_int32),
+        ("minima", c_int32),
+        ("rows", c_int64),
+        ("cols", c_int64),
+        ("data", c_void_p),
+    )
+
+
+class Rows(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("ldx", c_int64),
+        ("q", c_void_p),
+        ("ldq", c_int64),
+        ("scale", c_void_p),
+        ("sum", c_void_p),
+        ("lds", c_int64),
+    )
+
+
+class Store(Structure):
+    _fields_ = (
+        ("out", c_void_p),
+        ("ld", c_int64),
+        ("bias", c_void_p),
+        ("bias_up", c_void_p),
+        ("add", c_int32),
+        ("alpha", c_float),
+        ("activation", c_int32),
+    )
+
+
+def _ptr(a: np.ndarray | None) -> c_void_p:
+    return c_void_p(None if a is None else a.ctypes.data)
+
+
+class NativeOps:
+    """Every op of one instruction set on numpy arrays."""
+
+    def __init__(self, isa: str) -> None:
+        self.isa = isa
+        self._name = isa.encode()
+        self._lib = library.load(library.library_path())
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        assert getattr(self._lib, name)(self._name, *arguments) == 0
+
+    def matrix(self, p: PackedTensor) -> Matrix:
+        m = p.meta
+        return Matrix(m.kind, m.dtype, m.bits, m.group, int(m.minima), m.rows, m.cols, p.data.ctypes.data)
+
+    def quantize(self, x: np.ndarray, group: int, perm: np.ndarray | None = None):
+        rows, cols = x.shape
+        q = np.zeros((rows, cols), np.int8)
+        scale, total = np.zeros((rows, cols // group), np.float32), np.zeros((rows, cols // group), np.int32)
+        for i in range(rows):
+            self._call(
+                "tk_op_quantize",
+                _ptr(x[i]),
+                _ptr(perm),
+                c_int64(group),
+                c_int64(cols // group),
+                _ptr(q[i]),
+                _ptr(scale[i]),
+                _ptr(total[i]),
+            )
+        return q, scale, total
+
+    def _rows(self, p: PackedTensor, x: np.ndarray) -> tuple[Rows, Any]:
+        if p.meta.kind == 1:
+            return Rows(x.ctypes.data, x.shape[1], None, 0, None, None, 0), x
+        held = self.quantize(x, p.meta.group, p.perm)
+        q, scale, total = held
+        return Rows(None, 0, q.ctypes.data, q.shape[1], scale.ctypes.data, total.ctypes.data, scale.shape[1]), held
+
+    def linear(
+        self, p: PackedTensor, x: np.ndarray, *, bias=None, add=None, alpha=1.0, activation=-1, tiles=None
+    ) -> np.ndarray:
+        count, width = len(x), p.meta.tiles * 16
+        out = np.zeros((count, width), np.float32)
+        if add is not None:
+            out[:, : p.meta.rows] = add
+        if bias is not None:
+            bias = np.pad(bias, (0, width - len(bias)))
+        rows, _held = self._rows(p, x)
+        store = Store(out.ctypes.data, width, _ptr(bias), None, int(add is not None), alpha, activation)
+        first, last = tiles or (0, p.meta.tiles)
+        self._call(
+            "tk_op_linear",
+            byref(self.matrix(p)),
+            byref(rows),
+            c_int64(count),
+            c_int64(first),
+            c_int64(last),
+            byref(store),
+        )
+        return out[:, : p.meta.rows]
+
+    def gated(self, gate: PackedTensor, up: PackedTensor, x: np.ndarray, activation: int) -> np.ndarray:
+        out = np.zeros((len(x), gate.meta.tiles * 16), np.float32)
+        rows, _held = self._rows(gate, x)
+        store = Store(out.ctypes.data, out.shape[1], None, None, 0, 1.0, activation)
+        self._call(
+            "tk_op_gated",
+            byref(self.matrix(gate)),
+            byref(self.matrix(up)),
+            byref(rows),
+            c_int64(len(x)),
+            c_int64(0),
+            c_int64(gate.meta.tiles),
+            byref(store),
+        )
+        return out[:, : gate.meta.rows]
+
+    def row(self, p: PackedTensor, index: int, scale: float = 1.0) -> np.ndarray:
+        out = np.zeros(p.meta.cols, np.float32)
+        self._call("tk_op_matrix_row", byref(self.matrix(p)), c_int64(index), c_float(scale), _ptr(out))
+        return out
+
+    def rms_norm(self, x: np.ndarray, w: np.ndarray, eps: float) -> np.ndarray:
+        out = np.zeros(len(x), np.float32)
+        self._call("tk_op_rms_norm", _ptr(x), _ptr(w), c_int64(len(x)), c_float(eps), _ptr(out))
+        return out
+
+    def in_place(self, name: str, x: np.ndarray, *arguments: Any) -> np.ndarray:
+        y = x.copy()
+        self._call(name, _ptr(y), *[_ptr(a) if isinstance(a, np.ndarray) else a for a in arguments])
+        return y
+
+    def row_stats(self, x: np.ndarray) -> tuple[float, int, bool, float]:
+        top, index, nan, total = c_float(), c_int64(), c_int32(), ctypes.c_double()
+        self._call("tk_op_row_stats", _ptr(x), c_int64(len(x)), byref(top), byref(index), byref(nan), byref(total))
+        return top.value, index.value, bool(nan.value), total.value
+
+    def attention(
+        self,
+        keys: np.ndarray,
+        values: np.ndarray,
+        queries: np.ndarray,
+        lo: np.ndarray,
+        hi: np.ndarray,
+        *,
+        kv_type: int,
+        bf16: bool,
+        scale: float,
+        softcap: float = 0.0,
+        sinks: np.ndarray | None = None,
+    ) -> np.ndarray:
+        out = np.zeros_like(queries)
+        tokens, dim = keys.shape
+        self._call(
+            "tk_op_attention",
+            c_int32(kv_type),
+            c_int32(bf16),
+            c_int64(dim),
+            c_int64(tokens),
+            _ptr(keys),
+            _ptr(values),
+            c_int64(len(queries)),
+            _ptr(queries),
+            _ptr(lo),
+            _ptr(hi),
+            c_float(scale),
+            c_float(softcap),
+            _ptr(sinks),
+            _ptr(out),
+        )
+        return out
+
+
+@pytest.fixture(params=ISAS)
+def ops(request: Any) -> NativeOps:
+    """The ops of every instruction set that this machine has."""
+    return NativeOps(request.param)
+
+
+@pytest.fixture(scope="session")
+def steps() -> Any:
+    """The module ``tests/support/steps.py``."""
+    name = "toolkit_test_support_steps"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "support" / "steps.py")
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def rtn(weight: torch.Tensor, group: int, bits: int = 4, form: str = "zeros", dtype: torch.dtype = torch.float16):
+    """Round to nearest in groups: a GroupInt with zeros, symmetric zeros or minima."""
+    from toolkit.artifacts.canonical import GroupInt
+
+    out, n = weight.shape
+    x, top = weight.float().view(out, -1, group), (1 << bits) - 1
+    low, high = x.amin(-1).clamp(max=0), x.amax(-1).clamp(min=0)
+    if form == "symmetric":
+        high = torch.maximum(-low, high)
+        low = -high
+    scales = ((high - low) / top).to(dtype)
+    step = scales.float()[..., None]
+    if form == "minima":
+        minima = low.to(dtype)
+        codes = ((x - minima.float()[..., None]) / step).round().clamp(0, top)
+        return GroupInt(codes.to(torch.uint8).view(out, n), scales, None, bits, group, minima)
+    zeros = (
+        torch.full_like(low, 1 << (bits - 1)) if form == "symmetric" else (-low / step[..., 0]).round().clamp(0, top)
+    )
+    codes = ((x / step).round() + zeros[..., None]).clamp(0, top)
+    return GroupInt(codes.to(torch.uint8).view(out, n), scales, zeros.to(torch.uint8), bits, group)
+
+
+@pytest.fixture(scope="session")
+def quantize_groups() -> Callable[..., Any]:
+    """``quantize_groups(weight, group, bits, form, dtype) -> GroupInt``; form: zeros, symmetric, minima."""
+    return rtn
+
+
+@pytest.fixture(scope="session")
+def drive(tiny_models: Any, steps: Any) -> Any:
+    """``drive(family, weights="dense" | "int4" | "int8", model={overrides}, **options) -> Driver`` over the native runner."""
+    from toolkit.artifacts.canonical import ChannelInt8
+    from toolkit.runners.base import RunnerOptions
+    from toolkit.runners.choose import open_model
+    from toolkit.runners.native.runner import NativeRunner
+
+    def change(value: Any, form: str) -> Any:
+        if form == "int4":
+            return rtn(value.weight, 32)
+        scales = value.weight.float().abs().amax(1) / 127
+        return ChannelInt8((value.weight.float() / scales[:, None]).round().to(torch.int8), scales)
+
+    def make(
+        family: str,
+        *,
+        weights: str = "dense",
+        model: dict[str, Any] | None = None,
+        blocks: int = 64,
+        scattered: bool = True,
+        **options: Any,
+    ):
+        settings = {"dtype": "float32", "block_size": 16, "threads": 2} | options
+        opened = open_model(tiny_models(family, **(model or {})))
+        names = {x.name for x in opened.spec.linears() if x.shard != "replicated" or "gate" not in x.name}
+
+        def load() -> dict[str, Any]:
+            found = dict(opened.weights().items())
+            return {k: change(v, weights) if weights != "dense" and k in names else v for k, v in found.items()}
+
+        return steps.Driver(NativeRunner(opened.spec, load, RunnerOptions(**settings)), blocks, scattered)
+
+    return make

@@ -1,0 +1,231 @@
+"""Every kernel of every instruction set against plain float64 arithmetic on the same numbers."""
+
+from __future__ import annotations
+
+from ctypes import c_float, c_int32, c_int64
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from toolkit.artifacts.canonical import ChannelInt8
+from toolkit.runners.native.pack import pack_dense, pack_weight
+
+COUNTS = (1, 2, 3, 5, 8, 11, 12, 13, 20, 33)
+INTEGER = [
+    (bits, group, form, dtype)
+    for bits, group, form, dtype in (
+        (4, 32, "zeros", torch.float16),
+        (4, 64, "zeros", torch.bfloat16),
+        (4, 128, "symmetric", torch.float16),
+        (4, 32, "minima", torch.float16),
+        (4, 64, "minima", torch.float32),
+        (4, 384, "zeros", torch.float16),
+        (8, 64, "symmetric", torch.float16),
+        (8, 48, "symmetric", torch.float32),
+        (8, 32, "minima", torch.float16),
+        (8, 64, "zeros", torch.float16),
+        (2, 64, "zeros", torch.float16),
+    )
+]
+
+
+def random(shape: tuple[int, ...], seed: int = 0, scale: float = 1.0, outliers: float = 0.01) -> np.ndarray:
+    """Normal numbers with a few large ones."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape) * scale
+    return np.asarray(np.where(rng.random(shape) < outliers, x * 8, x), np.float32)
+
+
+def dequantized(q: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    return q.astype(np.float64) * np.repeat(scale, q.shape[1] // scale.shape[1], axis=1)
+
+
+def close(found: np.ndarray, expected: np.ndarray, tolerance: float) -> None:
+    """Within ``tolerance`` of the result's own size: sums of many terms have no relative precision element by element."""
+    assert np.isfinite(found).all()
+    assert np.abs(found - expected).max() <= tolerance * np.abs(expected).max()
+
+
+def test_quantization_of_activations(ops: Any) -> None:
+    x = random((4, 256), 1)
+    x[1, :64] = 0
+    for group in (32, 64, 256):
+        q, scale, total = ops.quantize(x, group)
+        blocks = x.reshape(4, -1, group)
+        np.testing.assert_allclose(scale, np.abs(blocks).max(-1) / 127, rtol=1e-6)
+        np.testing.assert_array_equal(total, q.reshape(4, -1, group).astype(np.int32).sum(-1))
+        assert np.abs(dequantized(q, scale) - x).max() <= scale.max() * 0.5001
+    order = np.random.default_rng(0).permutation(256).astype(np.int32)
+    np.testing.assert_array_equal(ops.quantize(x, 64, order)[0], ops.quantize(np.ascontiguousarray(x[:, order]), 64)[0])
+
+
+@pytest.mark.parametrize("bits, group, form, dtype", INTEGER)
+def test_integer_linear(bits, group, form, dtype, ops, quantize_groups) -> None:
+    rows, cols = 72, 384  # five tiles, the last one half full
+    weight = quantize_groups(torch.from_numpy(random((rows, cols), 2)), group, bits, form, dtype)
+    packed = pack_weight(weight)
+    dense = weight.dequantize(torch.float64).numpy()
+    x = random((max(COUNTS), cols), 3)
+    q, scale, _ = ops.quantize(x, packed.meta.group)
+    expected = dequantized(q, scale) @ dense.T
+    whole = ops.linear(packed, x)
+    close(whole, expected, 1e-5)
+    for count in COUNTS:  # every regime gives the same bits
+        np.testing.assert_array_equal(ops.linear(packed, x[:count]), whole[:count])
+    np.testing.assert_array_equal(ops.linear(packed, x[:3], tiles=(2, 4))[:, 32:64], whole[:3, 32:64])
+    np.testing.assert_allclose(ops.row(packed, 70, 2.0), 2 * dense[70], rtol=1e-5, atol=1e-6)
+
+
+def test_channel_int8_linear(ops) -> None:
+    rng = np.random.default_rng(4)
+    weight = ChannelInt8(
+        torch.from_numpy(rng.integers(-128, 128, (40, 208), dtype=np.int8)), torch.from_numpy(random((40,), 5)).abs()
+    )
+    packed, x = pack_weight(weight), random((20, 208), 6)
+    q, scale, _ = ops.quantize(x, 208)
+    expected = dequantized(q, scale) @ weight.dequantize(torch.float64).numpy().T
+    close(ops.linear(packed, x), expected, 1e-5)
+    np.testing.assert_array_equal(ops.linear(packed, x[:2]), ops.linear(packed, x)[:2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dense_linear(dtype, ops) -> None:
+    weight = torch.from_numpy(random((120, 100), 7)).to(dtype)
+    packed, x = pack_dense(weight), random((33, 100), 8)
+    expected = x.astype(np.float64) @ weight.double().numpy().T
+    whole = ops.linear(packed, x)
+    close(whole, expected, 1e-5)
+    for count in COUNTS:
+        np.testing.assert_array_equal(ops.linear(packed, x[:count]), whole[:count])
+    np.testing.assert_array_equal(ops.row(packed, 119), weight[119].float().numpy())
+
+
+@pytest.mark.parametrize("count", [1, 3, 12, 30])
+def test_epilogues(count, ops, quantize_groups) -> None:
+    x, bias, base = random((count, 128), 9), random((48,), 10), random((count, 48), 11)
+    for packed in (
+        pack_dense(torch.from_numpy(random((48, 128), 12))),
+        pack_weight(quantize_groups(torch.from_numpy(random((48, 128), 12)), 32)),
+    ):
+        plain = ops.linear(packed, x)
+        np.testing.assert_array_equal(ops.linear(packed, x, bias=bias), plain + bias)
+        close(ops.linear(packed, x, bias=bias, add=base, alpha=0.5), base + 0.5 * (plain + bias), 1e-6)
+        close(ops.linear(packed, x, activation=3), np.maximum(plain, 0), 1e-6)
+
+
+@pytest.mark.parametrize("activation, function", enumerate(("silu", "gelu", "gelu_tanh", "relu")))
+@pytest.mark.parametrize("count", [1, 5, 30])
+def test_gated_pairs(activation, function, count, ops, quantize_groups) -> None:
+    x = random((count, 128), 13)
+    gate, up = (torch.from_numpy(random((48, 128), seed, 0.2)) for seed in (14, 15))
+    for make in (pack_dense, lambda w: pack_weight(quantize_groups(w, 32))):
+        g, u = make(gate), make(up)
+        found = ops.gated(g, u, x, activation)
+        expected = act(function, ops.linear(g, x)) * ops.linear(u, x)
+        close(found, expected, 2e-6)
+
+
+def act(name: str, x: np.ndarray) -> np.ndarray:
+    t = torch.from_numpy(x).double()
+    if name.startswith("gelu"):
+        return torch.nn.functional.gelu(t, approximate="tanh" if name == "gelu_tanh" else "none").numpy()
+    return getattr(torch.nn.functional, name)(t).numpy()
+
+
+@pytest.mark.parametrize("size", [16, 64, 100, 576])
+def test_rms_norm(size, ops) -> None:
+    x, w = random((size,), 16), random((size,), 17)
+    wide = x.astype(np.float64)
+    expected = wide / np.sqrt((wide**2).mean() + 1e-5) * w
+    np.testing.assert_allclose(ops.rms_norm(x, w, 1e-5), expected, rtol=2e-6, atol=1e-6)
+
+
+def test_activations_and_logit_scaling(ops) -> None:
+    x = np.linspace(-30, 30, 4096, dtype=np.float32)
+    for i, name in enumerate(("silu", "gelu", "gelu_tanh", "relu")):
+        found = ops.in_place("tk_op_activate", x, c_int64(x.size), c_int32(i))
+        np.testing.assert_allclose(found, act(name, x), rtol=1e-5, atol=2e-6)
+    capped = ops.in_place("tk_op_scale_logits", x, c_int64(x.size), c_float(2.0), c_float(30.0))
+    np.testing.assert_allclose(capped, 30 * np.tanh(x.astype(np.float64) * 2 / 30), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(
+        ops.in_place("tk_op_scale_logits", x, c_int64(x.size), c_float(2.0), c_float(0.0)), 2 * x
+    )
+
+
+@pytest.mark.parametrize("rotary", [8, 20, 64])
+def test_rope_turns_halves(rotary, ops) -> None:
+    x, angle = random((80,), 18), random((rotary // 2,), 19)
+    cos, sin = np.cos(angle), np.sin(angle)
+    found = ops.in_place("tk_op_rope", x, cos, sin, c_int64(rotary))
+    a, b = x[: rotary // 2], x[rotary // 2 : rotary]
+    expected = np.concatenate([a * cos - b * sin, b * cos + a * sin, x[rotary:]])
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [16, 80, 96, 128])
+def test_hadamard_is_its_own_inverse(size, ops) -> None:
+    x = random((size,), 20)
+    turned = ops.in_place("tk_op_hadamard", x, c_int64(size))
+    np.testing.assert_allclose(np.linalg.norm(turned), np.linalg.norm(x), rtol=1e-5)
+    assert not np.allclose(turned, x)
+    np.testing.assert_allclose(ops.in_place("tk_op_hadamard", turned, c_int64(size)), x, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 5, 16, 33, 3000])
+def test_row_statistics(size, ops) -> None:
+    x = random((size,), 21, 3)
+    x[size // 2] = x.max()  # a tie: the lower index counts
+    top, index, nan, total = ops.row_stats(x)
+    assert (top, index, nan) == (x.max(), int(x.argmax()), False)
+    np.testing.assert_allclose(total, np.exp(x.astype(np.float64) - x.max()).sum(), rtol=1e-6)
+    x[size // 3] = np.nan
+    assert ops.row_stats(x)[2]
+    x[size // 3] = -np.inf
+    assert not ops.row_stats(x)[2]
+
+
+def reference_attention(k, v, q, lo, hi, scale, softcap, sinks) -> np.ndarray:
+    out = np.zeros(q.shape)
+    for r in range(len(q)):
+        s = (k[lo[r] : hi[r]].astype(np.float64) @ q[r].astype(np.float64)) * scale
+        if softcap:
+            s = softcap * np.tanh(s / softcap)
+        top = max(s.max(), sinks[r]) if sinks is not None else s.max()
+        p = np.exp(s - top)
+        total = p.sum() + (np.exp(sinks[r] - top) if sinks is not None else 0)
+        out[r] = p @ v[lo[r] : hi[r]].astype(np.float64) / total
+    return out
+
+
+@pytest.mark.parametrize("dim", [16, 40, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize(
+    "kind, bf16, tolerance",
+    [(0, 0, 1e-5), (1, 0, 2e-2), (1, 1, 5e-2), (2, 0, 3e-3), (3, 0, 2e-2), (4, 0, 0.3), (3, 1, 5e-2)],
+)
+def test_attention(dim, kind, bf16, tolerance, ops) -> None:
+    tokens = 300
+    k, v, q = (random((n, dim), seed, outliers=0) for n, seed in ((tokens, 22), (tokens, 23), (13, 24)))
+    lo = np.array([0, 0, 5, 130, 256, 0, 17, 299, 0, 0, 0, 1, 120], np.int64)
+    hi = np.array([1, 300, 200, 131, 300, 128, 129, 300, 16, 15, 299, 257, 140], np.int64)
+    sinks = random((13,), 25)
+    for softcap, sink in ((0.0, None), (5.0, None), (0.0, sinks)):
+        found = ops.attention(
+            k, v, q, lo, hi, kv_type=kind, bf16=bool(bf16), scale=dim**-0.5, softcap=softcap, sinks=sink
+        )
+        close(found, reference_attention(k, v, q, lo, hi, dim**-0.5, softcap, sink), tolerance)
+
+
+def test_attention_rows_do_not_meet(ops) -> None:
+    """A row alone gives the bits that it gives among others, whatever they look at."""
+    k, v, q = random((260, 64), 26), random((260, 64), 27), random((24, 64), 28)
+    hi = np.arange(237, 261, dtype=np.int64)
+    lo = np.maximum(hi - 140, 0)
+    for kind, bf16 in ((0, False), (1, True), (2, False), (3, True), (4, False)):
+        whole = ops.attention(k, v, q, lo, hi, kv_type=kind, bf16=bf16, scale=0.125)
+        for r in (0, 7, 23):
+            alone = ops.attention(
+                k, v, q[r : r + 1].copy(), lo[r : r + 1], hi[r : r + 1], kv_type=kind, bf16=bf16, scale=0.125
+            )
+            np.testing.assert_array_equal(alone[0], whole[r])

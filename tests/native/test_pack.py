@@ -1,0 +1,87 @@
+"""Packing and its exact inverse."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8, GroupInt
+from toolkit.runners.native.pack import pack_nearest, pack_weight, quantize_head, unpack
+
+
+def same(a, b) -> None:
+    assert type(a) is type(b)
+    for f in fields(a):
+        x, y = getattr(a, f.name), getattr(b, f.name)
+        if isinstance(x, torch.Tensor):
+            assert x.dtype == y.dtype and torch.equal(x, y), f.name
+        else:
+            assert x == y, f.name
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    groups=st.integers(1, 4),
+    group=st.sampled_from([16, 32, 48, 64, 128, 256]),
+    bits=st.sampled_from([2, 3, 4, 8]),
+    form=st.sampled_from(["zeros", "symmetric", "minima"]),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
+    act_order=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_group_int_comes_back_exactly(rows, groups, group, bits, form, dtype, act_order, seed) -> None:
+    g = torch.Generator().manual_seed(seed)
+    cols = groups * group
+    codes = torch.randint(0, 1 << bits, (rows, cols), generator=g).to(torch.uint8)
+    scales = (torch.rand(rows, groups, generator=g) + 0.01).to(dtype)
+    zeros = minima = None
+    if form == "minima":
+        minima = torch.randn(rows, groups, generator=g).to(dtype)
+    else:
+        zeros = torch.randint(0, 1 << bits, (rows, groups), generator=g).to(torch.uint8)
+        if form == "symmetric":
+            zeros = torch.full_like(zeros, 1 << (bits - 1))
+    index = None
+    if act_order:
+        index = (torch.randperm(cols, generator=g) // group).to(torch.int32)
+    weight = GroupInt(codes, scales, zeros, bits, group, minima, index)
+    packed = pack_weight(weight)
+    assert packed.data.nbytes == packed.meta.nbytes
+    same(unpack(packed), weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_dense_and_channel_int8_come_back_exactly(dtype) -> None:
+    weight = Dense(torch.randn(37, 50, generator=torch.Generator().manual_seed(0)).to(dtype))
+    same(unpack(pack_weight(weight)), weight)
+    codes = torch.randint(-128, 128, (37, 48), generator=torch.Generator().manual_seed(1)).to(torch.int8)
+    channel = ChannelInt8(codes, torch.rand(37))
+    same(unpack(pack_weight(channel)), channel)
+
+
+def test_what_has_no_kernel_becomes_dense_and_is_told(quantize_groups) -> None:
+    notes: list[str] = []
+    fp8 = Fp8(torch.randn(16, 32).to(torch.float8_e4m3fn), torch.rand(16))
+    packed = pack_nearest("a", fp8, notes)
+    same(unpack(packed), Dense(fp8.dequantize(torch.bfloat16)))
+    uneven = replace(quantize_groups(torch.randn(16, 64), 32), group_index=torch.zeros(64, dtype=torch.int32))
+    pack_nearest("b", uneven, notes)
+    assert [n.split(":")[0] for n in notes] == ["a", "b"] and "float8" in notes[0] and "different sizes" in notes[1]
+
+
+@pytest.mark.parametrize("bits, error", [(8, 0.01), (4, 0.12)])
+def test_heads_are_rounded_to_nearest(bits, error) -> None:
+    weight = Dense(torch.randn(100, 576, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16))
+    head = quantize_head(weight, bits)
+    assert isinstance(head, GroupInt) and head.bits == bits
+    distance = (head.dequantize() - weight.weight.float()).norm() / weight.weight.float().norm()
+    assert 0 < distance < error
+    same(unpack(pack_weight(head)), head)
+    assert quantize_head(weight, 16) is weight
+    assert np.isfinite(quantize_head(Dense(torch.zeros(4, 64)), bits).dequantize().numpy()).all()
