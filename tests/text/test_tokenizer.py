@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import subprocess
@@ -194,6 +195,32 @@ def test_slow_files_alone_are_converted(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     opened = Tokenizer.open(tmp_path)
     assert opened.decode(opened.encode("the sea é")) == "the sea é"
+
+
+def test_a_sentencepiece_model_alone_is_converted(tmp_path: Path) -> None:
+    """As old Llama checkpoints come: tokenizer.model and no tokenizer.json."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the river runs to the sea and the fox jumps", "the quick brown fox"] * 20),
+        model_writer=model,
+        vocab_size=320,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"} | names))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    tok = Tokenizer.open(tmp_path)
+    reference = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    for text in ("the fox", "Grüße 好", "the  sea", "the\nsea "):
+        assert tok.encode(text) == [1, *reference.encode(text)]
+        assert tok.decode(tok.encode(text)) == text
+    assert (tok.bos_id, tok.eos_ids, tok.vocab_size) == (1, [2], 320)
 
 
 @pytest.mark.parametrize(

@@ -106,8 +106,8 @@ def how_it_ended(whole: Response, config: GenerationConfig, more: str, shorter: 
         return ""
     limit = config.max_new_tokens
     if limit is not None and whole.generate_token_len >= limit:
-        return f"cut at {limit} tokens ({more} allows more)"
-    return f"cut where the context was full ({shorter} makes room)"
+        return f"cut at {limit} tokens ({more})"
+    return f"cut, the context was full ({shorter})"
 
 
 class Repl:
