@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from ctypes import Structure, byref, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -248,7 +248,7 @@ def quantize_groups() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def drive(tiny_models: Any, steps: Any) -> Any:
-    """``drive(family, weights="dense" | "int4" | "int8", model={overrides}, **options) -> Driver`` over the native runner."""
+    """``drive(family, weights="dense" | "int4" | "int8", model={overrides}, **options) -> Driver``, native runner."""
     from toolkit.artifacts.canonical import ChannelInt8
     from toolkit.runners.base import RunnerOptions
     from toolkit.runners.choose import open_model

@@ -43,7 +43,7 @@ def dequantized(q: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def close(found: np.ndarray, expected: np.ndarray, tolerance: float) -> None:
-    """Within ``tolerance`` of the result's own size: sums of many terms have no relative precision element by element."""
+    """Within ``tolerance`` of the largest result: sums of many terms have no relative precision one by one."""
     assert np.isfinite(found).all()
     assert np.abs(found - expected).max() <= tolerance * np.abs(expected).max()
 

@@ -1,7 +1,7 @@
-"""From canonical weights to the native library's tiles and back, exactly. Imports torch: only where weights are packed.
+"""From canonical weights to the native library's tiles and back, exactly. Imports torch: used only to pack.
 
-What has no packed form of its own becomes the nearest one: float8 and group sizes that are no multiple of 16 become dense,
-a head or embedding can be quantized to 8 or 4 bits. ``pack_model`` lists such changes as notes.
+What has no packed form of its own becomes the nearest one: float8 and group sizes that are no multiple of 16 become
+dense, a head or embedding can be quantized to 8 or 4 bits. ``pack_model`` lists such changes as notes.
 """
 
 from __future__ import annotations
@@ -289,8 +289,8 @@ def pack_model(
 ) -> Iterator[tuple[str, PackedTensor]]:
     """Every parameter of the model, packed, one at a time, as ``weights`` brings them.
 
-    ``head_bits``: of a dense head and embedding, 16, 8 or 4; None = 8 where the layers are quantized, else as stored (they
-    are then held back until the first layer tells).
+    ``head_bits``: of a dense head and embedding, 16, 8 or 4; None = 8 where the layers are quantized, else as stored
+    (they are then held back until the first layer tells).
     """
     offsets = {norm.name: norm.weight_offset for norm in spec.norms()}
     layers = {linear.name for linear in spec.linears()}

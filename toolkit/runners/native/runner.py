@@ -112,7 +112,7 @@ class NativeRunner:
         return int(inside * each + outside * (each if bits is None else 1.1))
 
     def _activation_bytes(self) -> int:
-        """Of each token of a step, at its widest: float32 rows and their int8 copies. Buffers hold 512 tokens at most."""
+        """Of each token of a step, at its widest: float32 rows and int8 copies. Buffers hold 512 tokens at most."""
         widest = self.spec.hidden_size * 4
         for layer in self.spec.layers:
             for s in layer.sublayers:
@@ -137,7 +137,7 @@ class NativeRunner:
     # -- weights and cache
 
     def load_weights(self) -> None:
-        """Pack or map the weights and make the model; does nothing where it is there. RunnerError if they do not fit."""
+        """Pack or map the weights and make the model; does nothing where it is there. RunnerError if they are bad."""
         if self._model is not None:
             return
         packed = self._packed()

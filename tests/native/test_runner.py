@@ -1,0 +1,217 @@
+"""The native runner: parity with transformers, and results that depend on nothing they should not depend on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from toolkit.errors import UsageError
+from toolkit.runners.base import RunnerError
+from toolkit.runners.native import library
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "internlm2", "gemma2", "phi3", "mixtral", "qwen3_moe")
+FORMS = ("dense", "int4", "int8")
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 300, length).tolist()
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_models: Any) -> Any:
+    """``oracle(family, ids) -> logits`` of transformers, float32; InternLM2 as the Llama it was rearranged from."""
+    models: dict[str, Any] = {}
+
+    def logits(family: str, ids: list[int]) -> np.ndarray:
+        if family not in models:
+            from transformers import AutoModelForCausalLM
+
+            rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+            path = tiny_models("llama", rope_parameters=rope) if family == "internlm2" else tiny_models(family)
+            models[family] = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        with torch.no_grad():
+            return models[family](torch.tensor([ids]), use_cache=False).logits[0].numpy()
+
+    return logits
+
+
+@pytest.mark.parametrize("isa", library.isas())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dense_float32_equals_transformers(family, isa, drive, oracle, monkeypatch) -> None:
+    monkeypatch.setenv(library.ISA_VARIABLE, isa)
+    driver = drive(family)
+    prompts = [prompt(n, seed) for seed, n in enumerate((45, 3, 1, 17))]
+    more = [[5], [6, 7, 8], [9], [10]]
+    numbers = [driver.add() for _ in prompts]
+    first = driver.step(dict(zip(numbers, prompts, strict=True)), "all").logits
+    second = driver.step(dict(zip(numbers, more, strict=True)), "all").logits
+    whole = [oracle(family, p + m) for p, m in zip(prompts, more, strict=True)]
+    close = {"rtol": 1e-4, "atol": 1e-4}
+    np.testing.assert_allclose(
+        first, np.concatenate([w[: len(p)] for w, p in zip(whole, prompts, strict=True)]), **close
+    )
+    np.testing.assert_allclose(
+        second, np.concatenate([w[len(p) :] for w, p in zip(whole, prompts, strict=True)]), **close
+    )
+
+
+@pytest.mark.parametrize("form", ["int4", "int8"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "qwen2"])
+def test_quantized_weights_stay_near_the_dequantized_model(family, form, drive) -> None:
+    """Int8 activations and the 8-bit head are the only differences."""
+    driver, ids = drive(family, weights=form), prompt(40, 5)
+    found = driver.step({driver.add(): ids}, "all").logits
+    dense = drive(family, weights=form)
+    load = dense.runner._weights
+    from toolkit.artifacts.canonical import Dense
+
+    def dequantized() -> dict[str, Any]:
+        return {k: v if isinstance(v, torch.Tensor) else Dense(v.dequantize()) for k, v in load().items()}
+
+    dense.runner.release_weights()
+    dense.runner._weights = dequantized
+    dense.runner.load_weights()
+    dense.runner.allocate_cache((64,) * len(dense.runner.spec.cache_groups))
+    expected = dense.step({dense.add(): ids}, "all").logits
+    assert 0 < np.linalg.norm(found - expected) < 0.1 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"dtype": "bfloat16"}, {"quant_policy": 8}, {"quant_policy": 4, "dtype": "bfloat16"}]
+)
+@pytest.mark.parametrize(
+    "family, form", [("llama", "dense"), ("llama", "int4"), ("gemma2", "int4"), ("qwen3_moe", "int8")]
+)
+def test_bits_do_not_depend_on_chunks_batch_or_threads(family, form, options, drive) -> None:
+    ids = prompt(150, 6)
+    alone = drive(family, weights=form, threads=1, **options)
+    expected = alone.step({alone.add(): ids}, "all").logits
+    for threads, chunk in ((1, 1), (2, 7), (3, 64), (5, 13)):
+        driver = drive(family, weights=form, threads=threads, blocks=96, **options)
+        number, other = driver.add(), driver.add()
+        found = []
+        for start in range(0, len(ids), chunk):
+            piece = ids[start : start + chunk]
+            step = driver.step({other: prompt(3, start), number: piece} if start % 2 else {number: piece}, "all")
+            found.append(step.logits[-len(piece) :])
+        np.testing.assert_array_equal(np.concatenate(found), expected)
+
+
+def test_a_long_prompt_equals_its_chunks(drive) -> None:
+    """Longer than what goes through the layers at once, with tiles of many blocks."""
+    model = {"max_position_embeddings": 2048}
+    ids = prompt(1400, 7)
+    whole, cut = (drive("llama", weights="int4", model=model, blocks=96) for _ in range(2))
+    expected = whole.step({whole.add(): ids}, "all")
+    number = cut.add()
+    found = [cut.step({number: ids[a : a + 300]}, "all").logits for a in range(0, 1400, 300)]
+    np.testing.assert_array_equal(np.concatenate(found), expected.logits)
+
+
+@pytest.mark.parametrize("isa", library.isas())
+def test_instruction_sets_agree(isa, drive, monkeypatch) -> None:
+    monkeypatch.setenv(library.ISA_VARIABLE, isa)
+    driver, plain = drive("llama", weights="int4"), None
+    monkeypatch.setenv(library.ISA_VARIABLE, "generic")
+    plain = drive("llama", weights="int4")
+    a, b = (d.step({d.add(): prompt(60, 8)}, "all").logits for d in (driver, plain))
+    assert np.linalg.norm(a - b) < 0.02 * np.linalg.norm(b)  # a rounding to int8 may fall the other way
+
+
+def test_sampled_tokens_follow_the_reference(drive, steps) -> None:
+    from toolkit.kernels.reference.sampling import sample
+    from toolkit.runners.step import uniform
+
+    driver, rows = drive("llama"), 48
+    numbers = [driver.add() for _ in range(rows)]
+    rng = np.random.default_rng(9)
+    columns = {
+        "temperature": rng.choice([0.0, 0.5, 1.0, 1.7], rows),
+        "top_k": rng.choice([0, 1, 5, 40], rows),
+        "top_p": rng.choice([1.0, 0.9, 0.4, 0.0], rows),
+        "min_p": rng.choice([0.0, 0.1], rows),
+        "seed": rng.integers(0, 1 << 60, rows),
+        "position": rng.integers(0, 100, rows),
+        "logprobs": rng.integers(-1, 6, rows),
+    }
+    new = {n: prompt(2, n) for n in numbers}
+    output = driver.step(
+        new, sampling=steps.sampling(rows, **columns), logits_index=np.arange(1, 2 * rows, 2, dtype=np.int32)
+    )
+    draws = [uniform(int(s), int(p)) for s, p in zip(columns["seed"], columns["position"], strict=True)]
+    logits = torch.from_numpy(output.logits)
+    f32 = {k: torch.tensor(columns[k], dtype=torch.float32) for k in ("temperature", "top_p", "min_p")}
+    expected = sample(
+        logits,
+        f32["temperature"],
+        torch.tensor(columns["top_k"]),
+        f32["top_p"],
+        f32["min_p"],
+        torch.tensor(draws, dtype=torch.float32),
+    )
+    assert output.tokens[:, 0].tolist() == expected.tolist()
+    norms = logits.log_softmax(-1).numpy()
+    for i, width in enumerate(columns["logprobs"]):
+        if width < 0:
+            assert np.isnan(output.logprob[i, 0])
+            continue
+        np.testing.assert_allclose(output.logprob[i, 0], norms[i, output.tokens[i, 0]], atol=1e-5)
+        best = np.argsort(-norms[i], kind="stable")[:width]
+        np.testing.assert_array_equal(output.top_ids[i, :width], best)
+        np.testing.assert_allclose(output.top_logprobs[i, :width], norms[i, best], atol=1e-5)
+
+
+def test_every_request_of_a_crowd_is_served(drive) -> None:
+    driver = drive("llama", blocks=4096)
+    numbers = [driver.add() for _ in range(4096)]
+    crowd = driver.step({n: [3 + n % 300] for n in numbers}).tokens[:, 0]
+    single = drive("llama", threads=64)
+    for n in (0, 77, 4095):
+        assert single.step({single.add(): [3 + n % 300]}).tokens[0, 0] == crowd[n]
+
+
+def test_a_step_without_requests_is_empty(drive) -> None:
+    driver = drive("llama")
+    number = driver.add()
+    batch = driver.batch({number: [5]})
+    empty = np.zeros(0, np.int32)
+    batch.token_ids = batch.from_previous = batch.seq_lens = batch.sample_index = batch.adapter = empty
+    batch.positions, batch.cu_seqlens = np.zeros((1, 0), np.int32), np.zeros(1, np.int32)
+    batch.block_tables, batch.slot_mapping = (np.zeros((0, 1), np.int32),), (np.zeros(0, np.int64),)
+    batch.rope_set = np.zeros(0, np.int8)
+    batch.sampling = type(batch.sampling)(
+        **{k: v[:0] if k[-3:] != "ptr" else v[:1] for k, v in vars(batch.sampling).items() if v is not None}
+    )
+    assert driver.runner.submit(batch).result().tokens.shape == (0, 1)
+
+
+def test_wrong_options_are_named(drive, monkeypatch) -> None:
+    for options, text in (
+        ({"quant_policy": 3}, "quant_policy"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"device": "cuda"}, "cuda"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            drive("llama", **options)
+    driver = drive("llama")
+    with pytest.raises(RunnerError, match="counts"):
+        driver.runner.allocate_cache((4, 4))
+    with pytest.raises(RunnerError, match="above 0"):
+        driver.runner.allocate_cache((0,))
+    driver.runner.release_weights()
+    with pytest.raises(RunnerError, match="load_weights"):
+        driver.step({driver.add(): [5]})
+    monkeypatch.setenv(library.ISA_VARIABLE, "sse9")
+    with pytest.raises(UsageError, match="sse9"):
+        drive("llama")
+
+
+def test_profile_is_printed_on_request(drive, monkeypatch, capfd) -> None:
+    monkeypatch.setenv("TOOLKIT_NATIVE_PROFILE", "1")
+    driver = drive("llama")
+    driver.step({driver.add(): prompt(20)})
+    driver.runner.print_profile()
+    assert "attention" in capfd.readouterr().err
