@@ -96,7 +96,7 @@ def test_process_memory_counts_children() -> None:
     assert 100 < grown < 400
 
 
-@pytest.mark.parametrize("module", ["load", "metrics", "workload", "plot", "memory"])
+@pytest.mark.parametrize("module", ["throughput", "generation", "plot", "memory"])
 def test_profile_needs_no_server(module: str) -> None:
     code = (
         f"import sys, toolkit.profile.{module}\n"

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -290,6 +291,27 @@ def test_a_signal_ends_it_cleanly(tiny_models: Any, number: int, to: Callable[[i
         assert "Traceback" not in left and "restarting" not in left
         _, alive = psutil.wait_procs(children, timeout=5)
         assert not alive
+
+
+def test_an_engine_that_dies_is_replaced(tiny_models: Any) -> None:
+    with serving(tiny_models("llama"), "--model-name", "tiny", "--log-level", "critical") as (url, process):
+        (worker,) = psutil.Process(process.pid).children()
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        stream = complete(client, max_tokens=500, stream=True)
+        next(stream)
+        worker.kill()
+        with pytest.raises(openai.APIError, match="engine failed"):
+            for _ in stream:
+                pass
+
+        def healthy() -> bool:
+            with contextlib.suppress(urllib.error.HTTPError), urllib.request.urlopen(f"{url}/health", timeout=10):
+                return True
+            return False
+
+        _until(healthy, timeout=30)
+        assert complete(client).choices[0].finish_reason == "length"
+        assert psutil.Process(process.pid).children() != [worker]
 
 
 def test_a_port_in_use(tiny_models: Any) -> None:

@@ -55,12 +55,13 @@ def plot_latencies(records: Sequence[RequestRecord], title: str, file: Path) -> 
         percents = np.linspace(0, 100, 201)
         values = np.percentile(np.asarray(seconds or [0.0]) * 1000, percents)
         axis.plot(percents, values, color=color)
-        for percent, ha in ((50, "left"), (99, "right")):
+        for percent, ha in ((50, "center"), (99, "right")):
             value = values[percent * 2]
             axis.plot([percent], [value], "o", color=color)
-            offset = (6, -12) if ha == "left" else (-8, 0)
-            axis.annotate(f"p{percent} {_plain(value)} ms", (percent, value), offset, textcoords="offset points", ha=ha)
-        axis.set(title=name, xlabel="percentile", ylabel="milliseconds", xlim=(0, 101), ylim=(0, None))
+            label = f"p{percent} {_plain(value)} ms"
+            axis.annotate(label, (percent, value), (0, 9), textcoords="offset points", ha=ha)
+        axis.set(title=name, xlabel="percentile", ylabel="milliseconds", xlim=(0, 101))
+        axis.set_ylim(0, 1.15 * max(values[-1], 1e-9))
     _save(figure, file)
 
 

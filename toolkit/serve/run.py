@@ -115,6 +115,7 @@ def run_app(app: FastAPI, sock: socket.socket, address: Address, log_level: str,
     config = uvicorn.Config(
         app,
         log_level=log_level,
+        log_config=None,  # its lines go where ours go, to standard error
         access_log=log_level in ("info", "debug"),
         lifespan="off",
         timeout_graceful_shutdown=int(address.grace_s + CLIENT_GRACE_S),

@@ -1,0 +1,85 @@
+"""Whatever JSON a client sends, it gets an answer or a refusal in the envelope; never a 500, never a hang."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from toolkit.serve.protocol import UNSUPPORTED, ChatCompletionRequest, CompletionRequest
+
+FIELDS = sorted({*ChatCompletionRequest.model_fields, *CompletionRequest.model_fields, *UNSUPPORTED, "mystery"})
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(1 << 70), 1 << 70),
+    st.integers(-2, 300),
+    st.floats(allow_nan=False),
+    st.text(max_size=8),
+    st.sampled_from(["echo", "user", "hi", "json_object", "type", "text"]),
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6) | st.sampled_from(FIELDS), inner),
+    max_leaves=8,
+)
+BODIES = st.one_of(
+    VALUES,
+    st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=5).map(
+        lambda extra: {"model": "echo", "messages": [{"role": "user", "content": "hi"}], **extra}
+    ),
+    st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=5).map(
+        lambda extra: {"model": "echo", "prompt": "hi", **extra}
+    ),
+)
+
+
+async def call(app: Any, path: str, body: bytes) -> tuple[int, bytes]:
+    """One request straight into the ASGI application."""
+    messages: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
+    scope |= {"headers": [], "http_version": "1.1", "scheme": "http", "root_path": ""}
+    await asyncio.wait_for(app(scope, receive, send), 10)
+    return sent[0]["status"], b"".join(m.get("body", b"") for m in sent[1:])
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: Any, request: Any) -> Any:
+    conftest = request.config.pluginmanager.get_plugin(str(request.path.parent / "conftest.py"))
+    engine = conftest.FakeEngine(conftest.ByteTokenizer(tmp_path_factory.mktemp("model")))
+    return conftest.create_app(engine, conftest.PlainTemplate(), conftest.ServerSettings(model_name="echo"))
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(body=BODIES)
+def test_any_json(app: Any, path: str, body: Any) -> None:
+    status, data = asyncio.run(call(app, path, json.dumps(body).encode()))
+    assert status in (200, 400, 404), data
+    if status != 200:
+        error = json.loads(data)["error"]
+        assert set(error) == {"message", "type", "param", "code"} and "\n" not in error["message"]
+        assert len(error["message"]) < 600
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(body=st.binary(max_size=40))
+def test_any_bytes(app: Any, path: str, body: bytes) -> None:
+    status, _ = asyncio.run(call(app, path, body))
+    assert status == 400
