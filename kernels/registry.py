@@ -9,6 +9,7 @@ asked for by name that cannot run raises ``KernelError`` with its reason: nothin
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -21,6 +22,7 @@ PRIORITY: dict[str, tuple[str, ...]] = {
     "cuda": ("cuda", "triton", "torch", "reference"),
 }
 _DECLARATIONS = ("norm", "rope", "activation", "embedding", "linear", "attention", "moe", "sampling")
+_TRITON = ("triton.rowwise",)  # imported where triton is installed
 _IMPLEMENTATIONS = ("torch.dense", "torch.attention", "torch.linear", "torch.moe", "torch.sampling")
 
 
@@ -141,6 +143,9 @@ def load() -> dict[str, Op]:
         importlib.import_module(f"{package}.reference.{name}")
     for name in _IMPLEMENTATIONS:
         importlib.import_module(f"{package}.{name}")
+    if importlib.util.find_spec("triton") is not None:
+        for name in _TRITON:
+            importlib.import_module(f"{package}.{name}")
     return dict(_OPS)
 
 
