@@ -1,0 +1,63 @@
+"""``tool eval``: measure quality."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from toolkit.commands.options import EngineFlags, with_engine_flags
+from toolkit.commands.output import stderr, stdout, table, write_json
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="Measure the quality of a model.",
+)
+
+
+@app.callback()
+def _group() -> None:
+    """Keeps `ppl` a subcommand while it is the only one."""
+
+
+@app.command("ppl")
+@with_engine_flags
+def ppl(
+    model: Annotated[str, typer.Argument(help="A directory, a hub id, a .gguf file, an artifact, or `demo`.")],
+    engine: EngineFlags,
+    data: Annotated[Path, typer.Option("--data", help="A text file (UTF-8).")],
+    window: Annotated[int, typer.Option("--window", help="Tokens that the model sees at once.")] = 1024,
+    stride: Annotated[int, typer.Option("--stride", help="Tokens from one window to the next.")] = 512,
+    json: Annotated[
+        str | None, typer.Option("--json", help="Write the figures to this file (- is standard output).")
+    ] = None,
+) -> None:
+    """Perplexity on a text, each token scored once; the torch runner in float32 unless flags say otherwise.
+
+    Example: tool eval ppl demo --data book.txt
+    """
+    from rich.progress import Progress
+
+    from toolkit.eval.perplexity import perplexity
+
+    if engine.backend is None:
+        engine.backend = "pytorch"
+    if engine.dtype == "auto" and engine.backend == "pytorch":
+        engine.dtype = "float32"
+    with Progress(console=stderr()) as bar:
+        task = bar.add_task("scoring", total=None)
+        found = perplexity(
+            model,
+            data,
+            window=window,
+            stride=stride,
+            config=engine.config(),
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    if json != "-":
+        stdout().print(table("Perplexity", ("", "value"), [(k, v) for k, v in found.items()]))
+    write_json(json, found)

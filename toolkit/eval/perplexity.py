@@ -1,0 +1,75 @@
+"""Perplexity of a model on a text, by the engine that serves it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from toolkit.engine.frontend import AsyncEngine
+from toolkit.engine.windows import scoring_windows
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.messages import EngineConfig, PytorchEngineConfig
+
+
+def perplexity(
+    model: str,
+    data: Path | str,
+    *,
+    window: int = 1024,
+    stride: int = 512,
+    config: EngineConfig | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:
+    """exp of the mean negative log-likelihood of the tokens of the text file ``data``.
+
+    Windows of ``window`` tokens start ``stride`` apart; each token is scored once. ``config`` None: the torch
+    runner in float32. ``progress`` is called with (tokens scored, tokens in all). Returns perplexity, tokens (scored
+    ones), window, stride, backend, dtype. Raises UsageError or ToolkitError, one line.
+    """
+    if window < 2:
+        raise UsageError(f"--window: expected 2 or more tokens, found {window}")
+    if not 1 <= stride <= window:
+        raise UsageError(f"--stride: expected 1 to --window ({window}), found {stride}")
+    text = _read(Path(data).expanduser())
+    if config is None:
+        config = PytorchEngineConfig(dtype="float32")
+    config.session_len = window + 1
+    with AsyncEngine.open(model, backend_config=config, progress=lambda line: None) as engine:
+        if engine.session_len < window:
+            raise UsageError(f"--window {window}: longer than the longest context here, {engine.session_len} tokens")
+        ids = engine.tokenizer.encode(text)
+        if len(ids) < 2:
+            raise UsageError(f"--data {data}: expected at least 2 tokens, found {len(ids)}")
+        lost, scored = 0.0, 0
+        for start, stop, first in scoring_windows(len(ids), window, stride):
+            log_probs = engine.score(ids[start:stop])[first - start - 1 :]
+            lost -= float(log_probs.astype("float64").sum())
+            scored += stop - first
+            progress(stop, len(ids))
+        if not math.isfinite(lost):
+            raise ToolkitError(f"{model}: the model's log-probabilities are not finite; its weights are broken")
+        backend = "turbomind" if engine.runner_name == "native" else "pytorch"
+        dtype = engine.dtype
+    mean = lost / scored
+    return {
+        "perplexity": math.exp(mean) if mean < 700 else math.inf,
+        "tokens": scored,
+        "window": window,
+        "stride": stride,
+        "backend": backend,
+        "dtype": dtype,
+    }
+
+
+def _read(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--data {path}: expected UTF-8 text, found other bytes at {error.start}") from error
+    except OSError as error:
+        raise UsageError(f"--data {path}: cannot be read: {error.strerror or error}") from error
+    if not text.strip():
+        raise UsageError(f"--data {path}: the file is empty")
+    return text

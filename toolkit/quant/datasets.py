@@ -1,0 +1,54 @@
+"""Calibration sets by name: which dataset of the Hugging Face hub, and which of its columns are text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.errors import ToolkitError
+
+
+@dataclass(frozen=True)
+class Known:
+    """``columns`` are joined by blank lines; a single ``messages`` column holds a chat."""
+
+    repository: str
+    split: str
+    columns: tuple[str, ...]
+    config: str | None = None
+
+
+KNOWN: dict[str, Known] = {
+    "wikitext2": Known("Salesforce/wikitext", "train", ("text",), "wikitext-2-raw-v1"),
+    "c4": Known("allenai/c4", "train", ("text",), "en"),
+    "pileval": Known("mit-han-lab/pile-val-backup", "validation", ("text",)),
+    "ptb": Known("ptb-text-only/ptb_text_only", "train", ("sentence",), "penn_treebank"),
+    "gsm8k": Known("openai/gsm8k", "train", ("question", "answer"), "main"),
+    "open-platypus": Known("garage-bAInd/Open-Platypus", "train", ("instruction", "output")),
+    "openwebtext": Known("Skylion007/openwebtext", "train", ("text",)),
+    "ultrachat": Known("HuggingFaceH4/ultrachat_200k", "train_sft", ("messages",)),
+}
+_SHUFFLE_BUFFER = 10_000
+
+
+def known_texts(name: str, seed: int) -> Iterator[str | list[dict[str, Any]]]:
+    """Rows of a known dataset, streamed in an order drawn by the seed. Raises ToolkitError if out of reach."""
+    import datasets
+
+    known = KNOWN[name]
+    try:
+        rows = datasets.load_dataset(known.repository, known.config, split=known.split, streaming=True)
+        for row in rows.shuffle(seed=seed, buffer_size=_SHUFFLE_BUFFER):
+            if known.columns == ("messages",):
+                yield row["messages"]
+            else:
+                yield "\n\n".join(str(row[c]) for c in known.columns)
+    except ToolkitError:
+        raise
+    except Exception as error:  # the datasets library raises what its many back ends raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+        raise ToolkitError(
+            f"--calib-dataset {name}: {known.repository} cannot be fetched from the hub ({reason}); "
+            "give a local file, or --calib-dataset self, which needs no download"
+        ) from error

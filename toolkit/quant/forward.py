@@ -1,0 +1,168 @@
+"""One layer of any spec over whole sequences in float32: what calibration and the held-out figures run on.
+
+No cache, no paging, one layer's weights in memory at a time. Weights are a mapping from canonical names to dense
+tensors: ``X`` [out, in] for a linear, ``X.bias`` [out], ``N`` [size] for a norm or a vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from toolkit.models.rope import inv_freq
+from toolkit.models.spec import AttentionSpec, DecoderSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec, RopeSpec
+
+Weights = Mapping[str, Tensor]
+Observer = Callable[[str, Tensor], None]
+"""Called with a site's name (``sites.Site.name``) and its input rows [tokens, channels]."""
+
+
+def layer_forward(layer: LayerSpec, weights: Weights, hidden: Tensor, observe: Observer | None = None) -> Tensor:
+    """Run one layer on ``hidden`` [batch, length, hidden] (positions 0 … length-1, causal) and return the new hidden.
+
+    ``observe`` sees the input of every site of the layer.
+    """
+    for sub in layer.sublayers:
+        x = hidden if sub.pre_norm is None else rms_norm(sub.pre_norm, weights, hidden)
+        match sub.mixer:
+            case AttentionSpec() as a:
+                y = _attention(a, weights, x, observe)
+            case MlpSpec() as m:
+                _tell(observe, m.up.name, x)
+                y = _mlp(m, weights, x, observe)
+            case MoeSpec() as m:
+                y = _moe(m, weights, x.reshape(-1, x.shape[-1]), observe).view_as(x)
+        if sub.post_norm is not None:
+            y = rms_norm(sub.post_norm, weights, y)
+        hidden = hidden + sub.residual_scale * y
+    return hidden
+
+
+def rms_norm(norm: NormSpec, weights: Weights, x: Tensor) -> Tensor:
+    """RMS norm over the last dimension, with the spec's offset on the weight."""
+    return F.rms_norm(x, (norm.size,), weights[norm.name] + norm.weight_offset, norm.eps)
+
+
+def embed(spec: DecoderSpec, table: Tensor, token_ids: Tensor) -> Tensor:
+    """Hidden states [batch, length, hidden] (float32) of token ids [batch, length]."""
+    return table[token_ids].float() * spec.embed_scale
+
+
+def head_logits(spec: DecoderSpec, weights: Weights, hidden: Tensor) -> Tensor:
+    """Logits of ``hidden`` (before the final norm). ``weights`` holds the final norm and ``spec.head``."""
+    logits = F.linear(rms_norm(spec.final_norm, weights, hidden), weights[spec.head], weights.get(f"{spec.head}.bias"))
+    if spec.head_scale != 1.0:
+        logits = logits * spec.head_scale
+    if spec.logit_softcap is not None:
+        logits = spec.logit_softcap * torch.tanh(logits / spec.logit_softcap)
+    return logits
+
+
+def _tell(observe: Observer | None, name: str, x: Tensor) -> None:
+    if observe is not None:
+        observe(name, x.reshape(-1, x.shape[-1]))
+
+
+def _linear(spec: LinearSpec, weights: Weights, x: Tensor) -> Tensor:
+    return F.linear(x, weights[spec.name], weights.get(f"{spec.name}.bias"))
+
+
+def _attention(a: AttentionSpec, weights: Weights, x: Tensor, observe: Observer | None) -> Tensor:
+    batch, length, _ = x.shape
+    _tell(observe, a.q.name, x)
+    q = _linear(a.q, weights, x).view(batch, length, a.heads, a.head_dim)
+    k = _linear(a.k, weights, x).view(batch, length, a.kv_heads, a.head_dim)
+    v = _linear(a.v, weights, x).view(batch, length, a.kv_heads, a.head_dim)
+    q = q if a.q_norm is None else rms_norm(a.q_norm, weights, q)
+    k = k if a.k_norm is None else rms_norm(a.k_norm, weights, k)
+    if a.rope is not None:
+        cos, sin = _angles(a.rope, length, x.device)
+        q, k = _turn(q, cos, sin), _turn(k, cos, sin)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    if a.softcap is None and a.sinks is None:
+        mask = None if a.window is None or a.window >= length else _mask(length, a.window, x.device)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=a.scale, enable_gqa=a.heads != a.kv_heads
+        )
+    else:
+        out = torch.cat([_capped(a, weights, *(t[i : i + 1] for t in (q, k, v))) for i in range(batch)])
+    out = out.transpose(1, 2).reshape(batch, length, a.heads * a.head_dim)
+    _tell(observe, a.o.name, out)
+    return _linear(a.o, weights, out)
+
+
+def _capped(a: AttentionSpec, weights: Weights, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention written out, for what the fused call lacks: soft-capped scores and sinks."""
+    repeat = a.heads // a.kv_heads
+    k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+    scores = (q @ k.transpose(-1, -2)) * a.scale
+    if a.softcap is not None:
+        scores = a.softcap * torch.tanh(scores / a.softcap)
+    scores = scores.masked_fill(~_mask(q.shape[2], a.window, q.device), float("-inf"))
+    if a.sinks is not None:
+        sink = weights[a.sinks].view(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)
+        return torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1] @ v
+    return torch.softmax(scores, dim=-1) @ v
+
+
+def _mask(length: int, window: int | None, device: torch.device) -> Tensor:
+    """True where the query (row) may see the key (column)."""
+    row = torch.arange(length, device=device)[:, None]
+    column = torch.arange(length, device=device)[None, :]
+    seen = column <= row
+    return seen if window is None else seen & (column > row - window)
+
+
+def _angles(rope: RopeSpec, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin, each [length, 1, rotary_dim / 2]."""
+    frequencies, factor = inv_freq(rope, long=0 < rope.original_max_position < length)
+    turns = torch.arange(length, dtype=torch.float32)[:, None] * torch.from_numpy(frequencies)[None, :]
+    return (turns.cos() * factor)[:, None].to(device), (turns.sin() * factor)[:, None].to(device)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first 2·cos.shape[-1] elements of each head of x [batch, length, heads, head_dim]."""
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+def _mlp(m: MlpSpec, weights: Weights, x: Tensor, observe: Observer | None) -> Tensor:
+    act = _ACTIVATIONS[m.activation]
+    up = _linear(m.up, weights, x)
+    inner = act(up) if m.gate is None else act(_linear(m.gate, weights, x)) * up
+    _tell(observe, m.down.name, inner)
+    return _linear(m.down, weights, inner)
+
+
+def _moe(m: MoeSpec, weights: Weights, x: Tensor, observe: Observer | None) -> Tensor:
+    """``x`` [tokens, hidden]; every expert runs on the tokens routed to it."""
+    _tell(observe, m.router.name, x)
+    logits = _linear(m.router, weights, x)
+    scores = torch.softmax(logits, dim=-1) if m.scoring == "softmax" else torch.sigmoid(logits)
+    best, chosen = torch.topk(scores, m.top_k, dim=-1)
+    if m.norm_topk:
+        best = best / best.sum(dim=-1, keepdim=True)
+    out = torch.zeros_like(x)
+    for i, expert in enumerate(m.experts):
+        token, place = torch.where(chosen == i)
+        if token.numel():
+            y = _mlp(expert, weights, x[token], observe)
+            out.index_add_(0, token, y * (best[token, place] * m.scale)[:, None])
+    if m.shared is not None:
+        y = _mlp(m.shared, weights, x, observe)
+        if m.shared_gate is not None:
+            y = y * torch.sigmoid(_linear(m.shared_gate, weights, x))
+        out = out + y
+    return out

@@ -1,0 +1,117 @@
+"""The integer grid of a 4-bit linear: choosing a group size, and rounding weights to codes.
+
+Source of the grid: Lin et al., "AWQ: Activation-aware Weight Quantization" (2023), in the form that AutoAWQ's
+"gemm" files store: ``w = (code - zero) * scale`` with one scale and one zero point a group of inputs and row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from toolkit.artifacts.canonical import GroupInt
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.models.spec import LinearSpec
+
+GROUP_SIZES = (128, 64, 32)
+MIN_RANGE = 1e-5
+"""Smallest range of a group: below it all its weights count as one value."""
+
+
+def choose_group_size(wanted: int | str, linears: Iterable[LinearSpec]) -> int:
+    """The group size for a checkpoint: ``wanted``, or for "auto" the largest of 128, 64, 32 that divides every input.
+
+    Raises UsageError where ``wanted`` is no group size or does not divide, naming the sizes that work.
+    """
+    linears = list(linears)
+    fitting = [g for g in GROUP_SIZES if all(x.in_features % g == 0 for x in linears)]
+    works = ", ".join(map(str, fitting)) or "none of " + ", ".join(map(str, GROUP_SIZES))
+    if wanted == "auto":
+        if fitting:
+            return fitting[0]
+        odd = next(x for x in linears if x.in_features % GROUP_SIZES[-1])
+        raise UsageError(
+            f"--w-group-size auto: no group size divides every layer; {odd.name} has {odd.in_features} inputs, "
+            f"expected a multiple of {GROUP_SIZES[-1]}"
+        )
+    if isinstance(wanted, str) or wanted not in GROUP_SIZES:
+        raise UsageError(f"--w-group-size: expected auto, 128, 64 or 32, found {wanted!r}; this model takes {works}")
+    if wanted not in fitting:
+        odd = next(x for x in linears if x.in_features % wanted)
+        raise UsageError(
+            f"--w-group-size {wanted} does not divide the {odd.in_features} inputs of {odd.name}; "
+            f"this model takes {works}"
+        )
+    return wanted
+
+
+def group_range(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """Lowest and highest weight of every group, zero always between them. Each [out, in/group_size]."""
+    groups = weight.view(weight.shape[0], -1, group_size)
+    return groups.amin(-1).clamp_(max=0), groups.amax(-1).clamp_(min=0)
+
+
+def grid_of(
+    low: Tensor, high: Tensor, *, bits: int, symmetric: bool, scale_dtype: torch.dtype = torch.float16
+) -> tuple[Tensor, Tensor]:
+    """Scale and zero point (both float32) that span ``low`` … ``high``; the scale is rounded as it will be stored.
+
+    Shapes as ``low``. The zero point is derived from the stored scale: this grid is the file's.
+    """
+    top = float(2**bits - 1)
+    if symmetric:
+        half = 2 ** (bits - 1)
+        reach = torch.maximum(-low, high).clamp_(min=MIN_RANGE)
+        scale = (reach / (half - 1)).to(scale_dtype).float()
+        return scale, torch.full_like(scale, float(half))
+    scale = ((high - low).clamp_(min=MIN_RANGE) / top).to(scale_dtype).float()
+    return scale, (-low / scale).round_().clamp_(0, top)
+
+
+def round_to(weight: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+    """Codes (float32, same shape as ``weight``) nearest to the weights; scale and zero broadcast against it."""
+    return (weight / scale).round_().add_(zero).clamp_(0, 2**bits - 1)
+
+
+def fake_quantize(weight: Tensor, group_size: int, *, bits: int, symmetric: bool) -> Tensor:
+    """The weights [out, in] as they come back from the grid, unclipped: what a scale search scores."""
+    low, high = group_range(weight, group_size)
+    scale, zero = grid_of(low, high, bits=bits, symmetric=symmetric)
+    scale, zero = scale[..., None], zero[..., None]
+    codes = round_to(weight.view(weight.shape[0], -1, group_size), scale, zero, bits)
+    return codes.sub_(zero).mul_(scale).view_as(weight)
+
+
+def quantize(
+    weight: Tensor,
+    group_size: int,
+    *,
+    bits: int,
+    symmetric: bool,
+    name: str,
+    bounds: tuple[Tensor, Tensor] | None = None,
+    scale_dtype: torch.dtype = torch.float16,
+) -> GroupInt:
+    """Round ``weight`` (float32 [out, in]) to codes against the scale as stored.
+
+    ``bounds``: clipped (low, high) of every group, each [out, in/group_size]; None = the group's own range.
+    Raises ToolkitError naming ``name`` where a scale does not fit ``scale_dtype``.
+    """
+    low, high = bounds if bounds is not None else group_range(weight, group_size)
+    scale, zero = grid_of(low, high, bits=bits, symmetric=symmetric, scale_dtype=scale_dtype)
+    if not bool(torch.isfinite(scale).all()):
+        largest = float(weight.abs().max())
+        raise ToolkitError(
+            f"{name}: a weight of {largest:.3g} needs a scale beyond {str(scale_dtype).removeprefix('torch.')}; "
+            "expected weights below about 480,000"
+        )
+    codes = round_to(weight.view(weight.shape[0], -1, group_size), scale[..., None], zero[..., None], bits)
+    return GroupInt(
+        codes=codes.to(torch.uint8).view_as(weight).cpu(),
+        scales=scale.to(scale_dtype).cpu(),
+        zeros=zero.to(torch.uint8).cpu(),
+        bits=bits,
+        group_size=group_size,
+    )

@@ -1,0 +1,103 @@
+"""A checkpoint seen layer by layer: one layer's weights dense in memory at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
+from toolkit.artifacts.formats.gguf_types import METHOD as GGUF
+from toolkit.artifacts.weights import iter_canonical, validate_checkpoint
+from toolkit.errors import ToolkitError
+from toolkit.models.registry import load_spec
+from toolkit.models.spec import AttentionSpec, DecoderSpec, LayerSpec, LinearSpec, StoredTensor
+from toolkit.quant.sites import layer_sites
+
+_COARSE_GGUF = ("Q4_0", "Q4_1")
+
+
+class LayerSource:
+    """An unquantized checkpoint, opened and validated. ``stored[i]``: the modules of layer i; ``outer``: the others."""
+
+    def __init__(self, path: Path) -> None:
+        self.checkpoint: Checkpoint = open_checkpoint(path)
+        self.spec: DecoderSpec
+        self.spec, stored = load_spec(self.checkpoint)
+        _refuse_quantized(self.checkpoint, stored)
+        validate_checkpoint(self.checkpoint, stored)
+        layer_of = {name: i for i, layer in enumerate(self.spec.layers) for name in _parameter_names(layer)}
+        self.stored: list[list[StoredTensor]] = [[] for _ in self.spec.layers]
+        self.outer: list[StoredTensor] = []
+        for item in stored:
+            place = layer_of.get(item.parts[0].name)
+            (self.outer if place is None else self.stored[place]).append(item)
+
+    @property
+    def path(self) -> Path:
+        return self.checkpoint.path
+
+    def quantizable(self) -> list[LinearSpec]:
+        """Every linear that may be quantized: all inside the layers but routers and shared-expert gates."""
+        return [x for layer in self.spec.layers for site in layer_sites(layer) for x in site.linears]
+
+    def layer(self, index: int, device: torch.device) -> dict[str, Tensor]:
+        """Layer ``index`` as float32 tensors by canonical name (``X``, ``X.bias``)."""
+        return self._dense(self.stored[index], device)
+
+    def outer_weights(self, device: torch.device) -> dict[str, Tensor]:
+        """Embedding, final norm and head as float32; a tied head is the embedding's own tensor."""
+        found = self._dense(self.outer, device)
+        if self.spec.tied:
+            found[self.spec.head] = found[self.spec.embed]
+        return found
+
+    def check_finite(self) -> None:
+        """Raise ToolkitError that names file and tensor for the first NaN or infinity among the weights."""
+        for item in [x for items in self.stored for x in items] + self.outer:
+            for name in (item.name, f"{item.name}.weight", f"{item.name}.bias"):
+                if name in self.checkpoint and not bool(torch.isfinite(self.checkpoint.tensor(name)).all()):
+                    raise ToolkitError(
+                        f"{self.checkpoint.where(name)}: tensor {name} holds NaN or infinity; nothing can be "
+                        "calibrated through it: fetch or train the model again"
+                    )
+
+    def _dense(self, items: list[StoredTensor], device: torch.device) -> dict[str, Tensor]:
+        found = {}
+        for name, value in iter_canonical(self.checkpoint, items):
+            dense = value if isinstance(value, Tensor) else value.dequantize()
+            found[name] = dense.to(device=device, dtype=torch.float32)
+        return found
+
+
+def _refuse_quantized(checkpoint: Checkpoint, stored: list[StoredTensor]) -> None:
+    method = (checkpoint.quantization or {}).get("quant_method")
+    if method == GGUF:
+        names = (f"{x.name}.weight" for x in stored if x.kind == "linear")
+        kind = next((t for n in names if n in checkpoint and (t := checkpoint.info(n).dtype) in _COARSE_GGUF), None)
+        method = f"gguf {kind}" if kind else None
+    if method is not None:
+        raise ToolkitError(
+            f"{checkpoint.path}: already quantized ({method}); give the unquantized model that it was made from"
+        )
+
+
+def layer_linears(layer: LayerSpec) -> list[LinearSpec]:
+    """Every linear of one layer, router included."""
+    found = []
+    for site in layer_sites(layer):
+        found += [*site.linears, *site.followers]
+    return found
+
+
+def _parameter_names(layer: LayerSpec) -> list[str]:
+    """Canonical names of all parameters of a layer, without ``.bias``."""
+    names = [x.name for x in layer_linears(layer)]
+    for sub in layer.sublayers:
+        norms = [sub.pre_norm, sub.post_norm]
+        if isinstance(sub.mixer, AttentionSpec):
+            norms += [sub.mixer.q_norm, sub.mixer.k_norm]
+            names += [sub.mixer.sinks] if sub.mixer.sinks else []
+        names += [n.name for n in norms if n is not None]
+    return names

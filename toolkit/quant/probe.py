@@ -1,0 +1,80 @@
+"""Held-out text sent through the layers beside the calibration text: quality before and after at no second load.
+
+Two copies of the hidden states go along, one through the layers as they were, one through the quantized ones.
+"""
+
+from __future__ import annotations
+
+import math
+from importlib import resources
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from toolkit.models.spec import DecoderSpec, LayerSpec
+from toolkit.quant.forward import Weights, embed, head_logits, layer_forward
+
+WINDOW = 1024
+ROWS = 256  # positions whose logits are held at once
+
+
+def heldout_text() -> str:
+    """The held-out text that the package ships; see its source in docs/quantize.md."""
+    return resources.files("toolkit.eval").joinpath("heldout.txt").read_text(encoding="utf-8")
+
+
+class Probe:
+    """``tokens``: held-out token ids [n], cut into windows that do not overlap; every token but each window's first is
+    scored once. The last, shorter window is left out unless it is the only one."""
+
+    def __init__(self, spec: DecoderSpec, table: Tensor, tokens: Tensor, device: torch.device) -> None:
+        self.spec, self.device = spec, device
+        self.window = min(WINDOW, spec.max_position, len(tokens))
+        count = len(tokens) // self.window
+        self.ids = tokens[: count * self.window].view(count, self.window)
+        self.before = [embed(spec, table, row[None].to(table.device)).cpu() for row in self.ids]
+        self.after = list(self.before)
+
+    def advance(self, layer: LayerSpec, original: Weights, quantized: Weights) -> None:
+        """Send both copies through one layer."""
+        for states, weights in ((self.before, original), (self.after, quantized)):
+            for i, x in enumerate(states):
+                states[i] = layer_forward(layer, weights, x.to(self.device)).cpu()
+
+    def figures(self, weights: Weights) -> dict[str, Any]:
+        """After the last layer. ``weights``: final norm and head.
+
+        Returns perplexity_before, perplexity_after, kl (mean over tokens of KL(before ‖ after), nats),
+        top1_agreement (share of tokens where both prefer the same next one) and how they were taken.
+        """
+        lost = [0.0, 0.0]
+        kl = agreed = 0.0
+        for row, before, after in zip(self.ids, self.before, self.after, strict=True):
+            for a in range(0, self.window - 1, ROWS):
+                targets = row[a + 1 : a + 1 + ROWS].to(self.device)
+                place = slice(a, a + len(targets))
+                p, q = (
+                    head_logits(self.spec, weights, x[0, place].to(self.device)).log_softmax(-1)
+                    for x in (before, after)
+                )
+                lost[0] += float(F.nll_loss(p, targets, reduction="sum"))
+                lost[1] += float(F.nll_loss(q, targets, reduction="sum"))
+                kl += float(F.kl_div(q, p, reduction="sum", log_target=True))
+                agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
+        scored = self.ids.shape[0] * (self.window - 1)
+        return {
+            "perplexity_before": _exp(lost[0] / scored),
+            "perplexity_after": _exp(lost[1] / scored),
+            "kl": kl / scored,
+            "top1_agreement": agreed / scored,
+            "tokens": scored,
+            "window": self.window,
+            "stride": self.window,
+            "dtype": "float32",
+        }
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if x < 700 else math.inf

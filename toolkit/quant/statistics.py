@@ -1,0 +1,63 @@
+"""What calibration remembers of a site's inputs: XᵀX and how many rows went into it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PANEL = 512  # columns accumulated at once; what lies left of a panel follows by symmetry
+
+
+@dataclass
+class Gram:
+    """``xtx``: float32 [n, n], the sum of x·xᵀ; its lower triangle is filled by ``finish``. ``abs_sum`` and ``abs_max``
+    of the inputs: [n]."""
+
+    xtx: Tensor
+    abs_sum: Tensor
+    abs_max: Tensor
+    rows: int = 0
+
+    @staticmethod
+    def empty(n: int, device: torch.device | str = "cpu") -> Gram:
+        return Gram(torch.zeros(n, n, device=device), torch.zeros(n, device=device), torch.zeros(n, device=device))
+
+    @property
+    def mean_abs(self) -> Tensor:
+        """Mean of |x| for every channel, [n]."""
+        return self.abs_sum / max(self.rows, 1)
+
+    def add(self, x: Tensor) -> None:
+        """Count in rows ``x`` [tokens, n]."""
+        n = x.shape[1]
+        for a in range(0, n, PANEL):
+            self.xtx[a : a + PANEL, a:].addmm_(x[:, a : a + PANEL].T, x[:, a:])
+        size = x.abs()
+        self.abs_sum += size.sum(0)
+        self.abs_max = torch.maximum(self.abs_max, size.amax(0))
+        self.rows += x.shape[0]
+
+    def finish(self) -> None:
+        upper = torch.triu(self.xtx)
+        self.xtx.copy_(upper + torch.triu(upper, 1).T)
+
+
+class Statistics:
+    """Grams of all sites of a layer, by site name; pass ``observe`` to ``layer_forward``."""
+
+    def __init__(self) -> None:
+        self.grams: dict[str, Gram] = {}
+
+    def observe(self, name: str, x: Tensor) -> None:
+        gram = self.grams.get(name)
+        if gram is None:
+            gram = self.grams[name] = Gram.empty(x.shape[1], x.device)
+        gram.add(x)
+
+    def finish(self) -> dict[str, Gram]:
+        """Complete the sums and hand them over. A site that saw no row is absent."""
+        for gram in self.grams.values():
+            gram.finish()
+        return self.grams
