@@ -293,6 +293,17 @@ def test_a_signal_ends_it_cleanly(tiny_models: Any, number: int, to: Callable[[i
         assert not alive
 
 
+def test_a_signal_while_the_model_loads(tiny_models: Any) -> None:
+    process = launch(tiny_models("llama"))
+    _until(lambda: bool(psutil.Process(process.pid).children()))
+    children = psutil.Process(process.pid).children()
+    process.terminate()
+    _, error = process.communicate(timeout=5)
+    assert process.returncode == 0 and "Traceback" not in error
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert not alive
+
+
 def test_an_engine_that_dies_is_replaced(tiny_models: Any) -> None:
     with serving(tiny_models("llama"), "--model-name", "tiny", "--log-level", "critical") as (url, process):
         (worker,) = psutil.Process(process.pid).children()

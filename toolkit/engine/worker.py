@@ -108,6 +108,7 @@ class ProcessLoop:
         try:
             self.facts = _await_ready(self._process, self._pipe, progress)
         except BaseException:
+            self._process.kill()  # while it loads it would not hear a "close"
             self._stop()
             raise
         self._up = True
