@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
+import termios
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,3 +152,61 @@ def test_list_models_comes_from_the_registry(tool: Callable[..., Done]) -> None:
     assert set(rows) == set(registry.ARCHITECTURES)
     assert {"hf", "awq", "gguf"} <= set(rows["LlamaForCausalLM"]["formats"])
     assert "gguf" not in rows["Qwen3MoeForCausalLM"]["formats"]
+
+
+def test_a_session_on_a_terminal(model: str, tmp_path: Path) -> None:
+    """A real pseudo-terminal: ask, interrupt an endless answer with Ctrl-C, ask again, leave."""
+    import pty
+
+    leader, follower = pty.openpty()
+    extra = {"PROMPT_TOOLKIT_NO_CPR": "1", "TERM": "xterm", "TOOLKIT_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "toolkit", "chat", model, "--session-len", "100000", "--max-new-tokens", "6"],
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        env=os.environ | extra,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(follower)
+    seen = ""
+
+    def until(text: str) -> None:
+        """Read what is shown until ``text`` comes; what lies before it is gone then."""
+        nonlocal seen
+        end = time.monotonic() + 60
+        while text not in seen:
+            assert time.monotonic() < end, f"no {text!r} in {seen!r}"
+            if select.select([leader], [], [], 1)[0]:
+                seen += os.read(leader, 65536).decode(errors="replace")
+        seen = seen.partition(text)[2]
+
+    def say(text: str) -> None:
+        os.write(leader, text.encode())
+
+    try:
+        until("Enter sends")
+        until("> ")
+        say("the fox\r")
+        until("6 tokens")
+        until("> ")
+        say("/set max_new_tokens 90000\r")
+        until("max_new_tokens = 90000")
+        say("/set ignore_eos true\r")
+        until("ignore_eos = True")
+        say("again\r")
+        time.sleep(0.3)
+        say("\x03")
+        until("stopped")
+        say("/clear\r")
+        until("forgotten")
+        say("/set max_new_tokens 5\r")
+        until("max_new_tokens = 5")
+        say("more\r")
+        until("5 tokens")
+        say("exit\r")
+        assert process.wait(timeout=30) == 0
+    finally:
+        process.kill()
+        os.close(leader)
