@@ -22,8 +22,8 @@ PRIORITY: dict[str, tuple[str, ...]] = {
     "cuda": ("cuda", "triton", "torch", "reference"),
 }
 _DECLARATIONS = ("norm", "rope", "activation", "embedding", "linear", "attention", "moe", "sampling")
-_TRITON = ("triton.rowwise",)  # imported where triton is installed
 _IMPLEMENTATIONS = ("torch.dense", "torch.attention", "torch.linear", "torch.moe", "torch.sampling")
+_TRITON = ("norm", "activation", "rope", "embedding")  # imported where triton is installed: Linux
 
 
 class KernelError(Exception):
@@ -145,7 +145,7 @@ def load() -> dict[str, Op]:
         importlib.import_module(f"{package}.{name}")
     if importlib.util.find_spec("triton") is not None:
         for name in _TRITON:
-            importlib.import_module(f"{package}.{name}")
+            importlib.import_module(f"{package}.triton.{name}")
     return dict(_OPS)
 
 

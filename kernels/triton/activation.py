@@ -1,0 +1,68 @@
+"""Activations of feed-forward layers, gated and plain. Memory-bound."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..reference import activation as reference
+from .launch import FLOATS, launch, needs
+
+
+@triton.jit
+def tanh(x):
+    """By exp of -2|x|, which cannot overflow; keeps NaN."""
+    t = tl.exp(-2.0 * tl.abs(x))
+    y = (1.0 - t) / (1.0 + t)
+    return tl.where(x < 0, -y, y)
+
+
+@triton.jit
+def activate(x, KIND: tl.constexpr):
+    """float32 in and out."""
+    if KIND == "silu":
+        return x / (1.0 + tl.exp(-x))
+    elif KIND == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif KIND == "gelu_tanh":
+        return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    else:
+        tl.static_assert(KIND == "relu")
+        return tl.where(x > 0, x, tl.where(x == x, 0.0, x))
+
+
+@triton.jit
+def act_kernel(x, out, stride, size, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK elements of a row; with GATED the second factor lies ``size`` further on."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < size
+    h = activate(tl.load(x + row * stride + column, mask=mask, other=0.0).to(tl.float32), KIND)
+    if GATED:
+        h = h * tl.load(x + row * stride + size + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * size + column, h.to(out.dtype.element_ty), mask=mask)
+
+
+def _act(x: Tensor, kind: str, gated: bool) -> Tensor:
+    size = x.shape[-1] // (2 if gated else 1)
+    flat = x.reshape(-1, x.shape[-1])
+    if flat.stride(1) != 1:
+        flat = flat.contiguous()
+    out = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
+    grid = (flat.shape[0], triton.cdiv(size, 1024))
+    launch(act_kernel, grid, flat, out, flat.stride(0), size, warps=4, KIND=kind, GATED=gated, BLOCK=1024)
+    return out
+
+
+@reference.act.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs())
+def act(x: Tensor, activation: str) -> Tensor:
+    """One launch, float32 inside."""
+    return _act(x, activation, gated=False)
+
+
+@reference.act_and_mul.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs())
+def act_and_mul(x: Tensor, activation: str) -> Tensor:
+    """One launch, float32 inside."""
+    return _act(x, activation, gated=True)

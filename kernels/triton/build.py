@@ -1,0 +1,210 @@
+"""Ahead-of-time compilation of the manifest, without a GPU, and what must hold of the result."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ..registry import Target, load
+from .launch import INTERPRETED, Launch, recording
+from .manifest import CLAIMS, calls
+
+ARCHITECTURES = (80, 86, 89, 90)
+SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes a block may ask for
+_REGISTERS, _THREADS = 65536, {80: 2048, 86: 1536, 89: 1536, 90: 2048}  # of a multiprocessor
+_SHARED = {80: 164 * 1024, 86: 100 * 1024, 89: 100 * 1024, 90: 228 * 1024}
+_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+_EVIDENCE = {
+    "vector": re.compile(r"ld\.global(\.\w+|::\w+)*\.v4\.b32|ld\.global(\.\w+|::\w+)*\.v2\.b64"),
+    "async": re.compile(r"cp\.async"),
+    "mma": re.compile(r"mma\.sync|wgmma\.mma_async"),
+    "wgmma": re.compile(r"wgmma\.mma_async"),
+}
+
+
+@dataclass(frozen=True)
+class Built:
+    """One variant on one architecture. ``blocks``: how many fit a multiprocessor; ``faults``: what does not hold."""
+
+    op: str
+    label: str
+    dtype: str
+    kernel: str
+    architecture: int
+    seconds: float
+    registers: int
+    stack: int
+    shared: int
+    warps: int
+    stages: int
+    blocks: int
+    shows: tuple[str, ...]
+    faults: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The ``index``-th launch of call ``op``/``label`` with activations of ``dtype``."""
+
+    op: str
+    label: str
+    dtype: str
+    index: int
+    capability: int
+
+
+def record(op: str, label: str, dtype: str) -> list[Launch]:
+    """The launches of one call of the manifest, each variant once."""
+    call = next(c for c in calls() if (c.op, c.label) == (op, label))
+    with recording() as found:
+        load()[op].implementations["triton"].run(**call.make(getattr(torch, dtype)))
+    unique: dict[str, Launch] = {}
+    for launched in found:
+        unique.setdefault(_key(launched), launched)
+    return list(unique.values())
+
+
+def _key(launched: Launch) -> str:
+    signature, constants, attributes = specialise(launched)
+    return f"{launched.kernel.__name__} {signature} {constants} {attributes} {launched.warps} {launched.stages}"
+
+
+def variants(only: str | None = None) -> Iterator[Variant]:
+    """Every distinct launch of the manifest, or of the calls whose op holds ``only``."""
+    seen = set()
+    for call in calls():
+        if only is not None and only not in call.op:
+            continue
+        for dtype in call.dtypes:
+            for index, launched in enumerate(record(call.op, call.label, dtype)):
+                if (key := _key(launched)) not in seen:
+                    seen.add(key)
+                    yield Variant(call.op, call.label, dtype, index, call.capability)
+
+
+def specialise(launched: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list[list[Any]]]]:
+    """(signature, compile-time constants, attributes) as a launch with these arguments would compile them."""
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = dict(launched.constants)
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    for i, parameter in enumerate(launched.kernel.params):
+        name, value = parameter.name, launched.arguments.get(parameter.name)
+        if name in launched.constants:
+            signature[name] = "constexpr"
+        elif isinstance(value, Tensor):
+            signature[name] = f"*{_TYPES[value.dtype]}"
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        elif value is None or (value == 1 and isinstance(value, int) and not parameter.do_not_specialize):
+            signature[name], constants[name] = "constexpr", value
+        elif isinstance(value, int):
+            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0 and not parameter.do_not_specialize:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32"
+    return signature, constants, attributes
+
+
+def build_one(variant: Variant, architecture: int) -> Built:
+    """Compile one variant for one architecture and check it."""
+    assert not INTERPRETED, "TRITON_INTERPRET is set: kernels cannot be compiled"
+    launched = record(variant.op, variant.label, variant.dtype)[variant.index]
+    signature, constants, attributes = specialise(launched)
+    start = time.perf_counter()
+    compiled = triton.compile(
+        ASTSource(launched.kernel, signature, constants, attributes),
+        target=GPUTarget("cuda", architecture, 32),
+        options={"num_warps": launched.warps, "num_stages": launched.stages},
+    )
+    seconds = time.perf_counter() - start
+    registers, stack, local = _usage(compiled.asm["cubin"])
+    shared, ptx, name = compiled.metadata.shared, compiled.asm["ptx"], launched.kernel.__name__
+    shows = tuple(key for key, pattern in _EVIDENCE.items() if pattern.search(ptx))
+    faults = [f"{claim} missing" for claim in sorted(CLAIMS.get(name, frozenset()) - set(shows))]
+    if stack or local:
+        faults.append(f"spills: {stack} bytes of stack, {local} of local memory")
+    if shared > SHARED_LIMIT[architecture]:
+        faults.append(f"{shared} bytes of shared memory, more than {SHARED_LIMIT[architecture]}")
+    threads = 32 * launched.warps
+    blocks = min(
+        _THREADS[architecture] // threads,
+        _REGISTERS // max(1, threads * -(-registers // 8) * 8),
+        _SHARED[architecture] // (shared + 1024),
+    )
+    return Built(
+        variant.op,
+        variant.label,
+        variant.dtype,
+        name,
+        architecture,
+        round(seconds, 2),
+        registers,
+        stack + local,
+        shared,
+        launched.warps,
+        launched.stages,
+        blocks,
+        shows,
+        tuple(faults),
+    )
+
+
+def _usage(cubin: bytes) -> tuple[int, int, int]:
+    """(registers a thread, bytes of stack, bytes of local memory) from triton's own cuobjdump."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
+    assert found is not None, text
+    return int(found[1]), int(found[2]), int(found[3])
+
+
+def build(
+    architectures: Iterable[int] = ARCHITECTURES, only: str | None = None, workers: int = 1
+) -> Iterator[Built | str]:
+    """Compile every variant for every architecture that can run it. Yields results as they come; a str is an error."""
+    jobs = [(v, a) for v in variants(only) for a in architectures if a >= v.capability and _runs(v, a)]
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        pending = [(v, a, pool.submit(build_one, v, a)) for v, a in jobs]
+        for variant, architecture, future in pending:
+            try:
+                yield future.result()
+            except Exception as error:  # a compiler's failure is a result to report
+                yield f"{variant.op} {variant.label} {variant.dtype} sm_{architecture}: {type(error).__name__}: {error}"
+
+
+def _runs(variant: Variant, architecture: int) -> bool:
+    target = Target("cuda", variant.dtype, architecture)
+    return load()[variant.op].implementations["triton"].unsupported(target) is None
+
+
+def as_json(built: Built) -> dict[str, Any]:
+    """``built`` as plain values."""
+    return asdict(built)

@@ -1,0 +1,87 @@
+"""Launching a kernel, or recording the launch instead so that it can be compiled without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..registry import Target
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)  # the interpreter knows no inline assembly and computes no bf16
+FLOATS = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One recorded launch. ``arguments``: run-time arguments by name; ``constants``: compile-time ones."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    constants: dict[str, Any]
+    warps: int
+    stages: int
+
+
+_RECORD: ContextVar[list[Launch] | None] = ContextVar("record", default=None)
+
+
+@contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Inside, launches are appended to the list and nothing runs; tensors may be on the meta device."""
+    found: list[Launch] = []
+    token = _RECORD.set(found)
+    try:
+        yield found
+    finally:
+        _RECORD.reset(token)
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int = 4, stages: int = 2, **constants: Any
+) -> None:
+    """``kernel[grid](*arguments, **constants)`` on the device of its tensors; an empty grid launches nothing."""
+    if 0 in grid:
+        return
+    record = _RECORD.get()
+    if record is not None:
+        named = dict(zip(kernel.arg_names, arguments, strict=False))
+        record.append(Launch(kernel, grid, named, constants, warps, stages))
+        return
+    first = next(a for a in arguments if isinstance(a, Tensor))
+    elsewhere = first.is_cuda and first.device.index != torch.cuda.current_device()
+    with torch.cuda.device(first.device) if elsewhere else nullcontext():
+        kernel[grid](*arguments, num_warps=warps, num_stages=stages, **constants)
+
+
+def dot_dtype(dtype: torch.dtype) -> Any:
+    """What operands of a matrix product are cast to: the dtype itself, but float32 for bf16 in the interpreter."""
+    if dtype == torch.float32 or (INTERPRETED and dtype == torch.bfloat16):
+        return tl.float32
+    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of two that is at least ``n``."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def needs(capability: int = 80, more: Callable[[Target], str | None] | None = None) -> Callable[[Target], str | None]:
+    """``unsupported`` of an implementation: compute capability at least ``capability``, then what ``more`` says."""
+
+    def unsupported(target: Target) -> str | None:
+        found = target.capability
+        if found is not None and found < capability:
+            want = f"{capability // 10}.{capability % 10}"
+            return f"needs compute capability {want} or newer, this GPU has {found // 10}.{found % 10}"
+        return more(target) if more is not None else None
+
+    return unsupported

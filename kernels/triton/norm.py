@@ -1,0 +1,97 @@
+"""Root mean square norm, alone and after an addition. Memory-bound: every element is read and written once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..reference import norm as reference
+from .launch import FLOATS, launch, needs, power_of_2
+
+
+@triton.jit(do_not_specialize=["rows"])
+def rms_norm_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    total,
+    rows,
+    size,
+    inner,
+    stride_outer,
+    stride_inner,
+    eps,
+    weight_offset,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """ROWS rows of COLS >= size elements a program; row r of ``x`` starts at (r // inner, r % inner)."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLS)
+    mask = (row < rows)[:, None] & (column < size)[None, :]
+    source = (row // inner * stride_outer + row % inner * stride_inner)[:, None] + column[None, :]
+    flat = (row * size)[:, None] + column[None, :]
+    h = tl.load(x + source, mask=mask, other=0.0).to(tl.float32)
+    if residual is not None:
+        h = h + tl.load(residual + flat, mask=mask, other=0.0).to(tl.float32)
+        rounded = h.to(total.dtype.element_ty)
+        tl.store(total + flat, rounded, mask=mask)
+        h = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(h * h, axis=1) / size + eps)
+    w = tl.load(weight + column, mask=column < size, other=0.0).to(tl.float32) + weight_offset
+    tl.store(out + flat, (h * scale[:, None] * w[None, :]).to(out.dtype.element_ty), mask=mask)
+
+
+def _norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, weight_offset: float
+) -> tuple[Tensor, Tensor | None]:
+    size = x.shape[-1]
+    if x.stride(-1) != 1 or x.dim() > 3:
+        x = x.contiguous()
+    inner = x.shape[1] if x.dim() == 3 else 1
+    strides = (x.stride(0), x.stride(1)) if x.dim() == 3 else (x.stride(0) if x.dim() == 2 else size, 0)
+    if x.dim() > 3:
+        strides = (size, 0)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = None if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
+    rows, columns = x.numel() // size, power_of_2(size)
+    block = max(1, 1024 // columns)
+    warps = min(16, max(1, block * columns // 512))
+    launch(
+        rms_norm_kernel,
+        (triton.cdiv(rows, block),),
+        x,
+        None if residual is None else residual.contiguous(),
+        weight,
+        out,
+        total,
+        rows,
+        size,
+        inner,
+        *strides,
+        eps,
+        weight_offset,
+        warps=warps,
+        ROWS=block,
+        COLS=columns,
+    )
+    return out, total
+
+
+@reference.rms_norm.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs())
+def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
+    """One launch; several short rows (norms over heads) share a program."""
+    return _norm(x, None, weight, eps, weight_offset)[0]
+
+
+@reference.add_rms_norm.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs())
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """One launch: the sum is written and normed without being read again."""
+    out, total = _norm(x.contiguous(), residual, weight, eps, weight_offset)
+    assert total is not None
+    return out, total
