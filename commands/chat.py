@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from toolkit.commands.options import EngineFlags, with_engine_flags
-from toolkit.commands.output import stderr
+from toolkit.commands.output import show_engine, stderr
 from toolkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -89,12 +89,13 @@ def run(
     with console.status(f"Loading {model}"):
         pipe = Pipeline(model, config, engine.chat_template, backend=engine.backend)
     with pipe:
-        if engine.backend is not None and pipe.engine.runner_note:
-            console.print(pipe.engine.runner_note)
         talk = Conversation(settings.change(settings.of_model(pipe.tokenizer.path), **given), system)
         if question is None:
+            show_engine(console, pipe.engine)
             _converse(pipe, model, talk)
         else:
+            if engine.backend is not None and pipe.engine.runner_note:
+                console.print(pipe.engine.runner_note, markup=False, soft_wrap=True)
             _answer_once(pipe, talk, question)
 
 

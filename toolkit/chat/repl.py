@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -47,6 +48,8 @@ class Screen(Protocol):
 
     def end_of_text(self) -> None: ...
 
+    def answering(self) -> AbstractContextManager[None]: ...
+
     def note(self, line: str) -> None: ...
 
     def error(self, line: str) -> None: ...
@@ -83,10 +86,11 @@ def answer(model: Model, messages: Sequence[Message], config: GenerationConfig, 
     whole, speed = Response(), Speed(time.perf_counter())
     pieces = model.stream_infer(list(messages), gen_config=config)
     try:
-        for piece in pieces:
-            speed.count(piece)
-            whole.extend(piece)
-            screen.text(piece.text)
+        with screen.answering():
+            for piece in pieces:
+                speed.count(piece)
+                whole.extend(piece)
+                screen.text(piece.text)
     except KeyboardInterrupt:
         whole.finish_reason = "abort"
     finally:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -41,6 +43,23 @@ class TerminalScreen:
             self._out.write("\n")
             self._out.flush()
         self._last = "\n"
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """While the model speaks, keys are kept for the next question instead of shown in its midst."""
+        if not (sys.stdin and sys.stdin.isatty() and find_spec("termios")):
+            yield
+            return
+        import termios
+
+        keys = sys.stdin.fileno()
+        before = termios.tcgetattr(keys)
+        quiet = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+        termios.tcsetattr(keys, termios.TCSANOW, quiet)
+        try:
+            yield
+        finally:
+            termios.tcsetattr(keys, termios.TCSANOW, before)
 
     def note(self, line: str) -> None:
         self._say(line, "2")
