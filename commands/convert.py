@@ -14,12 +14,18 @@ from toolkit.commands.output import stderr, stdout, table, write_json
 def run(
     model: Annotated[str, typer.Argument(help="Checkpoint directory (quantized or not), hub id, .gguf file, or demo.")],
     dst_path: Annotated[str, typer.Option(help="Directory to write the engine artifact to.")],
-    target: Annotated[str, typer.Option(help="What to pack for: auto (the best for this machine) or torch.")] = "auto",
+    target: Annotated[
+        str, typer.Option(help="What to pack for: auto (the best for this machine), cpu or torch.")
+    ] = "auto",
     dtype: Annotated[
         str, typer.Option(help="Of weights that are not quantized: auto (as stored), float16, bfloat16, float32.")
     ] = "auto",
     model_format: Annotated[
         str | None, typer.Option(help="hf, awq, gptq, w8a8 or gguf: refuse any other. Default: read from the model.")
+    ] = None,
+    head_bits: Annotated[
+        int | None,
+        typer.Option(help="Target cpu: round an unquantized head and embedding to 16, 8 (default) or 4 bits."),
     ] = None,
     tp: Annotated[int, typer.Option(help="1: an artifact holds the whole model, and is split when it is run.")] = 1,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in --dst-path.")] = False,
@@ -48,6 +54,7 @@ def run(
             target=target,
             dtype=dtype,
             model_format=model_format,
+            head_bits=head_bits,
             tp=tp,
             overwrite=overwrite,
             progress=lambda count, total: progress.update(task, completed=count, total=total),

@@ -60,7 +60,7 @@ def test_lineage_goes_back_to_the_source(engine: Path, tiny_models: Any) -> None
     found = inspect(engine, verify=True)
     assert set(found.record) == KEYS and found.record["kind"] == "engine"
     assert len(found.lineage) == 3
-    assert "target torch" in found.lineage[0] and "w_bits 4" in found.lineage[1]
+    assert "target cpu" in found.lineage[0] and "w_bits 4" in found.lineage[1]
     assert found.lineage[2].startswith(str(tiny_models("llama")))
 
 
@@ -105,6 +105,6 @@ def test_convert_command(tiny_models: Any, tmp_path: Path, capsys: pytest.Captur
     code, out, err = tool(capsys, "convert", model, "--dst-path", target, "--dtype", "float16")
     assert (code, out) == (2, "") and err.count("\n") == 1 and "--overwrite" in err
     code, out, _ = tool(capsys, "convert", model, "--dst-path", target, "--overwrite", "--json", "-")
-    assert code == 0 and json.loads(out)["options"] == {"target": "torch", "dtype": "auto"}
+    assert code == 0 and json.loads(out)["options"] == {"target": "cpu", "dtype": "auto", "head_bits": 8}
     code, _, err = tool(capsys, "convert", model, "--dst-path", target, "--target", "abacus")
     assert code == 2 and "abacus" in err and "torch" in err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -30,10 +31,11 @@ from toolkit.artifacts.formats import awq, w8a8
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.safetensors_file import PAGE, write_tensors
 from toolkit.artifacts.weights import canonical_weights
-from toolkit.convert.convert import convert
+from toolkit.convert.convert import convert as convert_for
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import load_spec
 
+convert = functools.partial(convert_for, target="torch")  # the target whose weights come back as they were
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "internlm2", "gemma2", "phi3", "mixtral", "qwen3_moe")
 
 

@@ -16,7 +16,7 @@ from toolkit.artifacts.side_files import copy_side_files
 from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.stage import open_stage
 from toolkit.artifacts.weights import iter_canonical, validate_checkpoint
-from toolkit.convert.targets import choose_target
+from toolkit.convert.targets import Target, choose_target
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import load_spec
 from toolkit.models.spec import StoredTensor
@@ -49,6 +49,7 @@ def convert(
     target: str = "auto",
     dtype: str = "auto",
     model_format: str | None = None,
+    head_bits: int | None = None,
     tp: int = 1,
     overwrite: bool = False,
     revision: str | None = None,
@@ -59,8 +60,9 @@ def convert(
     """Pack ``model`` into the engine artifact ``dst_path``; validates everything first, writes atomically.
 
     ``dtype``: of dense weights and norms, "auto" keeps the checkpoint's; quantized weights keep their scales as stored.
-    ``model_format``: what the weights are expected to be (hf, awq, gptq, w8a8, gguf), checked. ``quiet``: no download
-    progress. Raises UsageError for a wrong option, ToolkitError for a model that cannot be read or a full disk.
+    ``model_format``: what the weights are expected to be (hf, awq, gptq, w8a8, gguf), checked. ``head_bits``: 16, 8 or
+    4 for a dense head and embedding, None = the target's default. ``quiet``: no download progress.
+    Raises UsageError for a wrong option, ToolkitError for a model that cannot be read or a full disk.
     """
     if tp != 1:
         raise UsageError(
@@ -75,7 +77,8 @@ def convert(
     spec, stored = load_spec(checkpoint)
     validate_checkpoint(checkpoint, stored)
     chosen = choose_target(target, spec)
-    options = {"target": chosen.name, "dtype": dtype}
+    head_bits = _head_bits(chosen, head_bits)
+    options = {"target": chosen.name, "dtype": dtype} | ({} if head_bits is None else {"head_bits": head_bits})
     with open_stage(
         dst_path, kind="engine", stage="convert", parent=describe_parent(path), options=options, overwrite=overwrite
     ) as stage:
@@ -85,10 +88,20 @@ def convert(
             return Converted(Path(dst_path), chosen.name, manifest, True)
         weights = _cast(_report(checkpoint, stored, progress), dtype)
         params: dict[str, dict] = {}
-        write_engine(stage.dir, spec, chosen.pack(spec, weights, params), target=chosen.name, params=params)
+        write_engine(stage.dir, spec, chosen.pack(spec, weights, params, head_bits), target=chosen.name, params=params)
         write_json_object(stage.dir / "config.json", checkpoint.config)
         copy_side_files(checkpoint, stage.dir)
         return Converted(Path(dst_path), chosen.name, stage.finish(), False)
+
+
+def _head_bits(target: Target, asked: int | None) -> int | None:
+    if asked is None:
+        return target.head_bits
+    if target.head_bits is None:
+        raise UsageError(f"--head-bits: target {target.name} keeps head and embedding as stored; leave the option out")
+    if asked not in (4, 8, 16):
+        raise UsageError(f"--head-bits: expected 16, 8 or 4, found {asked}")
+    return asked
 
 
 def _check_format(checkpoint: Checkpoint, model_format: str | None) -> None:

@@ -10,35 +10,58 @@ from toolkit.artifacts.engine import TORCH_TARGET, Arrays
 from toolkit.artifacts.engine_torch import pack_torch
 from toolkit.errors import UsageError
 from toolkit.models.spec import DecoderSpec
+from toolkit.runners.base import RunnerOptions
+from toolkit.runners.native.artifact import CPU_TARGET, pack_cpu
+from toolkit.runners.native.runner import unsupported
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from toolkit.artifacts.canonical import Weight
 
-Packer = Callable[[DecoderSpec, Iterable[tuple[str, "Weight | Tensor"]], dict[str, dict[str, Any]]], Arrays]
+Packer = Callable[[DecoderSpec, Iterable[tuple[str, "Weight | Tensor"]], dict[str, dict[str, Any]], int | None], Arrays]
 
 
 @dataclass(frozen=True)
 class Target:
-    """``pack(spec, canonical weights, params)`` yields the arrays and fills ``params``; ``unsupported(spec)`` tells why
-    a model cannot be packed so, or None.
+    """``pack(spec, canonical weights, params, head_bits)`` yields the arrays and fills ``params``.
+
+    ``unsupported(spec)`` tells why a model cannot be packed so, or None. ``head_bits``: what a dense head and embedding
+    are rounded to by default; None = they stay as stored and the option is refused.
     """
 
     name: str
     summary: str
     pack: Packer
     unsupported: Callable[[DecoderSpec], str | None]
+    head_bits: int | None = None
 
 
 def _torch_pack(
-    spec: DecoderSpec, weights: Iterable[tuple[str, Weight | Tensor]], params: dict[str, dict[str, Any]]
+    spec: DecoderSpec,
+    weights: Iterable[tuple[str, Weight | Tensor]],
+    params: dict[str, dict[str, Any]],
+    head_bits: int | None,
 ) -> Arrays:
     return pack_torch(weights, params)
 
 
+def _cpu_pack(
+    spec: DecoderSpec,
+    weights: Iterable[tuple[str, Weight | Tensor]],
+    params: dict[str, dict[str, Any]],
+    head_bits: int | None,
+) -> Arrays:
+    return pack_cpu(spec, weights, params, head_bits=head_bits)
+
+
+def _cpu_unsupported(spec: DecoderSpec) -> str | None:
+    return unsupported(spec, RunnerOptions(device="cpu"))
+
+
 # In order of preference for "auto".
 TARGETS: tuple[Target, ...] = (
+    Target(CPU_TARGET, "tiles for the native runner on a CPU", _cpu_pack, _cpu_unsupported, head_bits=8),
     Target(TORCH_TARGET, "any model, for the pytorch backend", _torch_pack, lambda spec: None),
 )
 

@@ -6,16 +6,11 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from toolkit.errors import UsageError
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import Runner, RunnerOptions
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from toolkit.artifacts.canonical import Weight
 
 Backend = Literal["turbomind", "pytorch"]
 BACKENDS = ("turbomind", "pytorch")
@@ -24,10 +19,13 @@ _FORMATS = {None: "hf", "smooth_quant": "w8a8"}  # quant_method -> model_format,
 
 @dataclass(frozen=True)
 class Opened:
-    """A model on disk: its spec, and its weights whenever they are loaded. ``target``: of an engine artifact."""
+    """A model on disk: its spec, and its weights whenever they are loaded (packed ones for target "cpu").
+
+    ``target``: of an engine artifact.
+    """
 
     spec: DecoderSpec
-    weights: Callable[[], Mapping[str, Weight | Tensor]]
+    weights: Callable[[], Mapping[str, Any]]
     target: str | None
 
 
@@ -75,6 +73,11 @@ def _open_engine(
     if model_format not in (None, "engine"):
         raise UsageError(f"--model-format: {path} is an engine artifact, not {model_format}; leave the option out")
     artifact = open_engine(path)
+    if artifact.target == "cpu":
+        from toolkit.runners.native.artifact import open_packed
+
+        packed = open_packed(artifact)
+        return Opened(artifact.spec, lambda: packed, artifact.target)
     return Opened(artifact.spec, artifact.weights, artifact.target)
 
 
@@ -114,11 +117,15 @@ def open_runner(
             from toolkit.runners.native.runner import NativeRunner
 
             return NativeRunner(opened.spec, opened.weights, options), ""
-        if opened.target not in (None, "torch"):
-            raise UsageError(f"{path}: packed for {opened.target}, but {reason}; convert again with --target torch")
         if backend == "turbomind":
             why = f"turbomind's native runner does not run here: {reason}; the torch runner stands in"
     from toolkit.runners.torch.runner import TorchRunner
 
-    runner = TorchRunner(opened.spec, opened.weights, options)
+    weights = opened.weights
+    if opened.target == "cpu":
+        from toolkit.runners.native.pack import UnpackedWeights
+
+        packed = weights()
+        weights = lambda: UnpackedWeights(packed)  # noqa: E731
+    runner = TorchRunner(opened.spec, weights, options)
     return runner, "; ".join(n for n in (why, *runner.notes) if n)

@@ -6,7 +6,7 @@ dense, a head or embedding can be quantized to 8 or 4 bits. ``pack_model`` lists
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,19 @@ from torch import Tensor
 
 from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8, GroupInt, Weight
 from toolkit.models.spec import DecoderSpec
-from toolkit.runners.native.packed import BF16, DENSE, F16, F32, INT, LANES, PackedMeta, PackedTensor, vector
+from toolkit.runners.native.packed import (
+    BF16,
+    DENSE,
+    F16,
+    F32,
+    INT,
+    LANES,
+    VECTOR,
+    PackedMeta,
+    PackedTensor,
+    PackedWeights,
+    vector,
+)
 
 U8 = NDArray[np.uint8]
 _TORCH = {F32: torch.float32, BF16: torch.bfloat16, F16: torch.float16}
@@ -292,7 +304,6 @@ def pack_model(
     ``head_bits``: of a dense head and embedding, 16, 8 or 4; None = 8 where the layers are quantized, else as stored
     (they are then held back until the first layer tells).
     """
-    offsets = {norm.name: norm.weight_offset for norm in spec.norms()}
     layers = {linear.name for linear in spec.linears()}
     unused = {spec.head} if spec.tied else set()
     waiting: list[tuple[str, Dense]] = []
@@ -300,7 +311,7 @@ def pack_model(
         if name in unused:
             continue
         if isinstance(value, Tensor):
-            yield name, vector(value.float().numpy() + np.float32(offsets.get(name, 0.0)))
+            yield name, vector(value.float().numpy())
             continue
         if name in layers:
             if head_bits is None:
@@ -312,7 +323,33 @@ def pack_model(
             yield name, pack_nearest(name, value, notes)
         if head_bits is not None:
             for held, dense in waiting:
-                yield held, pack_nearest(held, quantize_head(dense, head_bits), notes)
+                yield held, _pack_head(held, dense, head_bits, notes)
             waiting = []
     for held, dense in waiting:
-        yield held, pack_nearest(held, dense, notes)
+        yield held, _pack_head(held, dense, 16, notes)
+
+
+def _pack_head(name: str, w: Dense, bits: int, notes: list[str]) -> PackedTensor:
+    """Quantized where asked for; its origin then still names the float type that the model was stored in."""
+    packed = pack_nearest(name, quantize_head(w, bits), notes)
+    origin = packed.meta.origin | {"stored": str(w.weight.dtype).removeprefix("torch.")}
+    return replace(packed, meta=replace(packed.meta, origin=origin))
+
+
+class UnpackedWeights(Mapping[str, "Weight | Tensor"]):
+    """Packed weights in canonical form again, each made when asked for (a quantized head stays what it became)."""
+
+    def __init__(self, packed: PackedWeights) -> None:
+        self._packed = packed
+
+    def __getitem__(self, name: str) -> Weight | Tensor:
+        p = self._packed[name]
+        if p.meta.kind == VECTOR:
+            return torch.from_numpy(p.data.view(np.float32)[: p.meta.rows].copy())
+        return unpack(p)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._packed)
+
+    def __len__(self) -> int:
+        return len(self._packed)

@@ -66,6 +66,13 @@ class _Writer:
             self._index[name] = self._add(self._weights[name])
         return self._index[name]
 
+    def _norm_weight(self, norm: NormSpec) -> int:
+        stored = self._weights[norm.name]
+        if norm.weight_offset == 0:
+            return self._tensor(norm.name)
+        values = stored.data.view(np.float32)[: stored.meta.rows]
+        return self._add(vector(values + np.float32(norm.weight_offset)))
+
     def _matrix(self, name: str, bias: bool) -> None:
         self._out.ints += [self._tensor(name), self._tensor(f"{name}.bias") if bias else -1]
 
@@ -76,7 +83,7 @@ class _Writer:
             self._matrix(linear.name, linear.bias)
 
     def _norm(self, norm: NormSpec | None) -> None:
-        self._out.ints.append(-1 if norm is None else self._tensor(norm.name))
+        self._out.ints.append(-1 if norm is None else self._norm_weight(norm))
         self._out.floats.append(0.0 if norm is None else norm.eps)
 
     def _rope(self, rope: RopeSpec) -> None:

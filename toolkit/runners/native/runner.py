@@ -257,10 +257,10 @@ class _Done:
 def _stored_dtype(value: Any) -> str:
     """The float type that a checkpoint's embedding is stored in; float16 scales speak for quantized ones."""
     if isinstance(value, PackedTensor):
-        return DTYPES[value.meta.dtype]
+        return str(value.meta.origin.get("stored") or DTYPES[value.meta.dtype])
     tensor = getattr(value, "weight", None)
     if tensor is None or not tensor.is_floating_point() or tensor.element_size() == 1:
-        tensor = getattr(value, "scales", tensor)
+        tensor = value.scales
     name = str(tensor.dtype).removeprefix("torch.")
     return name if name in DTYPES else "bfloat16"
 

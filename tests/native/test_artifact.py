@@ -1,0 +1,95 @@
+"""Engine artifacts for target ``cpu``: same answers as the checkpoint, no torch on the way, damage refused in a line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from toolkit.artifacts.engine import ENGINE_JSON
+from toolkit.artifacts.json_file import write_json_object
+from toolkit.convert.convert import convert
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.runners.base import RunnerOptions
+from toolkit.runners.choose import open_runner
+
+
+def logits(path: Path, steps: Any, backend: str | None = None) -> np.ndarray:
+    runner, _ = open_runner(path, backend=backend, options=RunnerOptions(block_size=16, dtype="float32"))
+    assert runner.name == ("torch" if backend == "pytorch" else "native")
+    driver = steps.Driver(runner)
+    return driver.step({driver.add(): list(range(5, 45))}, "all").logits
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "mixtral"])
+def test_an_artifact_gives_the_checkpoints_logits(family, tiny_models, tmp_path, steps) -> None:
+    model = tiny_models(family)
+    plain = convert(str(model), tmp_path / "a", head_bits=16).path
+    np.testing.assert_array_equal(logits(plain, steps), logits(model, steps))
+    np.testing.assert_allclose(logits(plain, steps, "pytorch"), logits(model, steps), rtol=1e-4, atol=1e-4)
+    eight, four = (convert(str(model), tmp_path / str(b), head_bits=b).path for b in (8, 4))
+    errors = [np.linalg.norm(logits(p, steps) - logits(model, steps)) for p in (eight, four)]
+    assert 0 < errors[0] < errors[1] < 0.6 * np.linalg.norm(logits(model, steps))
+
+
+def test_head_bits_are_checked(tiny_models, tmp_path) -> None:
+    for options in ({"head_bits": 5}, {"head_bits": 8, "target": "torch"}):
+        with pytest.raises(UsageError, match="head-bits"):
+            convert(str(tiny_models("llama")), tmp_path / "e", **options)
+
+
+def test_nothing_heavy_is_imported_to_answer(tiny_models, tmp_path) -> None:
+    path = convert(str(tiny_models("llama")), tmp_path / "e").path
+    code = (
+        "import sys\nfrom pathlib import Path\nimport numpy as np\n"
+        "from toolkit.runners.base import RunnerOptions\nfrom toolkit.runners.choose import open_runner\n"
+        "import importlib.util\n"
+        f"spec = importlib.util.spec_from_file_location('steps', {str(Path(__file__).parents[1] / 'support/steps.py')!r})\n"
+        "steps = importlib.util.module_from_spec(spec); sys.modules['steps'] = steps; spec.loader.exec_module(steps)\n"
+        f"runner, _ = open_runner(Path({str(path)!r}), backend=None, options=RunnerOptions(block_size=16))\n"
+        "print(steps.Driver(runner).generate([5, 6, 7], 4))\n"
+        "print(sorted({'torch', 'transformers', 'datasets', 'xgrammar'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1] == "[]"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda e: e["params"].pop("model.norm"), "model.norm is missing"),
+        (lambda e: e["params"]["model.norm"].update(layout=99), "layout"),
+        (lambda e: e["params"]["model.norm"].update(rows=32), r"expected .* bytes|expected 64"),
+        (lambda e: e["params"]["model.embed_tokens"].update(group=7), "unknown form"),
+        (lambda e: e["params"]["model.embed_tokens"].update(bits=4), "bytes"),
+        (lambda e: e["params"]["model.embed_tokens"].update(kind=9), "unknown form"),
+        (lambda e: e["params"]["model.embed_tokens"].update(rows=-1), "unknown form"),
+        (lambda e: e.update(target="cpu-of-tomorrow"), "cpu-of-tomorrow"),
+    ],
+)
+def test_edited_descriptions_are_refused(change, message, tiny_models, tmp_path, monkeypatch) -> None:
+    from toolkit.artifacts import engine
+
+    path = convert(str(tiny_models("llama")), tmp_path / "e").path
+    data = json.loads((path / ENGINE_JSON).read_text())
+    change(data)
+    write_json_object(path / ENGINE_JSON, data)
+    monkeypatch.setattr(engine, "_check_digest", lambda *a: None)  # the manifest's digest would catch it first
+    with pytest.raises(ToolkitError) as caught:
+        runner, _ = open_runner(path, backend=None, options=RunnerOptions(block_size=16))
+        runner.load_weights()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_truncated_file_is_refused(tiny_models, tmp_path) -> None:
+    path = convert(str(tiny_models("llama")), tmp_path / "e").path
+    file = path / "engine.safetensors"
+    file.write_bytes(file.read_bytes()[:-5000])
+    with pytest.raises(ToolkitError):
+        open_runner(path, backend=None, options=RunnerOptions(block_size=16))
