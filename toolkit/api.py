@@ -22,7 +22,9 @@ from uuid import uuid4
 
 from toolkit.artifacts.tokenizer import Tokenizer
 from toolkit.chat import arguments
+from toolkit.chat.progress import Progress
 from toolkit.chat.prompts import Prompt, as_batch
+from toolkit.chat.results import failed, with_tensors
 from toolkit.chat.session import Session
 from toolkit.chat.template import ChatTemplate
 from toolkit.engine.frontend import AsyncEngine
@@ -142,7 +144,7 @@ class Pipeline:
         """
         batch, single = as_batch(prompts)
         jobs = self._jobs(batch, gen_config, do_preprocess, adapter_name, None, kwargs)
-        bar = _Progress(len(jobs)) if use_tqdm else None
+        bar = Progress(len(jobs)) if use_tqdm else None
         try:
             future = self._submit(self._run_all(jobs, lambda _: None, bar.advance if bar else lambda: None))
             return _shape(_wait(future), len(batch), single, jobs)
@@ -336,14 +338,14 @@ class Pipeline:
         except Exception as e:
             if not isinstance(e, ToolkitError):
                 logger.exception("request %s failed", job.request_id)
-            whole = self._label(_failed(whole, e), job)
+            whole = self._label(failed(whole, e), job)
             emit(dataclasses.replace(whole, text="", token_ids=[], logprobs=None, logits=None, last_hidden_state=None))
         finally:
             running.discard(job.request_id)
             if name and not running:
                 self._running.pop(name, None)
         done()
-        return _with_tensors(whole)
+        return with_tensors(whole)
 
     @staticmethod
     def _label(piece: Response, job: _Job) -> Response:
@@ -363,12 +365,12 @@ class Pipeline:
         try:
             while (piece := pieces.get()) is not None:
                 if pieces_wanted:
-                    yield _with_tensors(piece)
+                    yield with_tensors(piece)
                     continue
                 so_far = whole.setdefault(piece.index, Response()).extend(piece)
                 so_far.session_id = piece.session_id
                 if piece.finish_reason is not None:
-                    yield _with_tensors(so_far)
+                    yield with_tensors(so_far)
             future.result()
         finally:
             future.cancel()
@@ -413,25 +415,6 @@ def _shape(results: list[Response], count: int, single: bool, jobs: list[_Job]) 
     return shaped[0] if single else shaped
 
 
-def _failed(so_far: Response, error: Exception) -> Response:
-    """The response of a request that ended in an error. ``error_code`` is HTTP's: whose fault it was."""
-    so_far.finish_reason = "error"
-    so_far.error_code = 400 if isinstance(error, UsageError) else 500
-    so_far.error_message = str(error) or type(error).__name__
-    return so_far
-
-
-def _with_tensors(response: Response) -> Response:
-    """Logits and hidden states as torch tensors; torch is imported for those who asked for them only."""
-    for name in ("logits", "last_hidden_state"):
-        value = getattr(response, name)
-        if value is not None and type(value).__module__ == "numpy":
-            import torch
-
-            setattr(response, name, torch.from_numpy(value.copy()))
-    return response
-
-
 def _set_log_level(level: str) -> None:
     if level not in LOG_LEVELS:
         raise UsageError(f"log_level: expected one of {', '.join(LOG_LEVELS)}, found {level!r}")
@@ -440,21 +423,3 @@ def _set_log_level(level: str) -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
         logger.addHandler(handler)
-
-
-class _Progress:
-    """A bar on standard error that counts finished requests."""
-
-    def __init__(self, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        self._bar = Progress(console=Console(stderr=True))
-        self._task = self._bar.add_task("answers", total=total)
-        self._bar.start()
-
-    def advance(self) -> None:
-        self._bar.advance(self._task)
-
-    def stop(self) -> None:
-        self._bar.stop()
