@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from toolkit.commands.options import EngineFlags, with_engine_flags
-from toolkit.commands.output import stderr, stdout, table, write_json
+from toolkit.commands.output import check_writable, stderr, stdout, table, write_json
 
 app = typer.Typer(
     add_completion=False,
@@ -44,11 +44,14 @@ def ppl(
 
     from toolkit.eval.perplexity import perplexity
 
+    check_writable("--json", json)
+    engine.check_unused_template("perplexity takes the text as it is")
     if engine.backend is None:
         engine.backend = "pytorch"
     if engine.dtype == "auto" and engine.backend == "pytorch":
         engine.dtype = "float32"
-    with Progress(console=stderr()) as bar:
+    console = stderr()
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("scoring", total=None)
         found = perplexity(
             model,

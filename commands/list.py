@@ -10,6 +10,15 @@ from rich.box import SIMPLE_HEAD
 from toolkit.commands.output import stdout, table, write_json
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+# Heads of columns: the table must fit into 80 characters; a line under it tells what these mean.
+SHORT = {
+    "auto-round": "ar",
+    "compressed-tensors": "ct",
+    "mxfp4": "mx4",
+    "engine": "eng",
+    "pytorch": "pt",
+    "turbomind": "tm",
+}
 JSON = Annotated[str | None, typer.Option("--json", help="Write the list as JSON to this file (- = standard output).")]
 
 
@@ -62,9 +71,11 @@ def models(json: JSON = None) -> None:
     lines = [
         [row["architecture"], *("✓" * (c in row["formats"] or c in row["backends"]) for c in columns)] for row in rows
     ]
-    made = table("Models: the weight formats they come in, the backends that run them", ["", *columns], lines)
+    heads = ["", *(SHORT.get(c, c) for c in columns)]
+    made = table("Models: the weight formats they come in, the backends that run them", heads, lines)
     made.box, made.show_edge, made.collapse_padding = SIMPLE_HEAD, False, True
     made.columns[0].no_wrap = True
+    made.caption, made.caption_justify = ", ".join(f"{SHORT[c]} = {c}" for c in columns if c in SHORT), "left"
     stdout().print(made)
     if "turbomind" not in backends:
         stdout().print("turbomind: its native runner is not installed; pytorch's stands in for it.")

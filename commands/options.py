@@ -43,13 +43,19 @@ class EngineFlags:
     ] = None
     cache_max_entry_count: Annotated[
         float | None,
-        _flag("--cache-max-entry-count", help="Share of free memory for the KV cache (<1), or its blocks (>=1)."),
+        _flag(
+            "--cache-max-entry-count", help="Share of free memory for the KV cache (up to 1), or its blocks (from 2)."
+        ),
     ] = None
     cache_block_seq_len: Annotated[int, _flag("--cache-block-seq-len", help="Tokens in a KV block.")] = 64
     enable_prefix_caching: Annotated[
-        bool,
-        _flag("--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse the KV cache of equal prefixes."),
-    ] = True
+        bool | None,
+        _flag("--enable-prefix-caching", help="Reuse the KV cache of equal prefixes. Default, but in profile."),
+    ] = None
+    # A flag of its own: "--enable-…/--no-enable-…" would leave the help, at 80 columns, no room for flags' names.
+    no_enable_prefix_caching: Annotated[
+        bool, _flag("--no-enable-prefix-caching", help="Compute every prompt afresh.")
+    ] = False
     quant_policy: Annotated[int, _flag("--quant-policy", help="KV cache bits: 0 (as --dtype), 8 or 4.")] = 0
     model_format: Annotated[
         str | None, _flag("--model-format", help="hf, awq, gptq, w8a8, gguf, engine. Default: read from the model.")
@@ -64,6 +70,22 @@ class EngineFlags:
     download_dir: Annotated[str | None, _flag("--download-dir", help="Where downloads go.")] = None
     threads: Annotated[int | None, _flag("--threads", help="CPU threads. Default: all.")] = None
 
+    def prefix_caching(self, default: bool) -> bool:
+        """Whether the flags ask for the prefix cache. Raises UsageError where they contradict each other."""
+        if self.enable_prefix_caching and self.no_enable_prefix_caching:
+            raise UsageError("--enable-prefix-caching and --no-enable-prefix-caching: give one of them")
+        return self.enable_prefix_caching or (default and not self.no_enable_prefix_caching)
+
+    def check_unused_template(self, why: str) -> None:
+        """For commands without a chat: refuse an unknown --chat-template, say that a known one is unused."""
+        if self.chat_template is None:
+            return
+        from toolkit.chat.template import ChatTemplate
+        from toolkit.commands.output import stderr
+
+        ChatTemplate.check(self.chat_template)
+        stderr().print(f"--chat-template {self.chat_template}: not used, {why}", markup=False, soft_wrap=True)
+
     def config(self) -> EngineConfig:
         """The engine config these flags mean. Raises UsageError for a value out of range."""
         from toolkit.messages import PytorchEngineConfig, TurbomindEngineConfig
@@ -74,7 +96,7 @@ class EngineFlags:
             "session_len": self.session_len,
             "max_batch_size": self.max_batch_size,
             "max_prefill_token_num": self.max_prefill_token_num,
-            "enable_prefix_caching": self.enable_prefix_caching,
+            "enable_prefix_caching": self.prefix_caching(default=True),
             "quant_policy": self.quant_policy,
             "model_format": self.model_format,
             "revision": self.revision,

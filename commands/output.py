@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -46,6 +47,18 @@ def show_engine(console: Console, engine: AsyncEngine) -> None:
     console.print(table(title, ("memory", "takes", ""), plan.table()))
     for note in filter(None, (engine.runner_note, *plan.notices)):
         console.print(note, markup=False, soft_wrap=True)
+
+
+def check_writable(option: str, file: Path | str | None) -> None:
+    """Before long work: raise UsageError unless ``file`` (None and "-" are fine) can be written later."""
+    if file is None or file == "-":
+        return
+    path = Path(file).expanduser().absolute()
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir():
+        raise UsageError(f"{option} {file}: expected a file in a directory that exists")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise UsageError(f"{option} {file}: cannot be written (permission denied)")
 
 
 def write_json(target: str | None, data: Any) -> None:

@@ -11,7 +11,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from toolkit.commands.options import EngineFlags, with_engine_flags
-from toolkit.commands.output import show_engine, stderr, stdout, table, write_json
+from toolkit.commands.output import check_writable, show_engine, stderr, stdout, table, write_json
 from toolkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Watch:
     def __init__(self, model: str, total: int) -> None:
         self.console = stderr()
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self.progress = Progress(*columns, console=self.console, transient=True)
+        self.progress = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
         self.task = self.progress.add_task(f"Loading {model}", total=None)
         self.total = total
 
@@ -56,24 +56,17 @@ class Watch:
         self.progress.advance(self.task)
 
 
-def _config(context: typer.Context, engine: EngineFlags) -> Any:
+def _config(engine: EngineFlags) -> Any:
     """The engine config; the prefix cache only where the command line asks for it."""
-    source = context.get_parameter_source("enable_prefix_caching")
-    if source is None or source.name != "COMMANDLINE":
-        engine.enable_prefix_caching = False
+    engine.check_unused_template("prompts are measured as they are")
+    engine.enable_prefix_caching = engine.prefix_caching(default=False)
+    engine.no_enable_prefix_caching = not engine.enable_prefix_caching
     return engine.config()
-
-
-def _check_writable(option: str, file: Path | None) -> None:
-    """Better now than after minutes of measuring."""
-    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
-        raise UsageError(f"{option} {file}: expected a file in a directory that exists")
 
 
 @app.command("throughput")
 @with_engine_flags
 def throughput(
-    context: typer.Context,
     model: MODEL,
     engine: EngineFlags,
     dataset: Annotated[
@@ -98,9 +91,9 @@ def throughput(
 
     Example: tool profile throughput demo --num-prompts 64 --concurrency 16 --json result.json
     """
-    config = _config(context, engine)
-    for option, file in (("--csv", csv_file), ("--plot", plot)):
-        _check_writable(option, file)
+    config = _config(engine)
+    for option, file in (("--json", json_file), ("--csv", csv_file), ("--plot", plot)):
+        check_writable(option, file)
     from toolkit.profile import throughput as runner
 
     load = runner.Load(dataset, num_prompts, concurrency, random_input_len, random_output_len, request_rate, seed)
@@ -162,7 +155,6 @@ def _append_csv(file: Path, row: dict[str, Any]) -> None:
 @app.command("generation")
 @with_engine_flags
 def generation(
-    context: typer.Context,
     model: MODEL,
     engine: EngineFlags,
     concurrency: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8,32",
@@ -177,8 +169,9 @@ def generation(
 
     Example: tool profile generation demo --concurrency 1,8 --prompt-tokens 128 --json -
     """
-    config = _config(context, engine)
-    _check_writable("--plot", plot)
+    config = _config(engine)
+    for option, file in (("--json", json_file), ("--plot", plot)):
+        check_writable(option, file)
     try:
         sizes = [int(size) for size in concurrency.split(",")]
     except ValueError:

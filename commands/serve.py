@@ -41,10 +41,11 @@ def api_server(
         list[str] | None, typer.Option(help="Web origin that may call (CORS); repeatable. Default: any.")
     ] = None,
     max_concurrent_requests: Annotated[
-        int | None, typer.Option(min=1, help="HTTP requests worked on at once; more wait. Default: no limit.")
+        int | None,
+        typer.Option(min=1, metavar="<int>", help="HTTP requests worked on at once; more wait. Default: no limit."),
     ] = None,
     grace_period: Annotated[
-        float, typer.Option(min=0, max=3600, help="Seconds that running requests get to finish after SIGTERM.")
+        float, typer.Option(min=0, metavar="<float>", help="Seconds that running requests get to finish after SIGTERM.")
     ] = 10.0,
     ssl: Annotated[bool, typer.Option("--ssl", help="HTTPS, by the files in SSL_KEYFILE and SSL_CERTFILE.")] = False,
     disable_fastapi_docs: Annotated[
@@ -52,7 +53,7 @@ def api_server(
     ] = False,
     log_level: Annotated[str, typer.Option(help="critical, error, warning, info (requests too) or debug.")] = "warning",
     max_log_len: Annotated[
-        int | None, typer.Option(min=0, help="Characters of a prompt in the log. Default: all.")
+        int | None, typer.Option(min=0, metavar="<int>", help="Characters of a prompt in the log. Default: all.")
     ] = None,
 ) -> None:
     """Serve MODEL with OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics.
@@ -63,6 +64,8 @@ def api_server(
     keys = [key.strip() for entry in api_keys or () for key in entry.split(",")]
     if not all(keys):
         raise UsageError("--api-keys: expected non-empty keys, found an empty one")
+    if not grace_period <= 3600:
+        raise UsageError(f"--grace-period: expected at most 3600 seconds, found {grace_period:g}")
     from toolkit.serve import run
 
     keyfile, certfile = run.ssl_files() if ssl else (None, None)

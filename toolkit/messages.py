@@ -17,15 +17,17 @@ MODEL_FORMATS = (None, "hf", "awq", "gptq", "compressed-tensors", "fp8", "mxfp4"
 SEED_MAX = (1 << 64) - 1
 
 
-def _number(
-    what: str, value: Any, low: float, high: float, *, whole: bool = False, open_low: bool = False
-) -> None:
+def _number(what: str, value: Any, low: float, high: float, *, whole: bool = False, open_low: bool = False) -> None:
     """Raise UsageError unless ``value`` is a finite number within [low, high]."""
     kind = int if whole else (int, float)
     bad = isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value)
     if bad or value < low or value > high or (open_low and value == low):
-        span = f"{'(' if open_low else '['}{low:g}, {'∞' if math.isinf(high) else f'{high:g}'}]"
+        span = f"{'(' if open_low else '['}{_plain(low)}, {_plain(high)}]"
         raise UsageError(f"{what}: expected {'an integer' if whole else 'a number'} in {span}, found {value!r}")
+
+
+def _plain(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:g}"
 
 
 @dataclass

@@ -107,10 +107,15 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     return Checkpoint(path, config, read_json_object(side) if side.is_file() else {}, infos, files)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    config_path = path / "config.json"
-    if not config_path.is_file():
+def check_directory(path: Path) -> None:
+    """Raise ToolkitError unless ``path`` is a model directory at first sight: it has a config.json or engine.json."""
+    if not (path / "config.json").is_file() and not (path / "engine.json").is_file():
         raise ToolkitError(f"{path}: expected config.json in it; give the directory of a Hugging Face checkpoint")
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    check_directory(path)
+    config_path = path / "config.json"
     config = read_json_object(config_path)
     quantization = config.get("quantization_config")
     if quantization is not None and not isinstance(quantization, dict):

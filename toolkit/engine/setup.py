@@ -90,10 +90,11 @@ def find(model: str, config: EngineConfig | None, backend: Backend | None) -> Se
 
 def tokenizer_dir(path: Path) -> Path:
     """Where the tokenizer of a model lies: its directory; for a GGUF file what was extracted from it."""
-    if path.is_dir():
-        return path
-    from toolkit.artifacts.checkpoint import open_checkpoint
+    from toolkit.artifacts.checkpoint import check_directory, open_checkpoint
 
+    if path.is_dir():
+        check_directory(path)  # before anything says that a directory of another kind lacks a tokenizer
+        return path
     return open_checkpoint(path).tokenizer_dir
 
 

@@ -35,7 +35,9 @@ def perplexity(
     text = _read(Path(data).expanduser())
     if config is None:
         config = PytorchEngineConfig(dtype="float32")
-    config.session_len = window + 1
+    if config.session_len is not None and config.session_len <= window:
+        raise UsageError(f"--session-len {config.session_len}: expected more than --window ({window}); leave it out")
+    config.session_len = config.session_len or window + 1
     with AsyncEngine.open(model, backend_config=config, progress=lambda line: None) as engine:
         if engine.session_len < window:
             raise UsageError(f"--window {window}: longer than the longest context here, {engine.session_len} tokens")

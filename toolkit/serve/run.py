@@ -149,6 +149,7 @@ def serve(
     """
     if log_level not in LOG_LEVELS:
         raise UsageError(f"--log-level: expected one of {', '.join(LOG_LEVELS)}, found {log_level!r}")
+    ChatTemplate.check(chat_template)
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with contextlib.closing(bind(address.host, address.port)) as sock, _terminate_while_loading():
         engine = AsyncEngine.open(model, backend_config=engine_config, progress=progress, process=True)

@@ -1,0 +1,94 @@
+"""The command line as a user meets it, as far as that needs no model: help, early checks, exit codes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMANDS = [
+    ["chat"],
+    ["serve", "api_server"],
+    ["profile", "throughput"],
+    ["profile", "generation"],
+    ["eval", "ppl"],
+]
+ENGINE_FLAGS = """--backend --device --dtype --tp --session-len --max-batch-size --cache-max-entry-count
+--cache-block-seq-len --enable-prefix-caching --no-enable-prefix-caching --quant-policy --model-format --chat-template
+--max-prefill-token-num --revision --download-dir""".split()
+
+
+def tool(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"COLUMNS": "80", "NO_COLOR": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "toolkit", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, env=env, stdin=subprocess.DEVNULL, timeout=60)
+
+
+def refused(found: subprocess.CompletedProcess[str], *words: str, code: int = 2) -> None:
+    """The command said one line and left."""
+    assert found.returncode == code, found
+    assert found.stdout == ""
+    assert found.stderr.count("\n") == 1, found.stderr
+    for word in words:
+        assert word in found.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_shows_every_engine_flag_whole_at_80_columns(command: list[str]) -> None:
+    text = tool(*command, "--help").stdout
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    assert [flag for flag in ENGINE_FLAGS if f"{flag} " not in text] == []
+
+
+def test_table_of_models_keeps_its_words_whole_at_80_columns() -> None:
+    head = tool("list", "models").stdout.splitlines()[1]
+    assert head.split() == "hf awq gptq ar ct w8a8 fp8 mx4 gguf eng pt tm".split()
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c != ["chat"] and c[0] != "serve"], ids=" ".join)
+def test_a_file_that_cannot_be_written_is_refused_before_the_model_loads(command: list[str], tmp_path: Path) -> None:
+    data = ["--data", __file__] if command == ["eval", "ppl"] else []
+    refused(tool(*command, "nosuch", *data, "--json", tmp_path / "no" / "x.json"), "--json", "directory that exists")
+    refused(tool(*command, "nosuch", *data, "--json", tmp_path), "--json", "directory that exists")
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_an_unknown_chat_template_is_refused_before_the_model_loads(command: list[str]) -> None:
+    extra = ["--data", __file__] if command == ["eval", "ppl"] else []
+    extra = ["--prompt", "x"] if command == ["chat"] else extra
+    refused(tool(*command, "nosuch", *extra, "--chat_template", "nope"), "'nope'", "tool list")
+
+
+def test_prefix_caching_flags_that_contradict_each_other() -> None:
+    found = tool("chat", "nosuch", "--prompt", "x", "--enable-prefix-caching", "--no-enable-prefix-caching")
+    refused(found, "--no-enable-prefix-caching", "one of them")
+
+
+def test_limits_are_told_in_plain_numbers() -> None:
+    refused(tool("chat", "nosuch", "--prompt", "x", "--session_len", "0"), "[1, 1073741824]")
+
+
+def test_a_directory_of_another_kind_is_told_from_a_model_without_tokenizer(tmp_path: Path) -> None:
+    refused(tool("chat", tmp_path, "--prompt", "x"), "config.json", code=1)
+
+
+def test_an_error_is_one_line_where_a_progress_bar_would_be(tmp_path: Path) -> None:
+    refused(tool("eval", "ppl", "nosuch", "--data", tmp_path / "none.txt"), "none.txt")
+    refused(tool("profile", "throughput", "nosuch", "--dataset", tmp_path / "none.txt"), "none.txt")
+
+
+def test_a_session_shorter_than_the_window_of_perplexity(tmp_path: Path) -> None:
+    found = tool("eval", "ppl", "nosuch", "--data", __file__, "--session-len", "512", "--window", "1024")
+    refused(found, "--session-len 512", "--window")
+
+
+@pytest.mark.parametrize("seconds", ["inf", "nan", "3601"])
+def test_a_grace_period_without_end(seconds: str) -> None:
+    found = tool("serve", "api_server", "nosuch", "--grace-period", seconds)
+    assert found.returncode == 2
+    assert found.stderr.count("\n") == 1
+    assert "--grace-period" in found.stderr
