@@ -12,13 +12,16 @@ from ..registry import Case, op
 
 
 def _cases(add: bool) -> Iterator[Case]:
-    for label, shape, offset in (("row", (1, 576), 0.0), ("ragged", (13, 80), 0.0), ("heads", (5, 3, 96), 1.0)):
+    table = [("row", (1, 576), 0.0), ("ragged", (13, 80), 0.0), ("heads", (5, 3, 96), 1.0), ("float32", (4, 72), 0.0)]
+    for label, shape, offset in table:
 
-        def make(dtype: torch.dtype, device: str, g: torch.Generator, shape=shape, offset=offset) -> dict[str, Any]:
-            x = torch.randn(shape, generator=g) * 3
-            weight = torch.randn(shape[-1], generator=g)
-            args = {"x": x, "weight": weight} | ({"residual": torch.randn(shape, generator=g)} if add else {})
-            return {k: v.to(device, dtype) for k, v in args.items()} | {"eps": 1e-5, "weight_offset": offset}
+        def make(dtype, device, g, shape=shape, offset=offset, wide=label == "float32") -> dict[str, Any]:
+            x = (torch.randn(shape, generator=g) * 3).to(device, dtype)
+            outer = torch.float32 if wide else dtype  # of weight and residual
+            args = {"x": x, "weight": torch.randn(shape[-1], generator=g).to(device, outer)}
+            if add:
+                args["residual"] = torch.randn(shape, generator=g).to(device, outer)
+            return args | {"eps": 1e-5, "weight_offset": offset}
 
         yield Case(label, make)
 
@@ -38,6 +41,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) 
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """``(rms_norm(x + residual), x + residual)``; the sum is rounded to x's dtype before it is normed."""
-    total = x + residual
-    return rms_norm.reference(total, weight, eps, weight_offset), total
+    """``(rms_norm(x + residual), x + residual)``: the norm in x's dtype, the sum in residual's, which may be wider.
+
+    The sum is rounded to residual's dtype before it is normed.
+    """
+    total = (x.float() + residual.float()).to(residual.dtype)
+    return rms_norm.reference(total.float(), weight, eps, weight_offset).to(x.dtype), total

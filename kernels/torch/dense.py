@@ -11,21 +11,27 @@ from torch import Tensor
 from ..reference import activation, attention, embedding, norm, rope
 
 
+def _normed(x: Tensor, weight: Tensor, eps: float, weight_offset: float, dtype: torch.dtype) -> Tensor:
+    """One fused call where the dtypes agree; through float32 where they do not, or something is added to the weight."""
+    if weight_offset == 0.0 and weight.dtype == x.dtype:
+        return F.rms_norm(x, weight.shape, weight, eps).to(dtype)
+    scale = weight.float() + weight_offset if weight_offset else weight.float()
+    return F.rms_norm(x.float(), weight.shape, scale, eps).to(dtype)
+
+
 @norm.rms_norm.register("torch")
 def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
-    """One fused call where the weight is used as it is; through float32 where something is added to it."""
-    if weight_offset == 0.0 and weight.dtype == x.dtype:
-        return F.rms_norm(x, weight.shape, weight, eps)
-    return F.rms_norm(x.float(), weight.shape, weight.float() + weight_offset, eps).to(x.dtype)
+    """``F.rms_norm``."""
+    return _normed(x, weight, eps, weight_offset, x.dtype)
 
 
 @norm.add_rms_norm.register("torch")
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """The sum, then ``rms_norm``."""
-    total = x + residual
-    return rms_norm(total, weight, eps, weight_offset), total
+    """The sum, then ``F.rms_norm``."""
+    total = residual + x
+    return _normed(total, weight, eps, weight_offset, x.dtype), total
 
 
 @rope.rope.register("torch")

@@ -96,3 +96,15 @@ def test_targets_are_log_probabilities_of_raw_logits(drive, transformers_model, 
     expected = logits_of(transformers_model("gemma2"), prompt).log_softmax(-1)
     expected = expected[torch.arange(29), torch.tensor(prompt[1:])]
     np.testing.assert_allclose(output.target_logprobs, expected.numpy(), **CLOSE)
+
+
+def test_the_residual_stream_keeps_bfloat16_accurate(drive, transformers_model, logits_of, tiny_models):
+    """Nearer to float32 than transformers' own bfloat16, which rounds the sum after every layer."""
+    from transformers import AutoModelForCausalLM
+
+    model, prompt = {"num_hidden_layers": 12}, _prompt(40, 10)
+    expected = logits_of(transformers_model("llama", **model), prompt)
+    theirs = AutoModelForCausalLM.from_pretrained(tiny_models("llama", **model), dtype=torch.bfloat16).eval()
+    driver = drive("llama", model=model, dtype="bfloat16")
+    ours = torch.from_numpy(driver.step({driver.add(): prompt}, "all").logits)
+    assert (ours - expected).norm() < 0.8 * (logits_of(theirs, prompt).float() - expected).norm()

@@ -92,7 +92,7 @@ class TorchRunner:
             inside = int(self._dense_elements() * each)
         else:
             inside = self._dense_elements()
-        return inside + (outside + sum(n.size for n in spec.norms())) * size
+        return inside + outside * size + 4 * sum(n.size for n in spec.norms())
 
     def _activation_bytes(self) -> int:
         """Widest moment of a layer, in the activations' dtype, with float32 copies of what norms and softmax touch."""
@@ -212,7 +212,7 @@ class TorchRunner:
 
 
 def _stored_dtype(weight: Weight | Tensor) -> torch.dtype:
-    """The floating point type a weight was stored in; of a quantized one its scales', or bfloat16 if that is no half."""
+    """The floating point type a weight was stored in; of a quantized one its scales', bfloat16 if that is no half."""
     if isinstance(weight, Tensor):
         return weight.dtype
     if isinstance(weight, Dense):
