@@ -7,30 +7,37 @@
 
 namespace tk {
 
-void Run::project(const Attention& a, const InputBuffer& x) {
-    const Linear* parts[3] = {&a.q, &a.k, &a.v};
-    int64_t total = 0, start = 0;
+void Run::project(const Sublayer& s) {
+    const Attention& a = s.attention;
+    Prepared x = prepare(a.in, s.pre, w.x, w.hidden_ld, count);
+    const Linear* const parts[3] = {&a.q, &a.k, &a.v};
+    int64_t total = 0;
     for (const Linear* l : parts) total += l->w.tiles();
-    const Range r = mine(total, pair_unit());
-    Store to;
-    to.ld = w.qkv_ld;
-    for (const Linear* l : parts) {
-        const int64_t n = l->w.tiles();
-        to.out = w.qkv + start * LANES;
-        linear(*l, x, 0, count, {std::clamp<int64_t>(r.first - start, 0, n), std::clamp<int64_t>(r.last - start, 0, n)}, to);
-        start += n;
-    }
-    sync(P_QKV);
+    share(P_QKV, total, pair_unit(), [&](Range r) {
+        const InputBuffer& rows = ready(x, a.in, s.pre, w.x, w.hidden_ld, count);
+        int64_t start = 0;
+        for (const Linear* l : parts) {
+            const int64_t n = l->w.tiles();
+            Store to;
+            to.ld = w.qkv_ld;
+            to.out = w.qkv + start * LANES;
+            const Range tiles{std::clamp<int64_t>(r.first - start, 0, n), std::clamp<int64_t>(r.last - start, 0, n)};
+            linear(*l, rows, 0, count, tiles, to);
+            start += n;
+        }
+    });
 }
 
 const uint8_t* Run::query(const Attention& a, int64_t head, int64_t t) const {
     return w.queries + (head * CHUNK + t) * a.per_kv * a.dpad * (p.bf16 ? 2 : 4);
 }
 
-void Run::turn_and_store(const Attention& a, int64_t t) {
+// One token's part of one kv head: its queries and key normed and turned, key and value written to the cache.
+void Run::turn_and_store(const Attention& a, int64_t t, int64_t head) {
     const int64_t flat = first + t, seq = seq_of[size_t(t)], hd = a.head_dim;
-    float* q = w.qkv + t * w.qkv_ld;
-    const float* v = q + (a.q.w.tiles() + a.k.w.tiles()) * LANES;
+    const float* q = w.qkv + t * w.qkv_ld;
+    const float* k = q + a.q.w.tiles() * LANES;
+    const float* v = k + a.k.w.tiles() * LANES;
     float *row = own.head_row, *value = own.head_row + a.dpad;
     std::memset(row, 0, size_t(a.dpad) * 8);
     const int64_t half = a.rope >= 0 ? p.ropes[size_t(a.rope)].rotary / 2 : 0;
@@ -40,27 +47,24 @@ void Run::turn_and_store(const Attention& a, int64_t t) {
         if (half) ops.rope(row, w.cos[size_t(a.rope)] + t * half, w.sin[size_t(a.rope)] + t * half, 2 * half);
         if (p.kv_type == KV_INT4) ops.hadamard(row, hd);
     };
-    for (int64_t h = 0; h < a.heads; h++) {
-        load(q + h * hd, a.q_norm);
-        uint8_t* to = const_cast<uint8_t*>(query(a, h / a.per_kv, t)) + h % a.per_kv * a.dpad * (p.bf16 ? 2 : 4);
+    uint8_t* to = const_cast<uint8_t*>(query(a, head, t));
+    for (int64_t i = 0; i < a.per_kv; i++, to += a.dpad * (p.bf16 ? 2 : 4)) {
+        load(q + (head * a.per_kv + i) * hd, a.q_norm);
         if (p.bf16) ops.to_bf16(row, reinterpret_cast<uint16_t*>(to), a.dpad);
         else std::memcpy(to, row, size_t(a.dpad) * 4);
     }
+    load(k + head * hd, a.k_norm);
+    std::memcpy(value, v + head * hd, size_t(hd) * 4);
     const int64_t slot = in.slot_mapping[a.group][flat], cells = p.block_size / LANES;
     const int64_t cell = slot % p.block_size / LANES, lane = slot % LANES;
     const int32_t last = flat + 1 == in.cu_seqlens[seq + 1] || t + 1 == count;
     const Group& g = p.groups[size_t(a.group)];
-    const float* k = q + a.q.w.tiles() * LANES;
-    for (int64_t h = 0; h < a.kv_heads; h++) {
-        load(k + h * hd, a.k_norm);
-        std::memcpy(value, v + h * hd, size_t(hd) * 4);
-        uint8_t* base = g.data + slot / p.block_size * g.block_bytes + a.layer_offset + h * a.head_bytes;
-        uint8_t* vc = base + cells * a.cell.k_cell;
-        uint8_t* kp = vc + cells * a.cell.v_cell;
-        uint8_t* vp = kp + cells * a.cell.k_params;
-        ops.kv_write(p.kv_type, a.dpad, row, value, base + cell * a.cell.k_cell, vc + cell * a.cell.v_cell,
-                     kp + cell * a.cell.k_params, vp + cell * a.cell.v_params, lane, last);
-    }
+    uint8_t* base = g.data + slot / p.block_size * g.block_bytes + a.layer_offset + head * a.head_bytes;
+    uint8_t* vc = base + cells * a.cell.k_cell;
+    uint8_t* kp = vc + cells * a.cell.v_cell;
+    uint8_t* vp = kp + cells * a.cell.k_params;
+    ops.kv_write(p.kv_type, a.dpad, row, value, base + cell * a.cell.k_cell, vc + cell * a.cell.v_cell,
+                 kp + cell * a.cell.k_params, vp + cell * a.cell.v_params, lane, last);
 }
 
 // Tiles that tokens [t0, t1) of a sequence see.
@@ -118,9 +122,9 @@ void Run::attend_tile(const Attention& a, int64_t seq, int64_t head, int64_t t0,
     ops.attn_tile(params, kv, query(a, head, t0 - first), (t1 - t0) * a.per_kv, s.lo, s.hi, to, s.scores);
 }
 
-// State row of head `head * per_kv + row % per_kv` to its place in the output row.
-void Run::finish_rows(const Attention& a, int64_t head, int64_t rows, const AttnState& s, int64_t row, float* to) {
-    for (int64_t i = 0; i < rows; i++) {
+// State rows of one token and kv head, from `row` on, to their places in the token's output row.
+void Run::finish_rows(const Attention& a, int64_t head, const AttnState& s, int64_t row, float* to) {
+    for (int64_t i = 0; i < a.per_kv; i++) {
         const int64_t r = row + i, h = head * a.per_kv + i;
         const float* sink = a.sinks ? a.sinks.data + h : nullptr;
         if (a.dpad == a.head_dim) {
@@ -142,23 +146,29 @@ void Run::attend_block(const Attention& a, const QueryBlock& b, int64_t head) {
         ops.attn_merge(a.dpad, rows, s.running, s.part);
     }
     for (int64_t t = b.first; t < b.last; t++)
-        finish_rows(a, head, a.per_kv, s.running, (t - b.first) * a.per_kv, w.mid.x + (t - first) * w.mid.ldx);
+        finish_rows(a, head, s.running, (t - b.first) * a.per_kv, w.mid.x + (t - first) * w.mid.ldx);
 }
 
 // Few tokens: the tiles of every token and head are items of their own, merged afterwards in the same order.
 void Run::attend_split(const Attention& a) {
-    int64_t item = 0;
+    int64_t items = 0;
+    Range tiles[SMALL];
+    for (int64_t t = 0; t < count; t++) {
+        tiles[t] = tiles_of(a, seq_of[size_t(t)], first + t, first + t + 1);
+        items += (tiles[t].last - tiles[t].first) * a.kv_heads;
+    }
     const int64_t size = a.per_kv * (a.dpad + 2);
     float* partial = w.partial_pages.at<float>(0);
-    for (int64_t t = 0; t < count; t++) {
-        const Range tiles = tiles_of(a, seq_of[size_t(t)], first + t, first + t + 1);
-        for (int64_t h = 0; h < a.kv_heads; h++)
-            for (int64_t tile = tiles.first; tile < tiles.last; tile++, item++) {
-                if (item % threads != thread) continue;
-                float* s = partial + item * size;
-                attend_tile(a, seq_of[size_t(t)], h, first + t, first + t + 1, tile, {s, s + a.per_kv, s + 2 * a.per_kv});
-            }
-    }
+    share(P_ATTENTION, items, 1, [&](Range r) {
+        for (int64_t item = r.first; item < r.last; item++) {
+            int64_t t = 0, i = item;
+            for (; i >= (tiles[t].last - tiles[t].first) * a.kv_heads; t++) i -= (tiles[t].last - tiles[t].first) * a.kv_heads;
+            const int64_t n = tiles[t].last - tiles[t].first;
+            float* s = partial + item * size;
+            attend_tile(a, seq_of[size_t(t)], i / n, first + t, first + t + 1, tiles[t].first + i % n,
+                        {s, s + a.per_kv, s + 2 * a.per_kv});
+        }
+    });
 }
 
 void Run::merge_split(const Attention& a) {
@@ -173,7 +183,7 @@ void Run::merge_split(const Attention& a) {
                 if (tile == tiles.first) std::fill(into.m, into.m + a.per_kv, -INFINITY);
                 ops.attn_merge(a.dpad, a.per_kv, into, part);
             }
-            finish_rows(a, h, a.per_kv, into, 0, own.mid.x + t * own.mid.ldx);
+            finish_rows(a, h, into, 0, own.mid.x + t * own.mid.ldx);
         }
         quantize_row(a.out, own.mid, t);
     }
@@ -181,37 +191,27 @@ void Run::merge_split(const Attention& a) {
 
 void Run::attention(const Sublayer& s) {
     const Attention& a = s.attention;
-    const InputBuffer& x = prepare(a.in, s.pre, w.x, w.hidden_ld, count);
-    project(a, x);
-    const bool split = count <= SMALL;
-    if (thread == 0) {
-        w.next[0] = 0;
-        if (split) {
-            int64_t items = 0;
-            for (int64_t t = 0; t < count; t++) {
-                const Range r = tiles_of(a, seq_of[size_t(t)], first + t, first + t + 1);
-                items += (r.last - r.first) * a.kv_heads;
-            }
-            w.partials(items * a.per_kv * (a.dpad + 2));
-        }
-    }
-    const Range r = mine(count);
-    for (int64_t t = r.first; t < r.last; t++) turn_and_store(a, t);
-    sync(P_ROPE);
-    if (split) {
+    project(s);
+    share(P_ROPE, count * a.kv_heads, 1, [&](Range r) {
+        for (int64_t i = r.first; i < r.last; i++) turn_and_store(a, i / a.kv_heads, i % a.kv_heads);
+    });
+    if (count <= SMALL) {
         attend_split(a);
-        sync(P_ATTENTION);
-        merge_split(a);
-        tick(P_ATTENTION);
-    } else {
-        const int64_t items = int64_t(blocks.size()) * a.kv_heads;
-        for (int64_t i; (i = w.next[0].fetch_add(1)) < items;) attend_block(a, blocks[size_t(i / a.kv_heads)], i % a.kv_heads);
-        sync(P_ATTENTION);
+        bool merged = false;
+        const Store to = residual(s);
+        share(P_O, a.o.w.tiles(), 1, [&](Range tiles) {
+            if (!merged) merge_split(a);
+            merged = true;
+            linear(a.o, own.mid, 0, count, tiles, to);
+        });
+        add_post(s);
+        return;
     }
-    const InputBuffer& y = split ? own.mid : prepare_mid(a.out, count);
-    linear(a.o, y, 0, count, mine(a.o.w.tiles(), pair_unit()), residual(s));
-    sync(P_O);
-    add_post(s, count);
+    const int64_t items = int64_t(blocks.size()) * a.kv_heads;
+    share(P_ATTENTION, items, 1, [&](Range r) {
+        for (int64_t i = r.first; i < r.last; i++) attend_block(a, blocks[size_t(i / a.kv_heads)], i % a.kv_heads);
+    }, items);
+    down(s, a.o, a.out, false, P_O);
 }
 
 }  // namespace tk

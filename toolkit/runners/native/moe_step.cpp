@@ -49,131 +49,128 @@ void group_pairs(ExpertRows& r, int64_t experts) {
         r.pair[size_t(at)] = int32_t(i);
         r.place[size_t(i)] = at;
     }
+    r.active.clear();
+    for (int64_t e = 0; e < experts; e++)
+        if (r.start[size_t(e + 1)] > r.start[size_t(e)]) r.active.push_back(int32_t(e));
 }
 
 }  // namespace
 
-void Run::route(const Moe& m, const InputBuffer& x) {
+void Run::route(const Sublayer& s) {
+    const Moe& m = s.moe;
+    // Rows are gathered for the experts afterwards, so they are always prepared in the shared buffer.
+    share(P_MOE, count, 1, [&](Range r) {
+        for (int64_t t = r.first; t < r.last; t++) prepare_row(m.in, s.pre, w.x + t * w.hidden_ld, w.in, t);
+    });
     Store to;
     to.out = w.router;
     to.ld = w.router_ld;
-    linear(m.router, x, 0, count, mine(m.router.w.tiles()), to);
-    sync(P_MOE);
-    ExpertRows& r = w.experts;
-    if (thread == 0) {
+    share(P_MOE, m.router.w.tiles(), 1, [&](Range tiles) { linear(m.router, w.in, 0, count, tiles, to); });
+    share(P_MOE, 1, 1, [&](Range) {
+        ExpertRows& r = w.experts;
         r.expert.resize(size_t(count * m.top_k));
         r.weight.resize(size_t(count * m.top_k));
         for (int64_t t = 0; t < count; t++)
             pick(m, w.router + t * w.router_ld, m.router.w.rows, r.expert.data() + t * m.top_k, r.weight.data() + t * m.top_k);
         group_pairs(r, m.router.w.rows);
-    }
-    sync(P_MOE);
+    });
 }
 
-void Run::gather_pairs(const Moe& m, const InputBuffer& x) {
-    const Range r = mine(int64_t(w.experts.pair.size()));
-    for (int64_t i = r.first; i < r.last; i++) {
-        const int64_t t = w.experts.pair[size_t(i)] / m.top_k;
-        std::memcpy(w.pairs_in.x + i * w.pairs_in.ldx, x.x + t * x.ldx, size_t(m.in.width) * 4);
-        for (size_t k = 0; k < m.in.keys.size(); k++) {
-            const size_t groups = size_t(m.in.width / m.in.keys[k].group);
-            std::memcpy(w.pairs_in.q[k] + i * w.pairs_in.ldq, x.q[k] + t * x.ldq, size_t(m.in.width));
-            std::memcpy(w.pairs_in.scale[k] + i * w.pairs_in.lds, x.scale[k] + t * x.lds, groups * 4);
-            std::memcpy(w.pairs_in.sum[k] + i * w.pairs_in.lds, x.sum[k] + t * x.lds, groups * 4);
+void Run::gather_pairs(const Moe& m) {
+    const InputBuffer& x = w.in;
+    share(P_MOE, count * m.top_k, 1, [&](Range r) {
+        for (int64_t i = r.first; i < r.last; i++) {
+            const int64_t t = w.experts.pair[size_t(i)] / m.top_k;
+            std::memcpy(w.pairs_in.x + i * w.pairs_in.ldx, x.x + t * x.ldx, size_t(m.in.width) * 4);
+            for (size_t k = 0; k < m.in.keys.size(); k++) {
+                const size_t groups = size_t(m.in.width / m.in.keys[k].group);
+                std::memcpy(w.pairs_in.q[k] + i * w.pairs_in.ldq, x.q[k] + t * x.ldq, size_t(m.in.width));
+                std::memcpy(w.pairs_in.scale[k] + i * w.pairs_in.lds, x.scale[k] + t * x.lds, groups * 4);
+                std::memcpy(w.pairs_in.sum[k] + i * w.pairs_in.lds, x.sum[k] + t * x.lds, groups * 4);
+            }
         }
-    }
-    sync(P_MOE);
+    });
+}
+
+// body(expert, first row, end row, tiles) for the tiles of all experts that have rows, one expert after the other. How many
+// they are is known inside a chunk only: a thread that comes late to a phase must count the same chunks as the others.
+template <class Body>
+void Run::each_expert(const Moe& m, bool down, Body&& body) {
+    const ExpertRows& rows = w.experts;
+    const int64_t tiles = (down ? m.experts[0].down : m.experts[0].up).w.tiles(), parts = GRAIN * threads;
+    share(P_MOE, parts, 1, [&](Range r) {
+        const int64_t total = int64_t(rows.active.size()) * tiles, end = total * r.last / parts;
+        for (int64_t i = total * r.first / parts; i < end;) {
+            const size_t e = size_t(rows.active[size_t(i / tiles)]);
+            const int64_t t0 = i % tiles, t1 = std::min(tiles, t0 + end - i);
+            body(m.experts[e], rows.start[e], rows.start[e + 1], Range{t0, t1});
+            i += t1 - t0;
+        }
+    });
 }
 
 void Run::experts(const Moe& m) {
-    const ExpertRows& r = w.experts;
-    const int64_t n = m.router.w.rows;
-    auto each = [&](auto&& run) {
-        for (int64_t e = 0; e < n; e++)
-            if (r.start[size_t(e + 1)] > r.start[size_t(e)]) run(m.experts[size_t(e)], r.start[size_t(e)], r.start[size_t(e + 1)]);
-    };
-    each([&](const Mlp& e, int64_t a, int64_t b) {
-        const Range tiles = mine(e.up.w.tiles());
-        if (tiles.first >= tiles.last) return;
-        Store to;
-        to.out = w.pairs_mid.x + a * w.pairs_mid.ldx;
-        to.ld = w.pairs_mid.ldx;
-        to.activation = e.activation;
-        to.bias = (e.gate.present() ? e.gate : e.up).bias.data;
-        to.bias_up = e.up.bias.data;
-        const Rows rows = w.pairs_in.rows(e.up, a);
-        if (e.gate.present()) ops.gated(e.gate.w, e.up.w, rows, b - a, tiles.first, tiles.last, to, own.linear);
-        else ops.linear(e.up.w, rows, b - a, tiles.first, tiles.last, to, own.linear);
+    each_expert(m, false, [&](const Mlp& e, int64_t a, int64_t b, Range tiles) {
+        gated(e, w.pairs_in, a, b - a, tiles, w.pairs_mid.x + a * w.pairs_mid.ldx, w.pairs_mid.ldx);
     });
-    sync(P_MOE);
-    const Range mid = mine(int64_t(r.pair.size()));
-    for (int64_t i = mid.first; i < mid.last; i++)
-        quantize_row(m.experts[size_t(r.expert[size_t(r.pair[size_t(i)])])].mid, w.pairs_mid, i);
-    sync(P_MOE);
-    each([&](const Mlp& e, int64_t a, int64_t b) {
+    const ExpertRows& r = w.experts;
+    share(P_MOE, count * m.top_k, 1, [&](Range rows) {
+        for (int64_t i = rows.first; i < rows.last; i++)
+            quantize_row(m.experts[size_t(r.expert[size_t(r.pair[size_t(i)])])].mid, w.pairs_mid, i);
+    });
+    each_expert(m, true, [&](const Mlp& e, int64_t a, int64_t b, Range tiles) {
         Store to;
         to.out = w.pairs_out + a * w.hidden_ld;
         to.ld = w.hidden_ld;
-        linear(e.down, w.pairs_mid, a, b - a, mine(e.down.w.tiles()), to);
+        linear(e.down, w.pairs_mid, a, b - a, tiles, to);
     });
-    sync(P_MOE);
 }
 
-// Leaves the shared expert's output in w.tmp.
-void Run::shared_expert(const Moe& m, const InputBuffer& x) {
+// Leaves the shared expert's output in w.tmp, and its gate's logits in w.router (routing is done: it is free).
+void Run::shared_expert(const Moe& m) {
     const Mlp& e = m.shared;
-    const Range tiles = mine(e.up.w.tiles());
-    Store to;
-    to.out = w.mid.x;
-    to.ld = w.mid.ldx;
-    to.activation = e.activation;
-    to.bias = (e.gate.present() ? e.gate : e.up).bias.data;
-    to.bias_up = e.up.bias.data;
-    if (tiles.first < tiles.last) {
-        if (e.gate.present()) ops.gated(e.gate.w, e.up.w, x.rows(e.up), count, tiles.first, tiles.last, to, own.linear);
-        else ops.linear(e.up.w, x.rows(e.up), count, tiles.first, tiles.last, to, own.linear);
-    }
-    if (m.shared_gate.present() && thread == 0) {
-        Store gate;
-        gate.out = w.router;  // routing is done: its buffer is free
-        gate.ld = w.router_ld;
-        linear(m.shared_gate, x, 0, count, {0, m.shared_gate.w.tiles()}, gate);
-    }
-    sync(P_MOE);
-    const InputBuffer& h = prepare_mid(e.mid, count);
+    share(P_MOE, e.up.w.tiles(), 1, [&](Range tiles) { gated(e, w.in, 0, count, tiles, w.mid.x, w.mid.ldx); });
+    if (m.shared_gate.present())
+        share(P_MOE, 1, 1, [&](Range) {
+            Store gate;
+            gate.out = w.router;
+            gate.ld = w.router_ld;
+            linear(m.shared_gate, w.in, 0, count, {0, m.shared_gate.w.tiles()}, gate);
+        });
+    share(P_MOE, count, 1, [&](Range r) {
+        for (int64_t t = r.first; t < r.last; t++) quantize_row(e.mid, w.mid, t);
+    });
     Store result;
     result.out = w.tmp;
     result.ld = w.hidden_ld;
-    linear(e.down, h, 0, count, mine(e.down.w.tiles()), result);
-    sync(P_MOE);
+    share(P_MOE, e.down.w.tiles(), 1, [&](Range tiles) { linear(e.down, w.mid, 0, count, tiles, result); });
 }
 
 void Run::combine(const Sublayer& s) {
     const Moe& m = s.moe;
-    const Range r = mine(count);
-    for (int64_t t = r.first; t < r.last; t++) {
-        float *y = own.mid.x, *x = w.x + t * w.hidden_ld;
-        std::memset(y, 0, size_t(p.hidden) * 4);
-        for (int64_t k = 0; k < m.top_k; k++) {
-            const int64_t i = t * m.top_k + k;
-            ops.add_scaled(y, w.pairs_out + w.experts.place[size_t(i)] * w.hidden_ld, w.experts.weight[size_t(i)], p.hidden);
+    share(P_MOE, count, 1, [&](Range r) {
+        for (int64_t t = r.first; t < r.last; t++) {
+            float *y = own.mid.x, *x = w.x + t * w.hidden_ld;
+            std::memset(y, 0, size_t(p.hidden) * 4);
+            for (int64_t k = 0; k < m.top_k; k++) {
+                const int64_t i = t * m.top_k + k;
+                ops.add_scaled(y, w.pairs_out + w.experts.place[size_t(i)] * w.hidden_ld, w.experts.weight[size_t(i)], p.hidden);
+            }
+            if (m.has_shared) {
+                const float gate = m.shared_gate.present() ? 1.0f / (1.0f + std::exp(-w.router[t * w.router_ld])) : 1.0f;
+                ops.add_scaled(y, w.tmp + t * w.hidden_ld, gate, p.hidden);
+            }
+            if (s.post.present()) ops.rms_norm(y, s.post.weight.data, p.hidden, s.post.eps, y);
+            ops.add_scaled(x, y, s.residual_scale, p.hidden);
         }
-        if (m.has_shared) {
-            const float gate = m.shared_gate.present() ? 1.0f / (1.0f + std::exp(-w.router[t * w.router_ld])) : 1.0f;
-            ops.add_scaled(y, w.tmp + t * w.hidden_ld, gate, p.hidden);
-        }
-        if (s.post.present()) ops.rms_norm(y, s.post.weight.data, p.hidden, s.post.eps, y);
-        ops.add_scaled(x, y, s.residual_scale, p.hidden);
-    }
-    sync(P_MOE);
+    });
 }
 
 void Run::moe(const Sublayer& s) {
-    const InputBuffer& x = prepare(s.moe.in, s.pre, w.x, w.hidden_ld, count);
-    route(s.moe, x);
-    gather_pairs(s.moe, x);
+    route(s);
+    gather_pairs(s.moe);
     experts(s.moe);
-    if (s.moe.has_shared) shared_expert(s.moe, x);
+    if (s.moe.has_shared) shared_expert(s.moe);
     combine(s);
 }
 

@@ -64,59 +64,66 @@ Pool::Pool(int threads) : size_(std::max(threads, 1)) {
 
 Pool::~Pool() {
     stop_ = true;
-    generation_.value.fetch_add(1);
+    generation_.fetch_add(1);
     wake(generation_, generation_sleepers_);
     for (std::thread& t : threads_) t.join();
 }
 
-void Pool::wait_change(Word& word, Word& sleepers, uint32_t seen) {
+template <class Over>
+void Pool::wait(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleepers, Over over) {
+    if (over(word.load(std::memory_order_acquire))) return;
     const auto end = std::chrono::steady_clock::now() + SPIN;
     do {
         for (int i = 0; i < 32; i++) {
-            if (word.value.load(std::memory_order_acquire) != seen) return;
+            if (over(word.load(std::memory_order_acquire))) return;
             relax();
         }
     } while (std::chrono::steady_clock::now() < end);
-    sleepers.value.fetch_add(1);
-    while (word.value.load() == seen) futex(&word.value, FUTEX_WAIT, seen);
-    sleepers.value.fetch_sub(1);
+    sleepers.fetch_add(1);
+    for (uint32_t seen; !over(seen = word.load());) futex(&word, FUTEX_WAIT, seen);
+    sleepers.fetch_sub(1);
 }
 
-void Pool::wake(Word& word, Word& sleepers) {
-    if (sleepers.value.load()) futex(&word.value, FUTEX_WAKE, INT_MAX);
+void Pool::wait_for(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleepers, uint32_t value) {
+    wait(word, sleepers, [value](uint32_t now) { return now == value; });
+}
+
+void Pool::wake(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleepers) {
+    if (sleepers.load()) futex(&word, FUTEX_WAKE, INT_MAX);
 }
 
 void Pool::work(int index) {
     uint32_t seen = 0;
     for (;;) {
-        wait_change(generation_, generation_sleepers_, seen);
-        seen++;
+        wait(generation_, generation_sleepers_, [seen](uint32_t now) { return now != seen; });
+        seen = generation_.load();
         if (stop_) return;
-        fn_(arg_, index);
-        barrier();
+        active_.fetch_add(1);
+        if (open_.load()) fn_(arg_, index);
+        if (active_.fetch_sub(1) == 1) wake(active_, active_sleepers_);
     }
 }
 
-void Pool::run(void (*fn)(void*, int), void* arg) {
+void Pool::run(void (*fn)(void*, int), void* arg, int64_t phases) {
+    if (phases > capacity_) {
+        counters_ = std::make_unique<Counter[]>(size_t(phases));
+        capacity_ = phases;
+    } else {
+        for (int64_t i = 0; i < phases; i++) {
+            counters_[size_t(i)].next.store(0, std::memory_order_relaxed);
+            counters_[size_t(i)].done.store(0, std::memory_order_relaxed);
+        }
+    }
     if (size_ == 1) return fn(arg, 0);
     fn_ = fn;
     arg_ = arg;
-    generation_.value.fetch_add(1);
+    open_ = true;
+    generation_.fetch_add(1);
     wake(generation_, generation_sleepers_);
     fn(arg, 0);
-    barrier();
-}
-
-void Pool::barrier() {
-    if (size_ == 1) return;
-    const uint32_t seen = phase_.value.load(std::memory_order_acquire);
-    if (arrived_.value.fetch_add(1) + 1 == uint32_t(size_)) {
-        arrived_.value.store(0, std::memory_order_relaxed);
-        phase_.value.fetch_add(1);
-        wake(phase_, phase_sleepers_);
-    } else {
-        wait_change(phase_, phase_sleepers_, seen);
-    }
+    // Who has not come by now need not come; who is inside must be out before the arguments and counters change.
+    open_ = false;
+    wait_for(active_, active_sleepers_, 0);
 }
 
 }  // namespace tk

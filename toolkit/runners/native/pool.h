@@ -1,15 +1,23 @@
-// Threads that run one function together, each with its own index; the caller is thread 0.
+// Threads that run one function together, and the phases that the function is made of.
 //
-// Between steps the workers sleep. Inside a step a barrier spins for at most 20 microseconds and then sleeps too, so
-// that a second busy process gets its share of the cores.
+// A phase is cut into chunks that threads take one after the other; it is over when all its chunks are done, not when
+// all threads have arrived. So a thread that another process keeps off its core holds up at most the chunk in its hand, and
+// when it comes back it passes the phases that ended meanwhile. Between runs the workers sleep; waiting spins for at most 20
+// microseconds before it sleeps.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <thread>
 #include <vector>
 
 namespace tk {
+
+// One phase of a run: chunks taken, chunks done, threads asleep until it is over.
+struct alignas(64) Counter {
+    std::atomic<uint32_t> next{0}, done{0}, sleepers{0};
+};
 
 class Pool {
 public:
@@ -19,24 +27,39 @@ public:
     Pool& operator=(const Pool&) = delete;
 
     int size() const { return size_; }
-    // Calls fn(arg, index) on every thread; returns when all are done.
-    void run(void (*fn)(void*, int), void* arg);
-    // Every thread of a running function must call it equally often.
-    void barrier();
+
+    // Calls fn(arg, index) on the caller (index 0) and on every worker that comes in time. `phases`: how many counters fn
+    // may use; all threads must go through the same phases in the same order.
+    void run(void (*fn)(void*, int), void* arg, int64_t phases);
+
+    // Takes chunks of phase `phase` until none is left, then waits for the others'. body(chunk).
+    template <class Body>
+    void chunks(int64_t phase, uint32_t count, Body&& body) {
+        Counter& c = counters_[size_t(phase)];
+        for (uint32_t i; (i = c.next.fetch_add(1, std::memory_order_relaxed)) < count;) {
+            body(i);
+            if (c.done.fetch_add(1) + 1 == count) wake(c.done, c.sleepers);
+        }
+        wait_for(c.done, c.sleepers, count);
+    }
 
 private:
-    struct alignas(64) Word {
-        std::atomic<uint32_t> value{0};
-    };
-    static void wait_change(Word& word, Word& sleepers, uint32_t seen);
-    static void wake(Word& word, Word& sleepers);
+    template <class Over>
+    static void wait(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleepers, Over over);
+    static void wait_for(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleepers, uint32_t value);
+    static void wake(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleepers);
     void work(int index);
 
     int size_;
-    Word generation_, generation_sleepers_, phase_, phase_sleepers_, arrived_;
+    std::unique_ptr<Counter[]> counters_;
+    int64_t capacity_ = 0;
+    alignas(64) std::atomic<uint32_t> generation_{0};
+    std::atomic<uint32_t> generation_sleepers_{0};
+    alignas(64) std::atomic<uint32_t> active_{0};  // workers inside fn, or about to look whether they may enter
+    std::atomic<uint32_t> active_sleepers_{0};
+    std::atomic<bool> open_{false}, stop_{false};
     void (*fn_)(void*, int) = nullptr;
     void* arg_ = nullptr;
-    bool stop_ = false;
     std::vector<std::thread> threads_;
 };
 

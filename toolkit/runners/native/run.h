@@ -23,6 +23,9 @@ struct Plan {
     std::vector<std::pair<int64_t, int64_t>> samples, logits, targets;
 };
 
+// Phases that a run may have, for Pool::run.
+int64_t phases_of(const Program& p, int64_t head_blocks);
+
 class Run {
 public:
     Run(Model& m, const StepArrays& i, const StepResults& o, Plan& pl, const std::vector<int64_t>& s,
@@ -34,32 +37,45 @@ public:
     void heads();
 
 private:
-    Range mine(int64_t n, int64_t unit = 1) const;
-    int64_t pair_unit() const { return count > SMALL ? 2 : 1; }
-    void tick(Phase phase) const {
-        if (thread == 0 && model.profile) model.profile->tick(phase);
-    }
-    void sync(Phase phase) const {
-        model.pool.barrier();
-        tick(phase);
-    }
+    static constexpr int64_t GRAIN = 4;  // chunks a thread
 
-    // Inputs of linears: normed and quantized rows, in this thread's buffer or the shared one.
+    // The next phase: [0, n) cut into at most `grain` chunks a thread, of whole units; body(Range).
+    template <class Body>
+    void share(Phase name, int64_t n, int64_t unit, Body&& body, int64_t grain = GRAIN) {
+        const int64_t units = (n + unit - 1) / unit, most = threads == 1 ? 1 : grain * threads;
+        const int64_t chunks = units < most ? units : most;
+        model.pool.chunks(phase++, uint32_t(chunks), [&](uint32_t i) {
+            const int64_t a = units * i / chunks * unit, b = units * (i + 1) / chunks * unit;
+            body(Range{a, b < n ? b : n});
+        });
+        if (thread == 0 && model.profile) model.profile->tick(name);
+    }
+    int64_t pair_unit() const { return count > SMALL ? 2 : 1; }
+
+    // Inputs of linears. For many rows they are a phase of their own and lie in the shared buffer; for few, each thread that
+    // takes part in the product makes its own copy when it takes its first chunk.
+    struct Prepared {
+        InputBuffer* buffer;
+        bool ready;
+    };
     void prepare_row(const Input& in, const Norm& norm, const float* from, InputBuffer& to, int64_t t) const;
     void quantize_row(const Input& in, InputBuffer& to, int64_t t) const;
-    const InputBuffer& prepare(const Input& in, const Norm& norm, const float* from, int64_t ld, int64_t rows);
-    const InputBuffer& prepare_mid(const Input& in, int64_t rows);
+    Prepared prepare(const Input& in, const Norm& norm, const float* from, int64_t ld, int64_t rows);
+    const InputBuffer& ready(Prepared& p, const Input& in, const Norm& norm, const float* from, int64_t ld, int64_t rows) const;
     void linear(const Linear& l, const InputBuffer& in, int64_t first_row, int64_t rows, Range tiles, Store to) const;
+    void gated(const Mlp& m, const InputBuffer& in, int64_t first_row, int64_t rows, Range tiles, float* out, int64_t ld) const;
     Store residual(const Sublayer& s) const;
-    void add_post(const Sublayer& s, int64_t rows);
+    void add_post(const Sublayer& s);
+    void down(const Sublayer& s, const Linear& l, const Input& mid, bool quantized, Phase phase);
 
     void embed();
+    void turn_table(size_t rope, Range tokens) const;
     void mlp(const Sublayer& s);
 
-    // attention.cpp
+    // attention_step.cpp
     void attention(const Sublayer& s);
-    void project(const Attention& a, const InputBuffer& x);
-    void turn_and_store(const Attention& a, int64_t t);
+    void project(const Sublayer& s);
+    void turn_and_store(const Attention& a, int64_t t, int64_t head);
     int64_t position_of(int64_t seq, int64_t flat) const { return in.seq_lens[seq] - (in.cu_seqlens[seq + 1] - flat); }
     Range tiles_of(const Attention& a, int64_t seq, int64_t t0, int64_t t1) const;
     void load_tile(const Attention& a, int64_t seq, int64_t head, int64_t tile, Range tokens, KvTile* to);
@@ -67,15 +83,17 @@ private:
     void attend_block(const Attention& a, const QueryBlock& b, int64_t head);
     void attend_split(const Attention& a);
     void merge_split(const Attention& a);
-    void finish_rows(const Attention& a, int64_t head, int64_t t, const AttnState& s, int64_t row, float* to);
+    void finish_rows(const Attention& a, int64_t head, const AttnState& s, int64_t row, float* to);
     const uint8_t* query(const Attention& a, int64_t head, int64_t t) const;
 
-    // moe.cpp
+    // moe_step.cpp
     void moe(const Sublayer& s);
-    void route(const Moe& m, const InputBuffer& x);
-    void gather_pairs(const Moe& m, const InputBuffer& x);
+    void route(const Sublayer& s);
+    void gather_pairs(const Moe& m);
+    template <class Body>
+    void each_expert(const Moe& m, bool down, Body&& body);
     void experts(const Moe& m);
-    void shared_expert(const Moe& m, const InputBuffer& x);
+    void shared_expert(const Moe& m);
     void combine(const Sublayer& s);
 
     // sampling.cpp
@@ -94,6 +112,7 @@ private:
     const int64_t first, count;  // the chunk's flat tokens
     const int thread, threads;
     ThreadScratch& own;
+    int64_t phase = 0;
 };
 
 }  // namespace tk

@@ -28,16 +28,11 @@ void Profile::print() {
     steps_ = 0;
 }
 
-namespace {
-
-Range share(int64_t n, int index, int count, int64_t unit = 1) {
-    const int64_t units = (n + unit - 1) / unit;
-    return {std::min(n, units * index / count * unit), std::min(n, units * (index + 1) / count * unit)};
+int64_t phases_of(const Program& p, int64_t head_blocks) {
+    int64_t n = 4 + head_blocks * 4;
+    for (const Sublayer& s : p.sublayers) n += s.kind == 0 ? 8 : s.kind == 1 ? 5 : 13;
+    return n;
 }
-
-}  // namespace
-
-Range Run::mine(int64_t n, int64_t unit) const { return share(n, thread, threads, unit); }
 
 void Run::prepare_row(const Input& in, const Norm& norm, const float* from, InputBuffer& to, int64_t t) const {
     float* x = to.x + t * to.ldx;
@@ -54,35 +49,42 @@ void Run::quantize_row(const Input& in, InputBuffer& to, int64_t t) const {
     }
 }
 
-const InputBuffer& Run::prepare(const Input& in, const Norm& norm, const float* from, int64_t ld, int64_t count) {
-    if (count <= SMALL) {
-        for (int64_t t = 0; t < count; t++) prepare_row(in, norm, from + t * ld, own.in, t);
-        tick(P_PREPARE);
-        return own.in;
-    }
-    const Range r = mine(count);
-    for (int64_t t = r.first; t < r.last; t++) prepare_row(in, norm, from + t * ld, w.in, t);
-    sync(P_PREPARE);
-    return w.in;
+Run::Prepared Run::prepare(const Input& in, const Norm& norm, const float* from, int64_t ld, int64_t rows) {
+    InputBuffer& shared = from == w.mid.x ? w.mid : w.in;
+    if (rows <= SMALL) return {&shared == &w.mid ? &own.mid : &own.in, false};
+    if (norm.present() || !in.keys.empty() || from != shared.x)
+        share(P_PREPARE, rows, 1, [&](Range r) {
+            for (int64_t t = r.first; t < r.last; t++) prepare_row(in, norm, from + t * ld, shared, t);
+        });
+    return {&shared, true};
 }
 
-const InputBuffer& Run::prepare_mid(const Input& in, int64_t count) {
-    if (in.keys.empty()) return w.mid;
-    if (count <= SMALL) {
-        for (int64_t t = 0; t < count; t++) prepare_row(in, Norm(), w.mid.x + t * w.mid.ldx, own.mid, t);
-        tick(P_PREPARE);
-        return own.mid;
-    }
-    const Range r = mine(count);
-    for (int64_t t = r.first; t < r.last; t++) quantize_row(in, w.mid, t);
-    sync(P_PREPARE);
-    return w.mid;
+const InputBuffer& Run::ready(Prepared& p, const Input& in, const Norm& norm, const float* from, int64_t ld,
+                              int64_t rows) const {
+    if (!p.ready)
+        for (int64_t t = 0; t < rows; t++) prepare_row(in, norm, from + t * ld, *p.buffer, t);
+    p.ready = true;
+    return *p.buffer;
 }
 
 void Run::linear(const Linear& l, const InputBuffer& in, int64_t first_row, int64_t count, Range tiles, Store to) const {
     if (tiles.first >= tiles.last || count <= 0) return;
     to.bias = l.bias.data;
     ops.linear(l.w, in.rows(l, first_row), count, tiles.first, tiles.last, to, own.linear);
+}
+
+void Run::gated(const Mlp& m, const InputBuffer& in, int64_t first_row, int64_t rows, Range tiles, float* out,
+                int64_t ld) const {
+    if (tiles.first >= tiles.last || rows <= 0) return;
+    Store to;
+    to.out = out;
+    to.ld = ld;
+    to.activation = m.activation;
+    to.bias = (m.gate.present() ? m.gate : m.up).bias.data;
+    to.bias_up = m.up.bias.data;
+    const Rows x = in.rows(m.up, first_row);
+    if (m.gate.present()) ops.gated(m.gate.w, m.up.w, x, rows, tiles.first, tiles.last, to, own.linear);
+    else ops.linear(m.up.w, x, rows, tiles.first, tiles.last, to, own.linear);
 }
 
 Store Run::residual(const Sublayer& s) const {
@@ -94,83 +96,76 @@ Store Run::residual(const Sublayer& s) const {
     return to;
 }
 
-void Run::add_post(const Sublayer& s, int64_t count) {
+void Run::add_post(const Sublayer& s) {
     if (!s.post.present()) return;
-    const Range r = mine(count);
-    for (int64_t t = r.first; t < r.last; t++) {
-        float* y = w.tmp + t * w.hidden_ld;
-        ops.rms_norm(y, s.post.weight.data, p.hidden, s.post.eps, y);
-        ops.add_scaled(w.x + t * w.hidden_ld, y, s.residual_scale, p.hidden);
-    }
-    sync(P_OTHER);
+    share(P_OTHER, count, 1, [&](Range r) {
+        for (int64_t t = r.first; t < r.last; t++) {
+            float* y = w.tmp + t * w.hidden_ld;
+            ops.rms_norm(y, s.post.weight.data, p.hidden, s.post.eps, y);
+            ops.add_scaled(w.x + t * w.hidden_ld, y, s.residual_scale, p.hidden);
+        }
+    });
+}
+
+// The linear that ends a sublayer, from the shared middle rows (already quantized or not) into the residual.
+void Run::down(const Sublayer& s, const Linear& l, const Input& mid, bool quantized, Phase phase) {
+    Prepared x = quantized || mid.keys.empty() ? Prepared{&w.mid, true} : prepare(mid, Norm(), w.mid.x, w.mid.ldx, count);
+    const Store to = residual(s);
+    share(phase, l.w.tiles(), pair_unit(), [&](Range tiles) {
+        linear(l, ready(x, mid, Norm(), w.mid.x, w.mid.ldx, count), 0, count, tiles, to);
+    });
+    add_post(s);
 }
 
 void Run::embed() {
-    const Range r = mine(count);
-    for (int64_t t = r.first; t < r.last; t++) {
-        const int64_t at = first + t;
-        const int32_t prev = in.from_previous[at];
-        const int64_t id = prev >= 0 ? model.previous[size_t(prev)] : in.token_ids[at];
-        ops.matrix_row(p.embed.w, id, p.embed_scale, w.x + t * w.hidden_ld);
-    }
-    for (int64_t i = 0; i < in.embeds_size; i++) {
-        const int64_t t = in.embed_index[i] - first;
-        if (t >= r.first && t < r.last) memcpy(w.x + t * w.hidden_ld, in.embeds + i * p.hidden, size_t(p.hidden) * 4);
-    }
-    for (size_t i = 0; i < p.ropes.size(); i++) {
-        const Rope& rope = p.ropes[i];
-        const int64_t half = rope.rotary / 2;
+    share(P_EMBED, count, 1, [&](Range r) {
         for (int64_t t = r.first; t < r.last; t++) {
-            const int set = in.rope_set[seq_of[size_t(t)]];
-            const float position = float(in.positions[first + t]);
-            for (int64_t d = 0; d < half; d++) {
-                const float angle = position * rope.freq[set].data[d];
-                w.cos[i][t * half + d] = cosf(angle) * rope.factor[set];
-                w.sin[i][t * half + d] = sinf(angle) * rope.factor[set];
-            }
+            const int64_t at = first + t;
+            const int32_t prev = in.from_previous[at];
+            const int64_t id = prev >= 0 ? model.previous[size_t(prev)] : in.token_ids[at];
+            ops.matrix_row(p.embed.w, id, p.embed_scale, w.x + t * w.hidden_ld);
+        }
+        for (int64_t i = 0; i < in.embeds_size; i++) {
+            const int64_t t = in.embed_index[i] - first;
+            if (t >= r.first && t < r.last) memcpy(w.x + t * w.hidden_ld, in.embeds + i * p.hidden, size_t(p.hidden) * 4);
+        }
+        for (size_t i = 0; i < p.ropes.size(); i++) turn_table(i, r);
+    });
+}
+
+// Cosines and sines of a rope for tokens r.
+void Run::turn_table(size_t i, Range r) const {
+    const Rope& rope = p.ropes[i];
+    const int64_t half = rope.rotary / 2;
+    for (int64_t t = r.first; t < r.last; t++) {
+        const int set = in.rope_set[seq_of[size_t(t)]];
+        const float position = float(in.positions[first + t]);
+        for (int64_t d = 0; d < half; d++) {
+            const float angle = position * rope.freq[set].data[d];
+            w.cos[i][t * half + d] = cosf(angle) * rope.factor[set];
+            w.sin[i][t * half + d] = sinf(angle) * rope.factor[set];
         }
     }
-    sync(P_EMBED);
 }
 
 void Run::mlp(const Sublayer& s) {
     const Mlp& m = s.mlp;
-    const InputBuffer& x = prepare(m.in, s.pre, w.x, w.hidden_ld, count);
-    const int64_t tiles = m.up.w.tiles();
-    Store to;
-    to.out = w.mid.x;
-    to.ld = w.mid.ldx;
-    to.activation = m.activation;
-    to.bias = (m.gate.present() ? m.gate : m.up).bias.data;
-    to.bias_up = m.up.bias.data;
-    auto run = [&](int64_t t0, int64_t t1) {
-        if (t0 >= t1) return;
-        if (m.gate.present()) ops.gated(m.gate.w, m.up.w, x.rows(m.up), count, t0, t1, to, own.linear);
-        else ops.linear(m.up.w, x.rows(m.up), count, t0, t1, to, own.linear);
-    };
-    // Quantize columns right behind the product where a thread's columns are whole groups.
+    Prepared x = prepare(m.in, s.pre, w.x, w.hidden_ld, count);
+    // Where the next input has one plain quantization, columns are quantized right behind the product, group by group.
     const QuantKey key = m.mid.keys.empty() ? QuantKey() : m.mid.keys[0];
-    const int64_t groups = key.group ? m.mid.width / key.group : 0;
-    const bool fused = m.mid.keys.size() == 1 && !key.perm && (groups % threads == 0 || groups >= 8 * threads);
-    if (fused) {
-        const int64_t unit = key.group / LANES, step = std::max<int64_t>(1, 4 / unit) * unit;
-        const Range r = mine(tiles, unit);
-        for (int64_t t0 = r.first; t0 < r.last; t0 += step) {
-            const int64_t t1 = std::min(t0 + step, r.last);
-            run(t0, t1);
-            for (int64_t t = 0; t < count; t++)
+    const bool fused = m.mid.keys.size() == 1 && !key.perm && m.mid.width / key.group >= 2 * threads;
+    const int64_t unit = fused ? key.group / LANES : pair_unit(), step = fused ? std::max<int64_t>(1, 4 / unit) * unit : 1 << 30;
+    share(P_GATED, m.up.w.tiles(), unit, [&](Range tiles) {
+        const InputBuffer& rows = ready(x, m.in, s.pre, w.x, w.hidden_ld, count);
+        for (int64_t t0 = tiles.first; t0 < tiles.last; t0 += step) {
+            const int64_t t1 = std::min(t0 + step, tiles.last);
+            gated(m, rows, 0, count, {t0, t1}, w.mid.x, w.mid.ldx);
+            for (int64_t t = 0; fused && t < count; t++)
                 ops.quantize(w.mid.x + t * w.mid.ldx, nullptr, key.group, t0 / unit, t1 / unit, w.mid.q[0] + t * w.mid.ldq,
                              w.mid.scale[0] + t * w.mid.lds, w.mid.sum[0] + t * w.mid.lds);
         }
-    } else {
-        const Range r = mine(tiles, 2);
-        run(r.first, r.last);
-    }
-    sync(P_GATED);
-    const InputBuffer& h = fused ? w.mid : prepare_mid(m.mid, count);
-    linear(m.down, h, 0, count, mine(m.down.w.tiles(), pair_unit()), residual(s));
-    sync(P_DOWN);
-    add_post(s, count);
+    });
+    down(s, m.down, m.mid, fused, P_DOWN);
 }
 
 void Run::layers() {
@@ -181,30 +176,34 @@ void Run::layers() {
         else moe(s);
     }
     // rows that someone asks for leave the chunk, normed
-    const Range r = mine(int64_t(plan.rows.size()));
-    for (int64_t i = r.first; i < r.last; i++) {
-        const int64_t t = plan.rows[size_t(i)] - first;
-        if (t >= 0 && t < count)
-            ops.rms_norm(w.x + t * w.hidden_ld, p.final_norm.weight.data, p.hidden, p.final_norm.eps, plan.hidden + i * w.hidden_ld);
-    }
-    sync(P_OTHER);
+    share(P_OTHER, int64_t(plan.rows.size()), 1, [&](Range r) {
+        for (int64_t i = r.first; i < r.last; i++) {
+            const int64_t t = plan.rows[size_t(i)] - first;
+            if (t >= 0 && t < count)
+                ops.rms_norm(w.x + t * w.hidden_ld, p.final_norm.weight.data, p.hidden, p.final_norm.eps,
+                             plan.hidden + i * w.hidden_ld);
+        }
+    });
 }
 
 void Run::heads() {
-    const int64_t total = int64_t(plan.rows.size());
-    const Range hr = mine(in.hidden_size);
-    for (int64_t i = hr.first; i < hr.last; i++)
-        memcpy(out.hidden + i * p.hidden, plan.hidden + plan.hidden_row[size_t(i)] * w.hidden_ld, size_t(p.hidden) * 4);
-    for (int64_t base = 0; base < total; base += w.logit_rows) {
-        const int64_t n = std::min(w.logit_rows, total - base);
-        const InputBuffer& x = prepare(p.head_in, Norm(), plan.hidden + base * w.hidden_ld, w.hidden_ld, n);
+    share(P_OTHER, in.hidden_size, 1, [&](Range r) {
+        for (int64_t i = r.first; i < r.last; i++)
+            memcpy(out.hidden + i * p.hidden, plan.hidden + plan.hidden_row[size_t(i)] * w.hidden_ld, size_t(p.hidden) * 4);
+    });
+    for (int64_t base = 0; base < plan.logit_rows; base += w.logit_rows) {
+        const int64_t n = std::min(w.logit_rows, plan.logit_rows - base);
+        const float* from = plan.hidden + base * w.hidden_ld;
+        Prepared x = prepare(p.head_in, Norm(), from, w.hidden_ld, n);
         Store to;
         to.out = w.logits;
         to.ld = w.vocab_ld;
-        linear(p.head, x, 0, n, mine(p.head.w.tiles(), pair_unit()), to);
-        sync(P_HEAD);
-        for (int64_t i = thread; i < n; i += threads) finish_row(base + i, w.logits + i * w.vocab_ld);
-        sync(P_SAMPLE);
+        share(P_HEAD, p.head.w.tiles(), 2, [&](Range tiles) {
+            linear(p.head, ready(x, p.head_in, Norm(), from, w.hidden_ld, n), 0, n, tiles, to);
+        });
+        share(P_SAMPLE, n, 1, [&](Range r) {
+            for (int64_t i = r.first; i < r.last; i++) finish_row(base + i, w.logits + i * w.vocab_ld);
+        });
     }
 }
 
@@ -292,6 +291,16 @@ void cut_chunk(Job& job, int64_t per_kv) {
     });
 }
 
+// Room for the partial states of the widest layer when the chunk has few tokens (attend_split).
+int64_t partial_floats(const Program& p, const Job& job) {
+    int64_t tiles = 0, widest = 0;
+    if (job.count > SMALL) return 0;
+    for (int64_t t = 0; t < job.count; t++) tiles += job.in->seq_lens[job.seq_of[size_t(t)]] / KV_TILE + 1;
+    for (const Sublayer& s : p.sublayers)
+        if (s.kind == 0) widest = std::max(widest, s.attention.heads * (s.attention.dpad + 2));
+    return tiles * widest;
+}
+
 }  // namespace
 
 void Model::step(const StepArrays& in, const StepResults& out) {
@@ -312,11 +321,11 @@ void Model::step(const StepArrays& in, const StepResults& out) {
         job.first = t;
         job.count = std::min(CHUNK, in.tokens - t);
         cut_chunk(job, per_kv);
-        pool.run(run_thread, &job);
+        work->partials(partial_floats(program, job));
+        pool.run(run_thread, &job, phases_of(program, 0));
     }
-    plan.rows.resize(size_t(plan.logit_rows));
     job.heads = true;
-    if (!plan.rows.empty() || in.hidden_size) pool.run(run_thread, &job);
+    if (!plan.rows.empty()) pool.run(run_thread, &job, phases_of(program, plan.logit_rows / work->logit_rows + 1));
     previous.assign(out.tokens, out.tokens + in.rows);
 }
 

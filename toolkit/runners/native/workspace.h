@@ -1,7 +1,6 @@
 // Buffers of a step and the thread-private part of them, sized for the widest layer and one chunk of tokens.
 #pragma once
 
-#include <atomic>
 #include <vector>
 
 #include "model.h"
@@ -42,6 +41,7 @@ struct ExpertRows {
     std::vector<int32_t> start;     // [experts + 1] into pairs
     std::vector<int32_t> pair;      // pair index (token * top_k + k) by expert
     std::vector<int32_t> place;     // inverse of pair
+    std::vector<int32_t> active;    // experts with rows
 };
 
 struct Workspace {
@@ -55,7 +55,6 @@ struct Workspace {
     std::vector<float*> cos, sin;  // a rope: [CHUNK][rotary / 2]
     uint8_t* dummy_cell;           // zeros
     std::vector<ThreadScratch> threads;
-    std::atomic<int64_t> next[2];  // dynamic items
 
     Pages partial_pages, hidden_pages;
     float* partials(int64_t floats);    // grows partial_pages
