@@ -23,7 +23,14 @@ PRIORITY: dict[str, tuple[str, ...]] = {
 }
 _DECLARATIONS = ("norm", "rope", "activation", "embedding", "linear", "attention", "moe", "sampling")
 _IMPLEMENTATIONS = ("torch.dense", "torch.attention", "torch.linear", "torch.moe", "torch.sampling")
-_TRITON = ("norm", "activation", "rope", "embedding")  # imported where triton is installed: Linux
+_TRITON = (
+    "norm",
+    "activation",
+    "rope",
+    "embedding",
+    "kv_write",
+    "attention",
+)  # imported where triton is installed: Linux
 
 
 class KernelError(Exception):

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import activation as reference
+from .codes import cast
 from .launch import FLOATS, launch, needs
 
 
@@ -42,7 +43,7 @@ def act_kernel(x, out, stride, size, KIND: tl.constexpr, GATED: tl.constexpr, BL
     h = activate(tl.load(x + row * stride + column, mask=mask, other=0.0).to(tl.float32), KIND)
     if GATED:
         h = h * tl.load(x + row * stride + size + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * size + column, h.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + row * size + column, cast(h, out.dtype.element_ty), mask=mask)
 
 
 def _act(x: Tensor, kind: str, gated: bool) -> Tensor:

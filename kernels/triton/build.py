@@ -20,11 +20,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ..registry import Target, load
-from .launch import INTERPRETED, Launch, recording
+from .launch import INTERPRETED, Launch, recording, shared_limit
 from .manifest import CLAIMS, calls
 
 ARCHITECTURES = (80, 86, 89, 90)
-SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes a block may ask for
 _REGISTERS, _THREADS = 65536, {80: 2048, 86: 1536, 89: 1536, 90: 2048}  # of a multiprocessor
 _SHARED = {80: 164 * 1024, 86: 100 * 1024, 89: 100 * 1024, 90: 228 * 1024}
 _TYPES = {
@@ -69,19 +68,19 @@ class Built:
 
 @dataclass(frozen=True)
 class Variant:
-    """The ``index``-th launch of call ``op``/``label`` with activations of ``dtype``."""
+    """The ``index``-th launch of call ``op``/``label`` with activations of ``dtype``, on ``architecture``."""
 
     op: str
     label: str
     dtype: str
     index: int
-    capability: int
+    architecture: int
 
 
-def record(op: str, label: str, dtype: str) -> list[Launch]:
+def record(op: str, label: str, dtype: str, architecture: int) -> list[Launch]:
     """The launches of one call of the manifest, each variant once."""
     call = next(c for c in calls() if (c.op, c.label) == (op, label))
-    with recording() as found:
+    with recording(architecture) as found:
         load()[op].implementations["triton"].run(**call.make(getattr(torch, dtype)))
     unique: dict[str, Launch] = {}
     for launched in found:
@@ -94,17 +93,19 @@ def _key(launched: Launch) -> str:
     return f"{launched.kernel.__name__} {signature} {constants} {attributes} {launched.warps} {launched.stages}"
 
 
-def variants(only: str | None = None) -> Iterator[Variant]:
-    """Every distinct launch of the manifest, or of the calls whose op holds ``only``."""
+def variants(architecture: int, only: str | None = None) -> Iterator[Variant]:
+    """Every distinct launch of the manifest that ``architecture`` can run; ``only``: of ops whose name holds it."""
     seen = set()
     for call in calls():
-        if only is not None and only not in call.op:
-            continue
         for dtype in call.dtypes:
-            for index, launched in enumerate(record(call.op, call.label, dtype)):
+            target = Target("cuda", dtype, architecture, call.traits)
+            implementation = load()[call.op].implementations["triton"]
+            if (only is not None and only not in call.op) or implementation.unsupported(target) is not None:
+                continue
+            for index, launched in enumerate(record(call.op, call.label, dtype, architecture)):
                 if (key := _key(launched)) not in seen:
                     seen.add(key)
-                    yield Variant(call.op, call.label, dtype, index, call.capability)
+                    yield Variant(call.op, call.label, dtype, index, architecture)
 
 
 def specialise(launched: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list[list[Any]]]]:
@@ -130,10 +131,11 @@ def specialise(launched: Launch) -> tuple[dict[str, str], dict[str, Any], dict[t
     return signature, constants, attributes
 
 
-def build_one(variant: Variant, architecture: int) -> Built:
-    """Compile one variant for one architecture and check it."""
+def build_one(variant: Variant) -> Built:
+    """Compile one variant and check it."""
+    architecture = variant.architecture
     assert not INTERPRETED, "TRITON_INTERPRET is set: kernels cannot be compiled"
-    launched = record(variant.op, variant.label, variant.dtype)[variant.index]
+    launched = record(variant.op, variant.label, variant.dtype, architecture)[variant.index]
     signature, constants, attributes = specialise(launched)
     start = time.perf_counter()
     compiled = triton.compile(
@@ -148,8 +150,8 @@ def build_one(variant: Variant, architecture: int) -> Built:
     faults = [f"{claim} missing" for claim in sorted(CLAIMS.get(name, frozenset()) - set(shows))]
     if stack or local:
         faults.append(f"spills: {stack} bytes of stack, {local} of local memory")
-    if shared > SHARED_LIMIT[architecture]:
-        faults.append(f"{shared} bytes of shared memory, more than {SHARED_LIMIT[architecture]}")
+    if shared > shared_limit(architecture):
+        faults.append(f"{shared} bytes of shared memory, more than {shared_limit(architecture)}")
     threads = 32 * launched.warps
     blocks = min(
         _THREADS[architecture] // threads,
@@ -190,19 +192,14 @@ def build(
     architectures: Iterable[int] = ARCHITECTURES, only: str | None = None, workers: int = 1
 ) -> Iterator[Built | str]:
     """Compile every variant for every architecture that can run it. Yields results as they come; a str is an error."""
-    jobs = [(v, a) for v in variants(only) for a in architectures if a >= v.capability and _runs(v, a)]
+    jobs = [v for architecture in architectures for v in variants(architecture, only)]
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        pending = [(v, a, pool.submit(build_one, v, a)) for v, a in jobs]
-        for variant, architecture, future in pending:
+        for v, future in [(v, pool.submit(build_one, v)) for v in jobs]:
             try:
                 yield future.result()
             except Exception as error:  # a compiler's failure is a result to report
-                yield f"{variant.op} {variant.label} {variant.dtype} sm_{architecture}: {type(error).__name__}: {error}"
-
-
-def _runs(variant: Variant, architecture: int) -> bool:
-    target = Target("cuda", variant.dtype, architecture)
-    return load()[variant.op].implementations["triton"].unsupported(target) is None
+                where = f"{v.op} {v.label} {v.dtype} sm_{v.architecture}"
+                yield f"{where}: {type(error).__name__}: {' '.join(str(error).split())[:600]}"
 
 
 def as_json(built: Built) -> dict[str, Any]:

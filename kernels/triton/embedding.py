@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import embedding as reference
+from .codes import cast
 from .launch import FLOATS, launch, needs
 
 
@@ -18,7 +19,7 @@ def embedding_kernel(ids, table, out, size, scale, BLOCK: tl.constexpr):
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(ids + token).to(tl.int64)
     h = tl.load(table + row * size + column, mask=column < size, other=0.0).to(tl.float32)
-    tl.store(out + token * size + column, (h * scale).to(out.dtype.element_ty), mask=column < size)
+    tl.store(out + token * size + column, cast(h * scale, out.dtype.element_ty), mask=column < size)
 
 
 @reference.embedding.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs())

@@ -31,18 +31,37 @@ class Launch:
     stages: int
 
 
-_RECORD: ContextVar[list[Launch] | None] = ContextVar("record", default=None)
+_RECORD: ContextVar[tuple[int, list[Launch]] | None] = ContextVar("record", default=None)
 
 
 @contextmanager
-def recording() -> Iterator[list[Launch]]:
-    """Inside, launches are appended to the list and nothing runs; tensors may be on the meta device."""
+def recording(capability: int) -> Iterator[list[Launch]]:
+    """Inside, launches are appended to the list and nothing runs; tensors may be on the meta device.
+
+    ``capability``: of the GPU that the launches are meant for, as 80 or 90.
+    """
     found: list[Launch] = []
-    token = _RECORD.set(found)
+    token = _RECORD.set((capability, found))
     try:
         yield found
     finally:
         _RECORD.reset(token)
+
+
+def capability_of(device: torch.device) -> int:
+    """Compute capability that launches on ``device`` are chosen for; on a CPU (the interpreter) that of an H200."""
+    record = _RECORD.get()
+    if record is not None:
+        return record[0]
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def shared_limit(capability: int) -> int:
+    """Bytes of shared memory that one block may ask for."""
+    return {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}.get(capability, 99) * 1024
 
 
 def launch(
@@ -54,7 +73,7 @@ def launch(
     record = _RECORD.get()
     if record is not None:
         named = dict(zip(kernel.arg_names, arguments, strict=False))
-        record.append(Launch(kernel, grid, named, constants, warps, stages))
+        record[1].append(Launch(kernel, grid, named, constants, warps, stages))
         return
     first = next(a for a in arguments if isinstance(a, Tensor))
     elsewhere = first.is_cuda and first.device.index != torch.cuda.current_device()

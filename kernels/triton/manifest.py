@@ -7,10 +7,11 @@ query heads, 8 key heads of 128, feed-forward 14336, vocabulary 128256) and, whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,13 +20,13 @@ HALVES = ("bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Call:
-    """``make(dtype)`` returns the keyword arguments of ``op``, on the meta device. ``capability``: the least."""
+    """``make(dtype)`` returns the keyword arguments of ``op``, on the meta device; ``traits``: as a target has them."""
 
     op: str
     label: str
     make: Callable[[torch.dtype], dict[str, Any]]
     dtypes: tuple[str, ...] = HALVES
-    capability: int = 80
+    traits: Mapping[str, Any] = field(default_factory=dict)
 
 
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -58,9 +59,58 @@ def _rowwise() -> Iterator[Call]:
     )
 
 
+def _cache(blocks: int, heads: int, dim: int, bits: int, dtype: torch.dtype) -> dict[str, Tensor | None]:
+    """A cache of blocks of 64 slots."""
+    width = dim // 2 if bits == 4 else dim
+    k, v = (empty(blocks, 64, heads, width, dtype=torch.uint8 if bits else dtype) for _ in range(2))
+    params = [empty(blocks, 64, heads, 2, dtype=torch.float16) if bits else None for _ in range(2)]
+    return {"k_cache": k, "v_cache": v, "k_params": params[0], "v_params": params[1]}
+
+
+def _kv_write() -> Iterator[Call]:
+    for dim, bits in ((128, 0), (128, 8), (128, 4), (64, 0), (64, 4), (80, 4), (96, 4), (256, 4)):
+
+        def write(dtype: torch.dtype, dim=dim, bits=bits) -> dict[str, Any]:
+            k, v = (empty(64, 8, dim, dtype=dtype) for _ in range(2))
+            slots = {"slot_mapping": empty(64, dtype=torch.int64), "bits": bits}
+            return {"k": k, "v": v} | slots | _cache(1024, 8, dim, bits, dtype)
+
+        yield Call("kv_write", f"{dim}-int{bits}" if bits else f"{dim}", write, traits={"head_dim": dim, "bits": bits})
+
+
+STEPS = {"decode": ((1,) * 64, (4096,) * 64), "prefill": ((2048,), (4096,)), "mixed": ((1, 512), (4096, 512))}
+
+
+def _attention() -> Iterator[Call]:
+    window, cap, sinks = {"window": 1024}, {"softcap": 50.0}, {"sinks": True}
+    shapes: list[tuple[int, int, dict[str, Any]]] = [(128, 4, {}), (64, 4, {}), (64, 8, window | sinks)]
+    shapes += [(256, 2, window | cap), (80, 1, {}), (96, 1, {}), (128, 4, window)]
+    for dim, group, options in shapes:
+        for bits in (0, 8, 4):
+            for kind, (new, total) in STEPS.items():
+                if kind == "mixed" and (dim, group, options) != (128, 4, {}):
+                    continue
+
+                def attend(dtype, dim=dim, group=group, bits=bits, options=options, new=new, total=total):
+                    heads = 8 if group > 1 else 32
+                    table = np.zeros((len(new), 64), np.int32)
+                    lengths = {
+                        "cu_seqlens": np.cumsum([0, *new], dtype=np.int32),
+                        "seq_lens": np.array(total, np.int32),
+                    }
+                    given = options | {
+                        "sinks": empty(heads * group, dtype=torch.float32) if "sinks" in options else None
+                    }
+                    q = {"q": empty(sum(new), heads * group, dim, dtype=dtype), "scale": dim**-0.5, "bits": bits}
+                    return q | {"block_table": table} | lengths | _cache(4096, heads, dim, bits, dtype) | given
+
+                label = "-".join([kind, str(dim), f"x{group}", *(["int" + str(bits)] if bits else []), *options])
+                yield Call("paged_attention", label, attend, traits={"head_dim": dim, "bits": bits})
+
+
 def calls() -> list[Call]:
     """All calls, family by family."""
-    return [*_rowwise()]
+    return [*_rowwise(), *_kv_write(), *_attention()]
 
 
 # What the machine code of a kernel must show: "vector": 128-bit loads from global memory; "async": asynchronous
@@ -69,4 +119,6 @@ CLAIMS: dict[str, frozenset[str]] = {
     "rms_norm_kernel": frozenset({"vector"}),
     "act_kernel": frozenset({"vector"}),
     "embedding_kernel": frozenset({"vector"}),
+    "attend_kernel": frozenset({"async", "mma"}),
+    "merge_kernel": frozenset({"vector"}),
 }

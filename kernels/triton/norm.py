@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import norm as reference
+from .codes import cast
 from .launch import FLOATS, launch, needs, power_of_2
 
 
@@ -37,12 +38,12 @@ def rms_norm_kernel(
     h = tl.load(x + source, mask=mask, other=0.0).to(tl.float32)
     if residual is not None:
         h = h + tl.load(residual + flat, mask=mask, other=0.0).to(tl.float32)
-        rounded = h.to(total.dtype.element_ty)
+        rounded = cast(h, total.dtype.element_ty)
         tl.store(total + flat, rounded, mask=mask)
         h = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(h * h, axis=1) / size + eps)
     w = tl.load(weight + column, mask=column < size, other=0.0).to(tl.float32) + weight_offset
-    tl.store(out + flat, (h * scale[:, None] * w[None, :]).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + flat, cast(h * scale[:, None] * w[None, :], out.dtype.element_ty), mask=mask)
 
 
 def _norm(

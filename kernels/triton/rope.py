@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import rope as reference
+from .codes import cast
 from .launch import FLOATS, launch, needs, power_of_2
 
 
@@ -37,8 +38,8 @@ def rope_kernel(
     mask = (head < heads)[:, None] & (i < half)[None, :]
     a = tl.load(source + i[None, :], mask=mask, other=0.0).to(tl.float32)
     b = tl.load(source + half + i[None, :], mask=mask, other=0.0).to(tl.float32)
-    tl.store(target + i[None, :], (a * c - b * s).to(out.dtype.element_ty), mask=mask)
-    tl.store(target + half + i[None, :], (b * c + a * s).to(out.dtype.element_ty), mask=mask)
+    tl.store(target + i[None, :], cast(a * c - b * s, out.dtype.element_ty), mask=mask)
+    tl.store(target + half + i[None, :], cast(b * c + a * s, out.dtype.element_ty), mask=mask)
     if REST > 0:
         j = 2 * half + tl.arange(0, REST)[None, :]
         mask = (head < heads)[:, None] & (j < head_dim)

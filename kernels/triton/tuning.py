@@ -1,0 +1,35 @@
+"""Tile sizes, warps and stages: a table in code, overridden by what was measured on a device.
+
+``tuned/<device>.json`` maps a kernel's name to a map from a choice's key to its numbers, for example
+``{"attend_kernel": {"decode-128-0": {"keys": 64, "warps": 4, "stages": 3}}}``; the device is the GPU's name in lower
+case with dashes for blanks. ``scripts/bench_gpu`` measures, and writes such files; none is needed.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+_FOLDER = Path(__file__).parent / "tuned"
+
+
+@functools.cache
+def _file(device: str) -> Mapping[str, Mapping[str, Mapping[str, int]]]:
+    path = _FOLDER / f"{device}.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+@functools.cache
+def _name(index: int) -> str:
+    return torch.cuda.get_device_name(index).lower().replace(" ", "-")
+
+
+def tuned(kernel: str, key: str, default: Mapping[str, int], device: torch.device) -> dict[str, int]:
+    """``default``, with the numbers measured on this device in their place where there are any."""
+    if device.type != "cuda":
+        return dict(default)
+    return {**default, **_file(_name(device.index or 0)).get(kernel, {}).get(key, {})}
