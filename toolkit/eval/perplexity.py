@@ -37,7 +37,8 @@ def perplexity(
         config = PytorchEngineConfig(dtype="float32")
     if config.session_len is not None and config.session_len <= window:
         raise UsageError(f"--session-len {config.session_len}: expected more than --window ({window}); leave it out")
-    config.session_len = config.session_len or window + 1
+    if config.max_batch_size is None:
+        config.max_batch_size = 1  # windows go one by one: the cache need hold no more
     with AsyncEngine.open(model, backend_config=config, progress=lambda line: None) as engine:
         if engine.session_len < window:
             raise UsageError(f"--window {window}: longer than the longest context here, {engine.session_len} tokens")

@@ -1,0 +1,131 @@
+"""Perplexity: windows, agreement with transformers and with the figure that ``lite`` puts in the manifest."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolkit.engine.windows import scoring_windows
+from toolkit.errors import UsageError
+from toolkit.eval.perplexity import perplexity
+from toolkit.quant.probe import heldout_text
+
+
+@given(st.integers(0, 300), st.integers(1, 60), st.integers(1, 60))
+def test_each_token_is_scored_once(tokens: int, window: int, stride: int) -> None:
+    stride = min(stride, window)
+    seen: list[int] = []
+    for start, stop, first in scoring_windows(tokens, window, stride):
+        assert 0 <= start < first < stop <= tokens and stop - start <= window
+        seen += range(first, stop)
+    assert seen == sorted(set(seen))
+    missed = set(range(tokens)) - set(seen)
+    # without overlap the first token of every window has nothing before it
+    assert missed == (set(range(0, tokens, stride)) if stride == window else {0} if tokens else set())
+
+
+def transformers_perplexity(path: Path, ids: list[int], window: int, stride: int) -> tuple[float, int]:
+    """The usual recipe: labels of tokens that an earlier window scored are masked."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    lost, count, previous = 0.0, 0, 0
+    for start in range(0, len(ids), stride):
+        stop = min(start + window, len(ids))
+        with torch.no_grad():
+            logits = model(torch.tensor([ids[start:stop]])).logits[0].float()
+        labels = torch.tensor(ids[start:stop])
+        labels[: max(previous - start, 0)] = -100
+        lost += float(torch.nn.functional.cross_entropy(logits[:-1], labels[1:], reduction="sum"))
+        count += int((labels[1:] != -100).sum())
+        previous = stop
+        if stop == len(ids):
+            break
+    return math.exp(lost / count), count
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize(("window", "stride"), [(64, 32), (50, 50), (33, 7), (512, 256)])
+def test_equals_transformers(family: str, window: int, stride: int, tiny_models: Any, tmp_path: Path) -> None:
+    from toolkit.artifacts.tokenizer import Tokenizer
+
+    model = tiny_models(family)
+    text = heldout_text()[:400]
+    (tmp_path / "text.txt").write_text(text)
+    found = perplexity(str(model), tmp_path / "text.txt", window=window, stride=stride)
+    expected, count = transformers_perplexity(model, Tokenizer.open(model).encode(text), window, stride)
+    assert found["perplexity"] == pytest.approx(expected, rel=1e-3)
+    assert found == {
+        "perplexity": found["perplexity"],
+        "tokens": count,
+        "window": window,
+        "stride": stride,
+        "backend": "pytorch",
+        "dtype": "float32",
+    }
+
+
+def test_lite_s_figures_are_those_of_eval(tiny_models: Any, tmp_path: Path) -> None:
+    from toolkit.artifacts.tokenizer import Tokenizer
+    from toolkit.quant.lite import Common, auto_awq
+
+    model = tiny_models("qwen2")
+    calibration = tmp_path / "calibration.txt"
+    calibration.write_text("One two three four five six seven. " * 100)
+    common = Common(calib_dataset=str(calibration), calib_samples=4, calib_seqlen=64, eval_tokens=1024)
+    quality = auto_awq(str(model), tmp_path / "out", common=common).quality
+    tokenizer = Tokenizer.open(model)
+    ids = tokenizer.encode(heldout_text())[:1024]
+    (tmp_path / "text.txt").write_text(tokenizer.decode(ids))
+    assert tokenizer.encode((tmp_path / "text.txt").read_text()) == ids
+    for path, key in ((model, "perplexity_before"), (tmp_path / "out", "perplexity_after")):
+        window = quality["window"]
+        found = perplexity(str(path), tmp_path / "text.txt", window=window - 1, stride=window - 1)
+        assert found["perplexity"] == pytest.approx(quality[key], rel=0.05)  # windows differ by one token
+    assert 0 < quality["kl"] < 1 and 0.3 < quality["top1_agreement"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"window": 1, "stride": 1}, "--window: expected 2 or more"),
+        ({"stride": 0}, "--stride: expected 1 to --window"),
+        ({"window": 64, "stride": 65}, "--stride: expected 1 to --window"),
+        ({"window": 513, "stride": 64}, "--window 513: longer than the longest context here, 512 tokens"),
+    ],
+)
+def test_bad_windows(options: dict[str, int], complaint: str, tiny_models: Any, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("some text")
+    with pytest.raises(UsageError, match=complaint):
+        perplexity(str(tiny_models("llama")), tmp_path / "text.txt", **options)
+
+
+def test_bad_text(tiny_models: Any, tmp_path: Path) -> None:
+    model = str(tiny_models("llama"))
+    with pytest.raises(UsageError, match=r"missing\.txt: cannot be read"):
+        perplexity(model, tmp_path / "missing.txt")
+    (tmp_path / "empty.txt").write_text(" \n")
+    with pytest.raises(UsageError, match=r"empty\.txt: the file is empty"):
+        perplexity(model, tmp_path / "empty.txt")
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match="expected UTF-8 text"):
+        perplexity(model, tmp_path / "bytes.txt")
+
+
+def test_the_command_prints_json(tiny_models: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from toolkit.commands.main import main
+
+    (tmp_path / "text.txt").write_text(heldout_text()[:300])
+    argv = ["eval", "ppl", str(tiny_models("llama")), "--data", str(tmp_path / "text.txt"), "--json", "-"]
+    with pytest.raises(SystemExit) as done:
+        main([*argv, "--window", "64", "--stride", "32"])
+    assert done.value.code == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"perplexity", "tokens", "window", "stride", "backend", "dtype"}

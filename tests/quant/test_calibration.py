@@ -1,0 +1,187 @@
+"""Calibration text: files of every kind, known names, self-generated text, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from toolkit.artifacts.tokenizer import Tokenizer
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.quant.calibration import CalibrationPlan, make_plan, read_samples
+from toolkit.quant.datasets import KNOWN
+from toolkit.quant.selftext import self_samples
+
+SENTENCE = "It was a bright cold day in April. "
+
+
+@pytest.fixture
+def model(tiny_models: Any) -> Path:
+    return tiny_models("llama")
+
+
+def read(dataset: str | Path, model: Path, samples: int = 4, seqlen: int = 32) -> list[list[int]]:
+    plan = make_plan(str(dataset), samples, seqlen, 0, 512)
+    return read_samples(plan, Tokenizer.open(model), model)
+
+
+def text_of(samples: list[list[int]], model: Path) -> str:
+    return Tokenizer.open(model).decode([i for s in samples for i in s], skip_special_tokens=False)
+
+
+def write(path: Path, suffix: str) -> Path:
+    rows = [{"text": SENTENCE * 5, "id": i} for i in range(20)]
+    file = path / f"data{suffix}"
+    if suffix == ".txt":
+        file.write_text(SENTENCE * 100)
+    elif suffix == ".jsonl":
+        file.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    elif suffix == ".json":
+        file.write_text(json.dumps([r["text"] for r in rows]))
+    else:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    return file
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".json", ".parquet"])
+def test_every_kind_of_file_gives_samples_of_the_model_s_tokens(suffix: str, tmp_path: Path, model: Path) -> None:
+    samples = read(write(tmp_path, suffix), model)
+    assert [len(s) for s in samples] == [32] * 4
+    assert "bright cold day" in Tokenizer.open(model).decode(samples[0] + samples[1])
+
+
+def test_a_folder_is_all_its_files(tmp_path: Path, model: Path) -> None:
+    write(tmp_path, ".txt")
+    write(tmp_path, ".jsonl")
+    (tmp_path / "readme.md").write_text("not read")
+    assert len(read(tmp_path, model, samples=8)) == 8
+
+
+def test_chats_go_through_the_chat_template(tmp_path: Path, model: Path) -> None:
+    file = tmp_path / "chat.jsonl"
+    row = {"messages": [{"role": "user", "content": SENTENCE}, {"role": "assistant", "content": "Yes."}]}
+    file.write_text((json.dumps(row) + "\n") * 20)
+    text = text_of(read(file, model), model)
+    assert "<|im_start|>user\n" in text and "<|im_start|>assistant\nYes.<|im_end|>" in text
+
+
+def test_the_seed_draws_the_samples(tmp_path: Path, model: Path) -> None:
+    file = tmp_path / "numbers.txt"
+    file.write_text(" ".join(map(str, range(3000))))
+    tokenizer = Tokenizer.open(model)
+    first, again, other = (read_samples(CalibrationPlan(str(file), 4, 32, s), tokenizer, model) for s in (0, 0, 1))
+    assert first == again != other
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        (
+            "short.txt",
+            SENTENCE * 3,
+            r"tokens, [\d,]+ too few for 4 samples of 32; give more text or --calib-samples",
+        ),
+        ("tiny.txt", "Hi.", r"too few for even one sample of 32"),
+        ("empty.txt", "", r"empty\.txt: the file holds no text"),
+        ("bad.json", "{", r"bad\.json: not a valid \.json file"),
+        ("bad.jsonl", '{"text": "a"}\n{"tex', r"bad\.jsonl: not a valid \.jsonl file"),
+        ("object.json", "{}", r"expected a list of texts or objects, found dict"),
+        ("rows.jsonl", '{"prompt": "a"}\n', r"expected rows with text or messages, found \['prompt'\]"),
+        ("bad.parquet", "nonsense", r"bad\.parquet: not a valid \.parquet file"),
+        ("notes.md", "text", r"expected a \.txt, \.jsonl, \.json, \.parquet file"),
+        ("latin.txt", b"\xff\xfe\xff", r"latin\.txt: not a valid \.txt file"),
+    ],
+)
+def test_what_cannot_be_calibrated_on(
+    name: str, content: str | bytes, complaint: str, tmp_path: Path, model: Path
+) -> None:
+    file = tmp_path / name
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(UsageError, match=complaint) as caught:
+        read(file, model)
+    assert "\n" not in str(caught.value)
+
+
+def test_options_out_of_range(tmp_path: Path) -> None:
+    for options, complaint in [
+        (("self", 0, 512, 0, 2048), "--calib-samples: expected 1 or more"),
+        (("self", None, 4096, 0, 2048), "--calib-seqlen: expected 16 to 2048"),
+        (("wikitext3", None, 512, 0, 2048), "no such file or folder, and none of self, c4"),
+        ((str(tmp_path / "nowhere"), None, 512, 0, 2048), "no such file or folder"),
+    ]:
+        with pytest.raises(UsageError, match=complaint):
+            make_plan(*options)
+    assert make_plan("self", None, 512, 0, 2048).samples == 32  # 16k tokens
+    assert make_plan("self", 128, 512, 0, 2048).samples == 128
+    assert make_plan("c4", None, 512, 0, 2048).samples == 128
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN))
+def test_known_names_read_the_columns_that_the_table_says(
+    name: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, asked = KNOWN[name], []
+
+    class Rows(list):  # type: ignore[type-arg]
+        def shuffle(self, seed: int, buffer_size: int) -> Rows:
+            return self
+
+    def load_dataset(path: str, config: str | None, *, split: str, streaming: bool) -> Rows:
+        asked.append((path, config, split))
+        if known.columns == ("messages",):
+            return Rows([{"messages": [{"role": "user", "content": SENTENCE}]}] * 60)
+        return Rows([{c: SENTENCE + c for c in known.columns}] * 60)
+
+    stub = ModuleType("datasets")
+    stub.load_dataset = load_dataset  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", stub)
+    text = text_of(read(name, model, samples=1, seqlen=128), model)
+    assert asked == [(known.repository, known.config, known.split)]
+    for column in known.columns:
+        assert ("<|im_start|>user" if column == "messages" else SENTENCE + column) in text
+
+
+def test_a_known_name_without_a_network_is_one_line(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(*args: Any, **options: Any) -> Any:
+        raise ConnectionError("Couldn't reach the hub\nlong story")
+
+    stub = ModuleType("datasets")
+    stub.load_dataset = load_dataset  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", stub)
+    with pytest.raises(
+        ToolkitError, match=r"wikitext2: Salesforce/wikitext cannot be fetched .*--calib-dataset self"
+    ) as e:
+        read("wikitext2", model)
+    assert "\n" not in str(e.value)
+
+
+def test_self_text_is_the_model_s_own_seeded_and_cached(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = Tokenizer.open(model)
+    calls = []
+
+    def make(seed: int, home: str) -> list[list[int]]:
+        monkeypatch.setenv("TOOLKIT_HOME", str(tmp_path / home))
+        plan = CalibrationPlan("self", 5, 40, seed)
+        return self_samples(model, "sha256:abc", plan, tokenizer, lambda done, total: calls.append((done, total)))
+
+    first = make(0, "a")
+    assert [len(s) for s in first] == [40] * 5
+    assert calls == [(i, 5) for i in range(1, 6)]
+    assert not {e for s in first for e in s} & set(tokenizer.eos_ids)
+    assert len({tuple(s) for s in first}) == 5
+    calls.clear()
+    assert make(0, "a") == first and not calls  # from the cache
+    assert make(0, "b") == first  # the same again without it
+    assert make(1, "a") != first
+    cached = next((tmp_path / "a" / "calibration").glob("*seed0*"))
+    cached.write_text("[[1, 2")  # a damaged cache is as good as none
+    assert make(0, "a") == first

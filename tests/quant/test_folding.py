@@ -1,0 +1,77 @@
+"""Folded but unquantized equals the original, for every family; our layer forward equals transformers'."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from toolkit.quant.folding import expand, fold_layer, storable
+from toolkit.quant.forward import embed, head_logits, layer_forward
+from toolkit.quant.layers import LayerSource
+from toolkit.quant.sites import RowFold, layer_sites
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "internlm2", "gemma2", "phi3", "mixtral", "qwen3_moe")
+CPU = torch.device("cpu")
+
+
+def logits(source: LayerSource, ids: torch.Tensor, scale_seed: int | None = None, dtype: Any = None) -> torch.Tensor:
+    """Logits by our forward; with ``scale_seed`` random scales from 1/4 to 4 are folded into every site."""
+    outer = source.outer_weights(CPU)
+    hidden = embed(source.spec, outer[source.spec.embed], ids)
+    generator = torch.Generator().manual_seed(scale_seed or 0)
+    for i, layer in enumerate(source.spec.layers):
+        weights = source.layer(i, CPU)
+        if scale_seed is not None:
+            scales = {}
+            for site in layer_sites(layer):
+                assert site.fold is not None
+                count = site.size // site.fold.repeat if isinstance(site.fold, RowFold) else site.size
+                wanted = 4 ** (torch.rand(count, generator=generator) * 2 - 1)
+                scales[site.name] = storable(site, weights, wanted, dtype or torch.float32)
+            weights = fold_layer(layer, weights, scales)
+        hidden = layer_forward(layer, weights, hidden)
+    return head_logits(source.spec, outer, hidden)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_folding_changes_nothing(family: str, tiny_models: Any) -> None:
+    source = LayerSource(tiny_models(family))
+    ids = torch.randint(3, source.spec.vocab_size, (2, 48), generator=torch.Generator().manual_seed(5))
+    plain = logits(source, ids)
+    folded = logits(source, ids, scale_seed=1)
+    assert (folded - plain).abs().max() < 1e-5 * plain.abs().max()
+    half = logits(source, ids, scale_seed=1, dtype=torch.bfloat16)
+    assert (half - plain).abs().max() < 1e-5 * plain.abs().max()
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "internlm2"])
+def test_forward_equals_transformers(family: str, tiny_models: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    path = tiny_models(family)
+    source = LayerSource(path)
+    ids = torch.randint(3, source.spec.vocab_size, (2, 60), generator=torch.Generator().manual_seed(6))
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        theirs = model(ids).logits
+    ours = logits(source, ids)
+    assert (ours - theirs).abs().max() < 2e-4 * theirs.abs().max()
+
+
+def test_storable_scales_fold_into_bfloat16_norms_without_rounding(tiny_models: Any) -> None:
+    source = LayerSource(tiny_models("gemma2", dtype="bfloat16"))
+    layer, weights = source.spec.layers[0], source.layer(0, CPU)
+    site = layer_sites(layer)[0]
+    scale = storable(site, weights, 4 ** (torch.rand(site.size) * 2 - 1), torch.bfloat16)
+    folded = fold_layer(layer, weights, {site.name: scale})
+    norm = folded[site.fold.norm.name]  # type: ignore[union-attr]
+    torch.testing.assert_close(norm.to(torch.bfloat16).float(), norm, rtol=1e-6, atol=1e-7)
+
+
+def test_expand_repeats_kv_channels_over_their_query_heads() -> None:
+    from toolkit.models.spec import LinearSpec
+
+    fold = RowFold(LinearSpec("v", 8, 4), width=2, repeat=3)
+    assert expand(fold, torch.tensor([1.0, 2, 3, 4])).tolist() == [1, 2, 1, 2, 1, 2, 3, 4, 3, 4, 3, 4]
