@@ -249,7 +249,11 @@ class Pipeline:
         if self._closed:
             return
         self._closed = True
-        self.engine.close()
+        self.engine.close()  # ends every request with an error: streams that are still read end too
+        try:
+            asyncio.run_coroutine_threadsafe(_rest_of(self._loop), self._loop).result(timeout=5)
+        except TimeoutError:
+            logger.warning("requests of a closed pipeline still run")
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)
         if not self._thread.is_alive():
@@ -395,6 +399,12 @@ class Pipeline:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("pipeline: it is closed; make another")
+
+
+async def _rest_of(loop: asyncio.AbstractEventLoop) -> None:
+    """Wait until everything else on the loop has ended."""
+    if others := asyncio.all_tasks(loop) - {asyncio.current_task(loop)}:
+        await asyncio.wait(others)
 
 
 def _wait(future: Future[T]) -> T:

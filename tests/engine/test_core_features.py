@@ -451,6 +451,8 @@ def test_constrained_output_follows_its_grammar_to_the_end(
     [
         {"type": "regex_schema", "regex_schema": "(["},
         {"type": "grammar", "grammar": "root ::= ("},
+        {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}},
+        {"type": "json_schema", "json_schema": {"schema": {"const": object()}}},
         {"type": "json_schema", "json_schema": {"type": "nonsense"}},
         {"type": "choice", "choice": []},
         {"type": "poem"},
@@ -463,6 +465,7 @@ def test_a_grammar_that_does_not_compile_is_that_requests_error(fake: Any, respo
     outputs = run(core)
     (error,) = outputs["bad"]
     assert error.error_code == 400 and str(error.error).startswith("response_format") and "\n" not in str(error.error)
+    assert "/cpp/" not in str(error.error)
     assert len(tokens_of(outputs["good"])) == 4
 
 

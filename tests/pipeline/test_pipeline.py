@@ -336,3 +336,17 @@ def test_a_closed_pipeline_says_so(model: Path) -> None:
         made("x")
     with pytest.raises(UsageError, match="closed"):
         made.get_ppl([1, 2])
+
+
+def test_closing_ends_the_streams_that_are_still_read(model: Path) -> None:
+    made = pipeline(str(model), backend_config=PytorchEngineConfig(session_len=1024))
+    stream = made.stream_infer(["a", "b"], gen_config=GenerationConfig(max_new_tokens=900, ignore_eos=True))
+    next(stream)
+    made.close()
+    found: list[Response] = []
+    reader = threading.Thread(target=lambda: found.extend(stream), daemon=True)
+    reader.start()
+    reader.join(20)
+    assert not reader.is_alive()
+    assert [r.index for r in found if r.finish_reason == "error"] in ([0, 1], [1, 0])
+    assert all("closed" in (r.error_message or "") for r in found if r.finish_reason == "error")

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 TYPES = ("text", "json_object", "json_schema", "regex_schema", "grammar", "choice")
 _KEPT = 64  # compiled grammars
+_PLACE = re.compile(r"\[[\d:]+\] \S+:\d+: ")  # "[12:34:56] /project/cpp/file.cc:83: " before xgrammar's own words
 _MAX_TEXT = 1 << 18  # characters of a schema, regex or grammar
 
 
@@ -43,6 +45,10 @@ def check_format(response_format: Any) -> None:
         "grammar": isinstance(value, str) and bool(value),
         "choice": isinstance(value, list) and bool(value) and all(isinstance(c, str) and c for c in value),
     }[kind]
+    try:
+        json.dumps(value, sort_keys=True)
+    except (TypeError, ValueError, RecursionError) as e:
+        raise UsageError(f"response_format: field {kind!r}: expected plain JSON values ({e})") from e
     if not good:
         wanted = {"json_schema": "an object", "choice": "a list of non-empty strings"}.get(kind, "a non-empty string")
         raise UsageError(f"response_format: field {kind!r}: expected {wanted}, found {value!r:.60}")
@@ -55,6 +61,7 @@ class Grammars:
         import xgrammar
 
         special = tokenizer.special_ids
+        self._vocab_size = vocab_size
         vocabulary = [b"" if i in special else b for i, b in enumerate(tokenizer.token_bytes[:vocab_size])]
         self._eos = [i for i in tokenizer.eos_ids if i < vocab_size]
         info = xgrammar.TokenizerInfo(vocabulary, vocab_size=vocab_size, stop_token_ids=self._eos or None)
@@ -82,8 +89,10 @@ class Grammars:
             try:
                 compiled = self._compile(response_format)
             except Exception as e:
-                reason = " ".join(str(e).split())
+                reason = _PLACE.sub("", " ".join(str(e).split()))
                 raise UsageError(f"response_format: the {response_format['type']} is not valid: {reason:.300}") from e
+            if not self._allows_something(compiled):
+                raise UsageError(f"response_format: the {response_format['type']} allows no text at all")
         with self._lock:
             self._compiled[key] = compiled
             self._compiled.move_to_end(key)
@@ -94,6 +103,14 @@ class Grammars:
             compiled, override_stop_tokens=stops or None, terminate_without_stop_token=not stops
         )
         return GrammarState(matcher, frozenset(stops))
+
+    def _allows_something(self, compiled: Any) -> bool:
+        """Whether there is a first token: {"$ref": "#"}, say, compiles but never comes to one."""
+        import xgrammar
+
+        mask = np.zeros((1, -(-self._vocab_size // 32)), np.int32)
+        xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(mask, 0)
+        return bool(mask.any())
 
     def _compile(self, response_format: dict[str, Any]) -> Any:
         kind = response_format["type"]
