@@ -1,9 +1,10 @@
-"""``tool convert``: a checkpoint into an engine artifact."""
+"""``tool convert``: a checkpoint into an engine artifact, or with ``--to`` into another weight format."""
 
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -13,7 +14,23 @@ from toolkit.commands.output import stderr, stdout, table, write_json
 
 def run(
     model: Annotated[str, typer.Argument(help="Checkpoint directory (quantized or not), hub id, .gguf file, or demo.")],
-    dst_path: Annotated[str, typer.Option(help="Directory to write the engine artifact to.")],
+    dst_path: Annotated[
+        str, typer.Option(help="Directory to write to; with --to gguf a name that ends in .gguf is that one file.")
+    ],
+    to: Annotated[
+        str | None,
+        typer.Option(
+            help="Write a checkpoint in this format instead of an engine artifact: awq, gptq, gptq_v2, "
+            "compressed-tensors, w8a8, fp8, mxfp4, gguf, or hf (not quantized)."
+        ),
+    ] = None,
+    gguf_type: Annotated[
+        str | None,
+        typer.Option(
+            help="With --to gguf: q4_k_m, q4_k_s, q5_k_m, q5_k_s, q6_k, q8_0, q4_0, q4_1, q5_0, q5_1, bf16, f16, f32, "
+            "or auto (default): every matrix as it is."
+        ),
+    ] = None,
     target: Annotated[
         str, typer.Option(help="What to pack for: auto (the best for this machine), cpu or torch.")
     ] = "auto",
@@ -37,16 +54,29 @@ def run(
 ) -> None:
     """Pack MODEL so that it starts in milliseconds: its weights are mapped from the file, not copied.
 
-    Example: tool convert demo-awq --dst-path demo-engine
+    With --to, write it in another weight format instead; numbers change only where an unquantized model is rounded.
+
+    Examples: tool convert demo-awq --dst-path demo-engine;
+    tool convert demo --to gguf --gguf-type q4_k_m --dst-path demo.gguf
     """
     from toolkit.artifacts.source import resolve_model
     from toolkit.convert.convert import convert
+    from toolkit.errors import UsageError
 
+    if to is not None:
+        given = {
+            "--target": target != "auto",
+            "--model-format": model_format,
+            "--head-bits": head_bits,
+            "--tp": tp != 1,
+        }
+        _rewrite(model, dst_path, to, gguf_type, dtype, overwrite, revision, download_dir, json, given)
+        return
+    if gguf_type is not None:
+        raise UsageError("--gguf-type: only with --to gguf; leave it out")
     path = resolve_model(model, revision=revision, download_dir=download_dir)
     started = time.perf_counter()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = stderr()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with _progress() as progress:
         task = progress.add_task(f"Converting {model}", total=None)
         done = convert(
             str(path),
@@ -73,3 +103,60 @@ def run(
         ("try it", f"tool chat {done.path}"),
     ]
     stdout().print(table("Converted", ("", "value"), rows))
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = stderr()
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _rewrite(
+    model: str,
+    dst_path: str,
+    to: str,
+    gguf_type: str | None,
+    dtype: str,
+    overwrite: bool,
+    revision: str | None,
+    download_dir: str | None,
+    json: str | None,
+    given: dict[str, Any],
+) -> None:
+    """``convert --to``. ``given``: options that only an engine artifact has, and whether they were given."""
+    from toolkit.artifacts.source import resolve_model
+    from toolkit.convert.formats import rewrite
+    from toolkit.errors import UsageError
+
+    if wrong := next((name for name, value in given.items() if value), None):
+        raise UsageError(f"{wrong}: only for engine artifacts, not with --to; leave it out")
+    path = resolve_model(model, revision=revision, download_dir=download_dir)
+    started = time.perf_counter()
+    with _progress() as progress:
+        task = progress.add_task(f"Converting {model}", total=None)
+        done = rewrite(
+            str(path),
+            dst_path,
+            to=to,
+            gguf_type=gguf_type or "auto",
+            dtype=dtype,
+            overwrite=overwrite,
+            progress=lambda count, total: progress.update(task, completed=count, total=total),
+        )
+    files = [done.path] if done.path.is_file() else [file for file in done.path.rglob("*") if file.is_file()]
+    size = sum(file.stat().st_size for file in files)
+    facts = {"path": str(done.path), "format": done.to, "notes": done.notes, "size_bytes": size}
+    write_json(json, facts if done.manifest is None else {**done.manifest.to_json(), "notes": done.notes})
+    if json == "-":
+        return
+    if done.already_there:
+        stdout().print(f"{done.path}: already there", markup=False, soft_wrap=True)
+        return
+    rows = [("path", str(done.path)), ("format", done.to), ("size", f"{size / 2**20:.1f} MiB")]
+    rows += [("note", note) for note in done.notes]
+    rows += [("time", f"{time.perf_counter() - started:.1f} s"), ("try it", f"tool chat {_runnable(done.path)}")]
+    stdout().print(table("Converted", ("", "value"), rows))
+
+
+def _runnable(path: Path) -> Path:
+    return path / "model.gguf" if (path / "model.gguf").is_file() else path

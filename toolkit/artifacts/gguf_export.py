@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from toolkit.artifacts.gguf_models import ARCHS, row_order
 from toolkit.artifacts.gguf_quantize import quantize
 from toolkit.artifacts.gguf_vocabulary import vocabulary
 from toolkit.artifacts.gguf_writer import Entry, write_gguf
-from toolkit.artifacts.weights import load_stored, split_parts
+from toolkit.artifacts.weights import is_present, load_stored, split_parts
 from toolkit.errors import ToolkitError
 from toolkit.models.spec import AttentionSpec, DecoderSpec, StoredTensor
 
@@ -70,16 +70,21 @@ class Export:
         """GGML type → how many matrices have it."""
         return dict(Counter(piece.kind for piece in self.pieces if piece.place.columns))
 
-    def write(self, path: Path) -> None:
-        """Write the file; fills ``errors``: relative error of every matrix that is rounded, by canonical name."""
+    def write(self, path: Path, progress: Callable[[int, int], None] | None = None) -> None:
+        """Write the file; fills ``errors``: relative error of every matrix that is rounded, by canonical name.
+
+        ``progress``: called with (tensors done, of how many).
+        """
         entries = [Entry(name, factors.shape, "F32") for name, factors in self.factors.items()]
         entries += [Entry(piece.name, _shape(piece), piece.kind) for piece in self.pieces]
-        write_gguf(path, self.metadata, entries, self._bytes())
+        write_gguf(path, self.metadata, entries, self._bytes(progress))
 
-    def _bytes(self) -> Iterator[NDArray[np.uint8]]:
+    def _bytes(self, progress: Callable[[int, int], None] | None) -> Iterator[NDArray[np.uint8]]:
         for factors in self.factors.values():
             yield factors.view(np.uint8)
-        for piece in self.pieces:
+        for i, piece in enumerate(self.pieces):
+            if progress is not None:
+                progress(i + 1, len(self.pieces))
             parts = [self._one(piece, item, name) for item, name in piece.sources]
             yield parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -216,7 +221,7 @@ def _pieces(
     stems = _stems(model.arch)
     experts: dict[str, Piece] = {}
     for item in stored:
-        if item.optional and f"{item.name}.weight" not in checkpoint and item.name not in checkpoint:
+        if item.optional and not is_present(checkpoint, item):
             continue
         names = [item.name] if spec.family == "phi3" else [part.name for part in item.parts]
         for name in names:

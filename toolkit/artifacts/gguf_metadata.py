@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.errors import ToolkitError
-from toolkit.models.rope import inv_freq
 from toolkit.models.spec import AttentionSpec, DecoderSpec, MlpSpec, MoeSpec, RopeSpec
 
 # Our family → general.architecture. internlm2 and mistral are llamas once their tensors have a llama's names.
@@ -108,8 +107,7 @@ def _rope(rope: RopeSpec, found: ModelMetadata) -> None:
     if rope.kind == "yarn":
         values["rope.scaling.original_context_length"] = rope.original_max_position
     elif rope.kind == "llama3":
-        plain = inv_freq(RopeSpec(rope.rotary_dim, rope.theta))[0]
-        found.factors["rope_freqs.weight"] = (plain / inv_freq(rope)[0]).astype(np.float32)
+        found.factors["rope_freqs.weight"] = _llama3_factors(rope)
     elif rope.kind == "longrope":
         values["rope.scaling.original_context_length"] = rope.original_max_position
         values["rope.scaling.attn_factor"] = float(1.0 if rope.attention_factor is None else rope.attention_factor)
@@ -120,6 +118,15 @@ def _rope(rope: RopeSpec, found: ModelMetadata) -> None:
         found.notes.append(
             f"dynamic rope scaling has no place in GGUF: right up to {rope.original_max_position} tokens of context"
         )
+
+
+def _llama3_factors(rope: RopeSpec) -> NDArray[np.float32]:
+    """What every frequency is divided by: 1 for short wavelengths, ``factor`` for long ones, a blend between."""
+    exponents = np.arange(0, rope.rotary_dim, 2) / rope.rotary_dim
+    rotations = rope.original_max_position / (2 * np.pi * rope.theta**exponents)
+    smooth = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    smooth = np.clip(smooth, 0.0, 1.0)
+    return (1.0 / ((1.0 - smooth) / rope.factor + smooth)).astype(np.float32)
 
 
 def _windows(spec: DecoderSpec, layers: list[AttentionSpec], found: ModelMetadata) -> None:

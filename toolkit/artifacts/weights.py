@@ -130,13 +130,14 @@ def _rows(part: Part) -> Tensor | slice | None:
 def iter_canonical(checkpoint: Checkpoint, stored: Iterable[StoredTensor]) -> Iterator[tuple[str, Weight | Tensor]]:
     """Canonical parameters one stored module after another, so that memory holds one at a time."""
     for item in stored:
-        if item.optional and not _present(checkpoint, item):
+        if item.optional and not is_present(checkpoint, item):
             continue
         value, bias = load_stored(checkpoint, item)
         yield from split_parts(item, value, bias)
 
 
-def _present(checkpoint: Checkpoint, item: StoredTensor) -> bool:
+def is_present(checkpoint: Checkpoint, item: StoredTensor) -> bool:
+    """Whether an optional module is in the checkpoint."""
     form = format_of(checkpoint)
     if item.kind == "vector":
         return item.name in checkpoint

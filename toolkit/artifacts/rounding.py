@@ -1,0 +1,71 @@
+"""Plain rounding of float weights to canonical forms, without calibration."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from toolkit.artifacts.canonical import FP4_VALUES, BlockFp8, ChannelInt8, Fp4
+from toolkit.errors import ToolkitError
+
+E4M3_MAX = 448.0
+_SMALLEST = 1e-6  # of a tile's largest value, so that no scale is 0
+
+
+def check_finite(weight: Tensor, name: str) -> None:
+    """Raise ToolkitError that names the weight if it holds NaN or infinity."""
+    if not bool(torch.isfinite(weight).all()):
+        raise ToolkitError(f"{name}: holds NaN or infinity; nothing can be rounded")
+
+
+def to_channel_int8(weight: Tensor, name: str = "") -> ChannelInt8:
+    """Float [out, in] to int8, the largest value of a row at 127; a row of zeros has scale 1."""
+    check_finite(weight, name)
+    x = weight.float()
+    scales = x.abs().amax(1) / 127
+    scales = torch.where(scales == 0, torch.ones_like(scales), scales)
+    return ChannelInt8((x / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8), scales)
+
+
+def to_block_fp8(
+    weight: Tensor, name: str = "", *, block: tuple[int, int] = (128, 128), power_of_two: bool = False
+) -> BlockFp8:
+    """Float [out, in] to float8_e4m3fn with one scale a tile; ``power_of_two``: scales rounded up to powers of two."""
+    check_finite(weight, name)
+    x = weight.float()
+    rows, columns = x.shape
+    padded = torch.nn.functional.pad(x, (0, -columns % block[1], 0, -rows % block[0]))
+    tiles = padded.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))  # [row tiles, rows, column tiles, columns]
+    scales = tiles.abs().amax((1, 3)).clamp_(min=_SMALLEST) / E4M3_MAX
+    if power_of_two:
+        scales = torch.exp2(torch.ceil(torch.log2(scales)))
+    scaled = tiles / scales[:, None, :, None]
+    codes = scaled.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    flat = codes.view(torch.uint8).flatten(2, 3).flatten(0, 1)[:rows, :columns].contiguous()
+    return BlockFp8(flat.view(torch.float8_e4m3fn), scales, block)
+
+
+def to_mxfp4(weight: Tensor, name: str = "") -> Fp4:
+    """Float [out, in] to mxfp4 (OCP Microscaling Formats 1.0, 6.3): the scale of 32 values is the power of two of the
+    largest over 4 (the largest power that e2m1 holds); values go to the nearest code, ties to the even one.
+    """
+    check_finite(weight, name)
+    if weight.shape[1] % 32:
+        raise ToolkitError(f"{name}: {weight.shape[1]} input features are no multiple of mxfp4's blocks of 32")
+    x = weight.float().unflatten(1, (-1, 32))
+    peak = x.abs().amax(-1)
+    exponent = torch.frexp(peak).exponent - 1 - 2  # floor(log2(peak)) - 2
+    exponent = torch.where(peak == 0, torch.zeros_like(exponent), exponent).clamp(-127, 127)
+    scaled = torch.ldexp(x, -exponent[..., None])
+    return Fp4(nearest_fp4(scaled).flatten(1), (exponent + 127).to(torch.uint8), 32)
+
+
+def nearest_fp4(x: Tensor) -> Tensor:
+    """The e2m1 code, uint8, nearest to each value; beyond 6 the largest, ties to the code with an even mantissa."""
+    values = torch.tensor(FP4_VALUES[:8])
+    size = x.abs()
+    borders = (values[1:] + values[:-1]) / 2
+    low = torch.bucketize(size, borders)  # a value on a border stays below it
+    tied = (low < 7) & (size == borders[low.clamp(max=6)]) & (low % 2 == 1)
+    code = (low + tied.to(low.dtype)).to(torch.uint8)
+    return code | (torch.signbit(x).to(torch.uint8) << 3)

@@ -1,0 +1,346 @@
+"""Checkpoint → checkpoint in another weight format. Stage ``convert --to``.
+
+Between two formats that can hold the same numbers nothing changes but the packing. A matrix that is not quantized is
+rounded where the format asks for it (plainly, without calibration), which is said; one that is quantized already is
+never rounded a second time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
+from toolkit.artifacts.checkpoint_writer import write_model
+from toolkit.artifacts.formats.describe import Layout, form_name, layout_of
+from toolkit.artifacts.formats.writers import WRITERS, Writer, adapt
+from toolkit.artifacts.json_file import write_json_object
+from toolkit.artifacts.manifest import Manifest, describe_parent, read_manifest, require_kind
+from toolkit.artifacts.side_files import copy_side_files
+from toolkit.artifacts.source import resolve_model
+from toolkit.artifacts.stage import Stage, open_stage
+from toolkit.artifacts.weights import is_present, load_stored, validate_checkpoint
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.models.registry import load_spec
+from toolkit.models.spec import DecoderSpec, StoredTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from toolkit.artifacts.canonical import Weight
+
+Progress = Callable[[int, int], None]
+FORMATS = (*WRITERS, "gguf", "hf")
+DTYPES = ("auto", "float16", "bfloat16", "float32")
+_ROUNDED = ("w8a8", "fp8", "mxfp4")  # formats that a dense matrix can simply be rounded to
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """``notes``: what is to be told, one line each. ``manifest`` is None for a single GGUF file."""
+
+    path: Path
+    to: str
+    notes: list[str]
+    manifest: Manifest | None
+    already_there: bool = False
+
+
+@dataclass
+class _Work:
+    """A conversion under way. ``layouts``: of every linear written so far; ``errors``: of those rounded."""
+
+    checkpoint: Checkpoint
+    spec: DecoderSpec
+    stored: list[StoredTensor]
+    to: str
+    dtype: str
+    progress: Progress | None
+    layouts: dict[str, Layout | None] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    widened: list[str] = field(default_factory=list)
+
+
+def rewrite(
+    model: str,
+    dst_path: Path | str,
+    *,
+    to: str,
+    gguf_type: str = "auto",
+    dtype: str = "auto",
+    importance: Mapping[str, Tensor] | None = None,
+    overwrite: bool = False,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    progress: Progress | None = None,
+    quiet: bool = False,
+) -> Rewritten:
+    """Write ``model`` in format ``to`` (one of ``FORMATS``) to ``dst_path``, atomically.
+
+    ``gguf_type``: a mixture's name or "auto" (every matrix as it is, in the smallest type that holds it exactly);
+    ``dst_path`` ending in .gguf is that one file, else a directory with model.gguf in it. ``dtype``: of "hf", "auto"
+    keeps every number. ``importance``: mean squared inputs of linears by canonical name, for rounding to GGUF types.
+    Raises UsageError for a wrong option, ToolkitError, one line, where numbers would change that must not.
+    """
+    _check_options(to, gguf_type, dtype)
+    path = resolve_model(model, revision=revision, download_dir=download_dir, progress=not quiet)
+    require_kind(path, ("checkpoint", "quantized"), "convert --to")
+    checkpoint = open_checkpoint(path)
+    spec, stored = load_spec(checkpoint)
+    validate_checkpoint(checkpoint, stored)
+    target = Path(dst_path)
+    if to == "gguf":
+        return _to_gguf(checkpoint, spec, stored, target, gguf_type, importance, overwrite, progress)
+    options = {"to": to, "dtype": dtype}
+    kind = "checkpoint" if to == "hf" else "quantized"
+    parent = describe_parent(path)
+    with open_stage(target, kind=kind, stage="convert", parent=parent, options=options, overwrite=overwrite) as stage:
+        if stage.already_there:
+            return Rewritten(target, to, [], read_manifest(stage.target), True)
+        work = _Work(checkpoint, spec, stored, to, dtype, progress)
+        _write(work, stage)
+        return Rewritten(target, to, _notes(work), stage.finish(_quality(work)))
+
+
+def _check_options(to: str, gguf_type: str, dtype: str) -> None:
+    if to not in FORMATS:
+        raise UsageError(f"--to: expected one of {', '.join(FORMATS)}, found {to!r}")
+    if gguf_type != "auto":
+        from toolkit.artifacts.gguf_mixtures import find_mixture
+
+        if to != "gguf":
+            raise UsageError(f"--gguf-type: only with --to gguf, found --to {to}; leave it out")
+        find_mixture(gguf_type)
+    if dtype not in DTYPES:
+        raise UsageError(f"--dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
+    if dtype != "auto" and to != "hf":
+        raise UsageError(f"--dtype: only with --to hf, found --to {to}; leave it out")
+
+
+# -- directories
+
+
+def _write(work: _Work, stage: Stage) -> None:
+    tensors = _dense_tensors(work) if work.to == "hf" else _quantized_tensors(work, WRITERS[work.to])
+    write_model(stage.dir, tensors)
+    config = {k: v for k, v in work.checkpoint.config.items() if k != "quantization_config"}
+    if work.to != "hf":
+        config["quantization_config"] = WRITERS[work.to].config(work.layouts)
+    elif work.dtype != "auto" or work.widened:
+        config.pop("dtype", None)
+        config["torch_dtype"] = work.dtype if work.dtype != "auto" else "float32"
+    write_json_object(stage.dir / "config.json", config)
+    copy_side_files(work.checkpoint, stage.dir)
+
+
+def _modules(work: _Work) -> Iterator[tuple[StoredTensor, Weight | Tensor, Tensor | None]]:
+    for i, item in enumerate(work.stored):
+        if (item.kind == "head" and work.spec.tied) or (item.optional and not is_present(work.checkpoint, item)):
+            continue
+        yield item, *load_stored(work.checkpoint, item)
+        if work.progress is not None:
+            work.progress(i + 1, len(work.stored))
+
+
+def _plain(item: StoredTensor, value: Tensor) -> tuple[str, Tensor]:
+    return (item.name if item.kind == "vector" else f"{item.name}.weight"), value
+
+
+def _quantized_tensors(work: _Work, writer: Writer) -> Iterator[tuple[str, Tensor]]:
+    import torch
+
+    from toolkit.artifacts.canonical import Dense
+
+    for item, value, bias in _modules(work):
+        if isinstance(value, torch.Tensor):
+            yield _plain(item, value)
+            continue
+        if item.kind == "linear":
+            value = _fitting(work, item, value, writer)
+        quantized = not isinstance(value, Dense) and (item.kind == "linear" or writer.cannot_hold(value) is None)
+        if item.kind == "embed" or not quantized:
+            yield f"{item.name}.weight", _exact(work, item.name, value)
+        else:
+            yield from writer.write(item.name, value).items()
+        if item.kind in ("linear", "router", "head"):
+            work.layouts[item.name] = layout_of(value) if quantized else None
+        if bias is not None:
+            yield f"{item.name}.bias", bias
+
+
+def _fitting(work: _Work, item: StoredTensor, value: Weight, writer: Writer) -> Weight:
+    """A linear in a form that the format holds: with the same numbers, or rounded if it was dense."""
+    from toolkit.artifacts.canonical import Dense
+
+    if not isinstance(value, Dense):
+        found, reason = adapt(value, writer)
+        if reason is not None:
+            raise ToolkitError(
+                f"{work.checkpoint.path}: {item.name}: {form_name(value)} cannot be {writer.name} without changing its "
+                f"numbers: {reason}"
+            )
+        return found
+    if writer.name not in _ROUNDED:
+        if work.checkpoint.quantization is not None:
+            return value  # left dense by whoever quantized the rest
+        lite = "auto_awq" if writer.name == "awq" else "auto_gptq"
+        raise ToolkitError(
+            f"{work.checkpoint.path}: not quantized, and {writer.name} needs calibration: use tool lite {lite}"
+        )
+    rounded = _round(value.weight, item.name, writer.name)
+    norm = float(value.weight.float().norm())
+    work.errors[item.name] = float((rounded.dequantize() - value.weight.float()).norm()) / norm if norm else 0.0
+    return rounded
+
+
+def _round(weight: Tensor, name: str, to: str) -> Weight:
+    from toolkit.artifacts import rounding
+
+    if to == "w8a8":
+        return rounding.to_channel_int8(weight, name)
+    return rounding.to_block_fp8(weight, name) if to == "fp8" else rounding.to_mxfp4(weight, name)
+
+
+def _exact(work: _Work, name: str, value: Weight) -> Tensor:
+    """A weight as plain floats with the same numbers: its own type, or the narrowest of three that holds them."""
+    import torch
+
+    from toolkit.artifacts.canonical import Dense
+
+    if isinstance(value, Dense):
+        return value.weight
+    full = value.dequantize()
+    for dtype in (torch.bfloat16, torch.float16):
+        if torch.equal(full.to(dtype).float(), full):
+            return full.to(dtype)
+    work.widened.append(name)
+    return full
+
+
+def _dense_tensors(work: _Work) -> Iterator[tuple[str, Tensor]]:
+    import torch
+
+    from toolkit.artifacts.canonical import Dense
+
+    for item, value, bias in _modules(work):
+        parts = dict([_plain(item, value)]) if isinstance(value, torch.Tensor) else None
+        if parts is None:
+            assert not isinstance(value, torch.Tensor)
+            if work.dtype == "auto":
+                parts = {f"{item.name}.weight": _exact(work, item.name, value)}
+            else:
+                dense = value.weight if isinstance(value, Dense) else value.dequantize()
+                parts = {f"{item.name}.weight": dense}
+        if bias is not None:
+            parts[f"{item.name}.bias"] = bias
+        for name, tensor in parts.items():
+            yield name, tensor if work.dtype == "auto" else _cast(name, tensor, work)
+
+
+def _cast(name: str, tensor: Tensor, work: _Work) -> Tensor:
+    import torch
+
+    cast = tensor.to(getattr(torch, work.dtype))
+    if not torch.equal(cast.isfinite(), tensor.isfinite()):
+        raise ToolkitError(f"{name}: a value is beyond float16's 65504; use --dtype bfloat16 or float32")
+    if name.endswith(".weight") and not torch.equal(cast.float(), tensor.float()):
+        work.errors[name.removesuffix(".weight")] = float(
+            (cast.float() - tensor.float()).norm() / tensor.float().norm()
+        )
+    return cast
+
+
+def _notes(work: _Work) -> list[str]:
+    notes = []
+    if work.errors:
+        worst = max(work.errors.values())
+        what = work.dtype if work.to == "hf" else work.to
+        notes.append(f"{len(work.errors)} matrices rounded to {what} (largest relative error {worst:.2%})")
+    else:
+        notes.append("lossless: every weight keeps its numbers")
+    if work.widened:
+        more = f" and {len(work.widened) - 1} more" if len(work.widened) > 1 else ""
+        notes.append(f"{work.widened[0]}{more}: stored as float32, which alone holds its numbers")
+    return notes
+
+
+def _quality(work: _Work) -> dict[str, Any]:
+    return {"layers": [{"name": name, "rel_error": error} for name, error in work.errors.items()]}
+
+
+# -- GGUF
+
+
+def _to_gguf(
+    checkpoint: Checkpoint,
+    spec: DecoderSpec,
+    stored: list[StoredTensor],
+    target: Path,
+    gguf_type: str,
+    importance: Mapping[str, Tensor] | None,
+    overwrite: bool,
+    progress: Progress | None,
+) -> Rewritten:
+    from toolkit.artifacts.gguf_export import plan_export
+
+    if target.suffix.lower() == ".gguf":
+        _check_file(target, checkpoint.path, overwrite)
+        export = plan_export(checkpoint, spec, stored, gguf_type, importance)
+        partial = target.with_name(f".{target.name}.partial")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            export.write(partial, progress)
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(partial, target)
+        except OSError as error:
+            raise ToolkitError(f"{target}: cannot be written: {error.strerror}") from error
+        finally:
+            partial.unlink(missing_ok=True)
+        return Rewritten(target, "gguf", _gguf_notes(export), None)
+    options: dict[str, Any] = {"to": "gguf", "gguf_type": gguf_type}
+    if importance is not None:
+        options["importance"] = _digest(importance)
+    with open_stage(
+        target,
+        kind="quantized",
+        stage="convert",
+        parent=describe_parent(checkpoint.path),
+        options=options,
+        overwrite=overwrite,
+    ) as stage:
+        if stage.already_there:
+            return Rewritten(target, "gguf", [], read_manifest(stage.target), True)
+        export = plan_export(checkpoint, spec, stored, gguf_type, importance)
+        export.write(stage.dir / "model.gguf", progress)
+        layers = [{"name": name, "rel_error": error} for name, error in export.errors.items()]
+        return Rewritten(target, "gguf", _gguf_notes(export), stage.finish({"layers": layers, "types": export.types}))
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode() + tensors[name].float().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _check_file(target: Path, source: Path, overwrite: bool) -> None:
+    if target.is_dir():
+        raise UsageError(f"{target}: expected a file name, found a directory of that name")
+    if target.exists() and target.resolve() == source.resolve():
+        raise UsageError(f"{target}: is the model itself; choose another name")
+    if target.exists() and not overwrite:
+        raise UsageError(f"{target}: exists; give --overwrite to replace it")
+
+
+def _gguf_notes(export: Any) -> list[str]:
+    types = ", ".join(f"{count} × {kind}" for kind, count in sorted(export.types.items()))
+    notes = [f"matrices: {types}", *export.notes]
+    if not export.errors:
+        return [*notes, "lossless: every weight keeps its numbers"]
+    worst = max(export.errors.values())
+    return [*notes, f"{len(export.errors)} matrices rounded (largest relative error {worst:.2%})"]
