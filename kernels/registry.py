@@ -23,14 +23,10 @@ PRIORITY: dict[str, tuple[str, ...]] = {
 }
 _DECLARATIONS = ("norm", "rope", "activation", "embedding", "linear", "attention", "moe", "sampling")
 _IMPLEMENTATIONS = ("torch.dense", "torch.attention", "torch.linear", "torch.moe", "torch.sampling")
-_TRITON = (
-    "norm",
-    "activation",
-    "rope",
-    "embedding",
-    "kv_write",
-    "attention",
-)  # imported where triton is installed: Linux
+_TRITON = (  # imported where triton is installed: on Linux
+    *("norm", "activation", "rope", "embedding", "kv_write", "attention"),
+    *("linear_group", "linear_row", "moe"),
+)
 
 
 class KernelError(Exception):

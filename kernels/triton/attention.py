@@ -336,8 +336,9 @@ def _choice(kind: str, rows: int, dim: int, bits: int, q: Tensor) -> dict[str, i
     The block table's entry and the products take stages of the pipeline too: with three stages more than tiles, n tiles
     of keys are on their way at once, as many as leave room for a second block on the multiprocessor, at most 3.
     """
-    keys = 64 if dim <= 128 and q.dtype != torch.float32 else 32
-    default = {"keys": keys, "warps": 8 if rows * power_of_2(dim) >= 1 << 14 else 4}
+    hopper = capability_of(q.device) >= 90
+    keys = 64 if dim <= 128 and q.dtype != torch.float32 and (hopper or kind == "decode") else 32
+    default = {"keys": keys, "warps": 8 if rows >= 128 or rows * power_of_2(dim) >= 1 << 14 else 4}
     found = tuned("attend_kernel", f"{kind}-{dim}-{bits}", default, q.device)
     element = q.element_size() if bits == 0 else bits / 8
     stage = int(2 * found["keys"] * power_of_2(dim) * element)

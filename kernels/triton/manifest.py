@@ -108,9 +108,71 @@ def _attention() -> Iterator[Call]:
                 yield Call("paged_attention", label, attend, traits={"head_dim": dim, "bits": bits})
 
 
+def _group_linear() -> Iterator[Call]:
+    forms = [
+        ("int4-g128", 4, 128, False, False),
+        ("int4-g32", 4, 32, False, False),
+        ("int4-minima", 4, 128, True, False),
+    ]
+    forms += [
+        ("int4-order", 4, 128, False, True),
+        ("int8-g128", 8, 128, False, False),
+        ("int2-g64", 2, 64, False, False),
+    ]
+    for label, bits, group, minima, order in forms:
+        for tokens in (1, 32, 64, 256, 2048) if label == "int4-g128" else (1, 256, 2048):
+
+            def make(dtype, bits=bits, group=group, minima=minima, order=order, tokens=tokens) -> dict[str, Any]:
+                groups, planes = 4096 // group, 8 // bits
+                return {
+                    "x": empty(tokens, 4096, dtype=dtype),
+                    "packed": empty(6144, 4096 // planes, dtype=torch.uint8),
+                    "scales": empty(6144, groups, dtype=torch.float16),
+                    "zeros": None if minima else empty(6144, groups, dtype=torch.uint8),
+                    "minima": empty(6144, groups, dtype=torch.float16) if minima else None,
+                    "bits": bits,
+                    "group_index": empty(4096, dtype=torch.int32) if order else None,
+                }
+
+            yield Call("linear_group_int", f"{label}-{tokens}", make, traits={"bits": bits})
+
+
+def _row_linear() -> Iterator[Call]:
+    for op, kind in (("linear_int8", torch.int8), ("linear_fp8", torch.float8_e4m3fn)):
+        for tokens in (1, 64, 2048):
+
+            def make(dtype: torch.dtype, kind=kind, tokens=tokens) -> dict[str, Any]:
+                weight = {"weight": empty(6144, 4096, dtype=kind), "scales": empty(6144, dtype=torch.float32)}
+                return {"x": empty(tokens, 4096, dtype=dtype), "bias": empty(6144, dtype=dtype)} | weight
+
+            yield Call(op, f"{tokens}", make)
+
+
+def _moe() -> Iterator[Call]:
+    for label, count, top_k, hidden, inner in (("mixtral", 8, 2, 4096, 14336), ("qwen3-30b", 128, 8, 2048, 768)):
+        for tokens in (1, 64, 4096):
+
+            def route(dtype, count=count, top_k=top_k, tokens=tokens) -> dict[str, Any]:
+                logits = {"logits": empty(tokens, count, dtype=dtype)}
+                return logits | {"top_k": top_k, "scoring": "softmax", "norm_topk": True}
+
+            def experts(dtype, count=count, top_k=top_k, hidden=hidden, inner=inner, tokens=tokens) -> dict[str, Any]:
+                return {
+                    "x": empty(tokens, hidden, dtype=dtype),
+                    "experts": empty(tokens, top_k, dtype=torch.int64),
+                    "weights": empty(tokens, top_k, dtype=torch.float32),
+                    "gate_up": empty(count, 2 * inner, hidden, dtype=dtype),
+                    "down": empty(count, hidden, inner, dtype=dtype),
+                    "activation": "silu",
+                }
+
+            yield Call("moe_route", f"{label}-{tokens}", route)
+            yield Call("moe_experts", f"{label}-{tokens}", experts)
+
+
 def calls() -> list[Call]:
     """All calls, family by family."""
-    return [*_rowwise(), *_kv_write(), *_attention()]
+    return [*_rowwise(), *_kv_write(), *_attention(), *_group_linear(), *_row_linear(), *_moe()]
 
 
 # What the machine code of a kernel must show: "vector": 128-bit loads from global memory; "async": asynchronous
@@ -121,4 +183,10 @@ CLAIMS: dict[str, frozenset[str]] = {
     "embedding_kernel": frozenset({"vector"}),
     "attend_kernel": frozenset({"async", "mma"}),
     "merge_kernel": frozenset({"vector"}),
+    "group_linear_kernel": frozenset({"async", "mma"}),
+    "expand_kernel": frozenset({"vector"}),
+    "round_rows_kernel": frozenset({"vector"}),
+    "expert_linear_kernel": frozenset({"async", "mma"}),
+    "combine_kernel": frozenset({"vector"}),
+    "row_linear_kernel": frozenset({"async", "mma"}),
 }
