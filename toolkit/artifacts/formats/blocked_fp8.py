@@ -104,5 +104,5 @@ def config(layouts: Mapping[str, Layout | None], *, scale_fmt: str | None = None
     }
     if scale_fmt is not None:
         found["scale_fmt"] = scale_fmt
-    skip = [name for name, layout in layouts.items() if layout is None]
-    return {**found, "modules_to_not_convert": skip} if skip else found
+    skip = [name for name, layout in {"lm_head": None, **layouts}.items() if layout is None]
+    return {**found, "modules_to_not_convert": skip}

@@ -275,7 +275,8 @@ def config(layouts: Mapping[str, Layout | None]) -> dict[str, Any]:
         "format": forms.pop() if len(forms) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": [name for name, layout in layouts.items() if layout is None],
+        # a tied head is no module of the checkpoint, but is one to readers
+        "ignore": [name for name, layout in {"lm_head": None, **layouts}.items() if layout is None],
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }

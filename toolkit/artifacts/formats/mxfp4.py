@@ -80,5 +80,5 @@ def write_linear(name: str, weight: Weight) -> dict[str, Tensor]:
 def config(layouts: Mapping[str, Layout | None]) -> dict[str, Any]:
     """``quantization_config`` of linears by name (None: left dense)."""
     found: dict[str, Any] = {"quant_method": METHOD}
-    skip = [name for name, layout in layouts.items() if layout is None]
-    return {**found, "modules_to_not_convert": skip} if skip else found
+    skip = [name for name, layout in {"lm_head": None, **layouts}.items() if layout is None]
+    return {**found, "modules_to_not_convert": skip}

@@ -1,0 +1,430 @@
+"""GPTQ writing, compressed-tensors, auto-round, blocked fp8 and mxfp4 against naive readers written from the formats.
+
+The naive ones go bit by bit in Python integers and share nothing with the package.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, Weight
+from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
+from toolkit.artifacts.formats import FORMATS, auto_round, awq, blocked_fp8, compressed_tensors, gptq, mxfp4
+from toolkit.artifacts.formats.bits import pack_whole_words, pack_words, unpack_whole_words, unpack_words
+from toolkit.artifacts.formats.describe import layout_of
+from toolkit.artifacts.rounding import nearest_fp4, to_block_fp8, to_channel_int8, to_mxfp4
+from toolkit.artifacts.weights import load_stored, validate_checkpoint
+from toolkit.errors import ToolkitError
+from toolkit.models.spec import Part, StoredTensor
+
+N_IN, N_OUT = 96, 64
+NAME = "model.layers.0.mlp.up_proj"
+LINEAR = StoredTensor(NAME, "linear", (N_OUT, N_IN), (Part(NAME),))
+
+
+def group_int(
+    seed: int, bits: int = 4, group: int = 32, *, symmetric: bool = False, order: bool = False, least_zero: int = 0
+) -> GroupInt:
+    g = torch.Generator().manual_seed(seed)
+    groups = N_IN // group
+    zeros = torch.randint(least_zero, 1 << bits, (N_OUT, groups), generator=g).to(torch.uint8)
+    return GroupInt(
+        codes=torch.randint(0, 1 << bits, (N_OUT, N_IN), generator=g).to(torch.uint8),
+        scales=(torch.rand(N_OUT, groups, generator=g) + 0.1).half(),
+        zeros=torch.full_like(zeros, 1 << (bits - 1)) if symmetric else zeros,
+        bits=bits,
+        group_size=group,
+        group_index=(torch.randperm(N_IN, generator=g) // group).int() if order else None,
+    )
+
+
+def checkpoint_of(path: Path, tensors: dict[str, torch.Tensor], quantization: dict[str, Any]) -> Checkpoint:
+    save_file({k: v.contiguous() for k, v in tensors.items()}, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    return open_checkpoint(path)
+
+
+def read_back(path: Path, tensors: dict[str, torch.Tensor], quantization: dict[str, Any]) -> Weight:
+    checkpoint = checkpoint_of(path, tensors, quantization)
+    validate_checkpoint(checkpoint, [LINEAR])
+    weight, _ = load_stored(checkpoint, LINEAR)
+    assert not isinstance(weight, torch.Tensor)
+    return weight
+
+
+def same(a: Weight, b: Weight) -> bool:
+    return type(a) is type(b) and a.shape == b.shape and torch.equal(a.dequantize(), b.dequantize())
+
+
+def bits_of(words: torch.Tensor) -> int:
+    """A row of int32 words as one long little-endian integer."""
+    return sum((word & 0xFFFFFFFF) << (32 * i) for i, word in enumerate(words.tolist()))
+
+
+def stream_codes(words: torch.Tensor, bits: int, count: int) -> list[int]:
+    total = bits_of(words)
+    return [total >> (bits * i) & ((1 << bits) - 1) for i in range(count)]
+
+
+def naive_gptq(tensors: dict[str, torch.Tensor], bits: int, offset: int) -> np.ndarray:
+    scales, index = tensors[f"{NAME}.scales"].float().numpy(), tensors[f"{NAME}.g_idx"].tolist()
+    zeros = [stream_codes(row, bits, N_OUT) for row in tensors[f"{NAME}.qzeros"]]
+    dense = np.zeros((N_OUT, N_IN), np.float32)
+    for out in range(N_OUT):
+        codes = stream_codes(tensors[f"{NAME}.qweight"][:, out], bits, N_IN)
+        for i, (code, group) in enumerate(zip(codes, index, strict=True)):
+            dense[out, i] = np.float32(code - (zeros[group][out] + offset)) * scales[group, out]
+    return dense
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 1 << 30), bits=st.integers(1, 8), count=st.integers(1, 70))
+def test_both_packings_are_inverted(seed: int, bits: int, count: int) -> None:
+    codes = torch.randint(0, 1 << bits, (3, count), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
+    dense, whole = pack_words(codes, bits), pack_whole_words(codes, bits)
+    assert dense.shape[1] == -(-count * bits // 32)
+    assert whole.shape[1] == -(-count // (32 // bits))
+    assert [stream_codes(row, bits, count) for row in dense] == codes.tolist()
+    assert torch.equal(unpack_words(dense, bits)[:, :count], codes)
+    assert torch.equal(unpack_whole_words(whole, bits)[:, :count], codes)
+
+
+# --- GPTQ ------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    bits=st.sampled_from(gptq.BITS),
+    version=st.sampled_from([1, 2]),
+    order=st.booleans(),
+    group=st.sampled_from([16, 32, 96]),
+)
+def test_a_naive_reader_understands_the_gptq_we_write(
+    seed: int, bits: int, version: int, order: bool, group: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    weight = group_int(seed, bits, group, order=order and group < N_IN, least_zero=2 - version)
+    tensors = gptq.write_linear(NAME, weight, version=version)
+    assert np.array_equal(naive_gptq(tensors, bits, 2 - version), weight.dequantize().numpy())
+    config = gptq.config({NAME: layout_of(weight)}, version=version)
+    assert same(read_back(tmp_path_factory.mktemp("gptq"), tensors, config), weight)
+
+
+def test_gptq_with_a_wrong_zero_reads_other_numbers(tmp_path: Path) -> None:
+    weight = group_int(5, least_zero=1)
+    tensors = gptq.write_linear(NAME, weight)
+    wrong = gptq.config({NAME: layout_of(weight)}, version=2)
+    assert not same(read_back(tmp_path, tensors, wrong), weight)
+
+
+def test_gptq_1_cannot_hold_a_zero_point_of_zero() -> None:
+    weight = group_int(5)
+    with pytest.raises(ToolkitError, match="gptq_v2"):
+        gptq.write_linear(NAME, weight)
+    gptq.write_linear(NAME, weight, version=2)
+
+
+@pytest.mark.parametrize("weight", [Dense(torch.zeros(8, 8)), group_int(1, bits=5), to_channel_int8(torch.ones(8, 8))])
+def test_gptq_names_what_it_cannot_hold(weight: Weight) -> None:
+    with pytest.raises(ToolkitError, match="GPTQ holds"):
+        gptq.write_linear(NAME, weight)
+
+
+def test_gptq_dynamic_gives_modules_bits_of_their_own(tmp_path: Path) -> None:
+    weights = {
+        NAME: group_int(1, bits=8, symmetric=True),
+        "a": group_int(2, symmetric=True),
+        "b": group_int(3, symmetric=True),
+    }
+    layouts = {name: layout_of(weight) for name, weight in weights.items()} | {"dense": None, "lm_head": None}
+    config = gptq.config(layouts)
+    assert config["bits"] == 4 and config["lm_head"] is False
+    assert config["dynamic"] == {
+        r"+:^model\.layers\.0\.mlp\.up_proj$": {"bits": 8, "group_size": 32, "sym": True, "desc_act": False},
+        "-:^dense$": {},
+    }
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in weights.items():
+        tensors |= gptq.write_linear(name, weight)
+    assert same(read_back(tmp_path, tensors, config), weights[NAME])
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "word"), [({"(": {}}, "pattern"), ([1], "object of patterns"), ({"x": 3}, "expected an object")]
+)
+def test_a_broken_dynamic_is_named(tmp_path: Path, dynamic: Any, word: str) -> None:
+    weight = group_int(1, symmetric=True)
+    config = gptq.config({NAME: layout_of(weight)}) | {"dynamic": dynamic}
+    with pytest.raises(ToolkitError, match=word):
+        read_back(tmp_path, gptq.write_linear(NAME, weight), config)
+
+
+# --- auto-round ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packing", list(auto_round.PACKINGS))
+def test_auto_round_packings(tmp_path: Path, packing: str) -> None:
+    offset = auto_round.PACKINGS[packing]
+    weight = group_int(3, least_zero=1)
+    tensors = awq.write_linear(NAME, weight) if offset is None else gptq.write_linear(NAME, weight, version=2 - offset)
+    config = {"quant_method": "auto-round", "packing_format": packing, "bits": 4, "group_size": 32, "sym": False}
+    assert same(read_back(tmp_path, tensors, config), weight)
+
+
+@pytest.mark.parametrize("key", [NAME, r".*mlp\.up_proj"])
+def test_auto_round_extra_config(tmp_path: Path, key: str) -> None:
+    weight = group_int(3, bits=8, group=16, symmetric=True)
+    config = {
+        "quant_method": "auto-round",
+        "packing_format": "auto_round:auto_gptq",
+        "bits": 4,
+        "group_size": 32,
+        "extra_config": {key: {"bits": 8, "group_size": 16}, "other": {"bits": 16}},
+    }
+    assert same(read_back(tmp_path, gptq.write_linear(NAME, weight), config), weight)
+
+
+# --- compressed-tensors ----------------------------------------------------------------------------------------------
+
+
+def naive_packed(tensors: dict[str, torch.Tensor], bits: int, symmetric: bool) -> np.ndarray:
+    scales = tensors[f"{NAME}.weight_scale"].float().numpy()
+    half, group = 1 << (bits - 1), N_IN // scales.shape[1]
+    zeros = np.zeros(scales.shape, np.int64)
+    if not symmetric:
+        stored = tensors[f"{NAME}.weight_zero_point"]
+        zeros = np.array([stream_codes(stored[:, g], bits, N_OUT) for g in range(scales.shape[1])]).T - half
+    dense = np.zeros((N_OUT, N_IN), np.float32)
+    for out in range(N_OUT):
+        for i, code in enumerate(stream_codes(tensors[f"{NAME}.weight_packed"][out], bits, N_IN)):
+            dense[out, i] = np.float32(code - half - zeros[out, i // group]) * scales[out, i // group]
+    return dense
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    bits=st.integers(2, 8),
+    group=st.sampled_from([16, 32, 96]),
+    symmetric=st.booleans(),
+)
+def test_a_naive_reader_understands_pack_quantized(
+    seed: int, bits: int, group: int, symmetric: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    weight = group_int(seed, bits, group, symmetric=symmetric)
+    tensors = compressed_tensors.write_linear(NAME, weight)
+    assert np.array_equal(naive_packed(tensors, bits, symmetric), weight.dequantize().numpy())
+    config = compressed_tensors.config({NAME: layout_of(weight)})
+    back = read_back(tmp_path_factory.mktemp("ct"), tensors, config)
+    assert same(back, weight) and isinstance(back, GroupInt) and torch.equal(back.codes, weight.codes)
+
+
+@pytest.mark.parametrize("bits", [3, 5, 6, 7])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_the_packing_of_earlier_releases_is_told_by_its_shape(tmp_path: Path, bits: int, symmetric: bool) -> None:
+    weight = group_int(4, bits, symmetric=symmetric)
+    tensors = compressed_tensors.write_linear(NAME, weight)
+    tensors[f"{NAME}.weight_packed"] = pack_whole_words(weight.codes, bits)
+    if not symmetric:
+        assert weight.zeros is not None
+        tensors[f"{NAME}.weight_zero_point"] = pack_whole_words(weight.zeros.t().contiguous(), bits).t().contiguous()
+    assert same(read_back(tmp_path, tensors, compressed_tensors.config({NAME: layout_of(weight)})), weight)
+
+
+def test_act_order_of_earlier_releases_is_read(tmp_path: Path) -> None:
+    weight = group_int(4, symmetric=True, order=True)
+    plain = GroupInt(weight.codes, weight.scales, weight.zeros, 4, 32)
+    tensors = compressed_tensors.write_linear(NAME, plain)
+    assert weight.group_index is not None
+    tensors[f"{NAME}.weight_g_idx"] = weight.group_index
+    config = compressed_tensors.config({NAME: layout_of(plain)})
+    assert same(read_back(tmp_path, tensors, config), weight)
+    with pytest.raises(ToolkitError, match="act-order"):
+        compressed_tensors.write_linear(NAME, weight)
+
+
+WEIGHTS: dict[str, Weight] = {
+    "int4": group_int(1, symmetric=True),
+    "int4 asymmetric": group_int(2),
+    "int8 a row": group_int(3, 8, N_IN),
+    "W8A8": to_channel_int8(torch.randn(N_OUT, N_IN)),
+    "fp8": Fp8(torch.randn(N_OUT, N_IN).to(torch.float8_e4m3fn), torch.rand(N_OUT) + 0.1),
+    "fp8 in blocks": to_block_fp8(torch.randn(N_OUT, N_IN), block=(32, 40)),
+    "mxfp4": to_mxfp4(torch.randn(N_OUT, N_IN)),
+    "nvfp4": Fp4(
+        torch.randint(0, 16, (N_OUT, N_IN)).to(torch.uint8),
+        (torch.rand(N_OUT, N_IN // 16) * 100).to(torch.float8_e4m3fn),
+        16,
+        torch.tensor([37.5]),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", list(WEIGHTS))
+def test_compressed_tensors_round_trip(tmp_path: Path, kind: str) -> None:
+    weight = WEIGHTS[kind]
+    config = compressed_tensors.config({NAME: layout_of(weight), "lm_head": None})
+    assert config["ignore"] == ["lm_head"]
+    back = read_back(tmp_path, compressed_tensors.write_linear(NAME, weight), config)
+    assert same(back, weight)
+
+
+@pytest.mark.parametrize("kind", list(WEIGHTS))
+def test_the_library_itself_reads_what_we_write(kind: str) -> None:
+    """Its config parser takes our config, its decompressor gives our numbers."""
+    library = pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    assert library
+    weight = WEIGHTS[kind]
+    config = QuantizationConfig.model_validate(compressed_tensors.config({NAME: layout_of(weight)}))
+    scheme = config.config_groups["group_0"]
+    tensors = {k.removeprefix(f"{NAME}."): v for k, v in compressed_tensors.write_linear(NAME, weight).items()}
+    if "weight_scale" in tensors and tensors["weight_scale"].dtype in (torch.float16, torch.bfloat16):
+        tensors["weight_scale"] = tensors["weight_scale"].float()
+    theirs = BaseCompressor.get_value_from_registry(config.format).decompress(tensors, scheme)["weight"].float()
+    tolerance = 1 / 256 if kind in ("nvfp4", "mxfp4") else 1e-6  # the library unpacks 4-bit floats into bfloat16
+    assert torch.allclose(theirs, weight.dequantize(), rtol=tolerance, atol=0)
+
+
+def test_targets_names_beat_patterns_beat_classes(tmp_path: Path) -> None:
+    weight = group_int(3, 8, symmetric=True)
+    config = compressed_tensors.config({NAME: layout_of(weight)})
+    right = config["config_groups"]["group_0"]
+    wrong = {**right, "weights": {**right["weights"], "num_bits": 4}}
+    tensors = compressed_tensors.write_linear(NAME, weight)
+    for targets in ([NAME], ["re:.*up_proj"]):
+        groups = {"a": {**wrong, "targets": ["Linear"]}, "b": {**right, "targets": targets}}
+        assert same(read_back(tmp_path, tensors, config | {"config_groups": groups}), weight)
+    groups = {"a": {**wrong, "targets": ["re:.*up_proj"]}, "b": {**right, "targets": [NAME]}}
+    assert same(read_back(tmp_path, tensors, config | {"config_groups": groups}), weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"config_groups": {}}, "config_groups"),
+        ({"config_groups": {"W4A16": ["Linear"]}}, "preset"),
+        ({"ignore": ["re:("]}, "ignore"),
+        ({"ignore": [NAME]}, NAME),
+        ({"format": "marlin-24"}, "marlin-24"),
+    ],
+)
+def test_configs_that_cannot_be_read_are_named(tmp_path: Path, change: dict[str, Any], word: str) -> None:
+    weight = group_int(3, symmetric=True)
+    config = compressed_tensors.config({NAME: layout_of(weight)})
+    config["config_groups"]["group_0"].pop("format")
+    with pytest.raises(ToolkitError, match=re.escape(word)) as caught:
+        read_back(tmp_path, compressed_tensors.write_linear(NAME, weight), config | change)
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_one_scale_for_all_and_weight_only_float8(tmp_path: Path) -> None:
+    values = torch.randn(N_OUT, N_IN).to(torch.float8_e4m3fn)
+    weight = Fp8(values, torch.full((N_OUT,), 0.25))
+    config = compressed_tensors.config({NAME: layout_of(weight)})
+    group = config["config_groups"]["group_0"]
+    group["weights"]["strategy"] = "tensor"
+    tensors = {f"{NAME}.weight": values, f"{NAME}.weight_scale": torch.tensor([0.25], dtype=torch.bfloat16)}
+    assert same(read_back(tmp_path, tensors, config), weight)
+    group["input_activations"] = None
+    back = read_back(tmp_path, tensors, config)
+    assert isinstance(back, BlockFp8) and torch.equal(back.dequantize(), weight.dequantize())
+
+
+# --- blocked fp8, mxfp4 ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(256, 384), (200, 130), (1, 1)])
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_blocked_fp8_against_a_naive_reader(tmp_path: Path, shape: tuple[int, int], power_of_two: bool) -> None:
+    dense = torch.randn(shape) * torch.rand(shape[0], 1) * 30
+    weight = to_block_fp8(dense, power_of_two=power_of_two)
+    tensors = blocked_fp8.write_linear(NAME, weight)
+    scales = tensors[f"{NAME}.weight_scale_inv"].numpy()
+    assert scales.shape == (-(-shape[0] // 128), -(-shape[1] // 128))
+    values = tensors[f"{NAME}.weight"].float().numpy()
+    naive = np.array([[values[o, i] * scales[o // 128, i // 128] for i in range(shape[1])] for o in range(shape[0])])
+    assert np.array_equal(naive, weight.dequantize().numpy())
+    assert float((weight.dequantize() - dense).norm() / dense.norm()) < 0.0625  # half a unit of e4m3
+    if power_of_two:
+        assert bool((torch.frexp(weight.scales).mantissa == 0.5).all())
+    checkpoint = checkpoint_of(tmp_path, tensors, blocked_fp8.config({NAME: layout_of(weight)}))
+    item = StoredTensor(NAME, "linear", shape, (Part(NAME),))
+    validate_checkpoint(checkpoint, [item])
+    assert same(load_stored(checkpoint, item)[0], weight)  # type: ignore[arg-type]
+
+
+def test_rows_of_tiles_keep_their_scales() -> None:
+    weight = to_block_fp8(torch.randn(300, 140))
+    rows = torch.tensor([5, 290, 131, 7])
+    assert torch.equal(weight.take_rows(rows).dequantize(), weight.dequantize()[rows])
+    assert torch.equal(
+        weight.take_rows(slice(100, 200)).take_rows(slice(40, 60)).dequantize(), weight.dequantize()[140:160]
+    )
+    with pytest.raises(ToolkitError, match="taken out"):
+        blocked_fp8.write_linear(NAME, weight.take_rows(rows))
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 1 << 30), power=st.integers(-20, 20))
+def test_mxfp4_against_a_naive_reader(seed: int, power: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    dense = torch.randn(N_OUT, N_IN, generator=torch.Generator().manual_seed(seed)) * 2.0**power
+    weight = to_mxfp4(dense)
+    tensors = mxfp4.write_linear(NAME, weight)
+    blocks, scales = tensors[f"{NAME}.weight_blocks"], tensors[f"{NAME}.weight_scales"]
+    assert blocks.shape == (N_OUT, N_IN // 32, 16) and scales.shape == (N_OUT, N_IN // 32)
+    table = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    naive = np.zeros((N_OUT, N_IN), np.float32)
+    for out in range(N_OUT):
+        for i in range(N_IN):
+            byte = int(blocks[out, i // 32, i % 32 // 2])
+            code = byte >> 4 if i % 2 else byte & 15
+            naive[out, i] = (-1 if code & 8 else 1) * table[code & 7] * 2.0 ** (int(scales[out, i // 32]) - 127)
+    assert np.array_equal(naive, weight.dequantize().numpy())
+    config = mxfp4.config({NAME: layout_of(weight)})
+    assert same(read_back(tmp_path_factory.mktemp("mx"), tensors, config), weight)
+
+
+def test_nearest_fp4_is_nearest() -> None:
+    x = torch.cat([torch.linspace(-7, 7, 2001), torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.0])])
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    codes = nearest_fp4(x).long()
+    got = table[codes & 7]
+    best = (x.abs()[:, None] - table).abs().min(1).values
+    assert torch.allclose((x.abs() - got).abs(), best, atol=1e-6)
+    assert got[-8:-1].tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]  # ties go to even mantissas
+    assert torch.equal(codes >= 8, torch.signbit(x))
+
+
+def test_channel_int8_uses_the_whole_range() -> None:
+    dense = torch.randn(7, 40) * torch.arange(7)[:, None]
+    weight = to_channel_int8(dense)
+    assert isinstance(weight, ChannelInt8)
+    assert weight.weight.abs().amax(1).tolist() == [0] + [127] * 6
+    assert bool(((weight.dequantize() - dense).abs() <= weight.scales[:, None] * 0.501).all())
+
+
+@pytest.mark.parametrize("make", [to_block_fp8, to_mxfp4, to_channel_int8])
+def test_nan_is_refused_by_name(make: Any) -> None:
+    dense = torch.ones(32, 32)
+    dense[3, 4] = torch.nan
+    with pytest.raises(ToolkitError, match=NAME):
+        make(dense, NAME)
+
+
+def test_every_format_is_registered() -> None:
+    assert set(FORMATS) == {
+        "awq", "gptq", "auto-round", "compressed-tensors", "smooth_quant", "fp8", "mxfp4", "gguf",
+    }  # fmt: skip
