@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from toolkit.commands.output import stderr, stdout, table, write_json
-
-if TYPE_CHECKING:
-    from toolkit.quant.lite import Result
+from toolkit.commands.lite_options import (
+    Damp,
+    DescAct,
+    GroupSize,
+    LiteFlags,
+    Model,
+    StaticGroups,
+    WBits,
+    WorkDir,
+    group_size,
+    progress_bar,
+    report,
+    with_lite_flags,
+)
 
 app = typer.Typer(
     add_completion=False,
@@ -22,186 +30,146 @@ app = typer.Typer(
     help="Quantize a model, layer by layer, on a CPU if need be. A killed run goes on where it was.",
 )
 
-Model = Annotated[str, typer.Argument(help="A directory, a hub id, a .gguf file, or `demo`.")]
-WorkDir = Annotated[Path, typer.Option("--work-dir", help="Where the quantized checkpoint goes.")]
-CalibDataset = Annotated[
-    str,
-    typer.Option(
-        "--calib-dataset",
-        help="`self` (the model writes it), a .txt/.jsonl/.json/.parquet file or folder, or a known name "
-        "(wikitext2, c4, pileval, ptb, gsm8k, open-platypus, openwebtext, ultrachat).",
-    ),
-]
-CalibSamples = Annotated[
-    int | None,
-    typer.Option("--calib-samples", help="Samples. Default: 128; for `self` at most as many as make 16k tokens."),
-]
-CalibSeqlen = Annotated[int, typer.Option("--calib-seqlen", help="Tokens in a sample.")]
-BatchSize = Annotated[int, typer.Option("--batch-size", help="Samples that go through a layer at once.")]
-Dtype = Annotated[
-    str, typer.Option("--dtype", help="What stays unquantized is stored as: auto, float16, bfloat16, float32.")
-]
-Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
-Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")]
-DownloadDir = Annotated[str | None, typer.Option("--download-dir", help="Where downloads go.")]
-Seed = Annotated[int, typer.Option("--seed", help="Of the calibration text.")]
-EvalTokens = Annotated[
-    int, typer.Option("--eval-tokens", help="Tokens of held-out text for the perplexity before and after.")
-]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is in --work-dir.")]
-Json = Annotated[str | None, typer.Option("--json", help="Write the figures to this file (- is standard output).")]
-
 
 @app.command("auto_awq")
+@with_lite_flags
 def auto_awq(
     model: Model,
+    flags: LiteFlags,
     work_dir: WorkDir = Path("work_dir"),
-    calib_dataset: CalibDataset = "self",
-    calib_samples: CalibSamples = None,
-    calib_seqlen: CalibSeqlen = 512,
-    batch_size: BatchSize = 8,
-    w_bits: Annotated[int, typer.Option("--w-bits", help="Bits of a weight: 4.")] = 4,
+    w_bits: WBits = 4,
     w_sym: Annotated[bool, typer.Option("--w-sym", help="A grid that is symmetric about zero.")] = False,
-    w_group_size: Annotated[
-        str,
-        typer.Option("--w-group-size", help="Weights that share a scale: auto (the largest that fits), 128, 64, 32."),
-    ] = "auto",
+    w_group_size: GroupSize = "auto",
     search_scale: Annotated[
         bool, typer.Option("--search-scale/--no-search-scale", help="Search each layer's scales; else mean|x|^0.5.")
     ] = True,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    revision: Revision = None,
-    download_dir: DownloadDir = None,
-    seed: Seed = 0,
-    eval_tokens: EvalTokens = 24576,
-    overwrite: Overwrite = False,
-    json: Json = None,
+    rounding: Annotated[
+        str, typer.Option("--rounding", help="nearest, or gptq: AWQ's scales, then GPTQ's error feedback.")
+    ] = "nearest",
+    damp: Damp = 0.01,
+    desc_act: DescAct = False,
+    static_groups: StaticGroups = True,
 ) -> None:
     """4-bit weights by AWQ (activation-aware scales and clipping), in the AWQ "gemm" format.
 
     Example: tool lite auto_awq demo --work-dir demo-4bit
     """
-    from toolkit.quant.lite import Common
     from toolkit.quant.lite import auto_awq as quantize
 
-    common = Common(
-        calib_dataset, calib_samples, calib_seqlen, batch_size, dtype, device, revision, download_dir, seed,
-        eval_tokens, overwrite,
-    )  # fmt: skip
-    group: int | str = int(w_group_size) if w_group_size.lstrip("-").isdigit() else w_group_size
-    with _progress() as progress:
+    common = flags.common()
+    with progress_bar() as progress:
         result = quantize(
             model,
             work_dir,
             w_bits=w_bits,
             w_sym=w_sym,
-            w_group_size=group,
+            w_group_size=group_size(w_group_size),
             search_scale=search_scale,
+            rounding=rounding,
+            damp=damp,
+            desc_act=desc_act,
+            static_groups=static_groups,
             common=common,
             progress=progress,
         )
-    _report(result, json)
+    report(result, flags)
+
+
+@app.command("auto_gptq")
+@with_lite_flags
+def auto_gptq(
+    model: Model,
+    flags: LiteFlags,
+    work_dir: WorkDir = Path("work_dir"),
+    w_bits: WBits = 4,
+    w_sym: Annotated[
+        bool, typer.Option("--w-sym/--no-w-sym", help="A grid that is symmetric about zero; else written as gptq_v2.")
+    ] = True,
+    w_group_size: GroupSize = "auto",
+    damp: Damp = 0.01,
+    desc_act: DescAct = False,
+    static_groups: StaticGroups = True,
+) -> None:
+    """4-bit (or 8, 3, 2) weights by GPTQ: rounding errors are made up for by the columns still to come.
+
+    Example: tool lite auto_gptq demo --work-dir demo-gptq --w-group-size 64
+    """
+    from toolkit.quant.lite import auto_gptq as quantize
+
+    common = flags.common()
+    with progress_bar() as progress:
+        result = quantize(
+            model,
+            work_dir,
+            w_bits=w_bits,
+            w_sym=w_sym,
+            w_group_size=group_size(w_group_size),
+            damp=damp,
+            desc_act=desc_act,
+            static_groups=static_groups,
+            common=common,
+            progress=progress,
+        )
+    report(result, flags)
 
 
 @app.command("smooth_quant")
+@with_lite_flags
 def smooth_quant(
     model: Model,
+    flags: LiteFlags,
     work_dir: WorkDir = Path("work_dir"),
-    quant_dtype: Annotated[str, typer.Option("--quant-dtype", help="Of weights and activations: int8.")] = "int8",
-    calib_dataset: CalibDataset = "self",
-    calib_samples: CalibSamples = None,
-    calib_seqlen: CalibSeqlen = 512,
-    batch_size: BatchSize = 8,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    revision: Revision = None,
-    download_dir: DownloadDir = None,
-    seed: Seed = 0,
-    eval_tokens: EvalTokens = 24576,
-    overwrite: Overwrite = False,
-    json: Json = None,
+    quant_dtype: Annotated[
+        str, typer.Option("--quant-dtype", help="int8, fp8 (float8_e4m3fn) or float8_e5m2, weights and activations.")
+    ] = "int8",
+    strength: Annotated[
+        float | None, typer.Option("--strength", help="How far outliers move into weights, 0 to 1. Default: searched.")
+    ] = None,
 ) -> None:
     """8-bit weights and activations by SmoothQuant, in LMDeploy's W8A8 format.
 
     Example: tool lite smooth_quant demo --work-dir demo-w8a8 --quant-dtype int8
     """
-    from toolkit.quant.lite import Common
     from toolkit.quant.lite import smooth_quant as quantize
 
-    common = Common(
-        calib_dataset, calib_samples, calib_seqlen, batch_size, dtype, device, revision, download_dir, seed,
-        eval_tokens, overwrite,
-    )  # fmt: skip
-    with _progress() as progress:
-        result = quantize(model, work_dir, quant_dtype=quant_dtype, common=common, progress=progress)
-    _report(result, json)
+    common = flags.common()
+    with progress_bar() as progress:
+        result = quantize(model, work_dir, quant_dtype=quant_dtype, strength=strength, common=common, progress=progress)
+    report(result, flags)
 
 
-@contextmanager
-def _progress() -> Iterator[Any]:
-    """A progress bar a phase on standard error, with rate and time left; yields (phase, done, total) -> None."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+@app.command("blocked_fp8")
+@with_lite_flags
+def blocked_fp8(
+    model: Model,
+    flags: LiteFlags,
+    work_dir: WorkDir = Path("work_dir"),
+    scale_fmt: Annotated[
+        str | None, typer.Option("--scale-fmt", help="ue8m0: scales are powers of two. Default: float32.")
+    ] = None,
+) -> None:
+    """float8 weights in tiles of 128 x 128 (DeepSeek's format), no calibration.
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    tasks: dict[str, Any] = {}
-    with Progress(*columns, console=stderr()) as bar:
+    Example: tool lite blocked_fp8 demo --work-dir demo-fp8
+    """
+    from toolkit.quant.lite import blocked_fp8 as quantize
 
-        def update(phase: str, done: int, total: int) -> None:
-            if phase not in tasks:
-                for task in tasks.values():
-                    bar.update(task, completed=bar.tasks[task].total)
-                tasks[phase] = bar.add_task(phase, total=total, rate="")
-            speed = bar.tasks[tasks[phase]].speed
-            bar.update(tasks[phase], completed=done, total=total, rate=f"{1 / speed:.1f} s each" if speed else "")
-
-        yield update
-        for task in tasks.values():
-            bar.update(task, completed=bar.tasks[task].total)
+    common = flags.common()
+    with progress_bar() as progress:
+        result = quantize(model, work_dir, scale_fmt=scale_fmt, common=common, progress=progress)
+    report(result, flags)
 
 
-def _report(result: Result, json: str | None) -> None:
-    quality = result.quality
-    if result.already_there:
-        stderr().print(f"{result.path}: already there")
-    fallback = [x["name"] for x in quality["layers"] if x["method"] == "weight-only"]
-    if fallback:
-        stderr().print(f"no calibration token reached {', '.join(fallback)}: quantized by their weights alone")
-    if json != "-":
-        worst = max(quality["layers"], key=lambda x: x["rel_error"])
-        before, after = quality["perplexity_before"], quality["perplexity_after"]
-        group = result.options.get("w_group_size")
-        rows = [
-            ("written to", str(result.path)),
-            *([("group size", group)] if group else []),
-            ("calibration", _calibration(result.options)),
-            ("perplexity before", f"{before:.3f}"),
-            ("perplexity after", f"{after:.3f} ({100 * (after / before - 1):+.2f} %)"),
-            ("measured on", f"{quality['tokens']:,} held-out tokens, windows of {quality['window']}"),
-            ("KL to the original", f"{quality['kl']:.4f} nats"),
-            ("same best token", f"{100 * quality['top1_agreement']:.1f} %"),
-            ("bits per weight", f"{quality['bits_per_weight']:.2f}"),
-            ("size", f"{quality['size_bytes'] / 1e6:.1f} MB"),
-            ("largest error", f"{100 * worst['rel_error']:.1f} % of {worst['name']}'s output"),
-        ]
-        stdout().print(table("Quantized", ("", "value"), rows))
-    write_json(json, {"path": str(result.path), "options": result.options, "quality": quality})
+@app.command("mxfp4")
+@with_lite_flags
+def mxfp4(model: Model, flags: LiteFlags, work_dir: WorkDir = Path("work_dir")) -> None:
+    """4-bit floats in blocks of 32 with power-of-two scales, no calibration.
 
+    Example: tool lite mxfp4 demo --work-dir demo-mxfp4
+    """
+    from toolkit.quant.lite import mxfp4 as quantize
 
-def _calibration(options: dict[str, Any]) -> str:
-    return f"{options['calib_samples']} samples of {options['calib_seqlen']} ({options['calib_dataset']})"
+    common = flags.common()
+    with progress_bar() as progress:
+        result = quantize(model, work_dir, common=common, progress=progress)
+    report(result, flags)

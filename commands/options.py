@@ -113,26 +113,33 @@ class EngineFlags:
         raise UsageError(f"--backend: expected turbomind or pytorch, found {self.backend!r}")
 
 
-def with_engine_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the parameter ``engine: EngineFlags`` of a Typer command by one option for each of its fields."""
-    hints = get_type_hints(EngineFlags, include_extras=True)
+def with_flags(parameter: str, kind: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator for Typer commands: ``parameter``, of dataclass ``kind``, becomes one option for each of its fields."""
+    hints = get_type_hints(kind, include_extras=True)
     flags = [
         inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
-        for f in dataclasses.fields(EngineFlags)
-    ]
-    own_hints = get_type_hints(command, include_extras=True)
-    own = [
-        p.replace(annotation=own_hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
-        for name, p in inspect.signature(command).parameters.items()
-        if name != "engine"
+        for f in dataclasses.fields(kind)
     ]
 
-    @functools.wraps(command)
-    def wrapped(**values: Any) -> Any:
-        engine = EngineFlags(**{p.name: values.pop(p.name) for p in flags})
-        return command(engine=engine, **values)
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        own_hints = get_type_hints(command, include_extras=True)
+        own = [
+            p.replace(annotation=own_hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+            for name, p in inspect.signature(command).parameters.items()
+            if name != parameter
+        ]
 
-    wrapped.__signature__ = inspect.Signature(own + flags)  # type: ignore[attr-defined]
-    wrapped.__annotations__ = {p.name: p.annotation for p in own + flags}
-    del wrapped.__wrapped__
-    return wrapped
+        @functools.wraps(command)
+        def wrapped(**values: Any) -> Any:
+            made = kind(**{p.name: values.pop(p.name) for p in flags})
+            return command(**{parameter: made}, **values)
+
+        wrapped.__signature__ = inspect.Signature(own + flags)  # type: ignore[attr-defined]
+        wrapped.__annotations__ = {p.name: p.annotation for p in own + flags}
+        del wrapped.__wrapped__
+        return wrapped
+
+    return decorate
+
+
+with_engine_flags = with_flags("engine", EngineFlags)

@@ -85,7 +85,7 @@ def test_group_size_auto_takes_the_largest_that_divides_all() -> None:
     assert choose_group_size(32, linears(576, 1536)) == 32
     with pytest.raises(UsageError, match=r"128 does not divide the 576 inputs of m576; this model takes 64, 32"):
         choose_group_size(128, linears(1536, 576))
-    with pytest.raises(UsageError, match=r"expected auto, 128, 64 or 32, found 48; this model takes 64, 32"):
+    with pytest.raises(UsageError, match=r"expected auto, 128, 64, 32 or -1, found 48; this model takes 64, 32"):
         choose_group_size(48, linears(576))
     with pytest.raises(UsageError, match="m40 has 40 inputs"):
         choose_group_size("auto", linears(64, 40))

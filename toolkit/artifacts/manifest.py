@@ -15,7 +15,7 @@ from toolkit.errors import ToolkitError
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
-KINDS = ("checkpoint", "quantized", "engine")
+KINDS = ("checkpoint", "quantized", "engine", "calibration")
 
 # What counts as content of a model directory; anything else in it (notes, caches, other weights) does not.
 _CONTENT = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")

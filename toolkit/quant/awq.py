@@ -8,17 +8,16 @@ Gram matrix of its inputs, ‖X(W−Ŵ)ᵀ‖² = tr((W−Ŵ) XᵀX (W−Ŵ)ᵀ)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from toolkit.artifacts.canonical import Dense, Weight
-from toolkit.models.spec import LayerSpec
 from toolkit.quant.folding import expand, fold_site, shrink, storable
 from toolkit.quant.grid import fake_quantize, grid_of, group_range, quantize, round_to
 from toolkit.quant.result import LayerResult, LinearReport, Method, relative_error
-from toolkit.quant.sites import RowFold, Site, layer_sites
+from toolkit.quant.sites import RowFold, Site
 from toolkit.quant.statistics import Gram
 
 SCALE_STEPS = 20
@@ -27,7 +26,7 @@ CLIP_STEPS = tuple(1.0 - 0.05 * i for i in range(11))  # shares of a group's ran
 
 @dataclass(frozen=True)
 class Grid:
-    """The integer grid that a linear is rounded to."""
+    """The integer grid that a linear is rounded to. ``group_size`` -1: one group a row."""
 
     bits: int = 4
     group_size: int = 128
@@ -126,26 +125,20 @@ def method(grid: Grid, *, search: bool, dtype: torch.dtype) -> Method:
     ``dtype``: what dense tensors (norms, biases, routers) are stored as; scales fold exactly into norms of that dtype.
     """
 
-    def run(layer: LayerSpec, weights: Mapping[str, Tensor], grams: Mapping[str, Gram]) -> LayerResult:
-        sites = layer_sites(layer)
-        folded = dict(weights)
-        scales = {s.name: _site_scale(s, weights, grams[s.name], grid, search) for s in sites if _scalable(s, grams)}
-        channels = {
-            s.name: fold_site(s, folded, storable(s, weights, scales[s.name], dtype)) for s in sites if s.name in scales
-        }
+    def run(sites: Sequence[Site], weights: Mapping[str, Tensor], grams: Mapping[str, Gram]) -> LayerResult:
+        folded, channels = scale_layer(sites, weights, grams, grid=grid, search=search, dtype=dtype)
         out: dict[str, Weight | Tensor] = {name: value.to(dtype).cpu() for name, value in folded.items()}
-        for site in sites:  # routers and gates stay dense
+        for site in sites:  # routers, gates and skipped linears stay dense
             out.update({x.name: Dense(folded[x.name].to(dtype).cpu()) for x in site.followers})
         reports = []
         for site in sites:
             gram = grams.get(site.name)
-            xtx = _inputs_after(gram, channels.get(site.name), site.size, folded[site.linears[0].name])
+            xtx = inputs_after(gram, channels.get(site.name), site.size, folded[site.linears[0].name])
             for linear in site.linears:
                 w = folded[linear.name]
-                bounds = search_clip(w, xtx, grid)
-                code = quantize(
-                    w, grid.group_size, bits=grid.bits, symmetric=grid.symmetric, name=linear.name, bounds=bounds
-                )
+                size = site.size if grid.group_size == -1 else grid.group_size
+                bounds = search_clip(w, xtx, replace(grid, group_size=size))
+                code = quantize(w, size, bits=grid.bits, symmetric=grid.symmetric, name=linear.name, bounds=bounds)
                 out[linear.name] = code
                 error = relative_error(w, code.dequantize().to(w.device), xtx)
                 how = "awq" if gram is not None else "weight-only"
@@ -155,6 +148,24 @@ def method(grid: Grid, *, search: bool, dtype: torch.dtype) -> Method:
     return run
 
 
+def scale_layer(
+    sites: Sequence[Site],
+    weights: Mapping[str, Tensor],
+    grams: Mapping[str, Gram],
+    *,
+    grid: Grid,
+    search: bool,
+    dtype: torch.dtype,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(weights with a scale folded into every site that takes one, the scale of each such site's channels by name)."""
+    folded = dict(weights)
+    scales = {s.name: _site_scale(s, weights, grams[s.name], grid, search) for s in sites if _scalable(s, grams)}
+    channels = {
+        s.name: fold_site(s, folded, storable(s, weights, scales[s.name], dtype)) for s in sites if s.name in scales
+    }
+    return folded, channels
+
+
 def _scalable(site: Site, grams: Mapping[str, Gram]) -> bool:
     return site.fold is not None and site.name in grams
 
@@ -162,6 +173,7 @@ def _scalable(site: Site, grams: Mapping[str, Gram]) -> bool:
 def _site_scale(site: Site, weights: Mapping[str, Tensor], gram: Gram, grid: Grid, search: bool) -> Tensor:
     """The scale of a site: one number a channel, or for a RowFold one a producing row."""
     fold = site.fold
+    grid = replace(grid, group_size=site.size) if grid.group_size == -1 else grid
     readers = [weights[x.name] for x in site.linears]
 
     def down(x: Tensor) -> Tensor:
@@ -176,7 +188,7 @@ def _site_scale(site: Site, weights: Mapping[str, Tensor], gram: Gram, grid: Gri
     return scale / (scale.max() * scale.min()).sqrt()
 
 
-def _inputs_after(gram: Gram | None, channels: Tensor | None, size: int, like: Tensor) -> Tensor:
+def inputs_after(gram: Gram | None, channels: Tensor | None, size: int, like: Tensor) -> Tensor:
     """XᵀX of a site's inputs once they are divided by ``channels``.
 
     The identity where calibration never reached the site (an expert without tokens): then weights alone count. With

@@ -7,6 +7,7 @@ tensors: ``X`` [out, in] for a linear, ``X.bias`` [out], ``N`` [size] for a norm
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -18,23 +19,46 @@ from toolkit.models.spec import AttentionSpec, DecoderSpec, LayerSpec, LinearSpe
 Weights = Mapping[str, Tensor]
 Observer = Callable[[str, Tensor], None]
 """Called with a site's name (``sites.Site.name``) and its input rows [tokens, channels]."""
+Rounding = Callable[[str, Tensor], Tensor]
+"""Called likewise; returns the rows as linears with 8-bit activations see them."""
 
 
-def layer_forward(layer: LayerSpec, weights: Weights, hidden: Tensor, observe: Observer | None = None) -> Tensor:
+@dataclass(frozen=True)
+class _Watch:
+    """Passes a site's input to whoever looks on, and gives it back as the site's linears see it."""
+
+    observe: Observer | None
+    rounding: Rounding | None
+
+    def __call__(self, name: str, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        if self.observe is not None:
+            self.observe(name, rows)
+        return x if self.rounding is None else self.rounding(name, rows).view_as(x)
+
+
+def layer_forward(
+    layer: LayerSpec,
+    weights: Weights,
+    hidden: Tensor,
+    observe: Observer | None = None,
+    rounding: Rounding | None = None,
+) -> Tensor:
     """Run one layer on ``hidden`` [batch, length, hidden] (positions 0 … length-1, causal) and return the new hidden.
 
-    ``observe`` sees the input of every site of the layer.
+    ``observe`` sees the input of every site of the layer; ``rounding`` changes what its linears read (routers and
+    gates, which are never quantized, read it unchanged).
     """
+    watch = _Watch(observe, rounding)
     for sub in layer.sublayers:
         x = hidden if sub.pre_norm is None else rms_norm(sub.pre_norm, weights, hidden)
         match sub.mixer:
             case AttentionSpec() as a:
-                y = _attention(a, weights, x, observe)
+                y = _attention(a, weights, x, watch)
             case MlpSpec() as m:
-                _tell(observe, m.up.name, x)
-                y = _mlp(m, weights, x, observe)
+                y = _mlp(m, weights, watch(m.up.name, x), watch)
             case MoeSpec() as m:
-                y = _moe(m, weights, x.reshape(-1, x.shape[-1]), observe).view_as(x)
+                y = _moe(m, weights, x.reshape(-1, x.shape[-1]), watch).view_as(x)
         if sub.post_norm is not None:
             y = rms_norm(sub.post_norm, weights, y)
         hidden = hidden + sub.residual_scale * y
@@ -61,18 +85,13 @@ def head_logits(spec: DecoderSpec, weights: Weights, hidden: Tensor) -> Tensor:
     return logits
 
 
-def _tell(observe: Observer | None, name: str, x: Tensor) -> None:
-    if observe is not None:
-        observe(name, x.reshape(-1, x.shape[-1]))
-
-
 def _linear(spec: LinearSpec, weights: Weights, x: Tensor) -> Tensor:
     return F.linear(x, weights[spec.name], weights.get(f"{spec.name}.bias"))
 
 
-def _attention(a: AttentionSpec, weights: Weights, x: Tensor, observe: Observer | None) -> Tensor:
+def _attention(a: AttentionSpec, weights: Weights, x: Tensor, watch: _Watch) -> Tensor:
     batch, length, _ = x.shape
-    _tell(observe, a.q.name, x)
+    x = watch(a.q.name, x)
     q = _linear(a.q, weights, x).view(batch, length, a.heads, a.head_dim)
     k = _linear(a.k, weights, x).view(batch, length, a.kv_heads, a.head_dim)
     v = _linear(a.v, weights, x).view(batch, length, a.kv_heads, a.head_dim)
@@ -90,8 +109,7 @@ def _attention(a: AttentionSpec, weights: Weights, x: Tensor, observe: Observer 
     else:
         out = torch.cat([_capped(a, weights, *(t[i : i + 1] for t in (q, k, v))) for i in range(batch)])
     out = out.transpose(1, 2).reshape(batch, length, a.heads * a.head_dim)
-    _tell(observe, a.o.name, out)
-    return _linear(a.o, weights, out)
+    return _linear(a.o, weights, watch(a.o.name, out))
 
 
 def _capped(a: AttentionSpec, weights: Weights, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -138,18 +156,18 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _mlp(m: MlpSpec, weights: Weights, x: Tensor, observe: Observer | None) -> Tensor:
+def _mlp(m: MlpSpec, weights: Weights, x: Tensor, watch: _Watch) -> Tensor:
     act = _ACTIVATIONS[m.activation]
     up = _linear(m.up, weights, x)
     inner = act(up) if m.gate is None else act(_linear(m.gate, weights, x)) * up
-    _tell(observe, m.down.name, inner)
-    return _linear(m.down, weights, inner)
+    return _linear(m.down, weights, watch(m.down.name, inner))
 
 
-def _moe(m: MoeSpec, weights: Weights, x: Tensor, observe: Observer | None) -> Tensor:
+def _moe(m: MoeSpec, weights: Weights, x: Tensor, watch: _Watch) -> Tensor:
     """``x`` [tokens, hidden]; every expert runs on the tokens routed to it."""
-    _tell(observe, m.router.name, x)
     logits = _linear(m.router, weights, x)
+    gate = None if m.shared_gate is None else torch.sigmoid(_linear(m.shared_gate, weights, x))
+    x = watch(m.router.name, x)
     scores = torch.softmax(logits, dim=-1) if m.scoring == "softmax" else torch.sigmoid(logits)
     best, chosen = torch.topk(scores, m.top_k, dim=-1)
     if m.norm_topk:
@@ -158,11 +176,9 @@ def _moe(m: MoeSpec, weights: Weights, x: Tensor, observe: Observer | None) -> T
     for i, expert in enumerate(m.experts):
         token, place = torch.where(chosen == i)
         if token.numel():
-            y = _mlp(expert, weights, x[token], observe)
+            y = _mlp(expert, weights, x[token], watch)
             out.index_add_(0, token, y * (best[token, place] * m.scale)[:, None])
     if m.shared is not None:
-        y = _mlp(m.shared, weights, x, observe)
-        if m.shared_gate is not None:
-            y = y * torch.sigmoid(_linear(m.shared_gate, weights, x))
-        out = out + y
+        y = _mlp(m.shared, weights, x, watch)
+        out = out + (y if gate is None else y * gate)
     return out

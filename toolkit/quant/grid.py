@@ -21,7 +21,8 @@ MIN_RANGE = 1e-5
 
 
 def choose_group_size(wanted: int | str, linears: Iterable[LinearSpec]) -> int:
-    """The group size for a checkpoint: ``wanted``, or for "auto" the largest of 128, 64, 32 that divides every input.
+    """The group size for a checkpoint: ``wanted`` (-1: one group a row), or for "auto" the largest of 128, 64, 32 that
+    divides every input.
 
     Raises UsageError where ``wanted`` is no group size or does not divide, naming the sizes that work.
     """
@@ -36,8 +37,12 @@ def choose_group_size(wanted: int | str, linears: Iterable[LinearSpec]) -> int:
             f"--w-group-size auto: no group size divides every layer; {odd.name} has {odd.in_features} inputs, "
             f"expected a multiple of {GROUP_SIZES[-1]}"
         )
+    if wanted == -1:
+        return -1
     if isinstance(wanted, str) or wanted not in GROUP_SIZES:
-        raise UsageError(f"--w-group-size: expected auto, 128, 64 or 32, found {wanted!r}; this model takes {works}")
+        raise UsageError(
+            f"--w-group-size: expected auto, 128, 64, 32 or -1, found {wanted!r}; this model takes {works}"
+        )
     if wanted not in fitting:
         odd = next(x for x in linears if x.in_features % wanted)
         raise UsageError(
@@ -102,11 +107,7 @@ def quantize(
     low, high = bounds if bounds is not None else group_range(weight, group_size)
     scale, zero = grid_of(low, high, bits=bits, symmetric=symmetric, scale_dtype=scale_dtype)
     if not bool(torch.isfinite(scale).all()):
-        largest = float(weight.abs().max())
-        raise ToolkitError(
-            f"{name}: a weight of {largest:.3g} needs a scale beyond {str(scale_dtype).removeprefix('torch.')}; "
-            "expected weights below about 480,000"
-        )
+        raise ToolkitError(no_scale(name, weight, scale_dtype))
     codes = round_to(weight.view(weight.shape[0], -1, group_size), scale[..., None], zero[..., None], bits)
     return GroupInt(
         codes=codes.to(torch.uint8).view_as(weight).cpu(),
@@ -114,4 +115,12 @@ def quantize(
         zeros=zero.to(torch.uint8).cpu(),
         bits=bits,
         group_size=group_size,
+    )
+
+
+def no_scale(name: str, weight: Tensor, dtype: torch.dtype) -> str:
+    """The message for a weight so large that its scale is infinite as ``dtype``."""
+    return (
+        f"{name}: a weight of {float(weight.abs().max()):.3g} needs a scale beyond "
+        f"{str(dtype).removeprefix('torch.')}; expected weights below about 480,000"
     )

@@ -2,75 +2,155 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from toolkit.artifacts.stage import Stage
 from toolkit.errors import ToolkitError
-from toolkit.quant.forward import Weights, embed, layer_forward
+from toolkit.models.spec import LayerSpec
+from toolkit.quant.activations import input_rounding
+from toolkit.quant.forward import Observer, Rounding, Weights, embed, layer_forward, rms_norm
 from toolkit.quant.layers import LayerSource
 from toolkit.quant.probe import Probe
 from toolkit.quant.result import LayerResult, LinearReport, Method, from_state, to_state
-from toolkit.quant.statistics import Statistics
+from toolkit.quant.selection import Selection, head_site
+from toolkit.quant.statistics import Gram, Statistics
 
 Progress = Callable[[int, int], None]
 """Called with (layers done, layers in all)."""
+HEAD = "head"  # the stage's key of a quantized head; layers are "layer.N"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How layers are gone through. ``sequential``: statistics are of the inputs that the quantized layers before give,
+    not of the original model's. ``saved``: statistics taken earlier, by layer; then no text is read."""
+
+    method: Method
+    selection: Selection
+    device: torch.device
+    batch_size: int = 8
+    sequential: bool = False
+    saved: Callable[[int], dict[str, Gram]] | None = None
+
+
+class Flow:
+    """Calibration text on its way through the layers. ``token_ids`` [samples, length]; ``table``: the embedding."""
+
+    def __init__(self, source: LayerSource, token_ids: Tensor, table: Tensor, setting: Setting) -> None:
+        self.source, self.device = source, setting.device
+        batches = token_ids.split(max(setting.batch_size, 1))
+        self.hidden = [embed(source.spec, table, batch.to(table.device)).cpu() for batch in batches]
+
+    def look(self, index: int, layer: LayerSpec, weights: Weights) -> dict[str, Gram]:
+        """Statistics of the layer's inputs; the text stays before the layer."""
+        statistics = Statistics()
+        for x in self.hidden:
+            self._check(index, layer_forward(layer, weights, x.to(self.device), statistics.observe))
+        return statistics.finish()
+
+    def advance(
+        self,
+        index: int,
+        layer: LayerSpec,
+        weights: Weights,
+        observe: Observer | None = None,
+        rounding: Rounding | None = None,
+    ) -> None:
+        """Take the text through the layer. Raises ToolkitError that names the layer where it is no longer finite."""
+        for j, x in enumerate(self.hidden):
+            y = layer_forward(layer, weights, x.to(self.device), observe, rounding)
+            self.hidden[j] = self._check(index, y).cpu()
+
+    def _check(self, index: int, y: Tensor) -> Tensor:
+        if not bool(torch.isfinite(y).all()):
+            raise ToolkitError(
+                f"{self.source.path}: activations of layer {index} are not finite; nothing to calibrate on"
+            )
+        return y
 
 
 def quantize_layers(
-    source: LayerSource,
-    method: Method,
-    calibration: Tensor,
-    probe: Probe,
-    stage: Stage,
-    *,
-    table: Tensor,
-    batch_size: int,
-    device: torch.device,
-    progress: Progress,
+    source: LayerSource, setting: Setting, flow: Flow, probe: Probe, stage: Stage, outer: Weights, progress: Progress
 ) -> list[LinearReport]:
-    """Quantize every layer by ``method`` and save each under ``layer.N`` in ``stage``; ``probe`` goes along.
+    """Quantize every layer and save each under ``layer.N`` in ``stage``, the head under ``head``; ``probe`` goes along.
 
-    ``calibration``: token ids [samples, length]; ``table``: the embedding [vocab, hidden]. Statistics are taken in the
-    unquantized model, so a layer's result depends on no other's. Layers that ``stage`` holds already are not quantized
-    again, only passed through. Raises ToolkitError where activations are not finite, naming the layer.
+    Unless ``setting.sequential``, statistics are taken in the unquantized model, so a layer's result depends on no
+    other's. Layers that ``stage`` holds already are not quantized again, only passed through. ``outer``: embedding,
+    final norm and head. Raises ToolkitError where activations are not finite, naming the layer.
     """
-    spec = source.spec
-    hidden = [embed(spec, table, batch.to(table.device)).cpu() for batch in calibration.split(max(batch_size, 1))]
+    layers = source.spec.layers
+    keys = [f"layer.{i}" for i in range(len(layers))] + ([HEAD] if setting.selection.head else [])
+    missing = {i for i, key in enumerate(keys) if not stage.done(key)}
+    last_missing = max(missing, default=-1) if setting.saved is None else -1
     reports: list[LinearReport] = []
-    count = len(spec.layers)
-    missing = [i for i in range(count) if not stage.done(f"layer.{i}")]
-    last_missing = max(missing, default=-1)
-    for i, layer in enumerate(spec.layers):
-        progress(i, count)
-        original = source.layer(i, device)
-        statistics = Statistics()
-        wanted = i in missing
-        if i <= last_missing:  # past the last layer to quantize nobody reads the calibration text
-            for j, x in enumerate(hidden):
-                y = layer_forward(layer, original, x.to(device), statistics.observe if wanted else None)
-                if not bool(torch.isfinite(y).all()):
-                    raise ToolkitError(
-                        f"{source.path}: activations of layer {i} are not finite; nothing to calibrate on"
-                    )
-                hidden[j] = y.cpu()
-        if wanted:
-            result = method(layer, original, statistics.finish())
-            stage.save(f"layer.{i}", *to_state(result))
-        else:
-            result = load_layer(stage, i)
+    for i, layer in enumerate(layers):
+        progress(i, len(keys))
+        original = source.layer(i, setting.device)
+        sites = setting.selection.sites(layer)
+        grams: dict[str, Gram] = {}
+        if setting.sequential and i in missing:
+            grams = flow.look(i, layer, original)
+        elif i <= last_missing and not setting.sequential:
+            statistics = Statistics()
+            flow.advance(i, layer, original, statistics.observe if i in missing else None)
+            grams = statistics.finish()
+        if i in missing:
+            grams = grams if setting.saved is None else setting.saved(i)
+            stage.save(keys[i], *to_state(setting.method(sites, original, _finite(source, i, grams))))
+        result = _load(stage, keys[i])
         reports += result.reports
-        probe.advance(layer, original, _on(result, device))
-    progress(count, count)
+        after, rounding = _on(result, setting.device), input_rounding(sites, result.weights)
+        if setting.sequential and i < last_missing:  # past the last one to quantize nobody reads the text
+            flow.advance(i, layer, after, rounding=rounding)
+        probe.advance(layer, original, after, rounding)
+    if setting.selection.head:
+        progress(len(layers), len(keys))
+        if len(layers) in missing:
+            stage.save(HEAD, *to_state(_quantize_head(source, setting, flow, outer)))
+        reports += _load(stage, HEAD).reports
+    progress(len(keys), len(keys))
     return reports
+
+
+def _quantize_head(source: LayerSource, setting: Setting, flow: Flow, outer: Weights) -> LayerResult:
+    spec, statistics = source.spec, Statistics()
+    if setting.saved is not None:
+        grams = setting.saved(len(spec.layers))
+    else:
+        for x in flow.hidden:
+            normed = rms_norm(spec.final_norm, outer, x.to(setting.device))
+            statistics.observe(spec.head, normed.reshape(-1, spec.hidden_size))
+        grams = statistics.finish()
+    weights = {name: outer[name] for name in (spec.head, f"{spec.head}.bias") if name in outer}
+    return setting.method([head_site(source)], weights, grams)
+
+
+def _finite(source: LayerSource, index: int, grams: dict[str, Gram]) -> Mapping[str, Gram]:
+    """Inputs can be finite whose squares are not."""
+    for name, gram in grams.items():
+        if not bool(torch.isfinite(gram.xtx).all()):
+            raise ToolkitError(
+                f"{source.path}: activations of layer {index} overflow at {name}; nothing to calibrate on"
+            )
+    return grams
+
+
+def _load(stage: Stage, key: str) -> LayerResult:
+    return from_state(stage.load(key), stage.load_meta(key))
 
 
 def load_layer(stage: Stage, index: int) -> LayerResult:
     """The saved result of a layer."""
-    key = f"layer.{index}"
-    return from_state(stage.load(key), stage.load_meta(key))
+    return _load(stage, f"layer.{index}")
+
+
+def load_head(stage: Stage) -> LayerResult | None:
+    """The saved result of the head, None where it stays as it is."""
+    return _load(stage, HEAD) if stage.done(HEAD) else None
 
 
 def saved_layers(stage: Stage, count: int) -> Iterator[LayerResult]:

@@ -1,76 +1,27 @@
-"""The stages behind ``tool lite``: a checkpoint in, a quantized checkpoint out."""
+"""The methods of ``tool lite``, one function each: options checked, then ``run.run``."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from toolkit.artifacts.formats import awq as awq_format
-from toolkit.artifacts.formats import w8a8
-from toolkit.artifacts.manifest import describe_parent, file_digest, read_manifest, require_kind
-from toolkit.artifacts.source import resolve_model
-from toolkit.artifacts.stage import Stage, open_stage
-from toolkit.artifacts.tokenizer import Tokenizer
-from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.spec import LinearSpec
-from toolkit.quant import awq, smooth
-from toolkit.quant.calibration import CalibrationPlan, make_plan, read_samples
+from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Fp4, Fp8, GroupInt, Weight
+from toolkit.artifacts.formats.blocked_fp8 import BLOCK
+from toolkit.errors import UsageError
+from toolkit.quant import awq, floats, gptq, smooth
 from toolkit.quant.grid import choose_group_size
-from toolkit.quant.layers import LayerSource
-from toolkit.quant.layerwise import quantize_layers, saved_layers
-from toolkit.quant.output import WriteLinear, dense_modules, write_checkpoint
-from toolkit.quant.probe import Probe, heldout_text
-from toolkit.quant.result import Method, storable_bits
-from toolkit.quant.selftext import self_samples
+from toolkit.quant.run import Common, Progress, Recipe, Result, choose, open_source, run, targets
 
-EVAL_TOKENS = 24576  # of the held-out text: all of it, for most tokenizers
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+__all__ = ["Common", "Result", "auto_awq", "auto_gptq", "blocked_fp8", "mxfp4", "smooth_quant"]
 
-Progress = Callable[[str, int, int], None]
-"""Called with (what is going on, steps done, steps in all)."""
+GPTQ_BITS = (2, 3, 4, 8)
 
 
-@dataclass(frozen=True)
-class Common:
-    """Options that every method shares; names as on the command line."""
-
-    calib_dataset: str = "self"
-    calib_samples: int | None = None
-    calib_seqlen: int = 512
-    batch_size: int = 8
-    dtype: str = "auto"
-    device: str = "auto"
-    revision: str | None = None
-    download_dir: str | None = None
-    seed: int = 0
-    eval_tokens: int = EVAL_TOKENS
-    overwrite: bool = False
-
-
-@dataclass(frozen=True)
-class Result:
-    """``quality`` is what the manifest holds under that key; ``options`` as resolved."""
-
-    path: Path
-    options: dict[str, Any]
-    quality: dict[str, Any]
-    already_there: bool
-
-
-@dataclass(frozen=True)
-class _Recipe:
-    """What tells one method from another: how a layer is quantized, and how it is written."""
-
-    stage: str
-    options: dict[str, Any]
-    method: Callable[[torch.dtype], Method]
-    write_linear: WriteLinear
-    config: Callable[[list[str]], dict[str, Any]]
+def _quiet(what: str, done: int, total: int) -> None:
+    """Progress that nobody watches."""
 
 
 def auto_awq(
@@ -81,29 +32,100 @@ def auto_awq(
     w_sym: bool = False,
     w_group_size: int | str = "auto",
     search_scale: bool = True,
+    rounding: str = "nearest",
+    damp: float = 0.01,
+    desc_act: bool = False,
+    static_groups: bool = True,
     common: Common | None = None,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = _quiet,
 ) -> Result:
-    """Quantize MODEL to 4 bits by AWQ, in the "gemm" format, into ``work_dir``.
+    """Quantize MODEL by AWQ into ``work_dir``, by default to 4 bits in the "gemm" format.
 
-    Raises UsageError for options that cannot be, ToolkitError for a model that cannot be quantized; one line each.
+    ``rounding`` "gptq": the scaled weights are rounded with error feedback, inputs taken through the quantized layers;
+    ``damp``, ``desc_act``, ``static_groups`` are GPTQ's then. Other bits than 4 go to GPTQ's format or
+    compressed-tensors. Raises UsageError for options that cannot be, ToolkitError for a model that cannot be quantized;
+    one line each.
     """
-    if w_bits != 4:
-        raise UsageError(f"--w-bits: the AWQ gemm format holds 4-bit weights alone, found {w_bits}; leave it out")
+    if w_bits not in GPTQ_BITS:
+        raise UsageError(f"--w-bits: expected 4, 8, 3 or 2, found {w_bits}")
+    if rounding not in ("nearest", "gptq"):
+        raise UsageError(f"--rounding: expected nearest or gptq, found {rounding!r}")
     common = common or Common()
-    source = _open(model, common, "auto_awq")
-    linears = source.quantizable()
-    group_size = choose_group_size(w_group_size, linears)
-    _check_rows(linears)
+    if w_bits != 4 and common.format in (None, "awq"):
+        raise UsageError(
+            f"--w-bits: the AWQ gemm format holds 4-bit weights alone, found {w_bits}; "
+            "give --format gptq_v2 or compressed-tensors too, or leave it out"
+        )
+    source = open_source(model, common, "auto_awq")
+    group_size = choose_group_size(w_group_size, targets(source, choose(source, common)))
     grid = awq.Grid(w_bits, group_size, w_sym)
-    recipe = _Recipe(
+    options: dict[str, Any] = {
+        "w_bits": w_bits,
+        "w_sym": w_sym,
+        "w_group_size": group_size,
+        "search_scale": search_scale,
+    }
+    how = gptq.Rounding(damp=damp, desc_act=desc_act, static_groups=static_groups)
+    if rounding == "gptq":
+        options |= {"rounding": rounding} | _rounding_options(how)
+
+    def method(dtype: torch.dtype) -> awq.Method:
+        if rounding == "nearest":
+            return awq.method(grid, search=search_scale, dtype=dtype)
+        scaler = partial(awq.scale_layer, grid=grid, search=search_scale, dtype=dtype)
+        return gptq.method(grid, how, dtype=dtype, scaler=scaler)
+
+    order = rounding == "gptq" and desc_act and not static_groups
+    recipe = Recipe(
         stage="lite auto_awq",
-        options={"w_bits": w_bits, "w_sym": w_sym, "w_group_size": group_size, "search_scale": search_scale},
-        method=lambda dtype: awq.method(grid, search=search_scale, dtype=dtype),
-        write_linear=awq_format.write_linear,
-        config=lambda skip: awq_format.config(group_size=group_size, zero_point=not w_sym, skip=skip),
+        options=options,
+        method=method,
+        sample=partial(_integers, grid, order),
+        formats=("awq", "gptq_v2", "gptq", "compressed-tensors"),
+        group_size=group_size,
+        sequential=rounding == "gptq",
     )
-    return _run(source, Path(work_dir), recipe, common, progress)
+    return run(source, Path(work_dir), recipe, common, progress)
+
+
+def auto_gptq(
+    model: str,
+    work_dir: Path | str,
+    *,
+    w_bits: int = 4,
+    w_sym: bool = True,
+    w_group_size: int | str = "auto",
+    damp: float = 0.01,
+    desc_act: bool = False,
+    static_groups: bool = True,
+    common: Common | None = None,
+    progress: Progress = _quiet,
+) -> Result:
+    """Quantize MODEL by GPTQ into ``work_dir``; symmetric in GPTQ's format version 1, else in version 2, which alone
+    holds a zero point of 0. Raises as ``auto_awq`` does."""
+    if w_bits not in GPTQ_BITS:
+        raise UsageError(f"--w-bits: GPTQ holds weights of 2, 3, 4 or 8 bits, found {w_bits}")
+    common = common or Common()
+    source = open_source(model, common, "auto_gptq")
+    group_size = choose_group_size(w_group_size, targets(source, choose(source, common)))
+    grid = awq.Grid(w_bits, group_size, w_sym)
+    how = gptq.Rounding(damp=damp, desc_act=desc_act, static_groups=static_groups)
+    recipe = Recipe(
+        stage="lite auto_gptq",
+        options={"w_bits": w_bits, "w_sym": w_sym, "w_group_size": group_size} | _rounding_options(how),
+        method=lambda dtype: gptq.method(grid, how, dtype=dtype),
+        sample=partial(_integers, grid, desc_act and not static_groups),
+        formats=(*(("gptq", "gptq_v2") if w_sym else ("gptq_v2", "gptq")), "compressed-tensors", "awq"),
+        group_size=group_size,
+        sequential=True,
+    )
+    return run(source, Path(work_dir), recipe, common, progress)
+
+
+def _rounding_options(how: gptq.Rounding) -> dict[str, float | bool]:
+    if not 0 < how.damp < 1:
+        raise UsageError(f"--damp: expected a share between 0 and 1, found {how.damp:g}")
+    return {"damp": how.damp, "desc_act": how.desc_act} | ({"static_groups": how.static_groups} if how.desc_act else {})
 
 
 def smooth_quant(
@@ -111,185 +133,111 @@ def smooth_quant(
     work_dir: Path | str,
     *,
     quant_dtype: str = "int8",
+    strength: float | None = None,
     common: Common | None = None,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = _quiet,
 ) -> Result:
-    """Quantize MODEL to W8A8 by SmoothQuant, in LMDeploy's format, into ``work_dir``. Raises as ``auto_awq`` does."""
-    if quant_dtype != "int8":
-        raise UsageError(f"--quant-dtype: expected int8, found {quant_dtype!r}")
+    """Quantize MODEL to 8-bit weights and activations by SmoothQuant, in LMDeploy's format, into ``work_dir``.
+
+    ``strength``: α for all inputs, None to search it for each. Raises as ``auto_awq`` does.
+    """
+    if quant_dtype not in smooth.QUANT_DTYPES:
+        raise UsageError(f"--quant-dtype: expected {', '.join(smooth.QUANT_DTYPES)}, found {quant_dtype!r}")
+    if strength is not None and not 0 <= strength <= 1:
+        raise UsageError(f"--strength: expected a number from 0 to 1, found {strength:g}")
+    kind = smooth.QUANT_DTYPES[quant_dtype]
     common = common or Common()
-    recipe = _Recipe(
+
+    def sample(rows: int, columns: int) -> Weight:
+        codes, scales = torch.zeros(1, 1, dtype=kind).expand(rows, columns), torch.ones(1).expand(rows)
+        return ChannelInt8(codes, scales) if kind == torch.int8 else Fp8(codes, scales)
+
+    recipe = Recipe(
         stage="lite smooth_quant",
-        options={"quant_dtype": quant_dtype, "strength": smooth.STRENGTH},
-        method=lambda dtype: smooth.method(strength=smooth.STRENGTH, dtype=dtype),
-        write_linear=w8a8.write_linear,
-        config=lambda skip: w8a8.config(quant_dtype=quant_dtype, skip=skip),
+        options={
+            "quant_dtype": str(kind).removeprefix("torch."),
+            "strength": "searched" if strength is None else strength,
+        },
+        method=lambda dtype: smooth.method(quant_dtype=kind, strength=strength, dtype=dtype),
+        sample=sample,
+        formats=("w8a8", "compressed-tensors"),
     )
-    return _run(_open(model, common, "smooth_quant"), Path(work_dir), recipe, common, progress)
+    return run(open_source(model, common, "smooth_quant"), Path(work_dir), recipe, common, progress)
 
 
-def _open(model: str, common: Common, what: str) -> LayerSource:
-    path = resolve_model(model, revision=common.revision, download_dir=common.download_dir)
-    require_kind(path, ("checkpoint",), f"tool lite {what}")
-    return LayerSource(path)
+def blocked_fp8(
+    model: str,
+    work_dir: Path | str,
+    *,
+    scale_fmt: str | None = None,
+    common: Common | None = None,
+    progress: Progress = _quiet,
+) -> Result:
+    """Quantize MODEL to float8 in tiles of 128 × 128 (DeepSeek's format) into ``work_dir``; needs no calibration.
 
+    ``scale_fmt`` "ue8m0": scales are powers of two. Raises as ``auto_awq`` does.
+    """
+    if scale_fmt not in (None, "ue8m0"):
+        raise UsageError(f"--scale-fmt: expected ue8m0, or leave it out, found {scale_fmt!r}")
+    common = common or Common()
+    source = open_source(model, common, "blocked_fp8")
+    stored = [item for items in source.stored for item in items]
 
-def _check_rows(linears: list[LinearSpec]) -> None:
-    for x in linears:
-        if x.out_features % 8:
-            raise UsageError(
-                f"{x.name}: AWQ packs 8 output features a word, found {x.out_features}, which 8 does not divide; "
-                "try smooth_quant"
-            )
+    def sample(rows: int, columns: int) -> Weight:
+        codes = torch.zeros(1, 1, dtype=torch.float8_e4m3fn).expand(rows, columns)
+        return BlockFp8(codes, torch.ones(-(-rows // BLOCK[0]), -(-columns // BLOCK[1])), BLOCK)
 
-
-@torch.inference_mode()
-def _run(source: LayerSource, work_dir: Path, recipe: _Recipe, common: Common, progress: Progress) -> Result:
-    device = _device(common.device)
-    dtype = _store_dtype(common.dtype, source)
-    if common.batch_size < 1:
-        raise UsageError(f"--batch-size: expected 1 or more, found {common.batch_size}")
-    if common.eval_tokens < 2:
-        raise UsageError(f"--eval-tokens: expected 2 or more, found {common.eval_tokens}")
-    plan = make_plan(
-        common.calib_dataset, common.calib_samples, common.calib_seqlen, common.seed, source.spec.max_position
+    recipe = Recipe(
+        stage="lite blocked_fp8",
+        options={"scale_fmt": scale_fmt},
+        method=lambda dtype: floats.tiles_method(stored, powers_of_two=scale_fmt == "ue8m0", dtype=dtype),
+        sample=sample,
+        formats=("fp8", "compressed-tensors"),
+        calibrated=False,
+        extra={"scale_fmt": scale_fmt} if scale_fmt and common.format in (None, "fp8") else {},
     )
-    progress("reading the model", 0, 1)
-    parent = describe_parent(source.path)
-    options = recipe.options | {
-        "calib_dataset": plan.dataset if plan.dataset == "self" else _named(plan.dataset),
-        "calib_samples": plan.samples,
-        "calib_seqlen": plan.seqlen,
-        "batch_size": common.batch_size,
-        "dtype": str(dtype).removeprefix("torch."),
-        "device": device.type,
-        "seed": common.seed,
-        "eval_tokens": common.eval_tokens,
-    }
-    with open_stage(
-        work_dir,
-        kind="quantized",
-        stage=recipe.stage,
-        parent=parent,
-        options=options,
-        overwrite=common.overwrite,
-    ) as stage:
-        if stage.already_there:
-            found = read_manifest(stage.target)
-            assert found is not None
-            return Result(work_dir, options, found.quality, True)
-        quality = _quantize(source, stage, recipe, common, plan, dtype, device, parent["digest"], progress)
-        stage.finish(quality)
-    return Result(work_dir, options, quality, False)
+    return run(source, Path(work_dir), recipe, common, progress)
 
 
-def _quantize(
-    source: LayerSource,
-    stage: Stage,
-    recipe: _Recipe,
-    common: Common,
-    plan: CalibrationPlan,
-    dtype: torch.dtype,
-    device: torch.device,
-    digest: str,
-    progress: Progress,
-) -> dict[str, Any]:
-    """Everything between an open stage and its manifest. Returns the quality figures."""
-    source.check_finite()
-    tokenizer = Tokenizer.open(source.checkpoint.tokenizer_dir)
-    calibration = _calibration(source, stage, plan, tokenizer, digest, progress)
-    outer = source.outer_weights(device)
-    heldout = torch.tensor(tokenizer.encode(heldout_text())[: common.eval_tokens])
-    _check_ids(source, calibration)
-    probe = Probe(source.spec, outer[source.spec.embed], heldout, device)
-    reports = quantize_layers(
-        source,
-        recipe.method(dtype),
-        calibration,
-        probe,
-        stage,
-        table=outer[source.spec.embed],
-        batch_size=common.batch_size,
-        device=device,
-        progress=lambda done, total: progress("quantizing layers", done, total),
-    )
-    progress("measuring perplexity", 0, 1)
-    figures = probe.figures(outer)
-    progress("writing", 0, 1)
-    write_checkpoint(source, stage, recipe.write_linear, recipe.config(dense_modules(source)), dtype)
-    return figures | _size(source, stage) | {"layers": [dataclasses.asdict(r) for r in reports]}
+def mxfp4(model: str, work_dir: Path | str, *, common: Common | None = None, progress: Progress = _quiet) -> Result:
+    """Quantize MODEL to 4-bit floats in blocks of 32 with power-of-two scales into ``work_dir``; needs no calibration.
 
-
-def _calibration(
-    source: LayerSource,
-    stage: Stage,
-    plan: CalibrationPlan,
-    tokenizer: Tokenizer,
-    digest: str,
-    progress: Progress,
-) -> torch.Tensor:
-    """Token ids [samples, seqlen]; kept in the stage, so that a resumed run sees the same text."""
-    if stage.done("calibration"):
-        return stage.load("calibration")["ids"]
-    if plan.dataset == "self":
-        samples = self_samples(
-            source.path, digest, plan, tokenizer, lambda d, n: progress("writing calibration text", d, n)
-        )
-    else:
-        samples = read_samples(plan, tokenizer, source.checkpoint.tokenizer_dir)
-    ids = torch.tensor(samples, dtype=torch.int64)
-    stage.save("calibration", {"ids": ids})
-    return ids
-
-
-def _check_ids(source: LayerSource, ids: torch.Tensor) -> None:
-    if int(ids.max()) >= source.spec.vocab_size:
-        raise ToolkitError(
-            f"{source.path}: the tokenizer gives token id {int(ids.max())}, "
-            f"but the model has {source.spec.vocab_size} tokens; tokenizer and weights disagree"
+    Raises as ``auto_awq`` does.
+    """
+    common = common or Common()
+    source = open_source(model, common, "mxfp4")
+    odd = next((x for x in targets(source, choose(source, common)) if x.in_features % floats.GROUP), None)
+    if odd is not None:
+        raise UsageError(
+            f"{odd.name}: {odd.in_features} inputs are no multiple of mxfp4's 32; leave it out with --skip"
         )
 
+    def sample(rows: int, columns: int) -> Weight:
+        zero = torch.zeros(1, 1, dtype=torch.uint8)
+        return Fp4(zero.expand(rows, columns), zero.expand(rows, columns // floats.GROUP), floats.GROUP)
 
-def _size(source: LayerSource, stage: Stage) -> dict[str, Any]:
-    bits = count = 0
-    quantizable = {x.name for x in source.quantizable()}
-    for result in saved_layers(stage, len(source.spec.layers)):
-        for name, value in result.weights.items():
-            if name in quantizable and not isinstance(value, torch.Tensor):
-                bits += storable_bits(value)
-                count += value.shape[0] * value.shape[1]
-    size = sum(f.stat().st_size for f in stage.dir.glob("*.safetensors"))
-    return {"bits_per_weight": bits / count, "size_bytes": size}
-
-
-def _named(dataset: str) -> str:
-    """A dataset as the stage's key sees it: a local one by content."""
-    path = Path(dataset).expanduser()
-    if path.is_file():
-        return f"{path.resolve()} sha256:{file_digest(path)}"
-    if path.is_dir():
-        digests = [f"{f.relative_to(path)} {file_digest(f)}" for f in sorted(path.rglob("*")) if f.is_file()]
-        import hashlib
-
-        return f"{path.resolve()} sha256:{hashlib.sha256(chr(10).join(digests).encode()).hexdigest()}"
-    return dataset
+    recipe = Recipe(
+        stage="lite mxfp4",
+        options={},
+        method=lambda dtype: floats.mxfp4_method(dtype=dtype),
+        sample=sample,
+        formats=("compressed-tensors", "mxfp4"),
+        calibrated=False,
+    )
+    return run(source, Path(work_dir), recipe, common, progress)
 
 
-def _store_dtype(wanted: str, source: LayerSource) -> torch.dtype:
-    """What dense tensors are stored as: "auto" keeps half precision and makes float16 of float32."""
-    if wanted != "auto":
-        if wanted not in DTYPES:
-            raise UsageError(f"--dtype: expected auto, {', '.join(DTYPES)}, found {wanted!r}")
-        return DTYPES[wanted]
-    stored = {source.checkpoint.info(n).dtype for n in source.checkpoint.names()}
-    return torch.bfloat16 if "BF16" in stored else torch.float16
-
-
-def _device(wanted: str) -> torch.device:
-    if wanted == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if wanted != "cpu" and wanted.split(":")[0] != "cuda":
-        raise UsageError(f"--device: expected auto, cpu or cuda, found {wanted!r}")
-    if wanted != "cpu" and not torch.cuda.is_available():
-        raise UsageError(f"--device {wanted}: no usable GPU was found; leave it out to quantize on the CPU")
-    return torch.device(wanted)
+def _integers(grid: awq.Grid, act_order: bool, rows: int, columns: int) -> Weight:
+    """A stand-in for what ``grid`` gives, without memory of its own."""
+    size = columns if grid.group_size == -1 else grid.group_size
+    middle = torch.full((1, 1), 1 << (grid.bits - 1) if grid.symmetric else 0, dtype=torch.uint8)
+    groups = columns // size
+    index = torch.arange(columns - 1, -1, -1, dtype=torch.int32) // size if act_order else None
+    return GroupInt(
+        middle.expand(rows, columns),
+        torch.ones(1, 1, dtype=torch.float16).expand(rows, groups),
+        middle.expand(rows, groups),
+        grid.bits,
+        size,
+        group_index=index,
+    )

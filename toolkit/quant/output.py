@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8, GroupInt, Weight
+from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, Weight
 from toolkit.artifacts.checkpoint_writer import write_model
+from toolkit.artifacts.formats.describe import Layout, layout_of
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.side_files import copy_side_files
 from toolkit.artifacts.stage import Stage
@@ -17,32 +19,50 @@ from toolkit.artifacts.weights import load_stored
 from toolkit.errors import ToolkitError
 from toolkit.models.spec import StoredTensor
 from toolkit.quant.layers import LayerSource
-from toolkit.quant.layerwise import saved_layers
-
-WriteLinear = Callable[[str, Weight], dict[str, Tensor]]
+from toolkit.quant.layerwise import load_head, saved_layers
+from toolkit.quant.writers import Writer
 
 
 def write_checkpoint(
-    source: LayerSource, stage: Stage, write_linear: WriteLinear, quantization: Mapping[str, Any], dtype: torch.dtype
+    source: LayerSource,
+    stage: Stage,
+    writer: Writer,
+    dtype: torch.dtype,
+    *,
+    group_size: int | None = None,
+    extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write weights, config.json and side files to ``stage.dir``; one layer in memory at a time."""
-    write_model(stage.dir, _tensors(source, stage, write_linear, dtype))
+    """Write weights, config.json and side files to ``stage.dir``; one layer in memory at a time.
+
+    ``group_size``: what was asked for, to be stated also of linears with one group a row because they are that narrow.
+    ``extra``: fields added to ``quantization_config``.
+    """
+    layouts: dict[str, Layout | None] = {}
+    write_model(stage.dir, _tensors(source, stage, writer, dtype, layouts))
     config = {k: v for k, v in source.checkpoint.config.items() if k not in ("quantization_config", "torch_dtype")}
     config["dtype"] = str(dtype).removeprefix("torch.")
-    write_json_object(stage.dir / "config.json", {**config, "quantization_config": dict(quantization)})
+    head = _head_name(source)
+    if layouts.setdefault(head, None) is not None:
+        config["tie_word_embeddings"] = False  # a quantized head has tensors of its own
+    narrow = {n: x for n, x in layouts.items() if x and x.group_size == -1 and x.in_features == group_size}
+    layouts |= {n: replace(x, group_size=x.in_features) for n, x in narrow.items()}
+    quantization = writer.config(layouts) | dict(extra or {})
+    write_json_object(stage.dir / "config.json", {**config, "quantization_config": quantization})
     copy_side_files(source.checkpoint, stage.dir)
 
 
-def dense_modules(source: LayerSource) -> list[str]:
-    """Names on disk of the linears inside layers that stay dense, for ``modules_to_not_convert``."""
-    return [item.name for items in source.stored for item in items if item.kind == "router"]
+def _head_name(source: LayerSource) -> str:
+    return next((item.name for item in source.outer if item.kind == "head"), "lm_head")
 
 
 def _tensors(
-    source: LayerSource, stage: Stage, write_linear: WriteLinear, dtype: torch.dtype
+    source: LayerSource, stage: Stage, writer: Writer, dtype: torch.dtype, layouts: dict[str, Layout | None]
 ) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the checkpoint; fills ``layouts`` on the way."""
+    head = load_head(stage)
     for item in source.outer:
-        if item.optional and f"{item.name}.weight" not in source.checkpoint:
+        missing = item.optional and f"{item.name}.weight" not in source.checkpoint
+        if missing or (item.kind == "head" and head is not None):
             continue
         value, bias = load_stored(source.checkpoint, item)
         yield _suffixed(item), _cast(value if isinstance(value, Tensor) else value.dequantize(), dtype, item.name)
@@ -53,17 +73,27 @@ def _tensors(
             if item.parts[0].name not in result.weights:
                 continue  # optional and absent
             joined = join_parts(item, [result.weights[p.name] for p in item.parts])
+            if item.kind in ("linear", "router"):
+                layouts[item.name] = None if isinstance(joined, Tensor) else layout_of(joined)
             if isinstance(joined, Tensor):
                 yield _suffixed(item), _cast(joined, dtype, item.name)
             elif isinstance(joined, Dense):
                 yield f"{item.name}.weight", _cast(joined.weight, dtype, item.name)
             else:
-                yield from write_linear(item.name, joined).items()
+                yield from writer.write(item.name, joined).items()
             if item.bias:
                 biases: list[Weight | Tensor] = [result.weights[f"{p.name}.bias"] for p in item.parts]
                 whole = join_parts(item, biases)
                 assert isinstance(whole, Tensor)
                 yield f"{item.name}.bias", _cast(whole, dtype, item.name)
+    if head is not None:
+        name, weight = _head_name(source), head.weights[source.spec.head]
+        assert not isinstance(weight, Tensor)
+        layouts[name] = layout_of(weight)
+        yield from writer.write(name, weight).items()
+        offset = head.weights.get(f"{source.spec.head}.bias")
+        if isinstance(offset, Tensor):
+            yield f"{name}.bias", _cast(offset, dtype, name)
 
 
 def _suffixed(item: StoredTensor) -> str:
@@ -90,7 +120,7 @@ def join_parts(item: StoredTensor, parts: list[Weight | Tensor]) -> Weight | Ten
     ]
     order = torch.argsort(torch.cat(places))
     stacked = _stack(parts)
-    return stacked[order] if isinstance(stacked, Tensor) else stacked.take_rows(order)
+    return stacked[order] if isinstance(stacked, Tensor) else _whole_tiles(stacked.take_rows(order))
 
 
 def _stack(parts: list[Weight | Tensor]) -> Weight | Tensor:
@@ -104,13 +134,31 @@ def _stack(parts: list[Weight | Tensor]) -> Weight | Tensor:
         case Tensor():
             return torch.cat([p for p in parts if isinstance(p, Tensor)])
         case GroupInt():
-            assert first.minima is None and first.group_index is None
-            return GroupInt(join("codes"), join("scales"), join("zeros"), first.bits, first.group_size)
+            same = all(_same(first.group_index, getattr(p, "group_index", None)) for p in parts)
+            assert first.minima is None and same, "parts of a module share their input, so also its order"
+            return replace(first, codes=join("codes"), scales=join("scales"), zeros=join("zeros"))
         case ChannelInt8():
             return ChannelInt8(join("weight"), join("scales"))
         case Fp8():
             return Fp8(join("weight"), join("scales"))
+        case BlockFp8():  # all parts hold the scales of the whole module
+            return replace(first, weight=join("weight"), row_blocks=join("row_blocks"))
+        case Fp4():
+            return replace(first, codes=join("codes"), scales=join("scales"))
         case Dense():
             return Dense(join("weight"))
         case _:
             raise AssertionError(f"no method makes {type(first).__name__}")
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and torch.equal(a, b))
+
+
+def _whole_tiles(weight: Weight) -> Weight:
+    """A ``BlockFp8`` whose rows are all back in their tiles needs no ``row_blocks``."""
+    if isinstance(weight, BlockFp8) and weight.row_blocks is not None:
+        natural = torch.arange(weight.shape[0], dtype=weight.row_blocks.dtype) // weight.block[0]
+        if torch.equal(weight.row_blocks, natural):
+            return replace(weight, row_blocks=None)
+    return weight

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toolkit.models.spec import DecoderSpec, LayerSpec
-from toolkit.quant.forward import Weights, embed, head_logits, layer_forward
+from toolkit.quant.forward import Rounding, Weights, embed, head_logits, layer_forward
 
 WINDOW = 1024
 ROWS = 256  # positions whose logits are held at once
@@ -37,14 +37,16 @@ class Probe:
         self.before = [embed(spec, table, row[None].to(table.device)).cpu() for row in self.ids]
         self.after = list(self.before)
 
-    def advance(self, layer: LayerSpec, original: Weights, quantized: Weights) -> None:
-        """Send both copies through one layer."""
-        for states, weights in ((self.before, original), (self.after, quantized)):
+    def advance(
+        self, layer: LayerSpec, original: Weights, quantized: Weights, rounding: Rounding | None = None
+    ) -> None:
+        """Send both copies through one layer; ``rounding`` holds for the inputs of the quantized one."""
+        for states, weights, near in ((self.before, original, None), (self.after, quantized, rounding)):
             for i, x in enumerate(states):
-                states[i] = layer_forward(layer, weights, x.to(self.device)).cpu()
+                states[i] = layer_forward(layer, weights, x.to(self.device), rounding=near).cpu()
 
-    def figures(self, weights: Weights) -> dict[str, Any]:
-        """After the last layer. ``weights``: final norm and head.
+    def figures(self, weights: Weights, quantized: Weights | None = None) -> dict[str, Any]:
+        """After the last layer. ``weights``: final norm and head; ``quantized``: those of the second copy, if others.
 
         Returns perplexity_before, perplexity_after, kl (mean over tokens of KL(before ‖ after), nats),
         top1_agreement (share of tokens where both prefer the same next one) and how they were taken.
@@ -56,8 +58,8 @@ class Probe:
                 targets = row[a + 1 : a + 1 + ROWS].to(self.device)
                 place = slice(a, a + len(targets))
                 p, q = (
-                    head_logits(self.spec, weights, x[0, place].to(self.device)).log_softmax(-1)
-                    for x in (before, after)
+                    head_logits(self.spec, w, x[0, place].to(self.device)).log_softmax(-1)
+                    for x, w in ((before, weights), (after, quantized or weights))
                 )
                 lost[0] += float(F.nll_loss(p, targets, reduction="sum"))
                 lost[1] += float(F.nll_loss(q, targets, reduction="sum"))

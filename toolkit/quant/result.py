@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8, GroupInt, Weight
-from toolkit.models.spec import LayerSpec
+from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, Weight
+from toolkit.quant.sites import Site
 from toolkit.quant.statistics import Gram
 
 
@@ -41,8 +41,9 @@ class LayerResult:
         }
 
 
-Method = Callable[[LayerSpec, Mapping[str, Tensor], Mapping[str, Gram]], LayerResult]
-"""(layer, its float32 weights, its Gram matrices by site) → result. Must not change its arguments."""
+Method = Callable[[Sequence[Site], Mapping[str, Tensor], Mapping[str, Gram]], LayerResult]
+"""(sites to quantize, the layer's float32 weights, its Gram matrices by site) → result. Must not change its arguments.
+Weights of sites that are not given come back as they are."""
 
 
 def relative_error(weight: Tensor, restored: Tensor, xtx: Tensor) -> float:
@@ -75,7 +76,7 @@ def to_state(result: LayerResult) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def from_state(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> LayerResult:
     """Inverse of ``to_state``."""
-    classes: dict[str, Any] = {c.__name__: c for c in (Dense, GroupInt, ChannelInt8, Fp8)}
+    classes: dict[str, Any] = {c.__name__: c for c in (Dense, GroupInt, ChannelInt8, Fp8, BlockFp8, Fp4)}
     weights: dict[str, Weight | Tensor] = {}
     for name, form in meta["forms"].items():
         if form["form"] == "Tensor":
@@ -84,6 +85,8 @@ def from_state(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> LayerR
         fields = {k: v for k, v in form.items() if k != "form"}
         prefix = f"{name}:"
         fields |= {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+        if "block" in fields:
+            fields["block"] = tuple(fields["block"])
         weights[name] = classes[form["form"]](**fields)
     return LayerResult(weights, [LinearReport(**r) for r in meta["reports"]])
 
@@ -97,6 +100,10 @@ def storable_bits(value: Weight) -> int:
             return rows * columns * value.bits + groups * (value.scales.element_size() * 8 + value.bits)
         case ChannelInt8() | Fp8():
             return rows * columns * 8 + rows * 32
+        case BlockFp8():
+            return rows * columns * 8 + value.scales.numel() * 32
+        case Fp4():
+            return rows * columns * 4 + value.scales.numel() * 8
         case Dense():
             return rows * columns * torch.finfo(value.weight.dtype).bits
         case _:

@@ -1,24 +1,27 @@
-"""What calibration remembers of a site's inputs: XᵀX and how many rows went into it."""
+"""What calibration remembers of a site's inputs: XᵀX, sums, extremes, and a few of the rows themselves."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+SAMPLE = 256  # rows that are kept …
+SAMPLE_EACH = 32  # … at most so many of one call
 PANEL = 512  # columns accumulated at once; what lies left of a panel follows by symmetry
 
 
 @dataclass
 class Gram:
     """``xtx``: float32 [n, n], the sum of x·xᵀ; its lower triangle is filled by ``finish``. ``abs_sum`` and ``abs_max``
-    of the inputs: [n]."""
+    of the inputs: [n]. ``sample`` [at most SAMPLE, n]: rows as they came, from all over the first batches."""
 
     xtx: Tensor
     abs_sum: Tensor
     abs_max: Tensor
     rows: int = 0
+    sample: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
 
     @staticmethod
     def empty(n: int, device: torch.device | str = "cpu") -> Gram:
@@ -38,6 +41,10 @@ class Gram:
         self.abs_sum += size.sum(0)
         self.abs_max = torch.maximum(self.abs_max, size.amax(0))
         self.rows += x.shape[0]
+        kept = len(self.sample)
+        if kept < SAMPLE:
+            few = x[:: -(-len(x) // SAMPLE_EACH)][: SAMPLE - kept]
+            self.sample = few.clone() if kept == 0 else torch.cat([self.sample, few])
 
     def finish(self) -> None:
         upper = torch.triu(self.xtx)

@@ -1,0 +1,185 @@
+"""The flags that all of ``tool lite`` share, its progress bar and its closing table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from toolkit.commands.options import with_flags
+from toolkit.commands.output import check_writable, stderr, stdout, table, write_json
+
+if TYPE_CHECKING:
+    from toolkit.quant.run import Common, Result
+
+Model = Annotated[str, typer.Argument(help="A directory, a hub id, a .gguf file, or `demo`.")]
+WorkDir = Annotated[Path, typer.Option("--work-dir", help="Where the result goes.")]
+WBits = Annotated[int, typer.Option("--w-bits", help="Bits of a weight: 4; 8, 3 and 2 not in the AWQ format.")]
+GroupSize = Annotated[
+    str,
+    typer.Option("--w-group-size", help="Weights that share a scale: auto (the largest that fits), 128, 64, 32, -1."),
+]
+Damp = Annotated[float, typer.Option("--damp", help="GPTQ: share of the mean diagonal added to XᵀX.")]
+DescAct = Annotated[bool, typer.Option("--desc-act", help="GPTQ: columns with the largest inputs first.")]
+StaticGroups = Annotated[
+    bool,
+    typer.Option(
+        "--static-groups/--no-static-groups",
+        help="With --desc-act: groups stay consecutive; else the file holds each column's group (act-order).",
+    ),
+]
+
+
+@dataclass
+class LiteFlags:
+    calib_dataset: Annotated[
+        str,
+        typer.Option(
+            "--calib-dataset",
+            help="`self` (the model writes it), a .txt/.jsonl/.json/.parquet file or folder, or a known name "
+            "(wikitext2, c4, pileval, ptb, gsm8k, open-platypus, openwebtext, ultrachat).",
+        ),
+    ] = "self"
+    calib_samples: Annotated[
+        int | None,
+        typer.Option(
+            "--calib-samples",
+            "--nsamples",
+            help="Samples. Default: 128; for `self` at most as many as make 16k tokens.",
+        ),
+    ] = None
+    calib_seqlen: Annotated[int, typer.Option("--calib-seqlen", "--seqlen", help="Tokens in a sample.")] = 512
+    batch_size: Annotated[int, typer.Option("--batch-size", help="Samples that go through a layer at once.")] = 8
+    calibration: Annotated[
+        str | None, typer.Option("--calibration", help="Statistics that `tool lite calibrate` wrote, in place of text.")
+    ] = None
+    format: Annotated[
+        str | None,
+        typer.Option(
+            "--format", help="awq, gptq, gptq_v2, compressed-tensors, w8a8, fp8, mxfp4. Default: the method's."
+        ),
+    ] = None
+    skip: Annotated[
+        list[str] | None, typer.Option("--skip", help="Leave linears dense whose name this pattern fits (repeatable).")
+    ] = None
+    include: Annotated[
+        list[str] | None, typer.Option("--include", help="Quantize only linears that this pattern fits (repeatable).")
+    ] = None
+    quantize_lm_head: Annotated[
+        bool, typer.Option("--quantize-lm-head", help="Quantize the head too; a tied one gets weights of its own.")
+    ] = False
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="What stays unquantized is stored as: auto, float16, bfloat16, float32.")
+    ] = "auto"
+    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto"
+    revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")] = None
+    download_dir: Annotated[str | None, typer.Option("--download-dir", help="Where downloads go.")] = None
+    seed: Annotated[int, typer.Option("--seed", help="Of the calibration text.")] = 0
+    eval_tokens: Annotated[
+        int, typer.Option("--eval-tokens", help="Tokens of held-out text for the perplexity before and after.")
+    ] = 24576
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in --work-dir.")] = False
+    json: Annotated[
+        str | None, typer.Option("--json", help="Write the figures to this file (- is standard output).")
+    ] = None
+    plot: Annotated[str | None, typer.Option("--plot", help="Draw the error of every layer to this .png file.")] = None
+
+    def common(self) -> Common:
+        """The options of ``toolkit.quant``. Raises UsageError for files that cannot be written."""
+        from toolkit.quant.run import Common
+
+        check_writable("--json", self.json)
+        check_writable("--plot", self.plot)
+        return Common(
+            self.calib_dataset, self.calib_samples, self.calib_seqlen, self.batch_size, self.dtype, self.device,
+            self.revision, self.download_dir, self.seed, self.eval_tokens, self.overwrite, self.format,
+            tuple(self.skip or ()), tuple(self.include or ()), self.quantize_lm_head, self.calibration,
+        )  # fmt: skip
+
+
+with_lite_flags = with_flags("flags", LiteFlags)
+
+
+def group_size(text: str) -> int | str:
+    """--w-group-size as a number where it is one."""
+    return int(text) if text.lstrip("-").isdigit() else text
+
+
+@contextmanager
+def progress_bar() -> Iterator[Any]:
+    """A progress bar a phase on standard error, with rate and time left; yields (phase, done, total) -> None."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    tasks: dict[str, Any] = {}
+    with Progress(*columns, console=stderr()) as bar:
+
+        def update(phase: str, done: int, total: int) -> None:
+            if phase not in tasks:
+                for task in tasks.values():
+                    bar.update(task, completed=bar.tasks[task].total)
+                tasks[phase] = bar.add_task(phase, total=total, rate="")
+            speed = bar.tasks[tasks[phase]].speed
+            bar.update(tasks[phase], completed=done, total=total, rate=f"{1 / speed:.1f} s each" if speed else "")
+
+        yield update
+        for task in tasks.values():
+            bar.update(task, completed=bar.tasks[task].total)
+
+
+def report(result: Result, flags: LiteFlags) -> None:
+    """Print the table of a finished run, and write what --json and --plot ask for."""
+    quality = result.quality
+    if result.already_there:
+        stderr().print(f"{result.path}: already there")
+    fallback = [x["name"] for x in quality["layers"] if x["method"] == "weight-only"]
+    if fallback:
+        stderr().print(f"no calibration token reached {', '.join(fallback)}: quantized by their weights alone")
+    if flags.json != "-":
+        stdout().print(table("Quantized", ("", "value"), _rows(result)))
+    write_json(flags.json, {"path": str(result.path), "options": result.options, "quality": quality})
+    if flags.plot is not None:
+        from toolkit.quant.plot import plot_layers
+
+        plot_layers(quality["layers"], Path(flags.plot))
+
+
+def _rows(result: Result) -> list[tuple[str, str]]:
+    quality, options = result.quality, result.options
+    worst = max(quality["layers"], key=lambda x: x["rel_error"])
+    before, after = quality["perplexity_before"], quality["perplexity_after"]
+    group = options.get("w_group_size")
+    text = "{calib_samples} samples of {calib_seqlen} ({calib_dataset})"
+    return [
+        ("written to", str(result.path)),
+        *([("format", options["format"])] if "format" in options else []),
+        *([("group size", str(group))] if group else []),
+        *([("calibration", text.format(**options))] if "calib_samples" in options else []),
+        ("perplexity before", f"{before:.3f}"),
+        ("perplexity after", f"{after:.3f} ({100 * (after / before - 1):+.2f} %)"),
+        ("measured on", f"{quality['tokens']:,} held-out tokens, windows of {quality['window']}"),
+        ("KL to the original", f"{quality['kl']:.4f} nats"),
+        ("same best token", f"{100 * quality['top1_agreement']:.1f} %"),
+        ("bits per weight", f"{quality['bits_per_weight']:.2f}"),
+        ("size", f"{quality['size_bytes'] / 1e6:.1f} MB"),
+        ("largest error", f"{100 * worst['rel_error']:.1f} % of {worst['name']}'s output"),
+    ]

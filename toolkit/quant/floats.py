@@ -1,0 +1,127 @@
+"""Formats of small floats that need no calibration: fp8 in tiles of 128 × 128, and mxfp4.
+
+Sources: DeepSeek-V3 technical report (2024), 3.3 (tiles); OCP Microscaling Formats specification 1.0 (2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from toolkit.artifacts.canonical import FP4_VALUES, BlockFp8, Dense, Fp4, Weight
+from toolkit.artifacts.formats.blocked_fp8 import BLOCK
+from toolkit.artifacts.formats.mxfp4 import GROUP
+from toolkit.artifacts.weights import split_parts
+from toolkit.models.spec import StoredTensor
+from toolkit.quant.output import join_parts
+from toolkit.quant.result import LayerResult, LinearReport, Method, relative_error
+from toolkit.quant.sites import Site
+from toolkit.quant.statistics import Gram
+
+MIN_TILE = 1e-6  # smallest largest weight of a tile
+_FP8_MAX = 448.0
+
+
+def tiles_method(stored: Sequence[StoredTensor], *, powers_of_two: bool, dtype: torch.dtype) -> Method:
+    """Blocked fp8 as a method. Tiles are those of the modules as ``stored``, where several linears may be one."""
+    items = {part.name: item for item in stored for part in item.parts}
+
+    def run(sites: Sequence[Site], weights: Mapping[str, Tensor], grams: Mapping[str, Gram]) -> LayerResult:
+        out: dict[str, Weight | Tensor] = {name: value.to(dtype).cpu() for name, value in weights.items()}
+        reports = []
+        wanted = [x.name for site in sites for x in site.linears]
+        for name in wanted:
+            item = items.get(name)
+            if item is None or len(item.parts) == 1:
+                out[name] = quantize_tiles(weights[name], powers_of_two)
+            elif not isinstance(out[name], BlockFp8):
+                whole = join_parts(item, [weights[p.name] for p in item.parts])
+                assert isinstance(whole, Tensor)
+                out.update(split_parts(item, quantize_tiles(whole, powers_of_two)))
+            reports.append(_report(name, weights[name], out[name], "blocked_fp8", 8, -1))
+        _keep_followers(sites, weights, out, dtype)
+        return LayerResult(out, reports)
+
+    return run
+
+
+def mxfp4_method(*, dtype: torch.dtype) -> Method:
+    """mxfp4 as a method."""
+
+    def run(sites: Sequence[Site], weights: Mapping[str, Tensor], grams: Mapping[str, Gram]) -> LayerResult:
+        out: dict[str, Weight | Tensor] = {name: value.to(dtype).cpu() for name, value in weights.items()}
+        reports = []
+        for name in (x.name for site in sites for x in site.linears):
+            out[name] = quantize_mxfp4(weights[name])
+            reports.append(_report(name, weights[name], out[name], "mxfp4", 4, GROUP))
+        _keep_followers(sites, weights, out, dtype)
+        return LayerResult(out, reports)
+
+    return run
+
+
+def _keep_followers(
+    sites: Sequence[Site], weights: Mapping[str, Tensor], out: dict[str, Weight | Tensor], dtype: torch.dtype
+) -> None:
+    out.update({x.name: Dense(weights[x.name].to(dtype).cpu()) for site in sites for x in site.followers})
+
+
+def _report(name: str, weight: Tensor, code: Weight | Tensor, how: str, bits: int, group: int) -> LinearReport:
+    """Without calibration the error is that of the weights: as of inputs that do not correlate."""
+    assert not isinstance(code, Tensor)
+    eye = torch.eye(weight.shape[1], device=weight.device)
+    return LinearReport(name, how, bits, group, relative_error(weight, code.dequantize().to(weight.device), eye))
+
+
+def quantize_tiles(weight: Tensor, powers_of_two: bool = False) -> BlockFp8:
+    """float8_e4m3fn codes of ``weight`` [out, in], a float32 scale (largest / 448) for each tile of 128 × 128.
+
+    ``powers_of_two``: scales are rounded up to powers of two ("ue8m0").
+    """
+    rows, columns = weight.shape
+    padded = torch.nn.functional.pad(weight, (0, -columns % BLOCK[1], 0, -rows % BLOCK[0]))
+    tiles = padded.unflatten(0, (-1, BLOCK[0])).unflatten(2, (-1, BLOCK[1]))  # [row tiles, 128, column tiles, 128]
+    scales = tiles.abs().amax((1, 3)).clamp(min=MIN_TILE) / _FP8_MAX
+    if powers_of_two:
+        scales = torch.exp2(torch.ceil(torch.log2(scales)))
+    codes = (tiles / scales[:, None, :, None]).clamp(-_FP8_MAX, _FP8_MAX).view_as(padded)
+    return BlockFp8(codes[:rows, :columns].to(torch.float8_e4m3fn).contiguous().cpu(), scales.float().cpu(), BLOCK)
+
+
+def quantize_mxfp4(weight: Tensor) -> Fp4:
+    """Nearest e2m1 codes of ``weight`` [out, in] in blocks of 32.
+
+    The specification's exponent, floor(log2(largest)) − 2, cuts off what lies between 6 and 8 times the scale; the one
+    above does not. Each block takes the exponent that loses less.
+    """
+    blocks = weight.unflatten(1, (-1, GROUP))
+    exponent = torch.floor(torch.log2(blocks.abs().amax(-1).clamp(min=2.0**-120))) - 2
+    best: tuple[Tensor, Tensor] | None = None
+    least = torch.full_like(exponent, float("inf"))
+    for now in (exponent, exponent + 1):
+        codes = _nearest_e2m1(blocks / torch.exp2(now)[..., None])
+        back = _values(codes) * torch.exp2(now)[..., None]
+        error = (back - blocks).square().sum(-1)
+        if best is None:
+            best, least = (codes, now), error
+        else:
+            better = error < least
+            best = torch.where(better[..., None], codes, best[0]), torch.where(better, now, best[1])
+    assert best is not None
+    return Fp4(best[0].flatten(1).cpu(), (best[1] + 127).clamp(0, 254).to(torch.uint8).cpu(), GROUP)
+
+
+def _values(codes: Tensor) -> Tensor:
+    return torch.tensor(FP4_VALUES, device=codes.device)[codes.long()]
+
+
+def _nearest_e2m1(x: Tensor) -> Tensor:
+    """Codes of the nearest e2m1 numbers, ties to the even code; beyond 6 the largest. uint8, shape of ``x``."""
+    levels = torch.tensor(FP4_VALUES[:8], device=x.device)
+    middles = (levels[1:] + levels[:-1]) / 2
+    size = x.abs()
+    code = torch.bucketize(size, middles)  # a tie goes down …
+    tie = (code < 7) & (size == middles[code.clamp(max=6)]) & (code % 2 == 1)
+    return ((code + tie.long()) | (x < 0).long() << 3).to(torch.uint8)  # … and up again where that is odd

@@ -1,0 +1,222 @@
+"""GPTQ: columns are rounded one after another, and what each loses is made up for by those that are still to come.
+
+Source: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers" (2022): with
+H = XᵀX of the inputs and U the upper Cholesky factor of H⁻¹, rounding column i to ŵ costs (w − ŵ)² / U[i,i]², and the
+columns j > i move by −(w − ŵ) / U[i,i] · U[i,j]. Columns go in blocks, so that most of the work is matrix products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from toolkit.artifacts.canonical import Dense, GroupInt, Weight
+from toolkit.errors import ToolkitError
+from toolkit.models.spec import LinearSpec
+from toolkit.quant.awq import Grid, inputs_after, search_clip
+from toolkit.quant.grid import grid_of, group_range, no_scale, round_to
+from toolkit.quant.result import LayerResult, LinearReport, Method, relative_error
+from toolkit.quant.sites import Site
+from toolkit.quant.statistics import Gram
+
+ROWS = 16384  # rows of one input's linears that are rounded together
+_EXACT = 2048  # up to so many inputs the factorization is done in float64, its memory being small
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """``damp``: share of H's mean diagonal that is added to it. ``desc_act``: columns with the largest H[i,i] first;
+    with ``static_groups`` groups stay consecutive and their grids come from the weights before any column moved,
+    without they are made of columns in that order (act-order: the file then holds each column's group). ``clip``:
+    search each group's range; else it spans all its weights. ``block``: columns between two matrix products.
+    """
+
+    damp: float = 0.01
+    desc_act: bool = False
+    static_groups: bool = True
+    clip: bool = True
+    block: int = 128
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """``codes`` [out, in] and the grid's ``scale``, ``zero`` [out, groups], all float; ``group_index`` int32 [in] or
+    None where groups are consecutive."""
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+    group_index: Tensor | None
+
+
+class Scaler(Protocol):
+    """Scales sites before they are rounded: ``awq.scale_layer`` with its settings bound."""
+
+    def __call__(
+        self, sites: Sequence[Site], weights: Mapping[str, Tensor], grams: Mapping[str, Gram]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]: ...
+
+
+def method(grid: Grid, rounding: Rounding, *, dtype: torch.dtype, scaler: Scaler | None = None) -> Method:
+    """GPTQ as a layer-wise method, on weights that ``scaler`` scaled first where one is given.
+
+    ``grid.group_size`` -1: one group a row. ``dtype``: what dense tensors are stored as.
+    """
+    how = "gptq" if scaler is None else "awq+gptq"
+
+    def run(sites: Sequence[Site], weights: Mapping[str, Tensor], grams: Mapping[str, Gram]) -> LayerResult:
+        folded, channels = (dict(weights), {}) if scaler is None else scaler(sites, weights, grams)
+        out: dict[str, Weight | Tensor] = {name: value.to(dtype).cpu() for name, value in folded.items()}
+        reports = []
+        for site in sites:
+            out.update({x.name: Dense(folded[x.name].to(dtype).cpu()) for x in site.followers})
+            gram = grams.get(site.name)
+            xtx = inputs_after(gram, channels.get(site.name), site.size, folded[site.linears[0].name])
+            for linear, code in _round_site(site.linears, folded, xtx, grid, rounding):
+                out[linear.name] = code
+                w = folded[linear.name]
+                error = relative_error(w, code.dequantize().to(w.device), xtx)
+                name = how if gram is not None else "weight-only"
+                reports.append(LinearReport(linear.name, name, grid.bits, grid.group_size, error))
+        return LayerResult(out, reports)
+
+    return run
+
+
+def _round_site(
+    linears: Sequence[LinearSpec], weights: Mapping[str, Tensor], xtx: Tensor, grid: Grid, rounding: Rounding
+) -> list[tuple[LinearSpec, GroupInt]]:
+    """Codes of the linears that share an input: rows do not touch each other, so they are rounded as one matrix."""
+    factor = inverse_factor(xtx, rounding)
+    found = []
+    batch: list[LinearSpec] = []
+    for i, linear in enumerate(linears):
+        batch.append(linear)
+        rows = sum(x.out_features for x in batch)
+        if i + 1 == len(linears) or rows + linears[i + 1].out_features > ROWS:
+            whole = round_columns(torch.cat([weights[x.name] for x in batch]), factor, grid, rounding)
+            found += list(zip(batch, _split(whole, batch, weights, grid), strict=True))
+            batch = []
+    return found
+
+
+def _split(
+    rounded: Rounded, linears: Sequence[LinearSpec], weights: Mapping[str, Tensor], grid: Grid
+) -> list[GroupInt]:
+    parts, start = [], 0
+    for linear in linears:
+        rows = slice(start, start + linear.out_features)
+        start += linear.out_features
+        scale = rounded.scale[rows].to(torch.float16)
+        if not bool(torch.isfinite(scale).all()):
+            raise ToolkitError(no_scale(linear.name, weights[linear.name], torch.float16))
+        parts.append(
+            GroupInt(
+                codes=rounded.codes[rows].to(torch.uint8).cpu(),
+                scales=scale.cpu(),
+                zeros=rounded.zero[rows].to(torch.uint8).cpu(),
+                bits=grid.bits,
+                group_size=linear.in_features if grid.group_size == -1 else grid.group_size,
+                group_index=None if rounded.group_index is None else rounded.group_index.cpu(),
+            )
+        )
+    return parts
+
+
+@dataclass(frozen=True)
+class Factor:
+    """``order``: int64 [n], the columns in the order they are rounded; ``hessian``: the damped H and ``upper``: the
+    upper Cholesky factor of its inverse, both [n, n] and in that order."""
+
+    order: Tensor
+    hessian: Tensor
+    upper: Tensor
+
+
+def inverse_factor(xtx: Tensor, rounding: Rounding) -> Factor:
+    """Damp and order ``xtx`` and factor its inverse; damping grows tenfold until that succeeds.
+
+    Inputs that are always zero get the mean diagonal: they are rounded to nearest and move nothing.
+    """
+    n = len(xtx)
+    diagonal = xtx.diagonal()
+    order = torch.arange(n, device=xtx.device)
+    if rounding.desc_act:
+        order = torch.argsort(diagonal, descending=True, stable=True)
+    hessian = xtx[order][:, order]
+    mean = diagonal.mean() if bool((diagonal > 0).any()) else torch.ones((), device=xtx.device, dtype=xtx.dtype)
+    line = hessian.diagonal()
+    line.copy_(torch.where(line == 0, mean, line))
+    exact = hessian.double() if n <= _EXACT else hessian
+    eye = torch.eye(n, device=xtx.device, dtype=exact.dtype)
+    damp = rounding.damp
+    while True:
+        lower, failed = torch.linalg.cholesky_ex(exact + eye * (damp * mean))
+        if not int(failed):
+            inverse = torch.cholesky_inverse(lower)
+            upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
+            if not int(failed):
+                break
+        assert damp < 1e6, "no damping makes a matrix of finite squares factor"
+        damp = max(damp * 10, 1e-4)
+    return Factor(order, hessian, upper.to(xtx.dtype))
+
+
+def round_columns(weight: Tensor, factor: Factor, grid: Grid, rounding: Rounding) -> Rounded:
+    """Round ``weight`` [out, in] column by column. Codes refer to the scale as stored (float16)."""
+    n = weight.shape[1]
+    size = n if grid.group_size == -1 else grid.group_size
+    order, upper = factor.order, factor.upper
+    act_order = rounding.desc_act and not rounding.static_groups and size < n
+    known = (rounding.desc_act and not act_order) or size == n
+    ordered = weight[:, order].clone()
+    place = order // size if not act_order else torch.arange(n, device=weight.device) // size  # group of each column
+    groups = n // size
+    scale, zero = (torch.empty(len(weight), groups, dtype=weight.dtype, device=weight.device) for _ in range(2))
+    if known:
+        scale, zero = _static_grids(weight, factor, grid, rounding, size)
+    codes = torch.empty_like(ordered)
+    block = size if not known and rounding.block % size else rounding.block  # a group must begin with all moves made
+    for start in range(0, n, block):
+        stop = min(start + block, n)
+        part = ordered[:, start:stop].t().contiguous()  # a column is read and written as a row: several times faster
+        lost = torch.empty_like(part)
+        corner = upper[start:stop, start:stop]
+        for i in range(stop - start):
+            group = int(place[start + i])
+            if not known and (start + i) % size == 0:
+                inside = slice(start + i, start + i + size)
+                now = part[i : i + size].t() if size <= stop - start - i else ordered[:, inside]
+                grids = _grid(now.contiguous(), factor.hessian[inside, inside], grid, rounding, size)
+                scale[:, group], zero[:, group] = grids
+            s, z = scale[:, group], zero[:, group]
+            q = round_to(part[i], s, z, grid.bits)
+            lost[i] = (part[i] - (q - z) * s) / corner[i, i]
+            part[i + 1 :].addr_(corner[i, i + 1 :], lost[i], alpha=-1)
+            codes[:, start + i] = q
+        ordered[:, stop:] -= lost.t() @ upper[start:stop, stop:]
+    back = torch.argsort(order)
+    index = (torch.arange(n, device=weight.device) // size)[back].to(torch.int32) if act_order else None
+    return Rounded(codes[:, back], scale, zero, index)
+
+
+def _static_grids(weight: Tensor, factor: Factor, grid: Grid, rounding: Rounding, size: int) -> tuple[Tensor, Tensor]:
+    """Grids of all consecutive groups of the weights as they are. Each [out, groups]."""
+    back = torch.argsort(factor.order)
+    found = []
+    for start in range(0, weight.shape[1], size):
+        span = slice(start, start + size)
+        found.append(_grid(weight[:, span], factor.hessian[back[span]][:, back[span]], grid, rounding, size))
+    return torch.stack([s for s, _ in found], 1), torch.stack([z for _, z in found], 1)
+
+
+def _grid(weight: Tensor, hessian: Tensor, grid: Grid, rounding: Rounding, size: int) -> tuple[Tensor, Tensor]:
+    """Scale and zero point of one group, ``weight`` [out, size] with its block of H. Each [out]."""
+    one = replace(grid, group_size=size)
+    low, high = search_clip(weight, hessian, one) if rounding.clip else group_range(weight, size)
+    scale, zero = grid_of(low, high, bits=grid.bits, symmetric=grid.symmetric)
+    return scale[:, 0].to(weight.dtype), zero[:, 0].to(weight.dtype)

@@ -1,0 +1,291 @@
+"""What every ``tool lite`` method runs through: a checkpoint in, its layers one by one, a quantized checkpoint out."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.artifacts.canonical import Dense, Weight
+from toolkit.artifacts.manifest import describe_parent, file_digest, read_manifest, require_kind
+from toolkit.artifacts.source import resolve_model
+from toolkit.artifacts.stage import Stage, open_stage
+from toolkit.artifacts.tokenizer import Tokenizer
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.models.spec import LinearSpec
+from toolkit.quant.calibration import CalibrationPlan, make_plan, read_samples
+from toolkit.quant.layers import LayerSource
+from toolkit.quant.layerwise import Flow, Setting, load_head, quantize_layers, saved_layers
+from toolkit.quant.output import write_checkpoint
+from toolkit.quant.probe import Probe, heldout_text
+from toolkit.quant.result import LinearReport, Method, storable_bits
+from toolkit.quant.selection import Selection, select
+from toolkit.quant.selftext import self_samples
+from toolkit.quant.statistics_file import SavedStatistics, open_statistics
+from toolkit.quant.writers import Writer, choose_writer
+
+EVAL_TOKENS = 24576  # of the held-out text: all of it, for most tokenizers
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is going on, steps done, steps in all)."""
+
+
+@dataclass(frozen=True)
+class Common:
+    """Options that every method shares; names as on the command line. ``format`` None: the method's own."""
+
+    calib_dataset: str = "self"
+    calib_samples: int | None = None
+    calib_seqlen: int = 512
+    batch_size: int = 8
+    dtype: str = "auto"
+    device: str = "auto"
+    revision: str | None = None
+    download_dir: str | None = None
+    seed: int = 0
+    eval_tokens: int = EVAL_TOKENS
+    overwrite: bool = False
+    format: str | None = None
+    skip: tuple[str, ...] = ()
+    include: tuple[str, ...] = ()
+    quantize_lm_head: bool = False
+    calibration: str | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """``quality`` is what the manifest holds under that key; ``options`` as resolved."""
+
+    path: Path
+    options: dict[str, Any]
+    quality: dict[str, Any]
+    already_there: bool
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What tells one method from another.
+
+    ``method(dtype)``: how sites are quantized, ``dtype`` being what dense tensors are stored as. ``sample(out, in)``: a
+    stand-in of the weights it makes, by which ``formats`` (the first is the default) are checked beforehand.
+    ``sequential``: see ``layerwise.Setting``. ``calibrated``: whether the method reads text at all. ``extra``: fields
+    added to the checkpoint's ``quantization_config``.
+    """
+
+    stage: str
+    options: dict[str, Any]
+    method: Callable[[torch.dtype], Method]
+    sample: Callable[[int, int], Weight]
+    formats: tuple[str, ...]
+    group_size: int | None = None
+    sequential: bool = False
+    calibrated: bool = True
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def open_source(model: str, common: Common, what: str) -> LayerSource:
+    """The unquantized checkpoint behind MODEL. Raises ToolkitError for one that is quantized or cannot be read."""
+    path = resolve_model(model, revision=common.revision, download_dir=common.download_dir)
+    require_kind(path, ("checkpoint",), f"tool lite {what}")
+    return LayerSource(path)
+
+
+def targets(source: LayerSource, selection: Selection) -> list[LinearSpec]:
+    """Every linear that will be quantized, the head last."""
+    found = [x for x in source.quantizable() if x.name not in selection.dense]
+    if selection.head:
+        found.append(LinearSpec(source.spec.head, source.spec.hidden_size, source.spec.vocab_size))
+    return found
+
+
+def choose(source: LayerSource, common: Common) -> Selection:
+    """What ``--skip``, ``--include`` and ``--quantize-lm-head`` ask for."""
+    return select(source, common.skip, common.include, common.quantize_lm_head)
+
+
+@torch.inference_mode()
+def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, progress: Progress) -> Result:
+    """Quantize ``source`` by ``recipe`` into ``work_dir``. Raises UsageError or ToolkitError, one line."""
+    check_common(common)
+    device, dtype = find_device(common.device), store_dtype(common.dtype, source)
+    selection = choose(source, common)
+    writer = choose_writer(common.format, recipe.formats, _stored_linears(source, selection), recipe.sample)
+    text = CalibrationText(source, common) if recipe.calibrated and common.calibration is None else None
+    progress("reading the model", 0, 1)
+    parent = describe_parent(source.path)
+    statistics = _saved(source, recipe, common, parent["digest"])
+    options = recipe.options | (text.options() if text else {})
+    options |= {"calibration": statistics.digest} if statistics else {}
+    options |= {
+        "format": writer.name,
+        "batch_size": common.batch_size,
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": device.type,
+        "eval_tokens": common.eval_tokens,
+    }
+    options |= {k: list(v) for k, v in (("skip", common.skip), ("include", common.include)) if v}
+    options |= {"quantize_lm_head": True} if selection.head else {}
+    with open_stage(
+        work_dir, kind="quantized", stage=recipe.stage, parent=parent, options=options, overwrite=common.overwrite
+    ) as stage:
+        if stage.already_there:
+            found = read_manifest(stage.target)
+            assert found is not None
+            return Result(work_dir, options, found.quality, True)
+        setting = Setting(
+            recipe.method(dtype), selection, device, common.batch_size,
+            sequential=recipe.sequential and statistics is None,
+            saved=statistics.grams if statistics else None if recipe.calibrated else lambda index: {},
+        )  # fmt: skip
+        quality = _quantize(source, stage, setting, text, common.eval_tokens, parent["digest"], progress)
+        progress("writing", 0, 1)
+        write_checkpoint(source, stage, writer, dtype, group_size=recipe.group_size, extra=recipe.extra)
+        quality |= _size(source, stage)
+        stage.finish(quality)
+    return Result(work_dir, options, quality, False)
+
+
+def _quantize(
+    source: LayerSource,
+    stage: Stage,
+    setting: Setting,
+    text: CalibrationText | None,
+    eval_tokens: int,
+    digest: str,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Everything between an open stage and its files. Returns the quality figures."""
+    source.check_finite()
+    tokenizer = Tokenizer.open(source.checkpoint.tokenizer_dir)
+    ids = text.read(stage, tokenizer, digest, progress) if text else torch.zeros(0, 1, dtype=torch.int64)
+    outer = source.outer_weights(setting.device)
+    heldout = torch.tensor(tokenizer.encode(heldout_text())[:eval_tokens])
+    flow = Flow(source, ids, outer[source.spec.embed], setting)
+    if not text:
+        flow.hidden.clear()
+    probe = Probe(source.spec, outer[source.spec.embed], heldout, setting.device)
+    reports = quantize_layers(
+        source, setting, flow, probe, stage, outer, lambda done, total: progress("quantizing layers", done, total)
+    )
+    progress("measuring perplexity", 0, 1)
+    head = load_head(stage)
+    after = None if head is None else outer | {k: v.to(setting.device) for k, v in head.dense().items()}
+    return probe.figures(outer, after) | {"layers": [dataclasses.asdict(r) for r in reports]}
+
+
+def _stored_linears(source: LayerSource, selection: Selection) -> list[LinearSpec]:
+    """The linears to quantize as the checkpoint stores them, fused ones whole, by their names on disk."""
+    found = [
+        LinearSpec(item.name, item.shape[1], item.shape[0])
+        for items in source.stored
+        for item in items
+        if item.kind == "linear" and item.parts[0].name not in selection.dense
+    ]
+    return found + [x for x in targets(source, selection) if x.name == source.spec.head]
+
+
+class CalibrationText:
+    """The text that ``--calib-…`` options ask for; the options are checked when this is made."""
+
+    def __init__(self, source: LayerSource, common: Common) -> None:
+        self.source = source
+        self.plan: CalibrationPlan = make_plan(
+            common.calib_dataset, common.calib_samples, common.calib_seqlen, common.seed, source.spec.max_position
+        )
+
+    def options(self) -> dict[str, Any]:
+        """What a result depends on, for the stage's key."""
+        return {
+            "calib_dataset": self.plan.dataset if self.plan.dataset == "self" else _named(self.plan.dataset),
+            "calib_samples": self.plan.samples,
+            "calib_seqlen": self.plan.seqlen,
+            "seed": self.plan.seed,
+        }
+
+    def read(self, stage: Stage, tokenizer: Tokenizer, digest: str, progress: Progress) -> torch.Tensor:
+        """Token ids [samples, seqlen]; kept in the stage, so that a resumed run sees the same text."""
+        if stage.done("calibration"):
+            return stage.load("calibration")["ids"]
+        if self.plan.dataset == "self":
+            told = lambda done, total: progress("writing calibration text", done, total)  # noqa: E731
+            samples = self_samples(self.source.path, digest, self.plan, tokenizer, told)
+        else:
+            samples = read_samples(self.plan, tokenizer, self.source.checkpoint.tokenizer_dir)
+        ids = torch.tensor(samples, dtype=torch.int64)
+        if int(ids.max()) >= self.source.spec.vocab_size:
+            raise ToolkitError(
+                f"{self.source.path}: the tokenizer gives token id {int(ids.max())}, but the model has "
+                f"{self.source.spec.vocab_size} tokens; tokenizer and weights disagree"
+            )
+        stage.save("calibration", {"ids": ids})
+        return ids
+
+
+def _saved(source: LayerSource, recipe: Recipe, common: Common, digest: str) -> SavedStatistics | None:
+    if common.calibration is None:
+        return None
+    if not recipe.calibrated:
+        raise UsageError("--calibration: this method reads no statistics; leave the option out")
+    return open_statistics(Path(common.calibration).expanduser(), digest, source)
+
+
+def _size(source: LayerSource, stage: Stage) -> dict[str, Any]:
+    """Bits a weight over all linears inside layers but routers, and bytes of the weight files."""
+    bits = count = 0
+    quantizable = {x.name for x in source.quantizable()}
+    for result in saved_layers(stage, len(source.spec.layers)):
+        for name, value in result.weights.items():
+            if name in quantizable:
+                bits += storable_bits(Dense(value) if isinstance(value, torch.Tensor) else value)
+                count += value.shape[0] * value.shape[1]
+    size = sum(f.stat().st_size for f in stage.dir.glob("*.safetensors"))
+    return {"bits_per_weight": bits / count, "size_bytes": size}
+
+
+def _named(dataset: str) -> str:
+    """A dataset as the stage's key sees it: a local one by content."""
+    path = Path(dataset).expanduser()
+    if path.is_file():
+        return f"{path.resolve()} sha256:{file_digest(path)}"
+    if path.is_dir():
+        digests = [f"{f.relative_to(path)} {file_digest(f)}" for f in sorted(path.rglob("*")) if f.is_file()]
+        return f"{path.resolve()} sha256:{hashlib.sha256(chr(10).join(digests).encode()).hexdigest()}"
+    return dataset
+
+
+def check_common(common: Common) -> None:
+    """Raise UsageError for numbers that cannot be."""
+    if common.batch_size < 1:
+        raise UsageError(f"--batch-size: expected 1 or more, found {common.batch_size}")
+    if common.eval_tokens < 2:
+        raise UsageError(f"--eval-tokens: expected 2 or more, found {common.eval_tokens}")
+
+
+def store_dtype(wanted: str, source: LayerSource) -> torch.dtype:
+    """What dense tensors are stored as: "auto" keeps half precision and makes float16 of float32."""
+    if wanted != "auto":
+        if wanted not in DTYPES:
+            raise UsageError(f"--dtype: expected auto, {', '.join(DTYPES)}, found {wanted!r}")
+        return DTYPES[wanted]
+    stored = {source.checkpoint.info(n).dtype for n in source.checkpoint.names()}
+    return torch.bfloat16 if "BF16" in stored else torch.float16
+
+
+def find_device(wanted: str) -> torch.device:
+    """The device behind ``--device``. Raises UsageError where there is none."""
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if wanted != "cpu" and wanted.split(":")[0] != "cuda":
+        raise UsageError(f"--device: expected auto, cpu or cuda, found {wanted!r}")
+    if wanted != "cpu" and not torch.cuda.is_available():
+        raise UsageError(f"--device {wanted}: no usable GPU was found; leave it out to quantize on the CPU")
+    return torch.device(wanted)
+
+
+__all__ = ["Common", "LinearReport", "Recipe", "Result", "Writer", "run"]

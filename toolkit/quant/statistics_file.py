@@ -1,0 +1,87 @@
+"""Calibration statistics on disk: ``tool lite calibrate`` writes them, ``--calibration DIR`` reads them.
+
+One ``statistics-NNNNN.safetensors`` a layer (the head's input is the last): for each site ``SITE:xtx`` float32 [n, n],
+``SITE:abs_sum`` and ``SITE:abs_max`` float32 [n], ``SITE:rows`` int64 [1], ``SITE:sample`` float32 [at most 256, n]
+(some of the inputs themselves). ``abs_sum / rows`` is the mean of |x|.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit.artifacts.manifest import content_digest, require_kind
+from toolkit.artifacts.safetensors_file import map_arrays, write_tensors
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.quant.layers import LayerSource
+from toolkit.quant.sites import layer_sites
+from toolkit.quant.statistics import SAMPLE, Gram
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+KIND = "calibration"
+PARTS = ("xtx", "abs_sum", "abs_max", "sample")
+
+
+def file_name(index: int) -> str:
+    return f"statistics-{index:05d}.safetensors"
+
+
+def planned_bytes(source: LayerSource) -> int:
+    """Bytes of the statistics of every site of ``source``, the head's included."""
+    sizes = [site.size for layer in source.spec.layers for site in layer_sites(layer)] + [source.spec.hidden_size]
+    return sum(4 * n * n + 8 * n + 8 + 4 * SAMPLE * n for n in sizes)
+
+
+def write_statistics(path: Path, grams: Mapping[str, Gram]) -> None:
+    """Write the statistics of one layer."""
+    import torch
+
+    tensors: dict[str, Tensor] = {}
+    for site, gram in grams.items():
+        tensors |= {f"{site}:{name}": getattr(gram, name).cpu() for name in PARTS}
+        tensors[f"{site}:rows"] = torch.tensor([gram.rows])
+    write_tensors(path, tensors)
+
+
+@dataclass(frozen=True)
+class SavedStatistics:
+    """An opened directory of statistics. ``digest``: of its content, for the key of what is made with it."""
+
+    path: Path
+    digest: str
+
+    def grams(self, index: int) -> dict[str, Gram]:
+        """Statistics of layer ``index`` by site; the layer after the last is the head."""
+        import torch
+
+        arrays = {k: torch.from_numpy(v.copy()) for k, v in map_arrays(self.path / file_name(index)).items()}
+        sites = {name.rsplit(":", 1)[0] for name in arrays}
+        return {
+            s: Gram(rows=int(arrays[f"{s}:rows"][0]), **{part: arrays[f"{s}:{part}"] for part in PARTS})
+            for s in sorted(sites)
+        }
+
+
+def open_statistics(path: Path, model_digest: str, source: LayerSource) -> SavedStatistics:
+    """Open what ``tool lite calibrate`` wrote for the model whose content digest is ``model_digest``.
+
+    Raises UsageError or ToolkitError where it is none, is incomplete, or belongs to another model.
+    """
+    if not path.is_dir():
+        raise UsageError(f"--calibration {path}: expected a directory written by tool lite calibrate, found none")
+    manifest = require_kind(path, (KIND,), "--calibration")
+    if manifest is None:
+        raise UsageError(f"--calibration {path}: expected a directory written by tool lite calibrate, found another")
+    if manifest.parent.get("digest") != model_digest:
+        raise ToolkitError(
+            f"--calibration {path}: taken from {manifest.parent.get('path')}, whose content is not that of "
+            f"{source.path}; run tool lite calibrate on this model"
+        )
+    for index in range(len(source.spec.layers) + 1):
+        if not (path / file_name(index)).is_file():
+            raise ToolkitError(f"--calibration {path}: {file_name(index)} is missing; run tool lite calibrate again")
+    return SavedStatistics(path, content_digest(path))
