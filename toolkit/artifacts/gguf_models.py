@@ -183,6 +183,9 @@ def hf_config(
     }
     if arch.model_type == "llama":
         config["attention_bias"] = "blk.0.attn_q.bias" in tensors
+    rotary = read.whole("rope.dimension_count", head_dim)
+    if rotary < head_dim:
+        config["partial_rotary_factor"] = rotary / head_dim
     if arch.model_type == "phi3":
         config["sliding_window"] = metadata.get("phi3.attention.sliding_window") or None
     if arch.model_type == "gemma2":
@@ -213,7 +216,9 @@ def _rope_scaling(
     original = read.whole("rope.scaling.original_context_length", config["max_position_embeddings"])
     if "rope_factors_long.weight" in factors and "rope_factors_short.weight" in factors:
         config["original_max_position_embeddings"] = original
+        stated = f"{read.prefix}.rope.scaling.attn_factor" in read.metadata
         return {
+            **({"attention_factor": read.number("rope.scaling.attn_factor")} if stated else {}),
             "type": "longrope",
             "short_factor": _decimals(factors["rope_factors_short.weight"]),
             "long_factor": _decimals(factors["rope_factors_long.weight"]),

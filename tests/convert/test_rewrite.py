@@ -1,0 +1,299 @@
+"""``tool convert --to``: tiny models through every format, and back."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from toolkit.artifacts.canonical import GroupInt
+from toolkit.artifacts.checkpoint import open_checkpoint
+from toolkit.artifacts.formats.describe import layout_of
+from toolkit.artifacts.formats.writers import WRITERS
+from toolkit.artifacts.manifest import read_manifest
+from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
+from toolkit.convert.formats import FORMATS, rewrite
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.models.registry import load_spec
+
+PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+GGUF_FAMILIES = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {},
+    "internlm2": PLAIN,
+    "gemma2": {"query_pre_attn_scalar": 32},
+    "phi3": {},
+}
+
+
+def numbers(path: Path) -> dict[str, torch.Tensor]:
+    """Every canonical parameter, dense."""
+    checkpoint = open_checkpoint(path)
+    _, stored = load_spec(checkpoint)
+    validate_checkpoint(checkpoint, stored)
+    found = canonical_weights(checkpoint, stored)
+    return {k: v.float() if isinstance(v, torch.Tensor) else v.dequantize() for k, v in found.items()}
+
+
+def same(a: Path, b: Path) -> bool:
+    x, y = numbers(a), numbers(b)
+    return x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x)
+
+
+@pytest.fixture(scope="module")
+def quantized(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A tiny llama quantized as ``GroupInt``, in GPTQ (v2) form."""
+
+    def make(family: str = "llama", *, bits: int = 4, group: int = 32, symmetric: bool = True) -> Path:
+        source = tiny_models(family, **PLAIN) if family == "llama" else tiny_models(family)
+        target = tmp_path_factory.mktemp("quantized") / "m"
+        target.mkdir()
+        for file in source.glob("*.json"):
+            (target / file.name).write_bytes(file.read_bytes())
+        tensors, layouts = {}, {}
+        g = torch.Generator().manual_seed(bits)
+        for name, tensor in load_file(source / "model.safetensors").items():
+            if "_proj" not in name:
+                tensors[name] = tensor.bfloat16()
+                continue
+            n_out, n_in = tensor.shape
+            zeros = torch.full((n_out, n_in // group), 1 << (bits - 1), dtype=torch.uint8)
+            if not symmetric:
+                zeros = torch.randint(0, 1 << bits, zeros.shape, generator=g).to(torch.uint8)
+            scales = (torch.rand(zeros.shape, generator=g) / 20 + 0.01).half()
+            codes = torch.randint(0, 1 << bits, tensor.shape, generator=g).to(torch.uint8)
+            weight = GroupInt(codes, scales, zeros, bits, group)
+            stem = name.removesuffix(".weight")
+            tensors |= WRITERS["gptq_v2"].write(stem, weight)
+            layouts[stem] = layout_of(weight)
+        save_file(tensors, target / "model.safetensors")
+        config = json.loads((source / "config.json").read_text())
+        config["quantization_config"] = WRITERS["gptq_v2"].config(layouts)
+        (target / "config.json").write_text(json.dumps(config))
+        return target
+
+    return make
+
+
+def test_four_bits_go_round_every_format_that_holds_them(quantized: Any, tmp_path: Path) -> None:
+    source = quantized()
+    path = source
+    for step in ("awq", "gptq", "compressed-tensors", "gguf", "gptq_v2", "hf"):
+        target = tmp_path / (f"{step}.gguf" if step == "gguf" else step)
+        done = rewrite(str(path), target, to=step)
+        assert any("lossless" in note for note in done.notes), done.notes
+        assert same(source, target)
+        path = target
+    manifest = read_manifest(path)
+    assert manifest is not None and manifest.stage == "convert" and manifest.kind == "checkpoint"
+    assert manifest.parent["manifest"]["options"]["to"] == "gptq_v2"
+
+
+@pytest.mark.parametrize(
+    ("bits", "symmetric", "to", "kind"),
+    [(4, False, "gguf", "Q5_0"), (3, True, "gguf", "Q4_0"), (8, True, "gguf", "Q8_0"), (3, True, "awq", None),
+     (2, False, "gptq_v2", None), (8, False, "compressed-tensors", None)],
+)  # fmt: skip
+def test_other_widths_find_a_form_with_the_same_numbers(
+    quantized: Any, tmp_path: Path, bits: int, symmetric: bool, to: str, kind: str | None
+) -> None:
+    source = quantized(bits=bits, symmetric=symmetric)
+    target = tmp_path / ("m.gguf" if to == "gguf" else "m")
+    rewrite(str(source), target, to=to)
+    assert same(source, target)
+    if kind is not None:
+        assert open_checkpoint(target).info("model.layers.0.mlp.up_proj.weight").dtype == kind
+
+
+@pytest.mark.parametrize(
+    ("bits", "symmetric", "options", "words"),
+    [
+        (4, False, {"to": "gptq"}, ("zero point of 0", "gptq_v2")),
+        (8, True, {"to": "awq"}, ("AWQ holds 4-bit",)),
+        (4, True, {"to": "w8a8"}, ("W8A8 holds",)),
+        (4, True, {"to": "fp8"}, ("blocked fp8 holds",)),
+        (4, True, {"to": "mxfp4"}, ("mxfp4 holds",)),
+        (4, True, {"to": "gguf", "gguf_type": "q4_1"}, ("Q4_1", "Q4_0 holds it exactly")),
+    ],
+)
+def test_quantized_weights_are_never_rounded_again(
+    quantized: Any, tmp_path: Path, bits: int, symmetric: bool, options: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    source = quantized(bits=bits, symmetric=symmetric)
+    target = tmp_path / ("m.gguf" if options["to"] == "gguf" else "m")
+    with pytest.raises(ToolkitError) as caught:
+        rewrite(str(source), target, **options)
+    message = str(caught.value)
+    assert all(word in message for word in (*words, str(source), "_proj")) and "\n" not in message
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("to", ["awq", "gptq", "gptq_v2", "compressed-tensors"])
+def test_dense_models_are_sent_to_lite(tiny_models: Any, tmp_path: Path, to: str) -> None:
+    with pytest.raises(ToolkitError, match="tool lite"):
+        rewrite(str(tiny_models("llama")), tmp_path / "m", to=to)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "mixtral", "internlm2", "gemma2"])
+@pytest.mark.parametrize("to", ["w8a8", "fp8", "mxfp4"])
+def test_dense_models_are_rounded_and_it_is_said(tiny_models: Any, tmp_path: Path, family: str, to: str) -> None:
+    source = tiny_models(family)
+    done = rewrite(str(source), tmp_path / "m", to=to)
+    assert any("rounded" in note for note in done.notes)
+    assert done.manifest is not None and done.manifest.quality["layers"][0]["rel_error"] > 0
+    before, after = numbers(source), numbers(tmp_path / "m")
+    assert before.keys() == after.keys()
+    for name, weight in before.items():
+        limit = {"w8a8": 0.02, "fp8": 0.04, "mxfp4": 0.2}[to] if "_proj" in name and weight.dim() == 2 else 0
+        assert float((after[name] - weight).norm()) <= limit * float(weight.norm()), name
+    # and from there without loss
+    rewrite(str(tmp_path / "m"), tmp_path / "ct", to="compressed-tensors")
+    assert same(tmp_path / "m", tmp_path / "ct")
+
+
+@pytest.mark.parametrize("family", list(GGUF_FAMILIES))
+def test_gguf_of_every_family_reads_back_as_the_same_model(tiny_models: Any, tmp_path: Path, family: str) -> None:
+    """Spec, numbers and tokenizer survive: rope permutation, norms plus one, fused and split matrices."""
+    from toolkit.artifacts.tokenizer import Tokenizer
+
+    source = tiny_models(family, **GGUF_FAMILIES[family])
+    done = rewrite(str(source), tmp_path / "m.gguf", to="gguf")
+    assert done.manifest is None and any("lossless" in note for note in done.notes)
+    before, after = numbers(source), numbers(tmp_path / "m.gguf")
+    assert before.keys() == after.keys()
+    for name, weight in before.items():
+        # Gemma's norms are stored plus one, which costs their last bits
+        assert torch.allclose(after[name], weight, rtol=0, atol=2e-7 if weight.dim() == 1 else 0), name
+    ours, theirs = load_spec(open_checkpoint(source))[0], load_spec(open_checkpoint(tmp_path / "m.gguf"))[0]
+    for (_, a), (_, b) in zip(ours.attention_layers(), theirs.attention_layers(), strict=True):
+        assert (a.heads, a.kv_heads, a.head_dim, a.softcap) == (b.heads, b.kv_heads, b.head_dim, b.softcap)
+        assert a.scale == pytest.approx(b.scale) and a.rope is not None and b.rope is not None
+        assert (a.rope.theta, a.rope.rotary_dim) == (b.rope.theta, b.rope.rotary_dim)
+    assert (ours.tied, ours.vocab_size, ours.final_norm.eps) == (theirs.tied, theirs.vocab_size, theirs.final_norm.eps)
+    text = "Call me Ishmael. <|im_start|>\n 12 foxes  ünder"
+    one, two = (Tokenizer.open(open_checkpoint(p).tokenizer_dir) for p in (source, tmp_path / "m.gguf"))
+    assert one.encode(text) == two.encode(text)
+    assert one.chat_template == two.chat_template
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_k_m", "bf16"])
+def test_gguf_types_round_and_say_so(tiny_models: Any, tmp_path: Path, kind: str) -> None:
+    import gguf
+
+    source = tiny_models("llama", **PLAIN, hidden_size=256, num_attention_heads=4, intermediate_size=320)
+    done = rewrite(str(source), tmp_path / "m.gguf", to="gguf", gguf_type=kind)
+    found = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    assert any("rounded" in note for note in done.notes)
+    assert found["blk.0.attn_norm.weight"] == "F32"
+    if kind == "q4_k_m":
+        assert found["blk.0.attn_q.weight"] == "Q4_K" and found["output.weight"] == "Q6_K"
+        assert found["blk.0.ffn_down.weight"] == "Q5_0"  # 320 columns
+        assert any("Q5_0 instead of Q4_K for ffn_down" in note and "320" in note for note in done.notes)
+    before, after = numbers(source), numbers(tmp_path / "m.gguf")
+    for name, weight in before.items():
+        limit = {"q8_0": 0.01, "q4_k_m": 0.12, "bf16": 0.004}[kind] if weight.dim() == 2 else 0
+        assert float((after[name] - weight).norm()) <= limit * float(weight.norm()), name
+    again = rewrite(str(tmp_path / "m.gguf"), tmp_path / "again.gguf", to="gguf")
+    assert any("lossless" in note for note in again.notes) and same(tmp_path / "m.gguf", tmp_path / "again.gguf")
+
+
+def test_importance_reaches_the_rounding(tiny_models: Any, tmp_path: Path) -> None:
+    source = tiny_models("llama", **PLAIN)
+    name = "model.layers.0.mlp.up_proj"
+    importance = torch.ones(64)
+    importance[:8] = 100.0
+    rewrite(str(source), tmp_path / "a.gguf", to="gguf", gguf_type="q4_0")
+    rewrite(str(source), tmp_path / "b.gguf", to="gguf", gguf_type="q4_0", importance={name: importance})
+    want, a, b = (numbers(p)[name] for p in (source, tmp_path / "a.gguf", tmp_path / "b.gguf"))
+    assert float(((b - want).square() * importance).sum()) < float(((a - want).square() * importance).sum())
+
+
+def test_the_same_command_again_finds_its_result(tiny_models: Any, tmp_path: Path) -> None:
+    source = str(tiny_models("llama"))
+    assert not rewrite(source, tmp_path / "m", to="w8a8").already_there
+    assert rewrite(source, tmp_path / "m", to="w8a8").already_there
+    with pytest.raises(UsageError, match="not empty"):
+        rewrite(source, tmp_path / "m", to="fp8")
+    assert not rewrite(source, tmp_path / "m", to="fp8", overwrite=True).already_there
+
+
+def test_gguf_into_a_directory_has_a_manifest(tiny_models: Any, tmp_path: Path) -> None:
+    done = rewrite(str(tiny_models("llama", **PLAIN)), tmp_path / "m", to="gguf", gguf_type="q8_0")
+    assert done.manifest is not None and (tmp_path / "m" / "model.gguf").is_file()
+    assert [entry["name"] for entry in done.manifest.files] == ["model.gguf"]
+
+
+def test_a_gguf_file_is_not_replaced_unasked(tiny_models: Any, tmp_path: Path) -> None:
+    source, target = str(tiny_models("llama", **PLAIN)), tmp_path / "m.gguf"
+    rewrite(source, target, to="gguf")
+    before = target.read_bytes()
+    with pytest.raises(UsageError, match="--overwrite"):
+        rewrite(source, target, to="gguf")
+    with pytest.raises(UsageError, match="the model itself"):
+        rewrite(str(target), target, to="gguf", overwrite=True)
+    rewrite(source, target, to="gguf", overwrite=True)
+    assert target.read_bytes() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m.gguf"]
+
+
+def test_hf_in_another_dtype_says_that_it_rounds(tiny_models: Any, tmp_path: Path) -> None:
+    source = tiny_models("llama")
+    done = rewrite(str(source), tmp_path / "m", to="hf", dtype="bfloat16")
+    assert any("rounded to bfloat16" in note for note in done.notes)
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"to": "exl2"}, "--to"),
+        ({"to": "gguf", "gguf_type": "q3_k_m"}, "does not write"),
+        ({"to": "hf", "gguf_type": "q8_0"}, "--gguf-type"),
+        ({"to": "w8a8", "dtype": "float16"}, "--dtype"),
+        ({"to": "hf", "dtype": "int8"}, "--dtype"),
+    ],
+)
+def test_wrong_options(tiny_models: Any, tmp_path: Path, options: dict[str, Any], word: str) -> None:
+    with pytest.raises(UsageError, match=word):
+        rewrite(str(tiny_models("llama")), tmp_path / "m", **options)
+
+
+def test_models_that_gguf_cannot_express_are_refused(tiny_models: Any, tmp_path: Path) -> None:
+    with pytest.raises(ToolkitError, match="scales queries"):
+        rewrite(str(tiny_models("gemma2")), tmp_path / "m.gguf", to="gguf")
+    done = rewrite(str(tiny_models("internlm2")), tmp_path / "i.gguf", to="gguf")
+    assert any("dynamic rope" in note for note in done.notes)
+    done = rewrite(str(tiny_models("mistral")), tmp_path / "s.gguf", to="gguf")
+    assert any("sliding window" in note for note in done.notes)
+
+
+def test_the_command(tiny_models: Any, tmp_path: Path) -> None:
+    tool = str(Path(sys.executable).with_name("tool"))
+    source = str(tiny_models("llama", **PLAIN))
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([tool, "convert", source, *arguments], capture_output=True, text=True, check=False)
+
+    done = run("--to", "gguf", "--gguf-type", "q8_0", "--dst-path", str(tmp_path / "m.gguf"))
+    assert done.returncode == 0 and "Q8_0" in done.stdout and (tmp_path / "m.gguf").is_file()
+    for arguments in (["--gguf-type", "q8_0"], ["--to", "hf", "--target", "torch"], ["--to", "nonsense"]):
+        done = run(*arguments, "--dst-path", str(tmp_path / "x"))
+        assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, done.stderr
+        assert not (tmp_path / "x").exists()
+
+
+def test_formats_are_those_of_the_help() -> None:
+    assert set(FORMATS) == {
+        "awq", "gptq", "gptq_v2", "compressed-tensors", "w8a8", "fp8", "mxfp4", "gguf", "hf",
+    }  # fmt: skip
