@@ -164,9 +164,12 @@ void kv_write(int32_t type, int64_t d, const float* k, const float* v, uint8_t* 
     } else {
         uint16_t* kh = (uint16_t*)kc;
         uint16_t* vh = (uint16_t*)vc + lane / 2 * d * 2 + lane % 2;
-        for (int64_t i = 0; i < d; i++) {
-            kh[(i / 2 * 16 + lane) * 2 + i % 2] = type == KV_BF16 ? float_to_bf16(k[i]) : float_to_f16(k[i]);
-            vh[i * 2] = type == KV_BF16 ? float_to_bf16(v[i]) : float_to_f16(v[i]);
+        for (int64_t i = 0; i < d; i += 16) {
+            uint16_t a[16], b[16];
+            if (type == KV_BF16) store_bf16(a, fload(k + i)), store_bf16(b, fload(v + i));
+            else store_f16(a, fload(k + i)), store_f16(b, fload(v + i));
+            for (int64_t j = 0; j < 16; j += 2) memcpy(kh + ((i + j) / 2 * 16 + lane) * 2, a + j, 4);
+            for (int64_t j = 0; j < 16; j++) vh[(i + j) * 2] = b[j];
         }
         // the partner lane is multiplied by probability 0 until it is written: it must hold a finite number
         if (clear_next && lane % 2 == 0)

@@ -4,7 +4,8 @@
 //     p = scale_w[r,g] * scale_a[t,g];  y = fma(float(D), p, y);  with minima also y = fma(min[r,g], scale_a * sum_a, y)
 // in ascending g. Both regimes below run exactly that, so their results are equal bit for bit:
 //   narrow   few tokens: stream a tile, split nibbles in registers, use each code for up to 8 tokens at once
-//   panel    many tokens: unpack two tiles to uint8 once, then a register-blocked product of 32 rows by up to 12 tokens
+//   panel    many tokens: unpack two tiles to uint8 once, then a register-blocked product of 32 rows by up to 6 tokens,
+//            integer and float sums both in registers
 // The unsigned operand of the dot product is the weight (code, or code - zero + 16), the signed one the activation.
 #include "ops_isa.h"
 
@@ -13,7 +14,7 @@ namespace TK_ISA {
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int NARROW = 8, WIDE = 12, PANEL_FROM = 12;
+constexpr int NARROW = 8, WIDE = 6, PANEL_FROM = 12;
 #elif defined(__AVX2__)
 constexpr int NARROW = 4, WIDE = 4, PANEL_FROM = 16;
 #else
@@ -157,13 +158,12 @@ void unpack_tile(const Matrix& w, const uint8_t* tile, int which, const Panel& p
     }
 }
 
-// Integer part of one group: d[i * M + t] = sums of tile i and token t, on top of start[t]. Rows of activations are reached
-// from every third one, which is what address arithmetic offers.
+// Integer part of one group: d[i * M + t] += sums of tile i and token t. Rows of activations are reached from every third
+// one, which is what address arithmetic offers.
 template <int M, int BITS>
-TK_INLINE void panel_dots(const uint8_t* codes, int64_t group, const int8_t* a, int64_t lda, const int32_t* start, I* d) {
+TK_INLINE void panel_dots(const uint8_t* codes, int64_t group, const int8_t* a, int64_t lda, I* d) {
     const int8_t* rows[(M + 2) / 3];
     TK_EACH(r, (M + 2) / 3, rows[r] = a + r * 3 * lda;);
-    TK_EACH(t, M, d[t] = d[M + t] = iset1(start[t]););
     for (int64_t k = 0; k < group; k += 4, codes += 128) {
         const B w0 = bload(codes), w1 = bload(codes + 64);
         TK_EACH(t, M, {
@@ -178,50 +178,50 @@ TK_INLINE void panel_dots(const uint8_t* codes, int64_t group, const int8_t* a, 
 // M tokens by the 32 rows of a panel; result in p.y.
 template <int M, int BITS, bool MIN>
 void panel_block(const Matrix& w, const Panel& p, const Rows& in, int64_t t0) {
-    const int64_t groups = w.groups(), lda = in.ldq;
+    const int64_t groups = w.groups(), lda = in.ldq, group = w.group;
     const int32_t offset = offset_of(w);
-    float* y = p.y;
-    for (int i = 0; i < 2; i++)
-        for (int t = 0; t < M; t++) fstore(y + (i * WIDE + t) * 16, fzero());
-    for (int64_t g = 0; g < groups; g++) {
+    const int8_t* a = in.q + t0 * lda;
+    const int32_t* sums = in.sum + t0 * in.lds;
+    const float* sa = in.scale + t0 * in.lds;
+    F y[2 * M];
+    TK_EACH(t, 2 * M, y[t] = fzero(););
+    for (int64_t g = 0; g < groups; g++, a += group, sums++, sa++) {
         I d[2 * M];
-        int32_t start[M];
-        const int32_t* sums = in.sum + t0 * in.lds + g;
-        TK_EACH(t, M, start[t] = MIN ? 0 : -offset * sums[t * in.lds];);
-        panel_dots<M, BITS>(p.codes + g * w.group * 32, w.group, in.q + t0 * lda + g * w.group, lda, start, d);
-        const float* sa = in.scale + t0 * in.lds + g;
+        TK_EACH(t, M, d[t] = d[M + t] = MIN ? izero() : iset1(-offset * sums[t * in.lds]););
+        panel_dots<M, BITS>(p.codes + g * group * 32, group, a, lda, d);
         const F s0 = fload(p.scales + g * 32), s1 = fload(p.scales + g * 32 + 16);
         TK_EACH(t, M, {
             const F s = fset1(sa[t * in.lds]);
-            float* y0 = y + t * 16;
-            float* y1 = y + (WIDE + t) * 16;
-            F r0 = fma(f_of(d[t]), fmul(s0, s), fload(y0));
-            F r1 = fma(f_of(d[M + t]), fmul(s1, s), fload(y1));
+            y[t] = fma(f_of(d[t]), fmul(s0, s), y[t]);
+            y[M + t] = fma(f_of(d[M + t]), fmul(s1, s), y[M + t]);
             if (MIN) {
                 const F sum = fset1(sa[t * in.lds] * float(sums[t * in.lds]));
-                r0 = fma(fload(p.minima + g * 32), sum, r0);
-                r1 = fma(fload(p.minima + g * 32 + 16), sum, r1);
+                y[t] = fma(fload(p.minima + g * 32), sum, y[t]);
+                y[M + t] = fma(fload(p.minima + g * 32 + 16), sum, y[M + t]);
             }
-            fstore(y0, r0);
-            fstore(y1, r1);
         });
     }
+    TK_EACH(t, M, {
+        fstore(p.y + t * 16, y[t]);
+        fstore(p.y + (WIDE + t) * 16, y[M + t]);
+    });
 }
 
 typedef void (*PanelBlock)(const Matrix&, const Panel&, const Rows&, int64_t);
 
 template <int BITS, bool MIN>
 PanelBlock panel_for(int64_t left, int64_t* m) {
+    *m = left < WIDE ? left : WIDE;
+    switch (*m) {
 #if defined(__AVX512F__)
-    *m = left >= 12 ? 12 : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
-    if (*m == 12) return panel_block<12, BITS, MIN>;
-    if (*m == 8) return panel_block<8, BITS, MIN>;
-#else
-    *m = left >= 4 ? 4 : left >= 2 ? 2 : 1;
+        case 6: return panel_block<6, BITS, MIN>;
+        case 5: return panel_block<5, BITS, MIN>;
 #endif
-    if (*m == 4) return panel_block<4, BITS, MIN>;
-    if (*m == 2) return panel_block<2, BITS, MIN>;
-    return panel_block<1, BITS, MIN>;
+        case 4: return panel_block<4, BITS, MIN>;
+        case 3: return panel_block<3, BITS, MIN>;
+        case 2: return panel_block<2, BITS, MIN>;
+        default: return panel_block<1, BITS, MIN>;
+    }
 }
 
 PanelBlock panel_kernel(const Matrix& w, int64_t left, int64_t* m) {

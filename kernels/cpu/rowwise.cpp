@@ -100,7 +100,7 @@ void activate(float* x, int64_t n, int32_t activation) {
 }
 
 void to_bf16(const float* x, uint16_t* out, int64_t n) {
-    for (int64_t k = 0; k < n; k++) out[k] = float_to_bf16(x[k]);
+    for (int64_t k = 0; k < n; k += 16) store_bf16(out + k, fload(x + k));
 }
 
 float row_max(const float* x, int64_t n, int64_t* index, int32_t* has_nan) {

@@ -120,6 +120,7 @@ TK_INLINE F load_bf16(const uint16_t* p) {
     return as_f(ishl(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
 TK_INLINE void store_f16(uint16_t* p, F x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, 0)); }
+TK_INLINE void store_bf16(uint16_t* p, F x) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x)); }
 TK_INLINE I load_u8(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 TK_INLINE I load_s8(const int8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 TK_INLINE void store_s8(int8_t* p, I x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(x)); }
@@ -391,11 +392,13 @@ TK_INLINE I bf16_bits(F x) {
 #endif
 }
 
-TK_INLINE F load_any(const void* base, int64_t index, int32_t dtype) {  // dtype: tk::DType
-    if (dtype == 0) return fload((const float*)base + index);
-    if (dtype == 1) return load_bf16((const uint16_t*)base + index);
-    return load_f16((const uint16_t*)base + index);
+#if !defined(__AVX512F__)
+TK_INLINE void store_bf16(uint16_t* p, F x) {
+    float v[16];
+    fstore(v, x);
+    for (int i = 0; i < 16; i++) p[i] = float_to_bf16(v[i]);
 }
+#endif
 
 // e^x: 2^n * p(r), |r| <= ln2/2, degree 6; relative error below 2e-7. Below -87.7 it is 0, above 88 it stops growing.
 // NaN stays NaN: the constants stand first because fmin and fmax return their second operand for it.
