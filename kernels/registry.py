@@ -25,7 +25,7 @@ _DECLARATIONS = ("norm", "rope", "activation", "embedding", "linear", "attention
 _IMPLEMENTATIONS = ("torch.dense", "torch.attention", "torch.linear", "torch.moe", "torch.sampling")
 _TRITON = (  # imported where triton is installed: on Linux
     *("norm", "activation", "rope", "embedding", "kv_write", "attention"),
-    *("linear_group", "linear_row", "moe"),
+    *("linear_group", "linear_row", "moe", "logits", "sampling"),
 )
 
 

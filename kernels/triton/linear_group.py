@@ -1,8 +1,8 @@
 """Linear layers with integer weights in groups along the input (W4A16 and kin).
 
-For few tokens the codes are read once and go into the products as they are; the scale and zero of a group are applied to
-the sum of its products, s·(sum(x·code) - zero·sum(x)), so that they cost once a group. Above a number of tokens that is
-data, the weight is expanded into scratch memory and multiplied by cuBLAS, which is exact and nearest to the roof there.
+For few tokens the codes are read once and go into the products as they are; the scale and zero of a group are applied
+to the sum of its products, s·(sum(x·code) - zero·sum(x)), so that they cost once a group. Above a number of tokens that
+is data, the weight is expanded into scratch memory and multiplied by cuBLAS, which is nearest to the roof there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _plane(packed, PLANE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr,
 
 @triton.jit
 def _planes_of(x, ROWS: tl.constexpr, BYTES: tl.constexpr, PLANES: tl.constexpr):
-    """Columns 0, PLANES, 2·PLANES … of x [ROWS, BYTES · PLANES], then 1, PLANES + 1 …: four tiles, repeated if fewer."""
+    """Columns 0, PLANES, 2·PLANES … of x [ROWS, BYTES·PLANES], then 1, PLANES + 1 …: four tiles, some repeated."""
     if PLANES == 1:
         return x, x, x, x
     elif PLANES == 2:
@@ -210,9 +210,7 @@ def expand(
 
 def _choice(tokens: int, k: int, x: Tensor) -> dict[str, int]:
     """Tile, warps and stages by the number of tokens."""
-    for limit, cols, warps in ((16, 32, 4), (32, 64, 4), (64, 64, 8), (1 << 31, 64, 8)):
-        if tokens <= limit:
-            break
+    cols, warps = (32, 4) if tokens <= 16 else (64, 4) if tokens <= 32 else (64, 8)
     rows = max(16, power_of_2(min(tokens, 128)))
     if x.dtype == torch.float32:  # no tensor cores: for parity alone
         rows, cols, warps = 16, 32, 4
@@ -235,8 +233,8 @@ def linear_group_int(
     group_index: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """One launch for few tokens; expansion and cuBLAS for many. An act-order ``group_index`` is read element by element:
-    weights whose groups were made consecutive beforehand are faster.
+    """One launch for few tokens; expansion and cuBLAS for many. An act-order ``group_index`` is read for each
+    element: weights whose groups were made consecutive beforehand are faster.
     """
     tokens, n_in = x.shape
     n_out, groups = scales.shape

@@ -170,9 +170,23 @@ def _moe() -> Iterator[Call]:
             yield Call("moe_experts", f"{label}-{tokens}", experts)
 
 
+def _sampling() -> Iterator[Call]:
+    logits, one = {"logits": empty(64, 128256, dtype=torch.float32)}, ("float32",)
+    column = empty(64, dtype=torch.float32)
+    names = ("temperature", "top_p", "min_p", "u")
+    columns = {name: column for name in names} | {"top_k": empty(64, dtype=torch.int64)}
+    yield Call("sample", "vocab128256", lambda _: logits | columns, one)
+    entries = {"rows": empty(512, dtype=torch.int64), "ids": empty(512, dtype=torch.int64)}
+    entries |= {"counts": empty(512, dtype=torch.float32)}
+    strengths = {name: column for name in ("repetition", "presence", "frequency")}
+    yield Call("penalize", "vocab128256", lambda _: logits | entries | strengths, one)
+    words = empty(64, 4008, dtype=torch.int32)
+    yield Call("apply_bitmask", "vocab128256", lambda _: logits | {"bitmask": words}, one)
+
+
 def calls() -> list[Call]:
     """All calls, family by family."""
-    return [*_rowwise(), *_kv_write(), *_attention(), *_group_linear(), *_row_linear(), *_moe()]
+    return [*_rowwise(), *_kv_write(), *_attention(), *_group_linear(), *_row_linear(), *_moe(), *_sampling()]
 
 
 # What the machine code of a kernel must show: "vector": 128-bit loads from global memory; "async": asynchronous
@@ -187,6 +201,7 @@ CLAIMS: dict[str, frozenset[str]] = {
     "expand_kernel": frozenset({"vector"}),
     "round_rows_kernel": frozenset({"vector"}),
     "expert_linear_kernel": frozenset({"async", "mma"}),
+    "chunk_kernel": frozenset({"vector"}),
     "combine_kernel": frozenset({"vector"}),
     "row_linear_kernel": frozenset({"async", "mma"}),
 }
