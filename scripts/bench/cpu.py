@@ -1,0 +1,130 @@
+"""Compare the native runner with its peers on a CPU: a model for each, all of them in turn, a table of medians.
+
+Every engine is a process of its own and answers with the rows of ``tool profile generation``; a round runs all of
+them once, so that a drifting machine treats them alike. Ratios are taken round by round, then their median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from toolkit.artifacts.source import resolve_model
+from toolkit.check_env.machine import cpu
+from toolkit.commands.output import stderr, stdout, table
+
+HERE = Path(__file__).resolve().parent
+METRICS = ("prefill_throughput", "decode_throughput", "output_throughput", "peak_memory_mib")
+PEER_OF = {"llama.cpp": "peer_llama_cpp.py", "openvino": "peer_openvino.py", "vllm": "peer_vllm.py"}
+
+
+def make(*argv: str | Path) -> None:
+    """Run one of our commands; what is there already is reused."""
+    subprocess.run(["tool", *map(str, argv)], check=True, stdout=subprocess.DEVNULL)
+
+
+def prepare(args: argparse.Namespace) -> dict[str, list[str]]:
+    """Engine name -> the command that measures it, without the shape arguments."""
+    work: Path = args.work_dir
+    source = str(args.model or resolve_model("demo"))
+    engine = work / "engine"
+    if args.quantized:
+        make("convert", args.quantized, "--dst-path", engine, "--target", "cpu")
+    else:
+        make("lite", "auto_awq", source, "--work-dir", work / "awq", "--w-group-size", "64", "--calib-samples", "16")
+        make("convert", work / "awq", "--dst-path", engine, "--target", "cpu")
+    commands = {"ours": ["tool", "profile", "generation", str(engine), "--json", "-"]}
+    if args.llama_python or args.openvino_python:
+        gguf = work / "q4_0.gguf"
+        if not gguf.exists():
+            make("convert", source, "--to", "gguf", "--gguf-type", "q4_0", "--dst-path", gguf)
+        for name, python in (("llama.cpp", args.llama_python), ("openvino", args.openvino_python)):
+            if python:
+                commands[name] = [python, str(HERE / PEER_OF[name]), str(gguf)]
+    if args.vllm_python:
+        make("lite", "smooth_quant", source, "--work-dir", work / "w8a8", "--calib-samples", "16")
+        make("convert", work / "w8a8", "--to", "compressed-tensors", "--dst-path", work / "w8a8-ct")
+        commands["vllm"] = [args.vllm_python, str(HERE / PEER_OF["vllm"]), str(work / "w8a8-ct")]
+    return commands
+
+
+def run(command: list[str], args: argparse.Namespace) -> list[dict[str, float]]:
+    """The rows of one engine; a failure is said and gives none."""
+    shape = ["--concurrency", args.concurrency, "--prompt-tokens", str(args.prompt_tokens)]
+    shape += ["--completion-tokens", str(args.completion_tokens), "--threads", str(args.threads)]
+    env = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS")}
+    done = subprocess.run(command + shape, capture_output=True, text=True, env=env, timeout=args.timeout)
+    try:
+        return json.loads(done.stdout[done.stdout.index("[") :])
+    except ValueError:
+        stderr().print(f"{command[0]}: no result (exit {done.returncode}): {done.stderr.strip()[-400:]}")
+        return []
+
+
+def summary(runs: dict[str, list[list[dict[str, float]]]]) -> list[dict[str, object]]:
+    """One row an engine and concurrency: medians, and the median ratio of ours to it, round by round."""
+    rows: list[dict[str, object]] = []
+    for name, rounds in runs.items():
+        for i, n in enumerate(r["concurrency"] for r in next((r for r in rounds if r), [])):
+            row: dict[str, object] = {"engine": name, "concurrency": n}
+            for metric in METRICS:
+                row[metric] = statistics.median(r[i][metric] for r in rounds if r)
+                pairs = [(a[i][metric], b[i][metric]) for a, b in zip(runs["ours"], rounds, strict=True) if a and b]
+                row[f"ours/{metric}"] = statistics.median(a / b for a, b in pairs) if pairs else None
+            rows.append(row)
+    return rows
+
+
+def show(rows: list[dict[str, object]], title: str) -> None:
+    columns = ["engine", "requests", "prefill tok/s", "decode tok/s", "output tok/s", "MiB"]
+    columns += ["ours/prefill", "ours/decode", "ours/output"]
+
+    def ratio(row: dict[str, object], metric: str) -> str:
+        value = row[f"ours/{metric}"]
+        return "" if row["engine"] == "ours" or not isinstance(value, float) else f"{value:.2f}×"
+
+    cells = [
+        [r["engine"], r["concurrency"], *(r[m] for m in METRICS), *(ratio(r, m) for m in METRICS[:3])] for r in rows
+    ]
+    stdout().print(table(title, columns, cells))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", help="checkpoint to measure (default: the demo)")
+    parser.add_argument("--quantized", help="ours runs this quantized checkpoint instead of quantizing --model")
+    parser.add_argument("--llama-python")
+    parser.add_argument("--openvino-python")
+    parser.add_argument("--vllm-python")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--concurrency", default="1,8,32")
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--completion-tokens", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--timeout", type=int, default=900, help="seconds for one engine's turn")
+    parser.add_argument("--work-dir", type=Path, default=Path("work/bench"))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    args.work_dir.mkdir(parents=True, exist_ok=True)
+    commands = prepare(args)
+    runs: dict[str, list[list[dict[str, float]]]] = {name: [] for name in commands}
+    for turn in range(args.rounds):
+        for name, command in commands.items():
+            start = time.perf_counter()
+            runs[name].append(run(command, args))
+            stderr().print(f"round {turn + 1}/{args.rounds}: {name} in {time.perf_counter() - start:.0f} s")
+    rows = summary(runs)
+    show(rows, f"{args.prompt_tokens} prompt + {args.completion_tokens} new tokens, {args.threads} threads")
+    if args.json:
+        found = {"machine": cpu(), "command": sys.argv, "rows": rows, "runs": runs}
+        args.json.write_text(json.dumps(found, indent=2, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    main()
