@@ -29,19 +29,21 @@ def compare(op: Op, implementation: Implementation, case: Case, target: Target, 
     """Run ``case`` through the reference and ``implementation``; None, or what differs.
 
     Results and mutated arguments are compared: floats within tolerance, NaN only where the reference has it, integers
-    exactly.
+    exactly. The reference always runs on the CPU: on a GPU torch divides by multiplying with a reciprocal, and sums in
+    another order, so that a rounded code could be off by one.
     """
     import torch
 
     rtol, atol = tolerance(op.name, implementation.family, target.dtype)
     results: list[list[Any]] = []
-    for run in (op.reference, implementation.run):
+    for run, device in ((op.reference, "cpu"), (implementation.run, target.device)):
         generator = torch.Generator("cpu").manual_seed(seed)
-        inputs = case.make(getattr(torch, target.dtype), target.device, generator)
+        inputs = case.make(getattr(torch, target.dtype), device, generator)
         with torch.inference_mode():
             output = run(**inputs)
         outputs = list(output) if isinstance(output, tuple) else [output]
-        results.append([*outputs, *(inputs[name] for name in op.mutates)])
+        found = [*outputs, *(inputs[name] for name in op.mutates)]
+        results.append([None if t is None else t.cpu() for t in found])
     for index, (expected, found) in enumerate(zip(*results, strict=True)):
         if expected is None and found is None:
             continue

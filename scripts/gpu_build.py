@@ -16,7 +16,7 @@ def main() -> int:
     """Build, print a line for each variant, write JSON; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arch", default=",".join(map(str, ARCHITECTURES)), help="compute capabilities, as 80,90")
-    parser.add_argument("--only", help="ops whose name holds this")
+    parser.add_argument("--only", help="variants whose op/label holds this, as paged_attention/decode")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path, help="write all results to this file")
     options = parser.parse_args()

@@ -337,7 +337,9 @@ def _choice(kind: str, rows: int, dim: int, bits: int, q: Tensor) -> dict[str, i
     of keys are on their way at once, as many as leave room for a second block on the multiprocessor, at most 3.
     """
     hopper = capability_of(q.device) >= 90
-    keys = 64 if dim <= 128 and q.dtype != torch.float32 and (hopper or kind == "decode") else 32
+    wide = dim > 128 or q.dtype == torch.float32
+    short = not hopper and (kind != "decode" or (bits == 4 and dim == 64))  # 64 keys would not fit the registers
+    keys = 32 if wide or short else 64
     default = {"keys": keys, "warps": 8 if rows >= 128 or rows * power_of_2(dim) >= 1 << 14 else 4}
     found = tuned("attend_kernel", f"{kind}-{dim}-{bits}", default, q.device)
     element = q.element_size() if bits == 0 else bits / 8

@@ -40,6 +40,7 @@ _TYPES = {
 }
 _EVIDENCE = {
     "vector": re.compile(r"ld\.global(\.\w+|::\w+)*\.v4\.b32|ld\.global(\.\w+|::\w+)*\.v2\.b64"),
+    "stores": re.compile(r"st\.global(\.\w+|::\w+)*\.v4\.b32"),
     "async": re.compile(r"cp\.async"),
     "mma": re.compile(r"mma\.sync|wgmma\.mma_async"),
     "wgmma": re.compile(r"wgmma\.mma_async"),
@@ -94,13 +95,15 @@ def _key(launched: Launch) -> str:
 
 
 def variants(architecture: int, only: str | None = None) -> Iterator[Variant]:
-    """Every distinct launch of the manifest that ``architecture`` can run; ``only``: of ops whose name holds it."""
+    """Every distinct launch of the manifest that ``architecture`` can run; ``only``: where op/label holds it."""
     seen = set()
     for call in calls():
         for dtype in call.dtypes:
             target = Target("cuda", dtype, architecture, call.traits)
             implementation = load()[call.op].implementations["triton"]
-            if (only is not None and only not in call.op) or implementation.unsupported(target) is not None:
+            if (only is not None and only not in f"{call.op}/{call.label}") or implementation.unsupported(
+                target
+            ) is not None:
                 continue
             for index, launched in enumerate(record(call.op, call.label, dtype, architecture)):
                 if (key := _key(launched)) not in seen:

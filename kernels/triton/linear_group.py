@@ -208,12 +208,14 @@ def expand(
     return out
 
 
-def _choice(tokens: int, k: int, x: Tensor) -> dict[str, int]:
+def _choice(tokens: int, k: int, bits: int, x: Tensor) -> dict[str, int]:
     """Tile, warps and stages by the number of tokens."""
     cols, warps = (32, 4) if tokens <= 16 else (64, 4) if tokens <= 32 else (64, 8)
     rows = max(16, power_of_2(min(tokens, 128)))
     if x.dtype == torch.float32:  # no tensor cores: for parity alone
         rows, cols, warps = 16, 32, 4
+    if bits in (3, 8) and tokens > 32:
+        k = min(k, 64)  # a code a byte: twice the registers
     default = {"cols": cols, "k": k, "warps": warps}
     found = {"rows": rows, **tuned("group_linear_kernel", f"rows{rows}", default, x.device)}
     stage = found["rows"] * found["k"] * x.element_size() + found["cols"] * found["k"]
@@ -248,7 +250,7 @@ def linear_group_int(
         x = x.contiguous()
     aligned = group & -group if groups > 1 else power_of_2(n_in)
     factored = group_index is None and aligned >= 16 * planes
-    choice = _choice(tokens, min(128, aligned) if factored else max(64, 16 * planes), x)
+    choice = _choice(tokens, min(128, aligned) if factored else max(64, 16 * planes), bits, x)
     k = min(choice["k"], aligned) if factored else choice["k"]
     out = torch.empty(tokens, n_out, dtype=x.dtype, device=x.device)
     launch(

@@ -189,8 +189,8 @@ def calls() -> list[Call]:
     return [*_rowwise(), *_kv_write(), *_attention(), *_group_linear(), *_row_linear(), *_moe(), *_sampling()]
 
 
-# What the machine code of a kernel must show: "vector": 128-bit loads from global memory; "async": asynchronous
-# copies into shared memory; "mma": tensor cores, by mma.sync or wgmma.
+# What the machine code of a kernel must show: "vector": 128-bit loads from global memory; "stores": 128-bit stores to it;
+# "async": asynchronous copies into shared memory; "mma": tensor cores, by mma.sync or wgmma.
 CLAIMS: dict[str, frozenset[str]] = {
     "rms_norm_kernel": frozenset({"vector"}),
     "act_kernel": frozenset({"vector"}),
@@ -198,7 +198,7 @@ CLAIMS: dict[str, frozenset[str]] = {
     "attend_kernel": frozenset({"async", "mma"}),
     "merge_kernel": frozenset({"vector"}),
     "group_linear_kernel": frozenset({"async", "mma"}),
-    "expand_kernel": frozenset({"vector"}),
+    "expand_kernel": frozenset({"stores"}),
     "round_rows_kernel": frozenset({"vector"}),
     "expert_linear_kernel": frozenset({"async", "mma"}),
     "chunk_kernel": frozenset({"vector"}),

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..reference import sampling as reference
 from .launch import launch, needs
 
-CHUNK, PASS_BLOCK, THRESHOLDS = 4096, 1024, 8
+CHUNK, PASS_BLOCK, THRESHOLDS = 4096, 512, 8
 UNIT = tl.constexpr(16777216.0)  # steps a logit
 DEPTH = tl.constexpr(40)
 

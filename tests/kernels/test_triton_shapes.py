@@ -1,0 +1,228 @@
+"""Triton kernels, interpreted, on what the registry's cases leave out: strides, many tiles, large offsets."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from toolkit.kernels import registry
+from toolkit.kernels.reference.attention import random_cache
+from toolkit.kernels.reference.linear import pack_codes
+from toolkit.kernels.triton import attention_plan, linear_group
+
+OPS = registry.load()
+
+
+def both(name, **inputs):
+    """(triton's result, the reference's), each on its own copy of the inputs; mutated arguments are appended."""
+    results = []
+    for run in (OPS[name].implementations["triton"].run, OPS[name].reference):
+        mine = {k: v.clone() if k in OPS[name].mutates else v for k, v in inputs.items()}
+        out = run(**mine)
+        results.append([*(out if isinstance(out, tuple) else [out]), *(mine.get(k) for k in OPS[name].mutates)])
+    return results
+
+
+def close(name, tolerance=2e-5, **inputs):
+    for found, expected in zip(*both(name, **inputs), strict=True):
+        if expected is not None:
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def gen(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def test_slices_of_a_fused_projection_are_read_as_they_are():
+    qkv = torch.randn(5, 3 * 4 * 64, generator=gen())
+    q, k, v = (t.unflatten(1, (4, 64)) for t in qkv.chunk(3, dim=1))
+    angle = torch.rand(5, 32, generator=gen(1))
+    close("rms_norm", x=k, weight=torch.randn(64, generator=gen(2)), eps=1e-5)
+    close("rope", x=q, cos=angle.cos(), sin=angle.sin())
+    cache = {"k_cache": torch.zeros(2, 16, 4, 64), "v_cache": torch.zeros(2, 16, 4, 64)}
+    close("kv_write", k=k, v=v, slot_mapping=torch.tensor([3, 0, 31, 7, 9]), **cache)
+
+
+def test_a_constant_head_and_a_head_with_nan_are_stored_like_the_reference():
+    k = torch.randn(3, 2, 64, generator=gen())
+    k[0, 0], k[1, 1, 5] = 7.5, float("nan")
+    cache = random_cache(2, 16, 2, 64, 8, torch.float32, "cpu", gen(1))
+    found, expected = both("kv_write", k=k, v=k + 1, slot_mapping=torch.tensor([4, 20, 9]), bits=8, **cache)
+    for a, b in zip(found[1:], expected[1:], strict=True):
+        assert torch.equal(a.float().nan_to_num(-1), b.float().nan_to_num(-1))
+
+
+def attention_inputs(new, total, heads, kv_heads, dim, bits, page, seed=0, window=None, poison=True):
+    """A ragged batch over a shuffled cache; slots that belong to nobody hold NaN where the cache is floating point."""
+    g = gen(seed)
+    per_sequence = -(-max(total) // page)
+    blocks = per_sequence * len(total) + 1
+    cache = random_cache(blocks, page, kv_heads, dim, bits, torch.float32, "cpu", g)
+    order = torch.randperm(blocks, generator=g).int().numpy()
+    table = np.full((len(total), per_sequence + 1), -1, np.int32)
+    owned = torch.zeros(blocks * page, dtype=torch.bool)
+    for i, n in enumerate(total):
+        used = -(-n // page)
+        table[i, :used] = order[i * per_sequence : i * per_sequence + used]
+        first = 0 if window is None else max(0, n - new[i] + 1 - window)
+        table[i, : first // page] = -1
+        where = np.arange(first, n)
+        owned[torch.from_numpy(table[i][where // page].astype(np.int64) * page + where % page)] = True
+    if poison:
+        for name in ("k_cache", "v_cache") if bits == 0 else ("k_params", "v_params"):
+            cache[name].flatten(0, 1)[~owned] = float("nan")
+    q = torch.randn(sum(new), heads, dim, generator=g)
+    lengths = {"cu_seqlens": np.cumsum([0, *new], dtype=np.int32), "seq_lens": np.asarray(total, np.int32)}
+    return {"q": q, "block_table": table, "scale": dim**-0.5, "bits": bits, "window": window} | cache | lengths
+
+
+@pytest.mark.parametrize("bits", [0, 8, 4])
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("window", [None, 70])
+def test_attention_over_several_ranges_is_merged(monkeypatch, bits, page, window):
+    monkeypatch.setattr(attention_plan, "DECODE_KEYS", {0: 64, 8: 64, 4: 64})
+    monkeypatch.setattr(attention_plan, "PROMPT_KEYS", 128)
+    inputs = attention_inputs((1, 1, 9, 1), (200, 64, 150, 129), 6, 2, 64, bits, page, window=window)
+    sinks = torch.randn(6, generator=gen(9))
+    close("paged_attention", tolerance=1e-4, **inputs, sinks=sinks)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+def test_attention_of_every_head_dim_over_pages_of_the_engine(dim):
+    for bits in (0, 4):
+        close("paged_attention", tolerance=1e-4, **attention_inputs((1, 20), (65, 70), 4, 1, dim, bits, 64, seed=dim))
+
+
+def test_a_tokens_result_does_not_depend_on_its_batch():
+    inputs = attention_inputs((1, 1, 1), (90, 300, 17), 4, 2, 64, 0, 64)
+    run = OPS["paged_attention"].implementations["triton"].run
+    together = run(**inputs)
+    for i in range(3):
+        one = {"q": inputs["q"][i : i + 1], "block_table": inputs["block_table"][i : i + 1]}
+        lengths = {"cu_seqlens": np.array([0, 1], np.int32), "seq_lens": inputs["seq_lens"][i : i + 1]}
+        assert torch.equal(run(**(inputs | one | lengths))[0], together[i])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 900)), min_size=1, max_size=5),
+    st.sampled_from([1, 3, 8, 24]),
+    st.sampled_from([None, 1, 50, 5000]),
+    st.sampled_from([16, 64, 128]),
+)
+def test_tiles_cover_every_key_of_every_token_once(sequences, group, window, rows):
+    new = np.array([n for n, _ in sequences])
+    lens = np.array([n + past for n, past in sequences], np.int32)
+    cu = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
+    items, merges, parts = attention_plan.cut(cu, lens, window, group, 0, max(rows, group))
+    covered = [np.zeros(n, np.int64) for n in lens]
+    seen_parts = []
+    for seq, row, tokens, position, low, high, part, _ in items:
+        assert tokens * group <= max(rows, group) and cu[seq] <= row and row + tokens <= cu[seq + 1]
+        assert position == lens[seq] - new[seq] + row - cu[seq] and low < high <= position + tokens
+        oldest = 0 if window is None else max(0, position + 1 - window)
+        assert low == oldest or low in attention_plan.borders(256, 4096) or low in attention_plan.borders(8192, 9000)
+        if row + tokens == cu[seq + 1]:
+            covered[seq][low:high] += 1
+        if part >= 0:
+            seen_parts.append(part)
+    for seq, hits in enumerate(covered):
+        last_tile = max(p for s, _, _, p, *_ in items if s == seq)
+        oldest = 0 if window is None else max(0, last_tile + 1 - window)
+        assert (hits[oldest:] == 1).all() and not hits[:oldest].any()
+    assert sorted(seen_parts) == list(range(parts))
+    assert len({tuple(m) for m in merges}) == len(merges) and all(m[3] > 1 for m in merges)
+
+
+def group_inputs(tokens, n_in, n_out, bits, group, minima=False, order=False, seed=0):
+    g = gen(seed)
+    groups = n_in // group
+    scales = (torch.rand(n_out, groups, generator=g) + 0.1) / (8 << bits)
+    offsets = torch.randn(n_out, groups, generator=g) / 8
+    zeros = torch.randint(0, 1 << bits, (n_out, groups), generator=g, dtype=torch.uint8)
+    codes = torch.randint(0, 1 << bits, (n_out, n_in), generator=g, dtype=torch.uint8)
+    return {
+        "x": torch.randn(tokens, n_in, generator=g),
+        "packed": pack_codes(codes, bits),
+        "scales": scales.half(),
+        "zeros": None if minima else zeros,
+        "minima": offsets.half() if minima else None,
+        "bits": bits,
+        "group_index": (torch.randperm(n_in, generator=g) // group).int() if order else None,
+        "bias": torch.randn(n_out, generator=g),
+    }
+
+
+@pytest.mark.parametrize("n_in, group", [(256, 32), (256, 64), (256, 128), (192, 192), (288, 96), (320, 40)])
+@pytest.mark.parametrize("bits, minima", [(4, False), (4, True), (8, False), (2, False)])
+def test_groups_of_every_size(n_in, group, bits, minima):
+    close("linear_group_int", tolerance=1e-4, **group_inputs(19, n_in, 40, bits, group, minima))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("order", [False, True])
+def test_many_tokens_are_multiplied_by_the_expanded_weight(bits, order):
+    inputs = group_inputs(400, 128, 24, bits, 32, order=order)
+    close("linear_group_int", tolerance=1e-4, **inputs)
+    args = (inputs["packed"], inputs["scales"], inputs["zeros"], False, bits, inputs["group_index"], torch.float32)
+    eye = OPS["linear_group_int"].reference(**(inputs | {"x": torch.eye(128), "bias": None})).T
+    assert torch.equal(linear_group.expand(*args), eye)
+
+
+@pytest.mark.parametrize("name, dtype", [("linear_int8", torch.int8), ("linear_fp8", torch.float8_e5m2)])
+def test_row_scaled_linears_over_several_bands_of_tiles(name, dtype):
+    g = gen()
+    weight = (torch.randn(150, 96, generator=g) * 30).to(dtype)
+    x = torch.randn(70, 96, generator=g)
+    x[3] = 0  # a row of zeros has scale 1
+    close(name, tolerance=2e-4, x=x, weight=weight, scales=torch.rand(150, generator=g) / 99, bias=None)
+
+
+@pytest.mark.parametrize("tokens, count, top_k", [(1, 60, 6), (33, 9, 4), (70, 3, 1)])
+def test_experts_of_uneven_size(tokens, count, top_k):
+    g = gen(tokens)
+    logits = torch.randn(tokens, count, generator=g)
+    logits[:, 1] += 3  # a favourite, and experts without tokens
+    experts, weights = both("moe_route", logits=logits, top_k=top_k, scoring="softmax", norm_topk=True)[0]
+    x, up = torch.randn(tokens, 48, generator=g), torch.randn(count, 2 * 40, 48, generator=g) / 6
+    down = torch.randn(count, 48, 40, generator=g) / 6
+    inputs = {"x": x, "experts": experts, "weights": weights, "gate_up": up, "down": down}
+    close("moe_experts", tolerance=1e-4, **inputs, activation="gelu_tanh")
+
+
+@pytest.mark.parametrize("k, p, least", [(0, 1.0, 0.0), (40, 1.0, 0.0), (0, 0.9, 0.0), (200, 0.7, 0.01), (1, 1.0, 0.0)])
+def test_draws_from_a_vocabulary_of_several_chunks(k, p, least):
+    g, rows, vocab = gen(k), 4, 9001
+    logits = torch.randn(rows, vocab, generator=g) * 3
+    logits[1, 100:] = float("-inf")
+    columns = {
+        "temperature": torch.tensor([1.0, 0.6, 2.0, 0.0]),
+        "top_k": torch.full((rows,), k),
+        "top_p": torch.full((rows,), p),
+        "min_p": torch.full((rows,), least),
+    }
+    for u in ([0.0, 0.01, 0.5, 0.5], [0.999, 0.93, 0.25, 0.1]):
+        found, expected = both("sample", logits=logits, u=torch.tensor(u), **columns)
+        assert found[0].tolist() == expected[0].tolist()
+
+
+@pytest.mark.slow
+def test_offsets_beyond_two_to_the_31():
+    """On memory that is only touched where something is written."""
+    blocks = 2**31 // (64 * 2 * 64) + 2  # of 64 slots, 2 heads of 64
+    cache = {k: torch.from_numpy(np.zeros((blocks, 64, 2, 64), np.uint8)) for k in ("k_cache", "v_cache")}
+    params = {k: torch.from_numpy(np.zeros((blocks, 64, 2, 2), np.float16)) for k in ("k_params", "v_params")}
+    assert cache["k_cache"].numel() > 2**31
+    k, v = torch.randn(2, 3, 2, 64, generator=gen())
+    slots = torch.arange(3) + (blocks - 1) * 64
+    OPS["kv_write"].implementations["triton"].run(k, v, **cache, slot_mapping=slots, bits=8, **params)
+    inputs = {"block_table": np.array([[blocks - 1]], np.int32), "cu_seqlens": np.array([0, 1], np.int32)}
+    inputs |= {"seq_lens": np.array([3], np.int32), "q": torch.randn(1, 4, 64, generator=gen(1)), "scale": 0.125}
+    found = OPS["paged_attention"].implementations["triton"].run(**inputs, bits=8, **cache, **params)
+    small = {name: t[-1:].clone() for name, t in (cache | params).items()}
+    first = inputs | {"block_table": np.zeros((1, 1), np.int32)}
+    torch.testing.assert_close(found, OPS["paged_attention"].reference(**first, bits=8, **small))
+    assert small["k_cache"].any() and found.abs().max() > 0.1
