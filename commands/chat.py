@@ -108,9 +108,10 @@ def _question(prompt: str | None) -> str | None:
     if sys.stdin is None or sys.stdin.isatty():
         return None
     try:
-        text = sys.stdin.read()
+        raw = getattr(sys.stdin, "buffer", None)  # its bytes: in a C locale Python would take any of them for text
+        text = raw.read().decode("utf-8-sig") if raw is not None else sys.stdin.read()
     except UnicodeDecodeError as e:
-        raise UsageError(f"standard input: expected {e.encoding} text, found byte 0x{e.object[e.start]:02x}") from e
+        raise UsageError(f"standard input: expected UTF-8 text, found byte 0x{e.object[e.start]:02x}") from e
     if not text.strip():
         raise UsageError("standard input: expected a question, found nothing; give --prompt, or run it in a terminal")
     return text.rstrip("\n")

@@ -27,6 +27,13 @@ def tool(*args: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=env, stdin=subprocess.DEVNULL, timeout=60)
 
 
+def test_piped_bytes_that_are_no_text_are_refused_in_any_locale() -> None:
+    env = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "toolkit", "chat", "nosuch"]
+    done = subprocess.run(command, input=b"what is \xff\xfe", capture_output=True, env=env, timeout=60)
+    assert done.returncode == 2 and b"0xff" in done.stderr and b"UTF-8" in done.stderr
+
+
 def refused(found: subprocess.CompletedProcess[str], *words: str, code: int = 2) -> None:
     """The command said one line and left."""
     assert found.returncode == code, found

@@ -12,7 +12,7 @@ import pytest
 
 from toolkit.chat import settings
 from toolkit.chat.conversation import Conversation
-from toolkit.chat.repl import Repl, answer
+from toolkit.chat.repl import Repl, Speed, answer
 from toolkit.chat.terminal import TerminalScreen
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import GenerationConfig, Response
@@ -81,7 +81,7 @@ def desk() -> Desk:
 def test_answers_go_out_and_speed_goes_to_standard_error(desk: Desk) -> None:
     desk.type("hello", "again")
     assert desk.out.getvalue() == "echo: hello\necho: again\n"
-    assert desk.notes.count("2 tokens") == 2 and "tokens/s" in desk.notes
+    assert desk.notes.count("2 tokens") == 2
     assert desk.model.asked[1] == [
         {"role": "user", "content": "hello"},
         {"role": "assistant", "content": "echo: hello"},
@@ -253,3 +253,24 @@ def test_flags_over_the_model_s_settings() -> None:
     assert not settings.change(GenerationConfig(), repetition_penalty=1.2).do_sample
     with pytest.raises(UsageError, match="top_p"):
         settings.change(sampled, top_p=2.0)
+
+
+def test_speed_counts_what_came_after_the_first_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([0.5, 1.5, 2.5])
+    monkeypatch.setattr("toolkit.chat.repl.time.perf_counter", lambda: next(now))
+    speed = Speed(0.0)
+    for tokens in (3, 5, 11):
+        speed.count(Response(generate_token_len=tokens))
+    assert speed.line() == "11 tokens, 4.0 tokens/s, first after 0.50 s"
+
+
+@pytest.mark.parametrize(("pieces", "gap"), [((4,), 1.0), ((1, 2), 1e-5)])
+def test_no_speed_where_nothing_was_measured(
+    pieces: tuple[int, ...], gap: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = iter([0.5 + i * gap for i in range(len(pieces))])
+    monkeypatch.setattr("toolkit.chat.repl.time.perf_counter", lambda: next(now))
+    speed = Speed(0.0)
+    for tokens in pieces:
+        speed.count(Response(generate_token_len=tokens))
+    assert "tokens/s" not in speed.line()

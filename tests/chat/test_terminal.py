@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,17 @@ def test_ctrl_c_and_ctrl_d(type_keys) -> None:  # type: ignore[no-untyped-def]
         type_keys("half a question" + CTRL_C)
     with pytest.raises(EOFError):
         type_keys(CTRL_D)
+
+
+def test_notes_break_between_words_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", "31")
+    note = "Enter sends, Ctrl-D leaves, /help shows the commands"
+    shown, piped = Terminal(), io.StringIO()
+    terminal.TerminalScreen(io.StringIO(), shown).note(note)
+    terminal.TerminalScreen(io.StringIO(), piped).note(note)
+    assert shown.getvalue() == "\x1b[2mEnter sends, Ctrl-D leaves,\n/help shows the commands\x1b[0m\n"
+    assert piped.getvalue() == note + "\n"

@@ -246,3 +246,16 @@ async def _crash(engine: AsyncEngine, ids: list[int]) -> None:
     while not engine.healthy:
         assert time.monotonic() < end, "the engine does not come back"
         await asyncio.sleep(0.05)
+
+
+def test_a_runner_that_gets_no_memory_is_told_in_one_line(tiny_models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from toolkit.runners.base import RunnerError
+    from toolkit.runners.torch.runner import TorchRunner
+
+    def refuse(self: Any, num_blocks: Any) -> None:
+        raise RunnerError("out of memory")
+
+    monkeypatch.setattr(TorchRunner, "allocate_cache", refuse)
+    with pytest.raises(ToolkitError, match=r"out of memory.*cache-max-entry-count") as error:
+        AsyncEngine.open(tiny_models("llama"), backend="pytorch")
+    assert "\n" not in str(error.value)

@@ -9,6 +9,10 @@ from typing import Any
 
 import pytest
 
+from toolkit.errors import ToolkitError
+from toolkit.serve.metrics import ServerMetrics
+from toolkit.serve.run import bind, listen
+
 
 def fetch(url: str, headers: dict[str, str] | None = None) -> tuple[Any, str]:
     with urllib.request.urlopen(urllib.request.Request(url, headers=headers or {}), timeout=10) as reply:
@@ -84,6 +88,20 @@ def test_metrics(start: Any) -> None:
     assert float(values["toolkit:preemptions_total"]) == 2
     for name in ("time_to_first_token_seconds", "time_per_output_token_seconds", "e2e_request_latency_seconds"):
         assert float(values[f"toolkit:{name}_count"]) == 1
+
+
+def test_gauges_are_there_before_the_engine_has_told_anything() -> None:
+    text = ServerMetrics(dict).render().decode()
+    assert "toolkit:num_requests_running 0.0" in text and "toolkit:kv_cache_usage_perc 0.0" in text
+
+
+def test_a_port_that_another_program_listens_on_first() -> None:
+    ours = bind("127.0.0.1", 0)
+    theirs = bind("127.0.0.1", ours.getsockname()[1])  # both may bind while nobody listens
+    with ours, theirs:
+        listen(theirs)
+        with pytest.raises(ToolkitError, match="in use"):
+            listen(ours)
 
 
 def test_two_servers_have_their_own_metrics(start: Any) -> None:

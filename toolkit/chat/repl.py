@@ -29,6 +29,7 @@ HELP = """\
 Enter sends; Alt-Enter, or a backslash at the end of a line, starts a new line.
 Ctrl-C stops the answer, and clears a question that is not sent yet."""
 LEAVE = ("exit", "quit", "/exit", "/quit")
+LEAST_TIME = 0.001  # seconds; a speed measured over less is noise
 WORDS = {"end": "/clear"}  # LMDeploy's word for the end of a session
 COMMANDS = ("/help", "/system", "/set", "/clear", "/save", "/load", "/retry", "/exit")
 
@@ -61,20 +62,22 @@ class Speed:
 
     asked: float
     first: float | None = None
+    at_first: int = 0  # tokens that came with the first piece
     last: float = 0.0
     tokens: int = 0
 
     def count(self, response: Response) -> None:
         self.last = time.perf_counter() - self.asked
         if self.first is None and response.generate_token_len:
-            self.first = self.last
+            self.first, self.at_first = self.last, response.generate_token_len
         self.tokens = max(self.tokens, response.generate_token_len)
 
     def line(self) -> str:
-        """Tokens, tokens/s after the first one, time to the first one."""
+        """Tokens, tokens/s after the first piece, time to it."""
         if self.first is None:
             return "0 tokens"
-        rate = f", {(self.tokens - 1) / (self.last - self.first):.1f} tokens/s" if self.last > self.first else ""
+        later, took = self.tokens - self.at_first, self.last - self.first
+        rate = f", {later / took:.1f} tokens/s" if later and took > LEAST_TIME else ""
         return f"{self.tokens} token{'s' * (self.tokens != 1)}{rate}, first after {self.first:.2f} s"
 
 

@@ -6,7 +6,9 @@ The answer goes to standard output exactly as it comes, everything else to stand
 from __future__ import annotations
 
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -68,8 +70,17 @@ class TerminalScreen:
         self._say(line, "31")
 
     def _say(self, line: str, style: str) -> None:
+        if self._coloured:  # a terminal, which would break lines within words
+            width = max(20, shutil.get_terminal_size().columns - 1)
+            line = "\n".join(_wrapped(part, width) for part in line.split("\n"))
         self._err.write(f"\x1b[{style}m{line}\x1b[0m\n" if self._coloured else f"{line}\n")
         self._err.flush()
+
+
+def _wrapped(line: str, width: int) -> str:
+    if len(line) <= width:
+        return line
+    return "\n".join(textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False))
 
 
 def reader(history: Path, commands: tuple[str, ...], status: Callable[[], str]) -> Callable[[], str]:

@@ -13,7 +13,7 @@ from toolkit.engine.memory_plan import MemoryPlan, Wishes, plan
 from toolkit.engine.options import EngineOptions
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import EngineConfig, PytorchEngineConfig, TurbomindEngineConfig
-from toolkit.runners.base import RunnerOptions
+from toolkit.runners.base import RunnerError, RunnerOptions
 
 if TYPE_CHECKING:
     from toolkit.artifacts.tokenizer import Tokenizer
@@ -150,6 +150,10 @@ def start(setup: Setup, tokenizer: Tokenizer | None, progress: Progress) -> tupl
     except MemoryError as e:
         runner.close()
         raise ToolkitError(f"{setup.path}: out of memory while loading ({e}); close other programs or quantize") from e
+    except RunnerError as e:
+        runner.close()
+        advice = "a smaller --cache-max-entry-count or --session-len may help"
+        raise ToolkitError(f"{setup.path}: the {runner.name} runner cannot start: {e}; {advice}") from e
     except BaseException:
         runner.close()
         raise

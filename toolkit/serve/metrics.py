@@ -37,8 +37,8 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         values = self.stats()
         for key, (kind, name, text) in FROM_ENGINE.items():
-            if key in values:
-                yield kind(PREFIX + name, text, value=float(values[key]))
+            # 0 until the engine has told: a dashboard needs the series from the start
+            yield kind(PREFIX + name, text, value=float(values.get(key, 0)))
 
 
 class ServerMetrics:

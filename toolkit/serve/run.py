@@ -69,12 +69,23 @@ def bind(host: str, port: int) -> socket.socket:
         sock.bind(address)
     except OSError as error:
         sock.close()
-        if error.errno == errno.EADDRINUSE:
-            raise ToolkitError(
-                f"--server-port {port}: in use on {host}; stop the other program or choose another port"
-            ) from error
-        raise ToolkitError(f"{host}:{port}: cannot listen there ({error.strerror})") from error
+        raise _no_port(error, host, port) from error
     return sock
+
+
+def listen(sock: socket.socket) -> None:
+    """Take connections from now on. Raises ToolkitError where another program, bound at the same time, was faster."""
+    host, port = sock.getsockname()[:2]
+    try:
+        sock.listen(2048)
+    except OSError as error:
+        raise _no_port(error, host, port) from error
+
+
+def _no_port(error: OSError, host: str, port: int) -> ToolkitError:
+    if error.errno == errno.EADDRINUSE:
+        return ToolkitError(f"--server-port {port}: in use on {host}; stop the other program or choose another port")
+    return ToolkitError(f"{host}:{port}: cannot listen there ({error.strerror})")
 
 
 class _Server(uvicorn.Server):
@@ -124,6 +135,7 @@ def run_app(app: FastAPI, sock: socket.socket, address: Address, log_level: str,
     )
     host, port = sock.getsockname()[:2]
     scheme = "https" if address.ssl_certfile else "http"
+    listen(sock)
     ready(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
     server = _Server(config, app.state.server, address.grace_s)
     asyncio.run(server.serve(sockets=[sock]))
