@@ -20,10 +20,34 @@ SEED_MAX = (1 << 64) - 1
 def _number(what: str, value: Any, low: float, high: float, *, whole: bool = False, open_low: bool = False) -> None:
     """Raise UsageError unless ``value`` is a finite number within [low, high]."""
     kind = int if whole else (int, float)
-    bad = isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value)
-    if bad or value < low or value > high or (open_low and value == low):
+    bad = isinstance(value, bool) or not isinstance(value, kind) or (isinstance(value, float) and math.isnan(value))
+    if bad or math.inf in (value, -value) or value < low or value > high or (open_low and value == low):
         span = f"{'(' if open_low else '['}{_plain(low)}, {_plain(high)}]"
-        raise UsageError(f"{what}: expected {'an integer' if whole else 'a number'} in {span}, found {value!r}")
+        raise UsageError(f"{what}: expected {'an integer' if whole else 'a number'} in {span}, found {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    """``value`` for an error message, cut; Python itself refuses to write integers of thousands of digits."""
+    try:
+        return f"{value!r:.80}"
+    except ValueError:
+        return "a number of thousands of digits"
+
+
+def _list_of(what: str, value: Any, wanted: str, good: Callable[[Any], bool]) -> None:
+    """Raise UsageError unless ``value`` is None or a list (or tuple) of good items."""
+    if value is not None and not (isinstance(value, (list, tuple)) and all(good(item) for item in value)):
+        raise UsageError(f"{what}: expected a list of {wanted}, found {_shown(value)}")
+
+
+def _switches(config: Any, *names: str) -> None:
+    for name in names:
+        if not isinstance(value := getattr(config, name), bool):
+            raise UsageError(f"{name}: expected True or False, found {_shown(value)}")
+
+
+def _is_token(item: Any) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 1 << 31
 
 
 def _plain(number: float) -> str:
@@ -95,23 +119,24 @@ class GenerationConfig:
         if self.prompt_logprobs is not None:
             _number("prompt_logprobs", self.prompt_logprobs, 0, 1024, whole=True)
         for name in ("stop_words", "bad_words"):
-            words = getattr(self, name)
-            if isinstance(words, str):
-                words = [words]
-                setattr(self, name, words)
-            if words is not None and not all(isinstance(w, str) and w for w in words):
-                raise UsageError(f"{name}: expected a list of non-empty strings, found {words!r:.80}")
+            if isinstance(words := getattr(self, name), str):
+                setattr(self, name, [words])
+            _list_of(name, getattr(self, name), "non-empty strings", lambda w: isinstance(w, str) and bool(w))
         for name in ("stop_token_ids", "bad_token_ids"):
-            ids = getattr(self, name)
-            if ids is not None and not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-                raise UsageError(f"{name}: expected a list of token ids, found {ids!r:.80}")
+            _list_of(name, getattr(self, name), "token ids", _is_token)
+        _list_of("logits_processors", self.logits_processors, "functions", callable)
+        _switches(self, "do_sample", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens")
+        _switches(self, "include_stop_str_in_output")
+        for name in ("response_format", "logit_bias"):
+            if not isinstance(value := getattr(self, name), dict) and value is not None:
+                raise UsageError(f"{name}: expected a dict, found {_shown(value)}")
         for name in ("output_logits", "output_last_hidden_state"):
             if getattr(self, name) not in (None, "all", "generation"):
-                raise UsageError(f"{name}: expected 'all', 'generation' or None, found {getattr(self, name)!r}")
+                raise UsageError(f"{name}: expected 'all', 'generation' or None, found {_shown(getattr(self, name))}")
         if self.logit_bias is not None:
             for key, value in self.logit_bias.items():
                 _number("logit_bias: token id", key, 0, 1 << 31, whole=True)
-                _number(f"logit_bias[{key}]", value, -100, 100)
+                _number(f"logit_bias[{_shown(key)}]", value, -100, 100)
 
     @property
     def greedy(self) -> bool:
@@ -172,12 +197,14 @@ class Response:
 
 def _check_engine(config: TurbomindEngineConfig | PytorchEngineConfig, block: str) -> None:
     if config.dtype not in DTYPES:
-        raise UsageError(f"dtype: expected one of {', '.join(DTYPES)}, found {config.dtype!r}")
+        raise UsageError(f"dtype: expected one of {', '.join(DTYPES)}, found {_shown(config.dtype)}")
     if config.model_format not in MODEL_FORMATS:
         names = ", ".join(f for f in MODEL_FORMATS if f)
-        raise UsageError(f"model_format: expected one of {names}, found {config.model_format!r}")
+        raise UsageError(f"model_format: expected one of {names}, found {_shown(config.model_format)}")
     if config.quant_policy not in (0, 4, 8):
-        raise UsageError(f"quant_policy: expected 0, 4 or 8 (bits of the KV cache), found {config.quant_policy!r}")
+        raise UsageError(
+            f"quant_policy: expected 0, 4 or 8 (bits of the KV cache), found {_shown(config.quant_policy)}"
+        )
     for name in ("tp",):
         _number(name, getattr(config, name), 1, 1024, whole=True)
     if config.session_len is not None:
@@ -194,6 +221,7 @@ def _check_engine(config: TurbomindEngineConfig | PytorchEngineConfig, block: st
     _number(block, size, 16, 1024, whole=True)
     if size & (size - 1):
         raise UsageError(f"{block}: expected a power of two, found {size}")
+    _switches(config, "enable_prefix_caching", "enable_metrics")
     if config.threads is not None:
         _number("threads", config.threads, 0, 4096, whole=True)
 

@@ -81,6 +81,9 @@ def find(model: str, config: EngineConfig | None, backend: Backend | None) -> Se
 
     if config is None:
         config = PytorchEngineConfig() if backend == "pytorch" else TurbomindEngineConfig()
+    elif not isinstance(config, (TurbomindEngineConfig, PytorchEngineConfig)):
+        wanted = "a TurbomindEngineConfig or PytorchEngineConfig"
+        raise UsageError(f"backend_config: expected {wanted}, found {type(config).__name__}")
     elif backend is None:
         backend = "pytorch" if isinstance(config, PytorchEngineConfig) else "turbomind"
     _check_tp(config)
