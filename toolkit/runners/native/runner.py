@@ -16,6 +16,7 @@ from toolkit.runners.native import library
 from toolkit.runners.native.arrays import Arrays, outputs_for
 from toolkit.runners.native.packed import PackedTensor
 from toolkit.runners.native.program import Program, build_program
+from toolkit.runners.native.stepper import Stepper
 from toolkit.runners.step import StepBatch, StepOutput
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class NativeRunner:
 
     name = "native"
     device = "cpu"
+    asynchronous = True  # submit returns while the step runs, so the caller can prepare the next one
 
     def __init__(
         self,
@@ -77,10 +79,10 @@ class NativeRunner:
         if self.dtype not in DTYPES:
             raise UsageError(f"dtype: expected one of {', '.join(DTYPES)}, found {self.dtype!r}")
         self._library = library.load(library.library_path())
+        self._stepper = Stepper()
         self._model: int | None = None
         self._program: Program | None = None  # holds the tensors that the model points into
         self._weight_bytes = 0
-        self._previous = 0
 
     # -- memory
 
@@ -173,17 +175,20 @@ class NativeRunner:
 
     def release_weights(self) -> None:
         """Forget the model and its cache; ``load_weights`` brings the model back."""
+        self._stepper.finish()
         if self._model is not None:
             self._library.tk_model_free(self._model)
         self._model = self._program = None
 
     def allocate_cache(self, num_blocks: tuple[int, ...]) -> None:
         """A fresh cache of ``num_blocks`` for each group. Raises RunnerError for counts that cannot be."""
+        self._stepper.finish()
         counts = np.asarray(num_blocks, np.int64)
         self._check(self._library.tk_cache_allocate(self._loaded(), counts.ctypes.data, counts.size))
 
     def release_cache(self) -> None:
         """Forget the cache."""
+        self._stepper.finish()
         if self._model is not None:
             self._library.tk_cache_release(self._model)
 
@@ -199,11 +204,8 @@ class NativeRunner:
     # -- steps
 
     def submit(self, batch: StepBatch) -> StepHandle:
-        """Run a step; it has ended on return, and ``result`` raises RunnerError where it failed."""
-        try:
-            return _Done(self._run(batch), None)
-        except RunnerError as error:
-            return _Done(None, error)
+        """Start a step and return; steps run one after the other. ``result`` raises RunnerError where it failed."""
+        return self._stepper.start(lambda: self._run(batch))
 
     def _run(self, batch: StepBatch) -> StepOutput:
         model = self._loaded()
@@ -219,6 +221,7 @@ class NativeRunner:
 
     def export_block(self, group: int, block: int) -> bytes:
         """The block's bytes in stored form: layer after layer, head after head."""
+        self._stepper.finish()
         size = self._library.tk_block_bytes(self._loaded(), group)
         data = ctypes.create_string_buffer(max(size, 1))
         self._check(self._library.tk_block_export(self._model, group, block, data))
@@ -226,6 +229,7 @@ class NativeRunner:
 
     def import_block(self, group: int, block: int, data: bytes) -> None:
         """Inverse of ``export_block``. Raises RunnerError where the size is another."""
+        self._stepper.finish()
         self._check(self._library.tk_block_import(self._loaded(), group, block, data, len(data)))
 
     def print_profile(self) -> None:
@@ -233,25 +237,13 @@ class NativeRunner:
         self._library.tk_profile_print(self._loaded())
 
     def close(self) -> None:
-        """Free model and cache."""
+        """Free model and cache, and end the thread."""
         self.release_weights()
+        self._stepper.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_model", None) is not None:
+        if hasattr(self, "_stepper"):
             self.close()
-
-
-class _Done:
-    """A step that has ended."""
-
-    def __init__(self, output: StepOutput | None, error: RunnerError | None) -> None:
-        self._output, self._error = output, error
-
-    def result(self) -> StepOutput:
-        if self._error is not None:
-            raise self._error
-        assert self._output is not None
-        return self._output
 
 
 def _stored_dtype(value: Any) -> str:

@@ -1,0 +1,79 @@
+"""One thread that runs steps in order, so that the caller's thread is free while the library works."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+from toolkit.runners.base import RunnerError
+from toolkit.runners.step import StepOutput
+
+
+class Running:
+    """A step under way or ended; implements ``toolkit.runners.base.StepHandle``."""
+
+    def __init__(self, work: Callable[[], StepOutput]) -> None:
+        self._work: Callable[[], StepOutput] | None = work
+        self._ended = threading.Lock()  # held until the step has ended: cheaper than an Event
+        self._ended.acquire()
+        self._output: StepOutput | None = None
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        """Called by the thread."""
+        assert self._work is not None
+        try:
+            self._output = self._work()
+        except Exception as error:
+            self._error = error
+        self._work = None
+        self._ended.release()
+
+    def result(self) -> StepOutput:
+        """Wait for the step. Raises RunnerError where it failed."""
+        with self._ended:
+            pass
+        if self._error is not None:
+            if isinstance(self._error, RunnerError):
+                raise self._error
+            raise RunnerError(f"the step failed: {type(self._error).__name__}: {self._error}") from self._error
+        assert self._output is not None
+        return self._output
+
+
+class Stepper:
+    """The thread; started by the first step, ended by ``close``."""
+
+    def __init__(self) -> None:
+        self._steps: queue.SimpleQueue[Running | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last: Running | None = None
+
+    def start(self, work: Callable[[], StepOutput]) -> Running:
+        """Queue a step."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=_serve, args=(self._steps,), name="native-steps", daemon=True)
+            self._thread.start()
+        self._last = Running(work)
+        self._steps.put(self._last)
+        return self._last
+
+    def finish(self) -> None:
+        """Wait until every step has ended, well or not."""
+        if self._last is not None:
+            try:
+                self._last.result()
+            except RunnerError:
+                pass  # told to whoever holds the handle
+
+    def close(self) -> None:
+        """End the thread behind the steps that are queued."""
+        if self._thread is not None:
+            self._steps.put(None)
+            self._thread = None
+
+
+def _serve(steps: queue.SimpleQueue[Running | None]) -> None:
+    while (step := steps.get()) is not None:
+        step.run()
