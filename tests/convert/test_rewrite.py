@@ -207,6 +207,23 @@ def test_gguf_types_round_and_say_so(tiny_models: Any, tmp_path: Path, kind: str
     assert any("lossless" in note for note in again.notes) and same(tmp_path / "m.gguf", tmp_path / "again.gguf")
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_become_one_tensor_a_layer(tiny_models: Any, tmp_path: Path, family: str) -> None:
+    import gguf
+
+    source = tiny_models(family, **({"mlp_only_layers": []} if family == "qwen3_moe" else {}))
+    rewrite(str(source), tmp_path / "m.gguf", to="gguf", gguf_type="f32")
+    found = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    for name, weight in numbers(source).items():
+        parts = name.split(".")
+        if "experts" not in parts:
+            continue
+        kind = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}[parts[-1]]
+        stacked = found[f"blk.{parts[2]}.ffn_{kind}_exps.weight"]
+        assert torch.equal(torch.from_numpy(stacked[int(parts[5])].copy()), weight)
+    assert found["blk.0.ffn_gate_inp.weight"].dtype == "float32"
+
+
 def test_importance_reaches_the_rounding(tiny_models: Any, tmp_path: Path) -> None:
     source = tiny_models("llama", **PLAIN)
     name = "model.layers.0.mlp.up_proj"
