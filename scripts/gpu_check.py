@@ -1,8 +1,8 @@
 """Correctness of the kernels on a real GPU, against the reference on the CPU.
 
-A smoke stage (one case an op) comes first and ends the run where the GPU itself does not work; then all cases of every op
-and dtype. Each op runs in a process of its own with a time limit, because one illegal access poisons a CUDA context. The
-JSON is written again after every op, so that nothing is lost with the machine. With --sanitize the smoke cases are
+A smoke stage (one case an op) comes first and ends the run where the GPU itself does not work; then all cases of every
+op and dtype. Each op runs in a process of its own with a time limit, because one illegal access poisons a CUDA context.
+The JSON is written again after every op, so that nothing is lost with the machine. With --sanitize the smoke cases are
 repeated under compute-sanitizer where it is installed.
 """
 

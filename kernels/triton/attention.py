@@ -4,7 +4,8 @@ One program has a tile of new tokens with all query heads of one key head as its
 walks over a range of keys (Dao et al., "FlashAttention", 2022; Dao, "Flash-Decoding", 2023). Where a tile has several
 ranges, a second launch merges their partial results in order. With a quantized cache, codes go into the products as
 they are: s = scale_k·(q·code - zero_k·sum(q)) and o = sum(p·scale_v·code) - sum(p·scale_v·zero_v), so that scales and
-zeros cost once a key rather than once an element. Four-bit codes are read as two half heads.
+zeros cost once a key rather than once an element. Four-bit codes are read as two half heads. Eight-bit codes fit the
+mantissa of fp16 and not of bf16: keys are multiplied in fp16, by queries scaled to 1, values in the activations' dtype.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def _tile(
     q,
     q_high,
     q_sum,
+    q_scale,
     position,
     start,
     first_key,
@@ -61,6 +63,7 @@ def _tile(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DOT: tl.constexpr,
+    K_DOT: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """Fold KEYS keys from ``start`` into the running sums. MASK: some of them may not be seen by every row."""
@@ -95,11 +98,13 @@ def _tile(
             k_scale, k_zero = scale_and_zero(tl.load(k_params + row))
             v_scale, v_zero = scale_and_zero(tl.load(v_params + row))
         if BITS == 8:
-            s = tl.dot(q, tl.trans(widen(k, DOT, ASM)), input_precision="ieee")
+            s = tl.dot(q, tl.trans(widen(k, K_DOT, ASM)), input_precision="ieee")
         else:
             s = tl.dot(q, tl.trans(low_nibble(k, DOT, ASM)), input_precision="ieee")
             s = tl.dot(q_high, tl.trans(high_nibble(k, DOT, ASM)), s, input_precision="ieee")
         s = k_scale[None, :] * (s - k_zero[None, :] * q_sum[:, None])
+        if BITS == 8:
+            s = s * q_scale[:, None]
     if SOFTCAP:
         s = softcap * tanh(s * (scale / softcap)) * LOG2E
     else:
@@ -160,6 +165,7 @@ def attend_kernel(
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     DOT: tl.constexpr,
+    K_DOT: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """Program (item, key head). WIDTH: stored elements of a head (half of them with four bits), COLS >= WIDTH.
@@ -181,7 +187,13 @@ def attend_kernel(
     column = tl.arange(0, COLS)
     filled = valid[:, None] & (column < WIDTH)[None, :]
     source = ((first_row + token) * stride_token + query_head * stride_head)[:, None] + column[None, :]
-    q_tile = tl.load(q + source, mask=filled, other=0.0).to(DOT)
+    q_tile = tl.load(q + source, mask=filled, other=0.0)
+    q_scale = tl.zeros([ROWS], tl.float32)
+    if BITS == 8:
+        h = q_tile.to(tl.float32)
+        q_scale = tl.maximum(tl.max(tl.abs(h), 1), 1e-30)
+        q_tile = h / q_scale[:, None]
+    q_tile = q_tile.to(K_DOT)
     q_high = q_tile
     if BITS == 4:
         q_high = tl.load(q + source + WIDTH, mask=filled, other=0.0).to(DOT)
@@ -204,15 +216,15 @@ def attend_kernel(
         plain_end = tl.minimum(first_position + 1, end_key) // KEYS * KEYS
         for start in range(begin, plain_end, KEYS):
             acc, acc_high, m, denominator, zeros = _tile(
-                acc, acc_high, m, denominator, zeros, q_tile, q_high, q_sum, position, start, first_key, end_key,
-                k_cache, v_cache, k_params, v_params, pages, heads, head, scale, softcap, window,
-                WIDTH, COLS, BITS, KEYS, PAGE, False, WINDOW, SOFTCAP, DOT, ASM,
+                acc, acc_high, m, denominator, zeros, q_tile, q_high, q_sum, q_scale, position, start, first_key,
+                end_key, k_cache, v_cache, k_params, v_params, pages, heads, head, scale, softcap, window,
+                WIDTH, COLS, BITS, KEYS, PAGE, False, WINDOW, SOFTCAP, DOT, K_DOT, ASM,
             )  # fmt: skip
     for start in range(plain_end, end_key, KEYS):
         acc, acc_high, m, denominator, zeros = _tile(
-            acc, acc_high, m, denominator, zeros, q_tile, q_high, q_sum, position, start, first_key, end_key,
+            acc, acc_high, m, denominator, zeros, q_tile, q_high, q_sum, q_scale, position, start, first_key, end_key,
             k_cache, v_cache, k_params, v_params, pages, heads, head, scale, softcap, window,
-            WIDTH, COLS, BITS, KEYS, PAGE, True, WINDOW, SOFTCAP, DOT, ASM,
+            WIDTH, COLS, BITS, KEYS, PAGE, True, WINDOW, SOFTCAP, DOT, K_DOT, ASM,
         )  # fmt: skip
     if BITS != 0:
         acc -= zeros[:, None]
@@ -322,11 +334,11 @@ def _turn(q: Tensor) -> Tensor:
     return out
 
 
-def _rows(kind: str, group: int, dim: int, dtype: torch.dtype) -> int:
+def _rows(kind: str, group: int, dim: int, bits: int, q: Tensor) -> int:
     """Rows of a tile."""
-    if dtype == torch.float32:  # no tensor cores: for parity alone
+    if q.dtype == torch.float32:  # no tensor cores: for parity alone
         return max(16, power_of_2(group))
-    large = 64 if dim > 128 else 128
+    large = 64 if dim > 128 or (bits == 8 and capability_of(q.device) < 90) else 128
     return max({"decode": 16, "mixed": min(64, large), "prefill": large}[kind], power_of_2(group))
 
 
@@ -340,7 +352,8 @@ def _choice(kind: str, rows: int, dim: int, bits: int, q: Tensor) -> dict[str, i
     wide = dim > 128 or q.dtype == torch.float32
     short = not hopper and (kind != "decode" or (bits == 4 and dim == 64))  # 64 keys would not fit the registers
     keys = 32 if wide or short else 64
-    default = {"keys": keys, "warps": 8 if rows >= 128 or rows * power_of_2(dim) >= 1 << 14 else 4}
+    large = rows >= 128 or rows * power_of_2(dim) >= 1 << 14 or (bits == 8 and rows == 64 and not hopper)
+    default = {"keys": keys, "warps": 8 if large else 4}
     found = tuned("attend_kernel", f"{kind}-{dim}-{bits}", default, q.device)
     element = q.element_size() if bits == 0 else bits / 8
     stage = int(2 * found["keys"] * power_of_2(dim) * element)
@@ -377,13 +390,13 @@ def paged_attention(
     q = _turn(q) if bits == 4 else q if q.stride(2) == 1 else q.contiguous()
     heads, dim, kv_heads, page = q.shape[1], q.shape[2], k_cache.shape[2], k_cache.shape[1]
     group = heads // kv_heads
-    tiles = plan.tiles(group, bits, lambda kind: _rows(kind, group, dim, q.dtype))
+    tiles = plan.tiles(group, bits, lambda kind: _rows(kind, group, dim, bits, q))
     choice = _choice(tiles.kind, tiles.block_rows, dim, bits, q)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     shape = (tiles.parts, kv_heads, tiles.block_rows)
     sums = torch.empty(*shape, dim, dtype=torch.float32, device=q.device) if tiles.parts else None
     norms = torch.empty(*shape, 2, dtype=torch.float32, device=q.device) if tiles.parts else None
-    width = dim // 2 if bits == 4 else dim
+    width, dot = dim // 2 if bits == 4 else dim, dot_dtype(q.dtype)
     launch(
         attend_kernel,
         (tiles.items.shape[0], kv_heads),
@@ -418,7 +431,8 @@ def paged_attention(
         WINDOW=window is not None,
         SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
-        DOT=dot_dtype(q.dtype),
+        DOT=dot,
+        K_DOT=tl.float16 if bits == 8 and dot == tl.bfloat16 else dot,
         ASM=not INTERPRETED,
     )
     _merge(out, tiles, sums, norms, sinks, kv_heads)

@@ -51,7 +51,7 @@ class Plan:
             kind = kind_of(np.diff(self.cu_seqlens), group)
             rows = block_rows(kind)
             items, merges, parts = cut(self.cu_seqlens, self.seq_lens, self.window, group, bits, rows)
-            on_device = [torch.from_numpy(a).to(self.device) for a in (items, merges)]
+            on_device = torch.from_numpy(items).to(self.device), torch.from_numpy(merges).to(self.device)
             self._tiles[group, bits] = Tiles(*on_device, parts, rows, kind)
         return self._tiles[group, bits]
 

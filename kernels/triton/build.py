@@ -45,6 +45,7 @@ _EVIDENCE = {
     "mma": re.compile(r"mma\.sync|wgmma\.mma_async"),
     "wgmma": re.compile(r"wgmma\.mma_async"),
 }
+_CONVERSION = re.compile(r"cvt\.rn\.(f16|bf16|f32)\.[us](8|16|32)")
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,7 @@ def build_one(variant: Variant) -> Built:
     registers, stack, local = _usage(compiled.asm["cubin"])
     shared, ptx, name = compiled.metadata.shared, compiled.asm["ptx"], launched.kernel.__name__
     shows = tuple(key for key, pattern in _EVIDENCE.items() if pattern.search(ptx))
+    shows += () if _CONVERSION.search(ptx) else ("no conversion",)
     faults = [f"{claim} missing" for claim in sorted(CLAIMS.get(name, frozenset()) - set(shows))]
     if stack or local:
         faults.append(f"spills: {stack} bytes of stack, {local} of local memory")

@@ -214,8 +214,8 @@ def _choice(tokens: int, k: int, bits: int, x: Tensor) -> dict[str, int]:
     rows = max(16, power_of_2(min(tokens, 128)))
     if x.dtype == torch.float32:  # no tensor cores: for parity alone
         rows, cols, warps = 16, 32, 4
-    if bits in (3, 8) and tokens > 32:
-        k = min(k, 64)  # a code a byte: twice the registers
+    if tokens > 32 and (bits in (3, 8) or capability_of(x.device) < 90):
+        k = min(k, 64)  # a code a byte, or operands that only registers can hold: twice the registers
     default = {"cols": cols, "k": k, "warps": warps}
     found = {"rows": rows, **tuned("group_linear_kernel", f"rows{rows}", default, x.device)}
     stage = found["rows"] * found["k"] * x.element_size() + found["cols"] * found["k"]

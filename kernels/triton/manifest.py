@@ -40,11 +40,19 @@ def _rowwise() -> Iterator[Call]:
         def norm(dtype: torch.dtype, shape=shape) -> dict[str, Any]:
             return {"x": empty(*shape, dtype=dtype), "weight": empty(shape[-1], dtype=dtype), "eps": 1e-5}
 
+        def add(dtype: torch.dtype, shape=shape) -> dict[str, Any]:
+            args = {"x": empty(*shape, dtype=dtype), "weight": empty(shape[-1], dtype=dtype), "eps": 1e-5}
+            return args | {"residual": empty(*shape, dtype=torch.float32)}
+
         yield Call("rms_norm", label, norm)
         if label != "heads":
-            yield Call("add_rms_norm", label, lambda d, f=norm, s=shape: f(d) | {"residual": empty(*s, dtype=d)})
+            yield Call("add_rms_norm", label, add)
     for kind in ("silu", "gelu", "gelu_tanh"):
-        yield Call("act_and_mul", kind, lambda d, k=kind: {"x": empty(64, 28672, dtype=d), "activation": k})
+
+        def act(dtype: torch.dtype, kind=kind) -> dict[str, Any]:
+            return {"x": empty(64, 28672, dtype=dtype), "activation": kind}
+
+        yield Call("act_and_mul", kind, act)
     for label, heads, dim, turned in (("q128", 32, 128, 128), ("k128", 8, 128, 128), ("partial80", 32, 80, 32)):
 
         def turn(dtype: torch.dtype, heads=heads, dim=dim, turned=turned) -> dict[str, Any]:
@@ -189,13 +197,14 @@ def calls() -> list[Call]:
     return [*_rowwise(), *_kv_write(), *_attention(), *_group_linear(), *_row_linear(), *_moe(), *_sampling()]
 
 
-# What the machine code of a kernel must show: "vector": 128-bit loads from global memory; "stores": 128-bit stores to it;
-# "async": asynchronous copies into shared memory; "mma": tensor cores, by mma.sync or wgmma.
+# What the machine code of a kernel must show: "vector": 128-bit loads from global memory; "stores": 128-bit stores;
+# "async": asynchronous copies into shared memory; "mma": tensor cores, by mma.sync or wgmma; "no conversion": no
+# instruction that converts an integer to floating point, which would bind kernels that unpack codes.
 CLAIMS: dict[str, frozenset[str]] = {
     "rms_norm_kernel": frozenset({"vector"}),
     "act_kernel": frozenset({"vector"}),
     "embedding_kernel": frozenset({"vector"}),
-    "attend_kernel": frozenset({"async", "mma"}),
+    "attend_kernel": frozenset({"async", "mma", "no conversion"}),
     "merge_kernel": frozenset({"vector"}),
     "group_linear_kernel": frozenset({"async", "mma"}),
     "expand_kernel": frozenset({"stores"}),
