@@ -19,8 +19,10 @@ from toolkit.commands.lite_options import (
     group_size,
     progress_bar,
     report,
+    say_size,
     with_lite_flags,
 )
+from toolkit.commands.output import stderr, write_json
 
 app = typer.Typer(
     add_completion=False,
@@ -173,3 +175,37 @@ def mxfp4(model: Model, flags: LiteFlags, work_dir: WorkDir = Path("work_dir")) 
     with progress_bar() as progress:
         result = quantize(model, work_dir, common=common, progress=progress)
     report(result, flags)
+
+
+@app.command("kv")
+@with_lite_flags
+def kv(model: Model, flags: LiteFlags, work_dir: WorkDir = Path("work_dir")) -> None:
+    """Scales for a float8 KV cache, one for keys and one for values a layer; weights stay as they are.
+
+    Example: tool lite kv demo --work-dir demo-kv
+    """
+    from toolkit.quant.kv import kv as find_scales
+
+    common = flags.common(without=("format", "skip", "include", "quantize_lm_head", "calibration", "plot"))
+    with progress_bar() as progress:
+        result = find_scales(model, work_dir, common=common, progress=progress)
+    report(result, flags)
+
+
+@app.command("calibrate")
+@with_lite_flags
+def calibrate(model: Model, flags: LiteFlags, work_dir: WorkDir = Path("work_dir")) -> None:
+    """Statistics of every linear's inputs alone; the methods take them by --calibration DIR.
+
+    Example: tool lite calibrate demo --work-dir demo-statistics
+    """
+    from toolkit.quant.calibrate import calibrate as collect
+
+    common = flags.common(
+        without=("format", "skip", "include", "quantize_lm_head", "calibration", "plot", "dtype", "eval_tokens")
+    )
+    with progress_bar() as progress:
+        result = collect(model, work_dir, common=common, progress=progress, told=say_size)
+    if result.already_there:
+        stderr().print(f"{result.path}: already there")
+    write_json(flags.json, {"path": str(result.path), "options": result.options})

@@ -12,6 +12,7 @@ import typer
 
 from toolkit.commands.options import with_flags
 from toolkit.commands.output import check_writable, stderr, stdout, table, write_json
+from toolkit.errors import UsageError
 
 if TYPE_CHECKING:
     from toolkit.quant.run import Common, Result
@@ -88,10 +89,16 @@ class LiteFlags:
     ] = None
     plot: Annotated[str | None, typer.Option("--plot", help="Draw the error of every layer to this .png file.")] = None
 
-    def common(self) -> Common:
-        """The options of ``toolkit.quant``. Raises UsageError for files that cannot be written."""
+    def common(self, without: tuple[str, ...] = ()) -> Common:
+        """The options of ``toolkit.quant``. ``without``: fields that a command has no use for.
+
+        Raises UsageError for files that cannot be written, and for a flag of ``without`` that was given.
+        """
         from toolkit.quant.run import Common
 
+        for name in without:
+            if getattr(self, name) != getattr(LiteFlags, name):
+                raise UsageError(f"--{name.replace('_', '-')}: this command has no use for it; leave the option out")
         check_writable("--json", self.json)
         check_writable("--plot", self.plot)
         return Common(
@@ -102,6 +109,11 @@ class LiteFlags:
 
 
 with_lite_flags = with_flags("flags", LiteFlags)
+
+
+def say_size(count: int) -> None:
+    """How much ``calibrate`` is about to write."""
+    stderr().print(f"statistics: at most {count / 1e9:.2f} GB (twice that while they are taken)")
 
 
 def group_size(text: str) -> int | str:
@@ -165,7 +177,7 @@ def report(result: Result, flags: LiteFlags) -> None:
 
 def _rows(result: Result) -> list[tuple[str, str]]:
     quality, options = result.quality, result.options
-    worst = max(quality["layers"], key=lambda x: x["rel_error"])
+    worst = max(quality["layers"], key=lambda x: x["rel_error"], default=None)
     before, after = quality["perplexity_before"], quality["perplexity_after"]
     group = options.get("w_group_size")
     text = "{calib_samples} samples of {calib_seqlen} ({calib_dataset})"
@@ -181,5 +193,5 @@ def _rows(result: Result) -> list[tuple[str, str]]:
         ("same best token", f"{100 * quality['top1_agreement']:.1f} %"),
         ("bits per weight", f"{quality['bits_per_weight']:.2f}"),
         ("size", f"{quality['size_bytes'] / 1e6:.1f} MB"),
-        ("largest error", f"{100 * worst['rel_error']:.1f} % of {worst['name']}'s output"),
+        *([("largest error", f"{100 * worst['rel_error']:.1f} % of {worst['name']}'s output")] if worst else []),
     ]

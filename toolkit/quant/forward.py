@@ -19,6 +19,8 @@ from toolkit.models.spec import AttentionSpec, DecoderSpec, LayerSpec, LinearSpe
 Weights = Mapping[str, Tensor]
 Observer = Callable[[str, Tensor], None]
 """Called with a site's name (``sites.Site.name``) and its input rows [tokens, channels]."""
+CACHE = ":cache"
+"""After the name of a key or value projection: what goes into the KV cache, a row a token and head."""
 Rounding = Callable[[str, Tensor], Tensor]
 """Called likewise; returns the rows as linears with 8-bit activations see them."""
 
@@ -100,6 +102,7 @@ def _attention(a: AttentionSpec, weights: Weights, x: Tensor, watch: _Watch) -> 
     if a.rope is not None:
         cos, sin = _angles(a.rope, length, x.device)
         q, k = _turn(q, cos, sin), _turn(k, cos, sin)
+    k, v = watch(a.k.name + CACHE, k), watch(a.v.name + CACHE, v)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     if a.softcap is None and a.sinks is None:
         mask = None if a.window is None or a.window >= length else _mask(length, a.window, x.device)

@@ -40,9 +40,11 @@ class Setting:
 class Flow:
     """Calibration text on its way through the layers. ``token_ids`` [samples, length]; ``table``: the embedding."""
 
-    def __init__(self, source: LayerSource, token_ids: Tensor, table: Tensor, setting: Setting) -> None:
-        self.source, self.device = source, setting.device
-        batches = token_ids.split(max(setting.batch_size, 1))
+    def __init__(
+        self, source: LayerSource, token_ids: Tensor, table: Tensor, device: torch.device, batch_size: int
+    ) -> None:
+        self.source, self.device = source, device
+        batches = token_ids.split(batch_size)
         self.hidden = [embed(source.spec, table, batch.to(table.device)).cpu() for batch in batches]
 
     def look(self, index: int, layer: LayerSpec, weights: Weights) -> dict[str, Gram]:
@@ -64,6 +66,14 @@ class Flow:
         for j, x in enumerate(self.hidden):
             y = layer_forward(layer, weights, x.to(self.device), observe, rounding)
             self.hidden[j] = self._check(index, y).cpu()
+
+    def head_statistics(self, outer: Weights) -> dict[str, Gram]:
+        """Statistics of the head's input, the text being behind all layers. ``outer`` holds the final norm."""
+        spec, statistics = self.source.spec, Statistics()
+        for x in self.hidden:
+            normed = rms_norm(spec.final_norm, outer, x.to(self.device))
+            statistics.observe(spec.head, normed.reshape(-1, spec.hidden_size))
+        return statistics.finish()
 
     def _check(self, index: int, y: Tensor) -> Tensor:
         if not bool(torch.isfinite(y).all()):
@@ -117,14 +127,8 @@ def quantize_layers(
 
 
 def _quantize_head(source: LayerSource, setting: Setting, flow: Flow, outer: Weights) -> LayerResult:
-    spec, statistics = source.spec, Statistics()
-    if setting.saved is not None:
-        grams = setting.saved(len(spec.layers))
-    else:
-        for x in flow.hidden:
-            normed = rms_norm(spec.final_norm, outer, x.to(setting.device))
-            statistics.observe(spec.head, normed.reshape(-1, spec.hidden_size))
-        grams = statistics.finish()
+    spec = source.spec
+    grams = flow.head_statistics(outer) if setting.saved is None else setting.saved(len(spec.layers))
     weights = {name: outer[name] for name in (spec.head, f"{spec.head}.bias") if name in outer}
     return setting.method([head_site(source)], weights, grams)
 

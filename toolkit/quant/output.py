@@ -12,6 +12,7 @@ from torch import Tensor
 from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, Weight
 from toolkit.artifacts.checkpoint_writer import write_model
 from toolkit.artifacts.formats.describe import Layout, layout_of
+from toolkit.artifacts.formats.writers import Writer
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.side_files import copy_side_files
 from toolkit.artifacts.stage import Stage
@@ -20,7 +21,6 @@ from toolkit.errors import ToolkitError
 from toolkit.models.spec import StoredTensor
 from toolkit.quant.layers import LayerSource
 from toolkit.quant.layerwise import load_head, saved_layers
-from toolkit.quant.writers import Writer
 
 
 def write_checkpoint(
@@ -65,9 +65,9 @@ def _tensors(
         if missing or (item.kind == "head" and head is not None):
             continue
         value, bias = load_stored(source.checkpoint, item)
-        yield _suffixed(item), _cast(value if isinstance(value, Tensor) else value.dequantize(), dtype, item.name)
+        yield suffixed(item), cast_to(value if isinstance(value, Tensor) else value.dequantize(), dtype, item.name)
         if bias is not None:
-            yield f"{item.name}.bias", _cast(bias, dtype, item.name)
+            yield f"{item.name}.bias", cast_to(bias, dtype, item.name)
     for items, result in zip(source.stored, saved_layers(stage, len(source.stored)), strict=True):
         for item in items:
             if item.parts[0].name not in result.weights:
@@ -76,16 +76,16 @@ def _tensors(
             if item.kind in ("linear", "router"):
                 layouts[item.name] = None if isinstance(joined, Tensor) else layout_of(joined)
             if isinstance(joined, Tensor):
-                yield _suffixed(item), _cast(joined, dtype, item.name)
+                yield suffixed(item), cast_to(joined, dtype, item.name)
             elif isinstance(joined, Dense):
-                yield f"{item.name}.weight", _cast(joined.weight, dtype, item.name)
+                yield f"{item.name}.weight", cast_to(joined.weight, dtype, item.name)
             else:
                 yield from writer.write(item.name, joined).items()
             if item.bias:
                 biases: list[Weight | Tensor] = [result.weights[f"{p.name}.bias"] for p in item.parts]
                 whole = join_parts(item, biases)
                 assert isinstance(whole, Tensor)
-                yield f"{item.name}.bias", _cast(whole, dtype, item.name)
+                yield f"{item.name}.bias", cast_to(whole, dtype, item.name)
     if head is not None:
         name, weight = _head_name(source), head.weights[source.spec.head]
         assert not isinstance(weight, Tensor)
@@ -93,14 +93,14 @@ def _tensors(
         yield from writer.write(name, weight).items()
         offset = head.weights.get(f"{source.spec.head}.bias")
         if isinstance(offset, Tensor):
-            yield f"{name}.bias", _cast(offset, dtype, name)
+            yield f"{name}.bias", cast_to(offset, dtype, name)
 
 
-def _suffixed(item: StoredTensor) -> str:
+def suffixed(item: StoredTensor) -> str:
     return item.name if item.kind == "vector" else f"{item.name}.weight"
 
 
-def _cast(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+def cast_to(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     cast = value.to(dtype)
     if not bool(torch.isfinite(cast).all()):
         raise ToolkitError(

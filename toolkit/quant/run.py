@@ -23,11 +23,11 @@ from toolkit.quant.layers import LayerSource
 from toolkit.quant.layerwise import Flow, Setting, load_head, quantize_layers, saved_layers
 from toolkit.quant.output import write_checkpoint
 from toolkit.quant.probe import Probe, heldout_text
-from toolkit.quant.result import LinearReport, Method, storable_bits
+from toolkit.quant.result import Method, storable_bits
 from toolkit.quant.selection import Selection, select
 from toolkit.quant.selftext import self_samples
 from toolkit.quant.statistics_file import SavedStatistics, open_statistics
-from toolkit.quant.writers import Writer, choose_writer
+from toolkit.quant.writers import choose_writer
 
 EVAL_TOKENS = 24576  # of the held-out text: all of it, for most tokenizers
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -166,7 +166,7 @@ def _quantize(
     ids = text.read(stage, tokenizer, digest, progress) if text else torch.zeros(0, 1, dtype=torch.int64)
     outer = source.outer_weights(setting.device)
     heldout = torch.tensor(tokenizer.encode(heldout_text())[:eval_tokens])
-    flow = Flow(source, ids, outer[source.spec.embed], setting)
+    flow = Flow(source, ids, outer[source.spec.embed], setting.device, setting.batch_size)
     if not text:
         flow.hidden.clear()
     probe = Probe(source.spec, outer[source.spec.embed], heldout, setting.device)
@@ -286,6 +286,3 @@ def find_device(wanted: str) -> torch.device:
     if wanted != "cpu" and not torch.cuda.is_available():
         raise UsageError(f"--device {wanted}: no usable GPU was found; leave it out to quantize on the CPU")
     return torch.device(wanted)
-
-
-__all__ = ["Common", "LinearReport", "Recipe", "Result", "Writer", "run"]

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from toolkit.quant.forward import CACHE
+
 SAMPLE = 256  # rows that are kept …
 SAMPLE_EACH = 32  # … at most so many of one call
 PANEL = 512  # columns accumulated at once; what lies left of a panel follows by symmetry
@@ -52,12 +54,17 @@ class Gram:
 
 
 class Statistics:
-    """Grams of all sites of a layer, by site name; pass ``observe`` to ``layer_forward``."""
+    """Grams of all sites of a layer, by site name; pass ``observe`` to ``layer_forward``.
+
+    What goes into the KV cache is no site's input and is not counted.
+    """
 
     def __init__(self) -> None:
         self.grams: dict[str, Gram] = {}
 
     def observe(self, name: str, x: Tensor) -> None:
+        if name.endswith(CACHE):
+            return
         gram = self.grams.get(name)
         if gram is None:
             gram = self.grams[name] = Gram.empty(x.shape[1], x.device)

@@ -37,6 +37,8 @@ class Scheme:
 def check_config(quantization: dict[str, Any]) -> None:
     """Raise ToolkitError, one line that names the field, for a scheme that cannot be read."""
     groups = quantization.get("config_groups")
+    if groups == {} and quantization.get("kv_cache_scheme"):
+        return  # scales of the KV cache alone: every weight is dense
     if not isinstance(groups, dict) or not groups:
         raise _error("config_groups", "an object of groups", groups)
     for name, group in groups.items():

@@ -1,0 +1,262 @@
+"""Every method of ``lite`` in every format that holds it: what is written reads back as what was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from toolkit.artifacts.checkpoint import open_checkpoint
+from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.models.registry import load_spec
+from toolkit.quant.calibrate import calibrate
+from toolkit.quant.kv import kv
+from toolkit.quant.lite import Common, auto_awq, auto_gptq, blocked_fp8, mxfp4, smooth_quant
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "internlm2", "gemma2", "phi3", "mixtral", "qwen3_moe")
+METHODS: dict[str, Any] = {
+    "awq": lambda m, d, c: auto_awq(m, d, common=c),
+    "gptq": lambda m, d, c: auto_gptq(m, d, common=c),
+    "gptq-asym": lambda m, d, c: auto_gptq(m, d, w_sym=False, w_group_size=32, common=c),
+    "gptq-act": lambda m, d, c: auto_gptq(m, d, desc_act=True, static_groups=False, w_group_size=32, common=c),
+    "gptq-3": lambda m, d, c: auto_gptq(m, d, w_bits=3, w_group_size=32, common=c),
+    "gptq-8-row": lambda m, d, c: auto_gptq(m, d, w_bits=8, w_group_size=-1, common=c),
+    "awq+gptq": lambda m, d, c: auto_awq(m, d, rounding="gptq", common=c),
+    "int8": lambda m, d, c: smooth_quant(m, d, common=c),
+    "fp8": lambda m, d, c: smooth_quant(m, d, quant_dtype="fp8", common=c),
+    "e5m2": lambda m, d, c: smooth_quant(m, d, quant_dtype="float8_e5m2", common=c),
+    "tiles": lambda m, d, c: blocked_fp8(m, d, common=c),
+    "mxfp4": lambda m, d, c: mxfp4(m, d, common=c),
+}
+# (method, format, family): every method in every format that holds it, every family with a few of them.
+PAIRS = [
+    ("awq", "awq", "qwen3_moe"), ("awq", "gptq_v2", "gemma2"), ("awq", "compressed-tensors", "mixtral"),
+    ("gptq", "gptq", "llama"), ("gptq", "gptq", "internlm2"), ("gptq", "gptq_v2", "phi3"),
+    ("gptq", "compressed-tensors", "qwen2"), ("gptq", "awq", "mistral"), ("gptq", "gptq", "qwen3_moe"),
+    ("gptq-asym", "gptq_v2", "gemma2"), ("gptq-asym", "compressed-tensors", "qwen3"),
+    ("gptq-act", "gptq", "phi3"), ("gptq-act", "gptq_v2", "mixtral"),
+    ("gptq-3", "gptq", "llama"), ("gptq-3", "compressed-tensors", "mixtral"),
+    ("gptq-8-row", "gptq", "qwen3"), ("gptq-8-row", "compressed-tensors", "gemma2"),
+    ("awq+gptq", "awq", "llama"), ("awq+gptq", "gptq_v2", "internlm2"), ("awq+gptq", "awq", "mixtral"),
+    ("int8", "w8a8", "qwen3_moe"), ("int8", "compressed-tensors", "gemma2"),
+    ("fp8", "w8a8", "internlm2"), ("fp8", "compressed-tensors", "mistral"), ("e5m2", "w8a8", "qwen2"),
+    ("tiles", "fp8", "phi3"), ("tiles", "fp8", "internlm2"), ("tiles", "compressed-tensors", "mixtral"),
+    ("mxfp4", "compressed-tensors", "llama"), ("mxfp4", "mxfp4", "gemma2"), ("mxfp4", "mxfp4", "phi3"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "calibration.txt"
+    path.write_text("It was a bright cold day in April, and the clocks were striking thirteen times. " * 60)
+    return path
+
+
+def quick(text: Path, **more: Any) -> Common:
+    return Common(
+        calib_dataset=str(text),
+        calib_samples=8,
+        calib_seqlen=64,
+        eval_tokens=256,
+        batch_size=4,
+        dtype="float32",
+        **more,
+    )
+
+
+def check(path: Path, quality: dict[str, Any]) -> dict[str, Any]:
+    """The checkpoint is valid, and the perplexity of its own numbers is the one that was stated."""
+    from toolkit.artifacts.tokenizer import Tokenizer
+    from toolkit.quant.activations import input_rounding
+    from toolkit.quant.forward import embed, head_logits, layer_forward
+    from toolkit.quant.probe import heldout_text
+    from toolkit.quant.sites import layer_sites
+
+    checkpoint = open_checkpoint(path)
+    spec, stored = load_spec(checkpoint)
+    validate_checkpoint(checkpoint, stored)
+    weights = canonical_weights(checkpoint, stored)
+    dense = {k: (v if isinstance(v, torch.Tensor) else v.dequantize()).float() for k, v in weights.items()}
+    if spec.tied:
+        dense[spec.head] = dense[spec.embed]
+    ids = torch.tensor(Tokenizer.open(path).encode(heldout_text())[: quality["window"]])
+    hidden = embed(spec, dense[spec.embed], ids[None])
+    for layer in spec.layers:
+        near = input_rounding(layer_sites(layer), weights)
+        hidden = layer_forward(layer, dense, hidden, rounding=near)
+    found = torch.nn.functional.cross_entropy(head_logits(spec, dense, hidden)[0, :-1], ids[1:])
+    assert float(found.exp()) == pytest.approx(quality["perplexity_after"], rel=2e-3)
+    return weights
+
+
+@pytest.mark.parametrize(("method", "form", "family"), PAIRS)
+def test_method_format_family(
+    method: str, form: str, family: str, tiny_models: Any, tmp_path: Path, text: Path
+) -> None:
+    result = METHODS[method](str(tiny_models(family)), tmp_path / "out", quick(text, format=form))
+    assert result.options["format"] == form
+    check(tmp_path / "out", result.quality)
+    assert all(0 <= x["rel_error"] < 0.6 for x in result.quality["layers"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_on_every_family(method: str, family: str, tiny_models: Any, tmp_path: Path, text: Path) -> None:
+    result = METHODS[method](str(tiny_models(family)), tmp_path / "out", quick(text))
+    check(tmp_path / "out", result.quality)
+
+
+def test_patterns_choose_what_is_quantized(tiny_models: Any, tmp_path: Path, text: Path) -> None:
+    model = str(tiny_models("llama"))
+    for form in ("awq", "gptq", "compressed-tensors"):
+        out = tmp_path / form
+        common = quick(text, format=form, skip=(r"down_proj", r"layers\.1\.self_attn\.q"))
+        auto_awq(model, out, w_sym=True, common=common)
+        weights = canonical_weights(*_opened(out))
+        kinds = {name: type(w).__name__ for name, w in weights.items() if name.endswith("_proj")}
+        skipped = {n for n in kinds if n.endswith("down_proj") or n == "model.layers.1.self_attn.q_proj"}
+        assert {n for n, kind in kinds.items() if kind == "Dense"} == skipped
+        stated = json.dumps(json.loads((out / "config.json").read_text())["quantization_config"])
+        assert "down_proj" in stated
+    result = auto_gptq(model, tmp_path / "inc", common=quick(text, include=(r"\.mlp\.",)))
+    assert {x["name"].split(".")[3] for x in result.quality["layers"]} == {"mlp"}
+    assert result.quality["bits_per_weight"] > 10
+    for pattern, words in (("(", "not a regular expression"), ("nosuch", "fits no linear")):
+        with pytest.raises(UsageError, match=words):
+            auto_gptq(model, tmp_path / "x", common=quick(text, skip=(pattern,)))
+    with pytest.raises(UsageError, match="no linear is left"):
+        auto_gptq(model, tmp_path / "x", common=quick(text, skip=("proj",)))
+
+
+def test_a_fused_module_is_skipped_whole(tiny_models: Any, tmp_path: Path, text: Path) -> None:
+    auto_gptq(str(tiny_models("phi3")), tmp_path / "out", common=quick(text, skip=(r"layers\.0\.self_attn\.k_proj",)))
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert "model.layers.0.self_attn.qkv_proj.weight" in tensors
+    assert "model.layers.1.self_attn.qkv_proj.qweight" in tensors
+
+
+@pytest.mark.parametrize(
+    ("family", "form"), [("qwen2", "gptq"), ("llama", "compressed-tensors"), ("internlm2", "gptq")]
+)
+def test_the_head_too(family: str, form: str, tiny_models: Any, tmp_path: Path, text: Path) -> None:
+    out = tmp_path / "out"
+    result = auto_gptq(str(tiny_models(family)), out, common=quick(text, format=form, quantize_lm_head=True))
+    weights = check(out, result.quality)
+    spec = _spec(out)
+    assert not spec.tied
+    assert type(weights[spec.head]).__name__ == "GroupInt" and type(weights[spec.embed]).__name__ == "Dense"
+    assert result.quality["layers"][-1]["name"] == spec.head
+
+
+def test_a_killed_gptq_run_goes_on_bit_identically(tiny_models: Any, tmp_path: Path, text: Path) -> None:
+    """Inputs come through the quantized layers, so what was saved must be passed through again."""
+    from toolkit.quant import layerwise
+
+    model = str(tiny_models("gemma2"))
+    auto_gptq(model, tmp_path / "whole", common=quick(text))
+    calls = 0
+    real = layerwise.to_state
+
+    def dying(result: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return real(result)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(layerwise, "to_state", dying)
+    with pytest.raises(KeyboardInterrupt):
+        auto_gptq(model, tmp_path / "broken", common=quick(text))
+    patch.undo()
+    assert not (tmp_path / "broken").exists()
+    auto_gptq(model, tmp_path / "broken", common=quick(text))
+    names = ("model.safetensors", "config.json")
+    assert [(tmp_path / "whole" / n).read_bytes() == (tmp_path / "broken" / n).read_bytes() for n in names] == [
+        True
+    ] * 2
+
+
+def test_statistics_are_taken_once_and_give_the_same_result(tiny_models: Any, tmp_path: Path, text: Path) -> None:
+    model = str(tiny_models("mixtral"))
+    told: list[int] = []
+    calibrate(model, tmp_path / "statistics", common=quick(text), told=told.append)
+    size = sum(f.stat().st_size for f in (tmp_path / "statistics").glob("*.safetensors"))
+    assert 0.3 * told[0] < size <= 1.05 * told[0], "fewer rows than are kept at most came by"
+    for name, run in (("awq", auto_awq), ("smooth", smooth_quant)):
+        run(model, tmp_path / name, common=quick(text))
+        run(model, tmp_path / f"{name}-saved", common=quick(text, calibration=str(tmp_path / "statistics")))
+        a, b = (load_file(tmp_path / x / "model.safetensors") for x in (name, f"{name}-saved"))
+        assert all(torch.equal(a[key], b[key]) for key in a)
+    other = str(tiny_models("mixtral", seed=5))
+    with pytest.raises(ToolkitError, match="taken from"):
+        auto_awq(other, tmp_path / "x", common=quick(text, calibration=str(tmp_path / "statistics")))
+    with pytest.raises(UsageError, match="--calibration"):
+        mxfp4(model, tmp_path / "x", common=quick(text, calibration=str(tmp_path / "statistics")))
+    with pytest.raises(UsageError, match="written by tool lite calibrate"):
+        auto_awq(model, tmp_path / "x", common=quick(text, calibration=str(tmp_path / "nosuch")))
+
+
+def test_scales_of_the_cache(tiny_models: Any, tmp_path: Path, text: Path) -> None:
+    from toolkit.engine.frontend import AsyncEngine
+    from toolkit.messages import PytorchEngineConfig
+
+    model = tiny_models("gemma2")
+    result = kv(str(model), tmp_path / "out", common=quick(text))
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    scales = {k: float(v) for k, v in tensors.items() if k.endswith(("k_scale", "v_scale"))}
+    assert set(scales) == {f"model.layers.{i}.self_attn.{x}_scale" for i in range(4) for x in "kv"}
+    assert all(1e-4 < v < 0.2 for v in scales.values())
+    assert 0 < result.quality["kl"] < 0.05
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["kv_cache_scheme"]["num_bits"] == 8
+    logits = []
+    for path in (model, tmp_path / "out"):
+        with AsyncEngine.open(path, backend_config=PytorchEngineConfig(dtype="float32", session_len=128)) as engine:
+            logits.append(engine.score(list(range(10, 40))))
+    assert (logits[0] == logits[1]).all(), "weights are untouched"
+
+
+def test_options_that_cannot_be(tiny_models: Any, tmp_path: Path, text: Path) -> None:
+    model = str(tiny_models("llama"))
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (auto_gptq, {"w_bits": 5}, "--w-bits"),
+        (auto_gptq, {"damp": 2.0}, "--damp"),
+        (auto_awq, {"rounding": "up"}, "--rounding"),
+        (auto_awq, {"w_bits": 3}, "--format gptq_v2"),
+        (smooth_quant, {"quant_dtype": "int3"}, "--quant-dtype"),
+        (smooth_quant, {"strength": 1.5}, "--strength"),
+        (blocked_fp8, {"scale_fmt": "e5m2"}, "--scale-fmt"),
+        (auto_gptq, {"common": quick(text, format="w8a8")}, "--format"),
+        (auto_gptq, {"w_sym": False, "common": quick(text, format="gptq")}, "zero point of 0; .*--format gptq_v2"),
+        (smooth_quant, {"quant_dtype": "float8_e5m2", "common": quick(text, format="compressed-tensors")}, "e4m3"),
+        (
+            auto_gptq,
+            {"desc_act": True, "static_groups": False, "w_group_size": 32,
+             "common": quick(text, format="compressed-tensors")},
+            "act-order",
+        ),
+    ]  # fmt: skip
+    for run, options, words in cases:
+        with pytest.raises(UsageError, match=words):
+            run(model, tmp_path / "out", **({"common": quick(text)} | options))
+    assert not (tmp_path / "out").exists()
+    auto_gptq(model, tmp_path / "done", common=quick(text))
+    for run in (auto_gptq, mxfp4, calibrate, kv):
+        with pytest.raises(ToolkitError, match="quantized"):
+            run(str(tmp_path / "done"), tmp_path / "again", common=quick(text))
+
+
+def _opened(path: Path) -> tuple[Any, Any]:
+    checkpoint = open_checkpoint(path)
+    return checkpoint, load_spec(checkpoint)[1]
+
+
+def _spec(path: Path) -> Any:
+    return load_spec(open_checkpoint(path))[0]

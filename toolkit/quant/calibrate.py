@@ -1,0 +1,85 @@
+"""``tool lite calibrate``: the statistics of every input alone, for later runs (``--calibration DIR``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from toolkit.artifacts.manifest import describe_parent
+from toolkit.artifacts.stage import Stage, open_stage
+from toolkit.artifacts.tokenizer import Tokenizer
+from toolkit.quant.layers import LayerSource
+from toolkit.quant.layerwise import Flow
+from toolkit.quant.run import CalibrationText, Common, Progress, Result, check_common, find_device, open_source
+from toolkit.quant.statistics import Gram, Statistics
+from toolkit.quant.statistics_file import KIND, PARTS, file_name, planned_bytes, write_statistics
+
+
+@torch.inference_mode()
+def calibrate(
+    model: str,
+    work_dir: Path | str,
+    *,
+    common: Common | None = None,
+    progress: Progress = lambda what, done, total: None,
+    told: Callable[[int], None] = lambda size: None,
+) -> Result:
+    """Write XᵀX, Σ|x|, max|x| and a sample of every input of MODEL's linears to ``work_dir``, a file a layer.
+
+    ``told`` is called with the bytes that this takes before anything is read. Raises UsageError or ToolkitError.
+    """
+    common = common or Common()
+    check_common(common)
+    source = open_source(model, common, "calibrate")
+    told(planned_bytes(source))
+    device, text = find_device(common.device), CalibrationText(source, common)
+    parent = describe_parent(source.path)
+    options = text.options() | {"batch_size": common.batch_size, "device": device.type}
+    with open_stage(
+        work_dir, kind=KIND, stage="lite calibrate", parent=parent, options=options, overwrite=common.overwrite
+    ) as stage:
+        if not stage.already_there:
+            source.check_finite()
+            tokenizer = Tokenizer.open(source.checkpoint.tokenizer_dir)
+            ids = text.read(stage, tokenizer, parent["digest"], progress)
+            _collect(source, stage, ids, device, common.batch_size, progress)
+            stage.finish()
+        return Result(Path(work_dir), options, {}, stage.already_there)
+
+
+def _collect(
+    source: LayerSource, stage: Stage, ids: torch.Tensor, device: torch.device, batch_size: int, progress: Progress
+) -> None:
+    """Statistics of every layer, each kept in the stage as soon as it is known, then all written out."""
+    spec, outer = source.spec, source.outer_weights(device)
+    flow = Flow(source, ids, outer[spec.embed], device, batch_size)
+    count = len(spec.layers)
+    last = max((i for i in range(count + 1) if not stage.done(_key(i))), default=-1)
+    for i, layer in enumerate(spec.layers[: last + 1]):
+        progress("taking statistics", i, count)
+        statistics = Statistics()
+        missing = not stage.done(_key(i))
+        flow.advance(i, layer, source.layer(i, device), statistics.observe if missing else None)
+        if missing:
+            _save(stage, i, statistics.finish())
+    if last == count:
+        _save(stage, count, flow.head_statistics(outer))
+    progress("taking statistics", count, count)
+    for i in range(count + 1):
+        write_statistics(stage.dir / file_name(i), _load(stage, i))
+
+
+def _key(index: int) -> str:
+    return f"statistics.{index}"
+
+
+def _save(stage: Stage, index: int, grams: dict[str, Gram]) -> None:
+    tensors = {f"{site}:{part}": getattr(gram, part).cpu() for site, gram in grams.items() for part in PARTS}
+    stage.save(_key(index), tensors, {site: gram.rows for site, gram in grams.items()})
+
+
+def _load(stage: Stage, index: int) -> dict[str, Gram]:
+    tensors, rows = stage.load(_key(index)), stage.load_meta(_key(index))
+    return {site: Gram(rows=n, **{part: tensors[f"{site}:{part}"] for part in PARTS}) for site, n in rows.items()}
