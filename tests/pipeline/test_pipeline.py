@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -350,3 +352,17 @@ def test_closing_ends_the_streams_that_are_still_read(model: Path) -> None:
     assert not reader.is_alive()
     assert [r.index for r in found if r.finish_reason == "error"] in ([0, 1], [1, 0])
     assert all("closed" in (r.error_message or "") for r in found if r.finish_reason == "error")
+
+
+def test_a_script_may_end_while_requests_run(model: Path) -> None:
+    script = f"""
+import atexit, threading
+atexit.register(lambda: print([t.name for t in threading.enumerate() if t.name == "toolkit-engine"]))
+from toolkit import GenerationConfig, PytorchEngineConfig, pipeline
+pipe = pipeline({str(model)!r}, backend_config=PytorchEngineConfig(session_len=2048))
+stream = pipe.stream_infer("a", gen_config=GenerationConfig(max_new_tokens=2000, ignore_eos=True))
+next(stream)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[]\n"  # the loop had stopped before the interpreter went away

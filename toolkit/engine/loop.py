@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -39,6 +40,12 @@ class Loop(Protocol):
     def close(self) -> None: ...
 
 
+def _stop(inbox: queue.SimpleQueue[Callable[[], None] | None], thread: threading.Thread) -> None:
+    inbox.put(None)
+    if thread is not threading.current_thread():
+        thread.join(timeout=60)
+
+
 class ThreadLoop:
     """The loop in a thread of this process."""
 
@@ -50,6 +57,8 @@ class ThreadLoop:
         self._broken = False
         self._thread = threading.Thread(target=self._run, name="toolkit-engine", daemon=True)
         self._thread.start()
+        # A script may end while requests run: the runner's own threads must not be torn down in the midst of a step.
+        self._at_exit = weakref.finalize(self, _stop, self._inbox, self._thread)
 
     @property
     def healthy(self) -> bool:
@@ -69,9 +78,7 @@ class ThreadLoop:
 
     def close(self) -> None:
         """Stop the thread and free the model."""
-        self._inbox.put(None)
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout=60)
+        self._at_exit()
         with suppress(Exception):
             self._core.runner.close()
 
