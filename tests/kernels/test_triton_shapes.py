@@ -209,7 +209,6 @@ def test_draws_from_a_vocabulary_of_several_chunks(k, p, least):
         assert found[0].tolist() == expected[0].tolist()
 
 
-@pytest.mark.slow
 def test_offsets_beyond_two_to_the_31():
     """On memory that is only touched where something is written."""
     blocks = 2**31 // (64 * 2 * 64) + 2  # of 64 slots, 2 heads of 64
