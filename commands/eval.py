@@ -19,11 +19,6 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def _group() -> None:
-    """Keeps `ppl` a subcommand while it is the only one."""
-
-
 @app.command("ppl")
 @with_engine_flags
 def ppl(
@@ -63,4 +58,42 @@ def ppl(
         )
     if json != "-":
         stdout().print(table("Perplexity", ("", "value"), [(k, v) for k, v in found.items()]))
+    write_json(json, found)
+
+
+@app.command("compare")
+def compare(
+    model_a: Annotated[str, typer.Argument(metavar="A", help="The original: a directory, hub id, .gguf file, `demo`.")],
+    model_b: Annotated[str, typer.Argument(metavar="B", help="What was made of it.")],
+    data: Annotated[Path, typer.Option("--data", help="A text file (UTF-8).")],
+    window: Annotated[int, typer.Option("--window", help="Tokens that the models see at once.")] = 512,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: Annotated[str, typer.Option("--dtype", help="Activations: float32, bfloat16, float16.")] = "float32",
+    json: Annotated[
+        str | None, typer.Option("--json", help="Write the figures to this file (- is standard output).")
+    ] = None,
+) -> None:
+    """How far B is from A: perplexity of both, KL divergence with its standard error, agreement on the best token.
+
+    Example: tool eval compare demo demo-4bit --data book.txt
+    """
+    from rich.progress import Progress
+
+    from toolkit.eval.compare import compare as measure
+    from toolkit.runners.base import RunnerOptions
+
+    check_writable("--json", json)
+    console = stderr()
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("comparing", total=None)
+        found = measure(
+            model_a,
+            model_b,
+            data,
+            window=window,
+            options=RunnerOptions(device=device, dtype=dtype),
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    if json != "-":
+        stdout().print(table("Comparison", ("", "value"), [(k, v) for k, v in found.items()]))
     write_json(json, found)

@@ -21,12 +21,12 @@ from toolkit.errors import ToolkitError, UsageError
 # name -> (one line of help, panel). A module with `app` is a group of commands, one with `run` a single command.
 COMMANDS = {
     "pull": ("Fetch a model and print where it lies.", "Make"),
-    "lite": ("Quantize: auto_awq, smooth_quant.", "Make"),
+    "lite": ("Quantize: auto_awq, auto_gptq, auto_round, smooth_quant …", "Make"),
     "convert": ("Pack a checkpoint into an engine artifact that starts in milliseconds.", "Make"),
     "chat": ("Talk to a model in the terminal.", "Run"),
     "serve": ("Serve a model: api_server speaks OpenAI's API.", "Run"),
     "profile": ("Measure speed: throughput, generation.", "Measure"),
-    "eval": ("Measure quality: ppl.", "Measure"),
+    "eval": ("Measure quality: ppl, compare.", "Measure"),
     "inspect": ("Show what a model directory is and where it came from.", "Look"),
     "list": ("List built-in chat templates, or models.", "Look"),
     "check_env": ("Show what runs on this machine, and test it.", "Look"),

@@ -32,7 +32,7 @@ def perplexity(
         raise UsageError(f"--window: expected 2 or more tokens, found {window}")
     if not 1 <= stride <= window:
         raise UsageError(f"--stride: expected 1 to --window ({window}), found {stride}")
-    text = _read(Path(data).expanduser())
+    text = read_text(Path(data).expanduser())
     if config is None:
         config = PytorchEngineConfig(dtype="float32")
     if config.session_len is not None and config.session_len <= window:
@@ -66,7 +66,8 @@ def perplexity(
     }
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text file behind ``--data``. Raises UsageError for one that cannot be read, is no UTF-8 or empty."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
