@@ -115,6 +115,39 @@ def auto_gptq(
     report(result, flags)
 
 
+@app.command("auto_round")
+@with_lite_flags
+def auto_round(
+    model: Model,
+    flags: LiteFlags,
+    work_dir: WorkDir = Path("work_dir"),
+    w_bits: WBits = 4,
+    w_sym: Annotated[bool, typer.Option("--w-sym/--no-w-sym", help="A grid that is symmetric about zero.")] = True,
+    w_group_size: GroupSize = "auto",
+    iters: Annotated[int, typer.Option("--iters", help="Steps of the optimizer a block.")] = 200,
+) -> None:
+    """4-bit (or 8, 3, 2) weights by the auto-round library, which tunes the rounding of one block after another.
+
+    The library runs as a whole: killed within it, it begins anew.
+    Example: tool lite auto_round demo --work-dir demo-ar --iters 200
+    """
+    from toolkit.quant.lite import auto_round as quantize
+
+    common = flags.common()
+    with progress_bar() as progress:
+        result = quantize(
+            model,
+            work_dir,
+            w_bits=w_bits,
+            w_sym=w_sym,
+            w_group_size=group_size(w_group_size),
+            iters=iters,
+            common=common,
+            progress=progress,
+        )
+    report(result, flags)
+
+
 @app.command("smooth_quant")
 @with_lite_flags
 def smooth_quant(

@@ -11,11 +11,11 @@ import torch
 from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Fp4, Fp8, GroupInt, Weight
 from toolkit.artifacts.formats.blocked_fp8 import BLOCK
 from toolkit.errors import UsageError
-from toolkit.quant import awq, floats, gptq, smooth
+from toolkit.quant import autoround, awq, floats, gptq, smooth
 from toolkit.quant.grid import choose_group_size
-from toolkit.quant.run import Common, Progress, Recipe, Result, choose, open_source, run, targets
+from toolkit.quant.run import Common, Progress, Recipe, Result, choose, find_device, open_source, run, targets
 
-__all__ = ["Common", "Result", "auto_awq", "auto_gptq", "blocked_fp8", "mxfp4", "smooth_quant"]
+__all__ = ["Common", "Result", "auto_awq", "auto_gptq", "auto_round", "blocked_fp8", "mxfp4", "smooth_quant"]
 
 GPTQ_BITS = (2, 3, 4, 8)
 
@@ -69,7 +69,7 @@ def auto_awq(
     if rounding == "gptq":
         options |= {"rounding": rounding} | _rounding_options(how)
 
-    def method(dtype: torch.dtype) -> awq.Method:
+    def method(dtype: torch.dtype, _: Path) -> awq.Method:
         if rounding == "nearest":
             return awq.method(grid, search=search_scale, dtype=dtype)
         scaler = partial(awq.scale_layer, grid=grid, search=search_scale, dtype=dtype)
@@ -113,7 +113,7 @@ def auto_gptq(
     recipe = Recipe(
         stage="lite auto_gptq",
         options={"w_bits": w_bits, "w_sym": w_sym, "w_group_size": group_size} | _rounding_options(how),
-        method=lambda dtype: gptq.method(grid, how, dtype=dtype),
+        method=lambda dtype, _: gptq.method(grid, how, dtype=dtype),
         sample=partial(_integers, grid, desc_act and not static_groups),
         formats=(*(("gptq", "gptq_v2") if w_sym else ("gptq_v2", "gptq")), "compressed-tensors", "awq"),
         group_size=group_size,
@@ -126,6 +126,50 @@ def _rounding_options(how: gptq.Rounding) -> dict[str, float | bool]:
     if not 0 < how.damp < 1:
         raise UsageError(f"--damp: expected a share between 0 and 1, found {how.damp:g}")
     return {"damp": how.damp, "desc_act": how.desc_act} | ({"static_groups": how.static_groups} if how.desc_act else {})
+
+
+def auto_round(
+    model: str,
+    work_dir: Path | str,
+    *,
+    w_bits: int = 4,
+    w_sym: bool = True,
+    w_group_size: int | str = "auto",
+    iters: int = 200,
+    common: Common | None = None,
+    progress: Progress = _quiet,
+) -> Result:
+    """Quantize MODEL by the auto-round library into ``work_dir``, for families that transformers has.
+
+    ``iters``: steps a block. The library runs as a whole: killed within it, it begins anew. Raises as ``auto_awq``
+    does.
+    """
+    if w_bits not in GPTQ_BITS:
+        raise UsageError(f"--w-bits: expected 4, 8, 3 or 2, found {w_bits}")
+    if iters < 0:
+        raise UsageError(f"--iters: expected 0 or more, found {iters}")
+    common = common or Common()
+    if common.quantize_lm_head or common.calibration is not None:
+        option = "--quantize-lm-head" if common.quantize_lm_head else "--calibration"
+        raise UsageError(f"{option}: auto_round has no use for it; leave the option out")
+    source = open_source(model, common, "auto_round")
+    autoround.check_family(source)
+    selection = choose(source, common)
+    group_size = choose_group_size(w_group_size, targets(source, selection))
+    items = [item for stored in source.stored for item in stored]
+    dense = tuple(x.name for x in items if x.kind == "linear" and x.parts[0].name in selection.dense)
+    tuning = autoround.Tuning(awq.Grid(w_bits, group_size, w_sym), iters, common.batch_size, dense)
+    device = find_device(common.device)
+    recipe = Recipe(
+        stage="lite auto_round",
+        options={"w_bits": w_bits, "w_sym": w_sym, "w_group_size": group_size, "iters": iters},
+        method=lambda dtype, directory: autoround.method(directory, tuning, dtype=dtype),
+        sample=partial(_integers, tuning.grid, False),
+        formats=("auto_round", *(("gptq", "gptq_v2") if w_sym else ("gptq_v2", "gptq")), "compressed-tensors", "awq"),
+        group_size=group_size,
+        prepare=lambda ids, directory: autoround.tune(source, ids, directory, tuning, device),
+    )
+    return run(source, Path(work_dir), recipe, common, progress)
 
 
 def smooth_quant(
@@ -158,7 +202,7 @@ def smooth_quant(
             "quant_dtype": str(kind).removeprefix("torch."),
             "strength": "searched" if strength is None else strength,
         },
-        method=lambda dtype: smooth.method(quant_dtype=kind, strength=strength, dtype=dtype),
+        method=lambda dtype, _: smooth.method(quant_dtype=kind, strength=strength, dtype=dtype),
         sample=sample,
         formats=("w8a8", "compressed-tensors"),
     )
@@ -190,7 +234,7 @@ def blocked_fp8(
     recipe = Recipe(
         stage="lite blocked_fp8",
         options={"scale_fmt": scale_fmt},
-        method=lambda dtype: floats.tiles_method(stored, powers_of_two=scale_fmt == "ue8m0", dtype=dtype),
+        method=lambda dtype, _: floats.tiles_method(stored, powers_of_two=scale_fmt == "ue8m0", dtype=dtype),
         sample=sample,
         formats=("fp8", "compressed-tensors"),
         calibrated=False,
@@ -219,7 +263,7 @@ def mxfp4(model: str, work_dir: Path | str, *, common: Common | None = None, pro
     recipe = Recipe(
         stage="lite mxfp4",
         options={},
-        method=lambda dtype: floats.mxfp4_method(dtype=dtype),
+        method=lambda dtype, _: floats.mxfp4_method(dtype=dtype),
         sample=sample,
         formats=("compressed-tensors", "mxfp4"),
         calibrated=False,

@@ -72,21 +72,29 @@ class Result:
 class Recipe:
     """What tells one method from another.
 
-    ``method(dtype)``: how sites are quantized, ``dtype`` being what dense tensors are stored as. ``sample(out, in)``: a
-    stand-in of the weights it makes, by which ``formats`` (the first is the default) are checked beforehand.
-    ``sequential``: see ``layerwise.Setting``. ``calibrated``: whether the method reads text at all. ``extra``: fields
-    added to the checkpoint's ``quantization_config``.
+    ``method(dtype, directory)``: how sites are quantized, ``dtype`` being what dense tensors are stored as.
+    ``sample(out, in)``: a stand-in of the weights it makes, by which ``formats`` (the first is the default) are checked
+    beforehand. ``group_size``: see ``write_checkpoint``. ``sequential``: see ``layerwise.Setting``. ``calibrated``:
+    whether the method reads text at all. ``prepare(ids, directory)``: what is to be done with the whole model before
+    its layers; the directory, which stays until the run is finished, is ``method``'s too. ``extra``: fields added to
+    the checkpoint's ``quantization_config``.
     """
 
     stage: str
     options: dict[str, Any]
-    method: Callable[[torch.dtype], Method]
+    method: Callable[[torch.dtype, Path], Method]
     sample: Callable[[int, int], Weight]
     formats: tuple[str, ...]
     group_size: int | None = None
     sequential: bool = False
     calibrated: bool = True
+    prepare: Callable[[torch.Tensor, Path], None] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+
+
+def scratch_of(stage: Stage) -> Path:
+    """A directory that goes with the stage's saved state."""
+    return stage.partial / "state" / "scratch"
 
 
 def open_source(model: str, common: Common, what: str) -> LayerSource:
@@ -139,11 +147,11 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
             assert found is not None
             return Result(work_dir, options, found.quality, True)
         setting = Setting(
-            recipe.method(dtype), selection, device, common.batch_size,
+            recipe.method(dtype, scratch_of(stage)), selection, device, common.batch_size,
             sequential=recipe.sequential and statistics is None,
             saved=statistics.grams if statistics else None if recipe.calibrated else lambda index: {},
         )  # fmt: skip
-        quality = _quantize(source, stage, setting, text, common.eval_tokens, parent["digest"], progress)
+        quality = _quantize(source, stage, setting, recipe, text, common.eval_tokens, parent["digest"], progress)
         progress("writing", 0, 1)
         write_checkpoint(source, stage, writer, dtype, group_size=recipe.group_size, extra=recipe.extra)
         quality |= _size(source, stage)
@@ -155,6 +163,7 @@ def _quantize(
     source: LayerSource,
     stage: Stage,
     setting: Setting,
+    recipe: Recipe,
     text: CalibrationText | None,
     eval_tokens: int,
     digest: str,
@@ -164,6 +173,9 @@ def _quantize(
     source.check_finite()
     tokenizer = Tokenizer.open(source.checkpoint.tokenizer_dir)
     ids = text.read(stage, tokenizer, digest, progress) if text else torch.zeros(0, 1, dtype=torch.int64)
+    if recipe.prepare is not None:
+        progress(recipe.stage.removeprefix("lite "), 0, 1)
+        recipe.prepare(ids, scratch_of(stage))
     outer = source.outer_weights(setting.device)
     heldout = torch.tensor(tokenizer.encode(heldout_text())[:eval_tokens])
     flow = Flow(source, ids, outer[source.spec.embed], setting.device, setting.batch_size)

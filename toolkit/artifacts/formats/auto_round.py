@@ -7,14 +7,19 @@ are, "auto_round:auto_awq" is AWQ's gemm. ``extra_config`` gives modules, by nam
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.formats import awq, gptq
+from toolkit.artifacts.formats.describe import Layout, common_layout, layout_fits
 from toolkit.artifacts.formats.layout import Expected, whole
 from toolkit.errors import ToolkitError
 
 if TYPE_CHECKING:
-    from toolkit.artifacts.canonical import GroupInt
+    from torch import Tensor
+
+    from toolkit.artifacts.canonical import GroupInt, Weight
     from toolkit.artifacts.checkpoint import Checkpoint
 
 METHOD = "auto-round"
@@ -85,3 +90,31 @@ def read_linear(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Gr
     if offset is None:
         return awq.read_packed(checkpoint, name, shape, settings)
     return gptq.read_packed(checkpoint, name, shape, settings, offset)
+
+
+def cannot_hold(weight: Weight) -> str | None:
+    """Why ``weight`` has no form here, or None."""
+    return gptq.cannot_hold(weight, version=2)
+
+
+def write_linear(name: str, weight: Weight) -> dict[str, Tensor]:
+    """Tensors in packing "auto_round:gptqmodel", zero points as they are. Raises ToolkitError where it cannot."""
+    return gptq.write_linear(name, weight, version=2)
+
+
+def config(layouts: Mapping[str, Layout | None]) -> dict[str, Any]:
+    """``quantization_config`` of linears by name (None: left dense) that ``write_linear`` has written."""
+    base = common_layout(layouts)
+    extra: dict[str, dict[str, Any]] = {}
+    for name, layout in layouts.items():
+        if layout is None:
+            extra[name] = {"bits": 16, "data_type": "float"}
+        elif not layout_fits(replace(layout, act_order=base.act_order), base):
+            extra[name] = _fields(layout)
+    extra.pop("lm_head", None)
+    found = {"quant_method": METHOD, "packing_format": "auto_round:gptqmodel", "data_type": "int", **_fields(base)}
+    return {**found, "extra_config": extra} if extra else found
+
+
+def _fields(layout: Layout) -> dict[str, Any]:
+    return {"bits": layout.bits, "group_size": layout.group_size, "sym": layout.symmetric}

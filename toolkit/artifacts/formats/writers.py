@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from toolkit.artifacts.formats import awq, blocked_fp8, compressed_tensors, gptq, mxfp4, w8a8
+from toolkit.artifacts.formats import auto_round, awq, blocked_fp8, compressed_tensors, gptq, mxfp4, w8a8
 from toolkit.artifacts.formats.describe import Layout
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ WRITERS: dict[str, Writer] = {
             compressed_tensors.config,
             (2, 3, 4, 5, 6, 7, 8),
         ),
+        Writer("auto_round", auto_round.cannot_hold, auto_round.write_linear, auto_round.config, gptq.BITS),
         Writer("w8a8", w8a8.cannot_hold, w8a8.write_linear, w8a8.config_of),
         Writer("fp8", blocked_fp8.cannot_hold, blocked_fp8.write_linear, blocked_fp8.config),
         Writer("mxfp4", mxfp4.cannot_hold, mxfp4.write_linear, mxfp4.config),
