@@ -5,7 +5,7 @@ walks over a range of keys (Dao et al., "FlashAttention", 2022; Dao, "Flash-Deco
 ranges, a second launch merges their partial results in order. With a quantized cache, codes go into the products as
 they are: s = scale_k·(q·code - zero_k·sum(q)) and o = sum(p·scale_v·code) - sum(p·scale_v·zero_v), so that scales and
 zeros cost once a key rather than once an element. Four-bit codes are read as two half heads. Eight-bit codes fit the
-mantissa of fp16 and not of bf16: keys are multiplied in fp16, by queries scaled to 1, values in the activations' dtype.
+mantissa of fp16, not of bf16: keys are multiplied in fp16 by queries scaled to 1 (head_dim up to 128), values in bf16.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _tile(
             s = tl.dot(q, tl.trans(low_nibble(k, DOT, ASM)), input_precision="ieee")
             s = tl.dot(q_high, tl.trans(high_nibble(k, DOT, ASM)), s, input_precision="ieee")
         s = k_scale[None, :] * (s - k_zero[None, :] * q_sum[:, None])
-        if BITS == 8:
+        if K_DOT != DOT:
             s = s * q_scale[:, None]
     if SOFTCAP:
         s = softcap * tanh(s * (scale / softcap)) * LOG2E
@@ -149,10 +149,10 @@ def attend_kernel(
     stride_token,
     stride_head,
     table_stride,
-    heads,
     scale,
     softcap,
     window,
+    heads: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -189,7 +189,7 @@ def attend_kernel(
     source = ((first_row + token) * stride_token + query_head * stride_head)[:, None] + column[None, :]
     q_tile = tl.load(q + source, mask=filled, other=0.0)
     q_scale = tl.zeros([ROWS], tl.float32)
-    if BITS == 8:
+    if K_DOT != DOT:
         h = q_tile.to(tl.float32)
         q_scale = tl.maximum(tl.max(tl.abs(h), 1), 1e-30)
         q_tile = h / q_scale[:, None]
@@ -414,12 +414,12 @@ def paged_attention(
         q.stride(0),
         q.stride(1),
         plan.table.shape[1],
-        kv_heads,
         scale,
         0.0 if softcap is None else softcap,
         0 if window is None else window,
         warps=choice["warps"],
         stages=choice["stages"],
+        heads=kv_heads,
         HEAD_DIM=dim,
         GROUP=group,
         WIDTH=width,
@@ -432,7 +432,7 @@ def paged_attention(
         SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
         DOT=dot,
-        K_DOT=tl.float16 if bits == 8 and dot == tl.bfloat16 else dot,
+        K_DOT=tl.float16 if bits == 8 and dot == tl.bfloat16 and dim <= 128 else dot,
         ASM=not INTERPRETED,
     )
     _merge(out, tiles, sums, norms, sinks, kv_heads)
