@@ -1,0 +1,143 @@
+"""Quantizers side by side on one model: time, peak memory, perplexity, KL to the original. See scripts/bench_quant."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+# What each method of ours is on the command line; groups, samples and text are added.
+OURS: dict[str, list[str]] = {
+    "awq": ["auto_awq"],
+    "gptq": ["auto_gptq", "--no-w-sym"],
+    "gptq-sym": ["auto_gptq"],
+    "gptq-desc-act": ["auto_gptq", "--no-w-sym", "--desc-act"],
+    "awq+gptq": ["auto_awq", "--rounding", "gptq"],
+    "auto_round": ["auto_round", "--no-w-sym"],
+    "w8a8-int8": ["smooth_quant", "--quant-dtype", "int8"],
+    "w8a8-fp8": ["smooth_quant", "--quant-dtype", "fp8"],
+}
+PEERS = {
+    "llm-compressor": ("rtn", "awq", "gptq", "gptq-desc-act", "w8a8-int8", "w8a8-fp8"),
+    "auto-round": ("auto_round",),
+}
+
+
+def command_of(args: argparse.Namespace, out: Path) -> list[str]:
+    """The command that writes the quantized checkpoint to ``out``."""
+    if args.peer == "ours":
+        group = [] if args.method.startswith("w8a8") else ["--w-group-size", str(args.group_size)]
+        return [
+            "tool", "lite", *OURS[args.method], args.model, "--work-dir", str(out), "--calib-dataset", args.calib,
+            "--calib-samples", str(args.samples), "--calib-seqlen", str(args.seqlen), *group, "--eval-tokens", "1024",
+        ]  # fmt: skip
+    script = "peer_llm_compressor.py" if args.peer == "llm-compressor" else "peer_auto_round.py"
+    return [
+        args.peer_python, str(HERE / script), args.model, str(out), "--method", args.method, "--calib", args.calib,
+        "--samples", str(args.samples), "--seqlen", str(args.seqlen), "--group-size", str(args.group_size),
+    ]  # fmt: skip
+
+
+def timed(command: list[str]) -> tuple[float, float]:
+    """(seconds, peak GiB) of a command. Exits with its output where it fails."""
+    start = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\nfailed:\n{done.stderr[-3000:]}")
+    return time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / (1 << 20)
+
+
+def measure(args: argparse.Namespace, out: Path) -> dict[str, Any]:
+    figures = out.parent / f"{out.name}.json"
+    command = ["tool", "eval", "compare", args.model, str(out), "--data", args.data, "--json", str(figures)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\nfailed:\n{done.stderr[-3000:]}")
+    return json.loads(figures.read_text())
+
+
+def machine() -> dict[str, Any]:
+    model = next(
+        (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")),
+        platform.processor(),
+    )
+    return {"cpu": model, "cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0]}
+
+
+def version(args: argparse.Namespace) -> str:
+    if args.peer == "ours":
+        return subprocess.run(["tool", "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    package = {"llm-compressor": "llmcompressor", "auto-round": "auto-round"}[args.peer]
+    code = f"from importlib.metadata import version; print(version('{package}'))"
+    return subprocess.run([args.peer_python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    print("| tool | method | group | time, s | peak, GiB | perplexity | KL | ± | same best token |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for r in rows:
+        f = r["figures"]
+        print(
+            f"| {r['peer']} {r['version']} | {r['method']} | {r['group_size']} "
+            f"| {r['seconds']:.0f} | {r['peak_gib']:.1f} "
+            f"| {f['perplexity_b']:.3f} (of {f['perplexity_a']:.3f}) | {f['kl']:.4f} | {f['kl_stderr']:.4f} "
+            f"| {100 * f['top1_agreement']:.1f} % |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", help="directory of the unquantized model")
+    parser.add_argument("--peer", choices=["ours", *PEERS], default="ours")
+    parser.add_argument("--method", default="awq")
+    parser.add_argument("--calib", help="text file to calibrate on (ours alone: also self)")
+    parser.add_argument("--data", help="held-out text file to measure on")
+    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--seqlen", type=int, default=512)
+    parser.add_argument("--group-size", type=int, default=64)
+    parser.add_argument("--peer-python", help="interpreter of the peer's environment")
+    parser.add_argument("--results", type=Path, default=Path("bench-quant.json"))
+    parser.add_argument("--work-dir", type=Path, default=Path("bench-quant"))
+    parser.add_argument("--table", action="store_true", help="print the results file as a table, and leave")
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = json.loads(args.results.read_text()) if args.results.exists() else []
+    if args.table:
+        return show(rows)
+    known = OURS if args.peer == "ours" else PEERS[args.peer]
+    if args.method not in known:
+        parser.error(f"--method: expected {', '.join(known)} for {args.peer}, found {args.method}")
+    for name in ("model", "calib", "data") + (() if args.peer == "ours" else ("peer_python",)):
+        if getattr(args, name) is None:
+            parser.error(f"--{name.replace('_', '-')} is missing")
+    fields = ("peer", "method", "samples", "seqlen", "group_size", "calib", "data", "model")
+    key = {name: getattr(args, name) for name in fields}
+    if any(all(row[k] == v for k, v in key.items()) for row in rows):
+        print("already there")
+        return None
+    args.work_dir.mkdir(parents=True, exist_ok=True)
+    out = args.work_dir / f"{args.peer}-{args.method}-g{args.group_size}"
+    if args.peer != "ours":
+        shutil.rmtree(out, ignore_errors=True)  # ours goes on where it was killed
+    command = command_of(args, out)
+    seconds, peak = timed(command)
+    row = key | {
+        "version": version(args), "command": " ".join(command), "machine": machine(), "seconds": seconds,
+        "peak_gib": peak, "figures": measure(args, out),
+        "bytes": sum(f.stat().st_size for f in out.rglob("*.safetensors")),
+    }  # fmt: skip
+    args.results.write_text(json.dumps([*rows, row], indent=2) + "\n")
+    show([row])
+    return None
+
+
+if __name__ == "__main__":
+    main()
