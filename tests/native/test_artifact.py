@@ -1,4 +1,4 @@
-"""Engine artifacts for target ``cpu``: same answers as the checkpoint, no torch on the way, damage refused in a line."""
+"""Engine artifacts for target ``cpu``: the checkpoint's answers, no torch on the way, damage refused in a line."""
 
 from __future__ import annotations
 
@@ -45,11 +45,12 @@ def test_head_bits_are_checked(tiny_models, tmp_path) -> None:
 
 def test_nothing_heavy_is_imported_to_answer(tiny_models, tmp_path) -> None:
     path = convert(str(tiny_models("llama")), tmp_path / "e").path
+    support = str(Path(__file__).parents[1] / "support/steps.py")
     code = (
         "import sys\nfrom pathlib import Path\nimport numpy as np\n"
         "from toolkit.runners.base import RunnerOptions\nfrom toolkit.runners.choose import open_runner\n"
         "import importlib.util\n"
-        f"spec = importlib.util.spec_from_file_location('steps', {str(Path(__file__).parents[1] / 'support/steps.py')!r})\n"
+        f"spec = importlib.util.spec_from_file_location('steps', {support!r})\n"
         "steps = importlib.util.module_from_spec(spec); sys.modules['steps'] = steps; spec.loader.exec_module(steps)\n"
         f"runner, _ = open_runner(Path({str(path)!r}), backend=None, options=RunnerOptions(block_size=16))\n"
         "print(steps.Driver(runner).generate([5, 6, 7], 4))\n"

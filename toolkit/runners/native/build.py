@@ -37,7 +37,16 @@ COMMON = [
     "-ffp-contract=off",
     "-fno-math-errno",
 ]
-SANITIZE = ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
+CHECKS = "address,bounds,shift,signed-integer-overflow,integer-divide-by-zero,float-cast-overflow,alignment,null"
+# variable tracking takes minutes in the unrolled kernels
+SANITIZE = [
+    "-g1",
+    "-O1",
+    "-fno-var-tracking",
+    f"-fsanitize={CHECKS}",
+    "-fno-sanitize-recover=all",
+    "-fno-omit-frame-pointer",
+]
 
 
 class BuildError(Exception):
