@@ -432,7 +432,7 @@ def paged_attention(
         SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
         DOT=dot,
-        K_DOT=tl.float16 if bits == 8 and dot == tl.bfloat16 and dim <= 128 else dot,
+        K_DOT=tl.float16 if bits == 8 and q.dtype == torch.bfloat16 and dim <= 128 else dot,
         ASM=not INTERPRETED,
     )
     _merge(out, tiles, sums, norms, sinks, kv_heads)

@@ -1,0 +1,73 @@
+"""The inline assembly that unpacks codes, run by a small interpreter of its PTX instructions, for all inputs."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from toolkit.kernels.triton import codes
+
+WORDS = np.arange(1 << 16, dtype=np.uint32)
+
+
+def halves(register: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """[N, 2] of ``dtype``, the lower half first."""
+    return torch.from_numpy(register.astype(np.uint32).view(np.int16).reshape(-1, 2).copy()).view(dtype)
+
+
+def packed(values: torch.Tensor) -> np.ndarray:
+    """Inverse of ``halves``."""
+    return values.contiguous().view(torch.int16).numpy().view(np.uint32).reshape(-1)
+
+
+def run(assembly: str, word: np.ndarray) -> list[np.ndarray]:
+    """Registers $0 and $1 after ``assembly`` with ``word`` in $2."""
+    registers: dict[str, np.ndarray] = {"$2": word}
+
+    def value(name: str) -> np.ndarray:
+        if name in registers:
+            return registers[name]
+        return np.full(len(word), int(re.sub(r"^0f", "0x", name), 0), np.uint32)
+
+    for line in assembly.strip("{} \n").splitlines():
+        if line.startswith(".reg"):
+            continue
+        name, target, *sources = re.split(r"[ ,]+", line.strip().rstrip(";"))
+        a = [value(s) for s in sources]
+        if name in ("mov.b32", "mov.f32"):
+            result = a[0]
+        elif name == "and.b32":
+            result = a[0] & a[1]
+        elif name == "shr.u32":
+            result = a[0] >> a[1]
+        elif name == "prmt.b32":
+            bytes_of = np.concatenate([x.astype("<u4").view(np.uint8).reshape(-1, 4) for x in a[:2]], axis=1)
+            picks = [int(sources[2], 0) >> (4 * i) & 7 for i in range(4)]
+            result = np.ascontiguousarray(bytes_of[:, picks]).view("<u4").reshape(-1)
+        elif name == "sub.f16x2":
+            result = packed(halves(a[0], torch.float16) - halves(a[1], torch.float16))
+        elif name == "fma.rn.bf16x2":
+            x, y, z = (halves(s, torch.bfloat16).float() for s in a)
+            result = packed((x * y + z).bfloat16())
+        elif name == "sub.f32":
+            result = (a[0].view(np.float32) - a[1].view(np.float32)).view(np.uint32)
+        else:
+            assert name == "cvt.rn.bf16x2.f32", name
+            upper, lower = (torch.from_numpy(s.view(np.float32).copy()).bfloat16() for s in a)
+            result = packed(torch.stack([lower, upper], dim=1))
+        registers[target] = result
+    return [registers["$0"], registers["$1"]]
+
+
+@pytest.mark.parametrize("dtype, suffix", [(torch.float16, "FP16"), (torch.bfloat16, "BF16")])
+@pytest.mark.parametrize("kind", ["LOW", "HIGH", "BYTES"])
+@pytest.mark.parametrize("shift", [0, 16])
+def test_every_code_is_unpacked_exactly(dtype, suffix, kind, shift):
+    word = WORDS << shift | (0xA5C3 << (16 - shift))
+    found = torch.cat([halves(r, dtype) for r in run(getattr(codes, f"{kind}_{suffix}").value, word)], dim=1)
+    stored = torch.from_numpy(word.astype("<u4").view(np.uint8).reshape(-1, 4).copy())
+    expected = {"LOW": stored & 15, "HIGH": stored >> 4, "BYTES": stored}[kind]
+    assert torch.equal(found.float(), expected.float())
