@@ -21,7 +21,7 @@ ROWS = 256  # positions whose logits are held at once
 
 
 def heldout_text() -> str:
-    """The held-out text that the package ships; see its source in docs/quantize.md."""
+    """The held-out text that the package ships; see its source in docs/quantization.md."""
     return resources.files("toolkit.eval").joinpath("heldout.txt").read_text(encoding="utf-8")
 
 
