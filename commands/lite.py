@@ -16,13 +16,15 @@ from toolkit.commands.lite_options import (
     StaticGroups,
     WBits,
     WorkDir,
+    byte_count,
+    choices,
     group_size,
     progress_bar,
     report,
     say_size,
     with_lite_flags,
 )
-from toolkit.commands.output import stderr, write_json
+from toolkit.commands.output import stderr, stdout, table, write_json
 
 app = typer.Typer(
     add_completion=False,
@@ -242,3 +244,37 @@ def calibrate(model: Model, flags: LiteFlags, work_dir: WorkDir = Path("work_dir
     if result.already_there:
         stderr().print(f"{result.path}: already there")
     write_json(flags.json, {"path": str(result.path), "options": result.options})
+
+
+@app.command("search")
+@with_lite_flags
+def search(
+    model: Model,
+    flags: LiteFlags,
+    work_dir: WorkDir = Path("work_dir"),
+    bits: Annotated[
+        float | None, typer.Option("--bits", help="Budget: bits a weight, scales and zero points included (4.5).")
+    ] = None,
+    size: Annotated[str | None, typer.Option("--size", help="Budget: of the weight files (90MiB, 1.5GB).")] = None,
+    damp: Damp = 0.01,
+) -> None:
+    """Bits and group of every attention and MLP by measured loss, within a budget; AWQ's scales, GPTQ's rounding.
+
+    Example: tool lite search demo --bits 4.5 --work-dir demo-mixed
+    """
+    from toolkit.quant.lite import search as quantize
+
+    common = flags.common()
+    with progress_bar() as progress:
+        result = quantize(
+            model,
+            work_dir,
+            bits=bits,
+            size=None if size is None else byte_count("--size", size),
+            damp=damp,
+            common=common,
+            progress=progress,
+        )
+    report(result, flags)
+    if flags.json != "-":
+        stdout().print(table("Why", ("unit", "bits", "loss", "cheaper", "dearer"), choices(result.quality["search"])))

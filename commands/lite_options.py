@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -114,6 +115,29 @@ with_lite_flags = with_flags("flags", LiteFlags)
 def say_size(count: int) -> None:
     """How much ``calibrate`` is about to write."""
     stderr().print(f"statistics: at most {count / 1e9:.2f} GB (twice that while they are taken)")
+
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+
+
+def byte_count(option: str, text: str) -> int:
+    """``90MiB`` → bytes. Raises UsageError that names ``option``."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([A-Za-z]*)", text.strip())
+    if found is None or found[2].lower() not in _UNITS:
+        raise UsageError(f"{option}: expected a size such as 90MiB or 1.5GB, found {text!r}")
+    return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+def choices(rows: list[dict[str, Any]]) -> list[tuple[str, str, str, str, str]]:
+    """What ``search`` chose, for a table: losses in percent of the layer's output, squared."""
+
+    def grid(c: dict[str, Any] | None) -> str:
+        return "" if c is None else f"{c['bits']} bits, {c['group_size']}: {100 * c['loss']:.4f}"
+
+    return [
+        (r["unit"], f"{r['bits']}, {r['group_size']}", f"{100 * r['loss']:.4f}", grid(r["cheaper"]), grid(r["dearer"]))
+        for r in rows
+    ]
 
 
 def group_size(text: str) -> int | str:

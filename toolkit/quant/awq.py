@@ -156,10 +156,18 @@ def scale_layer(
     grid: Grid,
     search: bool,
     dtype: torch.dtype,
+    own_grids: Callable[[], Mapping[str, Grid]] = dict,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(weights with a scale folded into every site that takes one, the scale of each such site's channels by name)."""
-    folded = dict(weights)
-    scales = {s.name: _site_scale(s, weights, grams[s.name], grid, search) for s in sites if _scalable(s, grams)}
+    """(weights with a scale folded into every site that takes one, the scale of each such site's channels by name).
+
+    ``own_grids``: linears, by name, that have another grid than ``grid``.
+    """
+    folded, own = dict(weights), own_grids()
+    scales = {
+        s.name: _site_scale(s, weights, grams[s.name], own.get(s.linears[0].name, grid), search)
+        for s in sites
+        if _scalable(s, grams)
+    }
     channels = {
         s.name: fold_site(s, folded, storable(s, weights, scales[s.name], dtype)) for s in sites if s.name in scales
     }

@@ -7,7 +7,7 @@ columns j > i move by −(w − ŵ) / U[i,i] · U[i,j]. Columns go in blocks, so
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -61,22 +61,33 @@ class Scaler(Protocol):
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]: ...
 
 
-def method(grid: Grid, rounding: Rounding, *, dtype: torch.dtype, scaler: Scaler | None = None) -> Method:
+def method(
+    grid: Grid,
+    rounding: Rounding,
+    *,
+    dtype: torch.dtype,
+    scaler: Scaler | None = None,
+    own_grids: Callable[[], Mapping[str, Grid]] = dict,
+) -> Method:
     """GPTQ as a layer-wise method, on weights that ``scaler`` scaled first where one is given.
 
-    ``grid.group_size`` -1: one group a row. ``dtype``: what dense tensors are stored as.
+    ``grid.group_size`` -1: one group a row. ``dtype``: what dense tensors are stored as. ``own_grids``: linears, by
+    name, that have another grid than ``grid``; those that share an input share it.
     """
     how = "gptq" if scaler is None else "awq+gptq"
+    common = grid
 
     def run(sites: Sequence[Site], weights: Mapping[str, Tensor], grams: Mapping[str, Gram]) -> LayerResult:
         folded, channels = (dict(weights), {}) if scaler is None else scaler(sites, weights, grams)
         out: dict[str, Weight | Tensor] = {name: value.to(dtype).cpu() for name, value in folded.items()}
         reports = []
+        own = own_grids()
         for site in sites:
+            grid = own.get(site.linears[0].name, common)
             out.update({x.name: Dense(folded[x.name].to(dtype).cpu()) for x in site.followers})
             gram = grams.get(site.name)
             xtx = inputs_after(gram, channels.get(site.name), site.size, folded[site.linears[0].name])
-            for linear, code in _round_site(site.linears, folded, xtx, grid, rounding):
+            for linear, code in round_site(site.linears, folded, xtx, grid, rounding):
                 out[linear.name] = code
                 w = folded[linear.name]
                 error = relative_error(w, code.dequantize().to(w.device), xtx)
@@ -87,7 +98,7 @@ def method(grid: Grid, rounding: Rounding, *, dtype: torch.dtype, scaler: Scaler
     return run
 
 
-def _round_site(
+def round_site(
     linears: Sequence[LinearSpec], weights: Mapping[str, Tensor], xtx: Tensor, grid: Grid, rounding: Rounding
 ) -> list[tuple[LinearSpec, GroupInt]]:
     """Codes of the linears that share an input: rows do not touch each other, so they are rounded as one matrix."""

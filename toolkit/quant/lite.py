@@ -12,10 +12,12 @@ from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Fp4, Fp8, GroupIn
 from toolkit.artifacts.formats.blocked_fp8 import BLOCK
 from toolkit.errors import UsageError
 from toolkit.quant import autoround, awq, floats, gptq, smooth
+from toolkit.quant import search as finder
 from toolkit.quant.grid import choose_group_size
-from toolkit.quant.run import Common, Progress, Recipe, Result, choose, find_device, open_source, run, targets
+from toolkit.quant.layerwise import Flow
+from toolkit.quant.run import Common, Prepared, Progress, Recipe, Result, choose, open_source, run, store_dtype, targets
 
-__all__ = ["Common", "Result", "auto_awq", "auto_gptq", "auto_round", "blocked_fp8", "mxfp4", "smooth_quant"]
+__all__ = ["Common", "Result", "auto_awq", "auto_gptq", "auto_round", "blocked_fp8", "mxfp4", "search", "smooth_quant"]
 
 GPTQ_BITS = (2, 3, 4, 8)
 
@@ -159,7 +161,11 @@ def auto_round(
     items = [item for stored in source.stored for item in stored]
     dense = tuple(x.name for x in items if x.kind == "linear" and x.parts[0].name in selection.dense)
     tuning = autoround.Tuning(awq.Grid(w_bits, group_size, w_sym), iters, common.batch_size, dense)
-    device = find_device(common.device)
+
+    def prepare(run: Prepared) -> dict[str, Any]:
+        autoround.tune(source, run.ids, run.directory, tuning, run.setting.device)
+        return {}
+
     recipe = Recipe(
         stage="lite auto_round",
         options={"w_bits": w_bits, "w_sym": w_sym, "w_group_size": group_size, "iters": iters},
@@ -167,7 +173,61 @@ def auto_round(
         sample=partial(_integers, tuning.grid, False),
         formats=("auto_round", *(("gptq", "gptq_v2") if w_sym else ("gptq_v2", "gptq")), "compressed-tensors", "awq"),
         group_size=group_size,
-        prepare=lambda ids, directory: autoround.tune(source, ids, directory, tuning, device),
+        prepare=prepare,
+    )
+    return run(source, Path(work_dir), recipe, common, progress)
+
+
+def search(
+    model: str,
+    work_dir: Path | str,
+    *,
+    bits: float | None = None,
+    size: int | None = None,
+    damp: float = 0.01,
+    common: Common | None = None,
+    progress: Progress = _quiet,
+) -> Result:
+    """Quantize MODEL by AWQ and GPTQ together, with bits and group chosen for each attention and MLP by measured loss.
+
+    Exactly one budget: ``bits`` a weight, over all linears that are quantized, with scales and zero points; or ``size``
+    of the weight files in bytes. Raises as ``auto_awq`` does.
+    """
+    if (bits is None) == (size is None):
+        raise UsageError("--bits, --size: give one of them")
+    common = common or Common()
+    if common.quantize_lm_head or common.calibration is not None:
+        option = "--quantize-lm-head" if common.quantize_lm_head else "--calibration"
+        raise UsageError(f"{option}: search has no use for it; leave the option out")
+    source = open_source(model, common, "search")
+    selection = choose(source, common)
+    linears = targets(source, selection)
+    dtype = store_dtype(common.dtype, source)
+    weights = sum(x.in_features * x.out_features for x in linears)
+    budget = int(bits * weights) if bits is not None else 8 * (size or 0) - finder.fixed_bits(source, linears, dtype)
+    grid, how = awq.Grid(4, 32, False), gptq.Rounding(damp=damp)
+    chosen: dict[str, awq.Grid] = {}
+
+    def prepare(run: Prepared) -> dict[str, Any]:
+        flow = Flow(source, run.ids, run.table, run.setting.device, run.setting.batch_size)
+        units = finder.measure(source, selection, flow, dtype, how, run.directory, run.progress)
+        best = finder.allocate(units, budget)
+        for unit, own in zip(units, best, strict=True):
+            chosen.update(dict.fromkeys(unit.linears, awq.Grid(own.bits, own.group_size, False)))
+        return {"search": finder.reasons(units, best)}
+
+    def method(dtype: torch.dtype, _: Path) -> awq.Method:
+        scaler = partial(awq.scale_layer, grid=grid, search=True, dtype=dtype, own_grids=lambda: chosen)
+        return gptq.method(grid, how, dtype=dtype, scaler=scaler, own_grids=lambda: chosen)
+
+    recipe = Recipe(
+        stage="lite search",
+        options={"bits": bits, "size": size} | _rounding_options(how),
+        method=method,
+        sample=partial(_integers, grid, False),
+        formats=("compressed-tensors", "gptq_v2"),
+        sequential=True,
+        prepare=prepare,
     )
     return run(source, Path(work_dir), recipe, common, progress)
 

@@ -69,15 +69,26 @@ class Result:
 
 
 @dataclass(frozen=True)
+class Prepared:
+    """What ``Recipe.prepare`` gets: token ids [samples, length], a directory that goes with the run's saved state, the
+    embedding [vocab, hidden], and how the run is done."""
+
+    ids: torch.Tensor
+    directory: Path
+    table: torch.Tensor
+    setting: Setting
+    progress: Progress
+
+
+@dataclass(frozen=True)
 class Recipe:
     """What tells one method from another.
 
     ``method(dtype, directory)``: how sites are quantized, ``dtype`` being what dense tensors are stored as.
     ``sample(out, in)``: a stand-in of the weights it makes, by which ``formats`` (the first is the default) are checked
     beforehand. ``group_size``: see ``write_checkpoint``. ``sequential``: see ``layerwise.Setting``. ``calibrated``:
-    whether the method reads text at all. ``prepare(ids, directory)``: what is to be done with the whole model before
-    its layers; the directory, which stays until the run is finished, is ``method``'s too. ``extra``: fields added to
-    the checkpoint's ``quantization_config``.
+    whether the method reads text at all. ``prepare``: what is to be done with the whole model before its layers,
+    returning figures for ``quality``. ``extra``: fields added to the checkpoint's ``quantization_config``.
     """
 
     stage: str
@@ -88,7 +99,7 @@ class Recipe:
     group_size: int | None = None
     sequential: bool = False
     calibrated: bool = True
-    prepare: Callable[[torch.Tensor, Path], None] | None = None
+    prepare: Callable[[Prepared], dict[str, Any]] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -173,10 +184,11 @@ def _quantize(
     source.check_finite()
     tokenizer = Tokenizer.open(source.checkpoint.tokenizer_dir)
     ids = text.read(stage, tokenizer, digest, progress) if text else torch.zeros(0, 1, dtype=torch.int64)
+    outer = source.outer_weights(setting.device)
+    found: dict[str, Any] = {}
     if recipe.prepare is not None:
         progress(recipe.stage.removeprefix("lite "), 0, 1)
-        recipe.prepare(ids, scratch_of(stage))
-    outer = source.outer_weights(setting.device)
+        found = recipe.prepare(Prepared(ids, scratch_of(stage), outer[source.spec.embed], setting, progress))
     heldout = torch.tensor(tokenizer.encode(heldout_text())[:eval_tokens])
     flow = Flow(source, ids, outer[source.spec.embed], setting.device, setting.batch_size)
     if not text:
@@ -188,7 +200,7 @@ def _quantize(
     progress("measuring perplexity", 0, 1)
     head = load_head(stage)
     after = None if head is None else outer | {k: v.to(setting.device) for k, v in head.dense().items()}
-    return probe.figures(outer, after) | {"layers": [dataclasses.asdict(r) for r in reports]}
+    return found | probe.figures(outer, after) | {"layers": [dataclasses.asdict(r) for r in reports]}
 
 
 def _stored_linears(source: LayerSource, selection: Selection) -> list[LinearSpec]:

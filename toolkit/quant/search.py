@@ -1,0 +1,214 @@
+"""Given a budget, how many bits each part of each layer gets: by measured loss, not by rule.
+
+A *unit* is one mixer of a layer (its attention, its MLP, its experts): the linears of a unit share a grid. Every
+candidate grid is tried on every unit, rounded as it will be at last (AWQ's scales, then GPTQ's rounding); the loss is
+how far the layer's output moves when that unit alone is rounded, ‖y − ŷ‖² / ‖y‖², which adds up over layers as long as
+it is small. The budget is spent where a bit buys most.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.artifacts.json_file import write_json_object
+from toolkit.errors import UsageError
+from toolkit.models.spec import LayerSpec, LinearSpec
+from toolkit.quant.awq import Grid, inputs_after, scale_layer
+from toolkit.quant.forward import layer_forward
+from toolkit.quant.gptq import Rounding, round_site
+from toolkit.quant.layers import LayerSource
+from toolkit.quant.layerwise import Flow
+from toolkit.quant.selection import Selection
+from toolkit.quant.sites import Site
+from toolkit.quant.statistics import Statistics
+
+BITS = (2, 3, 4, 8)
+GROUPS = (128, 64, 32)
+SCALE_BITS = 16
+HEADER_BYTES = 800  # of a module's entries in the files' headers, at most, and of what is stored besides codes
+PROBES = 4  # batches of the text on which the loss is measured
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A grid, tried: ``bits``, ``group_size`` and its ``loss`` in one unit; ``cost``: bits of the unit in the file."""
+
+    bits: int
+    group_size: int
+    cost: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One mixer of a layer: its linears by name, how many weights they have, and what each candidate does to it."""
+
+    name: str
+    linears: tuple[str, ...]
+    weights: int
+    candidates: tuple[Candidate, ...]
+
+
+def grids(linears: Sequence[LinearSpec]) -> list[Grid]:
+    """The candidates: 3 and 4 bits with every group that divides all inputs, 2 with the smallest, 8 with the
+    largest."""
+    fitting = [g for g in GROUPS if all(x.in_features % g == 0 for x in linears)]
+    if not fitting:
+        odd = next(x for x in linears if x.in_features % GROUPS[-1])
+        raise UsageError(f"{odd.name}: {odd.in_features} inputs are no multiple of 32; leave it out by --skip")
+    groups = {2: fitting[-1:], 3: fitting, 4: fitting, 8: fitting[:1]}
+    return [Grid(bits, group, False) for bits in BITS for group in groups[bits]]
+
+
+def cost(weights: int, grid: Grid) -> int:
+    """Bits that so many weights take with their scales and zero points."""
+    return weights * grid.bits + weights // grid.group_size * (SCALE_BITS + grid.bits)
+
+
+def fixed_bits(source: LayerSource, linears: Sequence[LinearSpec], dtype: torch.dtype) -> int:
+    """Bits of everything in the weight files but the linears that are quantized, headers included."""
+    quantized = sum(x.in_features * x.out_features for x in linears)
+    stored = [item for items in (source.outer, *source.stored) for item in items]
+    held = [x for x in stored if not x.optional or f"{x.name}.weight" in source.checkpoint]
+    elements = sum(math.prod(x.shape) + (x.shape[0] if x.bias else 0) for x in held)
+    return (elements - quantized) * torch.finfo(dtype).bits + len(held) * HEADER_BYTES * 8
+
+
+def units_of(sites: Sequence[Site]) -> dict[str, list[Site]]:
+    """The sites of a layer by the mixer that they belong to."""
+    found: dict[str, list[Site]] = {}
+    for site in sites:
+        parts = site.linears[0].name.split(".")
+        found.setdefault(".".join(parts[:4]), []).append(site)
+    return found
+
+
+def measure(
+    source: LayerSource,
+    selection: Selection,
+    flow: Flow,
+    dtype: torch.dtype,
+    rounding: Rounding,
+    directory: Path,
+    told: Any,
+) -> list[Unit]:
+    """Try every candidate on every unit. What is found of a layer is kept in ``directory`` for a run that goes on."""
+    directory.mkdir(parents=True, exist_ok=True)
+    found: list[Unit] = []
+    layers = source.spec.layers
+    for i, layer in enumerate(layers):
+        told("trying widths", i, len(layers))
+        kept = directory / f"search.{i}.json"
+        weights = source.layer(i, flow.device)
+        before = [x.clone() for x in flow.hidden[:PROBES]]
+        statistics = Statistics()
+        flow.advance(i, layer, weights, None if kept.is_file() else statistics.observe)
+        if not kept.is_file():
+            units = _measure_layer(layer, selection.sites(layer), weights, statistics, before, flow, dtype, rounding)
+            partial = kept.with_suffix(".partial")
+            write_json_object(partial, {"units": [asdict(u) for u in units]})
+            partial.rename(kept)
+        found += [_unit(u) for u in json.loads(kept.read_text(encoding="utf-8"))["units"]]
+    told("trying widths", len(layers), len(layers))
+    return found
+
+
+def _unit(data: dict[str, Any]) -> Unit:
+    candidates = tuple(Candidate(**c) for c in data["candidates"])
+    return Unit(data["name"], tuple(data["linears"]), data["weights"], candidates)
+
+
+def _measure_layer(
+    layer: LayerSpec,
+    sites: Sequence[Site],
+    weights: Mapping[str, Tensor],
+    statistics: Statistics,
+    before: Sequence[Tensor],
+    flow: Flow,
+    dtype: torch.dtype,
+    rounding: Rounding,
+) -> list[Unit]:
+    grams = statistics.finish()
+    found = []
+    for name, own in units_of(sites).items():
+        linears = [x for site in own for x in site.linears]
+        count = sum(x.in_features * x.out_features for x in linears)
+        candidates = []
+        for grid in grids(linears):
+            folded, channels = scale_layer(own, weights, grams, grid=grid, search=True, dtype=dtype)
+            trial = dict(folded)
+            for site in own:
+                xtx = inputs_after(grams.get(site.name), channels.get(site.name), site.size, folded[linears[0].name])
+                for linear, code in round_site(site.linears, folded, xtx, grid, rounding):
+                    trial[linear.name] = code.dequantize().to(flow.device)
+            loss = _moved(layer, weights, trial, before, flow)
+            candidates.append(Candidate(grid.bits, grid.group_size, cost(count, grid), loss))
+        found.append(Unit(name, tuple(x.name for x in linears), count, tuple(candidates)))
+    return found
+
+
+def _moved(
+    layer: LayerSpec, weights: Mapping[str, Tensor], trial: Mapping[str, Tensor], before: Sequence[Tensor], flow: Flow
+) -> float:
+    """‖y − ŷ‖² / ‖y‖² of the layer's output on the batches ``before`` it."""
+    lost = whole = 0.0
+    for x in before:
+        y = layer_forward(layer, weights, x.to(flow.device))
+        lost += float((layer_forward(layer, trial, x.to(flow.device)) - y).square().sum(dtype=torch.float64))
+        whole += float(y.square().sum(dtype=torch.float64))
+    return lost / whole if whole > 0 else 0.0
+
+
+def allocate(units: Sequence[Unit], budget: int) -> list[Candidate]:
+    """A candidate for every unit so that costs stay within ``budget`` bits and the sum of losses is small.
+
+    Every unit starts at its cheapest; then, again and again, the step that saves most loss a bit among those that still
+    fit is taken. Raises UsageError where even the cheapest do not fit.
+    """
+    chosen = [min(u.candidates, key=lambda c: (c.cost, c.loss)) for u in units]
+    left = budget - sum(c.cost for c in chosen)
+    if left < 0:
+        least, weights = budget - left, sum(u.weights for u in units)
+        raise UsageError(f"--bits, --size: too small a budget: {least / weights:.2f} bits a weight is the least")
+    while True:
+        best: tuple[float, int, Candidate] | None = None
+        for i, (unit, now) in enumerate(zip(units, chosen, strict=True)):
+            for c in unit.candidates:
+                gain = now.loss - c.loss
+                more = c.cost - now.cost
+                if gain <= 0 or more > left:
+                    continue
+                rate = gain / max(more, 1)
+                if best is None or rate > best[0]:
+                    best = (rate, i, c)
+        if best is None:
+            return chosen
+        left -= best[2].cost - chosen[best[1]].cost
+        chosen[best[1]] = best[2]
+
+
+def reasons(units: Sequence[Unit], chosen: Sequence[Candidate]) -> list[dict[str, Any]]:
+    """For every unit what it got, what that loses, and what the next cheaper and the next dearer would have lost."""
+    rows = []
+    for unit, own in zip(units, chosen, strict=True):
+        cheaper = [c for c in unit.candidates if c.cost < own.cost]
+        dearer = [c for c in unit.candidates if c.cost > own.cost]
+        rows.append(
+            {
+                "unit": unit.name,
+                "bits": own.bits,
+                "group_size": own.group_size,
+                "loss": own.loss,
+                "cheaper": asdict(max(cheaper, key=lambda c: c.cost)) if cheaper else None,
+                "dearer": asdict(min(dearer, key=lambda c: c.cost)) if dearer else None,
+            }
+        )
+    return rows
