@@ -51,6 +51,9 @@ def prepare(args: argparse.Namespace) -> dict[str, list[str]]:
         make("lite", "smooth_quant", source, "--work-dir", work / "w8a8", "--calib-samples", "16")
         make("convert", work / "w8a8", "--to", "compressed-tensors", "--dst-path", work / "w8a8-ct")
         commands["vllm"] = [args.vllm_python, str(HERE / PEER_OF["vllm"]), str(work / "w8a8-ct")]
+    if args.torch:
+        commands["ours, pytorch"] = ["tool", "profile", "generation", source, "--backend", "pytorch", "--json", "-"]
+        commands["transformers"] = [sys.executable, str(HERE / "peer_transformers.py"), source]
     return commands
 
 
@@ -102,6 +105,7 @@ def main() -> None:
     parser.add_argument("--llama-python")
     parser.add_argument("--openvino-python")
     parser.add_argument("--vllm-python")
+    parser.add_argument("--torch", action="store_true", help="the unquantized model too: pytorch backend, transformers")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--concurrency", default="1,8,32")
     parser.add_argument("--prompt-tokens", type=int, default=512)

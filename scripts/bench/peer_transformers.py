@@ -1,0 +1,72 @@
+"""transformers' ``generate``, one request after another, measured by the definitions of ``tool profile generation``.
+
+python peer_transformers.py CHECKPOINT --concurrency 1,8 --prompt-tokens 64 --completion-tokens 64
+
+With concurrency n it answers n requests in turn, which is what a script without an engine does. Prints one JSON list.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import time
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.generation.streamers import BaseStreamer
+
+
+class FirstToken(BaseStreamer):
+    """Notes when the first generated token arrives (``generate`` hands over the prompt first)."""
+
+    def __init__(self) -> None:
+        self.calls, self.at = 0, 0.0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.calls += 1
+        if self.calls == 2:
+            self.at = time.perf_counter()
+
+    def end(self) -> None:
+        pass
+
+
+def measure(model: torch.nn.Module, n: int, prompt: int, new: int, rng: torch.Generator) -> dict[str, float]:
+    prefill = decode = 0.0
+    for _ in range(n):
+        ids = torch.randint(5, model.config.vocab_size - 5, (1, prompt), generator=rng)
+        first, start = FirstToken(), time.perf_counter()
+        model.generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, streamer=first, pad_token_id=0)
+        prefill += first.at - start
+        decode += time.perf_counter() - first.at
+    return {
+        "concurrency": n,
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "prefill_throughput": n * prompt / prefill,
+        "decode_throughput": n * (new - 1) / decode,
+        "output_throughput": n * new / (prefill + decode),
+        "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("--concurrency", default="1,8")
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--completion-tokens", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--dtype", default="bfloat16")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
+    rng = torch.Generator().manual_seed(0)
+    measure(model, 1, 16, 8, rng)
+    counts = [int(c) for c in args.concurrency.split(",")]
+    print(json.dumps([measure(model, n, args.prompt_tokens, args.completion_tokens, rng) for n in counts]))
+
+
+if __name__ == "__main__":
+    main()
