@@ -350,8 +350,9 @@ def _choice(kind: str, rows: int, dim: int, bits: int, q: Tensor) -> dict[str, i
     """
     hopper = capability_of(q.device) >= 90
     wide = dim > 128 or q.dtype == torch.float32
-    short = not hopper and (kind != "decode" or (bits == 4 and dim == 64))  # 64 keys would not fit the registers
-    keys = 32 if wide or short else 64
+    short = not hopper and (kind != "decode" or (bits and dim == 64))  # 64 keys would not fit the registers
+    padded = bits == 8 and dim < power_of_2(dim)
+    keys = 32 if wide or short or padded else 64
     large = rows >= 128 or rows * power_of_2(dim) >= 1 << 14 or (bits == 8 and rows == 64 and not hopper)
     default = {"keys": keys, "warps": 8 if large else 4}
     found = tuned("attend_kernel", f"{kind}-{dim}-{bits}", default, q.device)
