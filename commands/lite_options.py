@@ -50,11 +50,12 @@ class LiteFlags:
         int | None,
         typer.Option(
             "--calib-samples",
-            "--nsamples",
             help="Samples. Default: 128; for `self` at most as many as make 16k tokens.",
         ),
     ] = None
-    calib_seqlen: Annotated[int, typer.Option("--calib-seqlen", "--seqlen", help="Tokens in a sample.")] = 512
+    calib_seqlen: Annotated[int, typer.Option("--calib-seqlen", help="Tokens in a sample.")] = 512
+    nsamples: Annotated[int | None, typer.Option("--nsamples", hidden=True)] = None  # auto-round's names …
+    seqlen: Annotated[int | None, typer.Option("--seqlen", hidden=True)] = None  # … for the two above
     batch_size: Annotated[int, typer.Option("--batch-size", help="Samples that go through a layer at once.")] = 8
     calibration: Annotated[
         str | None, typer.Option("--calibration", help="Statistics that `tool lite calibrate` wrote, in place of text.")
@@ -102,8 +103,10 @@ class LiteFlags:
                 raise UsageError(f"--{name.replace('_', '-')}: this command has no use for it; leave the option out")
         check_writable("--json", self.json)
         check_writable("--plot", self.plot)
+        samples = self.calib_samples if self.nsamples is None else self.nsamples
+        seqlen = self.calib_seqlen if self.seqlen is None else self.seqlen
         return Common(
-            self.calib_dataset, self.calib_samples, self.calib_seqlen, self.batch_size, self.dtype, self.device,
+            self.calib_dataset, samples, seqlen, self.batch_size, self.dtype, self.device,
             self.revision, self.download_dir, self.seed, self.eval_tokens, self.overwrite, self.format,
             tuple(self.skip or ()), tuple(self.include or ()), self.quantize_lm_head, self.calibration,
         )  # fmt: skip

@@ -205,6 +205,7 @@ def search(
     dtype = store_dtype(common.dtype, source)
     weights = sum(x.in_features * x.out_features for x in linears)
     budget = int(bits * weights) if bits is not None else 8 * (size or 0) - finder.fixed_bits(source, linears, dtype)
+    finder.check_budget(linears, budget)
     grid, how = awq.Grid(4, 32, False), gptq.Rounding(damp=damp)
     chosen: dict[str, awq.Grid] = {}
 

@@ -82,6 +82,18 @@ def fixed_bits(source: LayerSource, linears: Sequence[LinearSpec], dtype: torch.
     return (elements - quantized) * torch.finfo(dtype).bits + len(held) * HEADER_BYTES * 8
 
 
+def check_budget(linears: Sequence[LinearSpec], budget: int) -> None:
+    """Raise UsageError where ``budget`` bits are too few for ``linears`` at the narrowest grid."""
+    weights = sum(x.in_features * x.out_features for x in linears)
+    least = sum(min(cost(x.in_features * x.out_features, grid) for grid in grids([x])) for x in linears)
+    if budget < least:
+        raise UsageError(_too_small(least, weights))
+
+
+def _too_small(least: int, weights: int) -> str:
+    return f"--bits, --size: too small a budget: {least / weights:.2f} bits a weight is the least"
+
+
 def units_of(sites: Sequence[Site]) -> dict[str, list[Site]]:
     """The sites of a layer by the mixer that they belong to."""
     found: dict[str, list[Site]] = {}
@@ -177,7 +189,7 @@ def allocate(units: Sequence[Unit], budget: int) -> list[Candidate]:
     left = budget - sum(c.cost for c in chosen)
     if left < 0:
         least, weights = budget - left, sum(u.weights for u in units)
-        raise UsageError(f"--bits, --size: too small a budget: {least / weights:.2f} bits a weight is the least")
+        raise UsageError(_too_small(least, weights))
     while True:
         best: tuple[float, int, Candidate] | None = None
         for i, (unit, now) in enumerate(zip(units, chosen, strict=True)):
