@@ -46,10 +46,6 @@ class BuildNative(build_ext):
         except module.BuildError as error:
             print(f"toolkit: the native CPU library is not built: {error}", file=sys.stderr)
 
-    def copy_extensions_to_source(self) -> None:
-        if all(Path(self.get_ext_fullpath(ext.name)).exists() for ext in self.extensions):
-            super().copy_extensions_to_source()
-
 
 class BinaryDistribution(Distribution):
     """A wheel with the library in it is for one platform."""

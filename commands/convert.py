@@ -20,7 +20,7 @@ def run(
     to: Annotated[
         str | None,
         typer.Option(
-            help="Write a checkpoint in this format instead of an engine artifact: awq, gptq, gptq_v2, "
+            help="Write a checkpoint in this format instead of an engine artifact: awq, gptq, gptq_v2, auto_round, "
             "compressed-tensors, w8a8, fp8, mxfp4, gguf, or hf (not quantized)."
         ),
     ] = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +21,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported: tests run its kernels on CPU tensors
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+# A job in the background may run with SIGINT ignored, and what it starts would inherit that: tests interrupt programs.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest  # noqa: E402
 

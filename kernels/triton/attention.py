@@ -295,7 +295,11 @@ def merge_kernel(
         m = top
     result = acc / tl.where(denominator == 0.0, 1.0, denominator)
     target = (row * (heads * GROUP) + query_head) * HEAD_DIM + column
-    tl.store(out + target, cast(result, out.dtype.element_ty), mask=(column < HEAD_DIM) & (count > 0))
+    tl.store(
+        out + target,
+        cast(result, out.dtype.element_ty),
+        mask=(column < HEAD_DIM) & (tl.full([COLS], 0, tl.int32) < count),
+    )
 
 
 @triton.jit

@@ -312,5 +312,5 @@ def test_the_command(tiny_models: Any, tmp_path: Path) -> None:
 
 def test_formats_are_those_of_the_help() -> None:
     assert set(FORMATS) == {
-        "awq", "gptq", "gptq_v2", "compressed-tensors", "w8a8", "fp8", "mxfp4", "gguf", "hf",
+        "awq", "gptq", "gptq_v2", "auto_round", "compressed-tensors", "w8a8", "fp8", "mxfp4", "gguf", "hf",
     }  # fmt: skip
