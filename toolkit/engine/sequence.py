@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -56,7 +55,6 @@ class Sequence:
         self.collected = 0
         self.stop_ids = frozenset(self.params.stop_token_ids)
         self.prompt_logprobs: list[dict[int, float] | None] = [None]
-        self.arrival = time.perf_counter()
         wants_all = self.params.logits == "all" or self.params.hidden == "all" or self.params.prompt_logprobs >= 0
         self.wants_all = wants_all or self.request.score_only
         self.wants_rows = self.params.logits is not None or self.params.hidden is not None

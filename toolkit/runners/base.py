@@ -18,7 +18,6 @@ class RunnerOptions:
     quant_policy: int = 0
     block_size: int = 64
     threads: int = 0  # 0 = all the machine allows
-    long_rope: bool = False  # session_len passes the rope's original length
 
 
 @dataclass(frozen=True)

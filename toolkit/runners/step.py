@@ -98,7 +98,6 @@ class StepOutput:
     logits: F32  # [len(logits_index), V]
     hidden: F32  # [len(hidden_index), hidden]
     target_logprobs: F32  # [len(target_index)]
-    target_top_ids: I32 = field(default_factory=lambda: np.zeros((0, 0), np.int32))
     bad_rows: I32 = field(default_factory=lambda: np.zeros(0, np.int32))  # sampled rows whose logits held NaN
 
 
