@@ -10,6 +10,8 @@ import typer
 from toolkit.commands.options import EngineFlags, with_engine_flags
 from toolkit.commands.output import check_writable, stderr, stdout, table, write_json
 
+DATA = "A text file (UTF-8), or `heldout`: the text that `tool lite` measures on."
+
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -24,14 +26,19 @@ app = typer.Typer(
 def ppl(
     model: Annotated[str, typer.Argument(help="A directory, a hub id, a .gguf file, an artifact, or `demo`.")],
     engine: EngineFlags,
-    data: Annotated[Path, typer.Option("--data", help="A text file (UTF-8).")],
+    data: Annotated[Path, typer.Option("--data", help=DATA)],
     window: Annotated[int, typer.Option("--window", help="Tokens that the model sees at once.")] = 1024,
     stride: Annotated[int, typer.Option("--stride", help="Tokens from one window to the next.")] = 512,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", help="Take so many tokens from the start of the text.  [default: all]")
+    ] = None,
     json: Annotated[
         str | None, typer.Option("--json", help="Write the figures to this file (- is standard output).")
     ] = None,
 ) -> None:
     """Perplexity on a text, each token scored once; the torch runner in float32 unless flags say otherwise.
+
+    What `tool lite` measured is measured again by: --data heldout --window 1024 --stride 1024
 
     Example: tool eval ppl demo --data book.txt
     """
@@ -53,6 +60,7 @@ def ppl(
             data,
             window=window,
             stride=stride,
+            max_tokens=max_tokens,
             config=engine.config(),
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
@@ -65,7 +73,7 @@ def ppl(
 def compare(
     model_a: Annotated[str, typer.Argument(metavar="A", help="The original: a directory, hub id, .gguf file, `demo`.")],
     model_b: Annotated[str, typer.Argument(metavar="B", help="What was made of it.")],
-    data: Annotated[Path, typer.Option("--data", help="A text file (UTF-8).")],
+    data: Annotated[Path, typer.Option("--data", help=DATA)],
     window: Annotated[int, typer.Option("--window", help="Tokens that the models see at once.")] = 512,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option("--dtype", help="Activations: float32, bfloat16, float16.")] = "float32",

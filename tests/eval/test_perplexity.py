@@ -72,23 +72,21 @@ def test_equals_transformers(family: str, window: int, stride: int, tiny_models:
     }
 
 
-def test_lite_s_figures_are_those_of_eval(tiny_models: Any, tmp_path: Path) -> None:
-    from toolkit.artifacts.tokenizer import Tokenizer
+@pytest.mark.parametrize(("family", "tokens"), [("qwen2", 1100), ("gemma2", 1024)])
+def test_lite_s_figures_are_those_of_eval(family: str, tokens: int, tiny_models: Any, tmp_path: Path) -> None:
     from toolkit.quant.lite import Common, auto_awq
 
-    model = tiny_models("qwen2")
+    model = tiny_models(family)
     calibration = tmp_path / "calibration.txt"
     calibration.write_text("One two three four five six seven. " * 100)
-    common = Common(calib_dataset=str(calibration), calib_samples=4, calib_seqlen=64, eval_tokens=1024)
+    common = Common(calib_dataset=str(calibration), calib_samples=4, calib_seqlen=64, eval_tokens=tokens)
     quality = auto_awq(str(model), tmp_path / "out", common=common).quality
-    tokenizer = Tokenizer.open(model)
-    ids = tokenizer.encode(heldout_text())[:1024]
-    (tmp_path / "text.txt").write_text(tokenizer.decode(ids))
-    assert tokenizer.encode((tmp_path / "text.txt").read_text()) == ids
+    assert quality["window"] == quality["stride"] == 512  # the longest context of the tiny models
     for path, key in ((model, "perplexity_before"), (tmp_path / "out", "perplexity_after")):
-        window = quality["window"]
-        found = perplexity(str(path), tmp_path / "text.txt", window=window - 1, stride=window - 1)
-        assert found["perplexity"] == pytest.approx(quality[key], rel=0.05)  # windows differ by one token
+        found = perplexity(str(path), "heldout", window=512, stride=512, max_tokens=tokens)
+        assert found["perplexity"] == pytest.approx(quality[key], rel=1e-3)
+        assert found["tokens"] == quality["tokens"]
+    assert quality["perplexity_before"] != pytest.approx(quality["perplexity_after"], rel=1e-3)
     assert 0 < quality["kl"] < 1 and 0.3 < quality["top1_agreement"] <= 1
 
 
@@ -96,6 +94,7 @@ def test_lite_s_figures_are_those_of_eval(tiny_models: Any, tmp_path: Path) -> N
     ("options", "complaint"),
     [
         ({"window": 1, "stride": 1}, "--window: expected 2 or more"),
+        ({"max_tokens": 1}, "--max-tokens: expected 2 or more"),
         ({"stride": 0}, "--stride: expected 1 to --window"),
         ({"window": 64, "stride": 65}, "--stride: expected 1 to --window"),
         ({"window": 513, "stride": 64}, "--window 513: longer than the longest context here, 512 tokens"),

@@ -12,6 +12,8 @@ from toolkit.engine.windows import scoring_windows
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import EngineConfig, PytorchEngineConfig
 
+HELDOUT = "heldout"
+
 
 def perplexity(
     model: str,
@@ -19,19 +21,23 @@ def perplexity(
     *,
     window: int = 1024,
     stride: int = 512,
+    max_tokens: int | None = None,
     config: EngineConfig | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """exp of the mean negative log-likelihood of the tokens of the text file ``data``.
+    """exp of the mean negative log-likelihood of the tokens of the text file ``data`` ("heldout": the packaged text).
 
-    Windows of ``window`` tokens start ``stride`` apart; each token is scored once. ``config`` None: the torch
-    runner in float32. ``progress`` is called with (tokens scored, tokens in all). Returns perplexity, tokens (scored
-    ones), window, stride, backend, dtype. Raises UsageError or ToolkitError, one line.
+    Windows of ``window`` tokens start ``stride`` apart; each token is scored once. ``max_tokens``: so many from the
+    start of the text, None = all. ``config`` None: the torch runner in float32. ``progress`` is called with (tokens
+    scored, tokens in all). Returns perplexity, tokens (scored ones), window, stride, backend, dtype. Raises UsageError
+    or ToolkitError, one line.
     """
     if window < 2:
         raise UsageError(f"--window: expected 2 or more tokens, found {window}")
     if not 1 <= stride <= window:
         raise UsageError(f"--stride: expected 1 to --window ({window}), found {stride}")
+    if max_tokens is not None and max_tokens < 2:
+        raise UsageError(f"--max-tokens: expected 2 or more, found {max_tokens}")
     text = read_text(Path(data).expanduser())
     if config is None:
         config = PytorchEngineConfig(dtype="float32")
@@ -42,7 +48,7 @@ def perplexity(
     with AsyncEngine.open(model, backend_config=config, progress=lambda line: None) as engine:
         if engine.session_len < window:
             raise UsageError(f"--window {window}: longer than the longest context here, {engine.session_len} tokens")
-        ids = engine.tokenizer.encode(text)
+        ids = engine.tokenizer.encode(text)[:max_tokens]
         if len(ids) < 2:
             raise UsageError(f"--data {data}: expected at least 2 tokens, found {len(ids)}")
         lost, scored = 0.0, 0
@@ -67,7 +73,12 @@ def perplexity(
 
 
 def read_text(path: Path) -> str:
-    """The text file behind ``--data``. Raises UsageError for one that cannot be read, is no UTF-8 or empty."""
+    """The text file behind ``--data``; ``heldout``, where no such file exists, is the text that the package ships.
+
+    Raises UsageError for one that cannot be read, is no UTF-8 or empty.
+    """
+    if str(path) == HELDOUT and not path.exists():
+        path = Path(__file__).with_name("heldout.txt")
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

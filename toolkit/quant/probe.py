@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from toolkit.engine.windows import scoring_windows
 from toolkit.models.spec import DecoderSpec, LayerSpec
 from toolkit.quant.forward import Rounding, Weights, embed, head_logits, layer_forward
 
@@ -26,14 +27,14 @@ def heldout_text() -> str:
 
 
 class Probe:
-    """``tokens``: held-out token ids [n], cut into windows that do not overlap; every token but each window's first is
-    scored once. The last, shorter window is left out unless it is the only one."""
+    """``tokens``: held-out token ids [n], cut into the windows that ``tool eval ppl`` has where ``--stride`` equals
+    ``--window``: they do not overlap, the last may be shorter, every token but each window's first is scored once."""
 
     def __init__(self, spec: DecoderSpec, table: Tensor, tokens: Tensor, device: torch.device) -> None:
         self.spec, self.device = spec, device
-        self.window = min(WINDOW, spec.max_position, len(tokens))
-        count = len(tokens) // self.window
-        self.ids = tokens[: count * self.window].view(count, self.window)
+        self.window = min(WINDOW, max(spec.max_position, 2))  # a window of one token scores nothing
+        cuts = scoring_windows(len(tokens), self.window, self.window)
+        self.ids = [tokens[start:stop] for start, stop, _ in cuts]
         self.before = [embed(spec, table, row[None].to(table.device)).cpu() for row in self.ids]
         self.after = list(self.before)
 
@@ -54,7 +55,7 @@ class Probe:
         lost = [0.0, 0.0]
         kl = agreed = 0.0
         for row, before, after in zip(self.ids, self.before, self.after, strict=True):
-            for a in range(0, self.window - 1, ROWS):
+            for a in range(0, len(row) - 1, ROWS):
                 targets = row[a + 1 : a + 1 + ROWS].to(self.device)
                 place = slice(a, a + len(targets))
                 p, q = (
@@ -65,7 +66,7 @@ class Probe:
                 lost[1] += float(F.nll_loss(q, targets, reduction="sum"))
                 kl += float(F.kl_div(q, p, reduction="sum", log_target=True))
                 agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
-        scored = self.ids.shape[0] * (self.window - 1)
+        scored = sum(len(row) - 1 for row in self.ids)
         return {
             "perplexity_before": _exp(lost[0] / scored),
             "perplexity_after": _exp(lost[1] / scored),
