@@ -127,10 +127,16 @@ def auto_round(
     w_sym: Annotated[bool, typer.Option("--w-sym/--no-w-sym", help="A grid that is symmetric about zero.")] = True,
     w_group_size: GroupSize = "auto",
     iters: Annotated[int, typer.Option("--iters", help="Steps of the optimizer a block.")] = 200,
+    layer_config: Annotated[
+        str | None,
+        typer.Option(
+            "--layer-config",
+            help='Bits of their own for some linears: a JSON file (or JSON) like {"down_proj": {"bits": 8}}.',
+        ),
+    ] = None,
 ) -> None:
     """4-bit (or 8, 3, 2) weights by the auto-round library, which tunes the rounding of one block after another.
 
-    The library runs as a whole: killed within it, it begins anew.
     Example: tool lite auto_round demo --work-dir demo-ar --iters 200
     """
     from toolkit.quant.lite import auto_round as quantize
@@ -144,6 +150,7 @@ def auto_round(
             w_sym=w_sym,
             w_group_size=group_size(w_group_size),
             iters=iters,
+            layer_config=layer_config,
             common=common,
             progress=progress,
         )

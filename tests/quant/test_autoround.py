@@ -1,7 +1,9 @@
-"""auto-round by its library: what it writes is what comes out, in its own format and in others."""
+"""auto-round by its library, block by block: what it finds is what comes out, in every format, killed or not."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
-from toolkit.errors import ToolkitError
+from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import load_spec
 from toolkit.quant import autoround
 from toolkit.quant.lite import Common, auto_round
@@ -30,42 +32,112 @@ def read(path: Path) -> dict[str, Any]:
     return canonical_weights(checkpoint, stored)
 
 
-def test_the_library_s_codes_arrive_in_every_format(
+def test_a_killed_run_goes_on_with_the_block_it_was_at_bit_identically(
     tiny_models: Any, tmp_path: Path, common: Common, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import dataclasses
-    import shutil
+    model = str(tiny_models("gemma2"))
+    options: dict[str, Any] = {"iters": 3, "w_group_size": 32, "common": common}
+    auto_round(model, tmp_path / "whole", **options)
+    tuned: list[int] = []
+    real = autoround._run_library
 
-    kept = tmp_path / "kept"
-    real = autoround.tune
+    def watched(index: int, *rest: Any) -> None:
+        if index == 2 and 2 not in tuned:
+            tuned.append(index)
+            raise KeyboardInterrupt
+        tuned.append(index)
+        real(index, *rest)
 
-    def once(source: Any, ids: Any, target: Path, *rest: Any) -> None:
-        """Tune the first time, afterwards hand over what was found."""
-        if kept.exists():
-            shutil.copytree(kept, target)
-        real(source, ids, target, *rest)
-        shutil.copytree(target, kept, dirs_exist_ok=True)
+    monkeypatch.setattr(autoround, "_run_library", watched)
+    with pytest.raises(KeyboardInterrupt):
+        auto_round(model, tmp_path / "broken", **options)
+    assert not (tmp_path / "broken").exists()
+    auto_round(model, tmp_path / "broken", **options)
+    assert tuned == [0, 1, 2, 2, 3], "finished blocks are not tuned again"
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "broken" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
-    monkeypatch.setattr(autoround, "tune", once)
+
+def test_the_library_s_codes_arrive_in_every_format(tiny_models: Any, tmp_path: Path, common: Common) -> None:
     model = str(tiny_models("qwen3"))
     found = {}
     for form in ("auto_round", "gptq", "compressed-tensors", "awq"):
         chosen = dataclasses.replace(common, format=form)
         result = auto_round(model, tmp_path / form, iters=2, w_group_size=32, common=chosen)
         found[form] = read(tmp_path / form)
-    theirs = read(autoround.library_result(kept))
     names = [x["name"] for x in result.quality["layers"]]
     assert len(names) == 14 and all(x["method"] == "auto_round" for x in result.quality["layers"])
     for form, weights in found.items():
         for name in names:
-            assert torch.equal(weights[name].dequantize(), theirs[name].dequantize()), (form, name)
+            assert torch.equal(weights[name].dequantize(), found["auto_round"][name].dequantize()), (form, name)
     assert result.quality["kl"] < 0.3
 
 
-def test_a_family_that_transformers_lacks(tiny_models: Any, tmp_path: Path, common: Common) -> None:
-    with pytest.raises(ToolkitError, match="internlm2 is none; try auto_awq"):
-        auto_round(str(tiny_models("internlm2")), tmp_path / "out", common=common)
-    assert not (tmp_path / "out").exists()
+@pytest.mark.parametrize("family", ["mixtral", "internlm2", "phi3"])
+def test_families(family: str, tiny_models: Any, tmp_path: Path, common: Common) -> None:
+    """Experts, fused modules, and a family that transformers does not have."""
+    result = auto_round(str(tiny_models(family)), tmp_path / "out", iters=2, w_sym=False, common=common)
+    assert all(x["rel_error"] < 0.3 for x in result.quality["layers"])
+    weights = read(tmp_path / "out")
+    assert all(weights[x["name"]].bits == 4 for x in result.quality["layers"])
+
+
+def test_tuning_loses_less_than_rounding_to_nearest(tiny_models: Any, tmp_path: Path, common: Common) -> None:
+    options: dict[str, Any] = {"w_bits": 2, "w_group_size": 32, "common": common}
+    model = str(tiny_models("llama"))
+    kl = {iters: auto_round(model, tmp_path / str(iters), iters=iters, **options).quality["kl"] for iters in (0, 1, 40)}
+    assert kl[40] < 0.9 * kl[1], kl
+    assert kl[40] < kl[0], kl
+
+
+def test_bits_of_their_own_by_layer(tiny_models: Any, tmp_path: Path, common: Common) -> None:
+    model = str(tiny_models("llama"))
+    file = tmp_path / "layers.json"
+    own = {
+        "down_proj": {"bits": 8},
+        "model.layers.0.self_attn.q_proj": {"bits": 2, "group_size": 32},
+        r"layers\.1\.self_attn\.o_proj": {"bits": 16},
+    }
+    file.write_text(json.dumps(own))
+    for form in ("auto_round", "gptq_v2", "compressed-tensors"):
+        out = tmp_path / form
+        chosen = dataclasses.replace(common, format=form)
+        result = auto_round(model, out, iters=1, layer_config=str(file), common=chosen)
+        weights = read(out)
+        for i in range(2):
+            assert weights[f"model.layers.{i}.mlp.down_proj"].bits == 8
+            assert weights[f"model.layers.{i}.mlp.up_proj"].bits == 4
+        q = weights["model.layers.0.self_attn.q_proj"]
+        assert (q.bits, q.group_size) == (2, 32)
+        assert type(weights["model.layers.1.self_attn.o_proj"]).__name__ == "Dense"
+    bits = {x["name"]: x["bits"] for x in result.quality["layers"]}
+    assert bits["model.layers.1.mlp.down_proj"] == 8 and "model.layers.1.self_attn.o_proj" not in bits
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("nosuch.json", "expected a JSON file or object"),
+        ("{", "expected a JSON file or object"),
+        ('{"(": {"bits": 8}}', "neither a name nor a regular expression"),
+        ('{"nosuch": {"bits": 8}}', "fits no linear"),
+        ('{"down_proj": {"bits": 5}}', "expected 2, 3, 4, 8 or 16, found 5"),
+        ('{"down_proj": {"bits": 8, "act_bits": 8}}', "expected an object of bits, group_size and sym"),
+        ('{"q_proj": {"group_size": 128}}', "do not divide the 64 inputs"),
+        ('{"q_proj": {"group_size": 48}}', "expected 128, 64, 32 or -1, found 48"),
+        ('{"q_proj": {"sym": "no"}}', "expected true or false"),
+    ],
+)
+def test_layer_configs_that_cannot_be(text: str, words: str, tiny_models: Any, tmp_path: Path, common: Common) -> None:
+    with pytest.raises(UsageError, match=words) as caught:
+        auto_round(str(tiny_models("llama")), tmp_path / "out", layer_config=text, common=common)
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+
+
+def test_awq_holds_no_mixture(tiny_models: Any, tmp_path: Path, common: Common) -> None:
+    chosen = dataclasses.replace(common, format="awq")
+    with pytest.raises(UsageError, match="--format: expected auto_round"):
+        auto_round(str(tiny_models("llama")), tmp_path / "x", layer_config='{"up_proj": {"bits": 8}}', common=chosen)
 
 
 def test_what_the_library_raises_is_one_line(
@@ -74,7 +146,7 @@ def test_what_the_library_raises_is_one_line(
     def broken(*args: Any) -> None:
         raise RuntimeError("first line\nsecond line")
 
-    monkeypatch.setattr(autoround, "_tune", broken)
-    with pytest.raises(ToolkitError, match="auto-round failed: first line; try auto_awq") as caught:
+    monkeypatch.setattr(autoround, "_run_library", broken)
+    with pytest.raises(ToolkitError, match="auto-round failed at layer 0: first line; try auto_awq") as caught:
         auto_round(str(tiny_models("llama")), tmp_path / "out", common=common)
     assert "second" not in str(caught.value)

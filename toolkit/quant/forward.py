@@ -25,6 +25,14 @@ Rounding = Callable[[str, Tensor], Tensor]
 """Called likewise; returns the rows as linears with 8-bit activations see them."""
 
 
+class Called(dict[str, Tensor]):
+    """Weights of a layer some of whose linears, ``modules`` by name, are called instead: they are being tuned."""
+
+    def __init__(self, weights: Weights, modules: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
+        super().__init__(weights)
+        self.modules = modules
+
+
 @dataclass(frozen=True)
 class _Watch:
     """Passes a site's input to whoever looks on, and gives it back as the site's linears see it."""
@@ -68,8 +76,8 @@ def layer_forward(
 
 
 def rms_norm(norm: NormSpec, weights: Weights, x: Tensor) -> Tensor:
-    """RMS norm over the last dimension, with the spec's offset on the weight."""
-    return F.rms_norm(x, (norm.size,), weights[norm.name] + norm.weight_offset, norm.eps)
+    """RMS norm over the last dimension, with the spec's offset on the weight; in float32 also within autocast."""
+    return F.rms_norm(x.float(), (norm.size,), weights[norm.name] + norm.weight_offset, norm.eps)
 
 
 def embed(spec: DecoderSpec, table: Tensor, token_ids: Tensor) -> Tensor:
@@ -88,6 +96,8 @@ def head_logits(spec: DecoderSpec, weights: Weights, hidden: Tensor) -> Tensor:
 
 
 def _linear(spec: LinearSpec, weights: Weights, x: Tensor) -> Tensor:
+    if isinstance(weights, Called) and spec.name in weights.modules:
+        return weights.modules[spec.name](x)
     return F.linear(x, weights[spec.name], weights.get(f"{spec.name}.bias"))
 
 
@@ -168,7 +178,7 @@ def _mlp(m: MlpSpec, weights: Weights, x: Tensor, watch: _Watch) -> Tensor:
 
 def _moe(m: MoeSpec, weights: Weights, x: Tensor, watch: _Watch) -> Tensor:
     """``x`` [tokens, hidden]; every expert runs on the tokens routed to it."""
-    logits = _linear(m.router, weights, x)
+    logits = _linear(m.router, weights, x).float()  # under autocast a linear gives less
     gate = None if m.shared_gate is None else torch.sigmoid(_linear(m.shared_gate, weights, x))
     x = watch(m.router.name, x)
     scores = torch.softmax(logits, dim=-1) if m.scoring == "softmax" else torch.sigmoid(logits)

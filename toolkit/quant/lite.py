@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from toolkit.errors import UsageError
 from toolkit.quant import autoround, awq, floats, gptq, smooth
 from toolkit.quant import search as finder
 from toolkit.quant.grid import choose_group_size
+from toolkit.quant.layer_config import read_layer_config
 from toolkit.quant.layerwise import Flow
 from toolkit.quant.run import Common, Prepared, Progress, Recipe, Result, choose, open_source, run, store_dtype, targets
 
@@ -138,13 +141,13 @@ def auto_round(
     w_sym: bool = True,
     w_group_size: int | str = "auto",
     iters: int = 200,
+    layer_config: str | None = None,
     common: Common | None = None,
     progress: Progress = _quiet,
 ) -> Result:
-    """Quantize MODEL by the auto-round library into ``work_dir``, for families that transformers has.
+    """Quantize MODEL by the auto-round library, one block after another, into ``work_dir``.
 
-    ``iters``: steps a block. The library runs as a whole: killed within it, it begins anew. Raises as ``auto_awq``
-    does.
+    ``iters``: steps a block. ``layer_config``: see ``layer_config.read_layer_config``. Raises as ``auto_awq`` does.
     """
     if w_bits not in GPTQ_BITS:
         raise UsageError(f"--w-bits: expected 4, 8, 3 or 2, found {w_bits}")
@@ -155,24 +158,31 @@ def auto_round(
         option = "--quantize-lm-head" if common.quantize_lm_head else "--calibration"
         raise UsageError(f"{option}: auto_round has no use for it; leave the option out")
     source = open_source(model, common, "auto_round")
-    autoround.check_family(source)
+    grid = awq.Grid(w_bits, choose_group_size(w_group_size, targets(source, choose(source, common))), w_sym)
+    own: dict[str, awq.Grid] = {}
+    if layer_config is not None:
+        modules = [item for items in source.stored for item in items if item.kind == "linear"]
+        own, dense = read_layer_config(layer_config, modules, grid, GPTQ_BITS)
+        common = replace(common, skip=(*common.skip, *(f"^{re.escape(name)}$" for name in sorted(dense))))
+    tuning = autoround.Tuning(grid, iters, common.batch_size, common.seed, own)
     selection = choose(source, common)
-    group_size = choose_group_size(w_group_size, targets(source, selection))
-    items = [item for stored in source.stored for item in stored]
-    dense = tuple(x.name for x in items if x.kind == "linear" and x.parts[0].name in selection.dense)
-    tuning = autoround.Tuning(awq.Grid(w_bits, group_size, w_sym), iters, common.batch_size, dense)
 
     def prepare(run: Prepared) -> dict[str, Any]:
-        autoround.tune(source, run.ids, run.directory, tuning, run.setting.device)
+        autoround.tune(source, selection, run, tuning)
         return {}
 
+    gptq_names: tuple[str, ...] = ("gptq", "gptq_v2") if w_sym else ("gptq_v2", "gptq")
+    if any(not g.symmetric for g in own.values()):
+        gptq_names = ("gptq_v2",)
+    plain = () if own else ("awq",)  # AWQ states one grid for the whole model
     recipe = Recipe(
         stage="lite auto_round",
-        options={"w_bits": w_bits, "w_sym": w_sym, "w_group_size": group_size, "iters": iters},
+        options={"w_bits": w_bits, "w_sym": w_sym, "w_group_size": grid.group_size, "iters": iters}
+        | ({"layer_config": {name: asdict(g) for name, g in own.items()}} if own else {}),
         method=lambda dtype, directory: autoround.method(directory, tuning, dtype=dtype),
-        sample=partial(_integers, tuning.grid, False),
-        formats=("auto_round", *(("gptq", "gptq_v2") if w_sym else ("gptq_v2", "gptq")), "compressed-tensors", "awq"),
-        group_size=group_size,
+        sample=partial(_integers, grid, False),
+        formats=("auto_round", *gptq_names, "compressed-tensors", *plain),
+        group_size=grid.group_size,
         prepare=prepare,
     )
     return run(source, Path(work_dir), recipe, common, progress)
