@@ -187,12 +187,13 @@ def progress_bar() -> Iterator[Any]:
 
 def report(result: Result, flags: LiteFlags) -> None:
     """Print the table of a finished run, and write what --json and --plot ask for."""
+    from toolkit.quant.result import warnings
+
     quality = result.quality
     if result.already_there:
         stderr().print(f"{result.path}: already there")
-    fallback = [x["name"] for x in quality["layers"] if x["method"] == "weight-only"]
-    if fallback:
-        stderr().print(f"no calibration token reached {', '.join(fallback)}: quantized by their weights alone")
+    for line in warnings(quality["layers"]):
+        stderr().print(f"warning: {line}", markup=False, soft_wrap=True)
     if flags.json != "-":
         stdout().print(table("Quantized", ("", "value"), _rows(result)))
     write_json(flags.json, {"path": str(result.path), "options": result.options, "quality": quality})

@@ -15,9 +15,9 @@ from toolkit.quant.activations import input_rounding
 from toolkit.quant.forward import Observer, Rounding, Weights, embed, layer_forward, rms_norm
 from toolkit.quant.layers import LayerSource
 from toolkit.quant.probe import Probe
-from toolkit.quant.result import LayerResult, LinearReport, Method, from_state, to_state
+from toolkit.quant.result import LayerResult, LinearReport, Method, from_state, to_state, with_dead_inputs
 from toolkit.quant.selection import Selection, head_site
-from toolkit.quant.statistics import Gram, Statistics
+from toolkit.quant.statistics import Gram, Statistics, usable
 
 Progress = Callable[[int, int], None]
 """Called with (layers done, layers in all)."""
@@ -110,7 +110,9 @@ def quantize_layers(
             grams = statistics.finish()
         if i in missing:
             grams = grams if setting.saved is None else setting.saved(i)
-            stage.save(keys[i], *to_state(setting.method(sites, original, _finite(source, i, grams))))
+            _check_finite(source, i, grams)
+            result = setting.method(sites, original, usable(grams))
+            stage.save(keys[i], *to_state(with_dead_inputs(result, sites, grams)))
         result = _load(stage, keys[i])
         reports += result.reports
         after, rounding = _on(result, setting.device), input_rounding(sites, result.weights)
@@ -130,17 +132,17 @@ def _quantize_head(source: LayerSource, setting: Setting, flow: Flow, outer: Wei
     spec = source.spec
     grams = flow.head_statistics(outer) if setting.saved is None else setting.saved(len(spec.layers))
     weights = {name: outer[name] for name in (spec.head, f"{spec.head}.bias") if name in outer}
-    return setting.method([head_site(source)], weights, grams)
+    site = head_site(source)
+    return with_dead_inputs(setting.method([site], weights, usable(grams)), [site], grams)
 
 
-def _finite(source: LayerSource, index: int, grams: dict[str, Gram]) -> Mapping[str, Gram]:
+def _check_finite(source: LayerSource, index: int, grams: Mapping[str, Gram]) -> None:
     """Inputs can be finite whose squares are not."""
     for name, gram in grams.items():
         if not bool(torch.isfinite(gram.xtx).all()):
             raise ToolkitError(
                 f"{source.path}: activations of layer {index} overflow at {name}; nothing to calibrate on"
             )
-    return grams
 
 
 def _load(stage: Stage, key: str) -> LayerResult:

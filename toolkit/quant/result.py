@@ -17,13 +17,15 @@ from toolkit.quant.statistics import Gram
 
 @dataclass(frozen=True)
 class LinearReport:
-    """One quantized linear. ``rel_error``: ‖X(W−Ŵ)ᵀ‖ / ‖XWᵀ‖ on the calibration inputs X, Frobenius norms."""
+    """One quantized linear. ``rel_error``: ‖X(W−Ŵ)ᵀ‖ / ‖XWᵀ‖ on the calibration inputs X, Frobenius norms.
+    ``method`` "weight-only": no input was ever seen. ``dead_inputs``: how many channels were always zero."""
 
     name: str
     method: str
     bits: int
     group_size: int  # -1: one scale a row
     rel_error: float
+    dead_inputs: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,27 @@ def relative_error(weight: Tensor, restored: Tensor, xtx: Tensor) -> float:
     lost = ((difference @ xtx) * difference).sum().clamp(min=0)
     whole = ((weight @ xtx) * weight).sum()
     return float((lost / whole).sqrt()) if whole > 0 else 0.0
+
+
+def with_dead_inputs(result: LayerResult, sites: Sequence[Site], grams: Mapping[str, Gram]) -> LayerResult:
+    """``result`` with the dead inputs of every linear whose site was seen stated in its report."""
+    counts = {x.name: int(grams[s.name].dead.sum()) for s in sites if s.name in grams for x in s.linears}
+    reports = [dataclasses.replace(r, dead_inputs=counts.get(r.name, 0)) for r in result.reports]
+    return LayerResult(result.weights, reports)
+
+
+def warnings(layers: Sequence[Mapping[str, Any]], most: int = 20) -> list[str]:
+    """A line for every linear (of ``quality``'s ``layers``) that calibration said nothing or not all about; after
+    ``most`` of them one that counts the rest."""
+    found = []
+    for layer in layers:
+        name, dead = layer["name"], layer.get("dead_inputs", 0)
+        if layer["method"] == "weight-only":
+            found.append(f"{name}: no calibration token reached it; quantized by its weights alone")
+        elif dead:
+            found.append(f"{name}: {dead} inputs were always zero in calibration; their weights count alone")
+    rest = len(found) - most
+    return found if rest <= 0 else [*found[:most], f"and {rest} more linears; manifest.json has them under quality"]
 
 
 def to_state(result: LayerResult) -> tuple[dict[str, Tensor], dict[str, Any]]:

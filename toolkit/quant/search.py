@@ -28,7 +28,7 @@ from toolkit.quant.layers import LayerSource
 from toolkit.quant.layerwise import Flow
 from toolkit.quant.selection import Selection
 from toolkit.quant.sites import Site
-from toolkit.quant.statistics import Statistics
+from toolkit.quant.statistics import Statistics, usable
 
 BITS = (2, 3, 4, 8)
 GROUPS = (128, 64, 32)
@@ -148,7 +148,7 @@ def _measure_layer(
     dtype: torch.dtype,
     rounding: Rounding,
 ) -> list[Unit]:
-    grams = statistics.finish()
+    grams = usable(statistics.finish())
     found = []
     for name, own in units_of(sites).items():
         linears = [x for site in own for x in site.linears]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -48,6 +49,27 @@ class Gram:
             few = x[:: -(-len(x) // SAMPLE_EACH)][: SAMPLE - kept]
             self.sample = few.clone() if kept == 0 else torch.cat([self.sample, few])
 
+    @property
+    def dead(self) -> Tensor:
+        """Whether a channel was zero in every row, bool [n]."""
+        return self.abs_max == 0
+
+    def revived(self) -> Gram:
+        """The same, but where a channel was always zero, which says nothing of its weights: they count as if inputs of
+        average size, independent of all others, came in. Nothing is scaled away or rounded freely for a dead input."""
+        dead = self.dead
+        if not bool(dead.any()):
+            return self
+        alive = ~dead
+        xtx = self.xtx.clone()
+        line = xtx.diagonal()
+        line[dead] = line[alive].mean()
+        parts = {}
+        for name in ("abs_sum", "abs_max"):
+            values = getattr(self, name)
+            parts[name] = torch.where(dead, values[alive].mean(), values)
+        return Gram(xtx, rows=self.rows, sample=self.sample, **parts)
+
     def finish(self) -> None:
         upper = torch.triu(self.xtx)
         self.xtx.copy_(upper + torch.triu(upper, 1).T)
@@ -75,3 +97,9 @@ class Statistics:
         for gram in self.grams.values():
             gram.finish()
         return self.grams
+
+
+def usable(grams: Mapping[str, Gram]) -> dict[str, Gram]:
+    """What a method can go by: sites whose inputs were all zero are absent like those that saw no row, and dead
+    channels are revived."""
+    return {name: gram.revived() for name, gram in grams.items() if not bool(gram.dead.all())}
