@@ -195,6 +195,55 @@ def test_a_bias_the_config_denies_is_refused_unless_zero(model: Path) -> None:
         canonical_weights(checkpoint, load_spec(checkpoint)[1])
 
 
+METHODS = {
+    "awq": {"bits": 4, "group_size": 64, "version": "gemm", "zero_point": True},
+    "gptq": {"bits": 4, "group_size": 64, "desc_act": False, "sym": True},
+    "smooth_quant": {"quant_dtype": "int8"},
+    "fp8": {"fmt": "e4m3", "weight_block_size": [128, 128]},
+    "mxfp4": {},
+    "compressed-tensors": {
+        "format": "pack-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 64},
+            }
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_dense_weights_that_claim_to_be_quantized(model: Path, method: str) -> None:
+    edit_config(model, quantization_config={"quant_method": method} | METHODS[method])
+    refused(model, "config.json: quantization_config.quant_method: found", method, "q_proj.weight", "is dense")
+
+
+def test_scales_of_the_kv_cache_alone_leave_weights_dense(model: Path) -> None:
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+    claim = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
+    edit_config(model, quantization_config=claim)
+    checkpoint = open_checkpoint(model)
+    validate_checkpoint(checkpoint, load_spec(checkpoint)[1])
+
+
+def test_layers_and_experts_left_over(model: Path, tiny_models: Any, tmp_path: Path) -> None:
+    edit_config(model, num_hidden_layers=1)
+    refused(model, "model.layers.1.", "expected 1 layers in model.layers")
+    mixture = Path(shutil.copytree(tiny_models("qwen3_moe"), tmp_path / "mixture"))
+    edit_config(mixture, num_experts=3)
+    edit_tensors(mixture, lambda t: t.update({k: v[:3].clone() for k, v in t.items() if k.endswith("mlp.gate.weight")}))
+    refused(mixture, "mlp.experts.3.", "expected 3 experts in model.layers.0.mlp.experts")
+
+
+def test_a_head_beside_a_tied_embedding(model: Path) -> None:
+    edit_config(model, tie_word_embeddings=True)
+    refused(model, "lm_head.weight", "differs from model.embed_tokens.weight", "tie_word_embeddings")
+    edit_tensors(model, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    checkpoint = open_checkpoint(model)
+    validate_checkpoint(checkpoint, load_spec(checkpoint)[1])
+
+
 @pytest.mark.parametrize("method", ["bitsandbytes", "AQLM", ""])
 def test_unknown_quant_method_lists_the_known(model: Path, method: str) -> None:
     edit_config(model, quantization_config={"quant_method": method})

@@ -326,7 +326,10 @@ def test_impossible_numbers_are_named(tmp_path: Path, form: str, change: dict[st
         ("awq", {"version": 3}, "version"),
         ("awq", {"bits": 8}, "bits"),
         ("gptq", {"checkpoint_format": "marlin"}, "marlin"),
+        ("gptq", {"checkpoint_format": 0}, "checkpoint_format"),
+        ("gptq", {"checkpoint_format": []}, "checkpoint_format"),
         ("w8a8", {"quant_dtype": "int4"}, "int4"),
+        ("w8a8", {"quant_dtype": ["int8"]}, "quant_dtype"),
     ],
 )
 def test_variants_that_cannot_be_read_are_refused(tmp_path: Path, form: str, change: dict[str, Any], word: str) -> None:

@@ -253,6 +253,25 @@ def test_act_order_of_earlier_releases_is_read(tmp_path: Path) -> None:
         compressed_tensors.write_linear(NAME, weight)
 
 
+def test_zero_points_that_the_config_denies_are_not_dropped(tmp_path: Path) -> None:
+    weight = group_int(2)
+    tensors = compressed_tensors.write_linear(NAME, weight)
+    config = compressed_tensors.config({NAME: layout_of(weight)})
+    config["config_groups"]["group_0"]["weights"]["symmetric"] = True
+    with pytest.raises(ToolkitError, match=r"weight_zero_point: found zero points, expected none"):
+        read_back(tmp_path, tensors, config)
+    plain = group_int(2, symmetric=True)
+    tensors = compressed_tensors.write_linear(NAME, plain)
+    tensors[f"{NAME}.weight_zero_point"] = torch.zeros(tensors[f"{NAME}.weight_scale"].shape, dtype=torch.int8)
+    assert same(read_back(tmp_path, tensors, compressed_tensors.config({NAME: layout_of(plain)})), plain)
+
+
+@pytest.mark.parametrize("block", [[0, 128], [128, 10**30], [128], "x", 128, [128, 1.5]])
+def test_blocks_of_fp8_that_cannot_be(block: Any) -> None:
+    with pytest.raises(ToolkitError, match="weight_block_size: expected"):
+        blocked_fp8.check_config({"quant_method": "fp8", "weight_block_size": block})
+
+
 WEIGHTS: dict[str, Weight] = {
     "int4": group_int(1, symmetric=True),
     "int4 asymmetric": group_int(2),
@@ -318,6 +337,7 @@ def test_targets_names_beat_patterns_beat_classes(tmp_path: Path) -> None:
         ({"config_groups": {"W4A16": ["Linear"]}}, "preset"),
         ({"ignore": ["re:("]}, "ignore"),
         ({"ignore": [NAME]}, NAME),
+        ({"ignore": 5}, "ignore"),
         ({"format": "marlin-24"}, "marlin-24"),
     ],
 )

@@ -1,13 +1,14 @@
 """Any config gives a spec or one line that names the field: never another exception."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from toolkit.errors import ToolkitError
-from toolkit.models.registry import FAMILIES, build
+from toolkit.models.registry import FAMILIES, build, load_spec
 
 NAMES = [f.name for f in FAMILIES]
 
@@ -52,6 +53,21 @@ BAD = [
     ("partial_rotary_factor", 0.0),
     ("partial_rotary_factor", 2),
     ("tie_word_embeddings", "no"),
+    ("dtype", "floot16"),
+    ("dtype", "int8"),
+    ("dtype", 16),
+    ("torch_dtype", "torch.float16"),
+    ("eos_token_id", 10**6),
+    ("eos_token_id", -1),
+    ("eos_token_id", [2, 10**6]),
+    ("eos_token_id", [None]),
+    ("eos_token_id", "2"),
+    ("bos_token_id", 320),
+    ("bos_token_id", [1]),
+    ("bos_token_id", -2),
+    ("pad_token_id", True),
+    ("pad_token_id", 1.0),
+    ("pad_token_id", 10**40),
     ("architectures", ["WhisperForConditionalGeneration"]),
     ("architectures", [5]),
     ("architectures", "LlamaForCausalLMX"),
@@ -123,6 +139,20 @@ def test_bad_value_of_a_family(configs, family, field, value):
     if field in ("rope_theta", "rope_scaling"):
         config.pop("rope_parameters", None)
     _one_line(config, field)
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_special_tokens_and_dtypes_that_are_fine(configs, family):
+    fine = {"bos_token_id": -1, "pad_token_id": -1, "eos_token_id": [2, 319], "dtype": "half", "torch_dtype": None}
+    assert build({**configs[family], **fine}) == build(configs[family])
+
+
+def test_generation_config_s_token_ids_are_checked(configs, tmp_path):
+    checkpoint = SimpleNamespace(path=tmp_path, config=configs["llama"], generation_config={"eos_token_id": [2, 320]})
+    with pytest.raises(
+        ToolkitError, match=r"generation_config.json: eos_token_id: found 320, expected a token id below"
+    ):
+        load_spec(checkpoint)
 
 
 @pytest.mark.parametrize("config", [[], None, "x", 5])

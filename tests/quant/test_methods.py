@@ -84,7 +84,7 @@ def check(path: Path, quality: dict[str, Any]) -> dict[str, Any]:
     dense = {k: (v if isinstance(v, torch.Tensor) else v.dequantize()).float() for k, v in weights.items()}
     if spec.tied:
         dense[spec.head] = dense[spec.embed]
-    ids = torch.tensor(Tokenizer.open(path).encode(heldout_text())[: quality["window"]])
+    ids = torch.tensor(Tokenizer.open(path).encode(heldout_text())[: quality["tokens"] + 1])
     hidden = embed(spec, dense[spec.embed], ids[None])
     for layer in spec.layers:
         near = input_rounding(layer_sites(layer), weights)

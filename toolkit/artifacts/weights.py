@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -16,18 +17,80 @@ if TYPE_CHECKING:
     from toolkit.artifacts.canonical import Weight
     from toolkit.models.spec import Part, StoredTensor
 
+_COUNTED = re.compile(r"\.(layers|experts)\.\d+(?=\.)")
+_HEADS = ("lm_head.weight", "output.weight")
 _MATRICES = ("linear", "router", "embed", "head")
 
 
 def validate_checkpoint(checkpoint: Checkpoint, stored: Iterable[StoredTensor]) -> None:
-    """Check from headers alone that every tensor is there, of the right shape and dtype, and that group sizes divide.
+    """Check from headers alone that every tensor is there, of the right shape and dtype, that group sizes divide, that
+    no layer, expert or head is left over, and that a checkpoint which says that it is quantized is.
 
     Raises ToolkitError, one line that names file and tensor, what was expected and what was found.
     """
     form = format_of(checkpoint)
+    stored = list(stored)
     for item in stored:
         for want in _expected(checkpoint, form, item):
             _check(checkpoint, want, item.optional)
+    _check_left_over(checkpoint, stored)
+    _check_tied(checkpoint, stored)
+    kv_alone = (checkpoint.quantization or {}).get("config_groups") == {}  # scales of the KV cache, dense weights
+    if form is not None and not kv_alone:
+        _check_quantized(checkpoint, form, stored)
+
+
+def _check_left_over(checkpoint: Checkpoint, stored: list[StoredTensor]) -> None:
+    """A layer or expert that config.json does not count would be dropped, and the rest make another model."""
+    known = {item.name[: m.end()] for item in stored for m in _COUNTED.finditer(item.name)}
+    lists = {name.rpartition(".")[0] for name in known}
+    for name in checkpoint.names():
+        for m in _COUNTED.finditer(name):
+            place = name[: m.end()]
+            parent = place.rpartition(".")[0]
+            if place not in known and parent in lists:
+                count = sum(k.rpartition(".")[0] == parent for k in known)
+                raise ToolkitError(
+                    f"{checkpoint.where(name)}: found tensor {name}, but by config.json expected {count} "
+                    f"{m[1]} in {parent}; config.json and weights disagree"
+                )
+
+
+def _check_tied(checkpoint: Checkpoint, stored: list[StoredTensor]) -> None:
+    """Without a head of its own a model uses its embedding; a head in the weights must then be a copy of it."""
+    embed = next((f"{item.name}.weight" for item in stored if item.kind == "embed"), None)
+    if checkpoint.gguf is not None or embed is None or any(item.kind == "head" for item in stored):
+        return
+    head = next((n for n in _HEADS if n in checkpoint), None)
+    if head is None:
+        return
+    mine, theirs = checkpoint.info(head), checkpoint.info(embed)
+    same = mine.shape == theirs.shape
+    if same and mine.dtype == theirs.dtype:  # one that was trained apart differs within any few rows
+        same = _start(checkpoint, head) == _start(checkpoint, embed)
+    if not same:
+        raise ToolkitError(
+            f"{checkpoint.where(head)}: tensor {head}: found a head that differs from {embed}, expected none or a "
+            "copy, for tie_word_embeddings is true in config.json; set it to false"
+        )
+
+
+def _start(checkpoint: Checkpoint, name: str) -> bytes:
+    """The first bytes of a tensor."""
+    info = checkpoint.info(name)
+    with checkpoint.files[name].open("rb") as file:
+        file.seek(info.start)
+        return file.read(min(info.nbytes, 1 << 16))
+
+
+def _check_quantized(checkpoint: Checkpoint, form: WeightFormat, stored: list[StoredTensor]) -> None:
+    linears = [item for item in stored if item.kind in ("linear", "head")]
+    if linears and not any(form.is_quantized(checkpoint, item.name) for item in linears):
+        raise ToolkitError(
+            f"{checkpoint.path / 'config.json'}: quantization_config.quant_method: found {form.METHOD!r}, but every "
+            f"linear of the weights is dense ({linears[0].name}.weight …), expected {form.METHOD} tensors; "
+            "remove quantization_config, or fetch the quantized weights"
+        )
 
 
 def _expected(checkpoint: Checkpoint, form: WeightFormat | None, item: StoredTensor) -> list[Expected]:

@@ -29,6 +29,9 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
 }
 
+# What torch calls the floating-point types that a checkpoint may name as its own.
+DTYPES = ("float32", "float", "float16", "half", "bfloat16", "float64", "double", "float8_e4m3fn", "float8_e5m2")
+
 _REQUIRED: Any = object()
 
 
@@ -145,6 +148,26 @@ class Fields:
         if default is _REQUIRED:
             self.fail(name, None, expected)
         return default
+
+
+def check_dtype(config: Fields) -> None:
+    """``dtype`` (or ``torch_dtype``): no runner goes by it, but a name that torch lacks means a broken file."""
+    for name in ("dtype", "torch_dtype"):
+        config.text(name, default="", choices=DTYPES)
+
+
+def check_token_ids(config: Fields, vocab: int) -> None:
+    """Special tokens must be in the vocabulary: an end that cannot be generated would never come.
+
+    bos and pad may be -1, which older files write for "none".
+    """
+    for name, low in (("bos_token_id", -1), ("eos_token_id", 0), ("pad_token_id", -1)):
+        value = config.values.get(name)
+        if value is None:
+            continue
+        for one in value if isinstance(value, list) and name == "eos_token_id" else [value]:
+            if isinstance(one, bool) or not isinstance(one, int) or not low <= one < vocab:
+                config.fail(name, one, f"a token id below vocab_size ({vocab})")
 
 
 def _short(value: object) -> str:

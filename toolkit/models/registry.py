@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models import gemma2, internlm2, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
-from toolkit.models.config_fields import Fields
+from toolkit.models.config_fields import Fields, check_dtype, check_token_ids
 from toolkit.models.decoder import Built
 
 
@@ -42,7 +43,13 @@ class HasConfig(Protocol):
     """What ``load_spec`` needs of a checkpoint."""
 
     @property
+    def path(self) -> Path: ...
+
+    @property
     def config(self) -> dict[str, Any]: ...
+
+    @property
+    def generation_config(self) -> dict[str, Any]: ...
 
 
 def find_family(config: dict[str, Any], source: str = "config.json") -> Family:
@@ -68,13 +75,23 @@ def build(config: dict[str, Any], source: str = "config.json") -> Built:
     """
     if not isinstance(config, dict):
         raise ToolkitError(f"{source}: found {type(config).__name__}, expected a JSON object")
-    return find_family(config, source).build(Fields(config, source))
+    fields = Fields(config, source)
+    spec, stored = find_family(config, source).build(fields)
+    check_dtype(fields)
+    check_token_ids(fields, spec.vocab_size)
+    return spec, stored
 
 
-def load_spec(checkpoint: HasConfig) -> Built:
-    """``build`` for an open checkpoint."""
-    path = getattr(checkpoint, "path", None)
-    return build(checkpoint.config, "config.json" if path is None else f"{path}: config.json")
+def load_spec(checkpoint: HasConfig, config: dict[str, Any] | None = None) -> Built:
+    """``build`` for an open checkpoint, of ``config`` instead of its own where given.
+
+    Token ids in its generation_config.json are checked too.
+    """
+    built = build(checkpoint.config if config is None else config, f"{checkpoint.path}: config.json")
+    check_token_ids(
+        Fields(checkpoint.generation_config, f"{checkpoint.path}: generation_config.json"), built[0].vocab_size
+    )
+    return built
 
 
 def apply_overrides(

@@ -48,7 +48,7 @@ def open_model(
         return _open_engine(path, hf_overrides, rope_scaling_factor, model_format)
     from toolkit.artifacts.checkpoint import open_checkpoint
     from toolkit.artifacts.weights import validate_checkpoint
-    from toolkit.models.registry import apply_overrides, build
+    from toolkit.models.registry import apply_overrides, load_spec
     from toolkit.runners.checkpoint_weights import CheckpointWeights
 
     checkpoint = open_checkpoint(path)
@@ -58,7 +58,7 @@ def open_model(
         if found != model_format:
             raise UsageError(f"--model-format: {path} holds {found} weights, not {model_format}; leave the option out")
     config = apply_overrides(checkpoint.config, hf_overrides, rope_scaling_factor)
-    spec, stored = build(config, f"{path}: config.json")
+    spec, stored = load_spec(checkpoint, config)
     validate_checkpoint(checkpoint, stored)
     return Opened(spec, lambda: CheckpointWeights(checkpoint, stored), None)
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 METHOD = "fp8"
 BLOCK = (128, 128)
+MAX_BLOCK = 1 << 20
 
 
 def check_config(quantization: dict[str, Any]) -> None:
@@ -36,7 +37,7 @@ def _block(quantization: dict[str, Any]) -> tuple[int, int] | None:
     found = quantization.get("weight_block_size")
     if found is None:
         return None
-    good = isinstance(found, list) and len(found) == 2 and all(isinstance(x, int) and x > 0 for x in found)
+    good = isinstance(found, list) and len(found) == 2 and all(isinstance(x, int) and 0 < x <= MAX_BLOCK for x in found)
     if not good:
         raise ToolkitError(
             f"config.json: quantization_config.weight_block_size: expected [rows, columns], found {found!r:.40}"

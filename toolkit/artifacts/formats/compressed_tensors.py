@@ -106,6 +106,8 @@ def _expected_packed(
 def read_linear(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Weight:
     """The linear ``name`` of dense shape [out, in] in canonical form."""
     scheme = scheme_of(checkpoint.quantization or {}, name)
+    if scheme.symmetric and not scheme.floating:
+        _check_no_zero_points(checkpoint, name, scheme.bits)
     if scheme.format == "pack-quantized":
         return _read_packed(checkpoint, name, scheme, shape[0], shape[1])
     if scheme.format in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
@@ -137,6 +139,23 @@ def _read_packed(checkpoint: Checkpoint, name: str, scheme: Scheme, n_out: int, 
         group_size=size,
         group_index=_order(checkpoint, f"{name}.weight_g_idx", n_in, size),
     )
+
+
+def _check_no_zero_points(checkpoint: Checkpoint, name: str, bits: int) -> None:
+    """Zero points beside a scheme that has none: all in the middle (or left at 0) they say nothing, others are lost."""
+    import torch
+
+    tensor = f"{name}.weight_zero_point"
+    if tensor not in checkpoint:
+        return
+    stored = checkpoint.tensor(tensor)
+    codes = stored if stored.dtype == torch.int8 else unpack_words(stored.t().contiguous(), bits)
+    middle = 0 if stored.dtype == torch.int8 else 1 << (bits - 1)
+    if bool(((codes != middle) & (codes != 0)).any()):
+        raise ToolkitError(
+            f"{checkpoint.where(tensor)}: tensor {tensor}: found zero points, expected none, for by config.json "
+            "(config_groups, symmetric) the weights are symmetric"
+        )
 
 
 def _order(checkpoint: Checkpoint, name: str, n_in: int, size: int) -> Tensor | None:

@@ -49,7 +49,10 @@ def check_config(quantization: dict[str, Any]) -> None:
             _check_target(f"config_groups.{name}.targets", target)
         if group.get("weights") is not None:
             scheme_of_group(quantization, group)
-    for target in quantization.get("ignore") or []:
+    ignore = quantization.get("ignore")
+    if not isinstance(ignore, list) and ignore is not None:
+        raise _error("ignore", "a list of targets", ignore)
+    for target in ignore or []:
         _check_target("ignore", target)
 
 

@@ -34,8 +34,8 @@ def check_config(quantization: dict[str, Any]) -> None:
     """Raise ToolkitError for what this reader cannot read."""
     whole(quantization, "bits", BITS)
     whole(quantization, "group_size")
-    kind = quantization.get("checkpoint_format") or "gptq"
-    if kind not in _FORMATS:
+    kind = quantization.get("checkpoint_format")
+    if kind is not None and kind not in _FORMATS:
         raise ToolkitError(
             f"config.json: quantization_config.checkpoint_format: expected {' or '.join(_FORMATS)}, found {kind!r:.40}"
         )

@@ -36,7 +36,7 @@ def check_config(quantization: dict[str, Any]) -> None:
 
 def _quant_dtype(quantization: dict[str, Any]) -> str:
     found = quantization.get("quant_dtype", "int8")
-    if found not in STORED:
+    if not isinstance(found, str) or found not in STORED:
         raise ToolkitError(
             f"config.json: quantization_config.quant_dtype: expected one of {', '.join(STORED)}, found {found!r:.40}"
         )
