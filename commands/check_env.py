@@ -50,10 +50,13 @@ def _print(found: dict[str, Any]) -> None:
     out.print(table("Machine", ("", "found"), rows))
     if found["gpu_topology"]:
         out.print(found["gpu_topology"], markup=False)
-    kernels = [
-        (row["op"], row["implementation"], "chosen" if row["chosen"] else "runs" if row["runs"] else row["why_not"])
-        for row in found["kernels"]
-    ]
+    variants = [(row["isa"], _here(row)) for row in found["native"]]
+    out.print(table("Native runner", ("TOOLKIT_CPU_ISA", "on this CPU"), variants))
+    kernels = [(row["op"], row["implementation"], _here(row)) for row in found["kernels"]]
     out.print(table("Kernels", ("op", "implementation", "here"), kernels))
     tests = [("passed" if t["passed"] else "FAILED", t["name"], t["detail"], t["seconds"]) for t in found["self_test"]]
     out.print(table("Self-test", ("", "test", "detail", "s"), tests))
+
+
+def _here(row: dict[str, Any]) -> str:
+    return "chosen" if row["chosen"] else "runs" if row["runs"] else row["why_not"]

@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 
 from toolkit.check_env import machine, self_test
+from toolkit.check_env.native import native_variants
 from toolkit.check_env.reference_llama import CONFIG, greedy, logits, random_weights
+from toolkit.errors import UsageError
+from toolkit.runners.native import library
 
 
 def test_the_answer_key_is_transformers(tmp_path: Path) -> None:
@@ -81,9 +84,34 @@ def test_the_command() -> None:
         "gpus",
         "gpu_topology",
         "environment",
+        "native",
         "kernels",
         "self_test",
     }
     assert {"op", "implementation", "runs", "chosen", "why_not"} == set(found["kernels"][0])
     names = [test["name"] for test in found["self_test"]]
     assert "engine, auto" in names and len(names) > 10
+
+
+def test_native_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOOLKIT_CPU_ISA", raising=False)
+    rows = native_variants()
+    assert [row["isa"] for row in rows] == list(library.ISAS)
+    if library.unloadable():
+        pytest.skip(f"{library.unloadable()}")
+    running = [row["isa"] for row in rows if row["runs"]]
+    assert running == library.isas() and running[-1] == "generic"
+    assert [row["isa"] for row in rows if row["chosen"]] == running[:1]
+    assert all((row["why_not"] is None) == row["runs"] for row in rows)
+    monkeypatch.setenv("TOOLKIT_CPU_ISA", "generic")
+    assert [row["isa"] for row in native_variants() if row["chosen"]] == ["generic"]
+    monkeypatch.setenv("TOOLKIT_CPU_ISA", "sse9")
+    with pytest.raises(UsageError, match="TOOLKIT_CPU_ISA: expected one of avx512vnni"):
+        native_variants()
+
+
+def test_native_variants_without_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TOOLKIT_NATIVE_LIBRARY", str(tmp_path / "nothing.so"))
+    rows = native_variants()
+    assert not any(row["runs"] or row["chosen"] for row in rows)
+    assert all("not built" in row["why_not"] for row in rows)

@@ -215,3 +215,15 @@ def test_profile_is_printed_on_request(drive, monkeypatch, capfd) -> None:
     driver.step({driver.add(): prompt(20)})
     driver.runner.print_profile()
     assert "attention" in capfd.readouterr().err
+    driver.runner.close()
+    assert "attention" in capfd.readouterr().err
+    driver.runner.close()
+    assert capfd.readouterr().err == ""
+
+
+def test_no_profile_unless_asked(drive, monkeypatch, capfd) -> None:
+    monkeypatch.delenv("TOOLKIT_NATIVE_PROFILE", raising=False)
+    driver = drive("llama")
+    driver.step({driver.add(): prompt(20)})
+    driver.runner.close()
+    assert capfd.readouterr().err == ""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from toolkit.check_env import machine
+from toolkit.check_env.native import native_variants
 from toolkit.check_env.self_test import engine_self_test
 
 KERNEL_SECONDS = 4.0  # the whole self-test stays within ten seconds
@@ -14,8 +15,9 @@ KERNEL_SECONDS = 4.0  # the whole self-test stays within ten seconds
 def report(on_step: Callable[[str], None] = lambda step: None) -> dict[str, Any]:
     """Facts, kernels and self-tests; ``on_step`` is told what is being looked at.
 
-    Keys: versions, cpu, memory (GiB), memory_bandwidth (GB/s), gpus, gpu_topology, environment, kernels (rows of op,
-    implementation, runs, chosen, why_not), self_test (rows of name, passed, detail, seconds).
+    Keys: versions, cpu, memory (GiB), memory_bandwidth (GB/s), gpus, gpu_topology, environment, native (rows of isa,
+    runs, chosen, why_not), kernels (rows of op, implementation, runs, chosen, why_not), self_test (rows of name,
+    passed, detail, seconds).
     """
     on_step("Measuring memory bandwidth")
     found: dict[str, Any] = {
@@ -28,6 +30,7 @@ def report(on_step: Callable[[str], None] = lambda step: None) -> dict[str, Any]
     found["gpus"] = machine.gpus()
     found["gpu_topology"] = machine.gpu_topology()
     found["environment"] = machine.environment()
+    found["native"] = native_variants()
     on_step("Testing kernels")
     target = _target(found["gpus"])
     found["kernels"] = kernel_rows(target)

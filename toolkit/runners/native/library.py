@@ -112,21 +112,29 @@ def wanted_isa() -> str:
     return name
 
 
-def available() -> str | None:
-    """Why the library cannot run here, or None."""
+def unloadable() -> str | None:
+    """Why the library is not there, or None."""
     path = library_path()
     if not path.exists():
         return (
             "the native library is not built (no C++ compiler at installation; python -m toolkit.runners.native.build)"
         )
     try:
-        lib = load(path)
+        load(path)
     except OSError as e:
         return f"the native library does not load: {e}"
-    isa = wanted_isa()
-    if lib.tk_isa(isa.encode()) is None:
-        return error(lib)
     return None
+
+
+def available() -> str | None:
+    """Why the library cannot run here, or None."""
+    return unloadable() or isa_unsupported(wanted_isa())
+
+
+def isa_unsupported(isa: str) -> str | None:
+    """Why kernels for ``isa`` ("" is the best there is) cannot run on this processor, or None."""
+    lib = load(library_path())
+    return error(lib) if lib.tk_isa(isa.encode()) is None else None
 
 
 def isas() -> list[str]:

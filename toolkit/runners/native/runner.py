@@ -237,7 +237,10 @@ class NativeRunner:
         self._library.tk_profile_print(self._loaded())
 
     def close(self) -> None:
-        """Free model and cache, and end the thread."""
+        """Free model and cache, and end the thread. With TOOLKIT_NATIVE_PROFILE=1 the profile is printed."""
+        self._stepper.finish()
+        if self._model is not None:
+            self._library.tk_profile_print(self._model)
         self.release_weights()
         self._stepper.close()
 
