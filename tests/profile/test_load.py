@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from toolkit.engine.stream import Timings
 from toolkit.messages import GenerationConfig, Response
 from toolkit.profile.load import run_all, run_one
 from toolkit.profile.memory import PeakMemory, process_tree_mib
@@ -27,7 +28,12 @@ class Ticking:
         self.configs: list[GenerationConfig] = []
 
     async def generate(
-        self, token_ids: list[int], gen_config: GenerationConfig, *, request_id: str | None = None
+        self,
+        token_ids: list[int],
+        gen_config: GenerationConfig,
+        *,
+        request_id: str | None = None,
+        timings: Timings | None = None,
     ) -> AsyncIterator[Response]:
         self.starts.append(time.perf_counter())
         self.configs.append(gen_config)
@@ -42,6 +48,8 @@ class Ticking:
                 await asyncio.sleep(self.tick)
                 count = 2 if self.pairs and left < (gen_config.max_new_tokens or 0) and left > 1 else 1
                 left -= count
+                if timings is not None:
+                    timings.drawn += [time.perf_counter()] * count
                 yield Response(token_ids=[7] * count, finish_reason=None if left else "length")
         finally:
             self.running -= 1
@@ -51,6 +59,7 @@ def test_one_request() -> None:
     engine = Ticking(0.01, pairs=True)
     record = asyncio.run(run_one(engine, Ask([1, 2, 3], 5), "a"))
     assert [count for _, count in record.arrivals] == [1, 2, 2] and record.input_tokens == 3
+    assert len(record.drawn) == 5 and record.start < record.drawn[0] <= record.drawn[-1] <= record.end
     assert record.error is None and record.ttft >= 0.01 and record.e2e >= 0.03
     config = engine.configs[0]
     assert config.ignore_eos and config.max_new_tokens == 5 and config.greedy

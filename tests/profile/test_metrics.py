@@ -93,6 +93,15 @@ def test_generation_row() -> None:
     ]
 
 
+def test_tokens_that_a_slow_client_gets_at_once_have_a_decode_all_the_same() -> None:
+    quick = [RequestRecord(4, 10.0, [(10.5, 5)], drawn=[10.1, 10.2, 10.3, 10.4, 10.5]) for _ in range(2)]
+    row = generation_row([quick], 4, 5, 0.0)
+    assert row["prefill_throughput"] == pytest.approx(8 / 0.1)
+    assert row["decode_throughput"] == pytest.approx(8 / 0.4)
+    assert row["token_latency_ms"]["p50"] == pytest.approx(100)
+    assert row["first_token_latency_ms"]["max"] == pytest.approx(100)
+
+
 def test_rounds_are_summed() -> None:
     one, two = generation_row([[SECOND]], 4, 2, 0.0), generation_row([[SECOND], [SECOND]], 4, 2, 0.0)
     assert one == two  # the same speed twice is the same speed; concurrency is a round's

@@ -60,6 +60,7 @@ class EngineOutput:
     stop_token: int | None = None
     cached_tokens: int = 0
     prompt_logprobs: list[dict[int, float] | None] | None = None  # [0] is None
+    time: float | None = None  # when the tokens were there, ``time.perf_counter()``: one clock for all processes
     logits: Any = None  # float32 [rows, V]
     hidden: Any = None  # float32 [rows, hidden]
     error: str | None = None

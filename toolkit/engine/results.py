@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,7 +62,7 @@ class StepResults:
     def _token(self, seq: Sequence, token: int) -> EngineOutput:
         """Take a token into the request; sets the finish reason."""
         seq.arrive(token)
-        output = EngineOutput(seq.id, [token], cached_tokens=seq.cached_tokens)
+        output = EngineOutput(seq.id, [token], cached_tokens=seq.cached_tokens, time=time.perf_counter())
         known = seq.known
         if token in seq.stop_ids or (seq.grammar is not None and token in seq.grammar.stops):
             output.finish_reason, output.stop_token = "stop", token

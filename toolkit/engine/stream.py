@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,11 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class Timings:
-    """When things happened to a request, ``time.perf_counter()`` seconds; 0 = not yet."""
+    """When things happened to a request, ``time.perf_counter()`` seconds; 0 = not yet.
+
+    ``drawn``: when the engine had each token, whenever its consumer got to see it.
+    """
 
     arrival: float = 0.0
     first_token: float = 0.0
     finish: float = 0.0
+    drawn: list[float] = field(default_factory=list)
 
 
 class RequestStream:
@@ -67,8 +71,9 @@ class RequestStream:
     def deliver(self, output: EngineOutput) -> None:
         """Take an output; called by the receiving thread, which wakes the consumer afterwards."""
         now = time.perf_counter()
-        if output.token_ids and not self.timings.first_token:
-            self.timings.first_token = now
+        if output.token_ids:
+            self.timings.first_token = self.timings.first_token or now
+            self.timings.drawn += [output.time or now] * len(output.token_ids)
         if output.finish_reason is not None:
             self.engine_done = True
             self.timings.finish = now

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
+from toolkit.engine.stream import Timings
 from toolkit.messages import GenerationConfig, Response
 from toolkit.profile.metrics import RequestRecord
 from toolkit.profile.workload import Ask
@@ -17,15 +18,21 @@ class Engine(Protocol):
     """What is needed of AsyncEngine."""
 
     def generate(
-        self, token_ids: list[int], gen_config: GenerationConfig, *, request_id: str | None = None
+        self,
+        token_ids: list[int],
+        gen_config: GenerationConfig,
+        *,
+        request_id: str | None = None,
+        timings: Timings | None = None,
     ) -> AsyncIterator[Response]: ...
 
 
 async def run_one(engine: Engine, ask: Ask, request_id: str) -> RequestRecord:
     """Generate ``ask.output_len`` tokens, greedily and past any end token. A failure is noted in the record."""
     config = GenerationConfig(max_new_tokens=ask.output_len, ignore_eos=True)
-    record = RequestRecord(len(ask.token_ids), time.perf_counter())
-    stream = engine.generate(ask.token_ids, config, request_id=request_id)
+    timings = Timings()
+    record = RequestRecord(len(ask.token_ids), time.perf_counter(), drawn=timings.drawn)
+    stream = engine.generate(ask.token_ids, config, request_id=request_id, timings=timings)
     async for response in stream:
         if response.token_ids:
             record.arrivals.append((time.perf_counter(), len(response.token_ids)))

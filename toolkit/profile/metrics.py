@@ -11,7 +11,7 @@ Definitions (those of LMDeploy's and SGLang's benchmarks):
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,13 +23,19 @@ LATENCIES = ("e2e_latency", "ttft", "tpot", "itl")
 class RequestRecord:
     """One request as the client saw it. ``arrivals``: (time, tokens that arrived then), in order of time.
 
-    ``error``: why it failed, None if it did not; failed requests count in no figure.
+    ``drawn``: when the engine had each token, by the same clock; a client that is slower than the engine finds many at
+    once. ``error``: why it failed, None if it did not; failed requests count in no figure.
     """
 
     input_tokens: int
     start: float
     arrivals: list[tuple[float, int]] = field(default_factory=list)
+    drawn: list[float] = field(default_factory=list)
     error: str | None = None
+
+    def in_engine(self) -> RequestRecord:
+        """The same request by the engine's own times; itself where they were not taken."""
+        return replace(self, arrivals=[(time, 1) for time in self.drawn]) if self.drawn else self
 
     @property
     def output_tokens(self) -> int:
@@ -110,8 +116,9 @@ def generation_row(
     prefill_throughput: prompt tokens over the time until the last request of its round has its first token.
     decode_throughput: tokens after each request's first over the time after that. output_throughput: all generated
     tokens over the whole time. Rounds are summed before dividing. Throughputs in tokens a second; a token's latency
-    is its ITL.
+    is its ITL. Times are the engine's, for a client may get the tokens of a fast model all at once.
     """
+    rounds = [[r.in_engine() for r in records] for records in rounds]
     prefill_time = decode_time = 0.0
     for records in rounds:
         start = min(r.start for r in records)

@@ -237,10 +237,7 @@ class NativeRunner:
         self._library.tk_profile_print(self._loaded())
 
     def close(self) -> None:
-        """Free model and cache, and end the thread. With TOOLKIT_NATIVE_PROFILE=1 the profile is printed."""
-        self._stepper.finish()
-        if self._model is not None:
-            self._library.tk_profile_print(self._model)
+        """Free model and cache, and end the thread. With TOOLKIT_NATIVE_PROFILE=1 the library prints its profile."""
         self.release_weights()
         self._stepper.close()
 
