@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from toolkit.commands.output import stderr, stdout, table, write_json
+from toolkit.commands.output import stdout, table, write_json
+from toolkit.progress import Progress
 
 
 def run(
@@ -76,8 +77,7 @@ def run(
         raise UsageError("--gguf-type: only with --to gguf; leave it out")
     path = resolve_model(model, revision=revision, download_dir=download_dir)
     started = time.perf_counter()
-    with _progress() as progress:
-        task = progress.add_task(f"Converting {model}", total=None)
+    with Progress() as progress:
         done = convert(
             str(path),
             dst_path,
@@ -87,7 +87,7 @@ def run(
             head_bits=head_bits,
             tp=tp,
             overwrite=overwrite,
-            progress=lambda count, total: progress.update(task, completed=count, total=total),
+            progress=partial(progress.update, f"converting {model}"),
         )
     write_json(json, done.manifest.to_json())
     if json == "-":
@@ -103,12 +103,6 @@ def run(
         ("try it", f"tool chat {done.path}"),
     ]
     stdout().print(table("Converted", ("", "value"), rows))
-
-
-def _progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = stderr()
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _rewrite(
@@ -132,8 +126,7 @@ def _rewrite(
         raise UsageError(f"{wrong}: only for engine artifacts, not with --to; leave it out")
     path = resolve_model(model, revision=revision, download_dir=download_dir)
     started = time.perf_counter()
-    with _progress() as progress:
-        task = progress.add_task(f"Converting {model}", total=None)
+    with Progress() as progress:
         done = rewrite(
             str(path),
             dst_path,
@@ -141,7 +134,7 @@ def _rewrite(
             gguf_type=gguf_type or "auto",
             dtype=dtype,
             overwrite=overwrite,
-            progress=lambda count, total: progress.update(task, completed=count, total=total),
+            progress=partial(progress.update, f"converting {model}"),
         )
     files = [done.path] if done.path.is_file() else [file for file in done.path.rglob("*") if file.is_file()]
     size = sum(file.stat().st_size for file in files)

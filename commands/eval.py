@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from toolkit.commands.options import EngineFlags, with_engine_flags
-from toolkit.commands.output import check_writable, stderr, stdout, table, write_json
+from toolkit.commands.output import check_writable, stdout, table, write_json
+from toolkit.progress import Progress
 
 DATA = "A text file (UTF-8), or `heldout`: the text that `tool lite` measures on."
 
@@ -42,8 +44,6 @@ def ppl(
 
     Example: tool eval ppl demo --data book.txt
     """
-    from rich.progress import Progress
-
     from toolkit.eval.perplexity import perplexity
 
     check_writable("--json", json)
@@ -52,9 +52,7 @@ def ppl(
         engine.backend = "pytorch"
     if engine.dtype == "auto" and engine.backend == "pytorch":
         engine.dtype = "float32"
-    console = stderr()
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("scoring", total=None)
+    with Progress() as bar:
         found = perplexity(
             model,
             data,
@@ -62,7 +60,7 @@ def ppl(
             stride=stride,
             max_tokens=max_tokens,
             config=engine.config(),
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=partial(bar.update, "scoring"),
         )
     if json != "-":
         stdout().print(table("Perplexity", ("", "value"), [(k, v) for k, v in found.items()]))
@@ -85,22 +83,18 @@ def compare(
 
     Example: tool eval compare demo demo-4bit --data book.txt
     """
-    from rich.progress import Progress
-
     from toolkit.eval.compare import compare as measure
     from toolkit.runners.base import RunnerOptions
 
     check_writable("--json", json)
-    console = stderr()
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("comparing", total=None)
+    with Progress() as bar:
         found = measure(
             model_a,
             model_b,
             data,
             window=window,
             options=RunnerOptions(device=device, dtype=dtype),
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=partial(bar.update, "comparing"),
         )
     if json != "-":
         stdout().print(table("Comparison", ("", "value"), [(k, v) for k, v in found.items()]))

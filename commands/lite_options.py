@@ -14,6 +14,7 @@ import typer
 from toolkit.commands.options import with_flags
 from toolkit.commands.output import check_writable, stderr, stdout, table, write_json
 from toolkit.errors import UsageError
+from toolkit.progress import Progress
 
 if TYPE_CHECKING:
     from toolkit.quant.run import Common, Result
@@ -150,39 +151,9 @@ def group_size(text: str) -> int | str:
 
 @contextmanager
 def progress_bar() -> Iterator[Any]:
-    """A progress bar a phase on standard error, with rate and time left; yields (phase, done, total) -> None."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    tasks: dict[str, Any] = {}
-    with Progress(*columns, console=stderr()) as bar:
-
-        def update(phase: str, done: int, total: int) -> None:
-            if phase not in tasks:
-                for task in tasks.values():
-                    bar.update(task, completed=bar.tasks[task].total)
-                tasks[phase] = bar.add_task(phase, total=total, rate="")
-            speed = bar.tasks[tasks[phase]].speed
-            bar.update(tasks[phase], completed=done, total=total, rate=f"{1 / speed:.1f} s each" if speed else "")
-
-        yield update
-        for task in tasks.values():
-            bar.update(task, completed=bar.tasks[task].total)
+    """Progress on standard error, a bar a phase; yields (phase, done, total) -> None."""
+    with Progress(keep=True) as progress:
+        yield progress.update
 
 
 def report(result: Result, flags: LiteFlags) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from toolkit.commands.options import EngineFlags, with_engine_flags
-from toolkit.commands.output import check_writable, show_engine, stderr, stdout, table, write_json
+from toolkit.commands.output import check_writable, show_engine, stdout, table, write_json
 from toolkit.errors import UsageError
+from toolkit.progress import Progress
 
 if TYPE_CHECKING:
     from toolkit.engine.frontend import AsyncEngine
@@ -36,24 +36,21 @@ def group() -> None:
 
 
 class Watch:
-    """A progress bar on standard error: first that the model loads, then the requests done."""
+    """Progress on standard error: first that the model loads, then the requests done."""
 
     def __init__(self, model: str, total: int) -> None:
-        self.console = stderr()
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self.progress = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
-        self.task = self.progress.add_task(f"Loading {model}", total=None)
-        self.total = total
-
-    def say(self, text: str) -> None:
-        self.progress.update(self.task, description=text)
+        self.progress = Progress()
+        self.console = self.progress.console
+        self.done, self.total = 0, total
+        self.progress.update(f"loading {model}")
 
     def start(self, engine: AsyncEngine) -> None:
         show_engine(self.console, engine)
-        self.progress.update(self.task, description="Requests", total=self.total)
+        self.progress.update("requests", 0, self.total)
 
     def advance(self, record: object) -> None:
-        self.progress.advance(self.task)
+        self.done += 1
+        self.progress.update("requests", self.done, self.total)
 
 
 def _config(engine: EngineFlags) -> Any:
@@ -103,7 +100,7 @@ def throughput(
             model,
             load,
             engine_config=config,
-            progress=watch.say,
+            progress=watch.progress.update,
             on_start=watch.start,
             on_done=watch.advance,
         )
@@ -185,7 +182,7 @@ def generation(
             model,
             grid,
             engine_config=config,
-            progress=watch.say,
+            progress=watch.progress.update,
             on_start=watch.start,
             on_done=watch.advance,
         )

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import logging
 import queue
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from uuid import uuid4
 
 from toolkit.artifacts.tokenizer import Tokenizer
 from toolkit.chat import arguments
-from toolkit.chat.progress import Progress
 from toolkit.chat.prompts import Prompt, as_batch
 from toolkit.chat.results import failed, with_tensors
 from toolkit.chat.session import Session
@@ -35,6 +36,7 @@ from toolkit.messages import (
     GenerationConfig,
     Response,
 )
+from toolkit.progress import Progress
 
 __all__ = ["Pipeline", "Session", "pipeline"]
 
@@ -144,13 +146,11 @@ class Pipeline:
         """
         batch, single = as_batch(prompts)
         jobs = self._jobs(batch, gen_config, do_preprocess, adapter_name, None, kwargs)
-        bar = Progress(len(jobs)) if use_tqdm else None
-        try:
-            future = self._submit(self._run_all(jobs, lambda _: None, bar.advance if bar else lambda: None))
+        with Progress(keep=True) if use_tqdm else nullcontext() as bar:
+            done = itertools.count(1)
+            tell = (lambda: bar.update("answers", next(done), len(jobs))) if bar else (lambda: None)
+            future = self._submit(self._run_all(jobs, lambda _: None, tell))
             return _shape(_wait(future), len(batch), single, jobs)
-        finally:
-            if bar:
-                bar.stop()
 
     __call__ = infer
 

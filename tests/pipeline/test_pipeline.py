@@ -250,10 +250,15 @@ def test_threads_share_a_pipeline(pipe: Pipeline) -> None:
     assert found == [expected] * 6
 
 
-def test_progress_goes_to_standard_error(pipe: Pipeline, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_goes_to_standard_error(
+    pipe: Pipeline, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("toolkit.progress.FIRST_AFTER", 0.0)
     pipe(["a", "b"], gen_config=SHORT, use_tqdm=True)
     captured = capsys.readouterr()
-    assert captured.out == "" and "answers" in captured.err
+    assert captured.out == "" and captured.err == "answers: 1 of 2, 0 s\n"
+    pipe(["a", "b"], gen_config=SHORT)
+    assert capsys.readouterr().err == ""
 
 
 def test_info_shows_the_prompt_after_templating(model: Path, caplog: pytest.LogCaptureFixture) -> None:

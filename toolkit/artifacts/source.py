@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def _from_hub(model: str, revision: str | None, download_dir: str | None, progre
         RevisionNotFoundError,
     )
 
-    quiet: dict[str, Any] = {} if progress else {"tqdm_class": _silent_tqdm()}
+    shown: dict[str, Any] = {} if progress and sys.stderr.isatty() else {"tqdm_class": _plain_tqdm(progress)}
     try:
         found = snapshot_download(
             model,
@@ -66,7 +67,7 @@ def _from_hub(model: str, revision: str | None, download_dir: str | None, progre
             cache_dir=download_dir,
             allow_patterns=_WANTED,
             ignore_patterns=_UNWANTED,
-            **quiet,
+            **shown,
         )
     except GatedRepoError:
         reason = "access must be granted first: accept its terms on the hub and log in (hf auth login)"
@@ -89,15 +90,22 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
-def _silent_tqdm() -> type:
+def _plain_tqdm(progress: bool) -> type:
+    """A tqdm that says nothing or, with ``progress``, writes a whole line every ten seconds: for logs and pipes."""
     from tqdm import tqdm
 
-    class Silent(tqdm):
+    class Plain(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:
             options.pop("name", None)
-            super().__init__(*args, **{**options, "disable": True})
+            super().__init__(*args, **{**options, "disable": not progress, "leave": False, "mininterval": 10.0})
 
-    return Silent
+        def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+            if msg is None and self.n:
+                total = "" if self.total is None else f" of {self.total:,}"
+                print(f"{self.desc or 'fetching'}: {self.n:,}{total} {self.unit}", file=sys.stderr, flush=True)
+            return False
+
+    return Plain
 
 
 __all__ = ["resolve_model", "toolkit_home"]

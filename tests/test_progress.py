@@ -1,0 +1,109 @@
+"""Progress on a terminal and off it."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit import progress as module
+from toolkit.progress import Progress
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+
+
+def test_off_a_terminal_a_plain_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, out = Clock(monkeypatch), io.StringIO()
+    with Progress(file=out) as progress:
+        for done in range(61):
+            progress.update("quantizing layers", done, 1200)
+            clock.now += 0.5
+        progress.update("writing", 0, 1)
+    assert out.getvalue().splitlines() == [
+        "quantizing layers: 4 of 1,200, 2 s",
+        "quantizing layers: 24 of 1,200, 12 s",
+        "quantizing layers: 44 of 1,200, 22 s",
+        "writing",
+    ]
+
+
+def test_off_a_terminal_short_work_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, out = Clock(monkeypatch), io.StringIO()
+    with Progress(file=out) as progress:
+        for done in range(20):
+            progress.update("scoring", done, 20)
+            clock.now += 0.05
+        progress.update("writing", 0, None)
+    assert out.getvalue() == ""
+
+
+WORK = """
+import time
+from toolkit import progress
+progress.FIRST_AFTER, progress.EVERY = 0.05, 0.1
+with progress.Progress() as bar:
+    for i in range(5):
+        bar.update("working [hard]", i, 5)
+        time.sleep(0.1)
+print("result")
+"""
+
+
+def test_nothing_but_whole_lines_in_a_log_and_nothing_on_standard_output() -> None:
+    done = subprocess.run([sys.executable, "-c", WORK], capture_output=True, text=True, check=True)
+    assert done.stdout == "result\n"
+    lines = done.stderr.splitlines()
+    assert len(lines) >= 3 and all(line.startswith("working [hard]: ") for line in lines)
+    assert done.stderr.endswith("\n") and "\x1b" not in done.stderr and "\r" not in done.stderr
+
+
+def test_on_a_terminal_a_bar() -> None:
+    mine, theirs = pty.openpty()
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
+    process = subprocess.Popen([sys.executable, "-c", WORK], stderr=theirs, stdout=subprocess.PIPE, env=environment)
+    os.close(theirs)
+    seen = b""
+    while True:
+        try:
+            seen += (piece := os.read(mine, 4096))
+        except OSError:  # how Linux reports that the other end is closed
+            break
+        if not piece:
+            break
+    os.close(mine)
+    assert process.stdout is not None and process.stdout.read() == b"result\n"
+    assert process.wait() == 0
+    assert b"working [hard]" in seen and b"\x1b[" in seen and "━".encode() in seen
+
+
+COMMANDS: dict[str, list[Any]] = {
+    "convert": ["convert", "MODEL", "--dst-path", "OUT"],
+    "ppl": ["eval", "ppl", "MODEL", "--data", "TEXT", "--window", "64", "--stride", "64"],
+    "compare": ["eval", "compare", "MODEL", "MODEL", "--data", "TEXT", "--window", "64"],
+    "generation": ["profile", "generation", "MODEL", "--concurrency", "2", "--prompt-tokens", "8"],
+    "smooth_quant": ["lite", "smooth_quant", "MODEL", "--work-dir", "OUT", "--calib-dataset", "TEXT",
+                     "--calib-samples", "2", "--calib-seqlen", "32", "--eval-tokens", "64"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_leave_no_cursor_movements_in_a_log(name: str, tiny_models: Any, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("All happy families are alike; every unhappy family is unhappy in its own way. " * 20)
+    places = {"MODEL": tiny_models("llama"), "OUT": tmp_path / "out", "TEXT": text}
+    arguments = [str(places.get(a, a)) for a in [*COMMANDS[name], "--json", "-"]]
+    code = "from toolkit.commands.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stderr and "\r" not in done.stderr
+    assert done.stdout.lstrip()[0] in "[{"

@@ -1,0 +1,102 @@
+"""Progress of long work on standard error: bars on a terminal, elsewhere a plain line now and then."""
+
+from __future__ import annotations
+
+import sys
+import time
+from functools import cached_property
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress as Bars
+
+FIRST_AFTER = 2.0  # seconds: what takes no longer says nothing
+EVERY = 10.0
+
+
+class Progress:
+    """A context manager; ``update`` tells how far a phase has come. ``keep``: leave the bars on the screen at the end.
+
+    Anywhere but on a terminal (a file, a pipe, a log) the lines are whole and plain, without control characters: one
+    when a phase begins, then one every ten seconds, and none at all for work of a moment.
+    """
+
+    def __init__(self, *, keep: bool = False, file: TextIO | None = None) -> None:
+        self._file = sys.stderr if file is None else file
+        self._bars = _bars(self.console, keep) if self._file.isatty() else None
+        self._tasks: dict[str, Any] = {}
+        self._phase = ""
+        self._begun = self._phase_begun = time.monotonic()
+        self._next = self._begun + FIRST_AFTER
+
+    @cached_property
+    def console(self) -> Console:
+        """What else is to be printed while bars are shown goes through this, or it tears them."""
+        from rich.console import Console
+
+        return Console(file=self._file, highlight=False)
+
+    def __enter__(self) -> Progress:
+        if self._bars is not None:
+            self._bars.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._bars is None:
+            return
+        if kind is None:
+            self._complete()
+        self._bars.stop()
+
+    def update(self, phase: str, done: int = 0, total: int | None = None) -> None:
+        """``done`` of ``total`` steps of ``phase`` are behind; None: nobody knows how many there are."""
+        if self._bars is None:
+            self._say(phase, done, total)
+            return
+        if phase not in self._tasks:
+            self._complete()
+            self._tasks[phase] = self._bars.add_task(phase, total=total, rate="")
+        task = self._tasks[phase]
+        speed = self._bars.tasks[task].speed
+        rate = f"{1 / speed:.1f} s each" if speed and speed < 2 else ""
+        self._bars.update(task, completed=done, total=total, rate=rate)
+
+    def _complete(self) -> None:
+        assert self._bars is not None
+        for task in self._tasks.values():
+            self._bars.update(task, completed=self._bars.tasks[task].total)
+
+    def _say(self, phase: str, done: int, total: int | None) -> None:
+        now = time.monotonic()
+        new = phase != self._phase
+        if new:
+            self._phase, self._phase_begun = phase, now
+        if now < self._next and not (new and now >= self._begun + FIRST_AFTER):
+            return
+        self._next = now + EVERY
+        count = f": {done:,} of {total:,}, {now - self._phase_begun:.0f} s" if total and done else ""
+        print(f"{phase}{count}", file=self._file, flush=True)
+
+
+def _bars(console: Console, keep: bool) -> Bars:
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=console, transient=not keep)
