@@ -4,6 +4,9 @@
 // values are added in ascending order of tokens, tiles are merged in ascending order. Tiles start at multiples of 128 of
 // the absolute position, so a row's bits depend neither on how prompts were cut into chunks nor on what else is in the
 // batch. Source of the merging: Milakov & Gimelshein, "Online normalizer calculation for softmax" (2018).
+//
+// With few query rows the time is that of reading the cache. Scattered blocks of 16 KB are too short for the processor's
+// prefetcher, so the tile that comes next is fetched line by line, in order of addresses, while this one is computed.
 #include "ops_isa.h"
 
 namespace tk {
@@ -11,14 +14,43 @@ namespace TK_ISA {
 namespace {
 
 constexpr float MASKED = -INFINITY;
+constexpr float LOG2E = 1.44269504088896341f;
+constexpr int64_t FEW_ROWS = 8;  // up to so many query rows reading the cache takes longer than computing
+
+// 2^x for x <= 0: 2^n * p(r), |r| <= 1/2, the power added to the exponent's bits; relative error below 3e-7. Below -126 it
+// stops falling. NaN stays NaN (see fexp).
+TK_INLINE F fexp2(F x) {
+    x = fmax(fset1(-126.0f), x);
+    const I n = i_of(x);
+    const F r = fsub(x, f_of(n));
+    F p = fma(fset1(1.327647129e-03f), r, fset1(9.675541893e-03f));
+    p = fma(p, r, fset1(5.550713092e-02f));
+    p = fma(p, r, fset1(2.402212024e-01f));
+    p = fma(p, r, fset1(6.931469440e-01f));
+    p = fma(p, r, fset1(1.0f));
+    return as_f(iadd(as_i(p), ishl(n, 23)));
+}
+
+// Two cells that are read later, as one run of lines: two lines are fetched for each step of the product over two cells.
+struct Ahead {
+    const uint8_t *first, *second;
+    int64_t bytes;  // of a cell
+    TK_INLINE void fetch(const uint8_t* p) { __builtin_prefetch(p); }
+    void step(int64_t i) const {
+        const uint8_t* p = i * 128 < bytes ? first + i * 128 : second + (i * 128 - bytes);
+        fetch(p);
+        fetch(p + 64);
+    }
+};
 
 // ---- scores: M rows by 2 cells
-template <int M>
-void scores_f32(const float* q, int64_t d, const void* c0, const void* c1, float* s) {
+template <int M, bool AHEAD>
+void scores_f32(const float* q, int64_t d, const void* c0, const void* c1, const Ahead& ahead, float* s) {
     F a[M], b[M];
     TK_EACH(r, M, a[r] = b[r] = fzero(););
     for (int64_t i = 0; i < d; i++) {
         const F k0 = fload((const float*)c0 + i * 16), k1 = fload((const float*)c1 + i * 16);
+        if (AHEAD) ahead.step(i);
         TK_EACH(r, M, {
             const F x = fset1(q[r * d + i]);
             a[r] = fma(k0, x, a[r]);
@@ -32,14 +64,16 @@ void scores_f32(const float* q, int64_t d, const void* c0, const void* c1, float
 }
 
 // ---- values: M rows by N groups of 16 columns, `tokens` of them
-template <int M, int N>
-void values_f32(const float* p, const void* const* cells, int64_t d, int64_t col, int64_t tokens, float* acc) {
+template <int M, int N, bool AHEAD>
+void values_f32(const float* p, const KvTile& tile, int64_t d, int64_t col, int64_t tokens, float* acc) {
     F y[M * N];
     TK_EACH(i, M * N, y[i] = fzero(););
     for (int64_t t = 0; t < tokens; t++) {
-        const float* v = (const float*)cells[t / 16] + t % 16 * d + col;
+        const int64_t at = (t % 16 * d + col) * 4;
+        const float* v = (const float*)((const uint8_t*)tile.v[t / 16] + at);
         F w[N];
         TK_EACH(n, N, w[n] = fload(v + 16 * n););
+        if (AHEAD) TK_EACH(n, N, __builtin_prefetch((const uint8_t*)tile.next->v[t / 16] + at + 64 * n););
         TK_EACH(r, M, {
             const F x = fset1(p[r * KV_TILE + t]);
             TK_EACH(n, N, y[r * N + n] = fma(w[n], x, y[r * N + n]););
@@ -55,12 +89,13 @@ TK_INLINE F dot_bf16(F acc, I a, I b) {
     return acc;
 }
 
-template <int M>
-void scores_bf16(const uint16_t* q, int64_t d, const void* c0, const void* c1, float* s) {
+template <int M, bool AHEAD>
+void scores_bf16(const uint16_t* q, int64_t d, const void* c0, const void* c1, const Ahead& ahead, float* s) {
     F a[M], b[M];
     TK_EACH(r, M, a[r] = b[r] = fzero(););
     for (int64_t i = 0; i < d; i += 2) {
         const I k0 = bload((const uint8_t*)c0 + i * 32), k1 = bload((const uint8_t*)c1 + i * 32);
+        if (AHEAD) ahead.step(i / 2);
         TK_EACH(r, M, {
             const I x = bset4(q + r * d + i);
             a[r] = dot_bf16(a[r], k0, x);
@@ -73,14 +108,16 @@ void scores_bf16(const uint16_t* q, int64_t d, const void* c0, const void* c1, f
     });
 }
 
-template <int M, int N>
-void values_bf16(const uint16_t* p, const void* const* cells, int64_t d, int64_t col, int64_t tokens, float* acc) {
+template <int M, int N, bool AHEAD>
+void values_bf16(const uint16_t* p, const KvTile& tile, int64_t d, int64_t col, int64_t tokens, float* acc) {
     F y[M * N];
     TK_EACH(i, M * N, y[i] = fzero(););
     for (int64_t t = 0; t < tokens; t += 2) {
-        const uint8_t* v = (const uint8_t*)cells[t / 16] + (t % 16 / 2 * d + col) * 4;
+        const int64_t at = (t % 16 / 2 * d + col) * 4;
+        const uint8_t* v = (const uint8_t*)tile.v[t / 16] + at;
         I w[N];
         TK_EACH(n, N, w[n] = bload(v + 64 * n););
+        if (AHEAD) TK_EACH(n, N, __builtin_prefetch((const uint8_t*)tile.next->v[t / 16] + at + 64 * n););
         TK_EACH(r, M, {
             const I x = bset4(p + r * KV_TILE + t);
             TK_EACH(n, N, y[r * N + n] = dot_bf16(y[r * N + n], w[n], x););
@@ -89,35 +126,61 @@ void values_bf16(const uint16_t* p, const void* const* cells, int64_t d, int64_t
     TK_EACH(r, M, TK_EACH(n, N, fstore(acc + r * d + col + 16 * n, y[r * N + n]);););
 }
 #else
-template <int M>
-void scores_bf16(const uint16_t*, int64_t, const void*, const void*, float*) {}
-template <int M, int N>
-void values_bf16(const uint16_t*, const void* const*, int64_t, int64_t, int64_t, float*) {}
+template <int M, bool AHEAD>
+void scores_bf16(const uint16_t*, int64_t, const void*, const void*, const Ahead&, float*) {}
+template <int M, int N, bool AHEAD>
+void values_bf16(const uint16_t*, const KvTile&, int64_t, int64_t, int64_t, float*) {}
 #endif
 
-template <int M>
+template <int M, bool AHEAD>
 void score_rows(const AttnParams& p, const KvTile& tile, const void* q, int64_t r, int64_t cells, float* s) {
     for (int64_t c = 0; c < cells; c += 2) {
         const int64_t next = c + 1 < cells ? c + 1 : c;
         float* to = s + r * KV_TILE + c * 16;
-        if (p.bf16) scores_bf16<M>((const uint16_t*)q + r * p.dpad, p.dpad, tile.k[c], tile.k[next], to);
-        else scores_f32<M>((const float*)q + r * p.dpad, p.dpad, tile.k[c], tile.k[next], to);
+        Ahead a{nullptr, nullptr, p.dpad * (p.bf16 ? 32 : 64)};
+        if (AHEAD) a.first = (const uint8_t*)tile.next->k[c], a.second = (const uint8_t*)tile.next->k[c + 1];
+        if (p.bf16) scores_bf16<M, AHEAD>((const uint16_t*)q + r * p.dpad, p.dpad, tile.k[c], tile.k[next], a, to);
+        else scores_f32<M, AHEAD>((const float*)q + r * p.dpad, p.dpad, tile.k[c], tile.k[next], a, to);
     }
 }
 
-template <int M, int N>
+template <int M, int N, bool AHEAD>
 void value_cols(const AttnParams& p, const KvTile& tile, const float* s, const uint16_t* h, int64_t r, int64_t col,
                 int64_t tokens, float* acc) {
-    if (p.bf16) values_bf16<M, N>(h + r * KV_TILE, tile.v, p.dpad, col, tokens, acc + r * p.dpad);
-    else values_f32<M, N>(s + r * KV_TILE, tile.v, p.dpad, col, tokens, acc + r * p.dpad);
+    if (p.bf16) values_bf16<M, N, AHEAD>(h + r * KV_TILE, tile, p.dpad, col, tokens, acc + r * p.dpad);
+    else values_f32<M, N, AHEAD>(s + r * KV_TILE, tile, p.dpad, col, tokens, acc + r * p.dpad);
 }
 
-template <int M>
+template <int M, bool AHEAD>
 void value_rows(const AttnParams& p, const KvTile& tile, const float* s, const uint16_t* h, int64_t r, int64_t tokens,
                 float* acc) {
     int64_t col = 0;
-    for (; col + 64 <= p.dpad; col += 64) value_cols<M, 4>(p, tile, s, h, r, col, tokens, acc);
-    for (; col < p.dpad; col += 16) value_cols<M, 1>(p, tile, s, h, r, col, tokens, acc);
+    for (; col + 64 <= p.dpad; col += 64) value_cols<M, 4, AHEAD>(p, tile, s, h, r, col, tokens, acc);
+    for (; col < p.dpad; col += 16) value_cols<M, 1, AHEAD>(p, tile, s, h, r, col, tokens, acc);
+}
+
+// Blocks of 8, 4, 3, 2 or 1 of the few rows there are; the first one also fetches the next tile.
+template <bool AHEAD>
+int64_t score_few(const AttnParams& p, const KvTile& tile, const void* q, int64_t r, int64_t rows, int64_t cells, float* s) {
+    switch (rows - r) {
+        case 1: return score_rows<1, AHEAD>(p, tile, q, r, cells, s), r + 1;
+        case 2: return score_rows<2, AHEAD>(p, tile, q, r, cells, s), r + 2;
+        case 3: return score_rows<3, AHEAD>(p, tile, q, r, cells, s), r + 3;
+        default:
+            if (rows - r >= 8) return score_rows<8, AHEAD>(p, tile, q, r, cells, s), r + 8;
+            return score_rows<4, AHEAD>(p, tile, q, r, cells, s), r + 4;
+    }
+}
+
+template <bool AHEAD>
+int64_t value_few(const AttnParams& p, const KvTile& tile, const float* s, const uint16_t* h, int64_t r, int64_t rows,
+                  int64_t tokens, float* acc) {
+    switch (rows - r) {
+        case 1: return value_rows<1, AHEAD>(p, tile, s, h, r, tokens, acc), r + 1;
+        case 2: return value_rows<2, AHEAD>(p, tile, s, h, r, tokens, acc), r + 2;
+        case 3: return value_rows<3, AHEAD>(p, tile, s, h, r, tokens, acc), r + 3;
+        default: return value_rows<4, AHEAD>(p, tile, s, h, r, tokens, acc), r + 4;
+    }
 }
 
 TK_INLINE void store_probs(uint16_t* h, F a, F b) {
@@ -131,35 +194,62 @@ TK_INLINE void store_probs(uint16_t* h, F a, F b) {
 #endif
 }
 
-// Scores of one row to probabilities relative to the tile's maximum; lanes outside [lo, hi) become 0.
-void softmax_row(const AttnParams& p, int64_t cells, int32_t lo, int32_t hi, float* s, uint16_t* h, float* m, float* l) {
+// Scores of one row to probabilities relative to the tile's maximum, both in powers of 2; lanes outside [lo, hi) become 0.
+// WHOLE: the row sees all of the tile.
+template <bool WHOLE>
+void softmax_row(const AttnParams& p, int32_t lo, int32_t hi, float* s, uint16_t* h, float* m, float* l) {
+    const int first = WHOLE ? 0 : lo / 16, end = WHOLE ? int(KV_CELLS) : (hi + 15) / 16;
+    const F scale = fset1(p.softcap > 0.0f ? p.scale / p.softcap : p.scale * LOG2E);
     F v[KV_CELLS];
     F top = fset1(MASKED);
-    for (int64_t c = 0; c < KV_CELLS; c++) {
-        v[c] = fset1(MASKED);
-        if (c * 16 + 16 <= lo || c * 16 >= hi || c >= cells) continue;
-        v[c] = fmul(fload(s + c * 16), fset1(p.scale));
-        if (p.softcap > 0.0f) v[c] = fmul(fset1(p.softcap), ftanh(fdiv(v[c], fset1(p.softcap))));
-        if (lo > c * 16 || hi < c * 16 + 16) v[c] = keep_lanes(v[c], lo - int(c * 16), hi - int(c * 16), fset1(MASKED));
+    auto border = [&](int c) { return !WHOLE && (c * 16 < lo || hi < c * 16 + 16); };
+    auto raise = [&](int c) __attribute__((always_inline)) {
+        v[c] = fmul(fload(s + c * 16), scale);
+        if (p.softcap > 0.0f) v[c] = fmul(fset1(p.softcap * LOG2E), ftanh(v[c]));
+        if (border(c)) v[c] = keep_lanes(v[c], lo - c * 16, hi - c * 16, fset1(MASKED));
         top = fmax(v[c], top);
-    }
+    };
+    if (WHOLE) TK_EACH(c, KV_CELLS, raise(c););
+    else for (int c = first; c < end; c++) raise(c);
     *m = hmax(top);
     const F base = fset1(*m);
     F total = fzero();
-    for (int64_t c = 0; c < KV_CELLS; c += 2) {
-        for (int64_t i = c; i < c + 2; i++) {
-            if (i * 16 + 16 <= lo || i * 16 >= hi || i >= cells) v[i] = fzero();
-            else v[i] = keep_lanes(fexp(fsub(v[i], base)), lo - int(i * 16), hi - int(i * 16), fzero());
-            total = fadd(total, v[i]);
-        }
+    auto weigh = [&](int c) __attribute__((always_inline)) {
+        v[c] = fexp2(fsub(v[c], base));
+        if (border(c)) v[c] = keep_lanes(v[c], lo - c * 16, hi - c * 16, fzero());
+        total = fadd(total, v[c]);
+    };
+    if (WHOLE) {
+        TK_EACH(c, KV_CELLS, weigh(c););
+    } else {
+        for (int c = 0; c < KV_CELLS; c++)
+            if (c < first || c >= end) v[c] = fzero();
+            else weigh(c);
+    }
+    TK_EACH(c, KV_CELLS / 2, {
         if (p.bf16) {
-            store_probs(h + c * 16, v[c], v[c + 1]);
+            store_probs(h + c * 32, v[2 * c], v[2 * c + 1]);
         } else {
-            fstore(s + c * 16, v[c]);
-            fstore(s + c * 16 + 16, v[c + 1]);
+            fstore(s + c * 32, v[2 * c]);
+            fstore(s + c * 32 + 16, v[2 * c + 1]);
+        }
+    });
+    *l = hsum(total);
+}
+
+void softmax_rows(const AttnParams& p, int64_t rows, const int32_t* lo, const int32_t* hi, float* s, uint16_t* h,
+                  const AttnState& out) {
+    for (int64_t r = 0; r < rows; r++, s += KV_TILE, h += KV_TILE) {
+        if (hi[r] <= lo[r]) {
+            out.m[r] = MASKED, out.l[r] = 0.0f;
+            memset(s, 0, KV_TILE * 4);
+            memset(h, 0, KV_TILE * 2);
+        } else if (lo[r] == 0 && hi[r] == KV_TILE) {
+            softmax_row<true>(p, 0, KV_TILE, s, h, out.m + r, out.l + r);
+        } else {
+            softmax_row<false>(p, lo[r], hi[r], s, h, out.m + r, out.l + r);
         }
     }
-    *l = hsum(total);
 }
 
 }  // namespace
@@ -176,27 +266,29 @@ void attn_tile(const AttnParams& p, const KvTile& tile, const void* q, int64_t r
     const int64_t cells = (last + 15) / 16;
     float* s = scratch;
     uint16_t* h = (uint16_t*)(scratch + rows * KV_TILE);
-    int64_t r = 0;
-    for (; r + 8 <= rows; r += 8) score_rows<8>(p, tile, q, r, cells, s);
-    for (; r + 3 <= rows; r += 3) score_rows<3>(p, tile, q, r, cells, s);
-    for (; r < rows; r++) score_rows<1>(p, tile, q, r, cells, s);
-    for (r = 0; r < rows; r++) {
-        if (hi[r] <= lo[r]) {
-            out.m[r] = MASKED, out.l[r] = 0.0f;
-            memset(s + r * KV_TILE, 0, KV_TILE * 4);
-            memset(h + r * KV_TILE, 0, KV_TILE * 2);
-        } else {
-            softmax_row(p, cells, lo[r], hi[r], s + r * KV_TILE, h + r * KV_TILE, out.m + r, out.l + r);
-        }
-    }
-    r = 0;
-    for (; r + 4 <= rows; r += 4) value_rows<4>(p, tile, s, h, r, last, out.acc);
-    for (; r + 3 <= rows; r += 3) value_rows<3>(p, tile, s, h, r, last, out.acc);
-    for (; r < rows; r++) value_rows<1>(p, tile, s, h, r, last, out.acc);
+    const bool ahead = tile.next && rows <= FEW_ROWS;
+    int64_t r = ahead ? score_few<true>(p, tile, q, 0, rows, cells, s) : 0;
+    while (r < rows) r = score_few<false>(p, tile, q, r, rows, cells, s);
+    softmax_rows(p, rows, lo, hi, s, h, out);
+    r = ahead ? value_few<true>(p, tile, s, h, 0, rows, last, out.acc) : 0;
+    while (r < rows) r = value_few<false>(p, tile, s, h, r, rows, last, out.acc);
+}
+
+// Factors 2^(a - max) and 2^(b - max) of up to 16 rows, and the maxima.
+TK_INLINE void merge_factors(const float* a, const float* b, int64_t rows, float* m, float* x, float* y) {
+    float u[16], v[16];
+    for (int i = 0; i < 16; i++) u[i] = i < rows ? a[i] : 0.0f, v[i] = i < rows ? b[i] : 0.0f;
+    const F top = fmax(fload(u), fload(v));
+    fstore(m, top);
+    fstore(x, fexp2(fsub(fload(u), top)));
+    fstore(y, fexp2(fsub(fload(v), top)));
 }
 
 void attn_merge(int64_t d, int64_t rows, const AttnState& into, const AttnState& part) {
+    float m[16], x[16], y[16];
     for (int64_t r = 0; r < rows; r++) {
+        const int64_t j = r % 16;
+        if (j == 0) merge_factors(into.m + r, part.m + r, rows - r, m, x, y);
         if (part.m[r] == MASKED) continue;
         float *a = into.acc + r * d, *b = part.acc + r * d;
         if (into.m[r] == MASKED) {
@@ -205,26 +297,21 @@ void attn_merge(int64_t d, int64_t rows, const AttnState& into, const AttnState&
             memcpy(a, b, size_t(d) * 4);
             continue;
         }
-        const float m = into.m[r] > part.m[r] ? into.m[r] : part.m[r];
-        float e[32];
-        fstore(e, fexp(fset1(into.m[r] - m)));
-        fstore(e + 16, fexp(fset1(part.m[r] - m)));
-        const F x = fset1(e[0]), y = fset1(e[16]);
-        for (int64_t i = 0; i < d; i += 16) fstore(a + i, fma(fload(b + i), y, fmul(fload(a + i), x)));
-        into.m[r] = m;
-        into.l[r] = into.l[r] * e[0] + part.l[r] * e[16];
+        const F u = fset1(x[j]), v = fset1(y[j]);
+        for (int64_t i = 0; i < d; i += 16) fstore(a + i, fma(fload(b + i), v, fmul(fload(a + i), u)));
+        into.m[r] = m[j];
+        into.l[r] = into.l[r] * x[j] + part.l[r] * y[j];
     }
 }
 
 void attn_finish(int64_t d, float m, float l, const float* acc, const float* sink, float* out) {
     float weight = 1.0f;
     if (sink) {
-        const float top = m > *sink ? m : *sink;
-        float e[32];
-        fstore(e, fexp(fset1(m - top)));
-        fstore(e + 16, fexp(fset1(*sink - top)));
-        weight = e[0];
-        l = l * e[0] + e[16];
+        const float s = *sink * LOG2E;
+        float top[16], x[16], y[16];
+        merge_factors(&m, &s, 1, top, x, y);
+        weight = x[0];
+        l = l * x[0] + y[0];
     }
     const F w = fset1(l > 0.0f ? weight / l : 0.0f);
     for (int64_t i = 0; i < d; i += 16) fstore(out + i, fmul(fload(acc + i), w));

@@ -92,6 +92,7 @@ inline CellLayout cell_layout(int32_t type, int64_t head_dim) {
 struct KvTile {
     const void* k[KV_CELLS];
     const void* v[KV_CELLS];
+    const KvTile* next = nullptr;  // read after this one: its lines may be fetched meanwhile
 };
 
 // Attention state of query rows: maximum, sum and weighted values; rows are merged tile after tile.

@@ -73,43 +73,60 @@ Range Run::tiles_of(const Attention& a, int64_t seq, int64_t t0, int64_t t1) con
     return {from / KV_TILE, position_of(seq, t1 - 1) / KV_TILE + 1};
 }
 
-// Pointers to a tile's cells in compute form; only cells with tokens in `tokens` (absolute) are looked up.
-void Run::load_tile(const Attention& a, int64_t seq, int64_t head, int64_t tile, Range tokens, KvTile* to) {
+// Where a tile's cells lie in the cache; only cells with tokens in `tokens` (absolute) are looked up.
+void Run::find_cells(const Attention& a, int64_t seq, int64_t head, int64_t tile, Range tokens, KvTile* to) const {
     const Group& g = p.groups[size_t(a.group)];
     const int32_t* table = in.block_tables[a.group] + seq * in.table_width[a.group];
-    const int64_t cells = p.block_size / LANES, element = p.bf16 ? 2 : 4;
-    const bool direct = p.bf16 ? p.kv_type == KV_BF16 : p.kv_type == KV_F32;
+    const int64_t cells = p.block_size / LANES;
     for (int64_t c = 0; c < KV_CELLS; c++) {
         const int64_t at = tile * KV_TILE + c * LANES;
-        if (at >= tokens.last || at + LANES <= tokens.first) {
-            to->k[c] = to->v[c] = w.dummy_cell;
-            continue;
-        }
+        to->k[c] = to->v[c] = w.dummy_cell;
+        if (at >= tokens.last || at + LANES <= tokens.first) continue;
         const int64_t cell = at % p.block_size / LANES;
         const uint8_t* base = g.data + table[at / p.block_size] * g.block_bytes + a.layer_offset + head * a.head_bytes;
-        const uint8_t* kc = base + cell * a.cell.k_cell;
-        const uint8_t* vc = base + cells * a.cell.k_cell + cell * a.cell.v_cell;
-        to->k[c] = kc;
-        to->v[c] = vc;
-        if (direct) continue;
-        const uint8_t* kp = base + cells * (a.cell.k_cell + a.cell.v_cell) + cell * a.cell.k_params;
-        const uint8_t* vp = base + cells * (a.cell.k_cell + a.cell.v_cell + a.cell.k_params) + cell * a.cell.v_params;
-        uint8_t* k = own.attention.keys + c * LANES * a.dpad * element;
-        uint8_t* v = own.attention.values + c * LANES * a.dpad * element;
-        ops.kv_load(p.kv_type, a.dpad, kc, vc, kp, vp, p.bf16, std::min(LANES, tokens.last - at), k, v);
-        to->k[c] = k;
-        to->v[c] = v;
+        to->k[c] = base + cell * a.cell.k_cell;
+        to->v[c] = base + cells * a.cell.k_cell + cell * a.cell.v_cell;
     }
 }
 
-// Tokens [t0, t1) of one sequence and one kv head over one tile, into a fresh state.
-void Run::attend_tile(const Attention& a, int64_t seq, int64_t head, int64_t t0, int64_t t1, int64_t tile,
-                      const AttnState& to) {
+// Cells as they are stored to the form that the attention kernel reads, where that is another.
+void Run::load_cells(const Attention& a, int64_t tile, Range tokens, KvTile* cells) {
+    const int64_t in_block = p.block_size / LANES, element = p.bf16 ? 2 : 4;
+    for (int64_t c = 0; c < KV_CELLS; c++) {
+        const int64_t at = tile * KV_TILE + c * LANES;
+        if (cells->k[c] == w.dummy_cell) continue;
+        const int64_t cell = at % p.block_size / LANES;
+        const uint8_t* kc = static_cast<const uint8_t*>(cells->k[c]);
+        const uint8_t* vc = static_cast<const uint8_t*>(cells->v[c]);
+        const uint8_t* params = vc + (in_block - cell) * a.cell.v_cell;
+        uint8_t* k = own.attention.keys + c * LANES * a.dpad * element;
+        uint8_t* v = own.attention.values + c * LANES * a.dpad * element;
+        ops.kv_load(p.kv_type, a.dpad, kc, vc, params + cell * a.cell.k_params,
+                    params + in_block * a.cell.k_params + cell * a.cell.v_params, p.bf16, std::min(LANES, tokens.last - at), k, v);
+        cells->k[c] = k;
+        cells->v[c] = v;
+    }
+}
+
+// Tokens that tokens [t0, t1) of a sequence see, as absolute positions.
+Range Run::seen(const Attention& a, int64_t seq, int64_t t0, int64_t t1) const {
+    return {a.window ? std::max<int64_t>(0, position_of(seq, t0) - a.window + 1) : 0, position_of(seq, t1 - 1) + 1};
+}
+
+// One piece of attention into a fresh state; `next` is the one that this thread takes on afterwards, or null.
+void Run::attend_tile(const Attention& a, const Piece& piece, const Piece* next, const AttnState& to) {
+    const auto [seq, head, t0, t1, tile] = piece;
     AttnScratch& s = own.attention;
-    const int64_t base = tile * KV_TILE, end = position_of(seq, t1 - 1) + 1;
-    const int64_t from = a.window ? std::max<int64_t>(0, position_of(seq, t0) - a.window + 1) : 0;
-    KvTile kv;
-    load_tile(a, seq, head, tile, {from, end}, &kv);
+    const int64_t base = tile * KV_TILE;
+    const Range tokens = seen(a, seq, t0, t1);
+    KvTile kv, ahead;
+    find_cells(a, seq, head, tile, tokens, &kv);
+    if (p.bf16 ? p.kv_type == KV_BF16 : p.kv_type == KV_F32) {
+        if (next) find_cells(a, next->seq, next->head, next->tile, seen(a, next->seq, next->first, next->last), &ahead);
+        kv.next = next ? &ahead : nullptr;
+    } else {
+        load_cells(a, tile, tokens, &kv);
+    }
     for (int64_t t = t0; t < t1; t++) {
         const int64_t pos = position_of(seq, t), low = a.window ? pos - a.window + 1 - base : 0;
         for (int64_t i = 0; i < a.per_kv; i++) {
@@ -136,20 +153,39 @@ void Run::finish_rows(const Attention& a, int64_t head, const AttnState& s, int6
     }
 }
 
-void Run::attend_block(const Attention& a, const QueryBlock& b, int64_t head) {
+// Query blocks [first, last) of the chunk, all kv heads `heads` of each: tile after tile, and in a tile head after head, as
+// they lie in the cache.
+void Run::attend_blocks(const Attention& a, Range which, Range heads) {
     AttnScratch& s = own.attention;
-    const int64_t rows = (b.last - b.first) * a.per_kv;
-    const Range tiles = tiles_of(a, b.seq, b.first, b.last);
-    attend_tile(a, b.seq, head, b.first, b.last, tiles.first, s.running);
-    for (int64_t tile = tiles.first + 1; tile < tiles.last; tile++) {
-        attend_tile(a, b.seq, head, b.first, b.last, tile, s.part);
-        ops.attn_merge(a.dpad, rows, s.running, s.part);
+    const int64_t count_heads = heads.last - heads.first;
+    Piece piece, next;
+    auto at = [&](int64_t block, int64_t i) {  // piece i of a block
+        const QueryBlock& b = blocks[size_t(block)];
+        return Piece{b.seq, heads.first + i % count_heads, b.first, b.last, tiles_of(a, b.seq, b.first, b.last).first + i / count_heads};
+    };
+    next = at(which.first, 0);
+    for (int64_t block = which.first; block < which.last; block++) {
+        const QueryBlock& b = blocks[size_t(block)];
+        const int64_t rows = (b.last - b.first) * a.per_kv;
+        const Range tiles = tiles_of(a, b.seq, b.first, b.last);
+        const int64_t pieces = (tiles.last - tiles.first) * count_heads;
+        for (int64_t i = 0; i < pieces; i++) {
+            piece = next;
+            const bool more = i + 1 < pieces || block + 1 < which.last;
+            if (more) next = i + 1 < pieces ? at(block, i + 1) : at(block + 1, 0);
+            const int64_t row = i % count_heads * rows;
+            const AttnState into{s.running.m + row, s.running.l + row, s.running.acc + row * a.dpad};
+            attend_tile(a, piece, more ? &next : nullptr, i < count_heads ? into : s.part);
+            if (i >= count_heads) ops.attn_merge(a.dpad, rows, into, s.part);
+        }
+        for (int64_t t = b.first; t < b.last; t++)
+            for (int64_t h = heads.first; h < heads.last; h++)
+                finish_rows(a, h, s.running, (h - heads.first) * rows + (t - b.first) * a.per_kv, w.mid.x + (t - first) * w.mid.ldx);
     }
-    for (int64_t t = b.first; t < b.last; t++)
-        finish_rows(a, head, s.running, (t - b.first) * a.per_kv, w.mid.x + (t - first) * w.mid.ldx);
 }
 
-// Few tokens: the tiles of every token and head are items of their own, merged afterwards in the same order.
+// Few tokens: the tiles of every token and head are items of their own, merged afterwards in the same order. They are taken
+// tile after tile, as they lie in the cache.
 void Run::attend_split(const Attention& a) {
     int64_t items = 0;
     Range tiles[SMALL];
@@ -157,16 +193,20 @@ void Run::attend_split(const Attention& a) {
         tiles[t] = tiles_of(a, seq_of[size_t(t)], first + t, first + t + 1);
         items += (tiles[t].last - tiles[t].first) * a.kv_heads;
     }
+    auto at = [&](int64_t i) {
+        int64_t t = 0;
+        for (; i >= (tiles[t].last - tiles[t].first) * a.kv_heads; t++) i -= (tiles[t].last - tiles[t].first) * a.kv_heads;
+        return Piece{seq_of[size_t(t)], i % a.kv_heads, first + t, first + t + 1, tiles[t].first + i / a.kv_heads};
+    };
     const int64_t size = a.per_kv * (a.dpad + 2);
     float* partial = w.partial_pages.at<float>(0);
     share(P_ATTENTION, items, 1, [&](Range r) {
+        Piece piece, next = at(r.first);
         for (int64_t item = r.first; item < r.last; item++) {
-            int64_t t = 0, i = item;
-            for (; i >= (tiles[t].last - tiles[t].first) * a.kv_heads; t++) i -= (tiles[t].last - tiles[t].first) * a.kv_heads;
-            const int64_t n = tiles[t].last - tiles[t].first;
+            piece = next;
+            if (item + 1 < r.last) next = at(item + 1);
             float* s = partial + item * size;
-            attend_tile(a, seq_of[size_t(t)], i / n, first + t, first + t + 1, tiles[t].first + i % n,
-                        {s, s + a.per_kv, s + 2 * a.per_kv});
+            attend_tile(a, piece, item + 1 < r.last ? &next : nullptr, {s, s + a.per_kv, s + 2 * a.per_kv});
         }
     });
 }
@@ -178,13 +218,14 @@ void Run::merge_split(const Attention& a) {
     for (int64_t t = 0; t < count; t++) {
         const Range tiles = tiles_of(a, seq_of[size_t(t)], first + t, first + t + 1);
         for (int64_t h = 0; h < a.kv_heads; h++) {
-            for (int64_t tile = tiles.first; tile < tiles.last; tile++, partial += size) {
-                const AttnState part{partial, partial + a.per_kv, partial + 2 * a.per_kv};
-                if (tile == tiles.first) std::fill(into.m, into.m + a.per_kv, -INFINITY);
-                ops.attn_merge(a.dpad, a.per_kv, into, part);
+            std::fill(into.m, into.m + a.per_kv, -INFINITY);
+            for (int64_t tile = 0; tile < tiles.last - tiles.first; tile++) {
+                float* s = partial + (tile * a.kv_heads + h) * size;
+                ops.attn_merge(a.dpad, a.per_kv, into, {s, s + a.per_kv, s + 2 * a.per_kv});
             }
             finish_rows(a, h, into, 0, own.mid.x + t * own.mid.ldx);
         }
+        partial += (tiles.last - tiles.first) * a.kv_heads * size;
         quantize_row(a.out, own.mid, t);
     }
 }
@@ -207,10 +248,15 @@ void Run::attention(const Sublayer& s) {
         add_post(s);
         return;
     }
-    const int64_t items = int64_t(blocks.size()) * a.kv_heads;
-    share(P_ATTENTION, items, 1, [&](Range r) {
-        for (int64_t i = r.first; i < r.last; i++) attend_block(a, blocks[size_t(i / a.kv_heads)], i % a.kv_heads);
-    }, items);
+    const int64_t n = int64_t(blocks.size());
+    const bool decode = n == count;  // a token each: all heads together, and runs of sequences, so that reading never pauses
+    if (decode && n >= GRAIN * threads)
+        share(P_ATTENTION, n, 1, [&](Range r) { attend_blocks(a, r, {0, a.kv_heads}); });
+    else
+        share(P_ATTENTION, n * a.kv_heads, 1, [&](Range r) {
+            for (int64_t i = r.first; i < r.last; i++)
+                attend_blocks(a, {i / a.kv_heads, i / a.kv_heads + 1}, {i % a.kv_heads, i % a.kv_heads + 1});
+        }, n * a.kv_heads);
     down(s, a.o, a.out, false, P_O);
 }
 

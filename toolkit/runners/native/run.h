@@ -78,9 +78,15 @@ private:
     void turn_and_store(const Attention& a, int64_t t, int64_t head);
     int64_t position_of(int64_t seq, int64_t flat) const { return in.seq_lens[seq] - (in.cu_seqlens[seq + 1] - flat); }
     Range tiles_of(const Attention& a, int64_t seq, int64_t t0, int64_t t1) const;
-    void load_tile(const Attention& a, int64_t seq, int64_t head, int64_t tile, Range tokens, KvTile* to);
-    void attend_tile(const Attention& a, int64_t seq, int64_t head, int64_t t0, int64_t t1, int64_t tile, const AttnState& to);
-    void attend_block(const Attention& a, const QueryBlock& b, int64_t head);
+    // One tile, for tokens [first, last) of a sequence and one kv head.
+    struct Piece {
+        int64_t seq, head, first, last, tile;
+    };
+    Range seen(const Attention& a, int64_t seq, int64_t t0, int64_t t1) const;
+    void find_cells(const Attention& a, int64_t seq, int64_t head, int64_t tile, Range tokens, KvTile* to) const;
+    void load_cells(const Attention& a, int64_t tile, Range tokens, KvTile* cells);
+    void attend_tile(const Attention& a, const Piece& piece, const Piece* next, const AttnState& to);
+    void attend_blocks(const Attention& a, Range which, Range heads);
     void attend_split(const Attention& a);
     void merge_split(const Attention& a);
     void finish_rows(const Attention& a, int64_t head, const AttnState& s, int64_t row, float* to);

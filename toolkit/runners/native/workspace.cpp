@@ -50,7 +50,7 @@ InputBuffer Workspace::input(int64_t rows, int64_t width) {
 namespace {
 
 struct Widths {
-    int64_t in, mid, qkv = 16, queries = 16, heads_per_kv = 1, dpad = 16, kv_cell = 0, scratch = 64, experts = 16, top_k = 0,
+    int64_t in, mid, qkv = 16, queries = 16, heads = 1, dpad = 16, kv_cell = 0, scratch = 64, experts = 16, top_k = 0,
                      moe = 16;
     void linear(const Ops& ops, const Linear& l) {
         if (l.present()) scratch = std::max(scratch, ops.linear_scratch(l.w));
@@ -72,7 +72,7 @@ Widths measure(const Program& p, const Ops& ops) {
             w.mid = std::max(w.mid, a.out.width);
             w.qkv = std::max(w.qkv, pad16(a.heads * a.head_dim) + 2 * pad16(a.kv_heads * a.head_dim));
             w.queries = std::max(w.queries, a.heads * a.dpad);
-            w.heads_per_kv = std::max(w.heads_per_kv, a.per_kv);
+            w.heads = std::max(w.heads, a.heads);
             w.dpad = std::max(w.dpad, a.dpad);
         } else if (s.kind == 1) {
             w.mlp(ops, s.mlp);
@@ -100,7 +100,7 @@ Workspace::Workspace(const Program& p, const Ops& ops, int thread_count) : threa
     router_ld = w.experts;
     moe_width = w.moe;
     moe_pairs = CHUNK * w.top_k;
-    const int64_t rows = std::max(QUERY_ROWS, w.heads_per_kv);
+    const int64_t rows = std::max(QUERY_ROWS, w.heads);
     x = take<float>(CHUNK * hidden_ld);
     tmp = take<float>(CHUNK * hidden_ld);
     qkv = take<float>(CHUNK * qkv_ld);
