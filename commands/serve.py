@@ -51,6 +51,7 @@ def api_server(
     disable_fastapi_docs: Annotated[
         bool, typer.Option("--disable-fastapi-docs", help="No documentation pages at / and /openapi.json.")
     ] = False,
+    disable_metrics: Annotated[bool, typer.Option("--disable-metrics", help="No /metrics.")] = False,
     log_level: Annotated[str, typer.Option(help="critical, error, warning, info (requests too) or debug.")] = "warning",
     max_log_len: Annotated[
         int | None, typer.Option(min=0, metavar="<int>", help="Characters of a prompt in the log. Default: all.")
@@ -61,6 +62,7 @@ def api_server(
     Example: tool serve api_server demo --server-port 23333
     """
     config = engine.config()
+    config.enable_metrics = not disable_metrics
     keys = [key.strip() for entry in api_keys or () for key in entry.split(",")]
     if not all(keys):
         raise UsageError("--api-keys: expected non-empty keys, found an empty one")

@@ -53,9 +53,37 @@ def test_values_of_a_wrong_type(name: str, value: Any) -> None:
         GenerationConfig(**{name: value})
 
 
+def test_lmdeploy_s_other_fields_take_their_default_alone() -> None:
+    """All fields of LMDeploy 0.18, each at its default there."""
+    theirs: dict[str, Any] = dict(
+        n=1, max_new_tokens=512, do_sample=False, top_p=1.0, top_k=50, min_p=0.0, temperature=0.8,
+        repetition_penalty=1.0,
+        ignore_eos=False, random_seed=None, stop_words=None, bad_words=None, stop_token_ids=None, bad_token_ids=None,
+        min_new_tokens=None, skip_special_tokens=True, spaces_between_special_tokens=True, logprobs=None,
+        logprob_start_len=-1, response_format=None, logits_processors=None, output_logits=None,
+        output_last_hidden_state=None, include_stop_str_in_output=False, return_ppl=False, with_cache=False,
+        preserve_cache=False, migration_request=None, return_routed_experts=False, repetition_ngram_size=0,
+        repetition_ngram_threshold=0,
+    )  # fmt: skip
+    assert GenerationConfig(**theirs) == GenerationConfig()
+    others: dict[str, Any] = dict(
+        logprob_start_len=0,
+        return_ppl=True,
+        with_cache=True,
+        preserve_cache=1,
+        migration_request={},
+        return_routed_experts=5,
+    )
+    for name, value in others.items():
+        with pytest.raises(UsageError, match=rf"^{name}: found .*expected {theirs[name]}"):
+            GenerationConfig(**{name: value})
+
+
 @pytest.mark.parametrize("config", [TurbomindEngineConfig, PytorchEngineConfig])
-@pytest.mark.parametrize("name", ["enable_prefix_caching", "enable_metrics"])
+@pytest.mark.parametrize("name", ["enable_prefix_caching", "enable_metrics", "eager_mode"])
 def test_switches_of_the_engine(config: Any, name: str) -> None:
+    if name not in config.__dataclass_fields__:
+        return
     with pytest.raises(UsageError, match=name):
         config(**{name: "no"})
 

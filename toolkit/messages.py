@@ -46,12 +46,32 @@ def _switches(config: Any, *names: str) -> None:
             raise UsageError(f"{name}: expected True or False, found {_shown(value)}")
 
 
+def _only_defaults(config: Any, unbuilt: dict[str, str]) -> None:
+    """Raise UsageError for a field of ``unbuilt`` that is not at its default, with what that dict says to do."""
+    defaults = {f.name: f.default for f in fields(config)}
+    for name, advice in unbuilt.items():
+        value = getattr(config, name)
+        if type(value) is not type(defaults[name]) or value != defaults[name]:
+            raise UsageError(f"{name}: found {_shown(value)}, expected {defaults[name]!r}: {advice}")
+
+
 def _is_token(item: Any) -> bool:
     return isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 1 << 31
 
 
 def _plain(number: float) -> str:
     return str(number) if isinstance(number, int) else f"{number:g}"
+
+
+# Fields of LMDeploy's GenerationConfig without a counterpart here, and what to do instead.
+_NOT_GENERATED = {
+    "logprob_start_len": "for log-probabilities of the prompt use prompt_logprobs",
+    "return_ppl": "use Pipeline.get_ppl",
+    "with_cache": "caches do not leave the engine yet",
+    "preserve_cache": "caches do not leave the engine yet",
+    "migration_request": "prefill and decode are not served apart yet",
+    "return_routed_experts": "routing is not reported yet",
+}
 
 
 @dataclass
@@ -62,6 +82,9 @@ class GenerationConfig:
     ``stop_words`` and ``bad_words`` may have any number of tokens. ``random_seed``: one seed a request; choice i of n
     uses ``random_seed + i``. ``response_format``: {"type": "json_schema" | "json_object" | "regex_schema" | "grammar" |
     "choice" | "text", …}. ``logits_processors`` (in process only): callables (token_ids, logits) -> logits.
+    ``repetition_ngram_size`` and ``repetition_ngram_threshold``, where both are above 0: the answer ends as soon as its
+    last ``size`` tokens stand in it ``threshold`` times. The fields after these are LMDeploy's for what is not built
+    here: they take their default alone.
     """
 
     n: int = 1
@@ -91,6 +114,14 @@ class GenerationConfig:
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
     prompt_logprobs: int | None = None
+    repetition_ngram_size: int = 0
+    repetition_ngram_threshold: int = 0
+    logprob_start_len: int = -1
+    return_ppl: bool = False
+    with_cache: bool = False
+    preserve_cache: bool = False
+    migration_request: Any = None
+    return_routed_experts: bool = False
 
     def __post_init__(self) -> None:
         self.validate()
@@ -112,6 +143,9 @@ class GenerationConfig:
         _number("repetition_penalty", self.repetition_penalty, 0, 100, open_low=True)
         _number("presence_penalty", self.presence_penalty, -2, 2)
         _number("frequency_penalty", self.frequency_penalty, -2, 2)
+        _number("repetition_ngram_size", self.repetition_ngram_size, 0, 1 << 20, whole=True)
+        _number("repetition_ngram_threshold", self.repetition_ngram_threshold, 0, 1 << 30, whole=True)
+        _only_defaults(self, _NOT_GENERATED)
         if self.random_seed is not None:
             _number("random_seed", self.random_seed, -(1 << 63), SEED_MAX, whole=True)
         if self.logprobs is not None:
@@ -231,7 +265,8 @@ class TurbomindEngineConfig:
     """Options of the ``turbomind`` backend, the fast path: the ``native`` runner.
 
     ``cache_max_entry_count``: share of free memory for the KV cache, or (an integer) its number of blocks.
-    ``device``: "auto", "cpu", "cuda" or "cuda:N". ``threads``: CPU threads, None = all.
+    ``device``: "auto", "cpu", "cuda" or "cuda:N". ``threads``: CPU threads, None = all. ``enable_metrics``: whether a
+    server of this engine offers /metrics.
     """
 
     dtype: str = "auto"
@@ -266,6 +301,8 @@ class PytorchEngineConfig:
     """Options of the ``pytorch`` backend: the ``torch`` runner, any spec on any device torch has.
 
     ``device_type``: "auto", "cpu", "cuda" or "cuda:N". ``num_gpu_blocks``: KV blocks, 0 = planned from memory.
+    ``enable_metrics``: whether a server of this engine offers /metrics. ``eager_mode``: forbid captured graphs
+    (the torch runner has none so far, so that both values mean the same).
     """
 
     dtype: str = "auto"
@@ -291,6 +328,7 @@ class PytorchEngineConfig:
 
     def __post_init__(self) -> None:
         _check_engine(self, "block_size")
+        _switches(self, "eager_mode")
         _number("num_gpu_blocks", self.num_gpu_blocks, 0, 1 << 40, whole=True)
         if self.adapters is not None:
             raise UsageError("adapters: LoRA adapters are not built yet; merge the adapter into the checkpoint")

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import socket
+import urllib.error
 import urllib.request
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from toolkit.errors import ToolkitError
+from toolkit.messages import PytorchEngineConfig, TurbomindEngineConfig
+from toolkit.serve import run
 from toolkit.serve.metrics import ServerMetrics
 from toolkit.serve.run import bind, listen
 
@@ -132,3 +136,23 @@ def test_cross_origin(start: Any) -> None:
     reply, _ = fetch(f"{some.url}/health", origin)
     assert reply.headers["access-control-allow-origin"] == "http://a.example"
     assert "access-control-allow-origin" not in fetch(f"{some.url}/health", {"Origin": "http://b.example"})[0].headers
+
+
+def test_metrics_can_be_turned_off(start: Any) -> None:
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        fetch(f"{start(metrics=False).url}/metrics")
+
+
+@pytest.mark.parametrize("kind", [TurbomindEngineConfig, PytorchEngineConfig])
+@pytest.mark.parametrize("wanted", [True, False])
+def test_enable_metrics_of_the_engine_decides(kind: Any, wanted: bool, tmp_path: Any, monkeypatch: Any) -> None:
+    engine = SimpleNamespace(
+        tokenizer=SimpleNamespace(path=tmp_path), model_name="m", session_len=9, stats=dict, close=lambda: None
+    )
+    apps: list[Any] = []
+    monkeypatch.setattr(run.AsyncEngine, "open", lambda *args, **options: engine)
+    monkeypatch.setattr(run.ChatTemplate, "open", lambda *args: None)
+    monkeypatch.setattr(run, "run_app", lambda app, *rest: apps.append(app))
+    address = run.Address(port=0)
+    run.serve("m", address, engine_config=kind(enable_metrics=wanted), progress=print, ready=lambda url, engine: None)
+    assert ("/metrics" in {getattr(r, "path", None) for r in apps[0].routes}) == wanted

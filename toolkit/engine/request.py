@@ -26,6 +26,8 @@ class SamplingParams:
     bad_token_ids: list[int] = field(default_factory=list)
     bad_words: list[str] = field(default_factory=list)  # any number of tokens each
     logit_bias: dict[int, float] = field(default_factory=dict)
+    ngram_size: int = 0  # the answer ends when its last so many tokens
+    ngram_limit: int = 0  # are in it so many times; 0 = never
     logprobs: int = -1  # -1 none, 0 the chosen token's, k the top k too
     prompt_logprobs: int = -1
     grammar: dict[str, Any] | None = None  # a response_format

@@ -64,9 +64,12 @@ class StepResults:
         seq.arrive(token)
         output = EngineOutput(seq.id, [token], cached_tokens=seq.cached_tokens, time=time.perf_counter())
         known = seq.known
+        circling = seq.repeats is not None and seq.repeats.add(token)
         if token in seq.stop_ids or (seq.grammar is not None and token in seq.grammar.stops):
             output.finish_reason, output.stop_token = "stop", token
         elif seq.grammar is not None and seq.grammar.accept(token):
+            output.finish_reason = "stop"
+        elif circling and known - seq.prompt_len >= seq.params.min_new_tokens:
             output.finish_reason = "stop"
         elif known - seq.prompt_len >= seq.params.max_new_tokens or known >= seq.max_len:
             output.finish_reason = "length"

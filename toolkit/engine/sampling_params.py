@@ -42,6 +42,8 @@ def resolve(config: GenerationConfig, tokenizer: Tokenizer, prompt_len: int, ses
         bad_token_ids=list(config.bad_token_ids or ()),
         bad_words=list(config.bad_words or ()),
         logit_bias=dict(config.logit_bias or {}),
+        ngram_size=config.repetition_ngram_size,
+        ngram_limit=config.repetition_ngram_threshold,
         logprobs=-1 if config.logprobs is None else config.logprobs,
         prompt_logprobs=-1 if config.prompt_logprobs is None else config.prompt_logprobs,
         grammar=config.response_format,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.engine.ngrams import RepeatedNgrams
 from toolkit.engine.request import EngineRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class Sequence:
         wants_all = self.params.logits == "all" or self.params.hidden == "all" or self.params.prompt_logprobs >= 0
         self.wants_all = wants_all or self.request.score_only
         self.wants_rows = self.params.logits is not None or self.params.hidden is not None
+        counts = self.params.ngram_size and self.params.ngram_limit
+        self.repeats = RepeatedNgrams(self.params.ngram_size, self.params.ngram_limit) if counts else None
         self.draws = not (self.request.score_only or self.processors)  # the runner draws its tokens
         # The next step's input depends on this step's token by more than its id: no running ahead of results.
         self.needs_host = bool(self.processors or self.grammar or self.bad_words or self.history)

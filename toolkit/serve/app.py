@@ -92,6 +92,9 @@ def _add_plain_routes(app: FastAPI, state: ServerState) -> None:
         good = state.engine.healthy
         return json_response({"status": "healthy" if good else "unhealthy"}, 200 if good else 503)
 
+    if not state.settings.metrics:
+        return
+
     @app.get("/metrics", summary="Metrics for Prometheus")
     async def metrics() -> HttpResponse:
         return HttpResponse(state.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -128,6 +128,10 @@ class GenerateRequest(Strict):
     top_k: int | None = Field(None, ge=-1, le=1 << 30, description="0 or -1 = all")
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
+    repetition_ngram_size: int | None = Field(None, ge=0, le=1 << 20, description="See repetition_ngram_threshold")
+    repetition_ngram_threshold: int | None = Field(
+        None, ge=0, le=1 << 30, description="End the answer when its last ngram_size tokens are in it so many times"
+    )
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None

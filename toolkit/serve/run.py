@@ -167,7 +167,8 @@ def serve(
         engine = AsyncEngine.open(model, backend_config=engine_config, progress=progress, process=True)
         try:
             template = ChatTemplate.open(engine.tokenizer, engine.tokenizer.path, chat_template)
-            options = ServerSettings(model_name=model_name or engine.model_name, **(settings or {}))  # type: ignore[arg-type]
+            chosen = {"metrics": engine_config is None or engine_config.enable_metrics} | (settings or {})
+            options = ServerSettings(model_name=model_name or engine.model_name, **chosen)  # type: ignore[arg-type]
             app = create_app(engine, template, options)
             run_app(app, sock, address, log_level, lambda url: ready(url, engine))
         finally:

@@ -65,6 +65,8 @@ def generation_config(
         skip_special_tokens=_or(request.skip_special_tokens, True),
         spaces_between_special_tokens=_or(request.spaces_between_special_tokens, True),
         include_stop_str_in_output=bool(request.include_stop_str_in_output),
+        repetition_ngram_size=request.repetition_ngram_size or 0,
+        repetition_ngram_threshold=request.repetition_ngram_threshold or 0,
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         logit_bias=_logit_bias(request.logit_bias, vocab_size),

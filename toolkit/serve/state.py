@@ -25,6 +25,7 @@ class ServerSettings:
     api_keys: Sequence[str] = ()
     allow_origins: Sequence[str] = ("*",)
     docs: bool = True
+    metrics: bool = True
     max_concurrent_requests: int | None = None
     max_log_len: int | None = None
     max_body_bytes: int = 32 << 20
