@@ -32,6 +32,13 @@ def run(
             "or auto (default): every matrix as it is."
         ),
     ] = None,
+    calibration: Annotated[
+        str | None,
+        typer.Option(
+            help="With --to gguf: statistics that `tool lite calibrate` wrote for MODEL; errors in columns with large "
+            "inputs then count more (an importance matrix)."
+        ),
+    ] = None,
     target: Annotated[
         str, typer.Option(help="What to pack for: auto (the best for this machine), cpu or torch.")
     ] = "auto",
@@ -71,10 +78,11 @@ def run(
             "--head-bits": head_bits,
             "--tp": tp != 1,
         }
-        _rewrite(model, dst_path, to, gguf_type, dtype, overwrite, revision, download_dir, json, given)
+        _rewrite(model, dst_path, to, gguf_type, calibration, dtype, overwrite, revision, download_dir, json, given)
         return
-    if gguf_type is not None:
-        raise UsageError("--gguf-type: only with --to gguf; leave it out")
+    if gguf_type is not None or calibration is not None:
+        option = "--gguf-type" if gguf_type is not None else "--calibration"
+        raise UsageError(f"{option}: only with --to gguf; leave it out")
     path = resolve_model(model, revision=revision, download_dir=download_dir)
     started = time.perf_counter()
     with Progress() as progress:
@@ -110,6 +118,7 @@ def _rewrite(
     dst_path: str,
     to: str,
     gguf_type: str | None,
+    calibration: str | None,
     dtype: str,
     overwrite: bool,
     revision: str | None,
@@ -124,15 +133,23 @@ def _rewrite(
 
     if wrong := next((name for name, value in given.items() if value), None):
         raise UsageError(f"{wrong}: only for engine artifacts, not with --to; leave it out")
+    if calibration is not None and (to != "gguf" or gguf_type in (None, "auto", "f32", "f16", "bf16", "q8_0")):
+        raise UsageError("--calibration: only with --to gguf and a --gguf-type whose scales are searched (q4_k_m, …)")
     path = resolve_model(model, revision=revision, download_dir=download_dir)
     started = time.perf_counter()
     with Progress() as progress:
+        importance = None
+        if calibration is not None:
+            from toolkit.quant.gguf import importance_of
+
+            importance = importance_of(path, Path(calibration).expanduser())
         done = rewrite(
             str(path),
             dst_path,
             to=to,
             gguf_type=gguf_type or "auto",
             dtype=dtype,
+            importance=importance,
             overwrite=overwrite,
             progress=partial(progress.update, f"converting {model}"),
         )

@@ -64,7 +64,8 @@ class LiteFlags:
     format: Annotated[
         str | None,
         typer.Option(
-            "--format", help="awq, gptq, gptq_v2, compressed-tensors, w8a8, fp8, mxfp4. Default: the method's."
+            "--format",
+            help="awq, gptq, gptq_v2, compressed-tensors, w8a8, fp8, mxfp4, auto_round, gguf. Default: the method's.",
         ),
     ] = None
     skip: Annotated[
@@ -136,12 +137,12 @@ def choices(rows: list[dict[str, Any]]) -> list[tuple[str, str, str, str, str]]:
     """What ``search`` chose, for a table: losses in percent of the layer's output, squared."""
 
     def grid(c: dict[str, Any] | None) -> str:
-        return "" if c is None else f"{c['bits']} bits, {c['group_size']}: {100 * c['loss']:.4f}"
+        return "" if c is None else f"{chosen(c)}: {100 * c['loss']:.4f}"
 
-    return [
-        (r["unit"], f"{r['bits']}, {r['group_size']}", f"{100 * r['loss']:.4f}", grid(r["cheaper"]), grid(r["dearer"]))
-        for r in rows
-    ]
+    def chosen(c: dict[str, Any]) -> str:
+        return c["kind"] or f"{c['bits']} bits, {c['group_size']}"
+
+    return [(r["unit"], chosen(r), f"{100 * r['loss']:.4f}", grid(r["cheaper"]), grid(r["dearer"])) for r in rows]
 
 
 def group_size(text: str) -> int | str:
@@ -163,7 +164,7 @@ def report(result: Result, flags: LiteFlags) -> None:
     quality = result.quality
     if result.already_there:
         stderr().print(f"{result.path}: already there")
-    for line in warnings(quality["layers"]):
+    for line in [*warnings(quality["layers"]), *quality.get("notes", ())]:
         stderr().print(f"warning: {line}", markup=False, soft_wrap=True)
     if flags.json != "-":
         stdout().print(table("Quantized", ("", "value"), _rows(result)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,9 @@ from toolkit.models.spec import AttentionSpec, DecoderSpec, StoredTensor
 _TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _EXPERTS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
 
+Load = Callable[[StoredTensor], tuple[Weight | Tensor, Tensor | None]]
+"""A stored module → (canonical weight or plain tensor, bias or None), as ``weights.load_stored`` gives it."""
+
 
 @dataclass
 class Piece:
@@ -52,7 +56,7 @@ class Piece:
 class Export:
     """A planned file. ``notes``: one line each on fall-backs and on what the file cannot say."""
 
-    checkpoint: Checkpoint
+    load: Load
     metadata: dict[str, Any]
     factors: dict[str, NDArray[np.float32]]
     pieces: list[Piece]
@@ -89,7 +93,7 @@ class Export:
             yield parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _one(self, piece: Piece, item: StoredTensor, name: str) -> NDArray[np.uint8]:
-        value = load_part(self.checkpoint, item, name, piece)
+        value = load_part(self.load, item, name, piece)
         if isinstance(value, Tensor):
             return (value.float() + piece.add).contiguous().numpy().view(np.uint8).reshape(-1)
         if not piece.rounded:
@@ -118,9 +122,9 @@ def _rows(item: StoredTensor, name: str) -> int:
     return sum(stop - start for start, stop in part.rows)
 
 
-def load_part(checkpoint: Checkpoint, item: StoredTensor, name: str, piece: Piece) -> Weight | Tensor:
+def load_part(load: Load, item: StoredTensor, name: str, piece: Piece) -> Weight | Tensor:
     """The weight or bias that a piece is made of, its rows as llama.cpp wants them."""
-    value, bias = load_stored(checkpoint, item)
+    value, bias = load(item)
     wanted = f"{name}.bias" if piece.suffix == "bias" else name
     if name == item.name:
         found: Weight | Tensor | None = bias if piece.suffix == "bias" else value
@@ -140,9 +144,11 @@ def plan_export(
     stored: list[StoredTensor],
     gguf_type: str = "auto",
     importance: Mapping[str, Tensor] | None = None,
+    load: Load | None = None,
 ) -> Export:
     """Decide on every tensor. ``gguf_type``: a mixture's name, or "auto": each matrix as it is stored, in the smallest
-    type that holds it exactly. ``importance``: canonical name → float [in], mean squared inputs.
+    type that holds it exactly. ``importance``: canonical name → float [in], mean squared inputs. ``load``: where
+    modules come from if not from ``checkpoint``, which then gives the names and the tokenizer alone.
 
     Raises ToolkitError for a quantized matrix that the type cannot hold exactly, and for a model GGUF cannot express.
     """
@@ -150,10 +156,11 @@ def plan_export(
     model = model_metadata(spec, context if isinstance(context, int) else spec.max_position)
     mixture = None if gguf_type == "auto" else find_mixture(gguf_type)
     pieces = list(_pieces(spec, stored, model, checkpoint))
+    load = load or partial(load_stored, checkpoint)
     falls: dict[tuple[str, str, int], set[str]] = {}
     for piece in pieces:
         if piece.place.columns:
-            _choose(checkpoint, piece, mixture, falls)
+            _choose(checkpoint, load, piece, mixture, falls)
     notes = list(model.notes)
     for (wanted, kind, columns), roles in sorted(falls.items()):
         names = ", ".join(sorted(roles))
@@ -167,7 +174,7 @@ def plan_export(
     }
     words = vocabulary(checkpoint.tokenizer_dir, spec.vocab_size, checkpoint.config, checkpoint.generation_config)
     metadata = {**general, **model.values, **words}
-    return Export(checkpoint, metadata, model.factors, pieces, notes, importance or {})
+    return Export(load, metadata, model.factors, pieces, notes, importance or {})
 
 
 def _file_type(pieces: list[Piece]) -> int:
@@ -178,10 +185,14 @@ def _file_type(pieces: list[Piece]) -> int:
 
 
 def _choose(
-    checkpoint: Checkpoint, piece: Piece, mixture: Mixture | None, falls: dict[tuple[str, str, int], set[str]]
+    checkpoint: Checkpoint,
+    load: Load,
+    piece: Piece,
+    mixture: Mixture | None,
+    falls: dict[tuple[str, str, int], set[str]],
 ) -> None:
     """Set the type of a matrix."""
-    weights = [load_part(checkpoint, item, name, piece) for item, name in piece.sources]
+    weights = [load_part(load, item, name, piece) for item, name in piece.sources]
     if piece.place.role == "ffn_gate_inp":
         return  # routers stay in float32
     matrices = [weight for weight in weights if not isinstance(weight, Tensor)]

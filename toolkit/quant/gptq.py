@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from toolkit.artifacts import gguf_quantize
 from toolkit.artifacts.canonical import Dense, GroupInt, Weight
 from toolkit.errors import ToolkitError
 from toolkit.models.spec import LinearSpec
@@ -101,7 +102,12 @@ def method(
 def round_site(
     linears: Sequence[LinearSpec], weights: Mapping[str, Tensor], xtx: Tensor, grid: Grid, rounding: Rounding
 ) -> list[tuple[LinearSpec, GroupInt]]:
-    """Codes of the linears that share an input: rows do not touch each other, so they are rounded as one matrix."""
+    """Codes of the linears that share an input: rows do not touch each other, so they are rounded as one matrix.
+
+    To a type with super-blocks they are rounded without error feedback, columns weighted by their mean squared input.
+    """
+    if grid.ggml is not None:
+        return [(x, _super_blocks(weights[x.name], grid.ggml, xtx, x.name)) for x in linears]
     factor = inverse_factor(xtx, rounding)
     found = []
     batch: list[LinearSpec] = []
@@ -112,6 +118,12 @@ def round_site(
             whole = round_columns(torch.cat([weights[x.name] for x in batch]), factor, grid, rounding)
             found += list(zip(batch, _split(whole, batch, weights, grid), strict=True))
             batch = []
+    return found
+
+
+def _super_blocks(weight: Tensor, kind: str, xtx: Tensor, name: str) -> GroupInt:
+    found = gguf_quantize.quantize(weight.cpu(), kind, xtx.diagonal().cpu(), name)
+    assert isinstance(found, GroupInt)
     return found
 
 

@@ -13,7 +13,7 @@ import torch
 from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Fp4, Fp8, GroupInt, Weight
 from toolkit.artifacts.formats.blocked_fp8 import BLOCK
 from toolkit.errors import UsageError
-from toolkit.quant import autoround, awq, floats, gptq, smooth
+from toolkit.quant import autoround, awq, floats, gguf, gptq, smooth
 from toolkit.quant import search as finder
 from toolkit.quant.grid import choose_group_size
 from toolkit.quant.layer_config import read_layer_config
@@ -86,7 +86,7 @@ def auto_awq(
         options=options,
         method=method,
         sample=partial(_integers, grid, order),
-        formats=("awq", "gptq_v2", "gptq", "compressed-tensors"),
+        formats=("awq", "gptq_v2", "gptq", "compressed-tensors", "gguf"),
         group_size=group_size,
         sequential=rounding == "gptq",
     )
@@ -120,7 +120,7 @@ def auto_gptq(
         options={"w_bits": w_bits, "w_sym": w_sym, "w_group_size": group_size} | _rounding_options(how),
         method=lambda dtype, _: gptq.method(grid, how, dtype=dtype),
         sample=partial(_integers, grid, desc_act and not static_groups),
-        formats=(*(("gptq", "gptq_v2") if w_sym else ("gptq_v2", "gptq")), "compressed-tensors", "awq"),
+        formats=(*(("gptq", "gptq_v2") if w_sym else ("gptq_v2", "gptq")), "compressed-tensors", "awq", "gguf"),
         group_size=group_size,
         sequential=True,
     )
@@ -174,7 +174,9 @@ def auto_round(
     gptq_names: tuple[str, ...] = ("gptq", "gptq_v2") if w_sym else ("gptq_v2", "gptq")
     if any(not g.symmetric for g in own.values()):
         gptq_names = ("gptq_v2",)
-    plain = () if own else ("awq",)  # AWQ states one grid for the whole model
+    plain: tuple[str, ...] = () if own else ("awq",)  # AWQ states one grid for the whole model
+    if all(g.symmetric or g.bits < 8 for g in own.values()):
+        plain = (*plain, "gguf")
     recipe = Recipe(
         stage="lite auto_round",
         options={"w_bits": w_bits, "w_sym": w_sym, "w_group_size": grid.group_size, "iters": iters}
@@ -214,17 +216,22 @@ def search(
     linears = targets(source, selection)
     dtype = store_dtype(common.dtype, source)
     weights = sum(x.in_features * x.out_features for x in linears)
-    budget = int(bits * weights) if bits is not None else 8 * (size or 0) - finder.fixed_bits(source, linears, dtype)
-    finder.check_budget(linears, budget)
+    in_gguf = common.format == gguf.FORMAT
+    if bits is not None:
+        budget = int(bits * weights)
+    else:
+        budget = 8 * (size or 0) - finder.fixed_bits(source, linears, dtype)
+        budget -= gguf.overhead_bits(source) if in_gguf else 0
+    finder.check_budget(linears, budget, in_gguf)
     grid, how = awq.Grid(4, 32, False), gptq.Rounding(damp=damp)
     chosen: dict[str, awq.Grid] = {}
 
     def prepare(run: Prepared) -> dict[str, Any]:
         flow = Flow(source, run.ids, run.table, run.setting.device, run.setting.batch_size)
-        units = finder.measure(source, selection, flow, dtype, how, run.directory, run.progress)
+        units = finder.measure(source, selection, flow, dtype, how, run.directory, run.progress, in_gguf)
         best = finder.allocate(units, budget)
         for unit, own in zip(units, best, strict=True):
-            chosen.update(dict.fromkeys(unit.linears, awq.Grid(own.bits, own.group_size, False)))
+            chosen.update(dict.fromkeys(unit.linears, own.grid))
         return {"search": finder.reasons(units, best)}
 
     def method(dtype: torch.dtype, _: Path) -> awq.Method:
@@ -236,7 +243,7 @@ def search(
         options={"bits": bits, "size": size} | _rounding_options(how),
         method=method,
         sample=partial(_integers, grid, False),
-        formats=("compressed-tensors", "gptq_v2"),
+        formats=("compressed-tensors", "gptq_v2", "gguf"),
         sequential=True,
         prepare=prepare,
     )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, Weight
+from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, SuperScales, Weight
 from toolkit.artifacts.checkpoint_writer import write_model
 from toolkit.artifacts.formats.describe import Layout, layout_of
 from toolkit.artifacts.formats.writers import Writer
@@ -135,8 +135,16 @@ def _stack(parts: list[Weight | Tensor]) -> Weight | Tensor:
             return torch.cat([p for p in parts if isinstance(p, Tensor)])
         case GroupInt():
             same = all(_same(first.group_index, getattr(p, "group_index", None)) for p in parts)
-            assert first.minima is None and same, "parts of a module share their input, so also its order"
-            return replace(first, codes=join("codes"), scales=join("scales"), zeros=join("zeros"))
+            assert same, "parts of a module share their input, so also its order"
+            found = replace(first, codes=join("codes"), scales=join("scales"))
+            if first.zeros is not None:
+                found = replace(found, zeros=join("zeros"))
+            if first.minima is not None:
+                found = replace(found, minima=join("minima"))
+            if first.super_scales is None:
+                return found
+            above = [p.super_scales for p in parts if isinstance(p, GroupInt) and p.super_scales is not None]
+            return replace(found, super_scales=_stack_supers(above))
         case ChannelInt8():
             return ChannelInt8(join("weight"), join("scales"))
         case Fp8():
@@ -149,6 +157,13 @@ def _stack(parts: list[Weight | Tensor]) -> Weight | Tensor:
             return Dense(join("weight"))
         case _:
             raise AssertionError(f"no method makes {type(first).__name__}")
+
+
+def _stack_supers(parts: list[SuperScales]) -> SuperScales:
+    d, codes = torch.cat([p.d for p in parts]), torch.cat([p.codes for p in parts])
+    lows = [(p.dmin, p.min_codes) for p in parts]
+    dmin, min_codes = ([x for x in column if x is not None] for column in zip(*lows, strict=True))
+    return SuperScales(d, codes, torch.cat(dmin), torch.cat(min_codes)) if dmin else SuperScales(d, codes)
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:

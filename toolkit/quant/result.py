@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, Weight
+from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, SuperScales, Weight
 from toolkit.quant.sites import Site
 from toolkit.quant.statistics import Gram
 
@@ -91,6 +91,9 @@ def to_state(result: LayerResult) -> tuple[dict[str, Tensor], dict[str, Any]]:
             content = getattr(value, field.name)
             if isinstance(content, Tensor):
                 tensors[f"{name}:{field.name}"] = content
+            elif isinstance(content, SuperScales):
+                parts = {f"{name}:{field.name}.{x.name}": getattr(content, x.name) for x in dataclasses.fields(content)}
+                tensors.update({key: part for key, part in parts.items() if part is not None})
             else:
                 form[field.name] = content
         forms[name] = form
@@ -108,6 +111,9 @@ def from_state(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> LayerR
         fields = {k: v for k, v in form.items() if k != "form"}
         prefix = f"{name}:"
         fields |= {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+        supers = {k.split(".")[1]: fields.pop(k) for k in list(fields) if k.startswith("super_scales.")}
+        if supers:
+            fields["super_scales"] = SuperScales(**supers)
         if "block" in fields:
             fields["block"] = tuple(fields["block"])
         weights[name] = classes[form["form"]](**fields)

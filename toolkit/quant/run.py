@@ -12,12 +12,14 @@ from typing import Any
 import torch
 
 from toolkit.artifacts.canonical import Dense, Weight
+from toolkit.artifacts.formats.writers import WRITERS
 from toolkit.artifacts.manifest import describe_parent, file_digest, read_manifest, require_kind
 from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.stage import Stage, open_stage
 from toolkit.artifacts.tokenizer import Tokenizer
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.spec import LinearSpec
+from toolkit.quant import gguf
 from toolkit.quant.calibration import CalibrationPlan, make_plan, read_samples
 from toolkit.quant.layers import LayerSource
 from toolkit.quant.layerwise import Flow, Setting, load_head, quantize_layers, saved_layers
@@ -27,7 +29,7 @@ from toolkit.quant.result import Method, storable_bits
 from toolkit.quant.selection import Selection, select
 from toolkit.quant.selftext import self_samples
 from toolkit.quant.statistics_file import SavedStatistics, open_statistics
-from toolkit.quant.writers import choose_writer
+from toolkit.quant.writers import choose_format
 
 EVAL_TOKENS = 24576  # of the held-out text: all of it, for most tokenizers
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -134,7 +136,11 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
     check_common(common)
     device, dtype = find_device(common.device), store_dtype(common.dtype, source)
     selection = choose(source, common)
-    writer = choose_writer(common.format, recipe.formats, _stored_linears(source, selection), recipe.sample)
+    form = choose_format(common.format, recipe.formats, _stored_linears(source, selection), recipe.sample)
+    if form == gguf.FORMAT:
+        gguf.check_model(source)
+        if selection.head:
+            raise UsageError("--quantize-lm-head: not with --format gguf; its head stays as --dtype says")
     text = CalibrationText(source, common) if recipe.calibrated and common.calibration is None else None
     progress("reading the model", 0, 1)
     parent = describe_parent(source.path)
@@ -142,7 +148,7 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
     options = recipe.options | (text.options() if text else {})
     options |= {"calibration": statistics.digest} if statistics else {}
     options |= {
-        "format": writer.name,
+        "format": form,
         "batch_size": common.batch_size,
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type,
@@ -157,15 +163,19 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
             found = read_manifest(stage.target)
             assert found is not None
             return Result(work_dir, options, found.quality, True)
+        method = recipe.method(dtype, scratch_of(stage))
         setting = Setting(
-            recipe.method(dtype, scratch_of(stage)), selection, device, common.batch_size,
+            gguf.with_minima(method) if form == gguf.FORMAT else method, selection, device, common.batch_size,
             sequential=recipe.sequential and statistics is None,
             saved=statistics.grams if statistics else None if recipe.calibrated else lambda index: {},
         )  # fmt: skip
         quality = _quantize(source, stage, setting, recipe, text, common.eval_tokens, parent["digest"], progress)
         progress("writing", 0, 1)
-        write_checkpoint(source, stage, writer, dtype, group_size=recipe.group_size, extra=recipe.extra)
-        quality |= _size(source, stage)
+        if form == gguf.FORMAT:
+            quality |= gguf.write_file(source, stage, dtype)
+        else:
+            write_checkpoint(source, stage, WRITERS[form], dtype, group_size=recipe.group_size, extra=recipe.extra)
+        quality |= _size(source, stage, gguf.stored_bits if form == gguf.FORMAT else storable_bits)
         stage.finish(quality)
     return Result(work_dir, options, quality, False)
 
@@ -259,16 +269,16 @@ def _saved(source: LayerSource, recipe: Recipe, common: Common, digest: str) -> 
     return open_statistics(Path(common.calibration).expanduser(), digest, source)
 
 
-def _size(source: LayerSource, stage: Stage) -> dict[str, Any]:
+def _size(source: LayerSource, stage: Stage, bits_of: Callable[[Weight], int]) -> dict[str, Any]:
     """Bits a weight over all linears inside layers but routers, and bytes of the weight files."""
     bits = count = 0
     quantizable = {x.name for x in source.quantizable()}
     for result in saved_layers(stage, len(source.spec.layers)):
         for name, value in result.weights.items():
             if name in quantizable:
-                bits += storable_bits(Dense(value) if isinstance(value, torch.Tensor) else value)
+                bits += bits_of(Dense(value) if isinstance(value, torch.Tensor) else value)
                 count += value.shape[0] * value.shape[1]
-    size = sum(f.stat().st_size for f in stage.dir.glob("*.safetensors"))
+    size = sum(f.stat().st_size for f in stage.dir.iterdir() if f.suffix in (".safetensors", ".gguf"))
     return {"bits_per_weight": bits / count, "size_bytes": size}
 
 

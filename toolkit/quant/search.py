@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from toolkit.artifacts.gguf_container import TYPES
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.errors import UsageError
 from toolkit.models.spec import LayerSpec, LinearSpec
@@ -34,17 +35,34 @@ BITS = (2, 3, 4, 8)
 GROUPS = (128, 64, 32)
 SCALE_BITS = 16
 HEADER_BYTES = 800  # of a module's entries in the files' headers, at most, and of what is stored besides codes
+GGUF_GRIDS = {
+    "Q4_0": Grid(4, 32, True),
+    "Q4_1": Grid(4, 32, False),
+    "Q4_K": Grid(4, 32, False, "Q4_K"),
+    "Q5_0": Grid(5, 32, True),
+    "Q5_K": Grid(5, 32, False, "Q5_K"),
+    "Q6_K": Grid(6, 16, True, "Q6_K"),
+    "Q8_0": Grid(8, 32, True),
+}
 PROBES = 4  # batches of the text on which the loss is measured
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A grid, tried: ``bits``, ``group_size`` and its ``loss`` in one unit; ``cost``: bits of the unit in the file."""
+    """A grid, tried: ``bits``, ``group_size`` and its ``loss`` in one unit; ``cost``: bits of the unit in the file;
+    ``symmetric``, ``ggml``: see ``awq.Grid``; ``kind``: the GGUF type that it is written as, if it is one."""
 
     bits: int
     group_size: int
     cost: int
     loss: float
+    symmetric: bool = False
+    ggml: str | None = None
+    kind: str = ""
+
+    @property
+    def grid(self) -> Grid:
+        return Grid(self.bits, self.group_size, self.symmetric, self.ggml)
 
 
 @dataclass(frozen=True)
@@ -57,10 +75,13 @@ class Unit:
     candidates: tuple[Candidate, ...]
 
 
-def grids(linears: Sequence[LinearSpec]) -> list[Grid]:
-    """The candidates: 3 and 4 bits with every group that divides all inputs, 2 with the smallest, 8 with the
-    largest."""
+def grids(linears: Sequence[LinearSpec], gguf: bool = False) -> list[Grid]:
+    """The candidates: 3 and 4 bits with every group that divides all inputs, 2 with the smallest, 8 with the largest.
+    For ``gguf`` the types Q4_0 to Q8_0 instead, Q4_K to Q6_K among them where 256 divides all inputs."""
     fitting = [g for g in GROUPS if all(x.in_features % g == 0 for x in linears)]
+    if gguf and fitting:
+        supers = all(x.in_features % 256 == 0 for x in linears)
+        return [grid for grid in GGUF_GRIDS.values() if supers or grid.ggml is None]
     if not fitting:
         odd = next(x for x in linears if x.in_features % GROUPS[-1])
         raise UsageError(f"{odd.name}: {odd.in_features} inputs are no multiple of 32; leave it out by --skip")
@@ -68,8 +89,11 @@ def grids(linears: Sequence[LinearSpec]) -> list[Grid]:
     return [Grid(bits, group, False) for bits in BITS for group in groups[bits]]
 
 
-def cost(weights: int, grid: Grid) -> int:
+def cost(weights: int, grid: Grid, gguf: bool = False) -> int:
     """Bits that so many weights take with their scales and zero points."""
+    if gguf:
+        columns, size = next((c, s) for name, c, s in TYPES.values() if name == kind_of(grid))
+        return weights // columns * size * 8
     return weights * grid.bits + weights // grid.group_size * (SCALE_BITS + grid.bits)
 
 
@@ -82,10 +106,15 @@ def fixed_bits(source: LayerSource, linears: Sequence[LinearSpec], dtype: torch.
     return (elements - quantized) * torch.finfo(dtype).bits + len(held) * HEADER_BYTES * 8
 
 
-def check_budget(linears: Sequence[LinearSpec], budget: int) -> None:
+def kind_of(grid: Grid) -> str:
+    """The GGUF type of one of ``GGUF_GRIDS``."""
+    return next(kind for kind, known in GGUF_GRIDS.items() if known == grid)
+
+
+def check_budget(linears: Sequence[LinearSpec], budget: int, gguf: bool = False) -> None:
     """Raise UsageError where ``budget`` bits are too few for ``linears`` at the narrowest grid."""
     weights = sum(x.in_features * x.out_features for x in linears)
-    least = sum(min(cost(x.in_features * x.out_features, grid) for grid in grids([x])) for x in linears)
+    least = sum(min(cost(x.in_features * x.out_features, g, gguf) for g in grids([x], gguf)) for x in linears)
     if budget < least:
         raise UsageError(_too_small(least, weights))
 
@@ -111,6 +140,7 @@ def measure(
     rounding: Rounding,
     directory: Path,
     told: Any,
+    gguf: bool = False,
 ) -> list[Unit]:
     """Try every candidate on every unit. What is found of a layer is kept in ``directory`` for a run that goes on."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -124,7 +154,9 @@ def measure(
         statistics = Statistics()
         flow.advance(i, layer, weights, None if kept.is_file() else statistics.observe)
         if not kept.is_file():
-            units = _measure_layer(layer, selection.sites(layer), weights, statistics, before, flow, dtype, rounding)
+            units = _measure_layer(
+                layer, selection.sites(layer), weights, statistics, before, flow, dtype, rounding, gguf
+            )
             partial = kept.with_suffix(".partial")
             write_json_object(partial, {"units": [asdict(u) for u in units]})
             partial.rename(kept)
@@ -147,6 +179,7 @@ def _measure_layer(
     flow: Flow,
     dtype: torch.dtype,
     rounding: Rounding,
+    gguf: bool,
 ) -> list[Unit]:
     grams = usable(statistics.finish())
     found = []
@@ -154,7 +187,7 @@ def _measure_layer(
         linears = [x for site in own for x in site.linears]
         count = sum(x.in_features * x.out_features for x in linears)
         candidates = []
-        for grid in grids(linears):
+        for grid in grids(linears, gguf):
             folded, channels = scale_layer(own, weights, grams, grid=grid, search=True, dtype=dtype)
             trial = dict(folded)
             for site in own:
@@ -162,7 +195,9 @@ def _measure_layer(
                 for linear, code in round_site(site.linears, folded, xtx, grid, rounding):
                     trial[linear.name] = code.dequantize().to(flow.device)
             loss = _moved(layer, weights, trial, before, flow)
-            candidates.append(Candidate(grid.bits, grid.group_size, cost(count, grid), loss))
+            kind = kind_of(grid) if gguf else ""
+            size = cost(count, grid, gguf)
+            candidates.append(Candidate(grid.bits, grid.group_size, size, loss, grid.symmetric, grid.ggml, kind))
         found.append(Unit(name, tuple(x.name for x in linears), count, tuple(candidates)))
     return found
 
@@ -218,6 +253,7 @@ def reasons(units: Sequence[Unit], chosen: Sequence[Candidate]) -> list[dict[str
                 "unit": unit.name,
                 "bits": own.bits,
                 "group_size": own.group_size,
+                "kind": own.kind,
                 "loss": own.loss,
                 "cheaper": asdict(max(cheaper, key=lambda c: c.cost)) if cheaper else None,
                 "dearer": asdict(min(dearer, key=lambda c: c.cost)) if dearer else None,

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from toolkit.artifacts.canonical import Weight
-from toolkit.artifacts.formats.writers import WRITERS, Writer
+from toolkit.artifacts.formats.writers import WRITERS
 from toolkit.errors import UsageError
 from toolkit.models.spec import LinearSpec
+from toolkit.quant import gguf
 
 
-def choose_writer(
+def choose_format(
     wanted: str | None, offered: Sequence[str], linears: Sequence[LinearSpec], sample: Callable[[int, int], Weight]
-) -> Writer:
-    """The writer called ``wanted``, by default the first of ``offered`` (what the method makes sense in).
+) -> str:
+    """The format called ``wanted``, by default the first of ``offered`` (what the method makes sense in).
 
     ``sample(out, in)`` makes a stand-in of the weight that the method will produce. Raises UsageError where the format
     cannot hold one of ``linears``, before anything is computed.
@@ -22,12 +23,16 @@ def choose_writer(
     if name not in offered:
         raise UsageError(f"--format: expected {' or '.join(offered)} for this method, found {name!r}")
     for linear in linears:
-        if reason := WRITERS[name].cannot_hold(sample(linear.out_features, linear.in_features)):
+        if reason := _reason(name, sample(linear.out_features, linear.in_features)):
             others = [o for o in offered if not _refuses(o, linears, sample)]
             advice = f"try --format {others[0]}" if others else "no format holds it; leave the layer out with --skip"
             raise UsageError(f"--format {name}: {linear.name}: {reason}; {advice}")
-    return WRITERS[name]
+    return name
 
 
 def _refuses(name: str, linears: Sequence[LinearSpec], sample: Callable[[int, int], Weight]) -> bool:
-    return any(WRITERS[name].cannot_hold(sample(x.out_features, x.in_features)) for x in linears)
+    return any(_reason(name, sample(x.out_features, x.in_features)) for x in linears)
+
+
+def _reason(name: str, weight: Weight) -> str | None:
+    return gguf.cannot_hold(weight) if name == gguf.FORMAT else WRITERS[name].cannot_hold(weight)

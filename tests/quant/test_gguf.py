@@ -1,0 +1,207 @@
+"""``--format gguf`` and importance from calibration: what was measured is what the file holds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from toolkit.artifacts.checkpoint import open_checkpoint
+from toolkit.artifacts.tokenizer import Tokenizer
+from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
+from toolkit.errors import UsageError
+from toolkit.models.registry import load_spec
+from toolkit.quant import search as finder
+from toolkit.quant.calibrate import calibrate
+from toolkit.quant.forward import embed, head_logits, layer_forward
+from toolkit.quant.lite import Common, auto_awq, auto_gptq, auto_round, search
+from toolkit.quant.probe import heldout_text
+
+METHODS: dict[str, tuple[Any, str]] = {
+    "awq": (lambda m, d, c: auto_awq(m, d, common=c), "Q4_1"),
+    "awq-sym": (lambda m, d, c: auto_awq(m, d, w_sym=True, common=c), "Q4_0"),
+    "awq+gptq": (lambda m, d, c: auto_awq(m, d, rounding="gptq", common=c), "Q4_1"),
+    "gptq": (lambda m, d, c: auto_gptq(m, d, common=c), "Q4_0"),
+    "gptq-8": (lambda m, d, c: auto_gptq(m, d, w_bits=8, common=c), "Q8_0"),
+    "gptq-3": (lambda m, d, c: auto_gptq(m, d, w_bits=3, w_sym=False, w_group_size=-1, common=c), "Q4_1"),
+    "auto_round": (lambda m, d, c: auto_round(m, d, iters=1, common=c), "Q4_0"),
+}
+
+
+@pytest.fixture(scope="module")
+def common(tmp_path_factory: pytest.TempPathFactory) -> Common:
+    path = tmp_path_factory.mktemp("text") / "calibration.txt"
+    path.write_text("It was a bright cold day in April, and the clocks were striking thirteen times. " * 60)
+    return Common(
+        calib_dataset=str(path), calib_samples=8, calib_seqlen=64, eval_tokens=256, dtype="float32", format="gguf"
+    )
+
+
+def perplexity(file: Path, tokenizer: Path) -> float:
+    """Of the file's own numbers on the held-out text."""
+    checkpoint = open_checkpoint(file)
+    spec, stored = load_spec(checkpoint)
+    validate_checkpoint(checkpoint, stored)
+    weights = canonical_weights(checkpoint, stored)
+    dense = {k: (v if isinstance(v, torch.Tensor) else v.dequantize()).float() for k, v in weights.items()}
+    if spec.tied:
+        dense[spec.head] = dense[spec.embed]
+    ids = torch.tensor(Tokenizer.open(tokenizer).encode(heldout_text())[:256])
+    hidden = embed(spec, dense[spec.embed], ids[None])
+    for layer in spec.layers:
+        hidden = layer_forward(layer, dense, hidden)
+    return float(torch.nn.functional.cross_entropy(head_logits(spec, dense, hidden)[0, :-1], ids[1:]).exp())
+
+
+def types_of(file: Path) -> dict[str, str]:
+    """Type of every matrix by GGUF name, by the gguf package."""
+    import gguf
+
+    return {t.name: t.tensor_type.name for t in gguf.GGUFReader(file).tensors if len(t.shape) > 1}
+
+
+@pytest.mark.parametrize(
+    ("method", "family"),
+    [
+        ("awq", "llama"), ("awq", "qwen3"), ("awq-sym", "llama"), ("awq+gptq", "llama"), ("gptq", "internlm2"),
+        ("gptq-8", "phi3"), ("gptq-3", "qwen3"), ("auto_round", "internlm2"),
+    ],
+)  # fmt: skip
+def test_the_file_holds_what_was_measured(
+    method: str, family: str, tiny_models: Any, tmp_path: Path, common: Common
+) -> None:
+    run, kind = METHODS[method]
+    model = tiny_models(family)
+    result = run(str(model), tmp_path / "out", common)
+    file = tmp_path / "out" / "model.gguf"
+    assert result.options["format"] == "gguf" and not list((tmp_path / "out").glob("*.safetensors"))
+    found = types_of(file)
+    inner = {k for name, k in found.items() if name.startswith("blk.") and "gate_inp" not in name}
+    assert inner == {kind}
+    assert perplexity(file, model) == pytest.approx(result.quality["perplexity_after"], rel=2e-3)
+    assert result.quality["size_bytes"] == file.stat().st_size
+    assert result.quality["bits_per_weight"] == {"Q4_0": 4.5, "Q4_1": 5.0, "Q8_0": 8.5}[kind]
+
+
+def test_experts_and_what_the_file_cannot_say(tiny_models: Any, tmp_path: Path, common: Common) -> None:
+    quality = auto_awq(str(tiny_models("mixtral")), tmp_path / "out", common=common).quality
+    found = types_of(tmp_path / "out" / "model.gguf")
+    assert found["blk.0.ffn_down_exps.weight"] == "Q4_1" and found["blk.0.ffn_gate_inp.weight"] == "F32"
+    assert quality["types"]["Q4_1"] == 2 * (4 + 3)
+    quality = auto_awq(str(tiny_models("qwen2")), tmp_path / "window", common=common).quality
+    assert any("window" in note for note in quality["notes"])
+
+
+def test_what_gguf_cannot_hold(tiny_models: Any, tmp_path: Path, common: Common) -> None:
+    model = str(tiny_models("llama"))
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (auto_gptq, {"w_bits": 8, "w_sym": False}, "asymmetric codes of up to 5 bits"),
+        (auto_gptq, {"desc_act": True, "static_groups": False, "w_group_size": 32}, "act-order"),
+        (auto_gptq, {"common": replace(common, quantize_lm_head=True)}, "--quantize-lm-head"),
+        (search, {"bits": 4.4}, "too small a budget: 4.50 bits"),
+    ]
+    for run, options, words in cases:
+        with pytest.raises(UsageError, match=words):
+            run(model, tmp_path / "out", **({"common": common} | options))
+    assert not (tmp_path / "out").exists()
+
+
+def test_search_mixes_types_within_the_budget(
+    tiny_models: Any, tmp_path: Path, common: Common, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supers = {kind: grid for kind, grid in finder.GGUF_GRIDS.items() if grid.ggml is not None}
+    monkeypatch.setattr(finder, "GGUF_GRIDS", supers)
+    model = tiny_models("llama", hidden_size=256, intermediate_size=256)
+    result = search(str(model), tmp_path / "out", bits=5.4, common=common)
+    file = tmp_path / "out" / "model.gguf"
+    assert 4.5 < result.quality["bits_per_weight"] <= 5.4
+    kinds = {row["kind"] for row in result.quality["search"]}
+    assert len(kinds) > 1 and set(types_of(file).values()) >= kinds
+    assert perplexity(file, model) == pytest.approx(result.quality["perplexity_after"], rel=2e-3)
+
+
+def test_search_to_a_file_size(tiny_models: Any, tmp_path: Path, common: Common) -> None:
+    model = str(tiny_models("llama"))
+    small, large = (
+        search(model, tmp_path / str(size), size=size, common=common).quality for size in (230_000, 245_000)
+    )
+    for quality, size in ((small, 230_000), (large, 245_000)):
+        assert 0.9 * size < quality["size_bytes"] <= size
+    assert small["bits_per_weight"] < large["bits_per_weight"]
+
+
+def test_importance_from_calibration_reaches_the_rounding(tiny_models: Any, tmp_path: Path, common: Common) -> None:
+    from toolkit.quant.gguf import importance_of
+
+    model = tiny_models("llama")
+    calibrate(str(model), tmp_path / "statistics", common=replace(common, format=None, dtype="auto"))
+    importance = importance_of(model, tmp_path / "statistics")
+    q = importance["model.layers.0.self_attn.q_proj"]
+    assert q.shape == (64,) and bool((q > 0).all())
+    code = "import sys; from toolkit.commands.main import main; sys.exit(main())"
+    for name, more in (("plain", []), ("weighted", ["--calibration", str(tmp_path / "statistics")])):
+        command = [
+            "convert",
+            str(model),
+            "--to",
+            "gguf",
+            "--gguf-type",
+            "q4_0",
+            "--dst-path",
+            f"{tmp_path}/{name}.gguf",
+        ]
+        done = subprocess.run([sys.executable, "-c", code, *command, *more], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    exact = dense_of(model)["model.layers.0.self_attn.q_proj"]
+    lost = {}
+    for name in ("plain", "weighted"):
+        back = dense_of(tmp_path / f"{name}.gguf")["model.layers.0.self_attn.q_proj"]
+        lost[name] = float(((back - exact).square() * q).sum())
+    assert lost["weighted"] < lost["plain"]
+    for options, words in (
+        (["--to", "gguf", "--calibration", "x"], "--calibration"),
+        (["--to", "awq", "--calibration", "x"], "--calibration"),
+        (["--calibration", "x"], "--calibration"),
+    ):
+        command = ["convert", str(model), "--dst-path", f"{tmp_path}/x", *options]
+        done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True)
+        assert done.returncode == 2 and words in done.stderr, done.stderr
+
+
+def dense_of(path: Path) -> dict[str, torch.Tensor]:
+    checkpoint = open_checkpoint(path)
+    weights = canonical_weights(checkpoint, load_spec(checkpoint)[1])
+    return {k: (v if isinstance(v, torch.Tensor) else v.dequantize()).float() for k, v in weights.items()}
+
+
+def test_a_killed_search_goes_on(
+    tiny_models: Any, tmp_path: Path, common: Common, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Super-blocks are kept in the saved state like everything else."""
+    from toolkit.quant import gguf
+
+    monkeypatch.setattr(finder, "GGUF_GRIDS", {"Q4_K": finder.GGUF_GRIDS["Q4_K"]})
+    model = str(tiny_models("llama", hidden_size=256, intermediate_size=256))
+    search(model, tmp_path / "whole", bits=5.4, common=common)
+    real = gguf.write_file
+    patch = pytest.MonkeyPatch()
+
+    def dies(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    patch.setattr(gguf, "write_file", dies)
+    with pytest.raises(KeyboardInterrupt):
+        search(model, tmp_path / "broken", bits=5.4, common=common)
+    patch.setattr(gguf, "write_file", real)
+    search(model, tmp_path / "broken", bits=5.4, common=common)
+    patch.undo()
+    a, b = (np.fromfile(tmp_path / x / "model.gguf", np.uint8) for x in ("whole", "broken"))
+    same = len(a) == len(b) and (a == b).mean() > 0.999  # general.name is the directory's
+    assert same, json.dumps([len(a), len(b)])

@@ -1,0 +1,152 @@
+"""``--format gguf``: what a method made as one GGUF file, and calibration statistics as weights for rounding to one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toolkit.artifacts.canonical import Dense, GroupInt, Weight
+from toolkit.artifacts.formats.describe import form_name
+from toolkit.artifacts.gguf_container import TYPES
+from toolkit.artifacts.gguf_export import plan_export
+from toolkit.artifacts.gguf_fit import smallest
+from toolkit.artifacts.gguf_metadata import model_metadata
+from toolkit.artifacts.gguf_vocabulary import vocabulary
+from toolkit.artifacts.manifest import content_digest
+from toolkit.artifacts.stage import Stage
+from toolkit.artifacts.weights import load_stored
+from toolkit.models.spec import StoredTensor
+from toolkit.quant.layers import LayerSource
+from toolkit.quant.layerwise import load_layer
+from toolkit.quant.output import cast_to, join_parts
+from toolkit.quant.result import LayerResult, Method
+from toolkit.quant.sites import Site, layer_sites
+from toolkit.quant.statistics import Gram
+from toolkit.quant.statistics_file import open_statistics
+
+FORMAT = "gguf"
+FILE = "model.gguf"
+_BLOCK = 32  # columns that share a scale in the types without super-blocks
+_AFFINE_BITS = 5  # Q4_1 and Q5_1 have offsets; the 8-bit type has none
+
+
+def cannot_hold(weight: Weight) -> str | None:
+    """Why no GGUF type holds ``weight`` (in the form that ``with_minima`` gives it), or None."""
+    if not isinstance(weight, GroupInt):
+        return f"GGUF holds integers in groups, found {form_name(weight)}"
+    if weight.group_index is not None:
+        return "GGUF holds consecutive groups, not act-order"
+    if weight.group_size % _BLOCK:
+        return f"GGUF's blocks of {_BLOCK} do not divide groups of {weight.group_size}"
+    if weight.bits > _AFFINE_BITS and not weight.symmetric:
+        return f"GGUF holds asymmetric codes of up to {_AFFINE_BITS} bits, found {weight.bits}"
+    return None
+
+
+def with_minima(method: Method) -> Method:
+    """``method``, but asymmetric codes come with the float16 offset that Q4_1 and Q5_1 store for every block, in place
+    of a zero point: within the figures and on disk the numbers are then the same."""
+
+    def run(sites: Sequence[Site], weights: Mapping[str, Tensor], grams: Mapping[str, Gram]) -> LayerResult:
+        found = method(sites, weights, grams)
+        return LayerResult({name: _offset(value) for name, value in found.weights.items()}, found.reports)
+
+    return run
+
+
+def _offset(value: Weight | Tensor) -> Weight | Tensor:
+    if not isinstance(value, GroupInt) or value.zeros is None or value.symmetric:
+        return value
+    minima = (-value.zeros.float() * value.scales.float()).to(torch.float16)
+    return replace(value, zeros=None, minima=minima)
+
+
+def check_model(source: LayerSource) -> None:
+    """Raise ToolkitError for a model that GGUF cannot express, before anything is computed."""
+    model_metadata(source.spec, source.spec.max_position)
+
+
+def write_file(source: LayerSource, stage: Stage, dtype: torch.dtype) -> dict[str, Any]:
+    """Write the saved layers of ``stage`` as ``model.gguf``, every matrix in the smallest type that holds it exactly.
+
+    Returns figures for ``quality``: ``types``, how many matrices each has, and ``notes`` on what the file cannot say.
+    """
+    place = {item.name: i for i, items in enumerate(source.stored) for item in items}
+    kept: dict[int, LayerResult] = {}  # the layer at hand
+
+    def load(item: StoredTensor) -> tuple[Weight | Tensor, Tensor | None]:
+        index = place.get(item.name)
+        if index is None:
+            value, bias = load_stored(source.checkpoint, item)
+            if not isinstance(value, Tensor):
+                value = Dense(cast_to(value.dequantize(), dtype, item.name))
+            return value, bias
+        if index not in kept:
+            kept.clear()
+            kept[index] = load_layer(stage, index)
+        weights = kept[index].weights
+        joined = join_parts(item, [weights[part.name] for part in item.parts])
+        if isinstance(joined, Tensor) and item.kind in ("linear", "router"):
+            joined = Dense(joined)
+        if not item.bias:
+            return joined, None
+        offset = join_parts(item, [weights[f"{part.name}.bias"] for part in item.parts])
+        assert isinstance(offset, Tensor)
+        return joined, offset
+
+    items = [*source.outer, *(item for items in source.stored for item in items)]
+    export = plan_export(source.checkpoint, source.spec, items, load=load)
+    export.write(stage.dir / FILE)
+    return {"types": export.types, "notes": export.notes}
+
+
+def overhead_bits(source: LayerSource) -> int:
+    """Bits of a file beyond codes, scales and dense matrices: the vocabulary, and what float32 norms have over 16
+    bits."""
+    checkpoint = source.checkpoint
+    config, generation = checkpoint.config, checkpoint.generation_config
+    words = vocabulary(checkpoint.tokenizer_dir, source.spec.vocab_size, config, generation)
+    size = 0
+    for value in words.values():
+        if isinstance(value, list):
+            size += sum(len(x.encode()) + 8 for x in value)
+        else:
+            size += value.nbytes if isinstance(value, np.ndarray) else len(str(value).encode())
+    flat = sum(x.shape[0] for items in (source.outer, *source.stored) for x in items if len(x.shape) == 1)
+    return 8 * size + 16 * flat
+
+
+def stored_bits(value: Weight) -> int:
+    """Bits that ``value`` takes in the file."""
+    kind = smallest(value)
+    columns, size = next((columns, size) for name, columns, size in TYPES.values() if name == kind)
+    return value.shape[0] * value.shape[1] // columns * size * 8
+
+
+def importance_of(model: Path, statistics: Path) -> dict[str, Tensor]:
+    """Mean squared inputs, float [in], of every linear by canonical name, as ``tool lite calibrate`` found them for
+    the model at ``model``. A tied embedding has those of the head; a linear that calibration
+    never reached has none. Raises UsageError or ToolkitError where the statistics are none or another model's.
+    """
+    source = LayerSource(model)
+    saved = open_statistics(statistics, content_digest(source.path), source)
+    found: dict[str, Tensor] = {}
+    for index, layer in enumerate(source.spec.layers):
+        grams = saved.grams(index)
+        for site in layer_sites(layer):
+            if site.name in grams:
+                gram = grams[site.name].revived()
+                found.update({x.name: gram.xtx.diagonal() / gram.rows for x in site.linears})
+    head = saved.grams(len(source.spec.layers)).get(source.spec.head)
+    if head is not None:
+        mean = head.revived().xtx.diagonal() / head.rows
+        found[source.spec.head] = mean
+        if source.spec.tied:
+            found[source.spec.embed] = mean
+    return found
