@@ -87,15 +87,17 @@ def run(
     settings.change(GenerationConfig(), **given)  # wrong values are told before the model is loaded
     console = stderr()
     with console.status(f"Loading {model}"):
-        pipe = Pipeline(model, config, engine.chat_template, backend=engine.backend)
+        # what is to be said about loading is said below, in plain lines
+        pipe = Pipeline(model, config, engine.chat_template, backend=engine.backend, progress=lambda line: None)
     with pipe:
         talk = Conversation(settings.change(settings.of_model(pipe.tokenizer.path), **given), system)
         if question is None:
             show_engine(console, pipe.engine)
             _converse(pipe, model, talk)
         else:
-            if engine.backend is not None and pipe.engine.runner_note:
-                console.print(pipe.engine.runner_note, markup=False, soft_wrap=True)
+            note = pipe.engine.runner_note if engine.backend is not None else ""
+            for line in filter(None, (note, *pipe.engine.plan.notices)):
+                console.print(line, markup=False, soft_wrap=True)
             _answer_once(pipe, talk, question)
 
 

@@ -80,8 +80,9 @@ class Pipeline:
     model_path: local directory, hub id, .gguf file, engine artifact or "demo". backend_config: None lets the toolkit
     choose. chat_template_config: a ChatTemplateConfig, a built-in name, or a .json or .jinja file. log_level: of the
     logger "toolkit"; INFO shows every prompt after templating, cut to ``max_log_len`` characters. ``gen_config`` may be
-    given as the default of all calls, ``backend`` ("turbomind" or "pytorch") in place of a backend_config. Raises
-    UsageError for arguments that mean nothing, ToolkitError when the model cannot be loaded.
+    given as the default of all calls, ``backend`` ("turbomind" or "pytorch") in place of a backend_config,
+    ``progress`` to be called with each line about loading, which otherwise is logged. Raises UsageError for arguments
+    that mean nothing, ToolkitError when the model cannot be loaded.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Pipeline:
     ) -> None:
         default = kwargs.pop("gen_config", None)
         backend = kwargs.pop("backend", None)
+        progress = kwargs.pop("progress", None)
         arguments.refuse_unknown("pipeline()", kwargs)
         if speculative_config is not None:
             raise UsageError("speculative_config: speculative decoding is not built yet; leave it out")
@@ -110,7 +112,9 @@ class Pipeline:
         self._max_log_len = max_log_len
         self._closed = False
         self._running: dict[str, set[str]] = {}  # session id -> request ids
-        self.engine = AsyncEngine.open(self.model_path, backend_config=backend_config, backend=backend)
+        self.engine = AsyncEngine.open(
+            self.model_path, backend_config=backend_config, backend=backend, progress=progress
+        )
         if self.engine.runner_note:
             logger.info("%s", self.engine.runner_note)
         try:

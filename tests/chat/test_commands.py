@@ -82,6 +82,16 @@ def test_piped_input_is_a_prompt_too(tool: Callable[..., Done], model: str, expe
     assert (done.code, done.out.rstrip("\n")) == (0, expected.rstrip("\n"))
 
 
+def test_notices_are_plain_lines(model: str, expected: str) -> None:
+    command = [sys.executable, "-m", "toolkit", "chat", model, *QUICK[:-1], "100000", "--prompt", "the fox"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd="/")
+    assert done.stdout.rstrip("\n") == expected.rstrip("\n")
+    notice, speed = done.stderr.splitlines()
+    assert notice == "session_len 100000 is beyond the 512 positions that the model states"
+    assert speed.startswith("8 tokens, ")
+
+
 def test_flags_reach_the_model(tool: Callable[..., Done], model: str, expected: str) -> None:
     hot = ("chat", model, *QUICK, "-p", "the fox", "--temperature", "1.5", "--seed")
     one, other, again = (tool(*hot, seed).out for seed in ("1", "2", "1"))
