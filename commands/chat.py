@@ -12,8 +12,8 @@ from toolkit.commands.output import show_engine, stderr
 from toolkit.errors import UsageError
 
 if TYPE_CHECKING:
-    from toolkit.api import Pipeline
     from toolkit.chat.conversation import Conversation
+    from toolkit.chat.repl import Model
 
 PANEL = "Sampling"
 
@@ -62,7 +62,7 @@ def run(
 
     Example: tool chat demo --prompt "What is the capital of France?"
     """
-    question = _question(prompt)
+    question = read_question(prompt)
     config = engine.config()
     given = {
         "do_sample": do_sample,
@@ -93,15 +93,16 @@ def run(
         talk = Conversation(settings.change(settings.of_model(pipe.tokenizer.path), **given), system)
         if question is None:
             show_engine(console, pipe.engine)
-            _converse(pipe, model, talk)
+            facts = f"chat template: {pipe.chat_template.note}", f" · context {pipe.engine.session_len}"
+            converse(pipe, model, talk, *facts)
         else:
             note = pipe.engine.runner_note if engine.backend is not None else ""
             for line in filter(None, (note, *pipe.engine.plan.notices)):
                 console.print(line, markup=False, soft_wrap=True)
-            _answer_once(pipe, talk, question)
+            answer_once(pipe, talk, question)
 
 
-def _question(prompt: str | None) -> str | None:
+def read_question(prompt: str | None) -> str | None:
     """The one question to answer, or None for a conversation."""
     if prompt is not None:
         if not prompt.strip():
@@ -119,30 +120,33 @@ def _question(prompt: str | None) -> str | None:
     return text.rstrip("\n")
 
 
-def _answer_once(pipe: Pipeline, talk: Conversation, question: str) -> None:
+def answer_once(model: Model, talk: Conversation, question: str) -> None:
+    """One answer on standard output, a line about it on standard error."""
     from toolkit.chat.repl import answer, how_it_ended
     from toolkit.chat.terminal import TerminalScreen
 
     screen = TerminalScreen()
     talk.say("user", question)
-    whole, speed = answer(pipe, talk.messages(), talk.config, screen)
+    whole, speed = answer(model, talk.messages(), talk.config, screen)
     ending = how_it_ended(whole, talk.config, "--max-new-tokens", "--session-len")
     screen.note(", ".join(filter(None, (speed, ending))))
     if whole.finish_reason == "abort":
         raise KeyboardInterrupt
 
 
-def _converse(pipe: Pipeline, model: str, talk: Conversation) -> None:
+def converse(model: Model, name: str, talk: Conversation, note: str = "", context: str = "") -> None:
+    """Questions and answers until the user leaves. ``note``: to say first; ``context``: ends the status line."""
     from toolkit.artifacts.home import toolkit_home
     from toolkit.chat.repl import COMMANDS, Repl
     from toolkit.chat.terminal import TerminalScreen, reader
 
     screen = TerminalScreen()
-    screen.note(f"chat template: {pipe.chat_template.note}")
+    if note:
+        screen.note(note)
     screen.note("Enter sends, Alt-Enter starts a new line, /help shows the commands, Ctrl-D leaves.")
 
     def status() -> str:
         how = "greedy" if talk.config.greedy else f"temperature {talk.config.temperature:g}"
-        return f"{model} · {how} · {len(talk.turns)} messages · context {pipe.engine.session_len}"
+        return f"{name} · {how} · {len(talk.turns)} messages{context}"
 
-    Repl(pipe, model, talk, screen).run(reader(toolkit_home() / "chat_history", COMMANDS, status))
+    Repl(model, name, talk, screen).run(reader(toolkit_home() / "chat_history", COMMANDS, status))

@@ -47,6 +47,13 @@ def api_server(
     grace_period: Annotated[
         float, typer.Option(min=0, metavar="<float>", help="Seconds that running requests get to finish after SIGTERM.")
     ] = 10.0,
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            help="Sampling that requests leave open: auto (the model's generation_config.json), toolkit (none but the "
+            "server's defaults), or another such file or its directory."
+        ),
+    ] = "auto",
     ssl: Annotated[bool, typer.Option("--ssl", help="HTTPS, by the files in SSL_KEYFILE and SSL_CERTFILE.")] = False,
     disable_fastapi_docs: Annotated[
         bool, typer.Option("--disable-fastapi-docs", help="No documentation pages at / and /openapi.json.")
@@ -88,6 +95,7 @@ def api_server(
         settings={
             "api_keys": keys,
             "allow_origins": allow_origins or ["*"],
+            "generation_config": generation_config,
             "docs": not disable_fastapi_docs,
             "max_concurrent_requests": max_concurrent_requests,
             "max_log_len": max_log_len,
@@ -96,3 +104,32 @@ def api_server(
         progress=lambda text: console.print(text, style="dim", markup=False, soft_wrap=True),
         ready=ready,
     )
+
+
+@app.command("api_client")
+def api_client(
+    url: Annotated[str, typer.Argument(help="The server: scheme, host and port.")] = "http://127.0.0.1:23333",
+    api_key: Annotated[str | None, typer.Option(help="Key that the server asks for.")] = None,
+    model_name: Annotated[str | None, typer.Option(help="Which of its models. Default: the first.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="Answer this and leave; the answer alone is on stdout.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System text, instead of the chat template's own.")] = None,
+) -> None:
+    """Talk to a running server in the terminal. /help shows the commands, exit or Ctrl-D leaves.
+
+    Example: tool serve api_client http://127.0.0.1:23333
+    """
+    from toolkit.chat.conversation import Conversation
+    from toolkit.commands.chat import answer_once, converse, read_question
+    from toolkit.messages import GenerationConfig
+    from toolkit.serve.client import APIClient
+    from toolkit.serve.remote import RemoteModel
+
+    question = read_question(prompt)
+    model = RemoteModel(APIClient(url, api_key), model_name)
+    talk = Conversation(GenerationConfig(do_sample=True, temperature=0.7, top_k=40), system)
+    if question is not None:
+        answer_once(model, talk, question)
+    else:
+        converse(model, f"{model.name} at {url}", talk)

@@ -18,6 +18,7 @@ _EXPORTS = {
     "Response": "toolkit.messages",
     "Session": "toolkit.api",
     "TurbomindEngineConfig": "toolkit.messages",
+    "VisionConfig": "toolkit.messages",
     "pipeline": "toolkit.api",
 }
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Response",
     "Session",
     "TurbomindEngineConfig",
+    "VisionConfig",
     "__version__",
     "pipeline",
 ]
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
         PytorchEngineConfig,
         Response,
         TurbomindEngineConfig,
+        VisionConfig,
     )
 
 

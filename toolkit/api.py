@@ -98,6 +98,8 @@ class Pipeline:
         default = kwargs.pop("gen_config", None)
         backend = kwargs.pop("backend", None)
         progress = kwargs.pop("progress", None)
+        if kwargs.pop("vision_config", None) is not None:
+            raise UsageError("vision_config: models that see images are not built yet; leave it out")
         arguments.refuse_unknown("pipeline()", kwargs)
         if speculative_config is not None:
             raise UsageError("speculative_config: speculative decoding is not built yet; leave it out")

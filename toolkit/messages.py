@@ -340,6 +340,14 @@ class PytorchEngineConfig:
         return self.device_type
 
 
+@dataclass
+class VisionConfig:
+    """LMDeploy's options of a vision encoder. There is none here yet: ``pipeline`` refuses one that it is given."""
+
+    max_batch_size: int = 1
+    thread_safe: bool = False
+
+
 EngineConfig = TurbomindEngineConfig | PytorchEngineConfig
 
 

@@ -12,7 +12,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response as HttpResponse
 
 from toolkit import __version__
-from toolkit.artifacts.json_file import read_json_object
 from toolkit.serve import chat_routes, completion_routes
 from toolkit.serve.auth import ApiKeyMiddleware
 from toolkit.serve.errors import ApiError, from_exception
@@ -31,12 +30,11 @@ if TYPE_CHECKING:
 def create_app(engine: AsyncEngine, template: ChatTemplate, settings: ServerSettings) -> FastAPI:
     """The application that serves ``engine``; it neither opens nor closes it. Its state is ``app.state.server``."""
     limit = settings.max_concurrent_requests
-    own_defaults = engine.tokenizer.path / "generation_config.json"
     state = ServerState(
         engine=engine,
         template=template,
         settings=settings,
-        defaults=SamplingDefaults.of_model(read_json_object(own_defaults) if own_defaults.is_file() else {}),
+        defaults=SamplingDefaults.choose(settings.generation_config, engine.tokenizer.path),
         metrics=ServerMetrics(engine.stats),
         slots=asyncio.Semaphore(limit) if limit else None,
     )

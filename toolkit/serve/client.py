@@ -9,17 +9,19 @@ from collections.abc import Iterator
 from http.client import HTTPException, HTTPResponse
 from typing import Any
 
-from toolkit.errors import ToolkitError
+from toolkit.errors import ToolkitError, UsageError
 
 
 class APIClient:
-    """Talks to ``api_server_url`` (scheme, host and port).
+    """Talks to ``api_server_url`` (scheme, host and port); one without a scheme raises UsageError.
 
     Each call is a generator: of one whole answer, or with ``stream=True`` of chunks as they come. An error of the
     server raises ToolkitError with its status and message.
     """
 
     def __init__(self, api_server_url: str, api_key: str | None = None, timeout: float | None = 600) -> None:
+        if not api_server_url.startswith(("http://", "https://")):
+            raise UsageError(f"{api_server_url}: expected the address of a server, such as http://127.0.0.1:23333")
         self.url = api_server_url.rstrip("/")
         self.headers = {"Content-Type": "application/json"}
         if api_key is not None:

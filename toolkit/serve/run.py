@@ -21,6 +21,7 @@ from toolkit.engine.frontend import AsyncEngine
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import ChatTemplateConfig, EngineConfig
 from toolkit.serve.app import create_app
+from toolkit.serve.sampling import SamplingDefaults
 from toolkit.serve.state import ServerSettings, ServerState
 
 logger = logging.getLogger("toolkit.serve")
@@ -162,6 +163,7 @@ def serve(
     if log_level not in LOG_LEVELS:
         raise UsageError(f"--log-level: expected one of {', '.join(LOG_LEVELS)}, found {log_level!r}")
     ChatTemplate.check(chat_template)
+    SamplingDefaults.choose(str((settings or {}).get("generation_config", "auto")), None)
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with contextlib.closing(bind(address.host, address.port)) as sock, _terminate_while_loading():
         engine = AsyncEngine.open(model, backend_config=engine_config, progress=progress, process=True)

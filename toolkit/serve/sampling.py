@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from pathlib import Path
 
+from toolkit.artifacts.json_file import read_json_object
 from toolkit.errors import UsageError
 from toolkit.messages import SEED_MAX, GenerationConfig
 from toolkit.serve.errors import bad_field
@@ -23,14 +23,31 @@ class SamplingDefaults:
     repetition_penalty: float = 1.0
 
     @classmethod
-    def of_model(cls, generation_config: Mapping[str, Any]) -> SamplingDefaults:
-        """Those that the model's generation_config.json sets. Raises UsageError for a value out of range."""
+    def choose(cls, wanted: str, model_dir: Path | None) -> SamplingDefaults:
+        """What ``--generation-config`` asks for: "auto" (the file in ``model_dir``, None: not known yet), "toolkit"
+        (none but ours), or another generation_config.json or its directory. Raises UsageError or ToolkitError.
+        """
+        if wanted == "toolkit" or (wanted == "auto" and model_dir is None):
+            return cls()
+        file = Path(model_dir if wanted == "auto" and model_dir else wanted).expanduser()
+        file = file / "generation_config.json" if file.is_dir() else file
+        if file.is_file():
+            return cls.of_file(file)
+        if wanted == "auto":
+            return cls()
+        raise UsageError(
+            f"--generation-config {wanted}: expected auto, toolkit, or a generation_config.json or its directory"
+        )
+
+    @classmethod
+    def of_file(cls, file: Path) -> SamplingDefaults:
+        """Those that a generation_config.json sets. Raises UsageError for a value out of range."""
         known = {f.name for f in fields(cls)}
-        chosen = {k: v for k, v in generation_config.items() if k in known and v is not None}
+        chosen = {k: v for k, v in read_json_object(file).items() if k in known and v is not None}
         try:
             GenerationConfig(**chosen)
         except UsageError as error:
-            raise UsageError(f"generation_config.json: {error}") from error
+            raise UsageError(f"{file}: {error}") from error
         return replace(cls(), **chosen)
 
 

@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """``api_keys`` empty = open to all; ``max_log_len``: characters of a prompt in the log, None = all of it."""
+    """``api_keys`` empty = open to all; ``max_log_len``: characters of a prompt in the log, None = all of it;
+    ``generation_config``: where defaults of the sampling come from, see SamplingDefaults.choose."""
 
     model_name: str
     api_keys: Sequence[str] = ()
     allow_origins: Sequence[str] = ("*",)
     docs: bool = True
     metrics: bool = True
+    generation_config: str = "auto"
     max_concurrent_requests: int | None = None
     max_log_len: int | None = None
     max_body_bytes: int = 32 << 20

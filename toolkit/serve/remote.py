@@ -1,0 +1,63 @@
+"""A model behind a server, as the chat in the terminal wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from toolkit.errors import ToolkitError
+from toolkit.messages import FinishReason, GenerationConfig, Response
+from toolkit.serve.client import APIClient
+
+
+class RemoteModel:
+    """``name``: the one to talk to, None for the server's first. Raises ToolkitError if it does not serve that."""
+
+    def __init__(self, client: APIClient, name: str | None = None) -> None:
+        served = client.available_models
+        if name is not None and name not in served:
+            raise ToolkitError(f"{client.url}: --model-name {name}: found {', '.join(served) or 'no models'} there")
+        if name is None and not served:
+            raise ToolkitError(f"{client.url}: found no models there")
+        self.client = client
+        self.name = name or served[0]
+
+    def stream_infer(
+        self, prompts: list[dict[str, Any]], *, gen_config: GenerationConfig | None = None
+    ) -> Iterator[Response]:
+        """Deltas of one answer. Token counts are those of pieces until the server has told its own at the end."""
+        fields = {} if gen_config is None else as_fields(gen_config)
+        ended: FinishReason | None = None
+        pieces, usage = 0, {"include_usage": True}
+        for chunk in self.client.chat_completions_v1(self.name, prompts, True, stream_options=usage, **fields):
+            counts = chunk.get("usage") or {}
+            for choice in chunk.get("choices") or []:
+                text = choice.get("delta", {}).get("content") or ""
+                pieces += bool(text)
+                reason = choice.get("finish_reason")
+                if reason:
+                    ended = "length" if reason == "length" else "stop"
+                if text or reason:
+                    yield Response(text=text, generate_token_len=pieces, finish_reason=ended)
+            if counts:
+                total, prompt = counts.get("completion_tokens", pieces), counts.get("prompt_tokens", 0)
+                yield Response(generate_token_len=total, input_token_len=prompt, finish_reason=ended)
+
+
+def as_fields(config: GenerationConfig) -> dict[str, Any]:
+    """The fields of a chat request that mean the same; all of them, so that the server's defaults play no part."""
+    fields = {
+        "temperature": 0.0 if config.greedy else config.temperature,
+        "top_p": config.top_p,
+        "top_k": config.top_k,
+        "min_p": config.min_p,
+        "repetition_penalty": config.repetition_penalty,
+        "presence_penalty": config.presence_penalty,
+        "frequency_penalty": config.frequency_penalty,
+        "max_tokens": config.max_new_tokens,
+        "min_new_tokens": config.min_new_tokens,
+        "seed": config.random_seed,
+        "stop": config.stop_words,
+        "ignore_eos": config.ignore_eos,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
