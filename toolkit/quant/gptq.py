@@ -100,15 +100,21 @@ def method(
 
 
 def round_site(
-    linears: Sequence[LinearSpec], weights: Mapping[str, Tensor], xtx: Tensor, grid: Grid, rounding: Rounding
+    linears: Sequence[LinearSpec],
+    weights: Mapping[str, Tensor],
+    xtx: Tensor,
+    grid: Grid,
+    rounding: Rounding,
+    factor: Factor | None = None,
 ) -> list[tuple[LinearSpec, GroupInt]]:
     """Codes of the linears that share an input: rows do not touch each other, so they are rounded as one matrix.
 
-    To a type with super-blocks they are rounded without error feedback, columns weighted by their mean squared input.
+    ``factor``: ``inverse_factor`` of the same ``xtx``, if it is known. To a type with super-blocks linears are
+    rounded without error feedback, columns weighted by their mean squared input.
     """
     if grid.ggml is not None:
         return [(x, _super_blocks(weights[x.name], grid.ggml, xtx, x.name)) for x in linears]
-    factor = inverse_factor(xtx, rounding)
+    factor = factor or inverse_factor(xtx, rounding)
     found = []
     batch: list[LinearSpec] = []
     for i, linear in enumerate(linears):

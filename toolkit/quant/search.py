@@ -24,7 +24,7 @@ from toolkit.errors import UsageError
 from toolkit.models.spec import LayerSpec, LinearSpec
 from toolkit.quant.awq import Grid, inputs_after, scale_layer
 from toolkit.quant.forward import layer_forward
-from toolkit.quant.gptq import Rounding, round_site
+from toolkit.quant.gptq import Rounding, inverse_factor, round_site
 from toolkit.quant.layers import LayerSource
 from toolkit.quant.layerwise import Flow
 from toolkit.quant.selection import Selection
@@ -34,6 +34,7 @@ from toolkit.quant.statistics import Statistics, usable
 BITS = (2, 3, 4, 8)
 GROUPS = (128, 64, 32)
 SCALE_BITS = 16
+SCALED_FOR = 4  # bits of the grid that the scales are searched for
 HEADER_BYTES = 800  # of a module's entries in the files' headers, at most, and of what is stored besides codes
 GGUF_GRIDS = {
     "Q4_0": Grid(4, 32, True),
@@ -187,12 +188,19 @@ def _measure_layer(
         linears = [x for site in own for x in site.linears]
         count = sum(x.in_features * x.out_features for x in linears)
         candidates = []
-        for grid in grids(linears, gguf):
-            folded, channels = scale_layer(own, weights, grams, grid=grid, search=True, dtype=dtype)
+        tried = grids(linears, gguf)
+        # One scale for all grids: that of the middle one, which loses little elsewhere and is what takes the time.
+        middle = next(g for g in reversed(tried) if g.bits == SCALED_FOR)
+        folded, channels = scale_layer(own, weights, grams, grid=middle, search=True, dtype=dtype)
+        inputs = {
+            s.name: inputs_after(grams.get(s.name), channels.get(s.name), s.size, folded[linears[0].name]) for s in own
+        }
+        factors = {name: inverse_factor(xtx, rounding) for name, xtx in inputs.items()}
+        for grid in tried:
             trial = dict(folded)
             for site in own:
-                xtx = inputs_after(grams.get(site.name), channels.get(site.name), site.size, folded[linears[0].name])
-                for linear, code in round_site(site.linears, folded, xtx, grid, rounding):
+                xtx, factor = inputs[site.name], factors[site.name]
+                for linear, code in round_site(site.linears, folded, xtx, grid, rounding, factor):
                     trial[linear.name] = code.dequantize().to(flow.device)
             loss = _moved(layer, weights, trial, before, flow)
             kind = kind_of(grid) if gguf else ""
