@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from toolkit.artifacts.canonical import Weight
 
 CPU_TARGET = "cpu"
-_INT_ONLY = {"bits": 0, "group": 0, "minima": False}
+_INT_ONLY = {"bits": 0, "group": 0, "minima": False, "turned": False}
 
 
 def pack_cpu(
@@ -125,7 +125,7 @@ def _meta(where: str, entry: Any) -> PackedMeta:
     values = _INT_ONLY | {k: v for k, v in entry.items() if k in names}
     numbers = [values.get(k) for k in ("kind", "rows", "cols", "dtype", "bits", "group")]
     good = values.keys() == names and all(type(v) is int and 0 <= v < 1 << 31 for v in numbers)
-    good = good and type(values["minima"]) is bool and isinstance(values["origin"], dict)
+    good = good and all(type(values[k]) is bool for k in ("minima", "turned")) and isinstance(values["origin"], dict)
     if good:
         meta = PackedMeta(**values)
         good = meta.rows > 0 and meta.cols > 0 and meta.dtype in ITEM_BYTES and meta.kind in (VECTOR, DENSE, INT)

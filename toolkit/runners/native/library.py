@@ -33,7 +33,7 @@ class TensorRecord(Structure):
         ("bits", c_int32),
         ("group", c_int32),
         ("minima", c_int32),
-        ("reserved", c_int32),
+        ("turned", c_int32),
     )
 
 

@@ -37,6 +37,7 @@ struct Linear {
     Vector bias;
     QuantKey key;
     int slot = 0;  // which of its input's quantizations it reads
+    bool turned = false;  // holds W H, H = the block Hadamard matrix (head and embedding alone)
     bool present() const { return w.data != nullptr; }
 };
 
@@ -49,6 +50,7 @@ struct Norm {
 // Distinct quantizations that the linears reading one input need.
 struct Input {
     int64_t width = 0;
+    bool turned = false;  // by the Hadamard matrix, before it is quantized
     std::vector<QuantKey> keys;
 };
 
@@ -126,7 +128,7 @@ struct TensorRecord {
     int64_t rows, cols;
     int64_t perm_size;
     const int32_t* perm;
-    int32_t kind, dtype, bits, group, minima, reserved;
+    int32_t kind, dtype, bits, group, minima, turned;
 };
 
 // Reads and checks the integer and float streams that program.py writes. Raises Error.

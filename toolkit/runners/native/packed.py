@@ -16,14 +16,16 @@ VECTOR, DENSE, INT = 0, 1, 2
 F32, BF16, F16 = 0, 1, 2
 ITEM_BYTES = {F32: 4, BF16: 2, F16: 2}
 LANES = 16
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2  # 2: heads turned by a Hadamard matrix
 
 
 @dataclass(frozen=True)
 class PackedMeta:
     """How to read a packed array. ``kind``, ``dtype``, ``bits``, ``group``: as in ops.h; rows and columns unpadded.
 
-    ``origin`` says what it was packed from, for the exact inverse (``toolkit.runners.native.pack.unpack``).
+    ``turned``: the matrix is W·H, H a block Hadamard matrix (its own inverse) as of ``Ops::hadamard``: its input is turned
+    likewise first, a row of it last. ``origin`` says what it was packed from, for the exact inverse
+    (``toolkit.runners.native.pack.unpack``).
     """
 
     kind: int
@@ -33,6 +35,7 @@ class PackedMeta:
     bits: int = 0
     group: int = 0
     minima: bool = False
+    turned: bool = False
     origin: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -42,7 +42,7 @@ public:
     }
 
     // A matrix with its bias; rows or cols 0 = any.
-    Linear linear(const char* what, int64_t rows, int64_t cols, bool required = true) {
+    Linear linear(const char* what, int64_t rows, int64_t cols, bool required = true, bool may_turn = false) {
         const TensorRecord* t = tensor(what);
         Linear l;
         if (t) {
@@ -51,6 +51,8 @@ public:
                 throw Error(std::string("program: ") + what + ": expected a matrix of " + std::to_string(rows) + " x " +
                             std::to_string(cols) + ", found " + std::to_string(l.w.rows) + " x " + std::to_string(l.w.cols));
             if (l.w.format == INT) l.key = {l.w.group, t->perm};
+            l.turned = t->turned != 0;
+            if (l.turned && (!may_turn || l.w.format != INT)) throw Error(std::string("program: ") + what + ": turned by a Hadamard matrix");
         } else if (required) {
             throw Error(std::string("program: ") + what + ": the matrix is missing");
         }
@@ -226,7 +228,7 @@ Program parse_program(const int64_t* ints, int64_t ints_size, const double* floa
     prog.embed_scale = p.number("embedding scale");
     prog.head_scale = p.number("head scale");
     prog.softcap = p.number("logit softcap");
-    prog.embed = p.linear("embedding", prog.vocab, prog.hidden);
+    prog.embed = p.linear("embedding", prog.vocab, prog.hidden, true, true);
     const int64_t layers = p.integer("sublayers", 0, 1 << 16);
     for (int64_t i = 0; i < layers; i++) {
         Sublayer s;
@@ -245,8 +247,9 @@ Program parse_program(const int64_t* ints, int64_t ints_size, const double* floa
         prog.sublayers.push_back(std::move(s));
     }
     prog.final_norm = p.norm("final norm", prog.hidden);
-    prog.head = p.linear("head", prog.vocab, prog.hidden);
+    prog.head = p.linear("head", prog.vocab, prog.hidden, true, true);
     prog.head_in.width = prog.hidden;
+    prog.head_in.turned = prog.head.turned;
     join(prog.head_in, prog.head);
     p.finish();
     return prog;

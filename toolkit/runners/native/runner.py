@@ -271,4 +271,5 @@ def _record(tensor: PackedTensor) -> library.TensorRecord:
         bits=m.bits,
         group=m.group,
         minima=int(m.minima),
+        turned=int(m.turned),
     )

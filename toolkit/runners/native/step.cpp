@@ -38,6 +38,7 @@ void Run::prepare_row(const Input& in, const Norm& norm, const float* from, Inpu
     float* x = to.x + t * to.ldx;
     if (norm.present()) ops.rms_norm(from, norm.weight.data, in.width, norm.eps, x);
     else if (from != x) memcpy(x, from, size_t(in.width) * 4);
+    if (in.turned) ops.hadamard(x, in.width);
     quantize_row(in, to, t);
 }
 
@@ -124,6 +125,7 @@ void Run::embed() {
             const int32_t prev = in.from_previous[at];
             const int64_t id = prev >= 0 ? model.previous[size_t(prev)] : in.token_ids[at];
             ops.matrix_row(p.embed.w, id, p.embed_scale, w.x + t * w.hidden_ld);
+            if (p.embed.turned) ops.hadamard(w.x + t * w.hidden_ld, p.hidden);
         }
         for (int64_t i = 0; i < in.embeds_size; i++) {
             const int64_t t = in.embed_index[i] - first;
