@@ -289,8 +289,8 @@ def quantize_head(w: Dense, bits: int) -> GroupInt | None:
     """Round a head or embedding; None where its columns make no groups.
 
     8 bits: symmetric groups of up to 128 of the *turned* matrix w·H. What an 8-bit head loses, it loses by rounding its
-    input: the final norm's output has few channels far above the others. H spreads them over its block at both ends, which
-    brings the loss down to that of the weights. 4 bits: groups of 32 with zeros, as they are.
+    input: the final norm's output has few channels far above the others. H spreads them over its block, which brings
+    the loss down to that of the weights. 4 bits: groups of 32 with zeros, as they are.
     """
     rows, cols = w.shape
     group = _head_group(cols) if bits == 8 else 32 if cols % 32 == 0 else None

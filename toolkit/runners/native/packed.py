@@ -23,8 +23,8 @@ LAYOUT_VERSION = 2  # 2: heads turned by a Hadamard matrix
 class PackedMeta:
     """How to read a packed array. ``kind``, ``dtype``, ``bits``, ``group``: as in ops.h; rows and columns unpadded.
 
-    ``turned``: the matrix is W·H, H a block Hadamard matrix (its own inverse) as of ``Ops::hadamard``: its input is turned
-    likewise first, a row of it last. ``origin`` says what it was packed from, for the exact inverse
+    ``turned``: the matrix is W·H, H a block Hadamard matrix (its own inverse) as of ``Ops::hadamard``: its input is
+    turned likewise first, a row of it last. ``origin`` says what it was packed from, for the exact inverse
     (``toolkit.runners.native.pack.unpack``).
     """
 
