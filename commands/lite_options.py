@@ -58,6 +58,9 @@ class LiteFlags:
     nsamples: Annotated[int | None, typer.Option("--nsamples", hidden=True)] = None  # auto-round's names …
     seqlen: Annotated[int | None, typer.Option("--seqlen", hidden=True)] = None  # … for the two above
     batch_size: Annotated[int, typer.Option("--batch-size", help="Samples that go through a layer at once.")] = 8
+    cache_memory: Annotated[
+        float, typer.Option("--cache-memory", help="GiB of activations kept in memory; more goes to disk.")
+    ] = 4.0
     calibration: Annotated[
         str | None, typer.Option("--calibration", help="Statistics that `tool lite calibrate` wrote, in place of text.")
     ] = None
@@ -111,6 +114,7 @@ class LiteFlags:
             self.calib_dataset, samples, seqlen, self.batch_size, self.dtype, self.device,
             self.revision, self.download_dir, self.seed, self.eval_tokens, self.overwrite, self.format,
             tuple(self.skip or ()), tuple(self.include or ()), self.quantize_lm_head, self.calibration,
+            self.cache_memory, lambda line: stderr().print(line, markup=False, soft_wrap=True),
         )  # fmt: skip
 
 

@@ -78,6 +78,10 @@ class Checkpoint:
             self._maps[path] = map_file(path)
         return view_tensor(self._maps[path], info)
 
+    def release(self) -> None:
+        """Let go of what is mapped: memory that was read from the files is given back as soon as no tensor uses it."""
+        self._maps.clear()
+
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
     """Open a checkpoint directory or a ``.gguf`` file, reading headers only.

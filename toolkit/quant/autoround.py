@@ -28,11 +28,11 @@ from toolkit.models.spec import LayerSpec
 from toolkit.quant.awq import Grid, inputs_after
 from toolkit.quant.forward import Called, Weights, layer_forward
 from toolkit.quant.layers import LayerSource
-from toolkit.quant.layerwise import Flow
 from toolkit.quant.result import LayerResult, LinearReport, Method, relative_error
 from toolkit.quant.run import Prepared
 from toolkit.quant.selection import Selection
 from toolkit.quant.sites import Site
+from toolkit.quant.spill import Tensors
 from toolkit.quant.statistics import Gram
 
 
@@ -59,7 +59,7 @@ def tune(source: LayerSource, selection: Selection, run: Prepared, tuning: Tunin
     layers = source.spec.layers
     setting = run.setting
     with torch.inference_mode(False), torch.no_grad():
-        exact, rounded = (Flow(source, run.ids, run.table, setting.device, setting.batch_size) for _ in range(2))
+        exact, rounded = (run.flow(source) for _ in range(2))
         for i, layer in enumerate(layers):
             run.progress("tuning the rounding", i, len(layers))
             weights = source.layer(i, setting.device)
@@ -139,8 +139,8 @@ def _tune_layer(
     layer: LayerSpec,
     sites: Sequence[Site],
     weights: Weights,
-    exact: Sequence[Tensor],
-    rounded: Sequence[Tensor],
+    exact: Tensors,
+    rounded: Tensors,
     tuning: Tuning,
 ) -> dict[str, GroupInt]:
     try:
@@ -155,7 +155,7 @@ def _tune_layer(
     return {name: _code(name, getattr(block, place), tuning.of(name)) for name, place in block.places.items()}
 
 
-def _run_library(index: int, block: _Block, exact: Sequence[Tensor], rounded: Sequence[Tensor], tuning: Tuning) -> None:
+def _run_library(index: int, block: _Block, exact: Tensors, rounded: Tensors, tuning: Tuning) -> None:
     from auto_round import AutoRound
 
     inputs, quantized = ([row[None] for batch in flow for row in batch] for flow in (exact, rounded))

@@ -12,7 +12,18 @@ from toolkit.artifacts.stage import Stage, open_stage
 from toolkit.artifacts.tokenizer import Tokenizer
 from toolkit.quant.layers import LayerSource
 from toolkit.quant.layerwise import Flow
-from toolkit.quant.run import CalibrationText, Common, Progress, Result, check_common, find_device, open_source
+from toolkit.quant.run import (
+    CalibrationText,
+    Common,
+    Progress,
+    Result,
+    check_common,
+    find_device,
+    open_source,
+    spill_of,
+    tell_plan,
+)
+from toolkit.quant.spill import Spill
 from toolkit.quant.statistics import Gram, Statistics
 from toolkit.quant.statistics_file import KIND, PARTS, file_name, planned_bytes, write_statistics
 
@@ -35,6 +46,7 @@ def calibrate(
     source = open_source(model, common, "calibrate")
     told(planned_bytes(source))
     device, text = find_device(common.device), CalibrationText(source, common)
+    tell_plan(source, common, text.plan, eval_tokens=0)
     parent = describe_parent(source.path)
     options = text.options() | {"batch_size": common.batch_size, "device": device.type}
     with open_stage(
@@ -44,17 +56,24 @@ def calibrate(
             source.check_finite()
             tokenizer = Tokenizer.open(source.checkpoint.tokenizer_dir)
             ids = text.read(stage, tokenizer, parent["digest"], progress)
-            _collect(source, stage, ids, device, common.batch_size, progress)
+            with spill_of(stage, common) as spill:
+                _collect(source, stage, ids, device, common.batch_size, spill, progress)
             stage.finish()
         return Result(Path(work_dir), options, {}, stage.already_there)
 
 
 def _collect(
-    source: LayerSource, stage: Stage, ids: torch.Tensor, device: torch.device, batch_size: int, progress: Progress
+    source: LayerSource,
+    stage: Stage,
+    ids: torch.Tensor,
+    device: torch.device,
+    batch_size: int,
+    spill: Spill,
+    progress: Progress,
 ) -> None:
     """Statistics of every layer, each kept in the stage as soon as it is known, then all written out."""
-    spec, outer = source.spec, source.outer_weights(device)
-    flow = Flow(source, ids, outer[spec.embed], device, batch_size)
+    spec = source.spec
+    flow = Flow(source, ids, source.outer_weights(device)[spec.embed], device, batch_size, spill)
     count = len(spec.layers)
     last = max((i for i in range(count + 1) if not stage.done(_key(i))), default=-1)
     for i, layer in enumerate(spec.layers[: last + 1]):
@@ -65,7 +84,7 @@ def _collect(
         if missing:
             _save(stage, i, statistics.finish())
     if last == count:
-        _save(stage, count, flow.head_statistics(outer))
+        _save(stage, count, flow.head_statistics(source.outer_weights(device)))
     progress("taking statistics", count, count)
     for i in range(count + 1):
         write_statistics(stage.dir / file_name(i), _load(stage, i))

@@ -21,6 +21,7 @@ Observer = Callable[[str, Tensor], None]
 """Called with a site's name (``sites.Site.name``) and its input rows [tokens, channels]."""
 CACHE = ":cache"
 """After the name of a key or value projection: what goes into the KV cache, a row a token and head."""
+HEAD_ELEMENTS = 1 << 24  # of the head, in float32 at once
 Rounding = Callable[[str, Tensor], Tensor]
 """Called likewise; returns the rows as linears with 8-bit activations see them."""
 
@@ -77,7 +78,7 @@ def layer_forward(
 
 def rms_norm(norm: NormSpec, weights: Weights, x: Tensor) -> Tensor:
     """RMS norm over the last dimension, with the spec's offset on the weight; in float32 also within autocast."""
-    return F.rms_norm(x.float(), (norm.size,), weights[norm.name] + norm.weight_offset, norm.eps)
+    return F.rms_norm(x.float(), (norm.size,), weights[norm.name].float() + norm.weight_offset, norm.eps)
 
 
 def embed(spec: DecoderSpec, table: Tensor, token_ids: Tensor) -> Tensor:
@@ -86,8 +87,13 @@ def embed(spec: DecoderSpec, table: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def head_logits(spec: DecoderSpec, weights: Weights, hidden: Tensor) -> Tensor:
-    """Logits of ``hidden`` (before the final norm). ``weights`` holds the final norm and ``spec.head``."""
-    logits = F.linear(rms_norm(spec.final_norm, weights, hidden), weights[spec.head], weights.get(f"{spec.head}.bias"))
+    """Logits of ``hidden`` (before the final norm). ``weights`` holds the final norm and ``spec.head``, of any float
+    type; the head is widened to float32 a part at a time."""
+    x, head = rms_norm(spec.final_norm, weights, hidden), weights[spec.head]
+    rows = max(1, HEAD_ELEMENTS // head.shape[1])
+    logits = torch.cat([F.linear(x, part.float()) for part in head.split(rows)], dim=-1)
+    if (bias := weights.get(f"{spec.head}.bias")) is not None:
+        logits = logits + bias.float()
     if spec.head_scale != 1.0:
         logits = logits * spec.head_scale
     if spec.logit_softcap is not None:

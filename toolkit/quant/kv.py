@@ -34,7 +34,9 @@ from toolkit.quant.run import (
     check_common,
     find_device,
     open_source,
+    spill_of,
     store_dtype,
+    tell_plan,
 )
 
 FP8_MAX = 448.0
@@ -58,6 +60,7 @@ def kv(
     check_common(common)
     source = open_source(model, common, "kv")
     device, dtype, text = find_device(common.device), store_dtype(common.dtype, source), CalibrationText(source, common)
+    tell_plan(source, common, text.plan, eval_tokens=common.eval_tokens)
     parent = describe_parent(source.path)
     options = text.options() | {
         "batch_size": common.batch_size, "dtype": str(dtype).removeprefix("torch."), "device": device.type,
@@ -74,12 +77,13 @@ def kv(
         tokenizer = Tokenizer.open(source.checkpoint.tokenizer_dir)
         ids = text.read(stage, tokenizer, parent["digest"], progress)
         heldout = torch.tensor(tokenizer.encode(heldout_text())[: common.eval_tokens])
-        outer = source.outer_weights(device)
-        table = outer[source.spec.embed]
-        probe = Probe(source.spec, table, heldout, device)
-        scales = _scales(source, stage, Flow(source, ids, table, device, common.batch_size), probe, device, progress)
-        progress("measuring perplexity", 0, 1)
-        quality = probe.figures(outer)
+        table = source.outer_weights(device)[source.spec.embed]
+        with spill_of(stage, common) as spill:
+            probe = Probe(source.spec, table, heldout, device, spill)
+            flow = Flow(source, ids, table, device, common.batch_size, spill)
+            scales = _scales(source, stage, flow, probe, device, progress)
+            progress("measuring perplexity", 0, 1)
+            quality = probe.figures(source.outer_weights(device))
         progress("writing", 0, 1)
         _write(source, stage, scales, dtype)
         size = sum(f.stat().st_size for f in stage.dir.glob("*.safetensors"))

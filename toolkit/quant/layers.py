@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from toolkit.artifacts.canonical import Dense
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
 from toolkit.artifacts.formats.gguf_types import METHOD as GGUF
 from toolkit.artifacts.weights import iter_canonical, validate_checkpoint
@@ -44,11 +46,14 @@ class LayerSource:
 
     def layer(self, index: int, device: torch.device) -> dict[str, Tensor]:
         """Layer ``index`` as float32 tensors by canonical name (``X``, ``X.bias``)."""
-        return self._dense(self.stored[index], device)
+        found = {name: value.to(torch.float32) for name, value in self._dense(self.stored[index], device)}
+        self.checkpoint.release()
+        return found
 
     def outer_weights(self, device: torch.device) -> dict[str, Tensor]:
-        """Embedding, final norm and head as float32; a tied head is the embedding's own tensor."""
-        found = self._dense(self.outer, device)
+        """Embedding, final norm and head in the type that they are stored in; a tied head is the embedding's tensor."""
+        found = dict(self._dense(self.outer, device))
+        self.checkpoint.release()
         if self.spec.tied:
             found[self.spec.head] = found[self.spec.embed]
         return found
@@ -62,13 +67,18 @@ class LayerSource:
                         f"{self.checkpoint.where(name)}: tensor {name} holds NaN or infinity; nothing can be "
                         "calibrated through it: fetch or train the model again"
                     )
+            self.checkpoint.release()
 
-    def _dense(self, items: list[StoredTensor], device: torch.device) -> dict[str, Tensor]:
-        found = {}
+    def _dense(self, items: list[StoredTensor], device: torch.device) -> Iterator[tuple[str, Tensor]]:
         for name, value in iter_canonical(self.checkpoint, items):
-            dense = value if isinstance(value, Tensor) else value.dequantize()
-            found[name] = dense.to(device=device, dtype=torch.float32)
-        return found
+            match value:
+                case Tensor():
+                    dense = value
+                case Dense():
+                    dense = value.weight
+                case _:
+                    dense = value.dequantize()
+            yield name, dense.to(device)
 
 
 def _refuse_quantized(checkpoint: Checkpoint, stored: list[StoredTensor]) -> None:

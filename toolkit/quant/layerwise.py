@@ -17,6 +17,7 @@ from toolkit.quant.layers import LayerSource
 from toolkit.quant.probe import Probe
 from toolkit.quant.result import LayerResult, LinearReport, Method, from_state, to_state, with_dead_inputs
 from toolkit.quant.selection import Selection, head_site
+from toolkit.quant.spill import Spill, Tensors
 from toolkit.quant.statistics import Gram, Statistics, usable
 
 Progress = Callable[[int, int], None]
@@ -38,14 +39,21 @@ class Setting:
 
 
 class Flow:
-    """Calibration text on its way through the layers. ``token_ids`` [samples, length]; ``table``: the embedding."""
+    """Calibration text on its way through the layers. ``token_ids`` [samples, length]; ``table``: the embedding;
+    ``spill``: where it is kept between them (None: in memory)."""
 
     def __init__(
-        self, source: LayerSource, token_ids: Tensor, table: Tensor, device: torch.device, batch_size: int
+        self,
+        source: LayerSource,
+        token_ids: Tensor,
+        table: Tensor,
+        device: torch.device,
+        batch_size: int,
+        spill: Spill | None = None,
     ) -> None:
         self.source, self.device = source, device
-        batches = token_ids.split(batch_size)
-        self.hidden = [embed(source.spec, table, batch.to(table.device)).cpu() for batch in batches]
+        batches = token_ids.split(batch_size) if len(token_ids) else ()
+        self.hidden = Tensors((embed(source.spec, table, b.to(table.device)).cpu() for b in batches), spill)
 
     def look(self, index: int, layer: LayerSpec, weights: Weights) -> dict[str, Gram]:
         """Statistics of the layer's inputs; the text stays before the layer."""
@@ -84,13 +92,13 @@ class Flow:
 
 
 def quantize_layers(
-    source: LayerSource, setting: Setting, flow: Flow, probe: Probe, stage: Stage, outer: Weights, progress: Progress
+    source: LayerSource, setting: Setting, flow: Flow, probe: Probe, stage: Stage, progress: Progress
 ) -> list[LinearReport]:
     """Quantize every layer and save each under ``layer.N`` in ``stage``, the head under ``head``; ``probe`` goes along.
 
     Unless ``setting.sequential``, statistics are taken in the unquantized model, so a layer's result depends on no
-    other's. Layers that ``stage`` holds already are not quantized again, only passed through. ``outer``: embedding,
-    final norm and head. Raises ToolkitError where activations are not finite, naming the layer.
+    other's. Layers that ``stage`` holds already are not quantized again, only passed through. Raises ToolkitError
+    where activations are not finite, naming the layer.
     """
     layers = source.spec.layers
     keys = [f"layer.{i}" for i in range(len(layers))] + ([HEAD] if setting.selection.head else [])
@@ -122,16 +130,16 @@ def quantize_layers(
     if setting.selection.head:
         progress(len(layers), len(keys))
         if len(layers) in missing:
-            stage.save(HEAD, *to_state(_quantize_head(source, setting, flow, outer)))
+            stage.save(HEAD, *to_state(_quantize_head(source, setting, flow)))
         reports += _load(stage, HEAD).reports
     progress(len(keys), len(keys))
     return reports
 
 
-def _quantize_head(source: LayerSource, setting: Setting, flow: Flow, outer: Weights) -> LayerResult:
-    spec = source.spec
+def _quantize_head(source: LayerSource, setting: Setting, flow: Flow) -> LayerResult:
+    spec, outer = source.spec, source.outer_weights(setting.device)
     grams = flow.head_statistics(outer) if setting.saved is None else setting.saved(len(spec.layers))
-    weights = {name: outer[name] for name in (spec.head, f"{spec.head}.bias") if name in outer}
+    weights = {name: outer[name].float() for name in (spec.head, f"{spec.head}.bias") if name in outer}
     site = head_site(source)
     return with_dead_inputs(setting.method([site], weights, usable(grams)), [site], grams)
 

@@ -17,7 +17,6 @@ from toolkit.quant import autoround, awq, floats, gguf, gptq, smooth
 from toolkit.quant import search as finder
 from toolkit.quant.grid import choose_group_size
 from toolkit.quant.layer_config import read_layer_config
-from toolkit.quant.layerwise import Flow
 from toolkit.quant.run import Common, Prepared, Progress, Recipe, Result, choose, open_source, run, store_dtype, targets
 
 __all__ = ["Common", "Result", "auto_awq", "auto_gptq", "auto_round", "blocked_fp8", "mxfp4", "search", "smooth_quant"]
@@ -227,8 +226,7 @@ def search(
     chosen: dict[str, awq.Grid] = {}
 
     def prepare(run: Prepared) -> dict[str, Any]:
-        flow = Flow(source, run.ids, run.table, run.setting.device, run.setting.batch_size)
-        units = finder.measure(source, selection, flow, dtype, how, run.directory, run.progress, in_gguf)
+        units = finder.measure(source, selection, run.flow(source), dtype, how, run.directory, run.progress, in_gguf)
         best = finder.allocate(units, budget)
         for unit, own in zip(units, best, strict=True):
             chosen.update(dict.fromkeys(unit.linears, own.grid))

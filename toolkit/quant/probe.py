@@ -16,9 +16,10 @@ from torch import Tensor
 from toolkit.engine.windows import scoring_windows
 from toolkit.models.spec import DecoderSpec, LayerSpec
 from toolkit.quant.forward import Rounding, Weights, embed, head_logits, layer_forward
+from toolkit.quant.spill import Spill, Tensors
 
 WINDOW = 1024
-ROWS = 256  # positions whose logits are held at once
+ROWS, LOGITS = 256, 1 << 23  # positions whose logits are held at once; logits held at once
 
 
 def heldout_text() -> str:
@@ -30,13 +31,16 @@ class Probe:
     """``tokens``: held-out token ids [n], cut into the windows that ``tool eval ppl`` has where ``--stride`` equals
     ``--window``: they do not overlap, the last may be shorter, every token but each window's first is scored once."""
 
-    def __init__(self, spec: DecoderSpec, table: Tensor, tokens: Tensor, device: torch.device) -> None:
+    def __init__(
+        self, spec: DecoderSpec, table: Tensor, tokens: Tensor, device: torch.device, spill: Spill | None = None
+    ) -> None:
         self.spec, self.device = spec, device
         self.window = min(WINDOW, max(spec.max_position, 2))  # a window of one token scores nothing
         cuts = scoring_windows(len(tokens), self.window, self.window)
         self.ids = [tokens[start:stop] for start, stop, _ in cuts]
-        self.before = [embed(spec, table, row[None].to(table.device)).cpu() for row in self.ids]
-        self.after = list(self.before)
+        self.before, self.after = (
+            Tensors((embed(spec, table, row[None].to(table.device)).cpu() for row in self.ids), spill) for _ in range(2)
+        )
 
     def advance(
         self, layer: LayerSpec, original: Weights, quantized: Weights, rounding: Rounding | None = None
@@ -54,9 +58,10 @@ class Probe:
         """
         lost = [0.0, 0.0]
         kl = agreed = 0.0
+        step = min(ROWS, max(16, LOGITS // self.spec.vocab_size))
         for row, before, after in zip(self.ids, self.before, self.after, strict=True):
-            for a in range(0, len(row) - 1, ROWS):
-                targets = row[a + 1 : a + 1 + ROWS].to(self.device)
+            for a in range(0, len(row) - 1, step):
+                targets = row[a + 1 : a + 1 + step].to(self.device)
                 place = slice(a, a + len(targets))
                 p, q = (
                     head_logits(self.spec, w, x[0, place].to(self.device)).log_softmax(-1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,23 +25,31 @@ from toolkit.quant.calibration import CalibrationPlan, make_plan, read_samples
 from toolkit.quant.layers import LayerSource
 from toolkit.quant.layerwise import Flow, Setting, load_head, quantize_layers, saved_layers
 from toolkit.quant.output import write_checkpoint
+from toolkit.quant.plan import plan_memory
 from toolkit.quant.probe import Probe, heldout_text
 from toolkit.quant.result import Method, storable_bits
 from toolkit.quant.selection import Selection, select
 from toolkit.quant.selftext import self_samples
+from toolkit.quant.spill import Spill
 from toolkit.quant.statistics_file import SavedStatistics, open_statistics
 from toolkit.quant.writers import choose_format
 
 EVAL_TOKENS = 24576  # of the held-out text: all of it, for most tokenizers
+CACHE_MEMORY = 4.0  # GiB
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is going on, steps done, steps in all)."""
 
 
+def _unheard(line: str) -> None:
+    """A notice that nobody reads."""
+
+
 @dataclass(frozen=True)
 class Common:
-    """Options that every method shares; names as on the command line. ``format`` None: the method's own."""
+    """Options that every method shares; names as on the command line. ``format`` None: the method's own.
+    ``cache_memory``: GiB of activations that are kept in memory; more goes to disk. ``notice``: told of the plan."""
 
     calib_dataset: str = "self"
     calib_samples: int | None = None
@@ -58,6 +67,8 @@ class Common:
     include: tuple[str, ...] = ()
     quantize_lm_head: bool = False
     calibration: str | None = None
+    cache_memory: float = CACHE_MEMORY
+    notice: Callable[[str], None] = _unheard
 
 
 @dataclass(frozen=True)
@@ -73,13 +84,18 @@ class Result:
 @dataclass(frozen=True)
 class Prepared:
     """What ``Recipe.prepare`` gets: token ids [samples, length], a directory that goes with the run's saved state, the
-    embedding [vocab, hidden], and how the run is done."""
+    embedding [vocab, hidden], how the run is done, and where activations are kept."""
 
     ids: torch.Tensor
     directory: Path
     table: torch.Tensor
     setting: Setting
     progress: Progress
+    spill: Spill
+
+    def flow(self, source: LayerSource) -> Flow:
+        """The text before the first layer."""
+        return Flow(source, self.ids, self.table, self.setting.device, self.setting.batch_size, self.spill)
 
 
 @dataclass(frozen=True)
@@ -108,6 +124,21 @@ class Recipe:
 def scratch_of(stage: Stage) -> Path:
     """A directory that goes with the stage's saved state."""
     return stage.partial / "state" / "scratch"
+
+
+def spill_of(stage: Stage, common: Common) -> Spill:
+    """Room for activations beside the stage's output: ``--cache-memory`` in memory, the rest in files."""
+    return Spill(stage.partial / "activations", int(common.cache_memory * (1 << 30)))
+
+
+def tell_plan(source: LayerSource, common: Common, plan: CalibrationPlan | None, *, eval_tokens: int) -> None:
+    """Say how much memory the run will take. ``plan``: of the text, None where none is read."""
+    samples, seqlen = (plan.samples, plan.seqlen) if plan else (0, 0)
+    memory = plan_memory(
+        source, samples=samples, seqlen=seqlen, batch_size=common.batch_size, eval_tokens=eval_tokens,
+        cache_memory=common.cache_memory,
+    )  # fmt: skip
+    common.notice(memory.line())
 
 
 def open_source(model: str, common: Common, what: str) -> LayerSource:
@@ -142,6 +173,7 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
         if selection.head:
             raise UsageError("--quantize-lm-head: not with --format gguf; its head stays as --dtype says")
     text = CalibrationText(source, common) if recipe.calibrated and common.calibration is None else None
+    tell_plan(source, common, text.plan if text else None, eval_tokens=common.eval_tokens)
     progress("reading the model", 0, 1)
     parent = describe_parent(source.path)
     statistics = _saved(source, recipe, common, parent["digest"])
@@ -169,7 +201,7 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
             sequential=recipe.sequential and statistics is None,
             saved=statistics.grams if statistics else None if recipe.calibrated else lambda index: {},
         )  # fmt: skip
-        quality = _quantize(source, stage, setting, recipe, text, common.eval_tokens, parent["digest"], progress)
+        quality = _quantize(source, stage, setting, recipe, text, common, parent["digest"], progress)
         progress("writing", 0, 1)
         if form == gguf.FORMAT:
             quality |= gguf.write_file(source, stage, dtype)
@@ -186,7 +218,7 @@ def _quantize(
     setting: Setting,
     recipe: Recipe,
     text: CalibrationText | None,
-    eval_tokens: int,
+    common: Common,
     digest: str,
     progress: Progress,
 ) -> dict[str, Any]:
@@ -194,23 +226,24 @@ def _quantize(
     source.check_finite()
     tokenizer = Tokenizer.open(source.checkpoint.tokenizer_dir)
     ids = text.read(stage, tokenizer, digest, progress) if text else torch.zeros(0, 1, dtype=torch.int64)
-    outer = source.outer_weights(setting.device)
+    table = source.outer_weights(setting.device)[source.spec.embed]
     found: dict[str, Any] = {}
     if recipe.prepare is not None:
         progress(recipe.stage.removeprefix("lite "), 0, 1)
-        found = recipe.prepare(Prepared(ids, scratch_of(stage), outer[source.spec.embed], setting, progress))
-    heldout = torch.tensor(tokenizer.encode(heldout_text())[:eval_tokens])
-    flow = Flow(source, ids, outer[source.spec.embed], setting.device, setting.batch_size)
-    if not text:
-        flow.hidden.clear()
-    probe = Probe(source.spec, outer[source.spec.embed], heldout, setting.device)
-    reports = quantize_layers(
-        source, setting, flow, probe, stage, outer, lambda done, total: progress("quantizing layers", done, total)
-    )
-    progress("measuring perplexity", 0, 1)
-    head = load_head(stage)
-    after = None if head is None else outer | {k: v.to(setting.device) for k, v in head.dense().items()}
-    return found | probe.figures(outer, after) | {"layers": [dataclasses.asdict(r) for r in reports]}
+        with spill_of(stage, common) as spill:
+            found = recipe.prepare(Prepared(ids, scratch_of(stage), table, setting, progress, spill))
+    heldout = torch.tensor(tokenizer.encode(heldout_text())[: common.eval_tokens])
+    with spill_of(stage, common) as spill:
+        flow = Flow(source, ids, table, setting.device, setting.batch_size, spill)
+        probe = Probe(source.spec, table, heldout, setting.device, spill)
+        del table
+        reports = quantize_layers(
+            source, setting, flow, probe, stage, lambda done, total: progress("quantizing layers", done, total)
+        )
+        progress("measuring perplexity", 0, 1)
+        head, outer = load_head(stage), source.outer_weights(setting.device)
+        after = None if head is None else outer | {k: v.to(setting.device) for k, v in head.dense().items()}
+        return found | probe.figures(outer, after) | {"layers": [dataclasses.asdict(r) for r in reports]}
 
 
 def _stored_linears(source: LayerSource, selection: Selection) -> list[LinearSpec]:
@@ -297,6 +330,8 @@ def check_common(common: Common) -> None:
     """Raise UsageError for numbers that cannot be."""
     if common.batch_size < 1:
         raise UsageError(f"--batch-size: expected 1 or more, found {common.batch_size}")
+    if not 0 <= common.cache_memory < math.inf:
+        raise UsageError(f"--cache-memory: expected GiB, 0 or more, found {common.cache_memory:g}")
     if common.eval_tokens < 2:
         raise UsageError(f"--eval-tokens: expected 2 or more, found {common.eval_tokens}")
 

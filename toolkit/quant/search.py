@@ -151,7 +151,7 @@ def measure(
         told("trying widths", i, len(layers))
         kept = directory / f"search.{i}.json"
         weights = source.layer(i, flow.device)
-        before = [x.clone() for x in flow.hidden[:PROBES]]
+        before = [flow.hidden[j].clone() for j in range(min(PROBES, len(flow.hidden)))]
         statistics = Statistics()
         flow.advance(i, layer, weights, None if kept.is_file() else statistics.observe)
         if not kept.is_file():

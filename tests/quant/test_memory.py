@@ -1,0 +1,114 @@
+"""Activations on disk beyond --cache-memory, the plan that is said first, and the memory that a run really takes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from toolkit.errors import UsageError
+from toolkit.quant.calibrate import calibrate
+from toolkit.quant.kv import kv
+from toolkit.quant.lite import Common, auto_gptq, auto_round, search, smooth_quant
+from toolkit.quant.spill import Spill, Tensors
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "calibration.txt"
+    path.write_text("It was a bright cold day in April, and the clocks were striking thirteen times. " * 400)
+    return path
+
+
+def quick(text: Path, **more: Any) -> Common:
+    return Common(calib_dataset=str(text), calib_samples=8, calib_seqlen=64, eval_tokens=256, batch_size=3, **more)
+
+
+@given(sizes=st.lists(st.integers(1, 40), max_size=8), memory=st.integers(0, 800), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_tensors_are_a_list_wherever_they_lie(
+    sizes: list[int], memory: int, data: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = tmp_path_factory.mktemp("spill") / "here"
+    expected = [torch.randn(n, 3) for n in sizes]
+    with Spill(directory, memory) as spill:
+        found = Tensors(expected, spill)
+        for _ in range(5 if sizes else 0):
+            i = data.draw(st.integers(0, len(sizes) - 1))
+            expected[i] = torch.randn(sizes[i], 3)
+            found[i] = expected[i]
+        assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+        held = sum(x.numel() * 4 for x in found._held if x is not None)
+        assert held <= memory
+        files = list(directory.glob("*")) if directory.exists() else []
+        assert sum(f.stat().st_size for f in files) == 12 * sum(sizes) - held
+    assert not directory.exists()
+
+
+@pytest.mark.parametrize("run", [auto_gptq, smooth_quant, auto_round, search, kv, calibrate])
+def test_nothing_depends_on_where_activations_lie(run: Any, tiny_models: Any, tmp_path: Path, text: Path) -> None:
+    model = str(tiny_models("llama"))
+    options = {search: {"bits": 5.0}, auto_round: {"iters": 1}}.get(run, {})
+    said: list[str] = []
+    for name, memory in (("memory", 1.0), ("disk", 0.0)):
+        common = replace(quick(text), cache_memory=memory, notice=said.append)
+        run(model, tmp_path / name, common=common, **options)
+    for file in sorted((tmp_path / "memory").glob("*.safetensors")):
+        assert file.read_bytes() == (tmp_path / "disk" / file.name).read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["disk", "memory"], "nothing is left behind"
+    lines = [
+        re.fullmatch(r"memory: peak about .* GiB; activations (.*) GiB in memory, (.*) GiB on disk", x) for x in said
+    ]
+    assert all(lines) and len(lines) == 2
+
+
+def test_the_plan_is_said_before_anything_is_read(tiny_models: Any, tmp_path: Path, text: Path) -> None:
+    heard: list[str] = []
+    common = replace(quick(text), cache_memory=0.0, notice=heard.append)
+    smooth_quant(
+        str(tiny_models("llama")), tmp_path / "out", common=common, progress=lambda what, *_: heard.append(what)
+    )
+    assert heard[0].startswith("memory: peak about") and heard[1] == "reading the model"
+    with pytest.raises(UsageError, match="--cache-memory: expected GiB, 0 or more, found -1"):
+        smooth_quant(str(tiny_models("llama")), tmp_path / "x", common=replace(common, cache_memory=-1.0))
+
+
+MEASURED = """
+import sys
+from toolkit.quant import lite
+method, model, out, text = sys.argv[1:]
+common = lite.Common(calib_dataset=text, calib_samples=8, calib_seqlen=256, eval_tokens=2048, cache_memory=0.0,
+                     notice=print)
+getattr(lite, method)(model, out, common=common)
+print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
+"""
+HIDDEN, INNER, VOCABULARY = 1024, 4096, 100_000
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc")
+@pytest.mark.parametrize("method", ["auto_gptq", "smooth_quant", "auto_awq"])
+def test_the_peak_is_within_the_limit_and_near_the_plan(
+    method: str, tiny_checkpoint: Any, tmp_path: Path, text: Path
+) -> None:
+    """1 GiB + 4 × the largest MLP in float32 + 4 · K² in float32, activations on disk; a vocabulary that would break
+    it if the embedding were held in float32."""
+    shape = {"hidden_size": HIDDEN, "intermediate_size": INNER, "vocab_size": VOCABULARY, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    model = tiny_checkpoint("llama", tmp_path / "model", dtype="bfloat16", **shape, **heads)
+    command = [sys.executable, "-c", MEASURED, method, str(model), str(tmp_path / "out"), str(text)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    peak = int(done.stdout.split()[-1]) / (1 << 20)
+    limit = 1 + 4 * 4 * (3 * HIDDEN * INNER + INNER**2) / (1 << 30)
+    planned = float(re.search(r"about ([0-9.]+) GiB", done.stdout)[1])  # type: ignore[index]
+    assert peak <= limit, (peak, limit, done.stdout)
+    assert 0.6 * peak <= planned <= 1.5 * peak, (peak, planned)
