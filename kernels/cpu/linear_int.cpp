@@ -4,8 +4,8 @@
 //     p = scale_w[r,g] * scale_a[t,g];  y = fma(float(D), p, y);  with minima also y = fma(min[r,g], scale_a * sum_a, y)
 // in ascending g. Both regimes below run exactly that, so their results are equal bit for bit:
 //   narrow   few tokens: stream a tile, split nibbles in registers, use each code for up to 8 tokens at once
-//   panel    many tokens: unpack two tiles to uint8 once, then a register-blocked product of 32 rows by up to 6 tokens,
-//            integer and float sums both in registers
+//   pairs    many tokens: two tiles by up to 6 tokens, integer and float sums both in registers; codes are split again for
+//            each block of tokens, which costs nothing beside the products. What comes next is fetched meanwhile.
 // The unsigned operand of the dot product is the weight (code, or code - zero + 16), the signed one the activation.
 #include "ops_isa.h"
 
@@ -14,11 +14,11 @@ namespace TK_ISA {
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int NARROW = 8, WIDE = 6, PANEL_FROM = 12;
-#elif defined(__AVX2__)
-constexpr int NARROW = 4, WIDE = 4, PANEL_FROM = 16;
+constexpr int NARROW = 8, WIDE = 6, PAIRS_FROM = 9;
+#elif defined(__AVXVNNI__)
+constexpr int NARROW = 4, WIDE = 6, PAIRS_FROM = 5;
 #else
-constexpr int NARROW = 4, WIDE = 4, PANEL_FROM = 16;
+constexpr int NARROW = 4, WIDE = 4, PAIRS_FROM = 5;
 #endif
 constexpr int64_t AHEAD = 3072;  // bytes that the narrow kernel prefetches ahead
 
@@ -109,134 +109,182 @@ NarrowTile narrow_kernel(const Matrix& w, int64_t m) {
     return w.minima ? narrow_for<8, true>(m) : narrow_for<8, false>(m);
 }
 
-// ------------------------------------------------------------------------------------------------ panel
+// ------------------------------------------------------------------------------------------------ pairs of tiles
 
-// Two tiles unpacked: codes [cols/4][2][64], scales and minima [groups][2][16].
-struct Panel {
-    uint8_t* codes;
-    float* scales;
-    float* minima;
-    float* y;  // [2][WIDE][16]
+// What blocks of tokens need of a pair of tiles, made once: scales and minima as floats, and what is added to 4-bit codes so
+// that the byte is code - zero + 16.
+struct Pair {
+    const uint8_t* tile[2];
+    float* scales;   // [groups][2][16]
+    float* minima;   // [groups][2][16]
+    uint8_t* shift;  // [groups][2][64]
+    float* y;        // [2][WIDE][16]
 };
 
 TK_INLINE uint8_t* aligned(void* p) { return (uint8_t*)(((uintptr_t)p + 63) & ~(uintptr_t)63); }
 
-Panel panel_of(const Matrix& w, void* scratch) {
+// `b` null = the pair has one tile; it then stands in both places.
+Pair pair_of(const Matrix& w, const uint8_t* a, const uint8_t* b, void* scratch) {
     uint8_t* p = aligned(scratch);
-    Panel out;
+    Pair out;
+    out.tile[0] = a;
+    out.tile[1] = b ? b : a;
     out.y = (float*)p;
-    p += 2 * WIDE * 64;
-    out.scales = (float*)p;
-    p += w.groups() * 128;
-    out.minima = (float*)p;
-    p += w.groups() * 128;
-    out.codes = p;
+    out.scales = (float*)(p + 2 * WIDE * 64);
+    out.minima = out.scales + w.groups() * 32;
+    out.shift = (uint8_t*)(out.minima + w.groups() * 32);
+    for (int i = 0; i < 2; i++) {
+        const uint8_t* h = out.tile[i];
+        for (int64_t g = 0; g < w.groups(); g++, h += w.group_bytes()) {
+            fstore(out.scales + g * 32 + i * 16, header_floats(h, w.dtype, 0));
+            if (w.minima) fstore(out.minima + g * 32 + i * 16, header_floats(h, w.dtype, 1));
+            else if (w.bits == 4)
+                bstore(out.shift + g * 128 + i * 64,
+                       imul(isub(iset1(16), load_u8(header_zeros(h, w.dtype))), iset1(0x01010101)));
+        }
+    }
     return out;
 }
 
-// what is added to (code - zero) so that the stored byte is unsigned
+// what is added to (code - zero) so that the byte is unsigned
 TK_INLINE int32_t offset_of(const Matrix& w) { return w.minima ? 0 : w.bits == 4 ? 16 : 128; }
 
-void unpack_tile(const Matrix& w, const uint8_t* tile, int which, const Panel& p) {
-    const int64_t groups = w.groups(), header = w.header_bytes();
-    for (int64_t g = 0; g < groups; g++, tile += w.group_bytes()) {
-        fstore(p.scales + g * 32 + which * 16, header_floats(tile, w.dtype, 0));
-        if (w.minima) fstore(p.minima + g * 32 + which * 16, header_floats(tile, w.dtype, 1));
-        const uint8_t* codes = tile + header;
-        uint8_t* to = p.codes + g * w.group * 32 + which * 64;
-        if (w.bits == 8) {
-            for (int64_t k = 0; k < w.group; k += 4) bstore(to + k * 32, bload(codes + k * 16));
-            continue;
-        }
-        B shift = izero();
-        if (!w.minima) shift = imul(isub(iset1(16), load_u8(header_zeros(tile, w.dtype))), iset1(0x01010101));
-        for (int64_t k = 0; k < w.group; k += 8) {
-            const B b = bload(codes + k * 8);
-            bstore(to + k * 32, badd(low_nibbles(b), shift));
-            bstore(to + k * 32 + 128, badd(high_nibbles(b), shift));
-        }
-    }
-}
-
-// Integer part of one group: d[i * M + t] += sums of tile i and token t. Rows of activations are reached from every third
-// one, which is what address arithmetic offers.
-template <int M, int BITS>
-TK_INLINE void panel_dots(const uint8_t* codes, int64_t group, const int8_t* a, int64_t lda, I* d) {
-    const int8_t* rows[(M + 2) / 3];
-    TK_EACH(r, (M + 2) / 3, rows[r] = a + r * 3 * lda;);
-    for (int64_t k = 0; k < group; k += 4, codes += 128) {
-        const B w0 = bload(codes), w1 = bload(codes + 64);
-        TK_EACH(t, M, {
-            const B s = bset4(rows[t / 3] + t % 3 * lda);
-            d[t] = dot<BITS>(d[t], w0, s);
-            d[M + t] = dot<BITS>(d[M + t], w1, s);
-        });
-        TK_EACH(r, (M + 2) / 3, rows[r] += 4;);
-    }
-}
-
-// M tokens by the 32 rows of a panel; result in p.y.
-template <int M, int BITS, bool MIN>
-void panel_block(const Matrix& w, const Panel& p, const Rows& in, int64_t t0) {
-    const int64_t groups = w.groups(), lda = in.ldq, group = w.group;
-    const int32_t offset = offset_of(w);
-    const int8_t* a = in.q + t0 * lda;
-    const int32_t* sums = in.sum + t0 * in.lds;
-    const float* sa = in.scale + t0 * in.lds;
-    F y[2 * M];
-    TK_EACH(t, 2 * M, y[t] = fzero(););
-    for (int64_t g = 0; g < groups; g++, a += group, sums++, sa++) {
-        I d[2 * M];
-        TK_EACH(t, M, d[t] = d[M + t] = MIN ? izero() : iset1(-offset * sums[t * in.lds]););
-        panel_dots<M, BITS>(p.codes + g * group * 32, group, a, lda, d);
-        const F s0 = fload(p.scales + g * 32), s1 = fload(p.scales + g * 32 + 16);
-        TK_EACH(t, M, {
-            const F s = fset1(sa[t * in.lds]);
-            y[t] = fma(f_of(d[t]), fmul(s0, s), y[t]);
-            y[M + t] = fma(f_of(d[M + t]), fmul(s1, s), y[M + t]);
-            if (MIN) {
-                const F sum = fset1(sa[t * in.lds] * float(sums[t * in.lds]));
-                y[t] = fma(fload(p.minima + g * 32), sum, y[t]);
-                y[M + t] = fma(fload(p.minima + g * 32 + 16), sum, y[M + t]);
-            }
-        });
-    }
+// d[n * M + t] += products of 4 columns of tile n and token t. Rows of activations are reached from every third one, which is
+// what address arithmetic offers.
+template <int M, int N, int BITS>
+TK_INLINE void block_step(const B* w, const int8_t* const* rows, int64_t lda, int64_t k, I* d) {
     TK_EACH(t, M, {
-        fstore(p.y + t * 16, y[t]);
-        fstore(p.y + (WIDE + t) * 16, y[M + t]);
+        const B s = bset4(rows[t / 3] + t % 3 * lda + k);
+        TK_EACH(n, N, d[n * M + t] = dot<BITS>(d[n * M + t], w[n], s););
     });
 }
 
-typedef void (*PanelBlock)(const Matrix&, const Panel&, const Rows&, int64_t);
-
-template <int BITS, bool MIN>
-PanelBlock panel_for(int64_t left, int64_t* m) {
-    *m = left < WIDE ? left : WIDE;
-    switch (*m) {
-#if defined(__AVX512F__)
-        case 6: return panel_block<6, BITS, MIN>;
-        case 5: return panel_block<5, BITS, MIN>;
-#endif
-        case 4: return panel_block<4, BITS, MIN>;
-        case 3: return panel_block<3, BITS, MIN>;
-        case 2: return panel_block<2, BITS, MIN>;
-        default: return panel_block<1, BITS, MIN>;
+// Integer part of one group of N tiles.
+template <int M, int N, int BITS, bool MIN>
+TK_INLINE void block_dots(const uint8_t* const* codes, const uint8_t* shift, int64_t group, const int8_t* a, int64_t lda, I* d) {
+    const int8_t* rows[(M + 2) / 3];
+    TK_EACH(r, (M + 2) / 3, rows[r] = a + r * 3 * lda;);
+    B w[N], s[N];
+    if (BITS == 8) {
+        for (int64_t k = 0; k < group; k += 4) {
+            TK_EACH(n, N, w[n] = bload(codes[n] + k * 16););
+            block_step<M, N, BITS>(w, rows, lda, k, d);
+        }
+        return;
+    }
+    TK_EACH(n, N, s[n] = MIN ? izero() : bload(shift + 64 * n););
+    for (int64_t k = 0; k < group; k += 8) {
+        TK_EACH(n, N, w[n] = low_nibbles(bload(codes[n] + k * 8)););
+        if (!MIN) TK_EACH(n, N, w[n] = badd(w[n], s[n]););
+        block_step<M, N, BITS>(w, rows, lda, k, d);
+        TK_EACH(n, N, w[n] = high_nibbles(bload(codes[n] + k * 8)););
+        if (!MIN) TK_EACH(n, N, w[n] = badd(w[n], s[n]););
+        block_step<M, N, BITS>(w, rows, lda, k + 4, d);
     }
 }
 
-PanelBlock panel_kernel(const Matrix& w, int64_t left, int64_t* m) {
-    if (w.bits == 4) return w.minima ? panel_for<4, true>(left, m) : panel_for<4, false>(left, m);
-    return w.minima ? panel_for<8, true>(left, m) : panel_for<8, false>(left, m);
+// M tokens by the 16 N rows of the tiles from `first` on; result in p.y.
+template <int M, int N, int BITS, bool MIN>
+TK_INLINE void block(const Matrix& w, const Pair& p, const Rows& in, int64_t t0, int first) {
+    const int64_t groups = w.groups(), lda = in.ldq, group = w.group, bytes = w.group_bytes();
+    const int32_t offset = offset_of(w);
+    const uint8_t* codes[N];
+    TK_EACH(n, N, codes[n] = p.tile[first + n] + w.header_bytes(););
+    const int8_t* a = in.q + t0 * lda;
+    const int32_t* sums = in.sum + t0 * in.lds;
+    const float* sa = in.scale + t0 * in.lds;
+    F y[N * M];
+    TK_EACH(t, N * M, y[t] = fzero(););
+    for (int64_t g = 0; g < groups; g++, a += group, sums++, sa++) {
+        I d[N * M];
+        TK_EACH(t, M, {
+            const I start = MIN ? izero() : iset1(-offset * sums[t * in.lds]);
+            TK_EACH(n, N, d[n * M + t] = start;);
+        });
+        block_dots<M, N, BITS, MIN>(codes, p.shift + g * 128 + first * 64, group, a, lda, d);
+        const float *scales = p.scales + g * 32 + first * 16, *minima = p.minima + g * 32 + first * 16;
+        F s[N];
+        TK_EACH(n, N, s[n] = fload(scales + 16 * n););
+        TK_EACH(t, M, {
+            const F x = fset1(sa[t * in.lds]);
+            TK_EACH(n, N, y[n * M + t] = fma(f_of(d[n * M + t]), fmul(s[n], x), y[n * M + t]););
+            if (MIN) {
+                const F sum = fset1(sa[t * in.lds] * float(sums[t * in.lds]));
+                TK_EACH(n, N, y[n * M + t] = fma(fload(minima + 16 * n), sum, y[n * M + t]););
+            }
+        });
+        TK_EACH(n, N, codes[n] += bytes;);
+    }
+    TK_EACH(t, M, TK_EACH(n, N, fstore(p.y + ((first + n) * WIDE + t) * 16, y[n * M + t]);););
 }
 
-void linear_panel(const Matrix& w, const Rows& in, int64_t count, int64_t t0, int64_t t1, const Store& to, void* scratch) {
-    const Panel p = panel_of(w, scratch);
+// M tokens by both tiles: together where the registers hold that.
+template <int M, int BITS, bool MIN>
+void pair_block(const Matrix& w, const Pair& p, const Rows& in, int64_t t0) {
+#if defined(__AVX512F__)
+    block<M, 2, BITS, MIN>(w, p, in, t0, 0);
+#else
+    for (int i = 0; i < 2; i++) block<M, 1, BITS, MIN>(w, p, in, t0, i);
+#endif
+}
+
+typedef void (*PairBlock)(const Matrix&, const Pair&, const Rows&, int64_t);
+
+template <int BITS, bool MIN>
+PairBlock pair_for(int64_t m) {
+    switch (m) {
+#if defined(__AVX512F__) || defined(__AVXVNNI__)
+        case 6: return pair_block<6, BITS, MIN>;
+        case 5: return pair_block<5, BITS, MIN>;
+#endif
+        case 4: return pair_block<4, BITS, MIN>;
+        case 3: return pair_block<3, BITS, MIN>;
+        case 2: return pair_block<2, BITS, MIN>;
+        default: return pair_block<1, BITS, MIN>;
+    }
+}
+
+PairBlock pair_kernel(const Matrix& w, int64_t m) {
+    if (w.bits == 4) return w.minima ? pair_for<4, true>(m) : pair_for<4, false>(m);
+    return w.minima ? pair_for<8, true>(m) : pair_for<8, false>(m);
+}
+
+// Fetches, while `steps` blocks of tokens are computed, what comes next: a share of the bytes of the next panel, and the
+// places where the block's results go.
+struct Ahead {
+    const uint8_t *at, *end;
+    int64_t share;
+
+    Ahead(const uint8_t* data, int64_t bytes, int64_t steps) : at(data), end(data + bytes), share(bytes / steps + 64) {}
+    void step() {
+        const uint8_t* to = end - at < share ? end : at + share;
+        for (; at < to; at += 64) __builtin_prefetch(at);
+    }
+    static void results(const Store& to, int64_t t, int64_t m, int64_t tile) {
+        for (int64_t i = t; i < t + m; i++) __builtin_prefetch(to.out + i * to.ld + tile * LANES, 1);
+    }
+};
+
+// Tokens of the block that starts at t: blocks are as equal as can be.
+TK_INLINE int64_t block_at(int64_t t, int64_t count) {
+    const int64_t left = count - t, blocks = (left + WIDE - 1) / WIDE;
+    return (left + blocks - 1) / blocks;
+}
+
+void linear_pairs(const Matrix& w, const Rows& in, int64_t count, int64_t t0, int64_t t1, const Store& to, void* scratch) {
+    const int64_t bytes = w.tile_bytes(), steps = (count + WIDE - 1) / WIDE;
     for (int64_t tile = t0; tile < t1; tile += 2) {
         const bool two = tile + 1 < t1;
-        unpack_tile(w, w.data + tile * w.tile_bytes(), 0, p);
-        if (two) unpack_tile(w, w.data + (tile + 1) * w.tile_bytes(), 1, p);
-        for (int64_t t = 0, m = 0; t < count; t += m) {
-            panel_kernel(w, count - t, &m)(w, p, in, t);
+        const uint8_t* data = w.data + tile * bytes;
+        const Pair p = pair_of(w, data, two ? data + bytes : nullptr, scratch);
+        const int64_t rest = t1 - tile - 2;
+        Ahead next(data + 2 * bytes, rest > 1 ? 2 * bytes : rest > 0 ? bytes : 0, steps);
+        for (int64_t t = 0, m; t < count; t += m) {
+            m = block_at(t, count);
+            next.step();
+            Ahead::results(to, t, m, tile);
+            if (two) Ahead::results(to, t, m, tile + 1);
+            pair_kernel(w, m)(w, p, in, t);
             for (int64_t i = 0; i < m; i++) {
                 store_tile(to, t + i, tile, fload(p.y + i * 16));
                 if (two) store_tile(to, t + i, tile + 1, fload(p.y + (WIDE + i) * 16));
@@ -249,14 +297,20 @@ bool same_shape(const Matrix& a, const Matrix& b) {
     return a.bits == b.bits && a.group == b.group && a.minima == b.minima && a.cols == b.cols;
 }
 
-void gated_panel(const Matrix& gate, const Matrix& up, const Rows& in, int64_t count, int64_t t0, int64_t t1,
+void gated_pairs(const Matrix& gate, const Matrix& up, const Rows& in, int64_t count, int64_t t0, int64_t t1,
                  const Store& to, void* scratch) {
-    const Panel p = panel_of(gate, scratch);
+    const int64_t bytes = gate.tile_bytes(), steps = (count + WIDE - 1) / WIDE;
     for (int64_t tile = t0; tile < t1; tile++) {
-        unpack_tile(gate, gate.data + tile * gate.tile_bytes(), 0, p);
-        unpack_tile(up, up.data + tile * up.tile_bytes(), 1, p);
-        for (int64_t t = 0, m = 0; t < count; t += m) {
-            panel_kernel(gate, count - t, &m)(gate, p, in, t);
+        const uint8_t *g = gate.data + tile * bytes, *u = up.data + tile * bytes;
+        const Pair p = pair_of(gate, g, u, scratch);
+        const int64_t more = tile + 1 < t1 ? bytes : 0;
+        Ahead next_gate(g + bytes, more, steps), next_up(u + bytes, more, steps);
+        for (int64_t t = 0, m; t < count; t += m) {
+            m = block_at(t, count);
+            next_gate.step();
+            next_up.step();
+            Ahead::results(to, t, m, tile);
+            pair_kernel(gate, m)(gate, p, in, t);
             for (int64_t i = 0; i < m; i++)
                 store_gated(to, t + i, tile, fload(p.y + i * 16), fload(p.y + (WIDE + i) * 16));
         }
@@ -265,12 +319,10 @@ void gated_panel(const Matrix& gate, const Matrix& up, const Rows& in, int64_t c
 
 }  // namespace
 
-int64_t linear_int_scratch(const Matrix& w) {
-    return 128 + 2 * WIDE * 64 + w.groups() * 256 + w.cols * 32;
-}
+int64_t linear_int_scratch(const Matrix& w) { return 128 + 2 * WIDE * 64 + w.groups() * 384; }
 
 void linear_int(const Matrix& w, const Rows& in, int64_t count, int64_t t0, int64_t t1, const Store& to, void* scratch) {
-    if (count >= PANEL_FROM) return linear_panel(w, in, count, t0, t1, to, scratch);
+    if (count >= PAIRS_FROM) return linear_pairs(w, in, count, t0, t1, to, scratch);
     for (int64_t tile = t0; tile < t1; tile++)
         for (int64_t t = 0; t < count; t += NARROW) {
             const int64_t m = count - t < NARROW ? count - t : NARROW;
@@ -282,7 +334,7 @@ void linear_int(const Matrix& w, const Rows& in, int64_t count, int64_t t0, int6
 
 void gated_int(const Matrix& gate, const Matrix& up, const Rows& in, int64_t count, int64_t t0, int64_t t1,
                const Store& to, void* scratch) {
-    if (count >= PANEL_FROM && same_shape(gate, up)) return gated_panel(gate, up, in, count, t0, t1, to, scratch);
+    if (count >= PAIRS_FROM && same_shape(gate, up)) return gated_pairs(gate, up, in, count, t0, t1, to, scratch);
     for (int64_t tile = t0; tile < t1; tile++)
         for (int64_t t = 0; t < count; t += NARROW) {
             const int64_t m = count - t < NARROW ? count - t : NARROW;

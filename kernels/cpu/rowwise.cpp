@@ -4,39 +4,62 @@
 namespace tk {
 namespace TK_ISA {
 
+namespace {
+
+constexpr int64_t GATHER = 1024;  // columns gathered at a time
+
+TK_INLINE F largest(const float* x, int64_t n, F top) {
+    for (int64_t k = 0; k < n; k += 16) top = fmax(top, fabs(fload(x + k)));
+    return top;
+}
+
+// Codes of x, and their sum added to `total`. |x| * inverse is at most 127 after rounding, so that codes are summed as they are.
+TK_INLINE I codes_of(const float* x, int64_t n, F inverse, I total, int8_t* q) {
+    for (int64_t k = 0; k < n; k += 16) {
+        const I code = i_of(fmul(fload(x + k), inverse));
+        store_s8(q + k, code);
+        total = iadd(total, code);
+    }
+    return total;
+}
+
+TK_INLINE F inverse_of(float amax) { return fset1(amax > 1e-30f ? 127.0f / amax : 0.0f); }
+
+TK_INLINE void quantize_group(const float* x, int64_t group, int8_t* q, float* scale, int32_t* sum) {
+    const float amax = hmax(largest(x, group, fzero()));
+    *scale = amax / 127.0f;
+    *sum = hsum(codes_of(x, group, inverse_of(amax), izero(), q));
+}
+
+void quantize_gathered(const float* x, const int32_t* perm, int64_t group, int8_t* q, float* scale, int32_t* sum) {
+    float part[GATHER];
+    auto gather = [&](int64_t from) {
+        const int64_t n = group - from < GATHER ? group - from : GATHER;
+        for (int64_t k = 0; k < n; k++) part[k] = x[perm[from + k]];
+        return n;
+    };
+    F top = fzero();
+    for (int64_t k = 0; k < group; k += GATHER) top = largest(part, gather(k), top);
+    const float amax = hmax(top);
+    I total = izero();
+    for (int64_t k = 0; k < group; k += GATHER) {
+        const int64_t n = group > GATHER ? gather(k) : group;
+        total = codes_of(part, n, inverse_of(amax), total, q + k);
+    }
+    *scale = amax / 127.0f;
+    *sum = hsum(total);
+}
+
+}  // namespace
+
 // Symmetric int8 by groups: scale = max|x| / 127, q = round(x / scale), sum = sum of q.
 void quantize(const float* x, const int32_t* perm, int64_t group, int64_t g0, int64_t g1, int8_t* q, float* scale,
               int32_t* sum) {
-    float gathered[1024];
     for (int64_t g = g0; g < g1; g++) {
-        const float* from = x + g * group;
-        const int64_t chunk = perm && group > 1024 ? 1024 : group;
-        F top = fzero();
-        for (int64_t c = 0; c < group; c += chunk) {
-            const int64_t n = group - c < chunk ? group - c : chunk;
-            if (perm) {
-                for (int64_t k = 0; k < n; k++) gathered[k] = x[perm[g * group + c + k]];
-                from = gathered - c;
-            }
-            for (int64_t k = c; k < c + n; k += 16) top = fmax(top, fabs(fload(from + k)));
-        }
-        const float amax = hmax(top);
-        const F inverse = fset1(amax > 0.0f ? 127.0f / amax : 0.0f);
-        I total = izero();
-        for (int64_t c = 0; c < group; c += chunk) {
-            const int64_t n = group - c < chunk ? group - c : chunk;
-            if (perm && group > chunk) {
-                for (int64_t k = 0; k < n; k++) gathered[k] = x[perm[g * group + c + k]];
-                from = gathered - c;
-            }
-            for (int64_t k = c; k < c + n; k += 16) {
-                const I code = i_of(fmul(fload(from + k), inverse));
-                store_s8(q + g * group + k, code);
-                total = iadd(total, load_s8(q + g * group + k));
-            }
-        }
-        scale[g] = amax / 127.0f;
-        sum[g] = hsum(total);
+        int8_t* to = q + g * group;
+        if (perm) quantize_gathered(x, perm + g * group, group, to, scale + g, sum + g);
+        else if (group == 64) quantize_group(x + g * 64, 64, to, scale + g, sum + g);
+        else quantize_group(x + g * group, group, to, scale + g, sum + g);
     }
 }
 

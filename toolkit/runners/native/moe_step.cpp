@@ -111,7 +111,7 @@ void Run::each_expert(const Moe& m, bool down, Body&& body) {
 
 void Run::experts(const Moe& m) {
     each_expert(m, false, [&](const Mlp& e, int64_t a, int64_t b, Range tiles) {
-        gated(e, w.pairs_in, a, b - a, tiles, w.pairs_mid.x + a * w.pairs_mid.ldx, w.pairs_mid.ldx);
+        gated(e, w.pairs_in, a, b - a, tiles, w.pairs_mid.x + a * w.pairs_mid.ldx + tiles.first * LANES, w.pairs_mid.ldx);
     });
     const ExpertRows& r = w.experts;
     share(P_MOE, count * m.top_k, 1, [&](Range rows) {
@@ -129,7 +129,7 @@ void Run::experts(const Moe& m) {
 // Leaves the shared expert's output in w.tmp, and its gate's logits in w.router (routing is done: it is free).
 void Run::shared_expert(const Moe& m) {
     const Mlp& e = m.shared;
-    share(P_MOE, e.up.w.tiles(), 1, [&](Range tiles) { gated(e, w.in, 0, count, tiles, w.mid.x, w.mid.ldx); });
+    share(P_MOE, e.up.w.tiles(), 1, [&](Range tiles) { gated(e, w.in, 0, count, tiles, w.mid.x + tiles.first * LANES, w.mid.ldx); });
     if (m.shared_gate.present())
         share(P_MOE, 1, 1, [&](Range) {
             Store gate;

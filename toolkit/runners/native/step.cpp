@@ -74,18 +74,29 @@ void Run::linear(const Linear& l, const InputBuffer& in, int64_t first_row, int6
     ops.linear(l.w, in.rows(l, first_row), count, tiles.first, tiles.last, to, own.linear);
 }
 
+// Rows `tiles` of the matrix, as one of their own.
+static Matrix part_of(Matrix m, Range tiles) {
+    if (m.data) m.data += tiles.first * m.tile_bytes();
+    m.rows = std::min(m.rows, tiles.last * LANES) - tiles.first * LANES;
+    return m;
+}
+
+// Output tiles `tiles` of a gated pair (or of a plain linear with its activation), the first of them at `out`.
 void Run::gated(const Mlp& m, const InputBuffer& in, int64_t first_row, int64_t rows, Range tiles, float* out,
                 int64_t ld) const {
     if (tiles.first >= tiles.last || rows <= 0) return;
+    const int64_t at = tiles.first * LANES, n = tiles.last - tiles.first;
+    const Linear& first_of = m.gate.present() ? m.gate : m.up;
     Store to;
     to.out = out;
     to.ld = ld;
     to.activation = m.activation;
-    to.bias = (m.gate.present() ? m.gate : m.up).bias.data;
-    to.bias_up = m.up.bias.data;
+    to.bias = first_of.bias.data ? first_of.bias.data + at : nullptr;
+    to.bias_up = m.up.bias.data ? m.up.bias.data + at : nullptr;
     const Rows x = in.rows(m.up, first_row);
-    if (m.gate.present()) ops.gated(m.gate.w, m.up.w, x, rows, tiles.first, tiles.last, to, own.linear);
-    else ops.linear(m.up.w, x, rows, tiles.first, tiles.last, to, own.linear);
+    const Matrix up = part_of(m.up.w, tiles);
+    if (m.gate.present()) ops.gated(part_of(m.gate.w, tiles), up, x, rows, 0, n, to, own.linear);
+    else ops.linear(up, x, rows, 0, n, to, own.linear);
 }
 
 Store Run::residual(const Sublayer& s) const {
@@ -155,16 +166,17 @@ void Run::mlp(const Sublayer& s) {
     Prepared x = prepare(m.in, s.pre, w.x, w.hidden_ld, count);
     // Where the next input has one plain quantization, columns are quantized right behind the product, group by group.
     const QuantKey key = m.mid.keys.empty() ? QuantKey() : m.mid.keys[0];
-    const bool fused = m.mid.keys.size() == 1 && !key.perm && m.mid.width / key.group >= 2 * threads;
+    const bool fused = m.mid.keys.size() == 1 && !key.perm && key.group <= STRIPE && m.mid.width / key.group >= 2 * threads;
     const int64_t unit = fused ? key.group / LANES : pair_unit(), step = fused ? std::max<int64_t>(1, 4 / unit) * unit : 1 << 30;
     share(P_GATED, m.up.w.tiles(), unit, [&](Range tiles) {
         const InputBuffer& rows = ready(x, m.in, s.pre, w.x, w.hidden_ld, count);
+        if (!fused) return gated(m, rows, 0, count, tiles, w.mid.x + tiles.first * LANES, w.mid.ldx);
         for (int64_t t0 = tiles.first; t0 < tiles.last; t0 += step) {
-            const int64_t t1 = std::min(t0 + step, tiles.last);
-            gated(m, rows, 0, count, {t0, t1}, w.mid.x, w.mid.ldx);
-            for (int64_t t = 0; fused && t < count; t++)
-                ops.quantize(w.mid.x + t * w.mid.ldx, nullptr, key.group, t0 / unit, t1 / unit, w.mid.q[0] + t * w.mid.ldq,
-                             w.mid.scale[0] + t * w.mid.lds, w.mid.sum[0] + t * w.mid.lds);
+            const int64_t t1 = std::min(t0 + step, tiles.last), g0 = t0 / unit, ld = (t1 - t0) * LANES;
+            gated(m, rows, 0, count, {t0, t1}, own.stripe, ld);
+            for (int64_t t = 0; t < count; t++)
+                ops.quantize(own.stripe + t * ld, nullptr, key.group, 0, (t1 - t0) / unit, w.mid.q[0] + t * w.mid.ldq + t0 * LANES,
+                             w.mid.scale[0] + t * w.mid.lds + g0, w.mid.sum[0] + t * w.mid.lds + g0);
         }
     });
     down(s, m.down, m.mid, fused, P_DOWN);

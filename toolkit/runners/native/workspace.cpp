@@ -121,6 +121,7 @@ Workspace::Workspace(const Program& p, const Ops& ops, int thread_count) : threa
     dummy_cell = take<uint8_t>(w.dpad * 64);
     for (ThreadScratch& t : threads) {
         t.linear = take<uint8_t>(w.scratch);
+        t.stripe = take<float>(CHUNK * STRIPE);
         t.in = input(SMALL, w.in);
         t.mid = input(SMALL, w.mid);
         t.head_row = take<float>(2 * w.dpad);

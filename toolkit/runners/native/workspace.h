@@ -10,6 +10,7 @@ namespace tk {
 constexpr int64_t CHUNK = 512;        // tokens that go through the layers together
 constexpr int64_t SMALL = 4;          // up to so many tokens every thread prepares inputs for itself
 constexpr int64_t QUERY_ROWS = 48;    // query rows of one attention item
+constexpr int64_t STRIPE = 256;       // columns of a gated product that are quantized together, at most
 constexpr int64_t LOGIT_BYTES = 16 << 20;  // buffer of logits rows (at least 8 rows)
 
 // Query rows with their running state, and the tile in compute form.
@@ -24,6 +25,7 @@ struct AttnScratch {
 
 struct ThreadScratch {
     uint8_t* linear;
+    float* stripe;        // [CHUNK][STRIPE]
     InputBuffer in, mid;  // SMALL rows
     AttnScratch attention;
     float* head_row;  // [max dpad]
