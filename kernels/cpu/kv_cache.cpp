@@ -30,8 +30,11 @@ TK_INLINE I codes_of(const float* x, F minimum, F inverse, float levels) {
     return i_of(fmin(fmax(c, fzero()), fset1(levels)));
 }
 
-void write_ints(int64_t d, const float* x, bool four, uint8_t* codes, int64_t stride, uint8_t* params) {
-    const float levels = four ? 15.0f : 255.0f;
+// Codes of one token's head. Element i of `low` lies at low[i * stride], or two a byte where there are fewer than 8 bits;
+// `high` holds the upper two bits of 6-bit codes, four a byte.
+template <int BITS>
+void write_ints(int64_t d, const float* x, uint8_t* low, uint8_t* high, int64_t stride, uint8_t* params) {
+    constexpr float levels = float((1 << BITS) - 1);
     const Affine a = affine_of(x, d, levels);
     memcpy(params, &a, 4);
     const float scale = f16_to_float(a.scale);
@@ -39,10 +42,15 @@ void write_ints(int64_t d, const float* x, bool four, uint8_t* codes, int64_t st
     for (int64_t i = 0; i < d; i += 16) {
         int32_t c[16];
         istore(c, codes_of(x + i, minimum, inverse, levels));
-        if (four)
-            for (int j = 0; j < 8; j++) codes[(i / 2 + j) * stride] = uint8_t(c[2 * j] | (c[2 * j + 1] << 4));
+        if (BITS == 8)
+            for (int j = 0; j < 16; j++) low[(i + j) * stride] = uint8_t(c[j]);
         else
-            for (int j = 0; j < 16; j++) codes[(i + j) * stride] = uint8_t(c[j]);
+            for (int j = 0; j < 8; j++) low[(i / 2 + j) * stride] = uint8_t((c[2 * j] & 15) | (c[2 * j + 1] & 15) << 4);
+        if (BITS == 6)
+            for (int j = 0; j < 4; j++) {
+                const int32_t* q = c + 4 * j;
+                high[(i / 4 + j) * stride] = uint8_t(q[0] >> 4 | q[1] >> 4 << 2 | q[2] >> 4 << 4 | q[3] >> 4 << 6);
+            }
     }
 }
 
@@ -69,21 +77,28 @@ TK_INLINE F value_codes(const uint8_t* row, int64_t i, bool four) {
     return f_of(load_u8(c));
 }
 
-void load_int_keys(int64_t d, bool four, const uint8_t* kc, const uint8_t* kp, bool to_bf16, void* out) {
-    F scale, low;
-    params_of(kp, &scale, &low);
+// Codes of elements i and i + 1 of 16 keys at 6 bits; `low` holds their low bits, `high` the high ones of elements
+// i & ~3 and on. The odd code is put together 16 times too large, which no shift to the right has to undo.
+TK_INLINE void six_bits(I low, I high, bool second, F* a, F* b) {
+    const I even = second ? iand(high, iset1(48)) : ishl(iand(high, iset1(3)), 4);
+    const I odd = second ? ishl(iand(high, iset1(192)), 2) : ishl(iand(high, iset1(12)), 6);
+    *a = f_of(ior(iand(low, iset1(15)), even));
+    *b = fmul(f_of(ior(iand(low, iset1(240)), odd)), fset1(0.0625f));
+}
+
+void load_int_keys(int64_t d, bool six, const uint8_t* kc, const uint8_t* kp, bool to_bf16, void* out) {
+    F scale, minimum;
+    params_of(kp, &scale, &minimum);
     for (int64_t i = 0; i < d; i += 2) {
         F a, b;
-        if (four) {
-            const I c = load_u8(kc + i * 8);
-            a = f_of(iand(c, iset1(15)));
-            b = fmul(f_of(isub(c, iand(c, iset1(15)))), fset1(0.0625f));
+        if (six) {
+            six_bits(load_u8(kc + i * 8), load_u8(kc + d * 8 + i / 4 * 16), i & 2, &a, &b);
         } else {
             a = f_of(load_u8(kc + i * 16));
             b = f_of(load_u8(kc + i * 16 + 16));
         }
-        a = fma(a, scale, low);
-        b = fma(b, scale, low);
+        a = fma(a, scale, minimum);
+        b = fma(b, scale, minimum);
         if (to_bf16) {
             istore((int32_t*)out + i * 8, pair_bf16(a, b));
         } else {
@@ -154,10 +169,12 @@ void load_half(int64_t d, bool bf16, const uint8_t* kc, const uint8_t* vc, bool 
 
 void kv_write(int32_t type, int64_t d, const float* k, const float* v, uint8_t* kc, uint8_t* vc, uint8_t* kp,
               uint8_t* vp, int64_t lane, int32_t clear_next) {
-    if (type == KV_INT8 || type == KV_INT4) {
-        const bool four = type == KV_INT4;
-        write_ints(d, k, four, kc + lane, 16, kp + 4 * lane);
-        write_ints(d, v, four, vc + lane * (four ? d / 2 : d), 1, vp + 4 * lane);
+    if (type == KV_INT8) {
+        write_ints<8>(d, k, kc + lane, nullptr, 16, kp + 4 * lane);
+        write_ints<8>(d, v, vc + lane * d, nullptr, 1, vp + 4 * lane);
+    } else if (type == KV_INT4) {
+        write_ints<6>(d, k, kc + lane, kc + d * 8 + lane, 16, kp + 4 * lane);
+        write_ints<4>(d, v, vc + lane * d / 2, nullptr, 1, vp + 4 * lane);
     } else if (type == KV_F32) {
         for (int64_t i = 0; i < d; i++) ((float*)kc)[i * 16 + lane] = k[i];
         memcpy((float*)vc + lane * d, v, size_t(d) * 4);

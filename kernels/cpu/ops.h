@@ -72,7 +72,9 @@ struct Store {
 // Keys and values of one head in one block, in cells of 16 tokens. Sizes in bytes.
 // floats   K cell: [d/2][16 tokens][2] for 16-bit types, [d][16] for F32; V cell: [8 token pairs][d][2], or [16][d]
 // int8     K cell: [d][16] codes; V cell: [16][d] codes
-// int4     K cell: [d/2][16], V cell: [16][d/2]; a byte holds d even (low nibble) and d odd (high)
+// int4     keys of 6 bits (at 4 they would lose several times what values do), values of 4
+//          K cell: [d/2][16] low four bits, then [d/4][16] high two of four d, ascending; V cell: [16][d/2]
+//          a byte of low bits holds d even (low nibble) and d odd (high)
 // integers carry (scale, minimum) as two float16 a token after the codes: x = code * scale + minimum
 // d is head_dim padded to a multiple of 16 with zeros.
 struct CellLayout {
@@ -84,7 +86,7 @@ inline CellLayout cell_layout(int32_t type, int64_t head_dim) {
     const int64_t d = pad16(head_dim);
     if (type == KV_F32) return {d * 64, d * 64, 0, 0};
     if (type == KV_INT8) return {d * 16, d * 16, 64, 64};
-    if (type == KV_INT4) return {d * 8, d * 8, 64, 64};
+    if (type == KV_INT4) return {d * 12, d * 8, 64, 64};
     return {d * 32, d * 32, 0, 0};
 }
 

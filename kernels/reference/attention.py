@@ -2,9 +2,10 @@
 
 Cache layout, a layer: keys and values [blocks, block_size, kv_heads, width]; slot = block·block_size + offset.
 ``bits`` 0: width = head_dim in the activations' dtype. 8: uint8 codes, width = head_dim. 4: two codes a byte, width =
-head_dim / 2; element i < head_dim/2 in the low nibble of byte i, element head_dim/2 + i in the high one. With bits 8
-and 4
-``*_params`` [blocks, block_size, kv_heads, 2] float16 hold scale and zero of every token and head:
+head_dim / 2; element i < head_dim/2 in the low nibble of byte i, element head_dim/2 + i in the high one. Keys lose far
+more than values at 4 bits, so a cache of ``bits`` 4 may have keys of 6, told by their width, 3/4 head_dim: the low four
+bits as above, then head_dim/4 bytes of the high two, byte j holding those of elements j, head_dim/4 + j, … from its lowest
+bits up. With bits 8 and 4 ``*_params`` [blocks, block_size, kv_heads, 2] float16 hold scale and zero of every token and head:
 x = (code - zero)·scale. Four-bit keys are stored turned by a fixed orthogonal Hadamard matrix, and queries are turned
 likewise (Ashkboos et al., "QuaRot", 2024). Paging: Kwon et al., "PagedAttention" (2023).
 """
@@ -40,7 +41,7 @@ def quantize_heads(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """[..., head_dim] -> (uint8 codes, packed when bits is 4; float16 (scale, zero) [..., 2]).
 
     Asymmetric: scale = (max - min) / (2^bits - 1), zero = -min / scale, both as stored in float16; a constant
-    row gets the smallest scale that keeps zero within float16.
+    row gets the smallest scale that keeps zero within float16. ``bits`` 8, 6 or 4.
     """
     h, top = x.float(), (1 << bits) - 1
     low, high = h.amin(-1, keepdim=True), h.amax(-1, keepdim=True)
@@ -48,18 +49,31 @@ def quantize_heads(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     scale = torch.maximum((high - low) / top, floor).clamp(min=2.0**-14, max=65504.0).half()
     zero = (-low / scale.float()).clamp(-65504.0, 65504.0).half()
     codes = (h / scale.float() + zero.float()).round().clamp(0, top).nan_to_num(0).to(torch.uint8)
-    if bits == 4:
-        first, second = codes.chunk(2, dim=-1)
-        codes = first | (second << 4)
+    if bits < 8:
+        first, second = (codes & 15).chunk(2, dim=-1)
+        packed = first | (second << 4)
+        if bits == 6:
+            a, b, c, d = (codes >> 4).chunk(4, dim=-1)
+            packed = torch.cat([packed, a | (b << 2) | (c << 4) | (d << 6)], dim=-1)
+        codes = packed
     return codes, torch.cat([scale, zero], dim=-1)
 
 
 def dequantize_heads(codes: Tensor, params: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """Inverse of ``quantize_heads``; computed in float32, rounded to ``dtype``."""
-    if bits == 4:
-        codes = torch.cat([codes & 15, codes >> 4], dim=-1)
+    if bits < 8:
+        low = codes if bits == 4 else codes[..., : codes.shape[-1] * 2 // 3]
+        high = codes[..., low.shape[-1] :]
+        codes = torch.cat([low & 15, low >> 4], dim=-1)
+        if bits == 6:
+            codes = codes | (torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1) << 4)
     scale, zero = params.float().split(1, dim=-1)
     return ((codes.float() - zero) * scale).to(dtype)
+
+
+def key_bits(bits: int, width: int, head_dim: int) -> int:
+    """Bits of a key in a cache of ``bits`` whose keys take ``width`` bytes; see the module."""
+    return 6 if bits == 4 and 4 * width == 3 * head_dim else bits
 
 
 def _write_cases() -> Iterator[Case]:
@@ -105,7 +119,7 @@ def kv_write(
     assert k_params is not None and v_params is not None
     pairs = ((hadamard(k) if bits == 4 else k, k_cache, k_params), (v, v_cache, v_params))
     for new, cache, params in pairs:
-        codes, scale_zero = quantize_heads(new, bits)
+        codes, scale_zero = quantize_heads(new, key_bits(bits, cache.shape[-1], new.shape[-1]))
         cache.flatten(0, 1)[slot_mapping] = codes
         params.flatten(0, 1)[slot_mapping] = scale_zero
 
@@ -191,7 +205,8 @@ def paged_attention(
         k, v = k_cache.flatten(0, 1)[slots], v_cache.flatten(0, 1)[slots]
         if bits:
             assert k_params is not None and v_params is not None
-            k = dequantize_heads(k, k_params.flatten(0, 1)[slots], bits, torch.float32)
+            k_bits = key_bits(bits, k.shape[-1], q.shape[-1])
+            k = dequantize_heads(k, k_params.flatten(0, 1)[slots], k_bits, torch.float32)
             v = dequantize_heads(v, v_params.flatten(0, 1)[slots], bits, torch.float32)
         k, v = (t.float().repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))  # [L, heads, head_dim]
         scores = torch.einsum("qhd,khd->hqk", turned[start:stop], k) * scale

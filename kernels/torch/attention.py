@@ -166,13 +166,14 @@ def paged_attention(
             k_params, v_params = _with_spare(k_params), _with_spare(v_params)
         plan = make_plan(block_table, cu_seqlens, seq_lens, k_cache.shape[1], k_cache.shape[0], window, q.device)
     repeat = q.shape[1] // k_cache.shape[2]
+    k_bits = reference.key_bits(bits, k_cache.shape[-1], q.shape[-1])
     if bits == 4:
         q = reference.hadamard(q)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for piece in plan.pieces:
         count = piece.sequences * piece.rows
         mine = q[piece.start : piece.start + count] if piece.index is None else q.index_select(0, piece.index)
-        k = _gather(k_cache, k_params, piece, bits, q.dtype)
+        k = _gather(k_cache, k_params, piece, k_bits, q.dtype)
         v = _gather(v_cache, v_params, piece, bits, q.dtype)
         y = _attend(mine, k, v, piece, plan, scale, softcap, sinks, repeat)
         if piece.index is None:

@@ -88,13 +88,14 @@ def kv_write(
     k_params: Tensor | None = None,
     v_params: Tensor | None = None,
 ) -> None:
-    """``index_copy_`` per tensor; keys and values are quantized in one go."""
+    """``index_copy_`` per tensor."""
     if bits == 0:
         k_cache.flatten(0, 1).index_copy_(0, slot_mapping, k)
         v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v)
         return
     assert k_params is not None and v_params is not None
-    codes, params = attention.quantize_heads(torch.stack([attention.hadamard(k) if bits == 4 else k, v]), bits)
-    for i, (cache, kept) in enumerate(((k_cache, k_params), (v_cache, v_params))):
-        cache.flatten(0, 1).index_copy_(0, slot_mapping, codes[i])
-        kept.flatten(0, 1).index_copy_(0, slot_mapping, params[i])
+    pairs = ((attention.hadamard(k) if bits == 4 else k, k_cache, k_params), (v, v_cache, v_params))
+    for new, cache, params in pairs:
+        codes, found = attention.quantize_heads(new, attention.key_bits(bits, cache.shape[-1], new.shape[-1]))
+        cache.flatten(0, 1).index_copy_(0, slot_mapping, codes)
+        params.flatten(0, 1).index_copy_(0, slot_mapping, found)

@@ -79,6 +79,25 @@ def test_quantized_weights_stay_near_the_dequantized_model(family, form, drive) 
     assert 0 < np.linalg.norm(found - expected) < 0.1 * np.linalg.norm(expected)
 
 
+@pytest.mark.parametrize("policy, near", [(8, 1.5), (4, 0.5)])
+@pytest.mark.parametrize("head_dim", [16, 40, 64])
+def test_quantized_caches_hold_what_the_torch_runner_s_hold(policy, near, head_dim, drive, tiny_models, steps) -> None:
+    """Scale and offset are rounded differently; beside what the codes lose that is little."""
+    from toolkit.runners.base import RunnerOptions
+    from toolkit.runners.choose import open_runner
+
+    model, ids, found = {"head_dim": head_dim}, prompt(60, 6), {}
+    for name, bits in (("native", policy), ("plain", 0)):
+        driver = drive("llama", model=model, quant_policy=bits)
+        found[name] = driver.step({driver.add(): ids}, "all").logits
+    options = RunnerOptions(dtype="float32", block_size=16, quant_policy=policy)
+    driver = steps.Driver(open_runner(tiny_models("llama", **model), backend="pytorch", options=options)[0])
+    torch_logits = driver.step({driver.add(): ids}, "all").logits
+    lost = np.linalg.norm(found["native"] - found["plain"])
+    assert 0 < np.linalg.norm(found["native"] - torch_logits) < near * lost
+    np.testing.assert_allclose(lost, np.linalg.norm(torch_logits - found["plain"]), rtol=0.2)
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"dtype": "bfloat16"}, {"quant_policy": 8}, {"quant_policy": 4, "dtype": "bfloat16"}]
 )

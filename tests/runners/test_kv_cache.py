@@ -44,7 +44,7 @@ def test_quantized_results_do_not_depend_on_chunks(bits, drive):
     np.testing.assert_allclose(np.concatenate(parts), whole, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 6, 4])
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
 def test_codes_are_the_nearest_to_the_value(bits, dim):
     x = torch.randn(50, 3, dim, generator=torch.Generator().manual_seed(dim))
@@ -53,12 +53,12 @@ def test_codes_are_the_nearest_to_the_value(bits, dim):
     step = params[..., :1].float()
     # Half a step, and at the ends of the range what rounding scale and zero to float16 can shift them by.
     assert ((back - x).abs() <= step * (0.5 + 2**-10 * (1 << bits))).all()
-    assert codes.shape[-1] == (dim if bits == 8 else dim // 2)
+    assert codes.shape[-1] == dim * bits // 8
 
 
 def test_extreme_rows_keep_finite_codes():
     x = torch.tensor([[0.0] * 8, [3.0] * 8, [1e4 + i for i in range(8)], [-60000.0] * 8, [1e-7 * i for i in range(8)]])
-    for bits in (8, 4):
+    for bits in (8, 6, 4):
         codes, params = quantize_heads(x, bits)
         back = dequantize_heads(codes, params, bits, torch.float32)
         assert torch.isfinite(back).all()
@@ -158,3 +158,25 @@ def test_int4_needs_an_even_head(drive):
     spec = replace(runner.spec, layers=(LayerSpec((odd, *rest)), *runner.spec.layers[1:]))
     with pytest.raises(UsageError, match="even head_dim"):
         TorchRunner(spec, runner._weights, replace(runner.options, quant_policy=4))
+
+
+@pytest.mark.parametrize("dim, bits", [(64, 6), (40, 6), (64, 4)])
+def test_keys_of_six_and_four_bits_are_told_by_their_width(dim, bits):
+    """Both implementations, over a cache that they wrote themselves; only the number of bits bounds the error."""
+    from toolkit.kernels.reference import attention as reference
+    from toolkit.kernels.torch import attention as fast
+    from toolkit.kernels.torch import dense
+
+    g = torch.Generator().manual_seed(dim)
+    q, k, v = torch.randn(30, 4, dim, generator=g), *torch.randn(2, 30, 2, dim, generator=g)
+    batch = (np.array([[1, 0]], np.int32), np.array([0, 30], np.int32), np.array([30], np.int32), dim**-0.5)
+    found = []
+    for write, attend in ((reference.kv_write, reference.paged_attention), (dense.kv_write, fast.paged_attention)):
+        cache = torch.zeros(2, 16, 2, dim * bits // 8, dtype=torch.uint8), torch.zeros(2, 16, 2, dim // 2).byte()
+        params = torch.zeros(2, 16, 2, 2).half(), torch.zeros(2, 16, 2, 2).half()
+        slots = torch.cat([torch.arange(16, 32), torch.arange(14)])
+        write(k, v, *cache, slots, 4, *params)
+        found.append(attend(q, *cache, *batch, bits=4, k_params=params[0], v_params=params[1]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+    back = dequantize_heads(*quantize_heads(k, bits), bits, torch.float32)
+    assert 0 < _distance(back.numpy(), k.numpy()) < 0.12 / (1 << (bits - 4))

@@ -133,6 +133,8 @@ class NativeRunner:
         for _, a in self.spec.attention_layers():
             width = -(-a.head_dim // 16) * 16
             token = 2 * width * bits // 8 + (8 if self.options.quant_policy else 0)
+            if bits == 4:
+                token += width // 4  # keys have 6 bits
             total[a.group] += a.kv_heads * token * self.options.block_size
         return tuple(total)
 

@@ -15,7 +15,10 @@ from toolkit.runners.base import RunnerError
 
 @dataclass(frozen=True)
 class LayerCache:
-    """Keys and values of a layer as the ops lay them out; ``*_params`` (scale, zero) where ``bits`` is 8 or 4."""
+    """Keys and values of a layer as the ops lay them out; ``*_params`` (scale, zero) where ``bits`` is 8 or 4.
+
+    With ``bits`` 4 keys have 6 on a CPU and 4 elsewhere: the kernels for GPUs know no 6.
+    """
 
     k: Tensor
     v: Tensor
@@ -27,21 +30,29 @@ class LayerCache:
         return [t for t in (self.k, self.v, self.k_params, self.v_params) if t is not None]
 
 
+Shape = tuple[tuple[int, ...], torch.dtype]
+
+
 def _shapes(
-    attention: AttentionSpec, block_size: int, bits: int, dtype: torch.dtype
-) -> list[tuple[tuple, torch.dtype]]:
-    """Shape and dtype of one block of keys, and of its (scale, zero) pairs."""
-    width = attention.head_dim // 2 if bits == 4 else attention.head_dim
-    data = ((block_size, attention.kv_heads, width), torch.uint8 if bits else dtype)
-    return [data, ((block_size, attention.kv_heads, 2), torch.float16)] if bits else [data]
+    attention: AttentionSpec, block_size: int, bits: int, dtype: torch.dtype, device: torch.device
+) -> tuple[list[Shape], list[Shape]]:
+    """Shape and dtype of one block of keys and of values, and of their (scale, zero) pairs where they have some."""
+    dim = attention.head_dim
+    widths = [dim, dim]
+    if bits == 4:
+        widths = [dim * 3 // 4 if device.type == "cpu" and dim % 4 == 0 else dim // 2, dim // 2]
+    data = [((block_size, attention.kv_heads, width), torch.uint8 if bits else dtype) for width in widths]
+    return data, [((block_size, attention.kv_heads, 2), torch.float16)] * 2 if bits else []
 
 
-def block_bytes(spec: DecoderSpec, block_size: int, bits: int, dtype: torch.dtype) -> tuple[int, ...]:
+def block_bytes(
+    spec: DecoderSpec, block_size: int, bits: int, dtype: torch.dtype, device: torch.device
+) -> tuple[int, ...]:
     """Bytes of one block of each cache group, over all its layers."""
     total = [0] * len(spec.cache_groups)
     for _, attention in spec.attention_layers():
-        for shape, kind in _shapes(attention, block_size, bits, dtype):
-            total[attention.group] += 2 * int(np.prod(shape)) * kind.itemsize
+        for shapes in _shapes(attention, block_size, bits, dtype, device):
+            total[attention.group] += sum(int(np.prod(shape)) * kind.itemsize for shape, kind in shapes)
     return tuple(total)
 
 
@@ -71,11 +82,11 @@ class KVCache:
         self._groups: list[list[Tensor]] = [[] for _ in self.num_blocks]
         for index, attention in spec.attention_layers():
             blocks = self.num_blocks[attention.group] + 1
-            pairs = [
-                [_zeros((blocks, *shape), kind, device) for _ in range(2)]
-                for shape, kind in _shapes(attention, block_size, bits, dtype)
-            ]
-            (k, v), (kp, vp) = pairs[0], (pairs[1] if bits else (None, None))
+            data, params = (
+                [_zeros((blocks, *shape), kind, device) for shape, kind in shapes]
+                for shapes in _shapes(attention, block_size, bits, dtype, device)
+            )
+            (k, v), (kp, vp) = data, params or (None, None)
             self.layers[index] = LayerCache(k, v, kp, vp, bits)
             self._groups[attention.group].extend(self.layers[index].tensors())
 

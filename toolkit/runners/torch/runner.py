@@ -66,7 +66,7 @@ class TorchRunner:
     def memory(self) -> MemoryNeed:
         """What weights, activations and blocks take, and what is free now."""
         free = torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else free_host_bytes()
-        blocks = block_bytes(self.spec, self.options.block_size, self.options.quant_policy, self._dtype)
+        blocks = block_bytes(self.spec, self.options.block_size, self.options.quant_policy, self._dtype, self._device)
         loaded = self._decoder is not None
         return MemoryNeed(self._weight_bytes, self._activation_bytes(), blocks, free, loaded)
 
