@@ -4,10 +4,10 @@ Cache layout, a layer: keys and values [blocks, block_size, kv_heads, width]; sl
 ``bits`` 0: width = head_dim in the activations' dtype. 8: uint8 codes, width = head_dim. 4: two codes a byte, width =
 head_dim / 2; element i < head_dim/2 in the low nibble of byte i, element head_dim/2 + i in the high one. Keys lose far
 more than values at 4 bits, so a cache of ``bits`` 4 may have keys of 6, told by their width, 3/4 head_dim: the low four
-bits as above, then head_dim/4 bytes of the high two, byte j holding those of elements j, head_dim/4 + j, … from its lowest
-bits up. With bits 8 and 4 ``*_params`` [blocks, block_size, kv_heads, 2] float16 hold scale and zero of every token and head:
-x = (code - zero)·scale. Four-bit keys are stored turned by a fixed orthogonal Hadamard matrix, and queries are turned
-likewise (Ashkboos et al., "QuaRot", 2024). Paging: Kwon et al., "PagedAttention" (2023).
+bits as above, then head_dim/4 bytes of the high two, byte j holding those of elements j, head_dim/4 + j, … from its
+lowest bits up. With bits 8 and 4 ``*_params`` [blocks, block_size, kv_heads, 2] float16 hold scale and zero of every
+token and head: x = (code - zero)·scale. With bits 4 keys are stored turned by a fixed orthogonal Hadamard matrix, and
+queries are turned likewise (Ashkboos et al., "QuaRot", 2024). Paging: Kwon et al., "PagedAttention" (2023).
 """
 
 from __future__ import annotations

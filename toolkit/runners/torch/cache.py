@@ -41,8 +41,10 @@ def _shapes(
     widths = [dim, dim]
     if bits == 4:
         widths = [dim * 3 // 4 if device.type == "cpu" and dim % 4 == 0 else dim // 2, dim // 2]
-    data = [((block_size, attention.kv_heads, width), torch.uint8 if bits else dtype) for width in widths]
-    return data, [((block_size, attention.kv_heads, 2), torch.float16)] * 2 if bits else []
+    row = (block_size, attention.kv_heads)
+    data: list[Shape] = [((*row, width), torch.uint8 if bits else dtype) for width in widths]
+    params: list[Shape] = [((*row, 2), torch.float16)] * 2 if bits else []
+    return data, params
 
 
 def block_bytes(
