@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
-from toolkit.artifacts.engine import write_engine
+from toolkit.artifacts.engine import ENGINE_ARRAYS, EngineArtifact, write_engine
 from toolkit.artifacts.formats import format_of
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.manifest import Manifest, describe_parent, read_manifest, require_kind
+from toolkit.artifacts.safetensors_file import read_header
 from toolkit.artifacts.side_files import copy_side_files
 from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.stage import open_stage
@@ -20,6 +21,7 @@ from toolkit.convert.targets import Target, choose_target
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import load_spec
 from toolkit.models.spec import StoredTensor
+from toolkit.runners.native.artifact import CPU_TARGET
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,7 +93,13 @@ def convert(
         write_engine(stage.dir, spec, chosen.pack(spec, weights, params, head_bits), target=chosen.name, params=params)
         write_json_object(stage.dir / "config.json", checkpoint.config)
         copy_side_files(checkpoint, stage.dir)
-        return Converted(Path(dst_path), chosen.name, stage.finish(), False)
+        quality = {}
+        if chosen.name == CPU_TARGET and head_bits != 16:
+            from toolkit.convert.head_cost import head_cost
+
+            artifact = EngineArtifact(stage.dir, spec, chosen.name, params, read_header(stage.dir / ENGINE_ARRAYS))
+            quality = {"head": head_cost(artifact, checkpoint, stored)}
+        return Converted(Path(dst_path), chosen.name, stage.finish(quality), False)
 
 
 def _head_bits(target: Target, asked: int | None) -> int | None:
