@@ -10,10 +10,6 @@
 
 namespace tk {
 
-struct Range {
-    int64_t first, last;
-};
-
 // Which rows leave the layers and who asked for them: (row, index of the request), sorted.
 struct Plan {
     std::vector<int64_t> rows;  // flat tokens; those with logits first
@@ -29,8 +25,8 @@ int64_t phases_of(const Program& p, int64_t head_blocks);
 class Run {
 public:
     Run(Model& m, const StepArrays& i, const StepResults& o, Plan& pl, const std::vector<int64_t>& s,
-        const std::vector<QueryBlock>& b, int64_t f, int64_t c, int index)
-        : model(m), p(m.program), ops(*m.ops), w(*m.work), in(i), out(o), plan(pl), seq_of(s), blocks(b), first(f), count(c),
+        const std::vector<QueryBlock>& b, const std::vector<RowPart>& r, int64_t f, int64_t c, int index)
+        : model(m), p(m.program), ops(*m.ops), w(*m.work), in(i), out(o), plan(pl), seq_of(s), blocks(b), parts(r), first(f), count(c),
           thread(index), threads(m.pool.size()), own(m.work->threads[size_t(index)]) {}
 
     void layers();
@@ -66,9 +62,12 @@ private:
     void gated(const Mlp& m, const InputBuffer& in, int64_t first_row, int64_t rows, Range tiles, float* out, int64_t ld) const;
     Store residual(const Sublayer& s) const;
     void add_post(const Sublayer& s);
+    void add_post_rows(const Sublayer& s, Range rows);
+    bool stripes(const Mlp& m) const;
+    void gated_rows(const Mlp& m, const InputBuffer& in, Range rows, Range tiles, bool fused);
     void down(const Sublayer& s, const Linear& l, const Input& mid, bool quantized, Phase phase);
 
-    void embed();
+    void embed_rows(Range rows);
     void turn_table(size_t rope, Range tokens) const;
     void mlp(const Sublayer& s);
 
@@ -91,6 +90,15 @@ private:
     void merge_split(const Attention& a);
     void finish_rows(const Attention& a, int64_t head, const AttnState& s, int64_t row, float* to);
     const uint8_t* query(const Attention& a, int64_t head, int64_t t) const;
+
+    // rows_step.cpp
+    void mark(Phase name);
+    void layers_by_parts();
+    void prepare_rows(const Input& in, const Norm& norm, Range rows);
+    void project_rows(const Sublayer& s, Range rows);
+    void attend_rows(const Sublayer& s, const RowPart& part);
+    void mlp_rows(const Sublayer& s, Range rows);
+    void down_rows(const Sublayer& s, const Linear& l, Range rows, Phase phase);
 
     // moe_step.cpp
     void moe(const Sublayer& s);
@@ -115,6 +123,7 @@ private:
     Plan& plan;
     const std::vector<int64_t>& seq_of;  // of the chunk's tokens
     const std::vector<QueryBlock>& blocks;
+    const std::vector<RowPart>& parts;  // empty where every phase is shared out for itself
     const int64_t first, count;  // the chunk's flat tokens
     const int thread, threads;
     ThreadScratch& own;

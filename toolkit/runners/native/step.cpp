@@ -108,15 +108,16 @@ Store Run::residual(const Sublayer& s) const {
     return to;
 }
 
+void Run::add_post_rows(const Sublayer& s, Range rows) {
+    for (int64_t t = rows.first; t < rows.last; t++) {
+        float* y = w.tmp + t * w.hidden_ld;
+        ops.rms_norm(y, s.post.weight.data, p.hidden, s.post.eps, y);
+        ops.add_scaled(w.x + t * w.hidden_ld, y, s.residual_scale, p.hidden);
+    }
+}
+
 void Run::add_post(const Sublayer& s) {
-    if (!s.post.present()) return;
-    share(P_OTHER, count, 1, [&](Range r) {
-        for (int64_t t = r.first; t < r.last; t++) {
-            float* y = w.tmp + t * w.hidden_ld;
-            ops.rms_norm(y, s.post.weight.data, p.hidden, s.post.eps, y);
-            ops.add_scaled(w.x + t * w.hidden_ld, y, s.residual_scale, p.hidden);
-        }
-    });
+    if (s.post.present()) share(P_OTHER, count, 1, [&](Range r) { add_post_rows(s, r); });
 }
 
 // The linear that ends a sublayer, from the shared middle rows (already quantized or not) into the residual.
@@ -129,21 +130,19 @@ void Run::down(const Sublayer& s, const Linear& l, const Input& mid, bool quanti
     add_post(s);
 }
 
-void Run::embed() {
-    share(P_EMBED, count, 1, [&](Range r) {
-        for (int64_t t = r.first; t < r.last; t++) {
-            const int64_t at = first + t;
-            const int32_t prev = in.from_previous[at];
-            const int64_t id = prev >= 0 ? model.previous[size_t(prev)] : in.token_ids[at];
-            ops.matrix_row(p.embed.w, id, p.embed_scale, w.x + t * w.hidden_ld);
-            if (p.embed.turned) ops.hadamard(w.x + t * w.hidden_ld, p.hidden);
-        }
-        for (int64_t i = 0; i < in.embeds_size; i++) {
-            const int64_t t = in.embed_index[i] - first;
-            if (t >= r.first && t < r.last) memcpy(w.x + t * w.hidden_ld, in.embeds + i * p.hidden, size_t(p.hidden) * 4);
-        }
-        for (size_t i = 0; i < p.ropes.size(); i++) turn_table(i, r);
-    });
+void Run::embed_rows(Range r) {
+    for (int64_t t = r.first; t < r.last; t++) {
+        const int64_t at = first + t;
+        const int32_t prev = in.from_previous[at];
+        const int64_t id = prev >= 0 ? model.previous[size_t(prev)] : in.token_ids[at];
+        ops.matrix_row(p.embed.w, id, p.embed_scale, w.x + t * w.hidden_ld);
+        if (p.embed.turned) ops.hadamard(w.x + t * w.hidden_ld, p.hidden);
+    }
+    for (int64_t i = 0; i < in.embeds_size; i++) {
+        const int64_t t = in.embed_index[i] - first;
+        if (t >= r.first && t < r.last) memcpy(w.x + t * w.hidden_ld, in.embeds + i * p.hidden, size_t(p.hidden) * 4);
+    }
+    for (size_t i = 0; i < p.ropes.size(); i++) turn_table(i, r);
 }
 
 // Cosines and sines of a rope for tokens r.
@@ -161,33 +160,48 @@ void Run::turn_table(size_t i, Range r) const {
     }
 }
 
+// Whether the columns of a gated product are quantized right behind it, a stripe at a time: the next input has one plain
+// quantization.
+bool Run::stripes(const Mlp& m) const {
+    return m.mid.keys.size() == 1 && !m.mid.keys[0].perm && m.mid.keys[0].group <= STRIPE;
+}
+
+// Output tiles `tiles` of a gated product for the rows, into the middle rows: quantized in stripes, or all as floats.
+void Run::gated_rows(const Mlp& m, const InputBuffer& in, Range rows, Range tiles, bool fused) {
+    const int64_t n = rows.last - rows.first;
+    if (!fused) return gated(m, in, rows.first, n, tiles, w.mid.x + rows.first * w.mid.ldx + tiles.first * LANES, w.mid.ldx);
+    const int64_t group = m.mid.keys[0].group, unit = group / LANES, step = std::max<int64_t>(1, 4 / unit) * unit;
+    for (int64_t t0 = tiles.first; t0 < tiles.last; t0 += step) {
+        const int64_t t1 = std::min(t0 + step, tiles.last), g0 = t0 / unit, ld = (t1 - t0) * LANES;
+        gated(m, in, rows.first, n, {t0, t1}, own.stripe, ld);
+        for (int64_t i = 0; i < n; i++) {
+            const int64_t t = rows.first + i;
+            ops.quantize(own.stripe + i * ld, nullptr, group, 0, (t1 - t0) / unit, w.mid.q[0] + t * w.mid.ldq + t0 * LANES,
+                         w.mid.scale[0] + t * w.mid.lds + g0, w.mid.sum[0] + t * w.mid.lds + g0);
+        }
+    }
+}
+
 void Run::mlp(const Sublayer& s) {
     const Mlp& m = s.mlp;
     Prepared x = prepare(m.in, s.pre, w.x, w.hidden_ld, count);
-    // Where the next input has one plain quantization, columns are quantized right behind the product, group by group.
-    const QuantKey key = m.mid.keys.empty() ? QuantKey() : m.mid.keys[0];
-    const bool fused = m.mid.keys.size() == 1 && !key.perm && key.group <= STRIPE && m.mid.width / key.group >= 2 * threads;
-    const int64_t unit = fused ? key.group / LANES : pair_unit(), step = fused ? std::max<int64_t>(1, 4 / unit) * unit : 1 << 30;
-    share(P_GATED, m.up.w.tiles(), unit, [&](Range tiles) {
-        const InputBuffer& rows = ready(x, m.in, s.pre, w.x, w.hidden_ld, count);
-        if (!fused) return gated(m, rows, 0, count, tiles, w.mid.x + tiles.first * LANES, w.mid.ldx);
-        for (int64_t t0 = tiles.first; t0 < tiles.last; t0 += step) {
-            const int64_t t1 = std::min(t0 + step, tiles.last), g0 = t0 / unit, ld = (t1 - t0) * LANES;
-            gated(m, rows, 0, count, {t0, t1}, own.stripe, ld);
-            for (int64_t t = 0; t < count; t++)
-                ops.quantize(own.stripe + t * ld, nullptr, key.group, 0, (t1 - t0) / unit, w.mid.q[0] + t * w.mid.ldq + t0 * LANES,
-                             w.mid.scale[0] + t * w.mid.lds + g0, w.mid.sum[0] + t * w.mid.lds + g0);
-        }
+    const bool fused = stripes(m) && m.mid.width / m.mid.keys[0].group >= 2 * threads;
+    share(P_GATED, m.up.w.tiles(), fused ? m.mid.keys[0].group / LANES : pair_unit(), [&](Range tiles) {
+        gated_rows(m, ready(x, m.in, s.pre, w.x, w.hidden_ld, count), {0, count}, tiles, fused);
     });
     down(s, m.down, m.mid, fused, P_DOWN);
 }
 
 void Run::layers() {
-    embed();
-    for (const Sublayer& s : p.sublayers) {
-        if (s.kind == 0) attention(s);
-        else if (s.kind == 1) mlp(s);
-        else moe(s);
+    if (parts.empty()) {
+        share(P_EMBED, count, 1, [&](Range r) { embed_rows(r); });
+        for (const Sublayer& s : p.sublayers) {
+            if (s.kind == 0) attention(s);
+            else if (s.kind == 1) mlp(s);
+            else moe(s);
+        }
+    } else {
+        layers_by_parts();
     }
     // rows that someone asks for leave the chunk, normed
     share(P_OTHER, int64_t(plan.rows.size()), 1, [&](Range r) {
@@ -277,32 +291,69 @@ struct Job {
     int64_t first, count;
     std::vector<int64_t> seq_of;
     std::vector<QueryBlock> blocks;
+    std::vector<RowPart> parts;
     bool heads;
 };
 
 void run_thread(void* arg, int index) {
     Job& job = *static_cast<Job*>(arg);
-    Run run(*job.model, *job.in, *job.out, *job.plan, job.seq_of, job.blocks, job.first, job.count, index);
+    Run run(*job.model, *job.in, *job.out, *job.plan, job.seq_of, job.blocks, job.parts, job.first, job.count, index);
     if (job.heads) run.heads();
     else run.layers();
 }
 
-// Query blocks of the chunk: whole rows of one sequence, about QUERY_ROWS query rows each.
-void cut_chunk(Job& job, int64_t per_kv) {
+// Parts of the chunk for threads that take rows through whole layers; none where there are too few rows for that.
+void cut_parts(Job& job, const Program& p, int64_t threads) {
+    job.parts.clear();
+    if (job.count < threads * PART / 2) return;
+    for (const Sublayer& s : p.sublayers)
+        if (s.kind == 2) return;
+    const int64_t n = ((job.count + PART - 1) / PART + threads - 1) / threads * threads;
+    for (int64_t i = 0; i < n; i++) job.parts.push_back({{job.count * i / n, job.count * (i + 1) / n}, 0, 0});
+}
+
+// Positions that the tokens of a block see, in all.
+int64_t cost(const StepArrays& in, const QueryBlock& b) {
+    return (in.seq_lens[b.seq] - (in.cu_seqlens[b.seq + 1] - b.last)) * (b.last - b.first);
+}
+
+// Query blocks of flat tokens [first, last): whole rows of one sequence, about QUERY_ROWS query rows each.
+void cut_blocks(Job& job, int64_t first, int64_t last, int64_t tokens) {
+    const StepArrays& in = *job.in;
+    for (int64_t t = first; t < last;) {
+        const int64_t s = job.seq_of[size_t(t - job.first)], end = std::min<int64_t>({in.cu_seqlens[s + 1], last, t + tokens});
+        job.blocks.push_back({s, t, end});
+        t = end;
+    }
+}
+
+// Sequences, parts and query blocks of the chunk. Long ones first: threads take them as they get free.
+void cut_chunk(Job& job, const Program& p, int64_t per_kv, int64_t threads) {
     const StepArrays& in = *job.in;
     const int64_t tokens = std::max<int64_t>(1, QUERY_ROWS / per_kv), end = job.first + job.count;
     job.seq_of.assign(size_t(job.count), 0);
     job.blocks.clear();
-    for (int64_t s = 0; s < in.seqs; s++) {
-        const int64_t a = std::max<int64_t>(in.cu_seqlens[s], job.first), b = std::min<int64_t>(in.cu_seqlens[s + 1], end);
-        for (int64_t t = a; t < b; t++) job.seq_of[size_t(t - job.first)] = s;
-        for (int64_t t = a; t < b; t += tokens) job.blocks.push_back({s, t, std::min(b, t + tokens)});
+    for (int64_t s = 0; s < in.seqs; s++)
+        for (int64_t t = std::max<int64_t>(in.cu_seqlens[s], job.first); t < std::min<int64_t>(in.cu_seqlens[s + 1], end); t++)
+            job.seq_of[size_t(t - job.first)] = s;
+    cut_parts(job, p, threads);
+    if (job.parts.empty()) {
+        cut_blocks(job, job.first, end, tokens);
+        std::stable_sort(job.blocks.begin(), job.blocks.end(),
+                         [&](const QueryBlock& a, const QueryBlock& b) { return cost(in, a) > cost(in, b); });
+        return;
     }
-    // long ones first: threads take blocks as they get free
-    std::stable_sort(job.blocks.begin(), job.blocks.end(), [&](const QueryBlock& a, const QueryBlock& b) {
-        auto cost = [&](const QueryBlock& q) { return (in.seq_lens[q.seq] - (in.cu_seqlens[q.seq + 1] - q.last)) * (q.last - q.first); };
-        return cost(a) > cost(b);
-    });
+    for (RowPart& part : job.parts) {
+        part.first_block = int64_t(job.blocks.size());
+        cut_blocks(job, job.first + part.rows.first, job.first + part.rows.last, tokens);
+        part.last_block = int64_t(job.blocks.size());
+    }
+    auto total = [&](const RowPart& part) {
+        int64_t sum = 0;
+        for (int64_t i = part.first_block; i < part.last_block; i++) sum += cost(in, job.blocks[size_t(i)]);
+        return sum;
+    };
+    std::stable_sort(job.parts.begin(), job.parts.end(), [&](const RowPart& a, const RowPart& b) { return total(a) > total(b); });
 }
 
 // Room for the partial states of the widest layer when the chunk has few tokens (attend_split).
@@ -330,11 +381,11 @@ void Model::step(const StepArrays& in, const StepResults& out) {
     int64_t per_kv = 1;
     for (const Sublayer& s : program.sublayers)
         if (s.kind == 0) per_kv = std::max(per_kv, s.attention.per_kv);
-    Job job{this, &in, &out, &plan, 0, 0, {}, {}, false};
+    Job job{this, &in, &out, &plan, 0, 0, {}, {}, {}, false};
     for (int64_t t = 0; t < in.tokens; t += CHUNK) {
         job.first = t;
         job.count = std::min(CHUNK, in.tokens - t);
-        cut_chunk(job, per_kv);
+        cut_chunk(job, program, per_kv, pool.size());
         work->partials(partial_floats(program, job));
         pool.run(run_thread, &job, phases_of(program, 0));
     }

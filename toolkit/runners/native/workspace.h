@@ -8,6 +8,7 @@
 namespace tk {
 
 constexpr int64_t CHUNK = 512;        // tokens that go through the layers together
+constexpr int64_t PART = 128;         // tokens of a part, about, where threads take parts of a chunk through whole layers
 constexpr int64_t SMALL = 4;          // up to so many tokens every thread prepares inputs for itself
 constexpr int64_t QUERY_ROWS = 48;    // query rows of one attention item
 constexpr int64_t STRIPE = 256;       // columns of a gated product that are quantized together, at most
@@ -30,6 +31,15 @@ struct ThreadScratch {
     AttnScratch attention;
     float* head_row;  // [max dpad]
     float* logits;    // [vocab padded], where a row is changed before sampling
+};
+
+// Tokens of the chunk that one thread takes through layers alone, and their query blocks.
+struct Range {
+    int64_t first, last;
+};
+struct RowPart {
+    Range rows;
+    int64_t first_block, last_block;
 };
 
 // Tokens [first, last) of sequence `seq`, consecutive, one attention item a kv head.

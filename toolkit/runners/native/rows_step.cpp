@@ -1,0 +1,87 @@
+// Long prompts: every thread takes a part of the tokens through whole layers, so that what one linear writes the next one
+// finds in the same core's cache. Parts meet once a layer, where attention needs the keys of all.
+//
+// The operations on a row are those of step.cpp and attention_step.cpp, in the same order: results are equal bit for bit.
+#include <algorithm>
+
+#include "run.h"
+
+namespace tk {
+
+void Run::mark(Phase name) {
+    if (thread == 0 && model.profile) model.profile->tick(name);
+}
+
+void Run::prepare_rows(const Input& in, const Norm& norm, Range rows) {
+    for (int64_t t = rows.first; t < rows.last; t++) prepare_row(in, norm, w.x + t * w.hidden_ld, w.in, t);
+    mark(P_PREPARE);
+}
+
+// Queries, keys and values of the rows, and the keys and values into the cache.
+void Run::project_rows(const Sublayer& s, Range rows) {
+    const Attention& a = s.attention;
+    prepare_rows(a.in, s.pre, rows);
+    Store to;
+    to.ld = w.qkv_ld;
+    to.out = w.qkv + rows.first * w.qkv_ld;
+    for (const Linear* l : {&a.q, &a.k, &a.v}) {
+        linear(*l, w.in, rows.first, rows.last - rows.first, {0, l->w.tiles()}, to);
+        to.out += l->w.tiles() * LANES;
+    }
+    mark(P_QKV);
+    for (int64_t t = rows.first; t < rows.last; t++)
+        for (int64_t h = 0; h < a.kv_heads; h++) turn_and_store(a, t, h);
+    mark(P_ROPE);
+}
+
+// The linear that ends a sublayer, from the middle rows into the residual.
+void Run::down_rows(const Sublayer& s, const Linear& l, Range rows, Phase phase) {
+    Store to = residual(s);
+    to.out += rows.first * to.ld;
+    linear(l, w.mid, rows.first, rows.last - rows.first, {0, l.w.tiles()}, to);
+    if (s.post.present()) add_post_rows(s, rows);
+    mark(phase);
+}
+
+void Run::attend_rows(const Sublayer& s, const RowPart& part) {
+    const Attention& a = s.attention;
+    for (int64_t h = 0; h < a.kv_heads; h++) attend_blocks(a, {part.first_block, part.last_block}, {h, h + 1});
+    mark(P_ATTENTION);
+    for (int64_t t = part.rows.first; t < part.rows.last; t++) quantize_row(a.out, w.mid, t);
+    mark(P_PREPARE);
+    down_rows(s, a.o, part.rows, P_O);
+}
+
+void Run::mlp_rows(const Sublayer& s, Range rows) {
+    const Mlp& m = s.mlp;
+    prepare_rows(m.in, s.pre, rows);
+    gated_rows(m, w.in, rows, {0, m.up.w.tiles()}, stripes(m));
+    for (int64_t t = rows.first; !stripes(m) && t < rows.last; t++) quantize_row(m.mid, w.mid, t);
+    mark(P_GATED);
+    down_rows(s, m.down, rows, P_DOWN);
+}
+
+void Run::layers_by_parts() {
+    const size_t n = p.sublayers.size();
+    size_t from = 0;  // first sublayer of this phase; an attention sublayer has its keys in the cache by now
+    bool attend = false;
+    for (bool more = true; more;) {
+        size_t end = from + (attend ? 1 : 0);
+        while (end < n && p.sublayers[end].kind != 0) end++;
+        more = end < n;
+        model.pool.chunks(phase++, uint32_t(parts.size()), [&](uint32_t i) {
+            const RowPart& part = parts[i];
+            if (from == 0 && !attend) embed_rows(part.rows);
+            for (size_t k = from; k < end; k++) {
+                if (p.sublayers[k].kind == 0) attend_rows(p.sublayers[k], part);
+                else mlp_rows(p.sublayers[k], part.rows);
+            }
+            if (more) project_rows(p.sublayers[end], part.rows);
+        });
+        mark(P_OTHER);
+        from = end;
+        attend = true;
+    }
+}
+
+}  // namespace tk
