@@ -14,6 +14,7 @@ from toolkit.commands.lite_options import (
     LiteFlags,
     Model,
     StaticGroups,
+    TuneSteps,
     WBits,
     WorkDir,
     byte_count,
@@ -53,6 +54,7 @@ def auto_awq(
     damp: Damp = 0.01,
     desc_act: DescAct = False,
     static_groups: StaticGroups = True,
+    tune_steps: TuneSteps = None,
 ) -> None:
     """4-bit weights by AWQ (activation-aware scales and clipping), in the AWQ "gemm" format.
 
@@ -73,6 +75,7 @@ def auto_awq(
             damp=damp,
             desc_act=desc_act,
             static_groups=static_groups,
+            tune_steps=tune_steps,
             common=common,
             progress=progress,
         )
@@ -93,6 +96,7 @@ def auto_gptq(
     damp: Damp = 0.01,
     desc_act: DescAct = False,
     static_groups: StaticGroups = True,
+    tune_steps: TuneSteps = None,
 ) -> None:
     """4-bit (or 8, 3, 2) weights by GPTQ: rounding errors are made up for by the columns still to come.
 
@@ -111,6 +115,7 @@ def auto_gptq(
             damp=damp,
             desc_act=desc_act,
             static_groups=static_groups,
+            tune_steps=tune_steps,
             common=common,
             progress=progress,
         )

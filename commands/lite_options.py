@@ -28,6 +28,14 @@ GroupSize = Annotated[
 ]
 Damp = Annotated[float, typer.Option("--damp", help="GPTQ: share of the mean diagonal added to XᵀX.")]
 DescAct = Annotated[bool, typer.Option("--desc-act", help="GPTQ: columns with the largest inputs first.")]
+TuneSteps = Annotated[
+    int | None,
+    typer.Option(
+        "--tune-steps",
+        help="Steps by which all scales and norms are then tuned together, so that the model predicts what it did; 0: "
+        "none. Left out: 64 where --cache-memory allows it.",
+    ),
+]
 StaticGroups = Annotated[
     bool,
     typer.Option(

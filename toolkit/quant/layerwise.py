@@ -83,6 +83,11 @@ class Flow:
             statistics.observe(spec.head, normed.reshape(-1, spec.hidden_size))
         return statistics.finish()
 
+    def through(self) -> None:
+        """Take the text through all of the original layers."""
+        for i, layer in enumerate(self.source.spec.layers):
+            self.advance(i, layer, self.source.layer(i, self.device))
+
     def _check(self, index: int, y: Tensor) -> Tensor:
         if not bool(torch.isfinite(y).all()):
             raise ToolkitError(
@@ -92,9 +97,10 @@ class Flow:
 
 
 def quantize_layers(
-    source: LayerSource, setting: Setting, flow: Flow, probe: Probe, stage: Stage, progress: Progress
+    source: LayerSource, setting: Setting, flow: Flow, probe: Probe | None, stage: Stage, progress: Progress
 ) -> list[LinearReport]:
-    """Quantize every layer and save each under ``layer.N`` in ``stage``, the head under ``head``; ``probe`` goes along.
+    """Quantize every layer and save each under ``layer.N`` in ``stage``, the head under ``head``; ``probe`` goes along,
+    if there is one.
 
     Unless ``setting.sequential``, statistics are taken in the unquantized model, so a layer's result depends on no
     other's. Layers that ``stage`` holds already are not quantized again, only passed through. Raises ToolkitError
@@ -123,10 +129,13 @@ def quantize_layers(
             stage.save(keys[i], *to_state(with_dead_inputs(result, sites, grams)))
         result = _load(stage, keys[i])
         reports += result.reports
+        if probe is None and not setting.sequential:
+            continue
         after, rounding = _on(result, setting.device), input_rounding(sites, result.weights)
         if setting.sequential and i < last_missing:  # past the last one to quantize nobody reads the text
             flow.advance(i, layer, after, rounding=rounding)
-        probe.advance(layer, original, after, rounding)
+        if probe is not None:
+            probe.advance(layer, original, after, rounding)
     if setting.selection.head:
         progress(len(layers), len(keys))
         if len(layers) in missing:
@@ -134,6 +143,17 @@ def quantize_layers(
         reports += _load(stage, HEAD).reports
     progress(len(keys), len(keys))
     return reports
+
+
+def probe_layers(source: LayerSource, setting: Setting, probe: Probe, stage: Stage, progress: Progress) -> None:
+    """Send ``probe`` through all layers as ``stage`` holds them now."""
+    count = len(source.spec.layers)
+    for i, layer in enumerate(source.spec.layers):
+        progress(i, count)
+        result = load_layer(stage, i)
+        rounding = input_rounding(setting.selection.sites(layer), result.weights)
+        probe.advance(layer, source.layer(i, setting.device), _on(result, setting.device), rounding)
+    progress(count, count)
 
 
 def _quantize_head(source: LayerSource, setting: Setting, flow: Flow) -> LayerResult:
@@ -160,6 +180,11 @@ def _load(stage: Stage, key: str) -> LayerResult:
 def load_layer(stage: Stage, index: int) -> LayerResult:
     """The saved result of a layer."""
     return _load(stage, f"layer.{index}")
+
+
+def replace_layer(stage: Stage, index: int, result: LayerResult) -> None:
+    """Save ``result`` in place of what the layer was."""
+    stage.save(f"layer.{index}", *to_state(result))
 
 
 def load_head(stage: Stage) -> LayerResult | None:

@@ -40,15 +40,16 @@ def auto_awq(
     damp: float = 0.01,
     desc_act: bool = False,
     static_groups: bool = True,
+    tune_steps: int | None = None,
     common: Common | None = None,
     progress: Progress = _quiet,
 ) -> Result:
     """Quantize MODEL by AWQ into ``work_dir``, by default to 4 bits in the "gemm" format.
 
     ``rounding`` "gptq": the scaled weights are rounded with error feedback, inputs taken through the quantized layers;
-    ``damp``, ``desc_act``, ``static_groups`` are GPTQ's then. Other bits than 4 go to GPTQ's format or
-    compressed-tensors. Raises UsageError for options that cannot be, ToolkitError for a model that cannot be quantized;
-    one line each.
+    ``damp``, ``desc_act``, ``static_groups`` are GPTQ's then. ``tune_steps``: steps of ``tune.tune`` afterwards, None
+    for the default where memory allows it. Other bits than 4 go to GPTQ's format or compressed-tensors. Raises
+    UsageError for options that cannot be, ToolkitError for a model that cannot be quantized; one line each.
     """
     if w_bits not in GPTQ_BITS:
         raise UsageError(f"--w-bits: expected 4, 8, 3 or 2, found {w_bits}")
@@ -88,6 +89,7 @@ def auto_awq(
         formats=("awq", "gptq_v2", "gptq", "compressed-tensors", "gguf"),
         group_size=group_size,
         sequential=rounding == "gptq",
+        tune_steps=tune_steps,
     )
     return run(source, Path(work_dir), recipe, common, progress)
 
@@ -102,11 +104,12 @@ def auto_gptq(
     damp: float = 0.01,
     desc_act: bool = False,
     static_groups: bool = True,
+    tune_steps: int | None = None,
     common: Common | None = None,
     progress: Progress = _quiet,
 ) -> Result:
     """Quantize MODEL by GPTQ into ``work_dir``; symmetric in GPTQ's format version 1, else in version 2, which alone
-    holds a zero point of 0. Raises as ``auto_awq`` does."""
+    holds a zero point of 0. ``tune_steps`` as for ``auto_awq``. Raises as ``auto_awq`` does."""
     if w_bits not in GPTQ_BITS:
         raise UsageError(f"--w-bits: GPTQ holds weights of 2, 3, 4 or 8 bits, found {w_bits}")
     common = common or Common()
@@ -122,6 +125,7 @@ def auto_gptq(
         formats=(*(("gptq", "gptq_v2") if w_sym else ("gptq_v2", "gptq")), "compressed-tensors", "awq", "gguf"),
         group_size=group_size,
         sequential=True,
+        tune_steps=tune_steps,
     )
     return run(source, Path(work_dir), recipe, common, progress)
 

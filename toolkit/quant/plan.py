@@ -47,7 +47,7 @@ def plan_memory(
         sizes = [[_bytes(site.size, site.size) for site in layer_sites(layer)] for layer in spec.layers]
         grams, widest = max(map(sum, sizes)), max(map(max, sizes))
     tokens = max(min(batch_size, samples) * seqlen, min(1024, eval_tokens))
-    working = tokens * max(_width(layer) for layer in spec.layers) * FLOAT
+    working = tokens * max(layer_width(layer) for layer in spec.layers) * FLOAT
     forward, rounding = working, MATRICES * widest
     peak = BASE + int(COPIES * layer) + grams + max(forward, rounding, LOGITS_BYTES) + activations - disk
     return Plan(peak, activations, disk)
@@ -57,7 +57,7 @@ def _bytes(rows: int, columns: int) -> int:
     return rows * columns * FLOAT
 
 
-def _width(layer: LayerSpec) -> int:
+def layer_width(layer: LayerSpec) -> int:
     """Numbers a token that a forward pass holds at once, at most."""
     widths = []
     for sub in layer.sublayers:

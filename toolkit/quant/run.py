@@ -23,7 +23,7 @@ from toolkit.models.spec import LinearSpec
 from toolkit.quant import gguf
 from toolkit.quant.calibration import CalibrationPlan, make_plan, read_samples
 from toolkit.quant.layers import LayerSource
-from toolkit.quant.layerwise import Flow, Setting, load_head, quantize_layers, saved_layers
+from toolkit.quant.layerwise import Flow, Setting, load_head, probe_layers, quantize_layers, saved_layers
 from toolkit.quant.output import write_checkpoint
 from toolkit.quant.plan import plan_memory
 from toolkit.quant.probe import Probe, heldout_text
@@ -32,10 +32,12 @@ from toolkit.quant.selection import Selection, select
 from toolkit.quant.selftext import self_samples
 from toolkit.quant.spill import Spill
 from toolkit.quant.statistics_file import SavedStatistics, open_statistics
+from toolkit.quant.tune import needed, tune
 from toolkit.quant.writers import choose_format
 
 EVAL_TOKENS = 24576  # of the held-out text: all of it, for most tokenizers
 CACHE_MEMORY = 4.0  # GiB
+TUNE_STEPS = 64
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 Progress = Callable[[str, int, int], None]
@@ -106,7 +108,8 @@ class Recipe:
     ``sample(out, in)``: a stand-in of the weights it makes, by which ``formats`` (the first is the default) are checked
     beforehand. ``group_size``: see ``write_checkpoint``. ``sequential``: see ``layerwise.Setting``. ``calibrated``:
     whether the method reads text at all. ``prepare``: what is to be done with the whole model before its layers,
-    returning figures for ``quality``. ``extra``: fields added to the checkpoint's ``quantization_config``.
+    returning figures for ``quality``. ``tune_steps``: of the tuning afterwards, None for the default where it fits
+    ``--cache-memory``. ``extra``: fields added to the checkpoint's ``quantization_config``.
     """
 
     stage: str
@@ -118,6 +121,7 @@ class Recipe:
     sequential: bool = False
     calibrated: bool = True
     prepare: Callable[[Prepared], dict[str, Any]] | None = None
+    tune_steps: int | None = 0
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -173,6 +177,7 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
         if selection.head:
             raise UsageError("--quantize-lm-head: not with --format gguf; its head stays as --dtype says")
     text = CalibrationText(source, common) if recipe.calibrated and common.calibration is None else None
+    tune_steps = _tune_steps(source, recipe, common, text, form)
     tell_plan(source, common, text.plan if text else None, eval_tokens=common.eval_tokens)
     progress("reading the model", 0, 1)
     parent = describe_parent(source.path)
@@ -188,6 +193,7 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
     }
     options |= {k: list(v) for k, v in (("skip", common.skip), ("include", common.include)) if v}
     options |= {"quantize_lm_head": True} if selection.head else {}
+    options |= {"tune_steps": tune_steps} if tune_steps else {}
     with open_stage(
         work_dir, kind="quantized", stage=recipe.stage, parent=parent, options=options, overwrite=common.overwrite
     ) as stage:
@@ -201,7 +207,7 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
             sequential=recipe.sequential and statistics is None,
             saved=statistics.grams if statistics else None if recipe.calibrated else lambda index: {},
         )  # fmt: skip
-        quality = _quantize(source, stage, setting, recipe, text, common, parent["digest"], progress)
+        quality = _quantize(source, stage, setting, recipe, text, common, parent["digest"], tune_steps, progress)
         progress("writing", 0, 1)
         if form == gguf.FORMAT:
             quality |= gguf.write_file(source, stage, dtype)
@@ -220,6 +226,7 @@ def _quantize(
     text: CalibrationText | None,
     common: Common,
     digest: str,
+    tune_steps: int,
     progress: Progress,
 ) -> dict[str, Any]:
     """Everything between an open stage and its files. Returns the quality figures."""
@@ -236,14 +243,48 @@ def _quantize(
     with spill_of(stage, common) as spill:
         flow = Flow(source, ids, table, setting.device, setting.batch_size, spill)
         probe = Probe(source.spec, table, heldout, setting.device, spill)
-        del table
-        reports = quantize_layers(
-            source, setting, flow, probe, stage, lambda done, total: progress("quantizing layers", done, total)
-        )
+        told = lambda done, total: progress("quantizing layers", done, total)  # noqa: E731
+        whole = setting.sequential or all(stage.done(f"layer.{i}") for i in range(len(source.spec.layers)))
+        reports = quantize_layers(source, setting, flow, None if tune_steps else probe, stage, told)
+        if tune_steps:
+            if whole:  # the text is not behind the last of the original layers
+                flow = Flow(source, ids, table, setting.device, setting.batch_size, spill)
+                flow.through()
+            told = lambda done, total: progress("tuning scales", done, total)  # noqa: E731
+            found["tuning"] = tune(source, stage, flow, ids, tune_steps, seed=common.seed, progress=told)
+            told = lambda done, total: progress("measuring perplexity", done, total)  # noqa: E731
+            probe_layers(source, setting, probe, stage, told)
         progress("measuring perplexity", 0, 1)
         head, outer = load_head(stage), source.outer_weights(setting.device)
         after = None if head is None else outer | {k: v.to(setting.device) for k, v in head.dense().items()}
         return found | probe.figures(outer, after) | {"layers": [dataclasses.asdict(r) for r in reports]}
+
+
+def _tune_steps(source: LayerSource, recipe: Recipe, common: Common, text: CalibrationText | None, form: str) -> int:
+    """Steps of the tuning behind the layers, 0 for none. Raises UsageError where it is asked for and cannot be."""
+    steps = recipe.tune_steps
+    if steps == 0:
+        return 0
+    if steps is not None and steps < 0:
+        raise UsageError(f"--tune-steps: expected 0 or more, found {steps}")
+    hindrance = None
+    if text is None:
+        hindrance = "it reads calibration text, and --calibration gives statistics alone"
+    elif form == gguf.FORMAT:
+        hindrance = "not with --format gguf"
+    if steps is None and hindrance is None:
+        assert text is not None
+        bytes_needed = needed(source, text.plan.seqlen)
+        if bytes_needed > common.cache_memory * (1 << 30):
+            common.notice(
+                f"scales are not tuned together: that takes {bytes_needed / (1 << 30):.1f} GiB, --cache-memory is "
+                f"{common.cache_memory:g}; --tune-steps {TUNE_STEPS} does it all the same"
+            )
+            return 0
+        return TUNE_STEPS
+    if hindrance is not None and steps:
+        raise UsageError(f"--tune-steps: {hindrance}; leave the option out")
+    return steps or 0
 
 
 def _stored_linears(source: LayerSource, selection: Selection) -> list[LinearSpec]:

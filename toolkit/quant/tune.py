@@ -1,0 +1,272 @@
+"""Scales and norms of a quantized model, tuned together so that it predicts what the original does; codes stay.
+
+Rounding was chosen layer by layer; what the layers' errors do to the predictions together is seen here alone. The loss
+is KL(original ‖ quantized) of the next token on the calibration text, a sample a step.
+
+Sources: Chen et al., "EfficientQAT: Efficient Quantization-Aware Training for Large Language Models" (2024), whose
+second phase trains step sizes end to end; Hinton et al., "Distilling the Knowledge in a Neural Network" (2015).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from toolkit.artifacts.canonical import GroupInt
+from toolkit.artifacts.stage import Stage
+from toolkit.models.spec import AttentionSpec, LayerSpec, NormSpec
+from toolkit.quant.forward import Called, Weights, embed, head_logits, layer_forward
+from toolkit.quant.layers import LayerSource
+from toolkit.quant.layerwise import Flow, load_head, load_layer, replace_layer
+from toolkit.quant.plan import layer_width
+from toolkit.quant.result import LayerResult
+
+RATE = 1e-3  # of Adam, on scales and norms relative to what they were
+WARM_UP = 5  # steps
+LARGEST_GRADIENT = 2.0  # its norm over all that is tuned
+ROWS = 256  # positions whose logits are held at once
+KEY = "tuned"  # the stage's key of what was found
+
+
+def needed(source: LayerSource, seqlen: int) -> int:
+    """Bytes that tuning takes beyond the model on disk: codes in 16 bits, the rest, one sample's activations."""
+    linears = sum(x.in_features * x.out_features for x in source.quantizable())
+    outer = 2 * source.spec.vocab_size * source.spec.hidden_size
+    kept = sum(map(layer_width, source.spec.layers)) * seqlen * 4
+    return 3 * linears + outer + kept
+
+
+def tune(
+    source: LayerSource,
+    stage: Stage,
+    flow: Flow,
+    ids: Tensor,
+    steps: int,
+    *,
+    seed: int,
+    progress: Callable[[int, int], None],
+) -> dict[str, Any]:
+    """Tune the layers saved in ``stage`` and save them again. ``ids`` int64 [samples, length]; ``flow``: behind the
+    last of the original layers.
+
+    Returns the figures for the manifest: steps and the KL (nats a token) before and after on samples that were not
+    tuned on. Where it did not fall, everything stays as it was.
+    """
+    layers = range(len(source.spec.layers))
+    if not stage.done(KEY):
+        with torch.inference_mode(False), torch.no_grad():
+            model = Student(source, [load_layer(stage, i) for i in layers], load_head(stage), flow.device)
+            samples = [(i, h) for i, h in zip(ids, _rows(flow), strict=True)]
+            figures = _train(model, samples, steps, seed, progress)
+            better = figures["kl_after"] < figures["kl_before"]
+            stage.save(KEY, model.found() if better else {}, figures | {"kept": better})
+    found = stage.load(KEY)
+    for i in layers if found else ():
+        replace_layer(stage, i, _with(load_layer(stage, i), found))
+    return stage.load_meta(KEY)
+
+
+def _rows(flow: Flow) -> Iterator[Tensor]:
+    """Hidden states of one sample after another, each [length, hidden]."""
+    for batch in flow.hidden:
+        yield from batch.clone()
+
+
+def _with(result: LayerResult, found: dict[str, Tensor]) -> LayerResult:
+    """``result`` with what was found for it put in place."""
+    weights = dict(result.weights)
+    for name, value in result.weights.items():
+        if name not in found:
+            continue
+        weights[name] = replace(value, scales=found[name]) if isinstance(value, GroupInt) else found[name]
+    return replace(result, weights=weights)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A quantized linear whose scales are tuned. ``centred``: code − zero, bfloat16 [out, groups, size], columns in
+    ``order`` where groups are not consecutive; ``scales`` float32 [out, groups]; ``change``: the parameter, relative.
+    """
+
+    centred: Tensor
+    scales: Tensor
+    change: Tensor
+    bias: Tensor | None
+    order: Tensor | None
+
+    @classmethod
+    def of(cls, code: GroupInt, bias: Tensor | None, device: torch.device) -> Linear:
+        assert code.zeros is not None, "tuned formats have zero points"
+        order = None if code.group_index is None else torch.argsort(code.group_index, stable=True).to(device)
+        codes = code.codes.to(device) if order is None else code.codes.to(device)[:, order]
+        groups = codes.view(len(codes), -1, code.group_size).to(torch.bfloat16)
+        scales = code.scales.to(device).float()
+        return cls(
+            groups - code.zeros.to(device).to(torch.bfloat16)[..., None],
+            scales,
+            torch.zeros_like(scales, requires_grad=True),
+            None if bias is None else bias.to(device).float(),
+            order,
+        )
+
+    def now(self) -> Tensor:
+        return self.scales * (1 + self.change)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x if self.order is None else x[..., self.order]
+        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        y = _Product.apply(x.to(dtype), self.now(), self.centred)
+        return y if self.bias is None else y + self.bias
+
+
+class _Product(torch.autograd.Function):
+    """x @ Wᵀ with W = centred · scale a group. W is made again in the backward pass, not kept between."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scales: Tensor, centred: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scales, centred)
+        return F.linear(x, _weight(scales, centred, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, scales, centred = ctx.saved_tensors
+        g = grads[0].to(x.dtype)
+        dw = g.reshape(-1, g.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+        return g @ _weight(scales, centred, x.dtype), (dw.view_as(centred) * centred).sum(-1, dtype=torch.float32), None
+
+
+def _weight(scales: Tensor, centred: Tensor, dtype: torch.dtype) -> Tensor:
+    return (centred * scales[..., None]).to(dtype).view(len(centred), -1)
+
+
+@dataclass(frozen=True)
+class Gain:
+    """A norm's weight under tuning: (weight + offset) · (1 + ``change``) − offset."""
+
+    spec: NormSpec
+    weight: Tensor
+    change: Tensor
+    dtype: torch.dtype
+
+    def now(self) -> Tensor:
+        offset = self.spec.weight_offset
+        return (self.weight + offset) * (1 + self.change) - offset
+
+
+class Student:
+    """The quantized model with its parameters: one relative change a scale and a norm weight."""
+
+    def __init__(
+        self, source: LayerSource, results: Sequence[LayerResult], head: LayerResult | None, device: torch.device
+    ) -> None:
+        self.spec, self.device = source.spec, device
+        self.outer = source.outer_weights(device)
+        self.own = dict(self.outer)  # final norm and head as they are after quantization
+        if head is not None:
+            self.own |= {k: v.to(device) for k, v in head.dense().items()}
+        self.linears: list[dict[str, Linear]] = []
+        self.gains: list[dict[str, Gain]] = []
+        self.fixed: list[dict[str, Tensor]] = []
+        for layer, result in zip(self.spec.layers, results, strict=True):
+            codes = {n: w for n, w in result.weights.items() if isinstance(w, GroupInt)}
+            dense = {
+                n: w if isinstance(w, Tensor) else w.dequantize() for n, w in result.weights.items() if n not in codes
+            }
+            self.linears.append({n: Linear.of(c, dense.get(f"{n}.bias"), device) for n, c in codes.items()})
+            self.gains.append({n.name: _gain(n, dense[n.name], device) for n in norms_of(layer) if n.name in dense})
+            self.fixed.append({n: w.to(device).float() for n, w in dense.items()})
+
+    def parameters(self) -> list[Tensor]:
+        steps = [x.change for group in self.linears for x in group.values()]
+        return steps + [x.change for group in self.gains for x in group.values()]
+
+    def found(self) -> dict[str, Tensor]:
+        """Scales and norm weights as they are stored, by canonical name."""
+        scales = {n: x.now().detach().half().cpu() for group in self.linears for n, x in group.items()}
+        return scales | {n: x.now().detach().to(x.dtype).cpu() for group in self.gains for n, x in group.items()}
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """Hidden states [1, length, hidden] before the final norm of ``ids`` [length]."""
+        x = embed(self.spec, self.outer[self.spec.embed], ids[None].to(self.device))
+        for layer, linears, gains, fixed in zip(self.spec.layers, self.linears, self.gains, self.fixed, strict=True):
+            weights: Weights = fixed | {n: g.now() for n, g in gains.items()}
+            x = layer_forward(layer, Called(weights, linears), x)
+        return x
+
+    def divergence(self, hidden: Tensor, exact: Tensor) -> Iterator[Tensor]:
+        """KL(original ‖ this model) in nats, summed over some positions at a time. ``exact``: the original's hidden
+        states [length, hidden], where ``hidden`` is this model's, [1, length, hidden]."""
+        for a in range(0, len(exact), ROWS):
+            with torch.no_grad():
+                p = head_logits(self.spec, self.outer, exact[a : a + ROWS].to(self.device)).float().log_softmax(-1)
+            q = head_logits(self.spec, self.own, hidden[0, a : a + ROWS]).float().log_softmax(-1)
+            yield F.kl_div(q, p, reduction="sum", log_target=True)
+
+
+def _gain(norm: NormSpec, weight: Tensor, device: torch.device) -> Gain:
+    w = weight.to(device).float()
+    return Gain(norm, w, torch.zeros_like(w, requires_grad=True), weight.dtype)
+
+
+def norms_of(layer: LayerSpec) -> list[NormSpec]:
+    """Every norm of a layer."""
+    found: list[NormSpec | None] = []
+    for sub in layer.sublayers:
+        found += [sub.pre_norm, sub.post_norm]
+        if isinstance(sub.mixer, AttentionSpec):
+            found += [sub.mixer.q_norm, sub.mixer.k_norm]
+    return [n for n in found if n is not None]
+
+
+def _train(
+    model: Student,
+    samples: list[tuple[Tensor, Tensor]],
+    steps: int,
+    seed: int,
+    progress: Callable[[int, int], None],
+) -> dict[str, Any]:
+    """Adam with a cosine schedule over ``samples`` (token ids, the original's hidden states)."""
+    held = samples[-max(1, min(4, len(samples) // 8)) :]
+    text = samples[: -len(held)] or samples
+    parameters = model.parameters()
+    optimizer = torch.optim.Adam(parameters, lr=RATE, betas=(0.9, 0.99), eps=1e-12)
+    draw = torch.Generator().manual_seed(seed)
+    order: list[int] = []
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=_has_bf16(model.device)):
+        before = _mean(model, held)
+        for step in range(steps):
+            progress(step, steps)
+            order = order or torch.randperm(len(text), generator=draw).tolist()
+            ids, exact = text[order.pop()]
+            for group in optimizer.param_groups:
+                group["lr"] = RATE * min(1.0, (step + 1) / WARM_UP) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
+            optimizer.zero_grad()
+            with torch.enable_grad():
+                hidden = model.hidden(ids)
+                leaf = hidden.detach().requires_grad_()
+                for part in model.divergence(leaf, exact):
+                    (part / len(ids)).backward()
+                hidden.backward(leaf.grad)
+            torch.nn.utils.clip_grad_norm_(parameters, LARGEST_GRADIENT)
+            optimizer.step()
+        progress(steps, steps)
+        return {"steps": steps, "kl_before": before, "kl_after": _mean(model, held)}
+
+
+def _mean(model: Student, samples: list[tuple[Tensor, Tensor]]) -> float:
+    """KL a token over ``samples``."""
+    total = sum(float(part) for ids, exact in samples for part in model.divergence(model.hidden(ids), exact))
+    return total / sum(len(ids) for ids, _ in samples)
+
+
+def _has_bf16(device: torch.device) -> bool:
+    """Whether bfloat16 products are faster than float32 ones there."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported()
+    return torch.cpu._is_avx512_bf16_supported()
