@@ -249,8 +249,8 @@ PairBlock pair_kernel(const Matrix& w, int64_t m) {
     return w.minima ? pair_for<8, true>(m) : pair_for<8, false>(m);
 }
 
-// Fetches, while `steps` blocks of tokens are computed, what comes next: a share of the bytes of the next panel, and the
-// places where the block's results go.
+// Fetches, while `steps` blocks of tokens are computed, what comes next: a share of the bytes of the next tiles (whoever will
+// compute them; behind the last one it is in vain), and the places where a block's results go.
 struct Ahead {
     const uint8_t *at, *end;
     int64_t share;
@@ -277,8 +277,7 @@ void linear_pairs(const Matrix& w, const Rows& in, int64_t count, int64_t t0, in
         const bool two = tile + 1 < t1;
         const uint8_t* data = w.data + tile * bytes;
         const Pair p = pair_of(w, data, two ? data + bytes : nullptr, scratch);
-        const int64_t rest = t1 - tile - 2;
-        Ahead next(data + 2 * bytes, rest > 1 ? 2 * bytes : rest > 0 ? bytes : 0, steps);
+        Ahead next(data + 2 * bytes, 2 * bytes, steps);
         for (int64_t t = 0, m; t < count; t += m) {
             m = block_at(t, count);
             next.step();
@@ -303,8 +302,7 @@ void gated_pairs(const Matrix& gate, const Matrix& up, const Rows& in, int64_t c
     for (int64_t tile = t0; tile < t1; tile++) {
         const uint8_t *g = gate.data + tile * bytes, *u = up.data + tile * bytes;
         const Pair p = pair_of(gate, g, u, scratch);
-        const int64_t more = tile + 1 < t1 ? bytes : 0;
-        Ahead next_gate(g + bytes, more, steps), next_up(u + bytes, more, steps);
+        Ahead next_gate(g + bytes, bytes, steps), next_up(u + bytes, bytes, steps);
         for (int64_t t = 0, m; t < count; t += m) {
             m = block_at(t, count);
             next_gate.step();
