@@ -103,7 +103,7 @@ def main() -> None:
     (args.dir / "config.json").write_text(json.dumps(config, indent=2))
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
         shutil.copy(resolve_model("demo") / name, args.dir / name)
-    write_model(args.dir, tensors(SHAPES[args.shape], args.awq), 4 << 30)
+    write_model(args.dir, tensors(SHAPES[args.shape], args.awq), 1 << 30)  # shard by shard: never whole in memory
 
 
 if __name__ == "__main__":

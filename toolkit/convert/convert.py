@@ -98,7 +98,8 @@ def convert(
             from toolkit.convert.head_cost import head_cost
 
             artifact = EngineArtifact(stage.dir, spec, chosen.name, params, read_header(stage.dir / ENGINE_ARRAYS))
-            quality = {"head": head_cost(artifact, checkpoint, stored)}
+            figures = head_cost(artifact, checkpoint, stored)
+            quality = {"head": figures} if figures else {}
         return Converted(Path(dst_path), chosen.name, stage.finish(quality), False)
 
 

@@ -1,6 +1,7 @@
 #include "pool.h"
 
 #include <linux/futex.h>
+#include <pthread.h>
 #include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -9,6 +10,7 @@
 #include <chrono>
 #include <climits>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 
 namespace tk {
@@ -58,8 +60,26 @@ int usable_cores() {
     return std::max(n, 1);
 }
 
+// Keeps a worker on the index-th core of those that the process may use; where that is refused it stays free.
+static void pin(std::thread& thread, int index) {
+    cpu_set_t allowed, one;
+    if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++)
+        if (CPU_ISSET(cpu, &allowed) && index-- == 0) {
+            CPU_ZERO(&one);
+            CPU_SET(cpu, &one);
+            pthread_setaffinity_np(thread.native_handle(), sizeof one, &one);
+        }
+}
+
 Pool::Pool(int threads) : size_(std::max(threads, 1)) {
-    for (int i = 1; i < size_; i++) threads_.emplace_back(&Pool::work, this, i);
+    // The caller stays free: it takes the core that is left, and does not hand a narrowed mask on to threads of its own.
+    const char* wanted = std::getenv("TOOLKIT_CPU_PIN");
+    const bool pinned = wanted && std::strcmp(wanted, "1") == 0 && size_ <= usable_cores();
+    for (int i = 1; i < size_; i++) {
+        threads_.emplace_back(&Pool::work, this, i);
+        if (pinned) pin(threads_.back(), i);
+    }
 }
 
 Pool::~Pool() {
