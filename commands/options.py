@@ -33,7 +33,9 @@ class EngineFlags:
         str | None, _flag("--backend", help="turbomind (native, fast) or pytorch (any model). Default: chosen.")
     ] = None
     device: Annotated[str, _flag("--device", help="auto, cpu, cuda or cuda:N.")] = "auto"
-    dtype: Annotated[str, _flag("--dtype", help="Activations: auto, float16, bfloat16, float32.")] = "auto"
+    dtype: Annotated[
+        str, _flag("--dtype", help="Activations: auto, float16, bfloat16, float32 (least swayed by the batch).")
+    ] = "auto"
     tp: Annotated[int, _flag("--tp", help="Devices to split the model over (tensor parallelism).")] = 1
     session_len: Annotated[
         int | None, _flag("--session-len", help="Longest context, in tokens. Default: the model's, if it fits.")
