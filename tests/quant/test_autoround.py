@@ -73,6 +73,52 @@ def test_the_library_s_codes_arrive_in_every_format(tiny_models: Any, tmp_path: 
     assert result.quality["kl"] < 0.3
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_the_library_s_own_checkpoint_is_read_and_no_better_than_ours(
+    symmetric: bool, tiny_models: Any, tmp_path: Path, common: Common
+) -> None:
+    """The library on the whole model, as its users run it, on the same text: we read what it writes, and driving it
+    block by block loses as little."""
+    from auto_round import AutoRound
+
+    from toolkit.artifacts.tokenizer import Tokenizer
+    from toolkit.quant.calibration import make_plan, read_samples
+    from toolkit.quant.layers import LayerSource
+
+    model = tiny_models("llama")
+    plan = make_plan(common.calib_dataset, 6, 48, 0, 512)
+    rows = [torch.tensor(x) for x in read_samples(plan, Tokenizer.open(model), model)]
+    data: Any = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows]
+    with torch.enable_grad():
+        rounder = AutoRound(
+            str(model), scheme="W2A16", group_size=32, sym=symmetric, iters=20, nsamples=6, seqlen=48, batch_size=6,
+            dataset=torch.utils.data.DataLoader(data, batch_size=6), device_map="cpu", enable_torch_compile=False,
+        )  # fmt: skip
+        rounder.quantize_and_save(str(tmp_path / "theirs"), format="auto_round")
+    theirs = next(iter((tmp_path / "theirs").rglob("config.json"))).parent
+    options: dict[str, Any] = {"w_bits": 2, "w_group_size": 32, "w_sym": symmetric, "iters": 20}
+    auto_round(str(model), tmp_path / "ours", common=common, **options)
+    source, lost = LayerSource(model), {}
+    exact = logits(source, torch.stack(rows), {})
+    for name, path in (("theirs", theirs), ("ours", tmp_path / "ours")):
+        weights = read(path)
+        dense = {k: v.dequantize() for k, v in weights.items() if type(v).__name__ == "GroupInt"}
+        assert len(dense) == 14
+        lost[name] = float((logits(source, torch.stack(rows), dense) - exact).square().mean())
+    assert lost["ours"] < 1.15 * lost["theirs"], lost
+
+
+def logits(source: Any, ids: torch.Tensor, changed: dict[str, torch.Tensor]) -> torch.Tensor:
+    from toolkit.quant.forward import embed, head_logits, layer_forward
+
+    outer = source.outer_weights(torch.device("cpu"))
+    hidden = embed(source.spec, outer[source.spec.embed], ids)
+    for i, layer in enumerate(source.spec.layers):
+        weights = source.layer(i, torch.device("cpu"))
+        hidden = layer_forward(layer, weights | {k: v for k, v in changed.items() if k in weights}, hidden)
+    return head_logits(source.spec, outer, hidden)
+
+
 @pytest.mark.parametrize("family", ["mixtral", "internlm2", "phi3"])
 def test_families(family: str, tiny_models: Any, tmp_path: Path, common: Common) -> None:
     """Experts, fused modules, and a family that transformers does not have."""

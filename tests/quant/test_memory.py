@@ -56,7 +56,7 @@ def test_tensors_are_a_list_wherever_they_lie(
 @pytest.mark.parametrize("run", [auto_gptq, smooth_quant, auto_round, search, kv, calibrate])
 def test_nothing_depends_on_where_activations_lie(run: Any, tiny_models: Any, tmp_path: Path, text: Path) -> None:
     model = str(tiny_models("llama"))
-    options = {search: {"bits": 5.0}, auto_round: {"iters": 1}}.get(run, {})
+    options = {search: {"bits": 5.0}, auto_round: {"iters": 1}, auto_gptq: {"tune_steps": 2}}.get(run, {})
     said: list[str] = []
     for name, memory in (("memory", 1.0), ("disk", 0.0)):
         common = replace(quick(text), cache_memory=memory, notice=said.append)
@@ -90,7 +90,7 @@ common = lite.Common(calib_dataset=text, calib_samples=8, calib_seqlen=256, eval
 getattr(lite, method)(model, out, common=common)
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """
-HIDDEN, INNER, VOCABULARY = 1024, 4096, 100_000
+HIDDEN, INNER, VOCABULARY = 512, 2048, 150_000
 
 
 @pytest.mark.slow
@@ -101,7 +101,7 @@ def test_the_peak_is_within_the_limit_and_near_the_plan(
 ) -> None:
     """1 GiB + 4 × the largest MLP in float32 + 4 · K² in float32, activations on disk; a vocabulary that would break
     it if the embedding were held in float32."""
-    shape = {"hidden_size": HIDDEN, "intermediate_size": INNER, "vocab_size": VOCABULARY, "num_hidden_layers": 3}
+    shape = {"hidden_size": HIDDEN, "intermediate_size": INNER, "vocab_size": VOCABULARY, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
     model = tiny_checkpoint("llama", tmp_path / "model", dtype="bfloat16", **shape, **heads)
     command = [sys.executable, "-c", MEASURED, method, str(model), str(tmp_path / "out"), str(text)]

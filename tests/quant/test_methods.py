@@ -16,22 +16,43 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import load_spec
 from toolkit.quant.calibrate import calibrate
 from toolkit.quant.kv import kv
-from toolkit.quant.lite import Common, auto_awq, auto_gptq, blocked_fp8, mxfp4, smooth_quant
+from toolkit.quant.lite import Common, auto_awq, auto_gptq, auto_round, blocked_fp8, mxfp4, search, smooth_quant
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "internlm2", "gemma2", "phi3", "mixtral", "qwen3_moe")
 METHODS: dict[str, Any] = {
     "awq": lambda m, d, c: auto_awq(m, d, common=c),
+    "awq-sym": lambda m, d, c: auto_awq(m, d, w_sym=True, common=c),
     "gptq": lambda m, d, c: auto_gptq(m, d, common=c),
     "gptq-asym": lambda m, d, c: auto_gptq(m, d, w_sym=False, w_group_size=32, common=c),
     "gptq-act": lambda m, d, c: auto_gptq(m, d, desc_act=True, static_groups=False, w_group_size=32, common=c),
     "gptq-3": lambda m, d, c: auto_gptq(m, d, w_bits=3, w_group_size=32, common=c),
     "gptq-8-row": lambda m, d, c: auto_gptq(m, d, w_bits=8, w_group_size=-1, common=c),
     "awq+gptq": lambda m, d, c: auto_awq(m, d, rounding="gptq", common=c),
+    "auto_round": lambda m, d, c: auto_round(m, d, iters=1, w_group_size=32, common=c),
+    "search": lambda m, d, c: search(m, d, bits=4.6, common=c),
     "int8": lambda m, d, c: smooth_quant(m, d, common=c),
     "fp8": lambda m, d, c: smooth_quant(m, d, quant_dtype="fp8", common=c),
     "e5m2": lambda m, d, c: smooth_quant(m, d, quant_dtype="float8_e5m2", common=c),
     "tiles": lambda m, d, c: blocked_fp8(m, d, common=c),
     "mxfp4": lambda m, d, c: mxfp4(m, d, common=c),
+}
+# Every format that holds what a method makes. GGUF, which not every tiny model fits, is in test_gguf.py.
+FORMATS: dict[str, tuple[str, ...]] = {
+    "awq": ("awq", "gptq_v2", "compressed-tensors"),
+    "awq-sym": ("awq", "gptq", "gptq_v2", "compressed-tensors"),
+    "gptq": ("gptq", "gptq_v2", "compressed-tensors", "awq"),
+    "gptq-asym": ("gptq_v2", "compressed-tensors", "awq"),
+    "gptq-act": ("gptq", "gptq_v2"),
+    "gptq-3": ("gptq", "gptq_v2", "compressed-tensors"),
+    "gptq-8-row": ("gptq", "gptq_v2", "compressed-tensors"),
+    "awq+gptq": ("awq", "gptq_v2", "compressed-tensors"),
+    "auto_round": ("auto_round", "gptq", "gptq_v2", "compressed-tensors", "awq"),
+    "search": ("compressed-tensors", "gptq_v2"),
+    "int8": ("w8a8", "compressed-tensors"),
+    "fp8": ("w8a8", "compressed-tensors"),
+    "e5m2": ("w8a8",),
+    "tiles": ("fp8", "compressed-tensors"),
+    "mxfp4": ("compressed-tensors", "mxfp4"),
 }
 # (method, format, family): every method in every format that holds it, every family with a few of them.
 PAIRS = [
@@ -46,6 +67,8 @@ PAIRS = [
     ("int8", "w8a8", "qwen3_moe"), ("int8", "compressed-tensors", "gemma2"),
     ("fp8", "w8a8", "internlm2"), ("fp8", "compressed-tensors", "mistral"), ("e5m2", "w8a8", "qwen2"),
     ("tiles", "fp8", "phi3"), ("tiles", "fp8", "internlm2"), ("tiles", "compressed-tensors", "mixtral"),
+    ("awq-sym", "gptq", "qwen3"), ("auto_round", "auto_round", "qwen3_moe"), ("auto_round", "gptq_v2", "mistral"),
+    ("search", "compressed-tensors", "qwen3_moe"), ("search", "gptq_v2", "internlm2"),
     ("mxfp4", "compressed-tensors", "llama"), ("mxfp4", "mxfp4", "gemma2"), ("mxfp4", "mxfp4", "phi3"),
 ]  # fmt: skip
 
@@ -106,9 +129,12 @@ def test_method_format_family(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_on_every_family(method: str, family: str, tiny_models: Any, tmp_path: Path, text: Path) -> None:
-    result = METHODS[method](str(tiny_models(family)), tmp_path / "out", quick(text))
+@pytest.mark.parametrize(("method", "form"), [(m, f) for m, forms in FORMATS.items() for f in forms])
+def test_every_method_in_every_format_on_every_family(
+    method: str, form: str, family: str, tiny_models: Any, tmp_path: Path, text: Path
+) -> None:
+    result = METHODS[method](str(tiny_models(family)), tmp_path / "out", quick(text, format=form))
+    assert result.options["format"] == form
     check(tmp_path / "out", result.quality)
 
 
