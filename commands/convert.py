@@ -3,62 +3,77 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from toolkit.commands.options import with_flags
 from toolkit.commands.output import stdout, table, write_json
+from toolkit.errors import UsageError
 from toolkit.progress import Progress
 
 
-def run(
-    model: Annotated[str, typer.Argument(help="Checkpoint directory (quantized or not), hub id, .gguf file, or demo.")],
-    dst_path: Annotated[
-        str, typer.Option(help="Directory to write to; with --to gguf a name that ends in .gguf is that one file.")
-    ],
+@dataclass
+class ConvertFlags:
     to: Annotated[
         str | None,
         typer.Option(
             help="Write a checkpoint in this format instead of an engine artifact: awq, gptq, gptq_v2, auto_round, "
             "compressed-tensors, w8a8, fp8, mxfp4, gguf, or hf (not quantized)."
         ),
-    ] = None,
+    ] = None
     gguf_type: Annotated[
         str | None,
         typer.Option(
             help="With --to gguf: q4_k_m, q4_k_s, q5_k_m, q5_k_s, q6_k, q8_0, q4_0, q4_1, q5_0, q5_1, bf16, f16, f32, "
             "or auto (default): every matrix as it is."
         ),
-    ] = None,
+    ] = None
     calibration: Annotated[
         str | None,
         typer.Option(
             help="With --to gguf: statistics that `tool lite calibrate` wrote for MODEL; errors in columns with large "
             "inputs then count more (an importance matrix)."
         ),
-    ] = None,
-    target: Annotated[
-        str, typer.Option(help="What to pack for: auto (the best for this machine), cpu or torch.")
-    ] = "auto",
+    ] = None
+    target: Annotated[str, typer.Option(help="What to pack for: auto (the best for this machine), cpu or torch.")] = (
+        "auto"
+    )
     dtype: Annotated[
         str, typer.Option(help="Of weights that are not quantized: auto (as stored), float16, bfloat16, float32.")
-    ] = "auto",
+    ] = "auto"
     model_format: Annotated[
         str | None, typer.Option(help="hf, awq, gptq, w8a8 or gguf: refuse any other. Default: read from the model.")
-    ] = None,
+    ] = None
     head_bits: Annotated[
         int | None,
         typer.Option(help="Target cpu: round an unquantized head and embedding to 16, 8 (default) or 4 bits."),
-    ] = None,
-    tp: Annotated[int, typer.Option(help="1: an artifact holds the whole model, and is split when it is run.")] = 1,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in --dst-path.")] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None,
-    download_dir: Annotated[str | None, typer.Option(help="Where downloads go.")] = None,
+    ] = None
+    tp: Annotated[int, typer.Option(help="1: an artifact holds the whole model, and is split when it is run.")] = 1
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in --dst-path.")] = False
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None
+    download_dir: Annotated[str | None, typer.Option(help="Where downloads go.")] = None
     json: Annotated[
         str | None, typer.Option("--json", help="Write the manifest as JSON to this file (- = standard output).")
-    ] = None,
+    ] = None
+
+    def fetch(self, model: str) -> str:
+        """The local path of MODEL."""
+        from toolkit.artifacts.source import resolve_model
+
+        return str(resolve_model(model, revision=self.revision, download_dir=self.download_dir))
+
+
+@with_flags("flags", ConvertFlags)
+def run(
+    model: Annotated[str, typer.Argument(help="Checkpoint directory (quantized or not), hub id, .gguf file, or demo.")],
+    dst_path: Annotated[
+        str, typer.Option(help="Directory to write to; with --to gguf a name that ends in .gguf is that one file.")
+    ],
+    flags: ConvertFlags,
 ) -> None:
     """Pack MODEL so that it starts in milliseconds: its weights are mapped from the file, not copied.
 
@@ -67,42 +82,29 @@ def run(
     Examples: tool convert demo-awq --dst-path demo-engine;
     tool convert demo --to gguf --gguf-type q4_k_m --dst-path demo.gguf
     """
-    from toolkit.artifacts.source import resolve_model
-    from toolkit.convert.convert import convert
-    from toolkit.errors import UsageError
+    (_pack if flags.to is None else _rewrite)(model, dst_path, flags)
 
-    if to is not None:
-        given = {
-            "--target": target != "auto",
-            "--model-format": model_format,
-            "--head-bits": head_bits,
-            "--tp": tp != 1,
-        }
-        _rewrite(model, dst_path, to, gguf_type, calibration, dtype, overwrite, revision, download_dir, json, given)
-        return
-    if gguf_type is not None or calibration is not None:
-        option = "--gguf-type" if gguf_type is not None else "--calibration"
-        raise UsageError(f"{option}: only with --to gguf; leave it out")
-    path = resolve_model(model, revision=revision, download_dir=download_dir)
+
+def _pack(model: str, dst_path: str, flags: ConvertFlags) -> None:
+    from toolkit.convert.convert import convert
+
+    for option, value in (("--gguf-type", flags.gguf_type), ("--calibration", flags.calibration)):
+        if value is not None:
+            raise UsageError(f"{option}: only with --to gguf; leave it out")
+    path = flags.fetch(model)
     started = time.perf_counter()
     with Progress() as progress:
         done = convert(
-            str(path),
+            path,
             dst_path,
-            target=target,
-            dtype=dtype,
-            model_format=model_format,
-            head_bits=head_bits,
-            tp=tp,
-            overwrite=overwrite,
+            target=flags.target,
+            dtype=flags.dtype,
+            model_format=flags.model_format,
+            head_bits=flags.head_bits,
+            tp=flags.tp,
+            overwrite=flags.overwrite,
             progress=partial(progress.update, f"converting {model}"),
         )
-    write_json(json, done.manifest.to_json())
-    if json == "-":
-        return
-    if done.already_there:
-        stdout().print(f"{done.path}: already there", markup=False, soft_wrap=True)
-        return
     rows = [
         ("artifact", str(done.path)),
         ("target", done.target),
@@ -110,62 +112,66 @@ def run(
         ("time", f"{time.perf_counter() - started:.1f} s"),
         ("try it", f"tool chat {done.path}"),
     ]
-    stdout().print(table("Converted", ("", "value"), rows))
+    _report(flags, done.manifest.to_json(), done.path, done.already_there, rows)
 
 
-def _rewrite(
-    model: str,
-    dst_path: str,
-    to: str,
-    gguf_type: str | None,
-    calibration: str | None,
-    dtype: str,
-    overwrite: bool,
-    revision: str | None,
-    download_dir: str | None,
-    json: str | None,
-    given: dict[str, Any],
-) -> None:
-    """``convert --to``. ``given``: options that only an engine artifact has, and whether they were given."""
-    from toolkit.artifacts.source import resolve_model
+def _rewrite(model: str, dst_path: str, flags: ConvertFlags) -> None:
+    """``convert --to``."""
     from toolkit.convert.formats import rewrite
-    from toolkit.errors import UsageError
 
-    if wrong := next((name for name, value in given.items() if value), None):
-        raise UsageError(f"{wrong}: only for engine artifacts, not with --to; leave it out")
-    if calibration is not None and (to != "gguf" or gguf_type in (None, "auto", "f32", "f16", "bf16", "q8_0")):
+    assert flags.to is not None
+    gguf_type = flags.gguf_type or "auto"
+    default = ConvertFlags()
+    for name in ("target", "model_format", "head_bits", "tp"):
+        if getattr(flags, name) != getattr(default, name):
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{option}: only for engine artifacts, not with --to; leave it out")
+    if flags.calibration is not None and (flags.to != "gguf" or gguf_type in ("auto", "f32", "f16", "bf16", "q8_0")):
         raise UsageError("--calibration: only with --to gguf and a --gguf-type whose scales are searched (q4_k_m, …)")
-    path = resolve_model(model, revision=revision, download_dir=download_dir)
+    path = flags.fetch(model)
     started = time.perf_counter()
     with Progress() as progress:
         importance = None
-        if calibration is not None:
+        if flags.calibration is not None:
             from toolkit.quant.gguf import importance_of
 
-            importance = importance_of(path, Path(calibration).expanduser())
+            importance = importance_of(Path(path), Path(flags.calibration).expanduser())
         done = rewrite(
-            str(path),
+            path,
             dst_path,
-            to=to,
-            gguf_type=gguf_type or "auto",
-            dtype=dtype,
+            to=flags.to,
+            gguf_type=gguf_type,
+            dtype=flags.dtype,
             importance=importance,
-            overwrite=overwrite,
+            overwrite=flags.overwrite,
             progress=partial(progress.update, f"converting {model}"),
         )
     files = [done.path] if done.path.is_file() else [file for file in done.path.rglob("*") if file.is_file()]
     size = sum(file.stat().st_size for file in files)
     facts = {"path": str(done.path), "format": done.to, "notes": done.notes, "size_bytes": size}
-    write_json(json, facts if done.manifest is None else {**done.manifest.to_json(), "notes": done.notes})
-    if json == "-":
+    facts = facts if done.manifest is None else {**done.manifest.to_json(), "notes": done.notes}
+    rows = [
+        ("path", str(done.path)),
+        ("format", done.to),
+        ("size", f"{size / 2**20:.1f} MiB"),
+        *(("note", note) for note in done.notes),
+        ("time", f"{time.perf_counter() - started:.1f} s"),
+        ("try it", f"tool chat {_runnable(done.path)}"),
+    ]
+    _report(flags, facts, done.path, done.already_there, rows)
+
+
+def _report(
+    flags: ConvertFlags, facts: dict[str, Any], path: Path, already_there: bool, rows: list[tuple[str, str]]
+) -> None:
+    """Write ``facts`` where --json asks for it, and show ``rows`` unless that is standard output."""
+    write_json(flags.json, facts)
+    if flags.json == "-":
         return
-    if done.already_there:
-        stdout().print(f"{done.path}: already there", markup=False, soft_wrap=True)
-        return
-    rows = [("path", str(done.path)), ("format", done.to), ("size", f"{size / 2**20:.1f} MiB")]
-    rows += [("note", note) for note in done.notes]
-    rows += [("time", f"{time.perf_counter() - started:.1f} s"), ("try it", f"tool chat {_runnable(done.path)}")]
-    stdout().print(table("Converted", ("", "value"), rows))
+    if already_there:
+        stdout().print(f"{path}: already there", markup=False, soft_wrap=True)
+    else:
+        stdout().print(table("Converted", ("", "value"), rows))
 
 
 def _runnable(path: Path) -> Path:
