@@ -34,9 +34,17 @@ class Plan:
 
 
 def plan_memory(
-    source: LayerSource, *, samples: int, seqlen: int, batch_size: int, eval_tokens: int, cache_memory: float
+    source: LayerSource,
+    *,
+    samples: int,
+    seqlen: int,
+    batch_size: int,
+    eval_tokens: int,
+    cache_memory: float,
+    tuning: int = 0,
 ) -> Plan:
-    """What quantizing ``source`` takes. ``cache_memory``: GiB; 0 ``samples``: no text is read."""
+    """What quantizing ``source`` takes. ``cache_memory``: GiB; 0 ``samples``: no text is read; ``tuning``: bytes that
+    tuning takes afterwards."""
     spec = source.spec
     row = spec.hidden_size * FLOAT
     activations = (samples * seqlen + 2 * eval_tokens) * row
@@ -49,7 +57,8 @@ def plan_memory(
     tokens = max(min(batch_size, samples) * seqlen, min(1024, eval_tokens))
     working = tokens * max(layer_width(layer) for layer in spec.layers) * FLOAT
     forward, rounding = working, MATRICES * widest
-    peak = BASE + int(COPIES * layer) + grams + max(forward, rounding, LOGITS_BYTES) + activations - disk
+    layers = int(COPIES * layer) + grams + max(forward, rounding, LOGITS_BYTES)
+    peak = BASE + max(layers, tuning + LOGITS_BYTES if tuning else 0) + activations - disk
     return Plan(peak, activations, disk)
 
 

@@ -135,12 +135,14 @@ def spill_of(stage: Stage, common: Common) -> Spill:
     return Spill(stage.partial / "activations", int(common.cache_memory * (1 << 30)))
 
 
-def tell_plan(source: LayerSource, common: Common, plan: CalibrationPlan | None, *, eval_tokens: int) -> None:
+def tell_plan(
+    source: LayerSource, common: Common, plan: CalibrationPlan | None, *, eval_tokens: int, tunes: bool = False
+) -> None:
     """Say how much memory the run will take. ``plan``: of the text, None where none is read."""
     samples, seqlen = (plan.samples, plan.seqlen) if plan else (0, 0)
     memory = plan_memory(
         source, samples=samples, seqlen=seqlen, batch_size=common.batch_size, eval_tokens=eval_tokens,
-        cache_memory=common.cache_memory,
+        cache_memory=common.cache_memory, tuning=needed(source, seqlen) if tunes else 0,
     )  # fmt: skip
     common.notice(memory.line())
 
@@ -178,7 +180,8 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
             raise UsageError("--quantize-lm-head: not with --format gguf; its head stays as --dtype says")
     text = CalibrationText(source, common) if recipe.calibrated and common.calibration is None else None
     tune_steps = _tune_steps(source, recipe, common, text, form)
-    tell_plan(source, common, text.plan if text else None, eval_tokens=common.eval_tokens)
+    plan = text.plan if text else None
+    tell_plan(source, common, plan, eval_tokens=common.eval_tokens, tunes=tune_steps > 0)
     progress("reading the model", 0, 1)
     parent = describe_parent(source.path)
     statistics = _saved(source, recipe, common, parent["digest"])
