@@ -31,7 +31,8 @@ MAY_IMPORT = {
     "serve": {"engine", "chat", "artifacts"} | BASE,
     "profile": {"engine", "chat", "artifacts"} | BASE,
     "check_env": {"engine", "runners", "models", "artifacts", "kernels"} | BASE,
-    "api": {"engine", "chat", "artifacts"} | BASE,
+    "jobs": {"engine", "chat"} | BASE,
+    "api": {"jobs", "engine", "chat", "artifacts"} | BASE,
     "__main__": {"commands"},
 }
 SPEC_ONLY = {("artifacts", "models"): {"toolkit.models.spec"}}  # the contract, not the families

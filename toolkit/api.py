@@ -10,32 +10,23 @@ with pipeline("demo") as pipe:
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import logging
-import queue
-import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, TypeVar
 from uuid import uuid4
 
 from toolkit.artifacts.tokenizer import Tokenizer
 from toolkit.chat import arguments
 from toolkit.chat.prompts import Prompt, as_batch
-from toolkit.chat.results import failed, with_tensors
 from toolkit.chat.session import Session
 from toolkit.chat.template import ChatTemplate
 from toolkit.engine.frontend import AsyncEngine
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.messages import (
-    ChatTemplateConfig,
-    EngineConfig,
-    GenerationConfig,
-    Response,
-)
+from toolkit.jobs import Job, JobRunner
+from toolkit.messages import ChatTemplateConfig, EngineConfig, GenerationConfig, Response
 from toolkit.progress import Progress
 
 __all__ = ["Pipeline", "Session", "pipeline"]
@@ -43,7 +34,6 @@ __all__ = ["Pipeline", "Session", "pipeline"]
 logger = logging.getLogger("toolkit")
 LOG_LEVELS = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG")
 GenConfigs = GenerationConfig | list[GenerationConfig] | None
-Emit = Callable[[Response], None]
 T = TypeVar("T")
 
 
@@ -60,18 +50,6 @@ def pipeline(
     return Pipeline(
         model_path, backend_config, chat_template_config, log_level, max_log_len, speculative_config, **kwargs
     )
-
-
-@dataclass
-class _Job:
-    """One answer to be generated. ``key``: where it goes in the results (prompt, choice)."""
-
-    key: tuple[int, int]
-    token_ids: list[int]
-    config: GenerationConfig
-    session: Session | None
-    error: ToolkitError | None
-    request_id: str
 
 
 class Pipeline:
@@ -113,7 +91,6 @@ class Pipeline:
         self.gen_config: GenerationConfig = default or GenerationConfig()
         self._max_log_len = max_log_len
         self._closed = False
-        self._running: dict[str, set[str]] = {}  # session id -> request ids
         self.engine = AsyncEngine.open(
             self.model_path, backend_config=backend_config, backend=backend, progress=progress
         )
@@ -124,9 +101,7 @@ class Pipeline:
         except BaseException:
             self.engine.close()
             raise
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="toolkit-pipeline", daemon=True)
-        self._thread.start()
+        self._runner = JobRunner(self.engine)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -155,8 +130,7 @@ class Pipeline:
         with Progress(keep=True) if use_tqdm else nullcontext() as bar:
             done = itertools.count(1)
             tell = (lambda: bar.update("answers", next(done), len(jobs))) if bar else (lambda: None)
-            future = self._submit(self._run_all(jobs, lambda _: None, tell))
-            return _shape(_wait(future), len(batch), single, jobs)
+            return _shape(_wait(self._runner.submit(jobs, tell)), len(batch), single, jobs)
 
     __call__ = infer
 
@@ -175,8 +149,7 @@ class Pipeline:
         """``infer`` for asyncio; cancelling it stops the requests."""
         batch, single = as_batch(prompts)
         jobs = self._jobs(batch, gen_config, do_preprocess, adapter_name, None, kwargs)
-        future = self._submit(self._run_all(jobs, lambda _: None, lambda: None))
-        return _shape(await asyncio.wrap_future(future), len(batch), single, jobs)
+        return _shape(await asyncio.wrap_future(self._runner.submit(jobs)), len(batch), single, jobs)
 
     def stream_infer(
         self,
@@ -198,7 +171,7 @@ class Pipeline:
         jobs = self._jobs(batch, gen_config, do_preprocess, adapter_name, before, kwargs)
         if any(job.key[1] for job in jobs):
             raise UsageError("n: expected 1 when streaming, found more; use infer for several choices")
-        return self._stream(jobs, stream_response)
+        return self._runner.stream(jobs, stream_response)
 
     def chat(
         self,
@@ -236,11 +209,11 @@ class Pipeline:
     def session(self) -> Session:
         """A new conversation."""
         self._check_open()
-        return Session(on_abort=self._abort_session, on_close=self.stop_session)
+        return Session(on_abort=self._runner.abort, on_close=self.stop_session)
 
     def stop_session(self, session: Session) -> None:
         """Stop what runs for a session and free the KV cache it keeps."""
-        self._abort_session(session)
+        self._runner.abort(session)
         if not self._closed:
             self.engine.end_session(session.session_id)
 
@@ -256,14 +229,7 @@ class Pipeline:
             return
         self._closed = True
         self.engine.close()  # ends every request with an error: streams that are still read end too
-        try:
-            asyncio.run_coroutine_threadsafe(_rest_of(self._loop), self._loop).result(timeout=5)
-        except TimeoutError:
-            logger.warning("requests of a closed pipeline still run")
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=5)
-        if not self._thread.is_alive():
-            self._loop.close()
+        self._runner.close()
 
     def __enter__(self) -> Pipeline:
         return self
@@ -281,7 +247,7 @@ class Pipeline:
         adapter_name: str | None,
         sessions: list[Session] | None,
         kwargs: dict[str, Any],
-    ) -> list[_Job]:
+    ) -> list[Job]:
         self._check_open()
         if adapter_name is not None:
             raise UsageError(f"adapter_name: LoRA adapters are not built yet, found {adapter_name!r}; leave it out")
@@ -296,7 +262,7 @@ class Pipeline:
             token_ids, error = self._encode(i, prompt, session, do_preprocess, options)
             config = self.chat_template.with_stops(config) if do_preprocess else config
             for choice, one in enumerate(arguments.choices(config)):
-                jobs.append(_Job((i, choice), token_ids, one, session, error, uuid4().hex))
+                jobs.append(Job((i, choice), token_ids, one, session, error, uuid4().hex))
         return jobs
 
     def _encode(
@@ -319,98 +285,19 @@ class Pipeline:
         logger.info("prompt %d, %d tokens: %r", i, len(ids), text[: self._max_log_len])
         return ids, None
 
-    # Running --------------------------------------------------------------------------------------------------------
-
-    async def _run_all(self, jobs: Sequence[_Job], emit: Emit, done: Callable[[], None]) -> list[Response]:
-        """All jobs at once, the longest prompts first; results in the order of ``jobs``."""
-        order = sorted(range(len(jobs)), key=lambda i: -len(jobs[i].token_ids))
-        tasks = {i: asyncio.ensure_future(self._run(jobs[i], emit, done)) for i in order}
-        try:
-            await asyncio.gather(*tasks.values())
-        finally:
-            for task in tasks.values():
-                task.cancel()
-        return [tasks[i].result() for i in range(len(jobs))]
-
-    async def _run(self, job: _Job, emit: Emit, done: Callable[[], None]) -> Response:
-        """Run one job, handing each piece to ``emit``; returns the whole. Never raises but for cancellation."""
-        whole = Response(index=job.key[0])
-        name = None if job.session is None else job.session.session_id
-        running = self._running.setdefault(name, set()) if name else set()
-        running.add(job.request_id)
-        try:
-            if job.error is not None:
-                raise job.error
-            pieces = self.engine.generate(job.token_ids, job.config, request_id=job.request_id, session=name)
-            async for piece in pieces:
-                self._label(whole.extend(self._label(piece, job)), job)
-                emit(piece)
-        except Exception as e:
-            if not isinstance(e, ToolkitError):
-                logger.exception("request %s failed", job.request_id)
-            whole = self._label(failed(whole, e), job)
-            emit(dataclasses.replace(whole, text="", token_ids=[], logprobs=None, logits=None, last_hidden_state=None))
-        finally:
-            running.discard(job.request_id)
-            if name and not running:
-                self._running.pop(name, None)
-        done()
-        return with_tensors(whole)
-
-    @staticmethod
-    def _label(piece: Response, job: _Job) -> Response:
-        """Say whose it is: the position of its prompt, as index and as LMDeploy's session_id."""
-        piece.index = piece.session_id = job.key[0]
-        return piece
-
-    def _stream(self, jobs: list[_Job], pieces_wanted: bool) -> Iterator[Response]:
-        pieces: queue.SimpleQueue[Response | None] = queue.SimpleQueue()
-        whole: dict[int, Response] = {}
-
-        def emit(piece: Response) -> None:
-            pieces.put(piece)
-
-        future = self._submit(self._run_all(jobs, emit, lambda: None))
-        future.add_done_callback(lambda _: pieces.put(None))
-        try:
-            while (piece := pieces.get()) is not None:
-                if pieces_wanted:
-                    yield with_tensors(piece)
-                    continue
-                so_far = whole.setdefault(piece.index, Response()).extend(piece)
-                so_far.session_id = piece.session_id
-                if piece.finish_reason is not None:
-                    yield with_tensors(so_far)
-            future.result()
-        finally:
-            future.cancel()
-
-    def _turn(self, session: Session, prompt: str, jobs: list[_Job]) -> Iterator[Response]:
+    def _turn(self, session: Session, prompt: str, jobs: list[Job]) -> Iterator[Response]:
         session.prompt, session.response = prompt, Response()
         try:
-            for piece in self._stream(jobs, True):
+            for piece in self._runner.stream(jobs, True):
                 session.response.extend(piece)
                 yield piece
         finally:
             if session.response.finish_reason != "error" and not session.closed:
                 session.history.append((prompt, session.response.text))
 
-    def _abort_session(self, session: Session) -> None:
-        for request_id in list(self._running.get(session.session_id, ())):
-            self.engine.abort(request_id)
-
-    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("pipeline: it is closed; make another")
-
-
-async def _rest_of(loop: asyncio.AbstractEventLoop) -> None:
-    """Wait until everything else on the loop has ended."""
-    if others := asyncio.all_tasks(loop) - {asyncio.current_task(loop)}:
-        await asyncio.wait(others)
 
 
 def _wait(future: Future[T]) -> T:
@@ -422,7 +309,7 @@ def _wait(future: Future[T]) -> T:
         raise
 
 
-def _shape(results: list[Response], count: int, single: bool, jobs: list[_Job]) -> Any:
+def _shape(results: list[Response], count: int, single: bool, jobs: list[Job]) -> Any:
     """Responses -> one a prompt (a list of choices where n > 1), and a bare one for a single prompt."""
     rows: list[list[Response]] = [[] for _ in range(count)]
     for job, result in zip(jobs, results, strict=True):
