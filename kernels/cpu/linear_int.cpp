@@ -20,7 +20,7 @@ constexpr int NARROW = 4, WIDE = 6, PAIRS_FROM = 5;
 #else
 constexpr int NARROW = 4, WIDE = 4, PAIRS_FROM = 5;
 #endif
-constexpr int64_t AHEAD = 3072;  // bytes that the narrow kernel prefetches ahead
+constexpr int64_t AHEAD = 6144;  // bytes that the narrow kernel prefetches ahead
 
 template <int BITS>
 TK_INLINE I dot(I acc, B u, B s) {

@@ -248,15 +248,14 @@ void Run::attention(const Sublayer& s) {
         add_post(s);
         return;
     }
-    const int64_t n = int64_t(blocks.size());
-    const bool decode = n == count;  // a token each: all heads together, and runs of sequences, so that reading never pauses
-    if (decode && n >= GRAIN * threads)
-        share(P_ATTENTION, n, 1, [&](Range r) { attend_blocks(a, r, {0, a.kv_heads}); });
-    else
-        share(P_ATTENTION, n * a.kv_heads, 1, [&](Range r) {
+    const int64_t n = int64_t(blocks.size()) * a.kv_heads;
+    if (runs.empty())
+        share(P_ATTENTION, n, 1, [&](Range r) {
             for (int64_t i = r.first; i < r.last; i++)
                 attend_blocks(a, {i / a.kv_heads, i / a.kv_heads + 1}, {i % a.kv_heads, i % a.kv_heads + 1});
-        }, n * a.kv_heads);
+        }, n);
+    else
+        share(P_ATTENTION, threads, 1, [&](Range r) { attend_blocks(a, {runs[size_t(r.first)], runs[size_t(r.last)]}, {0, a.kv_heads}); });
     down(s, a.o, a.out, false, P_O);
 }
 

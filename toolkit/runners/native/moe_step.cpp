@@ -97,7 +97,7 @@ void Run::gather_pairs(const Moe& m) {
 template <class Body>
 void Run::each_expert(const Moe& m, bool down, Body&& body) {
     const ExpertRows& rows = w.experts;
-    const int64_t tiles = (down ? m.experts[0].down : m.experts[0].up).w.tiles(), parts = GRAIN * threads;
+    const int64_t tiles = (down ? m.experts[0].down : m.experts[0].up).w.tiles(), parts = UNEVEN * threads;
     share(P_MOE, parts, 1, [&](Range r) {
         const int64_t total = int64_t(rows.active.size()) * tiles, end = total * r.last / parts;
         for (int64_t i = total * r.first / parts; i < end;) {
@@ -106,7 +106,7 @@ void Run::each_expert(const Moe& m, bool down, Body&& body) {
             body(m.experts[e], rows.start[e], rows.start[e + 1], Range{t0, t1});
             i += t1 - t0;
         }
-    });
+    }, UNEVEN);
 }
 
 void Run::experts(const Moe& m) {

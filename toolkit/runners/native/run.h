@@ -24,20 +24,21 @@ int64_t phases_of(const Program& p, int64_t head_blocks);
 
 class Run {
 public:
-    Run(Model& m, const StepArrays& i, const StepResults& o, Plan& pl, const std::vector<int64_t>& s,
-        const std::vector<QueryBlock>& b, const std::vector<RowPart>& r, int64_t f, int64_t c, int index)
-        : model(m), p(m.program), ops(*m.ops), w(*m.work), in(i), out(o), plan(pl), seq_of(s), blocks(b), parts(r), first(f), count(c),
+    Run(Model& m, const StepArrays& i, const StepResults& o, Plan& pl, const Cut& cut, int64_t f, int64_t c, int index)
+        : model(m), p(m.program), ops(*m.ops), w(*m.work), in(i), out(o), plan(pl), seq_of(cut.seq_of),
+          blocks(cut.blocks), parts(cut.parts), runs(cut.runs), first(f), count(c),
           thread(index), threads(m.pool.size()), own(m.work->threads[size_t(index)]) {}
 
     void layers();
     void heads();
 
 private:
-    static constexpr int64_t GRAIN = 4;  // chunks a thread
+    static constexpr int64_t UNEVEN = 4;  // chunks a thread where their work may differ
 
-    // The next phase: [0, n) cut into at most `grain` chunks a thread, of whole units; body(Range).
+    // The next phase: [0, n) cut into at most `grain` chunks a thread, of whole units; body(Range). One chunk reads its
+    // weights in one run; whoever comes first takes it, so that a thread that is kept away holds up nobody.
     template <class Body>
-    void share(Phase name, int64_t n, int64_t unit, Body&& body, int64_t grain = GRAIN) {
+    void share(Phase name, int64_t n, int64_t unit, Body&& body, int64_t grain = 1) {
         const int64_t units = (n + unit - 1) / unit, most = threads == 1 ? 1 : grain * threads;
         const int64_t chunks = units < most ? units : most;
         model.pool.chunks(phase++, uint32_t(chunks), [&](uint32_t i) {
@@ -121,9 +122,10 @@ private:
     const StepArrays& in;
     const StepResults& out;
     Plan& plan;
-    const std::vector<int64_t>& seq_of;  // of the chunk's tokens
+    const std::vector<int64_t>& seq_of;
     const std::vector<QueryBlock>& blocks;
-    const std::vector<RowPart>& parts;  // empty where every phase is shared out for itself
+    const std::vector<RowPart>& parts;
+    const std::vector<int64_t>& runs;
     const int64_t first, count;  // the chunk's flat tokens
     const int thread, threads;
     ThreadScratch& own;

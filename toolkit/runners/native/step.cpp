@@ -289,27 +289,25 @@ struct Job {
     const StepResults* out;
     Plan* plan;
     int64_t first, count;
-    std::vector<int64_t> seq_of;
-    std::vector<QueryBlock> blocks;
-    std::vector<RowPart> parts;
+    Cut cut;
     bool heads;
 };
 
 void run_thread(void* arg, int index) {
     Job& job = *static_cast<Job*>(arg);
-    Run run(*job.model, *job.in, *job.out, *job.plan, job.seq_of, job.blocks, job.parts, job.first, job.count, index);
+    Run run(*job.model, *job.in, *job.out, *job.plan, job.cut, job.first, job.count, index);
     if (job.heads) run.heads();
     else run.layers();
 }
 
 // Parts of the chunk for threads that take rows through whole layers; none where there are too few rows for that.
 void cut_parts(Job& job, const Program& p, int64_t threads) {
-    job.parts.clear();
+    job.cut.parts.clear();
     if (job.count < threads * PART / 2) return;
     for (const Sublayer& s : p.sublayers)
         if (s.kind == 2) return;
     const int64_t n = ((job.count + PART - 1) / PART + threads - 1) / threads * threads;
-    for (int64_t i = 0; i < n; i++) job.parts.push_back({{job.count * i / n, job.count * (i + 1) / n}, 0, 0});
+    for (int64_t i = 0; i < n; i++) job.cut.parts.push_back({{job.count * i / n, job.count * (i + 1) / n}, 0, 0});
 }
 
 // Positions that the tokens of a block see, in all.
@@ -321,46 +319,72 @@ int64_t cost(const StepArrays& in, const QueryBlock& b) {
 void cut_blocks(Job& job, int64_t first, int64_t last, int64_t tokens) {
     const StepArrays& in = *job.in;
     for (int64_t t = first; t < last;) {
-        const int64_t s = job.seq_of[size_t(t - job.first)], end = std::min<int64_t>({in.cu_seqlens[s + 1], last, t + tokens});
-        job.blocks.push_back({s, t, end});
+        const int64_t s = job.cut.seq_of[size_t(t - job.first)], end = std::min<int64_t>({in.cu_seqlens[s + 1], last, t + tokens});
+        job.cut.blocks.push_back({s, t, end});
         t = end;
     }
 }
 
-// Sequences, parts and query blocks of the chunk. Long ones first: threads take them as they get free.
+// Runs of sequences with a token each, for threads to read their caches in one go: the longest left to the thread that has
+// the least. None where there are too few, or one is too long.
+void cut_runs(Job& job, int64_t threads) {
+    const StepArrays& in = *job.in;
+    std::vector<QueryBlock>& blocks = job.cut.blocks;
+    if (int64_t(blocks.size()) != job.count || job.count < 4 * threads) return;
+    int64_t total = 0;
+    for (const QueryBlock& b : blocks) total += cost(in, b);
+    if (cost(in, blocks[0]) * threads > total) return;
+    std::vector<std::vector<QueryBlock>> runs(static_cast<size_t>(threads));
+    std::vector<int64_t> sums(size_t(threads), 0);
+    for (const QueryBlock& b : blocks) {
+        const size_t i = size_t(std::min_element(sums.begin(), sums.end()) - sums.begin());
+        runs[i].push_back(b);
+        sums[i] += cost(in, b);
+    }
+    blocks.clear();
+    job.cut.runs.push_back(0);
+    for (const std::vector<QueryBlock>& run : runs) {
+        blocks.insert(blocks.end(), run.begin(), run.end());
+        job.cut.runs.push_back(int64_t(blocks.size()));
+    }
+}
+
+// Sequences, parts, query blocks and runs of the chunk. Long ones first: threads take them as they get free.
 void cut_chunk(Job& job, const Program& p, int64_t per_kv, int64_t threads) {
     const StepArrays& in = *job.in;
     const int64_t tokens = std::max<int64_t>(1, QUERY_ROWS / per_kv), end = job.first + job.count;
-    job.seq_of.assign(size_t(job.count), 0);
-    job.blocks.clear();
+    job.cut.seq_of.assign(size_t(job.count), 0);
+    job.cut.blocks.clear();
     for (int64_t s = 0; s < in.seqs; s++)
         for (int64_t t = std::max<int64_t>(in.cu_seqlens[s], job.first); t < std::min<int64_t>(in.cu_seqlens[s + 1], end); t++)
-            job.seq_of[size_t(t - job.first)] = s;
+            job.cut.seq_of[size_t(t - job.first)] = s;
+    job.cut.runs.clear();
     cut_parts(job, p, threads);
-    if (job.parts.empty()) {
+    if (job.cut.parts.empty()) {
         cut_blocks(job, job.first, end, tokens);
-        std::stable_sort(job.blocks.begin(), job.blocks.end(),
+        std::stable_sort(job.cut.blocks.begin(), job.cut.blocks.end(),
                          [&](const QueryBlock& a, const QueryBlock& b) { return cost(in, a) > cost(in, b); });
+        cut_runs(job, threads);
         return;
     }
-    for (RowPart& part : job.parts) {
-        part.first_block = int64_t(job.blocks.size());
+    for (RowPart& part : job.cut.parts) {
+        part.first_block = int64_t(job.cut.blocks.size());
         cut_blocks(job, job.first + part.rows.first, job.first + part.rows.last, tokens);
-        part.last_block = int64_t(job.blocks.size());
+        part.last_block = int64_t(job.cut.blocks.size());
     }
     auto total = [&](const RowPart& part) {
         int64_t sum = 0;
-        for (int64_t i = part.first_block; i < part.last_block; i++) sum += cost(in, job.blocks[size_t(i)]);
+        for (int64_t i = part.first_block; i < part.last_block; i++) sum += cost(in, job.cut.blocks[size_t(i)]);
         return sum;
     };
-    std::stable_sort(job.parts.begin(), job.parts.end(), [&](const RowPart& a, const RowPart& b) { return total(a) > total(b); });
+    std::stable_sort(job.cut.parts.begin(), job.cut.parts.end(), [&](const RowPart& a, const RowPart& b) { return total(a) > total(b); });
 }
 
 // Room for the partial states of the widest layer when the chunk has few tokens (attend_split).
 int64_t partial_floats(const Program& p, const Job& job) {
     int64_t tiles = 0, widest = 0;
     if (job.count > SMALL) return 0;
-    for (int64_t t = 0; t < job.count; t++) tiles += job.in->seq_lens[job.seq_of[size_t(t)]] / KV_TILE + 1;
+    for (int64_t t = 0; t < job.count; t++) tiles += job.in->seq_lens[job.cut.seq_of[size_t(t)]] / KV_TILE + 1;
     for (const Sublayer& s : p.sublayers)
         if (s.kind == 0) widest = std::max(widest, s.attention.heads * (s.attention.dpad + 2));
     return tiles * widest;
@@ -381,7 +405,7 @@ void Model::step(const StepArrays& in, const StepResults& out) {
     int64_t per_kv = 1;
     for (const Sublayer& s : program.sublayers)
         if (s.kind == 0) per_kv = std::max(per_kv, s.attention.per_kv);
-    Job job{this, &in, &out, &plan, 0, 0, {}, {}, {}, false};
+    Job job{this, &in, &out, &plan, 0, 0, {}, false};
     for (int64_t t = 0; t < in.tokens; t += CHUNK) {
         job.first = t;
         job.count = std::min(CHUNK, in.tokens - t);

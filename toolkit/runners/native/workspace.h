@@ -47,6 +47,14 @@ struct QueryBlock {
     int64_t seq, first, last;
 };
 
+// How a chunk of tokens is cut for the threads.
+struct Cut {
+    std::vector<int64_t> seq_of;      // of the chunk's tokens
+    std::vector<QueryBlock> blocks;
+    std::vector<RowPart> parts;       // empty where every phase is shared out for itself
+    std::vector<int64_t> runs;        // of blocks, one a thread, equally long to read; empty where blocks are taken singly
+};
+
 struct ExpertRows {
     std::vector<int32_t> expert;    // [tokens * top_k] ascending within a token
     std::vector<float> weight;      // [tokens * top_k]
