@@ -46,6 +46,8 @@ class ByteTokenizer:
 
 
 class PlainTemplate:
+    tool_format: str | None = None
+
     def with_stops(self, config: GenerationConfig) -> GenerationConfig:
         return replace(config, stop_words=[*(config.stop_words or []), "<end>"])
 
@@ -158,9 +160,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
     """``start(engine={…}, **settings) -> Running``: a server around a fake engine."""
     with contextlib.ExitStack() as stack:
 
-        def begin(engine: dict[str, Any] | None = None, **settings: Any) -> Running:
+        def begin(engine: dict[str, Any] | None = None, template: Any = None, **settings: Any) -> Running:
             fake = FakeEngine(ByteTokenizer(tmp_path), **(engine or {}))
-            app = create_app(fake, PlainTemplate(), ServerSettings(model_name="echo", **settings))  # type: ignore[arg-type]
+            app = create_app(fake, template or PlainTemplate(), ServerSettings(model_name="echo", **settings))  # type: ignore[arg-type]
             return stack.enter_context(running(app, fake))
 
         yield begin

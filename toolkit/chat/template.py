@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import Template
 
@@ -32,7 +32,8 @@ class ChatTemplate:
 
     ``name``: "hf" for the model's own template, else the built-in's or the file's. ``note``: one line, where it came
     from. ``meta_instruction``: the system text of conversations that bring none; set it to None to drop it.
-    ``stop_words``: texts that end an answer.
+    ``stop_words``: texts that end an answer. ``tool_format``: how the template has a model call tools: "hermes" (in
+    <tool_call> tags), "llama3" (bare JSON), None where it has no place for tools or another way.
     """
 
     def __init__(self, tokenizer: Tokenizer, found: origin.Origin) -> None:
@@ -40,6 +41,7 @@ class ChatTemplate:
         self.note = found.what
         self.meta_instruction = found.meta_instruction
         self.capability = found.capability
+        self.tool_format = _tool_format(found)
         self._pieces = found.pieces
         self._tokenizer = tokenizer
         self._sandbox = Sandbox()
@@ -161,6 +163,15 @@ class ChatTemplate:
         if not ids or ids[0] not in self._tokenizer.special_ids:
             return []
         return [self._tokenizer.decode(ids[:1], skip_special_tokens=False)]
+
+
+def _tool_format(found: origin.Origin) -> Literal["hermes", "llama3"] | None:
+    source = found.sources.get("tool_use", found.sources.get("default", ""))
+    if found.pieces is not None or "tools" not in source:
+        return None
+    if "<tool_call>" in source:
+        return "hermes" if "arguments" in source else None
+    return "llama3" if "parameters" in source and ("ipython" in source or "python_tag" in source) else None
 
 
 def _compile(sandbox: Sandbox, source: str, what: str) -> Template:

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -15,12 +16,13 @@ from starlette.responses import Response as HttpResponse
 from toolkit.messages import Response
 from toolkit.serve.generation import Choice, Usage, run_choices
 from toolkit.serve.logprobs import chat_logprobs
-from toolkit.serve.protocol import ChatCompletionRequest
+from toolkit.serve.protocol import ChatCompletionRequest, NamedTool
 from toolkit.serve.replies import EventReply, JsonReply
 from toolkit.serve.requests import encode_chat, parse, vocab_size
 from toolkit.serve.sampling import choice_config, generation_config
 from toolkit.serve.schema import describe
 from toolkit.serve.state import ServerState
+from toolkit.serve.tools import CallParser, forced_format
 
 logger = logging.getLogger("toolkit.serve")
 router = APIRouter()
@@ -44,6 +46,9 @@ class ChatAnswer:
         self.id = f"chatcmpl-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.top = (request.top_logprobs or 0) if request.logprobs else None
+        self.functions = [tool["function"] for tool in request.callable_tools]
+        if isinstance(request.tool_choice, NamedTool):
+            self.functions = [f for f in self.functions if f["name"] == request.tool_choice.function.name]
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.request.model}
@@ -59,10 +64,18 @@ class ChatAnswer:
         )
         config = state.template.with_stops(config)
         token_ids = await encode_chat(state, request)
+        if request.must_call and state.template.tool_format is not None:
+            config = replace(config, response_format=forced_format(state.template.tool_format, self.functions))
         if logger.isEnabledFor(logging.INFO):
             messages = [m.for_template() for m in request.messages]
             logger.info("%s: %d prompt tokens, %s", self.id, len(token_ids), state.shorten(messages))
         return [Choice(i, 0, token_ids, choice_config(config, i)) for i in range(request.n or 1)]
+
+    def _parser(self) -> CallParser:
+        """For the answer of one choice to a request with tools."""
+        form = self.state.template.tool_format or "hermes"
+        single = self.request.parallel_tool_calls is False
+        return CallParser(form, [f["name"] for f in self.functions], self.request.must_call, single)
 
     def _logprobs(self, response: Response) -> dict[str, Any] | None:
         if self.top is None:
@@ -84,14 +97,23 @@ class ChatAnswer:
         rows = [
             {
                 "index": i,
-                "message": {"role": "assistant", "content": answer.text},
+                "message": message,
                 "logprobs": self._logprobs(answer),
-                "finish_reason": answer.finish_reason,
+                "finish_reason": _finish(answer, bool(message.get("tool_calls"))),
                 "stop_reason": answer.stop_reason,
             }
-            for i, answer in enumerate(answers)
+            for i, (answer, message) in enumerate((a, self._message(a)) for a in answers)
         ]
         return {**self._head("chat.completion"), "choices": rows, "usage": usage.as_dict()}
+
+    def _message(self, answer: Response) -> dict[str, Any]:
+        if not self.functions:
+            return {"role": "assistant", "content": answer.text}
+        parser = self._parser()
+        content = parser.add(answer.text) + parser.finish()
+        if not parser.calls:
+            return {"role": "assistant", "content": content}
+        return {"role": "assistant", "content": content or None, "tool_calls": parser.calls}
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """chat.completion.chunk objects: the role of each choice, its text, its end; then the usage if asked for."""
@@ -107,6 +129,7 @@ class ChatAnswer:
             choices = await self._choices()
             usage = Usage(choices)
             begun: set[int] = set()
+            parsers = [self._parser() for _ in choices] if self.functions else []
             async with aclosing(run_choices(self.state, self.id, choices)) as stream:
                 async for index, delta in stream:
                     usage.add(index, delta)
@@ -114,11 +137,23 @@ class ChatAnswer:
                         begun.add(index)
                         yield chunk(index, {"role": "assistant", "content": ""})
                     logprobs = self._logprobs(delta) if delta.logprobs else None
-                    if delta.text or logprobs:
-                        yield chunk(index, {"content": delta.text}, logprobs)
+                    parser = parsers[index] if parsers else None
+                    known = len(parser.calls) if parser else 0
+                    text = delta.text
+                    if parser is not None:
+                        text = parser.add(text) + (parser.finish() if delta.finish_reason is not None else "")
+                    if text or logprobs:
+                        yield chunk(index, {"content": text}, logprobs)
+                    calls = parser.calls if parser else []
+                    for i in range(known, len(calls)):
+                        yield chunk(index, {"tool_calls": [{"index": i, **calls[i]}]})
                     if delta.finish_reason is not None:
-                        last = chunk(index, {}, None, delta.finish_reason)
+                        last = chunk(index, {}, None, _finish(delta, bool(calls)))
                         last["choices"][0]["stop_reason"] = delta.stop_reason
                         yield last
         if self.request.include_usage:
             yield {**head, "choices": [], "usage": usage.as_dict()}
+
+
+def _finish(answer: Response, called: bool) -> str | None:
+    return "tool_calls" if called and answer.finish_reason == "stop" else answer.finish_reason

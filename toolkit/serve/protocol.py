@@ -19,10 +19,10 @@ M = TypeVar("M", bound="Strict")
 
 # Known to OpenAI's clients, not built here: field -> what to say. An empty value (null, [], false) is let through.
 UNSUPPORTED = {
-    "tools": "tool calls are not supported yet; describe the tools in a message and use response_format",
-    "tool_choice": "tool calls are not supported yet",
-    "functions": "tool calls are not supported yet",
-    "function_call": "tool calls are not supported yet",
+    "tools": "only for /v1/chat/completions",
+    "tool_choice": "only for /v1/chat/completions",
+    "functions": "not supported; write tools",
+    "function_call": "not supported; write tool_choice",
     "best_of": "not supported; ask for n choices and pick one by its logprobs",
     "suffix": "not supported; put the whole context into prompt",
     "audio": "not supported; this server handles text alone",
@@ -160,10 +160,11 @@ class GenerateRequest(Strict):
     def _unsupported(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        for name in UNSUPPORTED.keys() & data.keys():
+        unsupported = UNSUPPORTED.keys() - cls.model_fields.keys()
+        for name in unsupported & data.keys():
             if data[name]:
                 raise ValueError(f"{name}: {UNSUPPORTED[name]}")
-        return {k: v for k, v in data.items() if k not in UNSUPPORTED}
+        return {k: v for k, v in data.items() if k not in unsupported}
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> GenerateRequest:
@@ -174,6 +175,27 @@ class GenerateRequest(Strict):
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class Function(Strict):
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="A JSON schema")
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: FunctionName
 
 
 def _as_messages(value: Any) -> Any:
@@ -190,6 +212,9 @@ class ChatCompletionRequest(GenerateRequest):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the chat template")
     add_generation_prompt: bool | None = None
+    tools: list[Tool] | None = Field(None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = Field(None, description="false: one call at most is handed on")
     modalities: list[Literal["text"]] | None = None
 
     @field_validator("chat_template_kwargs")
@@ -198,6 +223,30 @@ class ChatCompletionRequest(GenerateRequest):
         if ours := sorted({"self", "messages", "tools", "add_generation_prompt"} & set(given or ())):
             raise ValueError(f"{ours[0]!r} is the request's own; it cannot be set here")
         return given
+
+    @model_validator(mode="after")
+    def _tools_fit(self) -> ChatCompletionRequest:
+        names = [tool.function.name for tool in self.tools or ()]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"tools: the name {twice!r} is given twice")
+        if self.tool_choice not in (None, "none") and not names:
+            raise ValueError("tool_choice: only with tools")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise ValueError(f"tool_choice: {self.tool_choice.function.name!r:.80} is not among the tools")
+        if self.must_call and self.response_format is not None and self.response_format.rule() is not None:
+            raise ValueError("response_format: not together with a tool_choice that asks for a call")
+        return self
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """The tools that the answer may call, as the chat template takes them."""
+        none = self.tool_choice == "none"
+        return [] if none else [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer has to be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> ChatCompletionRequest:

@@ -53,8 +53,14 @@ async def encode_chat(state: ServerState, request: ChatCompletionRequest) -> lis
     messages = [message.for_template() for message in request.messages]
     add_prompt = request.add_generation_prompt is not False
 
+    variables = dict(request.chat_template_kwargs or {})
+    if tools := request.callable_tools:
+        if state.template.tool_format is None:
+            what = "this model's chat template has no place for them, or a way of calling that is not read here"
+            raise bad_field("tools", f"{what}; describe them in a message and use response_format")
+        variables["tools"] = tools
+
     def work() -> list[int]:
-        variables = request.chat_template_kwargs or {}
         return state.template.encode(messages, add_generation_prompt=add_prompt, **variables)
 
     # In a thread: a long prompt would hold up every other stream, and the tokenizer lets go of the GIL.
