@@ -194,60 +194,77 @@ TK_INLINE void store_probs(uint16_t* h, F a, F b) {
 #endif
 }
 
-// Scores of one row to probabilities relative to the tile's maximum, both in powers of 2; lanes outside [lo, hi) become 0.
-// WHOLE: the row sees all of the tile.
+// Cells of a row that it sees something of, and whether a cell is one that it does not see whole. WHOLE: the row sees all.
 template <bool WHOLE>
-void softmax_row(const AttnParams& p, int32_t lo, int32_t hi, float* s, uint16_t* h, float* m, float* l) {
-    const int first = WHOLE ? 0 : lo / 16, end = WHOLE ? int(KV_CELLS) : (hi + 15) / 16;
-    const F scale = fset1(p.softcap > 0.0f ? p.scale / p.softcap : p.scale * LOG2E);
-    F v[KV_CELLS];
-    F top = fset1(MASKED);
-    auto border = [&](int c) { return !WHOLE && (c * 16 < lo || hi < c * 16 + 16); };
-    auto raise = [&](int c) __attribute__((always_inline)) {
-        v[c] = fmul(fload(s + c * 16), scale);
-        if (p.softcap > 0.0f) v[c] = fmul(fset1(p.softcap * LOG2E), ftanh(v[c]));
-        if (border(c)) v[c] = keep_lanes(v[c], lo - c * 16, hi - c * 16, fset1(MASKED));
-        top = fmax(v[c], top);
-    };
-    if (WHOLE) TK_EACH(c, KV_CELLS, raise(c););
-    else for (int c = first; c < end; c++) raise(c);
-    *m = hmax(top);
-    const F base = fset1(*m);
-    F total = fzero();
-    auto weigh = [&](int c) __attribute__((always_inline)) {
-        v[c] = fexp2(fsub(v[c], base));
-        if (border(c)) v[c] = keep_lanes(v[c], lo - c * 16, hi - c * 16, fzero());
-        total = fadd(total, v[c]);
-    };
-    if (WHOLE) {
-        TK_EACH(c, KV_CELLS, weigh(c););
-    } else {
-        for (int c = 0; c < KV_CELLS; c++)
-            if (c < first || c >= end) v[c] = fzero();
-            else weigh(c);
+struct Seen {
+    int32_t lo, hi;
+    int first() const { return WHOLE ? 0 : lo / 16; }
+    int end() const { return WHOLE ? int(KV_CELLS) : (hi + 15) / 16; }
+    TK_INLINE F keep(F x, int c, int32_t lo, int32_t hi, float other) {
+        if (WHOLE || (c * 16 >= lo && hi >= c * 16 + 16)) return x;
+        return keep_lanes(x, lo - c * 16, hi - c * 16, fset1(other));
     }
-    TK_EACH(c, KV_CELLS / 2, {
-        if (p.bf16) {
-            store_probs(h + c * 32, v[2 * c], v[2 * c + 1]);
-        } else {
-            fstore(s + c * 32, v[2 * c]);
-            fstore(s + c * 32 + 16, v[2 * c + 1]);
+};
+
+// Greatest score of a row, as the exponent of 2 that it stands for. Scores are capped in place where there is a cap.
+template <bool WHOLE>
+TK_INLINE float top_score(const AttnParams& p, Seen<WHOLE> seen, float* s) {
+    F top = fset1(MASKED);
+    for (int c = seen.first(); c < seen.end(); c++) {
+        F v = fload(s + c * 16);
+        if (p.softcap > 0.0f) {
+            v = fmul(fset1(p.softcap * LOG2E), ftanh(fmul(v, fset1(p.scale / p.softcap))));
+            fstore(s + c * 16, v);
         }
-    });
-    *l = hsum(total);
+        top = fmax(Seen<WHOLE>::keep(v, c, seen.lo, seen.hi, MASKED), top);
+    }
+    return p.softcap > 0.0f ? hmax(top) : hmax(top) * (p.scale * LOG2E);
 }
 
+// Scores of one row to probabilities relative to its greatest, and their sum; lanes that it does not see become 0.
+template <bool WHOLE>
+TK_INLINE float weigh(const AttnParams& p, Seen<WHOLE> seen, float top, float* s, uint16_t* h) {
+    const F scale = fset1(p.softcap > 0.0f ? 1.0f : p.scale * LOG2E), base = fset1(-top);
+    F total = fzero();
+    for (int c = 0; c < KV_CELLS; c += 2) {
+        F v[2] = {fzero(), fzero()};
+        TK_EACH(i, 2, {
+            if (WHOLE || (c + i >= seen.first() && c + i < seen.end())) {
+                v[i] = fexp2(fma(fload(s + (c + i) * 16), scale, base));
+                v[i] = Seen<WHOLE>::keep(v[i], c + i, seen.lo, seen.hi, 0.0f);
+                total = fadd(total, v[i]);
+            }
+        });
+        if (p.bf16) {
+            store_probs(h + c * 16, v[0], v[1]);
+        } else {
+            fstore(s + c * 16, v[0]);
+            fstore(s + c * 16 + 16, v[1]);
+        }
+    }
+    return hsum(total);
+}
+
+// All rows' greatest scores first, then the exponentials: so rows do not wait for each other's long chains.
 void softmax_rows(const AttnParams& p, int64_t rows, const int32_t* lo, const int32_t* hi, float* s, uint16_t* h,
                   const AttnState& out) {
-    for (int64_t r = 0; r < rows; r++, s += KV_TILE, h += KV_TILE) {
-        if (hi[r] <= lo[r]) {
-            out.m[r] = MASKED, out.l[r] = 0.0f;
-            memset(s, 0, KV_TILE * 4);
-            memset(h, 0, KV_TILE * 2);
-        } else if (lo[r] == 0 && hi[r] == KV_TILE) {
-            softmax_row<true>(p, 0, KV_TILE, s, h, out.m + r, out.l + r);
+    auto whole = [&](int64_t r) { return lo[r] == 0 && hi[r] == KV_TILE; };
+    for (int64_t r = 0; r < rows; r++) {
+        float* row = s + r * KV_TILE;
+        if (whole(r)) out.m[r] = top_score(p, Seen<true>{0, KV_TILE}, row);
+        else out.m[r] = hi[r] > lo[r] ? top_score(p, Seen<false>{lo[r], hi[r]}, row) : MASKED;
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        float* row = s + r * KV_TILE;
+        uint16_t* probs = h + r * KV_TILE;
+        if (whole(r)) {
+            out.l[r] = weigh(p, Seen<true>{0, KV_TILE}, out.m[r], row, probs);
+        } else if (hi[r] > lo[r]) {
+            out.l[r] = weigh(p, Seen<false>{lo[r], hi[r]}, out.m[r], row, probs);
         } else {
-            softmax_row<false>(p, lo[r], hi[r], s, h, out.m + r, out.l + r);
+            out.l[r] = 0.0f;
+            memset(row, 0, KV_TILE * 4);
+            memset(probs, 0, KV_TILE * 2);
         }
     }
 }
