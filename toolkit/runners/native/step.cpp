@@ -1,7 +1,8 @@
 // One step: every thread runs the same function over its share of output rows, tokens or attention items.
 //
 // Work is split over outputs only, so a result does not depend on the number of threads. Up to SMALL tokens every
-// thread prepares the inputs of linears for itself, which saves a barrier; above that tokens are shared out.
+// thread prepares the inputs of linears for itself, which saves a barrier; above that tokens are shared out, and with many of
+// them threads take parts through whole layers (rows_step.cpp).
 #include "step.h"
 
 #include <algorithm>
