@@ -29,10 +29,12 @@ def test_off_a_terminal_a_plain_line_now_and_then(monkeypatch: pytest.MonkeyPatc
             progress.update("quantizing layers", done, 1200)
             clock.now += 0.5
         progress.update("writing", 0, 1)
+        clock.now += 10
+        progress.update("writing", 0, 1)
     assert out.getvalue().splitlines() == [
-        "quantizing layers: 4 of 1,200, 2 s",
-        "quantizing layers: 24 of 1,200, 12 s",
-        "quantizing layers: 44 of 1,200, 22 s",
+        "quantizing layers: 20 of 1,200, 10 s",
+        "quantizing layers: 40 of 1,200, 20 s",
+        "quantizing layers: 60 of 1,200, 30 s",
         "writing",
     ]
 
@@ -50,7 +52,7 @@ def test_off_a_terminal_short_work_says_nothing(monkeypatch: pytest.MonkeyPatch)
 WORK = """
 import time
 from toolkit import progress
-progress.FIRST_AFTER, progress.EVERY = 0.05, 0.1
+progress.EVERY = 0.09
 with progress.Progress() as bar:
     for i in range(5):
         bar.update("working [hard]", i, 5)

@@ -12,15 +12,14 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as Bars
 
-FIRST_AFTER = 2.0  # seconds: what takes no longer says nothing
-EVERY = 10.0
+EVERY = 10.0  # seconds between lines; what takes no longer says nothing
 
 
 class Progress:
     """A context manager; ``update`` tells how far a phase has come. ``keep``: leave the bars on the screen at the end.
 
-    Anywhere but on a terminal (a file, a pipe, a log) the lines are whole and plain, without control characters: one
-    when a phase begins, then one every ten seconds, and none at all for work of a moment.
+    Anywhere but on a terminal (a file, a pipe, a log) the lines are whole and plain, without control characters, one
+    every ten seconds, and none at all for work of a moment.
     """
 
     def __init__(self, *, keep: bool = False, file: TextIO | None = None) -> None:
@@ -28,8 +27,8 @@ class Progress:
         self._bars = _bars(self.console, keep) if self._file.isatty() else None
         self._tasks: dict[str, Any] = {}
         self._phase = ""
-        self._begun = self._phase_begun = time.monotonic()
-        self._next = self._begun + FIRST_AFTER
+        self._phase_begun = time.monotonic()
+        self._next = self._phase_begun + EVERY
 
     @cached_property
     def console(self) -> Console:
@@ -70,10 +69,9 @@ class Progress:
 
     def _say(self, phase: str, done: int, total: int | None) -> None:
         now = time.monotonic()
-        new = phase != self._phase
-        if new:
+        if phase != self._phase:
             self._phase, self._phase_begun = phase, now
-        if now < self._next and not (new and now >= self._begun + FIRST_AFTER):
+        if now < self._next:
             return
         self._next = now + EVERY
         count = f": {done:,} of {total:,}, {now - self._phase_begun:.0f} s" if total and done else ""
