@@ -3,7 +3,8 @@
     python scripts/bench/random_model.py DIR --shape 1b            bf16, dense
     python scripts/bench/random_model.py DIR --shape 1b --awq      4-bit AWQ, groups of 64
 
-Shapes: 1b and 7b are Llama-3.2-1B's and Llama-2-7B's. The tokenizer is the demo model's.
+Shapes: 1b and 7b are Llama-3.2-1B's and Llama-2-7B's. The tokenizer is the demo model's,
+cut to the vocabulary.
 """
 
 from __future__ import annotations
@@ -81,6 +82,16 @@ def tensors(shape: dict, awq: bool) -> Iterator[tuple[str, Tensor]]:
         yield "lm_head.weight", (torch.randn(vocab, hidden, generator=rng) * 0.02).bfloat16()
 
 
+def cut_tokenizer(path: Path, size: int) -> dict:
+    """The byte-pair tokenizer at ``path`` with its first ``size`` ids."""
+    data = json.loads(path.read_text())
+    model = data["model"]
+    model["vocab"] = {token: i for token, i in model["vocab"].items() if i < size}
+    pairs = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
+    model["merges"] = [pair for pair in pairs if {*pair, "".join(pair)} <= model["vocab"].keys()]
+    return data
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("dir", type=Path)
@@ -101,8 +112,10 @@ def main() -> None:
         quantization = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": GROUP, "zero_point": True}
         config["quantization_config"] = quantization
     (args.dir / "config.json").write_text(json.dumps(config, indent=2))
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
+    for name in ("tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
         shutil.copy(resolve_model("demo") / name, args.dir / name)
+    tokenizer = cut_tokenizer(resolve_model("demo") / "tokenizer.json", SHAPES[args.shape]["vocab_size"])
+    (args.dir / "tokenizer.json").write_text(json.dumps(tokenizer))
     write_model(args.dir, tensors(SHAPES[args.shape], args.awq), 1 << 30)  # shard by shard: never whole in memory
 
 
