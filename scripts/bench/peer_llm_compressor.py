@@ -1,6 +1,6 @@
 """One method of llm-compressor on a CPU, for scripts/bench_quant. Runs in an environment of its own:
 
-pip install llmcompressor
+pip install torch==2.13.0 && pip install llmcompressor (scripts/bench_quant does it)
 python peer_llm_compressor.py MODEL OUT --method awq --calib notes.txt --samples 64 --seqlen 512 --group-size 64
 """
 

@@ -23,6 +23,7 @@ OURS: dict[str, list[str]] = {
     "gptq-desc-act": ["auto_gptq", "--no-w-sym", "--desc-act"],
     "awq+gptq": ["auto_awq", "--rounding", "gptq"],
     "auto_round": ["auto_round", "--no-w-sym"],
+    "search": ["search"],  # to the bits that 4-bit codes with the given group take
     "w8a8-int8": ["smooth_quant", "--quant-dtype", "int8"],
     "w8a8-fp8": ["smooth_quant", "--quant-dtype", "fp8"],
 }
@@ -31,11 +32,16 @@ PEERS = {
     "auto-round": ("auto_round",),
 }
 
+PACKAGES = {"llm-compressor": "llmcompressor", "auto-round": "auto-round"}  # on PyPI
+TORCH = "torch==2.13.0"  # ours: the comparison is of quantizers
+
 
 def command_of(args: argparse.Namespace, out: Path) -> list[str]:
     """The command that writes the quantized checkpoint to ``out``."""
     if args.peer == "ours":
         group = [] if args.method.startswith("w8a8") else ["--w-group-size", str(args.group_size)]
+        if args.method == "search":
+            group = ["--bits", str(4 + (16 + 4) / args.group_size)]
         return [
             "tool", "lite", *OURS[args.method], args.model, "--work-dir", str(out), "--calib-dataset", args.calib,
             "--calib-samples", str(args.samples), "--calib-seqlen", str(args.seqlen), *group, "--eval-tokens", "1024",
@@ -45,6 +51,30 @@ def command_of(args: argparse.Namespace, out: Path) -> list[str]:
         args.peer_python, str(HERE / script), args.model, str(out), "--method", args.method, "--calib", args.calib,
         "--samples", str(args.samples), "--seqlen", str(args.seqlen), "--group-size", str(args.group_size),
     ]  # fmt: skip
+
+
+def environment(peer: str, directory: Path) -> str:
+    """The interpreter of an environment with the peer in it, made in ``directory`` if it is not there.
+
+    torch comes first and is then held by a constraint, so that no dependency pulls another build of it (on a machine
+    without a GPU: not gigabytes of CUDA).
+    """
+    python, done = directory / "bin" / "python", directory / ".installed"
+    if done.exists():
+        return str(python)
+    print(f"installing {peer} into {directory} (some minutes) …", file=sys.stderr, flush=True)
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(directory)], check=True)
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    cpu = ["--retries", "1", "--extra-index-url", "https://download.pytorch.org/whl/cpu"]
+    if shutil.which("nvidia-smi") is not None:
+        subprocess.run([*pip, TORCH], check=True)
+    elif subprocess.run([*pip, *cpu, TORCH]).returncode:
+        subprocess.run([*pip, TORCH], check=True)
+    constraint = directory / "constraint.txt"
+    constraint.write_text(f"{TORCH}\n")
+    subprocess.run([*pip, "--constraint", str(constraint), PACKAGES[peer]], check=True)
+    done.touch()
+    return str(python)
 
 
 def timed(command: list[str]) -> tuple[float, float]:
@@ -76,8 +106,7 @@ def machine() -> dict[str, Any]:
 def version(args: argparse.Namespace) -> str:
     if args.peer == "ours":
         return subprocess.run(["tool", "--version"], capture_output=True, text=True, check=True).stdout.strip()
-    package = {"llm-compressor": "llmcompressor", "auto-round": "auto-round"}[args.peer]
-    code = f"from importlib.metadata import version; print(version('{package}'))"
+    code = f"from importlib.metadata import version; print(version('{PACKAGES[args.peer]}'))"
     return subprocess.run([args.peer_python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
@@ -104,7 +133,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--seqlen", type=int, default=512)
     parser.add_argument("--group-size", type=int, default=64)
-    parser.add_argument("--peer-python", help="interpreter of the peer's environment")
+    parser.add_argument(
+        "--peer-python", help="interpreter of the peer's environment (default: one is made in --work-dir)"
+    )
     parser.add_argument("--results", type=Path, default=Path("bench-quant.json"))
     parser.add_argument("--work-dir", type=Path, default=Path("bench-quant"))
     parser.add_argument("--table", action="store_true", help="print the results file as a table, and leave")
@@ -115,7 +146,7 @@ def main() -> None:
     known = OURS if args.peer == "ours" else PEERS[args.peer]
     if args.method not in known:
         parser.error(f"--method: expected {', '.join(known)} for {args.peer}, found {args.method}")
-    for name in ("model", "calib", "data") + (() if args.peer == "ours" else ("peer_python",)):
+    for name in ("model", "calib", "data"):
         if getattr(args, name) is None:
             parser.error(f"--{name.replace('_', '-')} is missing")
     fields = ("peer", "method", "samples", "seqlen", "group_size", "calib", "data", "model")
@@ -124,6 +155,8 @@ def main() -> None:
         print("already there")
         return None
     args.work_dir.mkdir(parents=True, exist_ok=True)
+    if args.peer != "ours" and args.peer_python is None:
+        args.peer_python = environment(args.peer, (args.work_dir / f"env-{args.peer}").absolute())
     out = args.work_dir / f"{args.peer}-{args.method}-g{args.group_size}"
     if args.peer != "ours":
         shutil.rmtree(out, ignore_errors=True)  # ours goes on where it was killed

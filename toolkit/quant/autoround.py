@@ -186,12 +186,14 @@ def _run_library(index: int, block: _Block, exact: Tensors, rounded: Tensors, tu
 def _quiet() -> Iterator[None]:
     """Keep the library's notes off the terminal, where they would tear the progress bar, and its many garbage
     collections off what is alive already, which takes them most of their time."""
+    import auto_round  # noqa: F401  (it sets its logger's level)
+
     logger: Any = logging.getLogger("autoround")
     level = logger.level
     logger.setLevel(logging.ERROR)
     gc.freeze()
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()):
             yield
     finally:
         gc.unfreeze()
