@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -27,6 +28,9 @@ from toolkit.commands.lite_options import (
 )
 from toolkit.commands.output import stderr, stdout, table, write_json
 
+if TYPE_CHECKING:
+    from toolkit.quant.run import Result
+
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -34,6 +38,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Quantize a model, layer by layer, on a CPU if need be. A killed run goes on where it was.",
 )
+
+
+def _quantize(method: Callable[..., Result], model: str, work_dir: Path, flags: LiteFlags, **options: Any) -> Result:
+    """Run one method of ``toolkit.quant.lite`` with the flags that all share, and report."""
+    common = flags.common()
+    with progress_bar() as progress:
+        result = method(model, work_dir, common=common, progress=progress, **options)
+    report(result, flags)
+    return result
 
 
 @app.command("auto_awq")
@@ -62,24 +75,21 @@ def auto_awq(
     """
     from toolkit.quant.lite import auto_awq as quantize
 
-    common = flags.common()
-    with progress_bar() as progress:
-        result = quantize(
-            model,
-            work_dir,
-            w_bits=w_bits,
-            w_sym=w_sym,
-            w_group_size=group_size(w_group_size),
-            search_scale=search_scale,
-            rounding=rounding,
-            damp=damp,
-            desc_act=desc_act,
-            static_groups=static_groups,
-            tune_steps=tune_steps,
-            common=common,
-            progress=progress,
-        )
-    report(result, flags)
+    _quantize(
+        quantize,
+        model,
+        work_dir,
+        flags,
+        w_bits=w_bits,
+        w_sym=w_sym,
+        w_group_size=group_size(w_group_size),
+        search_scale=search_scale,
+        rounding=rounding,
+        damp=damp,
+        desc_act=desc_act,
+        static_groups=static_groups,
+        tune_steps=tune_steps,
+    )
 
 
 @app.command("auto_gptq")
@@ -104,22 +114,19 @@ def auto_gptq(
     """
     from toolkit.quant.lite import auto_gptq as quantize
 
-    common = flags.common()
-    with progress_bar() as progress:
-        result = quantize(
-            model,
-            work_dir,
-            w_bits=w_bits,
-            w_sym=w_sym,
-            w_group_size=group_size(w_group_size),
-            damp=damp,
-            desc_act=desc_act,
-            static_groups=static_groups,
-            tune_steps=tune_steps,
-            common=common,
-            progress=progress,
-        )
-    report(result, flags)
+    _quantize(
+        quantize,
+        model,
+        work_dir,
+        flags,
+        w_bits=w_bits,
+        w_sym=w_sym,
+        w_group_size=group_size(w_group_size),
+        damp=damp,
+        desc_act=desc_act,
+        static_groups=static_groups,
+        tune_steps=tune_steps,
+    )
 
 
 @app.command("auto_round")
@@ -146,20 +153,17 @@ def auto_round(
     """
     from toolkit.quant.lite import auto_round as quantize
 
-    common = flags.common()
-    with progress_bar() as progress:
-        result = quantize(
-            model,
-            work_dir,
-            w_bits=w_bits,
-            w_sym=w_sym,
-            w_group_size=group_size(w_group_size),
-            iters=iters,
-            layer_config=layer_config,
-            common=common,
-            progress=progress,
-        )
-    report(result, flags)
+    _quantize(
+        quantize,
+        model,
+        work_dir,
+        flags,
+        w_bits=w_bits,
+        w_sym=w_sym,
+        w_group_size=group_size(w_group_size),
+        iters=iters,
+        layer_config=layer_config,
+    )
 
 
 @app.command("smooth_quant")
@@ -181,10 +185,7 @@ def smooth_quant(
     """
     from toolkit.quant.lite import smooth_quant as quantize
 
-    common = flags.common()
-    with progress_bar() as progress:
-        result = quantize(model, work_dir, quant_dtype=quant_dtype, strength=strength, common=common, progress=progress)
-    report(result, flags)
+    _quantize(quantize, model, work_dir, flags, quant_dtype=quant_dtype, strength=strength)
 
 
 @app.command("blocked_fp8")
@@ -203,10 +204,7 @@ def blocked_fp8(
     """
     from toolkit.quant.lite import blocked_fp8 as quantize
 
-    common = flags.common()
-    with progress_bar() as progress:
-        result = quantize(model, work_dir, scale_fmt=scale_fmt, common=common, progress=progress)
-    report(result, flags)
+    _quantize(quantize, model, work_dir, flags, scale_fmt=scale_fmt)
 
 
 @app.command("mxfp4")
@@ -218,10 +216,7 @@ def mxfp4(model: Model, flags: LiteFlags, work_dir: WorkDir = Path("work_dir")) 
     """
     from toolkit.quant.lite import mxfp4 as quantize
 
-    common = flags.common()
-    with progress_bar() as progress:
-        result = quantize(model, work_dir, common=common, progress=progress)
-    report(result, flags)
+    _quantize(quantize, model, work_dir, flags)
 
 
 @app.command("kv")
@@ -276,17 +271,7 @@ def search(
     """
     from toolkit.quant.lite import search as quantize
 
-    common = flags.common()
-    with progress_bar() as progress:
-        result = quantize(
-            model,
-            work_dir,
-            bits=bits,
-            size=None if size is None else byte_count("--size", size),
-            damp=damp,
-            common=common,
-            progress=progress,
-        )
-    report(result, flags)
+    budget = None if size is None else byte_count("--size", size)
+    result = _quantize(quantize, model, work_dir, flags, bits=bits, size=budget, damp=damp)
     if flags.json != "-":
         stdout().print(table("Why", ("unit", "bits", "loss", "cheaper", "dearer"), choices(result.quality["search"])))
