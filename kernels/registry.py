@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+log = logging.getLogger("toolkit.kernels")
 FAMILIES = ("reference", "torch", "triton", "cuda", "cpu")
 PRIORITY: dict[str, tuple[str, ...]] = {
     "cpu": ("torch", "reference"),
     "cuda": ("cuda", "triton", "torch", "reference"),
 }
+COMPILED = ("triton", "cuda")  # by compilers and drivers that we do not know: not trusted unseen on a GPU
 _DECLARATIONS = ("norm", "rope", "activation", "embedding", "linear", "attention", "moe", "sampling")
 _IMPLEMENTATIONS = ("torch.dense", "torch.attention", "torch.linear", "torch.moe", "torch.sampling")
 _TRITON = (  # imported where triton is installed: on Linux
@@ -85,7 +88,8 @@ FLOATS = ("float32", "bfloat16", "float16")
 class Op:
     """A declared op. Calling it runs the implementation chosen for the first tensor among the arguments.
 
-    ``mutates``: names of the arguments it writes to. ``dtypes``: activations it is defined for.
+    ``mutates``: names of the arguments it writes to. ``dtypes``: activations it is defined for. ``verdicts``: what
+    ``tested`` found, by family, dtype and capability.
     """
 
     name: str
@@ -94,6 +98,7 @@ class Op:
     mutates: tuple[str, ...]
     dtypes: tuple[str, ...]
     implementations: dict[str, Implementation] = field(default_factory=dict)
+    verdicts: dict[tuple[str, str, int | None], str | None] = field(default_factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         first = next(a for a in (*args, *kwargs.values()) if hasattr(a, "device"))
@@ -159,11 +164,37 @@ def _forced() -> str | None:
     return value or None
 
 
-def choose(op: Op, target: Target, family: str | None = None) -> Implementation:
+def tested(op: Op, implementation: Implementation, target: Target) -> str | None:
+    """Why ``implementation`` is not to be trusted on ``target``: on its first case it failed, or differed from the
+    reference. None where it agreed. Once a process; a failure is logged as a warning."""
+    from .tolerances import compare
+
+    key = (implementation.family, target.dtype, target.capability)
+    if key not in op.verdicts:
+        error: str | None = None
+        for case in op.cases():
+            at = Target(target.device, target.dtype, target.capability, case.traits)
+            if implementation.unsupported(at) is not None:
+                continue
+            try:
+                error = compare(op, implementation, case, at)
+            except Exception as failure:  # whatever a compiler or driver raises
+                lines = str(failure).strip().splitlines()
+                error = f"{type(failure).__name__}: {lines[0] if lines else 'no reason given'}"
+            break
+        op.verdicts[key] = error
+        if error is not None:
+            log.warning("%s: the %s kernel failed its self-test and is not used (%s)", op.name, key[0], error)
+    error = op.verdicts[key]
+    return None if error is None else f"failed its self-test: {error}"
+
+
+def choose(op: Op, target: Target, family: str | None = None, *, trusted: bool = True) -> Implementation:
     """The implementation of ``op`` for ``target``: ``family``, or by TOOLKIT_KERNELS, or by priority.
 
-    TOOLKIT_KERNELS decides for the ops that its family implements; the others keep their priority list. Raises
-    KernelError when the family asked for does not implement the op or cannot run there, with the reason.
+    TOOLKIT_KERNELS decides for the ops that its family implements; the others keep their priority list. Without
+    ``trusted``, a compiled one that the priority list proposes must pass ``tested`` first. Raises KernelError when the
+    family asked for does not implement the op or cannot run there, with the reason.
     """
     if family is not None and family not in op.implementations:
         raise KernelError(f"{op.name}: no implementation {family!r}; there are {', '.join(op.implementations)}")
@@ -177,6 +208,8 @@ def choose(op: Op, target: Target, family: str | None = None) -> Implementation:
     for name in PRIORITY.get(target.device, ("torch", "reference")):
         if name in op.implementations:
             reason = op.implementations[name].unsupported(target)
+            if reason is None and not trusted and name in COMPILED:
+                reason = tested(op, op.implementations[name], target)
             if reason is None:
                 return op.implementations[name]
             reasons.append(f"{name}: {reason}")

@@ -18,7 +18,7 @@ CPU = Target("cpu", "float32")
 @pytest.fixture
 def toy(monkeypatch):
     """An op of our own: doubling, with an implementation for the GPU and one for even sizes."""
-    monkeypatch.setattr(registry, "_OPS", dict(registry._OPS))
+    monkeypatch.setattr(registry, "_OPS", load())  # all of them first: what is declared meanwhile is gone afterwards
 
     def cases():
         yield Case("four", lambda dtype, device, g: {"x": torch.randn(4, generator=g).to(device, dtype)})
@@ -68,6 +68,31 @@ def test_the_environment_forces_a_family(toy, monkeypatch):
     monkeypatch.setenv("TOOLKIT_KERNELS", "fast")
     with pytest.raises(KernelError, match="TOOLKIT_KERNELS: expected one of"):
         choose(toy, CPU)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "said"), [(lambda x: x * 3, "4 of 4 values differ"), (lambda x: 1 // 0, "ZeroDivisionError")]
+)
+def test_a_compiled_kernel_that_fails_its_self_test_is_not_used(toy, monkeypatch, caplog, kernel, said):
+    monkeypatch.setattr(registry, "COMPILED", ("torch",))  # what can run here stands in for a GPU's
+    ran = []
+
+    def wrong(x):
+        ran.append(x)
+        return kernel(x)
+
+    toy.implementations["torch"] = Implementation("torch", wrong, ("cpu",), ("float32",))
+    assert choose(toy, CPU).family == "torch" and not ran
+    assert choose(toy, CPU, trusted=False).family == "reference"
+    assert choose(toy, CPU, trusted=False).family == "reference"
+    assert len(ran) == 1, "once a process"
+    assert [r.levelname for r in caplog.records] == ["WARNING"] and said in caplog.text and "double" in caplog.text
+    assert choose(toy, CPU, "torch", trusted=False).family == "torch", "who asks by name gets it"
+
+
+def test_a_compiled_kernel_that_passes_its_self_test_is_used(toy, monkeypatch):
+    monkeypatch.setattr(registry, "COMPILED", ("torch",))
+    assert choose(toy, CPU, trusted=False).family == "torch"
 
 
 def test_describe_names_every_implementation(toy):

@@ -44,6 +44,8 @@ _FLOAT32 = ("penalize", "apply_bitmask", "sample")
 def choose_ops(device: torch.device, dtype: torch.dtype, **traits: Any) -> Ops:
     """Choose every kernel for ``device`` and activations of ``dtype``; ``traits``: head_dim, bits of the KV cache.
 
+    On a GPU a compiled kernel that fails its self-test is left out, with a warning.
+
     Raises UsageError where TOOLKIT_KERNELS asks for one that cannot run, with its reason.
     """
     capability = None
@@ -55,7 +57,7 @@ def choose_ops(device: torch.device, dtype: torch.dtype, **traits: Any) -> Ops:
     try:
         for op in kernels.load().values():
             target = kernels.Target(device.type, "float32" if op.name in _FLOAT32 else name, capability, traits)
-            implementation = kernels.choose(op, target)
+            implementation = kernels.choose(op, target, trusted=device.type == "cpu")
             chosen[op.name] = implementation.run
             if op.name == "paged_attention":
                 chosen["plan_attention"] = implementation.plan
