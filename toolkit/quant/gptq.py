@@ -173,20 +173,23 @@ def inverse_factor(xtx: Tensor, rounding: Rounding) -> Factor:
     """
     n = len(xtx)
     diagonal = xtx.diagonal()
-    order = torch.arange(n, device=xtx.device)
     if rounding.desc_act:
         order = torch.argsort(diagonal, descending=True, stable=True)
-    hessian = xtx[order][:, order]
+        hessian = xtx[order][:, order]
+    else:
+        order, hessian = torch.arange(n, device=xtx.device), xtx.clone()
     mean = diagonal.mean() if bool((diagonal > 0).any()) else torch.ones((), device=xtx.device, dtype=xtx.dtype)
     line = hessian.diagonal()
     line.copy_(torch.where(line == 0, mean, line))
-    exact = hessian.double() if n <= _EXACT else hessian
-    eye = torch.eye(n, device=xtx.device, dtype=exact.dtype)
     damp = rounding.damp
-    while True:
-        lower, failed = torch.linalg.cholesky_ex(exact + eye * (damp * mean))
+    while True:  # of what is made here only one matrix more than the result is held at a time: they can be large
+        damped = hessian.double() if n <= _EXACT else hessian.clone()
+        damped.diagonal().add_(damp * mean)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        del damped
         if not int(failed):
             inverse = torch.cholesky_inverse(lower)
+            del lower
             upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
             if not int(failed):
                 break
