@@ -15,6 +15,7 @@ from torch import Tensor
 
 from toolkit.artifacts.canonical import Dense, Weight
 from toolkit.quant.folding import expand, fold_site, shrink, storable
+from toolkit.quant.forward import fast_bf16
 from toolkit.quant.grid import fake_quantize, grid_of, group_range, quantize, round_to
 from toolkit.quant.result import LayerResult, LinearReport, Method, relative_error
 from toolkit.quant.sites import RowFold, Site
@@ -36,8 +37,11 @@ class Grid:
 
 
 def output_error(difference: Tensor, xtx: Tensor) -> Tensor:
-    """Sum over tokens of the squared error of a linear's output: tr(D XᵀX Dᵀ) for D = W − Ŵ [out, in]."""
-    return ((difference @ xtx) * difference).sum()
+    """Sum over tokens of the squared error of a linear's output: tr(D XᵀX Dᵀ) for D = W − Ŵ [out, in].
+
+    ``xtx`` in bfloat16 is good enough to compare candidates by, and several times faster where ``fast_bf16``.
+    """
+    return ((difference.to(xtx.dtype) @ xtx) * difference).sum()
 
 
 def scale_candidates(
@@ -81,11 +85,13 @@ def search_scale(
     n input channels to the channels that take a scale, ``expand`` maps their scale back.
     """
 
+    xtx = gram.xtx.bfloat16() if fast_bf16(gram.xtx.device) else gram.xtx
+
     def loss(channels: Tensor) -> float:
         total = 0.0
         for w in weights:
             back = fake_quantize(w * channels, grid.group_size, bits=grid.bits, symmetric=grid.symmetric)
-            total += float(output_error(w - back / channels, gram.xtx))
+            total += float(output_error(w - back / channels, xtx))
         return total
 
     best = torch.ones_like(shrink(gram.mean_abs))

@@ -81,6 +81,13 @@ def rms_norm(norm: NormSpec, weights: Weights, x: Tensor) -> Tensor:
     return F.rms_norm(x.float(), (norm.size,), weights[norm.name].float() + norm.weight_offset, norm.eps)
 
 
+def fast_bf16(device: torch.device) -> bool:
+    """Whether products of bfloat16 are faster there than of float32."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported()
+    return torch.cpu._is_avx512_bf16_supported()
+
+
 def embed(spec: DecoderSpec, table: Tensor, token_ids: Tensor) -> Tensor:
     """Hidden states [batch, length, hidden] (float32) of token ids [batch, length]."""
     return table[token_ids].float() * spec.embed_scale

@@ -21,7 +21,7 @@ from torch import Tensor
 from toolkit.artifacts.canonical import GroupInt
 from toolkit.artifacts.stage import Stage
 from toolkit.models.spec import AttentionSpec, LayerSpec, NormSpec
-from toolkit.quant.forward import Called, Weights, embed, head_logits, layer_forward
+from toolkit.quant.forward import Called, Weights, embed, fast_bf16, head_logits, layer_forward
 from toolkit.quant.layers import LayerSource
 from toolkit.quant.layerwise import Flow, load_head, load_layer, replace_layer
 from toolkit.quant.plan import layer_width
@@ -238,7 +238,7 @@ def _train(
     optimizer = torch.optim.Adam(parameters, lr=RATE, betas=(0.9, 0.99), eps=1e-12)
     draw = torch.Generator().manual_seed(seed)
     order: list[int] = []
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=_has_bf16(model.device)):
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=fast_bf16(model.device)):
         before = _mean(model, held)
         for step in range(steps):
             progress(step, steps)
@@ -263,10 +263,3 @@ def _mean(model: Student, samples: list[tuple[Tensor, Tensor]]) -> float:
     """KL a token over ``samples``."""
     total = sum(float(part) for ids, exact in samples for part in model.divergence(model.hidden(ids), exact))
     return total / sum(len(ids) for ids, _ in samples)
-
-
-def _has_bf16(device: torch.device) -> bool:
-    """Whether bfloat16 products are faster than float32 ones there."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported()
-    return torch.cpu._is_avx512_bf16_supported()
