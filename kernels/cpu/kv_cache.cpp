@@ -131,14 +131,26 @@ void load_int_values(int64_t d, bool four, const uint8_t* vc, const uint8_t* vp,
 
 // 32 interleaved 16-bit numbers (a0 b0 a1 b1 …) as two rows of floats.
 TK_INLINE void split_pairs(const uint8_t* p, bool bf16, F* a, F* b) {
-    uint16_t h[32], even[16], odd[16];
+    const I x = bload(p);
+    if (bf16) {
+        *a = as_f(ishl(x, 16));
+        *b = as_f(iand(x, iset1(int32_t(0xffff0000u))));
+        return;
+    }
+    uint16_t even[16], odd[16];
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i*)even, _mm512_cvtepi32_epi16(x));
+    _mm256_storeu_si256((__m256i*)odd, _mm512_cvtepi32_epi16(_mm512_srli_epi32(x, 16)));
+#else
+    uint16_t h[32];
     memcpy(h, p, 64);
     for (int i = 0; i < 16; i++) {
         even[i] = h[2 * i];
         odd[i] = h[2 * i + 1];
     }
-    *a = bf16 ? load_bf16(even) : load_f16(even);
-    *b = bf16 ? load_bf16(odd) : load_f16(odd);
+#endif
+    *a = load_f16(even);
+    *b = load_f16(odd);
 }
 
 void load_half(int64_t d, bool bf16, const uint8_t* kc, const uint8_t* vc, bool to_bf16, int64_t tokens, void* k_out,

@@ -89,11 +89,16 @@ void Run::find_cells(const Attention& a, int64_t seq, int64_t head, int64_t tile
     }
 }
 
-// Cells as they are stored to the form that the attention kernel reads, where that is another.
-void Run::load_cells(const Attention& a, int64_t tile, Range tokens, KvTile* cells) {
+// Cells as they are stored to the form that the attention kernel reads, where that is another; meanwhile those of `ahead` (or
+// null) are fetched.
+void Run::load_cells(const Attention& a, int64_t tile, Range tokens, const KvTile* ahead, KvTile* cells) {
     const int64_t in_block = p.block_size / LANES, element = p.bf16 ? 2 : 4;
+    auto fetch = [](const void* from, int64_t bytes) {
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const uint8_t*>(from) + i);
+    };
     for (int64_t c = 0; c < KV_CELLS; c++) {
         const int64_t at = tile * KV_TILE + c * LANES;
+        if (ahead) fetch(ahead->k[c], a.cell.k_cell), fetch(ahead->v[c], a.cell.v_cell);
         if (cells->k[c] == w.dummy_cell) continue;
         const int64_t cell = at % p.block_size / LANES;
         const uint8_t* kc = static_cast<const uint8_t*>(cells->k[c]);
@@ -121,12 +126,9 @@ void Run::attend_tile(const Attention& a, const Piece& piece, const Piece* next,
     const Range tokens = seen(a, seq, t0, t1);
     KvTile kv, ahead;
     find_cells(a, seq, head, tile, tokens, &kv);
-    if (p.bf16 ? p.kv_type == KV_BF16 : p.kv_type == KV_F32) {
-        if (next) find_cells(a, next->seq, next->head, next->tile, seen(a, next->seq, next->first, next->last), &ahead);
-        kv.next = next ? &ahead : nullptr;
-    } else {
-        load_cells(a, tile, tokens, &kv);
-    }
+    if (next) find_cells(a, next->seq, next->head, next->tile, seen(a, next->seq, next->first, next->last), &ahead);
+    if (p.bf16 ? p.kv_type == KV_BF16 : p.kv_type == KV_F32) kv.next = next ? &ahead : nullptr;
+    else load_cells(a, tile, tokens, next && t1 - t0 == 1 ? &ahead : nullptr, &kv);
     for (int64_t t = t0; t < t1; t++) {
         const int64_t pos = position_of(seq, t), low = a.window ? pos - a.window + 1 - base : 0;
         for (int64_t i = 0; i < a.per_kv; i++) {

@@ -84,7 +84,7 @@ private:
     };
     Range seen(const Attention& a, int64_t seq, int64_t t0, int64_t t1) const;
     void find_cells(const Attention& a, int64_t seq, int64_t head, int64_t tile, Range tokens, KvTile* to) const;
-    void load_cells(const Attention& a, int64_t tile, Range tokens, KvTile* cells);
+    void load_cells(const Attention& a, int64_t tile, Range tokens, const KvTile* ahead, KvTile* cells);
     void attend_tile(const Attention& a, const Piece& piece, const Piece* next, const AttnState& to);
     void attend_blocks(const Attention& a, Range which, Range heads);
     void attend_split(const Attention& a);
