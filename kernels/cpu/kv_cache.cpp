@@ -70,10 +70,15 @@ TK_INLINE I pair_bf16(F even, F odd) { return ior(bf16_bits(even), ishl(bf16_bit
 TK_INLINE F value_codes(const uint8_t* row, int64_t i, bool four) {
     if (!four) return f_of(load_u8(row + i));
     uint8_t c[16];
+#if defined(__AVX2__)
+    const __m128i x = _mm_loadl_epi64((const __m128i*)(row + i / 2)), low = _mm_set1_epi8(15);
+    _mm_storeu_si128((__m128i*)c, _mm_unpacklo_epi8(_mm_and_si128(x, low), _mm_and_si128(_mm_srli_epi16(x, 4), low)));
+#else
     for (int j = 0; j < 8; j++) {
         c[2 * j] = row[i / 2 + j] & 15;
         c[2 * j + 1] = row[i / 2 + j] >> 4;
     }
+#endif
     return f_of(load_u8(c));
 }
 
