@@ -24,7 +24,7 @@ from toolkit.artifacts.weights import load_stored
 from toolkit.models.spec import StoredTensor
 from toolkit.quant.layers import LayerSource
 from toolkit.quant.layerwise import load_layer
-from toolkit.quant.output import cast_to, join_parts
+from toolkit.quant.output import cast_to, join_parts, plain
 from toolkit.quant.result import LayerResult, Method
 from toolkit.quant.sites import Site, layer_sites
 from toolkit.quant.statistics import Gram
@@ -85,7 +85,7 @@ def write_file(source: LayerSource, stage: Stage, dtype: torch.dtype) -> dict[st
         if index is None:
             value, bias = load_stored(source.checkpoint, item)
             if not isinstance(value, Tensor):
-                value = Dense(cast_to(value.dequantize(), dtype, item.name))
+                value = Dense(cast_to(plain(value), dtype, item.name))
             return value, bias
         if index not in kept:
             kept.clear()

@@ -65,7 +65,7 @@ def _tensors(
         if missing or (item.kind == "head" and head is not None):
             continue
         value, bias = load_stored(source.checkpoint, item)
-        yield suffixed(item), cast_to(value if isinstance(value, Tensor) else value.dequantize(), dtype, item.name)
+        yield suffixed(item), cast_to(plain(value), dtype, item.name)
         if bias is not None:
             yield f"{item.name}.bias", cast_to(bias, dtype, item.name)
     for items, result in zip(source.stored, saved_layers(stage, len(source.stored)), strict=True):
@@ -100,9 +100,20 @@ def suffixed(item: StoredTensor) -> str:
     return item.name if item.kind == "vector" else f"{item.name}.weight"
 
 
+def plain(value: Weight | Tensor) -> Tensor:
+    """The numbers of a stored module, in the type that they are stored in where they are floats."""
+    match value:
+        case Tensor():
+            return value
+        case Dense():
+            return value.weight  # not widened: an embedding can be the largest thing in memory
+        case _:
+            return value.dequantize()
+
+
 def cast_to(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     cast = value.to(dtype)
-    if not bool(torch.isfinite(cast).all()):
+    if not all(bool(torch.isfinite(rows).all()) for rows in cast.split(4096)):
         raise ToolkitError(
             f"{name}: values up to {float(value.abs().max()):.3g} do not fit {str(dtype).removeprefix('torch.')}; "
             "give --dtype bfloat16"
