@@ -32,12 +32,11 @@ from toolkit.quant.selection import Selection, select
 from toolkit.quant.selftext import self_samples
 from toolkit.quant.spill import Spill
 from toolkit.quant.statistics_file import SavedStatistics, open_statistics
-from toolkit.quant.tune import needed, tune
+from toolkit.quant.tune import choose_steps, needed, tune
 from toolkit.quant.writers import choose_format
 
 EVAL_TOKENS = 24576  # of the held-out text: all of it, for most tokenizers
 CACHE_MEMORY = 4.0  # GiB
-TUNE_STEPS = 64
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 Progress = Callable[[str, int, int], None]
@@ -179,8 +178,9 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
         if selection.head:
             raise UsageError("--quantize-lm-head: not with --format gguf; its head stays as --dtype says")
     text = CalibrationText(source, common) if recipe.calibrated and common.calibration is None else None
-    tune_steps = _tune_steps(source, recipe, common, text, form)
     plan = text.plan if text else None
+    hindrance = "not with --format gguf" if form == gguf.FORMAT else None
+    tune_steps = choose_steps(source, recipe.tune_steps, plan, common.cache_memory, hindrance, common.notice)
     tell_plan(source, common, plan, eval_tokens=common.eval_tokens, tunes=tune_steps > 0)
     progress("reading the model", 0, 1)
     parent = describe_parent(source.path)
@@ -246,11 +246,13 @@ def _quantize(
     with spill_of(stage, common) as spill:
         flow = Flow(source, ids, table, setting.device, setting.batch_size, spill)
         probe = Probe(source.spec, table, heldout, setting.device, spill)
+        del table
         told = lambda done, total: progress("quantizing layers", done, total)  # noqa: E731
         whole = setting.sequential or all(stage.done(f"layer.{i}") for i in range(len(source.spec.layers)))
         reports = quantize_layers(source, setting, flow, None if tune_steps else probe, stage, told)
         if tune_steps:
             if whole:  # the text is not behind the last of the original layers
+                table = source.outer_weights(setting.device)[source.spec.embed]
                 flow = Flow(source, ids, table, setting.device, setting.batch_size, spill)
                 flow.through()
             told = lambda done, total: progress("tuning scales", done, total)  # noqa: E731
@@ -261,33 +263,6 @@ def _quantize(
         head, outer = load_head(stage), source.outer_weights(setting.device)
         after = None if head is None else outer | {k: v.to(setting.device) for k, v in head.dense().items()}
         return found | probe.figures(outer, after) | {"layers": [dataclasses.asdict(r) for r in reports]}
-
-
-def _tune_steps(source: LayerSource, recipe: Recipe, common: Common, text: CalibrationText | None, form: str) -> int:
-    """Steps of the tuning behind the layers, 0 for none. Raises UsageError where it is asked for and cannot be."""
-    steps = recipe.tune_steps
-    if steps == 0:
-        return 0
-    if steps is not None and steps < 0:
-        raise UsageError(f"--tune-steps: expected 0 or more, found {steps}")
-    hindrance = None
-    if text is None:
-        hindrance = "it reads calibration text, and --calibration gives statistics alone"
-    elif form == gguf.FORMAT:
-        hindrance = "not with --format gguf"
-    if steps is None and hindrance is None:
-        assert text is not None
-        bytes_needed = needed(source, text.plan.seqlen)
-        if bytes_needed > common.cache_memory * (1 << 30):
-            common.notice(
-                f"scales are not tuned together: that takes {bytes_needed / (1 << 30):.1f} GiB, --cache-memory is "
-                f"{common.cache_memory:g}; --tune-steps {TUNE_STEPS} does it all the same"
-            )
-            return 0
-        return TUNE_STEPS
-    if hindrance is not None and steps:
-        raise UsageError(f"--tune-steps: {hindrance}; leave the option out")
-    return steps or 0
 
 
 def _stored_linears(source: LayerSource, selection: Selection) -> list[LinearSpec]:

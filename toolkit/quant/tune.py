@@ -20,13 +20,16 @@ from torch import Tensor
 
 from toolkit.artifacts.canonical import GroupInt
 from toolkit.artifacts.stage import Stage
+from toolkit.errors import UsageError
 from toolkit.models.spec import AttentionSpec, LayerSpec, NormSpec
+from toolkit.quant.calibration import CalibrationPlan
 from toolkit.quant.forward import Called, Weights, embed, fast_bf16, head_logits, layer_forward
 from toolkit.quant.layers import LayerSource
 from toolkit.quant.layerwise import Flow, load_head, load_layer, replace_layer
 from toolkit.quant.plan import layer_width
 from toolkit.quant.result import LayerResult
 
+STEPS = 64  # where nothing is said
 RATE = 1e-3  # of Adam, on scales and norms relative to what they were
 WARM_UP = 5  # steps
 LARGEST_GRADIENT = 2.0  # its norm over all that is tuned
@@ -40,6 +43,37 @@ def needed(source: LayerSource, seqlen: int) -> int:
     outer = 2 * source.spec.vocab_size * source.spec.hidden_size
     kept = sum(map(layer_width, source.spec.layers)) * seqlen * 4
     return 3 * linears + outer + kept
+
+
+def choose_steps(
+    source: LayerSource,
+    wanted: int | None,
+    plan: CalibrationPlan | None,
+    cache_memory: float,
+    hindrance: str | None,
+    notice: Callable[[str], None],
+) -> int:
+    """How many steps to tune for: ``wanted``, or where that is None the default if it fits ``cache_memory`` (GiB).
+
+    ``plan``: of the text, None where none is read; ``hindrance``: why what is to be written cannot be tuned, or None.
+    Raises UsageError for steps that are asked for and cannot be.
+    """
+    if wanted is not None and wanted < 0:
+        raise UsageError(f"--tune-steps: expected 0 or more, found {wanted}")
+    if plan is None:
+        hindrance = "it reads calibration text, and --calibration gives statistics alone"
+    if hindrance is not None and wanted:
+        raise UsageError(f"--tune-steps: {hindrance}; leave the option out")
+    if wanted is not None or hindrance is not None or plan is None:
+        return wanted or 0
+    gib = needed(source, plan.seqlen) / (1 << 30)
+    if gib <= cache_memory:
+        return STEPS
+    notice(
+        f"scales are not tuned together: that takes {gib:.1f} GiB, --cache-memory is {cache_memory:g}; "
+        f"--tune-steps {STEPS} does it all the same"
+    )
+    return 0
 
 
 def tune(
