@@ -131,8 +131,9 @@ def test_the_manifest_states_the_divergence_of_what_was_written(
     assert result.quality["kl"] == pytest.approx(float(kl), rel=1e-3)
 
 
-def test_a_run_killed_while_it_puts_scales_in_place_ends_with_the_same_bits(
-    tiny_models: Any, tmp_path: Path, quick: Common, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("where", ["before tuning", "putting scales in place"])
+def test_a_killed_run_ends_with_the_same_bits(
+    where: str, tiny_models: Any, tmp_path: Path, quick: Common, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = str(tiny_models("llama"))
     auto_awq(model, tmp_path / "whole", tune_steps=8, common=quick)
@@ -141,30 +142,15 @@ def test_a_run_killed_while_it_puts_scales_in_place_ends_with_the_same_bits(
         raise KeyboardInterrupt
 
     put = tuning.replace_layer
-    monkeypatch.setattr(tuning, "replace_layer", lambda s, i, r: put(s, i, r) if i == 0 else killed())
-    with pytest.raises(KeyboardInterrupt):
-        auto_awq(model, tmp_path / "broken", tune_steps=8, common=quick)
-    monkeypatch.setattr(tuning, "replace_layer", put)
-    monkeypatch.setattr(tuning, "_train", killed)  # what was found is not looked for again
-    auto_awq(model, tmp_path / "broken", tune_steps=8, common=quick)
-    whole, broken = (load_file(tmp_path / n / "model.safetensors") for n in ("whole", "broken"))
-    assert all(torch.equal(whole[k], broken[k]) for k in whole)
-
-
-def test_a_run_killed_before_tuning_ends_with_the_same_bits(
-    tiny_models: Any, tmp_path: Path, quick: Common, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = str(tiny_models("llama"))
-    auto_awq(model, tmp_path / "whole", tune_steps=8, common=quick)
-
-    def killed(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    train = tuning._train
-    monkeypatch.setattr(tuning, "_train", killed)
-    with pytest.raises(KeyboardInterrupt):
-        auto_awq(model, tmp_path / "broken", tune_steps=8, common=quick)
-    monkeypatch.setattr(tuning, "_train", train)
+    with monkeypatch.context() as patch:
+        if where == "before tuning":
+            patch.setattr(tuning, "_train", killed)
+        else:
+            patch.setattr(tuning, "replace_layer", lambda s, i, r: put(s, i, r) if i == 0 else killed())
+        with pytest.raises(KeyboardInterrupt):
+            auto_awq(model, tmp_path / "broken", tune_steps=8, common=quick)
+    if where != "before tuning":
+        monkeypatch.setattr(tuning, "_train", killed)  # what was found is not looked for again
     auto_awq(model, tmp_path / "broken", tune_steps=8, common=quick)
     whole, broken = (load_file(tmp_path / n / "model.safetensors") for n in ("whole", "broken"))
     assert all(torch.equal(whole[k], broken[k]) for k in whole)

@@ -14,7 +14,7 @@ from toolkit.artifacts.formats.gguf_types import METHOD as GGUF
 from toolkit.artifacts.weights import iter_canonical, validate_checkpoint
 from toolkit.errors import ToolkitError
 from toolkit.models.registry import load_spec
-from toolkit.models.spec import AttentionSpec, DecoderSpec, LayerSpec, LinearSpec, StoredTensor
+from toolkit.models.spec import AttentionSpec, DecoderSpec, LayerSpec, LinearSpec, NormSpec, StoredTensor
 from toolkit.quant.sites import layer_sites
 
 _COARSE_GGUF = ("Q4_0", "Q4_1")
@@ -101,13 +101,18 @@ def layer_linears(layer: LayerSpec) -> list[LinearSpec]:
     return found
 
 
+def layer_norms(layer: LayerSpec) -> list[NormSpec]:
+    """Every norm of one layer."""
+    found: list[NormSpec | None] = []
+    for sub in layer.sublayers:
+        found += [sub.pre_norm, sub.post_norm]
+        if isinstance(sub.mixer, AttentionSpec):
+            found += [sub.mixer.q_norm, sub.mixer.k_norm]
+    return [n for n in found if n is not None]
+
+
 def _parameter_names(layer: LayerSpec) -> list[str]:
     """Canonical names of all parameters of a layer, without ``.bias``."""
-    names = [x.name for x in layer_linears(layer)]
-    for sub in layer.sublayers:
-        norms = [sub.pre_norm, sub.post_norm]
-        if isinstance(sub.mixer, AttentionSpec):
-            norms += [sub.mixer.q_norm, sub.mixer.k_norm]
-            names += [sub.mixer.sinks] if sub.mixer.sinks else []
-        names += [n.name for n in norms if n is not None]
-    return names
+    mixers = [sub.mixer for sub in layer.sublayers]
+    sinks = [m.sinks for m in mixers if isinstance(m, AttentionSpec) and m.sinks]
+    return [x.name for x in layer_linears(layer)] + [n.name for n in layer_norms(layer)] + sinks

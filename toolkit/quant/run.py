@@ -32,7 +32,7 @@ from toolkit.quant.selection import Selection, select
 from toolkit.quant.selftext import self_samples
 from toolkit.quant.spill import Spill
 from toolkit.quant.statistics_file import SavedStatistics, open_statistics
-from toolkit.quant.tune import choose_steps, needed, tune
+from toolkit.quant.tune import KEY, choose_steps, needed, tune
 from toolkit.quant.writers import choose_format
 
 EVAL_TOKENS = 24576  # of the held-out text: all of it, for most tokenizers
@@ -251,7 +251,7 @@ def _quantize(
         whole = setting.sequential or all(stage.done(f"layer.{i}") for i in range(len(source.spec.layers)))
         reports = quantize_layers(source, setting, flow, None if tune_steps else probe, stage, told)
         if tune_steps:
-            if whole:  # the text is not behind the last of the original layers
+            if whole and not stage.done(KEY):  # the text is not behind the last of the original layers
                 table = source.outer_weights(setting.device)[source.spec.embed]
                 flow = Flow(source, ids, table, setting.device, setting.batch_size, spill)
                 flow.through()

@@ -21,10 +21,10 @@ from torch import Tensor
 from toolkit.artifacts.canonical import GroupInt
 from toolkit.artifacts.stage import Stage
 from toolkit.errors import UsageError
-from toolkit.models.spec import AttentionSpec, LayerSpec, NormSpec
+from toolkit.models.spec import NormSpec
 from toolkit.quant.calibration import CalibrationPlan
 from toolkit.quant.forward import Called, Weights, embed, fast_bf16, head_logits, layer_forward
-from toolkit.quant.layers import LayerSource
+from toolkit.quant.layers import LayerSource, layer_norms
 from toolkit.quant.layerwise import Flow, load_head, load_layer, replace_layer
 from toolkit.quant.plan import layer_width
 from toolkit.quant.result import LayerResult
@@ -87,7 +87,7 @@ def tune(
     progress: Callable[[int, int], None],
 ) -> dict[str, Any]:
     """Tune the layers saved in ``stage`` and save them again. ``ids`` int64 [samples, length]; ``flow``: behind the
-    last of the original layers.
+    last of the original layers (not read where an earlier run has tuned already: ``stage.done(KEY)``).
 
     Returns the figures for the manifest: steps and the KL (nats a token) before and after on samples that were not
     tuned on. Where it did not fall, everything stays as it was.
@@ -213,7 +213,7 @@ class Student:
                 n: w if isinstance(w, Tensor) else w.dequantize() for n, w in result.weights.items() if n not in codes
             }
             self.linears.append({n: Linear.of(c, dense.get(f"{n}.bias"), device) for n, c in codes.items()})
-            self.gains.append({n.name: _gain(n, dense[n.name], device) for n in norms_of(layer) if n.name in dense})
+            self.gains.append({n.name: _gain(n, dense[n.name], device) for n in layer_norms(layer) if n.name in dense})
             self.fixed.append({n: w.to(device).float() for n, w in dense.items()})
 
     def parameters(self) -> list[Tensor]:
@@ -246,16 +246,6 @@ class Student:
 def _gain(norm: NormSpec, weight: Tensor, device: torch.device) -> Gain:
     w = weight.to(device).float()
     return Gain(norm, w, torch.zeros_like(w, requires_grad=True), weight.dtype)
-
-
-def norms_of(layer: LayerSpec) -> list[NormSpec]:
-    """Every norm of a layer."""
-    found: list[NormSpec | None] = []
-    for sub in layer.sublayers:
-        found += [sub.pre_norm, sub.post_norm]
-        if isinstance(sub.mixer, AttentionSpec):
-            found += [sub.mixer.q_norm, sub.mixer.k_norm]
-    return [n for n in found if n is not None]
 
 
 def _train(
