@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..registry import Case, op
+from .linear import round_rows
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
@@ -44,3 +45,23 @@ def act_and_mul(x: Tensor, activation: str) -> Tensor:
     """``activation(gate) * up`` where ``x`` [..., 2·I] holds gate then up. Returns [..., I] in x's dtype."""
     gate, up = x.float().chunk(2, dim=-1)
     return (act.reference(gate, activation) * up).to(x.dtype)
+
+
+def _quant_cases() -> Iterator[Case]:
+    for case in _cases(gated=True):
+        for codes in (torch.int8, torch.float8_e4m3fn):
+
+            def make(dtype, device, g, case=case, codes=codes) -> dict[str, Any]:
+                return case.make(dtype, device, g) | {"codes": codes}
+
+            short = "int8" if codes == torch.int8 else "fp8"
+            yield Case(f"{case.label}-{short}", make, {"codes": short})
+
+
+@op(_quant_cases)
+def act_and_mul_quant(x: Tensor, activation: str, codes: torch.dtype) -> tuple[Tensor, Tensor]:
+    """``act_and_mul`` of ``x`` [T, 2·I] in x's dtype, then rounded to ``codes`` (int8 or float8), a scale a token.
+
+    Returns (codes [T, I], float32 scales [T]), as ``round_rows`` gives them.
+    """
+    return round_rows(act_and_mul.reference(x, activation), codes)

@@ -153,16 +153,57 @@ def quantize_rows(x: Tensor, top: float) -> tuple[Tensor, Tensor]:
     return h / scale, scale
 
 
+def round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Activations for a W8A8 product: (codes of ``dtype``, float32 scales of the rows), x ≈ codes · scale.
+
+    ``x``: [..., size]; ``dtype``: int8 (max|x| becomes 127), or a float8 type (it becomes the type's largest number).
+    """
+    integer = dtype == torch.int8
+    h, scale = quantize_rows(x, 127.0 if integer else torch.finfo(dtype).max)
+    return (h.round().clamp(-127, 127) if integer else h).to(dtype), scale[..., 0]
+
+
+def _codes_cases(dtype_of_codes: torch.dtype) -> Iterator[Case]:
+    for case in _row_scaled_cases(dtype_of_codes):
+
+        def make(dtype, device, g, case=case) -> dict[str, Any]:
+            args = case.make(dtype, "cpu", g)
+            codes, row_scales = round_rows(args.pop("x"), dtype_of_codes)
+            args = {"codes": codes, "row_scales": row_scales} | args
+            return {k: v if v is None else v.to(device) for k, v in args.items()} | {"dtype": dtype}
+
+        yield Case(case.label, make)
+
+
+@op(lambda: _codes_cases(torch.int8))
+def matmul_int8(
+    codes: Tensor, row_scales: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """``linear_int8`` on activations that are rounded already: the integer sum is exact.
+
+    ``codes``: int8 [T, in] with ``row_scales`` float32 [T]; ``weight``: int8 [out, in] with ``scales`` float32 [out].
+    Returns [T, out] in ``dtype``.
+    """
+    y = (codes.double() @ weight.double().T).float() * row_scales[:, None] * scales
+    return (y if bias is None else y + bias.float()).to(dtype)
+
+
+@op(lambda: _codes_cases(torch.float8_e4m3fn))
+def matmul_fp8(
+    codes: Tensor, row_scales: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """``linear_fp8`` on activations that are rounded already; ``codes`` and ``weight`` have one float8 type."""
+    y = (codes.float() @ weight.float().T) * row_scales[:, None] * scales
+    return (y if bias is None else y + bias.float()).to(dtype)
+
+
 @op(lambda: _row_scaled_cases(torch.int8))
 def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
     """W8A8: activations are rounded to int8 with one scale a token (max|x| / 127); the integer sum is exact.
 
     ``x``: [T, in] float; ``weight``: int8 [out, in]; ``scales``: float32 [out]. Returns [T, out] in x's dtype.
     """
-    h, scale = quantize_rows(x, 127.0)
-    total = h.round().clamp(-127, 127).double() @ weight.double().T
-    y = total.float() * scale * scales
-    return (y if bias is None else y + bias.float()).to(x.dtype)
+    return matmul_int8.reference(*round_rows(x, torch.int8), weight, scales, x.dtype, bias)
 
 
 @op(lambda: _row_scaled_cases(torch.float8_e4m3fn))
@@ -171,6 +212,4 @@ def linear_fp8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = 
 
     ``weight``: float8_e4m3fn or float8_e5m2 [out, in]; ``scales``: float32 [out]. Sums in float32. Returns x's dtype.
     """
-    h, scale = quantize_rows(x, torch.finfo(weight.dtype).max)
-    y = (h.to(weight.dtype).float() @ weight.float().T) * scale * scales
-    return (y if bias is None else y + bias.float()).to(x.dtype)
+    return matmul_fp8.reference(*round_rows(x, weight.dtype), weight, scales, x.dtype, bias)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..registry import Case, op
+from .linear import round_rows
 
 
 def _cases(add: bool) -> Iterator[Case]:
@@ -47,3 +48,36 @@ def add_rms_norm(
     """
     total = (x.float() + residual.float()).to(residual.dtype)
     return rms_norm.reference(total.float(), weight, eps, weight_offset).to(x.dtype), total
+
+
+def _quant_cases(add: bool) -> Iterator[Case]:
+    for case in _cases(add):
+        for codes in (torch.int8, torch.float8_e4m3fn):
+
+            def make(dtype, device, g, case=case, codes=codes) -> dict[str, Any]:
+                args = case.make(dtype, device, g)
+                flat = {k: v.flatten(0, -2) for k, v in args.items() if k in ("x", "residual")}
+                return args | flat | {"codes": codes}
+
+            short = "int8" if codes == torch.int8 else "fp8"
+            yield Case(f"{case.label}-{short}", make, {"codes": short})
+
+
+@op(lambda: _quant_cases(add=False))
+def rms_norm_quant(
+    x: Tensor, weight: Tensor, eps: float, codes: torch.dtype, weight_offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """``rms_norm`` of ``x`` [T, size] in x's dtype, then rounded to ``codes`` (int8 or float8) with a scale a token.
+
+    Returns (codes [T, size], float32 scales [T]), as ``round_rows`` gives them.
+    """
+    return round_rows(rms_norm.reference(x, weight, eps, weight_offset), codes)
+
+
+@op(lambda: _quant_cases(add=True))
+def add_rms_norm_quant(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, codes: torch.dtype, weight_offset: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``add_rms_norm`` whose norm is rounded as in ``rms_norm_quant``: (codes, scales, sum in residual's dtype)."""
+    normed, total = add_rms_norm.reference(x, residual, weight, eps, weight_offset)
+    return *round_rows(normed, codes), total

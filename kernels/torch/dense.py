@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..reference import activation, attention, embedding, norm, rope
+from ..reference.linear import round_rows
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float, weight_offset: float, dtype: torch.dtype) -> Tensor:
@@ -32,6 +33,23 @@ def add_rms_norm(
     """The sum, then ``F.rms_norm``."""
     total = residual + x
     return _normed(total, weight, eps, weight_offset, x.dtype), total
+
+
+@norm.rms_norm_quant.register("torch")
+def rms_norm_quant(
+    x: Tensor, weight: Tensor, eps: float, codes: torch.dtype, weight_offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """``rms_norm``, then rounding."""
+    return round_rows(_normed(x, weight, eps, weight_offset, x.dtype), codes)
+
+
+@norm.add_rms_norm_quant.register("torch")
+def add_rms_norm_quant(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, codes: torch.dtype, weight_offset: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``add_rms_norm``, then rounding."""
+    normed, total = add_rms_norm(x, residual, weight, eps, weight_offset)
+    return *round_rows(normed, codes), total
 
 
 @rope.rope.register("torch")
@@ -70,6 +88,12 @@ def act_and_mul(x: Tensor, activation: str) -> Tensor:
     return _ACTIVATIONS[activation](x[..., :inner]).mul_(x[..., inner:])
 
 
+@activation.act_and_mul_quant.register("torch")
+def act_and_mul_quant(x: Tensor, activation: str, codes: torch.dtype) -> tuple[Tensor, Tensor]:
+    """``act_and_mul``, then rounding."""
+    return round_rows(act_and_mul(x, activation), codes)
+
+
 @embedding.embedding.register("torch")
 def embed(ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
     """``F.embedding``."""
@@ -87,15 +111,20 @@ def kv_write(
     bits: int = 0,
     k_params: Tensor | None = None,
     v_params: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """``index_copy_`` per tensor."""
     if bits == 0:
-        k_cache.flatten(0, 1).index_copy_(0, slot_mapping, k)
-        v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v)
+        for new, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+            stored = attention.to_cache(new, cache.dtype, scale)
+            slots = attention.slots_of(cache)
+            slots.index_copy_(0, slot_mapping, stored if slots.dtype == stored.dtype else stored.view(torch.uint8))
         return
     assert k_params is not None and v_params is not None
-    pairs = ((attention.hadamard(k) if bits == 4 else k, k_cache, k_params), (v, v_cache, v_params))
-    for new, cache, params in pairs:
-        codes, found = attention.quantize_heads(new, attention.key_bits(bits, cache.shape[-1], new.shape[-1]))
+    keys = attention.hadamard(k) if bits == 4 else k
+    pairs = ((keys, attention.key_bits(bits), k_cache, k_params), (v, bits, v_cache, v_params))
+    for new, width, cache, params in pairs:
+        codes, found = attention.quantize_heads(new, width)
         cache.flatten(0, 1).index_copy_(0, slot_mapping, codes)
         params.flatten(0, 1).index_copy_(0, slot_mapping, found)

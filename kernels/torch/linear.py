@@ -34,18 +34,25 @@ def linear_group_int(
 def _int_product(codes: Tensor, weight: Tensor) -> Tensor:
     """Exact integer product [T, in] x [out, in] -> float32 [T, out] of values within ±127."""
     if codes.device.type == "cpu":
-        return torch._int_mm(codes.to(torch.int8), weight.T).float()
+        return torch._int_mm(codes, weight.T).float()
     tokens, n_in = codes.shape
     if n_in % 8 or weight.shape[0] % 8:
         return (codes.double() @ weight.double().T).float()
     if tokens <= 16:  # torch's CUDA kernel wants more than 16 rows
         codes = F.pad(codes, (0, 0, 0, 17 - tokens))
-    return torch._int_mm(codes.to(torch.int8), weight.T)[:tokens].float()
+    return torch._int_mm(codes, weight.T)[:tokens].float()
+
+
+@reference.matmul_int8.register("torch")
+def matmul_int8(
+    codes: Tensor, row_scales: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """``torch._int_mm``: int8 in, int32 out."""
+    y = _int_product(codes, weight).mul_(row_scales[:, None]).mul_(scales)
+    return (y if bias is None else y.add_(bias)).to(dtype)
 
 
 @reference.linear_int8.register("torch")
 def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``torch._int_mm``: int8 in, int32 out."""
-    h, scale = reference.quantize_rows(x, 127.0)
-    y = _int_product(h.round_().clamp_(-127, 127), weight).mul_(scale).mul_(scales)
-    return (y if bias is None else y.add_(bias)).to(x.dtype)
+    """Rounding, then ``matmul_int8``."""
+    return matmul_int8(*reference.round_rows(x, torch.int8), weight, scales, x.dtype, bias)

@@ -8,8 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import activation as reference
-from .codes import cast
-from .launch import FLOATS, launch, needs
+from .codes import cast, encode, row_scale
+from .launch import FLOATS, launch, needs, power_of_2
+from .linear_row import needs_codes, top_of
 
 
 @triton.jit
@@ -46,6 +47,30 @@ def act_kernel(x, out, stride, size, KIND: tl.constexpr, GATED: tl.constexpr, BL
     tl.store(out + row * size + column, cast(h, out.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def gated(x, size, column, KIND: tl.constexpr):
+    """``KIND(gate) * up`` at ``column`` of a row whose gate starts at ``x``, rounded to x's dtype, as float32."""
+    mask = column < size
+    h = activate(tl.load(x + column, mask=mask, other=0.0).to(tl.float32), KIND)
+    h = h * tl.load(x + size + column, mask=mask, other=0.0).to(tl.float32)
+    return cast(h, x.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def act_quant_kernel(x, codes, scales, stride, size, KIND: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr):
+    """One token: the greatest magnitude first, then the codes; the second reading comes from the cache."""
+    row = tl.program_id(0).to(tl.int64)
+    peak = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, size, BLOCK):
+        peak = tl.maximum(peak, tl.abs(gated(x + row * stride, size, start + tl.arange(0, BLOCK), KIND)))
+    scale = row_scale(tl.zeros([1], tl.float32) + tl.max(peak, 0), TOP)
+    tl.store(scales + row + tl.arange(0, 1), scale)
+    for start in range(0, size, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        h = tl.div_rn(gated(x + row * stride, size, column, KIND), tl.broadcast_to(scale, [BLOCK]))
+        tl.store(codes + row * size + column, encode(h, codes.dtype.element_ty, TOP), mask=column < size)
+
+
 def _act(x: Tensor, kind: str, gated: bool) -> Tensor:
     size = x.shape[-1] // (2 if gated else 1)
     flat = x.reshape(-1, x.shape[-1])
@@ -67,3 +92,28 @@ def act(x: Tensor, activation: str) -> Tensor:
 def act_and_mul(x: Tensor, activation: str) -> Tensor:
     """One launch, float32 inside."""
     return _act(x, activation, gated=True)
+
+
+@reference.act_and_mul_quant.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs_codes)
+def act_and_mul_quant(x: Tensor, activation: str, codes: torch.dtype) -> tuple[Tensor, Tensor]:
+    """One launch, a program a token."""
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    rows, size = x.shape[0], x.shape[1] // 2
+    out = torch.empty(rows, size, dtype=codes, device=x.device)
+    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+    block = min(4096, power_of_2(size))
+    launch(
+        act_quant_kernel,
+        (rows,),
+        x,
+        out,
+        scales,
+        x.stride(0),
+        size,
+        warps=max(1, block // 512),
+        KIND=activation,
+        TOP=top_of(codes),
+        BLOCK=block,
+    )
+    return out, scales

@@ -139,3 +139,37 @@ def hadamard(x, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
             other = tl.gather(x, i ^ (2**stage), 1)
             x = tl.where((i & (2**stage)) == 0, x + other, other - x)
     return x * (1.0 / BLOCK) ** 0.5
+
+
+@triton.jit
+def to_float8(x, DTYPE: tl.constexpr):
+    """float32 -> DTYPE, to nearest even; |x| does not exceed its largest number."""
+    if EMULATE:  # the interpreter does not round halves to even: leave it nothing to round
+        LEAST: tl.constexpr = -6 if DTYPE == tl.float8e4nv else -14
+        DIGITS: tl.constexpr = 3 if DTYPE == tl.float8e4nv else 2
+        x = round_to_grid(x, LEAST, DIGITS)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def round_to_grid(x, LEAST: tl.constexpr, DIGITS: tl.constexpr):
+    """float32 to the nearest number with DIGITS bits of mantissa and exponents from LEAST on, halves to even."""
+    exponent = tl.maximum(((x.to(tl.int32, bitcast=True) >> 23) & 255) - 127, LEAST) - DIGITS
+    unit = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+    return round_even(x / unit) * unit
+
+
+@triton.jit
+def encode(x, DTYPE: tl.constexpr, TOP: tl.constexpr):
+    """float32 -> int8 or float8 codes of at most TOP."""
+    if DTYPE == tl.int8:
+        return tl.minimum(tl.maximum(round_even(x), -TOP), TOP).to(tl.int8)
+    else:
+        return to_float8(tl.minimum(tl.maximum(x, -TOP), TOP), DTYPE)
+
+
+@triton.jit
+def row_scale(peak, TOP: tl.constexpr):
+    """Scale of rows whose greatest magnitudes are ``peak`` (a tensor): peak / TOP, rounded as IEEE does; 1 for 0."""
+    scale = tl.div_rn(peak, tl.full(peak.shape, TOP, tl.float32))
+    return tl.where(scale == 0.0, 1.0, scale)

@@ -1,7 +1,8 @@
 """Linear layers whose activations are rounded at run time, one scale a token: int8 and float8 (W8A8).
 
-A first launch rounds the activations, a second multiplies: integer sums are exact, and both scales and the bias are
-applied to the finished sums.
+A first launch rounds the activations (or the norm or activation function before has done so: ``matmul_int8`` and
+``matmul_fp8`` take codes), a second multiplies: integer sums are exact, and both scales and the bias are applied to the
+finished sums.
 """
 
 from __future__ import annotations
@@ -12,21 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import linear as reference
-from .codes import EMULATE, cast, round_even
+from ..registry import Target
+from .codes import EMULATE, cast, encode, row_scale
 from .launch import FLOATS, capability_of, launch, needs, power_of_2, shared_limit
 from .tuning import tuned
-
-
-@triton.jit
-def _to_float8(x, DTYPE: tl.constexpr):
-    """float32 -> DTYPE, to nearest even; |x| does not exceed its largest number."""
-    if EMULATE:  # the interpreter does not round halves to even: leave it nothing to round
-        LEAST: tl.constexpr = -6 if DTYPE == tl.float8e4nv else -14
-        DIGITS: tl.constexpr = 3 if DTYPE == tl.float8e4nv else 2
-        exponent = tl.maximum(((x.to(tl.int32, bitcast=True) >> 23) & 255) - 127, LEAST) - DIGITS
-        unit = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
-        x = round_even(x / unit) * unit
-    return x.to(DTYPE)
 
 
 @triton.jit
@@ -38,18 +28,13 @@ def round_rows_kernel(x, codes, scales, size, stride, TOP: tl.constexpr, BLOCK: 
         i = start + tl.arange(0, BLOCK)
         h = tl.load(x + row * stride + i, mask=i < size, other=0.0).to(tl.float32)
         peak = tl.maximum(peak, tl.abs(h))
-    scale = tl.div_rn(tl.full([1], 0.0, tl.float32) + tl.max(peak, 0), tl.full([1], TOP, tl.float32))
-    scale = tl.where(scale == 0.0, 1.0, scale)
+    scale = row_scale(tl.zeros([1], tl.float32) + tl.max(peak, 0), TOP)
     tl.store(scales + row + tl.arange(0, 1), scale)
     for start in range(0, size, BLOCK):
         i = start + tl.arange(0, BLOCK)
         h = tl.load(x + row * stride + i, mask=i < size, other=0.0).to(tl.float32)
         h = tl.div_rn(h, tl.broadcast_to(scale, [BLOCK]))
-        if codes.dtype.element_ty == tl.int8:
-            code = tl.minimum(tl.maximum(round_even(h), -127.0), 127.0).to(tl.int8)
-        else:
-            code = _to_float8(tl.minimum(tl.maximum(h, -TOP), TOP), codes.dtype.element_ty)
-        tl.store(codes + row * size + i, code, mask=i < size)
+        tl.store(codes + row * size + i, encode(h, codes.dtype.element_ty, TOP), mask=i < size)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -93,9 +78,20 @@ def row_linear_kernel(
     tl.store(target, cast(y, out.dtype.element_ty), mask=(row < tokens)[:, None] & (column < n_out)[None, :])
 
 
+def needs_codes(target: Target) -> str | None:
+    """``unsupported`` of kernels that write codes: float8 ones (trait ``codes``: "fp8") need compute capability 8.9."""
+    return needs(89 if target.traits.get("codes") == "fp8" else 80)(target)
+
+
+def top_of(dtype: torch.dtype) -> float:
+    """What the greatest magnitude of a row becomes: 127, or the largest number of a float8 type."""
+    return 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+
+
 def round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(codes of ``dtype`` [T, in], float32 scales [T])."""
-    top = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+    if x.stride(1) != 1:
+        x = x.contiguous()
     codes = torch.empty(x.shape, dtype=dtype, device=x.device)
     scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     block = min(4096, power_of_2(x.shape[1]))
@@ -108,26 +104,27 @@ def round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         x.shape[1],
         x.stride(0),
         warps=max(1, block // 512),
-        TOP=top,
+        TOP=top_of(dtype),
         BLOCK=block,
     )
     return codes, scales
 
 
-def _linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    codes, row_scales = round_rows(x, weight.dtype)
-    (tokens, n_in), n_out = x.shape, weight.shape[0]
+def product(
+    codes: Tensor, row_scales: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dtype, bias: Tensor | None
+) -> Tensor:
+    """codes [T, in] · weight [out, in], both scales and the bias applied, in ``dtype``. One launch."""
+    codes, (tokens, n_in), n_out = codes.contiguous(), codes.shape, weight.shape[0]
     rows = max(16, power_of_2(min(tokens, 128)))
     small = {"cols": 64 if rows == 16 else 128, "k": 128, "warps": 4}
     default = small if rows <= 64 else {"cols": 256, "k": 128, "warps": 8}
-    found = tuned("row_linear_kernel", f"rows{rows}", default, x.device)
-    if shared_limit(capability_of(x.device)) < 160 * 1024:
+    device = codes.device
+    found = tuned("row_linear_kernel", f"rows{rows}", default, device)
+    if shared_limit(capability_of(device)) < 160 * 1024:
         found["cols"] = min(found["cols"], 128)
     stage = (rows + found["cols"]) * found["k"]
-    found.setdefault("stages", max(2, min(5, shared_limit(capability_of(x.device)) // stage - 1)))
-    out = torch.empty(tokens, n_out, dtype=x.dtype, device=x.device)
+    found.setdefault("stages", max(2, min(5, shared_limit(capability_of(device)) // stage - 1)))
+    out = torch.empty(tokens, n_out, dtype=dtype, device=device)
     launch(
         row_linear_kernel,
         (triton.cdiv(tokens, rows) * triton.cdiv(n_out, found["cols"]),),
@@ -150,13 +147,29 @@ def _linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> T
     return out
 
 
+@reference.matmul_int8.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80))
+def matmul_int8(
+    codes: Tensor, row_scales: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """One launch; the integer sums are exact."""
+    return product(codes, row_scales, weight, scales, dtype, bias)
+
+
+@reference.matmul_fp8.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(89))
+def matmul_fp8(
+    codes: Tensor, row_scales: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """One launch; needs tensor cores that multiply float8."""
+    return product(codes, row_scales, weight, scales, dtype, bias)
+
+
 @reference.linear_int8.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80))
 def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Two launches; the integer sums are exact."""
-    return _linear(x, weight, scales, bias)
+    """Two launches, rounding and product; the integer sums are exact."""
+    return product(*round_rows(x, weight.dtype), weight, scales, x.dtype, bias)
 
 
 @reference.linear_fp8.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(89))
 def linear_fp8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Two launches; needs tensor cores that multiply float8."""
-    return _linear(x, weight, scales, bias)
+    """Two launches, rounding and product; needs tensor cores that multiply float8."""
+    return product(*round_rows(x, weight.dtype), weight, scales, x.dtype, bias)

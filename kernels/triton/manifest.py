@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 HALVES = ("bfloat16", "float16")
+CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ def _rowwise() -> Iterator[Call]:
             return {"x": empty(64, 28672, dtype=dtype), "activation": kind}
 
         yield Call("act_and_mul", kind, act)
+    yield from _quantizing()
     for label, heads, dim, turned in (("q128", 32, 128, 128), ("k128", 8, 128, 128), ("partial80", 32, 80, 32)):
 
         def turn(dtype: torch.dtype, heads=heads, dim=dim, turned=turned) -> dict[str, Any]:
@@ -65,6 +67,25 @@ def _rowwise() -> Iterator[Call]:
         "vocab128256",
         lambda d: {"ids": empty(64, dtype=torch.int64), "table": empty(128256, 4096, dtype=d)},
     )
+
+
+def _quantizing() -> Iterator[Call]:
+    """Norms and activations that write the codes of a W8A8 linear's input."""
+    for short, codes in CODES.items():
+
+        def norm(dtype: torch.dtype, codes=codes) -> dict[str, Any]:
+            args = {"x": empty(64, 4096, dtype=dtype), "weight": empty(4096, dtype=torch.float32)}
+            return args | {"eps": 1e-5, "codes": codes}
+
+        def add(dtype: torch.dtype, norm=norm) -> dict[str, Any]:
+            return norm(dtype) | {"residual": empty(64, 4096, dtype=torch.float32)}
+
+        def act(dtype: torch.dtype, codes=codes) -> dict[str, Any]:
+            return {"x": empty(64, 28672, dtype=dtype), "activation": "silu", "codes": codes}
+
+        yield Call("rms_norm_quant", short, norm, traits={"codes": short})
+        yield Call("add_rms_norm_quant", short, add, traits={"codes": short})
+        yield Call("act_and_mul_quant", short, act, traits={"codes": short})
 
 
 def _cache(blocks: int, heads: int, dim: int, bits: int, dtype: torch.dtype) -> dict[str, Tensor | None]:
@@ -146,14 +167,19 @@ def _group_linear() -> Iterator[Call]:
 
 
 def _row_linear() -> Iterator[Call]:
-    for op, kind in (("linear_int8", torch.int8), ("linear_fp8", torch.float8_e4m3fn)):
+    for short, kind in CODES.items():
         for tokens in (1, 64, 2048):
 
             def make(dtype: torch.dtype, kind=kind, tokens=tokens) -> dict[str, Any]:
                 weight = {"weight": empty(6144, 4096, dtype=kind), "scales": empty(6144, dtype=torch.float32)}
                 return {"x": empty(tokens, 4096, dtype=dtype), "bias": empty(6144, dtype=dtype)} | weight
 
-            yield Call(op, f"{tokens}", make)
+            def ready(dtype: torch.dtype, kind=kind, tokens=tokens, make=make) -> dict[str, Any]:
+                args = {"codes": empty(tokens, 4096, dtype=kind), "row_scales": empty(tokens, dtype=torch.float32)}
+                return args | {k: v for k, v in make(dtype).items() if k != "x"} | {"dtype": dtype}
+
+            yield Call(f"linear_{short}", f"{tokens}", make)
+            yield Call(f"matmul_{short}", f"{tokens}", ready)
 
 
 def _moe() -> Iterator[Call]:
@@ -203,6 +229,7 @@ def calls() -> list[Call]:
 CLAIMS: dict[str, frozenset[str]] = {
     "rms_norm_kernel": frozenset({"vector"}),
     "act_kernel": frozenset({"vector"}),
+    "act_quant_kernel": frozenset({"vector"}),
     "embedding_kernel": frozenset({"vector"}),
     "attend_kernel": frozenset({"async", "mma", "no conversion"}),
     "merge_kernel": frozenset({"vector"}),
