@@ -13,6 +13,7 @@ from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.weights import canonical_weights
 from toolkit.models.registry import load_spec
 from toolkit.runners.base import RunnerOptions
+from toolkit.runners.torch import decoder
 from toolkit.runners.torch import runner as module
 from toolkit.runners.torch.runner import TorchRunner
 
@@ -121,6 +122,18 @@ def test_w8a8_rounds_activations_too(form, error, logits):
     found, runner = logits("llama", convert, "bfloat16")
     assert 0 < _distance(found, weights_alone) < error
     assert runner.memory().weights < 60000 * 2 + 320 * 64 * 2 * 2
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_norms_and_activations_round_what_w8a8_linears_read(family, form, logits, monkeypatch):
+    fused, runner = logits(family, FORMS[form], "bfloat16")
+    rounding = [s for s in runner._decoder.steps if isinstance(s.pre_norm, decoder.RoundingNorm)]
+    assert len(rounding) == sum(not isinstance(s.mixer, decoder.Moe) for s in runner._decoder.steps) > 0
+    monkeypatch.setattr(decoder, "codes_of", lambda linear: None)
+    apart, runner = logits(family, FORMS[form], "bfloat16")
+    assert not any(isinstance(s.pre_norm, decoder.RoundingNorm) for s in runner._decoder.steps)
+    np.testing.assert_array_equal(fused, apart)
 
 
 def test_mixed_forms_in_one_layer(logits):

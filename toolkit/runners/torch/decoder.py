@@ -11,11 +11,20 @@ from torch import Tensor
 from toolkit.artifacts.canonical import Weight
 from toolkit.models.spec import AttentionSpec, DecoderSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec, Sublayer
 from toolkit.runners.torch.context import StepContext
-from toolkit.runners.torch.linear import Bound, Linear, Placement, becomes_dense, make_linear
+from toolkit.runners.torch.linear import (
+    Activations,
+    Bound,
+    Linear,
+    Placement,
+    Rounded,
+    becomes_dense,
+    codes_of,
+    make_linear,
+)
 from toolkit.runners.torch.ops import Ops
 
 Weights = Mapping[str, Weight | Tensor]
-Mixer = Callable[[Tensor, StepContext], Tensor]
+Mixer = Callable[[Activations, StepContext], Tensor]
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,24 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class RoundingNorm:
+    """A norm whose results only one W8A8 linear reads: it rounds them to that linear's ``codes`` itself."""
+
+    norm: Norm
+    codes: torch.dtype
+
+    def __call__(self, x: Tensor) -> Rounded:
+        norm = self.norm
+        return Rounded(*norm.ops.rms_norm_quant(x, norm.weight, norm.eps, self.codes))
+
+    def after_add(self, x: Tensor, residual: Tensor) -> tuple[Rounded, Tensor]:
+        """(rounded norm of the sum, the sum in residual's dtype)."""
+        norm = self.norm
+        codes, scales, total = norm.ops.add_rms_norm_quant(x, residual, norm.weight, norm.eps, self.codes)
+        return Rounded(codes, scales), total
+
+
+@dataclass(frozen=True)
 class Attention:
     """Projections, qk-norm, rope, cache write, attention, output projection."""
 
@@ -47,7 +74,7 @@ class Attention:
     sinks: Tensor | None
     ops: Ops
 
-    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
+    def __call__(self, x: Activations, step: StepContext) -> Tensor:
         spec, ops, cache = self.spec, self.ops, step.cache.layers[self.layer]
         heads, turned = spec.heads, spec.heads + spec.kv_heads
         qkv = self.qkv(x).unflatten(1, (-1, spec.head_dim))
@@ -97,8 +124,11 @@ class Mlp:
     activation: str
     ops: Ops
 
-    def __call__(self, x: Tensor, step: StepContext | None = None) -> Tensor:
+    def __call__(self, x: Activations, step: StepContext | None = None) -> Tensor:
         inner = self.gate_up(x)
+        codes = codes_of(self.down)
+        if self.gated and codes is not None:
+            return self.down(Rounded(*self.ops.act_and_mul_quant(inner, self.activation, codes)))
         act = self.ops.act_and_mul if self.gated else self.ops.act
         return self.down(act(inner, self.activation))
 
@@ -115,7 +145,8 @@ class Moe:
     shared_gate: Linear | None
     ops: Ops
 
-    def __call__(self, x: Tensor, step: StepContext) -> Tensor:
+    def __call__(self, x: Activations, step: StepContext) -> Tensor:
+        assert isinstance(x, Tensor), "the router and the experts read the same input"
         spec = self.spec
         chosen, weights = self.ops.moe_route(self.router(x), spec.top_k, spec.scoring, spec.norm_topk, spec.scale)
         if self.stacked is not None:
@@ -141,7 +172,7 @@ class Moe:
 class Step:
     """A sublayer: norm, mixer, norm, scale."""
 
-    pre_norm: Norm | None
+    pre_norm: Norm | RoundingNorm | None
     mixer: Mixer
     post_norm: Norm | None
     scale: float
@@ -170,6 +201,7 @@ class Decoder:
         delta: Tensor | None = None
         dtype = x.dtype
         for s in self.steps:
+            h: Activations
             if delta is None:
                 h = x if s.pre_norm is None else s.pre_norm(x)
                 x = x.float()
@@ -280,16 +312,19 @@ class _Builder:
             return self.attention(m, layer)
         return self.mlp(m) if isinstance(m, MlpSpec) else self.moe(m)
 
+    def step(self, s: Sublayer, layer: int) -> Step:
+        mixer, pre_norm = self.mixer(s, layer), self.norm(s.pre_norm)
+        first = mixer.qkv if isinstance(mixer, Attention) else mixer.gate_up if isinstance(mixer, Mlp) else None
+        codes = None if first is None else codes_of(first)
+        before = pre_norm if pre_norm is None or codes is None else RoundingNorm(pre_norm, codes)
+        return Step(before, mixer, self.norm(s.post_norm), s.residual_scale)
+
 
 def build_decoder(spec: DecoderSpec, weights: Weights, place: Placement, ops: Ops) -> Decoder:
     """Build a model. Weights are read name by name, in execution order, and not kept."""
     builder = _Builder(weights, place, ops)
     table = builder.matrix(spec.embed).dequantize(place.dtype).to(place.device)
-    steps = tuple(
-        Step(builder.norm(s.pre_norm), builder.mixer(s, i), builder.norm(s.post_norm), s.residual_scale)
-        for i, layer in enumerate(spec.layers)
-        for s in layer.sublayers
-    )
+    steps = tuple(builder.step(s, i) for i, layer in enumerate(spec.layers) for s in layer.sublayers)
     final_norm = builder.norm(spec.final_norm)
     assert final_norm is not None
     bias = builder.tensor(f"{spec.head}.bias").to(place.dtype) if spec.head_bias else None

@@ -13,7 +13,17 @@ from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8, GroupInt, Weigh
 from toolkit.kernels.reference.linear import pack_codes
 from toolkit.runners.torch.ops import Ops
 
-Linear = Callable[[Tensor], Tensor]
+
+@dataclass(frozen=True)
+class Rounded:
+    """Activations as a W8A8 linear multiplies them: ``codes`` [T, in] of int8 or float8, float32 ``scales`` [T]."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+Activations = Tensor | Rounded
+Linear = Callable[[Activations], Tensor]
 
 
 @dataclass(frozen=True)
@@ -36,8 +46,30 @@ class Bound:
     kernel: Callable[..., Any]
     constants: tuple[Any, ...]
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Activations) -> Tensor:
         return self.kernel(x, *self.constants)
+
+
+@dataclass(frozen=True)
+class RowScaled:
+    """A W8A8 linear: rounds its input, or takes it rounded (``matmul``), so that a norm can do it on its way."""
+
+    linear: Callable[..., Any]
+    matmul: Callable[..., Any]
+    weight: Tensor
+    scales: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype
+
+    def __call__(self, x: Activations) -> Tensor:
+        if isinstance(x, Rounded):
+            return self.matmul(x.codes, x.scales, self.weight, self.scales, self.dtype, self.bias)
+        return self.linear(x, self.weight, self.scales, self.bias)
+
+
+def codes_of(linear: Linear) -> torch.dtype | None:
+    """What ``linear`` rounds its input to, if it takes it ``Rounded``; else None."""
+    return linear.weight.dtype if isinstance(linear, RowScaled) else None
 
 
 @dataclass(frozen=True)
@@ -46,7 +78,7 @@ class Joined:
 
     parts: tuple[Linear, ...]
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Activations) -> Tensor:
         return torch.cat([part(x) for part in self.parts], dim=-1)
 
 
@@ -124,5 +156,7 @@ def _bind(weight: Weight, bias: Tensor | None, place: Placement, ops: Ops) -> Li
         constants = (packed, put(weight.scales), zeros, put(weight.minima), weight.bits, index, bias)
         return Bound(ops.linear_group_int, constants)
     assert isinstance(weight, (ChannelInt8, Fp8)), type(weight)
-    kernel = ops.linear_int8 if isinstance(weight, ChannelInt8) else ops.linear_fp8
-    return Bound(kernel, (put(weight.weight), put(weight.scales), bias))
+    integer = isinstance(weight, ChannelInt8)
+    kernels = (ops.linear_int8, ops.matmul_int8) if integer else (ops.linear_fp8, ops.matmul_fp8)
+    device = place.device
+    return RowScaled(*kernels, weight.weight.to(device), weight.scales.to(device), bias, place.dtype)

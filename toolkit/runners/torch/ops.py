@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -20,14 +20,19 @@ class Ops:
 
     rms_norm: Kernel
     add_rms_norm: Kernel
+    rms_norm_quant: Kernel
+    add_rms_norm_quant: Kernel
     rope: Kernel
     act: Kernel
     act_and_mul: Kernel
+    act_and_mul_quant: Kernel
     embedding: Kernel
     linear: Kernel
     linear_group_int: Kernel
     linear_int8: Kernel
     linear_fp8: Kernel
+    matmul_int8: Kernel
+    matmul_fp8: Kernel
     kv_write: Kernel
     paged_attention: Kernel
     plan_attention: Kernel | None
@@ -42,7 +47,8 @@ _FLOAT32 = ("penalize", "apply_bitmask", "sample")
 
 
 def choose_ops(device: torch.device, dtype: torch.dtype, **traits: Any) -> Ops:
-    """Choose every kernel for ``device`` and activations of ``dtype``; ``traits``: head_dim, bits of the KV cache.
+    """Choose every kernel for ``device`` and activations of ``dtype``; ``traits``: head_dim, bits of the KV cache,
+    codes ("int8" or "fp8": what W8A8 linears round activations to).
 
     On a GPU a compiled kernel that fails its self-test is left out, with a warning.
 
@@ -53,9 +59,12 @@ def choose_ops(device: torch.device, dtype: torch.dtype, **traits: Any) -> Ops:
         major, minor = torch.cuda.get_device_capability(device)
         capability = 10 * major + minor
     name = str(dtype).removeprefix("torch.")
+    wanted = {f.name for f in fields(Ops)}
     chosen: dict[str, Kernel | None] = {}
     try:
         for op in kernels.load().values():
+            if op.name not in wanted:
+                continue
             target = kernels.Target(device.type, "float32" if op.name in _FLOAT32 else name, capability, traits)
             implementation = kernels.choose(op, target, trusted=device.type == "cpu")
             chosen[op.name] = implementation.run

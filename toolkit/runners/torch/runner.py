@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.canonical import Dense, GroupInt, Weight
+from toolkit.artifacts.canonical import ChannelInt8, Dense, GroupInt, Weight
 from toolkit.errors import UsageError
 from toolkit.kernels.reference.linear import codes_per_byte
 from toolkit.models.spec import AttentionSpec, DecoderSpec, MlpSpec, MoeSpec
@@ -49,9 +49,9 @@ class TorchRunner:
         for _, attention in spec.attention_layers():
             if options.quant_policy == 4 and attention.head_dim % 2:
                 raise UsageError(f"quant_policy: 4 needs an even head_dim, the model has {attention.head_dim}; use 8")
-        self._ops = self._choose_ops()
         sample = stored[spec.linears()[0].name]
         assert not isinstance(sample, Tensor)
+        self._ops = self._choose_ops(sample)
         self._place = self._placement(sample)
         self._weight_bytes = self._count_weights(sample)
         self.notes = self._describe(sample)
@@ -117,9 +117,10 @@ class TorchRunner:
             notes.append(f"quantized weights are {held} ({self._weight_bytes / 2**20:.0f} MiB)")
         return notes
 
-    def _choose_ops(self) -> Ops:
+    def _choose_ops(self, sample: Weight) -> Ops:
         dims = {a.head_dim for _, a in self.spec.attention_layers()}
-        return choose_ops(self._device, self._dtype, head_dim=max(dims), bits=self.options.quant_policy)
+        codes = "int8" if isinstance(sample, ChannelInt8) else "fp8"
+        return choose_ops(self._device, self._dtype, head_dim=max(dims), bits=self.options.quant_policy, codes=codes)
 
     # -- weights and cache
 
