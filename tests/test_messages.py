@@ -92,3 +92,22 @@ def test_switches_of_the_engine(config: Any, name: str) -> None:
 def test_a_backend_config_of_another_kind(config: Any) -> None:
     with pytest.raises(UsageError, match="backend_config"):
         pipeline("demo", backend_config=config)
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "default", "other"),
+    [
+        (TurbomindEngineConfig, "num_tokens_per_iter", 0, 8192),
+        (TurbomindEngineConfig, "dp", 1, 2),
+        (TurbomindEngineConfig, "communicator", "nccl", "native"),
+        (TurbomindEngineConfig, "empty_init", False, 0),
+        (PytorchEngineConfig, "prefill_interval", 16, 8),
+        (PytorchEngineConfig, "distributed_executor_backend", None, "ray"),
+    ],
+)
+def test_lmdeploy_s_other_fields_may_be_spelled_out_with_their_defaults_alone(
+    config: type, field: str, default: object, other: object
+) -> None:
+    assert config(**{field: default}) == config()
+    with pytest.raises(UsageError, match=rf"^{field}: expected {default!r}, found {other!r}; .*leave it out$"):
+        config(**{field: other})

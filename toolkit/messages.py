@@ -258,6 +258,17 @@ def _check_engine(config: TurbomindEngineConfig | PytorchEngineConfig, block: st
     _switches(config, "enable_prefix_caching", "enable_metrics")
     if config.threads is not None:
         _number("threads", config.threads, 0, 4096, whole=True)
+    for known in fields(config):
+        value = getattr(config, known.name)
+        if known.metadata.get("only_default") and (value != known.default or type(value) is not type(known.default)):
+            raise UsageError(
+                f"{known.name}: expected {known.default!r}, found {_shown(value)}; LMDeploy's other values of it do "
+                "nothing here: leave it out"
+            )
+
+
+# A field of LMDeploy's config that has one meaning here, its default's; scripts may spell it out.
+_FIXED = {"only_default": True}
 
 
 @dataclass
@@ -286,6 +297,20 @@ class TurbomindEngineConfig:
     threads: int | None = None
     hf_overrides: dict[str, Any] | None = None
     enable_metrics: bool = True
+    dp: int = field(default=1, metadata=_FIXED)
+    cp: int = field(default=1, metadata=_FIXED)
+    ep: int = field(default=1, metadata=_FIXED)
+    nnodes: int = field(default=1, metadata=_FIXED)
+    node_rank: int = field(default=0, metadata=_FIXED)
+    cache_chunk_size: int = field(default=-1, metadata=_FIXED)
+    num_tokens_per_iter: int = field(default=0, metadata=_FIXED)
+    max_prefill_iters: int = field(default=1, metadata=_FIXED)
+    async_: int = field(default=1, metadata=_FIXED)
+    use_logn_attn: bool = field(default=False, metadata=_FIXED)
+    devices: list[int] | None = field(default=None, metadata=_FIXED)
+    communicator: str = field(default="nccl", metadata=_FIXED)
+    empty_init: bool = field(default=False, metadata=_FIXED)
+    language_model_only: bool = field(default=False, metadata=_FIXED)
 
     def __post_init__(self) -> None:
         _check_engine(self, "cache_block_seq_len")
@@ -325,6 +350,19 @@ class PytorchEngineConfig:
     threads: int | None = None
     hf_overrides: dict[str, Any] | None = None
     enable_metrics: bool = True
+    dp: int = field(default=1, metadata=_FIXED)
+    ep: int = field(default=1, metadata=_FIXED)
+    dp_rank: int = field(default=0, metadata=_FIXED)
+    prefill_interval: int = field(default=16, metadata=_FIXED)
+    num_cpu_blocks: int = field(default=0, metadata=_FIXED)
+    thread_safe: bool = field(default=False, metadata=_FIXED)
+    distributed_executor_backend: str | None = field(default=None, metadata=_FIXED)
+    enable_microbatch: bool = field(default=False, metadata=_FIXED)
+    enable_eplb: bool = field(default=False, metadata=_FIXED)
+    enable_mp_engine: bool = field(default=False, metadata=_FIXED)
+    mp_engine_backend: str = field(default="mp", metadata=_FIXED)
+    empty_init: bool = field(default=False, metadata=_FIXED)
+    language_model_only: bool = field(default=False, metadata=_FIXED)
 
     def __post_init__(self) -> None:
         _check_engine(self, "block_size")
