@@ -75,7 +75,7 @@ def cast(x, DTYPE: tl.constexpr):
     """float32 -> DTYPE, to nearest, halves to even."""
     if EMULATE and DTYPE == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
-        up = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+        up = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
         x = tl.where(x == x, up, x)
     return x.to(DTYPE)
 

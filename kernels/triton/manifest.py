@@ -182,6 +182,27 @@ def _row_linear() -> Iterator[Call]:
             yield Call(f"matmul_{short}", f"{tokens}", ready)
 
 
+def _block_linear() -> Iterator[Call]:
+    for tokens in (1, 64, 2048):
+
+        def tiles(dtype: torch.dtype, tokens=tokens) -> dict[str, Any]:
+            weight = {"weight": empty(6144, 4096, dtype=torch.float8_e4m3fn), "block": 128}
+            weight |= {"scales": empty(48, 32, dtype=torch.float32), "row_blocks": empty(6144, dtype=torch.int32)}
+            return {"x": empty(tokens, 4096, dtype=dtype), "bias": empty(6144, dtype=dtype)} | weight
+
+        yield Call("linear_block_fp8", f"{tokens}", tiles)
+    for form, group, kind in (("mxfp4", 32, torch.uint8), ("nvfp4", 16, torch.float8_e4m3fn)):
+        for tokens in (1, 32, 64, 256, 2048):
+
+            def fp4(dtype: torch.dtype, tokens=tokens, form=form, group=group, kind=kind) -> dict[str, Any]:
+                weight = {"packed": empty(6144, 2048, dtype=torch.uint8), "bias": empty(6144, dtype=dtype)}
+                factors = empty(6144, dtype=torch.float32) if form == "nvfp4" else None
+                weight |= {"scales": empty(6144, 4096 // group, dtype=kind), "row_scales": factors}
+                return {"x": empty(tokens, 4096, dtype=dtype)} | weight
+
+            yield Call("linear_fp4", f"{form}-{tokens}", fp4)
+
+
 def _moe() -> Iterator[Call]:
     for label, count, top_k, hidden, inner in (("mixtral", 8, 2, 4096, 14336), ("qwen3-30b", 128, 8, 2048, 768)):
         for tokens in (1, 64, 4096):
@@ -220,7 +241,7 @@ def _sampling() -> Iterator[Call]:
 
 def calls() -> list[Call]:
     """All calls, family by family."""
-    return [*_rowwise(), *_kv_write(), *_attention(), *_group_linear(), *_row_linear(), *_moe(), *_sampling()]
+    return [*_rowwise(), *_kv_write(), *_attention(), *_group_linear(), *_row_linear(), *_block_linear(), *_moe(), *_sampling()]
 
 
 # What the machine code of a kernel must show: "vector": 128-bit loads from global memory; "stores": 128-bit stores;
@@ -240,4 +261,8 @@ CLAIMS: dict[str, frozenset[str]] = {
     "chunk_kernel": frozenset({"vector"}),
     "combine_kernel": frozenset({"vector"}),
     "row_linear_kernel": frozenset({"async", "mma"}),
+    "round_blocks_kernel": frozenset({"vector"}),
+    "block_linear_kernel": frozenset({"async", "mma"}),
+    "fp4_linear_kernel": frozenset({"async", "mma", "no conversion"}),
+    "fp4_expand_kernel": frozenset({"stores"}),
 }

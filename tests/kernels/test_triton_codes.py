@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from toolkit.kernels.triton import codes
+from toolkit.kernels.reference.linear_blocks import FP4_VALUES
+from toolkit.kernels.triton import codes, float_codes
 
 WORDS = np.arange(1 << 16, dtype=np.uint32)
 
@@ -41,12 +42,17 @@ def run(assembly: str, word: np.ndarray) -> list[np.ndarray]:
             result = a[0]
         elif name == "and.b32":
             result = a[0] & a[1]
+        elif name == "or.b32":
+            result = a[0] | a[1]
         elif name == "shr.u32":
             result = a[0] >> a[1]
+        elif name == "shl.b32":
+            result = a[0] << a[1]
         elif name == "prmt.b32":
             bytes_of = np.concatenate([x.astype("<u4").view(np.uint8).reshape(-1, 4) for x in a[:2]], axis=1)
-            picks = [int(sources[2], 0) >> (4 * i) & 7 for i in range(4)]
-            result = np.ascontiguousarray(bytes_of[:, picks]).view("<u4").reshape(-1)
+            picks = np.stack([a[2] >> (4 * i) & 15 for i in range(4)], axis=1)
+            assert (picks < 8).all(), "a selector above 7 repeats a sign"
+            result = np.take_along_axis(bytes_of, picks.astype(np.intp), axis=1).view("<u4").reshape(-1)
         elif name == "sub.f16x2":
             result = packed(halves(a[0], torch.float16) - halves(a[1], torch.float16))
         elif name == "fma.rn.bf16x2":
@@ -71,3 +77,23 @@ def test_every_code_is_unpacked_exactly(dtype, suffix, kind, shift):
     stored = torch.from_numpy(word.astype("<u4").view(np.uint8).reshape(-1, 4).copy())
     expected = {"LOW": stored & 15, "HIGH": stored >> 4, "BYTES": stored}[kind]
     assert torch.equal(found.float(), expected.float())
+
+
+@pytest.mark.parametrize("dtype, suffix", [(torch.float16, "FP16"), (torch.bfloat16, "BF16")])
+@pytest.mark.parametrize("half", ["LOW", "HIGH"])
+@pytest.mark.parametrize("shift", [0, 16])
+def test_every_fp4_code_is_looked_up_exactly(dtype, suffix, half, shift):
+    word = WORDS << shift | (0xA5C3 << (16 - shift))
+    assembly = getattr(float_codes, f"FP4_{half}_{suffix}").value
+    found = torch.cat([halves(r, dtype) for r in run(assembly, word)], dim=1).float()
+    stored = torch.from_numpy(word.astype("<u4").view(np.uint8).reshape(-1, 4).copy())
+    expected = torch.tensor(FP4_VALUES)[(stored & 15 if half == "LOW" else stored >> 4).long()]
+    assert torch.equal(found, expected) and torch.equal(found.signbit(), expected.signbit())
+
+
+def test_every_e4m3_number_becomes_an_fp16_of_a_256th():
+    found = torch.cat([halves(r, torch.float16) for r in run(float_codes.E4M3_FP16.value, WORDS << 16 | WORDS)], dim=1)
+    stored = torch.from_numpy((WORDS << 16 | WORDS).astype("<u4").view(np.uint8).reshape(-1, 4).copy())
+    numbers = (stored & 0x7F) != 0x7F
+    expected = stored.view(torch.float8_e4m3fn).float()
+    assert torch.equal(found.float()[numbers] * 256, expected[numbers]) and (found[~numbers].abs() == 1.875).all()

@@ -1,0 +1,86 @@
+"""Linears whose weights have a scale for every block of inputs, interpreted: old and new GPUs, many tokens, borders."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from toolkit.kernels import registry
+from toolkit.kernels.reference.linear import pack_codes
+from toolkit.kernels.triton import linear_block, linear_fp4
+
+OPS = registry.load()
+
+
+def gen(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def close(name, tolerance=1e-4, **inputs):
+    found = OPS[name].implementations["triton"].run(**inputs)
+    torch.testing.assert_close(found, OPS[name].reference(**inputs), rtol=tolerance, atol=tolerance)
+    return found
+
+
+def tiles(tokens, n_in, n_out, block, seed=0):
+    g = gen(seed)
+    x = torch.randn(tokens, n_in, generator=g) * torch.logspace(-1, 1, n_in)
+    x[tokens // 2] = 0  # a token of zeros has scales 1
+    return {
+        "x": x,
+        "weight": (torch.randn(n_out, n_in, generator=g) * 90).to(torch.float8_e4m3fn),
+        "scales": (torch.rand(-(-n_out // block), -(-n_in // block), generator=g) + 0.1) / 300,
+        "row_blocks": torch.arange(n_out, dtype=torch.int32) // block,
+        "block": block,
+    }
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("tokens, n_in, n_out, block", [(1, 200, 40, 128), (17, 256, 140, 64), (150, 160, 72, 32)])
+def test_gpus_without_float8_multiply_the_same_numbers(monkeypatch, capability, tokens, n_in, n_out, block):
+    monkeypatch.setattr(linear_block, "capability_of", lambda device: capability)
+    close("linear_block_fp8", **tiles(tokens, n_in, n_out, block))
+
+
+def test_rows_taken_out_of_their_tiles_keep_their_scales():
+    inputs = tiles(5, 256, 300, 128)
+    rows = torch.randperm(300, generator=gen(1))[:90]
+    taken = inputs | {"weight": inputs["weight"][rows], "row_blocks": inputs["row_blocks"][rows]}
+    assert torch.equal(close("linear_block_fp8", **taken), close("linear_block_fp8", **inputs)[:, rows])
+
+
+def test_a_block_that_no_tile_divides_is_refused():
+    implementation = OPS["linear_block_fp8"].implementations["triton"]
+    for block, reason in ((128, None), (48, "48"), (16, "16")):
+        found = implementation.unsupported(registry.Target("cuda", "bfloat16", 90, {"block": block}))
+        assert found is None if reason is None else reason in found
+
+
+def fp4(tokens, n_in, n_out, group, seed=0):
+    g = gen(seed)
+    shape = (n_out, n_in // group)
+    nv = (torch.rand(shape, generator=g) * 400).to(torch.float8_e4m3fn)
+    mx = torch.randint(110, 128, shape, generator=g, dtype=torch.uint8)
+    return {
+        "x": torch.randn(tokens, n_in, generator=g),
+        "packed": pack_codes(torch.randint(0, 16, (n_out, n_in), generator=g, dtype=torch.uint8), 4),
+        "scales": nv if group == 16 else mx,
+        "row_scales": torch.rand(n_out, generator=g) / 500 if group == 16 else None,
+        "bias": torch.randn(n_out, generator=g),
+    }
+
+
+@pytest.mark.parametrize("group", [16, 32])
+@pytest.mark.parametrize("tokens", [1, 40, 400])
+def test_few_and_many_tokens_with_fp4_weights(group, tokens):
+    inputs = fp4(tokens, 352, 72, group)
+    close("linear_fp4", **inputs)
+
+
+@pytest.mark.parametrize("group", [16, 32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_expanded_fp4_weight_is_the_references(group, dtype):
+    inputs = fp4(1, 320, 40, group)
+    found = linear_fp4.expand(inputs["packed"], inputs["scales"], inputs["row_scales"], dtype)
+    eye = inputs | {"x": torch.eye(320), "bias": None}
+    assert torch.equal(found, OPS["linear_fp4"].reference(**eye).T.to(dtype))
