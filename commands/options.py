@@ -58,7 +58,9 @@ class EngineFlags:
     no_enable_prefix_caching: Annotated[
         bool, _flag("--no-enable-prefix-caching", help="Compute every prompt afresh.")
     ] = False
-    quant_policy: Annotated[int, _flag("--quant-policy", help="KV cache bits: 0 (as --dtype), 8 or 4.")] = 0
+    quant_policy: Annotated[
+        int, _flag("--quant-policy", help="KV cache: 0 (as --dtype), 8 or 4 bits, 16 or 17 (float8 e4m3, e5m2).")
+    ] = 0
     model_format: Annotated[
         str | None, _flag("--model-format", help="hf, awq, gptq, w8a8, gguf, engine. Default: read from the model.")
     ] = None

@@ -235,9 +235,10 @@ def _check_engine(config: TurbomindEngineConfig | PytorchEngineConfig, block: st
     if config.model_format not in MODEL_FORMATS:
         names = ", ".join(f for f in MODEL_FORMATS if f)
         raise UsageError(f"model_format: expected one of {names}, found {_shown(config.model_format)}")
-    if config.quant_policy not in (0, 4, 8):
+    if config.quant_policy not in (0, 4, 8, 16, 17):
         raise UsageError(
-            f"quant_policy: expected 0, 4 or 8 (bits of the KV cache), found {_shown(config.quant_policy)}"
+            "quant_policy: expected 0, 4 or 8 (bits of the KV cache), 16 or 17 (float8_e4m3fn, float8_e5m2), "
+            f"found {_shown(config.quant_policy)}"
         )
     for name in ("tp",):
         _number(name, getattr(config, name), 1, 1024, whole=True)

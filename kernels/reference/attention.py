@@ -1,13 +1,15 @@
 """Paged attention over a ragged batch, and the write into its cache.
 
 Cache layout, a layer: keys and values [blocks, block_size, kv_heads, width]; slot = block·block_size + offset.
-``bits`` 0: width = head_dim in the activations' dtype. 8: uint8 codes, width = head_dim. 4: two codes a byte, width =
-head_dim / 2; element i < head_dim/2 in the low nibble of byte i, element head_dim/2 + i in the high one. Keys lose far
-more than values at 4 bits, so a cache of ``bits`` 4 may have keys of 6, told by their width, 3/4 head_dim: the low four
-bits as above, then head_dim/4 bytes of the high two, byte j holding those of elements j, head_dim/4 + j, … from its
-lowest bits up. With bits 8 and 4 ``*_params`` [blocks, block_size, kv_heads, 2] float16 hold scale and zero of every
-token and head: x = (code - zero)·scale. With bits 4 keys are stored turned by a fixed orthogonal Hadamard matrix, and
-queries are turned likewise (Ashkboos et al., "QuaRot", 2024). Paging: Kwon et al., "PagedAttention" (2023).
+``bits`` 0: floating point, width = head_dim: the activations' dtype, or float8 (e4m3fn or e5m2), whose numbers are
+multiplied by ``k_scale`` and ``v_scale``, one each for the whole layer. 8: uint8 codes, width = head_dim. 4: values two
+codes a byte, width = head_dim / 2: element i < head_dim/2 in the low nibble of byte i, element head_dim/2 + i in the
+high one. Keys lose far more than values at 4 bits, so theirs have 6, width = 3/4 head_dim: the low four bits as above,
+then head_dim/4 bytes of the high two, byte j holding those of elements j, head_dim/4 + j, … from its lowest bits up.
+With bits 8 and 4 ``*_params`` [blocks, block_size, kv_heads, 2] float16 hold scale and zero of every token and head:
+x = (code - zero)·scale. With bits 4 keys are stored turned by a fixed orthogonal Hadamard matrix, and queries are
+turned likewise (Ashkboos et al., "QuaRot", 2024). Paging: Kwon et al., "PagedAttention" (2023); float8: Micikevicius et
+al., "FP8 Formats for Deep Learning" (2022).
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def hadamard(x: Tensor) -> Tensor:
 
 
 def quantize_heads(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """[..., head_dim] -> (uint8 codes, packed when bits is 4; float16 (scale, zero) [..., 2]).
+    """[..., head_dim] -> (uint8 codes, packed when bits is 6 or 4; float16 (scale, zero) [..., 2]).
 
     Asymmetric: scale = (max - min) / (2^bits - 1), zero = -min / scale, both as stored in float16; a constant
     row gets the smallest scale that keeps zero within float16. ``bits`` 8, 6 or 4.
@@ -71,32 +73,62 @@ def dequantize_heads(codes: Tensor, params: Tensor, bits: int, dtype: torch.dtyp
     return ((codes.float() - zero) * scale).to(dtype)
 
 
-def key_bits(bits: int, width: int, head_dim: int) -> int:
-    """Bits of a key in a cache of ``bits`` whose keys take ``width`` bytes; see the module."""
-    return 6 if bits == 4 and 4 * width == 3 * head_dim else bits
+def key_bits(bits: int) -> int:
+    """Bits of a key in a cache of ``bits``; see the module."""
+    return 6 if bits == 4 else bits
+
+
+def is_float8(dtype: torch.dtype) -> bool:
+    """Whether a cache of ``dtype`` is stored divided by a scale."""
+    return dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def to_cache(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """``x`` as a floating point cache of ``dtype`` holds it; float8 is x / scale, cut off at the largest number."""
+    if not is_float8(dtype):
+        return x.to(dtype)
+    top = torch.finfo(dtype).max
+    return (x.float() / scale).clamp(-top, top).to(dtype)
+
+
+def slots_of(cache: Tensor) -> Tensor:
+    """[slots, kv_heads, width], float8 as bytes: what indexing functions take."""
+    return (cache.view(torch.uint8) if is_float8(cache.dtype) else cache).flatten(0, 1)
 
 
 def _write_cases() -> Iterator[Case]:
-    for bits, dim in ((0, 64), (8, 80), (4, 96), (4, 64)):
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    for bits, dim, kind in ((0, 64, None), (0, 80, e4m3), (0, 64, e5m2), (8, 80, None), (4, 96, None), (4, 64, None)):
 
-        def make(dtype, device, g, bits=bits, dim=dim) -> dict[str, Any]:
+        def make(dtype, device, g, bits=bits, dim=dim, kind=kind) -> dict[str, Any]:
             k, v = torch.randn(2, 7, 3, dim, generator=g).to(device, dtype)
-            cache = random_cache(6, 16, 3, dim, bits, dtype, device, g)
+            cache = random_cache(6, 16, 3, dim, bits, kind or dtype, device, g)
             slots = torch.randperm(6 * 16, generator=g)[:7].to(device)
-            return {"k": k, "v": v, "slot_mapping": slots, "bits": bits} | cache
+            scales = {"k_scale": 0.004, "v_scale": 0.25} if kind else {}  # some numbers are cut off, some are tiny
+            return {"k": k, "v": v, "slot_mapping": slots, "bits": bits} | cache | scales
 
-        yield Case(f"bits{bits}-{dim}", make, {"bits": bits, "head_dim": dim})
+        yield Case(_label(f"bits{bits}-{dim}", kind), make, cache_traits(bits, dim, kind))
+
+
+def _label(label: str, kind: torch.dtype | None) -> str:
+    return label if kind is None else f"{label}-{str(kind).removeprefix('torch.float8_')}"
+
+
+def cache_traits(bits: int, dim: int, kind: torch.dtype | None = None) -> dict[str, Any]:
+    """Traits of a target: what an implementation may ask of a cache. ``kind``: its dtype where that is float8."""
+    return {"bits": bits, "head_dim": dim, "cache": None if kind is None else str(kind).removeprefix("torch.")}
 
 
 def random_cache(
     blocks: int, size: int, heads: int, dim: int, bits: int, dtype: torch.dtype, device: str, g: torch.Generator
-) -> dict[str, Tensor | None]:
+) -> dict[str, Any]:
     """A filled cache, as the keyword arguments k_cache, v_cache, k_params, v_params."""
     x = torch.randn(2, blocks, size, heads, dim, generator=g)
     if bits == 0:
-        k, v = x.to(device, dtype)
+        k, v = to_cache(x, dtype, 1.0).to(device)
         return {"k_cache": k, "v_cache": v, "k_params": None, "v_params": None}
-    (k, kp), (v, vp) = (tuple(t.to(device) for t in quantize_heads(part, bits)) for part in x)
+    pairs = ((x[0], key_bits(bits)), (x[1], bits))
+    (k, kp), (v, vp) = (tuple(t.to(device) for t in quantize_heads(part, b)) for part, b in pairs)
     return {"k_cache": k, "v_cache": v, "k_params": kp, "v_params": vp}
 
 
@@ -110,16 +142,19 @@ def kv_write(
     bits: int = 0,
     k_params: Tensor | None = None,
     v_params: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """Store the keys and values [T, kv_heads, head_dim] of new tokens at ``slot_mapping`` (int64 [T]), in place."""
     if bits == 0:
-        k_cache.flatten(0, 1)[slot_mapping] = k.to(k_cache.dtype)
-        v_cache.flatten(0, 1)[slot_mapping] = v.to(v_cache.dtype)
+        for new, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+            stored = to_cache(new, cache.dtype, scale)
+            slots_of(cache)[slot_mapping] = stored.view(torch.uint8) if is_float8(cache.dtype) else stored
         return
     assert k_params is not None and v_params is not None
-    pairs = ((hadamard(k) if bits == 4 else k, k_cache, k_params), (v, v_cache, v_params))
-    for new, cache, params in pairs:
-        codes, scale_zero = quantize_heads(new, key_bits(bits, cache.shape[-1], new.shape[-1]))
+    keys = hadamard(k) if bits == 4 else k
+    for new, width, cache, params in ((keys, key_bits(bits), k_cache, k_params), (v, bits, v_cache, v_params)):
+        codes, scale_zero = quantize_heads(new, width)
         cache.flatten(0, 1)[slot_mapping] = codes
         params.flatten(0, 1)[slot_mapping] = scale_zero
 
@@ -128,6 +163,7 @@ def _attention_cases() -> Iterator[Case]:
     # label, query lengths, total lengths, heads, kv_heads, head_dim, bits, options
     decode, mixed = ((1, 1, 1, 1), (3, 17, 40, 33)), ((1, 9, 1, 20), (33, 25, 4, 20))
     softcap, sinks = {"softcap": 20.0}, {"sinks": True}
+    e4m3, e5m2 = ({"cache": kind} for kind in (torch.float8_e4m3fn, torch.float8_e5m2))
     table: tuple[tuple[str, Any, int, int, int, int, dict[str, Any]], ...] = (
         ("decode", decode, 4, 2, 64, 0, {}),
         ("one", ((1,), (50,)), 9, 3, 64, 0, {}),
@@ -140,12 +176,20 @@ def _attention_cases() -> Iterator[Case]:
         ("int8", mixed, 4, 2, 64, 8, {}),
         ("int4", mixed, 4, 2, 128, 4, {}),
         ("int4-80", decode, 4, 2, 80, 4, {"window": 20} | softcap),
+        ("int4-96", mixed, 4, 4, 96, 4, sinks),
+        ("e4m3", mixed, 4, 2, 64, 0, e4m3),
+        ("e5m2", decode, 4, 2, 128, 0, e5m2 | softcap),
+        ("e4m3-256", decode, 2, 1, 256, 0, e4m3 | sinks | {"window": 20}),
     )
     for label, (q_lens, lens), heads, kv_heads, dim, bits, options in table:
 
         def make(dtype, device, g, shape=(q_lens, lens, heads, kv_heads, dim, bits), options=options) -> dict[str, Any]:
             q_lens, lens, heads, kv_heads, dim, bits = shape
-            cache = random_cache(24, 16, kv_heads, dim, bits, dtype, device, g)
+            options = dict(options)
+            kind = options.pop("cache", None)
+            cache = random_cache(24, 16, kv_heads, dim, bits, kind or dtype, device, g)
+            if kind is not None:
+                options |= {"k_scale": 0.7, "v_scale": 1.5}
             order = torch.randperm(24, generator=g).int()
             tables = torch.full((len(lens), 4), -1, dtype=torch.int32)
             for i, n in enumerate(lens):
@@ -166,7 +210,7 @@ def _attention_cases() -> Iterator[Case]:
                 "sinks": sinks,
             }
 
-        yield Case(label, make, {"bits": bits, "head_dim": dim})
+        yield Case(label, make, cache_traits(bits, dim, options.get("cache")))
 
 
 @op(_attention_cases)
@@ -185,6 +229,9 @@ def paged_attention(
     k_params: Tensor | None = None,
     v_params: Tensor | None = None,
     plan: Any = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    turned: bool = False,
 ) -> Tensor:
     """Causal attention of prefill chunks and decode tokens mixed; keys and values are read from the cache alone.
 
@@ -193,23 +240,24 @@ def paged_attention(
     ``seq_lens`` [S]. Scores s = scale·q·k; ``softcap`` c: c·tanh(s/c); ``window`` w: position p sees (p - w, p];
     ``sinks``: float [heads], a logit each that joins the softmax's denominator. ``plan``: what an implementation's
     own planner made of the three host arrays, so that the layers of a step share it; the reference has no use for it.
+    ``turned``: queries for a cache of 4 bits are turned by the Hadamard matrix already (``rope_kv_write`` does).
     Slots that are not a sequence's own are never read. Returns [T, heads, head_dim] in q's dtype.
     """
     size, heads, out = k_cache.shape[1], q.shape[1], torch.empty_like(q)
-    turned = hadamard(q.float()) if bits == 4 else q.float()
+    queries = hadamard(q.float()) if bits == 4 and not turned else q.float()
     for s in range(len(seq_lens)):
         start, stop, total = int(cu_seqlens[s]), int(cu_seqlens[s + 1]), int(seq_lens[s])
         first = 0 if window is None else max(0, total - (stop - start) + 1 - window)
         where = np.arange(first, total)
         slots = torch.from_numpy(block_table[s][where // size].astype(np.int64) * size + where % size).to(q.device)
-        k, v = k_cache.flatten(0, 1)[slots], v_cache.flatten(0, 1)[slots]
+        k, v = (slots_of(cache)[slots].view(cache.dtype) for cache in (k_cache, v_cache))
         if bits:
             assert k_params is not None and v_params is not None
-            k_bits = key_bits(bits, k.shape[-1], q.shape[-1])
-            k = dequantize_heads(k, k_params.flatten(0, 1)[slots], k_bits, torch.float32)
+            k = dequantize_heads(k, k_params.flatten(0, 1)[slots], key_bits(bits), torch.float32)
             v = dequantize_heads(v, v_params.flatten(0, 1)[slots], bits, torch.float32)
-        k, v = (t.float().repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))  # [L, heads, head_dim]
-        scores = torch.einsum("qhd,khd->hqk", turned[start:stop], k) * scale
+        k, v = k.float() * k_scale, v.float() * v_scale
+        k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))  # [L, heads, head_dim]
+        scores = torch.einsum("qhd,khd->hqk", queries[start:stop], k) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         at = torch.arange(total - (stop - start), total, device=q.device)[:, None]

@@ -126,11 +126,11 @@ def _mask(piece: Piece, window: int | None, repeat: int, device: torch.device) -
     return seen.repeat(1, repeat, 1)[:, None]
 
 
-def _gather(cache: Tensor, params: Tensor | None, piece: Piece, bits: int, dtype: torch.dtype) -> Tensor:
+def _gather(cache: Tensor, params: Tensor | None, piece: Piece, bits: int, scale: float, dtype: torch.dtype) -> Tensor:
     """Keys or values of a piece, [sequences, kv_heads, keys, head_dim] in ``dtype``."""
 
     def read(t: Tensor) -> Tensor:
-        flat = t.flatten(0, 1)
+        flat = reference.slots_of(t)
         if isinstance(piece.slots, int):
             return flat[piece.slots : piece.slots + piece.keys]
         return flat.flatten(1).index_select(0, piece.slots).unflatten(1, t.shape[2:])
@@ -139,6 +139,8 @@ def _gather(cache: Tensor, params: Tensor | None, piece: Piece, bits: int, dtype
     if bits:
         assert params is not None
         x = reference.dequantize_heads(x, read(params), bits, dtype)
+    elif x.dtype != cache.dtype:
+        x = (x.view(cache.dtype).float() * scale).to(dtype)
     return x.unflatten(0, (piece.sequences, piece.keys)).transpose(1, 2)
 
 
@@ -158,6 +160,9 @@ def paged_attention(
     k_params: Tensor | None = None,
     v_params: Tensor | None = None,
     plan: Plan | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    turned: bool = False,
 ) -> Tensor:
     """See the module; without a ``plan`` one is made here, against a copy of the cache with a spare block."""
     if plan is None:
@@ -166,15 +171,14 @@ def paged_attention(
             k_params, v_params = _with_spare(k_params), _with_spare(v_params)
         plan = make_plan(block_table, cu_seqlens, seq_lens, k_cache.shape[1], k_cache.shape[0], window, q.device)
     repeat = q.shape[1] // k_cache.shape[2]
-    k_bits = reference.key_bits(bits, k_cache.shape[-1], q.shape[-1])
-    if bits == 4:
+    if bits == 4 and not turned:
         q = reference.hadamard(q)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for piece in plan.pieces:
         count = piece.sequences * piece.rows
         mine = q[piece.start : piece.start + count] if piece.index is None else q.index_select(0, piece.index)
-        k = _gather(k_cache, k_params, piece, k_bits, q.dtype)
-        v = _gather(v_cache, v_params, piece, bits, q.dtype)
+        k = _gather(k_cache, k_params, piece, reference.key_bits(bits), k_scale, q.dtype)
+        v = _gather(v_cache, v_params, piece, bits, v_scale, q.dtype)
         y = _attend(mine, k, v, piece, plan, scale, softcap, sinks, repeat)
         if piece.index is None:
             out[piece.start : piece.start + count] = y
@@ -184,7 +188,8 @@ def paged_attention(
 
 
 def _with_spare(t: Tensor) -> Tensor:
-    return torch.cat([t, torch.zeros_like(t[:1])])
+    stored = t.view(torch.uint8) if reference.is_float8(t.dtype) else t
+    return torch.cat([stored, torch.zeros_like(stored[:1])]).view(t.dtype)
 
 
 def _attend(

@@ -1,4 +1,4 @@
-"""Norms, rope, activations, embedding and the cache write by torch's own fused functions."""
+"""Norms, rope, activations and embedding by torch's own fused functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..reference import activation, attention, embedding, norm, rope
+from ..reference import activation, embedding, norm, rope
 from ..reference.linear import round_rows
 
 
@@ -99,32 +99,3 @@ def embed(ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
     """``F.embedding``."""
     rows = F.embedding(ids, table)
     return rows if scale == 1.0 else rows.mul_(torch.tensor(scale, dtype=table.dtype))
-
-
-@attention.kv_write.register("torch")
-def kv_write(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    bits: int = 0,
-    k_params: Tensor | None = None,
-    v_params: Tensor | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> None:
-    """``index_copy_`` per tensor."""
-    if bits == 0:
-        for new, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
-            stored = attention.to_cache(new, cache.dtype, scale)
-            slots = attention.slots_of(cache)
-            slots.index_copy_(0, slot_mapping, stored if slots.dtype == stored.dtype else stored.view(torch.uint8))
-        return
-    assert k_params is not None and v_params is not None
-    keys = attention.hadamard(k) if bits == 4 else k
-    pairs = ((keys, attention.key_bits(bits), k_cache, k_params), (v, bits, v_cache, v_params))
-    for new, width, cache, params in pairs:
-        codes, found = attention.quantize_heads(new, width)
-        cache.flatten(0, 1).index_copy_(0, slot_mapping, codes)
-        params.flatten(0, 1).index_copy_(0, slot_mapping, found)

@@ -88,23 +88,61 @@ def _quantizing() -> Iterator[Call]:
         yield Call("act_and_mul_quant", short, act, traits={"codes": short})
 
 
-def _cache(blocks: int, heads: int, dim: int, bits: int, dtype: torch.dtype) -> dict[str, Tensor | None]:
-    """A cache of blocks of 64 slots."""
-    width = dim // 2 if bits == 4 else dim
-    k, v = (empty(blocks, 64, heads, width, dtype=torch.uint8 if bits else dtype) for _ in range(2))
+FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+CACHES = ("float", "int8", "int4", "e4m3", "e5m2")
+
+
+def _cache(form: str, blocks: int, heads: int, dim: int, dtype: torch.dtype) -> dict[str, Any]:
+    """A cache of blocks of 64 slots, and what the ops are told about it."""
+    bits = int(form[3:]) if form.startswith("int") else 0
+    kind = torch.uint8 if bits else FLOAT8.get(form, dtype)
+    widths = (dim * 3 // 4, dim // 2) if bits == 4 else (dim, dim)
+    k, v = (empty(blocks, 64, heads, width, dtype=kind) for width in widths)
     params = [empty(blocks, 64, heads, 2, dtype=torch.float16) if bits else None for _ in range(2)]
-    return {"k_cache": k, "v_cache": v, "k_params": params[0], "v_params": params[1]}
+    scales = {"k_scale": 0.5, "v_scale": 0.25} if form in FLOAT8 else {}
+    return {"k_cache": k, "v_cache": v, "k_params": params[0], "v_params": params[1], "bits": bits} | scales
+
+
+def _cache_traits(form: str, dim: int) -> dict[str, Any]:
+    kind = str(FLOAT8[form]).removeprefix("torch.") if form in FLOAT8 else None
+    return {"head_dim": dim, "bits": int(form[3:]) if form.startswith("int") else 0, "cache": kind}
+
+
+def _named(*parts: object) -> str:
+    """A label; the plain form of a cache is left out."""
+    return "-".join(str(p) for p in parts if p != "float")
 
 
 def _kv_write() -> Iterator[Call]:
-    for dim, bits in ((128, 0), (128, 8), (128, 4), (64, 0), (64, 4), (80, 4), (96, 4), (256, 4)):
+    shapes = [(128, form) for form in CACHES] + [(64, "float"), (64, "int4"), (80, "int4"), (96, "int4"), (256, "int4")]
+    for dim, form in shapes:
 
-        def write(dtype: torch.dtype, dim=dim, bits=bits) -> dict[str, Any]:
+        def write(dtype: torch.dtype, dim=dim, form=form) -> dict[str, Any]:
             k, v = (empty(64, 8, dim, dtype=dtype) for _ in range(2))
-            slots = {"slot_mapping": empty(64, dtype=torch.int64), "bits": bits}
-            return {"k": k, "v": v} | slots | _cache(1024, 8, dim, bits, dtype)
+            return {"k": k, "v": v, "slot_mapping": empty(64, dtype=torch.int64)} | _cache(form, 1024, 8, dim, dtype)
 
-        yield Call("kv_write", f"{dim}-int{bits}" if bits else f"{dim}", write, traits={"head_dim": dim, "bits": bits})
+        yield Call("kv_write", _named(dim, form), write, traits=_cache_traits(form, dim))
+
+
+def _rope_kv_write() -> Iterator[Call]:
+    # head_dim, turned elements, heads, key heads, form, norms of queries and keys
+    shapes: list[tuple[int, int, int, int, str, bool]] = []
+    shapes += [(128, 128, 32, 8, form, norms) for form in CACHES for norms in (False, True)]
+    shapes += [(64, 64, 32, 8, "float", False), (64, 64, 32, 8, "int4", False), (80, 32, 32, 32, "int4", False)]
+    shapes += [(96, 96, 32, 32, "int8", False), (256, 256, 8, 4, "float", False), (256, 256, 8, 4, "int4", False)]
+    for dim, turned, heads, kv_heads, form, norms in shapes:
+
+        def write(dtype, dim=dim, turned=turned, heads=heads, kv_heads=kv_heads, form=form, norms=norms):
+            qkv = empty(64, heads + 2 * kv_heads, dim, dtype=dtype)
+            q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+            cos, sin = (empty(64, turned // 2, dtype=torch.float32) for _ in range(2))
+            inputs = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "slot_mapping": empty(64, dtype=torch.int64)}
+            if norms:
+                inputs |= {name: empty(dim, dtype=torch.float32) for name in ("q_weight", "k_weight")}
+            return inputs | _cache(form, 1024, kv_heads, dim, dtype)
+
+        label = _named(dim, *([turned] if turned != dim else []), form, *(["norms"] if norms else []))
+        yield Call("rope_kv_write", label, write, traits=_cache_traits(form, dim))
 
 
 STEPS = {"decode": ((1,) * 64, (4096,) * 64), "prefill": ((2048,), (4096,)), "mixed": ((1, 512), (4096, 512))}
@@ -115,12 +153,14 @@ def _attention() -> Iterator[Call]:
     shapes: list[tuple[int, int, dict[str, Any]]] = [(128, 4, {}), (64, 4, {}), (64, 8, window | sinks)]
     shapes += [(256, 2, window | cap), (80, 1, {}), (96, 1, {}), (128, 4, window)]
     for dim, group, options in shapes:
-        for bits in (0, 8, 4):
+        for form in CACHES:
             for kind, (new, total) in STEPS.items():
                 if kind == "mixed" and (dim, group, options) != (128, 4, {}):
                     continue
+                if form == "e5m2" and (dim, options) not in ((64, {}), (128, {})):
+                    continue  # differs from e4m3 by fewer instructions
 
-                def attend(dtype, dim=dim, group=group, bits=bits, options=options, new=new, total=total):
+                def attend(dtype, dim=dim, group=group, form=form, options=options, new=new, total=total):
                     heads = 8 if group > 1 else 32
                     table = np.zeros((len(new), 64), np.int32)
                     lengths = {
@@ -130,11 +170,11 @@ def _attention() -> Iterator[Call]:
                     given = options | {
                         "sinks": empty(heads * group, dtype=torch.float32) if "sinks" in options else None
                     }
-                    q = {"q": empty(sum(new), heads * group, dim, dtype=dtype), "scale": dim**-0.5, "bits": bits}
-                    return q | {"block_table": table} | lengths | _cache(4096, heads, dim, bits, dtype) | given
+                    q = {"q": empty(sum(new), heads * group, dim, dtype=dtype), "scale": dim**-0.5}
+                    return q | {"block_table": table} | lengths | _cache(form, 4096, heads, dim, dtype) | given
 
-                label = "-".join([kind, str(dim), f"x{group}", *(["int" + str(bits)] if bits else []), *options])
-                yield Call("paged_attention", label, attend, traits={"head_dim": dim, "bits": bits})
+                label = _named(kind, dim, f"x{group}", form, *options)
+                yield Call("paged_attention", label, attend, traits=_cache_traits(form, dim))
 
 
 def _group_linear() -> Iterator[Call]:
@@ -241,7 +281,8 @@ def _sampling() -> Iterator[Call]:
 
 def calls() -> list[Call]:
     """All calls, family by family."""
-    return [*_rowwise(), *_kv_write(), *_attention(), *_group_linear(), *_row_linear(), *_block_linear(), *_moe(), *_sampling()]
+    cache = (*_kv_write(), *_rope_kv_write(), *_attention())
+    return [*_rowwise(), *cache, *_group_linear(), *_row_linear(), *_block_linear(), *_moe(), *_sampling()]
 
 
 # What the machine code of a kernel must show: "vector": 128-bit loads from global memory; "stores": 128-bit stores;

@@ -34,7 +34,7 @@ def test_the_pytorch_backend_is_the_torch_runner(tiny_models):
         ({"device": "gpu"}, "expected auto, cpu, cuda"),
         ({"device": "meta"}, "expected auto, cpu, cuda"),
         ({"dtype": "int8"}, "float16, bfloat16, float32"),
-        ({"quant_policy": 5}, "expected 0, 4 or 8"),
+        ({"quant_policy": 5}, "expected 0, 4, 8, 16 or 17"),
     ],
 )
 def test_options_that_cannot_be_are_named(arguments, message, tiny_models):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from toolkit.errors import UsageError
+from toolkit.errors import ToolkitError, UsageError
 from toolkit.kernels.reference.attention import dequantize_heads, hadamard, quantize_heads
 from toolkit.models.spec import LayerSpec
 from toolkit.runners.base import RunnerError
@@ -27,15 +27,17 @@ def _distance(a: np.ndarray, b: np.ndarray) -> float:
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_quantized_caches_stay_near_the_plain_one(family, head_dim, drive):
     found = {}
-    for bits in (0, 8, 4):
-        driver = drive(family, model={"head_dim": head_dim}, quant_policy=bits)
-        found[bits] = driver.step({driver.add(): _prompt(60)}, "all").logits
-    eight, four = _distance(found[8], found[0]), _distance(found[4], found[0])
+    for policy in (0, 8, 4, 16, 17):
+        driver = drive(family, model={"head_dim": head_dim}, quant_policy=policy)
+        found[policy] = driver.step({driver.add(): _prompt(60)}, "all").logits
+    eight, four, e4m3, e5m2 = (_distance(found[policy], found[0]) for policy in (8, 4, 16, 17))
     assert 0 < eight < 0.02
     assert eight < four < 0.25
+    assert eight < e4m3 < 0.1
+    assert e4m3 < e5m2 < 0.2
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 16])
 def test_quantized_results_do_not_depend_on_chunks(bits, drive):
     driver, prompt = drive("llama", quant_policy=bits), _prompt(50, 1)
     whole = driver.step({driver.add(): prompt}, "all").logits
@@ -74,7 +76,7 @@ def test_hadamard_is_orthogonal_and_its_own_inverse(dim):
     assert dim == 1 or not torch.allclose(turned, x)
 
 
-@pytest.mark.parametrize("bits", [0, 8, 4])
+@pytest.mark.parametrize("bits", [0, 8, 4, 17])
 def test_exported_blocks_come_back_anywhere(bits, drive):
     driver, prompt = drive("qwen2", quant_policy=bits), _prompt(40, 2)
     source, twin = driver.add(), driver.add()
@@ -109,7 +111,7 @@ def test_copied_blocks_diverge(drive):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("bits", [0, 8, 4])
+@pytest.mark.parametrize("bits", [0, 8, 4, 16])
 def test_what_a_freed_block_holds_reaches_nobody(family, bits, drive):
     driver, clean = drive(family, quant_policy=bits), drive(family, quant_policy=bits)
     bad = driver.add()
@@ -150,33 +152,71 @@ def test_wrong_blocks_are_refused(drive):
         driver.runner.export_block(0, 64)
 
 
-def test_int4_needs_an_even_head(drive):
+def test_int4_needs_heads_in_steps_of_four(drive):
     runner = drive("llama").runner
     layer = runner.spec.layers[0]
     attention, rest = layer.sublayers[0], layer.sublayers[1:]
-    odd = replace(attention, mixer=replace(attention.mixer, head_dim=15))
+    odd = replace(attention, mixer=replace(attention.mixer, head_dim=18))
     spec = replace(runner.spec, layers=(LayerSpec((odd, *rest)), *runner.spec.layers[1:]))
-    with pytest.raises(UsageError, match="even head_dim"):
+    with pytest.raises(UsageError, match="head_dim in steps of 4"):
         TorchRunner(spec, runner._weights, replace(runner.options, quant_policy=4))
 
 
-@pytest.mark.parametrize("dim, bits", [(64, 6), (40, 6), (64, 4)])
-def test_keys_of_six_and_four_bits_are_told_by_their_width(dim, bits):
+@pytest.mark.parametrize("dim", [64, 40])
+def test_keys_of_a_four_bit_cache_have_six(dim):
     """Both implementations, over a cache that they wrote themselves; only the number of bits bounds the error."""
     from toolkit.kernels.reference import attention as reference
     from toolkit.kernels.torch import attention as fast
-    from toolkit.kernels.torch import dense
+    from toolkit.kernels.torch import kv_write as torch_write
 
     g = torch.Generator().manual_seed(dim)
     q, k, v = torch.randn(30, 4, dim, generator=g), *torch.randn(2, 30, 2, dim, generator=g)
     batch = (np.array([[1, 0]], np.int32), np.array([0, 30], np.int32), np.array([30], np.int32), dim**-0.5)
     found = []
-    for write, attend in ((reference.kv_write, reference.paged_attention), (dense.kv_write, fast.paged_attention)):
-        cache = torch.zeros(2, 16, 2, dim * bits // 8, dtype=torch.uint8), torch.zeros(2, 16, 2, dim // 2).byte()
+    for write, attend in (
+        (reference.kv_write, reference.paged_attention),
+        (torch_write.kv_write, fast.paged_attention),
+    ):
+        cache = torch.zeros(2, 16, 2, dim * 3 // 4, dtype=torch.uint8), torch.zeros(2, 16, 2, dim // 2).byte()
         params = torch.zeros(2, 16, 2, 2).half(), torch.zeros(2, 16, 2, 2).half()
         slots = torch.cat([torch.arange(16, 32), torch.arange(14)])
         write(k, v, *cache, slots, 4, *params)
         found.append(attend(q, *cache, *batch, bits=4, k_params=params[0], v_params=params[1]))
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
-    back = dequantize_heads(*quantize_heads(k, bits), bits, torch.float32)
-    assert 0 < _distance(back.numpy(), k.numpy()) < 0.12 / (1 << (bits - 4))
+    back = dequantize_heads(*quantize_heads(k, 6), 6, torch.float32)
+    assert 0 < _distance(back.numpy(), k.numpy()) < 0.12 / (1 << 2)
+
+
+def test_scales_of_a_float8_cache_come_from_the_checkpoint(drive, tiny_models, tmp_path):
+    """A layer's keys and values far beyond what float8 holds are only right where they are divided first."""
+    from safetensors.torch import load_file, save_file
+
+    from toolkit.runners.base import RunnerOptions
+    from toolkit.runners.choose import open_runner
+
+    source = tiny_models("llama", num_hidden_layers=1)
+    for file in source.iterdir():
+        if file.name != "manifest.json":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(source / "model.safetensors")
+    base = "model.layers.0.self_attn"
+    weights[f"{base}.v_proj.weight"] *= 1e5
+    weights[f"{base}.o_proj.weight"] *= 1e-5
+    prompt, found = _prompt(20, 5), {}
+    for name, scale in (("plain", None), ("none", None), ("given", 2e3)):
+        if scale is not None:
+            weights |= {f"{base}.k_scale": torch.tensor([0.05]), f"{base}.v_scale": torch.tensor(scale)}
+        save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+        options = RunnerOptions(dtype="float32", block_size=16, device="cpu", quant_policy=0 if name == "plain" else 16)
+        runner, _ = open_runner(tmp_path, backend="pytorch", options=options)
+        driver = type(drive("llama"))(runner, 64, True)
+        found[name] = driver.step({driver.add(): prompt}, "all").logits
+    assert _distance(found["given"], found["plain"]) < 0.05 < _distance(found["none"], found["plain"])
+
+
+def test_a_scale_that_cannot_be_is_refused(drive):
+    runner = drive("llama").runner
+    weights = dict(runner._weights()) | {"model.layers.0.self_attn.k_scale": torch.tensor(0.0)}
+    broken = TorchRunner(runner.spec, lambda: weights, runner.options)
+    with pytest.raises(ToolkitError, match=r"self_attn.k_scale: expected a number above 0, found 0.0"):
+        broken.load_weights()

@@ -8,10 +8,14 @@ from typing import Protocol
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.step import StepBatch, StepOutput
 
+QUANT_POLICIES = (0, 4, 8, 16, 17)
+
 
 @dataclass(frozen=True)
 class RunnerOptions:
-    """How to run. ``dtype``: of activations, "auto" = the checkpoint's; ``quant_policy``: KV bits, 0 = dtype."""
+    """How to run. ``dtype``: of activations, "auto" = the checkpoint's; ``quant_policy``: the KV cache, 0 as ``dtype``,
+    8 or 4 bits, 16 float8_e4m3fn, 17 float8_e5m2.
+    """
 
     device: str = "auto"  # auto, cpu, cuda, cuda:1 …
     dtype: str = "auto"  # auto, float16, bfloat16, float32

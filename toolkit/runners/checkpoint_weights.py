@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 class CheckpointWeights(Mapping[str, "Weight | Tensor"]):
     """What ``canonical_weights`` gives, without holding it all: only the module last read is kept.
 
-    So a quantized checkpoint whose codes take a byte each in canonical form never stands in memory as a whole.
+    So a quantized checkpoint whose codes take a byte each in canonical form never stands in memory as a whole. The
+    scales of a float8 KV cache (…k_scale, …v_scale), which no spec names, are found but not listed.
     """
 
     def __init__(self, checkpoint: Checkpoint, stored: Sequence[StoredTensor]) -> None:
@@ -35,6 +36,8 @@ class CheckpointWeights(Mapping[str, "Weight | Tensor"]):
     def __getitem__(self, name: str) -> Weight | Tensor:
         from toolkit.artifacts.weights import load_stored, split_parts
 
+        if name.endswith((".k_scale", ".v_scale")) and name in self._checkpoint:
+            return self._checkpoint.tensor(name)
         item = self._modules[name]
         if item is not self._last:
             self._loaded = dict(split_parts(item, *load_stored(self._checkpoint, item)))

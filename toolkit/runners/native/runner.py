@@ -10,7 +10,7 @@ import numpy as np
 
 from toolkit.errors import UsageError
 from toolkit.models.spec import AttentionSpec, DecoderSpec, MlpSpec, MoeSpec
-from toolkit.runners.base import MemoryNeed, RunnerError, RunnerOptions, StepHandle
+from toolkit.runners.base import QUANT_POLICIES, MemoryNeed, RunnerError, RunnerOptions, StepHandle
 from toolkit.runners.host_memory import free_host_bytes
 from toolkit.runners.native import library
 from toolkit.runners.native.arrays import Arrays, outputs_for
@@ -36,6 +36,8 @@ def unsupported(spec: DecoderSpec, options: RunnerOptions) -> str | None:
     """Why the native runner cannot execute the model with these options here, or None."""
     if options.device not in ("auto", "cpu"):
         return f"it runs on the CPU, not on {options.device}"
+    if options.quant_policy in (16, 17):
+        return f"its KV cache knows no float8 (quant_policy {options.quant_policy}), only 0, 8 and 4"
     if options.block_size % 16:
         return f"it needs blocks of a multiple of 16 tokens, not {options.block_size}"
     for group in spec.cache_groups:
@@ -66,8 +68,8 @@ class NativeRunner:
         options: RunnerOptions,
         dtype: str | None = None,
     ) -> None:
-        if options.quant_policy not in (0, 4, 8):
-            raise UsageError(f"quant_policy: expected 0, 4 or 8, found {options.quant_policy!r}")
+        if options.quant_policy not in QUANT_POLICIES:
+            raise UsageError(f"quant_policy: expected 0, 4, 8, 16 or 17, found {options.quant_policy!r}")
         if reason := unsupported(spec, options):
             raise UsageError(f"the native runner does not run here: {reason}")
         self.spec, self.options = spec, options

@@ -4,27 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from toolkit.kernels.reference.attention import key_bits
 from toolkit.models.spec import AttentionSpec, DecoderSpec
 from toolkit.runners.base import RunnerError
+
+FLOAT8 = {16: torch.float8_e4m3fn, 17: torch.float8_e5m2}  # by quant_policy
 
 
 @dataclass(frozen=True)
 class LayerCache:
-    """Keys and values of a layer as the ops lay them out; ``*_params`` (scale, zero) where ``bits`` is 8 or 4.
-
-    With ``bits`` 4 keys have 6 on a CPU and 4 elsewhere: the kernels for GPUs know no 6.
-    """
+    """Keys and values of a layer as the ops lay them out; ``*_params`` (scale, zero) where ``bits`` is 8 or 4."""
 
     k: Tensor
     v: Tensor
     k_params: Tensor | None
     v_params: Tensor | None
     bits: int
+
+    @property
+    def is_float8(self) -> bool:
+        """Whether it is stored divided by the layer's scales."""
+        return self.k.dtype in FLOAT8.values()
 
     def tensors(self) -> list[Tensor]:
         return [t for t in (self.k, self.v, self.k_params, self.v_params) if t is not None]
@@ -33,27 +39,35 @@ class LayerCache:
 Shape = tuple[tuple[int, ...], torch.dtype]
 
 
+def cache_bits(policy: int) -> int:
+    """``bits`` as the ops take them; 0 for floating point."""
+    return policy if policy in (4, 8) else 0
+
+
+def cache_traits(policy: int) -> dict[str, Any]:
+    """What kernels are told of the cache when they are chosen."""
+    kind = str(FLOAT8[policy]).removeprefix("torch.") if policy in FLOAT8 else None
+    return {"bits": cache_bits(policy), "cache": kind}
+
+
 def _shapes(
-    attention: AttentionSpec, block_size: int, bits: int, dtype: torch.dtype, device: torch.device
+    attention: AttentionSpec, block_size: int, policy: int, dtype: torch.dtype
 ) -> tuple[list[Shape], list[Shape]]:
     """Shape and dtype of one block of keys and of values, and of their (scale, zero) pairs where they have some."""
-    dim = attention.head_dim
-    widths = [dim, dim]
-    if bits == 4:
-        widths = [dim * 3 // 4 if device.type == "cpu" and dim % 4 == 0 else dim // 2, dim // 2]
+    dim, bits = attention.head_dim, cache_bits(policy)
+    widths = [dim * key_bits(bits) // 8, dim * bits // 8] if bits else [dim, dim]
     row = (block_size, attention.kv_heads)
-    data: list[Shape] = [((*row, width), torch.uint8 if bits else dtype) for width in widths]
+    kind = torch.uint8 if bits else FLOAT8.get(policy, dtype)
+    data: list[Shape] = [((*row, width), kind) for width in widths]
     params: list[Shape] = [((*row, 2), torch.float16)] * 2 if bits else []
     return data, params
 
 
-def block_bytes(
-    spec: DecoderSpec, block_size: int, bits: int, dtype: torch.dtype, device: torch.device
-) -> tuple[int, ...]:
-    """Bytes of one block of each cache group, over all its layers."""
+def block_bytes(spec: DecoderSpec, block_size: int, policy: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """Bytes of one block of each cache group, over all its layers; ``policy``: see ``RunnerOptions.quant_policy``."""
     total = [0] * len(spec.cache_groups)
     for _, attention in spec.attention_layers():
-        for shapes in _shapes(attention, block_size, bits, dtype, device):
+        for shapes in _shapes(attention, block_size, policy, dtype):
             total[attention.group] += sum(int(np.prod(shape)) * kind.itemsize for shape, kind in shapes)
     return tuple(total)
 
@@ -74,7 +88,7 @@ class KVCache:
         spec: DecoderSpec,
         num_blocks: Sequence[int],
         block_size: int,
-        bits: int,
+        policy: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -86,10 +100,10 @@ class KVCache:
             blocks = self.num_blocks[attention.group] + 1
             data, params = (
                 [_zeros((blocks, *shape), kind, device) for shape, kind in shapes]
-                for shapes in _shapes(attention, block_size, bits, dtype, device)
+                for shapes in _shapes(attention, block_size, policy, dtype)
             )
             (k, v), (kp, vp) = data, params or (None, None)
-            self.layers[index] = LayerCache(k, v, kp, vp, bits)
+            self.layers[index] = LayerCache(k, v, kp, vp, cache_bits(policy))
             self._groups[attention.group].extend(self.layers[index].tensors())
 
     def copy(self, group: int, pairs: np.ndarray) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from toolkit.artifacts.canonical import Weight
+from toolkit.errors import ToolkitError
 from toolkit.models.spec import AttentionSpec, DecoderSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec, Sublayer
 from toolkit.runners.torch.context import StepContext
 from toolkit.runners.torch.linear import (
@@ -63,7 +64,10 @@ class RoundingNorm:
 
 @dataclass(frozen=True)
 class Attention:
-    """Projections, qk-norm, rope, cache write, attention, output projection."""
+    """Projections, qk-norm, rope, cache write, attention, output projection.
+
+    ``scales``: what keys and values are divided by in a float8 cache.
+    """
 
     spec: AttentionSpec
     layer: int
@@ -72,21 +76,35 @@ class Attention:
     q_norm: Norm | None
     k_norm: Norm | None
     sinks: Tensor | None
+    scales: tuple[float, float]
     ops: Ops
 
     def __call__(self, x: Activations, step: StepContext) -> Tensor:
-        spec, ops, cache = self.spec, self.ops, step.cache.layers[self.layer]
-        heads, turned = spec.heads, spec.heads + spec.kv_heads
-        qkv = self.qkv(x).unflatten(1, (-1, spec.head_dim))
-        qk, v = qkv[:, :turned], qkv[:, turned:]
-        if self.q_norm is not None or self.k_norm is not None:
-            qk = torch.cat([_norm_heads(self.q_norm, qk[:, :heads]), _norm_heads(self.k_norm, qk[:, heads:])], dim=1)
-        if spec.rope is not None:
-            qk = ops.rope(qk, *step.rope[spec.rope])
-        q, k = qk[:, :heads], qk[:, heads:]
-        slots = step.slots[spec.group]
-        ops.kv_write(k, v, cache.k, cache.v, slots, cache.bits, cache.k_params, cache.v_params)
-        y = ops.paged_attention(
+        spec, cache = self.spec, step.cache.layers[self.layer]
+        q, k, v = self.qkv(x).unflatten(1, (-1, spec.head_dim)).split([spec.heads, spec.kv_heads, spec.kv_heads], 1)
+        eps = next((n.eps for n in (self.q_norm, self.k_norm) if n is not None), 0.0)
+        q, q_weight = _norm_later(self.q_norm, q, eps)
+        k, k_weight = _norm_later(self.k_norm, k, eps)
+        cos, sin = (None, None) if spec.rope is None else step.rope[spec.rope]
+        scales = self.scales if cache.is_float8 else (1.0, 1.0)
+        q = self.ops.rope_kv_write(
+            q,
+            k,
+            v,
+            cache.k,
+            cache.v,
+            step.slots[spec.group],
+            cos,
+            sin,
+            q_weight,
+            k_weight,
+            eps,
+            cache.bits,
+            cache.k_params,
+            cache.v_params,
+            *scales,
+        )
+        y = self.ops.paged_attention(
             q,
             cache.k,
             cache.v,
@@ -101,17 +119,21 @@ class Attention:
             cache.k_params,
             cache.v_params,
             step.plans[spec.group, spec.window],
+            *scales,
+            turned=True,
         )
         return self.o(y.flatten(1))
 
 
-def _norm_heads(norm: Norm | None, x: Tensor) -> Tensor:
-    """Norm over each head, or over all heads at once where the weight spans them."""
+def _norm_later(norm: Norm | None, x: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
+    """(heads, weight of the norm that ``rope_kv_write`` applies); what it cannot do is done here: other ``eps``, and a
+    norm over all heads at once, whose weight spans them.
+    """
     if norm is None:
-        return x
-    if norm.weight.shape[0] == x.shape[-1]:
-        return norm(x)
-    return norm(x.flatten(1)).view(x.shape)
+        return x, None
+    if norm.weight.shape[0] != x.shape[-1]:
+        return norm(x.flatten(1)).view(x.shape), None
+    return (x, norm.weight) if norm.eps == eps else (norm(x), None)
 
 
 @dataclass(frozen=True)
@@ -268,8 +290,20 @@ class _Builder:
             q_norm=self.norm(spec.q_norm),
             k_norm=self.norm(spec.k_norm),
             sinks=None if spec.sinks is None else self.tensor(spec.sinks).float(),
+            scales=(self.cache_scale(spec.k, "k_scale"), self.cache_scale(spec.v, "v_scale")),
             ops=self.ops,
         )
+
+    def cache_scale(self, linear: LinearSpec, name: str) -> float:
+        """The scale of a float8 cache that a checkpoint gives beside the attention or its projection, else 1."""
+        for base in (linear.name.rpartition(".")[0], linear.name):
+            found = self.weights.get(f"{base}.{name}")
+            if isinstance(found, Tensor):
+                scale = float(found)
+                if not 0 < scale < float("inf"):
+                    raise ToolkitError(f"{base}.{name}: expected a number above 0, found {scale}; calibrate it again")
+                return scale
+        return 1.0
 
     def mlp(self, spec: MlpSpec) -> Mlp:
         first = [spec.up] if spec.gate is None else [spec.gate, spec.up]

@@ -34,6 +34,7 @@ class Ops:
     matmul_int8: Kernel
     matmul_fp8: Kernel
     kv_write: Kernel
+    rope_kv_write: Kernel
     paged_attention: Kernel
     plan_attention: Kernel | None
     moe_route: Kernel
@@ -47,8 +48,8 @@ _FLOAT32 = ("penalize", "apply_bitmask", "sample")
 
 
 def choose_ops(device: torch.device, dtype: torch.dtype, **traits: Any) -> Ops:
-    """Choose every kernel for ``device`` and activations of ``dtype``; ``traits``: head_dim, bits of the KV cache,
-    codes ("int8" or "fp8": what W8A8 linears round activations to).
+    """Choose every kernel for ``device`` and activations of ``dtype``; ``traits``: head_dim, bits and cache (float8
+    dtype) of the KV cache, codes ("int8" or "fp8": what W8A8 linears round activations to).
 
     On a GPU a compiled kernel that fails its self-test is left out, with a warning.
 

@@ -11,10 +11,10 @@ from toolkit.artifacts.canonical import ChannelInt8, Dense, GroupInt, Weight
 from toolkit.errors import UsageError
 from toolkit.kernels.reference.linear import codes_per_byte
 from toolkit.models.spec import AttentionSpec, DecoderSpec, MlpSpec, MoeSpec
-from toolkit.runners.base import MemoryNeed, RunnerError, RunnerOptions, StepHandle
+from toolkit.runners.base import QUANT_POLICIES, MemoryNeed, RunnerError, RunnerOptions, StepHandle
 from toolkit.runners.host_memory import free_host_bytes
 from toolkit.runners.step import StepBatch
-from toolkit.runners.torch.cache import KVCache, block_bytes
+from toolkit.runners.torch.cache import KVCache, block_bytes, cache_traits
 from toolkit.runners.torch.checks import check_batch, check_sampling
 from toolkit.runners.torch.context import RopeTables, make_context
 from toolkit.runners.torch.decoder import Decoder, build_decoder
@@ -36,8 +36,8 @@ class TorchRunner:
     def __init__(
         self, spec: DecoderSpec, weights: Callable[[], Mapping[str, Weight | Tensor]], options: RunnerOptions
     ) -> None:
-        if options.quant_policy not in (0, 4, 8):
-            raise UsageError(f"quant_policy: expected 0, 4 or 8, found {options.quant_policy!r}")
+        if options.quant_policy not in QUANT_POLICIES:
+            raise UsageError(f"quant_policy: expected 0, 4, 8, 16 or 17, found {options.quant_policy!r}")
         if options.threads > 0:
             torch.set_num_threads(options.threads)
         self.spec, self.options = spec, options
@@ -47,8 +47,9 @@ class TorchRunner:
         self._dtype = find_dtype(options.dtype, _stored_dtype(stored[spec.embed]), self._device)
         self.device, self.dtype = str(self._device), str(self._dtype).removeprefix("torch.")
         for _, attention in spec.attention_layers():
-            if options.quant_policy == 4 and attention.head_dim % 2:
-                raise UsageError(f"quant_policy: 4 needs an even head_dim, the model has {attention.head_dim}; use 8")
+            if options.quant_policy == 4 and attention.head_dim % 4:
+                dim = attention.head_dim
+                raise UsageError(f"quant_policy: 4 needs a head_dim in steps of 4, the model has {dim}; use 8")
         sample = stored[spec.linears()[0].name]
         assert not isinstance(sample, Tensor)
         self._ops = self._choose_ops(sample)
@@ -66,7 +67,7 @@ class TorchRunner:
     def memory(self) -> MemoryNeed:
         """What weights, activations and blocks take, and what is free now."""
         free = torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else free_host_bytes()
-        blocks = block_bytes(self.spec, self.options.block_size, self.options.quant_policy, self._dtype, self._device)
+        blocks = block_bytes(self.spec, self.options.block_size, self.options.quant_policy, self._dtype)
         loaded = self._decoder is not None
         return MemoryNeed(self._weight_bytes, self._activation_bytes(), blocks, free, loaded)
 
@@ -120,7 +121,8 @@ class TorchRunner:
     def _choose_ops(self, sample: Weight) -> Ops:
         dims = {a.head_dim for _, a in self.spec.attention_layers()}
         codes = "int8" if isinstance(sample, ChannelInt8) else "fp8"
-        return choose_ops(self._device, self._dtype, head_dim=max(dims), bits=self.options.quant_policy, codes=codes)
+        cache = cache_traits(self.options.quant_policy)
+        return choose_ops(self._device, self._dtype, head_dim=max(dims), codes=codes, **cache)
 
     # -- weights and cache
 
