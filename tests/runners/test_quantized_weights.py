@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8, GroupInt
+from toolkit.artifacts.canonical import FP4_VALUES, BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.weights import canonical_weights
 from toolkit.models.registry import load_spec
@@ -55,6 +56,27 @@ def fp8(w: torch.Tensor) -> Fp8:
     return Fp8((w / scales[:, None]).to(torch.float8_e4m3fn), scales)
 
 
+def block_fp8(w: torch.Tensor, block: int = 32) -> BlockFp8:
+    """Tiles of block x block; those at the border are smaller."""
+    out, n_in = w.shape
+    rows, columns = torch.arange(out) // block, torch.arange(n_in) // block
+    scales = torch.zeros(int(rows[-1]) + 1, int(columns[-1]) + 1)
+    for i, j in itertools.product(range(scales.shape[0]), range(scales.shape[1])):
+        scales[i, j] = w[rows == i][:, columns == j].abs().max() / 448
+    return BlockFp8((w / scales[rows][:, columns]).to(torch.float8_e4m3fn), scales, (block, block))
+
+
+def fp4(w: torch.Tensor, group: int = 16, nv: bool = False) -> Fp4:
+    """To the nearest value, in blocks; ``nv``: with scales in float8 and a global scale, else in powers of two."""
+    grouped = w.unflatten(1, (-1, group))
+    wanted = grouped.abs().amax(-1).clamp(min=1e-6) / 6
+    whole = torch.tensor([100.0]) if nv else None
+    scales = (wanted * 100).to(torch.float8_e4m3fn) if nv else (wanted.log2().ceil() + 127).to(torch.uint8)
+    factors = Fp4(torch.zeros_like(w, dtype=torch.uint8), scales, group, whole).float_scales()
+    distance = grouped[..., None] / factors[..., None, None] - torch.tensor(FP4_VALUES)
+    return Fp4(distance.abs().argmin(-1).flatten(1).to(torch.uint8), scales, group, whole)
+
+
 FORMS = {
     "zeros4": group_int,
     "minima4": lambda w: group_int(w, minima=True),
@@ -64,7 +86,11 @@ FORMS = {
     "zeros2": lambda w: group_int(w, bits=2),
     "int8": channel_int8,
     "fp8": fp8,
+    "block_fp8": block_fp8,
+    "mxfp4": fp4,
+    "nvfp4": lambda w: fp4(w, nv=True),
 }
+ROUNDING = ("int8", "fp8", "block_fp8")  # activations too, but for float32
 
 
 @pytest.fixture
@@ -104,7 +130,7 @@ def test_float32_runs_the_dequantized_model(family, form, logits):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])
-@pytest.mark.parametrize("form", [f for f in FORMS if f not in ("int8", "fp8")])
+@pytest.mark.parametrize("form", [f for f in FORMS if f not in ROUNDING])
 def test_weights_kept_packed_give_the_same(family, form, logits, monkeypatch):
     convert = FORMS[form]
     expected, dense = logits(family, convert, "float32")
@@ -115,8 +141,9 @@ def test_weights_kept_packed_give_the_same(family, form, logits, monkeypatch):
     assert packed.memory().weights < dense.memory().weights
 
 
-@pytest.mark.parametrize("form, error", [("int8", 0.08), ("fp8", 0.2)])
-def test_w8a8_rounds_activations_too(form, error, logits):
+@pytest.mark.parametrize("form, error", [("int8", 0.08), ("fp8", 0.2), ("block_fp8", 0.2)])
+def test_w8a8_rounds_activations_too(form, error, logits, monkeypatch):
+    monkeypatch.setattr(module, "free_host_bytes", lambda: 1 << 10)
     convert = FORMS[form]
     weights_alone, _ = logits("llama", lambda w: Dense(convert(w).dequantize()), "bfloat16")
     found, runner = logits("llama", convert, "bfloat16")

@@ -187,13 +187,14 @@ class BlockFp8:
         return self.weight.shape[0], self.weight.shape[1]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        each = self.scales[self._row_blocks()].repeat_interleave(self.block[1], dim=1)
+        each = self.scales[self.block_of_rows()].repeat_interleave(self.block[1], dim=1)
         return (self.weight.float() * each[:, : self.weight.shape[1]]).to(dtype)
 
     def take_rows(self, rows: Tensor | slice) -> BlockFp8:
-        return replace(self, weight=self.weight[rows], row_blocks=self._row_blocks()[rows])
+        return replace(self, weight=self.weight[rows], row_blocks=self.block_of_rows()[rows])
 
-    def _row_blocks(self) -> Tensor:
+    def block_of_rows(self) -> Tensor:
+        """int32 [out], the row of ``scales`` for each row of the weight."""
         if self.row_blocks is not None:
             return self.row_blocks
         return torch.arange(self.weight.shape[0], dtype=torch.int32) // self.block[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8, GroupInt, Weight
+from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, Weight
 from toolkit.kernels.reference.linear import pack_codes
 from toolkit.runners.torch.ops import Ops
 
@@ -96,11 +97,18 @@ def make_linear(weights: Sequence[Weight], biases: Sequence[Tensor | None], plac
 
 def becomes_dense(weight: Weight, place: Placement) -> bool:
     """Whether ``weight`` is held as a floating point matrix."""
-    if isinstance(weight, GroupInt):
+    if isinstance(weight, (GroupInt, Fp4)):
         return place.dequantize
-    if isinstance(weight, (ChannelInt8, Fp8)):
+    if isinstance(weight, BlockFp8) and (place.dequantize or not _even(weight.block[1])):
+        return True
+    if isinstance(weight, (ChannelInt8, Fp8, BlockFp8)):
         return place.dequantize_activations
     return True  # forms that no kernel takes as they are
+
+
+def _even(block: int) -> bool:
+    """Whether kernels take blocks of so many inputs."""
+    return block >= 32 and block & (block - 1) == 0
 
 
 def _prepare(weight: Weight, place: Placement) -> Weight:
@@ -131,9 +139,32 @@ def _fuse(weights: Sequence[Weight]) -> Weight | None:
         return GroupInt(below("codes"), below("scales"), below("zeros"), first.bits, first.group_size, below("minima"))
     if isinstance(first, ChannelInt8):
         return ChannelInt8(below("weight"), below("scales"))
+    if isinstance(first, BlockFp8):
+        return _fuse_tiles([w for w in weights if isinstance(w, BlockFp8)])
+    if isinstance(first, Fp4):
+        return _fuse_fp4([w for w in weights if isinstance(w, Fp4)])
     if isinstance(first, Fp8) and len({w.weight.dtype for w in weights if isinstance(w, Fp8)}) == 1:
         return Fp8(below("weight"), below("scales"))
     return None
+
+
+def _fuse_tiles(weights: Sequence[BlockFp8]) -> BlockFp8 | None:
+    if len({w.block for w in weights}) > 1:
+        return None
+    starts = itertools.accumulate((w.scales.shape[0] for w in weights), initial=0)
+    rows = torch.cat([w.block_of_rows() + start for w, start in zip(weights, starts, strict=False)])
+    scales = torch.cat([w.scales for w in weights])
+    return BlockFp8(torch.cat([w.weight for w in weights]), scales, weights[0].block, rows)
+
+
+def _fuse_fp4(weights: Sequence[Fp4]) -> Fp4 | None:
+    """None where global scales differ."""
+    first = weights[0]
+    factors = {None if w.global_scale is None else w.global_scale.item() for w in weights}
+    if len(factors) > 1 or len({(w.group_size, w.scales.dtype) for w in weights}) > 1:
+        return None
+    codes, scales = torch.cat([w.codes for w in weights]), torch.cat([w.scales for w in weights])
+    return Fp4(codes, scales, first.group_size, first.global_scale)
 
 
 def _fuse_biases(biases: Sequence[Tensor | None], sizes: Sequence[int], place: Placement) -> Tensor | None:
@@ -155,6 +186,14 @@ def _bind(weight: Weight, bias: Tensor | None, place: Placement, ops: Ops) -> Li
         index = put(weight.group_index)
         constants = (packed, put(weight.scales), zeros, put(weight.minima), weight.bits, index, bias)
         return Bound(ops.linear_group_int, constants)
+    if isinstance(weight, BlockFp8):
+        rows = put(weight.block_of_rows().int())
+        return Bound(ops.linear_block_fp8, (put(weight.weight), put(weight.scales), rows, weight.block[1], bias))
+    if isinstance(weight, Fp4):
+        factors = None
+        if weight.global_scale is not None:
+            factors = put((1 / weight.global_scale.float()).expand(weight.shape[0]).contiguous())
+        return Bound(ops.linear_fp4, (put(pack_codes(weight.codes, 4)), put(weight.scales), factors, bias))
     assert isinstance(weight, (ChannelInt8, Fp8)), type(weight)
     integer = isinstance(weight, ChannelInt8)
     kernels = (ops.linear_int8, ops.matmul_int8) if integer else (ops.linear_fp8, ops.matmul_fp8)

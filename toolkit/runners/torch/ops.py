@@ -33,6 +33,8 @@ class Ops:
     linear_fp8: Kernel
     matmul_int8: Kernel
     matmul_fp8: Kernel
+    linear_block_fp8: Kernel
+    linear_fp4: Kernel
     kv_write: Kernel
     rope_kv_write: Kernel
     paged_attention: Kernel

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.canonical import ChannelInt8, Dense, GroupInt, Weight
+from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, GroupInt, Weight
 from toolkit.errors import UsageError
 from toolkit.kernels.reference.linear import codes_per_byte
 from toolkit.models.spec import AttentionSpec, DecoderSpec, MlpSpec, MoeSpec
@@ -74,7 +74,7 @@ class TorchRunner:
     def _placement(self, sample: Weight) -> Placement:
         """Integer weights become dense on a CPU where they then take at most half of the free memory."""
         dequantize = self._device.type == "cpu"
-        if dequantize and isinstance(sample, GroupInt):
+        if dequantize and isinstance(sample, (GroupInt, BlockFp8, Fp4)):
             dense = self._dense_elements() * self._dtype.itemsize
             dequantize = dense <= free_host_bytes() // 2
         return Placement(self._device, self._dtype, dequantize, self._dtype == torch.float32)
@@ -91,6 +91,8 @@ class TorchRunner:
             scale = sample.scales.element_size() + (1 if sample.minima is None else sample.minima.element_size())
             each = 1 / codes_per_byte(sample.bits) + scale / sample.group_size
             inside = int(self._dense_elements() * each)
+        elif isinstance(sample, Fp4):
+            inside = int(self._dense_elements() * (0.5 + 1 / sample.group_size))
         else:
             inside = self._dense_elements()
         return inside + outside * size + 4 * sum(n.size for n in spec.norms())
