@@ -1,0 +1,125 @@
+"""Build the CUDA kernels: with nvcc into one fatbin, ``python -m toolkit.kernels.cuda.build``; with g++ for the CPU.
+
+``setup.py`` runs it too, by file name, so this file imports nothing of the toolkit. Results are kept by a digest of
+sources and flags.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+FATBIN = "_kernels.fatbin"
+SOURCE = "linear.cu"
+# Machine code for these; PTX of the oldest for all others. "a": with instructions that only this generation has.
+ARCHITECTURES = {80: "80", 86: "86", 89: "89", 90: "90a", 100: "100", 120: "120"}
+FLAGS = ("-O3", "-std=c++17")
+HOST_FLAGS = ("-std=c++17", "-O1", "-g0", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
+
+
+class BuildError(Exception):
+    """No compiler, or it failed; the message holds its first lines."""
+
+
+def nvcc() -> str | None:
+    """``$CUDACXX``, else nvcc on the path or under ``$CUDA_HOME``; None where there is none."""
+    home = os.environ.get("CUDA_HOME")
+    for name in (os.environ.get("CUDACXX"), "nvcc", home and str(Path(home) / "bin" / "nvcc")):
+        if name and shutil.which(name):
+            return name
+    return None
+
+
+def version(compiler: str) -> int:
+    """The CUDA version of nvcc, as 13000."""
+    found = re.search(r"release (\d+)\.(\d+)", _run([compiler, "--version"]))
+    if found is None:
+        raise BuildError(f"{compiler} does not tell its version")
+    return 1000 * int(found[1]) + 10 * int(found[2])
+
+
+def known_architectures(compiler: str) -> dict[int, str]:
+    """Those of ``ARCHITECTURES`` that this compiler can build for."""
+    known = set(re.findall(r"sm_(\w+)", _run([compiler, "--list-gpu-code"])))
+    return {number: name for number, name in ARCHITECTURES.items() if number < 100 or name in known}
+
+
+def build(target: Path | None = None, cache: Path | None = None) -> Path:
+    """Compile the fatbin and a JSON file beside it that says what is in it; returns its path. Raises BuildError."""
+    compiler = nvcc()
+    if compiler is None:
+        raise BuildError("no nvcc found (set CUDACXX or CUDA_HOME, or install the CUDA toolkit)")
+    target = target or HERE / FATBIN
+    architectures = known_architectures(compiler)
+    flags = [*FLAGS, "-fatbin", "-gencode", "arch=compute_80,code=compute_80"]
+    for name in architectures.values():
+        flags += ["-gencode", f"arch=compute_{name},code=sm_{name}"]
+    kept = _cached(compiler, flags, cache) / FATBIN
+    if not kept.exists():
+        partial = kept.with_name(f".{kept.name}.{os.getpid()}")
+        _run([compiler, *flags, "--threads", str(len(os.sched_getaffinity(0))), "-o", str(partial), str(HERE / SOURCE)])
+        partial.replace(kept)
+    shutil.copyfile(kept, target)
+    note = {"cuda": version(compiler), "architectures": sorted(architectures)}
+    target.with_suffix(".json").write_text(json.dumps(note) + "\n")
+    return target
+
+
+def build_cubin(architecture: int, cache: Path | None = None) -> Path:
+    """The machine code for one architecture alone, for inspection."""
+    compiler = nvcc()
+    if compiler is None:
+        raise BuildError("no nvcc found")
+    flags = [*FLAGS, "-cubin", f"-arch=sm_{ARCHITECTURES[architecture]}"]
+    kept = _cached(compiler, flags, cache) / f"kernels.sm_{architecture}.cubin"
+    if not kept.exists():
+        partial = kept.with_name(f".{kept.name}.{os.getpid()}")
+        _run([compiler, *flags, "-o", str(partial), str(HERE / SOURCE)])
+        partial.replace(kept)
+    return kept
+
+
+def build_host(cache: Path | None = None) -> Path:
+    """The same source for the CPU, a shared library that tests call."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler.split()[0]) is None:
+        raise BuildError("no C++ compiler found (set CXX or install g++)")
+    kept = _cached(compiler, list(HOST_FLAGS), cache) / "kernels_host.so"
+    if not kept.exists():
+        partial = kept.with_name(f".{kept.name}.{os.getpid()}")
+        _run([*compiler.split(), *HOST_FLAGS, "-x", "c++", str(HERE / SOURCE), "-o", str(partial)])
+        partial.replace(kept)
+    return kept
+
+
+def _cached(compiler: str, flags: list[str], cache: Path | None) -> Path:
+    """The folder for what ``compiler`` makes of the sources with ``flags``."""
+    digest = hashlib.sha256(f"{_run([*compiler.split(), '--version'])} {flags}".encode())
+    for source in sorted([*HERE.glob("*.cu"), *HERE.glob("*.cuh"), *HERE.glob("*.h")]):
+        digest.update(source.read_bytes())
+    if cache is None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "toolkit" / "build"
+    folder = cache / f"cuda-{digest.hexdigest()[:16]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise BuildError(f"{command[0]} failed: {(done.stderr or done.stdout).strip()[:800]}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    try:
+        print(build())
+    except BuildError as error:
+        sys.exit(f"toolkit: the CUDA kernels are not built: {error}")

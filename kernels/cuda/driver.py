@@ -1,0 +1,154 @@
+"""The fatbin of the CUDA kernels and the driver that loads and launches it: no compiler, no extension of torch."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+from ctypes import byref, c_char_p, c_int, c_uint, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..registry import KernelError
+from .plan import THREADS, LinearArguments, Machine, shared_bytes
+
+FATBIN = Path(__file__).with_name("_kernels.fatbin")
+LEAST_CAPABILITY = 80
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_SHARED_OPTIN = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: the value is a union of 64 bytes."""
+
+    _fields_ = (("id", c_int), ("padding", c_int), ("value", c_int), ("rest", c_int * 15))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", c_uint * 3),
+        ("block", c_uint * 3),
+        ("shared", c_uint),
+        ("stream", c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", c_uint),
+    )
+
+
+@dataclass(frozen=True)
+class Fatbin:
+    """What a fatbin holds. ``cuda``: version of the compiler, as 13000; ``architectures``: with machine code, as 80."""
+
+    path: Path
+    cuda: int
+    architectures: tuple[int, ...]
+
+
+def fatbin(path: Path = FATBIN) -> Fatbin | None:
+    """The fatbin of this installation; None where it was installed without nvcc."""
+    note = path.with_suffix(".json")
+    if not path.exists() or not note.exists():
+        return None
+    found = json.loads(note.read_text())
+    return Fatbin(path, int(found["cuda"]), tuple(found["architectures"]))
+
+
+@functools.cache
+def _driver() -> Any:
+    """libcuda. OSError where there is none."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def driver_version() -> int | None:
+    """The newest CUDA version that the driver knows, as 13000; None without a driver."""
+    version = c_int()
+    try:
+        return version.value if _driver().cuDriverGetVersion(byref(version)) == 0 else None
+    except OSError:
+        return None
+
+
+def unavailable(capability: int | None, path: Path = FATBIN) -> str | None:
+    """Why the kernels of the fatbin at ``path`` cannot run on a GPU of ``capability`` (None: of any), or None."""
+    found = fatbin(path)
+    if found is None:
+        return "this installation has no fatbin (nvcc was not found when it was installed)"
+    if capability is not None and capability < LEAST_CAPABILITY:
+        return f"needs compute capability 8.0 or newer, this GPU has {capability // 10}.{capability % 10}"
+    version = driver_version()
+    if version is None:
+        return "the CUDA driver (libcuda.so.1) does not load"
+    if version // 1000 < found.cuda // 1000:
+        return f"the driver knows CUDA {_named(version)}, the fatbin needs {_named(found.cuda)}: update the driver"
+    return None
+
+
+def _named(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _call(name: str, *arguments: Any) -> None:
+    code = getattr(_driver(), name)(*arguments)
+    if code:
+        text = c_char_p()
+        _driver().cuGetErrorString(code, byref(text))
+        raise KernelError(f"{name}: {(text.value or b'unknown error').decode()} (CUDA error {code})")
+
+
+@functools.cache
+def _functions(path: Path, index: int) -> dict[str, c_void_p]:
+    """Handles of kernels on device ``index``, filled by ``_function``; "" is the module."""
+    with torch.cuda.device(index):
+        torch.cuda.current_stream().synchronize()  # the device's context is there and current
+        module = c_void_p()
+        _call("cuModuleLoadData", byref(module), path.read_bytes())
+    return {"": module}
+
+
+def _function(path: Path, index: int, kernel: str) -> c_void_p:
+    known = _functions(path, index)
+    if kernel not in known:
+        found = c_void_p()
+        _call("cuModuleGetFunction", byref(found), known[""], kernel.encode())
+        _call("cuFuncSetAttribute", found, _MAX_DYNAMIC_SHARED, shared_bytes(kernel))
+        known[kernel] = found
+    return known[kernel]
+
+
+def _launch(
+    path: Path, index: int, kernel: str, grid: tuple[int, int, int], arguments: LinearArguments, dependent: bool
+) -> None:
+    with torch.cuda.device(index):
+        function = _function(path, index, kernel)
+        attribute = _Attribute(_SERIALIZATION, 0, 1)
+        config = _Config(
+            (c_uint * 3)(*grid),
+            (c_uint * 3)(THREADS, 1, 1),
+            shared_bytes(kernel),
+            torch.cuda.current_stream().cuda_stream,
+            ctypes.pointer(attribute),
+            int(dependent),
+        )
+        pointers = (c_void_p * 1)(ctypes.addressof(arguments))
+        _call("cuLaunchKernelEx", byref(config), function, pointers, None)
+
+
+@functools.cache
+def machine(device: torch.device) -> Machine:
+    """The GPU ``device``. KernelError with the reason where the kernels cannot run there."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    properties = torch.cuda.get_device_properties(index)
+    capability = 10 * properties.major + properties.minor
+    reason = unavailable(capability)
+    if reason is not None:
+        raise KernelError(f"the CUDA kernels cannot run: {reason}")
+    handle, shared = c_int(), c_int()
+    _call("cuDeviceGet", byref(handle), index)
+    _call("cuDeviceGetAttribute", byref(shared), _SHARED_OPTIN, handle)
+    return Machine(functools.partial(_launch, FATBIN, index), properties.multi_processor_count, shared.value)

@@ -1,0 +1,167 @@
+"""Linear layers with integer weights and 16-bit activations, by the CUDA kernels (W4A16, W8A16).
+
+``pack`` a weight once, then ``linear(x, packed)``: one launch for few tokens, expansion and cuBLAS for many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..reference import linear as reference
+from ..registry import KernelError, Target
+from . import driver
+from .pack import Packed, pack, unsupported_form
+from .plan import SCALES_BF16, WIDE, LinearArguments, Machine, Plan, plan
+
+COLUMNS = 4096  # block columns of one launch that may meet at the end of a split sum
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Scratch memory of split sums, for launches that follow one another on one stream.
+
+    ``partial``: float32, as many as the largest ``Plan.partial``; ``arrivals``: int32 [COLUMNS], zero between launches.
+    """
+
+    partial: Tensor
+    arrivals: Tensor
+
+    @staticmethod
+    def allocate(floats: int, device: torch.device | str) -> Workspace:
+        """One that holds ``floats`` partial sums."""
+        partial = torch.empty(floats, dtype=torch.float32, device=device)
+        return Workspace(partial, torch.zeros(COLUMNS, dtype=torch.int32, device=device))
+
+
+def plan_for(packed: Packed, tokens: int, dtype: torch.dtype, machine: Machine) -> Plan | None:
+    """What ``linear`` launches for ``tokens`` rows; None: it expands the weight."""
+    name = str(dtype).removeprefix("torch.")
+    return plan(name, packed.bits, tokens, packed.n_out, packed.n_in, packed.group_size, machine)
+
+
+def linear(
+    x: Tensor,
+    packed: Packed,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    workspace: Workspace | None = None,
+    machine: Machine | None = None,
+    dependent: bool = False,
+) -> Tensor:
+    """``x @ W.T + bias + residual``.
+
+    ``x``: float16 or bfloat16 [T, in]; ``bias``: [out] of its dtype; ``residual``: [T, out] of its dtype or float32,
+    which the result then has. ``out``: where the result goes, which may be ``residual``; ``workspace``: scratch memory
+    (made here if None; replayed graphs want their own); ``dependent``: launch before the kernel before has ended
+    (programmatic dependent launch; only x and residual may come from it). Returns [T, out].
+    """
+    machine = driver.machine(x.device) if machine is None else machine
+    tokens = x.shape[0]
+    _check(x, packed, bias, residual)
+    wide = residual is not None and residual.dtype == torch.float32
+    if out is None:
+        out = torch.empty(tokens, packed.n_out, dtype=torch.float32 if wide else x.dtype, device=x.device)
+    if tokens == 0:
+        return out
+    if packed.order is not None:
+        x = x.index_select(1, packed.order)
+    how = plan_for(packed, tokens, x.dtype, machine)
+    if how is None:
+        y = F.linear(x, expand(packed, x.dtype, machine), bias)
+        return out.copy_(y if residual is None else y + residual)
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        x = x.contiguous()
+    if how.partial and workspace is None:
+        workspace = Workspace.allocate(how.partial, x.device)
+    arguments = _weight_arguments(packed)
+    arguments.x, arguments.out = x.data_ptr(), out.data_ptr()
+    arguments.bias = None if bias is None else bias.data_ptr()
+    arguments.residual = None if residual is None else residual.data_ptr()
+    if how.partial:
+        assert workspace is not None and workspace.partial.numel() >= how.partial, "the workspace is too small"
+        assert how.grid[0] * how.grid[2] <= COLUMNS, how
+        arguments.partial, arguments.arrivals = workspace.partial.data_ptr(), workspace.arrivals.data_ptr()
+    arguments.stride_x, arguments.tokens = x.stride(0), tokens
+    arguments.splits, arguments.split_steps = how.splits, how.split_steps
+    arguments.flags |= WIDE if wide else 0
+    machine.launch(how.kernel, how.grid, arguments, dependent)
+    return out
+
+
+def expand(packed: Packed, dtype: torch.dtype, machine: Machine) -> Tensor:
+    """The weight [out, in] in ``dtype``, rounded once; inputs in packed order."""
+    out = torch.empty(packed.n_out, packed.n_in, dtype=dtype, device=packed.codes.device)
+    arguments = _weight_arguments(packed)
+    arguments.out = out.data_ptr()
+    name = f"expand_{str(dtype).removeprefix('torch.')}_w{packed.bits}"
+    machine.launch(name, (packed.tiles, -(-packed.steps // 8), 1), arguments, False)
+    return out
+
+
+def _check(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor | None) -> None:
+    assert x.shape[1:] == (packed.n_in,) and x.dtype in (torch.float16, torch.bfloat16), (x.shape, x.dtype)
+    assert bias is None or (bias.shape == (packed.n_out,) and bias.dtype == x.dtype and bias.is_contiguous())
+    if residual is not None:
+        assert residual.shape == (x.shape[0], packed.n_out) and residual.is_contiguous(), residual.shape
+        assert residual.dtype in (x.dtype, torch.float32), residual.dtype
+
+
+def _weight_arguments(packed: Packed) -> LinearArguments:
+    arguments = LinearArguments()
+    arguments.codes, arguments.scales = packed.codes.data_ptr(), packed.scales.data_ptr()
+    arguments.zeros = None if packed.zeros is None else packed.zeros.data_ptr()
+    arguments.n_out, arguments.n_in = packed.n_out, packed.n_in
+    arguments.groups = packed.n_in // packed.group_size
+    arguments.group_shift = -1 if packed.whole else packed.group_size.bit_length() - 1
+    arguments.flags = SCALES_BF16 if packed.scales.dtype == torch.bfloat16 else 0
+    return arguments
+
+
+def _reason(target: Target) -> str | None:
+    """Why the kernels cannot run on ``target``, or cannot take a weight of its traits, or None."""
+    traits = target.traits
+    if "group_size" in traits:
+        scales = getattr(torch, traits.get("scale_dtype", "float16"))
+        minima = bool(traits.get("minima"))
+        form = unsupported_form(traits["bits"], traits["n_in"], traits["group_size"], minima=minima, scale_dtype=scales)
+        if form is not None:
+            return form
+    return driver.unavailable(target.capability)
+
+
+@reference.linear_group_int.register("cuda", devices=("cuda",), dtypes=("bfloat16", "float16"), unsupported=_reason)
+def linear_group_int(
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    minima: Tensor | None,
+    bits: int,
+    group_index: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Packs, then ``linear``. For a weight that is used again, ``pack`` once."""
+    return linear(x, pack_canonical(packed, scales, zeros, minima, bits, group_index), bias)
+
+
+def pack_canonical(
+    packed: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    minima: Tensor | None,
+    bits: int,
+    group_index: Tensor | None = None,
+) -> Packed:
+    """``pack`` of the weight arguments that ``linear_group_int`` takes. KernelError where no kernel takes them."""
+    codes = reference.unpack_codes(packed, bits)
+    n_in, groups = codes.shape[1], scales.shape[1]
+    reason = unsupported_form(bits, n_in, n_in // groups, minima=minima is not None, scale_dtype=scales.dtype)
+    if reason is not None:
+        raise KernelError(f"linear_group_int: the cuda implementation cannot run: {reason}")
+    return pack(codes, scales, zeros, bits, group_index)

@@ -1,0 +1,113 @@
+"""Which kernel runs a linear layer, on what grid; and how it is called."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+
+THREADS, WARPS = 256, 8  # of every block
+FEW, MANY = 8, 384  # tokens of one block column of ``few``; tokens above which the weight is expanded for cuBLAS
+SCALES_BF16, WIDE = 1, 2  # LinearFlags of linear.h
+DTYPES = ("float16", "bfloat16")
+SPANS = (0, 32, 64)
+_TILES_FEW, _DEPTH_FEW = 2, 4
+_TILES, _ACROSS, _DEEP = 4, 4, 2  # of ``tile``: 16-row tiles a warp, warps across, warps deep
+
+
+class LinearArguments(ctypes.Structure):
+    """tk::Linear of linear.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "codes", "scales", "zeros", "bias", "residual", "out")),
+        *((name, c_void_p) for name in ("partial", "arrivals")),
+        ("stride_x", c_int64),
+        *((name, c_int32) for name in ("tokens", "n_out", "n_in", "groups", "group_shift")),
+        *((name, c_int32) for name in ("splits", "split_steps", "flags")),
+    )
+
+
+Launch = Callable[[str, tuple[int, int, int], LinearArguments, bool], None]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What kernels run on. ``launch(kernel, grid, arguments, dependent)``; ``shared_limit``: bytes a block may have."""
+
+    launch: Launch
+    multiprocessors: int
+    shared_limit: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A kernel and its grid. ``splits``: parts of the inputs, whose sums meet in ``partial`` floats of scratch."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    splits: int = 1
+    split_steps: int = 0
+    partial: int = 0
+
+
+def names() -> list[str]:
+    """Every kernel of ``linear.cu``."""
+    found = []
+    for dtype in DTYPES:
+        for span in SPANS:
+            found += [few_name(dtype, bits, span) for bits in (4, 8)]
+            found += [tile_name(dtype, span, columns) for columns in (2, 4, 8)]
+        found += [f"expand_{dtype}_w{bits}" for bits in (4, 8)]
+    return found
+
+
+def few_name(dtype: str, bits: int, span: int) -> str:
+    return f"few_{dtype}_w{bits}_s{span}"
+
+
+def tile_name(dtype: str, span: int, columns: int) -> str:
+    return f"tile_{dtype}_w4_s{span}_n{columns}"
+
+
+def shared_bytes(kernel: str) -> int:
+    """Dynamic shared memory of a kernel; the constants of its class in C++."""
+    kind, _, *form = kernel.split("_")
+    if kind == "expand":
+        return 0
+    bits, span = int(form[0][1:]), int(form[1][1:])
+    chunks = 0 if span == 0 else 2 if span == 32 else 1
+    if kind == "few":
+        return _DEPTH_FEW * _TILES_FEW * THREADS * (16 * bits // 4 + 8 * chunks)
+    columns = int(form[2][1:])
+    stage = _DEEP * 8 * columns * 128 + _TILES * THREADS * 16 + WARPS * _TILES * chunks * 48
+    return max((4 if columns == 2 else 3) * stage, _ACROSS * _TILES * columns * 512) + 16
+
+
+def span_of(group_size: int, n_in: int) -> int:
+    """Inputs of a step of 64 that share a scale; 0 where all of a row's do."""
+    return 0 if group_size == n_in else min(group_size, 64)
+
+
+def plan(dtype: str, bits: int, tokens: int, n_out: int, n_in: int, group_size: int, machine: Machine) -> Plan | None:
+    """The kernel for these sizes; None where expansion and cuBLAS are for it.
+
+    Inputs are split where the outputs alone would leave multiprocessors idle.
+    """
+    span, tiles, steps = span_of(group_size, n_in), -(-n_out // 16), n_in // 64
+    if tokens <= FEW or (bits == 8 and tokens <= 4 * FEW):
+        kernel, columns, height = few_name(dtype, bits, span), FEW, _TILES_FEW
+        wanted, least = 2 * machine.multiprocessors, 2 * WARPS
+    elif bits == 4 and tokens <= MANY:
+        width = next(c for c in (2, 4, 8) if tokens <= 8 * c or c == 8)
+        while width > 2 and shared_bytes(tile_name(dtype, span, width)) > machine.shared_limit:
+            width //= 2
+        kernel, columns, height = tile_name(dtype, span, width), 8 * width, _TILES * _ACROSS
+        wanted, least = machine.multiprocessors, 4 * _DEEP
+    else:
+        return None
+    across, down = -(-tiles // height), -(-tokens // columns)
+    splits = max(1, min(wanted // (across * down), steps // least))
+    split_steps = -(-steps // splits)
+    splits = -(-steps // split_steps)
+    return Plan(kernel, (across, splits, down), splits, split_steps, splits * tokens * tiles * 16 if splits > 1 else 0)
