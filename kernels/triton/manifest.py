@@ -270,7 +270,9 @@ def _sampling() -> Iterator[Call]:
     column = empty(64, dtype=torch.float32)
     names = ("temperature", "top_p", "min_p", "u")
     columns = {name: column for name in names} | {"top_k": empty(64, dtype=torch.int64)}
-    yield Call("sample", "vocab128256", lambda _: logits | columns, one)
+    for vocab in (32000, 128256, 151936):  # their chunks list candidates in lists of other lengths
+        given = columns | {"logits": empty(64, vocab, dtype=torch.float32)}
+        yield Call("sample", f"vocab{vocab}", lambda _, given=given: given, one)
     entries = {"rows": empty(512, dtype=torch.int64), "ids": empty(512, dtype=torch.int64)}
     entries |= {"counts": empty(512, dtype=torch.float32)}
     strengths = {name: column for name in ("repetition", "presence", "frequency")}
@@ -300,6 +302,7 @@ CLAIMS: dict[str, frozenset[str]] = {
     "round_rows_kernel": frozenset({"vector"}),
     "expert_linear_kernel": frozenset({"async", "mma"}),
     "chunk_kernel": frozenset({"vector"}),
+    "draw_kernel": frozenset({"vector"}),
     "combine_kernel": frozenset({"vector"}),
     "row_linear_kernel": frozenset({"async", "mma"}),
     "round_blocks_kernel": frozenset({"vector"}),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from toolkit.kernels import registry
 from toolkit.kernels.reference.attention import random_cache
 from toolkit.kernels.reference.linear import pack_codes
-from toolkit.kernels.triton import attention_plan, linear_group
+from toolkit.kernels.triton import attention_plan, linear_group, sampling
 
 OPS = registry.load()
 
@@ -207,6 +207,53 @@ def test_draws_from_a_vocabulary_of_several_chunks(k, p, least):
     for u in ([0.0, 0.01, 0.5, 0.5], [0.999, 0.93, 0.25, 0.1]):
         found, expected = both("sample", logits=logits, u=torch.tensor(u), **columns)
         assert found[0].tolist() == expected[0].tolist()
+
+
+def filters(rows, k=0, p=1.0, least=0.0, temperature=1.0):
+    columns = {"temperature": temperature, "top_p": p, "min_p": least}
+    return {n: torch.full((rows,), v) for n, v in columns.items()} | {"top_k": torch.full((rows,), k)}
+
+
+@pytest.mark.parametrize(
+    "k, p, least", [(7, 1.0, 0.0), (3000, 1.0, 0.0), (0, 0.5, 0.0), (0, 1.0, 0.3), (60, 0.9, 0.01)]
+)
+@pytest.mark.parametrize("vocab", [300, 9001])
+def test_draws_are_the_same_whether_candidates_fit_their_list_or_not(monkeypatch, k, p, least, vocab):
+    """Rows of every kind: steep, flat, equal, stepped, banned but for few, one alone."""
+    monkeypatch.setattr(sampling, "LISTED", 64)  # 16 or 64 a chunk
+    monkeypatch.setattr(sampling, "PASS_BLOCK", 4096)  # fewer steps for the interpreter
+    g = gen(vocab + k)
+    logits = torch.randn(8, vocab, generator=g)
+    logits[0] *= 12
+    logits[1] *= 0.01
+    logits[2] = 1.5
+    logits[3] = (logits[3] * 2).round()
+    logits[4, 5:] = float("-inf")
+    logits[5, torch.arange(vocab) != vocab - 2] = float("-inf")
+    logits[6, -3:] = 30.0
+    for u in (torch.rand(8, generator=g), torch.tensor([1e-6, 1 - 2**-24]).repeat(4)):
+        found, expected = both("sample", logits=logits, u=u, **filters(8, k, p, least))
+        assert found[0].tolist() == expected[0].tolist()
+
+
+def test_a_list_that_is_long_enough_spares_the_whole_row(monkeypatch):
+    """The passes over a row are not entered where the list decides, and are where it cannot."""
+    entered = []
+
+    def passes(row_start, t, peak, vocab, k, limit, *_):
+        entered.append(int(k.handle.data.item()))
+        return search(row_start, t, peak, vocab, k, limit, *_)
+
+    search = sampling.search_row
+    monkeypatch.setattr(sampling, "search_row", passes)
+    monkeypatch.setattr(sampling, "PASS_BLOCK", 4096)
+    run = OPS["sample"].implementations["triton"].run
+    steep, flat = torch.randn(3, 9001, generator=gen()) * 4, torch.randn(3, 9001, generator=gen()) * 0.01
+    run(logits=steep, u=torch.rand(3), **filters(3, k=50, p=0.95))
+    run(logits=steep, u=torch.rand(3), **filters(3, least=0.05))
+    assert entered == []
+    run(logits=flat, u=torch.rand(3), **filters(3, k=8000))
+    assert entered == [8000] * 3
 
 
 def test_offsets_beyond_two_to_the_31():

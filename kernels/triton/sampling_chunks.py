@@ -1,0 +1,70 @@
+"""The first launch of sampling: what a chunk of a row's logits comes to, and which of them may be drawn."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+DEEPEST, SHRINK, SHALLOWEST = tl.constexpr(41.0), tl.constexpr(0.6), tl.constexpr(0.5)  # logits below the maximum
+
+
+@triton.jit
+def _list(x, i, peak, at, floors, counts, values, ids, ROOM: tl.constexpr):
+    """Keep what lies above a floor, in ascending order of ids: the deepest floor that leaves at most ROOM."""
+    depth = peak * 0.0 + DEEPEST
+    floor = peak - DEEPEST
+    count = tl.sum((x > floor).to(tl.int32), 0)
+    while (count > ROOM) & (depth > SHALLOWEST):
+        depth = depth * SHRINK
+        floor = peak - depth
+        count = tl.sum((x > floor).to(tl.int32), 0)
+    if count > ROOM:  # too many that are nearly equal: none is listed, and the floor says so
+        floor = peak
+        count = count * 0
+    kept = x > floor
+    to = at * ROOM + tl.cumsum(kept.to(tl.int32), 0) - 1
+    tl.store(values + to, x, mask=kept)
+    tl.store(ids + to, i, mask=kept)
+    tl.store(floors + at, floor)
+    tl.store(counts + at, count)
+
+
+@triton.jit
+def chunk_kernel(
+    logits,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    peaks,
+    best,
+    masses,
+    floors,
+    counts,
+    values,
+    ids,
+    vocab,
+    stride,
+    chunks,
+    CHUNK: tl.constexpr,
+    ROOM: tl.constexpr,
+):
+    """One chunk of a row. ``peaks``, ``best``, ``masses`` [rows, chunks]: its largest scaled logit, the lowest id that
+    has it, and sum(exp(scaled - largest)). Where the row has a filter, ``values`` and ``ids`` [rows, chunks, ROOM] list
+    its ``counts`` scaled logits above ``floors``.
+    """
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i = chunk * CHUNK + tl.arange(0, CHUNK)
+    t = tl.load(temperature + row)
+    filtered = (t != 0.0) & ((tl.load(top_k + row) > 0) | (tl.load(top_p + row) < 1.0) | (tl.load(min_p + row) > 0.0))
+    t = tl.where(t == 0.0, 1.0, t)
+    x = tl.load(logits + row * stride + i, mask=i < vocab, other=float("-inf"))
+    x = tl.div_rn(x, tl.broadcast_to(t, [CHUNK]))
+    peak = tl.max(x, 0)
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    at = row * chunks + chunk
+    tl.store(peaks + at, peak)
+    tl.store(best + at, tl.min(tl.where(x == peak, i, vocab - 1), 0))
+    tl.store(masses + at, tl.sum(tl.exp(x - base), 0))
+    if filtered:
+        _list(x, i, base, at, floors, counts, values, ids, ROOM)
