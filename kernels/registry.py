@@ -25,11 +25,12 @@ PRIORITY: dict[str, tuple[str, ...]] = {
 }
 COMPILED = ("triton", "cuda")  # by compilers and drivers that we do not know: not trusted unseen on a GPU
 _DECLARATIONS = ("norm", "rope", "activation", "embedding", "linear", "attention", "rope_kv_write", "moe", "sampling")
-_DECLARATIONS += ("linear_blocks",)
+_DECLARATIONS += ("linear_blocks", "lora")
 _IMPLEMENTATIONS = ("torch.dense", "torch.kv_write", "torch.attention", "torch.linear", "torch.moe", "torch.sampling")
+_IMPLEMENTATIONS += ("torch.lora",)
 _TRITON = (  # imported where triton is installed: on Linux
     *("norm", "activation", "rope", "embedding", "kv_write", "rope_kv_write", "attention"),
-    *("linear_group", "linear_row", "linear_block", "linear_fp4", "moe", "logits", "sampling"),
+    *("linear_group", "linear_row", "linear_block", "linear_fp4", "moe", "lora", "logits", "sampling"),
 )
 
 

@@ -7,32 +7,14 @@ query heads, 8 key heads of 128, feed-forward 14336, vocabulary 128256) and, whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-HALVES = ("bfloat16", "float16")
-CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-
-
-@dataclass(frozen=True)
-class Call:
-    """``make(dtype)`` returns the keyword arguments of ``op``, on the meta device; ``traits``: as a target has them."""
-
-    op: str
-    label: str
-    make: Callable[[torch.dtype], dict[str, Any]]
-    dtypes: tuple[str, ...] = HALVES
-    traits: Mapping[str, Any] = field(default_factory=dict)
-
-
-def empty(*shape: int, dtype: torch.dtype) -> Tensor:
-    """A tensor without memory."""
-    return torch.empty(shape, dtype=dtype, device="meta")
+from .manifest_call import CODES, Call, empty
+from .manifest_linears import linears
 
 
 def _rowwise() -> Iterator[Call]:
@@ -177,94 +159,6 @@ def _attention() -> Iterator[Call]:
                 yield Call("paged_attention", label, attend, traits=_cache_traits(form, dim))
 
 
-def _group_linear() -> Iterator[Call]:
-    forms = [
-        ("int4-g128", 4, 128, False, False),
-        ("int4-g32", 4, 32, False, False),
-        ("int4-minima", 4, 128, True, False),
-    ]
-    forms += [
-        ("int4-order", 4, 128, False, True),
-        ("int8-g128", 8, 128, False, False),
-        ("int2-g64", 2, 64, False, False),
-    ]
-    for label, bits, group, minima, order in forms:
-        for tokens in (1, 32, 64, 256, 2048) if label == "int4-g128" else (1, 256, 2048):
-
-            def make(dtype, bits=bits, group=group, minima=minima, order=order, tokens=tokens) -> dict[str, Any]:
-                groups, planes = 4096 // group, 8 // bits
-                return {
-                    "x": empty(tokens, 4096, dtype=dtype),
-                    "packed": empty(6144, 4096 // planes, dtype=torch.uint8),
-                    "scales": empty(6144, groups, dtype=torch.float16),
-                    "zeros": None if minima else empty(6144, groups, dtype=torch.uint8),
-                    "minima": empty(6144, groups, dtype=torch.float16) if minima else None,
-                    "bits": bits,
-                    "group_index": empty(4096, dtype=torch.int32) if order else None,
-                }
-
-            yield Call("linear_group_int", f"{label}-{tokens}", make, traits={"bits": bits})
-
-
-def _row_linear() -> Iterator[Call]:
-    for short, kind in CODES.items():
-        for tokens in (1, 64, 2048):
-
-            def make(dtype: torch.dtype, kind=kind, tokens=tokens) -> dict[str, Any]:
-                weight = {"weight": empty(6144, 4096, dtype=kind), "scales": empty(6144, dtype=torch.float32)}
-                return {"x": empty(tokens, 4096, dtype=dtype), "bias": empty(6144, dtype=dtype)} | weight
-
-            def ready(dtype: torch.dtype, kind=kind, tokens=tokens, make=make) -> dict[str, Any]:
-                args = {"codes": empty(tokens, 4096, dtype=kind), "row_scales": empty(tokens, dtype=torch.float32)}
-                return args | {k: v for k, v in make(dtype).items() if k != "x"} | {"dtype": dtype}
-
-            yield Call(f"linear_{short}", f"{tokens}", make)
-            yield Call(f"matmul_{short}", f"{tokens}", ready)
-
-
-def _block_linear() -> Iterator[Call]:
-    for tokens in (1, 64, 2048):
-
-        def tiles(dtype: torch.dtype, tokens=tokens) -> dict[str, Any]:
-            weight = {"weight": empty(6144, 4096, dtype=torch.float8_e4m3fn), "block": 128}
-            weight |= {"scales": empty(48, 32, dtype=torch.float32), "row_blocks": empty(6144, dtype=torch.int32)}
-            return {"x": empty(tokens, 4096, dtype=dtype), "bias": empty(6144, dtype=dtype)} | weight
-
-        yield Call("linear_block_fp8", f"{tokens}", tiles)
-    for form, group, kind in (("mxfp4", 32, torch.uint8), ("nvfp4", 16, torch.float8_e4m3fn)):
-        for tokens in (1, 32, 64, 256, 2048):
-
-            def fp4(dtype: torch.dtype, tokens=tokens, form=form, group=group, kind=kind) -> dict[str, Any]:
-                weight = {"packed": empty(6144, 2048, dtype=torch.uint8), "bias": empty(6144, dtype=dtype)}
-                factors = empty(6144, dtype=torch.float32) if form == "nvfp4" else None
-                weight |= {"scales": empty(6144, 4096 // group, dtype=kind), "row_scales": factors}
-                return {"x": empty(tokens, 4096, dtype=dtype)} | weight
-
-            yield Call("linear_fp4", f"{form}-{tokens}", fp4)
-
-
-def _moe() -> Iterator[Call]:
-    for label, count, top_k, hidden, inner in (("mixtral", 8, 2, 4096, 14336), ("qwen3-30b", 128, 8, 2048, 768)):
-        for tokens in (1, 64, 4096):
-
-            def route(dtype, count=count, top_k=top_k, tokens=tokens) -> dict[str, Any]:
-                logits = {"logits": empty(tokens, count, dtype=dtype)}
-                return logits | {"top_k": top_k, "scoring": "softmax", "norm_topk": True}
-
-            def experts(dtype, count=count, top_k=top_k, hidden=hidden, inner=inner, tokens=tokens) -> dict[str, Any]:
-                return {
-                    "x": empty(tokens, hidden, dtype=dtype),
-                    "experts": empty(tokens, top_k, dtype=torch.int64),
-                    "weights": empty(tokens, top_k, dtype=torch.float32),
-                    "gate_up": empty(count, 2 * inner, hidden, dtype=dtype),
-                    "down": empty(count, hidden, inner, dtype=dtype),
-                    "activation": "silu",
-                }
-
-            yield Call("moe_route", f"{label}-{tokens}", route)
-            yield Call("moe_experts", f"{label}-{tokens}", experts)
-
-
 def _sampling() -> Iterator[Call]:
     logits, one = {"logits": empty(64, 128256, dtype=torch.float32)}, ("float32",)
     column = empty(64, dtype=torch.float32)
@@ -284,7 +178,7 @@ def _sampling() -> Iterator[Call]:
 def calls() -> list[Call]:
     """All calls, family by family."""
     cache = (*_kv_write(), *_rope_kv_write(), *_attention())
-    return [*_rowwise(), *cache, *_group_linear(), *_row_linear(), *_block_linear(), *_moe(), *_sampling()]
+    return [*_rowwise(), *cache, *linears(), *_sampling()]
 
 
 # What the machine code of a kernel must show: "vector": 128-bit loads from global memory; "stores": 128-bit stores;
@@ -306,6 +200,8 @@ CLAIMS: dict[str, frozenset[str]] = {
     "combine_kernel": frozenset({"vector"}),
     "row_linear_kernel": frozenset({"async", "mma"}),
     "round_blocks_kernel": frozenset({"vector"}),
+    "lora_shrink_kernel": frozenset({"async", "mma"}),
+    "lora_expand_kernel": frozenset({"mma"}),
     "block_linear_kernel": frozenset({"async", "mma"}),
     "fp4_linear_kernel": frozenset({"async", "mma", "no conversion"}),
     "fp4_expand_kernel": frozenset({"stores"}),
