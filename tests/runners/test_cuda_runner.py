@@ -1,0 +1,288 @@
+"""The runner for GPUs on a CPU: graphs by ``tests/support/graphs.py``, Triton's kernels by its interpreter.
+
+The oracle is the torch runner, which ``test_parity.py`` compares with transformers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from toolkit.errors import UsageError
+from toolkit.runners.base import RunnerError, RunnerOptions
+from toolkit.runners.choose import open_model, open_runner
+from toolkit.runners.cuda.draws import uniforms
+from toolkit.runners.cuda.inputs import graph_rows
+from toolkit.runners.cuda.runner import CudaRunner
+from toolkit.runners.step import uniform
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@pytest.fixture(scope="session")
+def graphs(support):
+    return support("graphs")
+
+
+@pytest.fixture
+def pair(tiny_models, steps, graphs):
+    """``pair(family, triton ops …, **options)``: a driver over the runner for GPUs, its device, one over torch's."""
+
+    def make(family, *triton, model=None, blocks=64, **options):
+        settings = RunnerOptions(**({"dtype": "float32", "block_size": 16, "device": "cpu"} | options))
+        path = tiny_models(family, **(model or {}))
+        opened, device = open_model(path), graphs.CpuDevice()
+        runner = CudaRunner(opened.spec, opened.weights, settings, device, graphs.interpreted_ops(*triton))
+        oracle, _ = open_runner(path, backend="pytorch", options=settings)
+        return steps.Driver(device.watch(runner), blocks), device, steps.Driver(oracle, blocks)
+
+    return make
+
+
+def _prompt(length, seed=0):
+    return np.random.default_rng(seed).integers(3, 300, length).tolist()
+
+
+def _both(ours, oracle, new, **extra):
+    """One step of both; tokens must be the same. Returns our output."""
+    found, expected = ours.step(dict(new), **extra), oracle.step(dict(new), **extra)
+    assert found.tokens.tolist() == expected.tokens.tolist()
+    np.testing.assert_allclose(found.logits, expected.logits, **CLOSE)
+    np.testing.assert_allclose(found.hidden, expected.hidden, **CLOSE)
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "phi3", "internlm2", "mixtral"])
+def test_chunks_ragged_batches_and_padded_decode_steps_give_the_torch_runners_tokens(family, pair):
+    ours, device, oracle = pair(family)
+    numbers = [ours.add(long=family == "phi3" and i == 0) for i in range(3)]
+    assert [oracle.add(long=s.long) for s in ours.sequences] == numbers
+    _both(ours, oracle, {numbers[0]: _prompt(33, 1)}, want="all")
+    out = _both(ours, oracle, {numbers[0]: [5, 6], numbers[1]: _prompt(7, 2), numbers[2]: [9]})
+    for size in (3, 3, 1, 2, 3):  # of which 3 runs padded to 4, and 2 as it is
+        tokens = [*out.tokens[:, 0].tolist(), 4, 4]
+        out = _both(ours, oracle, {n: [t] for n, t in zip(numbers[:size], tokens, strict=False)})
+    assert device.captures >= 1 and device.replays >= 1
+    _both(ours, oracle, {n: [7] for n in numbers}, want="all")  # what the graphs wrote to the cache
+
+
+@pytest.mark.parametrize("policy", [8, 4, 16])
+def test_quantized_caches_through_graphs(policy, pair):
+    ours, device, oracle = pair("llama", "rope_kv_write", quant_policy=policy)
+    numbers = [ours.add(), ours.add()]
+    assert [oracle.add(), oracle.add()] == numbers
+    ours.step({numbers[0]: _prompt(20, 1), numbers[1]: _prompt(5, 2)})
+    oracle.step({numbers[0]: _prompt(20, 1), numbers[1]: _prompt(5, 2)})
+    for token in (5, 6, 7):
+        ours.step({n: [token] for n in numbers})
+        oracle.step({n: [token] for n in numbers})
+    assert device.replays > 0
+    new = {n: [8] for n in numbers}
+    np.testing.assert_allclose(ours.step(dict(new), "all").logits, oracle.step(dict(new), "all").logits, atol=2e-2)
+
+
+def test_all_that_triton_has_runs_through_graphs(pair):
+    ours, device, oracle = pair(
+        "gemma2", "embedding", "rope_kv_write", "rms_norm", "add_rms_norm", "act_and_mul", "sample"
+    )
+    number = ours.add()
+    assert oracle.add() == number
+    out = _both(ours, oracle, {number: [3, 4, 5]})
+    for _ in range(3):
+        out = _both(ours, oracle, {number: [int(out.tokens[0, 0])]})
+    assert device.replays == 2
+
+
+def test_tokens_of_the_step_before_are_read_on_the_device(pair, steps):
+    ours, device, oracle = pair("llama")
+    for driver in (ours, oracle):
+        driver.add(), driver.add()
+    rows = steps.sampling(2, temperature=0.9, seed=np.array([5, 6]), position=np.array([0, 0]))
+    handles = [ours.runner.submit(ours.batch({0: [3, 4], 1: [5, 6, 7]}, sampling=rows))]
+    for position in (1, 2, 3):  # each is submitted before anything is read; rows change places
+        rows = steps.sampling(2, temperature=0.9, seed=np.array([5, 6]), position=np.full(2, position))
+        new = {1: [0], 0: [0]} if position % 2 else {0: [0], 1: [0]}
+        source = np.array([1, 0], np.int32)
+        handles.append(ours.runner.submit(ours.batch(new, sampling=rows, from_previous=source)))
+    found = [h.result().tokens[:, 0].tolist() for h in handles]
+    rows = steps.sampling(2, temperature=0.9, seed=np.array([5, 6]), position=np.array([0, 0]))
+    expected = [oracle.step({0: [3, 4], 1: [5, 6, 7]}, sampling=rows).tokens[:, 0].tolist()]
+    for position in (1, 2, 3):
+        rows = steps.sampling(2, temperature=0.9, seed=np.array([5, 6]), position=np.full(2, position))
+        last = expected[-1][::-1]
+        new = dict(zip((1, 0) if position % 2 else (0, 1), ([t] for t in last), strict=True))
+        expected.append(oracle.step(new, sampling=rows).tokens[:, 0].tolist())
+    assert found == expected and device.replays >= 1
+
+
+def test_every_rule_of_sampling_gives_the_torch_runners_tokens(pair, steps):
+    ours, device, oracle = pair("llama")
+    count, vocab = 5, 320
+    for driver in (ours, oracle):
+        numbers = [driver.add() for _ in range(count)]
+    rng = np.random.default_rng(0)
+    new = {n: _prompt(3 + n, n) for n in numbers}
+    for position in range(4):
+        grammar = rng.integers(-(2**31), 2**31, (count, vocab // 32), dtype=np.int64).astype(np.int32)
+        rows = steps.sampling(
+            count,
+            temperature=np.array([0, 0.7, 1, 1.3, 0.9]),
+            top_k=np.array([0, 0, 9, 0, 30]),
+            top_p=np.array([1, 1, 1, 0.7, 0.9]),
+            min_p=np.array([0, 0, 0, 0, 0.05]),
+            repetition_penalty=np.array([1, 1.4, 1, 1, 1]),
+            frequency_penalty=np.array([0, 0, 0.5, 0, 0]),
+            seed=np.arange(count) * 977,
+            position=position,
+            logprobs=np.array([-1, 0, 3, -1, 2]),
+            history_ptr=np.array([0, 0, 2, 3, 3, 3], np.int32),
+            history_ids=np.array([7, 9, 11], np.int32),
+            history_count=np.array([1, 0, 2], np.int32),
+            bias_ptr=np.array([0, 1, 1, 1, 3, 3], np.int32),
+            bias_ids=np.array([5, 6, 7], np.int32),
+            bias_values=np.array([90, -np.inf, 3], np.float32),
+            grammar=grammar if position % 2 else None,
+        )
+        found, expected = (d.step(dict(new), sampling=rows) for d in (ours, oracle))
+        assert found.tokens.tolist() == expected.tokens.tolist()
+        np.testing.assert_allclose(found.logprob, expected.logprob, **CLOSE)
+        assert found.top_ids.tolist() == expected.top_ids.tolist()
+        np.testing.assert_allclose(found.top_logprobs, expected.top_logprobs, **CLOSE)
+        new = {n: [int(t)] for n, t in zip(numbers, found.tokens[:, 0], strict=True)}
+    assert device.replays >= 1
+
+
+def test_rows_come_back_as_asked(pair, steps):
+    ours, _, oracle = pair("llama")
+    extra = {
+        "logits_index": np.array([2, 0, 2], np.int32),
+        "hidden_index": np.array([1], np.int32),
+        "target_index": np.array([2, 1], np.int32),
+        "target_ids": np.array([8, 9], np.int32),
+        "sample_index": np.array([3], np.int32),
+    }
+    found, expected = (d.step({d.add(): [3, 4, 5, 6]}, **extra) for d in (ours, oracle))
+    for name in ("logits", "hidden", "target_logprobs"):
+        np.testing.assert_allclose(getattr(found, name), getattr(expected, name), **CLOSE)
+    assert found.tokens.dtype == np.int32 and found.tokens.tolist() == expected.tokens.tolist()
+    none = {name: np.zeros(0, np.int32) for name in extra}
+    empty = ours.step({0: [3]}, **none, sampling=steps.sampling(0))
+    assert empty.tokens.shape == (0, 1) and empty.logits.shape == (0, 320) and empty.bad_rows.shape == (0,)
+
+
+def test_copied_and_moved_blocks(pair):
+    ours, _, oracle = pair("llama")
+    prompt = _prompt(20, 3)
+    outputs = []
+    for driver in (ours, oracle):
+        source, twin = driver.add(), driver.add()
+        driver.step({source: prompt})
+        pairs = []
+        for block in driver.sequences[source].blocks[0]:
+            driver.sequences[twin].blocks[0].append(driver._free[0].pop(0))
+            pairs.append((block, driver.sequences[twin].blocks[0][-1]))
+        driver.sequences[twin].length = 20
+        copies = (np.asarray(pairs, np.int32),)
+        outputs.append(driver.step({source: [9], twin: [9]}, copy_blocks=copies).tokens.tolist())
+    assert outputs[0] == outputs[1] and outputs[0][0] == outputs[0][1]
+    moved = ours.runner.export_block(0, ours.sequences[0].blocks[0][0])
+    ours.runner.import_block(0, ours.sequences[1].blocks[0][0], moved)
+    with pytest.raises(RunnerError, match=r"expected .* bytes"):
+        ours.runner.import_block(0, 0, b"12")
+
+
+def test_rows_that_hold_no_numbers_are_named(pair):
+    ours, _, _ = pair("llama")
+    numbers = [ours.add(), ours.add()]
+    ours.step({n: [3, 4] for n in numbers})
+    with torch.inference_mode():
+        ours.runner._decoder.table[7] = float("nan")
+    assert ours.step({numbers[0]: [5], numbers[1]: [7]}).bad_rows.tolist() == [1]
+
+
+def test_memory_that_runs_out_fails_the_step_with_the_numbers(pair):
+    ours, device, _ = pair("llama")
+    number = ours.add()
+    ours.step({number: [3, 4]})
+    device.fail_step = True
+    with pytest.raises(
+        RunnerError, match=r"ran out of memory in a step of 1 sequences and 3 tokens: 8\.00 of 16\.00 GiB"
+    ):
+        ours.step({number: [5, 6, 7]})
+    assert ours.step({ours.add(): [3]}).counts.tolist() == [1]
+
+
+def test_without_memory_for_graphs_decode_steps_run_kernel_by_kernel(pair, caplog):
+    ours, device, oracle = pair("llama")
+    device.fail_capture = True
+    assert [ours.add(), oracle.add()] == [0, 0]
+    _both(ours, oracle, {0: [3, 4]})
+    for token in (5, 6, 7):
+        _both(ours, oracle, {0: [token]})
+    assert device.captures == 0 and "no memory is left to capture" in caplog.text
+
+
+def test_graphs_go_when_the_cache_goes(pair):
+    ours, device, oracle = pair("llama")
+    ours.add(), oracle.add()
+    for driver in (ours, oracle):
+        for ids in ([3, 4], [5], [6], [7]):
+            driver.step({0: ids})
+    before = device.captures
+    for driver in (ours, oracle):
+        driver.runner.release_cache()
+        driver.runner.allocate_cache((64,))
+        driver.free(0)
+    for ids in ([3, 4], [5], [6], [7]):
+        _both(ours, oracle, {0: ids})
+    assert device.captures > before
+    ours.runner.release_weights()
+    with pytest.raises(RunnerError, match="load_weights"):
+        ours.step({0: [6]})
+
+
+def test_wrong_batches_are_refused_and_the_next_step_runs(pair):
+    ours, _, _ = pair("llama")
+    with pytest.raises(RunnerError, match="token_ids"):
+        ours.step({ours.add(): [3, 400]})
+    assert ours.step({ours.add(): [3]}).counts.tolist() == [1]
+
+
+def test_options_that_cannot_be(tiny_models, graphs):
+    opened = open_model(tiny_models("llama"))
+    with pytest.raises(UsageError, match="quant_policy"):
+        options = RunnerOptions(device="cpu", quant_policy=5)
+        CudaRunner(opened.spec, opened.weights, options, graphs.CpuDevice(), graphs.interpreted_ops())
+
+
+def test_uniform_numbers_are_the_boundarys():
+    rng = np.random.default_rng(1)
+    seed = rng.integers(0, 2**64, 200, dtype=np.uint64)
+    position = rng.integers(0, 1 << 40, 200)
+    seed[:2], position[:2] = (0, 2**64 - 1), (0, 1)
+    expected = np.array([uniform(int(s), int(p)) for s, p in zip(seed, position, strict=True)], np.float32)
+    np.testing.assert_array_equal(uniforms(seed, position), expected)
+
+
+def test_sizes_of_graphs():
+    sizes = sorted({graph_rows(n) for n in range(1, 400)})
+    assert sizes[:8] == [1, 2, 4, 8, 16, 24, 32, 40] and all(graph_rows(n) >= n for n in range(1, 1000))
+    assert graph_rows(256) == 256 and graph_rows(257) == 288
+
+
+def test_memory_is_known_before_anything_is_loaded(pair):
+    ours, _, oracle = pair("qwen2")
+    need = ours.runner.memory()
+    assert need.block_bytes == oracle.runner.memory().block_bytes
+    assert need.weights == oracle.runner.memory().weights and 0 < need.free < 8 << 30
+
+
+def test_the_stand_in_has_the_methods_of_a_device(pair):
+    """The stand-in has every method of the device, and the device every method that is used."""
+    from toolkit.runners.cuda.device import CudaDevice
+
+    _, device, _ = pair("llama")
+    for name in ("working", "pinned", "mark", "capture", "memory", "trim", "trouble"):
+        assert callable(getattr(device, name)) and callable(getattr(CudaDevice, name))
+    assert torch.device("cpu") == device.torch

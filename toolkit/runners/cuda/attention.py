@@ -1,0 +1,75 @@
+"""The plan of a step's attention in memory of ours: made without waiting, and padded where a graph will read it.
+
+``kernels.triton.attention_plan`` cuts a step into tiles of work. Their number decides a launch's grid, which a graph
+fixes; so a graph gets room for more tiles than the step has, and those left over say that there is nothing to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from toolkit.kernels.triton.attention_plan import Tiles, cut, kind_of
+
+Heads = tuple[int, int]  # query heads a key head, bits of the cache
+NOTHING = -1  # the sequence of a tile without work
+
+
+@dataclass(frozen=True)
+class Cut:
+    """``items`` and ``merges`` as ``Tiles`` has them, on the host."""
+
+    items: np.ndarray
+    merges: np.ndarray
+    parts: int
+
+    def padded(self, items: int, merges: int) -> Cut:
+        """With as many more tiles and merges that do nothing."""
+        more = np.zeros((items - len(self.items), self.items.shape[1]), np.int32)
+        more[:, 0] = NOTHING
+        idle = np.zeros((merges - len(self.merges), self.merges.shape[1]), np.int32)
+        return Cut(np.concatenate([self.items, more]), np.concatenate([self.merges, idle]), items)
+
+
+def cut_decode(lengths: np.ndarray, window: int | None, heads: Heads, rows: int) -> Cut:
+    """Tiles of a step that adds one token to each sequence of ``lengths``; ``rows``: of a tile."""
+    starts = np.arange(len(lengths) + 1, dtype=np.int32)
+    return Cut(*cut(starts, lengths, window, *heads, rows))
+
+
+@dataclass
+class AttentionPlan:
+    """What ``paged_attention`` is given as its plan, for one cache group and window.
+
+    ``ready``: tiles that are on the device already; others are made when asked for and ``put`` there. ``rows``: how
+    many rows a tile of a decode step has, by heads; what is learnt is kept there.
+    """
+
+    table: Tensor
+    cu_seqlens: np.ndarray
+    seq_lens: np.ndarray
+    window: int | None
+    put: Callable[[dict[str, np.ndarray]], dict[str, Tensor]]
+    rows: dict[Heads, int]
+    ready: dict[Heads, Tiles] = field(default_factory=dict)
+
+    def give(self, heads: Heads, items: Tensor, merges: Tensor, parts: int) -> None:
+        """Tiles of a decode step that are on the device already; ``parts``: partial results there is room for."""
+        self.ready[heads] = Tiles(items, merges, parts, self.rows[heads], "decode")
+
+    def tiles(self, group: int, bits: int, block_rows: Callable[[str], int]) -> Tiles:
+        """See ``kernels.triton.attention_plan.Plan``."""
+        found = self.ready.get((group, bits))
+        if found is None:
+            kind = kind_of(np.diff(self.cu_seqlens), group)
+            rows = block_rows(kind)
+            if kind == "decode":
+                self.rows[group, bits] = rows
+            made = Cut(*cut(self.cu_seqlens, self.seq_lens, self.window, group, bits, rows))
+            on_device = self.put({"items": made.items, "merges": made.merges})
+            found = Tiles(on_device["items"], on_device["merges"], made.parts, rows, kind)
+            self.ready[group, bits] = found
+        return found

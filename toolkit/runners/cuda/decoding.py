@@ -1,0 +1,86 @@
+"""Decode steps as captured graphs."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from toolkit.runners.cuda.device import Device, Replay
+from toolkit.runners.cuda.inputs import DecodeArrays, GraphKey
+from toolkit.runners.cuda.staging import Layout, send
+
+log = logging.getLogger(__name__)
+MOST_GRAPHS = 192  # kept; the ones that were not used for longest go
+
+# The body of a step: it reads the views it is given, and returns logits where it does not draw.
+Body = Callable[[dict[str, Tensor], DecodeArrays, GraphKey], Tensor | None]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """``buffer`` is what the graph reads its step's arrays from; ``logits`` what it leaves, where it does not draw."""
+
+    layout: Layout
+    buffer: Tensor
+    replay: Replay
+    logits: Tensor | None
+
+
+@dataclass
+class Graphs:
+    """Graphs by key, captured when a key comes for the first time; a device without them runs steps one by one.
+
+    ``body``: of every step. All graphs share the pool of their intermediate results: what one leaves is overwritten by
+    the next.
+    """
+
+    device: Device
+    body: Body
+    enabled: bool = True
+    _graphs: OrderedDict[GraphKey, Graph] = field(default_factory=OrderedDict)
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def clear(self) -> None:
+        """Forget all graphs: something that they read or write has moved."""
+        self._graphs.clear()
+
+    def run(self, made: DecodeArrays) -> tuple[Tensor | None, Callable[[], None] | None]:
+        """Submit a step: (its logits, where it does not draw; what captures it once its results are on their way).
+
+        The second is None where the step was replayed.
+        """
+        key = made.key()
+        arrays = made.padded(key)
+        graph = self._graphs.get(key)
+        if graph is not None:
+            self._graphs.move_to_end(key)
+            send(arrays, graph.layout, graph.buffer, self.device)
+            graph.replay()
+            return graph.logits, None
+        layout = Layout.of(arrays)
+        buffer = torch.empty(layout.size, dtype=torch.uint8, device=self.device.torch)
+        send(arrays, layout, buffer, self.device)
+        logits = self.body(layout.views(buffer), made, key)
+        capture = self.enabled and bool(key.tiles)  # without tiles: it is not known yet how attention cuts a step
+        return logits, (lambda: self._capture(key, made, layout, buffer)) if capture else None
+
+    def _capture(self, key: GraphKey, made: DecodeArrays, layout: Layout, buffer: Tensor) -> None:
+        left: list[Tensor | None] = []
+        views = layout.views(buffer)
+        try:
+            replay = self.device.capture(lambda: left.append(self.body(views, made, key)))
+        except self.device.trouble() as error:
+            self.enabled = False
+            self.clear()
+            log.warning("no memory is left to capture decode steps: they run kernel by kernel (%s)", error)
+            return
+        while len(self._graphs) >= MOST_GRAPHS:
+            self._graphs.popitem(last=False)
+        self._graphs[key] = Graph(layout, buffer, replay, left[0])

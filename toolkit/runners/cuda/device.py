@@ -1,0 +1,101 @@
+"""What a runner asks of its GPU beside tensors: pinned memory, marks in its stream, captured graphs, free memory.
+
+Tests put another class with these methods in its place, so that everything else runs on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Replay = Callable[[], None]
+
+
+class Mark(Protocol):
+    """A point in the device's work."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has come to it."""
+
+
+class Device(Protocol):
+    """``torch``: the device of tensors; ``capability``: compute capability as 80, 90 …, None where there is none."""
+
+    torch: torch.device
+    capability: int | None
+
+    def working(self) -> Any:
+        """A context; work started inside is done in order, and not waited for."""
+
+    def pinned(self, size: int) -> tuple[Tensor, np.ndarray]:
+        """``size`` bytes of host memory that the device reads and writes by itself, as a tensor and as an array.
+
+        It is given out again only when copies from and to it are done and nobody holds it.
+        """
+
+    def mark(self) -> Mark: ...
+
+    def capture(self, run: Callable[[], None]) -> Replay:
+        """Record the device's work of ``run`` without doing it; what is returned does it, at the same addresses."""
+
+    def memory(self) -> tuple[int, int]:
+        """Free and total bytes."""
+
+    def trim(self) -> None:
+        """Give memory that is held in reserve back."""
+
+    def trouble(self) -> type[Exception]:
+        """What is raised where memory runs out."""
+
+
+class CudaDevice:
+    """A ``Device`` by torch. All work goes to one stream of its own; graphs share one pool, since they run in turn."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.torch = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        major, minor = torch.cuda.get_device_capability(self.torch)
+        self.capability: int | None = 10 * major + minor
+        self._stream = torch.cuda.Stream(self.torch)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Inside, the runner's stream is current."""
+        with torch.cuda.device(self.torch), torch.cuda.stream(self._stream):
+            yield
+
+    def pinned(self, size: int) -> tuple[Tensor, np.ndarray]:
+        """From torch's caching allocator, which knows the copies that are under way."""
+        held = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return held, held.numpy()
+
+    def mark(self) -> Mark:
+        """An event behind everything submitted so far."""
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def capture(self, run: Callable[[], None]) -> Replay:
+        """A CUDA graph. Everything in it must have run before, so that nothing is compiled or set up on the way."""
+        torch.cuda.synchronize(self.torch)
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            run()
+        finally:
+            graph.capture_end()
+        return graph.replay
+
+    def memory(self) -> tuple[int, int]:
+        return torch.cuda.mem_get_info(self.torch)
+
+    def trim(self) -> None:
+        torch.cuda.empty_cache()
+
+    def trouble(self) -> type[Exception]:
+        return torch.cuda.OutOfMemoryError

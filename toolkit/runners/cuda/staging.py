@@ -1,0 +1,92 @@
+"""Many small arrays in one copy to the device, and several tensors back in a few."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toolkit.runners.cuda.device import Device, Mark
+
+ALIGNMENT = 16  # of every array's address: kernels are compiled for it
+_TYPES: dict[np.dtype, torch.dtype] = {
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.uint8): torch.uint8,
+}
+_BACK: dict[torch.dtype, np.dtype] = {v: k for k, v in _TYPES.items()}
+
+
+@dataclass(frozen=True)
+class Field:
+    """Where an array lies in a buffer."""
+
+    start: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def stop(self) -> int:
+        return self.start + int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Arrays by name, one after another in a buffer of ``size`` bytes."""
+
+    fields: dict[str, Field]
+    size: int
+
+    @staticmethod
+    def of(arrays: Mapping[str, np.ndarray]) -> Layout:
+        """Room for arrays of these shapes and dtypes."""
+        fields, at = {}, 0
+        for name, array in arrays.items():
+            fields[name] = Field(at, array.shape, array.dtype)
+            at += -(-(fields[name].stop - at) // ALIGNMENT) * ALIGNMENT
+        return Layout(fields, max(at, ALIGNMENT))
+
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """Tensors over a uint8 ``buffer``, which is not copied."""
+        return {name: buffer[f.start : f.stop].view(_TYPES[f.dtype]).view(f.shape) for name, f in self.fields.items()}
+
+
+def send(arrays: Mapping[str, np.ndarray], layout: Layout, buffer: Tensor, device: Device) -> None:
+    """Write ``arrays``, which must fit ``layout``, to ``buffer`` by one copy that is not waited for."""
+    host, raw = device.pinned(layout.size)
+    for name, field in layout.fields.items():
+        array = arrays[name]
+        assert array.shape == field.shape and array.dtype == field.dtype, (name, array.shape, field)
+        raw[field.start : field.stop].view(field.dtype).reshape(field.shape)[...] = array
+    buffer.copy_(host, non_blocking=True)
+
+
+def put(arrays: Mapping[str, np.ndarray], device: Device) -> dict[str, Tensor]:
+    """``arrays`` in fresh memory of the device, by one copy that is not waited for."""
+    layout = Layout.of(arrays)
+    buffer = torch.empty(layout.size, dtype=torch.uint8, device=device.torch)
+    send(arrays, layout, buffer, device)
+    return layout.views(buffer)
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """Tensors on their way to the host. ``arrays``: valid once ``mark`` is reached."""
+
+    arrays: dict[str, np.ndarray]
+    mark: Mark
+
+
+def fetch(tensors: Mapping[str, Tensor], device: Device) -> Fetched:
+    """Start copying contiguous ``tensors`` to pinned memory."""
+    arrays = {}
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        host, raw = device.pinned(size)
+        host.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+        arrays[name] = raw.view(_BACK[tensor.dtype]).reshape(tensor.shape)
+    return Fetched(arrays, device.mark())

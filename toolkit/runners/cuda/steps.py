@@ -1,0 +1,152 @@
+"""Running steps: decode steps through graphs, all others kernel by kernel. Nothing here waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toolkit.models.spec import DecoderSpec
+from toolkit.runners.base import RunnerError
+from toolkit.runners.cuda.attention import AttentionPlan, Heads
+from toolkit.runners.cuda.decoding import Graphs
+from toolkit.runners.cuda.device import Device
+from toolkit.runners.cuda.draws import plain
+from toolkit.runners.cuda.inputs import (
+    DecodeArrays,
+    GraphKey,
+    Kind,
+    decode_arrays,
+    is_decode,
+    table_arrays,
+    tile_name,
+    token_arrays,
+)
+from toolkit.runners.cuda.output import Pending
+from toolkit.runners.cuda.rope import RopeTables
+from toolkit.runners.cuda.rows import produce
+from toolkit.runners.cuda.sampler import sample_rows
+from toolkit.runners.cuda.staging import fetch, put
+from toolkit.runners.step import StepBatch
+from toolkit.runners.torch.cache import KVCache
+from toolkit.runners.torch.checks import check_batch, check_sampling
+from toolkit.runners.torch.context import StepContext
+from toolkit.runners.torch.decoder import Decoder
+
+MOST_SAMPLED = 8192  # rows whose tokens the next step may refer to
+
+Plans = dict[Kind, AttentionPlan]
+
+
+class Steps:
+    """One model and one cache at work. ``graphs``: whether decode steps may be captured."""
+
+    def __init__(self, spec: DecoderSpec, decoder: Decoder, cache: KVCache, device: Device, graphs: bool) -> None:
+        self.spec, self.decoder, self.cache, self.device = spec, decoder, cache, device
+        self.graphs = Graphs(device, self._decode_body, enabled=graphs)
+        self._rope = RopeTables({a.rope for _, a in spec.attention_layers() if a.rope is not None}, device.torch)
+        self._tile_rows: dict[Kind, dict[Heads, int]] = {(a.group, a.window): {} for _, a in spec.attention_layers()}
+        self._previous = torch.zeros(MOST_SAMPLED, dtype=torch.int64, device=device.torch)
+        self._best = torch.zeros(MOST_SAMPLED, dtype=torch.float32, device=device.torch)
+        self._sampled = 0  # rows of the step before
+
+    def submit(self, batch: StepBatch, explain: Callable[[Exception, StepBatch], RunnerError]) -> Pending:
+        """Queue a step. Raises RunnerError for a batch that cannot be."""
+        self._check(batch)
+        self._copy_blocks(batch)
+        if self._rope.reach(int(batch.positions.max())):
+            self.graphs.clear()
+        if is_decode(batch):
+            tensors, capture = self._decode(batch)
+        else:
+            tensors, capture = self._mixed(batch), None
+        self._sampled = rows = len(batch.sample_index)
+        found = fetch(tensors, self.device)
+        if capture is not None:
+            capture()
+        spec = self.spec
+        return Pending(found, rows, spec.vocab_size, spec.hidden_size, lambda error: explain(error, batch))
+
+    def _check(self, batch: StepBatch) -> None:
+        check_batch(batch, self.spec, self.cache.num_blocks, self.cache.block_size, self._sampled)
+        check_sampling(batch, self.spec.vocab_size)
+        if len(batch.sample_index) > MOST_SAMPLED:
+            raise RunnerError(f"sample_index: expected at most {MOST_SAMPLED} rows, found {len(batch.sample_index)}")
+
+    def _copy_blocks(self, batch: StepBatch) -> None:
+        """All sources are read before any destination is written."""
+        for group, pairs in enumerate(batch.copy_blocks):
+            if not len(pairs):
+                continue
+            moves = put({"source": pairs[:, 0].astype(np.int64), "target": pairs[:, 1].astype(np.int64)}, self.device)
+            for index, attention in self.spec.attention_layers():
+                if attention.group == group:
+                    for tensor in self.cache.layers[index].tensors():
+                        tensor.index_copy_(0, moves["target"], tensor.index_select(0, moves["source"]))
+
+    # -- decode steps
+
+    def _decode(self, batch: StepBatch) -> tuple[dict[str, Tensor], Callable[[], None] | None]:
+        """One token for every sequence: (results on the device, what captures the step afterwards)."""
+        n, draws = len(batch.seq_lens), plain(batch.sampling)
+        spare, size = self.cache.num_blocks, self.cache.block_size
+        made = decode_arrays(batch, self.spec, spare, size, self._rope.offset, self._tile_rows, draws)
+        logits, capture = self.graphs.run(made)
+        if logits is None:
+            return {"tokens": self._previous[:n], "best": self._best[:n]}, capture
+        sampled = sample_rows(logits[:n], batch.sampling, self.decoder.ops, self.device)
+        self._previous[:n].copy_(sampled.tokens)
+        return sampled.tensors(), capture
+
+    def _decode_body(self, t: dict[str, Tensor], made: DecodeArrays, key: GraphKey) -> Tensor | None:
+        """What a graph holds: everything from token ids to logits, and drawing where that is all there is to do."""
+        plans = self._plans(t, np.arange(key.rows + 1, dtype=np.int32), made.lengths)
+        for kind, heads, room in key.tiles:
+            items, merges = t[tile_name("items", kind, heads)], t[tile_name("merges", kind, heads)]
+            plans[kind].give(heads, items, merges, room)
+        x, delta = self._layers(self._embed(t), t, plans, made.batch)
+        logits = self.decoder.logits(self.decoder.hidden(x, delta, None))
+        if not made.draws:
+            return logits
+        columns = (t[name] for name in ("temperature", "top_k", "top_p", "min_p", "u"))
+        self._previous[: key.rows].copy_(self.decoder.ops.sample(logits, *columns))
+        torch.amax(logits, -1, out=self._best[: key.rows])
+        return None
+
+    # -- any step
+
+    def _mixed(self, batch: StepBatch) -> dict[str, Tensor]:
+        """Prompts, or rows that a graph does not return: kernel by kernel."""
+        arrays = token_arrays(batch, self.spec, self._rope.offset) | table_arrays(batch)
+        if batch.embeds is not None and len(batch.embed_index):
+            arrays |= {"embeds": batch.embeds, "embed_index": batch.embed_index.astype(np.int64)}
+        t = put(arrays, self.device)
+        x = self._embed(t)
+        if "embeds" in t:
+            x = x.index_copy(0, t["embed_index"], t["embeds"].to(x.dtype))
+        x, delta = self._layers(x, t, self._plans(t, batch.cu_seqlens, batch.seq_lens), batch)
+        found = produce(self.decoder, x, delta, batch, self.device)
+        if "tokens" in found:
+            self._previous[: len(batch.sample_index)].copy_(found["tokens"])
+        return found
+
+    def _embed(self, t: dict[str, Tensor]) -> Tensor:
+        source = t["source"]
+        taken = self._previous.index_select(0, source.clamp(min=0))
+        return self.decoder.embed(torch.where(source >= 0, taken, t["ids"]))
+
+    def _plans(self, t: dict[str, Tensor], starts: np.ndarray, lengths: np.ndarray) -> Plans:
+        def send(arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
+            return put(arrays, self.device)
+
+        return {
+            kind: AttentionPlan(t[f"table{kind[0]}"], starts, lengths, kind[1], send, rows)
+            for kind, rows in self._tile_rows.items()
+        }
+
+    def _layers(self, x: Tensor, t: dict[str, Tensor], plans: Plans, batch: StepBatch) -> tuple[Tensor, Tensor | None]:
+        slots = [t[f"slots{group}"] for group in range(len(self.spec.cache_groups))]
+        context = StepContext(batch, self.cache, slots, self._rope.take(t["rope"]), dict(plans))
+        return self.decoder.run(x, context)
