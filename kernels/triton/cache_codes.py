@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .codes import round_even
+from .float_codes import e4m3_as_fp16
 
 E4M3_UNIT = 256.0  # what numbers of ``float8`` are to be multiplied by in form e4m3; 1 in e5m2
 
@@ -52,17 +53,6 @@ FROM_E5M2 = tl.constexpr("""{
 prmt.b32 $0, $2, 0, 0x1404;
 prmt.b32 $1, $2, 0, 0x3424;
 }""")
-FROM_E4M3 = tl.constexpr("""{
-.reg .b32 s, t;
-prmt.b32 $0, $2, 0, 0x1404;
-prmt.b32 $1, $2, 0, 0x3424;
-and.b32 s, $0, 0x80008000;
-shr.u32 t, $0, 1;
-lop3.b32 $0, t, 0x3F803F80, s, 0xEA;
-and.b32 s, $1, 0x80008000;
-shr.u32 t, $1, 1;
-lop3.b32 $1, t, 0x3F803F80, s, 0xEA;
-}""")
 
 
 @triton.jit
@@ -82,18 +72,12 @@ def six_bits(low, high, QUARTER: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.cons
 @triton.jit
 def float8(codes, FORM: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """Bytes as DTYPE (fp16 or float32), exactly: the numbers in form e5m2, 1/256 of them in e4m3; NaN is 480 there."""
-    if ASM:
-        if FORM == "e5m2":
-            h = tl.inline_asm_elementwise(FROM_E5M2, "=&r,=&r,r", [codes], tl.float16, is_pure=True, pack=4)
-        else:
-            h = tl.inline_asm_elementwise(FROM_E4M3, "=&r,=&r,r", [codes], tl.float16, is_pure=True, pack=4)
+    if FORM == "e4m3":
+        h = e4m3_as_fp16(codes, ASM)
+    elif ASM:
+        h = tl.inline_asm_elementwise(FROM_E5M2, "=&r,=&r,r", [codes], tl.float16, is_pure=True, pack=4)
     else:
-        wide = codes.to(tl.int32)
-        if FORM == "e5m2":
-            wide = wide << 8
-        else:
-            wide = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-        h = wide.to(tl.int16).to(tl.float16, bitcast=True)
+        h = (codes.to(tl.int32) << 8).to(tl.int16).to(tl.float16, bitcast=True)
     return h.to(DTYPE)
 
 
@@ -107,7 +91,7 @@ def float8_bytes(x, FORM: tl.constexpr):
     bits = size.to(tl.int32, bitcast=True)
     CUT: tl.constexpr = 23 - MANTISSA
     normal = ((bits + ((1 << (CUT - 1)) - 1) + ((bits >> CUT) & 1)) >> CUT) - ((LEAST + 126) << MANTISSA)
-    tiny = round_even(size * 2.0 ** (MANTISSA - LEAST)).to(tl.int32)
+    tiny = round_even(tl.minimum(size, 2.0**LEAST) * 2.0 ** (MANTISSA - LEAST)).to(tl.int32)
     code = tl.where(size < 2.0**LEAST, tiny, normal)
     code = tl.where(x == x, code, 0x7F)
     sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80

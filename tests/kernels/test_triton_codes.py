@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from toolkit.kernels.reference.linear_blocks import FP4_VALUES
-from toolkit.kernels.triton import codes, float_codes
+from toolkit.kernels.triton import cache_codes, codes, float_codes
 
 WORDS = np.arange(1 << 16, dtype=np.uint32)
 
@@ -24,9 +24,9 @@ def packed(values: torch.Tensor) -> np.ndarray:
     return values.contiguous().view(torch.int16).numpy().view(np.uint32).reshape(-1)
 
 
-def run(assembly: str, word: np.ndarray) -> list[np.ndarray]:
-    """Registers $0 and $1 after ``assembly`` with ``word`` in $2."""
-    registers: dict[str, np.ndarray] = {"$2": word}
+def run(assembly: str, word: np.ndarray, other: np.ndarray | None = None) -> list[np.ndarray]:
+    """Registers $0 and $1 after ``assembly`` with ``word`` in $2 and ``other`` in $3."""
+    registers: dict[str, np.ndarray] = {"$2": word} | ({} if other is None else {"$3": other})
 
     def value(name: str) -> np.ndarray:
         if name in registers:
@@ -44,6 +44,9 @@ def run(assembly: str, word: np.ndarray) -> list[np.ndarray]:
             result = a[0] & a[1]
         elif name == "or.b32":
             result = a[0] | a[1]
+        elif name == "lop3.b32":
+            assert sources[3] == "0xEA"
+            result = a[0] & a[1] | a[2]
         elif name == "shr.u32":
             result = a[0] >> a[1]
         elif name == "shl.b32":
@@ -97,3 +100,22 @@ def test_every_e4m3_number_becomes_an_fp16_of_a_256th():
     numbers = (stored & 0x7F) != 0x7F
     expected = stored.view(torch.float8_e4m3fn).float()
     assert torch.equal(found.float()[numbers] * 256, expected[numbers]) and (found[~numbers].abs() == 1.875).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("quarter", range(4))
+def test_every_six_bit_code_is_put_together_exactly(dtype, quarter):
+    g = np.random.default_rng(quarter)
+    low, high = (g.permutation(WORDS) << 16 | g.permutation(WORDS) for _ in range(2))
+    assembly = cache_codes.six_bits_assembly.fn(quarter, dtype == torch.float16)
+    found = torch.cat([halves(r, dtype) for r in run(assembly, low.astype(np.uint32), high.astype(np.uint32))], dim=1)
+    nibbles, pairs = (torch.from_numpy(w.astype("<u4").view(np.uint8).reshape(-1, 4).copy()) for w in (low, high))
+    nibble = nibbles & 15 if quarter < 2 else nibbles >> 4
+    assert torch.equal(found.float(), (nibble | (pairs >> 2 * quarter & 3) << 4).float())
+
+
+def test_every_e5m2_number_becomes_itself():
+    found = torch.cat([halves(r, torch.float16) for r in run(cache_codes.FROM_E5M2.value, WORDS << 16 | WORDS)], dim=1)
+    stored = torch.from_numpy((WORDS << 16 | WORDS).astype("<u4").view(np.uint8).reshape(-1, 4).copy())
+    expected = stored.view(torch.float8_e5m2).float()
+    assert torch.equal(found.float().nan_to_num(1e6), expected.nan_to_num(1e6))

@@ -9,18 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.kernels import registry
-from toolkit.kernels.reference.attention import random_cache
+from toolkit.kernels.reference.attention import random_cache, slots_of
 from toolkit.kernels.reference.linear import pack_codes
 from toolkit.kernels.triton import attention_plan, linear_group, sampling
 
 OPS = registry.load()
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def both(name, **inputs):
     """(triton's result, the reference's), each on its own copy of the inputs; mutated arguments are appended."""
     results = []
     for run in (OPS[name].implementations["triton"].run, OPS[name].reference):
-        mine = {k: v.clone() if k in OPS[name].mutates else v for k, v in inputs.items()}
+        mine = {k: v.clone() if k in OPS[name].mutates and v is not None else v for k, v in inputs.items()}
         out = run(**mine)
         results.append([*(out if isinstance(out, tuple) else [out]), *(mine.get(k) for k in OPS[name].mutates)])
     return results
@@ -29,6 +30,8 @@ def both(name, **inputs):
 def close(name, tolerance=2e-5, **inputs):
     for found, expected in zip(*both(name, **inputs), strict=True):
         if expected is not None:
+            if expected.dtype in (E4M3, E5M2):
+                found, expected = found.float(), expected.float()
             torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
@@ -55,12 +58,12 @@ def test_a_constant_head_and_a_head_with_nan_are_stored_like_the_reference():
         assert torch.equal(a.float().nan_to_num(-1), b.float().nan_to_num(-1))
 
 
-def attention_inputs(new, total, heads, kv_heads, dim, bits, page, seed=0, window=None, poison=True):
-    """A ragged batch over a shuffled cache; slots that belong to nobody hold NaN where the cache is floating point."""
+def attention_inputs(new, total, heads, kv_heads, dim, bits, page, seed=0, window=None, kind=torch.float32):
+    """A ragged batch over a shuffled cache; slots that belong to nobody hold NaN, in the cache or its parameters."""
     g = gen(seed)
     per_sequence = -(-max(total) // page)
     blocks = per_sequence * len(total) + 1
-    cache = random_cache(blocks, page, kv_heads, dim, bits, torch.float32, "cpu", g)
+    cache = random_cache(blocks, page, kv_heads, dim, bits, kind, "cpu", g)
     order = torch.randperm(blocks, generator=g).int().numpy()
     table = np.full((len(total), per_sequence + 1), -1, np.int32)
     owned = torch.zeros(blocks * page, dtype=torch.bool)
@@ -71,29 +74,80 @@ def attention_inputs(new, total, heads, kv_heads, dim, bits, page, seed=0, windo
         table[i, : first // page] = -1
         where = np.arange(first, n)
         owned[torch.from_numpy(table[i][where // page].astype(np.int64) * page + where % page)] = True
-    if poison:
-        for name in ("k_cache", "v_cache") if bits == 0 else ("k_params", "v_params"):
-            cache[name].flatten(0, 1)[~owned] = float("nan")
+    for name in ("k_cache", "v_cache") if bits == 0 else ("k_params", "v_params"):
+        slots_of(cache[name])[~owned] = float("nan") if kind == torch.float32 else 0x7F
     q = torch.randn(sum(new), heads, dim, generator=g)
     lengths = {"cu_seqlens": np.cumsum([0, *new], dtype=np.int32), "seq_lens": np.asarray(total, np.int32)}
-    return {"q": q, "block_table": table, "scale": dim**-0.5, "bits": bits, "window": window} | cache | lengths
+    scales = {} if kind == torch.float32 else {"k_scale": 0.9, "v_scale": 2.5}
+    return {"q": q, "block_table": table, "scale": dim**-0.5, "bits": bits, "window": window} | cache | lengths | scales
 
 
-@pytest.mark.parametrize("bits", [0, 8, 4])
+@pytest.mark.parametrize("bits, kind", [(0, torch.float32), (8, torch.float32), (4, torch.float32), (0, E4M3)])
 @pytest.mark.parametrize("page", [16, 64])
 @pytest.mark.parametrize("window", [None, 70])
-def test_attention_over_several_ranges_is_merged(monkeypatch, bits, page, window):
+def test_attention_over_several_ranges_is_merged(monkeypatch, bits, kind, page, window):
     monkeypatch.setattr(attention_plan, "DECODE_KEYS", {0: 64, 8: 64, 4: 64})
     monkeypatch.setattr(attention_plan, "PROMPT_KEYS", 128)
-    inputs = attention_inputs((1, 1, 9, 1), (200, 64, 150, 129), 6, 2, 64, bits, page, window=window)
+    inputs = attention_inputs((1, 1, 9, 1), (200, 64, 150, 129), 6, 2, 64, bits, page, window=window, kind=kind)
     sinks = torch.randn(6, generator=gen(9))
     close("paged_attention", tolerance=1e-4, **inputs, sinks=sinks)
 
 
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
 def test_attention_of_every_head_dim_over_pages_of_the_engine(dim):
-    for bits in (0, 4):
-        close("paged_attention", tolerance=1e-4, **attention_inputs((1, 20), (65, 70), 4, 1, dim, bits, 64, seed=dim))
+    for bits, kind in ((0, torch.float32), (4, torch.float32), (8, torch.float32), (0, E5M2)):
+        inputs = attention_inputs((1, 20), (65, 70), 4, 1, dim, bits, 64, seed=dim, kind=kind)
+        close("paged_attention", tolerance=1e-4, **inputs)
+
+
+def test_queries_turned_by_the_write_are_not_turned_again():
+    """What the write returns goes into attention with keys of its own, for every form of the cache."""
+    for bits, kind in ((0, torch.float32), (8, torch.float32), (4, torch.float32), (0, E4M3)):
+        inputs = attention_inputs((7,), (7,), 4, 2, 64, bits, 16, kind=kind)
+        inputs["block_table"] = np.array([[1, 0]], np.int32)
+        g = gen(bits)
+        new = {name: torch.randn(7, heads, 64, generator=g) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
+        angle = torch.rand(7, 32, generator=g) * 9
+        told = {n: inputs[n] for n in inputs if n.startswith(("k_", "v_")) or n == "bits"}
+        write = {"slot_mapping": torch.arange(16, 23), "cos": angle.cos(), "sin": angle.sin()} | told
+        results = []
+        for family in ("triton", "reference"):
+            cache = {n: t.clone() if isinstance(t, torch.Tensor) else t for n, t in told.items()}
+            q = OPS["rope_kv_write"].implementations[family].run(**(new | write | cache))
+            found = OPS["paged_attention"].implementations[family].run(**(inputs | cache | {"q": q, "turned": True}))
+            results.append(found)
+        torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
+        if bits == 4:
+            plain = inputs | cache | {"q": OPS["rope"].reference(new["q"], angle.cos(), angle.sin())}
+            torch.testing.assert_close(OPS["paged_attention"].reference(**plain), results[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bits, kind", [(0, torch.float32), (8, torch.float32), (4, torch.float32), (0, E4M3)])
+def test_slices_of_a_projection_go_through_the_fused_write(bits, kind):
+    g = gen(bits)
+    qkv = torch.randn(6, 10 * 96, generator=g).unflatten(1, (10, 96))
+    q, k, v = qkv.split([6, 2, 2], dim=1)
+    angle = torch.rand(6, 16, generator=g) * 9
+    weights = {name: torch.rand(96, generator=g) + 0.5 for name in ("q_weight", "k_weight")}
+    cache = random_cache(2, 16, 2, 96, bits, kind, "cpu", g) | {"slot_mapping": torch.tensor([3, 0, 31, 7, 9, 16])}
+    inputs = {"q": q, "k": k, "v": v, "cos": angle.cos(), "sin": angle.sin(), "bits": bits, "eps": 1e-5}
+    close("rope_kv_write", **inputs, **cache, **weights)
+
+
+@pytest.mark.parametrize("kind", [E4M3, E5M2])
+def test_float8_is_rounded_like_torch_rounds(kind):
+    """All values between neighbouring numbers and at their midpoints, the smallest and what is too large."""
+    codes = torch.arange(256, dtype=torch.uint8).view(kind).float()
+    finite = codes[codes.isfinite()].sort().values
+    middle = (finite[1:] + finite[:-1]) / 2
+    x = torch.cat([finite, middle, middle * (1 + 2**-20), middle * (1 - 2**-20), torch.tensor([1e6, -1e6, 0.0, -0.0])])
+    x = torch.nn.functional.pad(x, (0, -len(x) % 64)).view(-1, 1, 64)
+    cache = torch.zeros(2, 1, -(-len(x) // 16) * 16, 1, 64).to(kind)
+    inputs = {"k": x, "v": -x, "k_cache": cache[0], "v_cache": cache[1], "slot_mapping": torch.arange(len(x))}
+    found, expected = both("kv_write", **inputs)
+    for a, b in zip(found[1:3], expected[1:3], strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    assert found[1].float().abs().max() == torch.finfo(kind).max
 
 
 def test_a_tokens_result_does_not_depend_on_its_batch():
@@ -256,19 +310,37 @@ def test_a_list_that_is_long_enough_spares_the_whole_row(monkeypatch):
     assert entered == [8000] * 3
 
 
-def test_offsets_beyond_two_to_the_31():
-    """On memory that is only touched where something is written."""
-    blocks = 2**31 // (64 * 2 * 64) + 2  # of 64 slots, 2 heads of 64
-    cache = {k: torch.from_numpy(np.zeros((blocks, 64, 2, 64), np.uint8)) for k in ("k_cache", "v_cache")}
-    params = {k: torch.from_numpy(np.zeros((blocks, 64, 2, 2), np.float16)) for k in ("k_params", "v_params")}
-    assert cache["k_cache"].numel() > 2**31
-    k, v = torch.randn(2, 3, 2, 64, generator=gen())
-    slots = torch.arange(3) + (blocks - 1) * 64
-    OPS["kv_write"].implementations["triton"].run(k, v, **cache, slot_mapping=slots, bits=8, **params)
+def untouched(*shape, dtype):
+    """Zeros whose pages take no memory before they are touched."""
+    return torch.from_numpy(np.zeros(shape, dtype))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("fused", [False, True])
+def test_cache_offsets_beyond_two_to_the_31(bits, fused):
+    widths = (64, 64) if bits == 8 else (48, 32)
+    blocks = 2**31 // (64 * 2 * min(widths)) + 2  # of 64 slots, 2 heads
+    cache = {f"{n}_cache": untouched(blocks, 64, 2, w, dtype=np.uint8) for n, w in zip("kv", widths, strict=True)}
+    params = {name: untouched(blocks, 64, 2, 2, dtype=np.float16) for name in ("k_params", "v_params")}
+    assert cache["v_cache"].numel() > 2**31
+    q, k, v = torch.randn(3, 4, 64, generator=gen(1)), *torch.randn(2, 3, 2, 64, generator=gen())
+    written = {"k": k, "v": v, "slot_mapping": torch.arange(3) + (blocks - 1) * 64, "bits": bits} | cache | params
+    if fused:
+        OPS["rope_kv_write"].implementations["triton"].run(q, **written)
+    else:
+        OPS["kv_write"].implementations["triton"].run(**written)
     inputs = {"block_table": np.array([[blocks - 1]], np.int32), "cu_seqlens": np.array([0, 1], np.int32)}
-    inputs |= {"seq_lens": np.array([3], np.int32), "q": torch.randn(1, 4, 64, generator=gen(1)), "scale": 0.125}
-    found = OPS["paged_attention"].implementations["triton"].run(**inputs, bits=8, **cache, **params)
+    inputs |= {"seq_lens": np.array([3], np.int32), "q": q[:1], "scale": 0.125, "bits": bits}
+    found = OPS["paged_attention"].implementations["triton"].run(**inputs, **cache, **params)
     small = {name: t[-1:].clone() for name, t in (cache | params).items()}
     first = inputs | {"block_table": np.zeros((1, 1), np.int32)}
-    torch.testing.assert_close(found, OPS["paged_attention"].reference(**first, bits=8, **small))
+    torch.testing.assert_close(found, OPS["paged_attention"].reference(**first, **small))
     assert small["k_cache"].any() and found.abs().max() > 0.1
+
+
+def test_rows_of_an_embedding_beyond_two_to_the_31():
+    table = torch.from_numpy(np.zeros((2**31 // 4096 + 3, 4096), np.float16))
+    last = len(table) - 1
+    table[last] = torch.randn(4096, generator=gen()).half()
+    found = OPS["embedding"].implementations["triton"].run(torch.tensor([last, 5]), table, 2.0)
+    assert torch.equal(found[0], table[last] * 2) and not found[1].any()
