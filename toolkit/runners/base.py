@@ -22,6 +22,7 @@ class RunnerOptions:
     quant_policy: int = 0
     block_size: int = 64
     threads: int = 0  # 0 = all the machine allows
+    adapters: tuple[tuple[str, str], ...] = ()  # (name, directory) of LoRA adapters; StepBatch.adapter counts them
 
 
 @dataclass(frozen=True)

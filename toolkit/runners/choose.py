@@ -6,11 +6,14 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from toolkit.errors import UsageError
-from toolkit.models.spec import DecoderSpec
+from toolkit.models.spec import DecoderSpec, StoredTensor
 from toolkit.runners.base import Runner, RunnerOptions
+
+if TYPE_CHECKING:
+    from toolkit.artifacts.adapter import LowRank
 
 Backend = Literal["turbomind", "pytorch"]
 BACKENDS = ("turbomind", "pytorch")
@@ -21,12 +24,13 @@ _FORMATS = {None: "hf", "smooth_quant": "w8a8"}  # quant_method -> model_format,
 class Opened:
     """A model on disk: its spec, and its weights whenever they are loaded (packed ones for target "cpu").
 
-    ``target``: of an engine artifact.
+    ``target``: of an engine artifact. ``stored``: of a checkpoint, the tensors it holds.
     """
 
     spec: DecoderSpec
     weights: Callable[[], Mapping[str, Any]]
     target: str | None
+    stored: tuple[StoredTensor, ...] = ()
 
 
 def open_model(
@@ -60,7 +64,7 @@ def open_model(
     config = apply_overrides(checkpoint.config, hf_overrides, rope_scaling_factor)
     spec, stored = load_spec(checkpoint, config)
     validate_checkpoint(checkpoint, stored)
-    return Opened(spec, lambda: CheckpointWeights(checkpoint, stored), None)
+    return Opened(spec, lambda: CheckpointWeights(checkpoint, stored), None, tuple(stored))
 
 
 def _open_engine(
@@ -85,6 +89,8 @@ def native_unsupported(opened: Opened, options: RunnerOptions) -> str | None:
     """Why the native runner cannot execute the model here, or None."""
     if importlib.util.find_spec("toolkit.runners.native.runner") is None:
         return "it is not part of this installation"
+    if options.adapters:
+        return "it has no LoRA adapters"
     from toolkit.runners.native.runner import unsupported
 
     return unsupported(opened.spec, options)
@@ -127,5 +133,14 @@ def open_runner(
 
         packed = weights()
         weights = lambda: UnpackedWeights(packed)  # noqa: E731
-    runner = TorchRunner(opened.spec, weights, options)
+    runner = TorchRunner(opened.spec, weights, options, _read_adapters(opened, options))
     return runner, "; ".join(n for n in (why, *runner.notes) if n)
+
+
+def _read_adapters(opened: Opened, options: RunnerOptions) -> list[dict[str, LowRank]]:
+    """The adapters in the order of their names, by canonical names of linears."""
+    if not options.adapters:
+        return []
+    from toolkit.artifacts.adapter import read_adapter
+
+    return [read_adapter(Path(path), opened.spec, opened.stored) for _, path in options.adapters]

@@ -10,11 +10,16 @@ from toolkit.runners.step import StepBatch
 
 
 def check_batch(
-    batch: StepBatch, spec: DecoderSpec, num_blocks: tuple[int, ...], block_size: int, previous: int
+    batch: StepBatch,
+    spec: DecoderSpec,
+    num_blocks: tuple[int, ...],
+    block_size: int,
+    previous: int,
+    adapters: int = 0,
 ) -> None:
     """Raise RunnerError, naming the array, for a batch that would read or write where it must not.
 
-    ``num_blocks``: of each cache group; ``previous``: sampled rows of the step before.
+    ``num_blocks``: of each cache group; ``previous``: sampled rows of the step before; ``adapters``: their number.
     """
     tokens, cu, lens, vocab = len(batch.token_ids), batch.cu_seqlens, batch.seq_lens, spec.vocab_size
     new = np.diff(cu)
@@ -24,8 +29,9 @@ def check_batch(
         raise RunnerError("seq_lens: a sequence has fewer tokens in all than new ones")
     if batch.mask_kind != "causal":
         raise RunnerError(f"mask_kind: this runner knows 'causal', found {batch.mask_kind!r}")
-    if (batch.adapter >= 0).any():
-        raise RunnerError("adapter: this runner has no adapters")
+    if len(batch.adapter) != len(lens):
+        raise RunnerError(f"adapter: expected {len(lens)} entries, found {len(batch.adapter)}")
+    _within("adapter", batch.adapter, -1, adapters)
     _within("positions", batch.positions, 0, 1 << 30)
     _within("from_previous", batch.from_previous, -1, previous)
     _within("token_ids", batch.token_ids[batch.from_previous < 0], 0, vocab)

@@ -22,6 +22,7 @@ from toolkit.runners.torch.linear import (
     codes_of,
     make_linear,
 )
+from toolkit.runners.torch.lora import Adapters, AdapterStep, adapt
 from toolkit.runners.torch.ops import Ops
 
 Weights = Mapping[str, Weight | Tensor]
@@ -259,8 +260,11 @@ class Decoder:
 class _Builder:
     """Turns a spec and its weights into callables."""
 
-    def __init__(self, weights: Weights, place: Placement, ops: Ops) -> None:
+    def __init__(
+        self, weights: Weights, place: Placement, ops: Ops, adapters: Adapters, adapter_step: AdapterStep
+    ) -> None:
         self.weights, self.place, self.ops = weights, place, ops
+        self.adapters, self.adapter_step = adapters, adapter_step
 
     def tensor(self, name: str) -> Tensor:
         found = self.weights[name]
@@ -274,7 +278,8 @@ class _Builder:
 
     def linear(self, *specs: LinearSpec) -> Linear:
         pairs = [(self.matrix(s.name), self.tensor(f"{s.name}.bias") if s.bias else None) for s in specs]
-        return make_linear([w for w, _ in pairs], [b for _, b in pairs], self.place, self.ops)
+        base = make_linear([w for w, _ in pairs], [b for _, b in pairs], self.place, self.ops)
+        return adapt(base, specs, self.adapters, self.adapter_step, self.place, self.ops)
 
     def norm(self, spec: NormSpec | None) -> Norm | None:
         if spec is None:
@@ -354,9 +359,19 @@ class _Builder:
         return Step(before, mixer, self.norm(s.post_norm), s.residual_scale)
 
 
-def build_decoder(spec: DecoderSpec, weights: Weights, place: Placement, ops: Ops) -> Decoder:
-    """Build a model. Weights are read name by name, in execution order, and not kept."""
-    builder = _Builder(weights, place, ops)
+def build_decoder(
+    spec: DecoderSpec,
+    weights: Weights,
+    place: Placement,
+    ops: Ops,
+    adapters: Adapters = (),
+    adapter_step: AdapterStep | None = None,
+) -> Decoder:
+    """Build a model. Weights are read name by name, in execution order, and not kept.
+
+    ``adapter_step`` says at each step which of ``adapters`` its tokens have.
+    """
+    builder = _Builder(weights, place, ops, adapters, adapter_step or AdapterStep(0))
     table = builder.matrix(spec.embed).dequantize(place.dtype).to(place.device)
     steps = tuple(builder.step(s, i) for i, layer in enumerate(spec.layers) for s in layer.sublayers)
     final_norm = builder.norm(spec.final_norm)

@@ -16,7 +16,7 @@ Kernel = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Ops:
-    """Chosen implementations by op. ``plan_attention`` is None where the implementation takes no plan."""
+    """Chosen implementations by op. ``plan_…`` is None where the implementation takes no plan."""
 
     rms_norm: Kernel
     add_rms_norm: Kernel
@@ -39,6 +39,9 @@ class Ops:
     rope_kv_write: Kernel
     paged_attention: Kernel
     plan_attention: Kernel | None
+    lora_shrink: Kernel
+    lora_expand: Kernel
+    plan_lora: Kernel | None
     moe_route: Kernel
     moe_experts: Kernel
     penalize: Kernel
@@ -46,6 +49,7 @@ class Ops:
     sample: Kernel
 
 
+_PLANS = {"paged_attention": "plan_attention", "lora_shrink": "plan_lora"}
 _FLOAT32 = ("penalize", "apply_bitmask", "sample")
 
 
@@ -71,8 +75,8 @@ def choose_ops(device: torch.device, dtype: torch.dtype, **traits: Any) -> Ops:
             target = kernels.Target(device.type, "float32" if op.name in _FLOAT32 else name, capability, traits)
             implementation = kernels.choose(op, target, trusted=device.type == "cpu")
             chosen[op.name] = implementation.run
-            if op.name == "paged_attention":
-                chosen["plan_attention"] = implementation.plan
+            if op.name in _PLANS:
+                chosen[_PLANS[op.name]] = implementation.plan
     except kernels.KernelError as error:
         raise UsageError(str(error)) from None
     return Ops(**chosen)  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ from toolkit.runners.torch.context import RopeTables, make_context
 from toolkit.runners.torch.decoder import Decoder, build_decoder
 from toolkit.runners.torch.device import find_device, find_dtype
 from toolkit.runners.torch.linear import Placement, becomes_dense
+from toolkit.runners.torch.lora import Adapters, AdapterStep, adapter_bytes
 from toolkit.runners.torch.ops import Ops, choose_ops
 from toolkit.runners.torch.output import Failed, Produced, produce
 
@@ -27,14 +28,19 @@ from toolkit.runners.torch.output import Failed, Produced, produce
 class TorchRunner:
     """Executes a spec with the ops of ``toolkit.kernels``; implements ``toolkit.runners.base.Runner``.
 
-    ``weights``: called at every load; names as ``canonical_weights`` gives them. ``notes``: what "auto" became and how
-    quantized weights are held, one sentence each. Raises UsageError for a device, dtype or quant_policy that cannot be.
+    ``weights``: called at every load; names as ``canonical_weights`` gives them. ``adapters``: what
+    ``StepBatch.adapter`` counts, by canonical names of linears. ``notes``: what "auto" became and how quantized weights
+    are held, one sentence each. Raises UsageError for a device, dtype or quant_policy that cannot be.
     """
 
     name = "torch"
 
     def __init__(
-        self, spec: DecoderSpec, weights: Callable[[], Mapping[str, Weight | Tensor]], options: RunnerOptions
+        self,
+        spec: DecoderSpec,
+        weights: Callable[[], Mapping[str, Weight | Tensor]],
+        options: RunnerOptions,
+        adapters: Adapters = (),
     ) -> None:
         if options.quant_policy not in QUANT_POLICIES:
             raise UsageError(f"quant_policy: expected 0, 4, 8, 16 or 17, found {options.quant_policy!r}")
@@ -42,6 +48,7 @@ class TorchRunner:
             torch.set_num_threads(options.threads)
         self.spec, self.options = spec, options
         self._weights = weights
+        self._adapters, self._adapter_step = adapters, AdapterStep(len(adapters))
         self._device = find_device(options.device)
         stored = weights()
         self._dtype = find_dtype(options.dtype, _stored_dtype(stored[spec.embed]), self._device)
@@ -95,6 +102,7 @@ class TorchRunner:
             inside = int(self._dense_elements() * (0.5 + 1 / sample.group_size))
         else:
             inside = self._dense_elements()
+        inside += adapter_bytes(self._adapters, size)
         return inside + outside * size + 4 * sum(n.size for n in spec.norms())
 
     def _activation_bytes(self) -> int:
@@ -132,7 +140,9 @@ class TorchRunner:
         """Build the model; does nothing where it is there."""
         if self._decoder is None:
             with torch.inference_mode():
-                self._decoder = build_decoder(self.spec, self._weights(), self._place, self._ops)
+                self._decoder = build_decoder(
+                    self.spec, self._weights(), self._place, self._ops, self._adapters, self._adapter_step
+                )
 
     def release_weights(self) -> None:
         """Forget the model; ``load_weights`` brings it back."""
@@ -173,12 +183,13 @@ class TorchRunner:
 
     def _run(self, batch: StepBatch) -> Produced:
         decoder, cache = self._ready()
-        check_batch(batch, self.spec, cache.num_blocks, cache.block_size, self._previous.shape[0])
+        check_batch(batch, self.spec, cache.num_blocks, cache.block_size, self._previous.shape[0], len(self._adapters))
         check_sampling(batch, self.spec.vocab_size)
         for group, pairs in enumerate(batch.copy_blocks):
             if len(pairs):
                 cache.copy(group, pairs)
         step = make_context(self.spec, batch, cache, self._tables, self._ops, self._device)
+        self._adapter_step.begin(batch, self._ops, self._device)
         x, delta = decoder.run(self._embed(decoder, batch), step)
         produced = produce(decoder, x, delta, batch)
         self._previous = produced.sampled.tokens

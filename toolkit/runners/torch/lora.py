@@ -1,0 +1,85 @@
+"""Adapters of a model: stacked matrices beside its linears, and which adapter each token of a step has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from toolkit.models.spec import LinearSpec
+from toolkit.runners.step import StepBatch
+from toolkit.runners.torch.linear import Activations, Linear, Placement
+from toolkit.runners.torch.ops import Ops
+
+if TYPE_CHECKING:
+    from toolkit.artifacts.adapter import LowRank
+
+Adapters = Sequence[Mapping[str, "LowRank"]]
+
+
+class AdapterStep:
+    """The running step's adapters, set before its layers run. ``index``: int32 [T], None where no token has one."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.index: Tensor | None = None
+        self.plan: object = None
+
+    def begin(self, batch: StepBatch, ops: Ops, device: torch.device) -> None:
+        """Take what the step's sequences ask for."""
+        self.index = None
+        if self.count and (batch.adapter >= 0).any():
+            lengths = torch.from_numpy(batch.cu_seqlens).diff()
+            index = torch.from_numpy(batch.adapter).repeat_interleave(lengths)
+            self.index = index.to(device, torch.int32)
+            self.plan = ops.plan_lora and ops.plan_lora(self.index, self.count)
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A linear, or several that share their input, and what adapters add: stacks as ``lora_shrink`` takes them."""
+
+    base: Linear
+    a: Tensor
+    b: Tensor
+    ranks: Tensor
+    widths: tuple[int, ...]
+    step: AdapterStep
+    ops: Ops
+
+    def __call__(self, x: Activations) -> Tensor:
+        y, step = self.base(x), self.step
+        if step.index is not None:
+            assert isinstance(x, Tensor), "adapters read what a norm has not rounded"
+            h = self.ops.lora_shrink(x, self.a, self.ranks, step.index, step.plan)
+            self.ops.lora_expand(h, self.b, self.ranks, step.index, y, self.widths, step.plan)
+        return y
+
+
+def adapt(
+    base: Linear, specs: Sequence[LinearSpec], adapters: Adapters, step: AdapterStep, place: Placement, ops: Ops
+) -> Linear:
+    """``base``, which runs ``specs``, with the adapters that change any of them; itself where none does."""
+    pairs = [[adapter.get(s.name) for s in specs] for adapter in adapters]
+    ranks = [max((0 if p is None else p.a.shape[0] for p in row), default=0) for row in pairs]
+    if not any(ranks):
+        return base
+    top, widths = -(-max(ranks) // 16) * 16, tuple(s.out_features for s in specs)
+    a = torch.zeros(len(adapters), len(specs), top, specs[0].in_features)
+    b = torch.zeros(len(adapters), sum(widths), top)
+    for i, row in enumerate(pairs):
+        for s, (pair, rows) in enumerate(zip(row, b[i].split(widths), strict=True)):
+            if pair is not None:
+                a[i, s, : pair.a.shape[0]] = pair.a
+                rows[:, : pair.a.shape[0]] = pair.b
+    index = torch.tensor(ranks, dtype=torch.int32, device=place.device)
+    stacks = (t.to(place.device, place.dtype) for t in (a, b))
+    return Adapted(base, *stacks, index, widths, step, ops)
+
+
+def adapter_bytes(adapters: Adapters, itemsize: int) -> int:
+    """About what the stacks take."""
+    return sum((p.a.numel() + p.b.numel()) * itemsize for adapter in adapters for p in adapter.values())
