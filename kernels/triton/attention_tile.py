@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .activation import tanh
-from .cache_codes import float8, six_bits
+from .cache_codes import float8, six_bits, unpacked_here
 from .codes import cast, high_nibble, low_nibble, scale_and_zero, widen
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -121,14 +121,15 @@ def _add_values(
     if FORM == "int4":
         HALF: tl.constexpr = HEAD_DIM // 2
         v = _columns(cache + row * HALF, inside, HALF, COLS, MASK)
-        acc = tl.dot(weighted, low_nibble(v, DOT, ASM), acc, input_precision="ieee")
-        acc_high = tl.dot(weighted, high_nibble(v, DOT, ASM), acc_high * shrink[:, None], input_precision="ieee")
+        low, high = unpacked_here(low_nibble(v, DOT, ASM), ASM), unpacked_here(high_nibble(v, DOT, ASM), ASM)
+        acc = tl.dot(weighted, low, acc, input_precision="ieee")
+        acc_high = tl.dot(weighted, high, acc_high * shrink[:, None], input_precision="ieee")
     else:
         v = _columns(cache + row * HEAD_DIM, inside, HEAD_DIM, COLS, MASK)
         if FORM == "int8":
-            v = widen(v, DOT, ASM)
+            v = unpacked_here(widen(v, DOT, ASM), ASM)
         elif FORM == "e4m3" or FORM == "e5m2":
-            v = float8(v, FORM, DOT, ASM)
+            v = unpacked_here(float8(v, FORM, DOT, ASM), ASM)
         acc = tl.dot(weighted, v.to(DOT), acc, input_precision="ieee")
     return acc, acc_high, zeros
 
