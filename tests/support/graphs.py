@@ -336,4 +336,6 @@ def interpreted_ops(*triton: str) -> Any:
         chosen[name] = implementation.run
         if name == "paged_attention":
             chosen["plan_attention"] = implementation.plan
+        if name == "lora_shrink":
+            chosen["plan_lora"] = implementation.plan
     return Ops(**{f.name: chosen[f.name] for f in fields(Ops)})
