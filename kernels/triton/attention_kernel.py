@@ -49,6 +49,68 @@ def _queries(
         return (first,), total, scale
 
 
+@triton.jit
+def _store(out, row, x, x_high, valid, HEAD_DIM: tl.constexpr, COLS: tl.constexpr, FORM: tl.constexpr):
+    """Rows of HEAD_DIM elements, in form int4 given as two halves."""
+    WIDTH: tl.constexpr = HEAD_DIM // 2 if FORM == "int4" else HEAD_DIM
+    column = tl.arange(0, COLS)
+    filled = valid[:, None] & (column < WIDTH)[None, :]
+    at = out + row[:, None] * HEAD_DIM + column[None, :]
+    tl.store(at, cast(x, out.dtype.element_ty), mask=filled)
+    if FORM == "int4":
+        tl.store(at + WIDTH, cast(x_high, out.dtype.element_ty), mask=filled)
+
+
+@triton.jit
+def _write(
+    out,
+    sinks,
+    acc,
+    acc_high,
+    m,
+    denominator,
+    row,
+    query_head,
+    valid,
+    HEAD_DIM: tl.constexpr,
+    COLS: tl.constexpr,
+    FORM: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """The result of rows whose keys are all folded in; their sinks join the denominator."""
+    shrink = denominator * 0.0 + 1.0
+    if SINKS:
+        sink = tl.load(sinks + query_head, mask=valid, other=0.0).to(tl.float32) * LOG2E
+        top = tl.maximum(m, sink)
+        shrink = tl.exp2(m - top)
+        denominator = denominator * shrink + tl.exp2(sink - top)
+    share = (shrink / tl.where(denominator == 0.0, 1.0, denominator))[:, None]
+    high = acc_high
+    if FORM == "int4":
+        high = acc_high * share
+    _store(out, row, acc * share, high, valid, HEAD_DIM, COLS, FORM)
+
+
+@triton.jit
+def _write_part(
+    sums,
+    norms,
+    acc,
+    acc_high,
+    m,
+    denominator,
+    row,
+    valid,
+    HEAD_DIM: tl.constexpr,
+    COLS: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """A range's partial result."""
+    _store(sums, row, acc, acc_high, valid, HEAD_DIM, COLS, FORM)
+    tl.store(norms + row * 2, m, mask=valid)
+    tl.store(norms + row * 2 + 1, denominator, mask=valid)
+
+
 @triton.jit(do_not_specialize=["table_stride"])
 def attend_kernel(
     q,
@@ -136,26 +198,9 @@ def attend_kernel(
         acc *= v_scale
     if FORM == "int4":
         acc_high -= zeros[:, None]
-    V_WIDTH: tl.constexpr = HEAD_DIM // 2 if FORM == "int4" else HEAD_DIM
-    column = tl.arange(0, V_COLS)
-    filled = valid[:, None] & (column < V_WIDTH)[None, :]
     if part < 0:
-        if SINKS:
-            sink = tl.load(sinks + query_head, mask=valid, other=0.0).to(tl.float32) * LOG2E
-            top = tl.maximum(m, sink)
-            acc *= tl.exp2(m - top)[:, None]
-            if FORM == "int4":
-                acc_high *= tl.exp2(m - top)[:, None]
-            denominator = denominator * tl.exp2(m - top) + tl.exp2(sink - top)
-        share = 1.0 / tl.where(denominator == 0.0, 1.0, denominator)
-        target = ((first_row + token) * (heads * GROUP) + query_head)[:, None] * HEAD_DIM + column[None, :]
-        tl.store(out + target, cast(acc * share[:, None], out.dtype.element_ty), mask=filled)
-        if FORM == "int4":
-            tl.store(out + target + V_WIDTH, cast(acc_high * share[:, None], out.dtype.element_ty), mask=filled)
+        first = (first_row + token) * (heads * GROUP) + query_head
+        _write(out, sinks, acc, acc_high, m, denominator, first, query_head, valid, HEAD_DIM, V_COLS, FORM, SINKS)
     else:
-        slot = (part * heads + head) * ROWS + m_index
-        tl.store(part_sums + slot[:, None] * HEAD_DIM + column[None, :], acc, mask=filled)
-        if FORM == "int4":
-            tl.store(part_sums + slot[:, None] * HEAD_DIM + V_WIDTH + column[None, :], acc_high, mask=filled)
-        tl.store(part_norms + slot * 2, m, mask=valid)
-        tl.store(part_norms + slot * 2 + 1, denominator, mask=valid)
+        first = (part * heads + head) * ROWS + m_index
+        _write_part(part_sums, part_norms, acc, acc_high, m, denominator, first, valid, HEAD_DIM, V_COLS, FORM)
