@@ -64,6 +64,10 @@ class EngineFlags:
     model_format: Annotated[
         str | None, _flag("--model-format", help="hf, awq, gptq, w8a8, gguf, engine. Default: read from the model.")
     ] = None
+    load_format: Annotated[
+        str,
+        _flag("--load-format", help="auto, or dummy: random weights in the shapes of config.json, to measure with."),
+    ] = "auto"
     chat_template: Annotated[
         str | None, _flag("--chat-template", help="A built-in name (tool list), a .json or a .jinja file.")
     ] = None
@@ -103,6 +107,7 @@ class EngineFlags:
             "enable_prefix_caching": self.prefix_caching(default=True),
             "quant_policy": self.quant_policy,
             "model_format": self.model_format,
+            "load_format": self.load_format,
             "revision": self.revision,
             "download_dir": self.download_dir,
             "threads": self.threads,

@@ -14,6 +14,7 @@ from toolkit.errors import UsageError
 
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 MODEL_FORMATS = (None, "hf", "awq", "gptq", "compressed-tensors", "fp8", "mxfp4", "w8a8", "gguf", "engine")
+LOAD_FORMATS = ("auto", "dummy")
 SEED_MAX = (1 << 64) - 1
 
 
@@ -235,6 +236,8 @@ def _check_engine(config: TurbomindEngineConfig | PytorchEngineConfig, block: st
     if config.model_format not in MODEL_FORMATS:
         names = ", ".join(f for f in MODEL_FORMATS if f)
         raise UsageError(f"model_format: expected one of {names}, found {_shown(config.model_format)}")
+    if config.load_format not in LOAD_FORMATS:
+        raise UsageError(f"load_format: expected one of {', '.join(LOAD_FORMATS)}, found {_shown(config.load_format)}")
     if config.quant_policy not in (0, 4, 8, 16, 17):
         raise UsageError(
             "quant_policy: expected 0, 4 or 8 (bits of the KV cache), 16 or 17 (float8_e4m3fn, float8_e5m2), "
@@ -278,7 +281,7 @@ class TurbomindEngineConfig:
 
     ``cache_max_entry_count``: share of free memory for the KV cache, or (an integer) its number of blocks.
     ``device``: "auto", "cpu", "cuda" or "cuda:N". ``threads``: CPU threads, None = all. ``enable_metrics``: whether a
-    server of this engine offers /metrics.
+    server of this engine offers /metrics. ``load_format``: "dummy" reads config.json alone and makes random weights.
     """
 
     dtype: str = "auto"
@@ -298,6 +301,7 @@ class TurbomindEngineConfig:
     threads: int | None = None
     hf_overrides: dict[str, Any] | None = None
     enable_metrics: bool = True
+    load_format: str = "auto"
     dp: int = field(default=1, metadata=_FIXED)
     cp: int = field(default=1, metadata=_FIXED)
     ep: int = field(default=1, metadata=_FIXED)
@@ -328,7 +332,8 @@ class PytorchEngineConfig:
 
     ``device_type``: "auto", "cpu", "cuda" or "cuda:N". ``num_gpu_blocks``: KV blocks, 0 = planned from memory.
     ``enable_metrics``: whether a server of this engine offers /metrics. ``eager_mode``: forbid captured graphs
-    (the torch runner has none so far, so that both values mean the same).
+    (the torch runner has none so far, so that both values mean the same). ``load_format``: "dummy" reads config.json
+    alone and makes random weights.
     """
 
     dtype: str = "auto"
@@ -351,6 +356,7 @@ class PytorchEngineConfig:
     threads: int | None = None
     hf_overrides: dict[str, Any] | None = None
     enable_metrics: bool = True
+    load_format: str = "auto"
     dp: int = field(default=1, metadata=_FIXED)
     ep: int = field(default=1, metadata=_FIXED)
     dp_rank: int = field(default=0, metadata=_FIXED)

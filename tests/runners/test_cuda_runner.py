@@ -286,3 +286,16 @@ def test_the_stand_in_has_the_methods_of_a_device(pair):
     for name in ("working", "pinned", "mark", "capture", "memory", "trim", "trouble"):
         assert callable(getattr(device, name)) and callable(getattr(CudaDevice, name))
     assert torch.device("cpu") == device.torch
+
+
+def test_warm_up_captures_every_size_and_leaves_no_trace(pair):
+    ours, device, oracle = pair("llama")
+    ours.runner.warm_up(3, 64)
+    assert device.captures == 3 and device.replays == 0  # 4, 2 and 1 sequences
+    assert [ours.add(), oracle.add()] == [0, 0]
+    _both(ours, oracle, {0: _prompt(9)})
+    _both(ours, oracle, {0: [5]})
+    assert device.captures == 3 and device.replays == 1
+    with pytest.raises(RunnerError, match="from_previous"):
+        ours.runner.warm_up(1, 64)
+        ours.step({0: [0]}, from_previous=np.zeros(1, np.int32))

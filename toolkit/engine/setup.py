@@ -134,6 +134,7 @@ def start(setup: Setup, tokenizer: Tokenizer | None, progress: Progress) -> tupl
         hf_overrides=config.hf_overrides,
         rope_scaling_factor=getattr(config, "rope_scaling_factor", 0.0),
         model_format=config.model_format,
+        load_format=config.load_format,
     )
     try:
         memory = plan(
@@ -150,6 +151,10 @@ def start(setup: Setup, tokenizer: Tokenizer | None, progress: Progress) -> tupl
         progress(f"loading weights with the {runner.name} runner on {runner.device}")
         runner.load_weights()
         runner.allocate_cache(memory.num_blocks)
+        warm_up = getattr(runner, "warm_up", None)
+        if warm_up is not None:
+            progress(f"preparing steps of up to {memory.max_batch_size} requests")
+            warm_up(memory.max_batch_size, memory.session_len)
     except MemoryError as e:
         runner.close()
         raise ToolkitError(f"{setup.path}: out of memory while loading ({e}); close other programs or quantize") from e

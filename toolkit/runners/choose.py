@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 Backend = Literal["turbomind", "pytorch"]
 BACKENDS = ("turbomind", "pytorch")
+LOAD_FORMATS = ("auto", "dummy")
 _FORMATS = {None: "hf", "smooth_quant": "w8a8"}  # quant_method -> model_format, where they are spelled differently
 
 
@@ -39,14 +40,21 @@ def open_model(
     hf_overrides: dict[str, Any] | None = None,
     rope_scaling_factor: float = 0.0,
     model_format: str | None = None,
+    load_format: str = "auto",
+    device: str = "cpu",
 ) -> Opened:
     """Open and validate a checkpoint, GGUF file or engine artifact without reading its weights.
 
     ``hf_overrides`` and ``rope_scaling_factor`` change config.json's fields; ``model_format`` is checked against what
-    the checkpoint holds. Raises ToolkitError or UsageError, one line.
+    the checkpoint holds. ``load_format`` "dummy" reads config.json alone, and makes random weights on ``device``.
+    Raises ToolkitError or UsageError, one line.
     """
     from toolkit.artifacts.manifest import read_manifest
 
+    if load_format not in LOAD_FORMATS:
+        raise UsageError(f"--load-format: expected one of {', '.join(LOAD_FORMATS)}, found {load_format!r}")
+    if load_format == "dummy":
+        return _open_dummy(path, hf_overrides, rope_scaling_factor, device)
     manifest = read_manifest(path) if path.is_dir() else None
     if manifest is not None and manifest.kind == "engine":
         return _open_engine(path, hf_overrides, rope_scaling_factor, model_format)
@@ -65,6 +73,17 @@ def open_model(
     spec, stored = load_spec(checkpoint, config)
     validate_checkpoint(checkpoint, stored)
     return Opened(spec, lambda: CheckpointWeights(checkpoint, stored), None, tuple(stored))
+
+
+def _open_dummy(path: Path, hf_overrides: dict[str, Any] | None, rope_scaling_factor: float, device: str) -> Opened:
+    from toolkit.models.registry import apply_overrides, build
+    from toolkit.runners.dummy_weights import DummyWeights, read_config
+    from toolkit.runners.torch.device import find_device
+
+    config = apply_overrides(read_config(path), hf_overrides, rope_scaling_factor)
+    spec, _ = build(config, f"{path}: config.json")
+    on = find_device(device)
+    return Opened(spec, lambda: DummyWeights(spec, config, on), None)
 
 
 def _open_engine(
@@ -89,11 +108,21 @@ def native_unsupported(opened: Opened, options: RunnerOptions) -> str | None:
     """Why the native runner cannot execute the model here, or None."""
     if importlib.util.find_spec("toolkit.runners.native.runner") is None:
         return "it is not part of this installation"
-    if options.adapters:
-        return "it has no LoRA adapters"
     from toolkit.runners.native.runner import unsupported
 
     return unsupported(opened.spec, options)
+
+
+def cuda_unsupported(opened: Opened, options: RunnerOptions) -> str | None:
+    """Why the native runner cannot execute the model on the GPU, or None. Imports torch."""
+    from toolkit.runners.cuda.support import unsupported
+
+    return unsupported(opened.spec, opened.weights, options)
+
+
+def gpu_is_likely() -> bool:
+    """Whether the machine seems to have an NVIDIA GPU; without importing torch."""
+    return any(Path(p).exists() for p in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/nvmap"))
 
 
 def open_runner(
@@ -104,6 +133,7 @@ def open_runner(
     hf_overrides: dict[str, Any] | None = None,
     rope_scaling_factor: float = 0.0,
     model_format: str | None = None,
+    load_format: str = "auto",
 ) -> tuple[Runner, str]:
     """A runner for the model at ``path`` and one line on which it is and why (empty: nothing worth saying).
 
@@ -114,27 +144,57 @@ def open_runner(
     if backend not in (None, *BACKENDS):
         raise UsageError(f"--backend: expected one of {', '.join(BACKENDS)}, found {backend!r}")
     opened = open_model(
-        path, hf_overrides=hf_overrides, rope_scaling_factor=rope_scaling_factor, model_format=model_format
+        path,
+        hf_overrides=hf_overrides,
+        rope_scaling_factor=rope_scaling_factor,
+        model_format=model_format,
+        load_format=load_format,
+        device=_weights_device(options) if load_format == "dummy" else "cpu",
     )
     why = ""
     if backend == "turbomind" or (backend is None and opened.target != "torch"):
-        reason = native_unsupported(opened, options)
-        if reason is None:
-            from toolkit.runners.native.runner import NativeRunner
-
-            return NativeRunner(opened.spec, opened.weights, options), ""
-        if backend == "turbomind":
-            why = f"turbomind's native runner does not run here: {reason}; the torch runner stands in"
+        native, why = _native_runner(opened, options, told=backend == "turbomind")
+        if native is not None:
+            return native, why
     from toolkit.runners.torch.runner import TorchRunner
 
-    weights = opened.weights
-    if opened.target == "cpu":
-        from toolkit.runners.native.pack import UnpackedWeights
-
-        packed = weights()
-        weights = lambda: UnpackedWeights(packed)  # noqa: E731
-    runner = TorchRunner(opened.spec, weights, options, _read_adapters(opened, options))
+    runner = TorchRunner(opened.spec, _canonical(opened), options, _read_adapters(opened, options))
     return runner, "; ".join(n for n in (why, *runner.notes) if n)
+
+
+def _weights_device(options: RunnerOptions) -> str:
+    """Where random weights are made: on the GPU if the model is to run there."""
+    return "cpu" if options.device == "auto" and not gpu_is_likely() else options.device
+
+
+def _native_runner(opened: Opened, options: RunnerOptions, told: bool) -> tuple[Runner | None, str]:
+    """(the native runner for the GPU or the CPU, or None where torch's has to stand in; one line that says why).
+
+    ``told``: the user asked for it, and so hears where it cannot be.
+    """
+    why = ""
+    if options.adapters:
+        return None, "LoRA adapters: the torch runner runs them"
+    if options.device.startswith("cuda") or (options.device == "auto" and gpu_is_likely()):
+        reason = cuda_unsupported(opened, options)
+        if reason is None:
+            from toolkit.runners.cuda.runner import CudaRunner
+
+            gpu = CudaRunner(opened.spec, _canonical(opened), options)
+            return gpu, "; ".join(gpu.notes)
+        import torch
+
+        if options.device != "auto" or torch.cuda.is_available():
+            return None, f"turbomind's native runner does not run on this GPU: {reason}; the torch runner stands in"
+        why = f"the GPU is not used: {reason}; the CPU runs the model"
+    reason = native_unsupported(opened, options)
+    if reason is None:
+        from toolkit.runners.native.runner import NativeRunner
+
+        return NativeRunner(opened.spec, opened.weights, options), why
+    if told:
+        why = f"turbomind's native runner does not run here: {reason}; the torch runner stands in"
+    return None, why
 
 
 def _read_adapters(opened: Opened, options: RunnerOptions) -> list[dict[str, LowRank]]:
@@ -144,3 +204,13 @@ def _read_adapters(opened: Opened, options: RunnerOptions) -> list[dict[str, Low
     from toolkit.artifacts.adapter import read_adapter
 
     return [read_adapter(Path(path), opened.spec, opened.stored) for _, path in options.adapters]
+
+
+def _canonical(opened: Opened) -> Callable[[], Mapping[str, Any]]:
+    """The model's weights in canonical form, those packed for a CPU unpacked."""
+    if opened.target != "cpu":
+        return opened.weights
+    from toolkit.runners.native.pack import UnpackedWeights
+
+    packed = opened.weights()
+    return lambda: UnpackedWeights(packed)

@@ -14,11 +14,13 @@ from toolkit.runners.cuda.attention import AttentionPlan, Heads
 from toolkit.runners.cuda.decoding import Graphs
 from toolkit.runners.cuda.device import Device
 from toolkit.runners.cuda.draws import plain
+from toolkit.runners.cuda.idle import idle_batch
 from toolkit.runners.cuda.inputs import (
     DecodeArrays,
     GraphKey,
     Kind,
     decode_arrays,
+    graph_rows,
     is_decode,
     table_arrays,
     tile_name,
@@ -56,8 +58,7 @@ class Steps:
         """Queue a step. Raises RunnerError for a batch that cannot be."""
         self._check(batch)
         self._copy_blocks(batch)
-        if self._rope.reach(int(batch.positions.max())):
-            self.graphs.clear()
+        self._reach(int(batch.positions.max()))
         if is_decode(batch):
             tensors, capture = self._decode(batch)
         else:
@@ -68,6 +69,25 @@ class Steps:
             capture()
         spec = self.spec
         return Pending(found, rows, spec.vocab_size, spec.hidden_size, lambda error: explain(error, batch))
+
+    def warm_up(self, most: int, length: int) -> None:
+        """Compile the kernels of sequences up to ``length`` and capture decode steps of up to ``most``, large ones
+        first: smaller ones then fit the memory of their pool.
+        """
+        self._reach(length - 1)
+        spare, size = self.cache.num_blocks, self.cache.block_size
+        self._mixed(idle_batch(1, size, spare, size))
+        self._decode(idle_batch(1, 1, spare, size))
+        for rows in sorted({graph_rows(n) for n in range(1, min(most, MOST_SAMPLED) + 1)}, reverse=True):
+            _, capture = self._decode(idle_batch(rows, 1, spare, size))
+            if capture is not None:
+                capture()
+        self._sampled = 0
+
+    def _reach(self, position: int) -> None:
+        """Have what positions up to this one need."""
+        if self._rope.reach(position):
+            self.graphs.clear()
 
     def _check(self, batch: StepBatch) -> None:
         check_batch(batch, self.spec, self.cache.num_blocks, self.cache.block_size, self._sampled)

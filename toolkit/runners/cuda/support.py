@@ -3,41 +3,46 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
+import torch
+from torch import Tensor
+
+from toolkit.artifacts.canonical import Weight
+from toolkit.kernels import registry
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerOptions
+from toolkit.runners.cuda.weights import stored_dtype
+from toolkit.runners.torch.cache import cache_traits
+from toolkit.runners.torch.device import find_dtype
 
 LEAST_CAPABILITY = 80
 NEEDED = ("paged_attention", "rope_kv_write")  # ops whose other implementations wait for the device
 
 
-def gpu_is_likely() -> bool:
-    """Whether the machine seems to have an NVIDIA GPU; without importing torch."""
-    return any(Path(p).exists() for p in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/nvmap"))
+def unsupported(
+    spec: DecoderSpec, weights: Callable[[], Mapping[str, Weight | Tensor]], options: RunnerOptions
+) -> str | None:
+    """Why the runner cannot execute the model with these options on the GPU, or None. Imports torch.
 
-
-def unsupported(spec: DecoderSpec, options: RunnerOptions) -> str | None:
-    """Why the runner cannot execute the model with these options on the GPU, or None. Imports torch."""
-    import torch
-
+    Kernels without which it does not run are tested, compiled for this GPU, on a small case.
+    """
     if importlib.util.find_spec("triton") is None:
         return "its kernels need triton, which is not installed"
     if not torch.cuda.is_available():
         return _no_gpu()
-    index = torch.device(options.device).index if options.device != "auto" else None
-    if (index or 0) >= torch.cuda.device_count():
+    index = (torch.device(options.device).index if options.device != "auto" else None) or 0
+    if index >= torch.cuda.device_count():
         return f"there are {torch.cuda.device_count()} GPUs, counted from 0"
-    major, minor = torch.cuda.get_device_capability(index or 0)
+    major, minor = torch.cuda.get_device_capability(index)
     capability = 10 * major + minor
     if capability < LEAST_CAPABILITY:
-        return f"it needs compute capability 8.0 or newer, {torch.cuda.get_device_name(index or 0)} has {major}.{minor}"
-    return kernels_missing(spec, options, capability)
+        return f"it needs compute capability 8.0 or newer, {torch.cuda.get_device_name(index)} has {major}.{minor}"
+    dtype = find_dtype(options.dtype, stored_dtype(weights()[spec.embed]), torch.device("cuda"))
+    return kernels_missing(spec, options, dtype, capability, registry.tested)
 
 
 def _no_gpu() -> str:
-    import torch
-
     if torch.version.cuda is None:
         return "this torch was built without CUDA; install one with it"
     try:
@@ -47,17 +52,21 @@ def _no_gpu() -> str:
     return "torch sees no GPU here"
 
 
-def kernels_missing(spec: DecoderSpec, options: RunnerOptions, capability: int | None) -> str | None:
-    """Why the kernels that cannot be replaced do not take the model, or None."""
-    from toolkit import kernels
-    from toolkit.runners.torch.cache import cache_traits
-
-    ops = kernels.load()
-    for _, attention in spec.attention_layers():
-        traits = {"head_dim": attention.head_dim, **cache_traits(options.quant_policy)}
-        target = kernels.Target("cuda", "bfloat16" if options.dtype == "auto" else options.dtype, capability, traits)
-        for name in NEEDED:
-            reason = ops[name].implementations["triton"].unsupported(target)
+def kernels_missing(
+    spec: DecoderSpec,
+    options: RunnerOptions,
+    dtype: torch.dtype,
+    capability: int | None,
+    tested: Callable[[registry.Op, registry.Implementation, registry.Target], str | None],
+) -> str | None:
+    """Why the kernels that cannot be replaced do not take the model, or fail their self-test; or None."""
+    ops, name = registry.load(), str(dtype).removeprefix("torch.")
+    for dim in sorted({a.head_dim for _, a in spec.attention_layers()}):
+        traits = {"head_dim": dim, **cache_traits(options.quant_policy)}
+        target = registry.Target("cuda", name, capability, traits)
+        for needed in NEEDED:
+            implementation = ops[needed].implementations["triton"]
+            reason = implementation.unsupported(target) or tested(ops[needed], implementation, target)
             if reason is not None:
-                return f"its {name} kernel {reason}"
+                return f"its {needed} kernel {reason}"
     return None

@@ -1,0 +1,166 @@
+"""Weights of a model's shapes that nobody trained: random, finite, made where they are used (``--load-format dummy``).
+
+They are for measuring speed and memory of a model that was not fetched: its directory needs config.json alone (and a
+tokenizer, where text goes in or out). Each tensor's seed is its name's checksum, so a model is the same at every load.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.artifacts.json_file import read_json_object
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.models.spec import DecoderSpec, MoeSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from toolkit.artifacts.canonical import Weight
+
+METHODS = ("awq", "gptq", "fp8", "smooth_quant")  # quant_method; without one weights are dense
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json of a model directory without weights. Raises ToolkitError or UsageError, one line."""
+    if not path.is_dir() or not (path / "config.json").is_file():
+        raise UsageError(f"--load-format dummy: {path}: expected a directory with config.json")
+    config = read_json_object(path / "config.json")
+    quantization = config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    if method not in (None, *METHODS):
+        raise ToolkitError(
+            f"{path / 'config.json'}: quantization_config.quant_method: --load-format dummy makes dense, "
+            f"{', '.join(METHODS)} weights, not {method!r:.40}"
+        )
+    return config
+
+
+class DummyWeights(Mapping[str, "Weight | Tensor"]):
+    """Canonical weights of ``spec`` by name, made anew at every look-up on ``device``.
+
+    ``config``: config.json, for the dtype of dense weights and ``quantization_config``; routers, embedding and head
+    are dense.
+    """
+
+    def __init__(self, spec: DecoderSpec, config: Mapping[str, Any], device: torch.device) -> None:
+        import torch
+
+        self._device = device
+        name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+        self._dtype: torch.dtype = getattr(torch, name)
+        self._quantization: dict[str, Any] = config.get("quantization_config") or {}
+        self._make: dict[str, Callable[[str], Weight | Tensor]] = {}
+        self._list(spec)
+
+    def _list(self, spec: DecoderSpec) -> None:
+        routers = set()
+        for layer in spec.layers:
+            for m in (s.mixer for s in layer.sublayers):
+                if isinstance(m, MoeSpec):
+                    routers |= {x.name for x in (m.router, m.shared_gate) if x is not None}
+        for x in spec.linears():
+            make = self._dense if x.name in routers else self._linear
+            self._add(x.name, make, (x.out_features, x.in_features))
+            if x.bias:
+                self._add(f"{x.name}.bias", self._vector, (x.out_features,))
+        for norm in spec.norms():
+            self._add(norm.name, self._ones, (norm.size,), 1.0 - norm.weight_offset)
+        for _, attention in spec.attention_layers():
+            if attention.sinks is not None:
+                self._add(attention.sinks, self._vector, (attention.heads,))
+        self._add(spec.embed, self._dense, (spec.vocab_size, spec.hidden_size))
+        if not spec.tied:
+            self._add(spec.head, self._dense, (spec.vocab_size, spec.hidden_size))
+        if spec.head_bias:
+            self._add(f"{spec.head}.bias", self._vector, (spec.vocab_size,))
+
+    def _add(self, name: str, make: Callable[..., Weight | Tensor], *arguments: Any) -> None:
+        self._make[name] = lambda name: make(name, *arguments)
+
+    def __getitem__(self, name: str) -> Weight | Tensor:
+        return self._make[name](name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._make)
+
+    def __len__(self) -> int:
+        return len(self._make)
+
+    # -- tensors
+
+    def _generator(self, name: str) -> torch.Generator:
+        import torch
+
+        return torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
+
+    def _normal(self, name: str, shape: tuple[int, ...], deviation: float, dtype: torch.dtype) -> Tensor:
+        import torch
+
+        x = torch.empty(shape, dtype=dtype, device=self._device)
+        return x.normal_(0.0, deviation, generator=self._generator(name))
+
+    def _integers(self, name: str, shape: tuple[int, ...], low: int, high: int, dtype: torch.dtype) -> Tensor:
+        import torch
+
+        return torch.randint(low, high, shape, dtype=dtype, device=self._device, generator=self._generator(name))
+
+    def _vector(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self._normal(name, shape, 0.02, self._dtype)
+
+    def _ones(self, name: str, shape: tuple[int, ...], value: float) -> Tensor:
+        import torch
+
+        return torch.full(shape, value, dtype=self._dtype, device=self._device)
+
+    def _dense(self, name: str, shape: tuple[int, int]) -> Weight:
+        from toolkit.artifacts.canonical import Dense
+
+        return Dense(self._normal(name, shape, shape[1] ** -0.5, self._dtype))
+
+    def _linear(self, name: str, shape: tuple[int, int]) -> Weight:
+        method = self._quantization.get("quant_method")
+        if method in ("awq", "gptq"):
+            return self._groups(name, shape)
+        if method == "fp8":
+            return self._float8(name, shape)
+        return self._int8(name, shape) if method == "smooth_quant" else self._dense(name, shape)
+
+    def _groups(self, name: str, shape: tuple[int, int]) -> Weight:
+        import torch
+
+        from toolkit.artifacts.canonical import GroupInt
+
+        bits = int(self._quantization.get("bits", self._quantization.get("w_bit", 4)))
+        size = int(self._quantization.get("group_size", self._quantization.get("q_group_size", 128)))
+        size = shape[1] if size == -1 else size
+        if shape[1] % size:
+            raise ToolkitError(f"{name}: quantization_config.group_size: {size} does not divide {shape[1]} inputs")
+        groups = (shape[0], shape[1] // size)
+        codes = self._integers(name, shape, 0, 1 << bits, torch.uint8)
+        deviation = shape[1] ** -0.5 / ((1 << bits) * 0.29)  # of codes spread evenly
+        scales = torch.full(groups, deviation, dtype=torch.float16, device=self._device)
+        zeros = torch.full(groups, 1 << (bits - 1), dtype=torch.uint8, device=self._device)
+        return GroupInt(codes, scales, zeros, bits, size)
+
+    def _float8(self, name: str, shape: tuple[int, int]) -> Weight:
+        import torch
+
+        from toolkit.artifacts.canonical import BlockFp8, Fp8
+
+        weight = self._normal(name, shape, 1.0, torch.bfloat16).to(torch.float8_e4m3fn)
+        block = self._quantization.get("weight_block_size")
+        tiles = (shape[0],) if block is None else (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
+        scales = torch.full(tiles, shape[1] ** -0.5, dtype=torch.float32, device=self._device)
+        return Fp8(weight, scales) if block is None else BlockFp8(weight, scales, tuple(block))
+
+    def _int8(self, name: str, shape: tuple[int, int]) -> Weight:
+        import torch
+
+        from toolkit.artifacts.canonical import ChannelInt8
+
+        scales = torch.full(shape[:1], shape[1] ** -0.5 / 73, dtype=torch.float32, device=self._device)
+        return ChannelInt8(self._integers(name, shape, -127, 128, torch.int8), scales)
