@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,34 +16,45 @@ if TYPE_CHECKING:
 SHARD_BYTES = 2 << 30
 
 
+class _Shards:
+    """A stream of tensors cut where a shard is full. ``names``: those of each shard so far; ``total``: their bytes."""
+
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
+        self.rest, self.limit = iter(tensors), shard_bytes
+        self.next = next(self.rest, None)
+        self.names: list[list[str]] = []
+        self.total = 0
+
+    def take(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of the next shard, at least one while there are any; none is held when it was handed over."""
+        self.names.append([])
+        size = 0
+        while self.next is not None:
+            nbytes = self.next[1].numel() * self.next[1].element_size()
+            if size and size + nbytes > self.limit:
+                return
+            size, self.total = size + nbytes, self.total + nbytes
+            self.names[-1].append(self.next[0])
+            now, self.next = [self.next], None
+            yield now.pop()
+            self.next = next(self.rest, None)
+
+
 def write_model(target: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> None:
-    """Write (name, tensor) pairs to ``target``, one shard of about ``shard_bytes`` in memory at a time.
+    """Write (name, tensor) pairs to ``target``, in shards of about ``shard_bytes``; one tensor in memory at a time.
 
     OSError passes through (``open_stage`` turns a full disk into one line).
     """
-    shards: list[dict[str, tuple[int, ...]]] = []
-    total = size = 0
-    held: dict[str, Tensor] = {}
-
-    def flush() -> None:
-        write_tensors(target / f"shard-{len(shards)}.safetensors", held)
-        shards.append({name: tuple(tensor.shape) for name, tensor in held.items()})
-        held.clear()
-
-    for name, tensor in tensors:
-        nbytes = tensor.numel() * tensor.element_size()
-        if held and size + nbytes > shard_bytes:
-            flush()
-            size = 0
-        held[name] = tensor
-        size, total = size + nbytes, total + nbytes
-    flush()
-    if len(shards) == 1:
+    shards = _Shards(tensors, shard_bytes)
+    while shards.next is not None or not shards.names:
+        write_tensors(target / f"shard-{len(shards.names)}.safetensors", shards.take())
+    count = len(shards.names)
+    if count == 1:
         (target / "shard-0.safetensors").rename(target / "model.safetensors")
         return
     weight_map: dict[str, str] = {}
-    for i, names in enumerate(shards):
-        final = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+    for i, names in enumerate(shards.names):
+        final = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
         (target / f"shard-{i}.safetensors").rename(target / final)
         weight_map.update(dict.fromkeys(names, final))
-    write_json_object(target / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    write_json_object(target / INDEX, {"metadata": {"total_size": shards.total}, "weight_map": weight_map})

@@ -23,6 +23,7 @@ PAGE = 4096
 MAX_HEADER = 100_000_000  # as in the reference implementation
 PAD_PREFIX = "_pad."
 _HEADER_ROOM = 1 << 20  # first guess for the header of a file that is written as a stream
+_CHUNK = 16 << 20  # bytes that are copied at once
 
 # safetensors dtype → numpy dtype of the same width (numpy has neither bfloat16 nor float8: those are raw bits).
 NUMPY_DTYPES: dict[str, str] = {
@@ -235,30 +236,54 @@ def write_arrays(
         raise
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
-    """Write tensors that are all in memory, as the ecosystem's own tools do: no padding, wide dtypes first.
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, Any] | Iterable[tuple[str, Any]],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write tensors as the ecosystem's own tools do: no padding, wide dtypes first, then by name.
 
-    ``metadata`` defaults to ``{"format": "pt"}``, which transformers asks for. Atomic; OSError passes through.
+    ``tensors``: by name, or a stream of (name, tensor), of which one is held at a time: they go to a scratch file as
+    they come, and from there to their places. ``metadata`` defaults to ``{"format": "pt"}``, which
+    transformers asks for; it is read after the last tensor. Atomic; OSError passes through.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
-    parts = [(name, *array_bytes(tensor)) for name, tensor in tensors.items()]
-    parts.sort(key=lambda part: (-np.dtype(NUMPY_DTYPES[part[3]]).itemsize, part[0]))
-    position = 0
-    for name, data, shape, dtype in parts:
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + data.nbytes]}
-        position += data.nbytes
-    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    raw = raw.ljust(-(-len(raw) // 8) * 8)
-    scratch = path.with_name(f".{path.name}.tmp")
+    parts: list[tuple[str, tuple[int, ...], str, int, int]] = []  # name, shape, dtype, place in the scratch file
+    scratch, target = path.with_name(f".{path.name}.data"), path.with_name(f".{path.name}.tmp")
     try:
-        with scratch.open("wb") as file:
-            file.write(len(raw).to_bytes(8, "little") + raw)
-            for _, data, _, _ in parts:
-                file.write(data.data)
-        os.replace(scratch, path)
+        with scratch.open("w+b") as data, target.open("wb") as file:
+            for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+                raw, shape, dtype = array_bytes(tensor)
+                parts.append((name, shape, dtype, data.tell(), data.tell() + raw.nbytes))
+                data.write(raw.data)
+                del tensor, raw  # before the next one is made
+            parts.sort(key=lambda part: (-np.dtype(NUMPY_DTYPES[part[2]]).itemsize, part[0]))
+            header: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
+            position = 0
+            for name, shape, dtype, start, end in parts:
+                assert name not in header, name
+                place = [position, position + end - start]
+                header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": place}
+                position = place[1]
+            text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+            text = text.ljust(-(-len(text) // 8) * 8)
+            file.write(len(text).to_bytes(8, "little") + text)
+            for *_, start, end in parts:
+                _copy(data, file, start, end)
+        os.replace(target, path)
     except BaseException:
-        scratch.unlink(missing_ok=True)
+        target.unlink(missing_ok=True)
         raise
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _copy(source: IO[bytes], target: IO[bytes], start: int, end: int) -> None:
+    """Append bytes ``start`` to ``end`` of ``source`` to ``target``."""
+    source.seek(start)
+    while start < end:
+        piece = source.read(min(_CHUNK, end - start))
+        target.write(piece)
+        start += len(piece)
 
 
 def _write_stream(
@@ -284,9 +309,9 @@ def _write_stream(
 def _make_room(file: IO[bytes], room: int, needed: int) -> int:
     """Move the tensor data, which starts at byte ``room``, to where ``needed`` header bytes fit; return that place."""
     new_room = -(-needed // PAGE) * PAGE
-    end, chunk = file.seek(0, os.SEEK_END), 16 << 20
+    end = file.seek(0, os.SEEK_END)
     while end > room:  # from the back, so that nothing is overwritten before it is read
-        start = max(room, end - chunk)
+        start = max(room, end - _CHUNK)
         file.seek(start)
         data = file.read(end - start)
         file.seek(start + new_room - room)

@@ -18,7 +18,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,14 +27,7 @@ from urllib.parse import quote
 
 from toolkit import __version__
 from toolkit.artifacts.manifest import MANIFEST, Manifest, file_digest, read_manifest, write_manifest
-from toolkit.artifacts.safetensors_file import (
-    TORCH_DTYPES,
-    array_bytes,
-    map_arrays,
-    read_header,
-    read_metadata,
-    write_tensors,
-)
+from toolkit.artifacts.safetensors_file import array_bytes, read_metadata, write_tensors
 from toolkit.errors import ToolkitError, UsageError
 
 if TYPE_CHECKING:
@@ -68,33 +61,45 @@ class Stage:
 
     def done(self, key: str) -> bool:
         """Whether an earlier or this run saved ``key`` and the file is intact (its digest is checked)."""
-        path = self._state(key)
-        if not path.is_file():
+        if not self._state(key).is_file():
             return False
         try:
-            return read_metadata(path).get("digest") == _tensor_digest(map_arrays(path))
+            found = {name: _digest(tensor) for name, tensor in self.load(key).items()}
+            return read_metadata(self._state(key)).get("digest") == _together(found)
         except ToolkitError:  # torn by a power failure: as good as absent
             return False
 
-    def load(self, key: str) -> dict[str, Tensor]:
-        """The tensors saved under ``key``."""
-        import torch
+    def load(self, key: str) -> Mapping[str, Tensor]:
+        """The tensors saved under ``key``, each read when it is asked for."""
+        from toolkit.artifacts.tensor_file import TensorFile
 
-        path = self._state(key)
-        infos = read_header(path)
-        return {
-            name: torch.from_numpy(array.copy()).view(getattr(torch, TORCH_DTYPES[infos[name].dtype]))
-            for name, array in map_arrays(path).items()
-        }
+        return TensorFile(self._state(key))
 
     def load_meta(self, key: str) -> dict[str, Any]:
         """The ``meta`` saved under ``key``."""
         return json.loads(read_metadata(self._state(key))["meta"])
 
-    def save(self, key: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any] | None = None) -> None:
-        """Keep tensors and JSON values so that a killed run need not compute them again. Atomic."""
-        metadata = {"digest": _tensor_digest(tensors), "meta": json.dumps(dict(meta or {}))}
-        write_tensors(self._state(key), tensors, metadata)
+    def save(
+        self,
+        key: str,
+        tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        meta: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Keep tensors and JSON values so that a killed run need not compute them again. Atomic.
+
+        ``tensors`` may be a stream, of which one is held at a time; ``meta`` is read after the last of them.
+        """
+        digests: dict[str, str] = {}
+        metadata: dict[str, str] = {}
+
+        def watched() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
+                digests[name] = _digest(tensor)
+                yield name, tensor
+                del tensor  # before the next one is made
+            metadata.update(digest=_together(digests), meta=json.dumps(dict(meta or {})))
+
+        write_tensors(self._state(key), watched(), metadata)
 
     def finish(self, quality: Mapping[str, Any] | None = None) -> Manifest:
         """Write the manifest, bring everything to disk and rename the artifact to its target."""
@@ -280,12 +285,13 @@ def _disk_full(error: BaseException) -> bool:
     return "No space left on device" in str(error)  # as torch and safetensors report it
 
 
-def _tensor_digest(tensors: Mapping[str, Any]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(name.encode() + b"\0")
-        digest.update(array_bytes(tensors[name])[0].data)
-    return digest.hexdigest()
+def _digest(tensor: Any) -> str:
+    return hashlib.sha256(array_bytes(tensor)[0].data).hexdigest()
+
+
+def _together(digests: Mapping[str, str]) -> str:
+    """One digest of tensors by name, whatever their order."""
+    return hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest()
 
 
 def _sync(path: Path) -> None:

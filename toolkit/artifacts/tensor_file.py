@@ -1,0 +1,34 @@
+"""Tensors of a safetensors file that are read one at a time, into memory of their own: nothing stays mapped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toolkit.artifacts.safetensors_file import TORCH_DTYPES, read_header
+
+
+class TensorFile(Mapping[str, Tensor]):
+    """The file at ``path`` as a mapping; a tensor is read each time that it is asked for. Raises ToolkitError for a
+    file that is none."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.infos = path, read_header(path)
+
+    def __getitem__(self, name: str) -> Tensor:
+        info = self.infos[name]
+        raw = torch.from_numpy(np.fromfile(self.path, dtype=np.uint8, count=info.nbytes, offset=info.start))
+        return raw.view(getattr(torch, TORCH_DTYPES[info.dtype])).view(info.shape)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.infos
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.infos)
+
+    def __len__(self) -> int:
+        return len(self.infos)
