@@ -114,7 +114,7 @@ def logits(source: Any, ids: torch.Tensor, changed: dict[str, torch.Tensor]) -> 
     outer = source.outer_weights(torch.device("cpu"))
     hidden = embed(source.spec, outer[source.spec.embed], ids)
     for i, layer in enumerate(source.spec.layers):
-        weights = source.layer(i, torch.device("cpu"))
+        weights = {**source.layer(i, torch.device("cpu"))}
         hidden = layer_forward(layer, weights | {k: v for k, v in changed.items() if k in weights}, hidden)
     return head_logits(source.spec, outer, hidden)
 

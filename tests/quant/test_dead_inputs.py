@@ -17,7 +17,7 @@ from toolkit.artifacts.weights import canonical_weights
 from toolkit.models.registry import load_spec
 from toolkit.quant.lite import Common, auto_awq, auto_gptq, smooth_quant
 from toolkit.quant.result import warnings
-from toolkit.quant.statistics import Gram, usable
+from toolkit.quant.statistics import Gram, Taken
 
 DOWN, Q = "model.layers.1.mlp.down_proj", "model.layers.0.self_attn.q_proj"
 DEAD = slice(8, 14)
@@ -77,9 +77,10 @@ def test_a_site_whose_inputs_were_all_zero_counts_as_never_reached() -> None:
     dead, half = Gram.empty(4), Gram.empty(4)
     dead.add(torch.zeros(3, 4))
     half.add(torch.tensor([[0.0, 2.0, -4.0, 0.0]]))
-    found = usable({"dead": dead, "half": half})
-    assert set(found) == {"half"}
-    gram = found["half"]
+    found = Taken([["dead", "half"]], lambda names: {"dead": dead, "half": half})
+    assert found("dead") is None and found("never") is None
+    gram = found("half")
+    assert gram is not None and found.dead == {"dead": 4, "half": 2}
     assert gram.abs_sum.tolist() == [3, 2, 4, 3] and gram.abs_max.tolist() == [3, 2, 4, 3]
     assert gram.xtx.diagonal().tolist() == [10, 4, 16, 10]
     assert half.xtx[0, 0] == 0, "the statistics themselves stay as they were taken"

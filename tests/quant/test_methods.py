@@ -181,28 +181,34 @@ def test_the_head_too(family: str, form: str, tiny_models: Any, tmp_path: Path, 
     assert result.quality["layers"][-1]["name"] == spec.head
 
 
-def test_a_killed_gptq_run_goes_on_bit_identically(tiny_models: Any, tmp_path: Path, text: Path) -> None:
+@pytest.mark.parametrize(("family", "place", "layers"), [("gemma2", 16, 2), ("mixtral", 22, 1)])
+def test_a_killed_gptq_run_goes_on_bit_identically(
+    family: str, place: int, layers: int, tiny_models: Any, tmp_path: Path, text: Path
+) -> None:
     """Inputs come through the quantized layers, so what was saved must be passed through again."""
-    from toolkit.quant import layerwise
+    from toolkit.quant import gptq
 
-    model = str(tiny_models("gemma2"))
+    model = str(tiny_models(family))
     auto_gptq(model, tmp_path / "whole", common=quick(text))
-    calls = 0
-    real = layerwise.to_state
+    made = 0
+    real = gptq.relative_error
 
-    def dying(result: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
+    def dying(*args: Any) -> float:
+        nonlocal made
+        made += 1
+        if made == place:
             raise KeyboardInterrupt
-        return real(result)
+        return real(*args)
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(layerwise, "to_state", dying)
+    patch.setattr(gptq, "relative_error", dying)
     with pytest.raises(KeyboardInterrupt):
         auto_gptq(model, tmp_path / "broken", common=quick(text))
     patch.undo()
     assert not (tmp_path / "broken").exists()
+    saved = sorted(p.name for p in (tmp_path / ".broken.partial" / "state").glob("*"))
+    assert saved == ["calibration.safetensors", *(f"layer.{i}.safetensors" for i in range(layers))]
+    made = -1000
     auto_gptq(model, tmp_path / "broken", common=quick(text))
     names = ("model.safetensors", "config.json")
     assert [(tmp_path / "whole" / n).read_bytes() == (tmp_path / "broken" / n).read_bytes() for n in names] == [

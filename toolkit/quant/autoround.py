@@ -13,7 +13,7 @@ import contextlib
 import gc
 import io
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from toolkit.artifacts.canonical import Dense, GroupInt, Weight
+from toolkit.artifacts.canonical import GroupInt
 from toolkit.artifacts.safetensors_file import map_arrays, write_tensors
 from toolkit.errors import ToolkitError
 from toolkit.models.spec import LayerSpec
 from toolkit.quant.awq import Grid, inputs_after
+from toolkit.quant.folding import Folded
 from toolkit.quant.forward import Called, Weights, layer_forward
 from toolkit.quant.layers import LayerSource
-from toolkit.quant.result import LayerResult, LinearReport, Method, relative_error
+from toolkit.quant.result import LinearReport, Made, Method, relative_error, stay_dense
 from toolkit.quant.run import Prepared
 from toolkit.quant.selection import Selection
 from toolkit.quant.sites import Site
@@ -81,21 +82,20 @@ def tune(source: LayerSource, selection: Selection, run: Prepared, tuning: Tunin
 def method(directory: Path, tuning: Tuning, *, dtype: torch.dtype) -> Method:
     """Takes the codes that ``tune`` left in ``directory`` and measures their error."""
 
-    def run(sites: Sequence[Site], weights: Mapping[str, Tensor], grams: Mapping[str, Gram]) -> LayerResult:
+    def run(
+        sites: Sequence[Site], weights: Mapping[str, Tensor], grams: Callable[[str], Gram | None]
+    ) -> Iterator[Made]:
         codes = _load(_file(directory, sites), sites, tuning) if sites else {}
-        out: dict[str, Weight | Tensor] = {name: value.to(dtype).cpu() for name, value in weights.items()}
-        reports = []
-        for site in sites:
-            out.update({x.name: Dense(weights[x.name].to(dtype).cpu()) for x in site.followers})
-            xtx = inputs_after(grams.get(site.name), None, site.size, weights[site.linears[0].name])
+        for site in reversed(sites):
+            gram = grams(site.name)
+            xtx = inputs_after(site, gram, Folded(weights))
+            how = "weight-only" if gram is None else "auto_round"
             for linear in site.linears:
-                code = out[linear.name] = codes[linear.name]
-                w = weights[linear.name]
+                w, code = weights[linear.name], codes[linear.name]
                 error = relative_error(w, code.dequantize().to(w.device), xtx)
-                how = "auto_round" if site.name in grams else "weight-only"
                 grid = tuning.of(linear.name)
-                reports.append(LinearReport(linear.name, how, grid.bits, grid.group_size, error))
-        return LayerResult(out, reports)
+                yield Made(linear.name, code, LinearReport(linear.name, how, grid.bits, grid.group_size, error))
+        yield from stay_dense(sites, weights, dtype)
 
     return run
 

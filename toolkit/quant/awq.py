@@ -7,21 +7,21 @@ Gram matrix of its inputs, ‖X(W−Ŵ)ᵀ‖² = tr((W−Ŵ) XᵀX (W−Ŵ)ᵀ)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.canonical import Dense, Weight
-from toolkit.quant.folding import expand, fold_site, shrink, storable
+from toolkit.quant.folding import Folded, expand, fold_site, shrink, storable
 from toolkit.quant.forward import fast_bf16
 from toolkit.quant.grid import fake_quantize, grid_of, group_range, quantize, round_to
-from toolkit.quant.result import LayerResult, LinearReport, Method, relative_error
-from toolkit.quant.sites import RowFold, Site
+from toolkit.quant.result import LinearReport, Made, Method, relative_error, stay_dense
+from toolkit.quant.sites import RowFold, Site, modules
 from toolkit.quant.statistics import Gram
 
 SCALE_STEPS = 20
+SEARCH_ROWS = 512  # of each linear: scales are compared by the loss of evenly spaced rows, which is much the same
 CLIP_STEPS = tuple(1.0 - 0.05 * i for i in range(11))  # shares of a group's range, 1 … 0.5
 
 
@@ -44,17 +44,14 @@ def output_error(difference: Tensor, xtx: Tensor) -> Tensor:
     return ((difference.to(xtx.dtype) @ xtx) * difference).sum()
 
 
-def scale_candidates(
-    mean_abs: Tensor, weights: Sequence[Tensor], group_size: int, shrink: Callable[[Tensor], Tensor]
-) -> Iterator[Tensor]:
-    """Scales to try, each [channels after ``shrink``], geometric mean of the extremes 1.
+def scale_candidates(activation: Tensor, share: Tensor) -> Iterator[Tensor]:
+    """Scales to try, each as ``activation``, geometric mean of the extremes 1; the first is all ones.
 
     mean|x|^α for α over a grid in [0, 1], and the same divided by (mean of |w| / its group's largest)^(1−α), which
-    spares channels whose weights are small beside their group's. ``shrink`` averages channels that must share a scale.
+    spares channels whose weights are small beside their group's.
     """
-    activation = shrink(mean_abs).clamp(min=1e-8)
-    share = torch.cat([_share_of_group(w, group_size) for w in weights]).mean(0)
-    share = shrink(share).clamp(min=1e-4)
+    activation, share = activation.clamp(min=1e-8), share.clamp(min=1e-4)
+    yield torch.ones_like(activation)
     for with_weights in (False, True):
         for step in range(SCALE_STEPS):
             alpha = step / SCALE_STEPS
@@ -62,7 +59,7 @@ def scale_candidates(
             if with_weights:
                 scale = scale / share.pow(1 - alpha)
             elif step == 0:
-                continue  # all ones; the caller has that already
+                continue  # all ones again
             scale = scale.clamp(min=1e-4)
             yield scale / (scale.max() * scale.min()).sqrt()
 
@@ -73,34 +70,36 @@ def _share_of_group(weight: Tensor, group_size: int) -> Tensor:
 
 
 def search_scale(
-    weights: Sequence[Tensor],
+    readers: Iterable[Sequence[Tensor]],
     gram: Gram,
     grid: Grid,
     shrink: Callable[[Tensor], Tensor] = lambda x: x,
     expand: Callable[[Tensor], Tensor] = lambda s: s,
 ) -> tuple[Tensor, float, float]:
-    """The scale that loses least on the linears ``weights`` (each [out, n]) which share the input behind ``gram``.
+    """The scale that loses least on the linears (each [out, n]) which share the input behind ``gram``.
 
+    ``readers``: those linears, module by module, gone through twice so that one module need be in memory at a time.
     Returns the scale (before ``expand``), its loss and the loss without scaling. ``shrink`` maps statistics of the
     n input channels to the channels that take a scale, ``expand`` maps their scale back.
     """
-
+    share, rows = torch.zeros_like(gram.abs_sum), 0
+    for module in readers:
+        share += torch.cat([_share_of_group(w, grid.group_size) for w in module]).sum(0)
+        rows += sum(len(w) for w in module)
+    candidates = list(scale_candidates(shrink(gram.mean_abs), shrink(share / rows)))
+    losses = [0.0] * len(candidates)
     xtx = gram.xtx.bfloat16() if fast_bf16(gram.xtx.device) else gram.xtx
-
-    def loss(channels: Tensor) -> float:
-        total = 0.0
-        for w in weights:
+    for whole in (w for module in readers for w in module):
+        w = whole[:: -(-len(whole) // SEARCH_ROWS)]
+        for i, scale in enumerate(candidates):
+            channels = expand(scale)
             back = fake_quantize(w * channels, grid.group_size, bits=grid.bits, symmetric=grid.symmetric)
-            total += float(output_error(w - back / channels, xtx))
-        return total
-
-    best = torch.ones_like(shrink(gram.mean_abs))
-    unscaled = least = loss(expand(best))
-    for scale in scale_candidates(gram.mean_abs, weights, grid.group_size, shrink):
-        now = loss(expand(scale))
-        if now < least:
-            best, least = scale, now
-    return best, least, unscaled
+            losses[i] += float(output_error(w - back / channels, xtx)) * len(whole) / len(w)
+    best = 0
+    for i, loss in enumerate(losses):
+        if loss < losses[best]:
+            best = i
+    return candidates[best], losses[best], losses[0]
 
 
 def search_clip(weight: Tensor, xtx: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
@@ -133,64 +132,36 @@ def method(grid: Grid, *, search: bool, dtype: torch.dtype) -> Method:
     ``dtype``: what dense tensors (norms, biases, routers) are stored as; scales fold exactly into norms of that dtype.
     """
 
-    def run(sites: Sequence[Site], weights: Mapping[str, Tensor], grams: Mapping[str, Gram]) -> LayerResult:
-        folded, channels = scale_layer(sites, weights, grams, grid=grid, search=search, dtype=dtype)
-        out: dict[str, Weight | Tensor] = {name: value.to(dtype).cpu() for name, value in folded.items()}
-        for site in sites:  # routers, gates and skipped linears stay dense
-            out.update({x.name: Dense(folded[x.name].to(dtype).cpu()) for x in site.followers})
-        reports = []
-        for site in sites:
-            gram = grams.get(site.name)
-            xtx = inputs_after(gram, channels.get(site.name), site.size, folded[site.linears[0].name])
+    def run(
+        sites: Sequence[Site], weights: Mapping[str, Tensor], grams: Callable[[str], Gram | None]
+    ) -> Iterator[Made]:
+        folded = Folded(weights)
+        for site in reversed(sites):
+            gram = grams(site.name)
+            scale = None if gram is None else site_scale(site, weights, gram, grid=grid, search=search, dtype=dtype)
+            xtx = inputs_after(site, gram, folded, scale)
+            how = "weight-only" if gram is None else "awq"
+            del gram
             for linear in site.linears:
                 w = folded[linear.name]
                 size = site.size if grid.group_size == -1 else grid.group_size
                 bounds = search_clip(w, xtx, replace(grid, group_size=size))
                 code = quantize(w, size, bits=grid.bits, symmetric=grid.symmetric, name=linear.name, bounds=bounds)
-                out[linear.name] = code
                 error = relative_error(w, code.dequantize().to(w.device), xtx)
-                how = "awq" if gram is not None else "weight-only"
-                reports.append(LinearReport(linear.name, how, grid.bits, grid.group_size, error))
-        return LayerResult(out, reports)
+                yield Made(linear.name, code, LinearReport(linear.name, how, grid.bits, grid.group_size, error))
+        yield from stay_dense(sites, folded, dtype)
 
     return run
 
 
-def scale_layer(
-    sites: Sequence[Site],
-    weights: Mapping[str, Tensor],
-    grams: Mapping[str, Gram],
-    *,
-    grid: Grid,
-    search: bool,
-    dtype: torch.dtype,
-    own_grids: Callable[[], Mapping[str, Grid]] = dict,
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(weights with a scale folded into every site that takes one, the scale of each such site's channels by name).
-
-    ``own_grids``: linears, by name, that have another grid than ``grid``.
-    """
-    folded, own = dict(weights), own_grids()
-    scales = {
-        s.name: _site_scale(s, weights, grams[s.name], own.get(s.linears[0].name, grid), search)
-        for s in sites
-        if _scalable(s, grams)
-    }
-    channels = {
-        s.name: fold_site(s, folded, storable(s, weights, scales[s.name], dtype)) for s in sites if s.name in scales
-    }
-    return folded, channels
-
-
-def _scalable(site: Site, grams: Mapping[str, Gram]) -> bool:
-    return site.fold is not None and site.name in grams
-
-
-def _site_scale(site: Site, weights: Mapping[str, Tensor], gram: Gram, grid: Grid, search: bool) -> Tensor:
-    """The scale of a site: one number a channel, or for a RowFold one a producing row."""
+def site_scale(
+    site: Site, weights: Mapping[str, Tensor], gram: Gram, *, grid: Grid, search: bool, dtype: torch.dtype
+) -> Tensor | None:
+    """The scale to fold into a site (see ``folding.fold_site``), None where it takes none."""
     fold = site.fold
+    if fold is None:
+        return None
     grid = replace(grid, group_size=site.size) if grid.group_size == -1 else grid
-    readers = [weights[x.name] for x in site.linears]
 
     def down(x: Tensor) -> Tensor:
         return shrink(fold, x) if isinstance(fold, RowFold) else x
@@ -199,20 +170,40 @@ def _site_scale(site: Site, weights: Mapping[str, Tensor], gram: Gram, grid: Gri
         return expand(fold, s) if isinstance(fold, RowFold) else s
 
     if search:
-        return search_scale(readers, gram, grid, down, up)[0]
-    scale = down(gram.mean_abs).clamp(min=1e-4).sqrt()
-    return scale / (scale.max() * scale.min()).sqrt()
+        scale = search_scale(Readers(site, weights), gram, grid, down, up)[0]
+    else:
+        scale = down(gram.mean_abs).clamp(min=1e-4).sqrt()
+        scale = scale / (scale.max() * scale.min()).sqrt()
+    return storable(site, weights, scale, dtype)
 
 
-def inputs_after(gram: Gram | None, channels: Tensor | None, size: int, like: Tensor) -> Tensor:
-    """XᵀX of a site's inputs once they are divided by ``channels``.
+@dataclass(frozen=True)
+class Readers:
+    """The weights that read a site's activations, each module's at a time."""
+
+    site: Site
+    weights: Mapping[str, Tensor]
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        for module in modules(self.site.linears):
+            yield [self.weights[x.name] for x in module]
+
+
+def inputs_after(site: Site, gram: Gram | None, weights: Folded, scale: Tensor | None = None) -> Tensor:
+    """XᵀX of a site's inputs once ``scale``, if there is one, is folded into ``weights``, which this does.
 
     The identity where calibration never reached the site (an expert without tokens): then weights alone count. With
     fewer rows than channels the matrix says nothing of most directions; a hundredth of its mean diagonal is added.
     """
     if gram is None:
-        return torch.eye(size, device=like.device, dtype=like.dtype)
-    xtx = gram.xtx
-    if gram.rows < size:
-        xtx = xtx + torch.eye(size, device=xtx.device) * (0.01 * xtx.diagonal().mean())
-    return xtx if channels is None else xtx / channels[:, None] / channels[None, :]
+        like = weights[site.linears[0].name]
+        return torch.eye(site.size, device=like.device, dtype=like.dtype)
+    if gram.rows >= site.size and scale is None:
+        return gram.xtx
+    xtx = gram.xtx.clone()  # changed in place: it can be the largest thing in memory
+    if gram.rows < site.size:
+        xtx.diagonal().add_(0.01 * xtx.diagonal().mean())
+    if scale is not None:
+        channels = fold_site(site, weights, scale)
+        xtx.div_(channels[:, None]).div_(channels[None, :])
+    return xtx

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -23,8 +23,9 @@ from toolkit.quant.run import (
     spill_of,
     tell_plan,
 )
+from toolkit.quant.sites import layer_sites
 from toolkit.quant.spill import Spill
-from toolkit.quant.statistics import Gram, Statistics
+from toolkit.quant.statistics import Gram
 from toolkit.quant.statistics_file import KIND, PARTS, file_name, planned_bytes, write_statistics
 
 
@@ -78,27 +79,32 @@ def _collect(
     last = max((i for i in range(count + 1) if not stage.done(_key(i))), default=-1)
     for i, layer in enumerate(spec.layers[: last + 1]):
         progress("taking statistics", i, count)
-        statistics = Statistics()
-        missing = not stage.done(_key(i))
-        flow.advance(i, layer, source.layer(i, device), statistics.observe if missing else None)
-        if missing:
-            _save(stage, i, statistics.finish())
+        weights, moved = source.layer(i, device), False
+        if not stage.done(_key(i)):
+            sites = layer_sites(layer)
+            grams, moved = flow.statistics(i, layer, weights, sites, advance=True)
+            _save(stage, i, ((site.name, grams.raw(site.name)) for site in reversed(sites)))
+            del grams
+        if not moved:
+            flow.advance(i, layer, weights)
     if last == count:
-        _save(stage, count, flow.head_statistics(source.outer_weights(device)))
+        _save(stage, count, flow.head_statistics(source.outer_weights(device)).items())
     progress("taking statistics", count, count)
     for i in range(count + 1):
-        write_statistics(stage.dir / file_name(i), _load(stage, i))
+        write_statistics(stage.dir / file_name(i), stage.load(_key(i)), stage.load_meta(_key(i)))
 
 
 def _key(index: int) -> str:
     return f"statistics.{index}"
 
 
-def _save(stage: Stage, index: int, grams: dict[str, Gram]) -> None:
-    tensors = {f"{site}:{part}": getattr(gram, part).cpu() for site, gram in grams.items() for part in PARTS}
-    stage.save(_key(index), tensors, {site: gram.rows for site, gram in grams.items()})
+def _save(stage: Stage, index: int, grams: Iterable[tuple[str, Gram | None]]) -> None:
+    rows: dict[str, int] = {}
 
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for site, gram in grams:
+            if gram is not None:
+                rows[site] = gram.rows
+                yield from ((f"{site}:{part}", getattr(gram, part).cpu()) for part in PARTS)
 
-def _load(stage: Stage, index: int) -> dict[str, Gram]:
-    tensors, rows = stage.load(_key(index)), stage.load_meta(_key(index))
-    return {site: Gram(rows=n, **{part: tensors[f"{site}:{part}"] for part in PARTS}) for site, n in rows.items()}
+    stage.save(_key(index), stream(), rows)

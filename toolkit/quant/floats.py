@@ -5,18 +5,18 @@ Sources: DeepSeek-V3 technical report (2024), 3.3 (tiles); OCP Microscaling Form
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.canonical import FP4_VALUES, BlockFp8, Dense, Fp4, Weight
+from toolkit.artifacts.canonical import FP4_VALUES, BlockFp8, Fp4, Weight
 from toolkit.artifacts.formats.blocked_fp8 import BLOCK
 from toolkit.artifacts.formats.mxfp4 import GROUP
 from toolkit.artifacts.weights import split_parts
 from toolkit.models.spec import StoredTensor
 from toolkit.quant.output import join_parts
-from toolkit.quant.result import LayerResult, LinearReport, Method, relative_error
+from toolkit.quant.result import LinearReport, Made, Method, relative_error, stay_dense
 from toolkit.quant.sites import Site
 from toolkit.quant.statistics import Gram
 
@@ -28,21 +28,25 @@ def tiles_method(stored: Sequence[StoredTensor], *, powers_of_two: bool, dtype: 
     """Blocked fp8 as a method. Tiles are those of the modules as ``stored``, where several linears may be one."""
     items = {part.name: item for item in stored for part in item.parts}
 
-    def run(sites: Sequence[Site], weights: Mapping[str, Tensor], grams: Mapping[str, Gram]) -> LayerResult:
-        out: dict[str, Weight | Tensor] = {name: value.to(dtype).cpu() for name, value in weights.items()}
-        reports = []
-        wanted = [x.name for site in sites for x in site.linears]
-        for name in wanted:
+    def run(
+        sites: Sequence[Site], weights: Mapping[str, Tensor], grams: Callable[[str], Gram | None]
+    ) -> Iterator[Made]:
+        done: set[str] = set()
+        for name in (x.name for site in sites for x in site.linears):
+            if name in done:
+                continue
             item = items.get(name)
+            codes: dict[str, Weight | Tensor]
             if item is None or len(item.parts) == 1:
-                out[name] = quantize_tiles(weights[name], powers_of_two)
-            elif not isinstance(out[name], BlockFp8):
+                codes = {name: quantize_tiles(weights[name], powers_of_two)}
+            else:
                 whole = join_parts(item, [weights[p.name] for p in item.parts])
                 assert isinstance(whole, Tensor)
-                out.update(split_parts(item, quantize_tiles(whole, powers_of_two)))
-            reports.append(_report(name, weights[name], out[name], "blocked_fp8", 8, -1))
-        _keep_followers(sites, weights, out, dtype)
-        return LayerResult(out, reports)
+                codes = dict(split_parts(item, quantize_tiles(whole, powers_of_two)))
+            for part, code in codes.items():
+                yield Made(part, code, _report(part, weights[part], code, "blocked_fp8", 8, -1))
+            done.update(codes)
+        yield from stay_dense(sites, weights, dtype)
 
     return run
 
@@ -50,22 +54,16 @@ def tiles_method(stored: Sequence[StoredTensor], *, powers_of_two: bool, dtype: 
 def mxfp4_method(*, dtype: torch.dtype) -> Method:
     """mxfp4 as a method."""
 
-    def run(sites: Sequence[Site], weights: Mapping[str, Tensor], grams: Mapping[str, Gram]) -> LayerResult:
-        out: dict[str, Weight | Tensor] = {name: value.to(dtype).cpu() for name, value in weights.items()}
-        reports = []
+    def run(
+        sites: Sequence[Site], weights: Mapping[str, Tensor], grams: Callable[[str], Gram | None]
+    ) -> Iterator[Made]:
         for name in (x.name for site in sites for x in site.linears):
-            out[name] = quantize_mxfp4(weights[name])
-            reports.append(_report(name, weights[name], out[name], "mxfp4", 4, GROUP))
-        _keep_followers(sites, weights, out, dtype)
-        return LayerResult(out, reports)
+            w = weights[name]
+            code = quantize_mxfp4(w)
+            yield Made(name, code, _report(name, w, code, "mxfp4", 4, GROUP))
+        yield from stay_dense(sites, weights, dtype)
 
     return run
-
-
-def _keep_followers(
-    sites: Sequence[Site], weights: Mapping[str, Tensor], out: dict[str, Weight | Tensor], dtype: torch.dtype
-) -> None:
-    out.update({x.name: Dense(weights[x.name].to(dtype).cpu()) for site in sites for x in site.followers})
 
 
 def _report(name: str, weight: Tensor, code: Weight | Tensor, how: str, bits: int, group: int) -> LinearReport:

@@ -7,7 +7,7 @@ the one that the *rounded* norm weight implies (``storable``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -42,31 +42,58 @@ def storable(site: Site, weights: Mapping[str, Tensor], scale: Tensor, dtype: to
     return torch.where(usable, exact, torch.ones_like(exact))
 
 
-def fold_site(site: Site, weights: dict[str, Tensor], scale: Tensor) -> Tensor:
-    """Fold ``scale`` into ``weights`` (dense float32 by canonical name; changed entries are replaced, not mutated).
+class Folded(Mapping[str, Tensor]):
+    """Weights of a layer (dense float32 by canonical name) with scales folded in whenever one is asked for."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self.weights = weights
+        self.norms: dict[str, Tensor] = {}
+        self.columns: dict[str, Tensor] = {}
+        self.rows: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self.norms:
+            return self.norms[name]
+        value = self.weights[name]
+        if name in self.columns:
+            value = value * self.columns[name]
+        return value / self.rows[name] if name in self.rows else value
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.weights
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.weights)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+
+def fold_site(site: Site, weights: Folded, scale: Tensor) -> Tensor:
+    """Fold ``scale`` into ``weights``.
 
     ``scale``: [site.size] for a NormFold, [rows of the producer] for a RowFold. Returns the scale of each site channel.
     """
     match site.fold:
         case NormFold(norm):
             effective = weights[norm.name] + norm.weight_offset
-            weights[norm.name] = effective / scale - norm.weight_offset
+            weights.norms[norm.name] = effective / scale - norm.weight_offset
             channels = scale
         case RowFold(linear) as rows:
-            weights[linear.name] = weights[linear.name] / scale[:, None]
+            weights.rows[linear.name] = scale[:, None]
             if linear.bias:
-                weights[f"{linear.name}.bias"] = weights[f"{linear.name}.bias"] / scale
+                weights.rows[f"{linear.name}.bias"] = scale
             channels = expand(rows, scale)
         case None:
             raise AssertionError(f"{site.name} takes no scale")
     for reader in (*site.linears, *site.followers):
-        weights[reader.name] = weights[reader.name] * channels
+        weights.columns[reader.name] = channels
     return channels
 
 
-def fold_layer(layer: LayerSpec, weights: dict[str, Tensor], scales: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A copy of ``weights`` with the scale of every site in ``scales`` (by site name) folded in."""
-    folded = dict(weights)
+def fold_layer(layer: LayerSpec, weights: Mapping[str, Tensor], scales: Mapping[str, Tensor]) -> Folded:
+    """``weights`` with the scale of every site in ``scales`` (by site name) folded in."""
+    folded = Folded(weights)
     for site in layer_sites(layer):
         if site.name in scales:
             fold_site(site, folded, scales[site.name])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,10 @@ from toolkit.artifacts.manifest import content_digest
 from toolkit.artifacts.stage import Stage
 from toolkit.artifacts.weights import load_stored
 from toolkit.models.spec import StoredTensor
-from toolkit.quant.layers import LayerSource
+from toolkit.quant.layers import LayerSource, plain
 from toolkit.quant.layerwise import load_layer
-from toolkit.quant.output import cast_to, join_parts, plain
-from toolkit.quant.result import LayerResult, Method
+from toolkit.quant.output import cast_to, join_parts
+from toolkit.quant.result import LayerResult, Made, Method
 from toolkit.quant.sites import Site, layer_sites
 from toolkit.quant.statistics import Gram
 from toolkit.quant.statistics_file import open_statistics
@@ -53,9 +53,11 @@ def with_minima(method: Method) -> Method:
     """``method``, but asymmetric codes come with the float16 offset that Q4_1 and Q5_1 store for every block, in place
     of a zero point: within the figures and on disk the numbers are then the same."""
 
-    def run(sites: Sequence[Site], weights: Mapping[str, Tensor], grams: Mapping[str, Gram]) -> LayerResult:
-        found = method(sites, weights, grams)
-        return LayerResult({name: _offset(value) for name, value in found.weights.items()}, found.reports)
+    def run(
+        sites: Sequence[Site], weights: Mapping[str, Tensor], grams: Callable[[str], Gram | None]
+    ) -> Iterator[Made]:
+        for made in method(sites, weights, grams):
+            yield replace(made, value=_offset(made.value))
 
     return run
 

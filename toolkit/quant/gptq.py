@@ -7,24 +7,25 @@ columns j > i move by −(w − ŵ) / U[i,i] · U[i,j]. Columns go in blocks, so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from toolkit.artifacts import gguf_quantize
-from toolkit.artifacts.canonical import Dense, GroupInt, Weight
+from toolkit.artifacts.canonical import GroupInt
 from toolkit.errors import ToolkitError
 from toolkit.models.spec import LinearSpec
 from toolkit.quant.awq import Grid, inputs_after, search_clip
+from toolkit.quant.folding import Folded
 from toolkit.quant.grid import grid_of, group_range, no_scale, round_to
-from toolkit.quant.result import LayerResult, LinearReport, Method, relative_error
-from toolkit.quant.sites import Site
+from toolkit.quant.result import LinearReport, Made, Method, relative_error, stay_dense
+from toolkit.quant.sites import Site, modules
 from toolkit.quant.statistics import Gram
 
-ROWS = 16384  # rows of one input's linears that are rounded together
+ROWS = 16384  # rows of one input's linears that are rounded together …
+ACROSS_BYTES = 64 << 20  # … and of more than one module (several experts) so many bytes
 _EXACT = 2048  # up to so many inputs the factorization is done in float64, its memory being small
 
 
@@ -54,12 +55,8 @@ class Rounded:
     group_index: Tensor | None
 
 
-class Scaler(Protocol):
-    """Scales sites before they are rounded: ``awq.scale_layer`` with its settings bound."""
-
-    def __call__(
-        self, sites: Sequence[Site], weights: Mapping[str, Tensor], grams: Mapping[str, Gram]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]: ...
+Scaler = Callable[[Site, Mapping[str, Tensor], Gram], Tensor | None]
+"""The scale of a site before it is rounded: ``awq.site_scale`` with its settings bound."""
 
 
 def method(
@@ -75,26 +72,27 @@ def method(
     ``grid.group_size`` -1: one group a row. ``dtype``: what dense tensors are stored as. ``own_grids``: linears, by
     name, that have another grid than ``grid``; those that share an input share it.
     """
-    how = "gptq" if scaler is None else "awq+gptq"
+    scaled = "gptq" if scaler is None else "awq+gptq"
     common = grid
 
-    def run(sites: Sequence[Site], weights: Mapping[str, Tensor], grams: Mapping[str, Gram]) -> LayerResult:
-        folded, channels = (dict(weights), {}) if scaler is None else scaler(sites, weights, grams)
-        out: dict[str, Weight | Tensor] = {name: value.to(dtype).cpu() for name, value in folded.items()}
-        reports = []
-        own = own_grids()
-        for site in sites:
+    def run(
+        sites: Sequence[Site], weights: Mapping[str, Tensor], grams: Callable[[str], Gram | None]
+    ) -> Iterator[Made]:
+        folded, own = Folded(weights), own_grids()
+        for site in reversed(sites):
             grid = own.get(site.linears[0].name, common)
-            out.update({x.name: Dense(folded[x.name].to(dtype).cpu()) for x in site.followers})
-            gram = grams.get(site.name)
-            xtx = inputs_after(gram, channels.get(site.name), site.size, folded[site.linears[0].name])
-            for linear, code in round_site(site.linears, folded, xtx, grid, rounding):
-                out[linear.name] = code
+            gram = grams(site.name)
+            scale = None if scaler is None or gram is None else scaler(site, weights, gram)
+            xtx = inputs_after(site, gram, folded, scale)
+            how = "weight-only" if gram is None else scaled
+            del gram
+            factor = None if grid.ggml else inverse_factor(xtx, rounding)
+            for linear, code in round_site(site.linears, folded, xtx, grid, rounding, factor):
                 w = folded[linear.name]
                 error = relative_error(w, code.dequantize().to(w.device), xtx)
-                name = how if gram is not None else "weight-only"
-                reports.append(LinearReport(linear.name, name, grid.bits, grid.group_size, error))
-        return LayerResult(out, reports)
+                del w
+                yield Made(linear.name, code, LinearReport(linear.name, how, grid.bits, grid.group_size, error))
+        yield from stay_dense(sites, folded, dtype)
 
     return run
 
@@ -105,26 +103,36 @@ def round_site(
     xtx: Tensor,
     grid: Grid,
     rounding: Rounding,
-    factor: Factor | None = None,
-) -> list[tuple[LinearSpec, GroupInt]]:
-    """Codes of the linears that share an input: rows do not touch each other, so they are rounded as one matrix.
+    factor: Factor | None,
+) -> Iterator[tuple[LinearSpec, GroupInt]]:
+    """Codes of the linears that share an input: rows do not touch each other, so they are rounded some linears at once.
 
-    ``factor``: ``inverse_factor`` of the same ``xtx``, if it is known. To a type with super-blocks linears are
-    rounded without error feedback, columns weighted by their mean squared input.
+    ``factor``: ``inverse_factor`` of the same ``xtx``. To a type with super-blocks linears are rounded without error
+    feedback, columns weighted by their mean squared input.
     """
     if grid.ggml is not None:
-        return [(x, _super_blocks(weights[x.name], grid.ggml, xtx, x.name)) for x in linears]
-    factor = factor or inverse_factor(xtx, rounding)
-    found = []
+        yield from ((x, _super_blocks(weights[x.name], grid.ggml, xtx, x.name)) for x in linears)
+        return
+    assert factor is not None
+    for batch in _batches(linears):
+        whole = round_columns(torch.cat([weights[x.name] for x in batch]), factor, grid, rounding)
+        yield from zip(batch, _split(whole, batch, weights, grid), strict=True)
+
+
+def _batches(linears: Sequence[LinearSpec]) -> Iterator[list[LinearSpec]]:
+    """At most ``ROWS`` rows at once, of more than one module only where they take little memory."""
     batch: list[LinearSpec] = []
-    for i, linear in enumerate(linears):
-        batch.append(linear)
-        rows = sum(x.out_features for x in batch)
-        if i + 1 == len(linears) or rows + linears[i + 1].out_features > ROWS:
-            whole = round_columns(torch.cat([weights[x.name] for x in batch]), factor, grid, rounding)
-            found += list(zip(batch, _split(whole, batch, weights, grid), strict=True))
+    for module in modules(linears):
+        size = sum(4 * x.in_features * x.out_features for x in (*batch, *module))
+        if batch and size > ACROSS_BYTES:
+            yield batch
             batch = []
-    return found
+        for linear in module:
+            if batch and sum(x.out_features for x in batch) + linear.out_features > ROWS:
+                yield batch
+                batch = []
+            batch.append(linear)
+    yield batch
 
 
 def _super_blocks(weight: Tensor, kind: str, xtx: Tensor, name: str) -> GroupInt:

@@ -115,7 +115,7 @@ def _scales(
         if not stage.done(f"layer.{i}"):
             scales = {name: (x.cpu() / FP8_MAX).clamp(min=MIN_SCALE).view(1) for name, x in largest.items()}
             stage.save(f"layer.{i}", scales)
-        scales = stage.load(f"layer.{i}")
+        scales = dict(stage.load(f"layer.{i}"))
         near = {name: scale.to(device) for name, scale in scales.items()}
 
         def rounding(name: str, x: Tensor, near: dict[str, Tensor] = near) -> Tensor:
@@ -163,4 +163,6 @@ def _tensors(source: LayerSource, scales: dict[str, Tensor], dtype: torch.dtype)
         yield name, cast_to(value if isinstance(value, Tensor) else value.dequantize(), dtype, item.name)
         if bias is not None:
             yield f"{item.name}.bias", cast_to(bias, dtype, item.name)
+        del value, bias
+        source.checkpoint.release()
     yield from scales.items()

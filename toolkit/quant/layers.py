@@ -1,21 +1,23 @@
-"""A checkpoint seen layer by layer: one layer's weights dense in memory at a time."""
+"""A checkpoint seen layer by layer: weights are read, and made dense, one at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.canonical import Dense
+from toolkit.artifacts.canonical import Dense, Weight
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
 from toolkit.artifacts.formats.gguf_types import METHOD as GGUF
-from toolkit.artifacts.weights import iter_canonical, validate_checkpoint
+from toolkit.artifacts.weights import is_present, iter_canonical, load_stored, split_parts, validate_checkpoint
 from toolkit.errors import ToolkitError
 from toolkit.models.registry import load_spec
 from toolkit.models.spec import AttentionSpec, DecoderSpec, LayerSpec, LinearSpec, NormSpec, StoredTensor
-from toolkit.quant.sites import layer_sites
+from toolkit.quant.lazy import KEEP, Lazy
+from toolkit.quant.sites import layer_sites, modules
 
 _COARSE_GGUF = ("Q4_0", "Q4_1")
 
@@ -44,11 +46,24 @@ class LayerSource:
         """Every linear that may be quantized: all inside the layers but routers and shared-expert gates."""
         return [x for layer in self.spec.layers for site in layer_sites(layer) for x in site.linears]
 
-    def layer(self, index: int, device: torch.device) -> dict[str, Tensor]:
-        """Layer ``index`` as float32 tensors by canonical name (``X``, ``X.bias``)."""
-        found = {name: value.to(torch.float32) for name, value in self._dense(self.stored[index], device)}
-        self.checkpoint.release()
-        return found
+    def layer(self, index: int, device: torch.device) -> Mapping[str, Tensor]:
+        """Layer ``index`` as float32 tensors by canonical name (``X``, ``X.bias``), each read when it is asked for."""
+        places = {
+            name: replace(item, parts=(part,))
+            for item in self.stored[index]
+            if not item.optional or is_present(self.checkpoint, item)
+            for part in item.parts
+            for name in ((part.name, f"{part.name}.bias") if item.bias else (part.name,))
+        }
+
+        def read(name: str) -> Tensor:
+            item = places[name]
+            found = dict(split_parts(item, *load_stored(self.checkpoint, item)))[name]
+            value = plain(found).to(device).to(torch.float32)
+            self.checkpoint.release()
+            return value
+
+        return Lazy(places, read, KEEP)
 
     def outer_weights(self, device: torch.device) -> dict[str, Tensor]:
         """Embedding, final norm and head in the type that they are stored in; a tied head is the embedding's tensor."""
@@ -71,14 +86,18 @@ class LayerSource:
 
     def _dense(self, items: list[StoredTensor], device: torch.device) -> Iterator[tuple[str, Tensor]]:
         for name, value in iter_canonical(self.checkpoint, items):
-            match value:
-                case Tensor():
-                    dense = value
-                case Dense():
-                    dense = value.weight
-                case _:
-                    dense = value.dequantize()
-            yield name, dense.to(device)
+            yield name, plain(value).to(device)
+
+
+def plain(value: Weight | Tensor) -> Tensor:
+    """The numbers of a stored module, in the type that they are stored in where they are floats."""
+    match value:
+        case Tensor():
+            return value
+        case Dense():
+            return value.weight  # not widened: an embedding can be the largest thing in memory
+        case _:
+            return value.dequantize()
 
 
 def _refuse_quantized(checkpoint: Checkpoint, stored: list[StoredTensor]) -> None:
@@ -109,6 +128,12 @@ def layer_norms(layer: LayerSpec) -> list[NormSpec]:
         if isinstance(sub.mixer, AttentionSpec):
             found += [sub.mixer.q_norm, sub.mixer.k_norm]
     return [n for n in found if n is not None]
+
+
+def module_bytes(layer: LayerSpec) -> int:
+    """Bytes of the largest attention block, MLP or expert of a layer in float32."""
+    blocks = modules(layer_linears(layer))
+    return max(sum(4 * x.in_features * x.out_features for x in block) for block in blocks)
 
 
 def _parameter_names(layer: LayerSpec) -> list[str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,12 +13,14 @@ from toolkit.errors import ToolkitError
 from toolkit.models.spec import LayerSpec
 from toolkit.quant.activations import input_rounding
 from toolkit.quant.forward import Observer, Rounding, Weights, embed, layer_forward, rms_norm
-from toolkit.quant.layers import LayerSource
+from toolkit.quant.layers import LayerSource, module_bytes
+from toolkit.quant.lazy import KEEP
 from toolkit.quant.probe import Probe
-from toolkit.quant.result import LayerResult, LinearReport, Method, from_state, to_state, with_dead_inputs
+from toolkit.quant.result import LayerResult, LinearReport, Made, Method, from_state, to_state
 from toolkit.quant.selection import Selection, head_site
+from toolkit.quant.sites import Site
 from toolkit.quant.spill import Spill, Tensors
-from toolkit.quant.statistics import Gram, Statistics, usable
+from toolkit.quant.statistics import PANEL, Gram, Statistics, Taken, in_turns
 
 Progress = Callable[[int, int], None]
 """Called with (layers done, layers in all)."""
@@ -28,14 +30,14 @@ HEAD = "head"  # the stage's key of a quantized head; layers are "layer.N"
 @dataclass(frozen=True)
 class Setting:
     """How layers are gone through. ``sequential``: statistics are of the inputs that the quantized layers before give,
-    not of the original model's. ``saved``: statistics taken earlier, by layer; then no text is read."""
+    not of the original model's. ``saved``: statistics taken earlier, by layer and site; then no text is read."""
 
     method: Method
     selection: Selection
     device: torch.device
     batch_size: int = 8
     sequential: bool = False
-    saved: Callable[[int], dict[str, Gram]] | None = None
+    saved: Callable[[int], Mapping[str, Gram]] | None = None
 
 
 class Flow:
@@ -55,12 +57,27 @@ class Flow:
         batches = token_ids.split(batch_size) if len(token_ids) else ()
         self.hidden = Tensors((embed(source.spec, table, b.to(table.device)).cpu() for b in batches), spill)
 
-    def look(self, index: int, layer: LayerSpec, weights: Weights) -> dict[str, Gram]:
-        """Statistics of the layer's inputs; the text stays before the layer."""
-        statistics = Statistics()
-        for x in self.hidden:
-            self._check(index, layer_forward(layer, weights, x.to(self.device), statistics.observe))
-        return statistics.finish()
+    def statistics(
+        self, index: int, layer: LayerSpec, weights: Weights, sites: Sequence[Site], advance: bool
+    ) -> tuple[Taken, bool]:
+        """Statistics of the inputs of ``sites``, and whether the text went through the layer for them.
+
+        With ``advance`` it does where memory holds all statistics at once; else it stays before the layer until all
+        are handed out, and is read again for every group of sites.
+        """
+        groups = in_turns(sites)
+
+        def look(names: Sequence[str]) -> dict[str, Gram]:
+            statistics = Statistics(names)
+            for x in self.hidden:
+                self._check(index, layer_forward(layer, weights, x.to(self.device), statistics.observe))
+            return self._finite(index, statistics.finish())
+
+        if not advance or len(groups) > 1:
+            return Taken(groups, look), False
+        statistics = Statistics([name for group in groups for name in group])
+        self.advance(index, layer, weights, statistics.observe)
+        return Taken(groups, lambda names: self._finite(index, statistics.finish())), True
 
     def advance(
         self,
@@ -77,7 +94,7 @@ class Flow:
 
     def head_statistics(self, outer: Weights) -> dict[str, Gram]:
         """Statistics of the head's input, the text being behind all layers. ``outer`` holds the final norm."""
-        spec, statistics = self.source.spec, Statistics()
+        spec, statistics = self.source.spec, Statistics([self.source.spec.head])
         for x in self.hidden:
             normed = rms_norm(spec.final_norm, outer, x.to(self.device))
             statistics.observe(spec.head, normed.reshape(-1, spec.hidden_size))
@@ -87,6 +104,10 @@ class Flow:
         """Take the text through all of the original layers."""
         for i, layer in enumerate(self.source.spec.layers):
             self.advance(i, layer, self.source.layer(i, self.device))
+
+    def _finite(self, index: int, grams: dict[str, Gram]) -> dict[str, Gram]:
+        check_finite(self.source, index, grams)
+        return grams
 
     def _check(self, index: int, y: Tensor) -> Tensor:
         if not bool(torch.isfinite(y).all()):
@@ -115,23 +136,22 @@ def quantize_layers(
         progress(i, len(keys))
         original = source.layer(i, setting.device)
         sites = setting.selection.sites(layer)
-        grams: dict[str, Gram] = {}
-        if setting.sequential and i in missing:
-            grams = flow.look(i, layer, original)
-        elif i <= last_missing and not setting.sequential:
-            statistics = Statistics()
-            flow.advance(i, layer, original, statistics.observe if i in missing else None)
-            grams = statistics.finish()
+        moved = setting.sequential or i > last_missing  # the text through the original layer, or it is of no use there
         if i in missing:
-            grams = grams if setting.saved is None else setting.saved(i)
-            _check_finite(source, i, grams)
-            result = setting.method(sites, original, usable(grams))
-            stage.save(keys[i], *to_state(with_dead_inputs(result, sites, grams)))
-        result = _load(stage, keys[i])
-        reports += result.reports
+            if setting.saved is None:
+                grams, advanced = flow.statistics(i, layer, original, sites, not moved)
+                moved = moved or advanced
+            else:
+                grams = _saved(source, i, sites, setting.saved(i))
+            _save(stage, keys[i], setting.method(sites, original, grams), sites, grams)
+            del grams
+        if not moved:
+            flow.advance(i, layer, original)
+        result = load_layer(stage, i)
+        reports += _in_order(result.reports, sites)
         if probe is None and not setting.sequential:
             continue
-        after, rounding = _on(result, setting.device), input_rounding(sites, result.weights)
+        after, rounding = _on(result, layer, setting.device), input_rounding(sites, result.weights)
         if setting.sequential and i < last_missing:  # past the last one to quantize nobody reads the text
             flow.advance(i, layer, after, rounding=rounding)
         if probe is not None:
@@ -139,7 +159,7 @@ def quantize_layers(
     if setting.selection.head:
         progress(len(layers), len(keys))
         if len(layers) in missing:
-            stage.save(HEAD, *to_state(_quantize_head(source, setting, flow)))
+            _quantize_head(source, setting, flow, stage)
         reports += _load(stage, HEAD).reports
     progress(len(keys), len(keys))
     return reports
@@ -152,25 +172,58 @@ def probe_layers(source: LayerSource, setting: Setting, probe: Probe, stage: Sta
         progress(i, count)
         result = load_layer(stage, i)
         rounding = input_rounding(setting.selection.sites(layer), result.weights)
-        probe.advance(layer, source.layer(i, setting.device), _on(result, setting.device), rounding)
+        probe.advance(layer, source.layer(i, setting.device), _on(result, layer, setting.device), rounding)
     progress(count, count)
 
 
-def _quantize_head(source: LayerSource, setting: Setting, flow: Flow) -> LayerResult:
+def _quantize_head(source: LayerSource, setting: Setting, flow: Flow, stage: Stage) -> None:
     spec, outer = source.spec, source.outer_weights(setting.device)
-    grams = flow.head_statistics(outer) if setting.saved is None else setting.saved(len(spec.layers))
+    found = flow.head_statistics(outer) if setting.saved is None else setting.saved(len(spec.layers))
     weights = {name: outer[name].float() for name in (spec.head, f"{spec.head}.bias") if name in outer}
-    site = head_site(source)
-    return with_dead_inputs(setting.method([site], weights, usable(grams)), [site], grams)
+    sites = [head_site(source)]
+    grams = _saved(source, len(spec.layers), sites, found)
+    _save(stage, HEAD, setting.method(sites, weights, grams), sites, grams)
 
 
-def _check_finite(source: LayerSource, index: int, grams: Mapping[str, Gram]) -> None:
-    """Inputs can be finite whose squares are not."""
+def _saved(source: LayerSource, index: int, sites: Sequence[Site], grams: Mapping[str, Gram]) -> Taken:
+    """``grams``, handed out one by one."""
+
+    def take(names: Sequence[str]) -> dict[str, Gram]:
+        found = {name: grams[name] for name in names if name in grams}
+        check_finite(source, index, found)
+        return found
+
+    return Taken([[site.name] for site in reversed(sites)], take)
+
+
+def check_finite(source: LayerSource, index: int, grams: Mapping[str, Gram]) -> None:
+    """Raise ToolkitError where statistics of layer ``index`` overflow: inputs can be finite whose squares are not."""
     for name, gram in grams.items():
-        if not bool(torch.isfinite(gram.xtx).all()):
+        if not all(bool(torch.isfinite(rows).all()) for rows in gram.xtx.split(PANEL)):
             raise ToolkitError(
                 f"{source.path}: activations of layer {index} overflow at {name}; nothing to calibrate on"
             )
+
+
+def _save(stage: Stage, key: str, made: Iterable[Made], sites: Sequence[Site], grams: Taken) -> None:
+    """Save parameters as they are made, the number of dead inputs in the report of each linear."""
+    site_of = {x.name: site.name for site in sites for x in site.linears}
+
+    def counted() -> Iterator[Made]:
+        for one in made:
+            if one.report is None:
+                yield one
+            else:
+                dead = grams.dead.get(site_of[one.name], 0)
+                yield replace(one, report=replace(one.report, dead_inputs=dead))
+
+    stage.save(key, *to_state(counted()))
+
+
+def _in_order(reports: Iterable[LinearReport], sites: Sequence[Site]) -> list[LinearReport]:
+    """As the linears follow each other in the layer; they are made from the last to the first."""
+    found = {r.name: r for r in reports}
+    return [found[x.name] for site in sites for x in site.linears]
 
 
 def _load(stage: Stage, key: str) -> LayerResult:
@@ -178,13 +231,13 @@ def _load(stage: Stage, key: str) -> LayerResult:
 
 
 def load_layer(stage: Stage, index: int) -> LayerResult:
-    """The saved result of a layer."""
+    """The saved result of a layer; its parameters are read when they are asked for."""
     return _load(stage, f"layer.{index}")
 
 
 def replace_layer(stage: Stage, index: int, result: LayerResult) -> None:
     """Save ``result`` in place of what the layer was."""
-    stage.save(f"layer.{index}", *to_state(result))
+    stage.save(f"layer.{index}", *to_state(result.made()))
 
 
 def load_head(stage: Stage) -> LayerResult | None:
@@ -197,5 +250,7 @@ def saved_layers(stage: Stage, count: int) -> Iterator[LayerResult]:
         yield load_layer(stage, i)
 
 
-def _on(result: LayerResult, device: torch.device) -> Weights:
-    return {name: value.to(device) for name, value in result.dense().items()}
+def _on(result: LayerResult, layer: LayerSpec, device: torch.device) -> Weights:
+    """The quantized layer dense, as much of it in memory as two of its modules take: it is gone through many times
+    while nothing else is held."""
+    return result.dense(device, max(KEEP, 2 * module_bytes(layer)))

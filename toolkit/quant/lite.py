@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,8 @@ from toolkit.quant import search as finder
 from toolkit.quant.grid import choose_group_size
 from toolkit.quant.layer_config import read_layer_config
 from toolkit.quant.run import Common, Prepared, Progress, Recipe, Result, choose, open_source, run, store_dtype, targets
+from toolkit.quant.sites import Site
+from toolkit.quant.statistics import Gram
 
 __all__ = ["Common", "Result", "auto_awq", "auto_gptq", "auto_round", "blocked_fp8", "mxfp4", "search", "smooth_quant"]
 
@@ -77,7 +80,7 @@ def auto_awq(
     def method(dtype: torch.dtype, _: Path) -> awq.Method:
         if rounding == "nearest":
             return awq.method(grid, search=search_scale, dtype=dtype)
-        scaler = partial(awq.scale_layer, grid=grid, search=search_scale, dtype=dtype)
+        scaler = partial(awq.site_scale, grid=grid, search=search_scale, dtype=dtype)
         return gptq.method(grid, how, dtype=dtype, scaler=scaler)
 
     order = rounding == "gptq" and desc_act and not static_groups
@@ -237,7 +240,10 @@ def search(
         return {"search": finder.reasons(units, best)}
 
     def method(dtype: torch.dtype, _: Path) -> awq.Method:
-        scaler = partial(awq.scale_layer, grid=grid, search=True, dtype=dtype, own_grids=lambda: chosen)
+        def scaler(site: Site, weights: Mapping[str, torch.Tensor], gram: Gram) -> torch.Tensor | None:
+            own = chosen.get(site.linears[0].name, grid)
+            return awq.site_scale(site, weights, gram, grid=own, search=True, dtype=dtype)
+
         return gptq.method(grid, how, dtype=dtype, scaler=scaler, own_grids=lambda: chosen)
 
     recipe = Recipe(

@@ -19,7 +19,7 @@ from toolkit.artifacts.stage import Stage
 from toolkit.artifacts.weights import load_stored
 from toolkit.errors import ToolkitError
 from toolkit.models.spec import StoredTensor
-from toolkit.quant.layers import LayerSource
+from toolkit.quant.layers import LayerSource, plain
 from toolkit.quant.layerwise import load_head, saved_layers
 
 
@@ -32,7 +32,7 @@ def write_checkpoint(
     group_size: int | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write weights, config.json and side files to ``stage.dir``; one layer in memory at a time.
+    """Write weights, config.json and side files to ``stage.dir``; one module in memory at a time.
 
     ``group_size``: what was asked for, to be stated also of linears with one group a row because they are that narrow.
     ``extra``: fields added to ``quantization_config``.
@@ -68,6 +68,8 @@ def _tensors(
         yield suffixed(item), cast_to(plain(value), dtype, item.name)
         if bias is not None:
             yield f"{item.name}.bias", cast_to(bias, dtype, item.name)
+        del value, bias
+        source.checkpoint.release()
     for items, result in zip(source.stored, saved_layers(stage, len(source.stored)), strict=True):
         for item in items:
             if item.parts[0].name not in result.weights:
@@ -98,17 +100,6 @@ def _tensors(
 
 def suffixed(item: StoredTensor) -> str:
     return item.name if item.kind == "vector" else f"{item.name}.weight"
-
-
-def plain(value: Weight | Tensor) -> Tensor:
-    """The numbers of a stored module, in the type that they are stored in where they are floats."""
-    match value:
-        case Tensor():
-            return value
-        case Dense():
-            return value.weight  # not widened: an embedding can be the largest thing in memory
-        case _:
-            return value.dequantize()
 
 
 def cast_to(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:

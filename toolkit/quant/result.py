@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, SuperScales, Weight
+from toolkit.quant.lazy import KEEP, Lazy
 from toolkit.quant.sites import Site
 from toolkit.quant.statistics import Gram
+
+_FORMS: dict[str, Any] = {c.__name__: c for c in (Dense, GroupInt, ChannelInt8, Fp8, BlockFp8, Fp4)}
 
 
 @dataclass(frozen=True)
@@ -29,23 +32,54 @@ class LinearReport:
 
 
 @dataclass(frozen=True)
+class Made:
+    """A canonical parameter as a method made it; ``report`` where it is a quantized linear."""
+
+    name: str
+    value: Weight | Tensor
+    report: LinearReport | None = None
+
+
+@dataclass(frozen=True)
 class LayerResult:
     """A layer after quantization: canonical parameters by name, and a report for every quantized linear."""
 
-    weights: dict[str, Weight | Tensor]
+    weights: Mapping[str, Weight | Tensor]
     reports: list[LinearReport]
 
-    def dense(self) -> dict[str, Tensor]:
-        """The layer as it will behave: float32 tensors by canonical name."""
-        return {
-            name: (value if isinstance(value, Tensor) else value.dequantize()).float()
-            for name, value in self.weights.items()
-        }
+    def dense(self, device: torch.device | str = "cpu", room: int = KEEP) -> Mapping[str, Tensor]:
+        """The layer as it will behave: float32 tensors by canonical name, made when they are asked for; ``room`` bytes
+        of them are kept."""
+
+        def make(name: str) -> Tensor:
+            value = self.weights[name]
+            return (value if isinstance(value, Tensor) else value.dequantize()).float().to(device)
+
+        return Lazy(self.weights, make, room)
+
+    def made(self) -> Iterator[Made]:
+        """Its parameters one by one."""
+        reports = {r.name: r for r in self.reports}
+        return (Made(name, value, reports.get(name)) for name, value in self.weights.items())
 
 
-Method = Callable[[Sequence[Site], Mapping[str, Tensor], Mapping[str, Gram]], LayerResult]
-"""(sites to quantize, the layer's float32 weights, its Gram matrices by site) → result. Must not change its arguments.
-Weights of sites that are not given come back as they are."""
+Method = Callable[[Sequence[Site], Mapping[str, Tensor], Callable[[str], Gram | None]], Iterator[Made]]
+"""(sites to quantize, the layer's float32 weights, statistics of a site by name) → all parameters of the layer.
+
+Nothing is held that was made: a layer may be larger than memory. Sites are gone through from the last to the first, for
+that is the order in which statistics are handed out, each once, and a scale folds into what comes before it. Statistics
+are None where calibration says nothing. Weights of sites that are not given come back as they are.
+"""
+
+
+def stay_dense(sites: Sequence[Site], weights: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[Made]:
+    """All that is not quantized in a layer, as ``dtype``: norms, biases, routers, gates and skipped linears."""
+    quantized = {x.name for site in sites for x in site.linears}
+    followers = {x.name for site in sites for x in site.followers}
+    for name in weights:
+        if name not in quantized:
+            value = weights[name].to(dtype).cpu()
+            yield Made(name, Dense(value) if name in followers else value)
 
 
 def relative_error(weight: Tensor, restored: Tensor, xtx: Tensor) -> float:
@@ -54,13 +88,6 @@ def relative_error(weight: Tensor, restored: Tensor, xtx: Tensor) -> float:
     lost = ((difference @ xtx) * difference).sum().clamp(min=0)
     whole = ((weight @ xtx) * weight).sum()
     return float((lost / whole).sqrt()) if whole > 0 else 0.0
-
-
-def with_dead_inputs(result: LayerResult, sites: Sequence[Site], grams: Mapping[str, Gram]) -> LayerResult:
-    """``result`` with the dead inputs of every linear whose site was seen stated in its report."""
-    counts = {x.name: int(grams[s.name].dead.sum()) for s in sites if s.name in grams for x in s.linears}
-    reports = [dataclasses.replace(r, dead_inputs=counts.get(r.name, 0)) for r in result.reports]
-    return LayerResult(result.weights, reports)
 
 
 def warnings(layers: Sequence[Mapping[str, Any]], most: int = 20) -> list[str]:
@@ -77,47 +104,55 @@ def warnings(layers: Sequence[Mapping[str, Any]], most: int = 20) -> list[str]:
     return found if rest <= 0 else [*found[:most], f"and {rest} more linears; manifest.json has them under quality"]
 
 
-def to_state(result: LayerResult) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(tensors, JSON values) from which ``from_state`` restores ``result`` bit for bit."""
-    tensors: dict[str, Tensor] = {}
+def to_state(made: Iterable[Made]) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any]]:
+    """(a stream of tensors, JSON values that are whole when it has ended) from which ``from_state`` restores what was
+    made bit for bit."""
     forms: dict[str, dict[str, Any]] = {}
-    for name, value in result.weights.items():
-        if isinstance(value, Tensor):
-            tensors[name] = value
-            forms[name] = {"form": "Tensor"}
-            continue
-        form: dict[str, Any] = {"form": type(value).__name__}
-        for field in dataclasses.fields(value):
-            content = getattr(value, field.name)
-            if isinstance(content, Tensor):
-                tensors[f"{name}:{field.name}"] = content
-            elif isinstance(content, SuperScales):
-                parts = {f"{name}:{field.name}.{x.name}": getattr(content, x.name) for x in dataclasses.fields(content)}
-                tensors.update({key: part for key, part in parts.items() if part is not None})
-            else:
-                form[field.name] = content
-        forms[name] = form
-    return tensors, {"forms": forms, "reports": [dataclasses.asdict(r) for r in result.reports]}
+    reports: list[dict[str, Any]] = []
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for one in made:
+            if one.report is not None:
+                reports.append(dataclasses.asdict(one.report))
+            forms[one.name] = {"form": type(one.value).__name__}
+            if isinstance(one.value, Tensor):
+                forms[one.name]["form"] = "Tensor"  # parameters are a class of their own
+                yield one.name, one.value
+                continue
+            for field in dataclasses.fields(one.value):
+                content = getattr(one.value, field.name)
+                if isinstance(content, Tensor):
+                    yield f"{one.name}:{field.name}", content
+                elif isinstance(content, SuperScales):
+                    for part in dataclasses.fields(content):
+                        if (inner := getattr(content, part.name)) is not None:
+                            yield f"{one.name}:{field.name}.{part.name}", inner
+                else:
+                    forms[one.name][field.name] = content
+
+    return tensors(), {"forms": forms, "reports": reports}
 
 
 def from_state(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> LayerResult:
-    """Inverse of ``to_state``."""
-    classes: dict[str, Any] = {c.__name__: c for c in (Dense, GroupInt, ChannelInt8, Fp8, BlockFp8, Fp4)}
-    weights: dict[str, Weight | Tensor] = {}
-    for name, form in meta["forms"].items():
+    """Inverse of ``to_state``; a parameter's ``tensors`` are asked for when it is."""
+    parts: dict[str, list[str]] = {name: [] for name in meta["forms"]}
+    for key in tensors:
+        parts[key.partition(":")[0]].append(key)
+
+    def make(name: str) -> Weight | Tensor:
+        form = meta["forms"][name]
         if form["form"] == "Tensor":
-            weights[name] = tensors[name]
-            continue
+            return tensors[name]
         fields = {k: v for k, v in form.items() if k != "form"}
-        prefix = f"{name}:"
-        fields |= {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+        fields |= {key.partition(":")[2]: tensors[key] for key in parts[name]}
         supers = {k.split(".")[1]: fields.pop(k) for k in list(fields) if k.startswith("super_scales.")}
         if supers:
             fields["super_scales"] = SuperScales(**supers)
         if "block" in fields:
             fields["block"] = tuple(fields["block"])
-        weights[name] = classes[form["form"]](**fields)
-    return LayerResult(weights, [LinearReport(**r) for r in meta["reports"]])
+        return _FORMS[form["form"]](**fields)
+
+    return LayerResult(Lazy(meta["forms"], make), [LinearReport(**r) for r in meta["reports"]])
 
 
 def storable_bits(value: Weight) -> int:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,16 +21,21 @@ from torch import Tensor
 
 from toolkit.artifacts.gguf_container import TYPES
 from toolkit.artifacts.json_file import write_json_object
+from toolkit.artifacts.safetensors_file import read_metadata, write_tensors
+from toolkit.artifacts.tensor_file import TensorFile
 from toolkit.errors import UsageError
 from toolkit.models.spec import LayerSpec, LinearSpec
-from toolkit.quant.awq import Grid, inputs_after, scale_layer
-from toolkit.quant.forward import layer_forward
+from toolkit.quant.awq import Grid, inputs_after, site_scale
+from toolkit.quant.folding import Folded
+from toolkit.quant.forward import Weights, layer_forward
 from toolkit.quant.gptq import Rounding, inverse_factor, round_site
 from toolkit.quant.layers import LayerSource
 from toolkit.quant.layerwise import Flow
+from toolkit.quant.lazy import KEEP, Lazy
+from toolkit.quant.result import Made, from_state, to_state
 from toolkit.quant.selection import Selection
 from toolkit.quant.sites import Site
-from toolkit.quant.statistics import Statistics, usable
+from toolkit.quant.statistics import Gram
 
 BITS = (2, 3, 4, 8)
 GROUPS = (128, 64, 32)
@@ -151,16 +157,15 @@ def measure(
         told("trying widths", i, len(layers))
         kept = directory / f"search.{i}.json"
         weights = source.layer(i, flow.device)
-        before = [flow.hidden[j].clone() for j in range(min(PROBES, len(flow.hidden)))]
-        statistics = Statistics()
-        flow.advance(i, layer, weights, None if kept.is_file() else statistics.observe)
         if not kept.is_file():
-            units = _measure_layer(
-                layer, selection.sites(layer), weights, statistics, before, flow, dtype, rounding, gguf
-            )
+            sites = selection.sites(layer)
+            grams, _ = flow.statistics(i, layer, weights, sites, advance=False)
+            trial = Trial(layer, weights, grams, flow, dtype, rounding, gguf, directory)
+            units = [_try(trial, name, own) for name, own in reversed(units_of(sites).items())]
             partial = kept.with_suffix(".partial")
-            write_json_object(partial, {"units": [asdict(u) for u in units]})
+            write_json_object(partial, {"units": [asdict(u) for u in reversed(units)]})
             partial.rename(kept)
+        flow.advance(i, layer, weights)
         found += [_unit(u) for u in json.loads(kept.read_text(encoding="utf-8"))["units"]]
     told("trying widths", len(layers), len(layers))
     return found
@@ -171,53 +176,77 @@ def _unit(data: dict[str, Any]) -> Unit:
     return Unit(data["name"], tuple(data["linears"]), data["weights"], candidates)
 
 
-def _measure_layer(
-    layer: LayerSpec,
-    sites: Sequence[Site],
-    weights: Mapping[str, Tensor],
-    statistics: Statistics,
-    before: Sequence[Tensor],
-    flow: Flow,
-    dtype: torch.dtype,
-    rounding: Rounding,
-    gguf: bool,
-) -> list[Unit]:
-    grams = usable(statistics.finish())
-    found = []
-    for name, own in units_of(sites).items():
-        linears = [x for site in own for x in site.linears]
-        count = sum(x.in_features * x.out_features for x in linears)
+@dataclass(frozen=True)
+class Trial:
+    """A layer under trial. ``weights``: as they were; ``flow``: the text before the layer; ``directory``: where trial
+    codes are kept, which for experts would be too many for memory."""
+
+    layer: LayerSpec
+    weights: Weights
+    grams: Callable[[str], Gram | None]
+    flow: Flow
+    dtype: torch.dtype
+    rounding: Rounding
+    gguf: bool
+    directory: Path
+
+
+def _try(trial: Trial, name: str, sites: Sequence[Site]) -> Unit:
+    """Round one unit to every grid and measure what that does to the layer's output."""
+    linears = [x for site in sites for x in site.linears]
+    weights = sum(x.in_features * x.out_features for x in linears)
+    tried = grids(linears, trial.gguf)
+    # One scale for all grids: that of the middle one, which loses little elsewhere and is what takes the time.
+    middle = next(g for g in reversed(tried) if g.bits == SCALED_FOR)
+    folded = Folded(trial.weights)
+    with TemporaryDirectory(dir=trial.directory) as scratch:
+        for site in reversed(sites):
+            gram = trial.grams(site.name)
+            scale = None
+            if gram is not None:
+                scale = site_scale(site, trial.weights, gram, grid=middle, search=True, dtype=trial.dtype)
+            xtx = inputs_after(site, gram, folded, scale)
+            del gram
+            factor = inverse_factor(xtx, trial.rounding)
+            for i, grid in enumerate(tried):
+                for linear, code in round_site(site.linears, folded, xtx, grid, trial.rounding, factor):
+                    _keep(Path(scratch) / f"{i}.{linear.name}", Made(linear.name, code))
+            del xtx, factor
         candidates = []
-        tried = grids(linears, gguf)
-        # One scale for all grids: that of the middle one, which loses little elsewhere and is what takes the time.
-        middle = next(g for g in reversed(tried) if g.bits == SCALED_FOR)
-        folded, channels = scale_layer(own, weights, grams, grid=middle, search=True, dtype=dtype)
-        inputs = {
-            s.name: inputs_after(grams.get(s.name), channels.get(s.name), s.size, folded[linears[0].name]) for s in own
-        }
-        factors = {name: inverse_factor(xtx, rounding) for name, xtx in inputs.items()}
-        for grid in tried:
-            trial = dict(folded)
-            for site in own:
-                xtx, factor = inputs[site.name], factors[site.name]
-                for linear, code in round_site(site.linears, folded, xtx, grid, rounding, factor):
-                    trial[linear.name] = code.dequantize().to(flow.device)
-            loss = _moved(layer, weights, trial, before, flow)
-            kind = kind_of(grid) if gguf else ""
-            size = cost(count, grid, gguf)
+        for i, grid in enumerate(tried):
+            loss = _moved(trial, _rounded(Path(scratch), i, folded, trial.flow.device))
+            kind = kind_of(grid) if trial.gguf else ""
+            size = cost(weights, grid, trial.gguf)
             candidates.append(Candidate(grid.bits, grid.group_size, size, loss, grid.symmetric, grid.ggml, kind))
-        found.append(Unit(name, tuple(x.name for x in linears), count, tuple(candidates)))
-    return found
+    return Unit(name, tuple(x.name for x in linears), weights, tuple(candidates))
 
 
-def _moved(
-    layer: LayerSpec, weights: Mapping[str, Tensor], trial: Mapping[str, Tensor], before: Sequence[Tensor], flow: Flow
-) -> float:
-    """‖y − ŷ‖² / ‖y‖² of the layer's output on the batches ``before`` it."""
+def _keep(path: Path, made: Made) -> None:
+    tensors, meta = to_state([made])
+    held = dict(tensors)
+    write_tensors(path, held, {"meta": json.dumps(meta)})
+
+
+def _rounded(directory: Path, grid: int, folded: Folded, device: torch.device) -> Weights:
+    """The layer with the codes that ``_keep`` left for a grid, the rest as it is in ``folded``."""
+
+    def make(name: str) -> Tensor:
+        path = directory / f"{grid}.{name}"
+        if not path.is_file():
+            return folded[name]
+        value = from_state(TensorFile(path), json.loads(read_metadata(path)["meta"])).weights[name]
+        return value if isinstance(value, Tensor) else value.dequantize().to(device)
+
+    return Lazy(folded, make, KEEP)
+
+
+def _moved(trial: Trial, rounded: Weights) -> float:
+    """‖y − ŷ‖² / ‖y‖² of the layer's output on the first batches of the text."""
     lost = whole = 0.0
-    for x in before:
-        y = layer_forward(layer, weights, x.to(flow.device))
-        lost += float((layer_forward(layer, trial, x.to(flow.device)) - y).square().sum(dtype=torch.float64))
+    for j in range(min(PROBES, len(trial.flow.hidden))):
+        x = trial.flow.hidden[j].to(trial.flow.device)
+        y = layer_forward(trial.layer, trial.weights, x)
+        lost += float((layer_forward(trial.layer, rounded, x) - y).square().sum(dtype=torch.float64))
         whole += float(y.square().sum(dtype=torch.float64))
     return lost / whole if whole > 0 else 0.0
 

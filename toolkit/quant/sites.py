@@ -8,7 +8,9 @@ channels), or the up projection of a gated MLP (its rows: the gate multiplies ch
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
 from toolkit.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec
 
@@ -71,6 +73,11 @@ def layer_sites(layer: LayerSpec) -> list[Site]:
                 found.append(Site(m.router.name, m.router.in_features, entry, followers, fold))
                 found.extend(_down_site(b) for b in blocks)
     return found
+
+
+def modules(linears: Iterable[LinearSpec]) -> list[list[LinearSpec]]:
+    """Linears that follow each other and belong to one attention block, MLP or expert, together."""
+    return [list(group) for _, group in groupby(linears, key=lambda x: x.name.rpartition(".")[0])]
 
 
 def _entry(m: MlpSpec) -> tuple[LinearSpec, ...]:

@@ -8,16 +8,16 @@ into what comes before: a norm, or the rows of a projection, whose own scale a r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8, Weight
+from toolkit.artifacts.canonical import ChannelInt8, Fp8
 from toolkit.quant.activations import round_tokens
-from toolkit.quant.awq import inputs_after
-from toolkit.quant.folding import expand, fold_site, storable
-from toolkit.quant.result import LayerResult, LinearReport, Method, relative_error
+from toolkit.quant.awq import SEARCH_ROWS, Readers, inputs_after
+from toolkit.quant.folding import Folded, expand, storable
+from toolkit.quant.result import LinearReport, Made, Method, relative_error, stay_dense
 from toolkit.quant.sites import RowFold, Site
 from toolkit.quant.statistics import Gram
 
@@ -35,28 +35,25 @@ def method(*, quant_dtype: torch.dtype, dtype: torch.dtype, strength: float | No
     """SmoothQuant as a layer-wise method. ``strength``: α for every input, None to search it; ``dtype``: what dense
     tensors are stored as."""
 
-    def run(sites: Sequence[Site], weights: Mapping[str, Tensor], grams: Mapping[str, Gram]) -> LayerResult:
-        folded = dict(weights)
-        channels: dict[str, Tensor] = {}
-        for site in sites:
-            if site.fold is not None and site.name in grams:
-                scale = _scale(site, weights, grams[site.name], strength, quant_dtype)
-                if scale is not None:
-                    channels[site.name] = fold_site(site, folded, storable(site, weights, scale, dtype))
-        out: dict[str, Weight | Tensor] = {name: value.to(dtype).cpu() for name, value in folded.items()}
-        reports = []
-        for site in sites:
-            out.update({x.name: Dense(folded[x.name].to(dtype).cpu()) for x in site.followers})
-            gram = grams.get(site.name)
-            xtx = inputs_after(gram, channels.get(site.name), site.size, folded[site.linears[0].name])
+    def run(
+        sites: Sequence[Site], weights: Mapping[str, Tensor], grams: Callable[[str], Gram | None]
+    ) -> Iterator[Made]:
+        folded = Folded(weights)
+        for site in reversed(sites):
+            gram = grams(site.name)
+            scale = None
+            if gram is not None and site.fold is not None:
+                scale = _scale(site, weights, gram, strength, quant_dtype)
+            scale = None if scale is None else storable(site, weights, scale, dtype)
+            xtx = inputs_after(site, gram, folded, scale)
+            how = "weight-only" if gram is None else "smooth_quant"
+            del gram
             for linear in site.linears:
                 w = folded[linear.name]
                 code = quantize_rows(w, quant_dtype)
-                out[linear.name] = code
                 error = relative_error(w, code.dequantize().to(w.device), xtx)
-                how = "smooth_quant" if gram is not None else "weight-only"
-                reports.append(LinearReport(linear.name, how, 8, -1, error))
-        return LayerResult(out, reports)
+                yield Made(linear.name, code, LinearReport(linear.name, how, 8, -1, error))
+        yield from stay_dense(sites, folded, dtype)
 
     return run
 
@@ -65,24 +62,29 @@ def _scale(
     site: Site, weights: Mapping[str, Tensor], gram: Gram, strength: float | None, quant_dtype: torch.dtype
 ) -> Tensor | None:
     """The scale of a site: one number a channel, or for a RowFold one a producing row. None: best left alone."""
-    fold = site.fold
-    readers = [weights[x.name] for x in site.linears]
-    largest = torch.stack([w.abs().amax(0) for w in readers]).amax(0)
-    absmax = gram.abs_max
+    fold, readers = site.fold, Readers(site, weights)
+    largest, absmax = torch.zeros_like(gram.abs_max), gram.abs_max
+    for w in (w for module in readers for w in module):
+        largest = torch.maximum(largest, w.abs().amax(0))
     if isinstance(fold, RowFold):
         largest, absmax = (x.view(-1, fold.repeat, fold.width).amax(1).reshape(-1) for x in (largest, absmax))
     if strength is not None:
         return smoothing_scale(absmax, largest, strength)
-    whole = torch.cat(readers)
-    best: Tensor | None = None
-    least = _loss(whole, gram.sample, torch.ones_like(gram.abs_max), quant_dtype)
-    for alpha in STRENGTHS:
-        scale = smoothing_scale(absmax, largest, alpha)
-        channels = expand(fold, scale) if isinstance(fold, RowFold) else scale
-        now = _loss(whole, gram.sample, channels, quant_dtype)
-        if now < least:
-            best, least = scale, now
-    return best
+    scales = [None, *(smoothing_scale(absmax, largest, alpha) for alpha in STRENGTHS)]
+    losses = [0.0] * len(scales)
+    for module in readers:
+        rows = torch.cat([w[:: -(-len(w) // SEARCH_ROWS)] for w in module])
+        exact = gram.sample @ rows.T
+        for i, scale in enumerate(scales):
+            channels = torch.ones_like(gram.abs_max) if scale is None else scale
+            if scale is not None and isinstance(fold, RowFold):
+                channels = expand(fold, scale)
+            losses[i] += _loss(rows, gram.sample, exact, channels, quant_dtype)
+    best = 0
+    for i, loss in enumerate(losses):
+        if loss < losses[best]:
+            best = i
+    return scales[best]
 
 
 def smoothing_scale(absmax: Tensor, largest: Tensor, strength: float) -> Tensor:
@@ -92,11 +94,12 @@ def smoothing_scale(absmax: Tensor, largest: Tensor, strength: float) -> Tensor:
     return scale / (scale.max() * scale.min()).sqrt()
 
 
-def _loss(weight: Tensor, sample: Tensor, channels: Tensor, quant_dtype: torch.dtype) -> float:
-    """Squared output error of ``weight`` [out, n] on ``sample`` [rows, n] once inputs are divided by ``channels``."""
+def _loss(weight: Tensor, sample: Tensor, exact: Tensor, channels: Tensor, quant_dtype: torch.dtype) -> float:
+    """Squared output error of ``weight`` [out, n] on ``sample`` [rows, n] once inputs are divided by ``channels``.
+    ``exact``: the outputs without rounding, [rows, out]."""
     codes = quantize_rows(weight * channels, quant_dtype).dequantize().to(weight.device)
     rounded = round_tokens(sample / channels, quant_dtype)
-    return float((rounded @ codes.T - sample @ weight.T).square().sum())
+    return float((rounded @ codes.T - exact).square().sum())
 
 
 def quantize_rows(weight: Tensor, quant_dtype: torch.dtype) -> ChannelInt8 | Fp8:

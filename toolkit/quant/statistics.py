@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from toolkit.quant.forward import CACHE
+from toolkit.quant.sites import Site
 
 SAMPLE = 256  # rows that are kept …
 SAMPLE_EACH = 32  # … at most so many of one call
 PANEL = 512  # columns accumulated at once; what lies left of a panel follows by symmetry
+BESIDE = 256 << 20  # bytes of statistics that are held beside the largest of a layer, at least
 
 
 @dataclass
@@ -71,21 +72,22 @@ class Gram:
         return Gram(xtx, rows=self.rows, sample=self.sample, **parts)
 
     def finish(self) -> None:
-        upper = torch.triu(self.xtx)
-        self.xtx.copy_(upper + torch.triu(upper, 1).T)
+        for a in range(0, len(self.xtx), PANEL):  # in place: the matrix can be the largest thing in memory
+            square = self.xtx[a : a + PANEL, a : a + PANEL]
+            upper = torch.triu(square)
+            square.copy_(upper + torch.triu(upper, 1).T)
+            self.xtx[a + PANEL :, a : a + PANEL] = self.xtx[a : a + PANEL, a + PANEL :].T
 
 
 class Statistics:
-    """Grams of all sites of a layer, by site name; pass ``observe`` to ``layer_forward``.
+    """Grams of the sites called ``names``, by name; pass ``observe`` to ``layer_forward``."""
 
-    What goes into the KV cache is no site's input and is not counted.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, names: Collection[str]) -> None:
+        self.names = names
         self.grams: dict[str, Gram] = {}
 
     def observe(self, name: str, x: Tensor) -> None:
-        if name.endswith(CACHE):
+        if name not in self.names:
             return
         gram = self.grams.get(name)
         if gram is None:
@@ -99,7 +101,44 @@ class Statistics:
         return self.grams
 
 
-def usable(grams: Mapping[str, Gram]) -> dict[str, Gram]:
-    """What a method can go by: sites whose inputs were all zero are absent like those that saw no row, and dead
-    channels are revived."""
-    return {name: gram.revived() for name, gram in grams.items() if not bool(gram.dead.all())}
+def in_turns(sites: Sequence[Site]) -> list[list[str]]:
+    """Names of ``sites``, the last first, in groups whose statistics are held together: the largest of all and half
+    its size beside it, or ``BESIDE``."""
+    sizes = [4 * site.size**2 for site in sites]
+    limit = max(sizes, default=0) + max(BESIDE, max(sizes, default=0) // 2)
+    groups: list[list[str]] = []
+    left = 0
+    for site, size in zip(reversed(sites), reversed(sizes), strict=True):
+        if not groups or size > left:
+            groups.append([])
+            left = limit
+        groups[-1].append(site.name)
+        left -= size
+    return groups
+
+
+class Taken:
+    """Statistics of a layer's sites, each handed out once, in the order of ``groups``: ``take`` gets the names of a
+    group when the first of it is asked for. ``dead``: how many channels of each were always zero."""
+
+    def __init__(self, groups: Sequence[Sequence[str]], take: Callable[[Sequence[str]], dict[str, Gram]]) -> None:
+        self._groups, self._take = list(groups), take
+        self._held: dict[str, Gram] = {}
+        self.dead: dict[str, int] = {}
+
+    def raw(self, name: str) -> Gram | None:
+        """The statistics of site ``name``; None where no row reached it."""
+        if any(name in group for group in self._groups):
+            self._held.clear()
+            while name not in (group := self._groups.pop(0)):
+                pass
+            self._held = self._take(group)
+        return self._held.pop(name, None)
+
+    def __call__(self, name: str) -> Gram | None:
+        """What a method can go by: dead channels revived, None also where all inputs were zero."""
+        gram = self.raw(name)
+        if gram is None:
+            return None
+        self.dead[name] = int(gram.dead.sum())
+        return None if self.dead[name] == len(gram.dead) else gram.revived()

@@ -7,15 +7,16 @@ One ``statistics-NNNNN.safetensors`` a layer (the head's input is the last): for
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.artifacts.manifest import content_digest, require_kind
-from toolkit.artifacts.safetensors_file import map_arrays, write_tensors
+from toolkit.artifacts.safetensors_file import write_tensors
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.quant.layers import LayerSource
+from toolkit.quant.lazy import Lazy
 from toolkit.quant.sites import layer_sites
 from toolkit.quant.statistics import SAMPLE, Gram
 
@@ -36,15 +37,17 @@ def planned_bytes(source: LayerSource) -> int:
     return sum(4 * n * n + 8 * n + 8 + 4 * SAMPLE * n for n in sizes)
 
 
-def write_statistics(path: Path, grams: Mapping[str, Gram]) -> None:
-    """Write the statistics of one layer."""
+def write_statistics(path: Path, tensors: Mapping[str, Tensor], rows: Mapping[str, int]) -> None:
+    """Write the statistics of one layer. ``tensors``: ``SITE:part`` for all of ``PARTS``; ``rows`` by site."""
     import torch
 
-    tensors: dict[str, Tensor] = {}
-    for site, gram in grams.items():
-        tensors |= {f"{site}:{name}": getattr(gram, name).cpu() for name in PARTS}
-        tensors[f"{site}:rows"] = torch.tensor([gram.rows])
-    write_tensors(path, tensors)
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        for site, count in rows.items():
+            for part in PARTS:
+                yield f"{site}:{part}", tensors[f"{site}:{part}"]
+            yield f"{site}:rows", torch.tensor([count])
+
+    write_tensors(path, stream())
 
 
 @dataclass(frozen=True)
@@ -54,16 +57,16 @@ class SavedStatistics:
     path: Path
     digest: str
 
-    def grams(self, index: int) -> dict[str, Gram]:
-        """Statistics of layer ``index`` by site; the layer after the last is the head."""
-        import torch
+    def grams(self, index: int) -> Mapping[str, Gram]:
+        """Statistics of layer ``index`` by site, read when asked for; the layer after the last is the head."""
+        from toolkit.artifacts.tensor_file import TensorFile
 
-        arrays = {k: torch.from_numpy(v.copy()) for k, v in map_arrays(self.path / file_name(index)).items()}
-        sites = {name.rsplit(":", 1)[0] for name in arrays}
-        return {
-            s: Gram(rows=int(arrays[f"{s}:rows"][0]), **{part: arrays[f"{s}:{part}"] for part in PARTS})
-            for s in sorted(sites)
-        }
+        tensors = TensorFile(self.path / file_name(index))
+
+        def read(site: str) -> Gram:
+            return Gram(rows=int(tensors[f"{site}:rows"][0]), **{part: tensors[f"{site}:{part}"] for part in PARTS})
+
+        return Lazy(sorted({name.rsplit(":", 1)[0] for name in tensors}), read)
 
 
 def open_statistics(path: Path, model_digest: str, source: LayerSource) -> SavedStatistics:

@@ -10,7 +10,7 @@ second phase trains step sizes end to end; Hinton et al., "Distilling the Knowle
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,7 +112,7 @@ def _rows(flow: Flow) -> Iterator[Tensor]:
         yield from batch.clone()
 
 
-def _with(result: LayerResult, found: dict[str, Tensor]) -> LayerResult:
+def _with(result: LayerResult, found: Mapping[str, Tensor]) -> LayerResult:
     """``result`` with what was found for it put in place."""
     weights = dict(result.weights)
     for name, value in result.weights.items():
