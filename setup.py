@@ -1,6 +1,7 @@
-"""Builds the native CPU library where a C++ compiler is; everything else about the package stands in pyproject.toml.
+"""Builds the native CPU library where a C++ compiler is, and the CUDA kernels where nvcc is; everything else about the
+package stands in pyproject.toml.
 
-Without a compiler, or if it fails, the installation goes on: the torch runner then executes models, and says so.
+Without a compiler, or if it fails, the installation goes on: other kernels then execute models, and say so.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from setuptools.command.build_ext import build_ext
 from setuptools.extension import Extension
 
 ROOT = Path(__file__).resolve().parent
-LIBRARY = "toolkit.runners.native._native"
+LIBRARY, FATBIN = "toolkit.runners.native._native", "toolkit.kernels.cuda._kernels"
+BUILDERS = {LIBRARY: "toolkit/runners/native/build.py", FATBIN: "kernels/cuda/build.py"}
 
 
-def _builder():
+def _builder(name: str):
     """The module that knows how to compile, by file: the package itself need not be importable here."""
-    path = ROOT / "toolkit" / "runners" / "native" / "build.py"
-    spec = importlib.util.spec_from_file_location("toolkit_native_build", path)
+    spec = importlib.util.spec_from_file_location(name.replace(".", "_") + "_build", ROOT / BUILDERS[name])
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and annotations look it up
@@ -30,21 +31,29 @@ def _builder():
 
 
 class BuildNative(build_ext):
-    """Compiles the library beside its Python binding (in the source tree for an editable installation)."""
+    """Compiles each beside its Python binding (in the source tree for an editable installation)."""
 
     def get_ext_filename(self, fullname: str) -> str:
         if fullname.endswith("_native"):  # loaded with ctypes: no interpreter in its name
             return os.path.join(*fullname.split(".")) + ".so"
+        if fullname.endswith("_kernels"):  # loaded by the driver
+            return os.path.join(*fullname.split(".")) + ".fatbin"
         return str(super().get_ext_filename(fullname))
 
     def build_extension(self, ext: Extension) -> None:
-        module = _builder()
+        module = _builder(ext.name)
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             module.build(target)
         except module.BuildError as error:
-            print(f"toolkit: the native CPU library is not built: {error}", file=sys.stderr)
+            print(f"toolkit: {ext.name} is not built: {error}", file=sys.stderr)
+
+    def copy_extensions_to_source(self) -> None:
+        super().copy_extensions_to_source()
+        note = Path(self.build_lib, *FATBIN.split(".")).with_suffix(".json")  # says what is in the fatbin
+        if note.exists():
+            self.copy_file(str(note), str(ROOT / "kernels" / "cuda" / note.name))
 
 
 class BinaryDistribution(Distribution):
@@ -55,7 +64,7 @@ class BinaryDistribution(Distribution):
 
 
 setup(
-    ext_modules=[Extension(LIBRARY, sources=[], optional=True)],
+    ext_modules=[Extension(name, sources=[], optional=True) for name in BUILDERS],
     cmdclass={"build_ext": BuildNative},
     distclass=BinaryDistribution,
 )

@@ -24,10 +24,14 @@ PRIORITY: dict[str, tuple[str, ...]] = {
     "cuda": ("cuda", "triton", "torch", "reference"),
 }
 COMPILED = ("triton", "cuda")  # by compilers and drivers that we do not know: not trusted unseen on a GPU
-_DECLARATIONS = ("norm", "rope", "activation", "embedding", "linear", "attention", "rope_kv_write", "moe", "sampling")
-_DECLARATIONS += ("linear_blocks", "lora")
-_IMPLEMENTATIONS = ("torch.dense", "torch.kv_write", "torch.attention", "torch.linear", "torch.moe", "torch.sampling")
-_IMPLEMENTATIONS += ("torch.lora",)
+_DECLARATIONS = (
+    *("norm", "rope", "activation", "embedding", "linear", "linear_blocks", "lora"),
+    *("attention", "rope_kv_write", "moe", "sampling"),
+)
+_IMPLEMENTATIONS = (
+    *("torch.dense", "torch.kv_write", "torch.attention", "torch.linear", "torch.lora", "torch.moe", "torch.sampling"),
+)
+_CUDA = ("linear",)
 _TRITON = (  # imported where triton is installed: on Linux
     *("norm", "activation", "rope", "embedding", "kv_write", "rope_kv_write", "attention"),
     *("linear_group", "linear_row", "linear_block", "linear_fp4", "moe", "lora", "logits", "sampling"),
@@ -65,6 +69,8 @@ class Implementation:
     """``run`` has the op's signature. ``extra(target)`` returns a reason why it cannot run there, or None.
 
     ``plan``: where the op takes a ``plan`` argument, what makes one that all the layers of a step can share.
+    ``prepare(*arguments after x, scratch=…)``: where weights are better packed once, what makes the op of x alone;
+    ``scratch``: a dict shared by all that run one after another.
     """
 
     family: str
@@ -73,6 +79,7 @@ class Implementation:
     dtypes: tuple[str, ...]
     extra: Callable[[Target], str | None] | None = None
     plan: Callable[..., Any] | None = None
+    prepare: Callable[..., Any] | None = None
 
     def unsupported(self, target: Target) -> str | None:
         """Why this cannot run on ``target``, or None."""
@@ -115,12 +122,13 @@ class Op:
         dtypes: tuple[str, ...] | None = None,
         unsupported: Callable[[Target], str | None] | None = None,
         plan: Callable[..., Any] | None = None,
+        prepare: Callable[..., Any] | None = None,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Decorator: the function implements this op for ``family``."""
         assert family in FAMILIES and family not in self.implementations, (self.name, family)
 
         def add(run: Callable[..., Any]) -> Callable[..., Any]:
-            found = Implementation(family, run, devices, dtypes or self.dtypes, unsupported, plan)
+            found = Implementation(family, run, devices, dtypes or self.dtypes, unsupported, plan, prepare)
             self.implementations[family] = found
             return run
 
@@ -153,6 +161,8 @@ def load() -> dict[str, Op]:
         importlib.import_module(f"{package}.reference.{name}")
     for name in _IMPLEMENTATIONS:
         importlib.import_module(f"{package}.{name}")
+    for name in _CUDA:
+        importlib.import_module(f"{package}.cuda.{name}")
     if importlib.util.find_spec("triton") is not None:
         for name in _TRITON:
             importlib.import_module(f"{package}.triton.{name}")

@@ -1,14 +1,17 @@
-"""Ahead-of-time build of the Triton kernels; see ``scripts/gpu_build``."""
+"""Ahead-of-time build of the Triton and CUDA kernels; see ``scripts/gpu_build``."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
 import time
 from pathlib import Path
 
+from toolkit.kernels.cuda.build import nvcc
+from toolkit.kernels.cuda.check import check
 from toolkit.kernels.triton.build import ARCHITECTURES, Built, as_json, build
 
 
@@ -22,7 +25,11 @@ def main() -> int:
     options = parser.parse_args()
     results, errors, start = [], [], time.perf_counter()
     print(f"{'op':18} {'variant':22} {'dtype':9} {'kernel':26} arch  regs shared warps blocks shows / faults")
-    for found in build([int(a) for a in options.arch.split(",")], options.only, options.jobs):
+    architectures = [int(a) for a in options.arch.split(",")]
+    cuda = [check(a, options.only) for a in architectures] if nvcc() is not None else []
+    if not cuda:
+        print("no nvcc found: the CUDA kernels are left out")
+    for found in itertools.chain(build(architectures, options.only, options.jobs), *cuda):
         if not isinstance(found, Built):
             errors.append(found)
             print(f"ERROR {found}", flush=True)

@@ -10,10 +10,16 @@
 
 namespace tk {
 
-// The zeros of a lane's two rows, in the form that `fragment` takes.
+// The zeros of a lane's two rows, in the form that `fragment` takes. `prepare` makes them of bytes `place` and place + 1
+// of a word.
 struct Zeros {
     uint32_t first, second;
 };
+
+// A pair of 16-bit numbers: this high byte, and in the low one byte `place` of `word`.
+TK_DEVICE uint32_t pair_below(uint32_t high, uint32_t word, int place) {
+    return choose_bytes(word, high, 0x4040 + 0x0101 * place);
+}
 
 template <class T, int BITS>
 struct Codes;
@@ -23,8 +29,9 @@ struct Codes<Half, 4> {
     static constexpr uint32_t MIDDLE = 8;  // the zero of a symmetric grid
     static constexpr int WORDS = 1;        // of codes, for a lane's operand of one product
 
-    static TK_DEVICE Zeros prepare(uint32_t first, uint32_t second) {
-        return {0xe400e400 | first * 0x10001, 0xd400d400 | second * 0x100010};  // -(1024 + zero), -(64 + zero)
+    static TK_DEVICE Zeros prepare(uint32_t word, int place) {  // -(1024 + zero), -(64 + zero)
+        constexpr uint32_t ONE = 0x3c003c00, MORE = 0x63806380;
+        return {pair_below(0xe4, word, place), fma_pair<Half>(pair_below(0xe4, word, place + 1), ONE, MORE)};
     }
 
     // code - zero, exactly. Nibble r + 4e of `words` belongs to register r, element e.
@@ -43,8 +50,8 @@ struct Codes<Bf16, 4> {
     static constexpr uint32_t MIDDLE = 8;
     static constexpr int WORDS = 1;
 
-    static TK_DEVICE Zeros prepare(uint32_t first, uint32_t second) {
-        return {0xc300c300 | first * 0x10001, 0xc300c300 | second * 0x10001};  // -(128 + zero)
+    static TK_DEVICE Zeros prepare(uint32_t word, int place) {  // -(128 + zero)
+        return {pair_below(0xc3, word, place), pair_below(0xc3, word, place + 1)};
     }
 
     static TK_DEVICE void fragment(uint32_t (&a)[4], const uint32_t* words, const Zeros& zeros) {
@@ -61,8 +68,8 @@ struct Codes<Half, 8> {
     static constexpr uint32_t MIDDLE = 128;
     static constexpr int WORDS = 2;
 
-    static TK_DEVICE Zeros prepare(uint32_t first, uint32_t second) {
-        return {0xe400e400 | first * 0x10001, 0xe400e400 | second * 0x10001};
+    static TK_DEVICE Zeros prepare(uint32_t word, int place) {
+        return {pair_below(0xe4, word, place), pair_below(0xe4, word, place + 1)};
     }
 
     // Byte 2·(r % 2) + e of word r / 2 belongs to register r, element e.
@@ -70,8 +77,8 @@ struct Codes<Half, 8> {
         constexpr uint32_t ONE = 0x3c003c00, EXPONENT = 0x64646464;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            a[2 * i] = fma_pair<Half>(choose_bytes<0x4140>(words[i], EXPONENT), ONE, zeros.first);
-            a[2 * i + 1] = fma_pair<Half>(choose_bytes<0x4342>(words[i], EXPONENT), ONE, zeros.second);
+            a[2 * i] = fma_pair<Half>(choose_bytes(words[i], EXPONENT, 0x4140), ONE, zeros.first);
+            a[2 * i + 1] = fma_pair<Half>(choose_bytes(words[i], EXPONENT, 0x4342), ONE, zeros.second);
         }
     }
 };
@@ -82,8 +89,8 @@ struct Codes<Bf16, 8> {
     static constexpr uint32_t MIDDLE = 128;
     static constexpr int WORDS = 2;
 
-    static TK_DEVICE Zeros prepare(uint32_t first, uint32_t second) {
-        return {0x4b000000 | first, 0x4b000000 | second};
+    static TK_DEVICE Zeros prepare(uint32_t word, int place) {
+        return {choose_bytes(word, 0x4b000000, 0x7440 + place), choose_bytes(word, 0x4b000000, 0x7441 + place)};
     }
 
     static TK_DEVICE void fragment(uint32_t (&a)[4], const uint32_t* words, const Zeros& zeros) {
@@ -91,12 +98,12 @@ struct Codes<Bf16, 8> {
         const float first = float_of_bits(zeros.first), second = float_of_bits(zeros.second);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float e0 = float_of_bits(choose_bytes<0x7440>(words[i], EXPONENT)) - first;
-            const float o0 = float_of_bits(choose_bytes<0x7441>(words[i], EXPONENT)) - first;
-            const float e1 = float_of_bits(choose_bytes<0x7442>(words[i], EXPONENT)) - second;
-            const float o1 = float_of_bits(choose_bytes<0x7443>(words[i], EXPONENT)) - second;
-            a[2 * i] = choose_bytes<0x7632>(bits_of_float(e0), bits_of_float(o0));
-            a[2 * i + 1] = choose_bytes<0x7632>(bits_of_float(e1), bits_of_float(o1));
+            const float e0 = float_of_bits(choose_bytes(words[i], EXPONENT, 0x7440)) - first;
+            const float o0 = float_of_bits(choose_bytes(words[i], EXPONENT, 0x7441)) - first;
+            const float e1 = float_of_bits(choose_bytes(words[i], EXPONENT, 0x7442)) - second;
+            const float o1 = float_of_bits(choose_bytes(words[i], EXPONENT, 0x7443)) - second;
+            a[2 * i] = choose_bytes(bits_of_float(e0), bits_of_float(o0), 0x7632);
+            a[2 * i + 1] = choose_bytes(bits_of_float(e1), bits_of_float(o1), 0x7632);
         }
     }
 };

@@ -12,6 +12,9 @@ TK_DEVICE void expand(const Linear& p, unsigned char*) {
     const int tile = block_x(), steps = p.n_in / STEP, step = block_y() * WARPS + thread_index() / WARP;
     if (step >= steps) return;
     const auto* codes = static_cast<const unsigned char*>(p.codes) + (size_t(tile) * steps + step) * WORDS * 512;
+    Words4 loaded[WORDS];
+#pragma unroll
+    for (int part = 0; part < WORDS; ++part) loaded[part] = load_128(codes + part * 512 + lane * 16);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
         const bool whole = p.group_shift < 0;  // a row's inputs share one scale
@@ -29,17 +32,14 @@ TK_DEVICE void expand(const Linear& p, unsigned char*) {
         Words4 rows[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int k16 = 2 * j + i;
-            const auto* mine = reinterpret_cast<const uint32_t*>(codes + k16 * WORDS / 4 * 512 + lane * 16);
-            uint32_t word[WORDS], a[4];
-#pragma unroll
-            for (int w = 0; w < WORDS; ++w) word[w] = mine[k16 * WORDS % 4 + w];
-            Codes<T, BITS>::fragment(a, word, zeros);
+            const int at = (2 * j + i) * WORDS;
+            uint32_t a[4];
+            Codes<T, BITS>::fragment(a, &loaded[at / 4].w[at % 4], zeros);
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
                 const float scale = r % 2 ? scales.second : scales.first;
-                rows[r % 2].w[2 * i + r / 2] =
-                    to_pair<T>(widen<T>(a[r] & 0xffff) * scale, widen<T>(a[r] >> 16) * scale);
+                const Pair code = widen_pair<T>(a[r]);
+                rows[r % 2].w[2 * i + r / 2] = to_pair<T>(code.first * scale, code.second * scale);
             }
         }
 #pragma unroll

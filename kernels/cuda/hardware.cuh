@@ -91,6 +91,28 @@ TK_DEVICE float widen<Half>(uint32_t bits) {
 #endif
 }
 
+struct Pair {
+    float first, second;
+};
+
+// A pair as floats.
+template <class T>
+TK_DEVICE Pair widen_pair(uint32_t bits) {
+#ifdef __CUDACC__
+    if constexpr (std::is_same_v<T, Half>) {
+        Pair f;
+        asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
+            : "=f"(f.first), "=f"(f.second)
+            : "r"(bits));
+        return f;
+    } else {
+        return {float_of_bits(bits << 16), float_of_bits(bits & 0xffff0000)};
+    }
+#else
+    return {widen<T>(bits & 0xffff), widen<T>(bits >> 16)};
+#endif
+}
+
 #ifndef __CUDACC__
 namespace host {
 inline uint32_t bits_of(Bf16, double value) {
@@ -158,14 +180,13 @@ TK_DEVICE uint32_t and_or(uint32_t word) {
 }
 
 // Four bytes chosen from a (0-3) and b (4-7); the selector's lowest nibble chooses the lowest byte.
-template <uint32_t SELECTOR>
-TK_DEVICE uint32_t choose_bytes(uint32_t a, uint32_t b) {
+TK_DEVICE uint32_t choose_bytes(uint32_t a, uint32_t b, uint32_t selector) {
 #ifdef __CUDACC__
-    return __byte_perm(a, b, SELECTOR);
+    return __byte_perm(a, b, selector);
 #else
     const uint64_t both = uint64_t(b) << 32 | a;
     uint32_t d = 0;
-    for (int i = 0; i < 4; ++i) d |= uint32_t(both >> 8 * (SELECTOR >> 4 * i & 7) & 0xff) << 8 * i;
+    for (int i = 0; i < 4; ++i) d |= uint32_t(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
     return d;
 #endif
 }
@@ -236,21 +257,18 @@ TK_DEVICE void store_128(void* global, const Words4& v) {
 #endif
 }
 
-// Starts a copy of BYTES (4, 8 or 16, aligned) into shared memory; zeros where `valid` is false, and then nothing is read.
-// KEEP: through the first-level cache, for what neighbours read too.
+// Starts a copy of BYTES (4, 8 or 16, aligned) into shared memory. KEEP: through the first-level cache, for what
+// neighbours read too.
 template <int BYTES, bool KEEP = false>
-TK_DEVICE void copy_async(void* shared, const void* global, bool valid) {
+TK_DEVICE void copy_async(void* shared, const void* global) {
 #ifdef __CUDACC__
     const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-    const int size = valid ? BYTES : 0;
     if constexpr (BYTES == 16 && !KEEP)
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(size)
-                     : "memory");
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
     else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(global), "n"(BYTES), "r"(size)
-                     : "memory");
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(global), "n"(BYTES) : "memory");
 #else
-    host::block()->lane().pending.push_back({shared, valid ? global : nullptr, BYTES});
+    host::block()->lane().pending.push_back({shared, global, BYTES});
 #endif
 }
 
@@ -273,8 +291,7 @@ TK_DEVICE void wait_copies() {
 #else
     auto& lane = host::block()->lane();
     for (; lane.groups.size() > LEFT; lane.groups.pop_front())
-        for (const auto& copy : lane.groups.front())
-            copy.from ? std::memcpy(copy.to, copy.from, copy.bytes) : std::memset(copy.to, 0, copy.bytes);
+        for (const auto& copy : lane.groups.front()) std::memcpy(copy.to, copy.from, copy.bytes);
 #endif
 }
 

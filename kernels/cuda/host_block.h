@@ -22,7 +22,7 @@ constexpr size_t STACK = 128 * 1024;
 
 struct Copy {
     void* to;
-    const void* from;  // null: zeros
+    const void* from;
     int bytes;
 };
 

@@ -12,7 +12,7 @@
 #define TK_EXPAND(KERNEL, T, t, BITS) KERNEL(expand_##t##_w##BITS, 0, 2, (tk::expand<tk::T, BITS>))
 #define TK_SPANS(KERNEL, T, t, SPAN)                                                        \
     TK_FEW(KERNEL, T, t, 4, SPAN) TK_FEW(KERNEL, T, t, 8, SPAN) TK_TILE(KERNEL, T, t, SPAN, 2) \
-    TK_TILE(KERNEL, T, t, SPAN, 4) TK_TILE(KERNEL, T, t, SPAN, 8)
+    TK_TILE(KERNEL, T, t, SPAN, 4) TK_TILE(KERNEL, T, t, SPAN, 8) TK_TILE(KERNEL, T, t, SPAN, 16)
 #define TK_TYPE(KERNEL, T, t)                                                              \
     TK_SPANS(KERNEL, T, t, 0) TK_SPANS(KERNEL, T, t, 32) TK_SPANS(KERNEL, T, t, 64)        \
     TK_EXPAND(KERNEL, T, t, 4) TK_EXPAND(KERNEL, T, t, 8)
@@ -52,7 +52,7 @@ template <class T, int BITS>
 void fragments(const uint32_t* words, int count, uint32_t first, uint32_t second, uint32_t* out) {
     for (int i = 0; i < count; ++i) {
         uint32_t a[4];
-        tk::Codes<T, BITS>::fragment(a, words + i * tk::Codes<T, BITS>::WORDS, tk::Codes<T, BITS>::prepare(first, second));
+        tk::Codes<T, BITS>::fragment(a, words + i * tk::Codes<T, BITS>::WORDS, tk::Codes<T, BITS>::prepare(first | second << 8, 0));
         std::copy(a, a + 4, out + 4 * i);
     }
 }

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,26 +17,25 @@ from ..reference import linear as reference
 from ..registry import KernelError, Target
 from . import driver
 from .pack import Packed, pack, unsupported_form
-from .plan import SCALES_BF16, WIDE, LinearArguments, Machine, Plan, plan
+from .plan import MANY, SCALES_BF16, WIDE, LinearArguments, Machine, Plan, plan
 
 COLUMNS = 4096  # block columns of one launch that may meet at the end of a split sum
 
 
-@dataclass(frozen=True)
 class Workspace:
     """Scratch memory of split sums, for launches that follow one another on one stream.
 
-    ``partial``: float32, as many as the largest ``Plan.partial``; ``arrivals``: int32 [COLUMNS], zero between launches.
+    It grows with what is reserved; captured graphs want all of it reserved before.
     """
 
-    partial: Tensor
-    arrivals: Tensor
+    def __init__(self, device: torch.device | str) -> None:
+        self.partial = torch.empty(0, dtype=torch.float32, device=device)
+        self.arrivals = torch.zeros(COLUMNS, dtype=torch.int32, device=device)  # zero between launches
 
-    @staticmethod
-    def allocate(floats: int, device: torch.device | str) -> Workspace:
-        """One that holds ``floats`` partial sums."""
-        partial = torch.empty(floats, dtype=torch.float32, device=device)
-        return Workspace(partial, torch.zeros(COLUMNS, dtype=torch.int32, device=device))
+    def reserve(self, floats: int) -> None:
+        """Hold at least so many partial sums."""
+        if self.partial.numel() < floats:
+            self.partial = torch.empty(floats, dtype=torch.float32, device=self.partial.device)
 
 
 def plan_for(packed: Packed, tokens: int, dtype: torch.dtype, machine: Machine) -> Plan | None:
@@ -75,17 +76,16 @@ def linear(
     if how is None:
         y = F.linear(x, expand(packed, x.dtype, machine), bias)
         return out.copy_(y if residual is None else y + residual)
-    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16 or tokens * x.stride(0) >= 1 << 31:
         x = x.contiguous()
-    if how.partial and workspace is None:
-        workspace = Workspace.allocate(how.partial, x.device)
     arguments = _weight_arguments(packed)
     arguments.x, arguments.out = x.data_ptr(), out.data_ptr()
     arguments.bias = None if bias is None else bias.data_ptr()
     arguments.residual = None if residual is None else residual.data_ptr()
     if how.partial:
-        assert workspace is not None and workspace.partial.numel() >= how.partial, "the workspace is too small"
         assert how.grid[0] * how.grid[2] <= COLUMNS, how
+        workspace = workspace or Workspace(x.device)
+        workspace.reserve(how.partial)
         arguments.partial, arguments.arrivals = workspace.partial.data_ptr(), workspace.arrivals.data_ptr()
     arguments.stride_x, arguments.tokens = x.stride(0), tokens
     arguments.splits, arguments.split_steps = how.splits, how.split_steps
@@ -125,17 +125,57 @@ def _weight_arguments(packed: Packed) -> LinearArguments:
 
 def _reason(target: Target) -> str | None:
     """Why the kernels cannot run on ``target``, or cannot take a weight of its traits, or None."""
-    traits = target.traits
-    if "group_size" in traits:
-        scales = getattr(torch, traits.get("scale_dtype", "float16"))
-        minima = bool(traits.get("minima"))
-        form = unsupported_form(traits["bits"], traits["n_in"], traits["group_size"], minima=minima, scale_dtype=scales)
-        if form is not None:
-            return form
-    return driver.unavailable(target.capability)
+    return _form(target.traits) or driver.unavailable(target.capability)
 
 
-@reference.linear_group_int.register("cuda", devices=("cuda",), dtypes=("bfloat16", "float16"), unsupported=_reason)
+def _form(traits: Mapping[str, Any]) -> str | None:
+    if "group_size" not in traits:
+        return None  # asked in general: each weight is asked for again
+    if traits.get("uneven_groups"):
+        return "takes an act-order index with as many inputs in each group"
+    minima, scales = bool(traits.get("minima")), getattr(torch, traits.get("scale_dtype", "float16"))
+    return unsupported_form(traits["bits"], traits["n_in"], traits["group_size"], minima=minima, scale_dtype=scales)
+
+
+@dataclass(frozen=True)
+class PackedLinear:
+    """``linear`` with everything but x."""
+
+    weight: Packed
+    bias: Tensor | None
+    workspace: Workspace
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        return linear(x, self.weight, self.bias, residual, out=out, workspace=self.workspace)
+
+
+def prepare(
+    packed: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    minima: Tensor | None,
+    bits: int,
+    group_index: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    scratch: dict[str, Any],
+    machine: Machine | None = None,
+) -> PackedLinear:
+    """``linear_group_int`` of these weights, packed once; all that share ``scratch`` run one after another.
+
+    KernelError where no kernel takes the weight.
+    """
+    weight = pack_canonical(packed, scales, zeros, minima, bits, group_index)
+    machine = driver.machine(packed.device) if machine is None else machine
+    workspace: Workspace = scratch.setdefault("cuda.linear", Workspace(packed.device))
+    plans = (plan_for(weight, tokens, torch.float16, machine) for tokens in range(8, MANY + 1, 8))
+    workspace.reserve(max(p.partial for p in plans if p is not None))
+    return PackedLinear(weight, bias, workspace)
+
+
+@reference.linear_group_int.register(
+    "cuda", devices=("cuda",), dtypes=("bfloat16", "float16"), unsupported=_reason, prepare=prepare
+)
 def linear_group_int(
     x: Tensor,
     packed: Tensor,
@@ -146,7 +186,7 @@ def linear_group_int(
     group_index: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Packs, then ``linear``. For a weight that is used again, ``pack`` once."""
+    """Packs, then ``linear``. For a weight that is used again, ``prepare`` once."""
     return linear(x, pack_canonical(packed, scales, zeros, minima, bits, group_index), bias)
 
 

@@ -11,26 +11,20 @@ constexpr int TILE = 16;     // outputs
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / WARP;
 
-struct Pair {
-    float first, second;
-};
-
 // Two 16-bit scales.
 TK_DEVICE Pair scale_pair(uint32_t word, bool bf16) {
-    if (bf16) return {widen<Bf16>(word & 0xffff), widen<Bf16>(word >> 16)};
-    return {widen<Half>(word & 0xffff), widen<Half>(word >> 16)};
+    return bf16 ? widen_pair<Bf16>(word) : widen_pair<Half>(word);
 }
 
 // The zeros of rows 2g and 2g + 1 from the word that holds those of rows 4·(g / 2) … + 3.
 template <class T, int BITS>
 TK_DEVICE Zeros zeros_of(uint32_t word, int g) {
-    const uint32_t mine = word >> (g % 2 * 16);
-    return Codes<T, BITS>::prepare(mine & 0xff, mine >> 8 & 0xff);
+    return Codes<T, BITS>::prepare(word, g % 2 * 2);
 }
 
 template <class T, int BITS>
 TK_DEVICE Zeros middle() {
-    return Codes<T, BITS>::prepare(Codes<T, BITS>::MIDDLE, Codes<T, BITS>::MIDDLE);
+    return Codes<T, BITS>::prepare(Codes<T, BITS>::MIDDLE * 0x0101, 0);
 }
 
 // Zeros and float32 scales of rows 2g and 2g + 1 of a tile, where a row has one of each.
@@ -38,7 +32,7 @@ template <class T, int BITS>
 TK_DEVICE Zeros row_zeros(const Linear& p, int tile, int g) {
     if (p.zeros == nullptr) return middle<T, BITS>();
     const uint8_t* z = static_cast<const uint8_t*>(p.zeros) + tile * TILE + 2 * g;
-    return Codes<T, BITS>::prepare(z[0], z[1]);
+    return Codes<T, BITS>::prepare(z[0] | z[1] << 8, 0);
 }
 
 TK_DEVICE Pair row_scales(const Linear& p, int tile, int g) {

@@ -21,56 +21,61 @@ struct LinearFew {
 
     const Linear& p;
     unsigned char* shared;
-    int g, t, tile0, tiles, steps, last;
+    int g, t, tile0, tiles, last;
+    uint32_t codes[TILES];   // where this lane copies from next, in bytes
+    uint32_t groups[TILES];  // its tiles' first groups
 
-    TK_DEVICE void issue(int step, int slot) const {
-        const int thread = thread_index(), lane = thread % WARP;
-        unsigned char* stage = shared + slot * STAGE;
-        const bool inside = step < last;
+    TK_DEVICE LinearFew(const Linear& arguments, unsigned char* memory) : p(arguments), shared(memory) {}
+
+    // Starts the copies of a step; called for every WARPS-th step in turn.
+    TK_DEVICE void issue(int step, int slot) {
+        unsigned char* stage = shared + slot * STAGE + thread_index() * 16;
+        unsigned char* words = shared + slot * STAGE + CODES + thread_index() * 4;
+        if (step < last) {
 #pragma unroll
-        for (int r = 0; r < TILES; ++r) {
-            const bool valid = inside && tile0 + r < tiles;
-            const size_t tile = tile0 + r;
-            const auto* codes = static_cast<const unsigned char*>(p.codes) + (tile * steps + step) * PARTS * 512;
+            for (int r = 0; r < TILES; ++r) {
 #pragma unroll
-            for (int part = 0; part < PARTS; ++part)
-                copy_async<16>(stage + ((r * PARTS + part) * THREADS + thread) * 16, codes + part * 512 + lane * 16,
-                               valid);
-            if constexpr (SPAN != 0)
+                for (int part = 0; part < PARTS; ++part)
+                    copy_async<16>(stage + (r * PARTS + part) * THREADS * 16,
+                                   static_cast<const unsigned char*>(p.codes) + codes[r] + part * 512);
+                codes[r] += WARPS * PARTS * 512;
+            }
 #pragma unroll
-                for (int c = 0; c < CHUNKS; ++c) {
-                    const size_t group = tile * p.groups + ((step * STEP + c * SPAN) >> p.group_shift);
-                    unsigned char* to = stage + CODES + ((r * CHUNKS + c) * THREADS + thread) * 4;
-                    copy_async<4>(to, static_cast<const unsigned char*>(p.scales) + group * 32 + 4 * g, valid);
+            for (int c = 0; c < (SPAN == 0 ? 0 : CHUNKS); ++c) {
+                const uint32_t group = (step * STEP + c * SPAN) >> p.group_shift;
+#pragma unroll
+                for (int r = 0; r < TILES; ++r) {
+                    unsigned char* to = words + (r * CHUNKS + c) * THREADS * 4;
+                    const uint32_t at = groups[r] + group;
+                    copy_async<4>(to, static_cast<const unsigned char*>(p.scales) + (at * 32 + 4 * g));
                     if (p.zeros != nullptr)
-                        copy_async<4>(to + SCALES,
-                                      static_cast<const unsigned char*>(p.zeros) + group * 16 + g / 2 * 4, valid);
+                        copy_async<4>(to + SCALES, static_cast<const unsigned char*>(p.zeros) + (at * 16 + g / 2 * 4));
                 }
+            }
         }
         commit_copies();
     }
 
     // One step of both tiles.
     TK_DEVICE void multiply(float (&sum)[TILES][4], int slot, const Words4 (&x)[2], const Zeros (&of_rows)[TILES]) const {
-        const int thread = thread_index();
-        const unsigned char* stage = shared + slot * STAGE;
+        const unsigned char* stage = shared + slot * STAGE + thread_index() * 16;
+        const unsigned char* words_of = shared + slot * STAGE + CODES + thread_index() * 4;
+        constexpr int WORDS = Codes<T, BITS>::WORDS;
 #pragma unroll
         for (int r = 0; r < TILES; ++r) {
             Words4 words[PARTS];
 #pragma unroll
             for (int part = 0; part < PARTS; ++part)
-                words[part] = *reinterpret_cast<const Words4*>(stage + ((r * PARTS + part) * THREADS + thread) * 16);
-            Zeros zeros = of_rows[r];
+                words[part] = *reinterpret_cast<const Words4*>(stage + (r * PARTS + part) * THREADS * 16);
+            Zeros offsets = of_rows[r];
             float part[4] = {0, 0, 0, 0};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int c = SPAN == 32 ? i / 2 : 0;
-                const unsigned char* group = stage + CODES + ((r * CHUNKS + c) * THREADS + thread) * 4;
-                if (SPAN != 0 && i % (4 / CHUNKS) == 0 && p.zeros != nullptr)
-                    zeros = zeros_of<T, BITS>(*reinterpret_cast<const uint32_t*>(group + SCALES), g);
+                const unsigned char* group = words_of + (r * CHUNKS + (SPAN == 32 ? i / 2 : 0)) * THREADS * 4;
+                if (SPAN != 0 && i % (4 / CHUNKS) == 0)
+                    offsets = zeros_of<T, BITS>(*reinterpret_cast<const uint32_t*>(group + SCALES), g);
                 uint32_t a[4];
-                constexpr int WORDS = Codes<T, BITS>::WORDS;
-                Codes<T, BITS>::fragment(a, &words[i * WORDS / 4].w[i * WORDS % 4], zeros);
+                Codes<T, BITS>::fragment(a, &words[i * WORDS / 4].w[i * WORDS % 4], offsets);
                 mma<T>(SPAN == 0 ? sum[r] : part, a, x[i / 2].w[i % 2 * 2], x[i / 2].w[i % 2 * 2 + 1]);
                 if (SPAN != 0 && (i + 1) % (4 / CHUNKS) == 0) {
                     const Pair s = scale_pair(*reinterpret_cast<const uint32_t*>(group), p.flags & SCALES_BF16);
@@ -113,30 +118,43 @@ struct LinearFew {
     TK_DEVICE void run() {
         const int warp = thread_index() / WARP, lane = thread_index() % WARP;
         g = lane / 4, t = lane % 4;
-        tile0 = block_x() * TILES, tiles = (p.n_out + TILE - 1) / TILE, steps = p.n_in / STEP;
-        const int first = block_y() * p.split_steps + warp;
+        tile0 = block_x() * TILES, tiles = (p.n_out + TILE - 1) / TILE;
+        const int steps = p.n_in / STEP, first = block_y() * p.split_steps + warp;
         last = block_y() * p.split_steps + p.split_steps;
         if (last > steps) last = steps;
-#pragma unroll
-        for (int d = 0; d < DEPTH; ++d) issue(first + d * WARPS, d);
         Zeros of_rows[TILES];
 #pragma unroll
-        for (int r = 0; r < TILES; ++r)
-            of_rows[r] = SPAN == 0 && tile0 + r < tiles ? row_zeros<T, BITS>(p, tile0 + r, g) : middle<T, BITS>();
+        for (int r = 0; r < TILES; ++r) {
+            const uint32_t tile = tile0 + r < tiles ? tile0 + r : tile0;  // one that is not there: results are dropped
+            codes[r] = (tile * steps + first) * PARTS * 512 + lane * 16;
+            groups[r] = tile * p.groups;
+            of_rows[r] = SPAN == 0 ? row_zeros<T, BITS>(p, tile, g) : middle<T, BITS>();
+        }
+        if (SPAN != 0 && p.zeros == nullptr)  // then they are always the same
+#pragma unroll
+            for (int i = 0; i < DEPTH * TILES * CHUNKS; ++i) {
+                unsigned char* stage = shared + i / (TILES * CHUNKS) * STAGE + CODES + SCALES;
+                reinterpret_cast<uint32_t*>(stage)[i % (TILES * CHUNKS) * THREADS + thread_index()] =
+                    Codes<T, BITS>::MIDDLE * 0x01010101;
+            }
+#pragma unroll
+        for (int d = 0; d < DEPTH; ++d) issue(first + d * WARPS, d);
         release_successor();
         wait_for_predecessor();
-        const int token = block_z() * 8 + g;
-        const auto* source = static_cast<const uint16_t*>(p.x) + token * p.stride_x + 8 * t;
+        const int wanted = block_z() * 8 + g, token = wanted < p.tokens ? wanted : p.tokens - 1;
+        const auto* source = static_cast<const uint16_t*>(p.x) + token * p.stride_x + first * STEP + 8 * t;
         float sum[TILES][4] = {};
-        int slot = 0;
-        for (int step = first; step < last; step += WARPS) {
-            Words4 x[2] = {};
-            if (token < p.tokens)
-                x[0] = load_128(source + step * STEP), x[1] = load_128(source + step * STEP + 32);
-            wait_copies<DEPTH - 1>();
-            multiply(sum, slot, x, of_rows);
-            issue(step + DEPTH * WARPS, slot);
-            slot = slot + 1 == DEPTH ? 0 : slot + 1;
+        for (int turn = first; turn < last; turn += WARPS * DEPTH) {
+#pragma unroll
+            for (int d = 0; d < DEPTH; ++d) {
+                const int step = turn + d * WARPS;
+                if (step >= last) break;
+                const Words4 x[2] = {load_128(source), load_128(source + 32)};
+                source += WARPS * STEP;
+                wait_copies<DEPTH - 1>();
+                multiply(sum, d, x, of_rows);
+                issue(step + WARPS * DEPTH, d);
+            }
         }
         finish(sum);
     }
@@ -144,7 +162,7 @@ struct LinearFew {
 
 template <class T, int BITS, int SPAN>
 TK_DEVICE void linear_few(const Linear& p, unsigned char* shared) {
-    LinearFew<T, BITS, SPAN>{p, shared, 0, 0, 0, 0, 0, 0}.run();
+    LinearFew<T, BITS, SPAN>(p, shared).run();
 }
 
 }  // namespace tk

@@ -1,8 +1,9 @@
-// 9 to some hundred tokens: 256 outputs by 8·NT tokens a block, activations shared through memory by its warps.
+// 9 to some hundred tokens: 64·TILES outputs by 8·NT tokens a block, activations shared through memory by its warps.
 //
-// Four warps stand side by side over the outputs, 64 each; two such rows of warps take the steps of the inputs in turn and
-// add up their sums at the end. Copies run STAGES - 1 stages ahead. Codes become operands in registers, multiplied by
-// their scale in x's type, once for all tokens of the block.
+// Four warps stand side by side over the outputs; two such rows of warps take the steps of the inputs in turn and add up
+// their sums at the end. Copies run STAGES - 1 stages ahead. Codes become operands in registers, multiplied by their
+// scale in x's type, once for all tokens of the block. Tokens and tiles that are not there repeat the last one that
+// is: a product's columns and rows do not touch each other, and theirs are dropped.
 #pragma once
 
 #include "linear_common.cuh"
@@ -11,100 +12,127 @@ namespace tk {
 
 template <class T, int SPAN, int NT>
 struct LinearTile {
-    static constexpr int TILES = 4, ACROSS = 4, DEEP = WARPS / ACROSS, STAGES = NT == 2 ? 4 : 3;
-    static constexpr int TOKENS = 8 * NT, CHUNKS = SPAN == 32 ? 2 : 1;
-    static constexpr int X = DEEP * TOKENS * STEP * 2;
+    static constexpr int TILES = NT == 16 ? 2 : 4, ACROSS = 4, DEEP = WARPS / ACROSS, STAGES = NT == 2 ? 4 : 3;
+    static constexpr int TOKENS = 8 * NT, CHUNKS = SPAN == 32 ? 2 : 1, GROUPS = SPAN == 0 ? 0 : TILES * CHUNKS;
+    static constexpr int X = DEEP * TOKENS * STEP * 2, COPIES = X / 16 / THREADS;
+    static constexpr int ROWS = COPIES > DEEP ? COPIES / DEEP : 1;  // rows of x of which a thread copies pieces
     static constexpr int CODES = TILES * THREADS * 16;
-    static constexpr int SCALES = SPAN == 0 ? 0 : WARPS * TILES * CHUNKS * 32;
-    static constexpr int ZEROS = SCALES / 2;
+    static constexpr int SCALES = WARPS * GROUPS * 32, ZEROS = SCALES / 2;
     static constexpr int STAGE = X + CODES + SCALES + ZEROS;
     static constexpr int SUMS = ACROSS * TILES * NT * WARP * 16;
     static constexpr int SHARED = (STAGES * STAGE > SUMS ? STAGES * STAGE : SUMS) + 16;
 
     const Linear& p;
     unsigned char* shared;
-    int lane, warp, g, t, tile0, tiles, steps, first, last;
+    int lane, warp, deep, g, t, tiles, step, last;  // step: the warp's that is copied next
+    uint32_t codes[TILES];  // where this lane copies from next, in bytes
+    uint32_t groups;        // first group of the tile whose groups this lane copies
+    uint32_t x[ROWS];       // where this thread copies from next, in elements
+    int x_step;             // of the first of these pieces
 
-    // The warp's step in a stage.
-    TK_DEVICE int step_of(int stage) const { return first + stage * DEEP + warp / ACROSS; }
-
-    TK_DEVICE void issue_weights(int stage, int slot) const {
-        unsigned char* to = shared + slot * STAGE + X;
-        const int step = step_of(stage);
-        const bool inside = step < last;
+    TK_DEVICE LinearTile(const Linear& arguments, unsigned char* memory) : p(arguments), shared(memory) {
+        lane = thread_index() % WARP, warp = thread_index() / WARP, g = lane / 4, t = lane % 4, deep = warp / ACROSS;
+        tiles = (p.n_out + TILE - 1) / TILE;
+        const int steps = p.n_in / STEP, first = block_y() * p.split_steps;
+        last = first + p.split_steps < steps ? first + p.split_steps : steps;
+        step = first + deep;
 #pragma unroll
-        for (int r = 0; r < TILES; ++r) {
-            const size_t tile = tile0 + r;
-            copy_async<16>(to + (r * THREADS + thread_index()) * 16,
-                           static_cast<const unsigned char*>(p.codes) + (tile * steps + step) * 512 + lane * 16,
-                           inside && tile0 + r < tiles);
+        for (int r = 0; r < TILES; ++r)
+            codes[r] = (uint32_t(clamp_tile(first_tile() + r)) * steps + step) * 512 + lane * 16;
+        groups = clamp_tile(first_tile() + lane / 2 / CHUNKS % TILES) * p.groups;
+        const int row = thread_index() / 8;  // of the pieces in the order of issue_x
+        x_step = first + row / TOKENS;
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            const int wanted = block_z() * TOKENS + (row + i * (THREADS / 8)) % TOKENS;
+            const int token = wanted < p.tokens ? wanted : p.tokens - 1;
+            x[i] = token * uint32_t(p.stride_x) + x_step * STEP + thread_index() % 8 * 8;
         }
-        if constexpr (SPAN != 0) {  // a lane copies 16 bytes: half a group's scales of one tile, or its zeros
-            const int item = lane / 2 % (TILES * CHUNKS), part = lane % 2;
-            const int r = item / CHUNKS, c = item % CHUNKS;
-            const bool valid = inside && tile0 + r < tiles;
-            const size_t group = size_t(tile0 + r) * p.groups + ((step * STEP + c * 32) >> p.group_shift);
-            unsigned char* mine = to + CODES + (warp * TILES * CHUNKS + item) * 32;
-            if (lane < 2 * TILES * CHUNKS)
-                copy_async<16, true>(mine + part * 16,
-                                     static_cast<const unsigned char*>(p.scales) + group * 32 + part * 16, valid);
-            if (lane < 2 * TILES * CHUNKS && part == 0 && p.zeros != nullptr)
-                copy_async<16, true>(to + CODES + SCALES + (warp * TILES * CHUNKS + item) * 16,
-                                     static_cast<const unsigned char*>(p.zeros) + group * 16, valid);
+    }
+
+    TK_DEVICE int first_tile() const { return (block_x() * ACROSS + warp % ACROSS) * TILES; }
+    TK_DEVICE int clamp_tile(int tile) const { return tile < tiles ? tile : tiles - 1; }
+
+    TK_DEVICE void issue_weights(int slot) {
+        unsigned char* to = shared + slot * STAGE + X;
+        if (step < last) {
+#pragma unroll
+            for (int r = 0; r < TILES; ++r)
+                copy_async<16>(to + (r * THREADS + thread_index()) * 16,
+                               static_cast<const unsigned char*>(p.codes) + codes[r]);
+            if (lane < 2 * GROUPS) {  // half a group's scales of one tile a lane
+                const uint32_t group = groups + (uint32_t(step * STEP + lane / 2 % CHUNKS * 32) >> p.group_shift);
+                copy_async<16, true>(to + CODES + warp * GROUPS * 32 + lane * 16,
+                                     static_cast<const unsigned char*>(p.scales) + (group * 32 + lane % 2 * 16));
+                if (p.zeros != nullptr && lane % 2 == 0)
+                    copy_async<16, true>(to + CODES + SCALES + warp * GROUPS * 16 + lane * 8,
+                                         static_cast<const unsigned char*>(p.zeros) + group * 16);
+            }
         }
+        step += DEEP;
+#pragma unroll
+        for (int r = 0; r < TILES; ++r) codes[r] += DEEP * 512;
     }
 
     // [DEEP][TOKENS] rows of a step, eight pieces of 16 bytes, those of odd rows with their halves swapped: then eight lanes
     // that read four pieces of two rows find them in different banks.
-    TK_DEVICE void issue_x(int stage, int slot) const {
+    TK_DEVICE void issue_x(int slot) {
+        const int swapped = thread_index() ^ thread_index() / 8 % 2 * 4;
+        unsigned char* to = shared + slot * STAGE + swapped * 16;
 #pragma unroll
-        for (int i = 0; i < X / 16 / THREADS; ++i) {
-            const int at = i * THREADS + thread_index();
-            const int piece = at % 8, row = at / 8 % TOKENS, deep = at / 8 / TOKENS;
-            const int step = first + stage * DEEP + deep, token = block_z() * TOKENS + row;
-            const auto* source = static_cast<const uint16_t*>(p.x) + token * p.stride_x + step * STEP + piece * 8;
-            unsigned char* to = shared + slot * STAGE + (at - piece + (piece ^ row % 2 * 4)) * 16;
-            copy_async<16, true>(to, source, step < last && token < p.tokens);
+        for (int i = 0; i < COPIES; ++i) {
+            const int later = COPIES == 1 ? 0 : i / ROWS;  // steps after x_step
+            if (x_step + later < last)
+                copy_async<16, true>(to + i * THREADS * 16,
+                                     static_cast<const uint16_t*>(p.x) + (x[i % ROWS] + later * STEP));
         }
+        x_step += DEEP;
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) x[i] += DEEP * STEP;
     }
 
     TK_DEVICE void multiply(float (&sum)[TILES][NT][4], int slot, const Zeros (&of_rows)[TILES]) const {
         const unsigned char* stage = shared + slot * STAGE;
-        const unsigned char* groups = stage + X + CODES + warp * TILES * CHUNKS * 32;
-        const unsigned char* all_zeros = stage + X + CODES + SCALES + warp * TILES * CHUNKS * 16;
-        const bool bf16 = p.flags & SCALES_BF16;
+        const unsigned char* mine = stage + X + thread_index() * 16;
+        const unsigned char* of_groups = stage + X + CODES + warp * GROUPS * 32 + 4 * g;
+        const unsigned char* of_zeros = stage + X + CODES + SCALES + warp * GROUPS * 16 + g / 2 * 4;
+        const unsigned char* rows = stage + (deep * TOKENS + g) * 128;
+        Zeros offsets[TILES];
+        uint32_t factors[TILES][2];
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-            Words4 x[NT];
-#pragma unroll
-            for (int n = 0; n < NT; ++n) {
-                const int row = n * 8 + g, piece = (4 * j + t) ^ row % 2 * 4;
-                x[n] = *reinterpret_cast<const Words4*>(stage + ((warp / ACROSS * TOKENS + row) * 8 + piece) * 16);
-            }
+            uint32_t a[TILES][2][4];
 #pragma unroll
             for (int r = 0; r < TILES; ++r) {
-                const auto words = *reinterpret_cast<const Words2*>(stage + X + (r * THREADS + thread_index()) * 16 + j * 8);
-                const int item = r * CHUNKS + (CHUNKS == 2 ? j : 0);
-                Zeros zeros = of_rows[r];
-                uint32_t first_scale = 0, second_scale = 0;
-                if constexpr (SPAN != 0) {
-                    if (p.zeros != nullptr)
-                        zeros = zeros_of<T, 4>(
-                            *reinterpret_cast<const uint32_t*>(all_zeros + item * 16 + g / 2 * 4), g);
-                    const Pair s = scale_pair(*reinterpret_cast<const uint32_t*>(groups + item * 32 + 4 * g), bf16);
-                    first_scale = to_pair<T>(s.first, s.first), second_scale = to_pair<T>(s.second, s.second);
+                if (j == 0 || CHUNKS == 2) {
+                    const int item = r * CHUNKS + j;
+                    offsets[r] = of_rows[r];
+                    if constexpr (SPAN != 0) {
+                        if (p.zeros != nullptr)
+                            offsets[r] = zeros_of<T, 4>(*reinterpret_cast<const uint32_t*>(of_zeros + item * 16), g);
+                        const auto word = *reinterpret_cast<const uint32_t*>(of_groups + item * 32);
+                        const Pair s = scale_pair(word, p.flags & SCALES_BF16);
+                        factors[r][0] = to_pair<T>(s.first, s.first), factors[r][1] = to_pair<T>(s.second, s.second);
+                    }
                 }
+                const auto words = *reinterpret_cast<const Words2*>(mine + r * THREADS * 16 + j * 8);
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    uint32_t a[4];
-                    Codes<T, 4>::fragment(a, &words.w[i], zeros);
-                    if constexpr (SPAN != 0) {
-                        a[0] = fma_pair<T>(a[0], first_scale, NOTHING), a[2] = fma_pair<T>(a[2], first_scale, NOTHING);
-                        a[1] = fma_pair<T>(a[1], second_scale, NOTHING), a[3] = fma_pair<T>(a[3], second_scale, NOTHING);
-                    }
+                    Codes<T, 4>::fragment(a[r][i], &words.w[i], offsets[r]);
+                    if constexpr (SPAN != 0)
 #pragma unroll
-                    for (int n = 0; n < NT; ++n) mma<T>(sum[r][n], a, x[n].w[2 * i], x[n].w[2 * i + 1]);
+                        for (int k = 0; k < 4; ++k)
+                            a[r][i][k] = fma_pair<T>(a[r][i][k], factors[r][k % 2], NOTHING);
                 }
+            }
+#pragma unroll
+            for (int n = 0; n < NT; ++n) {
+                const auto right =
+                    *reinterpret_cast<const Words4*>(rows + n * 1024 + ((4 * j + t) ^ g % 2 * 4) * 16);
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+#pragma unroll
+                    for (int r = 0; r < TILES; ++r) mma<T>(sum[r][n], a[r][i], right.w[2 * i], right.w[2 * i + 1]);
             }
         }
     }
@@ -162,35 +190,30 @@ struct LinearTile {
     }
 
     TK_DEVICE void run() {
-        lane = thread_index() % WARP, warp = thread_index() / WARP, g = lane / 4, t = lane % 4;
-        tile0 = (block_x() * ACROSS + warp % ACROSS) * TILES;
-        tiles = (p.n_out + TILE - 1) / TILE, steps = p.n_in / STEP;
-        first = block_y() * p.split_steps, last = first + p.split_steps;
-        if (last > steps) last = steps;
-        const int stages = (last - first + DEEP - 1) / DEEP;
+        const int first = step;
 #pragma unroll
-        for (int s = 0; s < STAGES - 1; ++s) issue_weights(s, s);
+        for (int s = 0; s < STAGES - 1; ++s) issue_weights(s);
         Zeros of_rows[TILES];
 #pragma unroll
         for (int r = 0; r < TILES; ++r)
-            of_rows[r] = SPAN == 0 && tile0 + r < tiles ? row_zeros<T, 4>(p, tile0 + r, g) : middle<T, 4>();
+            of_rows[r] = SPAN == 0 ? row_zeros<T, 4>(p, clamp_tile(first_tile() + r), g) : middle<T, 4>();
         release_successor();
         wait_for_predecessor();
 #pragma unroll
         for (int s = 0; s < STAGES - 1; ++s) {
-            issue_x(s, s);
+            issue_x(s);
             commit_copies();
         }
         float sum[TILES][NT][4] = {};
         int slot = 0;
-        for (int stage = 0; stage < stages; ++stage) {
+        for (int now = first; now < last + deep; now += DEEP) {  // as often in all warps
             wait_copies<STAGES - 2>();
             barrier();
             const int free_slot = slot == 0 ? STAGES - 1 : slot - 1;
-            issue_weights(stage + STAGES - 1, free_slot);
-            issue_x(stage + STAGES - 1, free_slot);
+            issue_weights(free_slot);
+            issue_x(free_slot);
             commit_copies();
-            multiply(sum, slot, of_rows);
+            if (now < last) multiply(sum, slot, of_rows);
             slot = slot + 1 == STAGES ? 0 : slot + 1;
         }
         finish(sum);
@@ -199,7 +222,7 @@ struct LinearTile {
 
 template <class T, int SPAN, int NT>
 TK_DEVICE void linear_tile(const Linear& p, unsigned char* shared) {
-    LinearTile<T, SPAN, NT>{p, shared, 0, 0, 0, 0, 0, 0, 0, 0, 0}.run();
+    LinearTile<T, SPAN, NT>(p, shared).run();
 }
 
 }  // namespace tk

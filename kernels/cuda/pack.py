@@ -102,6 +102,8 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group_i
     if zeros is not None and bits == 4 and bool((zeros > 63).any()):
         raise ValueError("takes zero points up to 63 with 4 bits")
     order = None
+    if codes.numel() * bits >= 8 << 32:
+        raise ValueError("takes weights of up to 4 GiB")  # offsets in the kernels have 32 bits
     if group_index is not None:
         order = _sorted(group_index, groups, group_size)
         codes = codes[:, order.long()]

@@ -13,7 +13,8 @@ SCALES_BF16, WIDE = 1, 2  # LinearFlags of linear.h
 DTYPES = ("float16", "bfloat16")
 SPANS = (0, 32, 64)
 _TILES_FEW, _DEPTH_FEW = 2, 4
-_TILES, _ACROSS, _DEEP = 4, 4, 2  # of ``tile``: 16-row tiles a warp, warps across, warps deep
+_ACROSS, _DEEP = 4, 2  # of ``tile``: warps across outputs, and behind each other
+_WIDTHS = {2: 4, 4: 4, 8: 4, 16: 2}  # of ``tile``: columns of 8 tokens, and 16-row tiles a warp
 
 
 class LinearArguments(ctypes.Structure):
@@ -57,7 +58,7 @@ def names() -> list[str]:
     for dtype in DTYPES:
         for span in SPANS:
             found += [few_name(dtype, bits, span) for bits in (4, 8)]
-            found += [tile_name(dtype, span, columns) for columns in (2, 4, 8)]
+            found += [tile_name(dtype, span, columns) for columns in _WIDTHS]
         found += [f"expand_{dtype}_w{bits}" for bits in (4, 8)]
     return found
 
@@ -80,8 +81,9 @@ def shared_bytes(kernel: str) -> int:
     if kind == "few":
         return _DEPTH_FEW * _TILES_FEW * THREADS * (16 * bits // 4 + 8 * chunks)
     columns = int(form[2][1:])
-    stage = _DEEP * 8 * columns * 128 + _TILES * THREADS * 16 + WARPS * _TILES * chunks * 48
-    return max((4 if columns == 2 else 3) * stage, _ACROSS * _TILES * columns * 512) + 16
+    tiles = _WIDTHS[columns]
+    stage = _DEEP * 8 * columns * 128 + tiles * THREADS * 16 + WARPS * tiles * chunks * 48
+    return max((4 if columns == 2 else 3) * stage, _ACROSS * tiles * columns * 512) + 16
 
 
 def span_of(group_size: int, n_in: int) -> int:
@@ -99,10 +101,10 @@ def plan(dtype: str, bits: int, tokens: int, n_out: int, n_in: int, group_size: 
         kernel, columns, height = few_name(dtype, bits, span), FEW, _TILES_FEW
         wanted, least = 2 * machine.multiprocessors, 2 * WARPS
     elif bits == 4 and tokens <= MANY:
-        width = next(c for c in (2, 4, 8) if tokens <= 8 * c or c == 8)
+        width = next((c for c in _WIDTHS if tokens <= 8 * c), 16)
         while width > 2 and shared_bytes(tile_name(dtype, span, width)) > machine.shared_limit:
             width //= 2
-        kernel, columns, height = tile_name(dtype, span, width), 8 * width, _TILES * _ACROSS
+        kernel, columns, height = tile_name(dtype, span, width), 8 * width, _WIDTHS[width] * _ACROSS
         wanted, least = machine.multiprocessors, 4 * _DEEP
     else:
         return None

@@ -85,7 +85,8 @@ def _group_cases() -> Iterator[Case]:
                 "bias": torch.randn(out, generator=g).to(device, dtype),
             }
 
-        yield Case(label, make, {"bits": bits})
+        traits = {"bits": bits, "group_size": group, "n_in": 128, "minima": minima, "scale_dtype": "float16"}
+        yield Case(label, make, traits)
 
 
 def dequantize_groups(

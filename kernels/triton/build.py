@@ -24,8 +24,8 @@ from .launch import INTERPRETED, Launch, recording, shared_limit
 from .manifest import CLAIMS, calls
 
 ARCHITECTURES = (80, 86, 89, 90)
-_REGISTERS, _THREADS = 65536, {80: 2048, 86: 1536, 89: 1536, 90: 2048}  # of a multiprocessor
-_SHARED = {80: 164 * 1024, 86: 100 * 1024, 89: 100 * 1024, 90: 228 * 1024}
+_REGISTERS, _THREADS = 65536, {80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048, 120: 1536}  # of a multiprocessor
+_SHARED = {80: 164 * 1024, 86: 100 * 1024, 89: 100 * 1024, 90: 228 * 1024, 100: 228 * 1024, 120: 100 * 1024}
 _TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -157,12 +157,7 @@ def build_one(variant: Variant) -> Built:
         faults.append(f"spills: {stack} bytes of stack, {local} of local memory")
     if shared > shared_limit(architecture):
         faults.append(f"{shared} bytes of shared memory, more than {shared_limit(architecture)}")
-    threads = 32 * launched.warps
-    blocks = min(
-        _THREADS[architecture] // threads,
-        _REGISTERS // max(1, threads * -(-registers // 8) * 8),
-        _SHARED[architecture] // (shared + 1024),
-    )
+    blocks = occupancy(architecture, 32 * launched.warps, registers, shared)
     return Built(
         variant.op,
         variant.label,
@@ -178,6 +173,15 @@ def build_one(variant: Variant) -> Built:
         blocks,
         shows,
         tuple(faults),
+    )
+
+
+def occupancy(architecture: int, threads: int, registers: int, shared: int) -> int:
+    """How many blocks fit a multiprocessor. ``registers``: a thread's; ``shared``: bytes of a block."""
+    return min(
+        _THREADS[architecture] // threads,
+        _REGISTERS // max(1, threads * -(-registers // 8) * 8),
+        _SHARED[architecture] // (shared + 1024),
     )
 
 

@@ -183,7 +183,8 @@ def calls() -> list[Call]:
 
 # What the machine code of a kernel must show: "vector": 128-bit loads from global memory; "stores": 128-bit stores;
 # "async": asynchronous copies into shared memory; "mma": tensor cores, by mma.sync or wgmma; "no conversion": no
-# instruction that converts an integer to floating point, which would bind kernels that unpack codes.
+# instruction that converts an integer to floating point, which would bind kernels that unpack codes; "lop3": masks and
+# exponents in one instruction; "shared vector": 128-bit loads from shared memory. The last three are the CUDA kernels'.
 CLAIMS: dict[str, frozenset[str]] = {
     "rms_norm_kernel": frozenset({"vector"}),
     "act_kernel": frozenset({"vector"}),
@@ -205,4 +206,7 @@ CLAIMS: dict[str, frozenset[str]] = {
     "block_linear_kernel": frozenset({"async", "mma"}),
     "fp4_linear_kernel": frozenset({"async", "mma", "no conversion"}),
     "fp4_expand_kernel": frozenset({"stores"}),
+    "few": frozenset({"vector", "shared vector", "async", "mma", "no conversion"}),
+    "tile": frozenset({"shared vector", "async", "mma", "lop3", "no conversion"}),
+    "expand": frozenset({"vector", "stores", "no conversion"}),
 }

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from toolkit import kernels
 from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, Weight
+from toolkit.errors import UsageError
 from toolkit.kernels.reference.linear import pack_codes
 from toolkit.runners.torch.ops import Ops
 
@@ -38,6 +40,7 @@ class Placement:
     dtype: torch.dtype
     dequantize: bool
     dequantize_activations: bool
+    scratch: dict[str, Any] = field(default_factory=dict)  # of kernels, shared by what runs one after another
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,33 @@ def _fuse_biases(biases: Sequence[Tensor | None], sizes: Sequence[int], place: P
     return torch.cat(parts).to(place.device, place.dtype)
 
 
+def _group_linear(weight: GroupInt, constants: tuple[Any, ...], place: Placement, ops: Ops) -> Linear:
+    """On a GPU by the kernels that take this weight's form, which may pack it once more for themselves."""
+    if place.device.type != "cuda":
+        return Bound(ops.linear_group_int, constants)
+    major, minor = torch.cuda.get_device_capability(place.device)
+    groups, uneven = weight.scales.shape[1], False
+    if weight.group_index is not None:
+        uneven = torch.bincount(weight.group_index.long(), minlength=groups).unique().numel() > 1
+    traits = {
+        "bits": weight.bits,
+        "group_size": weight.shape[1] // groups,
+        "n_in": weight.shape[1],
+        "minima": weight.minima is not None,
+        "scale_dtype": str(weight.scales.dtype).removeprefix("torch."),
+        "uneven_groups": uneven,
+    }
+    target = kernels.Target("cuda", str(place.dtype).removeprefix("torch."), 10 * major + minor, traits)
+    try:
+        chosen = kernels.choose(kernels.load()["linear_group_int"], target, trusted=False)
+    except kernels.KernelError as error:
+        raise UsageError(str(error)) from None
+    if chosen.prepare is None:
+        return Bound(chosen.run, constants)
+    packed: Linear = chosen.prepare(*constants, scratch=place.scratch)
+    return packed
+
+
 def _bind(weight: Weight, bias: Tensor | None, place: Placement, ops: Ops) -> Linear:
     def put(t: Tensor | None) -> Tensor | None:
         return None if t is None else t.to(place.device)
@@ -185,7 +215,7 @@ def _bind(weight: Weight, bias: Tensor | None, place: Placement, ops: Ops) -> Li
         zeros = None if weight.minima is not None else put(weight.zeros)
         index = put(weight.group_index)
         constants = (packed, put(weight.scales), zeros, put(weight.minima), weight.bits, index, bias)
-        return Bound(ops.linear_group_int, constants)
+        return _group_linear(weight, constants, place, ops)
     if isinstance(weight, BlockFp8):
         rows = put(weight.block_of_rows().int())
         return Bound(ops.linear_block_fp8, (put(weight.weight), put(weight.scales), rows, weight.block[1], bias))
@@ -196,6 +226,6 @@ def _bind(weight: Weight, bias: Tensor | None, place: Placement, ops: Ops) -> Li
         return Bound(ops.linear_fp4, (put(pack_codes(weight.codes, 4)), put(weight.scales), factors, bias))
     assert isinstance(weight, (ChannelInt8, Fp8)), type(weight)
     integer = isinstance(weight, ChannelInt8)
-    kernels = (ops.linear_int8, ops.matmul_int8) if integer else (ops.linear_fp8, ops.matmul_fp8)
+    linears = (ops.linear_int8, ops.matmul_int8) if integer else (ops.linear_fp8, ops.matmul_fp8)
     device = place.device
-    return RowScaled(*kernels, weight.weight.to(device), weight.scales.to(device), bias, place.dtype)
+    return RowScaled(*linears, weight.weight.to(device), weight.scales.to(device), bias, place.dtype)
