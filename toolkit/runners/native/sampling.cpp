@@ -37,15 +37,6 @@ std::vector<Candidate> best_of(const float* x, int64_t n, int64_t k) {
     return heap;
 }
 
-// Everything within `span` of the maximum, best first.
-std::vector<Candidate> near_top(const float* x, int64_t n, float max, double span) {
-    std::vector<Candidate> found;
-    for (int64_t i = 0; i < n; i++)
-        if (double(x[i]) >= double(max) - span) found.push_back({x[i], int32_t(i)});
-    std::sort(found.begin(), found.end(), before);
-    return found;
-}
-
 double draw_uniform(uint64_t seed, int64_t position) {  // step.uniform
     uint64_t z = seed + 0x9E3779B97F4A7C15ull * (uint64_t(position) + 1);
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
@@ -59,29 +50,67 @@ struct Filter {
     int64_t top_k;
 };
 
-// Cuts candidates (best first) to the smallest set whose mass reaches top_p of `total`, and to min_p; whether the
-// mass was reached, so that no candidate further down can belong to the set.
-bool cut(std::vector<Candidate>& c, const Filter& f, float max, double total) {
-    double mass = 0;
-    for (size_t i = 0; i < c.size(); i++) {
-        const double p = std::exp((double(c[i].logit) - double(max)) / f.temperature);
-        if (i > 0 && ((f.top_p < 1 && mass >= f.top_p * total) || p < f.min_p)) {
-            c.resize(i);
-            return true;
-        }
-        mass += p;
-    }
-    return f.top_p < 1 && mass >= f.top_p * total;
+double probability(const Candidate& c, const Filter& f, float max) {
+    return std::exp((double(c.logit) - double(max)) / f.temperature);
 }
 
-int32_t walk(std::vector<Candidate>& c, const Filter& f, float max, double u) {
-    std::sort(c.begin(), c.end(), [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
-    double mass = 0, at = 0;
-    for (const Candidate& x : c) mass += std::exp((double(x.logit) - double(max)) / f.temperature);
-    for (const Candidate& x : c) {
-        at += std::exp((double(x.logit) - double(max)) / f.temperature);
-        if (at > u * mass) return x.id;
+// How many of these (best first), of `mass` before them, belong to the smallest set whose mass reaches top_p of `total` and
+// pass min_p. The very best always does: `first`, where they begin with it.
+size_t cut(const std::vector<Candidate>& c, const Filter& f, float max, double total, double mass, bool first) {
+    for (size_t i = 0; i < c.size(); i++) {
+        const double p = probability(c[i], f, max);
+        if (!(first && i == 0) && ((f.top_p < 1 && mass >= f.top_p * total) || p < f.min_p)) return i;
+        mass += p;
     }
+    return c.size();
+}
+
+// What top_p and min_p keep, ids ascending. No sort of the vocabulary: those near the maximum are shared out to buckets by
+// their logits, and only the bucket in which the border lies is put in order.
+std::vector<Candidate> nucleus(const float* x, int64_t n, const Filter& f, float max, double total) {
+    constexpr int BUCKETS = 512;
+    for (double span = 8;; span *= 2) {
+        const float low = float(double(max) - span * f.temperature);
+        const double scale = BUCKETS / (double(max) - double(low));
+        const auto bucket = [&](const Candidate& c) {
+            return std::min(int((double(max) - double(c.logit)) * scale), BUCKETS - 1);
+        };
+        std::vector<Candidate> found;
+        for (int64_t i = 0; i < n; i++)
+            if (x[i] >= low) found.push_back({x[i], int32_t(i)});
+        double masses[BUCKETS] = {};
+        for (const Candidate& c : found) masses[bucket(c)] += probability(c, f, max);
+        const double least = std::log(f.min_p);  // of (logit - max) / temperature; -infinity without min_p
+        double mass = 0;
+        int border = 0;
+        while (border < BUCKETS && (f.top_p >= 1 || mass + masses[border] < f.top_p * total) &&
+               -double(border + 1) / scale > least * f.temperature)
+            mass += masses[border++];
+        if (border == BUCKETS) {
+            if (int64_t(found.size()) < n && span <= 1000) continue;
+            return found;
+        }
+        std::vector<Candidate> inside;
+        for (const Candidate& c : found)
+            if (bucket(c) == border) inside.push_back(c);
+        std::sort(inside.begin(), inside.end(), before);
+        inside.resize(cut(inside, f, max, total, mass, border == 0));
+        const auto kept = [&](const Candidate& c) {
+            const int at = bucket(c);
+            return at < border || (at == border && !inside.empty() && !before(inside.back(), c));
+        };
+        found.erase(std::remove_if(found.begin(), found.end(), [&](const Candidate& c) { return !kept(c); }), found.end());
+        return found;
+    }
+}
+
+// Draws from candidates in ascending order of ids.
+int32_t walk(const std::vector<Candidate>& c, const Filter& f, float max, double u) {
+    std::vector<double> p(c.size());
+    double mass = 0, at = 0;
+    for (size_t i = 0; i < c.size(); i++) mass += p[i] = probability(c[i], f, max);
+    for (size_t i = 0; i < c.size(); i++)
+        if ((at += p[i]) > u * mass) return c[i].id;
     return c.back().id;
 }
 
@@ -110,17 +139,10 @@ int32_t walk_all(const Ops& ops, const float* x, int64_t n, const Filter& f, flo
 int32_t draw(const Ops& ops, const float* x, int64_t n, const Filter& f, float max, double u) {
     const double total = ops.sum_exp(x, n, max, float(1.0 / f.temperature));
     if (f.top_k == 0 && f.top_p >= 1 && f.min_p <= 0) return walk_all(ops, x, n, f, max, total, u);
-    std::vector<Candidate> kept;
-    if (f.top_k > 0) {
-        kept = best_of(x, n, f.top_k);
-        cut(kept, f, max, total);
-    } else {
-        for (double span = 8;; span *= 2) {
-            kept = near_top(x, n, max, span * f.temperature);
-            const bool all = int64_t(kept.size()) == n || span > 1000;
-            if (cut(kept, f, max, total) || all) break;
-        }
-    }
+    if (f.top_k == 0) return walk(nucleus(x, n, f, max, total), f, max, u);
+    std::vector<Candidate> kept = best_of(x, n, f.top_k);
+    kept.resize(cut(kept, f, max, total, 0, true));
+    std::sort(kept.begin(), kept.end(), [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
     return walk(kept, f, max, u);
 }
 
