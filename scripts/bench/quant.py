@@ -18,6 +18,7 @@ HERE = Path(__file__).resolve().parent
 # What each method of ours is on the command line; groups, samples and text are added.
 OURS: dict[str, list[str]] = {
     "awq": ["auto_awq"],
+    "awq-untuned": ["auto_awq", "--tune-steps", "0"],
     "gptq": ["auto_gptq", "--no-w-sym"],
     "gptq-sym": ["auto_gptq"],
     "gptq-desc-act": ["auto_gptq", "--no-w-sym", "--desc-act"],

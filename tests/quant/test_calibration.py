@@ -14,7 +14,7 @@ from toolkit.artifacts.tokenizer import Tokenizer
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.quant.calibration import CalibrationPlan, make_plan, read_samples
 from toolkit.quant.datasets import KNOWN
-from toolkit.quant.selftext import self_samples
+from toolkit.quant.selftext import PIECE, openings, self_samples
 
 SENTENCE = "It was a bright cold day in April. "
 
@@ -185,3 +185,15 @@ def test_self_text_is_the_model_s_own_seeded_and_cached(
     cached = next((tmp_path / "a" / "calibration").glob("*seed0*"))
     cached.write_text("[[1, 2")  # a damaged cache is as good as none
     assert make(0, "a") == first
+
+
+def test_a_long_self_sample_is_pieces_with_openings_of_their_own(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOOLKIT_HOME", str(tmp_path))
+    tokenizer = Tokenizer.open(model)
+    samples = self_samples(model, "sha256:abc", CalibrationPlan("self", 2, 200, 3), tokenizer, lambda done, total: None)
+    assert [len(s) for s in samples] == [200, 200]
+    starts = [tuple(s[a : a + 8]) for s in samples for a in (0, PIECE)]
+    assert len(set(starts)) == 4
+    assert set(starts) <= {tuple(tokenizer.encode(x)[:8]) for x in openings()}

@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 from collections.abc import Callable
+from importlib import resources
 from pathlib import Path
 
 from toolkit.artifacts.home import toolkit_home
@@ -18,13 +20,13 @@ from toolkit.errors import ToolkitError
 from toolkit.messages import GenerationConfig
 from toolkit.quant.calibration import CalibrationPlan
 
-# Openings that lead a model into different kinds of text; each sample starts with one.
-STARTS = (
-    "The", "In the", "A", "When", "How to", "What is", "I", "There are", "It was", "One of the", "My", "Although",
-    "This", "We", "Let us", "Some", "Once upon a time", "First,", "Question:", "def ", "According to", "She", "On",
-    "Dear", "Today", "If", "#", "Many people", "He said", "To", "You", "For example,",
-)  # fmt: skip
-RECIPE = 1  # part of the cache key; raise it when the text below would come out differently
+PIECE = 128  # tokens: many short texts cover more kinds of it than a few long ones, and are written side by side
+RECIPE = 2  # part of the cache key; raise it when the text below would come out differently
+
+
+def openings() -> list[str]:
+    """Beginnings of texts of many kinds (tales, news, law, science, code, talk, some languages), one for each piece."""
+    return json.loads(resources.files("toolkit.quant").joinpath("openings.json").read_text(encoding="utf-8"))
 
 
 def self_samples(
@@ -32,7 +34,8 @@ def self_samples(
 ) -> list[list[int]]:
     """``plan.samples`` samples of ``plan.seqlen`` tokens drawn from the model at ``model`` (cached under ``digest``).
 
-    ``progress`` is called with (samples done, samples in all).
+    A sample is pieces of ``PIECE`` tokens, each begun with another of the ``openings`` and gone on with by the model.
+    ``progress`` is called with (pieces done, pieces in all).
     """
     name = f"{digest.removeprefix('sha256:')[:16]}-{plan.samples}x{plan.seqlen}-seed{plan.seed}-v{RECIPE}.json"
     cache = toolkit_home() / "calibration" / name
@@ -46,14 +49,17 @@ def self_samples(
 async def _generate(
     model: Path, plan: CalibrationPlan, tokenizer: Tokenizer, progress: Callable[[int, int], None]
 ) -> list[list[int]]:
+    starts = openings()
+    random.Random(plan.seed).shuffle(starts)
+    lengths = [min(PIECE, plan.seqlen - a) for _ in range(plan.samples) for a in range(0, plan.seqlen, PIECE)]
     engine = AsyncEngine.open(model, progress=lambda line: None)
     done = 0
 
-    async def sample(index: int) -> list[int]:
+    async def piece(index: int, length: int) -> list[int]:
         nonlocal done
-        ids = tokenizer.encode(STARTS[index % len(STARTS)])[: plan.seqlen - 1]
+        ids = tokenizer.encode(starts[index % len(starts)])[: max(1, length // 2)]
         config = GenerationConfig(
-            max_new_tokens=plan.seqlen - len(ids),
+            max_new_tokens=max(1, length - len(ids)),
             do_sample=True,
             temperature=1.0,
             top_k=0,
@@ -64,23 +70,22 @@ async def _generate(
         )
         async for delta in engine.generate(ids, config):
             if delta.finish_reason == "error":
-                raise ToolkitError(f"{model}: the model cannot write its own calibration text: {delta.text}")
+                raise ToolkitError(f"{model}: the model cannot write its own calibration text: {delta.error_message}")
             ids = ids + list(delta.token_ids)
         done += 1
-        progress(done, plan.samples)
-        return ids
+        progress(done, len(lengths))
+        if len(ids) < length:
+            raise ToolkitError(
+                f"{model}: calibration text ended after {len(ids)} of {length} tokens; give a --calib-dataset"
+            )
+        return ids[:length]
 
     try:
-        samples = list(await asyncio.gather(*(sample(i) for i in range(plan.samples))))
+        pieces = await asyncio.gather(*(piece(i, n) for i, n in enumerate(lengths)))
     finally:
         engine.close()
-    short = [s for s in samples if len(s) != plan.seqlen]
-    if short:
-        raise ToolkitError(
-            f"{model}: a calibration sample ended after {len(short[0])} of {plan.seqlen} tokens; "
-            "give a smaller --calib-seqlen or a --calib-dataset"
-        )
-    return samples
+    ids = [i for found in pieces for i in found]
+    return [ids[a : a + plan.seqlen] for a in range(0, len(ids), plan.seqlen)]
 
 
 def _read_cache(path: Path, plan: CalibrationPlan) -> list[list[int]] | None:
