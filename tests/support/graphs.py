@@ -72,20 +72,21 @@ class Recorder(TorchDispatchMode):
     calls: list[Call] = field(default_factory=list)
     made: dict[int, Tensor] = field(default_factory=dict)  # by storage: it stays, as in a graph's pool
     before: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    numbers: HostNumbers = field(default_factory=lambda: HostNumbers())
 
     def __post_init__(self) -> None:
         super().__init__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = func._schema.name.split("::")[1]
-        if name == "lift_fresh" and args[0].dim():
+        if func._schema.name == "aten::lift_fresh" and args[0].dim():
             raise NotOnAGraph("numbers of the host are copied to the device")
+        self.numbers.check(func, args)
         writes = [a for a, s in zip(args, func._schema.arguments, strict=False) if _written(s)]
         writes += [kwargs[s.name] for s in func._schema.arguments if s.name in kwargs and _written(s)]
         for t in writes:
             self._keep_before(t)
-        out = func(*args, **kwargs)
+        out = self.numbers.keep(func, func(*args, **kwargs))
         self._note(func, args, kwargs, None if writes or _looks(out, (args, kwargs)) else out)
         return out
 
@@ -153,28 +154,45 @@ def _refused(what: str) -> Callable[..., Any]:
     return refuse
 
 
+class HostNumbers:
+    """Numbers that ``torch.tensor`` made: they are the host's, and may be read."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, Tensor] = {}
+
+    def __contains__(self, t: Tensor) -> bool:
+        return t.data_ptr() in self.kept
+
+    def check(self, func: Any, args: Any) -> None:
+        """Refuse an operator that waits for the device."""
+        name = func._schema.name.split("::")[1]
+        if not (name == "_local_scalar_dense" and args[0] in self):
+            _forbid(name, args)
+
+    def keep(self, func: Any, out: Any) -> Any:
+        """``out``, remembered if it is such a number."""
+        if func._schema.name == "aten::lift_fresh" and out.dim() == 0:
+            self.kept[out.data_ptr()] = out
+        return out
+
+
 class Watch(TorchDispatchMode):
-    """Forbids waiting while a step is submitted. A number made by ``torch.tensor`` is the host's, and may be read."""
+    """Forbids waiting while a step is submitted."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.numbers: dict[int, Tensor] = {}
+        self.numbers = HostNumbers()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.split("::")[1]
-        if not (name == "_local_scalar_dense" and args[0].data_ptr() in self.numbers):
-            _forbid(name, args)
-        out = func(*args, **(kwargs or {}))
-        if name == "lift_fresh" and out.dim() == 0:
-            self.numbers[out.data_ptr()] = out
-        return out
+        self.numbers.check(func, args)
+        return self.numbers.keep(func, func(*args, **(kwargs or {})))
 
     def reading(self, name: str) -> Any:
         """What stands in place of ``Tensor.<name>``."""
         method = getattr(Tensor, name)
 
         def read(t: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if t.data_ptr() not in self.numbers:
+            if t not in self.numbers:
                 raise NotOnAGraph(f"{name} looks at memory of the device")
             return method(t, *args, **kwargs)
 
@@ -276,7 +294,8 @@ class CpuDevice:
             raise OutOfMemory("no more")
         recorder = self._recorder = Recorder()
         try:
-            with recorder, mock.patch.object(torch, "from_numpy", _refused("from_numpy")):
+            apart = nullcontext() if self.submitting else self._kernels()
+            with apart, recorder, mock.patch.object(torch, "from_numpy", _refused("from_numpy")):
                 run()
         finally:
             self._recorder = None

@@ -1,0 +1,131 @@
+"""The engine over the runner for GPUs (on a CPU, see ``tests/support/graphs.py``): the torch runner's tokens, whatever
+the way the work is done, a step ahead of what was read.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from toolkit.engine.core import EngineCore
+from toolkit.engine.options import EngineOptions
+from toolkit.engine.request import EngineRequest, SamplingParams
+from toolkit.runners.base import RunnerOptions
+from toolkit.runners.choose import open_model, open_runner
+from toolkit.runners.cuda.runner import CudaRunner
+
+OPTIONS = RunnerOptions(device="cpu", dtype="float32", block_size=16)
+NEW = 6
+
+
+def _requests():
+    rng = np.random.default_rng(5)
+    shared = rng.integers(3, 300, 36).tolist()
+    prompts = [shared[:31], rng.integers(3, 300, 30).tolist(), rng.integers(3, 300, 5).tolist(), shared]
+    settings = [{}, {"temperature": 0.9, "top_k": 40, "seed": 11}, {"repetition_penalty": 1.2}, {"logprobs": 2}]
+    return [
+        EngineRequest(str(i), p, SamplingParams(NEW, **s))
+        for i, (p, s) in enumerate(zip(prompts, settings, strict=True))
+    ]
+
+
+def _core(runner, blocks=40, **options):
+    groups = len(runner.spec.cache_groups)
+    chosen = EngineOptions(
+        **({"session_len": 128, "max_batch_size": 8, "max_prefill_token_num": 64} | options),
+        num_blocks=(blocks,) * groups,
+        check=True,
+    )
+    runner.load_weights()
+    runner.release_cache()
+    runner.allocate_cache(chosen.num_blocks)
+    return EngineCore(runner, chosen, None)
+
+
+def _serve(core, requests, abort=None):
+    """Tokens by request; ``abort``: (request, after how many of its tokens)."""
+    for request in requests:
+        core.add(request)
+    found = {}
+    while core.has_work:
+        for output in core.step():
+            assert output.error is None
+            found.setdefault(output.id, []).extend(output.token_ids)
+        if abort is not None and len(found.get(abort[0], ())) >= abort[1]:
+            core.abort(abort[0])
+            abort = None
+    return found
+
+
+@pytest.fixture
+def runners(tiny_models, support):
+    """``runners(family) -> (runner for GPUs, its device, torch's runner)``."""
+
+    def make(family):
+        graphs, path = support("graphs"), tiny_models(family)
+        opened, device = open_model(path), graphs.CpuDevice()
+        runner = CudaRunner(opened.spec, opened.weights, OPTIONS, device, graphs.interpreted_ops())
+        return device.watch(runner), device, open_runner(path, backend="pytorch", options=OPTIONS)[0]
+
+    return make
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_the_engine_gives_the_torch_runners_tokens_a_step_ahead(family, runners):
+    runner, device, oracle = runners(family)
+    expected = _serve(_core(oracle), _requests())
+    core = _core(runner)
+    ahead = 0
+    assert core._lookahead, "an asynchronous runner is scheduled ahead"
+    submit = runner.submit
+
+    def counted(batch):
+        nonlocal ahead
+        ahead += int((batch.from_previous >= 0).any())
+        return submit(batch)
+
+    runner.submit = counted
+    plain = [r for r in _requests() if r.id != "2"]  # penalties want each token before the next step
+    assert _serve(core, plain) == {k: v for k, v in expected.items() if k != "2"}
+    assert ahead > 0 and device.replays > 0
+    assert _serve(core, _requests()) == expected  # now with the prefixes cached
+    assert core.stats()["prefix_hit_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"max_prefill_token_num": 7, "prefix_caching": False}, {"blocks": 6}, {"max_batch_size": 1}, {"lookahead": False}],
+    ids=["odd chunks, no prefix cache", "preemption", "one at a time", "not ahead"],
+)
+def test_tokens_do_not_depend_on_the_way(change, runners):
+    runner, _, oracle = runners("llama")
+    expected = _serve(_core(oracle), _requests())
+    core = _core(runner, **change)
+    assert _serve(core, _requests()) == expected
+    assert "blocks" not in change or core.stats()["preemptions"] > 0
+
+
+def test_a_request_that_ends_early_frees_its_blocks_and_leaves_the_others_alone(runners):
+    runner, _, oracle = runners("llama")
+    expected = _serve(_core(oracle), _requests())
+    core = _core(runner)
+    found = _serve(core, _requests(), abort=("3", 2))
+    assert 2 <= len(found.pop("3")) < NEW
+    assert found == {k: v for k, v in expected.items() if k != "3"}
+
+
+def test_memory_that_runs_out_fails_the_requests_of_the_step_and_the_engine_goes_on(runners):
+    runner, device, oracle = runners("llama")
+    core = _core(runner)
+    first, third, second, _ = _requests()
+    core.add(first)
+    core.step()
+    device.fail_step = True
+    outputs = []
+    core.add(second)
+    while core.has_work:
+        outputs += core.step()
+    failed = [o for o in outputs if o.finish_reason == "error"]
+    assert {o.id for o in failed} == {"0", "2"} and all("GiB are free" in o.error for o in failed)
+    expected = _serve(_core(oracle), [third])
+    assert _serve(core, [third]) == expected
