@@ -88,7 +88,15 @@ def run(
     console = stderr()
     with console.status(f"Loading {model}"):
         # what is to be said about loading is said below, in plain lines
-        pipe = Pipeline(model, config, engine.chat_template, backend=engine.backend, progress=lambda line: None)
+        adapter = next(iter(getattr(config, "adapters", None) or {}), None)
+        pipe = Pipeline(
+            model,
+            config,
+            engine.chat_template,
+            backend=engine.backend,
+            adapter_name=adapter,
+            progress=lambda line: None,
+        )
     with pipe:
         talk = Conversation(settings.change(settings.of_model(pipe.tokenizer.path), **given), system)
         if question is None:

@@ -74,6 +74,10 @@ class EngineFlags:
     max_prefill_token_num: Annotated[
         int, _flag("--max-prefill-token-num", help="Most tokens in one step; longer prompts go in chunks.")
     ] = 8192
+    adapters: Annotated[
+        list[str] | None,
+        _flag("--adapters", help="NAME=PATH of a LoRA adapter (directory or hub id); repeatable. pytorch alone."),
+    ] = None
     revision: Annotated[str | None, _flag("--revision", help="Branch, tag or commit on the hub.")] = None
     download_dir: Annotated[str | None, _flag("--download-dir", help="Where downloads go.")] = None
     threads: Annotated[int | None, _flag("--threads", help="CPU threads. Default: all.")] = None
@@ -115,11 +119,34 @@ class EngineFlags:
         count = self.cache_max_entry_count
         if count is not None:
             common["cache_max_entry_count"] = int(count) if count > 1 and count == int(count) else count
-        if self.backend == "pytorch":
-            return PytorchEngineConfig(block_size=self.cache_block_seq_len, device_type=self.device, **common)
+        adapters = read_adapters(self.adapters or [])
+        if adapters and self.backend == "turbomind":
+            raise UsageError("--adapters: the turbomind backend runs none; leave --backend out, or use pytorch")
+        if self.backend == "pytorch" or adapters:
+            return PytorchEngineConfig(
+                block_size=self.cache_block_seq_len, device_type=self.device, adapters=adapters, **common
+            )
         if self.backend in (None, "turbomind"):
             return TurbomindEngineConfig(cache_block_seq_len=self.cache_block_seq_len, device=self.device, **common)
         raise UsageError(f"--backend: expected turbomind or pytorch, found {self.backend!r}")
+
+
+def read_adapters(entries: list[str]) -> dict[str, str] | None:
+    """``name=path`` entries as a dict; a bare path is allowed where it is the only one, its last part the name.
+
+    Raises UsageError for an entry without a name or path, and for a name given twice.
+    """
+    found: dict[str, str] = {}
+    for entry in entries:
+        name, equals, path = entry.partition("=")
+        if not equals and len(entries) == 1:
+            name, path = entry.rstrip("/").rpartition("/")[2], entry
+        if not name.strip() or not path:
+            raise UsageError(f"--adapters: expected NAME=PATH, found {entry!r}")
+        if name in found:
+            raise UsageError(f"--adapters: expected each name once, found {name!r} twice")
+        found[name] = path
+    return found or None
 
 
 def with_flags(parameter: str, kind: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

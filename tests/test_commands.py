@@ -18,7 +18,7 @@ COMMANDS = [
 ]
 ENGINE_FLAGS = """--backend --device --dtype --tp --session-len --max-batch-size --cache-max-entry-count
 --cache-block-seq-len --enable-prefix-caching --no-enable-prefix-caching --quant-policy --model-format --chat-template
---max-prefill-token-num --revision --download-dir""".split()
+--max-prefill-token-num --adapters --revision --download-dir""".split()
 
 
 def tool(*args: str | Path) -> subprocess.CompletedProcess[str]:
@@ -73,6 +73,19 @@ def test_an_unknown_chat_template_is_refused_before_the_model_loads(command: lis
 def test_prefix_caching_flags_that_contradict_each_other() -> None:
     found = tool("chat", "nosuch", "--prompt", "x", "--enable-prefix-caching", "--no-enable-prefix-caching")
     refused(found, "--no-enable-prefix-caching", "one of them")
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--adapters", "a=x", "--adapters", "b"], ("--adapters", "NAME=PATH", "'b'")),
+        (["--adapters", "a=x", "--adapters", "a=y"], ("--adapters", "'a' twice")),
+        (["--adapters", "a=x", "--backend", "turbomind"], ("--adapters", "turbomind")),
+        (["--adapters", "a=nosuch/dir/x"], ("adapters: a:", "nosuch/dir/x")),
+    ],
+)
+def test_adapters_that_cannot_be(flags: list[str], words: tuple[str, ...], tmp_path: Path) -> None:
+    refused(tool("chat", tmp_path, "-p", "a", *flags), *words)
 
 
 def test_limits_are_told_in_plain_numbers() -> None:

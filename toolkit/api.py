@@ -58,9 +58,9 @@ class Pipeline:
     model_path: local directory, hub id, .gguf file, engine artifact or "demo". backend_config: None lets the toolkit
     choose. chat_template_config: a ChatTemplateConfig, a built-in name, or a .json or .jinja file. log_level: of the
     logger "toolkit"; INFO shows every prompt after templating, cut to ``max_log_len`` characters. ``gen_config`` may be
-    given as the default of all calls, ``backend`` ("turbomind" or "pytorch") in place of a backend_config,
-    ``progress`` to be called with each line about loading, which otherwise is logged. Raises UsageError for arguments
-    that mean nothing, ToolkitError when the model cannot be loaded.
+    given as the default of all calls, ``adapter_name`` too, ``backend`` ("turbomind" or "pytorch") in place of a
+    backend_config, ``progress`` to be called with each line about loading, which otherwise is logged. Raises UsageError
+    for arguments that mean nothing, ToolkitError when the model cannot be loaded.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class Pipeline:
         default = kwargs.pop("gen_config", None)
         backend = kwargs.pop("backend", None)
         progress = kwargs.pop("progress", None)
+        self.adapter_name: str | None = kwargs.pop("adapter_name", None)
         if kwargs.pop("vision_config", None) is not None:
             raise UsageError("vision_config: models that see images are not built yet; leave it out")
         arguments.refuse_unknown("pipeline()", kwargs)
@@ -97,6 +98,8 @@ class Pipeline:
         if self.engine.runner_note:
             logger.info("%s", self.engine.runner_note)
         try:
+            if self.adapter_name is not None:
+                self._check_adapter(self.adapter_name)
             self.chat_template = ChatTemplate.open(self.engine.tokenizer, self.model_path, chat_template_config)
         except BaseException:
             self.engine.close()
@@ -122,6 +125,7 @@ class Pipeline:
         prompts: text, OpenAI messages, or a list of either. gen_config: one for all, or a list with one a prompt; with
         ``n`` > 1 a prompt's result is the list of its n Responses, choice i drawn with ``random_seed + i``.
         do_preprocess=False takes texts as they are, without chat template. use_tqdm shows progress on standard error.
+        ``adapter_name``: one of the engine config's ``adapters``, None for the plain model.
         ``tools`` and ``chat_template_kwargs`` go to the chat template. A request that fails gives a Response with
         finish_reason "error" and an error_message; the others are not touched.
         """
@@ -249,8 +253,9 @@ class Pipeline:
         kwargs: dict[str, Any],
     ) -> list[Job]:
         self._check_open()
+        adapter_name = adapter_name or self.adapter_name
         if adapter_name is not None:
-            raise UsageError(f"adapter_name: LoRA adapters are not built yet, found {adapter_name!r}; leave it out")
+            self._check_adapter(adapter_name)
         options = dict(kwargs.pop("chat_template_kwargs", None) or {})
         if (tools := kwargs.pop("tools", None)) is not None:
             options["tools"] = tools
@@ -262,7 +267,7 @@ class Pipeline:
             token_ids, error = self._encode(i, prompt, session, do_preprocess, options)
             config = self.chat_template.with_stops(config) if do_preprocess else config
             for choice, one in enumerate(arguments.choices(config)):
-                jobs.append(Job((i, choice), token_ids, one, session, error, uuid4().hex))
+                jobs.append(Job((i, choice), token_ids, one, session, error, uuid4().hex, adapter_name))
         return jobs
 
     def _encode(
@@ -294,6 +299,11 @@ class Pipeline:
         finally:
             if session.response.finish_reason != "error" and not session.closed:
                 session.history.append((prompt, session.response.text))
+
+    def _check_adapter(self, name: str) -> None:
+        if name not in self.engine.adapters:
+            known = ", ".join(self.engine.adapters) or "none: give PytorchEngineConfig(adapters={name: path})"
+            raise UsageError(f"adapter_name: expected one of the model's adapters ({known}), found {name!r:.80}")
 
     def _check_open(self) -> None:
         if self._closed:

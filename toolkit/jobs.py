@@ -34,6 +34,7 @@ class Job:
     session: Session | None
     error: ToolkitError | None
     request_id: str
+    adapter: str | None = None
 
 
 class JobRunner:
@@ -108,7 +109,9 @@ class JobRunner:
         try:
             if job.error is not None:
                 raise job.error
-            pieces = self._engine.generate(job.token_ids, job.config, request_id=job.request_id, session=name)
+            pieces = self._engine.generate(
+                job.token_ids, job.config, request_id=job.request_id, session=name, adapter=job.adapter
+            )
             async for piece in pieces:
                 _label(whole.extend(_label(piece, job)), job)
                 emit(piece)

@@ -275,6 +275,16 @@ def _check_engine(config: TurbomindEngineConfig | PytorchEngineConfig, block: st
 _FIXED = {"only_default": True}
 
 
+def _check_adapters(adapters: Any) -> None:
+    if adapters is None:
+        return
+    if not isinstance(adapters, dict) or not adapters:
+        raise UsageError(f"adapters: expected a dict of names and paths, found {_shown(adapters)}")
+    for name, path in adapters.items():
+        if not isinstance(name, str) or not name.strip() or not isinstance(path, str) or not path:
+            raise UsageError(f"adapters: expected names and paths, found {_shown(name)}: {_shown(path)}")
+
+
 @dataclass
 class TurbomindEngineConfig:
     """Options of the ``turbomind`` backend, the fast path: the ``native`` runner.
@@ -331,6 +341,7 @@ class PytorchEngineConfig:
     """Options of the ``pytorch`` backend: the ``torch`` runner, any spec on any device torch has.
 
     ``device_type``: "auto", "cpu", "cuda" or "cuda:N". ``num_gpu_blocks``: KV blocks, 0 = planned from memory.
+    ``adapters``: names of LoRA adapters and where they are, a directory or hub id in PEFT's format each.
     ``enable_metrics``: whether a server of this engine offers /metrics. ``eager_mode``: forbid captured graphs
     (the torch runner has none so far, so that both values mean the same). ``load_format``: "dummy" reads config.json
     alone and makes random weights.
@@ -375,8 +386,7 @@ class PytorchEngineConfig:
         _check_engine(self, "block_size")
         _switches(self, "eager_mode")
         _number("num_gpu_blocks", self.num_gpu_blocks, 0, 1 << 40, whole=True)
-        if self.adapters is not None:
-            raise UsageError("adapters: LoRA adapters are not built yet; merge the adapter into the checkpoint")
+        _check_adapters(self.adapters)
         if self.custom_module_map is not None:
             raise UsageError("custom_module_map: not built yet; add a family file instead (docs/add-a-model.md)")
 

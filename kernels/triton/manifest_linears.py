@@ -69,8 +69,8 @@ def _block_linear() -> Iterator[Call]:
 
             def fp4(dtype: torch.dtype, tokens=tokens, form=form, group=group, kind=kind) -> dict[str, Any]:
                 weight = {"packed": empty(6144, 2048, dtype=torch.uint8), "bias": empty(6144, dtype=dtype)}
-                factors = empty(6144, dtype=torch.float32) if form == "nvfp4" else None
-                weight |= {"scales": empty(6144, 4096 // group, dtype=kind), "row_scales": factors}
+                factors = {"row_scales": empty(6144, dtype=torch.float32)} if form == "nvfp4" else {}
+                weight |= {"scales": empty(6144, 4096 // group, dtype=kind)} | factors
                 return {"x": empty(tokens, 4096, dtype=dtype)} | weight
 
             yield Call("linear_fp4", f"{form}-{tokens}", fp4)

@@ -75,6 +75,7 @@ class FakeEngine:
     running: dict[str, bool] = field(default_factory=dict)  # id -> aborted?
     aborted: set[str] = field(default_factory=set)  # every id that abort() was called for
     most_running: int = 0
+    adapters: list[str | None] = field(default_factory=list)  # of each request
 
     def stats(self) -> dict[str, float]:
         return {"running": len(self.running), "waiting": 0, "kv_usage": 0.25, "preemptions": 2}
@@ -85,9 +86,16 @@ class FakeEngine:
             self.running[request_id] = True
 
     async def generate(
-        self, token_ids: list[int], gen_config: GenerationConfig, *, request_id: str | None = None, session: Any = None
+        self,
+        token_ids: list[int],
+        gen_config: GenerationConfig,
+        *,
+        request_id: str | None = None,
+        session: Any = None,
+        adapter: str | None = None,
     ) -> AsyncIterator[Response]:
         assert request_id is not None and request_id not in self.running
+        self.adapters.append(adapter)
         self.seen.append((token_ids, gen_config))
         self.running[request_id] = False
         self.most_running = max(self.most_running, len(self.running))

@@ -31,6 +31,20 @@ def test_models(client: openai.OpenAI) -> None:
         client.models.retrieve("other")
 
 
+def test_the_model_of_a_request_chooses_an_adapter(start: Any) -> None:
+    server = start(adapters=("tales", "verse"))
+    client = openai.OpenAI(base_url=server.v1, api_key="none", max_retries=0)
+    assert [m.id for m in client.models.list()] == ["echo", "tales", "verse"]
+    assert client.models.retrieve("verse").model_extra["parent"] == "echo"
+    for name in ("tales", "echo", "verse"):
+        answer = client.chat.completions.create(model=name, messages=[{"role": "user", "content": "a"}])
+        assert answer.model == name
+    assert client.completions.create(model="tales", prompt=["a", "b"]).model == "tales"
+    assert server.engine.adapters == ["tales", None, "verse", "tales", "tales"]
+    with pytest.raises(openai.NotFoundError, match="this server has 'echo', 'tales', 'verse'"):
+        client.completions.create(model="other", prompt="a")
+
+
 def test_chat(client: openai.OpenAI) -> None:
     done = ask(client, messages=[{"role": "user", "content": "hello"}])
     assert done.object == "chat.completion" and done.id.startswith("chatcmpl-") and done.model == "echo"

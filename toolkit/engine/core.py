@@ -117,6 +117,8 @@ class EngineCore:
         n = len(request.token_ids)
         if request.id in self._sequences or request.id in self._held:
             raise UsageError(f"request id {request.id!r} is already running")
+        if not -1 <= request.adapter < (count := len(self.runner.options.adapters)):
+            raise UsageError(f"adapter: expected -1 to {count - 1}, found {request.adapter}")
         if n == 0:
             raise UsageError("the prompt is empty: expected at least one token")
         for name, ids in (
@@ -147,7 +149,7 @@ class EngineCore:
             order=self._arrivals,
             max_len=self.max_len,
             rope_set=rope_set,
-            keys_root=root_key(rope_set, -1, owner) if shares else None,
+            keys_root=root_key(rope_set, request.adapter, owner) if shares else None,
             processors=processors,
             **constraints,
         )

@@ -33,12 +33,14 @@ class AsyncEngine:
     """One model that serves many requests at once, from any number of threads and event loops.
 
     ``plan``: how memory was shared out. ``runner_note``: which runner it got and why, "" if there is nothing to say.
-    ``healthy``: False while the engine is down (it is restarted where it runs in a process of its own).
+    ``adapters``: names of its LoRA adapters. ``healthy``: False while the engine is down (it is restarted where it runs
+    in a process of its own).
     """
 
-    def __init__(self, tokenizer: Tokenizer, model_name: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, model_name: str, adapters: tuple[str, ...] = ()) -> None:
         self.tokenizer = tokenizer
         self.model_name = model_name
+        self.adapters = adapters
         self._streams: dict[str, RequestStream] = {}
         self._lock = threading.Lock()
         self._names = itertools.count()
@@ -68,7 +70,8 @@ class AsyncEngine:
             raise UsageError(f"backend: expected turbomind or pytorch, found {backend!r}")
         tell = progress or log.info
         setup = find(str(model), backend_config, backend)
-        engine = cls(Tokenizer.open(setup.tokenizer_dir), _name_of(str(model)))
+        adapters = tuple(getattr(setup.config, "adapters", None) or ())
+        engine = cls(Tokenizer.open(setup.tokenizer_dir), _name_of(str(model)), adapters)
         if process:
             loop = ProcessLoop(setup, engine._deliver, engine._lost, tell)
             engine._loop, engine._facts = loop, loop.facts
@@ -128,11 +131,13 @@ class AsyncEngine:
         request_id: str | None = None,
         session: str | None = None,
         timings: Timings | None = None,
+        adapter: str | None = None,
     ) -> AsyncGenerator[Response, None]:
         """Deltas of one generation; the last one has a finish_reason, "error" with a message where it failed.
 
         ``session``: its KV blocks stay in the cache for the next turn until ``end_session``. Leaving the iteration
-        early aborts the request. ``timings`` is filled in as things happen. ``gen_config.n`` is the caller's business.
+        early aborts the request. ``timings`` is filled in as things happen. ``adapter``: one of ``adapters``, None for
+        the plain model. ``gen_config.n`` is the caller's business.
         """
         loop = asyncio.get_running_loop()
         event = asyncio.Event()
@@ -142,7 +147,7 @@ class AsyncEngine:
         def wake() -> None:
             bell.ring(event)
 
-        stream, refused = self._begin(token_ids, gen_config, request_id, session, wake, timings)
+        stream, refused = self._begin(token_ids, gen_config, request_id, session, wake, timings, adapter)
         if stream is None:
             assert refused is not None
             yield refused
@@ -167,10 +172,11 @@ class AsyncEngine:
         request_id: str | None = None,
         session: str | None = None,
         timings: Timings | None = None,
+        adapter: str | None = None,
     ) -> Iterator[Response]:
         """``generate`` for threads without an event loop."""
         event = threading.Event()
-        stream, refused = self._begin(token_ids, gen_config, request_id, session, event.set, timings)
+        stream, refused = self._begin(token_ids, gen_config, request_id, session, event.set, timings, adapter)
         if stream is None:
             assert refused is not None
             yield refused
@@ -246,19 +252,29 @@ class AsyncEngine:
         session: str | None,
         wake: Callable[[], None],
         timings: Timings | None,
+        adapter: str | None,
     ) -> tuple[RequestStream | None, Response | None]:
         """A stream whose request is on its way, or the Response that refuses it."""
         config = config or GenerationConfig()
         name = self._name(request_id)
         try:
             params = resolve(config, self.tokenizer, len(token_ids), self.session_len)
-            request = EngineRequest(name, list(token_ids), params, session=session)
+            number = self._adapter_number(adapter)
+            request = EngineRequest(name, list(token_ids), params, session=session, adapter=number)
             stream = RequestStream(name, request.token_ids, config, self.tokenizer, wake, timings)
             self._send(stream, request, config.logits_processors or [])
         except ToolkitError as e:
             code = 400 if isinstance(e, UsageError) else 503
             return None, _refusal(len(token_ids), str(e), code)
         return stream, None
+
+    def _adapter_number(self, name: str | None) -> int:
+        if name is None:
+            return -1
+        if name not in self.adapters:
+            known = f"one of {', '.join(self.adapters)}" if self.adapters else "none, the engine has no adapters"
+            raise UsageError(f"adapter_name: expected {known}, found {name!r:.80}")
+        return self.adapters.index(name)
 
     def _name(self, request_id: str | None) -> str:
         return f"request-{next(self._names)}" if request_id is None else request_id

@@ -37,13 +37,15 @@ class SamplingParams:
 
 @dataclass
 class EngineRequest:
-    """``keep``: the session whose blocks stay pinned in the cache after the request ends (None = none)."""
+    """``session``: whose blocks stay pinned in the cache after the request ends (None = none). ``adapter``: which LoRA
+    adapter of the engine's, counted from 0, -1 = none."""
 
     id: str
     token_ids: list[int]
     params: SamplingParams
     session: str | None = None
     score_only: bool = False  # no token is drawn: prompt log-probabilities / hidden rows alone
+    adapter: int = -1
 
 
 @dataclass

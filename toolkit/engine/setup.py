@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -88,7 +88,23 @@ def find(model: str, config: EngineConfig | None, backend: Backend | None) -> Se
         backend = "pytorch" if isinstance(config, PytorchEngineConfig) else "turbomind"
     _check_tp(config)
     path = resolve_model(model, revision=config.revision, download_dir=config.download_dir)
+    if isinstance(config, PytorchEngineConfig) and config.adapters:
+        found = {name: str(_adapter_path(name, where)) for name, where in config.adapters.items()}
+        config = replace(config, adapters=found)
     return Setup(path, tokenizer_dir(path), config, backend)
+
+
+def _adapter_path(name: str, where: str) -> Path:
+    """The local directory of an adapter, fetched from the hub where it is no path."""
+    from toolkit.artifacts.source import resolve_model
+
+    try:
+        path = resolve_model(where)
+    except ToolkitError as e:
+        raise type(e)(f"adapters: {name}: {e}") from e
+    if not path.is_dir():
+        raise UsageError(f"adapters: {name}: expected a directory or hub id, found the file {where}")
+    return path
 
 
 def tokenizer_dir(path: Path) -> Path:
@@ -126,6 +142,7 @@ def start(setup: Setup, tokenizer: Tokenizer | None, progress: Progress) -> tupl
         quant_policy=config.quant_policy,
         block_size=config.block_size if isinstance(config, PytorchEngineConfig) else config.cache_block_seq_len,
         threads=config.threads or 0,
+        adapters=tuple((getattr(config, "adapters", None) or {}).items()),
     )
     runner, note = open_runner(
         setup.path,

@@ -51,6 +51,7 @@ class StepBuilder:
         self._last = np.zeros(rows, np.int32)
         self._source = np.full(rows, -1, np.int32)  # the sampled row of the step in flight that draws the last token
         self._rope_set = np.zeros(rows, np.int8)
+        self._adapter = np.full(rows, -1, np.int32)
         self._temperature = np.zeros(rows, np.float32)
         self._top_k = np.zeros(rows, np.int32)
         self._top_p = np.ones(rows, np.float32)
@@ -70,6 +71,7 @@ class StepBuilder:
         self._last[row] = seq.tokens[seq.length - 1]
         self._source[row] = -1
         self._rope_set[row] = seq.rope_set
+        self._adapter[row] = seq.request.adapter
         self._temperature[row] = p.temperature
         self._top_k[row] = p.top_k
         self._top_p[row] = p.top_p
@@ -125,7 +127,7 @@ class StepBuilder:
             block_tables=self._block_tables(rows, seq_lens),
             slot_mapping=self._slots(rows, counts, positions[0]),
             rope_set=self._rope_set[rows],
-            adapter=np.full(len(rows), -1, np.int32),
+            adapter=self._adapter[rows],
             sample_index=sample_index,
             sampling=self._sampling(sampled),
             logits_index=_EMPTY_I32,

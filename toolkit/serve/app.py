@@ -64,24 +64,20 @@ def create_app(engine: AsyncEngine, template: ChatTemplate, settings: ServerSett
 
 
 def _add_plain_routes(app: FastAPI, state: ServerState) -> None:
-    card = {
-        "id": state.settings.model_name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "toolkit",
-        "max_model_len": state.engine.session_len,
-    }
+    started = int(time.time())
+    common = {"object": "model", "created": started, "owned_by": "toolkit", "max_model_len": state.engine.session_len}
+    base = {"parent": state.settings.model_name}
+    cards = {name: {"id": name} | common | (base if state.adapter_of(name) else {}) for name in state.model_names}
 
     @app.get("/v1/models", summary="Names that requests may use")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [card]}
+        return {"object": "list", "data": list(cards.values())}
 
     @app.get("/v1/models/{name:path}", summary="One model")
     async def model(name: str) -> dict[str, Any]:
-        if name != card["id"]:
-            message = f"model: {name!r:.80} is not served here; this server has {card['id']!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return card
+        if name not in cards:
+            raise state.not_served(name)
+        return cards[name]
 
     @app.get("/health", summary="200 when the engine can take requests, 503 when not; needs no key")
     async def health() -> HttpResponse:

@@ -69,7 +69,8 @@ class ChatAnswer:
         if logger.isEnabledFor(logging.INFO):
             messages = [m.for_template() for m in request.messages]
             logger.info("%s: %d prompt tokens, %s", self.id, len(token_ids), state.shorten(messages))
-        return [Choice(i, 0, token_ids, choice_config(config, i)) for i in range(request.n or 1)]
+        adapter = state.adapter_of(request.model)
+        return [Choice(i, 0, token_ids, choice_config(config, i), adapter) for i in range(request.n or 1)]
 
     def _parser(self) -> CallParser:
         """For the answer of one choice to a request with tools."""

@@ -59,11 +59,11 @@ class CompletionAnswer:
             vocab_size=vocab_size(state),
             prompt_logprobs=request.logprobs if request.echo else None,
         )
-        choices = []
+        choices, adapter = [], state.adapter_of(request.model)
         for p, prompt in enumerate(request.prompt):
             param = "prompt" if len(request.prompt) == 1 else f"prompt.{p}"
             token_ids = await encode_prompt(state, prompt, param)
-            choices += [Choice(p * n + i, p, token_ids, choice_config(config, i)) for i in range(n)]
+            choices += [Choice(p * n + i, p, token_ids, choice_config(config, i), adapter) for i in range(n)]
         if logger.isEnabledFor(logging.INFO):
             logger.info("%s: %s", self.id, state.shorten(request.prompt))
         return choices

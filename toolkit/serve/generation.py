@@ -25,6 +25,7 @@ class Choice:
     prompt: int
     token_ids: list[int]
     config: GenerationConfig
+    adapter: str | None = None
 
 
 class Usage:
@@ -96,7 +97,7 @@ async def _run_one(state: ServerState, engine_id: str, choice: Choice) -> AsyncG
     clock = RequestClock(state.metrics)
     reason, cached = "abort", 0
     state.active.add(engine_id)
-    stream = state.engine.generate(choice.token_ids, choice.config, request_id=engine_id)
+    stream = state.engine.generate(choice.token_ids, choice.config, request_id=engine_id, adapter=choice.adapter)
     try:
         async for response in stream:
             clock.tokens_arrived(len(response.token_ids))

@@ -170,7 +170,10 @@ def serve(
         try:
             template = ChatTemplate.open(engine.tokenizer, engine.tokenizer.path, chat_template)
             chosen = {"metrics": engine_config is None or engine_config.enable_metrics} | (settings or {})
-            options = ServerSettings(model_name=model_name or engine.model_name, **chosen)  # type: ignore[arg-type]
+            name = model_name or engine.model_name
+            if name in engine.adapters:
+                raise UsageError(f"--adapters: expected names other than the model's, found {name!r}")
+            options = ServerSettings(name, engine.adapters, **chosen)  # type: ignore[arg-type]
             app = create_app(engine, template, options)
             run_app(app, sock, address, log_level, lambda url: ready(url, engine))
         finally:

@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """``api_keys`` empty = open to all; ``max_log_len``: characters of a prompt in the log, None = all of it;
-    ``generation_config``: where defaults of the sampling come from, see SamplingDefaults.choose."""
+    """``adapters``: names of LoRA adapters, which requests use in place of the model's; ``api_keys`` empty = open to
+    all; ``max_log_len``: characters of a prompt in the log, None = all of it; ``generation_config``: where defaults of
+    the sampling come from, see SamplingDefaults.choose."""
 
     model_name: str
+    adapters: Sequence[str] = ()
     api_keys: Sequence[str] = ()
     allow_origins: Sequence[str] = ("*",)
     docs: bool = True
@@ -57,17 +59,27 @@ class ServerState:
 
     def check_ready(self, model: str) -> None:
         """Raise ApiError unless ``model`` is served here and the engine can take requests."""
-        if model != self.settings.model_name:
-            raise ApiError(
-                404,
-                f"model: {model!r:.80} is not served here; this server has {self.settings.model_name!r}",
-                param="model",
-                code="model_not_found",
-            )
+        if model not in self.model_names:
+            raise self.not_served(model)
         if self.closing:
             raise ApiError(503, "The server is shutting down", code="shutting_down")
         if not self.engine.healthy:
             raise ApiError(503, "The engine has failed and is being restarted; try again", code="engine_unavailable")
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """What a request's ``model`` may be: the model, and each of its adapters."""
+        return self.settings.model_name, *self.settings.adapters
+
+    def not_served(self, model: str) -> ApiError:
+        """The answer to a request for another model."""
+        names = ", ".join(repr(name) for name in self.model_names)
+        message = f"model: {model!r:.80} is not served here; this server has {names}"
+        return ApiError(404, message, param="model", code="model_not_found")
+
+    def adapter_of(self, model: str) -> str | None:
+        """The adapter that a request's ``model`` names, None for the model itself."""
+        return None if model == self.settings.model_name else model
 
     def abort_all(self) -> None:
         """End every request in flight; each client is told."""

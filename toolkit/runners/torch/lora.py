@@ -76,8 +76,8 @@ def adapt(
                 a[i, s, : pair.a.shape[0]] = pair.a
                 rows[:, : pair.a.shape[0]] = pair.b
     index = torch.tensor(ranks, dtype=torch.int32, device=place.device)
-    stacks = (t.to(place.device, place.dtype) for t in (a, b))
-    return Adapted(base, *stacks, index, widths, step, ops)
+    a, b = (t.to(place.device, place.dtype) for t in (a, b))
+    return Adapted(base, a, b, index, widths, step, ops)
 
 
 def adapter_bytes(adapters: Adapters, itemsize: int) -> int:
