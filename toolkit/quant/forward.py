@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from toolkit.kernels.torch.product import product
 from toolkit.models.rope import inv_freq
 from toolkit.models.spec import AttentionSpec, DecoderSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec, RopeSpec
 
@@ -98,7 +99,7 @@ def head_logits(spec: DecoderSpec, weights: Weights, hidden: Tensor) -> Tensor:
     type; the head is widened to float32 a part at a time."""
     x, head = rms_norm(spec.final_norm, weights, hidden), weights[spec.head]
     rows = max(1, HEAD_ELEMENTS // head.shape[1])
-    logits = torch.cat([F.linear(x, part.float()) for part in head.split(rows)], dim=-1)
+    logits = torch.cat([product(x, part.float()) for part in head.split(rows)], dim=-1)
     if (bias := weights.get(f"{spec.head}.bias")) is not None:
         logits = logits + bias.float()
     if spec.head_scale != 1.0:
@@ -111,7 +112,7 @@ def head_logits(spec: DecoderSpec, weights: Weights, hidden: Tensor) -> Tensor:
 def _linear(spec: LinearSpec, weights: Weights, x: Tensor) -> Tensor:
     if isinstance(weights, Called) and spec.name in weights.modules:
         return weights.modules[spec.name](x)
-    return F.linear(x, weights[spec.name], weights.get(f"{spec.name}.bias"))
+    return product(x, weights[spec.name], weights.get(f"{spec.name}.bias"))
 
 
 def _attention(a: AttentionSpec, weights: Weights, x: Tensor, watch: _Watch) -> Tensor:

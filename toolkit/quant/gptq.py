@@ -16,6 +16,7 @@ from torch import Tensor
 from toolkit.artifacts import gguf_quantize
 from toolkit.artifacts.canonical import GroupInt
 from toolkit.errors import ToolkitError
+from toolkit.kernels.torch.product import product
 from toolkit.models.spec import LinearSpec
 from toolkit.quant.awq import Grid, inputs_after, search_clip
 from toolkit.quant.folding import Folded
@@ -238,7 +239,7 @@ def round_columns(weight: Tensor, factor: Factor, grid: Grid, rounding: Rounding
             lost[i] = (part[i] - (q - z) * s) / corner[i, i]
             part[i + 1 :].addr_(corner[i, i + 1 :], lost[i], alpha=-1)
             codes[:, start + i] = q
-        ordered[:, stop:] -= lost.t() @ upper[start:stop, stop:]
+        ordered[:, stop:] -= product(lost.t(), upper[start:stop, stop:].t())
     back = torch.argsort(order)
     index = (torch.arange(n, device=weight.device) // size)[back].to(torch.int32) if act_order else None
     return Rounded(codes[:, back], scale, zero, index)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, SuperScales, Weight
+from toolkit.kernels.torch.product import product
 from toolkit.quant.lazy import KEEP, Lazy
 from toolkit.quant.sites import Site
 from toolkit.quant.statistics import Gram
@@ -85,8 +86,8 @@ def stay_dense(sites: Sequence[Site], weights: Mapping[str, Tensor], dtype: torc
 def relative_error(weight: Tensor, restored: Tensor, xtx: Tensor) -> float:
     """‖X(W−Ŵ)ᵀ‖ / ‖XWᵀ‖ for the inputs behind ``xtx``; 0 where the exact output is all zeros."""
     difference = restored - weight
-    lost = ((difference @ xtx) * difference).sum().clamp(min=0)
-    whole = ((weight @ xtx) * weight).sum()
+    lost = (product(difference, xtx) * difference).sum().clamp(min=0)
+    whole = (product(weight, xtx) * weight).sum()
     return float((lost / whole).sqrt()) if whole > 0 else 0.0
 
 

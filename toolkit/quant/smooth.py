@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from toolkit.artifacts.canonical import ChannelInt8, Fp8
+from toolkit.kernels.torch.product import product
 from toolkit.quant.activations import round_tokens
 from toolkit.quant.awq import SEARCH_ROWS, Readers, inputs_after
 from toolkit.quant.folding import Folded, expand, storable
@@ -74,7 +75,7 @@ def _scale(
     losses = [0.0] * len(scales)
     for module in readers:
         rows = torch.cat([w[:: -(-len(w) // SEARCH_ROWS)] for w in module])
-        exact = gram.sample @ rows.T
+        exact = product(gram.sample, rows)
         for i, scale in enumerate(scales):
             channels = torch.ones_like(gram.abs_max) if scale is None else scale
             if scale is not None and isinstance(fold, RowFold):
@@ -99,7 +100,7 @@ def _loss(weight: Tensor, sample: Tensor, exact: Tensor, channels: Tensor, quant
     ``exact``: the outputs without rounding, [rows, out]."""
     codes = quantize_rows(weight * channels, quant_dtype).dequantize().to(weight.device)
     rounded = round_tokens(sample / channels, quant_dtype)
-    return float((rounded @ codes.T - exact).square().sum())
+    return float((product(rounded, codes) - exact).square().sum())
 
 
 def quantize_rows(weight: Tensor, quant_dtype: torch.dtype) -> ChannelInt8 | Fp8:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from toolkit.kernels.torch.product import product
 from toolkit.quant.sites import Site
 
 SAMPLE = 256  # rows that are kept …
@@ -39,8 +40,9 @@ class Gram:
     def add(self, x: Tensor) -> None:
         """Count in rows ``x`` [tokens, n]."""
         n = x.shape[1]
+        columns = x.T.contiguous()
         for a in range(0, n, PANEL):
-            self.xtx[a : a + PANEL, a:].addmm_(x[:, a : a + PANEL].T, x[:, a:])
+            self.xtx[a : a + PANEL, a:] += product(columns[a : a + PANEL], columns[a:])
         size = x.abs()
         self.abs_sum += size.sum(0)
         self.abs_max = torch.maximum(self.abs_max, size.amax(0))
