@@ -27,6 +27,16 @@ def test_the_pytorch_backend_is_the_torch_runner(tiny_models):
     assert (runner.name, runner.device, runner.dtype, note) == ("torch", "cpu", "float32", "")
 
 
+@pytest.mark.parametrize("backend", ["turbomind", None])
+def test_a_float8_cache_is_the_torch_runners(backend, tiny_models):
+    pytest.importorskip("toolkit.runners.native.runner")
+    runner, note = _open(tiny_models("llama"), backend, dtype="float32", quant_policy=16)
+    assert runner.name == "torch" and "\n" not in note
+    assert backend is None or "its KV cache knows no float8 (quant_policy 16), only 0, 8 and 4; the torch" in note
+    plain, _ = _open(tiny_models("llama"), dtype="float32")
+    assert runner.memory().block_bytes[0] * 4 == plain.memory().block_bytes[0]
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
