@@ -62,8 +62,8 @@ def six_bits(low, high, QUARTER: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.cons
         code: tl.constexpr = six_bits_assembly(QUARTER, True)
         return tl.inline_asm_elementwise(code, "=&r,=&r,r,r", [low, high], tl.float16, is_pure=True, pack=4)
     elif ASM and DTYPE == tl.bfloat16:
-        code: tl.constexpr = six_bits_assembly(QUARTER, False)
-        return tl.inline_asm_elementwise(code, "=&r,=&r,r,r", [low, high], tl.bfloat16, is_pure=True, pack=4)
+        other: tl.constexpr = six_bits_assembly(QUARTER, False)
+        return tl.inline_asm_elementwise(other, "=&r,=&r,r,r", [low, high], tl.bfloat16, is_pure=True, pack=4)
     else:
         nibble = low & 15 if QUARTER < 2 else low >> 4
         return (nibble | ((high >> (2 * QUARTER)) & 3) << 4).to(tl.float32).to(DTYPE)

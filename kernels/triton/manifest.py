@@ -165,8 +165,11 @@ def _sampling() -> Iterator[Call]:
     names = ("temperature", "top_p", "min_p", "u")
     columns = {name: column for name in names} | {"top_k": empty(64, dtype=torch.int64)}
     for vocab in (32000, 128256, 151936):  # their chunks list candidates in lists of other lengths
-        given = columns | {"logits": empty(64, vocab, dtype=torch.float32)}
-        yield Call("sample", f"vocab{vocab}", lambda _, given=given: given, one)
+
+        def sample(dtype: torch.dtype, vocab: int = vocab) -> dict[str, Any]:
+            return columns | {"logits": empty(64, vocab, dtype=dtype)}
+
+        yield Call("sample", f"vocab{vocab}", sample, one)
     entries = {"rows": empty(512, dtype=torch.int64), "ids": empty(512, dtype=torch.int64)}
     entries |= {"counts": empty(512, dtype=torch.float32)}
     strengths = {name: column for name in ("repetition", "presence", "frequency")}
@@ -191,6 +194,7 @@ CLAIMS: dict[str, frozenset[str]] = {
     "act_quant_kernel": frozenset({"vector"}),
     "embedding_kernel": frozenset({"vector"}),
     "attend_kernel": frozenset({"async", "mma", "no conversion"}),
+    "rope_kv_write_kernel": frozenset({"vector", "no conversion"}),
     "merge_kernel": frozenset({"vector"}),
     "group_linear_kernel": frozenset({"async", "mma"}),
     "expand_kernel": frozenset({"stores"}),

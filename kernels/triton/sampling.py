@@ -166,10 +166,10 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     chunks, device, stride = triton.cdiv(vocab, CHUNK), logits.device, logits.stride(0)
     width = power_of_2(chunks)
     room = max(16, min(CHUNK, LISTED // width))
-    floats, ints = {"dtype": torch.float32, "device": device}, {"dtype": torch.int32, "device": device}
-    peaks, masses, floors = (torch.empty(rows, chunks, **floats) for _ in range(3))
-    best, counts = (torch.empty(rows, chunks, **ints) for _ in range(2))
-    values, ids = torch.empty(rows, chunks, room, **floats), torch.empty(rows, chunks, room, **ints)
+    peaks, masses, floors = (torch.empty(rows, chunks, dtype=torch.float32, device=device) for _ in range(3))
+    best, counts = (torch.empty(rows, chunks, dtype=torch.int32, device=device) for _ in range(2))
+    values = torch.empty(rows, chunks, room, dtype=torch.float32, device=device)
+    ids = torch.empty(rows, chunks, room, dtype=torch.int32, device=device)
     out = torch.empty(rows, dtype=torch.int64, device=device)
     filters, found = (temperature, top_k, top_p, min_p), (peaks, best, masses, floors, counts, values, ids)
     launch(
