@@ -7,12 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..reference import linear as reference
+from .product import product
 
 
 @reference.linear.register("torch")
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear``."""
-    return F.linear(x, weight, bias)
+    """torch's product."""
+    return product(x, weight, bias)
 
 
 @reference.linear_group_int.register("torch")
@@ -26,9 +27,9 @@ def linear_group_int(
     group_index: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Dequantize, then ``F.linear`` in x's dtype."""
+    """Dequantize, then torch's product in x's dtype."""
     weight = reference.dequantize_groups(packed, scales, zeros, minima, bits, group_index)
-    return F.linear(x, weight.to(x.dtype), bias)
+    return product(x, weight.to(x.dtype), bias)
 
 
 def _int_product(codes: Tensor, weight: Tensor) -> Tensor:
