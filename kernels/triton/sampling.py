@@ -20,6 +20,7 @@ from .sampling_search import BOTTOM, UNIT, read_block, search_listed, search_row
 
 CHUNK, PASS_BLOCK, THRESHOLDS = 4096, 512, 8
 LISTED = 8192  # candidates of a row, all chunks together
+FIRST = 4  # chunks that share half of them: ids are given out by falling frequency
 
 
 @triton.jit
@@ -40,15 +41,18 @@ def _draw_unfiltered(
 @triton.jit
 def _draw_listed(
     floors, counts, values, ids, row, peak, k, limit, least, uniform, vocab, chunks,
-    WIDTH: tl.constexpr, ROOM: tl.constexpr,
+    WIDTH: tl.constexpr, LISTED: tl.constexpr, FIRST: tl.constexpr, FIRST_ROOM: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """The token drawn among the listed candidates, or -1 where something that was not listed may have to be kept."""
     chunk = tl.arange(0, WIDTH)
     floor = tl.max(tl.load(floors + row * chunks + chunk, mask=chunk < chunks, other=float("-inf")), 0)
-    at = tl.arange(0, WIDTH * ROOM)
-    listed = tl.load(counts + row * chunks + at // ROOM, mask=at // ROOM < chunks, other=0)
-    present = at % ROOM < listed
-    source = row * chunks * ROOM + at
+    at = tl.arange(0, LISTED)
+    early, later = at < FIRST * FIRST_ROOM, at - FIRST * FIRST_ROOM
+    of_chunk = tl.where(early, at // FIRST_ROOM, later // ROOM)
+    there = (of_chunk < chunks) & (early | (of_chunk >= FIRST))
+    place = tl.where(early, at % FIRST_ROOM, later % ROOM)
+    present = place < tl.load(counts + row * chunks + of_chunk, mask=there, other=0)
+    source = row * LISTED + at
     x = tl.load(values + source, mask=present, other=float("-inf"))
     token = tl.load(ids + source, mask=present, other=0)
     steps, weight = steps_below(x, peak), tl.exp(x - peak)
@@ -123,12 +127,15 @@ def draw_kernel(
     stride,
     chunks,
     WIDTH: tl.constexpr,
+    LISTED: tl.constexpr,
+    FIRST: tl.constexpr,
+    FIRST_ROOM: tl.constexpr,
     ROOM: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     THRESHOLDS: tl.constexpr,
 ):
-    """One row. WIDTH: a power of two that holds the chunks."""
+    """One row. WIDTH: a power of two that holds the chunks; for the lists see ``chunk_kernel``."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, WIDTH)
     there = chunk < chunks
@@ -152,8 +159,9 @@ def draw_kernel(
         found = _draw_unfiltered(row_start, t, peak, top, chunk_mass, uniform, vocab, chunks, WIDTH, CHUNK)
     else:
         found = _draw_listed(
-            floors, counts, values, ids, row, base, k, limit, least, uniform, vocab, chunks, WIDTH, ROOM
-        )
+            floors, counts, values, ids, row, base, k, limit, least, uniform, vocab, chunks,
+            WIDTH, LISTED, FIRST, FIRST_ROOM, ROOM,
+        )  # fmt: skip
         if found < 0:
             found = _draw_row(row_start, t, base, whole, k, limit, least, uniform, vocab, CHUNK, BLOCK, THRESHOLDS)
     tl.store(out + row, tl.where(found == vocab, top, found).to(tl.int64))
@@ -165,19 +173,21 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     rows, vocab = logits.shape
     chunks, device, stride = triton.cdiv(vocab, CHUNK), logits.device, logits.stride(0)
     width = power_of_2(chunks)
-    room = max(16, min(CHUNK, LISTED // width))
+    lists = {"LISTED": LISTED, "FIRST": FIRST, "FIRST_ROOM": LISTED // 2 // FIRST, "ROOM": LISTED // 2 // width}
+    if width <= FIRST:
+        lists |= {"FIRST": width, "FIRST_ROOM": LISTED // width, "ROOM": 1}
     peaks, masses, floors = (torch.empty(rows, chunks, dtype=torch.float32, device=device) for _ in range(3))
     best, counts = (torch.empty(rows, chunks, dtype=torch.int32, device=device) for _ in range(2))
-    values = torch.empty(rows, chunks, room, dtype=torch.float32, device=device)
-    ids = torch.empty(rows, chunks, room, dtype=torch.int32, device=device)
+    values = torch.empty(rows, LISTED, dtype=torch.float32, device=device)
+    ids = torch.empty(rows, LISTED, dtype=torch.int32, device=device)
     out = torch.empty(rows, dtype=torch.int64, device=device)
     filters, found = (temperature, top_k, top_p, min_p), (peaks, best, masses, floors, counts, values, ids)
     launch(
         chunk_kernel, (rows, chunks), logits, *filters, *found, vocab, stride, chunks,
-        warps=8, CHUNK=CHUNK, ROOM=room,
+        warps=8, CHUNK=CHUNK, **lists,
     )  # fmt: skip
     launch(
         draw_kernel, (rows,), logits, *filters, u, *found, out, vocab, stride, chunks,
-        warps=16, WIDTH=width, ROOM=room, CHUNK=CHUNK, BLOCK=PASS_BLOCK, THRESHOLDS=THRESHOLDS,
+        warps=16, WIDTH=width, CHUNK=CHUNK, BLOCK=PASS_BLOCK, THRESHOLDS=THRESHOLDS, **lists,
     )  # fmt: skip
     return out

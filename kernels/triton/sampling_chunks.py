@@ -9,20 +9,20 @@ DEEPEST, SHRINK, SHALLOWEST = tl.constexpr(41.0), tl.constexpr(0.6), tl.constexp
 
 
 @triton.jit
-def _list(x, i, peak, at, floors, counts, values, ids, ROOM: tl.constexpr):
-    """Keep what lies above a floor, in ascending order of ids: the deepest floor that leaves at most ROOM."""
+def _list(x, i, peak, at, start, room, floors, counts, values, ids):
+    """Keep what lies above a floor, in ascending order of ids: the deepest floor that leaves at most ``room``."""
     depth = peak * 0.0 + DEEPEST
     floor = peak - DEEPEST
     count = tl.sum((x > floor).to(tl.int32), 0)
-    while (count > ROOM) & (depth > SHALLOWEST):
+    while (count > room) & (depth > SHALLOWEST):
         depth = depth * SHRINK
         floor = peak - depth
         count = tl.sum((x > floor).to(tl.int32), 0)
-    if count > ROOM:  # too many that are nearly equal: none is listed, and the floor says so
+    if count > room:  # too many that are nearly equal: none is listed, and the floor says so
         floor = peak
         count = count * 0
     kept = x > floor
-    to = at * ROOM + tl.cumsum(kept.to(tl.int32), 0) - 1
+    to = start + tl.cumsum(kept.to(tl.int32), 0) - 1
     tl.store(values + to, x, mask=kept)
     tl.store(ids + to, i, mask=kept)
     tl.store(floors + at, floor)
@@ -47,11 +47,14 @@ def chunk_kernel(
     stride,
     chunks,
     CHUNK: tl.constexpr,
+    LISTED: tl.constexpr,
+    FIRST: tl.constexpr,
+    FIRST_ROOM: tl.constexpr,
     ROOM: tl.constexpr,
 ):
     """One chunk of a row. ``peaks``, ``best``, ``masses`` [rows, chunks]: its largest scaled logit, the lowest id that
-    has it, and sum(exp(scaled - largest)). Where the row has a filter, ``values`` and ``ids`` [rows, chunks, ROOM] list
-    its ``counts`` scaled logits above ``floors``.
+    has it, and sum(exp(scaled - largest)). Where the row has a filter, ``values`` and ``ids`` [rows, LISTED] list its
+    ``counts`` scaled logits above ``floors``: FIRST_ROOM places each for the FIRST chunks, then ROOM for every chunk.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -67,4 +70,7 @@ def chunk_kernel(
     tl.store(best + at, tl.min(tl.where(x == peak, i, vocab - 1), 0))
     tl.store(masses + at, tl.sum(tl.exp(x - base), 0))
     if filtered:
-        _list(x, i, base, at, floors, counts, values, ids, ROOM)
+        early = chunk < FIRST
+        start = tl.where(early, chunk * FIRST_ROOM, FIRST * FIRST_ROOM + chunk * ROOM)
+        room = tl.where(early, FIRST_ROOM, ROOM)
+        _list(x, i, base, at, row * LISTED + start, room, floors, counts, values, ids)

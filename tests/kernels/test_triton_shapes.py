@@ -274,7 +274,8 @@ def filters(rows, k=0, p=1.0, least=0.0, temperature=1.0):
 @pytest.mark.parametrize("vocab", [300, 9001])
 def test_draws_are_the_same_whether_candidates_fit_their_list_or_not(monkeypatch, k, p, least, vocab):
     """Rows of every kind: steep, flat, equal, stepped, banned but for few, one alone."""
-    monkeypatch.setattr(sampling, "LISTED", 64)  # 16 or 64 a chunk
+    monkeypatch.setattr(sampling, "LISTED", 256)  # 256 for the only chunk, or 32 a chunk for four and 8 for the others
+    monkeypatch.setattr(sampling, "CHUNK", 1024)
     monkeypatch.setattr(sampling, "PASS_BLOCK", 4096)  # fewer steps for the interpreter
     g = gen(vocab + k)
     logits = torch.randn(8, vocab, generator=g)
@@ -344,3 +345,26 @@ def test_rows_of_an_embedding_beyond_two_to_the_31():
     table[last] = torch.randn(4096, generator=gen()).half()
     found = OPS["embedding"].implementations["triton"].run(torch.tensor([last, 5]), table, 2.0)
     assert torch.equal(found[0], table[last] * 2) and not found[1].any()
+
+
+@pytest.mark.parametrize("tokens, count, top_k", [(1, 20, 3), (37, 7, 2)])
+@pytest.mark.parametrize("form", ["group_int", "int8", "fp8"])
+def test_quantized_experts_of_uneven_size(tokens, count, top_k, form):
+    g, hidden, inner = gen(tokens), 128, 192
+    logits = torch.randn(tokens, count, generator=g)
+    logits[:, 2] += 3
+    experts, weights = both("moe_route", logits=logits, top_k=top_k, scoring="softmax", norm_topk=True)[0]
+    inputs = {"x": torch.randn(tokens, hidden, generator=g), "experts": experts, "weights": weights}
+    for name, shape in (("gate_up", (count, 2 * inner, hidden)), ("down", (count, hidden, inner))):
+        if form == "group_int":
+            codes = torch.randint(0, 16, shape, generator=g, dtype=torch.uint8)
+            inputs[name] = torch.stack([pack_codes(c, 4) for c in codes])
+            grid = (*shape[:2], shape[2] // 64)
+            inputs[f"{name}_scales"] = ((torch.rand(grid, generator=g) + 0.1) / 100).half()
+            inputs[f"{name}_zeros"] = torch.randint(0, 16, grid, generator=g, dtype=torch.uint8)
+        else:
+            kind = torch.int8 if form == "int8" else torch.float8_e4m3fn
+            inputs[name] = (torch.randn(shape, generator=g) * 40).to(kind)
+            inputs[f"{name}_scales"] = torch.rand(shape[:2], generator=g) / 300
+    more = {"bits": 4} if form == "group_int" else {}
+    close(f"moe_experts_{form}", tolerance=2e-4, **inputs, **more, activation="silu")
