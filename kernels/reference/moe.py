@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..registry import Case, op
 from .activation import act_and_mul
-from .linear import linear
+from .linear import linear, linear_fp8, linear_group_int, linear_int8, pack_codes
 
 
 def _route_cases() -> Iterator[Case]:
@@ -41,11 +41,11 @@ def moe_route(logits: Tensor, top_k: int, scoring: str, norm_topk: bool, scale: 
     return experts, weights * scale
 
 
-def _expert_cases() -> Iterator[Case]:
+def _expert_cases(hidden: int = 32, inner: int = 48) -> Iterator[Case]:
     for label, tokens in (("one", 1), ("few", 6), ("many", 40)):
 
         def make(dtype, device, g, tokens=tokens) -> dict[str, Any]:
-            experts, hidden, inner = 5, 32, 48
+            experts = 5
             logits = torch.randn(tokens, experts, generator=g)
             ids, weights = moe_route.reference(logits, 2, "softmax", True)
             return {
@@ -67,9 +67,123 @@ def moe_experts(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, do
     ``x``: [T, hidden]; ``experts``: int64 [T, k]; ``weights``: float32 [T, k]; ``gate_up``: [experts, 2·I, hidden],
     gate rows first; ``down``: [experts, hidden, I]. Returns [T, hidden] in x's dtype.
     """
+    return _weighted_sum(
+        x,
+        experts,
+        weights,
+        lambda e, row: linear.reference(act_and_mul.reference(linear.reference(row, gate_up[e]), activation), down[e]),
+    )
+
+
+def _weighted_sum(x: Tensor, experts: Tensor, weights: Tensor, run: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """``run(expert, row [1, hidden])`` for every choice of every token, times its weight, summed in float32."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for t in range(x.shape[0]):
         for e, weight in zip(experts[t].tolist(), weights[t], strict=True):
-            inner = act_and_mul.reference(linear.reference(x[t : t + 1], gate_up[e]), activation)
-            total[t] += linear.reference(inner, down[e])[0].float() * weight
+            total[t] += run(e, x[t : t + 1])[0].float() * weight
     return total.to(x.dtype)
+
+
+def _group_cases() -> Iterator[Case]:
+    for case in _expert_cases(64, 96):
+        for bits, group in ((4, 32), (8, 32)):
+
+            def make(dtype, device, g, case=case, bits=bits, group=group) -> dict[str, Any]:
+                args = case.make(dtype, device, g)
+                for name in ("gate_up", "down"):
+                    shape = args[name].shape
+                    codes = torch.randint(0, 1 << bits, shape, generator=g, dtype=torch.uint8)
+                    args[name] = torch.stack([pack_codes(c, bits) for c in codes]).to(device)
+                    grid = (*shape[:2], shape[2] // group)
+                    scales = (torch.rand(grid, generator=g) + 0.1) / (8 << bits)
+                    args[f"{name}_scales"] = scales.to(device, torch.float16)
+                    zeros = torch.randint(0, 1 << bits, grid, generator=g, dtype=torch.uint8)
+                    args[f"{name}_zeros"] = zeros.to(device)
+                return args | {"bits": bits}
+
+            yield Case(f"{case.label}-int{bits}", make, {"bits": bits})
+
+
+@op(_group_cases)
+def moe_experts_group_int(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    gate_up_zeros: Tensor,
+    down: Tensor,
+    down_scales: Tensor,
+    down_zeros: Tensor,
+    bits: int,
+    activation: str,
+) -> Tensor:
+    """``moe_experts`` with the weights of ``linear_group_int``: W4A16 and W8A16, by experts.
+
+    ``gate_up``, ``down``: uint8 [experts, out, in / codes a byte] from ``pack_codes``; their scales (float) and zeros
+    (uint8): [experts, out, groups], a group of a multiple of 32 inputs; ``bits``: 4 or 8.
+    """
+
+    def run(e: int, row: Tensor) -> Tensor:
+        inner = linear_group_int.reference(row, gate_up[e], gate_up_scales[e], gate_up_zeros[e], None, bits)
+        inner = act_and_mul.reference(inner, activation)
+        return linear_group_int.reference(inner, down[e], down_scales[e], down_zeros[e], None, bits)
+
+    return _weighted_sum(x, experts, weights, run)
+
+
+def _row_cases(codes: torch.dtype) -> Iterator[Case]:
+    for case in _expert_cases():
+
+        def make(dtype, device, g, case=case) -> dict[str, Any]:
+            args = case.make(dtype, device, g)
+            for name in ("gate_up", "down"):
+                shape = args[name].shape
+                if codes == torch.int8:
+                    args[name] = torch.randint(-127, 128, shape, generator=g, dtype=torch.int8).to(device)
+                else:
+                    args[name] = (torch.randn(shape, generator=g) * 60).to(codes).to(device)
+                args[f"{name}_scales"] = ((torch.rand(shape[:2], generator=g) + 0.5) / 400).to(device)
+            return args
+
+        yield Case(case.label, make)
+
+
+@op(lambda: _row_cases(torch.int8))
+def moe_experts_int8(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    down: Tensor,
+    down_scales: Tensor,
+    activation: str,
+) -> Tensor:
+    """``moe_experts`` by ``linear_int8``: int8 ``gate_up`` and ``down`` with float32 scales [experts, out]."""
+
+    def run(e: int, row: Tensor) -> Tensor:
+        inner = act_and_mul.reference(linear_int8.reference(row, gate_up[e], gate_up_scales[e]), activation)
+        return linear_int8.reference(inner, down[e], down_scales[e])
+
+    return _weighted_sum(x, experts, weights, run)
+
+
+@op(lambda: _row_cases(torch.float8_e4m3fn))
+def moe_experts_fp8(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    down: Tensor,
+    down_scales: Tensor,
+    activation: str,
+) -> Tensor:
+    """``moe_experts`` by ``linear_fp8``: float8 ``gate_up`` and ``down`` with float32 scales [experts, out]."""
+
+    def run(e: int, row: Tensor) -> Tensor:
+        inner = act_and_mul.reference(linear_fp8.reference(row, gate_up[e], gate_up_scales[e]), activation)
+        return linear_fp8.reference(inner, down[e], down_scales[e])
+
+    return _weighted_sum(x, experts, weights, run)

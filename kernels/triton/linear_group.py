@@ -21,7 +21,7 @@ from .tuning import tuned
 
 
 @triton.jit
-def _plane(packed, PLANE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+def code_plane(packed, PLANE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """Codes PLANE, PLANE + planes, … of bytes."""
     if BITS == 4 and PLANE == 0:
         return low_nibble(packed, DTYPE, ASM)
@@ -34,7 +34,7 @@ def _plane(packed, PLANE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr,
 
 
 @triton.jit
-def _planes_of(x, ROWS: tl.constexpr, BYTES: tl.constexpr, PLANES: tl.constexpr):
+def planes_of(x, ROWS: tl.constexpr, BYTES: tl.constexpr, PLANES: tl.constexpr):
     """Columns 0, PLANES, 2·PLANES … of x [ROWS, BYTES·PLANES], then 1, PLANES + 1 …: four tiles, some repeated."""
     if PLANES == 1:
         return x, x, x, x
@@ -62,7 +62,7 @@ def _weights(
     known = (k < inside)[None, :] & (column >= 0)[:, None]
     scale = tl.load(scales + at, mask=known, other=0.0).to(tl.float32)
     offset = tl.load(offsets + at, mask=known, other=0).to(tl.float32)
-    code = _plane(packed, PLANE, BITS, tl.float32, False)
+    code = code_plane(packed, PLANE, BITS, tl.float32, False)
     if MINIMA:
         return cast(code * scale + offset, DTYPE)
     else:
@@ -107,14 +107,14 @@ def group_linear_kernel(
         x_tile = tl.load(source + k[None, :], mask=(row < tokens)[:, None] & (k < n_in)[None, :], other=0.0).to(DOT)
         byte = start // PLANES + tl.arange(0, BYTES)
         w = tl.load(codes + byte[None, :], mask=(byte < n_in // PLANES)[None, :], other=0)
-        x0, x1, x2, x3 = _planes_of(x_tile, ROWS, BYTES, PLANES)
+        x0, x1, x2, x3 = planes_of(x_tile, ROWS, BYTES, PLANES)
         if FACTORED:
-            part = tl.dot(x0, tl.trans(_plane(w, 0, BITS, DOT, ASM)), input_precision="ieee")
+            part = tl.dot(x0, tl.trans(code_plane(w, 0, BITS, DOT, ASM)), input_precision="ieee")
             if PLANES > 1:
-                part = tl.dot(x1, tl.trans(_plane(w, 1, BITS, DOT, ASM)), part, input_precision="ieee")
+                part = tl.dot(x1, tl.trans(code_plane(w, 1, BITS, DOT, ASM)), part, input_precision="ieee")
             if PLANES > 2:
-                part = tl.dot(x2, tl.trans(_plane(w, 2, BITS, DOT, ASM)), part, input_precision="ieee")
-                part = tl.dot(x3, tl.trans(_plane(w, 3, BITS, DOT, ASM)), part, input_precision="ieee")
+                part = tl.dot(x2, tl.trans(code_plane(w, 2, BITS, DOT, ASM)), part, input_precision="ieee")
+                part = tl.dot(x3, tl.trans(code_plane(w, 3, BITS, DOT, ASM)), part, input_precision="ieee")
             at = safe * groups + start // GROUP
             scale, offset = tl.load(scales + at).to(tl.float32), tl.load(offsets + at).to(tl.float32)
             x_sum = tl.sum(x_tile.to(tl.float32), 1)

@@ -200,6 +200,8 @@ CLAIMS: dict[str, frozenset[str]] = {
     "expand_kernel": frozenset({"stores"}),
     "round_rows_kernel": frozenset({"vector"}),
     "expert_linear_kernel": frozenset({"async", "mma"}),
+    "expert_group_kernel": frozenset({"async", "mma"}),
+    "expert_row_kernel": frozenset({"async", "mma"}),
     "chunk_kernel": frozenset({"vector"}),
     "draw_kernel": frozenset({"vector"}),
     "combine_kernel": frozenset({"vector"}),

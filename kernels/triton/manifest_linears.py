@@ -94,6 +94,27 @@ def _moe() -> Iterator[Call]:
                     "activation": "silu",
                 }
 
+            def groups(dtype, count=count, hidden=hidden, inner=inner, experts=experts) -> dict[str, Any]:
+                args = experts(dtype) | {"bits": 4}
+                for name, n_out, n_in in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
+                    args[name] = empty(count, n_out, n_in // 2, dtype=torch.uint8)
+                    args[f"{name}_scales"] = empty(count, n_out, n_in // 128, dtype=torch.float16)
+                    args[f"{name}_zeros"] = empty(count, n_out, n_in // 128, dtype=torch.uint8)
+                return args
+
+            yield Call("moe_experts_group_int", f"{label}-{tokens}", groups, traits={"bits": 4})
+            for short, kind in CODES.items():
+
+                def rounded(
+                    dtype, count=count, hidden=hidden, inner=inner, experts=experts, kind=kind
+                ) -> dict[str, Any]:
+                    args = experts(dtype)
+                    for name, n_out, n_in in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
+                        args[name] = empty(count, n_out, n_in, dtype=kind)
+                        args[f"{name}_scales"] = empty(count, n_out, dtype=torch.float32)
+                    return args
+
+                yield Call(f"moe_experts_{short}", f"{label}-{tokens}", rounded)
             yield Call("moe_route", f"{label}-{tokens}", route)
             yield Call("moe_experts", f"{label}-{tokens}", experts)
 

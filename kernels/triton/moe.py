@@ -235,6 +235,14 @@ def _products(
     return out
 
 
+def weighted_sum(y: Tensor, weights: Tensor, x: Tensor) -> Tensor:
+    """What the slots' outputs ``y`` [T·k, size] add up to for each token, as x."""
+    (tokens, size), out = x.shape, torch.empty_like(x)
+    grid = (tokens, triton.cdiv(size, 1024))
+    launch(combine_kernel, grid, y, weights.contiguous(), out, size, TOP_K=weights.shape[1], BLOCK=1024)
+    return out
+
+
 @reference.moe_experts.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs())
 def moe_experts(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
     """Five launches: count, place, gate·up with the activation, down, weighted sum."""
@@ -245,8 +253,4 @@ def moe_experts(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, do
     order, tile_expert = gather_by_expert(experts.contiguous(), count, rows)
     inner = _products(x, gate_up, order, tile_expert, slots, rows, top_k, activation)
     y = _products(inner, down, order, tile_expert, slots, rows, 1, "")
-    out = torch.empty_like(x)
-    size = x.shape[1]
-    grid = (tokens, triton.cdiv(size, 1024))
-    launch(combine_kernel, grid, y, weights.contiguous(), out, size, TOP_K=top_k, BLOCK=1024)
-    return out
+    return weighted_sum(y, weights, x)

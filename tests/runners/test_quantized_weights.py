@@ -163,6 +163,17 @@ def test_norms_and_activations_round_what_w8a8_linears_read(family, form, logits
     np.testing.assert_array_equal(fused, apart)
 
 
+@pytest.mark.parametrize("form, stacks", [("zeros4", True), ("zeros8", True), ("minima4", False), ("zeros2", False)])
+def test_experts_kept_packed_run_together_where_they_can(form, stacks, logits, monkeypatch):
+    convert = FORMS[form] if form != "zeros4" and form != "zeros8" else lambda w: group_int(w, int(form[-1]), 32)
+    expected, _ = logits("mixtral", convert, "float32")
+    monkeypatch.setattr(module, "free_host_bytes", lambda: 1 << 10)
+    found, runner = logits("mixtral", convert, "float32")
+    experts = [s.mixer for s in runner._decoder.steps if isinstance(s.mixer, decoder.Moe)]
+    assert experts and all((m.stacked is not None) == stacks == (not m.experts) for m in experts)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_mixed_forms_in_one_layer(logits):
     seen: list[int] = []
 

@@ -12,13 +12,13 @@ from toolkit.artifacts.canonical import Weight
 from toolkit.errors import ToolkitError
 from toolkit.models.spec import AttentionSpec, DecoderSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec, Sublayer
 from toolkit.runners.torch.context import StepContext
+from toolkit.runners.torch.experts import Experts, stack_experts
 from toolkit.runners.torch.linear import (
     Activations,
     Bound,
     Linear,
     Placement,
     Rounded,
-    becomes_dense,
     codes_of,
     make_linear,
 )
@@ -158,11 +158,11 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Moe:
-    """Router, experts (stacked matrices where they are dense, one ``Mlp`` each where not) and shared expert."""
+    """Router, experts (run together where they can be stacked, one ``Mlp`` each where not) and shared expert."""
 
     spec: MoeSpec
     router: Linear
-    stacked: tuple[Tensor, Tensor] | None
+    stacked: Experts | None
     experts: tuple[Mlp, ...]
     shared: Mlp | None
     shared_gate: Linear | None
@@ -173,7 +173,7 @@ class Moe:
         spec = self.spec
         chosen, weights = self.ops.moe_route(self.router(x), spec.top_k, spec.scoring, spec.norm_topk, spec.scale)
         if self.stacked is not None:
-            y = self.ops.moe_experts(x, chosen, weights, *self.stacked, spec.experts[0].activation)
+            y = self.stacked(x, chosen, weights)
         else:
             y = self._one_by_one(x, chosen, weights)
         if self.shared is not None:
@@ -315,7 +315,7 @@ class _Builder:
         return Mlp(self.linear(*first), self.linear(spec.down), spec.gate is not None, spec.activation, self.ops)
 
     def moe(self, spec: MoeSpec) -> Moe:
-        stacked = self.stack_experts(spec)
+        stacked = stack_experts(spec, self.matrix, self.place, self.ops)
         return Moe(
             spec=spec,
             router=self.linear(spec.router),
@@ -325,25 +325,6 @@ class _Builder:
             shared_gate=None if spec.shared_gate is None else self.linear(spec.shared_gate),
             ops=self.ops,
         )
-
-    def stack_experts(self, spec: MoeSpec) -> tuple[Tensor, Tensor] | None:
-        """(gate_up [E, 2·I, hidden], down [E, hidden, I]) where all experts are dense, gated and without bias."""
-        first = spec.experts[0]
-        gate = first.gate
-        if gate is None or gate.bias or first.up.bias or first.down.bias:
-            return None
-        place = self.place
-        if not becomes_dense(self.matrix(gate.name), place):
-            return None
-        inner, hidden, count = first.up.out_features, first.up.in_features, len(spec.experts)
-        gate_up = torch.empty(count, 2 * inner, hidden, dtype=place.dtype, device=place.device)
-        down = torch.empty(count, hidden, inner, dtype=place.dtype, device=place.device)
-        for i, e in enumerate(spec.experts):
-            assert e.gate is not None
-            gate_up[i, :inner] = self.matrix(e.gate.name).dequantize(place.dtype)
-            gate_up[i, inner:] = self.matrix(e.up.name).dequantize(place.dtype)
-            down[i] = self.matrix(e.down.name).dequantize(place.dtype)
-        return gate_up, down
 
     def mixer(self, sublayer: Sublayer, layer: int) -> Mixer:
         m = sublayer.mixer

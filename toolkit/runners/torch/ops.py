@@ -44,6 +44,9 @@ class Ops:
     plan_lora: Kernel | None
     moe_route: Kernel
     moe_experts: Kernel
+    moe_experts_group_int: Kernel
+    moe_experts_int8: Kernel
+    moe_experts_fp8: Kernel
     penalize: Kernel
     apply_bitmask: Kernel
     sample: Kernel
