@@ -2,8 +2,8 @@
 
 One program has a tile of new tokens with all query heads of one key head as its rows (Ainslie et al., "GQA", 2023), and
 walks over a range of keys. Where a tile has several ranges, a second launch merges their partial results in order.
-Eight bits fit the mantissa of fp16, not of bf16: with bf16 activations keys are multiplied in fp16 by queries scaled to
-1 (integers in heads of up to 128), values in fp16 by weights, which scales of at least 2^-14 keep within its range.
+Eight bits fit the mantissa of fp16, not all of bf16's: with bf16 activations keys are multiplied in fp16 by queries
+scaled to 1 (heads of up to 128), values in fp16 by weights, which scales of at least 2^-14 keep within its range.
 """
 
 from __future__ import annotations
@@ -84,13 +84,10 @@ def _form(name: str, dtype: torch.dtype, dim: int) -> _Form:
     dot, half = dot_dtype(dtype), dtype == torch.bfloat16
     if name == "int4":
         return _Form(name, (0.75, 0.5), 4, 2, dot, dot, False)
-    if name == "int8":
-        scaled = half and dim <= 128
-        return _Form(name, (1, 1), 1, 1, tl.float16 if scaled else dot, tl.float16 if half else dot, scaled)
     if name == "float":
         return _Form(name, (dtype.itemsize, dtype.itemsize), 1, 1, dot, dot, False)
-    narrow = tl.float16 if half else dot
-    return _Form(name, (1, 1), 1, 1, narrow, narrow, half)
+    scaled = half and dim <= 128  # scaled queries of longer heads would not fit the registers
+    return _Form(name, (1, 1), 1, 1, tl.float16 if scaled else dot, tl.float16 if half else dot, scaled)
 
 
 def _rows(kind: str, group: int, dim: int, form: _Form, q: Tensor) -> int:
