@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import activation as reference
-from .codes import cast, encode, row_scale
+from .codes import cast, divide, encode, row_scale
 from .launch import FLOATS, launch, needs, power_of_2
-from .linear_row import needs_codes, top_of
+from .linear_row import ROW, needs_codes, top_of
 
 
 @triton.jit
@@ -57,18 +57,25 @@ def gated(x, size, column, KIND: tl.constexpr):
 
 
 @triton.jit
-def act_quant_kernel(x, codes, scales, stride, size, KIND: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr):
-    """One token: the greatest magnitude first, then the codes; the second reading comes from the cache."""
+def act_quant_kernel(
+    x, codes, scales, stride, size, KIND: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, ONCE: tl.constexpr
+):
+    """One token: the greatest magnitude first, then the codes. ONCE: the row fits in BLOCK and stays in registers."""
     row = tl.program_id(0).to(tl.int64)
-    peak = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, size, BLOCK):
-        peak = tl.maximum(peak, tl.abs(gated(x + row * stride, size, start + tl.arange(0, BLOCK), KIND)))
+    i = tl.arange(0, BLOCK)
+    h = gated(x + row * stride, size, i, KIND)
+    peak = tl.abs(h)
+    if not ONCE:
+        for start in range(BLOCK, size, BLOCK):
+            peak = tl.maximum(peak, tl.abs(gated(x + row * stride, size, start + i, KIND)))
     scale = row_scale(tl.zeros([1], tl.float32) + tl.max(peak, 0), TOP)
     tl.store(scales + row + tl.arange(0, 1), scale)
-    for start in range(0, size, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        h = tl.div_rn(gated(x + row * stride, size, column, KIND), tl.broadcast_to(scale, [BLOCK]))
-        tl.store(codes + row * size + column, encode(h, codes.dtype.element_ty, TOP), mask=column < size)
+    tl.store(codes + row * size + i, encode(divide(h, scale), codes.dtype.element_ty, TOP), mask=i < size)
+    if not ONCE:
+        for start in range(BLOCK, size, BLOCK):
+            h = gated(x + row * stride, size, start + i, KIND)
+            code = encode(divide(h, scale), codes.dtype.element_ty, TOP)
+            tl.store(codes + row * size + start + i, code, mask=start + i < size)
 
 
 def _act(x: Tensor, kind: str, gated: bool) -> Tensor:
@@ -102,7 +109,7 @@ def act_and_mul_quant(x: Tensor, activation: str, codes: torch.dtype) -> tuple[T
     rows, size = x.shape[0], x.shape[1] // 2
     out = torch.empty(rows, size, dtype=codes, device=x.device)
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
-    block = min(4096, power_of_2(size))
+    block = min(ROW, power_of_2(size))
     launch(
         act_quant_kernel,
         (rows,),
@@ -115,5 +122,6 @@ def act_and_mul_quant(x: Tensor, activation: str, codes: torch.dtype) -> tuple[T
         KIND=activation,
         TOP=top_of(codes),
         BLOCK=block,
+        ONCE=size <= block,
     )
     return out, scales

@@ -160,6 +160,22 @@ def round_to_grid(x, LEAST: tl.constexpr, DIGITS: tl.constexpr):
 
 
 @triton.jit
+def divide(x, scale):
+    """x / scale, rounded as IEEE does, for float32 ``x`` and the ``scale`` of ``row_scale``, which is broadcast.
+
+    With the reciprocal correctly rounded, one correction of the quotient suffices (Markstein, "Computation of
+    elementary functions on the IBM RISC System/6000", 1990): three instructions instead of about fifteen.
+    """
+    if EMULATE:  # the interpreter does not fuse
+        return tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+    else:
+        inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+        inverse = tl.broadcast_to(tl.where(scale < 1.2e-38, 0.0, inverse), x.shape)  # it would be infinite
+        quotient = x * inverse
+        return tl.fma(tl.fma(-quotient, tl.broadcast_to(scale, x.shape), x), inverse, quotient)
+
+
+@triton.jit
 def encode(x, DTYPE: tl.constexpr, TOP: tl.constexpr):
     """float32 -> int8 or float8 codes of at most TOP."""
     if DTYPE == tl.int8:

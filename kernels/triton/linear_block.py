@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..reference import linear_blocks as reference
 from ..registry import Target
-from .codes import EMULATE, cast, encode, round_to_grid, row_scale
+from .codes import EMULATE, cast, divide, encode, round_to_grid, row_scale
 from .float_codes import e4m3_as_fp16
 from .launch import FLOATS, INTERPRETED, capability_of, launch, needs, power_of_2, shared_limit
 from .tuning import tuned
@@ -32,7 +32,7 @@ def round_blocks_kernel(x, codes, scales, size, blocks, stride, BLOCK: tl.conste
     h = tl.load(x + row * stride + i, mask=i < size, other=0.0).to(tl.float32)
     scale = row_scale(tl.max(tl.abs(h), 1), TOP)
     tl.store(scales + row * blocks + block, scale, mask=block < blocks)
-    h = tl.div_rn(h, tl.broadcast_to(scale[:, None], [COUNT, BLOCK]))
+    h = divide(h, scale[:, None])
     if codes.dtype.element_ty == tl.float16:
         code = round_to_grid(tl.minimum(tl.maximum(h, -TOP), TOP), -6, 3).to(tl.float16)
     else:

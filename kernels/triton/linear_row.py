@@ -14,27 +14,35 @@ from torch import Tensor
 
 from ..reference import linear as reference
 from ..registry import Target
-from .codes import EMULATE, cast, encode, row_scale
+from .codes import EMULATE, cast, divide, encode, row_scale
 from .launch import FLOATS, capability_of, launch, needs, power_of_2, shared_limit
 from .tuning import tuned
 
+ROW = 16384  # elements of a row that the registers of 1024 threads hold while they are rounded
+
 
 @triton.jit
-def round_rows_kernel(x, codes, scales, size, stride, TOP: tl.constexpr, BLOCK: tl.constexpr):
-    """One token: scale = max|x| / TOP, codes = x / scale rounded to the codes' type; a row of zeros has scale 1."""
+def round_rows_kernel(x, codes, scales, size, stride, TOP: tl.constexpr, BLOCK: tl.constexpr, ONCE: tl.constexpr):
+    """One token: scale = max|x| / TOP, codes = x / scale rounded to the codes' type; a row of zeros has scale 1.
+
+    ONCE: the row fits in BLOCK and stays in registers; else it is read twice, the second time from the cache.
+    """
     row = tl.program_id(0).to(tl.int64)
-    peak = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, size, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        h = tl.load(x + row * stride + i, mask=i < size, other=0.0).to(tl.float32)
-        peak = tl.maximum(peak, tl.abs(h))
+    i = tl.arange(0, BLOCK)
+    h = tl.load(x + row * stride + i, mask=i < size, other=0.0).to(tl.float32)
+    peak = tl.abs(h)
+    if not ONCE:
+        for start in range(BLOCK, size, BLOCK):
+            more = tl.load(x + row * stride + start + i, mask=start + i < size, other=0.0).to(tl.float32)
+            peak = tl.maximum(peak, tl.abs(more))
     scale = row_scale(tl.zeros([1], tl.float32) + tl.max(peak, 0), TOP)
     tl.store(scales + row + tl.arange(0, 1), scale)
-    for start in range(0, size, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        h = tl.load(x + row * stride + i, mask=i < size, other=0.0).to(tl.float32)
-        h = tl.div_rn(h, tl.broadcast_to(scale, [BLOCK]))
-        tl.store(codes + row * size + i, encode(h, codes.dtype.element_ty, TOP), mask=i < size)
+    tl.store(codes + row * size + i, encode(divide(h, scale), codes.dtype.element_ty, TOP), mask=i < size)
+    if not ONCE:
+        for start in range(BLOCK, size, BLOCK):
+            h = tl.load(x + row * stride + start + i, mask=start + i < size, other=0.0).to(tl.float32)
+            code = encode(divide(h, scale), codes.dtype.element_ty, TOP)
+            tl.store(codes + row * size + start + i, code, mask=start + i < size)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -94,7 +102,7 @@ def round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         x = x.contiguous()
     codes = torch.empty(x.shape, dtype=dtype, device=x.device)
     scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    block = min(4096, power_of_2(x.shape[1]))
+    block = min(ROW, power_of_2(x.shape[1]))
     launch(
         round_rows_kernel,
         (x.shape[0],),
@@ -106,6 +114,7 @@ def round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         warps=max(1, block // 512),
         TOP=top_of(dtype),
         BLOCK=block,
+        ONCE=x.shape[1] <= block,
     )
     return codes, scales
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import norm as reference
-from .codes import cast, encode, row_scale
+from .codes import cast, divide, encode, row_scale
 from .launch import FLOATS, launch, needs, power_of_2
 from .linear_row import needs_codes, top_of
 
@@ -56,8 +56,7 @@ def rms_norm_kernel(
         y = cast(y, x.dtype.element_ty).to(tl.float32)
         unit = row_scale(tl.max(tl.abs(y), 1), TOP)
         tl.store(scales + row, unit, mask=row < rows)
-        y = tl.div_rn(y, tl.broadcast_to(unit[:, None], [ROWS, COLS]))
-        tl.store(out + flat, encode(y, out.dtype.element_ty, TOP), mask=mask)
+        tl.store(out + flat, encode(divide(y, unit[:, None]), out.dtype.element_ty, TOP), mask=mask)
 
 
 def _norm(

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from toolkit.kernels import registry
+from toolkit.kernels.reference import linear as reference
+from toolkit.kernels.triton import activation, linear_row
 
 OPS = registry.load()
 CODES = [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -44,12 +46,21 @@ def test_codes_are_those_of_the_reference(name, rows, size, codes):
         assert same > 0.995, f"{dtype}: {1 - same:.2%} of the codes differ"
 
 
-def test_a_row_longer_than_a_block_is_read_twice():
+@pytest.mark.parametrize("form", ["act", "rows"])
+def test_a_row_longer_than_a_block_is_read_twice(form, monkeypatch):
+    for module in (activation, linear_row):
+        monkeypatch.setattr(module, "ROW", 4096)
     args = inputs("act_and_mul_quant", 2, 5000, torch.float32, torch.int8)
     args["x"][0, 4990] = 90.0  # gate of a column of the second block, and its partner: the greatest of the row
     args["x"][0, 9990] = 3.0
-    found, scales = OPS["act_and_mul_quant"].implementations["triton"].run(**args)
+    if form == "act":
+        found, scales = OPS["act_and_mul_quant"].implementations["triton"].run(**args)
+        expected = OPS["act_and_mul_quant"].reference(**args)
+    else:
+        h = OPS["act_and_mul"].reference(args["x"], "silu")
+        (found, scales), expected = linear_row.round_rows(h, torch.int8), reference.round_rows(h, torch.int8)
     assert found[0, 4990] == 127 and scales[0] == pytest.approx(270 / 127)
+    assert (found == expected[0]).float().mean() > 0.999
 
 
 @pytest.mark.parametrize("form", ["int8", "fp8"])
