@@ -1,27 +1,46 @@
-"""Correctness of the kernels on a real GPU, against the reference on the CPU.
+"""Correctness on a real GPU: kernels against the reference on the CPU, the runner against the torch runner on the CPU.
 
-A smoke stage (one case an op) comes first and ends the run where the GPU itself does not work; then all cases of every
-op and dtype. Each op runs in a process of its own with a time limit, because one illegal access poisons a CUDA context.
-The JSON is written again after every op, so that nothing is lost with the machine. With --sanitize the smoke cases are
-repeated under compute-sanitizer where it is installed.
+A smoke stage of at most two minutes comes first and ends the run where nothing works; then the runner with every
+family and cache, then all cases of every op and dtype, last the smoke cases under compute-sanitizer where it is
+installed. Each item runs in a process of its own with a time limit, because one illegal access poisons a CUDA context.
+The JSON is written again after every item, so that nothing is lost with the machine.
+
+torch, triton, numpy and safetensors are all it needs. Without a GPU --dry-run does the same on a CPU: torch's kernels,
+and the runner with tests/support/graphs.py in the place of a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_SMOKE = ("rms_norm", "kv_write", "paged_attention", "linear_group_int", "sample")
+SMOKE_OPS = ("rms_norm", "rope_kv_write", "paged_attention", "linear_group_int", "sample")
+SMOKE_SECONDS = 120.0
+COMPILED = ("triton", "cuda")
+Row = dict[str, Any]
 
 
-def check_op(name: str, family: str, smoke: bool) -> list[dict[str, Any]]:
-    """Every case of one op and implementation on this machine's GPU: a row each, ``error`` None where it agreed."""
+@dataclass(frozen=True)
+class Item:
+    """One process. ``arguments``: to this script; ``limit``: seconds it may take; ``wrapper``: what it runs under."""
+
+    stage: str
+    name: str
+    arguments: tuple[str, ...]
+    limit: float
+    wrapper: tuple[str, ...] = ()
+
+
+def check_op(name: str, family: str, device: str, smoke: bool) -> list[Row]:
+    """Every case (``smoke``: one a dtype) of one op and implementation: a row each, ``error`` None where it agreed."""
     import torch
 
     from toolkit.kernels.registry import Target, load
@@ -29,29 +48,58 @@ def check_op(name: str, family: str, smoke: bool) -> list[dict[str, Any]]:
 
     op, rows = load()[name], []
     implementation = op.implementations[family]
-    major, minor = torch.cuda.get_device_capability()
+    capability = None
+    if device == "cuda":
+        major, minor = torch.cuda.get_device_capability()
+        capability = 10 * major + minor
     for dtype in op.dtypes:
         for case in op.cases():
-            target = Target("cuda", dtype, 10 * major + minor, case.traits)
+            target = Target(device, dtype, capability, case.traits)
             reason, start = implementation.unsupported(target), time.perf_counter()
-            row: dict[str, Any] = {"op": name, "family": family, "dtype": dtype, "case": case.label, "skipped": reason}
+            row: Row = {"what": f"{name} [{family}]", "case": f"{dtype} {case.label}", "skipped": reason}
             if reason is None:
                 row["error"] = compare(op, implementation, case, target)
-                torch.cuda.synchronize()
             rows.append(row | {"seconds": round(time.perf_counter() - start, 2)})
-            if smoke:
+            if smoke and reason is None:
                 break
     return rows
 
 
-def _run(name: str, family: str, smoke: bool, limit: float, wrapper: list[str]) -> list[dict[str, Any]]:
-    """``check_op`` in a process of its own."""
-    command = [*wrapper, sys.executable, __file__, "--op", name, "--family", family, *(["--smoke"] if smoke else [])]
-    start, failed = time.perf_counter(), {"op": name, "family": family, "dtype": "", "case": ""}
+def items(families: list[str], smoke_only: bool, dry: bool, sanitizer: str | None, limit: float) -> list[Item]:
+    """Everything there is to run, in order."""
+    from gpu.runner_check import FAMILIES, POLICIES
+
+    from toolkit.kernels.registry import load
+
+    ops = [(name, f) for name, op in load().items() for f in families if f in op.implementations]
+    smoke = [(name, f) for name, f in ops if name in SMOKE_OPS]
+    each = SMOKE_SECONDS / (len(smoke) + 1)
+    found = [Item("smoke", f"{n} [{f}]", ("--op", n, "--family", f, "--smoke"), each) for n, f in smoke]
+    found.append(Item("smoke", "runner llama", ("--runner", "llama"), max(each, 60.0)))
+    if smoke_only:
+        return found
+    pairs = [(family, policy) for family in FAMILIES for policy in (POLICIES if family == "llama" else (0,))]
+    for family, policy in pairs:
+        name = f"runner {family}, quant_policy {policy}"
+        found.append(Item("runner", name, ("--runner", family, "--policy", str(policy)), limit))
+    short = ("--smoke",) if dry else ()
+    found += [Item("ops", f"{n} [{f}]", ("--op", n, "--family", f, *short), limit) for n, f in ops]
+    if sanitizer is not None:
+        under = (sanitizer, "--error-exitcode", "99")
+        found += [
+            Item("sanitizer", f"{n} [{f}]", ("--op", n, "--family", f, "--smoke"), limit, under) for n, f in smoke
+        ]
+    return found
+
+
+def run(item: Item, device: str) -> list[Row]:
+    """The rows of an item; one with an error where its process failed."""
+    command = [*item.wrapper, sys.executable, __file__, *item.arguments, "--device", device]
+    start, failed = time.perf_counter(), {"what": item.name, "case": ""}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=item.limit)
     except subprocess.TimeoutExpired:
-        return [failed | {"error": f"took longer than {limit:.0f} s", "seconds": limit}]
+        return [failed | {"error": f"took longer than {item.limit:.0f} s", "seconds": item.limit}]
     lines = [line for line in done.stdout.splitlines() if line.startswith("[{")]
     if done.returncode or not lines:
         seconds = round(time.perf_counter() - start, 1)
@@ -60,65 +108,82 @@ def _run(name: str, family: str, smoke: bool, limit: float, wrapper: list[str]) 
     return json.loads(lines[-1])
 
 
-def _gpu() -> dict[str, Any]:
+def machine(device: str) -> Row:
+    """What this runs on. Exits where there is no GPU."""
     import torch
     import triton
 
+    versions = {"python": sys.version.split()[0], "torch": torch.__version__, "triton": triton.__version__}
+    if device == "cpu":
+        return {"gpu": "none: a dry run"} | versions
     if not torch.cuda.is_available():
-        raise SystemExit("gpu_check: torch sees no GPU here; what can be checked without one: scripts/gpu_build, tests")
+        raise SystemExit("gpu_check: torch sees no GPU here; without one: --dry-run, scripts/gpu_build, pytest")
     free, total = torch.cuda.mem_get_info()
-    return {
+    return versions | {
         "gpu": torch.cuda.get_device_name(),
         "capability": torch.cuda.get_device_capability(),
         "memory_gib": round(total / 2**30, 1),
         "free_gib": round(free / 2**30, 1),
-        "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "triton": triton.__version__,
     }
 
 
-def _report(rows: list[dict[str, Any]]) -> str:
+def report(item: Item, rows: list[Row]) -> str:
+    """One line, and one for each row that did not agree."""
     bad = [r for r in rows if r.get("error")]
     ran = [r for r in rows if not r.get("skipped")]
-    text = f"{len(ran) - len(bad)} of {len(ran)} agree, {len(rows) - len(ran)} not supported, {rows[0]['op']}"
-    return "\n".join([text, *(f"  {r['dtype']} {r['case']}: {r['error']}" for r in bad)])
+    seconds = sum(r.get("seconds", 0.0) for r in rows)
+    text = f"{item.stage}: {item.name}: {len(ran) - len(bad)} of {len(ran)} agree, {seconds:.1f} s"
+    if len(ran) < len(rows):
+        text += f", {len(rows) - len(ran)} not supported"
+    return "\n".join([text, *(f"  {r['case']}: {r['error']}" for r in bad)])
 
 
 def main() -> int:
     """Run the stages; the exit code is 1 when something did not agree."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, default=Path("gpu_check.json"), help="where results go, op after op")
-    parser.add_argument("--family", default="triton", help="implementation to check: triton, cuda or torch")
-    parser.add_argument("--op", help="check this op here and print its rows as JSON")
-    parser.add_argument("--smoke", action="store_true", help="one case a dtype; without --op: the smoke stage alone")
-    parser.add_argument("--limit", type=float, default=300, help="seconds an op may take")
-    parser.add_argument("--sanitize", action="store_true", help="repeat the smoke cases under compute-sanitizer")
+    parser.add_argument("--json", type=Path, default=Path("gpu_check.json"), help="where results go, item after item")
+    parser.add_argument("--family", help="check the ops of this implementation alone: triton, cuda or torch")
+    parser.add_argument("--only", help="items whose name holds this, as paged_attention")
+    parser.add_argument("--smoke", action="store_true", help="the smoke stage alone; with --op: one case a dtype")
+    parser.add_argument("--limit", type=float, default=300, help="seconds an item may take")
+    parser.add_argument("--no-sanitizer", action="store_true", help="leave compute-sanitizer out")
+    parser.add_argument("--dry-run", action="store_true", help="on a CPU, so that this script is known to work")
+    parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
+    parser.add_argument("--op", help=argparse.SUPPRESS)  # the items: print the rows as JSON
+    parser.add_argument("--runner", help=argparse.SUPPRESS)
+    parser.add_argument("--policy", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.op is not None:
-        print(json.dumps(check_op(options.op, options.family, options.smoke)))
+        print(json.dumps(check_op(options.op, options.family, options.device, options.smoke)))
         return 0
-    from toolkit.kernels.registry import load
+    if options.runner is not None:
+        from gpu.runner_check import check_runner
 
-    result: dict[str, Any] = {"machine": _gpu(), "smoke": [], "ops": [], "sanitizer": []}
-    ops = [name for name, op in load().items() if options.family in op.implementations]
-    print(json.dumps(result["machine"]))
-    stages: list[tuple[str, list[str], bool, list[str]]] = [("smoke", [n for n in _SMOKE if n in ops], True, [])]
-    if not options.smoke:
-        stages.append(("ops", ops, False, []))
-    if options.sanitize and (tool := shutil.which("compute-sanitizer")):
-        stages.append(("sanitizer", ops, True, [tool, "--error-exitcode", "99"]))
-    for stage, names, smoke, wrapper in stages:
-        for name in names:
-            rows = _run(name, options.family, smoke, options.limit, wrapper)
-            result[stage].extend(rows)
-            options.json.write_text(json.dumps(result, indent=1) + "\n")
-            print(f"{stage}: {_report(rows)}", flush=True)
-        if stage == "smoke" and names and all(r.get("error") for r in result[stage]):
+        print(json.dumps(check_runner(options.runner, options.policy, options.device)))
+        return 0
+    device = "cpu" if options.dry_run else "cuda"
+    if options.dry_run:
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    families = [options.family] if options.family else ["torch"] if options.dry_run else list(COMPILED)
+    result: dict[str, Any] = {"machine": machine(device), "rows": []}
+    print(json.dumps(result["machine"]), flush=True)
+    sanitizer = None if options.no_sanitizer or options.dry_run else shutil.which("compute-sanitizer")
+    todo = items(families, options.smoke, options.dry_run, sanitizer, options.limit)
+    for i, item in enumerate(todo):
+        if options.only and options.only not in item.name:
+            continue
+        rows = run(item, device)
+        result["rows"] += [{"stage": item.stage, **row} for row in rows]
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        print(report(item, rows), flush=True)
+        last_of_smoke = item.stage == "smoke" and (i + 1 == len(todo) or todo[i + 1].stage != "smoke")
+        if last_of_smoke and all(r.get("error") for r in result["rows"] if not r.get("skipped")):
             print("gpu_check: nothing of the smoke stage works on this GPU; the rest is left out")
             return 1
-    return 1 if any(r.get("error") for s in ("smoke", "ops", "sanitizer") for r in result[s]) else 0
+    return 1 if any(r.get("error") for r in result["rows"]) else 0
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
     sys.exit(main())

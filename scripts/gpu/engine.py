@@ -1,0 +1,108 @@
+"""The whole engine on models of made-up weights: tokens a second for one request, and for many."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gpu.models import AWQ, BIG, FP8, tiny
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Load:
+    """``requests`` of ``prompt`` tokens that are answered with ``new`` each; one alone measures latency."""
+
+    label: str
+    requests: int
+    prompt: int
+    new: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, how its KV cache is kept, and what it is loaded with."""
+
+    label: str
+    config: dict[str, Any]
+    quant_policy: int
+    loads: tuple[Load, ...]
+
+
+ONE = Load("batch 1", 1, 128, 384)
+LONG, EVEN = Load("512/256", 512, 512, 256), Load("200/200", 768, 200, 200)
+CASES = (
+    Case("1b bf16", BIG["1b"], 0, (ONE, EVEN)),
+    Case("8b bf16", BIG["8b"], 0, (ONE, LONG, EVEN)),
+    Case("8b awq", BIG["8b"] | AWQ, 0, (ONE, LONG)),
+    Case("8b fp8 int8 KV", BIG["8b"] | FP8, 8, (ONE, LONG)),
+    Case("moe bf16", BIG["moe"], 0, (ONE, EVEN)),
+)
+TINY = (
+    Case("tiny", tiny("llama"), 0, (Load("batch 1", 1, 8, 4), Load("20/4", 3, 20, 4))),
+    Case("tiny awq", tiny("awq") | {"dtype": "float32"}, 8, (Load("batch 1", 1, 8, 4),)),
+)
+
+
+def measure(case: Case, device: str, backend: str) -> Iterator[Row]:
+    """A row for each load, tokens a second; one with the error where the engine does not start."""
+    from toolkit.engine.setup import Setup, start
+    from toolkit.messages import PytorchEngineConfig, TurbomindEngineConfig
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        (path / "config.json").write_text(json.dumps(case.config))
+        longest = max(load.prompt + load.new for load in case.loads)
+        common: dict[str, Any] = {
+            "load_format": "dummy",
+            "session_len": longest + 1,
+            "max_batch_size": min(256, max(load.requests for load in case.loads)),
+            "quant_policy": case.quant_policy,
+            "enable_prefix_caching": False,
+        }
+        if backend == "pytorch":
+            config: Any = PytorchEngineConfig(device_type=device, **common)
+        else:
+            config = TurbomindEngineConfig(device=device, **common)
+        begun = time.perf_counter()
+        core, facts = start(Setup(path, path, config, backend), None, lambda text: None)  # type: ignore[arg-type]
+        yield {
+            "name": f"{case.label}, start",
+            "value": time.perf_counter() - begun,
+            "unit": "s",
+            "runner": f"{facts.runner} on {facts.device}, {facts.dtype}",
+            "note": facts.runner_note,
+        }
+        try:
+            for load in case.loads:
+                yield _run(core, case, load)
+        finally:
+            core.runner.close()
+
+
+def _run(core: Any, case: Case, load: Load) -> Row:
+    from toolkit.engine.request import EngineRequest, SamplingParams
+
+    rng = np.random.default_rng(0)
+    for i in range(load.requests):
+        prompt = rng.integers(3, case.config["vocab_size"] - 3, load.prompt).tolist()
+        core.add(EngineRequest(f"{load.label} {i}", prompt, SamplingParams(load.new)))
+    first, tokens, began = 0.0, 0, time.perf_counter()
+    while core.has_work:
+        for output in core.step():
+            if output.error is not None:
+                return {"name": f"{case.label}, {load.label}", "error": output.error}
+            tokens += len(output.token_ids)
+            first = first or time.perf_counter()
+    end = time.perf_counter()
+    row = {"name": f"{case.label}, {load.label}", "unit": "tok/s", "tokens": tokens, "seconds": end - began}
+    if load.requests == 1:  # decoding alone
+        return row | {"value": (tokens - 1) / (end - first), "first_token_seconds": first - began}
+    return row | {"value": tokens / (end - began)}

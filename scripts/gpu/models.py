@@ -1,0 +1,102 @@
+"""Shapes of the models that are checked and measured: configs as ``config.json`` has them, weights are made up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_TINY: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+    "dtype": "float32",
+}
+# What each family adds, so that its peculiarities matter within some dozen tokens.
+TINY: dict[str, dict[str, Any]] = {
+    "llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 24, "head_dim": 32},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32},
+    "gemma2": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "head_dim": 32,
+        "sliding_window": 16,
+        "query_pre_attn_scalar": 24,
+        "num_hidden_layers": 4,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+    },
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2},
+    "awq": {
+        "architectures": ["LlamaForCausalLM"],
+        "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 64},
+        "dtype": "float16",
+    },
+}
+
+_BIG: dict[str, Any] = {
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 8192,
+    "dtype": "bfloat16",
+    "vocab_size": 128256,
+    "architectures": ["LlamaForCausalLM"],
+}
+BIG: dict[str, dict[str, Any]] = {
+    "1b": _BIG
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
+    "8b": _BIG
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "moe": _BIG
+    | {
+        "architectures": ["MixtralForCausalLM"],
+        "hidden_size": 2048,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 32000,
+    },
+}
+AWQ = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}, "dtype": "float16"}
+FP8 = {"quantization_config": {"quant_method": "fp8"}}
+
+
+def tiny(family: str) -> dict[str, Any]:
+    """The config of a tiny model of one family."""
+    return _TINY | TINY[family]

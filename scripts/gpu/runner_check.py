@@ -1,0 +1,102 @@
+"""The runner for GPUs against the torch runner on the CPU: the same made-up weights, step by step."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from gpu.models import TINY, tiny
+
+FAMILIES = tuple(TINY)
+POLICIES = (0, 8, 4, 16)
+# How far logits of spread about 1 may stand apart, by quant_policy: sums in another order may round a code elsewhere.
+CLOSE = {0: 2e-3, 8: 2e-2, 4: 1e-1, 16: 1e-1}
+CLOSE_HALF = 3e-2  # a model in float16
+
+
+def support(name: str) -> ModuleType:
+    """``tests/support/<name>.py``."""
+    full = f"toolkit_test_support_{name}"
+    if full not in sys.modules:
+        path = Path(__file__).parents[2] / "tests" / "support" / f"{name}.py"
+        spec = importlib.util.spec_from_file_location(full, path)
+        assert spec is not None and spec.loader is not None
+        sys.modules[full] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[full])
+    return sys.modules[full]
+
+
+def _drivers(family: str, policy: int, device: str) -> tuple[Any, Any]:
+    """(a driver over the runner for GPUs, one over the torch runner on the CPU)."""
+    import torch
+
+    from toolkit.models.registry import build
+    from toolkit.runners.base import RunnerOptions
+    from toolkit.runners.cuda.runner import CudaRunner
+    from toolkit.runners.dummy_weights import DummyWeights
+    from toolkit.runners.torch.runner import TorchRunner
+
+    config = tiny(family)
+    spec, _ = build(config, family)
+    weights = DummyWeights(spec, config, torch.device("cpu"))
+    options = RunnerOptions(device=device, dtype=config["dtype"], block_size=16, quant_policy=policy)
+    if device == "cpu":
+        graphs = support("graphs")
+        stand_in = graphs.CpuDevice()
+        ours = stand_in.watch(CudaRunner(spec, lambda: weights, options, stand_in, graphs.interpreted_ops()))
+    else:
+        torch.backends.cuda.matmul.allow_tf32 = False
+        ours = CudaRunner(spec, lambda: weights, options)
+    oracle = TorchRunner(spec, lambda: weights, RunnerOptions("cpu", config["dtype"], policy, 16))
+    steps = support("steps")
+    return steps.Driver(ours), steps.Driver(oracle)
+
+
+def check_runner(family: str, policy: int, device: str) -> list[dict[str, Any]]:
+    """Prompts in chunks, ragged batches, decode steps through graphs of several sizes, each against the oracle.
+
+    A row a step, ``error`` None where the logits agree and every token is the oracle's, or as good by its logits.
+    """
+    ours, oracle = _drivers(family, policy, device)
+    close = CLOSE_HALF if tiny(family)["dtype"] == "float16" else CLOSE[policy]
+    rng, rows = np.random.default_rng(7), []
+    numbers = [ours.add() for _ in range(3)]
+    assert numbers == [oracle.add() for _ in range(3)]
+
+    def prompt(length: int) -> list[int]:
+        return rng.integers(3, 300, length).tolist()
+
+    plan: list[tuple[str, dict[int, list[int]]]] = [
+        ("prompt", {0: prompt(33)}),
+        ("mixed", {0: prompt(1), 1: prompt(7), 2: prompt(20)}),
+        *((f"decode {n}", {i: prompt(1) for i in range(n)}) for n in (3, 3, 3, 1, 2, 1, 3)),
+        ("after graphs", {0: prompt(2), 1: prompt(1), 2: prompt(1)}),
+    ]
+    for label, new in plan:
+        start = time.perf_counter()
+        captured = label.startswith("decode")
+        found = ours.step(dict(new), "last" if captured else "all")
+        expected = oracle.step(dict(new), "all")
+        row: dict[str, Any] = {"what": f"runner {family}, quant_policy {policy}", "case": label, "skipped": None}
+        row["error"] = _differs(found, expected, None if captured else close, close)
+        rows.append(row | {"seconds": round(time.perf_counter() - start, 2)})
+    return rows
+
+
+def _differs(found: Any, expected: Any, logits_close: float | None, close: float) -> str | None:
+    if logits_close is not None:
+        worst = float(np.abs(found.logits - expected.logits).max())
+        if not worst <= logits_close:
+            return f"logits differ by up to {worst:.3g}, expected at most {logits_close}"
+    ends = expected.logits[-1:] if len(expected.tokens) == 1 else expected.logits
+    for row, (token, right) in enumerate(zip(found.tokens[:, 0], expected.tokens[:, 0], strict=True)):
+        if token != right and len(ends) == len(expected.tokens):
+            short = float(ends[row, right] - ends[row, token])
+            if not short <= 2 * close:
+                return f"row {row}: token {token} instead of {right}, whose logit is {short:.3g} higher"
+    return None
