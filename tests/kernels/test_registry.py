@@ -121,6 +121,7 @@ def test_the_self_test_agrees_here():
         ("linear_int8", lambda run: lambda **a: run(**(a | {"scales": a["scales"].roll(1)}))),
         ("paged_attention", lambda run: lambda **a: run(**(a | {"seq_lens": a["seq_lens"].clip(2) - 1}))),
         ("kv_write", lambda run: lambda **a: run(**(a | {"k": a["v"]}))),
+        ("rope_kv_write", lambda run: lambda **a: run(**(a | {"q_weight": a.get("k_weight")}))),
         ("moe_experts", lambda run: lambda **a: run(**(a | {"weights": a["weights"].flip(1)}))),
         ("sample", lambda run: lambda **a: run(**(a | {"u": 1 - a["u"]}))),
         ("apply_bitmask", lambda run: lambda **a: run(**(a | {"bitmask": ~a["bitmask"]}))),
