@@ -76,10 +76,11 @@ class Graphs:
         views = layout.views(buffer)
         try:
             replay = self.device.capture(lambda: left.append(self.body(views, made, key)))
-        except self.device.trouble() as error:
+        except RuntimeError as error:
             self.enabled = False
             self.clear()
-            log.warning("no memory is left to capture decode steps: they run kernel by kernel (%s)", error)
+            why = "no memory is left" if isinstance(error, self.device.trouble()) else "the device refuses"
+            log.warning("%s to capture decode steps: they run kernel by kernel (%s)", why, error)
             return
         while len(self._graphs) >= MOST_GRAPHS:
             self._graphs.popitem(last=False)

@@ -6,7 +6,7 @@ Tests put another class with these methods in its place, so that everything else
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -87,8 +87,11 @@ class CudaDevice:
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             run()
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with suppress(RuntimeError):  # that the capture was broken off says less than why
+                graph.capture_end()
+            raise
+        graph.capture_end()
         return graph.replay
 
     def memory(self) -> tuple[int, int]:
