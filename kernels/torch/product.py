@@ -39,4 +39,5 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         or not prefers_onednn()
     ):
         return F.linear(x, weight, bias)
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    # Strides of its own making send oneDNN to a loop that is a thousand times slower.
+    return torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight.contiguous(), bias, "none", [], "")
