@@ -115,12 +115,12 @@ def round_site(
         yield from ((x, _super_blocks(weights[x.name], grid.ggml, xtx, x.name)) for x in linears)
         return
     assert factor is not None
-    for batch in _batches(linears):
+    for batch in batches(linears):
         whole = round_columns(torch.cat([weights[x.name] for x in batch]), factor, grid, rounding)
         yield from zip(batch, _split(whole, batch, weights, grid), strict=True)
 
 
-def _batches(linears: Sequence[LinearSpec]) -> Iterator[list[LinearSpec]]:
+def batches(linears: Sequence[LinearSpec]) -> Iterator[list[LinearSpec]]:
     """At most ``ROWS`` rows at once, of more than one module only where they take little memory."""
     batch: list[LinearSpec] = []
     for module in modules(linears):

@@ -192,6 +192,7 @@ def auto_round(
         formats=("auto_round", *gptq_names, "compressed-tensors", *plain),
         group_size=grid.group_size,
         prepare=prepare,
+        whole_layers=True,
     )
     return run(source, Path(work_dir), recipe, common, progress)
 

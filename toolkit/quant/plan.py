@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from toolkit.models.spec import AttentionSpec, LayerSpec, MlpSpec
-from toolkit.quant.layers import LayerSource, layer_linears
-from toolkit.quant.sites import layer_sites
+from toolkit.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec
+from toolkit.quant.gptq import batches
+from toolkit.quant.layers import LayerSource, layer_linears, module_bytes
+from toolkit.quant.lazy import KEEP
+from toolkit.quant.sites import Site, layer_sites
+from toolkit.quant.statistics import in_turns
 
-BASE = 600 << 20  # the interpreter with torch, buffers
-COPIES = 3.0  # of a layer in float32: as it is, scaled, and rounded again; codes and 16-bit copies are the rest
-MATRICES = 4  # of inputs × inputs beside the statistics themselves: scaled, damped, factored, inverted
+BASE = 450 << 20  # the interpreter with torch, buffers, what the allocator does not give back
+MATRICES = 3  # of inputs × inputs beside the statistics themselves, while a Hessian is factored …
+KEPT_MATRICES = 2  # … and while weights are rounded: the Hessian and its factor
+PIECES = 6  # copies of the linears that are rounded together: scaled, ordered, codes, what they come back as, errors
+WHOLE = 3  # copies of a layer where a library tunes it as a whole
 FLOAT = 4
 LOGITS_BYTES = 300 << 20  # logits before and after with what is computed from them
 
@@ -42,28 +47,61 @@ def plan_memory(
     eval_tokens: int,
     cache_memory: float,
     tuning: int = 0,
+    head: bool = False,
+    whole_layers: bool = False,
 ) -> Plan:
     """What quantizing ``source`` takes. ``cache_memory``: GiB; 0 ``samples``: no text is read; ``tuning``: bytes that
-    tuning takes afterwards."""
+    tuning takes afterwards; ``head``: whether it is quantized too; ``whole_layers``: whether the method has a layer in
+    memory as a whole."""
     spec = source.spec
-    row = spec.hidden_size * FLOAT
-    activations = (samples * seqlen + 2 * eval_tokens) * row
+    activations = (samples * seqlen + 2 * eval_tokens) * spec.hidden_size * FLOAT
     disk = max(0, activations - int(cache_memory * (1 << 30)))
-    layer = max(sum(_bytes(x.in_features, x.out_features) for x in layer_linears(layer)) for layer in spec.layers)
-    grams, widest = 0, 0
-    if samples:
-        sizes = [[_bytes(site.size, site.size) for site in layer_sites(layer)] for layer in spec.layers]
-        grams, widest = max(map(sum, sizes)), max(map(max, sizes))
     tokens = max(min(batch_size, samples) * seqlen, min(1024, eval_tokens))
-    working = tokens * max(layer_width(layer) for layer in spec.layers) * FLOAT
-    forward, rounding = working, MATRICES * widest
-    layers = int(COPIES * layer) + grams + max(forward, rounding, LOGITS_BYTES)
-    peak = BASE + max(layers, tuning + LOGITS_BYTES if tuning else 0) + activations - disk
-    return Plan(peak, activations, disk)
+    peaks = [_layer(layer, samples > 0, tokens, whole_layers) for layer in set(spec.layers)]
+    table = LinearSpec(spec.head, spec.hidden_size, spec.vocab_size)
+    peaks.append(_bytes(table) + LOGITS_BYTES)  # embedding and head as they are stored, mapped, in 16 bits
+    if tuning:
+        peaks.append(tuning + LOGITS_BYTES)
+    if head:
+        peaks.append(_bytes(table) + _rounding([Site(spec.head, spec.hidden_size, (table,), (), None)], samples > 0))
+    return Plan(BASE + max(peaks) + activations - disk, activations, disk)
 
 
-def _bytes(rows: int, columns: int) -> int:
-    return rows * columns * FLOAT
+def _layer(layer: LayerSpec, calibrated: bool, tokens: int, whole: bool) -> int:
+    """What going through one layer takes: while statistics are taken, while it is rounded, while it is measured."""
+    linears, sites = layer_linears(layer), layer_sites(layer)
+    size = sum(map(_bytes, linears))
+    if whole:
+        return WHOLE * size + tokens * layer_width(layer) * FLOAT
+    forward = tokens * layer_width(layer) * FLOAT + 2 * max(map(_bytes, linears))
+    statistics = max(sum(_matrix(s) for s in group) for group in _groups(sites)) if calibrated else 0
+    measured = min(size, max(KEEP, 2 * module_bytes(layer)))
+    return min(size, KEEP) + max(statistics + forward, _rounding(sites, calibrated), measured + forward)
+
+
+def _rounding(sites: list[Site], calibrated: bool) -> int:
+    """Statistics that are held together, and what the widest of their sites takes beside them."""
+    found = 0
+    for group in _groups(sites):
+        held = sum(map(_matrix, group)) if calibrated else 0
+        for site in group:
+            largest = max(sum(map(_bytes, batch)) for batch in batches(site.linears))
+            matrix = _matrix(site)
+            found = max(found, held + max(MATRICES * matrix, KEPT_MATRICES * matrix + PIECES * largest))
+    return found
+
+
+def _groups(sites: list[Site]) -> list[list[Site]]:
+    by_name = {site.name: site for site in sites}
+    return [[by_name[name] for name in names] for names in in_turns(sites)]
+
+
+def _matrix(site: Site) -> int:
+    return site.size**2 * FLOAT
+
+
+def _bytes(linear: LinearSpec) -> int:
+    return linear.in_features * linear.out_features * FLOAT
 
 
 def layer_width(layer: LayerSpec) -> int:

@@ -108,7 +108,8 @@ class Recipe:
     beforehand. ``group_size``: see ``write_checkpoint``. ``sequential``: see ``layerwise.Setting``. ``calibrated``:
     whether the method reads text at all. ``prepare``: what is to be done with the whole model before its layers,
     returning figures for ``quality``. ``tune_steps``: of the tuning afterwards, None for the default where it fits
-    ``--cache-memory``. ``extra``: fields added to the checkpoint's ``quantization_config``.
+    ``--cache-memory``. ``whole_layers``: whether ``prepare`` has a layer in memory as a whole. ``extra``: fields added to
+    the checkpoint's ``quantization_config``.
     """
 
     stage: str
@@ -121,6 +122,7 @@ class Recipe:
     calibrated: bool = True
     prepare: Callable[[Prepared], dict[str, Any]] | None = None
     tune_steps: int | None = 0
+    whole_layers: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -135,13 +137,21 @@ def spill_of(stage: Stage, common: Common) -> Spill:
 
 
 def tell_plan(
-    source: LayerSource, common: Common, plan: CalibrationPlan | None, *, eval_tokens: int, tunes: bool = False
+    source: LayerSource,
+    common: Common,
+    plan: CalibrationPlan | None,
+    *,
+    eval_tokens: int,
+    tunes: bool = False,
+    whole_layers: bool = False,
 ) -> None:
-    """Say how much memory the run will take. ``plan``: of the text, None where none is read."""
+    """Say how much memory the run will take. ``plan``: of the text, None where none is read; the rest as for
+    ``plan_memory``."""
     samples, seqlen = (plan.samples, plan.seqlen) if plan else (0, 0)
     memory = plan_memory(
         source, samples=samples, seqlen=seqlen, batch_size=common.batch_size, eval_tokens=eval_tokens,
         cache_memory=common.cache_memory, tuning=needed(source, seqlen) if tunes else 0,
+        head=common.quantize_lm_head, whole_layers=whole_layers,
     )  # fmt: skip
     common.notice(memory.line())
 
@@ -181,7 +191,9 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
     plan = text.plan if text else None
     hindrance = "not with --format gguf" if form == gguf.FORMAT else None
     tune_steps = choose_steps(source, recipe.tune_steps, plan, common.cache_memory, hindrance, common.notice)
-    tell_plan(source, common, plan, eval_tokens=common.eval_tokens, tunes=tune_steps > 0)
+    tell_plan(
+        source, common, plan, eval_tokens=common.eval_tokens, tunes=tune_steps > 0, whole_layers=recipe.whole_layers
+    )
     progress("reading the model", 0, 1)
     parent = describe_parent(source.path)
     statistics = _saved(source, recipe, common, parent["digest"])
