@@ -139,14 +139,16 @@ def _form(traits: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class PackedLinear:
-    """``linear`` with everything but x."""
+    """``linear`` with everything but what differs from step to step."""
 
     weight: Packed
     bias: Tensor | None
     workspace: Workspace
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        return linear(x, self.weight, self.bias, residual, out=out, workspace=self.workspace)
+    def __call__(
+        self, x: Tensor, residual: Tensor | None = None, *, out: Tensor | None = None, dependent: bool = False
+    ) -> Tensor:
+        return linear(x, self.weight, self.bias, residual, out=out, workspace=self.workspace, dependent=dependent)
 
 
 def prepare(

@@ -64,18 +64,24 @@ def unpack_codes(packed: Tensor, bits: int) -> Tensor:
 
 
 def _group_cases() -> Iterator[Case]:
-    forms = (("zeros4", 4, 32, False, False), ("minima4", 4, 32, True, False), ("zeros8", 8, 64, False, False))
-    for label, bits, group, minima, order in (*forms, ("order3", 3, 32, False, True), ("zeros2", 2, 32, False, False)):
+    forms = [("zeros4", 4, 32, False, False), ("minima4", 4, 32, True, False), ("zeros8", 8, 64, False, False)]
+    forms += [("order3", 3, 32, False, True), ("zeros2", 2, 32, False, False), ("order4", 4, 64, False, True)]
+    cases = [(5, 128, *form) for form in forms]  # tokens, inputs; then those that other kernels take
+    cases += [(tokens, 128, f"tokens{tokens}", 4, 64, False, False) for tokens in (12, 40, 70, 400)]
+    cases += [(1, 2048, "long1", 4, 128, False, False), (9, 1024, "long9", 4, 1024, False, False)]
+    for tokens, n_in, label, bits, group, minima, order in cases:
 
-        def make(dtype, device, g, bits=bits, group=group, minima=minima, order=order) -> dict[str, Any]:
-            out, n_in = 24, 128
+        def make(
+            dtype, device, g, tokens=tokens, n_in=n_in, bits=bits, group=group, minima=minima, order=order
+        ) -> dict[str, Any]:
+            out = 24
             codes = torch.randint(0, 1 << bits, (out, n_in), generator=g, dtype=torch.uint8)
             scales = (torch.rand(out, n_in // group, generator=g) + 0.1) / (8 << bits)
             zeros = torch.randint(0, 1 << bits, scales.shape, generator=g, dtype=torch.uint8)
             floor = torch.randn(scales.shape, generator=g) / 8
             index = (torch.randperm(n_in, generator=g) // group).int()
             return {
-                "x": torch.randn(5, n_in, generator=g).to(device, dtype),
+                "x": torch.randn(tokens, n_in, generator=g).to(device, dtype),
                 "packed": pack_codes(codes, bits).to(device),
                 "scales": scales.to(device, torch.float16),
                 "zeros": None if minima else zeros.to(device),
@@ -85,7 +91,7 @@ def _group_cases() -> Iterator[Case]:
                 "bias": torch.randn(out, generator=g).to(device, dtype),
             }
 
-        traits = {"bits": bits, "group_size": group, "n_in": 128, "minima": minima, "scale_dtype": "float16"}
+        traits = {"bits": bits, "group_size": group, "n_in": n_in, "minima": minima, "scale_dtype": "float16"}
         yield Case(label, make, traits)
 
 

@@ -151,6 +151,13 @@ def test_split_sums_are_the_same_in_every_order(cuda_host, bits, tokens, kind, d
     assert_close(results[0], x.double() @ weight.dense().double().T + b.double(), dtype)
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("tokens", [3, 12])
+def test_warps_that_end_at_different_times(cuda_host, tokens, seed):
+    machine = cuda_host.host(multiprocessors=1, seed=seed)  # 33 steps among 8 or 2 warps, nothing split
+    check(machine, Weight(4, 40, 2112, 64), tokens, torch.float16)
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group", [32, 128, 256])
