@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+from contextlib import nullcontext
 from ctypes import byref, c_char_p, c_int, c_uint, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from ..registry import KernelError
-from .plan import THREADS, LinearArguments, Machine, shared_bytes
+from .plan import THREADS, LinearArguments, Machine, names, shared_bytes
 
 FATBIN = Path(__file__).with_name("_kernels.fatbin")
 LEAST_CAPABILITY = 80
@@ -101,42 +102,58 @@ def _call(name: str, *arguments: Any) -> None:
         raise KernelError(f"{name}: {(text.value or b'unknown error').decode()} (CUDA error {code})")
 
 
-@functools.cache
-def _functions(path: Path, index: int) -> dict[str, c_void_p]:
-    """Handles of kernels on device ``index``, filled by ``_function``; "" is the module."""
-    with torch.cuda.device(index):
-        torch.cuda.current_stream().synchronize()  # the device's context is there and current
-        module = c_void_p()
-        _call("cuModuleLoadData", byref(module), path.read_bytes())
-    return {"": module}
+@dataclass(frozen=True)
+class Loaded:
+    """The fatbin on one GPU: torch's context there, and every kernel that fits."""
+
+    context: c_void_p
+    functions: dict[str, c_void_p]
 
 
-def _function(path: Path, index: int, kernel: str) -> c_void_p:
-    known = _functions(path, index)
-    if kernel not in known:
-        found = c_void_p()
-        _call("cuModuleGetFunction", byref(found), known[""], kernel.encode())
-        _call("cuFuncSetAttribute", found, _MAX_DYNAMIC_SHARED, shared_bytes(kernel))
-        known[kernel] = found
-    return known[kernel]
+def load(path: Path, device: int, shared_limit: int) -> Loaded:
+    """Load all kernels of the fatbin at ``path`` that need at most ``shared_limit`` bytes of shared memory a block.
+
+    All at once, because none can be loaded while a graph is captured. KernelError with what the driver says.
+    """
+    handle, context, module = c_int(), c_void_p(), c_void_p()
+    _call("cuInit", 0)
+    _call("cuDeviceGet", byref(handle), device)
+    _call("cuDevicePrimaryCtxRetain", byref(context), handle)
+    _call("cuCtxSetCurrent", context)
+    _call("cuModuleLoadData", byref(module), path.read_bytes())
+    functions = {}
+    for kernel in names():
+        if shared_bytes(kernel) <= shared_limit:
+            functions[kernel] = c_void_p()
+            _call("cuModuleGetFunction", byref(functions[kernel]), module, kernel.encode())
+            _call("cuFuncSetAttribute", functions[kernel], _MAX_DYNAMIC_SHARED, shared_bytes(kernel))
+    return Loaded(context, functions)
 
 
 def _launch(
-    path: Path, index: int, kernel: str, grid: tuple[int, int, int], arguments: LinearArguments, dependent: bool
+    loaded: Loaded, kernel: str, grid: tuple[int, int, int], arguments: LinearArguments, dependent: bool
 ) -> None:
-    with torch.cuda.device(index):
-        function = _function(path, index, kernel)
-        attribute = _Attribute(_SERIALIZATION, 0, 1)
-        config = _Config(
-            (c_uint * 3)(*grid),
-            (c_uint * 3)(THREADS, 1, 1),
-            shared_bytes(kernel),
-            torch.cuda.current_stream().cuda_stream,
-            ctypes.pointer(attribute),
-            int(dependent),
-        )
-        pointers = (c_void_p * 1)(ctypes.addressof(arguments))
-        _call("cuLaunchKernelEx", byref(config), function, pointers, None)
+    """On the current stream of the current device, which is the one that was loaded for."""
+    _call("cuCtxSetCurrent", loaded.context)  # a thread that called nothing of CUDA yet has none
+    attribute = _Attribute(_SERIALIZATION, 0, 1)
+    config = _Config(
+        (c_uint * 3)(*grid),
+        (c_uint * 3)(THREADS, 1, 1),
+        shared_bytes(kernel),
+        torch.cuda.current_stream().cuda_stream,
+        ctypes.pointer(attribute),
+        int(dependent),
+    )
+    pointers = (c_void_p * 1)(ctypes.addressof(arguments))
+    _call("cuLaunchKernelEx", byref(config), loaded.functions[kernel], pointers, None)
+
+
+def _launch_on(
+    index: int, loaded: Loaded, kernel: str, grid: tuple[int, int, int], arguments: LinearArguments, dependent: bool
+) -> None:
+    elsewhere = index != torch.cuda.current_device()
+    with torch.cuda.device(index) if elsewhere else nullcontext():
+        _launch(loaded, kernel, grid, arguments, dependent)
 
 
 @functools.cache
@@ -149,6 +166,10 @@ def machine(device: torch.device) -> Machine:
     if reason is not None:
         raise KernelError(f"the CUDA kernels cannot run: {reason}")
     handle, shared = c_int(), c_int()
+    _call("cuInit", 0)
     _call("cuDeviceGet", byref(handle), index)
     _call("cuDeviceGetAttribute", byref(shared), _SHARED_OPTIN, handle)
-    return Machine(functools.partial(_launch, FATBIN, index), properties.multi_processor_count, shared.value)
+    with torch.cuda.device(index):
+        loaded = load(FATBIN, index, shared.value)
+    launch = functools.partial(_launch_on, index, loaded)
+    return Machine(launch, properties.multi_processor_count, shared.value)

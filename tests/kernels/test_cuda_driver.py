@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import json
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from toolkit.errors import UsageError
 from toolkit.kernels import registry
 from toolkit.kernels.cuda import driver
 from toolkit.kernels.cuda import linear as cuda
-from toolkit.kernels.cuda.plan import LinearArguments
+from toolkit.kernels.cuda.plan import LinearArguments, names
 from toolkit.kernels.registry import KernelError, Target
 from toolkit.kernels.tolerances import compare
 from toolkit.runners.torch import linear as runner_linear
@@ -120,7 +122,7 @@ def test_reasons_name_what_is_missing(fatbin, monkeypatch, tmp_path):
 
 
 class FakeDriver:
-    """libcuda as far as the launcher calls it."""
+    """libcuda as far as it is called."""
 
     def __init__(self, failing: str = ""):
         self.calls: list = []
@@ -131,48 +133,64 @@ class FakeDriver:
             self.calls.append((name, arguments))
             if name == "cuGetErrorString":
                 arguments[1]._obj.value = b"no image for this GPU"
+            elif name == "cuDeviceGetAttribute":
+                arguments[0]._obj.value = 99 * 1024
             elif name == "cuModuleGetFunction":
-                arguments[0]._obj.value = 77
+                arguments[0]._obj.value = len(self.calls)
             return 209 if name == self.failing else 0
 
         return call
 
+    def named(self, name):
+        return [arguments for found, arguments in self.calls if found == name]
+
 
 @pytest.fixture
 def gpu(monkeypatch, fatbin):
-    """A fake driver and the parts of torch.cuda that launching uses."""
-    from contextlib import nullcontext
-    from types import SimpleNamespace
-
+    """A fake driver and the parts of torch.cuda that loading and launching use: a GPU with 99 KiB of shared memory."""
     fake = FakeDriver()
     monkeypatch.setattr(driver, "_driver", lambda: fake)
-    driver._functions.cache_clear()
-    stream = SimpleNamespace(cuda_stream=1234, synchronize=lambda: None)
+    monkeypatch.setattr(driver, "FATBIN", fatbin)
+    monkeypatch.setattr(driver, "unavailable", lambda capability: None)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=1234))
+    properties = SimpleNamespace(major=8, minor=6, multi_processor_count=84)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    driver.machine.cache_clear()
     yield fake
-    driver._functions.cache_clear()
+    driver.machine.cache_clear()
 
 
 @pytest.mark.parametrize("dependent", [False, True])
-def test_a_launch_says_all_to_the_driver(gpu, fatbin, dependent):
-    arguments = LinearArguments(tokens=3)
+def test_a_launch_says_all_to_the_driver(gpu, dependent):
+    machine = driver.machine(torch.device("cuda:0"))
+    assert (machine.multiprocessors, machine.shared_limit) == (84, 99 * 1024)
+    loaded = len(gpu.calls)
     for _ in range(2):
-        driver._launch(fatbin, 0, "few_float16_w4_s64", (5, 2, 1), arguments, dependent)
-    names = [name for name, _ in gpu.calls]
-    once = ["cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute"]
-    assert names == [*once, "cuLaunchKernelEx", "cuLaunchKernelEx"], "modules and functions are looked up once"
-    assert gpu.calls[1][1][2] == b"few_float16_w4_s64"
+        arguments = LinearArguments(tokens=3)
+        driver.machine(torch.device("cuda:0")).launch("few_float16_w4_s64", (5, 2, 1), arguments, dependent)
+    called = [name for name, _ in gpu.calls[loaded:]]
+    assert called == ["cuCtxSetCurrent", "cuLaunchKernelEx"] * 2, "nothing is loaded later"
     config, function, pointers, extra = gpu.calls[-1][1]
     config = config._obj
     assert (list(config.grid), list(config.block), config.shared) == ([5, 2, 1], [256, 1, 1], 49152)
-    assert config.stream == 1234 and function.value == 77 and extra is None
+    handles = {kernel: handle._obj for handle, _, kernel in gpu.named("cuModuleGetFunction")}
+    assert config.stream == 1234 and function is handles[b"few_float16_w4_s64"] and extra is None
     assert LinearArguments.from_address(pointers[0]).tokens == 3
     assert config.count == dependent and config.attributes[0].id == 6 and config.attributes[0].value == 1
     assert ctypes.sizeof(driver._Config) == 56 and ctypes.sizeof(driver._Attribute) == 72
 
 
-def test_the_drivers_errors_are_told(gpu, fatbin):
+def test_kernels_that_do_not_fit_the_gpu_are_not_loaded(gpu):
+    driver.machine(torch.device("cuda:0"))
+    loaded = {kernel.decode() for _, _, kernel in gpu.named("cuModuleGetFunction")}
+    assert "tile_float16_w4_s64_n4" in loaded and "tile_float16_w4_s64_n16" not in loaded
+    assert all(size <= 99 * 1024 for _, _, size in gpu.named("cuFuncSetAttribute"))
+    assert loaded < set(names())
+
+
+def test_the_drivers_errors_are_told(gpu):
     gpu.failing = "cuModuleLoadData"
     with pytest.raises(KernelError, match=r"cuModuleLoadData: no image for this GPU \(CUDA error 209\)"):
-        driver._launch(fatbin, 0, "few_float16_w4_s64", (1, 1, 1), LinearArguments(), False)
+        driver.machine(torch.device("cuda:0"))
