@@ -34,7 +34,8 @@ _IMPLEMENTATIONS = (
 _CUDA = ("linear",)
 _TRITON = (  # imported where triton is installed: on Linux
     *("norm", "activation", "rope", "embedding", "kv_write", "rope_kv_write", "attention"),
-    *("linear_group", "linear_row", "linear_block", "linear_fp4", "moe", "moe_quant", "lora", "logits", "sampling"),
+    *("linear_group", "linear_row", "linear_block", "linear_fp4", "lora"),
+    *("moe", "moe_quant", "moe_block", "logits", "sampling"),
 )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..registry import Case, op
 from .activation import act_and_mul
 from .linear import linear, linear_fp8, linear_group_int, linear_int8, pack_codes
+from .linear_blocks import linear_block_fp8
 
 
 def _route_cases() -> Iterator[Case]:
@@ -185,5 +186,47 @@ def moe_experts_fp8(
     def run(e: int, row: Tensor) -> Tensor:
         inner = act_and_mul.reference(linear_fp8.reference(row, gate_up[e], gate_up_scales[e]), activation)
         return linear_fp8.reference(inner, down[e], down_scales[e])
+
+    return _weighted_sum(x, experts, weights, run)
+
+
+def _tile_cases() -> Iterator[Case]:
+    for case in _expert_cases(96, 160):
+
+        def make(dtype, device, g, case=case) -> dict[str, Any]:
+            args, block = case.make(dtype, device, g), 64
+            for name in ("gate_up", "down"):
+                count, n_out, n_in = args[name].shape
+                args[name] = (torch.randn(count, n_out, n_in, generator=g) * 60).to(torch.float8_e4m3fn).to(device)
+                tiles = (count, -(-n_out // block), -(-n_in // block))
+                args[f"{name}_scales"] = ((torch.rand(tiles, generator=g) + 0.5) / 700).to(device)
+                args[f"{name}_rows"] = (torch.arange(n_out, dtype=torch.int32) // block).to(device)
+            return args | {"block": block}
+
+        yield Case(case.label, make, {"block": 64})
+
+
+@op(_tile_cases)
+def moe_experts_block_fp8(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    gate_up_rows: Tensor,
+    down: Tensor,
+    down_scales: Tensor,
+    down_rows: Tensor,
+    block: int,
+    activation: str,
+) -> Tensor:
+    """``moe_experts`` by ``linear_block_fp8``: float8_e4m3fn ``gate_up`` and ``down`` [experts, out, in], their scales
+    [experts, row blocks, ceil(in / block)], and the row of these for each output, int32 [out], the same of all experts.
+    """
+
+    def run(e: int, row: Tensor) -> Tensor:
+        inner = linear_block_fp8.reference(row, gate_up[e], gate_up_scales[e], gate_up_rows, block)
+        inner = act_and_mul.reference(inner, activation)
+        return linear_block_fp8.reference(inner, down[e], down_scales[e], down_rows, block)
 
     return _weighted_sum(x, experts, weights, run)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..reference import moe
 from ..reference.linear import linear_fp8
+from ..reference.linear_blocks import linear_block_fp8
 from .dense import act_and_mul
 from .linear import linear_group_int, linear_int8
 
@@ -98,5 +99,28 @@ def moe_experts_fp8(
     def run(e: int, rows: Tensor) -> Tensor:
         inner = act_and_mul(linear_fp8.reference(rows, gate_up[e], gate_up_scales[e]), activation)
         return linear_fp8.reference(inner, down[e], down_scales[e])
+
+    return _by_expert(x, experts, weights, run)
+
+
+@moe.moe_experts_block_fp8.register("torch")
+def moe_experts_block_fp8(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    gate_up_rows: Tensor,
+    down: Tensor,
+    down_scales: Tensor,
+    down_rows: Tensor,
+    block: int,
+    activation: str,
+) -> Tensor:
+    """One pair of blocked float8 products, by way of float32, for each expert that got tokens."""
+
+    def run(e: int, rows: Tensor) -> Tensor:
+        inner = linear_block_fp8.reference(rows, gate_up[e], gate_up_scales[e], gate_up_rows, block)
+        return linear_block_fp8.reference(act_and_mul(inner, activation), down[e], down_scales[e], down_rows, block)
 
     return _by_expert(x, experts, weights, run)

@@ -117,13 +117,14 @@ def _choice(tokens: int, block: int, native: bool, device: torch.device) -> dict
     return found
 
 
-def _reason(target: Target) -> str | None:
+def reason(target: Target) -> str | None:
+    """Why the kernels do not take blocks of trait ``block`` inputs, or None."""
     block = target.traits.get("block")
     whole = block is None or (block >= 32 and block & (block - 1) == 0)
     return None if whole else f"takes blocks of a power of two of at least 32 inputs, not {block}"
 
 
-@reference.linear_block_fp8.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80, _reason))
+@reference.linear_block_fp8.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80, reason))
 def linear_block_fp8(
     x: Tensor, weight: Tensor, scales: Tensor, row_blocks: Tensor, block: int, bias: Tensor | None = None
 ) -> Tensor:

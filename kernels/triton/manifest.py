@@ -202,6 +202,7 @@ CLAIMS: dict[str, frozenset[str]] = {
     "expert_linear_kernel": frozenset({"async", "mma"}),
     "expert_group_kernel": frozenset({"async", "mma"}),
     "expert_row_kernel": frozenset({"async", "mma"}),
+    "expert_block_kernel": frozenset({"async", "mma"}),
     "chunk_kernel": frozenset({"vector"}),
     "draw_kernel": frozenset({"vector"}),
     "combine_kernel": frozenset({"vector"}),

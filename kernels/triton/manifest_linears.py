@@ -115,6 +115,16 @@ def _moe() -> Iterator[Call]:
                     return args
 
                 yield Call(f"moe_experts_{short}", f"{label}-{tokens}", rounded)
+
+            def tiles(dtype, count=count, hidden=hidden, inner=inner, experts=experts) -> dict[str, Any]:
+                args = experts(dtype) | {"block": 128}
+                for name, n_out, n_in in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
+                    args[name] = empty(count, n_out, n_in, dtype=torch.float8_e4m3fn)
+                    args[f"{name}_scales"] = empty(count, n_out // 128, n_in // 128, dtype=torch.float32)
+                    args[f"{name}_rows"] = empty(n_out, dtype=torch.int32)
+                return args
+
+            yield Call("moe_experts_block_fp8", f"{label}-{tokens}", tiles, traits={"block": 128})
             yield Call("moe_route", f"{label}-{tokens}", route)
             yield Call("moe_experts", f"{label}-{tokens}", experts)
 

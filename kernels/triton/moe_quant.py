@@ -118,7 +118,7 @@ def expert_row_kernel(
     tl.store(target, cast(y, out.dtype.element_ty), mask=valid[:, None] & (column < n_out)[None, :])
 
 
-def _rows(experts: Tensor, count: int, most: int) -> int:
+def tile_rows(experts: Tensor, count: int, most: int) -> int:
     """Slots of a tile: about what an expert gets."""
     return max(16, min(most, power_of_2(-(-experts.numel() // count))))
 
@@ -191,7 +191,7 @@ def moe_experts_group_int(
 ) -> Tensor:
     """Six launches: count, place, gate·up, activation, down, weighted sum."""
     x, slots, count = x.contiguous(), experts.numel(), gate_up.shape[0]
-    rows = 16 if x.dtype == torch.float32 else _rows(experts, count, 64)
+    rows = 16 if x.dtype == torch.float32 else tile_rows(experts, count, 64)
     tiles = (*gather_by_expert(experts.contiguous(), count, rows), rows)
     inner = _group_product(x, gate_up, gate_up_scales, gate_up_zeros, tiles, slots, bits)
     y = _group_product(act_and_mul(inner, activation), down, down_scales, down_zeros, tiles, slots, bits)
@@ -241,7 +241,7 @@ def _row_experts(x: Tensor, experts: Tensor, weights: Tensor, *matrices: Any, ac
     """Seven launches: rounding, count, place, gate·up, activation and rounding, down, weighted sum."""
     gate_up, gate_up_scales, down, down_scales = matrices
     slots, count = experts.numel(), gate_up.shape[0]
-    rows = _rows(experts, count, 128)
+    rows = tile_rows(experts, count, 128)
     tiles = (*gather_by_expert(experts.contiguous(), count, rows), rows)
     codes, row_scales = round_rows(x, gate_up.dtype)
     inner = _row_product(codes, row_scales, gate_up, gate_up_scales, tiles, slots, x.dtype)

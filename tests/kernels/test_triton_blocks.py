@@ -7,7 +7,7 @@ import torch
 
 from toolkit.kernels import registry
 from toolkit.kernels.reference.linear import pack_codes
-from toolkit.kernels.triton import linear_block, linear_fp4
+from toolkit.kernels.triton import linear_block, linear_fp4, moe_block
 
 OPS = registry.load()
 
@@ -40,6 +40,22 @@ def tiles(tokens, n_in, n_out, block, seed=0):
 def test_gpus_without_float8_multiply_the_same_numbers(monkeypatch, capability, tokens, n_in, n_out, block):
     monkeypatch.setattr(linear_block, "capability_of", lambda device: capability)
     close("linear_block_fp8", **tiles(tokens, n_in, n_out, block))
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_experts_of_uneven_size_in_tiles(monkeypatch, capability):
+    monkeypatch.setattr(moe_block, "capability_of", lambda device: capability)
+    g, count, hidden, inner, block = gen(capability), 6, 160, 96, 64
+    experts = torch.randint(0, 4, (23, 2), generator=g)  # two experts get no tokens
+    inputs = {"x": torch.randn(23, hidden, generator=g), "experts": experts, "weights": torch.rand(23, 2, generator=g)}
+    for name, n_out, n_in in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
+        inputs[name] = (torch.randn(count, n_out, n_in, generator=g) * 50).to(torch.float8_e4m3fn)
+        # rows of gate and of up begin tiles of their own
+        part = n_out // (2 if name == "gate_up" else 1)
+        rows = torch.cat([torch.arange(part) // block + i * -(-part // block) for i in range(n_out // part)])
+        inputs[f"{name}_rows"] = rows.int()
+        inputs[f"{name}_scales"] = torch.rand(count, int(rows.max()) + 1, -(-n_in // block), generator=g) / 200
+    close("moe_experts_block_fp8", tolerance=3e-3, **inputs, block=block, activation="silu")
 
 
 def test_rows_taken_out_of_their_tiles_keep_their_scales():

@@ -174,6 +174,15 @@ def test_experts_kept_packed_run_together_where_they_can(form, stacks, logits, m
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_experts_in_tiles_run_together(logits, monkeypatch):
+    monkeypatch.setattr(module, "free_host_bytes", lambda: 1 << 10)
+    found, runner = logits("mixtral", FORMS["block_fp8"], "bfloat16")
+    assert all(s.mixer.stacked for s in runner._decoder.steps if isinstance(s.mixer, decoder.Moe))
+    monkeypatch.setattr(decoder, "stack_experts", lambda *_: None)
+    apart, _ = logits("mixtral", FORMS["block_fp8"], "bfloat16")
+    assert _distance(found, apart) < 0.02
+
+
 def test_mixed_forms_in_one_layer(logits):
     seen: list[int] = []
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.canonical import ChannelInt8, Fp8, GroupInt, Weight
+from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp8, GroupInt, Weight
 from toolkit.kernels.reference.linear import pack_codes
 from toolkit.models.spec import MoeSpec
-from toolkit.runners.torch.linear import Placement, becomes_dense
+from toolkit.runners.torch.linear import Placement, becomes_dense, fuse
 from toolkit.runners.torch.ops import Ops
 
 Matrix = Callable[[str], Weight]  # the canonical weight of a name
@@ -27,26 +27,26 @@ def stack_experts(spec: MoeSpec, matrix: Matrix, place: Placement, ops: Ops) -> 
     first = spec.experts[0]
     if first.gate is None or first.gate.bias or first.up.bias or first.down.bias:
         return None
-    inner, hidden, count = first.up.out_features, first.up.in_features, len(spec.experts)
     kind = _kind(matrix(first.up.name), place)
     stacks: dict[str, Tensor] = {}
     for i, expert in enumerate(spec.experts):
         assert expert.gate is not None
-        for name, rows, shape in (
-            (expert.gate.name, slice(0, inner), ("gate_up", 2 * inner, hidden)),
-            (expert.up.name, slice(inner, 2 * inner), ("gate_up", 2 * inner, hidden)),
-            (expert.down.name, slice(0, hidden), ("down", hidden, inner)),
-        ):
-            weight = matrix(name)
-            if kind is None or _kind(weight, place) != kind:
+        for stack, names in (("gate_up", (expert.gate.name, expert.up.name)), ("down", (expert.down.name,))):
+            weights = [matrix(name) for name in names]
+            if kind is None or any(_kind(w, place) != kind for w in weights):
                 return None
-            for suffix, part in _parts(weight, place).items():
-                key = shape[0] + suffix
+            if kind == ("dense",):
+                weights = [Dense(w.dequantize(place.dtype)) for w in weights]
+            whole = fuse(weights) if len(weights) > 1 else weights[0]
+            assert whole is not None, "weights of one kind"
+            for suffix, part in _parts(whole).items():
+                key = stack + suffix
                 if key not in stacks:
-                    size = (count, shape[1], *part.shape[1:])
-                    stacks[key] = torch.empty(size, dtype=part.dtype, device=place.device)
-                stacks[key][i, rows] = part.to(place.device)
-    return _bind(stacks, matrix(first.up.name), first.activation, place, ops)
+                    stacks[key] = torch.empty(len(spec.experts), *part.shape, dtype=part.dtype, device=place.device)
+                if stacks[key].shape[1:] != part.shape:
+                    return None
+                stacks[key][i] = part.to(place.device)
+    return _bind(stacks, matrix(first.up.name), first.activation, ops)
 
 
 def _kind(weight: Weight, place: Placement) -> tuple[object, ...] | None:
@@ -55,28 +55,38 @@ def _kind(weight: Weight, place: Placement) -> tuple[object, ...] | None:
         return ("dense",)
     if isinstance(weight, (ChannelInt8, Fp8)):
         return ("rows", weight.weight.dtype)
+    if isinstance(weight, BlockFp8):
+        return ("tiles", weight.block)
     if isinstance(weight, GroupInt) and weight.bits in (4, 8):
         even = weight.group_size % LEAST_GROUP == 0 and weight.zeros is not None and weight.group_index is None
         return ("groups", weight.bits, weight.group_size, weight.scales.dtype) if even else None
     return None
 
 
-def _parts(weight: Weight, place: Placement) -> dict[str, Tensor]:
+def _parts(weight: Weight) -> dict[str, Tensor]:
     """The tensors to be stacked, by their suffixes."""
-    if becomes_dense(weight, place):
-        return {"": weight.dequantize(place.dtype)}
+    if isinstance(weight, Dense):
+        return {"": weight.weight}
     if isinstance(weight, GroupInt):
         assert weight.zeros is not None
         return {"": pack_codes(weight.codes, weight.bits), "_scales": weight.scales, "_zeros": weight.zeros}
-    assert isinstance(weight, (ChannelInt8, Fp8)), type(weight)
-    return {"": weight.weight, "_scales": weight.scales}
+    assert isinstance(weight, (ChannelInt8, Fp8, BlockFp8)), type(weight)
+    found = {"": weight.weight, "_scales": weight.scales}
+    return found | ({"_rows": weight.block_of_rows().int()} if isinstance(weight, BlockFp8) else {})
 
 
-def _bind(stacks: dict[str, Tensor], sample: Weight, activation: str, place: Placement, ops: Ops) -> Experts:
+def _bind(stacks: dict[str, Tensor], sample: Weight, activation: str, ops: Ops) -> Experts | None:
     more: dict[str, Any] = dict(stacks)
     if "gate_up_zeros" in stacks:
         assert isinstance(sample, GroupInt)
         kernel, more["bits"] = ops.moe_experts_group_int, sample.bits
+    elif "gate_up_rows" in stacks:
+        assert isinstance(sample, BlockFp8)
+        kernel, more["block"] = ops.moe_experts_block_fp8, sample.block[1]
+        for key in ("gate_up_rows", "down_rows"):  # one for all experts
+            more[key] = stacks[key][0].contiguous()
+            if not bool((stacks[key] == more[key]).all()):
+                return None
     elif "gate_up_scales" in stacks:
         kernel = ops.moe_experts_int8 if stacks["gate_up"].dtype == torch.int8 else ops.moe_experts_fp8
     else:

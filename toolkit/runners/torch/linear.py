@@ -90,7 +90,7 @@ def make_linear(weights: Sequence[Weight], biases: Sequence[Tensor | None], plac
     """One callable for linears that share their input; their outputs stand one after another."""
     prepared = [_prepare(w, place) for w in weights]
     sizes = [w.shape[0] for w in prepared]
-    whole = prepared[0] if len(prepared) == 1 else _fuse(prepared)
+    whole = prepared[0] if len(prepared) == 1 else fuse(prepared)
     bias = _fuse_biases(biases, sizes, place)
     if whole is None:
         each = [None] * len(sizes) if bias is None else bias.split(sizes)
@@ -102,14 +102,14 @@ def becomes_dense(weight: Weight, place: Placement) -> bool:
     """Whether ``weight`` is held as a floating point matrix."""
     if isinstance(weight, (GroupInt, Fp4)):
         return place.dequantize
-    if isinstance(weight, BlockFp8) and (place.dequantize or not _even(weight.block[1])):
+    if isinstance(weight, BlockFp8) and (place.dequantize or not even_block(weight.block[1])):
         return True
     if isinstance(weight, (ChannelInt8, Fp8, BlockFp8)):
         return place.dequantize_activations
     return True  # forms that no kernel takes as they are
 
 
-def _even(block: int) -> bool:
+def even_block(block: int) -> bool:
     """Whether kernels take blocks of so many inputs."""
     return block >= 32 and block & (block - 1) == 0
 
@@ -118,7 +118,7 @@ def _prepare(weight: Weight, place: Placement) -> Weight:
     return Dense(weight.dequantize(place.dtype)) if becomes_dense(weight, place) else weight
 
 
-def _fuse(weights: Sequence[Weight]) -> Weight | None:
+def fuse(weights: Sequence[Weight]) -> Weight | None:
     """The weights one below the other, or None where their forms differ."""
     first = weights[0]
     if any(type(w) is not type(first) for w in weights):

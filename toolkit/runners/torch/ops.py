@@ -47,6 +47,7 @@ class Ops:
     moe_experts_group_int: Kernel
     moe_experts_int8: Kernel
     moe_experts_fp8: Kernel
+    moe_experts_block_fp8: Kernel
     penalize: Kernel
     apply_bitmask: Kernel
     sample: Kernel
