@@ -39,9 +39,9 @@ class ConvertFlags:
             "inputs then count more (an importance matrix)."
         ),
     ] = None
-    target: Annotated[str, typer.Option(help="What to pack for: auto (the best for this machine), cpu or torch.")] = (
-        "auto"
-    )
+    target: Annotated[
+        str, typer.Option(help="What to pack for: auto (cpu, else torch), cpu, torch, cuda-sm80, cuda-sm90.")
+    ] = "auto"
     dtype: Annotated[
         str, typer.Option(help="Of weights that are not quantized: auto (as stored), float16, bfloat16, float32.")
     ] = "auto"

@@ -70,7 +70,7 @@ def runners(tiny_models, support):
     return make
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("mistral", marks=pytest.mark.slow)])
 def test_the_engine_gives_the_torch_runners_tokens_a_step_ahead(family, runners):
     runner, device, oracle = runners(family)
     expected = _serve(_core(oracle), _requests())

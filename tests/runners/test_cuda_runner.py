@@ -53,7 +53,10 @@ def _both(ours, oracle, new, **extra):
     return found
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "phi3", "internlm2", "mixtral"])
+SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("qwen3", "internlm2", "mixtral")]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", *SLOW])
 def test_chunks_ragged_batches_and_padded_decode_steps_give_the_torch_runners_tokens(family, pair):
     ours, device, oracle = pair(family)
     numbers = [ours.add(long=family == "phi3" and i == 0) for i in range(3)]
@@ -80,6 +83,17 @@ def test_quantized_caches_through_graphs(policy, pair):
     assert device.replays > 0
     new = {n: [8] for n in numbers}
     np.testing.assert_allclose(ours.step(dict(new), "all").logits, oracle.step(dict(new), "all").logits, atol=2e-2)
+
+
+def test_long_contexts_are_split_and_merged_in_graphs_with_room_to_spare(pair):
+    ours, device, oracle = pair("llama", model={"num_hidden_layers": 1})
+    assert [ours.add(), ours.add()] == [oracle.add(), oracle.add()]
+    _both(ours, oracle, {0: _prompt(253, 1), 1: [3]})
+    tiles = []
+    for token in (5, 6, 7, 8, 9):  # the third ends a range of keys: 2 tiles, then 3 in room for 4
+        _both(ours, oracle, {0: [token], 1: [token]})
+        tiles = [room for key in ours.runner._steps.graphs.keys() for _, _, room in key.tiles]
+    assert sorted(tiles) == [2, 4] and device.replays >= 2
 
 
 def test_all_that_triton_has_runs_through_graphs(pair):

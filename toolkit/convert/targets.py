@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from toolkit.artifacts.canonical import Weight
 
+CUDA_TARGETS = ("cuda-sm80", "cuda-sm90")  # one packing so far
 Packer = Callable[[DecoderSpec, Iterable[tuple[str, "Weight | Tensor"]], dict[str, dict[str, Any]], int | None], Arrays]
 
 
@@ -55,6 +56,17 @@ def _cpu_pack(
     return pack_cpu(spec, weights, params, head_bits=head_bits)
 
 
+def _cuda_pack(
+    spec: DecoderSpec,
+    weights: Iterable[tuple[str, Weight | Tensor]],
+    params: dict[str, dict[str, Any]],
+    head_bits: int | None,
+) -> Arrays:
+    from toolkit.runners.cuda.artifact import pack_cuda
+
+    return pack_cuda(weights, params)
+
+
 def _cpu_unsupported(spec: DecoderSpec) -> str | None:
     return unsupported(spec, RunnerOptions(device="cpu"))
 
@@ -63,6 +75,7 @@ def _cpu_unsupported(spec: DecoderSpec) -> str | None:
 TARGETS: tuple[Target, ...] = (
     Target(CPU_TARGET, "tiles for the native runner on a CPU", _cpu_pack, _cpu_unsupported, head_bits=8),
     Target(TORCH_TARGET, "any model, for the pytorch backend", _torch_pack, lambda spec: None),
+    *(Target(name, "tiles for the CUDA kernels", _cuda_pack, lambda spec: None) for name in CUDA_TARGETS),
 )
 
 

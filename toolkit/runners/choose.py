@@ -46,8 +46,8 @@ def open_model(
     """Open and validate a checkpoint, GGUF file or engine artifact without reading its weights.
 
     ``hf_overrides`` and ``rope_scaling_factor`` change config.json's fields; ``model_format`` is checked against what
-    the checkpoint holds. ``load_format`` "dummy" reads config.json alone, and makes random weights on ``device``.
-    Raises ToolkitError or UsageError, one line.
+    the checkpoint holds. ``load_format`` "dummy" reads config.json alone, and makes random weights on ``device``, where
+    weights packed for a GPU are unpacked too. Raises ToolkitError or UsageError, one line.
     """
     from toolkit.artifacts.manifest import read_manifest
 
@@ -57,7 +57,7 @@ def open_model(
         return _open_dummy(path, hf_overrides, rope_scaling_factor, device)
     manifest = read_manifest(path) if path.is_dir() else None
     if manifest is not None and manifest.kind == "engine":
-        return _open_engine(path, hf_overrides, rope_scaling_factor, model_format)
+        return _open_engine(path, hf_overrides, rope_scaling_factor, model_format, device)
     from toolkit.artifacts.checkpoint import open_checkpoint
     from toolkit.artifacts.weights import validate_checkpoint
     from toolkit.models.registry import apply_overrides, load_spec
@@ -87,7 +87,7 @@ def _open_dummy(path: Path, hf_overrides: dict[str, Any] | None, rope_scaling_fa
 
 
 def _open_engine(
-    path: Path, hf_overrides: dict[str, Any] | None, rope_scaling_factor: float, model_format: str | None
+    path: Path, hf_overrides: dict[str, Any] | None, rope_scaling_factor: float, model_format: str | None, device: str
 ) -> Opened:
     from toolkit.artifacts.engine import open_engine
 
@@ -101,6 +101,12 @@ def _open_engine(
 
         packed = open_packed(artifact)
         return Opened(artifact.spec, lambda: packed, artifact.target)
+    if artifact.target.startswith("cuda-"):
+        from toolkit.runners.cuda.artifact import CudaWeights
+        from toolkit.runners.torch.device import find_device
+
+        weights = CudaWeights(artifact, find_device(device))
+        return Opened(artifact.spec, lambda: weights, artifact.target)
     return Opened(artifact.spec, artifact.weights, artifact.target)
 
 
@@ -149,7 +155,7 @@ def open_runner(
         rope_scaling_factor=rope_scaling_factor,
         model_format=model_format,
         load_format=load_format,
-        device=_weights_device(options) if load_format == "dummy" else "cpu",
+        device=_weights_device(options),
     )
     why = ""
     if backend == "turbomind" or (backend is None and opened.target != "torch"):
@@ -163,7 +169,7 @@ def open_runner(
 
 
 def _weights_device(options: RunnerOptions) -> str:
-    """Where random weights are made: on the GPU if the model is to run there."""
+    """Where random weights are made and packed ones unpacked: on the GPU if the model is to run there."""
     return "cpu" if options.device == "auto" and not gpu_is_likely() else options.device
 
 
@@ -191,6 +197,8 @@ def _native_runner(opened: Opened, options: RunnerOptions, told: bool) -> tuple[
     if reason is None:
         from toolkit.runners.native.runner import NativeRunner
 
+        if opened.target is not None and opened.target.startswith("cuda-"):
+            why = why or f"weights packed for {opened.target} are packed anew for this CPU"
         return NativeRunner(opened.spec, opened.weights, options), why
     if told:
         why = f"turbomind's native runner does not run here: {reason}; the torch runner stands in"

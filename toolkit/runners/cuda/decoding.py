@@ -44,8 +44,9 @@ class Graphs:
     enabled: bool = True
     _graphs: OrderedDict[GraphKey, Graph] = field(default_factory=OrderedDict)
 
-    def __len__(self) -> int:
-        return len(self._graphs)
+    def keys(self) -> list[GraphKey]:
+        """What there are graphs for, the one used last at the end."""
+        return list(self._graphs)
 
     def clear(self) -> None:
         """Forget all graphs: something that they read or write has moved."""

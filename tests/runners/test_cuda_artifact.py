@@ -1,0 +1,142 @@
+"""Weights packed for GPUs: what is written is read back bit by bit, and runs anywhere."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from toolkit.artifacts.canonical import Dense, GroupInt
+from toolkit.artifacts.engine import open_engine
+from toolkit.artifacts.safetensors_file import read_header
+from toolkit.convert.convert import convert
+from toolkit.errors import ToolkitError
+from toolkit.runners.base import RunnerOptions
+from toolkit.runners.choose import open_model, open_runner
+from toolkit.runners.cuda import artifact as module
+from toolkit.runners.cuda.artifact import FORM, CudaWeights, pack_cuda
+
+
+def _weight(bits=4, group=32, order=False, symmetric=False, minima=False, dtype=torch.float16):
+    g = torch.Generator().manual_seed(bits)
+    n_out, n_in = 24, 128
+    grid = (n_out, n_in // group)
+    zeros = torch.randint(0, 1 << bits, grid, generator=g, dtype=torch.uint8)
+    return GroupInt(
+        codes=torch.randint(0, 1 << bits, (n_out, n_in), generator=g, dtype=torch.uint8),
+        scales=(torch.rand(grid, generator=g) + 0.1).to(dtype),
+        zeros=None if minima else torch.full(grid, 1 << (bits - 1), dtype=torch.uint8) if symmetric else zeros,
+        bits=bits,
+        group_size=group,
+        minima=torch.randn(grid, generator=g).half() if minima else None,
+        group_index=(torch.randperm(n_in, generator=g) // group).int() if order else None,
+    )
+
+
+@pytest.mark.parametrize(
+    "change, packed",
+    [
+        ({}, True),
+        ({"symmetric": True}, True),
+        ({"order": True}, True),
+        ({"group": 128, "dtype": torch.bfloat16}, True),
+        ({"bits": 8, "group": 64}, True),
+        ({"bits": 3}, False),
+        ({"minima": True}, False),
+    ],
+)
+def test_every_weight_comes_back_bit_by_bit(change, packed, tmp_path, tiny_models):
+    """Through the packer, a file, and the reader; what no CUDA kernel takes goes as for target torch."""
+    from toolkit.artifacts.engine import ENGINE_ARRAYS, EngineArtifact
+    from toolkit.artifacts.safetensors_file import write_arrays
+
+    weight = _weight(**change)
+    spec = open_model(tiny_models("llama")).spec
+    params = {}
+    items = [("w", weight), ("dense", Dense(torch.randn(3, 5))), ("norm", torch.ones(7))]
+    write_arrays(tmp_path / ENGINE_ARRAYS, pack_cuda(items, params), {})
+    assert (params["w"]["form"] == FORM) == packed
+    artifact = EngineArtifact(
+        tmp_path, replace(spec, layers=()), "cuda-sm80", params, read_header(tmp_path / ENGINE_ARRAYS)
+    )
+    found = CudaWeights(artifact, torch.device("cpu"))
+    for name in ("codes", "scales", "zeros", "minima", "group_index"):
+        a, b = getattr(found["w"], name), getattr(weight, name)
+        assert (a is None and b is None) or torch.equal(a, b.to(a.dtype)), name
+    assert (found["w"].bits, found["w"].group_size) == (weight.bits, weight.group_size)
+    assert torch.equal(found["dense"].weight, items[1][1].weight) and torch.equal(found["norm"], items[2][1])
+
+
+@pytest.fixture(scope="module")
+def converted(tiny_models, tmp_path_factory):
+    """(checkpoint in AWQ, its artifact for cuda-sm80)."""
+    from toolkit.artifacts.canonical import GroupInt
+    from toolkit.artifacts.checkpoint import open_checkpoint
+    from toolkit.artifacts.formats import awq
+    from toolkit.artifacts.weights import iter_canonical
+    from toolkit.models.registry import load_spec
+
+    folder = tmp_path_factory.mktemp("cuda")
+    path = folder / "awq"
+    path.mkdir()
+    checkpoint = open_checkpoint(tiny_models("llama", dtype="float16"))
+    spec, stored = load_spec(checkpoint)
+    linears, tensors = {x.name for x in spec.linears()}, {}
+    g = torch.Generator().manual_seed(0)
+    for name, value in iter_canonical(checkpoint, stored):
+        if name in linears:
+            n_out, n_in = value.shape
+            codes = torch.randint(0, 16, (n_out, n_in), generator=g, dtype=torch.uint8)
+            scales = torch.full((n_out, n_in // 64), 0.02, dtype=torch.float16)
+            zeros = torch.full(scales.shape, 7, dtype=torch.uint8)
+            tensors |= awq.write_linear(name, GroupInt(codes, scales, zeros, 4, 64))
+        else:
+            dense = value.weight if isinstance(value, Dense) else value
+            tensors[f"{name}.weight"] = dense.contiguous()
+    from safetensors.torch import save_file
+
+    save_file({k: v.contiguous() for k, v in tensors.items()}, path / "model.safetensors", metadata={"format": "pt"})
+    config = dict(checkpoint.config) | {"quantization_config": awq.config(group_size=64, zero_point=True)}
+    (path / "config.json").write_text(json.dumps(config))
+    done = convert(str(path), folder / "engine", target="cuda-sm80", quiet=True)
+    assert done.target == "cuda-sm80"
+    return path, folder / "engine"
+
+
+def test_an_artifact_for_a_gpu_gives_the_checkpoints_logits_on_any_runner(converted, steps, support):
+    from toolkit.runners.cuda.runner import CudaRunner
+
+    path, engine = converted
+    assert any(e["form"] == FORM for e in open_engine(engine).params.values())
+    options, logits = RunnerOptions(device="cpu", dtype="float32", block_size=16), []
+    for model in (path, engine):
+        driver = steps.Driver(open_runner(model, backend="pytorch", options=options)[0])
+        logits.append(driver.step({driver.add(): [3, 4, 5, 6]}, "all").logits)
+    assert (logits[0] == logits[1]).all()
+    graphs, opened = support("graphs"), open_model(engine)
+    runner = CudaRunner(opened.spec, opened.weights, options, graphs.CpuDevice(), graphs.interpreted_ops())
+    driver = steps.Driver(runner)
+    found = driver.step({driver.add(): [3, 4, 5, 6]}, "all").logits
+    assert abs(found - logits[0]).max() < 1e-3
+
+
+def test_an_artifact_for_a_gpu_runs_without_one_with_a_notice(converted, monkeypatch):
+    from toolkit.runners import choose
+
+    monkeypatch.setattr(choose, "native_unsupported", lambda opened, options: None)
+    _, note = open_runner(converted[1], backend=None, options=RunnerOptions(device="cpu", dtype="float32"))
+    assert note == "weights packed for cuda-sm80 are packed anew for this CPU"
+
+
+def test_an_artifact_that_lacks_an_array_is_refused(converted):
+    artifact = open_engine(converted[1])
+    name = next(n for n, e in artifact.params.items() if e["form"] == FORM)
+    infos = {k: v for k, v in artifact.infos.items() if k != f"{name}.scales"}
+    with pytest.raises(ToolkitError, match=r"scales: expected .* found nothing; convert the model again"):
+        CudaWeights(replace(artifact, infos=infos), torch.device("cpu"))
+    params = {k: v for k, v in artifact.params.items() if k != name}
+    with pytest.raises(ToolkitError, match="is missing; convert the model again"):
+        CudaWeights(replace(artifact, params=params), torch.device("cpu"))
+    assert module.FORM == FORM
