@@ -71,7 +71,7 @@ def _share_of_group(weight: Tensor, group_size: int) -> Tensor:
 
 
 def search_scale(
-    readers: Iterable[Sequence[Tensor]],
+    readers: Iterable[Iterable[Tensor]],
     gram: Gram,
     grid: Grid,
     shrink: Callable[[Tensor], Tensor] = lambda x: x,
@@ -79,14 +79,16 @@ def search_scale(
 ) -> tuple[Tensor, float, float]:
     """The scale that loses least on the linears (each [out, n]) which share the input behind ``gram``.
 
-    ``readers``: those linears, module by module, gone through twice so that one module need be in memory at a time.
+    ``readers``: those linears, module by module, gone through twice so that one need be in memory at a time.
     Returns the scale (before ``expand``), its loss and the loss without scaling. ``shrink`` maps statistics of the
     n input channels to the channels that take a scale, ``expand`` maps their scale back.
     """
     share, rows = torch.zeros_like(gram.abs_sum), 0
     for module in readers:
-        share += torch.cat([_share_of_group(w, grid.group_size) for w in module]).sum(0)
-        rows += sum(len(w) for w in module)
+        shares = torch.cat([_share_of_group(w, grid.group_size) for w in module])
+        share += shares.sum(0)
+        rows += len(shares)
+        del shares
     candidates = list(scale_candidates(shrink(gram.mean_abs), shrink(share / rows)))
     losses = [0.0] * len(candidates)
     xtx = gram.xtx.bfloat16() if fast_bf16(gram.xtx.device) else gram.xtx
@@ -180,14 +182,14 @@ def site_scale(
 
 @dataclass(frozen=True)
 class Readers:
-    """The weights that read a site's activations, each module's at a time."""
+    """The weights that read a site's activations, module by module, each read when it is its turn."""
 
     site: Site
     weights: Mapping[str, Tensor]
 
-    def __iter__(self) -> Iterator[list[Tensor]]:
+    def __iter__(self) -> Iterator[Iterator[Tensor]]:
         for module in modules(self.site.linears):
-            yield [self.weights[x.name] for x in module]
+            yield (self.weights[x.name] for x in module)
 
 
 def inputs_after(site: Site, gram: Gram | None, weights: Folded, scale: Tensor | None = None) -> Tensor:

@@ -26,7 +26,7 @@ from toolkit.quant.sites import Site, modules
 from toolkit.quant.statistics import Gram
 
 ROWS = 16384  # rows of one input's linears that are rounded together …
-ACROSS_BYTES = 64 << 20  # … and of more than one module (several experts) so many bytes
+ACROSS_BYTES = 32 << 20  # … and of more than one module (several experts) so many bytes
 _EXACT = 2048  # up to so many inputs the factorization is done in float64, its memory being small
 
 

@@ -108,8 +108,8 @@ class Recipe:
     beforehand. ``group_size``: see ``write_checkpoint``. ``sequential``: see ``layerwise.Setting``. ``calibrated``:
     whether the method reads text at all. ``prepare``: what is to be done with the whole model before its layers,
     returning figures for ``quality``. ``tune_steps``: of the tuning afterwards, None for the default where it fits
-    ``--cache-memory``. ``whole_layers``: whether ``prepare`` has a layer in memory as a whole. ``extra``: fields added to
-    the checkpoint's ``quantization_config``.
+    ``--cache-memory``. ``whole_layers``: whether ``prepare`` has a layer in memory as a whole. ``extra``: fields added
+    to the checkpoint's ``quantization_config``.
     """
 
     stage: str
