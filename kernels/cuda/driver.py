@@ -42,22 +42,12 @@ class _Config(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True)
-class Fatbin:
-    """What a fatbin holds. ``cuda``: version of the compiler, as 13000; ``architectures``: with machine code, as 80."""
-
-    path: Path
-    cuda: int
-    architectures: tuple[int, ...]
-
-
-def fatbin(path: Path = FATBIN) -> Fatbin | None:
-    """The fatbin of this installation; None where it was installed without nvcc."""
+def fatbin_version(path: Path) -> int | None:
+    """The CUDA version that made the fatbin at ``path``, as 13000; None where there is none."""
     note = path.with_suffix(".json")
     if not path.exists() or not note.exists():
         return None
-    found = json.loads(note.read_text())
-    return Fatbin(path, int(found["cuda"]), tuple(found["architectures"]))
+    return int(json.loads(note.read_text())["cuda"])
 
 
 @functools.cache
@@ -77,16 +67,16 @@ def driver_version() -> int | None:
 
 def unavailable(capability: int | None, path: Path = FATBIN) -> str | None:
     """Why the kernels of the fatbin at ``path`` cannot run on a GPU of ``capability`` (None: of any), or None."""
-    found = fatbin(path)
-    if found is None:
+    made = fatbin_version(path)
+    if made is None:
         return "this installation has no fatbin (nvcc was not found when it was installed)"
     if capability is not None and capability < LEAST_CAPABILITY:
         return f"needs compute capability 8.0 or newer, this GPU has {capability // 10}.{capability % 10}"
     version = driver_version()
     if version is None:
         return "the CUDA driver (libcuda.so.1) does not load"
-    if version // 1000 < found.cuda // 1000:
-        return f"the driver knows CUDA {_named(version)}, the fatbin needs {_named(found.cuda)}: update the driver"
+    if version // 1000 < made // 1000:
+        return f"the driver knows CUDA {_named(version)}, the fatbin needs {_named(made)}: update the driver"
     return None
 
 

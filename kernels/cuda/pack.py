@@ -45,27 +45,6 @@ class Packed:
     def steps(self) -> int:
         return self.codes.shape[1]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that one product reads."""
-        tensors = (self.codes, self.scales, self.zeros, self.order)
-        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
-
-    def to(self, device: torch.device | str) -> Packed:
-        """The same on ``device``."""
-        order, zeros = self.order, self.zeros
-        return Packed(
-            self.codes.to(device),
-            self.scales.to(device),
-            None if zeros is None else zeros.to(device),
-            None if order is None else order.to(device),
-            self.bits,
-            self.n_out,
-            self.n_in,
-            self.group_size,
-            self.scale_dtype,
-        )
-
 
 def unsupported_form(
     bits: int, n_in: int, group_size: int, *, minima: bool = False, scale_dtype: torch.dtype = torch.float16
