@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +20,11 @@ class TensorFile(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         info = self.infos[name]
-        raw = torch.from_numpy(np.fromfile(self.path, dtype=np.uint8, count=info.nbytes, offset=info.start))
+        raw = torch.empty(info.nbytes, dtype=torch.uint8)
+        with self.path.open("rb") as file:
+            file.seek(info.start)
+            found = file.readinto(raw.numpy().data)
+        assert found == info.nbytes, f"{self.path} was cut short under our hands"
         return raw.view(getattr(torch, TORCH_DTYPES[info.dtype])).view(info.shape)
 
     def __contains__(self, name: object) -> bool:
