@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +73,9 @@ def items(families: list[str], smoke_only: bool, dry: bool, sanitizer: str | Non
 
     ops = [(name, f) for name, op in load().items() for f in families if f in op.implementations]
     smoke = [(name, f) for name, f in ops if name in SMOKE_OPS]
-    each = SMOKE_SECONDS / (len(smoke) + 1)
-    found = [Item("smoke", f"{n} [{f}]", ("--op", n, "--family", f, "--smoke"), each) for n, f in smoke]
-    found.append(Item("smoke", "runner llama", ("--runner", "llama"), max(each, 60.0)))
+    quick = limit if dry else SMOKE_SECONDS / 2
+    found = [Item("smoke", f"{n} [{f}]", ("--op", n, "--family", f, "--smoke"), quick) for n, f in smoke]
+    found.append(Item("smoke", "runner llama", ("--runner", "llama"), quick))
     if smoke_only:
         return found
     pairs = [(family, policy) for family in FAMILIES for policy in (POLICIES if family == "llama" else (0,))]
@@ -170,9 +170,13 @@ def main() -> int:
     print(json.dumps(result["machine"]), flush=True)
     sanitizer = None if options.no_sanitizer or options.dry_run else shutil.which("compute-sanitizer")
     todo = items(families, options.smoke, options.dry_run, sanitizer, options.limit)
+    begun = time.perf_counter()
     for i, item in enumerate(todo):
         if options.only and options.only not in item.name:
             continue
+        left = SMOKE_SECONDS - (time.perf_counter() - begun)
+        if item.stage == "smoke" and not options.dry_run:
+            item = replace(item, limit=max(1.0, min(item.limit, left)))
         rows = run(item, device)
         result["rows"] += [{"stage": item.stage, **row} for row in rows]
         options.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -72,9 +72,9 @@ def check_runner(family: str, policy: int, device: str) -> list[dict[str, Any]]:
         return rng.integers(3, 300, length).tolist()
 
     plan: list[tuple[str, dict[int, list[int]]]] = [
-        ("prompt", {0: prompt(33)}),
-        ("mixed", {0: prompt(1), 1: prompt(7), 2: prompt(20)}),
-        *((f"decode {n}", {i: prompt(1) for i in range(n)}) for n in (3, 3, 3, 1, 2, 1, 3)),
+        ("prompt", {0: prompt(21)}),
+        ("mixed", {0: prompt(1), 1: prompt(7), 2: prompt(9)}),
+        *((f"decode {n}", {i: prompt(1) for i in range(n)}) for n in (3, 3, 3, 1, 2)),
         ("after graphs", {0: prompt(2), 1: prompt(1), 2: prompt(1)}),
     ]
     for label, new in plan:

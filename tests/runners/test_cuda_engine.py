@@ -94,7 +94,12 @@ def test_the_engine_gives_the_torch_runners_tokens_a_step_ahead(family, runners)
 
 @pytest.mark.parametrize(
     "change",
-    [{"max_prefill_token_num": 7, "prefix_caching": False}, {"blocks": 6}, {"max_batch_size": 1}, {"lookahead": False}],
+    [
+        {"max_prefill_token_num": 7, "prefix_caching": False},
+        {"blocks": 6},
+        pytest.param({"max_batch_size": 1}, marks=pytest.mark.slow),
+        pytest.param({"lookahead": False}, marks=pytest.mark.slow),
+    ],
     ids=["odd chunks, no prefix cache", "preemption", "one at a time", "not ahead"],
 )
 def test_tokens_do_not_depend_on_the_way(change, runners):

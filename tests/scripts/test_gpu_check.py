@@ -41,7 +41,7 @@ def test_stages_come_in_order_and_a_process_that_dies_is_one_row(gpu_check):
     todo = gpu_check.items(["triton", "cuda"], False, False, "/usr/bin/compute-sanitizer", 30)
     stages = [i.stage for i in todo]
     assert list(dict.fromkeys(stages)) == ["smoke", "runner", "ops", "sanitizer"]
-    assert sum(i.limit for i in todo if i.stage == "smoke" and "--op" in i.arguments) <= 120
+    assert all(i.limit <= 60 for i in todo if i.stage == "smoke")
     assert {"paged_attention [triton]", "linear_group_int [cuda]"} <= {i.name for i in todo if i.stage == "ops"}
     assert todo[-1].wrapper[0] == "/usr/bin/compute-sanitizer"
     dies = gpu_check.Item("ops", "nothing", (), 60, (sys.executable, "-c", "import os; os.abort()"))
@@ -51,11 +51,12 @@ def test_stages_come_in_order_and_a_process_that_dies_is_one_row(gpu_check):
     assert "took longer" in gpu_check.run(slow, "cpu")[0]["error"]
 
 
+@pytest.mark.slow
 def test_the_runner_is_checked_step_by_step(gpu_check):
     from gpu.runner_check import check_runner
 
     rows = check_runner("qwen2", 0, "cpu")
-    assert len(rows) == 10 and [r["error"] for r in rows] == [None] * 10
+    assert len(rows) == 8 and [r["error"] for r in rows] == [None] * 8
 
 
 def test_a_wrong_kernel_is_found(gpu_check, monkeypatch):

@@ -13,11 +13,11 @@ PART_KEYS = 256  # keys that one partial result of decode attention stands for
 PART_ROWS = 16  # rows of a partial result, padding included
 
 
-def weight_bytes(spec: DecoderSpec, sample: Weight, dtype: torch.dtype, dense: int) -> int:
-    """Bytes of all weights where the layers' linears are of ``sample``'s form, but ``dense`` elements of them."""
+def weight_bytes(spec: DecoderSpec, sample: Weight, dtype: torch.dtype) -> int:
+    """Bytes of all weights where the layers' linears are of ``sample``'s form."""
     size = dtype.itemsize
-    inside = sum(x.in_features * x.out_features for x in spec.linears()) - dense
-    outside = spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2) + dense
+    inside = sum(x.in_features * x.out_features for x in spec.linears())
+    outside = spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2)
     if isinstance(sample, GroupInt):
         scale = sample.scales.element_size() + (1 if sample.minima is None else sample.minima.element_size())
         each = 1 / codes_per_byte(sample.bits) + scale / sample.group_size

@@ -6,6 +6,7 @@ read where they are, and what it gives is copied to pinned memory behind it; onl
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 
 import torch
@@ -19,21 +20,23 @@ from toolkit.runners.cuda import memory
 from toolkit.runners.cuda.device import CudaDevice, Device
 from toolkit.runners.cuda.output import Failed
 from toolkit.runners.cuda.steps import Steps
-from toolkit.runners.cuda.weights import DenseExperts, first_linear, held_dense, routed_linears, stored_dtype
+from toolkit.runners.cuda.weights import first_linear, stored_dtype
 from toolkit.runners.step import StepBatch
 from toolkit.runners.torch.cache import KVCache, block_bytes, cache_traits
-from toolkit.runners.torch.decoder import Decoder, build_decoder
+from toolkit.runners.torch.decoder import Decoder, Moe, build_decoder
 from toolkit.runners.torch.device import find_device, find_dtype
 from toolkit.runners.torch.linear import Placement
 from toolkit.runners.torch.ops import Ops, choose_ops
+
+log = logging.getLogger(__name__)
 
 
 class CudaRunner:
     """Executes a spec on a GPU; implements ``toolkit.runners.base.Runner``.
 
     ``weights``: called at every load; names as ``canonical_weights`` gives them. ``device`` and ``ops`` are found from
-    ``options`` where they are not given. ``notes``: what "auto" became and what runs slower than it could, one sentence
-    each. Raises UsageError for a device, dtype or quant_policy that cannot be.
+    ``options`` where they are not given. ``notes``: what "auto" became. Raises UsageError for a device, dtype or
+    quant_policy that cannot be.
     """
 
     name = "native"
@@ -57,9 +60,7 @@ class CudaRunner:
         self.device, self.dtype = str(self._on.torch), str(self._dtype).removeprefix("torch.")
         self._sample = first_linear(spec, stored)
         self._ops = ops or self._choose_ops()
-        self._experts = sum(x.in_features * x.out_features for x in routed_linears(spec))
-        self._dense_experts = held_dense(self._sample) or self._experts * self._dtype.itemsize <= self._free() // 2
-        self.notes = self._describe()
+        self.notes = [f"dtype auto is {self.dtype}"] if options.dtype == "auto" else []
         self._decoder: Decoder | None = None
         self._cache: KVCache | None = None
         self._steps: Steps | None = None  # where there are weights and a cache
@@ -70,28 +71,18 @@ class CudaRunner:
         cache = cache_traits(self.options.quant_policy)
         return choose_ops(self._on.torch, self._dtype, head_dim=max(dims), codes=codes, **cache)
 
-    def _describe(self) -> list[str]:
-        notes = [f"dtype auto is {self.dtype}"] if self.options.dtype == "auto" else []
-        if not self._dense_experts:
-            notes.append("the experts stay quantized and run one by one, without graphs: dense they would not fit")
-        return notes
-
     # -- memory
 
     def memory(self) -> MemoryNeed:
         """What weights, activations and blocks take, and what is free beside CUDA's and attention's own needs."""
         size, policy, loaded = self.options.block_size, self.options.quant_policy, self._decoder is not None
         blocks = block_bytes(self.spec, size, policy, self._dtype)
-        dense = self._experts if self._dense_experts else 0
-        weights = memory.weight_bytes(self.spec, self._sample, self._dtype, dense)
-        free = self._free()
+        weights = memory.weight_bytes(self.spec, self._sample, self._dtype)
+        free, _ = self._on.memory()
         rest = max(0, free - (0 if loaded else weights))
         own = memory.CONTEXT_BYTES + memory.attention_bytes(self.spec, blocks, size, rest)
         activations = memory.activation_bytes(self.spec, self._dtype)
         return MemoryNeed(weights, activations, blocks, free - min(own, rest // 4), loaded)
-
-    def _free(self) -> int:
-        return self._on.memory()[0]
 
     # -- weights and cache
 
@@ -100,12 +91,9 @@ class CudaRunner:
         if self._decoder is not None:
             return
         place = Placement(self._on.torch, self._dtype, False, self._dtype == torch.float32)
-        weights = self._weights()
-        if self._dense_experts and not held_dense(self._sample):
-            weights = DenseExperts(self.spec, weights, self._dtype)
         with torch.inference_mode(), self._on.working():
             try:
-                self._decoder = build_decoder(self.spec, weights, place, self._ops)
+                self._decoder = build_decoder(self.spec, self._weights(), place, self._ops)
             except self._on.trouble() as error:
                 raise RunnerError(self._out_of_memory("while loading weights")) from error
 
@@ -145,7 +133,10 @@ class CudaRunner:
         if self._steps is None:
             if self._decoder is None or self._cache is None:
                 raise RunnerError("the runner has no weights or no cache; call load_weights and allocate_cache first")
-            self._steps = Steps(self.spec, self._decoder, self._cache, self._on, graphs=self._dense_experts)
+            graphs = not any(isinstance(s.mixer, Moe) and s.mixer.experts for s in self._decoder.steps)
+            if not graphs:
+                log.warning("experts of a form that no kernel runs together: decode steps run kernel by kernel")
+            self._steps = Steps(self.spec, self._decoder, self._cache, self._on, graphs)
         return self._steps
 
     # -- steps
