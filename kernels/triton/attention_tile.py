@@ -127,7 +127,7 @@ def _add_values(
     else:
         v = _columns(cache + row * HEAD_DIM, inside, HEAD_DIM, COLS, MASK)
         if FORM == "int8":
-            v = unpacked_here(widen(v, DOT, ASM), ASM)
+            v = unpacked_here(widen(v, DOT, ASM), ASM and HEAD_DIM > 64)  # short heads would spill registers
         elif FORM == "e4m3" or FORM == "e5m2":
             v = unpacked_here(float8(v, FORM, DOT, ASM), ASM)
         acc = tl.dot(weighted, v.to(DOT), acc, input_precision="ieee")
