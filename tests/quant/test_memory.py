@@ -112,3 +112,22 @@ def test_the_peak_is_within_the_limit_and_near_the_plan(
     planned = float(re.search(r"about ([0-9.]+) GiB", done.stdout)[1])  # type: ignore[index]
     assert peak <= limit, (peak, limit, done.stdout)
     assert 0.6 * peak <= planned <= 1.5 * peak, (peak, planned)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc")
+@pytest.mark.parametrize("method", ["auto_gptq", "smooth_quant", "auto_awq", "blocked_fp8"])
+def test_experts_do_not_add_up(method: str, tiny_checkpoint: Any, tmp_path: Path, text: Path) -> None:
+    """A layer of 1.1 GiB in float32, 96 experts of 12 MiB: the limit counts one of them."""
+    size, count = 1024, 96
+    shape = {"hidden_size": size, "intermediate_size": size, "num_hidden_layers": 1, "num_local_experts": count}
+    model = tiny_checkpoint("mixtral", tmp_path / "model", dtype="bfloat16", num_attention_heads=8, **shape)
+    command = [sys.executable, "-c", MEASURED, method, str(model), str(tmp_path / "out"), str(text)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    peak = int(done.stdout.split()[-1]) / (1 << 20)
+    expert, matrix = 4 * 3 * size**2, 4 * size**2
+    assert count * expert > 1.1 * (1 << 30)
+    assert peak <= 1 + 4 * (expert + matrix) / (1 << 30), (peak, done.stdout)
+    planned = float(re.search(r"about ([0-9.]+) GiB", done.stdout)[1])  # type: ignore[index]
+    assert 0.6 * peak <= planned <= 1.6 * peak, (peak, planned)

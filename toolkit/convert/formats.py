@@ -142,6 +142,7 @@ def _modules(work: _Work) -> Iterator[tuple[StoredTensor, Weight | Tensor, Tenso
         if (item.kind == "head" and work.spec.tied) or (item.optional and not is_present(work.checkpoint, item)):
             continue
         yield item, *load_stored(work.checkpoint, item)
+        work.checkpoint.release()
         if work.progress is not None:
             work.progress(i + 1, len(work.stored))
 
