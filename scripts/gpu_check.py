@@ -1,9 +1,10 @@
 """Correctness on a real GPU: kernels against the reference on the CPU, the runner against the torch runner on the CPU.
 
 A smoke stage of at most two minutes comes first and ends the run where nothing works; then the runner with every
-family and cache, then all cases of every op and dtype, last the smoke cases under compute-sanitizer where it is
-installed. Each item runs in a process of its own with a time limit, because one illegal access poisons a CUDA context.
-The JSON is written again after every item, so that nothing is lost with the machine.
+family and cache, the torch runner's tests over it where pytest and transformers are installed, then all cases of every
+op and dtype, last the smoke cases under compute-sanitizer where it is installed. Each item runs in a process of its
+own with a time limit, because one illegal access poisons a CUDA context. The JSON is written again after every item,
+so that nothing is lost with the machine.
 
 torch, triton, numpy and safetensors are all it needs. Without a GPU --dry-run does the same on a CPU: torch's kernels,
 and the runner with tests/support/graphs.py in the place of a GPU.
@@ -12,6 +13,7 @@ and the runner with tests/support/graphs.py in the place of a GPU.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -25,6 +27,7 @@ from typing import Any
 SMOKE_OPS = ("rms_norm", "rope_kv_write", "paged_attention", "linear_group_int", "sample")
 SMOKE_SECONDS = 120.0
 COMPILED = ("triton", "cuda")
+TEST_MODULES = ("test_steps.py", "test_parity.py")
 Row = dict[str, Any]
 
 
@@ -65,6 +68,36 @@ def check_op(name: str, family: str, device: str, smoke: bool) -> list[Row]:
     return rows
 
 
+class _Rows:
+    """A plugin of pytest: a row for each test."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.rows: list[Row] = []
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" or report.failed:
+            text = str(report.longrepr).strip().splitlines()[-1] if report.failed else None
+            case = report.nodeid.rpartition("::")[2]
+            self.rows.append(
+                {"what": self.what, "case": case, "skipped": None, "error": text, "seconds": report.duration}
+            )
+
+
+def check_tests(module: str, device: str) -> list[Row]:
+    """The tests of one module of tests/runners over the runner for GPUs, a row each."""
+    os.environ["TOOLKIT_TEST_RUNNER"] = "gpu" if device == "cuda" else "graphs"
+    if device == "cuda":
+        os.environ["TRITON_INTERPRET"] = "0"
+    import pytest
+
+    root, plugin = Path(__file__).resolve().parents[1], _Rows(f"tests {module}")
+    code = pytest.main(["-q", "--rootdir", str(root), str(root / "tests" / "runners" / module)], plugins=[plugin])
+    if not plugin.rows:
+        raise SystemExit(f"pytest ran nothing of {module}: exit code {int(code)}")
+    return plugin.rows
+
+
 def items(families: list[str], smoke_only: bool, dry: bool, sanitizer: str | None, limit: float) -> list[Item]:
     """Everything there is to run, in order."""
     from gpu.runner_check import FAMILIES, POLICIES
@@ -82,6 +115,8 @@ def items(families: list[str], smoke_only: bool, dry: bool, sanitizer: str | Non
     for family, policy in pairs:
         name = f"runner {family}, quant_policy {policy}"
         found.append(Item("runner", name, ("--runner", family, "--policy", str(policy)), limit))
+    if all(importlib.util.find_spec(name) for name in ("pytest", "transformers")):
+        found += [Item("runner", f"tests {m}", ("--tests", m), 2 * limit) for m in TEST_MODULES]
     short = ("--smoke",) if dry else ()
     found += [Item("ops", f"{n} [{f}]", ("--op", n, "--family", f, *short), limit) for n, f in ops]
     if sanitizer is not None:
@@ -152,6 +187,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
     parser.add_argument("--op", help=argparse.SUPPRESS)  # the items: print the rows as JSON
     parser.add_argument("--runner", help=argparse.SUPPRESS)
+    parser.add_argument("--tests", help=argparse.SUPPRESS)
     parser.add_argument("--policy", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.op is not None:
@@ -161,6 +197,9 @@ def main() -> int:
         from gpu.runner_check import check_runner
 
         print(json.dumps(check_runner(options.runner, options.policy, options.device)))
+        return 0
+    if options.tests is not None:
+        print(json.dumps(check_tests(options.tests, options.device)))
         return 0
     device = "cpu" if options.dry_run else "cuda"
     if options.dry_run:

@@ -52,6 +52,11 @@ class Where:
     device: str
     families: tuple[str, ...]
 
+    @property
+    def half(self) -> torch.dtype:
+        """Of activations; a CPU computes faster in float32."""
+        return torch.bfloat16 if self.device == "cuda" else torch.float32
+
     def target(self, dtype: str, **traits: Any) -> Target:
         capability = None
         if self.device == "cuda":
@@ -98,7 +103,7 @@ def linears(size: Size, where: Where) -> Iterator[Row]:
     makers: dict[str, Callable[[int, int], tuple[Callable[[Tensor], Any], int]]] = {
         "linears dense torch": lambda o, i: _dense(o, i, where)
     }
-    for implementation, family in where.ours("linear_group_int", "float16", bits=4):
+    for implementation, family in where.ours("linear_group_int", str(where.half).removeprefix("torch."), bits=4):
         if implementation is None:
             yield {"name": f"linears w4 {family.partition(':')[0]}", "error": family}
             continue
@@ -115,7 +120,7 @@ def linears(size: Size, where: Where) -> Iterator[Row]:
             continue
         total = sum(some[0][1] for some in made)
         for rows in size.rows:
-            inputs = [torch.randn(rows, i, device=where.device).to(torch.float16) for _, i in size.linears()]
+            inputs = [torch.randn(rows, i, device=where.device).to(where.half) for _, i in size.linears()]
             parts = [
                 _measured(label, lambda some=some, x=x: [lambda f=f, x=x: f(x) for f, _ in some], where)
                 for some, x in zip(made, inputs, strict=True)
@@ -125,7 +130,7 @@ def linears(size: Size, where: Where) -> Iterator[Row]:
 
 
 def _dense(n_out: int, n_in: int, where: Where) -> tuple[Callable[[Tensor], Any], int]:
-    weight = torch.randn(n_out, n_in, dtype=torch.float16, device=where.device)
+    weight = torch.randn(n_out, n_in, dtype=where.half, device=where.device)
     return (lambda x: F.linear(x, weight)), weight.nbytes
 
 
@@ -151,7 +156,7 @@ _SCRATCH: dict[str, dict[str, Any]] = {}
 
 def _marlin(n_out: int, n_in: int, group: int, where: Where) -> tuple[Callable[[Tensor], Any], int]:
     codes, scales = _codes(n_out, n_in, group, where)
-    return peers.marlin(codes, scales, group), codes.numel() // 2 + scales.nbytes
+    return peers.marlin(codes, scales.to(where.half), group), codes.numel() // 2 + scales.nbytes
 
 
 def attention(size: Size, where: Where) -> Iterator[Row]:
@@ -228,8 +233,8 @@ def _peer_decode(size: Size, where: Where, lengths: np.ndarray) -> Row:
 
 def row_wise(size: Size, where: Where) -> Iterator[Row]:
     """Norms, activations and sampling, at one row and at many."""
-    half = torch.bfloat16 if where.device == "cuda" else torch.float32
-    name, device = str(half).removeprefix("torch."), where.device
+    half, device = where.half, where.device
+    name = str(half).removeprefix("torch.")
     for rows in (size.rows[0], min(64, size.rows[-1])):
         x = torch.randn(rows, size.hidden, device=device).to(half)
         residual, weight = torch.randn(rows, size.hidden, device=device), torch.ones(size.hidden, device=device)

@@ -12,7 +12,8 @@ Linear = Callable[[Tensor], Tensor]
 
 
 def marlin(codes: Tensor, scales: Tensor, group_size: int) -> Linear:
-    """vLLM's Marlin for symmetric 4-bit weights: ``codes`` uint8 [out, in], ``scales`` float16 [out, groups].
+    """vLLM's Marlin for symmetric 4-bit weights: ``codes`` uint8 [out, in], ``scales`` of the activations' dtype
+    [out, groups].
 
     Raises ImportError where there is no vLLM with it.
     """

@@ -62,7 +62,7 @@ def _jobs(size: Size, where: Where) -> Iterator[tuple[str, Callable[[], Row]]]:
     found = load()["linear_group_int"].implementations[ours.families[0]]
     made = [_grouped(found, o, i, min(128, size.hidden // 2), ours)[0] for o, i in size.linears()]
     for rows in size.rows:
-        inputs = [torch.randn(rows, i, device=where.device).to(torch.float16) for _, i in size.linears()]
+        inputs = [torch.randn(rows, i, device=where.device).to(where.half) for _, i in size.linears()]
         calls = [lambda f=f, x=x: f(x) for f, x in zip(made, inputs, strict=True)]
         name = f"tune linears w4, {rows} rows"
         yield "group_linear_kernel", lambda name=name, calls=calls: _measured(name, lambda: calls, where)

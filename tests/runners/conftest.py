@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +27,32 @@ def steps() -> Any:
 
 
 @pytest.fixture(scope="session")
-def drive(tiny_models: Any, steps: Any) -> Any:
-    """``drive(family, options…, model={overrides}, **driver) -> Driver`` over the torch runner, float32 by default."""
+def drive(tiny_models: Any, steps: Any, support: Any) -> Any:
+    """``drive(family, options…, model={overrides}, **driver) -> Driver`` over the torch runner, float32 by default.
+
+    With TOOLKIT_TEST_RUNNER=graphs it is over the runner for GPUs on a CPU (``tests/support/graphs.py``), with "gpu"
+    over it on the GPU: ``test_cuda_parity.py`` and ``scripts/gpu_check`` run modules of this folder so.
+    """
     from toolkit.runners.base import RunnerOptions
-    from toolkit.runners.choose import open_runner
+    from toolkit.runners.choose import open_model, open_runner
+
+    kind = os.environ.get("TOOLKIT_TEST_RUNNER", "torch")
+
+    def for_gpu(path: Path, options: RunnerOptions) -> Any:
+        from toolkit.runners.cuda.runner import CudaRunner
+
+        opened = open_model(path)
+        if kind == "gpu":
+            return CudaRunner(opened.spec, opened.weights, replace(options, device="cuda"))
+        graphs = support("graphs")
+        device = graphs.CpuDevice()
+        return device.watch(CudaRunner(opened.spec, opened.weights, options, device, graphs.interpreted_ops()))
 
     def make(family: str, *, model: dict[str, Any] | None = None, blocks: int = 64, scattered: bool = True, **options):
         settings = {"dtype": "float32", "block_size": 16, "device": "cpu"} | options
         path = tiny_models(family, **(model or {}))
+        if kind != "torch":
+            return steps.Driver(for_gpu(path, RunnerOptions(**settings)), blocks, scattered)
         runner, _ = open_runner(path, backend="pytorch", options=RunnerOptions(**settings))
         return steps.Driver(runner, blocks, scattered)
 

@@ -59,6 +59,13 @@ def test_the_runner_is_checked_step_by_step(gpu_check):
     assert len(rows) == 8 and [r["error"] for r in rows] == [None] * 8
 
 
+@pytest.mark.slow
+def test_the_torch_runners_tests_are_rows(gpu_check):
+    item = gpu_check.Item("runner", "tests", ("--tests", "test_steps.py"), 600)
+    rows = gpu_check.run(item, "cpu")
+    assert len(rows) > 20 and all(r["error"] is None for r in rows)
+
+
 def test_a_wrong_kernel_is_found(gpu_check, monkeypatch):
     from toolkit.kernels.registry import load
 
