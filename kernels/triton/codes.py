@@ -177,9 +177,13 @@ def divide(x, scale):
 
 @triton.jit
 def encode(x, DTYPE: tl.constexpr, TOP: tl.constexpr):
-    """float32 -> int8 or float8 codes of at most TOP."""
+    """float32 -> int8 or float8 codes of at most TOP, or float16 that hold e4m3 (TOP 448) or e5m2 numbers."""
     if DTYPE == tl.int8:
         return tl.minimum(tl.maximum(round_even(x), -TOP), TOP).to(tl.int8)
+    elif DTYPE == tl.float16:
+        LEAST: tl.constexpr = -6 if TOP == 448.0 else -14
+        DIGITS: tl.constexpr = 3 if TOP == 448.0 else 2
+        return round_to_grid(tl.minimum(tl.maximum(x, -TOP), TOP), LEAST, DIGITS).to(tl.float16)
     else:
         return to_float8(tl.minimum(tl.maximum(x, -TOP), TOP), DTYPE)
 

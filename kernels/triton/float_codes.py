@@ -88,6 +88,15 @@ def e4m3_as_fp16(codes, ASM: tl.constexpr):
 
 
 @triton.jit
+def float8_as_fp16(codes, E4M3: tl.constexpr, ASM: tl.constexpr):
+    """uint8 that hold e4m3 numbers, as float16 of 1/256 of them, or e5m2 numbers, as float16."""
+    if E4M3:
+        return e4m3_as_fp16(codes, ASM)
+    else:
+        return (codes.to(tl.int16) << 8).to(tl.float16, bitcast=True)
+
+
+@triton.jit
 def block_scale(scales, E8M0: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """uint8 that hold e8m0 exponents, or e4m3 numbers, as DTYPE."""
     if E8M0:

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..registry import Target
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)  # the interpreter knows no inline assembly and computes no bf16
+NATIVE_FLOAT8 = 89  # compute capability from which on tensor cores multiply float8
 FLOATS = ("float32", "bfloat16", "float16")
 
 

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from ..reference import linear_blocks as reference
 from ..registry import Target
-from .codes import EMULATE, cast, divide, encode, round_to_grid, row_scale
+from .codes import EMULATE, cast, divide, encode, row_scale
 from .float_codes import e4m3_as_fp16
-from .launch import FLOATS, INTERPRETED, capability_of, launch, needs, power_of_2, shared_limit
+from .launch import FLOATS, INTERPRETED, NATIVE_FLOAT8, capability_of, launch, needs, power_of_2, shared_limit
 from .tuning import tuned
 
 TOP = tl.constexpr(448.0)  # the largest e4m3 number
-NATIVE = 89  # compute capability from which on tensor cores multiply float8
 
 
 @triton.jit
@@ -32,12 +31,7 @@ def round_blocks_kernel(x, codes, scales, size, blocks, stride, BLOCK: tl.conste
     h = tl.load(x + row * stride + i, mask=i < size, other=0.0).to(tl.float32)
     scale = row_scale(tl.max(tl.abs(h), 1), TOP)
     tl.store(scales + row * blocks + block, scale, mask=block < blocks)
-    h = divide(h, scale[:, None])
-    if codes.dtype.element_ty == tl.float16:
-        code = round_to_grid(tl.minimum(tl.maximum(h, -TOP), TOP), -6, 3).to(tl.float16)
-    else:
-        code = encode(h, codes.dtype.element_ty, TOP)
-    tl.store(codes + row * size + i, code, mask=i < size)
+    tl.store(codes + row * size + i, encode(divide(h, scale[:, None]), codes.dtype.element_ty, TOP), mask=i < size)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -130,7 +124,7 @@ def linear_block_fp8(
 ) -> Tensor:
     """Two launches: rounding, product."""
     (tokens, n_in), n_out = x.shape, weight.shape[0]
-    native = capability_of(x.device) >= NATIVE
+    native = capability_of(x.device) >= NATIVE_FLOAT8
     codes, row_scales = round_blocks(x, block, torch.float8_e4m3fn if native else torch.float16)
     choice = _choice(tokens, block, native, x.device)
     out = torch.empty(tokens, n_out, dtype=x.dtype, device=x.device)

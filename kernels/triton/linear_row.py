@@ -15,7 +15,8 @@ from torch import Tensor
 from ..reference import linear as reference
 from ..registry import Target
 from .codes import EMULATE, cast, divide, encode, row_scale
-from .launch import FLOATS, capability_of, launch, needs, power_of_2, shared_limit
+from .float_codes import float8_as_fp16
+from .launch import FLOATS, INTERPRETED, NATIVE_FLOAT8, capability_of, launch, needs, power_of_2, shared_limit
 from .tuning import tuned
 
 ROW = 16384  # elements of a row that the registers of 1024 threads hold while they are rounded
@@ -60,8 +61,13 @@ def row_linear_kernel(
     COLS: tl.constexpr,
     K: tl.constexpr,
     BAND: tl.constexpr,
+    E4M3: tl.constexpr,
+    ASM: tl.constexpr,
 ):
-    """ROWS tokens by COLS outputs; programs go through bands of BAND tiles of tokens, so that weights stay in L2."""
+    """ROWS tokens by COLS outputs; programs go through bands of BAND tiles of tokens, so that weights stay in L2.
+
+    Float8 as uint8 (e4m3 if E4M3, else e5m2) is multiplied in fp16; ``codes`` may then be fp16 already.
+    """
     down, across = tl.cdiv(tokens, ROWS), tl.cdiv(n_out, COLS)
     band = tl.program_id(0) // (BAND * across)
     height = tl.minimum(down - band * BAND, BAND)
@@ -76,10 +82,16 @@ def row_linear_kernel(
         k = start + tl.arange(0, K)
         a = tl.load(codes + (safe_row * n_in)[:, None] + k[None, :], mask=(k < n_in)[None, :], other=0.0)
         w = tl.load(weight + (safe_column * n_in)[:, None] + k[None, :], mask=(k < n_in)[None, :], other=0.0)
+        if w.dtype == tl.uint8:
+            w = float8_as_fp16(w, E4M3, ASM)
+        if a.dtype == tl.uint8:
+            a = float8_as_fp16(a, E4M3, ASM)
         if EMULATE and not INTEGER:
             a, w = a.to(tl.float32), w.to(tl.float32)
         acc = tl.dot(a, tl.trans(w), acc, out_dtype=tl.int32 if INTEGER else tl.float32)
     y = acc.to(tl.float32) * tl.load(row_scales + safe_row)[:, None] * tl.load(scales + safe_column)[None, :]
+    if E4M3 and weight.dtype.element_ty == tl.uint8:
+        y *= 65536.0 if codes.dtype.element_ty == tl.uint8 else 256.0
     if bias is not None:
         y += tl.load(bias + safe_column).to(tl.float32)[None, :]
     target = out + (row.to(tl.int64) * n_out)[:, None] + column[None, :]
@@ -97,10 +109,11 @@ def top_of(dtype: torch.dtype) -> float:
 
 
 def round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(codes of ``dtype`` [T, in], float32 scales [T])."""
+    """(codes of ``dtype`` [T, in], float32 scales [T]); on GPUs without float8 its numbers are held in float16."""
     if x.stride(1) != 1:
         x = x.contiguous()
-    codes = torch.empty(x.shape, dtype=dtype, device=x.device)
+    native = dtype == torch.int8 or capability_of(x.device) >= NATIVE_FLOAT8
+    codes = torch.empty(x.shape, dtype=dtype if native else torch.float16, device=x.device)
     scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     block = min(ROW, power_of_2(x.shape[1]))
     launch(
@@ -123,15 +136,18 @@ def product(
     codes: Tensor, row_scales: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dtype, bias: Tensor | None
 ) -> Tensor:
     """codes [T, in] · weight [out, in], both scales and the bias applied, in ``dtype``. One launch."""
-    codes, (tokens, n_in), n_out = codes.contiguous(), codes.shape, weight.shape[0]
-    rows = max(16, power_of_2(min(tokens, 128)))
-    small = {"cols": 64 if rows == 16 else 128, "k": 128, "warps": 4}
+    codes, (tokens, n_in), n_out, device = codes.contiguous(), codes.shape, weight.shape[0], codes.device
+    native = weight.dtype == torch.int8 or capability_of(device) >= NATIVE_FLOAT8
+    e4m3 = weight.dtype == torch.float8_e4m3fn
+    if not native:
+        weight, codes = weight.view(torch.uint8), codes if codes.itemsize == 2 else codes.view(torch.uint8)
+    rows = max(16, power_of_2(min(tokens, 128 if native else 64)))
+    small = {"cols": 64 if rows == 16 or not native else 128, "k": 128, "warps": 4}
     default = small if rows <= 64 else {"cols": 256, "k": 128, "warps": 8}
-    device = codes.device
     found = tuned("row_linear_kernel", f"rows{rows}", default, device)
     if shared_limit(capability_of(device)) < 160 * 1024:
         found["cols"] = min(found["cols"], 128)
-    stage = (rows + found["cols"]) * found["k"]
+    stage = (rows * codes.itemsize + found["cols"]) * found["k"]
     found.setdefault("stages", max(2, min(5, shared_limit(capability_of(device)) // stage - 1)))
     out = torch.empty(tokens, n_out, dtype=dtype, device=device)
     launch(
@@ -152,6 +168,8 @@ def product(
         COLS=found["cols"],
         K=found["k"],
         BAND=8,
+        E4M3=e4m3,
+        ASM=not INTERPRETED,
     )
     return out
 
@@ -164,11 +182,11 @@ def matmul_int8(
     return product(codes, row_scales, weight, scales, dtype, bias)
 
 
-@reference.matmul_fp8.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(89))
+@reference.matmul_fp8.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80))
 def matmul_fp8(
     codes: Tensor, row_scales: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
-    """One launch; needs tensor cores that multiply float8."""
+    """One launch; GPUs without float8 multiply the same numbers in fp16."""
     return product(codes, row_scales, weight, scales, dtype, bias)
 
 
@@ -178,7 +196,7 @@ def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None =
     return product(*round_rows(x, weight.dtype), weight, scales, x.dtype, bias)
 
 
-@reference.linear_fp8.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(89))
+@reference.linear_fp8.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80))
 def linear_fp8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Two launches, rounding and product; needs tensor cores that multiply float8."""
+    """Two launches, rounding and product; GPUs without float8 multiply the same numbers in fp16."""
     return product(*round_rows(x, weight.dtype), weight, scales, x.dtype, bias)

@@ -11,8 +11,8 @@ from ..reference import moe as reference
 from .activation import act_and_mul
 from .codes import EMULATE, cast
 from .float_codes import e4m3_as_fp16
-from .launch import FLOATS, INTERPRETED, capability_of, launch, needs, shared_limit
-from .linear_block import NATIVE, reason, round_blocks
+from .launch import FLOATS, INTERPRETED, NATIVE_FLOAT8, capability_of, launch, needs, shared_limit
+from .linear_block import reason, round_blocks
 from .moe import gather_by_expert, weighted_sum
 from .moe_quant import tile_rows
 from .tuning import tuned
@@ -78,7 +78,7 @@ def _product(
     """Every slot through its expert's weight: [slots, out] in x's dtype. Two launches, the first one rounds."""
     order, tile_expert, rows = tiles
     n_out, n_in = weight.shape[1:]
-    native = capability_of(x.device) >= NATIVE
+    native = capability_of(x.device) >= NATIVE_FLOAT8
     codes, row_scales = round_blocks(x, block, torch.float8_e4m3fn if native else torch.float16)
     default = {"cols": 32 if rows == 16 else 64, "k": min(block, 128), "warps": 4}
     choice = tuned("expert_block_kernel", f"rows{rows}", default, x.device)

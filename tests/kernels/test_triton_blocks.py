@@ -7,7 +7,7 @@ import torch
 
 from toolkit.kernels import registry
 from toolkit.kernels.reference.linear import pack_codes
-from toolkit.kernels.triton import linear_block, linear_fp4, moe_block
+from toolkit.kernels.triton import linear_block, linear_fp4, linear_row, moe_block
 
 OPS = registry.load()
 
@@ -56,6 +56,24 @@ def test_experts_of_uneven_size_in_tiles(monkeypatch, capability):
         inputs[f"{name}_rows"] = rows.int()
         inputs[f"{name}_scales"] = torch.rand(count, int(rows.max()) + 1, -(-n_in // block), generator=g) / 200
     close("moe_experts_block_fp8", tolerance=3e-3, **inputs, block=block, activation="silu")
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("tokens", [1, 80])
+def test_row_scaled_float8_without_float8_tensor_cores(monkeypatch, kind, tokens):
+    g = gen(tokens)
+    x = torch.randn(tokens, 200, generator=g) * torch.logspace(-3, 1, 200)
+    weight = (torch.randn(72, 200, generator=g) * 30).to(kind)
+    scales, bias = torch.rand(72, generator=g) / 99, torch.randn(72, generator=g)
+    codes, row_scales = linear_row.round_rows(x, kind)
+    ready = {"codes": codes, "row_scales": row_scales, "weight": weight, "scales": scales, "dtype": torch.float32}
+    native = OPS["matmul_fp8"].implementations["triton"].run(**ready, bias=bias)
+    monkeypatch.setattr(linear_row, "capability_of", lambda device: 80)
+    held, held_scales = linear_row.round_rows(x, kind)
+    assert held.dtype == torch.float16 and torch.equal(held.float(), codes.float())
+    assert torch.equal(held_scales, row_scales)
+    torch.testing.assert_close(close("matmul_fp8", **ready, bias=bias), native, rtol=1e-5, atol=1e-5)
+    close("linear_fp8", x=x, weight=weight, scales=scales, bias=bias)
 
 
 def test_rows_taken_out_of_their_tiles_keep_their_scales():

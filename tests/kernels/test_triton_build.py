@@ -54,7 +54,7 @@ def test_variants_differ_by_architecture_and_float8_needs_hardware():
     out = compiled("""
 from toolkit.kernels.triton.build import variants
 for a in (80, 90):
-    found = list(variants(a, "linear_fp8")), list(variants(a, "rope"))
+    found = list(variants(a, "moe_experts_fp8")), list(variants(a, "rope"))
     print(*(len(f) for f in found))
 """)
     (no_float8, ropes), (float8, same) = (map(int, line.split()) for line in out.splitlines())
