@@ -87,13 +87,14 @@ def test_quantized_caches_through_graphs(policy, pair):
 
 def test_long_contexts_are_split_and_merged_in_graphs_with_room_to_spare(pair):
     ours, device, oracle = pair("llama", model={"num_hidden_layers": 1})
+    ours.runner.warm_up(2, 300)
+    tiles = [(key.rows, room) for key in ours.runner._steps.graphs.keys() for _, _, room in key.tiles]
+    assert tiles == [(2, 2), (2, 4), (1, 1), (1, 2)]  # up to 256 tokens, and beyond
     assert [ours.add(), ours.add()] == [oracle.add(), oracle.add()]
-    _both(ours, oracle, {0: _prompt(253, 1), 1: [3]})
-    tiles = []
-    for token in (5, 6, 7, 8, 9):  # the third ends a range of keys: 2 tiles, then 3 in room for 4
+    _both(ours, oracle, {0: _prompt(254, 1), 1: [3]})
+    for token in (5, 6, 7, 8):  # the second ends a range of keys: 2 tiles, then 3 in room for 4
         _both(ours, oracle, {0: [token], 1: [token]})
-        tiles = [room for key in ours.runner._steps.graphs.keys() for _, _, room in key.tiles]
-    assert sorted(tiles) == [2, 4] and device.replays >= 2
+    assert device.captures == 4 and device.replays == 4
 
 
 def test_all_that_triton_has_runs_through_graphs(pair):

@@ -7,19 +7,22 @@ import numpy as np
 from toolkit.runners.step import SamplingBatch, StepBatch
 
 
-def idle_batch(sequences: int, tokens: int, spare: tuple[int, ...], block_size: int) -> StepBatch:
-    """``sequences`` of ``tokens`` (at most a block) each, all in the spare block of each group, drawn greedily."""
-    total, last = sequences * tokens, np.arange(1, sequences + 1, dtype=np.int32) * tokens
-    offsets = np.tile(np.arange(tokens), sequences)
+def idle_batch(sequences: int, new: int, length: int, spare: tuple[int, ...], block_size: int) -> StepBatch:
+    """``new`` tokens for each of ``sequences`` that then have ``length``, drawn greedily; all of their blocks are the
+    spare one of each group.
+    """
+    total, last = sequences * new, np.arange(1, sequences + 1, dtype=np.int32) * new
+    positions = np.tile(np.arange(length - new, length), sequences)
+    entries = -(-length // block_size)
     none = np.zeros(0, np.int32)
     return StepBatch(
         token_ids=np.zeros(total, np.int32),
         from_previous=np.full(total, -1, np.int32),
-        positions=offsets.astype(np.int32)[None],
+        positions=positions.astype(np.int32)[None],
         cu_seqlens=np.concatenate([[0], last]).astype(np.int32),
-        seq_lens=np.full(sequences, tokens, np.int32),
-        block_tables=tuple(np.full((sequences, 1), block, np.int32) for block in spare),
-        slot_mapping=tuple(block * block_size + offsets for block in spare),
+        seq_lens=np.full(sequences, length, np.int32),
+        block_tables=tuple(np.full((sequences, entries), block, np.int32) for block in spare),
+        slot_mapping=tuple(block * block_size + positions % block_size for block in spare),
         rope_set=np.zeros(sequences, np.int8),
         adapter=np.full(sequences, -1, np.int32),
         sample_index=last - 1,

@@ -38,6 +38,11 @@ from toolkit.runners.torch.context import StepContext
 from toolkit.runners.torch.decoder import Decoder
 
 MOST_SAMPLED = 8192  # rows whose tokens the next step may refer to
+WARM_LENGTHS = (256, 512, 1024, 2048, 4096)  # tokens beyond which there are graphs from the start, with more tiles
+FEW_ROWS, MANY_LENGTH = (
+    8,
+    512,
+)  # steps of more sequences than FEW_ROWS are captured for lengths beyond MANY_LENGTH later
 
 Plans = dict[Kind, AttentionPlan]
 
@@ -76,12 +81,14 @@ class Steps:
         """
         self._reach(length - 1)
         spare, size = self.cache.num_blocks, self.cache.block_size
-        self._mixed(idle_batch(1, size, spare, size))
-        self._decode(idle_batch(1, 1, spare, size))
+        self._mixed(idle_batch(1, size, size, spare, size))
+        self._decode(idle_batch(1, 1, 1, spare, size))
         for rows in sorted({graph_rows(n) for n in range(1, min(most, MOST_SAMPLED) + 1)}, reverse=True):
-            _, capture = self._decode(idle_batch(rows, 1, spare, size))
-            if capture is not None:
-                capture()
+            beyond = (n + 1 for n in WARM_LENGTHS if n < length and (rows <= FEW_ROWS or n <= MANY_LENGTH))
+            for total in (1, *beyond):
+                _, capture = self._decode(idle_batch(rows, 1, total, spare, size))
+                if capture is not None:
+                    capture()
         self._sampled = 0
 
     def _reach(self, position: int) -> None:
