@@ -305,6 +305,15 @@ TK_DEVICE void barrier() {
 #endif
 }
 
+// The lanes of a warp wait for each other. Machine code is not reordered across it either.
+TK_DEVICE void sync_warp() {
+#ifdef __CUDACC__
+    __syncwarp();
+#else
+    host::block()->meet(host::block()->warps[host::block()->current / WARP].meeting, [] {});
+#endif
+}
+
 // Counts an arrival; what this thread wrote before is seen by those who count later. Returns the count before.
 TK_DEVICE int arrive(int* counter) {
 #ifdef __CUDACC__
