@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 ABSENT = ("fastapi", "uvicorn", "starlette", "typer", "rich", "xgrammar", "datasets", "pydantic", "prometheus_client")
-LIGHT = ("toolkit.kernels", "toolkit.engine.core", "toolkit.engine.setup", "toolkit.runners", "toolkit.profile")
+LIGHT = ("toolkit.kernels", "toolkit.engine", "toolkit.runners", "toolkit.profile")
 
 
 @pytest.fixture
