@@ -12,8 +12,8 @@ from toolkit.quant.sites import Site, layer_sites
 from toolkit.quant.statistics import in_turns
 
 BASE = 450 << 20  # the interpreter with torch, buffers, what the allocator does not give back
-MATRICES = 3  # of inputs × inputs beside the statistics themselves, while a Hessian is factored …
-KEPT_MATRICES = 2  # … and while weights are rounded: the Hessian and its factor
+MATRICES = 5  # of inputs × inputs beside the statistics themselves, while a Hessian is factored (LAPACK copies) …
+KEPT_MATRICES = 3  # … and while weights are rounded: the Hessian, its factor, one laid out anew for a product
 PIECES = 6  # copies of the linears that are rounded together: scaled, ordered, codes, what they come back as, errors
 WHOLE = 3  # copies of a layer where a library tunes it as a whole
 FLOAT = 4
