@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,8 +16,11 @@ from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
 from toolkit.commands.lite_options import byte_count
 from toolkit.errors import UsageError
 from toolkit.models.registry import load_spec
+from toolkit.quant.forward import embed, head_logits, layer_forward
+from toolkit.quant.layers import LayerSource
 from toolkit.quant.lite import Common, search
 from toolkit.quant.search import Candidate, Unit, allocate
+from toolkit.quant.sensitivity import Copies
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +93,54 @@ def test_sizes_as_they_are_written() -> None:
     for text in ("", "MiB", "90 parsecs", "-3MB"):
         with pytest.raises(UsageError, match="--size"):
             byte_count("--size", text)
+
+
+def test_losses_are_in_nats_and_the_same_after_a_kill(
+    tiny_models: Any, tmp_path: Path, common: Common, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_models("llama")
+    whole = search(str(model), tmp_path / "whole", bits=5, common=common)
+    begin, calls = Copies.begin, []
+
+    def killed(self: Copies, index: int, states: dict[str, torch.Tensor]) -> None:
+        calls.append(index)
+        if index == 1:
+            raise KeyboardInterrupt
+        begin(self, index, states)
+
+    monkeypatch.setattr(Copies, "begin", killed)
+    with pytest.raises(KeyboardInterrupt):
+        search(str(model), tmp_path / "again", bits=5, common=common)
+    monkeypatch.setattr(Copies, "begin", begin)
+    again = search(str(model), tmp_path / "again", bits=5, common=common)
+    assert calls == [0, 1]
+    assert again.quality["search"] == whole.quality["search"]
+    for row in whole.quality["search"]:
+        assert row["loss"] >= 0
+        assert row["cheaper"] is None or row["cheaper"]["loss"] >= row["loss"]
+
+
+def test_copies_diverge_as_the_whole_model_does(tiny_models: Any, tmp_path: Path) -> None:
+    """A part moved in layer 0, followed to the logits at one go."""
+    torch.manual_seed(0)
+    source, cpu = LayerSource(tiny_models("llama")), torch.device("cpu")
+    outer, layers = source.outer_weights(cpu), source.spec.layers
+    ids = torch.randint(0, source.spec.vocab_size, (2, 20))
+
+    def through(x: torch.Tensor, first: int) -> torch.Tensor:
+        for i in range(first, len(layers)):
+            x = layer_forward(layers[i], source.layer(i, cpu), x)
+        return x
+
+    before = embed(source.spec, outer[source.spec.embed], ids)
+    behind = layer_forward(layers[0], source.layer(0, cpu), before)
+    moved = behind + 0.3 * torch.randn_like(behind)
+    copies = Copies(tmp_path, cpu)
+    copies.begin(0, {"part": moved, "nothing": behind})
+    for i in range(1, len(layers)):
+        copies.advance(layers[i], source.layer(i, cpu))
+    exact = through(before, 0)
+    found = copies.divergence(source.spec, outer, exact)
+    p, q = (head_logits(source.spec, outer, x).log_softmax(-1) for x in (exact, through(moved, 1)))
+    assert found["part"] == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-4)
+    assert found["part"] > 1e-3 and abs(found["nothing"]) < 1e-6

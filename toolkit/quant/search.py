@@ -1,9 +1,10 @@
 """Given a budget, how many bits each part of each layer gets: by measured loss, not by rule.
 
 A *unit* is one mixer of a layer (its attention, its MLP, its experts): the linears of a unit share a grid. Every
-candidate grid is tried on every unit, rounded as it will be at last (AWQ's scales, then GPTQ's rounding); the loss is
-how far the layer's output moves when that unit alone is rounded, ‖y − ŷ‖² / ‖y‖², which adds up over layers as long as
-it is small. The budget is spent where a bit buys most.
+candidate grid is tried on every unit, rounded as it will be at last (AWQ's scales, then GPTQ's rounding). How far the
+layer's output moves when that unit alone is rounded, the mean of ‖y − ŷ‖² / ‖y‖² over tokens, tells candidates apart;
+what that means to the model, the KL divergence of its predictions, is measured for one of them (``sensitivity.py``).
+The product adds up over units as long as it is small, and the budget is spent where a bit buys most.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,6 +35,7 @@ from toolkit.quant.layerwise import Flow
 from toolkit.quant.lazy import KEEP, Lazy
 from toolkit.quant.result import Made, from_state, to_state
 from toolkit.quant.selection import Selection
+from toolkit.quant.sensitivity import SAMPLES, Copies
 from toolkit.quant.sites import Site
 from toolkit.quant.statistics import Gram
 
@@ -51,7 +53,6 @@ GGUF_GRIDS = {
     "Q6_K": Grid(6, 16, True, "Q6_K"),
     "Q8_0": Grid(8, 32, True),
 }
-PROBES = 4  # batches of the text on which the loss is measured
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,20 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Unit:
-    """One mixer of a layer: its linears by name, how many weights they have, and what each candidate does to it."""
+    """One mixer of a layer: its linears by name, how many weights they have, and what each candidate does to it.
+    ``middle``: the candidate whose effect on the predictions is measured."""
 
     name: str
     linears: tuple[str, ...]
     weights: int
     candidates: tuple[Candidate, ...]
+    middle: int = 0
+
+    def weighed(self, kl: float) -> Unit:
+        """With losses in nats a token: ``kl`` is the middle candidate's, the others' are in proportion."""
+        moved = self.candidates[self.middle].loss
+        factor = kl / moved if moved > 0 else 0.0
+        return replace(self, candidates=tuple(replace(c, loss=c.loss * factor) for c in self.candidates))
 
 
 def grids(linears: Sequence[LinearSpec], gguf: bool = False) -> list[Grid]:
@@ -152,47 +161,57 @@ def measure(
     """Try every candidate on every unit. What is found of a layer is kept in ``directory`` for a run that goes on."""
     directory.mkdir(parents=True, exist_ok=True)
     found: list[Unit] = []
+    copies = Copies(directory, flow.device)
     layers = source.spec.layers
     for i, layer in enumerate(layers):
         told("trying widths", i, len(layers))
         kept = directory / f"search.{i}.json"
         weights = source.layer(i, flow.device)
-        if not kept.is_file():
+        copies.advance(layer, weights)
+        if kept.is_file():
+            copies.resume(i)
+        else:
             sites = selection.sites(layer)
             grams, _ = flow.statistics(i, layer, weights, sites, advance=False)
-            trial = Trial(layer, weights, grams, flow, dtype, rounding, gguf, directory)
-            units = [_try(trial, name, own) for name, own in reversed(units_of(sites).items())]
+            x = flow.hidden[0].to(flow.device)
+            trial = Trial(layer, weights, grams, x, layer_forward(layer, weights, x), dtype, rounding, gguf, directory)
+            moved: dict[str, Tensor] = {}
+            units = [_try(trial, name, own, moved) for name, own in reversed(units_of(sites).items())]
+            copies.begin(i, moved)
             partial = kept.with_suffix(".partial")
             write_json_object(partial, {"units": [asdict(u) for u in reversed(units)]})
             partial.rename(kept)
         flow.advance(i, layer, weights)
         found += [_unit(u) for u in json.loads(kept.read_text(encoding="utf-8"))["units"]]
+    kl = copies.divergence(source.spec, source.outer_weights(flow.device), flow.hidden[0][:SAMPLES])
     told("trying widths", len(layers), len(layers))
-    return found
+    return [unit.weighed(kl[unit.name]) for unit in found]
 
 
 def _unit(data: dict[str, Any]) -> Unit:
     candidates = tuple(Candidate(**c) for c in data["candidates"])
-    return Unit(data["name"], tuple(data["linears"]), data["weights"], candidates)
+    return Unit(data["name"], tuple(data["linears"]), data["weights"], candidates, data["middle"])
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A layer under trial. ``weights``: as they were; ``flow``: the text before the layer; ``directory``: where trial
-    codes are kept, which for experts would be too many for memory."""
+    """A layer under trial. ``weights``: as they were; ``text``: a batch of it before the layer, ``exact``: behind it;
+    ``directory``: where trial codes are kept, which for experts would be too many for memory."""
 
     layer: LayerSpec
     weights: Weights
     grams: Callable[[str], Gram | None]
-    flow: Flow
+    text: Tensor
+    exact: Tensor
     dtype: torch.dtype
     rounding: Rounding
     gguf: bool
     directory: Path
 
 
-def _try(trial: Trial, name: str, sites: Sequence[Site]) -> Unit:
-    """Round one unit to every grid and measure what that does to the layer's output."""
+def _try(trial: Trial, name: str, sites: Sequence[Site], moved: dict[str, Tensor]) -> Unit:
+    """Round one unit to every grid and measure what that does to the layer's output. ``moved`` is given the output
+    behind the middle grid, of the first samples."""
     linears = [x for site in sites for x in site.linears]
     weights = sum(x.in_features * x.out_features for x in linears)
     tried = grids(linears, trial.gguf)
@@ -214,11 +233,15 @@ def _try(trial: Trial, name: str, sites: Sequence[Site]) -> Unit:
             del xtx, factor
         candidates = []
         for i, grid in enumerate(tried):
-            loss = _moved(trial, _rounded(Path(scratch), i, folded, trial.flow.device))
+            y = layer_forward(trial.layer, _rounded(Path(scratch), i, folded, trial.text.device), trial.text)
+            if grid is middle:
+                moved[name] = y[:SAMPLES].cpu()
+            share = (y - trial.exact).square().sum(-1) / trial.exact.square().sum(-1).clamp(min=1e-12)
+            loss = float(share.mean(dtype=torch.float64))
             kind = kind_of(grid) if trial.gguf else ""
             size = cost(weights, grid, trial.gguf)
             candidates.append(Candidate(grid.bits, grid.group_size, size, loss, grid.symmetric, grid.ggml, kind))
-    return Unit(name, tuple(x.name for x in linears), weights, tuple(candidates))
+    return Unit(name, tuple(x.name for x in linears), weights, tuple(candidates), tried.index(middle))
 
 
 def _keep(path: Path, made: Made) -> None:
@@ -238,17 +261,6 @@ def _rounded(directory: Path, grid: int, folded: Folded, device: torch.device) -
         return value if isinstance(value, Tensor) else value.dequantize().to(device)
 
     return Lazy(folded, make, KEEP)
-
-
-def _moved(trial: Trial, rounded: Weights) -> float:
-    """‖y − ŷ‖² / ‖y‖² of the layer's output on the first batches of the text."""
-    lost = whole = 0.0
-    for j in range(min(PROBES, len(trial.flow.hidden))):
-        x = trial.flow.hidden[j].to(trial.flow.device)
-        y = layer_forward(trial.layer, trial.weights, x)
-        lost += float((layer_forward(trial.layer, rounded, x) - y).square().sum(dtype=torch.float64))
-        whole += float(y.square().sum(dtype=torch.float64))
-    return lost / whole if whole > 0 else 0.0
 
 
 def allocate(units: Sequence[Unit], budget: int) -> list[Candidate]:
