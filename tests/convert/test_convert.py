@@ -23,17 +23,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.artifacts import safetensors_file
-from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8, GroupInt
+from toolkit.artifacts.canonical import ChannelInt8, Codebook, Dense, Fp4, Fp8, GroupInt, SuperScales
 from toolkit.artifacts.checkpoint import open_checkpoint
-from toolkit.artifacts.engine import ENGINE_ARRAYS, ENGINE_JSON, open_engine
+from toolkit.artifacts.engine import ENGINE_ARRAYS, ENGINE_JSON, EngineArtifact, open_engine, write_engine
 from toolkit.artifacts.engine_torch import pack_codes, pack_torch, unpack_codes
 from toolkit.artifacts.formats import awq, w8a8
 from toolkit.artifacts.json_file import write_json_object
-from toolkit.artifacts.safetensors_file import PAGE, write_tensors
+from toolkit.artifacts.safetensors_file import PAGE, read_header, write_tensors
 from toolkit.artifacts.weights import canonical_weights
 from toolkit.convert.convert import convert as convert_for
+from toolkit.convert.formats import rewrite
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import load_spec
+from toolkit.runners.base import RunnerOptions
+from toolkit.runners.choose import open_runner
+from toolkit.runners.torch.runner import TorchRunner
 
 convert = functools.partial(convert_for, target="torch")  # the target whose weights come back as they were
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "internlm2", "gemma2", "phi3", "mixtral", "qwen3_moe")
@@ -165,22 +169,61 @@ def test_packing_codes_is_invertible(bits: int, rows: int, columns: int, seed: i
     assert torch.equal(unpack_codes(packed, bits, (rows, columns)), codes)
 
 
-def test_every_canonical_form_can_be_packed() -> None:
+def test_every_canonical_form_comes_back(tiny_models: Any, tmp_path: Path) -> None:
     codes = torch.randint(0, 4, (4, 64)).to(torch.uint8)
     grid = torch.rand(4, 2)
+    small = torch.randint(-9, 9, (4, 2)).to(torch.int8)
+    supers = SuperScales(torch.rand(4, 1).half(), small, torch.rand(4, 1).half(), small.flip(0))
+    plain = SuperScales(supers.d, small)
     weights: list[tuple[str, Any]] = [
         ("dense", Dense(torch.rand(3, 5).bfloat16())),
         ("minima", GroupInt(codes, grid.half(), None, 2, 32, minima=grid.half())),
         ("order", GroupInt(codes, grid, torch.ones(4, 2, dtype=torch.uint8), 3, 32, group_index=codes[0].int() % 2)),
         ("symmetric", GroupInt(codes, grid, torch.full((4, 2), 8, dtype=torch.uint8), 4, 32)),
+        ("k_minima", GroupInt(codes, supers.scales(), None, 4, 32, supers.minima(), super_scales=supers)),
+        ("k_zero", GroupInt(codes, plain.scales(), torch.full((4, 2), 32).byte(), 6, 32, super_scales=plain)),
         ("int8", ChannelInt8(torch.ones(4, 8, dtype=torch.int8), torch.rand(4))),
         ("fp8", Fp8(torch.rand(4, 8).to(torch.float8_e5m2), torch.rand(4))),
+        ("nvfp4", Fp4(codes, grid.to(torch.float8_e4m3fn), 32, torch.rand(1))),
+        ("table", Codebook(codes, torch.rand(16), grid.half(), 4, 32)),
+        ("k_table", Codebook(codes, torch.rand(16), plain.scales(), 4, 32, plain)),
         ("norm", torch.rand(7)),
     ]
+    spec, _ = load_spec(open_checkpoint(tiny_models("llama")))
     params: dict[str, dict[str, Any]] = {}
-    names = [name for name, _, _ in pack_torch(iter(weights), params)]
-    assert list(params) == [name for name, _ in weights] and len(names) == len(set(names))
-    assert "symmetric.zeros" not in names and params["symmetric"]["zero"] == 8
+    write_engine(tmp_path, spec, pack_torch(iter(weights), params), target="torch", params=params)
+    infos = read_header(tmp_path / ENGINE_ARRAYS)
+    found = EngineArtifact(tmp_path, spec, "torch", params, infos).weights()
+    assert list(found) == [name for name, _ in weights]
+    for name, weight in weights:
+        assert same(found[name], weight), name
+    assert "symmetric.zeros" not in infos and params["symmetric"]["zero"] == 8
+    assert "k_minima.scales" not in infos and "k_minima.minima" not in infos
+
+
+@pytest.mark.parametrize("to", ["fp8", "mxfp4"])
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_float_blocks_survive(tiny_models: Any, tmp_path: Path, family: str, to: str) -> None:
+    rewrite(str(tiny_models(family)), tmp_path / "q", to=to)
+    convert(str(tmp_path / "q"), tmp_path / "e")
+    assert_holds(tmp_path / "e", tmp_path / "q")
+
+
+@pytest.mark.parametrize("target", ["torch", "cpu", "cuda-sm80"])
+def test_scales_of_a_float8_cache_are_kept(tiny_checkpoint: Any, tmp_path: Path, target: str) -> None:
+    model = tiny_checkpoint("llama", tmp_path / "m")
+    checkpoint = open_checkpoint(model)
+    tensors = {name: checkpoint.tensor(name).clone() for name in checkpoint.names()}
+    scales = {f"model.layers.{i}.self_attn.{x}_scale": torch.tensor(0.5 + i) for i in range(2) for x in "kv"}
+    write_tensors(model / "model.safetensors", tensors | scales)
+    convert(str(model), tmp_path / "e", target=target, dtype="float16")
+    options = RunnerOptions(device="cpu", dtype="float32", quant_policy=16)
+    runner, _ = open_runner(tmp_path / "e", backend=None, options=options)
+    assert isinstance(runner, TorchRunner)
+    found = runner._weights()
+    assert {name: (found[name].dtype, found[name].tolist()) for name in scales} == {
+        name: (torch.float32, [scale.item()]) for name, scale in scales.items()
+    }
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

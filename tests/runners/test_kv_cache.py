@@ -214,9 +214,13 @@ def test_scales_of_a_float8_cache_come_from_the_checkpoint(drive, tiny_models, t
     assert _distance(found["given"], found["plain"]) < 0.05 < _distance(found["none"], found["plain"])
 
 
-def test_a_scale_that_cannot_be_is_refused(drive):
+@pytest.mark.parametrize(
+    ("scale", "words"),
+    [(0.0, "expected a number above 0, found 0.0"), ([0.5, 0.6], r"expected one number, found shape \[2\]")],
+)
+def test_a_scale_that_cannot_be_is_refused(drive, scale, words):
     runner = drive("llama").runner
-    weights = dict(runner._weights()) | {"model.layers.0.self_attn.k_scale": torch.tensor(0.0)}
+    weights = dict(runner._weights()) | {"model.layers.0.self_attn.k_scale": torch.tensor(scale)}
     broken = TorchRunner(runner.spec, lambda: weights, runner.options)
-    with pytest.raises(ToolkitError, match=r"self_attn.k_scale: expected a number above 0, found 0.0"):
+    with pytest.raises(ToolkitError, match=rf"self_attn.k_scale: {words}"):
         broken.load_weights()

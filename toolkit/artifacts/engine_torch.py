@@ -19,7 +19,7 @@ _CODE_BITS = (2, 3, 4, 5, 6, 7, 8)
 
 
 def pack_torch(weights: Iterable[tuple[str, Weight | Tensor]], params: dict[str, dict[str, Any]]) -> Arrays:
-    """The arrays of canonical weights; fills ``params``. Raises ToolkitError for a form that it cannot hold."""
+    """The arrays of canonical weights; fills ``params``."""
     import torch
 
     from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8, GroupInt
@@ -41,21 +41,24 @@ def pack_torch(weights: Iterable[tuple[str, Weight | Tensor]], params: dict[str,
         elif isinstance(value, GroupInt):
             yield from _pack_group_int(name, value, entry)
         else:
-            raise ToolkitError(f"{name}: target torch cannot hold {type(value).__name__} weights")
+            yield from _pack_other(name, value, entry)
 
 
 def _pack_group_int(name: str, value: GroupInt, entry: dict[str, Any]) -> Arrays:
     entry.update(form="group_int", bits=value.bits, group_size=value.group_size)
     yield f"{name}.codes", pack_codes(value.codes, value.bits), None
-    yield f"{name}.scales", value.scales, None
     if value.symmetric:
         entry["zero"] = 1 << (value.bits - 1)
     elif value.zeros is not None:
         yield f"{name}.zeros", pack_codes(value.zeros, value.bits), None
-    if value.minima is not None:
-        yield f"{name}.minima", value.minima, None
     if value.group_index is not None:
         yield f"{name}.group_index", value.group_index, None
+    if value.super_scales is not None:
+        yield from _pack_super_scales(name, value.super_scales, entry)
+        return
+    yield f"{name}.scales", value.scales, None
+    if value.minima is not None:
+        yield f"{name}.minima", value.minima, None
 
 
 def _pack_super_scales(name: str, value: SuperScales, entry: dict[str, Any]) -> Arrays:
@@ -299,9 +302,11 @@ def _arrays_of_tiles(artifact: EngineArtifact, name: str, entry: dict[str, Any])
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(x, int) and x > 0 for x in pair):
             raise _unknown_form(artifact, name, entry)
     assert block is not None and tiles is not None
-    if tiles[1] * block[1] < entry["shape"][1]:
+    taken = f"{name}.row_blocks" in artifact.infos  # rows of other tiles than their own number says
+    if tiles[1] * block[1] < entry["shape"][1] or (not taken and tiles[0] * block[0] < entry["shape"][0]):
         raise _unknown_form(artifact, name, entry)
-    return {f"{name}.weight": math.prod(entry["shape"]), f"{name}.scales": tiles[0] * tiles[1]}
+    found = {f"{name}.weight": math.prod(entry["shape"]), f"{name}.scales": tiles[0] * tiles[1]}
+    return found | ({f"{name}.row_blocks": entry["shape"][0]} if taken else {})
 
 
 def _arrays_of_super_scales(

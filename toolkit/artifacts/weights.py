@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _COUNTED = re.compile(r"\.(layers|experts)\.\d+(?=\.)")
 _HEADS = ("lm_head.weight", "output.weight")
 _MATRICES = ("linear", "router", "embed", "head")
+CACHE_SCALES = (".k_scale", ".v_scale")  # how names of a float8 KV cache's scales end
 
 
 def validate_checkpoint(checkpoint: Checkpoint, stored: Iterable[StoredTensor]) -> None:
@@ -188,6 +189,13 @@ def _rows(part: Part) -> Tensor | slice | None:
     if len(part.rows) == 1:
         return slice(*part.rows[0])
     return torch.cat([torch.arange(start, stop) for start, stop in part.rows])
+
+
+def cache_scales(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+    """The scales of a float8 KV cache, which no spec names, as they are stored but float32 and flat."""
+    for name in checkpoint.names():
+        if name.endswith(CACHE_SCALES):
+            yield name, checkpoint.tensor(name).float().reshape(-1)
 
 
 def iter_canonical(checkpoint: Checkpoint, stored: Iterable[StoredTensor]) -> Iterator[tuple[str, Weight | Tensor]]:

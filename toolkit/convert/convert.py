@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from toolkit.artifacts.safetensors_file import read_header
 from toolkit.artifacts.side_files import copy_side_files
 from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.stage import open_stage
-from toolkit.artifacts.weights import iter_canonical, validate_checkpoint
+from toolkit.artifacts.weights import cache_scales, iter_canonical, validate_checkpoint
 from toolkit.convert.targets import Target, choose_target
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import load_spec
@@ -88,7 +89,8 @@ def convert(
             manifest = read_manifest(stage.target)
             assert manifest is not None
             return Converted(Path(dst_path), chosen.name, manifest, True)
-        weights = _cast(_report(checkpoint, stored, progress), dtype)
+        cast = _cast(_report(checkpoint, stored, progress), dtype)
+        weights: Iterable[tuple[str, Weight | Tensor]] = chain(cast, cache_scales(checkpoint))
         params: dict[str, dict] = {}
         write_engine(stage.dir, spec, chosen.pack(spec, weights, params, head_bits), target=chosen.name, params=params)
         write_json_object(stage.dir / "config.json", checkpoint.config)

@@ -34,9 +34,9 @@ class CheckpointWeights(Mapping[str, "Weight | Tensor"]):
         self._loaded: dict[str, Weight | Tensor] = {}
 
     def __getitem__(self, name: str) -> Weight | Tensor:
-        from toolkit.artifacts.weights import load_stored, split_parts
+        from toolkit.artifacts.weights import CACHE_SCALES, load_stored, split_parts
 
-        if name.endswith((".k_scale", ".v_scale")) and name in self._checkpoint:
+        if name.endswith(CACHE_SCALES) and name in self._checkpoint:
             return self._checkpoint.tensor(name)
         item = self._modules[name]
         if item is not self._last:

@@ -304,6 +304,11 @@ class _Builder:
         for base in (linear.name.rpartition(".")[0], linear.name):
             found = self.weights.get(f"{base}.{name}")
             if isinstance(found, Tensor):
+                if found.numel() != 1:
+                    raise ToolkitError(
+                        f"{base}.{name}: expected one number, found shape {list(found.shape)}; "
+                        "calibrate the cache per tensor, not per head"
+                    )
                 scale = float(found)
                 if not 0 < scale < float("inf"):
                     raise ToolkitError(f"{base}.{name}: expected a number above 0, found {scale}; calibrate it again")
