@@ -1,8 +1,8 @@
 """Tile sizes, warps and stages: a table in code, overridden by what was measured on a device.
 
 ``tuned/<device>.json`` maps a kernel's name to a map from a choice's key to its numbers, for example
-``{"attend_kernel": {"decode-128-float": {"keys": 64, "warps": 4, "stages": 3}}}``; the device is the GPU's name in lower
-case with dashes for blanks. ``scripts/bench_gpu`` measures, and writes such files; none is needed.
+``{"attend_kernel": {"decode-128-float": {"keys": 64, "warps": 4, "stages": 3}}}``; the device is the GPU's name in
+lower case with dashes for blanks. ``scripts/bench_gpu`` measures, and writes such files; none is needed.
 """
 
 from __future__ import annotations
