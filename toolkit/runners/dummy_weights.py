@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.models.config_fields import Fields
 from toolkit.models.spec import DecoderSpec, MoeSpec
 
 if TYPE_CHECKING:
@@ -22,28 +23,44 @@ if TYPE_CHECKING:
     from toolkit.artifacts.canonical import Weight
 
 METHODS = ("awq", "gptq", "fp8", "smooth_quant")  # quant_method; without one weights are dense
+DTYPES = ("float32", "float16", "bfloat16")  # of dense weights; a config that names another gets bfloat16
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """config.json of a model directory without weights. Raises ToolkitError or UsageError, one line."""
     if not path.is_dir() or not (path / "config.json").is_file():
         raise UsageError(f"--load-format dummy: {path}: expected a directory with config.json")
-    config = read_json_object(path / "config.json")
+    return read_json_object(path / "config.json")
+
+
+def check_quantization(config: Mapping[str, Any], source: str) -> None:
+    """Raise ToolkitError, one line that names the field, for a quantization_config that cannot be followed."""
     quantization = config.get("quantization_config")
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    if quantization is None:
+        return
+    if not isinstance(quantization, dict):
+        raise ToolkitError(f"{source}: quantization_config: expected an object, found {quantization!r:.40}")
+    method = quantization.get("quant_method")
     if method not in (None, *METHODS):
         raise ToolkitError(
-            f"{path / 'config.json'}: quantization_config.quant_method: --load-format dummy makes dense, "
+            f"{source}: quantization_config.quant_method: --load-format dummy makes dense, "
             f"{', '.join(METHODS)} weights, not {method!r:.40}"
         )
-    return config
+    fields = Fields(quantization, source, "quantization_config.")
+    fields.integer("bits", "w_bit", default=4, low=2, high=8)
+    if fields.integer("group_size", "q_group_size", default=128, low=-1) == 0:
+        fields.fail("group_size", 0, "-1 or an integer from 1 on")
+    block = quantization.get("weight_block_size")
+    sides = block if isinstance(block, list) else [0]
+    if block is not None and (len(sides) != 2 or any(type(side) is not int or side < 1 for side in sides)):
+        fields.fail("weight_block_size", block, "two integers from 1 on")
 
 
 class DummyWeights(Mapping[str, "Weight | Tensor"]):
     """Canonical weights of ``spec`` by name, made anew at every look-up on ``device``.
 
-    ``config``: config.json, for the dtype of dense weights and ``quantization_config``; routers, embedding and head
-    are dense.
+    ``config``: config.json, for the dtype of dense weights and ``quantization_config``, which ``check_quantization``
+    has found good; routers, embedding and head are dense.
     """
 
     def __init__(self, spec: DecoderSpec, config: Mapping[str, Any], device: torch.device) -> None:
@@ -51,7 +68,7 @@ class DummyWeights(Mapping[str, "Weight | Tensor"]):
 
         self._device = device
         name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-        self._dtype: torch.dtype = getattr(torch, name)
+        self._dtype: torch.dtype = getattr(torch, name if name in DTYPES else "bfloat16")
         self._quantization: dict[str, Any] = config.get("quantization_config") or {}
         self._make: dict[str, Callable[[str], Weight | Tensor]] = {}
         self._list(spec)
