@@ -13,6 +13,7 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,18 +55,16 @@ def rows_of(part: str, case: int, dry: bool) -> Iterator[Row]:
 def child(part: str, case: int, dry: bool, limit: float) -> Iterator[Row]:
     """The rows of one part as its process prints them; one with an error where it dies or takes too long."""
     arguments = ["--part", part, "--case", str(case), *(["--dry-run"] if dry else [])]
-    process = subprocess.Popen(
-        ["timeout", "--kill-after=5", str(limit), sys.executable, __file__, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None and process.stderr is not None
-    for line in process.stdout:
-        if line.startswith("{"):
-            yield json.loads(line)
-    error = process.stderr.read()
-    code = process.wait()
+    command = ["timeout", "--kill-after=5", str(limit), sys.executable, __file__, *arguments]
+    with tempfile.TemporaryFile("w+") as errors:  # a pipe that nobody reads would stop a part that warns a lot
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                yield json.loads(line)
+        code = process.wait()
+        errors.seek(0)
+        error = errors.read()
     if code:
         why = f"took longer than {limit:.0f} s" if code in (124, 137) else " / ".join(error.strip().splitlines()[-2:])
         yield {"name": f"{part} {case}".strip(), "error": f"exit code {code}: {why[-400:]}"}

@@ -53,6 +53,13 @@ def test_a_part_that_dies_is_one_row_and_names_its_reason(bench_gpu):
     assert "exit code 1" in bench_gpu.line(row, None)
 
 
+def test_a_part_may_warn_as_much_as_it_likes(bench_gpu, tmp_path, monkeypatch):
+    part = tmp_path / "part.py"
+    part.write_text("import sys\nsys.stderr.write('warning ' * 40000)\nprint('{\"name\": \"x\"}')\n")
+    monkeypatch.setattr(bench_gpu, "__file__", str(part))
+    assert list(bench_gpu.child("x", 0, True, 60)) == [{"name": "x"}]
+
+
 def test_goals_and_predictions_stand_beside_a_figure(bench_gpu):
     predictions = {
         "kernels": {"fast": {"predicted": [1e-6, 2e-6], "goal": 3e-6, "unit": "s"}},
