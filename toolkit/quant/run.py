@@ -381,8 +381,14 @@ def find_device(wanted: str) -> torch.device:
     """The device behind ``--device``. Raises UsageError where there is none."""
     if wanted == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if wanted != "cpu" and wanted.split(":")[0] != "cuda":
-        raise UsageError(f"--device: expected auto, cpu or cuda, found {wanted!r}")
-    if wanted != "cpu" and not torch.cuda.is_available():
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        device = torch.device("meta")  # no device either
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device: expected auto, cpu, cuda or cuda:N, found {wanted!r}")
+    if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"--device {wanted}: no usable GPU was found; leave it out to quantize on the CPU")
-    return torch.device(wanted)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"--device {wanted}: there are {torch.cuda.device_count()} GPUs, counted from 0")
+    return device
