@@ -55,10 +55,24 @@ def test_options_that_cannot_be_are_named(arguments, message, tiny_models):
 
 def test_a_gpu_that_is_not_there_is_one_line(tiny_models, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UsageError, match="no usable GPU"):
+    with pytest.raises(UsageError, match=r"built without CUDA|sees no GPU|cannot use a GPU"):
         _open(tiny_models("llama"), device="cuda:1")
     runner, _ = _open(tiny_models("llama"), device="auto")
     assert runner.device == "cpu"
+
+
+def test_a_gpu_without_the_memory_is_one_line(tiny_models, monkeypatch):
+    from toolkit.runners.base import RunnerError
+    from toolkit.runners.torch import runner as torch_runner
+
+    def full(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation")
+
+    runner, _ = _open(tiny_models("llama"))
+    for name, call in (("build_decoder", runner.load_weights), ("KVCache", lambda: runner.allocate_cache((4,)))):
+        monkeypatch.setattr(torch_runner, name, full)
+        with pytest.raises(RunnerError, match=r"out of memory while .* Tried to allocate 2\.00 GiB\.$"):
+            call()
 
 
 def test_auto_dtype_is_the_checkpoints(tiny_models, monkeypatch):

@@ -70,7 +70,17 @@ def test_no_gpu_is_told_from_a_torch_without_cuda(monkeypatch, tiny_models):
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", too_old)
-    assert _reason(tiny_models) == "torch cannot use a GPU here (The NVIDIA driver on your system is too old)"
+    reason = "torch cannot use a GPU here (The NVIDIA driver on your system is too old)"
+    assert _reason(tiny_models) == reason
+    with pytest.raises(UsageError) as caught:
+        open_runner(tiny_models("llama"), backend="pytorch", options=RunnerOptions(device="cuda"))
+    assert str(caught.value) == f"device: 'cuda' asked for, but {reason}; use cpu or auto"
+
+
+def test_a_device_that_is_none_is_refused_beside_a_gpu_too(gpu, tiny_models):
+    gpu()
+    with pytest.raises(UsageError, match="expected auto, cpu, cuda or cuda:N, found 'cuda:one'"):
+        open_runner(tiny_models("llama"), backend=None, options=RunnerOptions(device="cuda:one"))
 
 
 @pytest.fixture
@@ -161,6 +171,32 @@ def test_dummy_weights_want_a_config_they_can_follow(tiny_models, tmp_path):
     opened = open_model(_config(tiny_models, tmp_path / "b", quantization_config=awq), load_format="dummy")
     with pytest.raises(ToolkitError, match="48 does not divide 64"):
         opened.weights()["model.layers.0.self_attn.q_proj"]
+
+
+@pytest.mark.parametrize(
+    ("quantization", "words"),
+    [
+        ("awq", "quantization_config: expected an object, found 'awq'"),
+        ({"quant_method": ["awq"]}, "not ['awq']"),
+        ({"quant_method": "awq", "w_bit": "four"}, "quantization_config.w_bit: found four"),
+        ({"quant_method": "gptq", "bits": 9}, "quantization_config.bits: found 9"),
+        ({"quant_method": "gptq", "group_size": 0}, "quantization_config.group_size: found 0"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "quantization_config.weight_block_size: found [128]"),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "quantization_config.weight_block_size: found 128"),
+    ],
+)
+def test_a_quantization_that_cannot_be_followed_is_one_line(quantization, words, tiny_models, tmp_path):
+    path = _config(tiny_models, tmp_path / "shape", quantization_config=quantization)
+    with pytest.raises(ToolkitError) as caught:
+        open_model(path, load_format="dummy")
+    message = str(caught.value)
+    assert words in message and str(path / "config.json") in message and "\n" not in message
+
+
+def test_dummy_weights_of_a_config_in_float8_are_bfloat16(tiny_models, tmp_path):
+    path = _config(tiny_models, tmp_path / "shape", dtype="float8_e4m3fn", torch_dtype=None)
+    weights = open_model(path, load_format="dummy").weights()
+    assert weights["model.embed_tokens"].weight.dtype == torch.bfloat16
 
 
 def test_the_flag_reaches_the_engine(tiny_models, tmp_path):

@@ -49,13 +49,3 @@ class Pending:
             target_logprobs=found.get("targets", np.zeros(0, np.float32)),
             bad_rows=np.flatnonzero(~np.isfinite(best)).astype(np.int32),
         )
-
-
-@dataclass
-class Failed:
-    """A step that could not be submitted."""
-
-    error: RunnerError
-
-    def result(self) -> StepOutput:
-        raise self.error

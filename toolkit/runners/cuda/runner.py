@@ -18,7 +18,6 @@ from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import QUANT_POLICIES, MemoryNeed, RunnerError, RunnerOptions, StepHandle
 from toolkit.runners.cuda import memory
 from toolkit.runners.cuda.device import CudaDevice, Device
-from toolkit.runners.cuda.output import Failed
 from toolkit.runners.cuda.steps import Steps
 from toolkit.runners.cuda.weights import first_linear, stored_dtype
 from toolkit.runners.step import StepBatch
@@ -27,6 +26,7 @@ from toolkit.runners.torch.decoder import Decoder, Moe, build_decoder
 from toolkit.runners.torch.device import find_device, find_dtype
 from toolkit.runners.torch.linear import Placement
 from toolkit.runners.torch.ops import Ops, choose_ops
+from toolkit.runners.torch.output import Failed
 
 log = logging.getLogger(__name__)
 

@@ -39,10 +39,8 @@ from toolkit.runners.torch.decoder import Decoder
 
 MOST_SAMPLED = 8192  # rows whose tokens the next step may refer to
 WARM_LENGTHS = (256, 512, 1024, 2048, 4096)  # tokens beyond which there are graphs from the start, with more tiles
-FEW_ROWS, MANY_LENGTH = (
-    8,
-    512,
-)  # steps of more sequences than FEW_ROWS are captured for lengths beyond MANY_LENGTH later
+# Steps of more sequences than FEW_ROWS are captured for lengths beyond MANY_LENGTH when they first come.
+FEW_ROWS, MANY_LENGTH = 8, 512
 
 Plans = dict[Kind, AttentionPlan]
 

@@ -14,7 +14,7 @@ from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.cuda.weights import stored_dtype
 from toolkit.runners.torch.cache import cache_traits
-from toolkit.runners.torch.device import find_dtype
+from toolkit.runners.torch.device import find_dtype, why_no_gpu
 
 LEAST_CAPABILITY = 80
 NEEDED = ("paged_attention", "rope_kv_write")  # ops whose other implementations wait for the device
@@ -29,9 +29,12 @@ def unsupported(
     """
     if importlib.util.find_spec("triton") is None:
         return "its kernels need triton, which is not installed"
-    if not torch.cuda.is_available():
-        return _no_gpu()
-    index = (torch.device(options.device).index if options.device != "auto" else None) or 0
+    if (reason := why_no_gpu()) is not None:
+        return reason
+    try:
+        index = torch.device("cuda" if options.device == "auto" else options.device).index or 0
+    except RuntimeError:
+        return f"{options.device!r} names no device"
     if index >= torch.cuda.device_count():
         return f"there are {torch.cuda.device_count()} GPUs, counted from 0"
     major, minor = torch.cuda.get_device_capability(index)
@@ -40,16 +43,6 @@ def unsupported(
         return f"it needs compute capability 8.0 or newer, {torch.cuda.get_device_name(index)} has {major}.{minor}"
     dtype = find_dtype(options.dtype, stored_dtype(weights()[spec.embed]), torch.device("cuda"))
     return kernels_missing(spec, options, dtype, capability, registry.tested)
-
-
-def _no_gpu() -> str:
-    if torch.version.cuda is None:
-        return "this torch was built without CUDA; install one with it"
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
-        return f"torch cannot use a GPU here ({str(error).strip().splitlines()[0]})"
-    return "torch sees no GPU here"
 
 
 def kernels_missing(

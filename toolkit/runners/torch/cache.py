@@ -81,7 +81,9 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 class KVCache:
-    """All layers' caches. Every group has one block more than asked for: it is never written and reads as zeros."""
+    """All layers' caches. Every group has one block more than asked for, which no request has: zeros to read beyond a
+    sequence's end, and where the runner for GPUs lets the sequences write that pad its steps.
+    """
 
     def __init__(
         self,

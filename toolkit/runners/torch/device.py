@@ -18,14 +18,28 @@ def find_device(name: str) -> torch.device:
     except RuntimeError:
         raise UsageError(f"device: expected auto, cpu, cuda or cuda:N, found {name!r}") from None
     if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if count == 0:
-            raise UsageError(f"device: {name!r} asked for, but there is no usable GPU here; use cpu or auto")
+        reason = why_no_gpu()
+        if reason is not None:
+            raise UsageError(f"device: {name!r} asked for, but {reason}; use cpu or auto")
+        count = torch.cuda.device_count()
         if (device.index or 0) >= count:
             raise UsageError(f"device: {name!r} asked for, but there are {count} GPUs, counted from 0")
     elif device.type != "cpu":
         raise UsageError(f"device: expected auto, cpu, cuda or cuda:N, found {name!r}")
     return device
+
+
+def why_no_gpu() -> str | None:
+    """Why torch uses no GPU here, or None where it does."""
+    if torch.cuda.is_available():
+        return None
+    if torch.version.cuda is None:
+        return "this torch was built without CUDA; install one with it"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return f"torch cannot use a GPU here ({str(error).strip().splitlines()[0]})"
+    return "torch sees no GPU here"
 
 
 def bf16_is_native() -> bool:

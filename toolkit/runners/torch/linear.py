@@ -173,7 +173,7 @@ def _fuse_fp4(weights: Sequence[Fp4]) -> Fp4 | None:
 def _fuse_biases(biases: Sequence[Tensor | None], sizes: Sequence[int], place: Placement) -> Tensor | None:
     if all(b is None for b in biases):
         return None
-    parts = [torch.zeros(n) if b is None else b.float() for b, n in zip(biases, sizes, strict=True)]
+    parts = [torch.zeros(n) if b is None else b.float().cpu() for b, n in zip(biases, sizes, strict=True)]
     return torch.cat(parts).to(place.device, place.dtype)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -137,9 +138,9 @@ class TorchRunner:
     # -- weights and cache
 
     def load_weights(self) -> None:
-        """Build the model; does nothing where it is there."""
+        """Build the model; does nothing where it is there. Raises RunnerError where a GPU's memory runs out."""
         if self._decoder is None:
-            with torch.inference_mode():
+            with torch.inference_mode(), _memory_runs_out("while loading weights"):
                 self._decoder = build_decoder(
                     self.spec, self._weights(), self._place, self._ops, self._adapters, self._adapter_step
                 )
@@ -150,12 +151,14 @@ class TorchRunner:
         self._empty_device()
 
     def allocate_cache(self, num_blocks: tuple[int, ...]) -> None:
-        """A fresh cache of ``num_blocks`` for each group. Raises RunnerError for a wrong number of groups."""
+        """A fresh cache of ``num_blocks`` for each group. Raises RunnerError for a wrong number of groups, and where a
+        GPU's memory runs out.
+        """
         if len(num_blocks) != len(self.spec.cache_groups) or min(num_blocks) < 1:
             raise RunnerError(f"num_blocks: expected {len(self.spec.cache_groups)} counts above 0, found {num_blocks}")
         self.release_cache()
         options = self.options
-        with torch.inference_mode():
+        with torch.inference_mode(), _memory_runs_out(f"while allocating {num_blocks} KV blocks"):
             self._cache = KVCache(
                 self.spec, num_blocks, options.block_size, options.quant_policy, self._dtype, self._device
             )
@@ -179,7 +182,7 @@ class TorchRunner:
         except RunnerError as error:
             return Failed(error)
         except (RuntimeError, MemoryError, IndexError) as error:
-            return Failed(RunnerError(f"the step failed: {type(error).__name__}: {error}"))
+            return Failed(RunnerError(f"the step failed: {type(error).__name__}: {_first_line(error)}"))
 
     def _run(self, batch: StepBatch) -> Produced:
         decoder, cache = self._ready()
@@ -225,6 +228,21 @@ class TorchRunner:
         """Release weights and cache."""
         self.release_cache()
         self.release_weights()
+
+
+@contextmanager
+def _memory_runs_out(where: str) -> Iterator[None]:
+    """A GPU's want of memory inside as RunnerError, one line with torch's numbers."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RunnerError(f"out of memory {where}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    """What an exception says, without the lines of advice and traces that torch appends."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else "no reason given"
 
 
 def _stored_dtype(weight: Weight | Tensor) -> torch.dtype:
