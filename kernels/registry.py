@@ -177,11 +177,20 @@ def _forced() -> str | None:
     return value or None
 
 
+def _disagreement(op: Op, implementation: Implementation, case: Case, target: Target) -> str | None:
+    """How ``implementation`` differs from the reference on ``case``, or what it raised, one line; None: it agrees."""
+    from .tolerances import compare
+
+    try:
+        return compare(op, implementation, case, target)
+    except Exception as failure:  # whatever a compiler or driver raises
+        lines = str(failure).strip().splitlines()
+        return f"{type(failure).__name__}: {lines[0] if lines else 'no reason given'}"
+
+
 def tested(op: Op, implementation: Implementation, target: Target) -> str | None:
     """Why ``implementation`` is not to be trusted on ``target``: on its first case it failed, or differed from the
     reference. None where it agreed. Once a process; a failure is logged as a warning."""
-    from .tolerances import compare
-
     key = (implementation.family, target.dtype, target.capability)
     if key not in op.verdicts:
         error: str | None = None
@@ -189,11 +198,7 @@ def tested(op: Op, implementation: Implementation, target: Target) -> str | None
             at = Target(target.device, target.dtype, target.capability, case.traits)
             if implementation.unsupported(at) is not None:
                 continue
-            try:
-                error = compare(op, implementation, case, at)
-            except Exception as failure:  # whatever a compiler or driver raises
-                lines = str(failure).strip().splitlines()
-                error = f"{type(failure).__name__}: {lines[0] if lines else 'no reason given'}"
+            error = _disagreement(op, implementation, case, at)
             break
         op.verdicts[key] = error
         if error is not None:
@@ -267,8 +272,6 @@ class TestRow:
 
 def self_test(target: Target, budget_seconds: float = 10.0) -> list[TestRow]:
     """Run every implementation that ``target`` supports against the reference, within about ``budget_seconds``."""
-    from .tolerances import compare
-
     rows, start = [], time.perf_counter()
     for declared in load().values():
         for family, implementation in declared.implementations.items():
@@ -280,7 +283,7 @@ def self_test(target: Target, budget_seconds: float = 10.0) -> list[TestRow]:
                 late = count > 0 and time.perf_counter() - start > budget_seconds
                 if late or error is not None or implementation.unsupported(at) is not None:
                     continue
-                error = compare(declared, implementation, case, at)
+                error = _disagreement(declared, implementation, case, at)
                 count += 1
             rows.append(TestRow(declared.name, family, count, time.perf_counter() - begun, error))
     return rows

@@ -104,6 +104,18 @@ def test_describe_names_every_implementation(toy):
         assert sum(r.chosen for (name, _), r in rows.items() if name == op.name) == 1
 
 
+def test_a_kernel_that_raises_is_a_row_of_the_self_test(toy, monkeypatch):
+    monkeypatch.setattr(registry, "load", lambda: {"double": toy})
+
+    def broken(x):
+        raise ValueError("no such instruction\nand more")
+
+    found = toy.implementations["torch"]
+    toy.implementations["torch"] = Implementation("torch", broken, found.devices, found.dtypes, None, None, None)
+    rows = {row.implementation: row.error for row in self_test(CPU)}
+    assert rows == {"reference": None, "torch": "ValueError: no such instruction"}
+
+
 def test_the_self_test_agrees_here():
     rows = self_test(CPU, budget_seconds=5)
     assert {r.op for r in rows} >= set(load())
