@@ -14,7 +14,7 @@ from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.weights import canonical_weights
 from toolkit.models.registry import load_spec
 from toolkit.runners.base import RunnerOptions
-from toolkit.runners.torch import decoder
+from toolkit.runners.torch import build, decoder
 from toolkit.runners.torch import runner as module
 from toolkit.runners.torch.runner import TorchRunner
 
@@ -157,7 +157,8 @@ def test_norms_and_activations_round_what_w8a8_linears_read(family, form, logits
     fused, runner = logits(family, FORMS[form], "bfloat16")
     rounding = [s for s in runner._decoder.steps if isinstance(s.pre_norm, decoder.RoundingNorm)]
     assert len(rounding) == sum(not isinstance(s.mixer, decoder.Moe) for s in runner._decoder.steps) > 0
-    monkeypatch.setattr(decoder, "codes_of", lambda linear: None)
+    for place in (build, decoder):
+        monkeypatch.setattr(place, "codes_of", lambda linear: None)
     apart, runner = logits(family, FORMS[form], "bfloat16")
     assert not any(isinstance(s.pre_norm, decoder.RoundingNorm) for s in runner._decoder.steps)
     np.testing.assert_array_equal(fused, apart)
@@ -178,7 +179,7 @@ def test_experts_in_tiles_run_together(logits, monkeypatch):
     monkeypatch.setattr(module, "free_host_bytes", lambda: 1 << 10)
     found, runner = logits("mixtral", FORMS["block_fp8"], "bfloat16")
     assert all(s.mixer.stacked for s in runner._decoder.steps if isinstance(s.mixer, decoder.Moe))
-    monkeypatch.setattr(decoder, "stack_experts", lambda *_: None)
+    monkeypatch.setattr(build, "stack_experts", lambda *_: None)
     apart, _ = logits("mixtral", FORMS["block_fp8"], "bfloat16")
     assert _distance(found, apart) < 0.02
 

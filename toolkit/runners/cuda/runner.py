@@ -21,8 +21,9 @@ from toolkit.runners.cuda.device import CudaDevice, Device
 from toolkit.runners.cuda.steps import Steps
 from toolkit.runners.cuda.weights import first_linear, stored_dtype
 from toolkit.runners.step import StepBatch
+from toolkit.runners.torch.build import build_decoder
 from toolkit.runners.torch.cache import KVCache, block_bytes, cache_traits
-from toolkit.runners.torch.decoder import Decoder, Moe, build_decoder
+from toolkit.runners.torch.decoder import Decoder, Moe
 from toolkit.runners.torch.device import find_device, find_dtype
 from toolkit.runners.torch.linear import Placement
 from toolkit.runners.torch.ops import Ops, choose_ops

@@ -15,10 +15,11 @@ from toolkit.models.spec import AttentionSpec, DecoderSpec, MlpSpec, MoeSpec
 from toolkit.runners.base import QUANT_POLICIES, MemoryNeed, RunnerError, RunnerOptions, StepHandle
 from toolkit.runners.host_memory import free_host_bytes
 from toolkit.runners.step import StepBatch
+from toolkit.runners.torch.build import build_decoder
 from toolkit.runners.torch.cache import KVCache, block_bytes, cache_traits
 from toolkit.runners.torch.checks import check_batch, check_sampling
 from toolkit.runners.torch.context import RopeTables, make_context
-from toolkit.runners.torch.decoder import Decoder, build_decoder
+from toolkit.runners.torch.decoder import Decoder
 from toolkit.runners.torch.device import find_device, find_dtype
 from toolkit.runners.torch.linear import Placement, becomes_dense
 from toolkit.runners.torch.lora import Adapters, AdapterStep, adapter_bytes

@@ -1,0 +1,128 @@
+"""From a spec and its weights to a ``Decoder``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from toolkit.artifacts.canonical import Weight
+from toolkit.errors import ToolkitError
+from toolkit.models.spec import AttentionSpec, DecoderSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec, Sublayer
+from toolkit.runners.torch.decoder import Attention, Decoder, Mixer, Mlp, Moe, Norm, RoundingNorm, Step
+from toolkit.runners.torch.experts import stack_experts
+from toolkit.runners.torch.linear import Bound, Linear, Placement, codes_of, make_linear
+from toolkit.runners.torch.lora import Adapters, AdapterStep, adapt
+from toolkit.runners.torch.ops import Ops
+
+Weights = Mapping[str, Weight | Tensor]
+
+
+class _Builder:
+    """Turns a spec and its weights into callables."""
+
+    def __init__(
+        self, weights: Weights, place: Placement, ops: Ops, adapters: Adapters, adapter_step: AdapterStep
+    ) -> None:
+        self.weights, self.place, self.ops = weights, place, ops
+        self.adapters, self.adapter_step = adapters, adapter_step
+
+    def tensor(self, name: str) -> Tensor:
+        found = self.weights[name]
+        assert isinstance(found, Tensor), name
+        return found.to(self.place.device)
+
+    def matrix(self, name: str) -> Weight:
+        found = self.weights[name]
+        assert not isinstance(found, Tensor), name
+        return found
+
+    def linear(self, *specs: LinearSpec) -> Linear:
+        pairs = [(self.matrix(s.name), self.tensor(f"{s.name}.bias") if s.bias else None) for s in specs]
+        base = make_linear([w for w, _ in pairs], [b for _, b in pairs], self.place, self.ops)
+        return adapt(base, specs, self.adapters, self.adapter_step, self.place, self.ops)
+
+    def norm(self, spec: NormSpec | None) -> Norm | None:
+        if spec is None:
+            return None
+        return Norm(self.tensor(spec.name).float() + spec.weight_offset, spec.eps, self.ops)
+
+    def attention(self, spec: AttentionSpec, layer: int) -> Attention:
+        return Attention(
+            spec=spec,
+            layer=layer,
+            qkv=self.linear(spec.q, spec.k, spec.v),
+            o=self.linear(spec.o),
+            q_norm=self.norm(spec.q_norm),
+            k_norm=self.norm(spec.k_norm),
+            sinks=None if spec.sinks is None else self.tensor(spec.sinks).float(),
+            scales=(self.cache_scale(spec.k, "k_scale"), self.cache_scale(spec.v, "v_scale")),
+            ops=self.ops,
+        )
+
+    def cache_scale(self, linear: LinearSpec, name: str) -> float:
+        """The scale of a float8 cache that a checkpoint gives beside the attention or its projection, else 1."""
+        for base in (linear.name.rpartition(".")[0], linear.name):
+            found = self.weights.get(f"{base}.{name}")
+            if isinstance(found, Tensor):
+                if found.numel() != 1:
+                    raise ToolkitError(
+                        f"{base}.{name}: expected one number, found shape {list(found.shape)}; "
+                        "calibrate the cache per tensor, not per head"
+                    )
+                scale = float(found)
+                if not 0 < scale < float("inf"):
+                    raise ToolkitError(f"{base}.{name}: expected a number above 0, found {scale}; calibrate it again")
+                return scale
+        return 1.0
+
+    def mlp(self, spec: MlpSpec) -> Mlp:
+        first = [spec.up] if spec.gate is None else [spec.gate, spec.up]
+        return Mlp(self.linear(*first), self.linear(spec.down), spec.gate is not None, spec.activation, self.ops)
+
+    def moe(self, spec: MoeSpec) -> Moe:
+        stacked = stack_experts(spec, self.matrix, self.place, self.ops)
+        return Moe(
+            spec=spec,
+            router=self.linear(spec.router),
+            stacked=stacked,
+            experts=() if stacked is not None else tuple(self.mlp(e) for e in spec.experts),
+            shared=None if spec.shared is None else self.mlp(spec.shared),
+            shared_gate=None if spec.shared_gate is None else self.linear(spec.shared_gate),
+            ops=self.ops,
+        )
+
+    def mixer(self, sublayer: Sublayer, layer: int) -> Mixer:
+        m = sublayer.mixer
+        if isinstance(m, AttentionSpec):
+            return self.attention(m, layer)
+        return self.mlp(m) if isinstance(m, MlpSpec) else self.moe(m)
+
+    def step(self, s: Sublayer, layer: int) -> Step:
+        mixer, pre_norm = self.mixer(s, layer), self.norm(s.pre_norm)
+        first = mixer.qkv if isinstance(mixer, Attention) else mixer.gate_up if isinstance(mixer, Mlp) else None
+        codes = None if first is None else codes_of(first)
+        before = pre_norm if pre_norm is None or codes is None else RoundingNorm(pre_norm, codes)
+        return Step(before, mixer, self.norm(s.post_norm), s.residual_scale)
+
+
+def build_decoder(
+    spec: DecoderSpec,
+    weights: Weights,
+    place: Placement,
+    ops: Ops,
+    adapters: Adapters = (),
+    adapter_step: AdapterStep | None = None,
+) -> Decoder:
+    """Build a model. Weights are read name by name, in execution order, and not kept.
+
+    ``adapter_step`` says at each step which of ``adapters`` its tokens have.
+    """
+    builder = _Builder(weights, place, ops, adapters, adapter_step or AdapterStep(0))
+    table = builder.matrix(spec.embed).dequantize(place.dtype).to(place.device)
+    steps = tuple(builder.step(s, i) for i, layer in enumerate(spec.layers) for s in layer.sublayers)
+    final_norm = builder.norm(spec.final_norm)
+    assert final_norm is not None
+    bias = builder.tensor(f"{spec.head}.bias").to(place.dtype) if spec.head_bias else None
+    matrix = table if spec.tied else builder.matrix(spec.head).dequantize(place.dtype).to(place.device)
+    return Decoder(spec, table, steps, final_norm, Bound(ops.linear, (matrix, bias)), ops)
