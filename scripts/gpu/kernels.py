@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,7 @@ class Where:
 
     device: str
     families: tuple[str, ...]
+    scratch: dict[str, Any] = field(default_factory=dict)  # of kernels, which run one after another
 
     @property
     def half(self) -> torch.dtype:
@@ -147,11 +148,8 @@ def _grouped(
     arguments = (pack_codes(codes, 4), scales, zeros, None, 4, None, None)
     size = codes.numel() // 2 + scales.nbytes + zeros.nbytes
     if implementation.prepare is not None:
-        return implementation.prepare(*arguments, scratch=_SCRATCH.setdefault(where.device, {})), size
+        return implementation.prepare(*arguments, scratch=where.scratch), size
     return (lambda x: implementation.run(x, *arguments)), size
-
-
-_SCRATCH: dict[str, dict[str, Any]] = {}
 
 
 def _marlin(n_out: int, n_in: int, group: int, where: Where) -> tuple[Callable[[Tensor], Any], int]:
