@@ -186,8 +186,9 @@ def test_rows_come_back_as_asked(pair, steps):
     assert empty.tokens.shape == (0, 1) and empty.logits.shape == (0, 320) and empty.bad_rows.shape == (0,)
 
 
-def test_copied_and_moved_blocks(pair):
-    ours, _, oracle = pair("llama")
+@pytest.mark.parametrize("policy", [0, 16])
+def test_copied_and_moved_blocks(policy, pair):
+    ours, _, oracle = pair("llama", quant_policy=policy)
     prompt = _prompt(20, 3)
     outputs = []
     for driver in (ours, oracle):

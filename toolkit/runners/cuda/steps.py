@@ -32,7 +32,7 @@ from toolkit.runners.cuda.rows import produce
 from toolkit.runners.cuda.sampler import sample_rows
 from toolkit.runners.cuda.staging import fetch, put
 from toolkit.runners.step import StepBatch
-from toolkit.runners.torch.cache import KVCache
+from toolkit.runners.torch.cache import KVCache, movable
 from toolkit.runners.torch.checks import check_batch, check_sampling
 from toolkit.runners.torch.context import StepContext
 from toolkit.runners.torch.decoder import Decoder
@@ -108,7 +108,7 @@ class Steps:
             moves = put({"source": pairs[:, 0].astype(np.int64), "target": pairs[:, 1].astype(np.int64)}, self.device)
             for index, attention in self.spec.attention_layers():
                 if attention.group == group:
-                    for tensor in self.cache.layers[index].tensors():
+                    for tensor in map(movable, self.cache.layers[index].tensors()):
                         tensor.index_copy_(0, moves["target"], tensor.index_select(0, moves["source"]))
 
     # -- decode steps

@@ -39,6 +39,11 @@ class LayerCache:
 Shape = tuple[tuple[int, ...], torch.dtype]
 
 
+def movable(tensor: Tensor) -> Tensor:
+    """``tensor`` in a dtype that every device gathers and scatters: float8, which not all do, as bytes."""
+    return tensor.view(torch.uint8) if tensor.dtype in FLOAT8.values() else tensor
+
+
 def cache_bits(policy: int) -> int:
     """``bits`` as the ops take them; 0 for floating point."""
     return policy if policy in (4, 8) else 0
@@ -111,7 +116,7 @@ class KVCache:
     def copy(self, group: int, pairs: np.ndarray) -> None:
         """Copy blocks [C, 2] (source, destination); all sources are read before any destination is written."""
         moves = torch.from_numpy(pairs.astype(np.int64))
-        for tensor in self._groups[group]:
+        for tensor in map(movable, self._groups[group]):
             source, target = moves.to(tensor.device).unbind(1)
             tensor[target] = tensor[source]
 
