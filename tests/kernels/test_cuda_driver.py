@@ -95,13 +95,19 @@ def test_a_runner_packs_the_weights_that_the_kernels_take(host, place):
     assert made[0].workspace is made[1].workspace
 
 
-def test_other_weights_go_to_the_next_kernel(host, place):
+def test_other_weights_go_to_the_next_kernel(host, place, caplog):
     uneven = torch.zeros(128, dtype=torch.int32)
     uneven[:10] = 1
     triton = registry.load()["linear_group_int"].implementations["triton"].run
     for w in (weight(bits=2), weight(minima=True), weight(uneven)):
         linear = bound(w, place)
         assert isinstance(linear, runner_linear.Bound) and linear.kernel is triton
+    bound(weight(bits=2), place)
+    bound(weight(), place)
+    said = [record.message for record in caplog.records]
+    why = "takes weights of 4 or 8 bits, not 2"
+    assert len(said) == 3, "each reason once"
+    assert said[0] == f"integer weights: the cuda kernel is not used ({why}), triton's runs instead"
 
 
 def test_a_family_that_is_asked_for_and_cannot_run_is_refused(host, place, monkeypatch):

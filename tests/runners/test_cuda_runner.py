@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from toolkit.errors import UsageError
+from toolkit.kernels import KernelError
 from toolkit.runners.base import RunnerError, RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
 from toolkit.runners.cuda.draws import uniforms
@@ -237,6 +238,19 @@ def test_without_memory_for_graphs_decode_steps_run_kernel_by_kernel(pair, caplo
     for token in (5, 6, 7):
         _both(ours, oracle, {0: [token]})
     assert device.captures == 0 and "no memory is left to capture" in caplog.text
+
+
+def test_a_kernel_that_cannot_be_captured_is_no_failed_step(pair, caplog, monkeypatch):
+    ours, device, oracle = pair("llama")
+
+    def refused(run):
+        raise KernelError("cuLaunchKernelEx: operation not permitted when stream is capturing (CUDA error 900)")
+
+    monkeypatch.setattr(device, "capture", refused)
+    assert [ours.add(), oracle.add()] == [0, 0]
+    for ids in ([3, 4], [5], [6]):
+        _both(ours, oracle, {0: ids})
+    assert "the device refuses to capture decode steps" in caplog.text and device.replays == 0
 
 
 def test_graphs_go_when_the_cache_goes(pair):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from toolkit.kernels import KernelError
 from toolkit.runners.cuda.device import Device, Replay
 from toolkit.runners.cuda.inputs import DecodeArrays, GraphKey
 from toolkit.runners.cuda.staging import Layout, send
@@ -77,7 +78,7 @@ class Graphs:
         views = layout.views(buffer)
         try:
             replay = self.device.capture(lambda: left.append(self.body(views, made, key)))
-        except RuntimeError as error:
+        except (RuntimeError, KernelError) as error:
             self.enabled = False
             self.clear()
             why = "no memory is left" if isinstance(error, self.device.trouble()) else "the device refuses"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from toolkit.artifacts.canonical import ChannelInt8, Weight
 from toolkit.errors import UsageError
+from toolkit.kernels import KernelError
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import QUANT_POLICIES, MemoryNeed, RunnerError, RunnerOptions, StepHandle
 from toolkit.runners.cuda import memory
@@ -149,7 +150,7 @@ class CudaRunner:
                 return self._ready().submit(batch, self._explain)
         except RunnerError as error:
             return Failed(error)
-        except (RuntimeError, MemoryError, IndexError) as error:
+        except (RuntimeError, MemoryError, IndexError, KernelError) as error:
             return Failed(self._explain(error, batch))
 
     def _explain(self, error: Exception, batch: StepBatch) -> RunnerError:

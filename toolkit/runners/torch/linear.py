@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,8 @@ from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, 
 from toolkit.errors import UsageError
 from toolkit.kernels.reference.linear import pack_codes
 from toolkit.runners.torch.ops import Ops
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,10 @@ def _fuse_biases(biases: Sequence[Tensor | None], sizes: Sequence[int], place: P
 
 
 def _group_linear(weight: GroupInt, constants: tuple[Any, ...], place: Placement, ops: Ops) -> Linear:
-    """On a GPU by the kernels that take this weight's form, which may pack it once more for themselves."""
+    """On a GPU by the kernels that take this weight's form, which may pack it once more for themselves.
+
+    Where these are not the CUDA ones, a warning says why, once for each reason.
+    """
     if place.device.type != "cuda":
         return Bound(ops.linear_group_int, constants)
     major, minor = torch.cuda.get_device_capability(place.device)
@@ -194,10 +200,17 @@ def _group_linear(weight: GroupInt, constants: tuple[Any, ...], place: Placement
         "uneven_groups": uneven,
     }
     target = kernels.Target("cuda", str(place.dtype).removeprefix("torch."), 10 * major + minor, traits)
+    op = kernels.load()["linear_group_int"]
     try:
-        chosen = kernels.choose(kernels.load()["linear_group_int"], target, trusted=False)
+        chosen = kernels.choose(op, target, trusted=False)
     except kernels.KernelError as error:
         raise UsageError(str(error)) from None
+    reason = op.implementations["cuda"].unsupported(target)
+    if chosen.family != "cuda" and reason is not None:
+        said: set[str] = place.scratch.setdefault("said", set())
+        if reason not in said:
+            said.add(reason)
+            log.warning("integer weights: the cuda kernel is not used (%s), %s's runs instead", reason, chosen.family)
     if chosen.prepare is None:
         return Bound(chosen.run, constants)
     packed: Linear = chosen.prepare(*constants, scratch=place.scratch)
