@@ -69,8 +69,9 @@ def _jobs(size: Size, where: Where) -> Iterator[tuple[str, Callable[[], Row]]]:
 
 
 def tune(size: Size, where: Where, dry: bool) -> Iterator[Row]:
-    """A row for each job: its default and its best time. Writes the file where there is a GPU."""
-    best: dict[str, dict[str, Choice]] = {}
+    """A row for each job: its default and its best time. Where there is a GPU, its file is written after every job, so
+    that running out of time loses one job alone.
+    """
     for kernel, measure in _jobs(size, where):
         default = measure()
         least, chosen, keys = default.get("value", float("inf")), None, set()
@@ -82,15 +83,9 @@ def tune(size: Size, where: Where, dry: bool) -> Iterator[Row]:
             if row.get("value", float("inf")) < 0.98 * least:
                 least, chosen = row["value"], choice
         if chosen is not None and keys:
-            best.setdefault(kernel, {}).update(dict.fromkeys(sorted(keys), chosen))
+            file = write({kernel: dict.fromkeys(sorted(keys), chosen)}, torch.cuda.get_device_name())
+            default |= {"file": str(file)}
         yield default | {"best": least, "choice": chosen}
-    if where.device == "cuda" and best:
-        yield {
-            "name": "tuned choices",
-            "value": 0.0,
-            "unit": "s",
-            "file": str(write(best, torch.cuda.get_device_name())),
-        }
 
 
 def write(best: Mapping[str, Mapping[str, Choice]], device: str, folder: Path | None = None) -> Path:

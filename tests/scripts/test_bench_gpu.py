@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -88,6 +90,25 @@ def test_every_prediction_has_a_figure_on_a_gpu(bench_gpu):
     names |= {f"sample {how}, {n} rows" for how in ("greedy", "top-p") for n in (1, 64, 256)}
     assert set(said["kernels"]) <= names
     assert set(said["engine"]) <= {f"{c.label}, {load.label}" for c in engine.CASES for load in c.loads}
+
+
+def test_a_choice_is_kept_when_its_job_ends(bench_gpu, tmp_path, monkeypatch):
+    """Two jobs on a GPU that is not there: keys of 64 are fastest, and the file is there before the second job ends."""
+    from gpu import kernels, tune
+
+    def measure():
+        found = tune.tuning.tuned("attend_kernel", "decode-128-float", {"keys": 32}, torch.device("cuda", 0))
+        return {"name": "job", "value": 1.0 if found["keys"] == 64 else 2.0, "unit": "s"}
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: "NVIDIA H200")
+    monkeypatch.setattr(tune.tuning, "_name", lambda index: "nvidia-h200")
+    monkeypatch.setattr(tune.tuning, "_file", lambda device: {})
+    monkeypatch.setattr(tune, "_jobs", lambda size, where: iter([("attend_kernel", measure)] * 2))
+    monkeypatch.setattr(tune, "write", functools.partial(tune.write, folder=tmp_path))
+    row = next(tune.tune(kernels.TINY, kernels.Where("cuda", ("triton",)), dry=False))
+    assert row["best"] == 1.0 and row["choice"]["keys"] == 64
+    written = json.loads((tmp_path / "nvidia-h200.json").read_text())
+    assert written == {"attend_kernel": {"decode-128-float": row["choice"]}}
 
 
 def test_tuned_choices_are_merged_into_the_devices_file(bench_gpu, tmp_path):
