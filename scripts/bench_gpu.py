@@ -23,7 +23,8 @@ HERE = Path(__file__).resolve().parent
 PREDICTIONS = HERE / "gpu" / "predictions.json"
 KERNEL_PARTS = ("copy_rate", "linears", "attention", "row_wise")
 BUDGET = 570.0  # seconds of one call; a part that would begin later is left out
-LIMITS = {"copy_rate": 40.0, "linears": 100.0, "attention": 70.0, "row_wise": 60.0, "engine": 90.0, "tune": 150.0}
+# Seconds of one part; the first engine tests and compiles kernels that no cache holds yet.
+LIMITS = {"copy_rate": 40.0, "linears": 100.0, "attention": 70.0, "row_wise": 60.0, "engine": 160.0, "tune": 150.0}
 DRY_LIMIT = 600.0  # seconds of a part on a CPU, which may be a busy one
 Row = dict[str, Any]
 
