@@ -147,7 +147,12 @@ def test_metrics_can_be_turned_off(start: Any) -> None:
 @pytest.mark.parametrize("wanted", [True, False])
 def test_enable_metrics_of_the_engine_decides(kind: Any, wanted: bool, tmp_path: Any, monkeypatch: Any) -> None:
     engine = SimpleNamespace(
-        tokenizer=SimpleNamespace(path=tmp_path), model_name="m", session_len=9, stats=dict, close=lambda: None
+        tokenizer=SimpleNamespace(path=tmp_path),
+        model_name="m",
+        adapters=(),
+        session_len=9,
+        stats=dict,
+        close=lambda: None,
     )
     apps: list[Any] = []
     monkeypatch.setattr(run.AsyncEngine, "open", lambda *args, **options: engine)

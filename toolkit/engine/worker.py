@@ -72,6 +72,7 @@ def _open(pipe: Connection, setup: dict[str, Any]) -> Any:
 
 def _serve(pipe: Connection, core: Any) -> None:
     sent, ready = 0.0, []
+    known: set[str] = set()  # requests that have sent something
     while True:
         while pipe.poll(0 if core.has_work else None):
             message, _ = records.unpack(pipe.recv_bytes())
@@ -87,8 +88,11 @@ def _serve(pipe: Connection, core: Any) -> None:
         ready += core.step()
         now = time.monotonic()
         wait = GATHER_SECONDS if ready else STATS_SECONDS
-        if now - sent > wait or not core.has_work or any(o.finish_reason is not None for o in ready):
+        urgent = any(o.finish_reason is not None or o.id not in known for o in ready)  # nobody waits for a first token
+        if urgent or now - sent > wait or not core.has_work:
             pipe.send_bytes(records.pack_outputs(ready, core.stats()))
+            known |= {o.id for o in ready}
+            known -= {o.id for o in ready if o.finish_reason is not None}
             sent, ready = now, []
 
 
