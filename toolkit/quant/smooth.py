@@ -16,7 +16,7 @@ from torch import Tensor
 from toolkit.artifacts.canonical import ChannelInt8, Fp8
 from toolkit.kernels.torch.product import product
 from toolkit.quant.activations import round_tokens
-from toolkit.quant.awq import SEARCH_ROWS, Readers, inputs_after
+from toolkit.quant.awq import Readers, inputs_after
 from toolkit.quant.folding import Folded, expand, storable
 from toolkit.quant.result import LinearReport, Made, Method, relative_error, stay_dense
 from toolkit.quant.sites import RowFold, Site
@@ -74,7 +74,7 @@ def _scale(
     scales = [None, *(smoothing_scale(absmax, largest, alpha) for alpha in STRENGTHS)]
     losses = [0.0] * len(scales)
     for module in readers:
-        rows = torch.cat([w[:: -(-len(w) // SEARCH_ROWS)] for w in module])
+        rows = torch.cat(list(module))
         exact = product(gram.sample, rows)
         for i, scale in enumerate(scales):
             channels = torch.ones_like(gram.abs_max) if scale is None else scale
