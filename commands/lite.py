@@ -264,6 +264,7 @@ def search(
     ] = None,
     size: Annotated[str | None, typer.Option("--size", help="Budget: of the weight files (90MiB, 1.5GB).")] = None,
     damp: Damp = 0.01,
+    tune_steps: TuneSteps = None,
 ) -> None:
     """Bits and group of every attention and MLP by measured loss, within a budget; AWQ's scales, GPTQ's rounding.
 
@@ -272,6 +273,6 @@ def search(
     from toolkit.quant.lite import search as quantize
 
     budget = None if size is None else byte_count("--size", size)
-    result = _quantize(quantize, model, work_dir, flags, bits=bits, size=budget, damp=damp)
+    result = _quantize(quantize, model, work_dir, flags, bits=bits, size=budget, damp=damp, tune_steps=tune_steps)
     if flags.json != "-":
         stdout().print(table("Why", ("unit", "bits", "loss", "cheaper", "dearer"), choices(result.quality["search"])))

@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--seqlen", type=int, default=512)
     parser.add_argument("--group-size", type=int, default=64)
+    parser.add_argument("--iters", type=int, default=200)
     args = parser.parse_args()
     ids = AutoTokenizer.from_pretrained(args.model)(open(args.calib, encoding="utf-8").read())["input_ids"]
     chunks = [ids[i : i + args.seqlen] for i in range(0, len(ids) - args.seqlen + 1, args.seqlen)]
@@ -32,7 +33,7 @@ def main() -> None:
     samples: Any = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows]
     rounder = AutoRound(
         args.model, scheme="W4A16", group_size=args.group_size, sym=False, nsamples=args.samples, seqlen=args.seqlen,
-        batch_size=8, dataset=torch.utils.data.DataLoader(samples, batch_size=8), device_map="cpu",
+        iters=args.iters, batch_size=8, dataset=torch.utils.data.DataLoader(samples, batch_size=8), device_map="cpu",
         enable_torch_compile=False,
     )  # fmt: skip
     scratch = args.out.with_name(f".{args.out.name}.library")

@@ -20,11 +20,14 @@ OURS: dict[str, list[str]] = {
     "awq": ["auto_awq"],
     "awq-untuned": ["auto_awq", "--tune-steps", "0"],
     "gptq": ["auto_gptq", "--no-w-sym"],
+    "gptq-untuned": ["auto_gptq", "--no-w-sym", "--tune-steps", "0"],
     "gptq-sym": ["auto_gptq"],
     "gptq-desc-act": ["auto_gptq", "--no-w-sym", "--desc-act"],
     "awq+gptq": ["auto_awq", "--rounding", "gptq"],
+    "awq+gptq-untuned": ["auto_awq", "--rounding", "gptq", "--tune-steps", "0"],
     "auto_round": ["auto_round", "--no-w-sym"],
     "search": ["search"],  # to the bits that 4-bit codes with the given group take
+    "search-untuned": ["search", "--tune-steps", "0"],
     "w8a8-int8": ["smooth_quant", "--quant-dtype", "int8"],
     "w8a8-fp8": ["smooth_quant", "--quant-dtype", "fp8"],
 }
@@ -41,7 +44,9 @@ def command_of(args: argparse.Namespace, out: Path) -> list[str]:
     """The command that writes the quantized checkpoint to ``out``."""
     if args.peer == "ours":
         group = [] if args.method.startswith("w8a8") else ["--w-group-size", str(args.group_size)]
-        if args.method == "search":
+        if args.method == "auto_round":
+            group += ["--iters", str(args.iters)]
+        if args.method.startswith("search"):
             group = ["--bits", str(4 + (16 + 4) / args.group_size)]
         return [
             "tool", "lite", *OURS[args.method], args.model, "--work-dir", str(out), "--calib-dataset", args.calib,
@@ -51,6 +56,7 @@ def command_of(args: argparse.Namespace, out: Path) -> list[str]:
     return [
         args.peer_python, str(HERE / script), args.model, str(out), "--method", args.method, "--calib", args.calib,
         "--samples", str(args.samples), "--seqlen", str(args.seqlen), "--group-size", str(args.group_size),
+        *(["--iters", str(args.iters)] if args.peer == "auto-round" else []),
     ]  # fmt: skip
 
 
@@ -78,13 +84,18 @@ def environment(peer: str, directory: Path) -> str:
     return str(python)
 
 
-def timed(command: list[str]) -> tuple[float, float]:
-    """(seconds, peak GiB) of a command. Exits with its output where it fails."""
-    start = time.perf_counter()
+def timed(command: list[str]) -> dict[str, float]:
+    """What a command took: seconds, those its threads computed (a loaded machine hardly changes them), peak GiB.
+
+    Exits with the command's output where it fails.
+    """
+    start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(command)}\nfailed:\n{done.stderr[-3000:]}")
-    return time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / (1 << 20)
+    seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    computed = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"seconds": seconds, "cpu_seconds": computed, "peak_gib": after.ru_maxrss / (1 << 20)}
 
 
 def measure(args: argparse.Namespace, out: Path) -> dict[str, Any]:
@@ -112,13 +123,13 @@ def version(args: argparse.Namespace) -> str:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    print("| tool | method | group | time, s | peak, GiB | perplexity | KL | ± | same best token |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| tool | method | group | time, s | CPU, s | peak, GiB | perplexity | KL | ± | same best token |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for r in rows:
         f = r["figures"]
         print(
             f"| {r['peer']} {r['version']} | {r['method']} | {r['group_size']} "
-            f"| {r['seconds']:.0f} | {r['peak_gib']:.1f} "
+            f"| {r['seconds']:.0f} | {r.get('cpu_seconds', float('nan')):.0f} | {r['peak_gib']:.1f} "
             f"| {f['perplexity_b']:.3f} (of {f['perplexity_a']:.3f}) | {f['kl']:.4f} | {f['kl_stderr']:.4f} "
             f"| {100 * f['top1_agreement']:.1f} % |"
         )
@@ -134,6 +145,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--seqlen", type=int, default=512)
     parser.add_argument("--group-size", type=int, default=64)
+    parser.add_argument("--iters", type=int, default=200, help="of auto_round")
     parser.add_argument(
         "--peer-python", help="interpreter of the peer's environment (default: one is made in --work-dir)"
     )
@@ -151,8 +163,9 @@ def main() -> None:
         if getattr(args, name) is None:
             parser.error(f"--{name.replace('_', '-')} is missing")
     fields = ("peer", "method", "samples", "seqlen", "group_size", "calib", "data", "model")
+    fields += ("iters",) if args.method == "auto_round" else ()
     key = {name: getattr(args, name) for name in fields}
-    if any(all(row[k] == v for k, v in key.items()) for row in rows):
+    if any(all(row.get(k) == v for k, v in key.items()) for row in rows):
         print("already there")
         return None
     args.work_dir.mkdir(parents=True, exist_ok=True)
@@ -162,10 +175,8 @@ def main() -> None:
     if args.peer != "ours":
         shutil.rmtree(out, ignore_errors=True)  # ours goes on where it was killed
     command = command_of(args, out)
-    seconds, peak = timed(command)
-    row = key | {
-        "version": version(args), "command": " ".join(command), "machine": machine(), "seconds": seconds,
-        "peak_gib": peak, "figures": measure(args, out),
+    row = key | timed(command) | {
+        "version": version(args), "command": " ".join(command), "machine": machine(), "figures": measure(args, out),
         "bytes": sum(f.stat().st_size for f in out.rglob("*.safetensors")),
     }  # fmt: skip
     args.results.write_text(json.dumps([*rows, row], indent=2) + "\n")

@@ -20,7 +20,7 @@ from toolkit.errors import UsageError
 from toolkit.models.registry import load_spec
 from toolkit.quant.forward import embed, head_logits, layer_forward
 from toolkit.quant.layers import LayerSource
-from toolkit.quant.lite import Common, auto_awq, auto_gptq
+from toolkit.quant.lite import Common, auto_awq, auto_gptq, search
 from toolkit.quant.probe import heldout_text
 from toolkit.quant.result import LayerResult
 from toolkit.quant.tune import Linear, Student
@@ -175,6 +175,15 @@ def test_gptq_is_tuned_too(act_order: bool, tiny_models: Any, tmp_path: Path, qu
         common=quick,
     )  # fmt: skip
     assert result.quality["tuning"]["kept"]
+
+
+def test_a_mixture_of_widths_is_tuned_too(tiny_models: Any, tmp_path: Path, quick: Common) -> None:
+    model = str(tiny_models("llama"))
+    plain = search(model, tmp_path / "plain", bits=5.6, tune_steps=0, common=quick)
+    tuned = search(model, tmp_path / "tuned", bits=5.6, tune_steps=40, common=quick)
+    assert len({(row["bits"], row["group_size"]) for row in tuned.quality["search"]}) > 1
+    assert tuned.quality["tuning"]["kept"]
+    assert tuned.quality["kl"] < plain.quality["kl"]
 
 
 def test_left_out_by_itself_where_memory_is_short(tiny_models: Any, tmp_path: Path, quick: Common) -> None:

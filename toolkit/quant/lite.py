@@ -204,13 +204,14 @@ def search(
     bits: float | None = None,
     size: int | None = None,
     damp: float = 0.01,
+    tune_steps: int | None = None,
     common: Common | None = None,
     progress: Progress = _quiet,
 ) -> Result:
     """Quantize MODEL by AWQ and GPTQ together, with bits and group chosen for each attention and MLP by measured loss.
 
     Exactly one budget: ``bits`` a weight, over all linears that are quantized, with scales and zero points; or ``size``
-    of the weight files in bytes. Raises as ``auto_awq`` does.
+    of the weight files in bytes. ``tune_steps`` as for ``auto_awq``. Raises as ``auto_awq`` does.
     """
     if (bits is None) == (size is None):
         raise UsageError("--bits, --size: give one of them")
@@ -255,6 +256,7 @@ def search(
         formats=("compressed-tensors", "gptq_v2", "gguf"),
         sequential=True,
         prepare=prepare,
+        tune_steps=tune_steps,
     )
     return run(source, Path(work_dir), recipe, common, progress)
 
