@@ -14,11 +14,11 @@ _EXPORTS = {
     "ChatTemplateConfig": "toolkit.messages",
     "GenerationConfig": "toolkit.messages",
     "Pipeline": "toolkit.api",
-    "PytorchEngineConfig": "toolkit.messages",
+    "PytorchEngineConfig": "toolkit.engine_configs",
     "Response": "toolkit.messages",
     "Session": "toolkit.api",
-    "TurbomindEngineConfig": "toolkit.messages",
-    "VisionConfig": "toolkit.messages",
+    "TurbomindEngineConfig": "toolkit.engine_configs",
+    "VisionConfig": "toolkit.engine_configs",
     "pipeline": "toolkit.api",
 }
 __all__ = [
@@ -36,14 +36,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     from toolkit.api import Pipeline, Session, pipeline
-    from toolkit.messages import (
-        ChatTemplateConfig,
-        GenerationConfig,
-        PytorchEngineConfig,
-        Response,
-        TurbomindEngineConfig,
-        VisionConfig,
-    )
+    from toolkit.engine_configs import PytorchEngineConfig, TurbomindEngineConfig, VisionConfig
+    from toolkit.messages import ChatTemplateConfig, GenerationConfig, Response
 
 
 def __getattr__(name: str) -> Any:

@@ -24,9 +24,10 @@ from toolkit.chat.prompts import Prompt, as_batch
 from toolkit.chat.session import Session
 from toolkit.chat.template import ChatTemplate
 from toolkit.engine.frontend import AsyncEngine
+from toolkit.engine_configs import EngineConfig
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.jobs import Job, JobRunner
-from toolkit.messages import ChatTemplateConfig, EngineConfig, GenerationConfig, Response
+from toolkit.messages import ChatTemplateConfig, GenerationConfig, Response
 from toolkit.progress import Progress
 
 __all__ = ["Pipeline", "Session", "pipeline"]

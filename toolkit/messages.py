@@ -1,67 +1,18 @@
-"""The records a user meets: configs that go in, responses that come out. LMDeploy's names, fields and defaults.
+"""The records a user meets: generation options and chat templates that go in, responses that come out.
 
-Importing this module imports neither torch nor transformers.
+LMDeploy's names, fields and defaults. Importing this module imports neither torch nor transformers.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from toolkit.config_checks import is_token, list_of, number, only_defaults, shown, switches
 from toolkit.errors import UsageError
 
-DTYPES = ("auto", "float16", "bfloat16", "float32")
-MODEL_FORMATS = (None, "hf", "awq", "gptq", "compressed-tensors", "fp8", "mxfp4", "w8a8", "gguf", "engine")
-LOAD_FORMATS = ("auto", "dummy")
 SEED_MAX = (1 << 64) - 1
-
-
-def _number(what: str, value: Any, low: float, high: float, *, whole: bool = False, open_low: bool = False) -> None:
-    """Raise UsageError unless ``value`` is a finite number within [low, high]."""
-    kind = int if whole else (int, float)
-    bad = isinstance(value, bool) or not isinstance(value, kind) or (isinstance(value, float) and math.isnan(value))
-    if bad or math.inf in (value, -value) or value < low or value > high or (open_low and value == low):
-        span = f"{'(' if open_low else '['}{_plain(low)}, {_plain(high)}]"
-        raise UsageError(f"{what}: expected {'an integer' if whole else 'a number'} in {span}, found {_shown(value)}")
-
-
-def _shown(value: Any) -> str:
-    """``value`` for an error message, cut; Python itself refuses to write integers of thousands of digits."""
-    try:
-        return f"{value!r:.80}"
-    except ValueError:
-        return "a number of thousands of digits"
-
-
-def _list_of(what: str, value: Any, wanted: str, good: Callable[[Any], bool]) -> None:
-    """Raise UsageError unless ``value`` is None or a list (or tuple) of good items."""
-    if value is not None and not (isinstance(value, (list, tuple)) and all(good(item) for item in value)):
-        raise UsageError(f"{what}: expected a list of {wanted}, found {_shown(value)}")
-
-
-def _switches(config: Any, *names: str) -> None:
-    for name in names:
-        if not isinstance(value := getattr(config, name), bool):
-            raise UsageError(f"{name}: expected True or False, found {_shown(value)}")
-
-
-def _only_defaults(config: Any, unbuilt: dict[str, str]) -> None:
-    """Raise UsageError for a field of ``unbuilt`` that is not at its default, with what that dict says to do."""
-    defaults = {f.name: f.default for f in fields(config)}
-    for name, advice in unbuilt.items():
-        value = getattr(config, name)
-        if type(value) is not type(defaults[name]) or value != defaults[name]:
-            raise UsageError(f"{name}: found {_shown(value)}, expected {defaults[name]!r}: {advice}")
-
-
-def _is_token(item: Any) -> bool:
-    return isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 1 << 31
-
-
-def _plain(number: float) -> str:
-    return str(number) if isinstance(number, int) else f"{number:g}"
 
 
 # Fields of LMDeploy's GenerationConfig without a counterpart here, and what to do instead.
@@ -129,49 +80,49 @@ class GenerationConfig:
 
     def validate(self) -> None:
         """Raise UsageError for the first field out of its range."""
-        _number("n", self.n, 1, 128, whole=True)
+        number("n", self.n, 1, 128, whole=True)
         if self.max_new_tokens is not None:
-            _number("max_new_tokens", self.max_new_tokens, 1, 1 << 30, whole=True)
+            number("max_new_tokens", self.max_new_tokens, 1, 1 << 30, whole=True)
         if self.min_new_tokens is not None:
-            _number("min_new_tokens", self.min_new_tokens, 0, 1 << 30, whole=True)
+            number("min_new_tokens", self.min_new_tokens, 0, 1 << 30, whole=True)
             if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
                 most = self.max_new_tokens
                 raise UsageError(f"min_new_tokens: at most max_new_tokens ({most}), found {self.min_new_tokens}")
-        _number("top_p", self.top_p, 0, 1)
-        _number("top_k", self.top_k, 0, 1 << 30, whole=True)
-        _number("min_p", self.min_p, 0, 1)
-        _number("temperature", self.temperature, 0, 2)
-        _number("repetition_penalty", self.repetition_penalty, 0, 100, open_low=True)
-        _number("presence_penalty", self.presence_penalty, -2, 2)
-        _number("frequency_penalty", self.frequency_penalty, -2, 2)
-        _number("repetition_ngram_size", self.repetition_ngram_size, 0, 1 << 20, whole=True)
-        _number("repetition_ngram_threshold", self.repetition_ngram_threshold, 0, 1 << 30, whole=True)
-        _only_defaults(self, _NOT_GENERATED)
+        number("top_p", self.top_p, 0, 1)
+        number("top_k", self.top_k, 0, 1 << 30, whole=True)
+        number("min_p", self.min_p, 0, 1)
+        number("temperature", self.temperature, 0, 2)
+        number("repetition_penalty", self.repetition_penalty, 0, 100, open_low=True)
+        number("presence_penalty", self.presence_penalty, -2, 2)
+        number("frequency_penalty", self.frequency_penalty, -2, 2)
+        number("repetition_ngram_size", self.repetition_ngram_size, 0, 1 << 20, whole=True)
+        number("repetition_ngram_threshold", self.repetition_ngram_threshold, 0, 1 << 30, whole=True)
+        only_defaults(self, _NOT_GENERATED)
         if self.random_seed is not None:
-            _number("random_seed", self.random_seed, -(1 << 63), SEED_MAX, whole=True)
+            number("random_seed", self.random_seed, -(1 << 63), SEED_MAX, whole=True)
         if self.logprobs is not None:
-            _number("logprobs", self.logprobs, 0, 1024, whole=True)
+            number("logprobs", self.logprobs, 0, 1024, whole=True)
         if self.prompt_logprobs is not None:
-            _number("prompt_logprobs", self.prompt_logprobs, 0, 1024, whole=True)
+            number("prompt_logprobs", self.prompt_logprobs, 0, 1024, whole=True)
         for name in ("stop_words", "bad_words"):
             if isinstance(words := getattr(self, name), str):
                 setattr(self, name, [words])
-            _list_of(name, getattr(self, name), "non-empty strings", lambda w: isinstance(w, str) and bool(w))
+            list_of(name, getattr(self, name), "non-empty strings", lambda w: isinstance(w, str) and bool(w))
         for name in ("stop_token_ids", "bad_token_ids"):
-            _list_of(name, getattr(self, name), "token ids", _is_token)
-        _list_of("logits_processors", self.logits_processors, "functions", callable)
-        _switches(self, "do_sample", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens")
-        _switches(self, "include_stop_str_in_output")
+            list_of(name, getattr(self, name), "token ids", is_token)
+        list_of("logits_processors", self.logits_processors, "functions", callable)
+        switches(self, "do_sample", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens")
+        switches(self, "include_stop_str_in_output")
         for name in ("response_format", "logit_bias"):
             if not isinstance(value := getattr(self, name), dict) and value is not None:
-                raise UsageError(f"{name}: expected a dict, found {_shown(value)}")
+                raise UsageError(f"{name}: expected a dict, found {shown(value)}")
         for name in ("output_logits", "output_last_hidden_state"):
             if getattr(self, name) not in (None, "all", "generation"):
-                raise UsageError(f"{name}: expected 'all', 'generation' or None, found {_shown(getattr(self, name))}")
+                raise UsageError(f"{name}: expected 'all', 'generation' or None, found {shown(getattr(self, name))}")
         if self.logit_bias is not None:
             for key, value in self.logit_bias.items():
-                _number("logit_bias: token id", key, 0, 1 << 31, whole=True)
-                _number(f"logit_bias[{_shown(key)}]", value, -100, 100)
+                number("logit_bias: token id", key, 0, 1 << 31, whole=True)
+                number(f"logit_bias[{shown(key)}]", value, -100, 100)
 
     @property
     def greedy(self) -> bool:
@@ -228,182 +179,6 @@ class Response:
             if more is not None:
                 setattr(self, name, more if mine is None else np.concatenate([mine, more]))
         return self
-
-
-def _check_engine(config: TurbomindEngineConfig | PytorchEngineConfig, block: str) -> None:
-    if config.dtype not in DTYPES:
-        raise UsageError(f"dtype: expected one of {', '.join(DTYPES)}, found {_shown(config.dtype)}")
-    if config.model_format not in MODEL_FORMATS:
-        names = ", ".join(f for f in MODEL_FORMATS if f)
-        raise UsageError(f"model_format: expected one of {names}, found {_shown(config.model_format)}")
-    if config.load_format not in LOAD_FORMATS:
-        raise UsageError(f"load_format: expected one of {', '.join(LOAD_FORMATS)}, found {_shown(config.load_format)}")
-    if config.quant_policy not in (0, 4, 8, 16, 17):
-        raise UsageError(
-            "quant_policy: expected 0, 4 or 8 (bits of the KV cache), 16 or 17 (float8_e4m3fn, float8_e5m2), "
-            f"found {_shown(config.quant_policy)}"
-        )
-    for name in ("tp",):
-        _number(name, getattr(config, name), 1, 1024, whole=True)
-    if config.session_len is not None:
-        _number("session_len", config.session_len, 1, 1 << 30, whole=True)
-    if config.max_batch_size is not None:
-        _number("max_batch_size", config.max_batch_size, 1, 1 << 20, whole=True)
-    _number("max_prefill_token_num", config.max_prefill_token_num, 1, 1 << 30, whole=True)
-    count = config.cache_max_entry_count
-    if isinstance(count, int) and not isinstance(count, bool):
-        _number("cache_max_entry_count", count, 1, 1 << 40, whole=True)
-    else:
-        _number("cache_max_entry_count", count, 0, 1, open_low=True)
-    size = getattr(config, block)
-    _number(block, size, 16, 1024, whole=True)
-    if size & (size - 1):
-        raise UsageError(f"{block}: expected a power of two, found {size}")
-    _switches(config, "enable_prefix_caching", "enable_metrics")
-    if config.threads is not None:
-        _number("threads", config.threads, 0, 4096, whole=True)
-    for known in fields(config):
-        value = getattr(config, known.name)
-        if known.metadata.get("only_default") and (value != known.default or type(value) is not type(known.default)):
-            raise UsageError(
-                f"{known.name}: expected {known.default!r}, found {_shown(value)}; LMDeploy's other values of it do "
-                "nothing here: leave it out"
-            )
-
-
-# A field of LMDeploy's config that has one meaning here, its default's; scripts may spell it out.
-_FIXED = {"only_default": True}
-
-
-def _check_adapters(adapters: Any) -> None:
-    if adapters is None:
-        return
-    if not isinstance(adapters, dict) or not adapters:
-        raise UsageError(f"adapters: expected a dict of names and paths, found {_shown(adapters)}")
-    for name, path in adapters.items():
-        if not isinstance(name, str) or not name.strip() or not isinstance(path, str) or not path:
-            raise UsageError(f"adapters: expected names and paths, found {_shown(name)}: {_shown(path)}")
-
-
-@dataclass
-class TurbomindEngineConfig:
-    """Options of the ``turbomind`` backend, the fast path: the ``native`` runner.
-
-    ``cache_max_entry_count``: share of free memory for the KV cache, or (an integer) its number of blocks.
-    ``device``: "auto", "cpu", "cuda" or "cuda:N". ``threads``: CPU threads, None = all. ``enable_metrics``: whether a
-    server of this engine offers /metrics. ``load_format``: "dummy" reads config.json alone and makes random weights.
-    """
-
-    dtype: str = "auto"
-    model_format: str | None = None
-    tp: int = 1
-    session_len: int | None = None
-    max_batch_size: int | None = None
-    cache_max_entry_count: float | int = 0.8
-    cache_block_seq_len: int = 64
-    enable_prefix_caching: bool = True
-    quant_policy: int = 0
-    rope_scaling_factor: float = 0.0
-    download_dir: str | None = None
-    revision: str | None = None
-    max_prefill_token_num: int = 8192
-    device: str = "auto"
-    threads: int | None = None
-    hf_overrides: dict[str, Any] | None = None
-    enable_metrics: bool = True
-    load_format: str = "auto"
-    dp: int = field(default=1, metadata=_FIXED)
-    cp: int = field(default=1, metadata=_FIXED)
-    ep: int = field(default=1, metadata=_FIXED)
-    nnodes: int = field(default=1, metadata=_FIXED)
-    node_rank: int = field(default=0, metadata=_FIXED)
-    cache_chunk_size: int = field(default=-1, metadata=_FIXED)
-    num_tokens_per_iter: int = field(default=0, metadata=_FIXED)
-    max_prefill_iters: int = field(default=1, metadata=_FIXED)
-    async_: int = field(default=1, metadata=_FIXED)
-    use_logn_attn: bool = field(default=False, metadata=_FIXED)
-    devices: list[int] | None = field(default=None, metadata=_FIXED)
-    communicator: str = field(default="nccl", metadata=_FIXED)
-    empty_init: bool = field(default=False, metadata=_FIXED)
-    language_model_only: bool = field(default=False, metadata=_FIXED)
-
-    def __post_init__(self) -> None:
-        _check_engine(self, "cache_block_seq_len")
-        _number("rope_scaling_factor", self.rope_scaling_factor, 0, 1e4)
-
-    @property
-    def block_size(self) -> int:
-        return self.cache_block_seq_len
-
-
-@dataclass
-class PytorchEngineConfig:
-    """Options of the ``pytorch`` backend: the ``torch`` runner, any spec on any device torch has.
-
-    ``device_type``: "auto", "cpu", "cuda" or "cuda:N". ``num_gpu_blocks``: KV blocks, 0 = planned from memory.
-    ``adapters``: names of LoRA adapters and where they are, a directory or hub id in PEFT's format each.
-    ``enable_metrics``: whether a server of this engine offers /metrics. ``eager_mode``: forbid captured graphs
-    (the torch runner has none so far, so that both values mean the same). ``load_format``: "dummy" reads config.json
-    alone and makes random weights.
-    """
-
-    dtype: str = "auto"
-    tp: int = 1
-    session_len: int | None = None
-    max_batch_size: int | None = None
-    cache_max_entry_count: float | int = 0.8
-    block_size: int = 64
-    num_gpu_blocks: int = 0
-    adapters: dict[str, str] | None = None
-    max_prefill_token_num: int = 8192
-    enable_prefix_caching: bool = True
-    device_type: str = "auto"
-    eager_mode: bool = False
-    custom_module_map: dict[str, str] | str | None = None
-    download_dir: str | None = None
-    revision: str | None = None
-    quant_policy: int = 0
-    model_format: str | None = None
-    threads: int | None = None
-    hf_overrides: dict[str, Any] | None = None
-    enable_metrics: bool = True
-    load_format: str = "auto"
-    dp: int = field(default=1, metadata=_FIXED)
-    ep: int = field(default=1, metadata=_FIXED)
-    dp_rank: int = field(default=0, metadata=_FIXED)
-    prefill_interval: int = field(default=16, metadata=_FIXED)
-    num_cpu_blocks: int = field(default=0, metadata=_FIXED)
-    thread_safe: bool = field(default=False, metadata=_FIXED)
-    distributed_executor_backend: str | None = field(default=None, metadata=_FIXED)
-    enable_microbatch: bool = field(default=False, metadata=_FIXED)
-    enable_eplb: bool = field(default=False, metadata=_FIXED)
-    enable_mp_engine: bool = field(default=False, metadata=_FIXED)
-    mp_engine_backend: str = field(default="mp", metadata=_FIXED)
-    empty_init: bool = field(default=False, metadata=_FIXED)
-    language_model_only: bool = field(default=False, metadata=_FIXED)
-
-    def __post_init__(self) -> None:
-        _check_engine(self, "block_size")
-        _switches(self, "eager_mode")
-        _number("num_gpu_blocks", self.num_gpu_blocks, 0, 1 << 40, whole=True)
-        _check_adapters(self.adapters)
-        if self.custom_module_map is not None:
-            raise UsageError("custom_module_map: not built yet; add a family file instead (docs/add-a-model.md)")
-
-    @property
-    def device(self) -> str:
-        return self.device_type
-
-
-@dataclass
-class VisionConfig:
-    """LMDeploy's options of a vision encoder. There is none here yet: ``pipeline`` refuses one that it is given."""
-
-    max_batch_size: int = 1
-    thread_safe: bool = False
-
-
-EngineConfig = TurbomindEngineConfig | PytorchEngineConfig
 
 
 @dataclass

@@ -54,7 +54,7 @@ TINY = (
 def measure(case: Case, device: str, backend: str) -> Iterator[Row]:
     """A row for each load, tokens a second; one with the error where the engine does not start."""
     from toolkit.engine.setup import Setup, start
-    from toolkit.messages import PytorchEngineConfig, TurbomindEngineConfig
+    from toolkit.engine_configs import PytorchEngineConfig, TurbomindEngineConfig
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)

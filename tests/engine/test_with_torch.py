@@ -18,8 +18,9 @@ from toolkit.engine.core import EngineCore
 from toolkit.engine.frontend import AsyncEngine
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineRequest, SamplingParams
+from toolkit.engine_configs import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.messages import GenerationConfig, PytorchEngineConfig, Response, TurbomindEngineConfig
+from toolkit.messages import GenerationConfig, Response
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
 

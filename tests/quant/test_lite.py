@@ -90,7 +90,7 @@ def test_a_reference_reader_and_transformers_give_our_logits(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from toolkit.engine.frontend import AsyncEngine
-    from toolkit.messages import PytorchEngineConfig
+    from toolkit.engine_configs import PytorchEngineConfig
 
     out = tmp_path / "out"
     auto_awq(str(tiny_models(family)), out, w_sym=symmetric, common=quick)

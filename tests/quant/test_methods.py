@@ -239,7 +239,7 @@ def test_statistics_are_taken_once_and_give_the_same_result(tiny_models: Any, tm
 
 def test_scales_of_the_cache(tiny_models: Any, tmp_path: Path, text: Path) -> None:
     from toolkit.engine.frontend import AsyncEngine
-    from toolkit.messages import PytorchEngineConfig
+    from toolkit.engine_configs import PytorchEngineConfig
 
     model = tiny_models("gemma2")
     result = kv(str(model), tmp_path / "out", common=quick(text))

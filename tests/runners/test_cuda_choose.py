@@ -201,7 +201,7 @@ def test_dummy_weights_of_a_config_in_float8_are_bfloat16(tiny_models, tmp_path)
 
 def test_the_flag_reaches_the_engine(tiny_models, tmp_path):
     from toolkit.engine.setup import find, start
-    from toolkit.messages import PytorchEngineConfig
+    from toolkit.engine_configs import PytorchEngineConfig
 
     path = _config(tiny_models, tmp_path / "shape")
     config = PytorchEngineConfig(load_format="dummy", device_type="cpu", session_len=64, max_batch_size=2)

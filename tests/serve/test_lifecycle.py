@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from toolkit.engine_configs import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.errors import ToolkitError
-from toolkit.messages import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.serve import run
 from toolkit.serve.metrics import ServerMetrics
 from toolkit.serve.run import bind, listen

@@ -23,8 +23,9 @@ from toolkit.engine.setup import Backend, Facts, Progress, find, start
 from toolkit.engine.stream import RequestStream, Timings
 from toolkit.engine.wakeup import Bell
 from toolkit.engine.worker import ProcessLoop
+from toolkit.engine_configs import EngineConfig
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.messages import EngineConfig, GenerationConfig, Response
+from toolkit.messages import GenerationConfig, Response
 
 log = logging.getLogger(__name__)
 

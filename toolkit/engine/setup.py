@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from toolkit.engine.core import EngineCore
 from toolkit.engine.memory_plan import MemoryPlan, Wishes, plan
 from toolkit.engine.options import EngineOptions
+from toolkit.engine_configs import EngineConfig, PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.messages import EngineConfig, PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.runners.base import RunnerError, RunnerOptions
 
 if TYPE_CHECKING:

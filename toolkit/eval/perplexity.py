@@ -9,8 +9,8 @@ from typing import Any
 
 from toolkit.engine.frontend import AsyncEngine
 from toolkit.engine.windows import scoring_windows
+from toolkit.engine_configs import EngineConfig, PytorchEngineConfig
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.messages import EngineConfig, PytorchEngineConfig
 
 HELDOUT = "heldout"
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from toolkit.engine.frontend import AsyncEngine
+from toolkit.engine_configs import EngineConfig
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.messages import EngineConfig
 from toolkit.profile.load import run_all
 from toolkit.profile.memory import PeakMemory, gpu_used_mib, process_tree_mib
 from toolkit.profile.metrics import RequestRecord, generation_row

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.engine.frontend import AsyncEngine
+from toolkit.engine_configs import EngineConfig
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.messages import EngineConfig
 from toolkit.profile.load import run_all
 from toolkit.profile.metrics import RequestRecord, throughput_summary
 from toolkit.profile.workload import Ask, dataset_asks, poisson_starts, random_asks

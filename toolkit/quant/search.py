@@ -87,7 +87,7 @@ class Unit:
     def weighed(self, kl: float) -> Unit:
         """With losses in nats a token: ``kl`` is the middle candidate's, the others' are in proportion."""
         moved = self.candidates[self.middle].loss
-        factor = kl / moved if moved > 0 else 0.0
+        factor = max(kl, 0.0) / moved if moved > 0 else 0.0  # rounding may leave a KL just below 0
         return replace(self, candidates=tuple(replace(c, loss=c.loss * factor) for c in self.candidates))
 
 

@@ -18,8 +18,9 @@ from fastapi import FastAPI
 
 from toolkit.chat.template import ChatTemplate
 from toolkit.engine.frontend import AsyncEngine
+from toolkit.engine_configs import EngineConfig
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.messages import ChatTemplateConfig, EngineConfig
+from toolkit.messages import ChatTemplateConfig
 from toolkit.serve.app import create_app
 from toolkit.serve.sampling import SamplingDefaults
 from toolkit.serve.state import ServerSettings, ServerState

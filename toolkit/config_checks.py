@@ -1,0 +1,56 @@
+"""Checks that the records a user meets share. Each raises UsageError: the field, what was found, what was expected."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from toolkit.errors import UsageError
+
+
+def number(what: str, value: Any, low: float, high: float, *, whole: bool = False, open_low: bool = False) -> None:
+    """Raise UsageError unless ``value`` is a finite number within [low, high]."""
+    kind = int if whole else (int, float)
+    bad = isinstance(value, bool) or not isinstance(value, kind) or (isinstance(value, float) and math.isnan(value))
+    if bad or math.inf in (value, -value) or value < low or value > high or (open_low and value == low):
+        span = f"{'(' if open_low else '['}{_plain(low)}, {_plain(high)}]"
+        raise UsageError(f"{what}: expected {'an integer' if whole else 'a number'} in {span}, found {shown(value)}")
+
+
+def shown(value: Any) -> str:
+    """``value`` for an error message, cut; Python itself refuses to write integers of thousands of digits."""
+    try:
+        return f"{value!r:.80}"
+    except ValueError:
+        return "a number of thousands of digits"
+
+
+def list_of(what: str, value: Any, wanted: str, good: Callable[[Any], bool]) -> None:
+    """Raise UsageError unless ``value`` is None or a list (or tuple) of good items."""
+    if value is not None and not (isinstance(value, (list, tuple)) and all(good(item) for item in value)):
+        raise UsageError(f"{what}: expected a list of {wanted}, found {shown(value)}")
+
+
+def switches(config: Any, *names: str) -> None:
+    for name in names:
+        if not isinstance(value := getattr(config, name), bool):
+            raise UsageError(f"{name}: expected True or False, found {shown(value)}")
+
+
+def only_defaults(config: Any, unbuilt: dict[str, str]) -> None:
+    """Raise UsageError for a field of ``unbuilt`` that is not at its default, with what that dict says to do."""
+    defaults = {f.name: f.default for f in fields(config)}
+    for name, advice in unbuilt.items():
+        value = getattr(config, name)
+        if type(value) is not type(defaults[name]) or value != defaults[name]:
+            raise UsageError(f"{name}: found {shown(value)}, expected {defaults[name]!r}: {advice}")
+
+
+def is_token(item: Any) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 1 << 31
+
+
+def _plain(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:g}"

@@ -1,0 +1,189 @@
+"""The engine's options, a record a backend. LMDeploy's names, fields and defaults; importing this imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from toolkit.config_checks import number, shown, switches
+from toolkit.errors import UsageError
+
+DTYPES = ("auto", "float16", "bfloat16", "float32")
+MODEL_FORMATS = (None, "hf", "awq", "gptq", "compressed-tensors", "fp8", "mxfp4", "w8a8", "gguf", "engine")
+LOAD_FORMATS = ("auto", "dummy")
+
+
+def _check_engine(config: TurbomindEngineConfig | PytorchEngineConfig, block: str) -> None:
+    if config.dtype not in DTYPES:
+        raise UsageError(f"dtype: expected one of {', '.join(DTYPES)}, found {shown(config.dtype)}")
+    if config.model_format not in MODEL_FORMATS:
+        names = ", ".join(f for f in MODEL_FORMATS if f)
+        raise UsageError(f"model_format: expected one of {names}, found {shown(config.model_format)}")
+    if config.load_format not in LOAD_FORMATS:
+        raise UsageError(f"load_format: expected one of {', '.join(LOAD_FORMATS)}, found {shown(config.load_format)}")
+    if config.quant_policy not in (0, 4, 8, 16, 17):
+        raise UsageError(
+            "quant_policy: expected 0, 4 or 8 (bits of the KV cache), 16 or 17 (float8_e4m3fn, float8_e5m2), "
+            f"found {shown(config.quant_policy)}"
+        )
+    for name in ("tp",):
+        number(name, getattr(config, name), 1, 1024, whole=True)
+    if config.session_len is not None:
+        number("session_len", config.session_len, 1, 1 << 30, whole=True)
+    if config.max_batch_size is not None:
+        number("max_batch_size", config.max_batch_size, 1, 1 << 20, whole=True)
+    number("max_prefill_token_num", config.max_prefill_token_num, 1, 1 << 30, whole=True)
+    count = config.cache_max_entry_count
+    if isinstance(count, int) and not isinstance(count, bool):
+        number("cache_max_entry_count", count, 1, 1 << 40, whole=True)
+    else:
+        number("cache_max_entry_count", count, 0, 1, open_low=True)
+    size = getattr(config, block)
+    number(block, size, 16, 1024, whole=True)
+    if size & (size - 1):
+        raise UsageError(f"{block}: expected a power of two, found {size}")
+    switches(config, "enable_prefix_caching", "enable_metrics")
+    if config.threads is not None:
+        number("threads", config.threads, 0, 4096, whole=True)
+    for known in fields(config):
+        value = getattr(config, known.name)
+        if known.metadata.get("only_default") and (value != known.default or type(value) is not type(known.default)):
+            raise UsageError(
+                f"{known.name}: expected {known.default!r}, found {shown(value)}; LMDeploy's other values of it do "
+                "nothing here: leave it out"
+            )
+
+
+# A field of LMDeploy's config that has one meaning here, its default's; scripts may spell it out.
+_FIXED = {"only_default": True}
+
+
+def _check_adapters(adapters: Any) -> None:
+    if adapters is None:
+        return
+    if not isinstance(adapters, dict) or not adapters:
+        raise UsageError(f"adapters: expected a dict of names and paths, found {shown(adapters)}")
+    for name, path in adapters.items():
+        if not isinstance(name, str) or not name.strip() or not isinstance(path, str) or not path:
+            raise UsageError(f"adapters: expected names and paths, found {shown(name)}: {shown(path)}")
+
+
+@dataclass
+class TurbomindEngineConfig:
+    """Options of the ``turbomind`` backend, the fast path: the ``native`` runner.
+
+    ``cache_max_entry_count``: share of free memory for the KV cache, or (an integer) its number of blocks.
+    ``device``: "auto", "cpu", "cuda" or "cuda:N". ``threads``: CPU threads, None = all. ``enable_metrics``: whether a
+    server of this engine offers /metrics. ``load_format``: "dummy" reads config.json alone and makes random weights.
+    """
+
+    dtype: str = "auto"
+    model_format: str | None = None
+    tp: int = 1
+    session_len: int | None = None
+    max_batch_size: int | None = None
+    cache_max_entry_count: float | int = 0.8
+    cache_block_seq_len: int = 64
+    enable_prefix_caching: bool = True
+    quant_policy: int = 0
+    rope_scaling_factor: float = 0.0
+    download_dir: str | None = None
+    revision: str | None = None
+    max_prefill_token_num: int = 8192
+    device: str = "auto"
+    threads: int | None = None
+    hf_overrides: dict[str, Any] | None = None
+    enable_metrics: bool = True
+    load_format: str = "auto"
+    dp: int = field(default=1, metadata=_FIXED)
+    cp: int = field(default=1, metadata=_FIXED)
+    ep: int = field(default=1, metadata=_FIXED)
+    nnodes: int = field(default=1, metadata=_FIXED)
+    node_rank: int = field(default=0, metadata=_FIXED)
+    cache_chunk_size: int = field(default=-1, metadata=_FIXED)
+    num_tokens_per_iter: int = field(default=0, metadata=_FIXED)
+    max_prefill_iters: int = field(default=1, metadata=_FIXED)
+    async_: int = field(default=1, metadata=_FIXED)
+    use_logn_attn: bool = field(default=False, metadata=_FIXED)
+    devices: list[int] | None = field(default=None, metadata=_FIXED)
+    communicator: str = field(default="nccl", metadata=_FIXED)
+    empty_init: bool = field(default=False, metadata=_FIXED)
+    language_model_only: bool = field(default=False, metadata=_FIXED)
+
+    def __post_init__(self) -> None:
+        _check_engine(self, "cache_block_seq_len")
+        number("rope_scaling_factor", self.rope_scaling_factor, 0, 1e4)
+
+    @property
+    def block_size(self) -> int:
+        return self.cache_block_seq_len
+
+
+@dataclass
+class PytorchEngineConfig:
+    """Options of the ``pytorch`` backend: the ``torch`` runner, any spec on any device torch has.
+
+    ``device_type``: "auto", "cpu", "cuda" or "cuda:N". ``num_gpu_blocks``: KV blocks, 0 = planned from memory.
+    ``adapters``: names of LoRA adapters and where they are, a directory or hub id in PEFT's format each.
+    ``enable_metrics``: whether a server of this engine offers /metrics. ``eager_mode``: forbid captured graphs
+    (the torch runner has none so far, so that both values mean the same). ``load_format``: "dummy" reads config.json
+    alone and makes random weights.
+    """
+
+    dtype: str = "auto"
+    tp: int = 1
+    session_len: int | None = None
+    max_batch_size: int | None = None
+    cache_max_entry_count: float | int = 0.8
+    block_size: int = 64
+    num_gpu_blocks: int = 0
+    adapters: dict[str, str] | None = None
+    max_prefill_token_num: int = 8192
+    enable_prefix_caching: bool = True
+    device_type: str = "auto"
+    eager_mode: bool = False
+    custom_module_map: dict[str, str] | str | None = None
+    download_dir: str | None = None
+    revision: str | None = None
+    quant_policy: int = 0
+    model_format: str | None = None
+    threads: int | None = None
+    hf_overrides: dict[str, Any] | None = None
+    enable_metrics: bool = True
+    load_format: str = "auto"
+    dp: int = field(default=1, metadata=_FIXED)
+    ep: int = field(default=1, metadata=_FIXED)
+    dp_rank: int = field(default=0, metadata=_FIXED)
+    prefill_interval: int = field(default=16, metadata=_FIXED)
+    num_cpu_blocks: int = field(default=0, metadata=_FIXED)
+    thread_safe: bool = field(default=False, metadata=_FIXED)
+    distributed_executor_backend: str | None = field(default=None, metadata=_FIXED)
+    enable_microbatch: bool = field(default=False, metadata=_FIXED)
+    enable_eplb: bool = field(default=False, metadata=_FIXED)
+    enable_mp_engine: bool = field(default=False, metadata=_FIXED)
+    mp_engine_backend: str = field(default="mp", metadata=_FIXED)
+    empty_init: bool = field(default=False, metadata=_FIXED)
+    language_model_only: bool = field(default=False, metadata=_FIXED)
+
+    def __post_init__(self) -> None:
+        _check_engine(self, "block_size")
+        switches(self, "eager_mode")
+        number("num_gpu_blocks", self.num_gpu_blocks, 0, 1 << 40, whole=True)
+        _check_adapters(self.adapters)
+        if self.custom_module_map is not None:
+            raise UsageError("custom_module_map: not built yet; add a family file instead (docs/add-a-model.md)")
+
+    @property
+    def device(self) -> str:
+        return self.device_type
+
+
+@dataclass
+class VisionConfig:
+    """LMDeploy's options of a vision encoder. There is none here yet: ``pipeline`` refuses one that it is given."""
+
+    max_batch_size: int = 1
+    thread_safe: bool = False
+
+
+EngineConfig = TurbomindEngineConfig | PytorchEngineConfig
