@@ -18,7 +18,7 @@ import typer
 from toolkit.errors import UsageError
 
 if TYPE_CHECKING:
-    from toolkit.messages import EngineConfig
+    from toolkit.engine_configs import EngineConfig
 
 PANEL = "Engine"
 
@@ -100,7 +100,7 @@ class EngineFlags:
 
     def config(self) -> EngineConfig:
         """The engine config these flags mean. Raises UsageError for a value out of range."""
-        from toolkit.messages import PytorchEngineConfig, TurbomindEngineConfig
+        from toolkit.engine_configs import PytorchEngineConfig, TurbomindEngineConfig
 
         common: dict[str, Any] = {
             "dtype": self.dtype,
