@@ -1,0 +1,13 @@
+# Sourced by scripts/gpu_check and scripts/bench_gpu, in the root of the tree. Sets $python, and makes this tree the one
+# that is imported as `toolkit`, installed or not.
+unset TRITON_INTERPRET
+export TRITON_DEFAULT_FP_FUSION=1 PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
+python="${PYTHON:-.venv/bin/python}"
+[ -x "$(command -v "$python")" ] || python=python3
+for folder in "${CUDA_HOME:-/usr/local/cuda}" /usr/local/cuda; do # nvcc and compute-sanitizer, which no path may name
+    case ":$PATH:" in *":$folder/bin:"*) ;; *) [ ! -d "$folder/bin" ] || export PATH="$PATH:$folder/bin" ;; esac
+done
+# Not the root itself: transformers would take the folder `kernels` there for a package that it probes.
+mkdir -p build/import
+ln -sfn ../../toolkit build/import/toolkit
+export PYTHONPATH="$PWD/build/import${PYTHONPATH:+:$PYTHONPATH}"
