@@ -42,8 +42,8 @@ def _drivers(family: str, policy: int, device: str) -> tuple[Any, Any]:
     from toolkit.runners.torch.runner import TorchRunner
 
     config = tiny(family)
-    spec, _ = build(config, family)
-    weights = DummyWeights(spec, config, torch.device("cpu"))
+    spec, stored = build(config, family)
+    weights = DummyWeights(spec, stored, config, torch.device("cpu"))
     options = RunnerOptions(device=device, dtype=config["dtype"], block_size=16, quant_policy=policy)
     if device == "cpu":
         graphs = support("graphs")

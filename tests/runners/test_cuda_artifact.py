@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 
@@ -56,7 +57,7 @@ def test_every_weight_comes_back_bit_by_bit(change, packed, tmp_path, tiny_model
     spec = open_model(tiny_models("llama")).spec
     params = {}
     items = [("w", weight), ("dense", Dense(torch.randn(3, 5))), ("norm", torch.ones(7))]
-    write_arrays(tmp_path / ENGINE_ARRAYS, pack_cuda(items, params), {})
+    write_arrays(tmp_path / ENGINE_ARRAYS, pack_cuda(spec, items, params), {})
     assert (params["w"]["form"] == FORM) == packed
     artifact = EngineArtifact(
         tmp_path, replace(spec, layers=()), "cuda-sm80", params, read_header(tmp_path / ENGINE_ARRAYS)
@@ -140,3 +141,73 @@ def test_an_artifact_that_lacks_an_array_is_refused(converted):
     with pytest.raises(ToolkitError, match="is missing; convert the model again"):
         CudaWeights(replace(artifact, params=params), torch.device("cpu"))
     assert module.FORM == FORM
+
+
+# -- heads in 8 bits
+
+
+@pytest.fixture(scope="module")
+def rounded(tiny_models, tmp_path_factory):
+    """``rounded(family, bits)``: (checkpoint in bfloat16, its artifact for cuda-sm90 with a head in ``bits``)."""
+
+    @functools.cache
+    def make(family, bits):
+        path = tiny_models(family, dtype="bfloat16")
+        folder = tmp_path_factory.mktemp("head") / "engine"
+        convert(str(path), folder, target="cuda-sm90", head_bits=bits, quiet=True)
+        return path, folder
+
+    return make
+
+
+@pytest.mark.parametrize("family, bits, most", [("llama", 8, 0.01), ("qwen2", 8, 0.01), ("qwen2", 4, 0.15)])
+def test_a_head_in_few_bits_stands_beside_an_embedding_that_stays(family, bits, most, rounded):
+    """llama's is its own, qwen2's is the embedding."""
+    path, engine = rounded(family, bits)
+    before, opened = open_model(path), open_model(engine)
+    spec, weights, stored = opened.spec, opened.weights(), before.weights()
+    assert torch.equal(weights[spec.embed].weight, stored[spec.embed].weight)
+    head, dense = weights[spec.head], stored[spec.embed if spec.tied else spec.head].weight.float()
+    assert isinstance(head, GroupInt) and head.bits == bits and head.group_size == 64
+    error = (head.dequantize() - dense).abs().amax() / dense.abs().amax()
+    assert 0 < error < most
+    assert open_engine(engine).params[spec.head]["form"] == FORM
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_head_in_8_bits_gives_the_torch_runners_tokens_through_graphs(family, rounded, steps, support):
+    from toolkit.runners.cuda.runner import CudaRunner
+
+    graphs, opened = support("graphs"), open_model(rounded(family, 8)[1])
+    options, device = RunnerOptions(device="cpu", dtype="float32", block_size=16), graphs.CpuDevice()
+    runner = CudaRunner(opened.spec, opened.weights, options, device, graphs.interpreted_ops())
+    ours = steps.Driver(device.watch(runner))
+    oracle = steps.Driver(open_runner(rounded(family, 8)[1], backend="pytorch", options=options)[0])
+    plain = steps.Driver(open_runner(rounded(family, 8)[0], backend="pytorch", options=options)[0])
+    assert "linear_group_int" in str(runner._decoder.head.kernel)
+    prompt = [3, 4, 5, 6]
+    found, expected, unrounded = (d.step({d.add(): prompt}, "all").logits for d in (ours, oracle, plain))
+    assert abs(found - expected).max() < 1e-3 < abs(found - unrounded).max() < 0.03 * abs(unrounded).max()
+    for token in (7, 8, 9):
+        out = [d.step({0: [token]}).tokens.tolist() for d in (ours, oracle)]
+        assert out[0] == out[1]
+    assert device.replays == 2
+
+
+def test_the_head_of_an_artifact_for_a_gpu_stays_unless_asked_for(rounded):
+    path, engine = rounded("qwen2", None)
+    assert json.loads((engine / "manifest.json").read_text())["options"]["head_bits"] == 16
+    assert "lm_head" not in open_engine(engine).params
+    a, b = open_model(path), open_model(engine)
+    assert torch.equal(a.weights()[a.spec.embed].weight, b.weights()[b.spec.embed].weight)
+
+
+def test_a_head_that_cannot_be_rounded_is_refused(rounded):
+    with pytest.raises(ToolkitError, match="lm_head has 40 inputs, no multiple of 32; use --head-bits 16"):
+        module.round_head(Dense(torch.zeros(8, 40)), 8, "lm_head")
+    with pytest.raises(ToolkitError, match="lm_head: holds NaN"):
+        module.round_head(Dense(torch.full((8, 64), float("nan"))), 8, "lm_head")
+    artifact = open_engine(rounded("llama", 8)[1])
+    entry = artifact.params["lm_head"] | {"shape": [64, 320]}
+    with pytest.raises(ToolkitError, match=r"lm_head: expected shape \[320, 64\], found \[64, 320\]; convert"):
+        CudaWeights(replace(artifact, params=artifact.params | {"lm_head": entry}), torch.device("cpu"))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from toolkit.errors import ToolkitError, UsageError
+from toolkit.errors import UsageError
 from toolkit.runners import choose
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
@@ -123,90 +122,3 @@ def test_torch_stands_in_on_a_gpu_that_the_native_runner_cannot_use(answers, tin
     _, note = open_runner(tiny_models("llama"), backend=None, options=RunnerOptions(device="auto"))
     reason = "it needs compute capability 8.0"
     assert note == f"turbomind's native runner does not run on this GPU: {reason}; the torch runner stands in"
-
-
-# -- --load-format dummy
-
-
-def _config(tiny_models, folder, **fields):
-    config = json.loads((tiny_models("llama") / "config.json").read_text())
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config | fields))
-    return folder
-
-
-@pytest.mark.parametrize(
-    "quantization",
-    [
-        None,
-        {"quant_method": "awq", "bits": 4, "group_size": 32},
-        {"quant_method": "gptq", "bits": 8, "group_size": -1},
-        {"quant_method": "fp8"},
-        {"quant_method": "fp8", "weight_block_size": [32, 32]},
-        {"quant_method": "smooth_quant"},
-    ],
-)
-def test_dummy_weights_run_a_model_that_was_not_fetched(quantization, tiny_models, tmp_path, steps):
-    fields = {} if quantization is None else {"quantization_config": quantization}
-    path = _config(tiny_models, tmp_path / "shape", **fields)
-    options = RunnerOptions(device="cpu", dtype="float32", block_size=16)
-    logits = []
-    for _ in range(2):
-        runner, _ = open_runner(path, backend="pytorch", options=options, load_format="dummy")
-        driver = steps.Driver(runner)
-        logits.append(driver.step({driver.add(): [3, 4, 5]}, "all").logits)
-    assert (logits[0] == logits[1]).all() and 0.1 < logits[0].std() < 10
-
-
-def test_dummy_weights_want_a_config_they_can_follow(tiny_models, tmp_path):
-    with pytest.raises(UsageError, match=r"expected a directory with config\.json"):
-        open_model(tmp_path / "nothing", load_format="dummy")
-    with pytest.raises(ToolkitError, match="not 'hqq'"):
-        open_model(
-            _config(tiny_models, tmp_path / "a", quantization_config={"quant_method": "hqq"}), load_format="dummy"
-        )
-    with pytest.raises(UsageError, match="expected one of auto, dummy"):
-        open_model(tiny_models("llama"), load_format="fast")
-    awq = {"quant_method": "awq", "bits": 4, "group_size": 48}
-    opened = open_model(_config(tiny_models, tmp_path / "b", quantization_config=awq), load_format="dummy")
-    with pytest.raises(ToolkitError, match="48 does not divide 64"):
-        opened.weights()["model.layers.0.self_attn.q_proj"]
-
-
-@pytest.mark.parametrize(
-    ("quantization", "words"),
-    [
-        ("awq", "quantization_config: expected an object, found 'awq'"),
-        ({"quant_method": ["awq"]}, "not ['awq']"),
-        ({"quant_method": "awq", "w_bit": "four"}, "quantization_config.w_bit: found four"),
-        ({"quant_method": "gptq", "bits": 9}, "quantization_config.bits: found 9"),
-        ({"quant_method": "gptq", "group_size": 0}, "quantization_config.group_size: found 0"),
-        ({"quant_method": "fp8", "weight_block_size": [128]}, "quantization_config.weight_block_size: found [128]"),
-        ({"quant_method": "fp8", "weight_block_size": 128}, "quantization_config.weight_block_size: found 128"),
-    ],
-)
-def test_a_quantization_that_cannot_be_followed_is_one_line(quantization, words, tiny_models, tmp_path):
-    path = _config(tiny_models, tmp_path / "shape", quantization_config=quantization)
-    with pytest.raises(ToolkitError) as caught:
-        open_model(path, load_format="dummy")
-    message = str(caught.value)
-    assert words in message and str(path / "config.json") in message and "\n" not in message
-
-
-def test_dummy_weights_of_a_config_in_float8_are_bfloat16(tiny_models, tmp_path):
-    path = _config(tiny_models, tmp_path / "shape", dtype="float8_e4m3fn", torch_dtype=None)
-    weights = open_model(path, load_format="dummy").weights()
-    assert weights["model.embed_tokens"].weight.dtype == torch.bfloat16
-
-
-def test_the_flag_reaches_the_engine(tiny_models, tmp_path):
-    from toolkit.engine.setup import find, start
-    from toolkit.engine_configs import PytorchEngineConfig
-
-    path = _config(tiny_models, tmp_path / "shape")
-    config = PytorchEngineConfig(load_format="dummy", device_type="cpu", session_len=64, max_batch_size=2)
-    core, facts = start(find(str(path), config, "pytorch"), None, lambda text: None)
-    assert facts.runner == "torch" and facts.plan.session_len == 64
-    core.runner.close()
-    with pytest.raises(UsageError, match="load_format"):
-        PytorchEngineConfig(load_format="fast")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.canonical import FP4_VALUES, BlockFp8, ChannelInt8, Fp4
+from toolkit.artifacts.canonical import FP4_VALUES, BlockFp8, ChannelInt8, Fp4, GroupInt
 from toolkit.errors import ToolkitError
 
 E4M3_MAX = 448.0
 _SMALLEST = 1e-6  # of a tile's largest value, so that no scale is 0
+_ROWS = 4096  # of a large matrix that are rounded at a time
 
 
 def check_finite(weight: Tensor, name: str) -> None:
@@ -25,6 +28,32 @@ def to_channel_int8(weight: Tensor, name: str = "") -> ChannelInt8:
     scales = x.abs().amax(1) / 127
     scales = torch.where(scales == 0, torch.ones_like(scales), scales)
     return ChannelInt8((x / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8), scales)
+
+
+def to_group_int(weight: Tensor, bits: int, group: int, change: Callable[[Tensor], Tensor] | None = None) -> GroupInt:
+    """Float [out, in] to integers in groups of ``group`` inputs with float16 scales, some rows at a time.
+
+    8 bits: symmetric around 128, the largest value of a group at 127 from it; 4 bits: with zeros. ``change``: what some
+    rows, float32 [rows, in], become before they are rounded.
+    """
+    rows, cols = weight.shape
+    codes = torch.empty((rows, cols), dtype=torch.uint8)
+    scales = torch.empty((rows, cols // group), dtype=torch.float16)
+    zeros = torch.full(scales.shape, 128, dtype=torch.uint8)
+    for a in range(0, rows, _ROWS):
+        part = slice(a, a + _ROWS)
+        x = weight[part].float()
+        x = (x if change is None else change(x)).unflatten(1, (-1, group))
+        low, high = x.amin(-1).clamp(max=0), x.amax(-1).clamp(min=0)
+        scales[part] = (torch.maximum(-low, high) / 127 if bits == 8 else (high - low) / 15).to(torch.float16)
+        step = scales[part].float().clamp(min=2.0**-24)
+        if bits == 8:
+            rounded = torch.round(x / step[..., None]).clamp(-127, 127) + 128
+        else:
+            zeros[part] = torch.round(-low / step).clamp(0, 15).to(torch.uint8)
+            rounded = (torch.round(x / step[..., None]) + zeros[part][..., None]).clamp(0, 15)
+        codes[part] = rounded.to(torch.uint8).flatten(1)
+    return GroupInt(codes, scales, zeros, bits, group)
 
 
 def to_block_fp8(

@@ -64,7 +64,7 @@ def convert(
 
     ``dtype``: of dense weights and norms, "auto" keeps the checkpoint's; quantized weights keep their scales as stored.
     ``model_format``: what the weights are expected to be (hf, awq, gptq, w8a8, gguf), checked. ``head_bits``: 16, 8 or
-    4 for a dense head and embedding, None = the target's default. ``quiet``: no download progress.
+    4 for a dense head (target cpu: and embedding), None = the target's default. ``quiet``: no download progress.
     Raises UsageError for a wrong option, ToolkitError for a model that cannot be read or a full disk.
     """
     if tp != 1:

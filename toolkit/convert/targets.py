@@ -27,8 +27,8 @@ Packer = Callable[[DecoderSpec, Iterable[tuple[str, "Weight | Tensor"]], dict[st
 class Target:
     """``pack(spec, canonical weights, params, head_bits)`` yields the arrays and fills ``params``.
 
-    ``unsupported(spec)`` tells why a model cannot be packed so, or None. ``head_bits``: what a dense head and embedding
-    are rounded to by default; None = they stay as stored and the option is refused.
+    ``unsupported(spec)`` tells why a model cannot be packed so, or None. ``head_bits``: what a dense head (for target
+    cpu and the embedding) is rounded to by default; None = it stays as stored and the option is refused.
     """
 
     name: str
@@ -64,7 +64,8 @@ def _cuda_pack(
 ) -> Arrays:
     from toolkit.runners.cuda.artifact import pack_cuda
 
-    return pack_cuda(weights, params)
+    assert head_bits is not None
+    return pack_cuda(spec, weights, params, head_bits)
 
 
 def _cpu_unsupported(spec: DecoderSpec) -> str | None:
@@ -75,7 +76,7 @@ def _cpu_unsupported(spec: DecoderSpec) -> str | None:
 TARGETS: tuple[Target, ...] = (
     Target(CPU_TARGET, "tiles for the native runner on a CPU", _cpu_pack, _cpu_unsupported, head_bits=8),
     Target(TORCH_TARGET, "any model, for the pytorch backend", _torch_pack, lambda spec: None),
-    *(Target(name, "tiles for the CUDA kernels", _cuda_pack, lambda spec: None) for name in CUDA_TARGETS),
+    *(Target(name, "tiles for the CUDA kernels", _cuda_pack, lambda spec: None, head_bits=16) for name in CUDA_TARGETS),
 )
 
 

@@ -77,14 +77,15 @@ def open_model(
 
 def _open_dummy(path: Path, hf_overrides: dict[str, Any] | None, rope_scaling_factor: float, device: str) -> Opened:
     from toolkit.models.registry import apply_overrides, build
-    from toolkit.runners.dummy_weights import DummyWeights, check_quantization, read_config
+    from toolkit.runners.dummy_scheme import check_quantization
+    from toolkit.runners.dummy_weights import DummyWeights, read_config
     from toolkit.runners.torch.device import find_device
 
     config = apply_overrides(read_config(path), hf_overrides, rope_scaling_factor)
     check_quantization(config, f"{path / 'config.json'}")
-    spec, _ = build(config, f"{path}: config.json")
+    spec, stored = build(config, f"{path}: config.json")
     on = find_device(device)
-    return Opened(spec, lambda: DummyWeights(spec, config, on), None)
+    return Opened(spec, lambda: DummyWeights(spec, stored, config, on), None, tuple(stored))
 
 
 def _open_engine(

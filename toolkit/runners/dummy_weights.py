@@ -7,14 +7,14 @@ tokenizer, where text goes in or out). Each tensor's seed is its name's checksum
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.config_fields import Fields
-from toolkit.models.spec import DecoderSpec, MoeSpec
+from toolkit.models.spec import DecoderSpec, MoeSpec, StoredTensor
+from toolkit.runners.dummy_scheme import head_settings, settings_of
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from toolkit.artifacts.canonical import Weight
 
-METHODS = ("awq", "gptq", "fp8", "smooth_quant")  # quant_method; without one weights are dense
 DTYPES = ("float32", "float16", "bfloat16")  # of dense weights; a config that names another gets bfloat16
 
 
@@ -33,37 +32,17 @@ def read_config(path: Path) -> dict[str, Any]:
     return read_json_object(path / "config.json")
 
 
-def check_quantization(config: Mapping[str, Any], source: str) -> None:
-    """Raise ToolkitError, one line that names the field, for a quantization_config that cannot be followed."""
-    quantization = config.get("quantization_config")
-    if quantization is None:
-        return
-    if not isinstance(quantization, dict):
-        raise ToolkitError(f"{source}: quantization_config: expected an object, found {quantization!r:.40}")
-    method = quantization.get("quant_method")
-    if method not in (None, *METHODS):
-        raise ToolkitError(
-            f"{source}: quantization_config.quant_method: --load-format dummy makes dense, "
-            f"{', '.join(METHODS)} weights, not {method!r:.40}"
-        )
-    fields = Fields(quantization, source, "quantization_config.")
-    fields.integer("bits", "w_bit", default=4, low=2, high=8)
-    if fields.integer("group_size", "q_group_size", default=128, low=-1) == 0:
-        fields.fail("group_size", 0, "-1 or an integer from 1 on")
-    block = quantization.get("weight_block_size")
-    sides = block if isinstance(block, list) else [0]
-    if block is not None and (len(sides) != 2 or any(type(side) is not int or side < 1 for side in sides)):
-        fields.fail("weight_block_size", block, "two integers from 1 on")
-
-
 class DummyWeights(Mapping[str, "Weight | Tensor"]):
     """Canonical weights of ``spec`` by name, made anew at every look-up on ``device``.
 
     ``config``: config.json, for the dtype of dense weights and ``quantization_config``, which ``check_quantization``
-    has found good; routers, embedding and head are dense.
+    has found good; what it leaves out, routers and the embedding are dense, and so is the head unless ``lm_head`` is
+    true. ``stored``: the tensors of a checkpoint, whose names quantization_config may use.
     """
 
-    def __init__(self, spec: DecoderSpec, config: Mapping[str, Any], device: torch.device) -> None:
+    def __init__(
+        self, spec: DecoderSpec, stored: Sequence[StoredTensor], config: Mapping[str, Any], device: torch.device
+    ) -> None:
         import torch
 
         self._device = device
@@ -71,17 +50,18 @@ class DummyWeights(Mapping[str, "Weight | Tensor"]):
         self._dtype: torch.dtype = getattr(torch, name if name in DTYPES else "bfloat16")
         self._quantization: dict[str, Any] = config.get("quantization_config") or {}
         self._make: dict[str, Callable[[str], Weight | Tensor]] = {}
-        self._list(spec)
+        self._list(spec, {part.name: item.name for item in stored for part in item.parts})
 
-    def _list(self, spec: DecoderSpec) -> None:
+    def _list(self, spec: DecoderSpec, stored: Mapping[str, str]) -> None:
         routers = set()
         for layer in spec.layers:
             for m in (s.mixer for s in layer.sublayers):
                 if isinstance(m, MoeSpec):
                     routers |= {x.name for x in (m.router, m.shared_gate) if x is not None}
         for x in spec.linears():
-            make = self._dense if x.name in routers else self._linear
-            self._add(x.name, make, (x.out_features, x.in_features))
+            names = (x.name, stored.get(x.name, x.name))
+            settings = None if x.name in routers else settings_of(self._quantization, names)
+            self._add(x.name, self._linear, (x.out_features, x.in_features), settings)
             if x.bias:
                 self._add(f"{x.name}.bias", self._vector, (x.out_features,))
         for norm in spec.norms():
@@ -89,9 +69,11 @@ class DummyWeights(Mapping[str, "Weight | Tensor"]):
         for _, attention in spec.attention_layers():
             if attention.sinks is not None:
                 self._add(attention.sinks, self._vector, (attention.heads,))
-        self._add(spec.embed, self._dense, (spec.vocab_size, spec.hidden_size))
-        if not spec.tied:
-            self._add(spec.head, self._dense, (spec.vocab_size, spec.hidden_size))
+        matrix = (spec.vocab_size, spec.hidden_size)
+        self._add(spec.embed, self._dense, matrix)
+        of_head = head_settings(self._quantization, spec.head)
+        if not spec.tied or of_head is not None:
+            self._add(spec.head, self._linear, matrix, of_head)
         if spec.head_bias:
             self._add(f"{spec.head}.bias", self._vector, (spec.vocab_size,))
 
@@ -138,21 +120,21 @@ class DummyWeights(Mapping[str, "Weight | Tensor"]):
 
         return Dense(self._normal(name, shape, shape[1] ** -0.5, self._dtype))
 
-    def _linear(self, name: str, shape: tuple[int, int]) -> Weight:
-        method = self._quantization.get("quant_method")
+    def _linear(self, name: str, shape: tuple[int, int], settings: Mapping[str, Any] | None) -> Weight:
+        method = None if settings is None else settings.get("quant_method")
+        if settings is None or method is None:
+            return self._dense(name, shape)
         if method in ("awq", "gptq"):
-            return self._groups(name, shape)
-        if method == "fp8":
-            return self._float8(name, shape)
-        return self._int8(name, shape) if method == "smooth_quant" else self._dense(name, shape)
+            return self._groups(name, shape, settings)
+        return self._float8(name, shape, settings) if method == "fp8" else self._int8(name, shape)
 
-    def _groups(self, name: str, shape: tuple[int, int]) -> Weight:
+    def _groups(self, name: str, shape: tuple[int, int], settings: Mapping[str, Any]) -> Weight:
         import torch
 
         from toolkit.artifacts.canonical import GroupInt
 
-        bits = int(self._quantization.get("bits", self._quantization.get("w_bit", 4)))
-        size = int(self._quantization.get("group_size", self._quantization.get("q_group_size", 128)))
+        bits = int(settings.get("bits", settings.get("w_bit", 4)))
+        size = int(settings.get("group_size", settings.get("q_group_size", 128)))
         size = shape[1] if size == -1 else size
         if shape[1] % size:
             raise ToolkitError(f"{name}: quantization_config.group_size: {size} does not divide {shape[1]} inputs")
@@ -163,13 +145,13 @@ class DummyWeights(Mapping[str, "Weight | Tensor"]):
         zeros = torch.full(groups, 1 << (bits - 1), dtype=torch.uint8, device=self._device)
         return GroupInt(codes, scales, zeros, bits, size)
 
-    def _float8(self, name: str, shape: tuple[int, int]) -> Weight:
+    def _float8(self, name: str, shape: tuple[int, int], settings: Mapping[str, Any]) -> Weight:
         import torch
 
         from toolkit.artifacts.canonical import BlockFp8, Fp8
 
         weight = self._normal(name, shape, 1.0, torch.bfloat16).to(torch.float8_e4m3fn)
-        block = self._quantization.get("weight_block_size")
+        block = settings.get("weight_block_size")
         tiles = (shape[0],) if block is None else (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
         scales = torch.full(tiles, shape[1] ** -0.5, dtype=torch.float32, device=self._device)
         return Fp8(weight, scales) if block is None else BlockFp8(weight, scales, tuple(block))

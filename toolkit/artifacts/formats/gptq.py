@@ -39,20 +39,23 @@ def check_config(quantization: dict[str, Any]) -> None:
         raise ToolkitError(
             f"config.json: quantization_config.checkpoint_format: expected {' or '.join(_FORMATS)}, found {kind!r:.40}"
         )
+    check_dynamic(quantization, "config.json")
+
+
+def check_dynamic(quantization: dict[str, Any], source: str) -> dict[str, dict[str, Any]]:
+    """``dynamic``, its patterns compiled once. Raises ToolkitError, which names ``source``, where it is none."""
     dynamic = quantization.get("dynamic") or {}
+    field = f"{source}: quantization_config.dynamic"
     if not isinstance(dynamic, dict):
-        raise ToolkitError(
-            f"config.json: quantization_config.dynamic: expected an object of patterns, found {dynamic!r:.40}"
-        )
+        raise ToolkitError(f"{field}: expected an object of patterns, found {dynamic!r:.40}")
     for pattern, changes in dynamic.items():
         try:
             re.compile(_bare(pattern))
         except re.error as error:
-            raise ToolkitError(f"config.json: quantization_config.dynamic: pattern {pattern!r:.60}: {error}") from error
+            raise ToolkitError(f"{field}: pattern {pattern!r:.60}: {error}") from error
         if not isinstance(changes, dict):
-            raise ToolkitError(
-                f"config.json: quantization_config.dynamic: {pattern!r:.60}: expected an object, found {changes!r:.40}"
-            )
+            raise ToolkitError(f"{field}: {pattern!r:.60}: expected an object, found {changes!r:.40}")
+    return dynamic
 
 
 def _bare(pattern: str) -> str:
@@ -64,6 +67,14 @@ def settings_of(quantization: dict[str, Any], name: str) -> dict[str, Any]:
     for pattern, changes in (quantization.get("dynamic") or {}).items():
         if not pattern.startswith("-:") and re.match(_bare(pattern), name):
             return {**quantization, **changes}
+    return quantization
+
+
+def dynamic_of(quantization: dict[str, Any], name: str) -> dict[str, Any] | None:
+    """``settings_of`` a module whose tensors do not tell whether it is quantized; None where ``-:`` leaves it dense."""
+    for pattern, changes in (quantization.get("dynamic") or {}).items():
+        if re.match(_bare(pattern), name):
+            return None if pattern.startswith("-:") else {**quantization, **changes}
     return quantization
 
 

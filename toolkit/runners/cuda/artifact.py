@@ -1,32 +1,43 @@
 """Engine artifacts for GPUs: integer weights in the order in which the CUDA kernels read them.
 
 The order is the same for every GPU so far, so targets differ in name alone. What no CUDA kernel takes is stored as for
-target ``torch``. Weights are read back exactly, on the device that they are for: there unpacking takes no time, and a
-runner packs what it fuses anew; on a machine without a GPU another runner packs them for itself.
+target ``torch``. A head may be rounded to 8 or 4 bits; one that is the embedding's matrix is then stored beside it.
+Weights are read back exactly, on the device that they are for: there unpacking takes no time, and a runner packs what
+it fuses anew; on a machine without a GPU another runner packs them for itself.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.canonical import GroupInt, Weight
+from toolkit.artifacts.canonical import Dense, GroupInt, Weight
 from toolkit.artifacts.engine import ENGINE_JSON, Arrays, EngineArtifact
 from toolkit.artifacts.engine_torch import TorchWeights, pack_torch
+from toolkit.artifacts.rounding import check_finite, to_group_int
 from toolkit.errors import ToolkitError
 from toolkit.kernels.cuda.pack import Packed, pack, unpack, unsupported_form
+from toolkit.models.spec import DecoderSpec
 
 FORM = "cuda_group_int"
+HEAD_GROUPS = (128, 64, 32)  # inputs that share a scale of a rounded head: the first that divides them
 _ARRAYS = ("codes", "scales", "zeros", "order")
 
 
-def pack_cuda(weights: Iterable[tuple[str, Weight | Tensor]], params: dict[str, dict[str, Any]]) -> Arrays:
-    """The arrays of canonical weights; fills ``params``. Raises ToolkitError for a form that it cannot hold."""
-    for name, value in weights:
+def pack_cuda(
+    spec: DecoderSpec,
+    weights: Iterable[tuple[str, Weight | Tensor]],
+    params: dict[str, dict[str, Any]],
+    head_bits: int = 16,
+) -> Arrays:
+    """The arrays of canonical weights; fills ``params``. ``head_bits``: what a dense head is rounded to, 8 or 4; 16
+    keeps it. Raises ToolkitError for a form that it cannot hold.
+    """
+    for name, value in _round_head(spec, weights, head_bits):
         packed = _packed(value) if isinstance(value, GroupInt) else None
         if packed is None:
             yield from pack_torch([(name, value)], params)
@@ -42,6 +53,33 @@ def pack_cuda(weights: Iterable[tuple[str, Weight | Tensor]], params: dict[str, 
         }
         for key, tensor in found.items():
             yield f"{name}.{key}", tensor, None
+
+
+def _round_head(
+    spec: DecoderSpec, weights: Iterable[tuple[str, Weight | Tensor]], bits: int
+) -> Iterator[tuple[str, Weight | Tensor]]:
+    """``weights`` with the head in ``bits``; where it is the embedding's matrix, that one stays and a head is added."""
+    for name, value in weights:
+        if spec.tied and name == spec.head:
+            continue  # nobody reads it
+        if bits == 16 or name != (spec.embed if spec.tied else spec.head) or not isinstance(value, Dense):
+            yield name, value
+            continue
+        if spec.tied:
+            yield name, value
+        yield spec.head, round_head(value, bits, name)
+
+
+def round_head(head: Dense, bits: int, name: str) -> GroupInt:
+    """A head whose input stays in 16 bits: it needs no rotation, as one for 8-bit inputs does. Raises ToolkitError
+    where its inputs make no groups, or it holds NaN or infinity.
+    """
+    inputs = head.shape[1]
+    group = next((g for g in HEAD_GROUPS if inputs % g == 0), None)
+    if group is None:
+        raise ToolkitError(f"--head-bits {bits}: {name} has {inputs} inputs, no multiple of 32; use --head-bits 16")
+    check_finite(head.weight, name)
+    return to_group_int(head.weight, bits, group)
 
 
 def _packed(value: GroupInt) -> Packed | None:
@@ -79,6 +117,12 @@ class CudaWeights(TorchWeights):
                 raise ToolkitError(
                     f"{artifact.path / ENGINE_JSON}: params: {linear.name} is missing; convert the model again"
                 )
+        spec, head = artifact.spec, artifact.params.get(artifact.spec.head, {})
+        if head.get("form") == FORM and head.get("shape") != [spec.vocab_size, spec.hidden_size]:
+            raise ToolkitError(
+                f"{artifact.path / ENGINE_JSON}: params: {spec.head}: expected shape "
+                f"{[spec.vocab_size, spec.hidden_size]}, found {head.get('shape')}; convert the model again"
+            )
         for name, entry in artifact.params.items():
             for key, shape in entry["arrays"].items() if entry.get("form") == FORM else ():
                 info = artifact.infos.get(f"{name}.{key}")

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8, GroupInt, Weight
+from toolkit.artifacts.rounding import to_group_int
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.native.packed import (
     BF16,
@@ -292,27 +293,11 @@ def quantize_head(w: Dense, bits: int) -> GroupInt | None:
     input: the final norm's output has few channels far above the others. H spreads them over its block, which brings
     the loss down to that of the weights. 4 bits: groups of 32 with zeros, as they are.
     """
-    rows, cols = w.shape
+    cols = w.shape[1]
     group = _head_group(cols) if bits == 8 else 32 if cols % 32 == 0 else None
     if group is None:
         return None
-    codes = torch.empty((rows, cols), dtype=torch.uint8)
-    scales = torch.empty((rows, cols // group), dtype=torch.float16)
-    zeros = torch.full(scales.shape, 128, dtype=torch.uint8)
-    for a in range(0, rows, _HEAD_ROWS):
-        part = slice(a, a + _HEAD_ROWS)
-        x = w.weight[part].float()
-        x = (turn(x) if bits == 8 else x).unflatten(1, (-1, group))
-        low, high = x.amin(-1).clamp(max=0), x.amax(-1).clamp(min=0)
-        scales[part] = (torch.maximum(-low, high) / 127 if bits == 8 else (high - low) / 15).to(torch.float16)
-        step = scales[part].float().clamp(min=2.0**-24)
-        if bits == 8:
-            rounded = torch.round(x / step[..., None]).clamp(-127, 127) + 128
-        else:
-            zeros[part] = torch.round(-low / step).clamp(0, 15).to(torch.uint8)
-            rounded = (torch.round(x / step[..., None]) + zeros[part][..., None]).clamp(0, 15)
-        codes[part] = rounded.to(torch.uint8).flatten(1)
-    return GroupInt(codes, scales, zeros, bits, group)
+    return to_group_int(w.weight, bits, group, turn if bits == 8 else None)
 
 
 # -- a whole model

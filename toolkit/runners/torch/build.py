@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from toolkit.artifacts.canonical import Weight
+from toolkit.artifacts.canonical import GroupInt, Weight
 from toolkit.errors import ToolkitError
+from toolkit.kernels.cuda.pack import unsupported_form
 from toolkit.models.spec import AttentionSpec, DecoderSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec, Sublayer
 from toolkit.runners.torch.decoder import Attention, Decoder, Mixer, Mlp, Moe, Norm, RoundingNorm, Step
 from toolkit.runners.torch.experts import stack_experts
@@ -92,6 +93,18 @@ class _Builder:
             ops=self.ops,
         )
 
+    def head(self, spec: DecoderSpec, table: Tensor) -> Linear:
+        """The head, in integers where it is stored so in a form of the CUDA kernels, else dense. One that is the
+        embedding's matrix (``table``) may have codes of its own.
+        """
+        place, stored = self.place, self.weights.get(spec.head)
+        bias = self.tensor(f"{spec.head}.bias") if spec.head_bias else None
+        if isinstance(stored, GroupInt) and not place.dequantize and _for_kernels(stored):
+            return make_linear([stored], [bias], place, self.ops)
+        own = not spec.tied or isinstance(stored, GroupInt)
+        matrix = self.matrix(spec.head).dequantize(place.dtype).to(place.device) if own else table
+        return Bound(self.ops.linear, (matrix, None if bias is None else bias.to(place.dtype)))
+
     def mixer(self, sublayer: Sublayer, layer: int) -> Mixer:
         m = sublayer.mixer
         if isinstance(m, AttentionSpec):
@@ -104,6 +117,13 @@ class _Builder:
         codes = None if first is None else codes_of(first)
         before = pre_norm if pre_norm is None or codes is None else RoundingNorm(pre_norm, codes)
         return Step(before, mixer, self.norm(s.post_norm), s.residual_scale)
+
+
+def _for_kernels(weight: GroupInt) -> bool:
+    """Whether the CUDA kernels take codes of this form, which the others then take too."""
+    group, minima = weight.shape[1] // weight.scales.shape[1], weight.minima is not None
+    scales = weight.scales.dtype
+    return unsupported_form(weight.bits, weight.shape[1], group, minima=minima, scale_dtype=scales) is None
 
 
 def build_decoder(
@@ -123,6 +143,4 @@ def build_decoder(
     steps = tuple(builder.step(s, i) for i, layer in enumerate(spec.layers) for s in layer.sublayers)
     final_norm = builder.norm(spec.final_norm)
     assert final_norm is not None
-    bias = builder.tensor(f"{spec.head}.bias").to(place.dtype) if spec.head_bias else None
-    matrix = table if spec.tied else builder.matrix(spec.head).dequantize(place.dtype).to(place.device)
-    return Decoder(spec, table, steps, final_norm, Bound(ops.linear, (matrix, bias)), ops)
+    return Decoder(spec, table, steps, final_norm, builder.head(spec, table), ops)
