@@ -21,6 +21,7 @@ from toolkit.quant.layers import LayerSource
 from toolkit.quant.lite import Common, search
 from toolkit.quant.search import Candidate, Unit, allocate
 from toolkit.quant.sensitivity import Copies
+from toolkit.quant.spill import Spill
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +136,7 @@ def test_copies_diverge_as_the_whole_model_does(tiny_models: Any, tmp_path: Path
     before = embed(source.spec, outer[source.spec.embed], ids)
     behind = layer_forward(layers[0], source.layer(0, cpu), before)
     moved = behind + 0.3 * torch.randn_like(behind)
-    copies = Copies(tmp_path, cpu)
+    copies = Copies(tmp_path, cpu, Spill(tmp_path / "spill", 0))
     copies.begin(0, {"part": moved, "nothing": behind})
     for i in range(1, len(layers)):
         copies.advance(layers[i], source.layer(i, cpu))

@@ -23,7 +23,7 @@ from toolkit.quant.layers import LayerSource
 from toolkit.quant.lite import Common, auto_awq, auto_gptq, search
 from toolkit.quant.probe import heldout_text
 from toolkit.quant.result import LayerResult
-from toolkit.quant.tune import Linear, Student
+from toolkit.quant.tune import ROWS, Linear, Student
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "internlm2", "gemma2", "phi3", "mixtral", "qwen3_moe")
 CPU = torch.device("cpu")
@@ -64,6 +64,18 @@ def test_the_student_starts_as_the_quantized_model(
         x = layer_forward(layer, result.dense(), x)
     with torch.no_grad():
         torch.testing.assert_close(student.hidden(ids), x, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # the second caps its logits
+def test_the_gradient_is_that_of_the_divergence(family: str, tiny_models: Any) -> None:
+    source = LayerSource(tiny_models(family))
+    results = [LayerResult(dict(source.layer(i, CPU)), []) for i in range(len(source.spec.layers))]
+    student = Student(source, results, None, CPU)
+    draw = torch.Generator().manual_seed(2)
+    hidden, exact = (torch.randn(1, ROWS + 20, source.spec.hidden_size, generator=draw) for _ in range(2))
+    leaf = hidden.clone().requires_grad_()
+    (sum(student.divergence(leaf, exact[0])) / len(exact[0])).backward()
+    torch.testing.assert_close(student.gradient(hidden, exact[0]), leaf.grad)
 
 
 @pytest.mark.parametrize("act_order", [False, True])

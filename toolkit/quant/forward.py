@@ -96,10 +96,13 @@ def embed(spec: DecoderSpec, table: Tensor, token_ids: Tensor) -> Tensor:
 
 def head_logits(spec: DecoderSpec, weights: Weights, hidden: Tensor) -> Tensor:
     """Logits of ``hidden`` (before the final norm). ``weights`` holds the final norm and ``spec.head``, of any float
-    type; the head is widened to float32 a part at a time."""
+    type; the head is widened to float32 a part at a time, except under autocast."""
     x, head = rms_norm(spec.final_norm, weights, hidden), weights[spec.head]
-    rows = max(1, HEAD_ELEMENTS // head.shape[1])
-    logits = torch.cat([product(x, part.float()) for part in head.split(rows)], dim=-1)
+    if torch.is_autocast_enabled(x.device.type):
+        logits = F.linear(x, head)
+    else:
+        rows = max(1, HEAD_ELEMENTS // head.shape[1])
+        logits = torch.cat([product(x, part.float()) for part in head.split(rows)], dim=-1)
     if (bias := weights.get(f"{spec.head}.bias")) is not None:
         logits = logits + bias.float()
     if spec.head_scale != 1.0:

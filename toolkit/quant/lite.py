@@ -235,7 +235,9 @@ def search(
     chosen: dict[str, awq.Grid] = {}
 
     def prepare(run: Prepared) -> dict[str, Any]:
-        units = finder.measure(source, selection, run.flow(source), dtype, how, run.directory, run.progress, in_gguf)
+        units = finder.measure(
+            source, selection, run.flow(source), dtype, how, run.directory, run.progress, run.spill, in_gguf
+        )
         best = finder.allocate(units, budget)
         for unit, own in zip(units, best, strict=True):
             chosen.update(dict.fromkeys(unit.linears, own.grid))

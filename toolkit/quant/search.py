@@ -37,6 +37,7 @@ from toolkit.quant.result import Made, from_state, to_state
 from toolkit.quant.selection import Selection
 from toolkit.quant.sensitivity import SAMPLES, Copies
 from toolkit.quant.sites import Site
+from toolkit.quant.spill import Spill
 from toolkit.quant.statistics import Gram
 
 BITS = (2, 3, 4, 8)
@@ -156,12 +157,14 @@ def measure(
     rounding: Rounding,
     directory: Path,
     told: Any,
+    spill: Spill,
     gguf: bool = False,
 ) -> list[Unit]:
-    """Try every candidate on every unit. What is found of a layer is kept in ``directory`` for a run that goes on."""
+    """Try every candidate on every unit. What is found of a layer is kept in ``directory`` for a run that goes on,
+    what goes through the layers in ``spill``."""
     directory.mkdir(parents=True, exist_ok=True)
     found: list[Unit] = []
-    copies = Copies(directory, flow.device)
+    copies = Copies(directory, flow.device, spill)
     layers = source.spec.layers
     for i, layer in enumerate(layers):
         told("trying widths", i, len(layers))

@@ -17,6 +17,7 @@ from toolkit.artifacts.safetensors_file import write_tensors
 from toolkit.artifacts.tensor_file import TensorFile
 from toolkit.models.spec import DecoderSpec, LayerSpec
 from toolkit.quant.forward import Weights, head_logits, layer_forward
+from toolkit.quant.spill import Spill, Tensors
 
 SAMPLES = 2  # of the text that go along in every copy
 ROWS, LOGITS = 256, 1 << 24  # positions whose logits are held at once; logits held at once
@@ -25,27 +26,28 @@ ROWS, LOGITS = 256, 1 << 24  # positions whose logits are held at once; logits h
 class Copies:
     """Hidden states [samples, length, hidden] of the text with one part rounded, by the part's name.
 
-    ``directory``: where copies are kept as they were when they began, for a run that goes on.
+    ``directory``: where copies are kept as they were when they began, for a run that goes on; ``spill``: where those
+    are held that go along, two for every layer of the model so far.
     """
 
-    def __init__(self, directory: Path, device: torch.device) -> None:
-        self.directory, self.device = directory, device
-        self._states: dict[str, Tensor] = {}
+    def __init__(self, directory: Path, device: torch.device, spill: Spill) -> None:
+        self.directory, self.device, self.spill = directory, device, spill
+        self._states: dict[str, Tensors] = {}
 
     def begin(self, index: int, states: dict[str, Tensor]) -> None:
         """Take in copies that begin behind layer ``index``."""
         write_tensors(self._file(index), dict(states), {})
-        self._states |= states
+        self._hold(states)
 
     def resume(self, index: int) -> None:
         """The copies that an earlier run began behind layer ``index``."""
         file = TensorFile(self._file(index))
-        self._states |= {name: file[name].clone() for name in file}
+        self._hold({name: file[name].clone() for name in file})
 
     def advance(self, layer: LayerSpec, weights: Weights) -> None:
         """Send all copies through a layer."""
-        for name, x in self._states.items():
-            self._states[name] = layer_forward(layer, weights, x.to(self.device)).cpu()
+        for held in self._states.values():
+            held[0] = layer_forward(layer, weights, held[0].to(self.device)).cpu()
 
     def divergence(self, spec: DecoderSpec, outer: Weights, exact: Tensor) -> dict[str, float]:
         """KL(original ‖ copy) in nats a token of every copy, all being behind the last layer. ``outer``: final norm and
@@ -55,10 +57,13 @@ class Copies:
         step = min(ROWS, max(16, LOGITS // spec.vocab_size))
         for a in range(0, len(rows), step):
             p = head_logits(spec, outer, rows[a : a + step].to(self.device)).log_softmax(-1)
-            for name, x in self._states.items():
-                q = head_logits(spec, outer, x.flatten(0, 1)[a : a + step].to(self.device)).log_softmax(-1)
+            for name, held in self._states.items():
+                q = head_logits(spec, outer, held[0].flatten(0, 1)[a : a + step].to(self.device)).log_softmax(-1)
                 lost[name] += float(F.kl_div(q, p, reduction="sum", log_target=True))
         return {name: total / len(rows) for name, total in lost.items()}
+
+    def _hold(self, states: dict[str, Tensor]) -> None:
+        self._states |= {name: Tensors([x], self.spill) for name, x in states.items()}
 
     def _file(self, index: int) -> Path:
         return self.directory / f"copies.{index}.safetensors"

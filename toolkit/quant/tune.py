@@ -233,6 +233,20 @@ class Student:
             x = layer_forward(layer, Called(weights, linears), x)
         return x
 
+    @torch.no_grad()
+    def gradient(self, hidden: Tensor, exact: Tensor) -> Tensor:
+        """Of the mean of ``divergence`` by ``hidden``. By the logits it is what this model expects less what the
+        original does, over the number of positions: neither logarithms nor their own backward pass are needed."""
+        leaf = hidden.requires_grad_()
+        for a in range(0, len(exact), ROWS):
+            p = head_logits(self.spec, self.outer, exact[a : a + ROWS].to(self.device)).float().softmax(-1)
+            with torch.enable_grad():
+                logits = head_logits(self.spec, self.own, leaf[0, a : a + ROWS])
+            more = logits.detach().float().softmax(-1).sub_(p).div_(len(exact))
+            logits.backward(more.to(logits.dtype))
+        assert leaf.grad is not None
+        return leaf.grad
+
     def divergence(self, hidden: Tensor, exact: Tensor) -> Iterator[Tensor]:
         """KL(original ‖ this model) in nats, summed over some positions at a time. ``exact``: the original's hidden
         states [length, hidden], where ``hidden`` is this model's, [1, length, hidden]."""
@@ -273,10 +287,7 @@ def _train(
             optimizer.zero_grad()
             with torch.enable_grad():
                 hidden = model.hidden(ids)
-                leaf = hidden.detach().requires_grad_()
-                for part in model.divergence(leaf, exact):
-                    (part / len(ids)).backward()
-                hidden.backward(leaf.grad)
+                hidden.backward(model.gradient(hidden.detach(), exact))
             torch.nn.utils.clip_grad_norm_(parameters, LARGEST_GRADIENT)
             optimizer.step()
         progress(steps, steps)
