@@ -32,7 +32,7 @@ from toolkit.quant.selection import Selection, select
 from toolkit.quant.selftext import self_samples
 from toolkit.quant.spill import Spill
 from toolkit.quant.statistics_file import SavedStatistics, open_statistics
-from toolkit.quant.tune import KEY, choose_steps, needed, tune
+from toolkit.quant.tune import KEY, choose_steps, most_samples, needed, tune
 from toolkit.quant.writers import choose_format
 
 EVAL_TOKENS = 24576  # of the held-out text: all of it, for most tokenizers
@@ -265,7 +265,7 @@ def _quantize(
         if tune_steps:
             if whole and not stage.done(KEY):  # the text is not behind the last of the original layers
                 table = source.outer_weights(setting.device)[source.spec.embed]
-                flow = Flow(source, ids, table, setting.device, setting.batch_size, spill)
+                flow = Flow(source, ids[: most_samples(tune_steps)], table, setting.device, setting.batch_size, spill)
                 flow.through()
             told = lambda done, total: progress("tuning scales", done, total)  # noqa: E731
             found["tuning"] = tune(source, stage, flow, ids, tune_steps, seed=common.seed, progress=told)

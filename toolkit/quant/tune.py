@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ RATE = 1e-3  # of Adam, on scales and norms relative to what they were
 WARM_UP = 5  # steps
 LARGEST_GRADIENT = 2.0  # its norm over all that is tuned
 ROWS = 256  # positions whose logits are held at once
+HELD_BACK = 4  # samples, at most, that tell whether tuning helped
 KEY = "tuned"  # the stage's key of what was found
 
 
@@ -76,6 +78,11 @@ def choose_steps(
     return 0
 
 
+def most_samples(steps: int) -> int:
+    """How many samples so many steps can use: one each, and those that are held back."""
+    return steps + HELD_BACK
+
+
 def tune(
     source: LayerSource,
     stage: Stage,
@@ -86,8 +93,9 @@ def tune(
     seed: int,
     progress: Callable[[int, int], None],
 ) -> dict[str, Any]:
-    """Tune the layers saved in ``stage`` and save them again. ``ids`` int64 [samples, length]; ``flow``: behind the
-    last of the original layers (not read where an earlier run has tuned already: ``stage.done(KEY)``).
+    """Tune the layers saved in ``stage`` and save them again. ``ids`` int64 [samples, length]; ``flow``: the first
+    ``most_samples`` of them at least, behind the last of the original layers (not read where an earlier run has tuned
+    already: ``stage.done(KEY)``).
 
     Returns the figures for the manifest: steps and the KL (nats a token) before and after on samples that were not
     tuned on. Where it did not fall, everything stays as it was.
@@ -96,7 +104,8 @@ def tune(
     if not stage.done(KEY):
         with torch.inference_mode(False), torch.no_grad():
             model = Student(source, [load_layer(stage, i) for i in layers], load_head(stage), flow.device)
-            samples = [(i, h) for i, h in zip(ids, _rows(flow), strict=True)]
+            used = ids[: most_samples(steps)]
+            samples = list(zip(used, islice(_rows(flow), len(used)), strict=True))
             figures = _train(model, samples, steps, seed, progress)
             better = figures["kl_after"] < figures["kl_before"]
             stage.save(KEY, model.found() if better else {}, figures | {"kept": better})
@@ -270,7 +279,7 @@ def _train(
     progress: Callable[[int, int], None],
 ) -> dict[str, Any]:
     """Adam with a cosine schedule over ``samples`` (token ids, the original's hidden states)."""
-    held = samples[-max(1, min(4, len(samples) // 8)) :]
+    held = samples[-max(1, min(HELD_BACK, len(samples) // 8)) :]
     text = samples[: -len(held)] or samples
     parameters = model.parameters()
     optimizer = torch.optim.Adam(parameters, lr=RATE, betas=(0.9, 0.99), eps=1e-12)
