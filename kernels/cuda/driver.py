@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+import os
 from contextlib import nullcontext
 from ctypes import byref, c_char_p, c_int, c_uint, c_void_p
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from .plan import THREADS, LinearArguments, Machine, names, shared_bytes
 
 FATBIN = Path(__file__).with_name("_kernels.fatbin")
 LEAST_CAPABILITY = 80
+DEPENDENT = "TOOLKIT_DEPENDENT_LAUNCH"  # "1": linears start while the kernel before them ends; not yet measured
+DEPENDENT_CAPABILITY = 90
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _SHARED_OPTIN = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 _SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -146,6 +149,14 @@ def _launch_on(
         _launch(loaded, kernel, grid, arguments, dependent)
 
 
+def dependent_launches(capability: int) -> bool:
+    """Whether linears of prepared weights are launched so, as the environment asks; KernelError for another value."""
+    asked = os.environ.get(DEPENDENT, "").strip()
+    if asked not in ("", "0", "1"):
+        raise KernelError(f"{DEPENDENT}: expected 0 or 1, found {asked!r}")
+    return asked == "1" and capability >= DEPENDENT_CAPABILITY
+
+
 @functools.cache
 def machine(device: torch.device) -> Machine:
     """The GPU ``device``. KernelError with the reason where the kernels cannot run there."""
@@ -162,4 +173,4 @@ def machine(device: torch.device) -> Machine:
     with torch.cuda.device(index):
         loaded = load(FATBIN, index, shared.value)
     launch = functools.partial(_launch_on, index, loaded)
-    return Machine(launch, properties.multi_processor_count, shared.value)
+    return Machine(launch, properties.multi_processor_count, shared.value, dependent_launches(capability))

@@ -244,6 +244,7 @@ TK_DEVICE Words4 load_128(const void* global) {
                  : "l"(global));
     return v;
 #else
+    host::block()->touch(global, 16);
     return *static_cast<const Words4*>(global);
 #endif
 }
@@ -253,6 +254,7 @@ TK_DEVICE void store_128(void* global, const Words4& v) {
     asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(global), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]),
                  "r"(v.w[3]));
 #else
+    host::block()->touch(global, 16);
     *static_cast<Words4*>(global) = v;
 #endif
 }
@@ -268,6 +270,7 @@ TK_DEVICE void copy_async(void* shared, const void* global) {
     else
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(global), "n"(BYTES) : "memory");
 #else
+    host::block()->touch(global, BYTES);
     host::block()->lane().pending.push_back({shared, global, BYTES});
 #endif
 }
@@ -321,6 +324,7 @@ TK_DEVICE int arrive(int* counter) {
     asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
     return before;
 #else
+    host::block()->touch(counter, sizeof *counter);
     return (*counter)++;
 #endif
 }
@@ -333,7 +337,9 @@ TK_DEVICE void fence() {
 
 // Programmatic dependent launch: waits for the kernel before this one; on older GPUs the launch has waited.
 TK_DEVICE void wait_for_predecessor() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#ifndef __CUDACC__
+    host::block()->lane().waited = true;
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }

@@ -44,11 +44,19 @@ struct Lane {
     bool done = false;
     std::vector<Copy> pending;
     std::deque<std::vector<Copy>> groups;
+    bool waited = false;  // for the kernel before
+};
+
+struct Range {
+    const void* start;
+    size_t bytes;
 };
 
 struct Block {
     int x = 0, y = 0, z = 0, grid_x = 0, grid_y = 0, threads = 0, current = 0;
     bool backwards = false;
+    std::vector<Range> late;  // memory of the kernel before: not to be touched by a lane that has not waited for it
+    bool early = false;       // one did
     ucontext_t main;
     std::vector<Lane> lanes;
     std::vector<WarpState> warps;
@@ -57,6 +65,15 @@ struct Block {
     std::function<void(unsigned char*)> kernel;
 
     Lane& lane() { return lanes[current]; }
+
+    void touch(const void* at, size_t bytes) {
+        const auto address = reinterpret_cast<uintptr_t>(at);
+        if (lane().waited) return;
+        for (const Range& range : late) {
+            const auto start = reinterpret_cast<uintptr_t>(range.start);
+            if (address < start + range.bytes && start < address + bytes) early = true;
+        }
+    }
 
     void pause() { swapcontext(&lane().context, &main); }
 

@@ -7,14 +7,18 @@
 // KERNEL(name, dynamic shared bytes, least blocks a multiprocessor, function)
 #define TK_FEW(KERNEL, T, t, BITS, SPAN) \
     KERNEL(few_##t##_w##BITS##_s##SPAN, (tk::LinearFew<tk::T, BITS, SPAN>::SHARED), 2, (tk::linear_few<tk::T, BITS, SPAN>))
-#define TK_TILE(KERNEL, T, t, SPAN, NT) \
-    KERNEL(tile_##t##_w4_s##SPAN##_n##NT, (tk::LinearTile<tk::T, SPAN, NT>::SHARED), 1, (tk::linear_tile<tk::T, SPAN, NT>))
+#define TK_TILE(KERNEL, T, t, BITS, SPAN, NT)                                                              \
+    KERNEL(tile_##t##_w##BITS##_s##SPAN##_n##NT, (tk::LinearTile<tk::T, BITS, SPAN, NT>::SHARED), 1, \
+           (tk::linear_tile<tk::T, BITS, SPAN, NT>))
 #define TK_EXPAND(KERNEL, T, t, BITS) KERNEL(expand_##t##_w##BITS, 0, 2, (tk::expand<tk::T, BITS>))
-#define TK_SPANS(KERNEL, T, t, SPAN)                                                        \
-    TK_FEW(KERNEL, T, t, 4, SPAN) TK_FEW(KERNEL, T, t, 8, SPAN) TK_TILE(KERNEL, T, t, SPAN, 2) \
-    TK_TILE(KERNEL, T, t, SPAN, 4) TK_TILE(KERNEL, T, t, SPAN, 8) TK_TILE(KERNEL, T, t, SPAN, 16)
+#define TK_BITS(KERNEL, T, t, BITS, SPAN)                                                     \
+    TK_FEW(KERNEL, T, t, BITS, SPAN) TK_TILE(KERNEL, T, t, BITS, SPAN, 2)                     \
+    TK_TILE(KERNEL, T, t, BITS, SPAN, 4) TK_TILE(KERNEL, T, t, BITS, SPAN, 8)
+#define TK_SPANS(KERNEL, T, t, SPAN)                                                          \
+    TK_BITS(KERNEL, T, t, 4, SPAN) TK_BITS(KERNEL, T, t, 8, SPAN) TK_TILE(KERNEL, T, t, 4, SPAN, 16)
 #define TK_TYPE(KERNEL, T, t)                                                              \
     TK_SPANS(KERNEL, T, t, 0) TK_SPANS(KERNEL, T, t, 32) TK_SPANS(KERNEL, T, t, 64)        \
+    TK_TILE(KERNEL, T, t, 8, 0, 16) TK_TILE(KERNEL, T, t, 8, 64, 16) /* groups of 32: too many registers */ \
     TK_EXPAND(KERNEL, T, t, 4) TK_EXPAND(KERNEL, T, t, 8)
 #define TK_KERNELS(KERNEL) TK_TYPE(KERNEL, Half, float16) TK_TYPE(KERNEL, Bf16, bfloat16)
 
@@ -67,9 +71,10 @@ int tk_host_shared(const char* name) {
     return found == entries().end() ? -1 : found->second.shared;
 }
 
-// Runs all blocks of a grid one after another; `seed` shuffles them (0: as numbered), odd seeds run lanes backwards.
-// 1: no such kernel, 2: lanes wait for each other for ever.
-int tk_host_run(const char* name, const tk::Linear* p, int grid_x, int grid_y, int grid_z, unsigned seed) {
+// Runs all blocks of a grid one after another; `seed` shuffles them (0: as numbered), odd seeds run lanes backwards;
+// `dependent`: as if the kernel before still ran. 1: no such kernel, 2: lanes wait for each other for ever, 3: memory of
+// the kernel before is touched too early.
+int tk_host_run(const char* name, const tk::Linear* p, int grid_x, int grid_y, int grid_z, unsigned seed, int dependent) {
     const auto found = entries().find(name);
     if (found == entries().end()) return 1;
     std::vector<int> order(size_t(grid_x) * grid_y * grid_z);
@@ -78,9 +83,16 @@ int tk_host_run(const char* name, const tk::Linear* p, int grid_x, int grid_y, i
     tk::host::Block block;
     block.threads = tk::THREADS, block.grid_x = grid_x, block.grid_y = grid_y, block.backwards = seed % 2;
     block.kernel = [&](unsigned char* shared) { found->second.run(*p, shared); };
+    const size_t outputs = size_t(p->tokens) * p->n_out, wide = p->flags & tk::WIDE ? 4 : 2;
+    if (dependent)
+        block.late = {{p->x, size_t(p->tokens) * size_t(p->stride_x) * 2},
+                      {p->out, outputs * wide},
+                      {p->partial, p->partial ? p->splits * outputs * 4 : 0},
+                      {p->arrivals, p->arrivals ? size_t(grid_x) * grid_z * 4 : 0}};
     for (int at : order) {
         block.x = at % grid_x, block.y = at / grid_x % grid_y, block.z = at / grid_x / grid_y;
         if (!tk::host::run(block, found->second.shared)) return 2;
+        if (block.early) return 3;
     }
     return 0;
 }

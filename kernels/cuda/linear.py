@@ -60,7 +60,7 @@ def linear(
     ``x``: float16 or bfloat16 [T, in]; ``bias``: [out] of its dtype; ``residual``: [T, out] of its dtype or float32,
     which the result then has. ``out``: where the result goes, which may be ``residual``; ``workspace``: scratch memory
     (made here if None; replayed graphs want their own); ``dependent``: launch before the kernel before has ended
-    (programmatic dependent launch; only x and residual may come from it). Returns [T, out].
+    (programmatic dependent launch; only x and residual may come from it, not the weight). Returns [T, out].
     """
     machine = driver.machine(x.device) if machine is None else machine
     tokens = x.shape[0]
@@ -144,11 +144,11 @@ class PackedLinear:
     weight: Packed
     bias: Tensor | None
     workspace: Workspace
+    machine: Machine
 
-    def __call__(
-        self, x: Tensor, residual: Tensor | None = None, *, out: Tensor | None = None, dependent: bool = False
-    ) -> Tensor:
-        return linear(x, self.weight, self.bias, residual, out=out, workspace=self.workspace, dependent=dependent)
+    def __call__(self, x: Tensor, residual: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+        on = {"workspace": self.workspace, "machine": self.machine, "dependent": self.machine.dependent}
+        return linear(x, self.weight, self.bias, residual, out=out, **on)
 
 
 def prepare(
@@ -172,7 +172,7 @@ def prepare(
     workspace: Workspace = scratch.setdefault("cuda.linear", Workspace(packed.device))
     plans = (plan_for(weight, tokens, torch.float16, machine) for tokens in range(8, MANY + 1, 8))
     workspace.reserve(max(p.partial for p in plans if p is not None))
-    return PackedLinear(weight, bias, workspace)
+    return PackedLinear(weight, bias, workspace, machine)
 
 
 @reference.linear_group_int.register(

@@ -10,15 +10,17 @@
 
 namespace tk {
 
-template <class T, int SPAN, int NT>
+template <class T, int BITS, int SPAN, int NT>
 struct LinearTile {
-    static constexpr int TILES = NT == 16 ? 2 : 4, ACROSS = 4, DEEP = WARPS / ACROSS, STAGES = NT == 2 ? 4 : 3;
+    static constexpr int TILES = BITS == 8 || NT == 16 ? 2 : 4, PARTS = BITS / 4;
+    static constexpr int ACROSS = 4, DEEP = WARPS / ACROSS, STAGES = NT == 2 ? 4 : 3;
     static constexpr int TOKENS = 8 * NT, CHUNKS = SPAN == 32 ? 2 : 1, GROUPS = SPAN == 0 ? 0 : TILES * CHUNKS;
     static constexpr int X = DEEP * TOKENS * STEP * 2, COPIES = X / 16 / THREADS;
     static constexpr int ROWS = COPIES > DEEP ? COPIES / DEEP : 1;  // rows of x of which a thread copies pieces
-    static constexpr int CODES = TILES * THREADS * 16;
+    static constexpr int CODES = TILES * PARTS * THREADS * 16;
     static constexpr int SCALES = WARPS * GROUPS * 32, ZEROS = SCALES / 2;
     static constexpr int STAGE = X + CODES + SCALES + ZEROS;
+    using HalfStep = std::conditional_t<BITS == 4, Words2, Words4>;  // a lane's codes of 32 inputs
     static constexpr int SUMS = ACROSS * TILES * NT * WARP * 16;
     static constexpr int SHARED = (STAGES * STAGE > SUMS ? STAGES * STAGE : SUMS) + 16;
 
@@ -38,7 +40,7 @@ struct LinearTile {
         step = first + deep;
 #pragma unroll
         for (int r = 0; r < TILES; ++r)
-            codes[r] = (uint32_t(clamp_tile(first_tile() + r)) * steps + step) * 512 + lane * 16;
+            codes[r] = (uint32_t(clamp_tile(first_tile() + r)) * steps + step) * PARTS * 512 + lane * 16;
         groups = clamp_tile(first_tile() + lane / 2 / CHUNKS % TILES) * p.groups;
         const int row = thread_index() / 8;  // of the pieces in the order of issue_x
         x_step = first + row / TOKENS;
@@ -58,8 +60,10 @@ struct LinearTile {
         if (step < last) {
 #pragma unroll
             for (int r = 0; r < TILES; ++r)
-                copy_async<16>(to + (r * THREADS + thread_index()) * 16,
-                               static_cast<const unsigned char*>(p.codes) + codes[r]);
+#pragma unroll
+                for (int part = 0; part < PARTS; ++part)
+                    copy_async<16>(to + ((r * PARTS + part) * THREADS + thread_index()) * 16,
+                                   static_cast<const unsigned char*>(p.codes) + codes[r] + part * 512);
             if (lane < 2 * GROUPS) {  // half a group's scales of one tile a lane
                 const uint32_t group = groups + (uint32_t(step * STEP + lane / 2 % CHUNKS * 32) >> p.group_shift);
                 copy_async<16, true>(to + CODES + warp * GROUPS * 32 + lane * 16,
@@ -71,7 +75,7 @@ struct LinearTile {
         }
         step += DEEP;
 #pragma unroll
-        for (int r = 0; r < TILES; ++r) codes[r] += DEEP * 512;
+        for (int r = 0; r < TILES; ++r) codes[r] += DEEP * PARTS * 512;
     }
 
     // [DEEP][TOKENS] rows of a step, eight pieces of 16 bytes, those of odd rows with their halves swapped: then eight lanes
@@ -110,16 +114,17 @@ struct LinearTile {
                     offsets[r] = of_rows[r];
                     if constexpr (SPAN != 0) {
                         if (p.zeros != nullptr)
-                            offsets[r] = zeros_of<T, 4>(*reinterpret_cast<const uint32_t*>(of_zeros + item * 16), g);
+                            offsets[r] = zeros_of<T, BITS>(*reinterpret_cast<const uint32_t*>(of_zeros + item * 16), g);
                         const auto word = *reinterpret_cast<const uint32_t*>(of_groups + item * 32);
                         const Pair s = scale_pair(word, p.flags & SCALES_BF16);
                         factors[r][0] = to_pair<T>(s.first, s.first), factors[r][1] = to_pair<T>(s.second, s.second);
                     }
                 }
-                const auto words = *reinterpret_cast<const Words2*>(mine + r * THREADS * 16 + j * 8);
+                const auto words = *reinterpret_cast<const HalfStep*>(
+                    mine + r * PARTS * THREADS * 16 + (BITS == 4 ? j * 8 : j * THREADS * 16));
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    Codes<T, 4>::fragment(a[r][i], &words.w[i], offsets[r]);
+                    Codes<T, BITS>::fragment(a[r][i], &words.w[i * PARTS], offsets[r]);
                     if constexpr (SPAN != 0)
 #pragma unroll
                         for (int k = 0; k < 4; ++k)
@@ -197,7 +202,7 @@ struct LinearTile {
         Zeros of_rows[TILES];
 #pragma unroll
         for (int r = 0; r < TILES; ++r)
-            of_rows[r] = SPAN == 0 ? row_zeros<T, 4>(p, clamp_tile(first_tile() + r), g) : middle<T, 4>();
+            of_rows[r] = SPAN == 0 ? row_zeros<T, BITS>(p, clamp_tile(first_tile() + r), g) : middle<T, BITS>();
         release_successor();
         wait_for_predecessor();
 #pragma unroll
@@ -221,9 +226,9 @@ struct LinearTile {
     }
 };
 
-template <class T, int SPAN, int NT>
+template <class T, int BITS, int SPAN, int NT>
 TK_DEVICE void linear_tile(const Linear& p, unsigned char* shared) {
-    LinearTile<T, SPAN, NT>(p, shared).run();
+    LinearTile<T, BITS, SPAN, NT>(p, shared).run();
 }
 
 }  // namespace tk

@@ -14,7 +14,6 @@ DTYPES = ("float16", "bfloat16")
 SPANS = (0, 32, 64)
 _TILES_FEW, _DEPTH_FEW = 2, 4
 _ACROSS, _DEEP = 4, 2  # of ``tile``: warps across outputs, and behind each other
-_WIDTHS = {2: 4, 4: 4, 8: 4, 16: 2}  # of ``tile``: columns of 8 tokens, and 16-row tiles a warp
 
 
 class LinearArguments(ctypes.Structure):
@@ -34,11 +33,14 @@ Launch = Callable[[str, tuple[int, int, int], LinearArguments, bool], None]
 
 @dataclass(frozen=True)
 class Machine:
-    """What kernels run on. ``launch(kernel, grid, arguments, dependent)``; ``shared_limit``: bytes a block may have."""
+    """What kernels run on. ``launch(kernel, grid, arguments, dependent)``; ``shared_limit``: bytes a block may have;
+    ``dependent``: whether weights that were prepared are launched before the kernel before has ended.
+    """
 
     launch: Launch
     multiprocessors: int
     shared_limit: int
+    dependent: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def names() -> list[str]:
     for dtype in DTYPES:
         for span in SPANS:
             found += [few_name(dtype, bits, span) for bits in (4, 8)]
-            found += [tile_name(dtype, span, columns) for columns in _WIDTHS]
+            found += [tile_name(dtype, bits, span, columns) for bits in (4, 8) for columns in _widths(bits, span)]
         found += [f"expand_{dtype}_w{bits}" for bits in (4, 8)]
     return found
 
@@ -67,8 +69,18 @@ def few_name(dtype: str, bits: int, span: int) -> str:
     return f"few_{dtype}_w{bits}_s{span}"
 
 
-def tile_name(dtype: str, span: int, columns: int) -> str:
-    return f"tile_{dtype}_w4_s{span}_n{columns}"
+def tile_name(dtype: str, bits: int, span: int, columns: int) -> str:
+    return f"tile_{dtype}_w{bits}_s{span}_n{columns}"
+
+
+def _widths(bits: int, span: int) -> tuple[int, ...]:
+    """Columns of 8 tokens that a block of ``tile`` may have; 16 in groups of 32 would want too many registers."""
+    return (2, 4, 8) if bits == 8 and span == 32 else (2, 4, 8, 16)
+
+
+def _warp_tiles(bits: int, columns: int) -> int:
+    """16-row tiles a warp of ``tile``."""
+    return 2 if bits == 8 or columns == 16 else 4
 
 
 def shared_bytes(kernel: str) -> int:
@@ -81,8 +93,8 @@ def shared_bytes(kernel: str) -> int:
     if kind == "few":
         return _DEPTH_FEW * _TILES_FEW * THREADS * (16 * bits // 4 + 8 * chunks)
     columns = int(form[2][1:])
-    tiles = _WIDTHS[columns]
-    stage = _DEEP * 8 * columns * 128 + tiles * THREADS * 16 + WARPS * tiles * chunks * 48
+    tiles = _warp_tiles(bits, columns)
+    stage = _DEEP * 8 * columns * 128 + tiles * THREADS * 4 * bits + WARPS * tiles * chunks * 48
     return max((4 if columns == 2 else 3) * stage, _ACROSS * tiles * columns * 512) + 16
 
 
@@ -97,14 +109,15 @@ def plan(dtype: str, bits: int, tokens: int, n_out: int, n_in: int, group_size: 
     Inputs are split where the outputs alone would leave multiprocessors idle.
     """
     span, tiles, steps = span_of(group_size, n_in), -(-n_out // 16), n_in // 64
-    if tokens <= FEW or (bits == 8 and tokens <= 4 * FEW):
+    if tokens <= FEW:
         kernel, columns, height = few_name(dtype, bits, span), FEW, _TILES_FEW
         wanted, least = 2 * machine.multiprocessors, 2 * WARPS
-    elif bits == 4 and tokens <= MANY:
-        width = next((c for c in _WIDTHS if tokens <= 8 * c), 16)
-        while width > 2 and shared_bytes(tile_name(dtype, span, width)) > machine.shared_limit:
+    elif tokens <= MANY:
+        widths = _widths(bits, span)
+        width = next((c for c in widths if tokens <= 8 * c), widths[-1])
+        while width > 2 and shared_bytes(tile_name(dtype, bits, span, width)) > machine.shared_limit:
             width //= 2
-        kernel, columns, height = tile_name(dtype, span, width), 8 * width, _WIDTHS[width] * _ACROSS
+        kernel, columns, height = tile_name(dtype, bits, span, width), 8 * width, _warp_tiles(bits, width) * _ACROSS
         wanted, least = machine.multiprocessors, 4 * _DEEP
     else:
         return None

@@ -68,6 +68,7 @@ def _group_cases() -> Iterator[Case]:
     forms += [("order3", 3, 32, False, True), ("zeros2", 2, 32, False, False), ("order4", 4, 64, False, True)]
     cases = [(5, 128, *form) for form in forms]  # tokens, inputs; then those that other kernels take
     cases += [(tokens, 128, f"tokens{tokens}", 4, 64, False, False) for tokens in (12, 40, 70, 400)]
+    cases += [(tokens, 128, f"bytes{tokens}", 8, 64, False, False) for tokens in (12, 70)]
     cases += [(1, 2048, "long1", 4, 128, False, False), (9, 1024, "long9", 4, 1024, False, False)]
     for tokens, n_in, label, bits, group, minima, order in cases:
 

@@ -58,7 +58,7 @@ def test_the_op_equals_its_reference(host, dtype, prepared):
             assert compare(op, run, case, Target("cpu", dtype, None, case.traits)) is None
         else:
             assert "minima" in reason or "4 or 8 bits" in reason
-    others = ["tokens12", "tokens40", "tokens70", "tokens400", "long1", "long9"]
+    others = ["tokens12", "tokens40", "tokens70", "tokens400", "bytes12", "bytes70", "long1", "long9"]
     assert ran == ["zeros4", "zeros8", "order4", *others]
 
 
@@ -186,6 +186,15 @@ def test_a_launch_says_all_to_the_driver(gpu, dependent):
     assert LinearArguments.from_address(pointers[0]).tokens == 3
     assert config.count == dependent and config.attributes[0].id == 6 and config.attributes[0].value == 1
     assert ctypes.sizeof(driver._Config) == 56 and ctypes.sizeof(driver._Attribute) == 72
+
+
+def test_dependent_launches_are_for_those_who_ask_and_have_them(gpu, monkeypatch):
+    assert not driver.machine(torch.device("cuda:0")).dependent
+    monkeypatch.setenv(driver.DEPENDENT, "1")
+    assert driver.dependent_launches(90) and not driver.dependent_launches(89)
+    monkeypatch.setenv(driver.DEPENDENT, "yes")
+    with pytest.raises(KernelError, match="TOOLKIT_DEPENDENT_LAUNCH: expected 0 or 1, found 'yes'"):
+        driver.dependent_launches(90)
 
 
 def test_kernels_that_do_not_fit_the_gpu_are_not_loaded(gpu):

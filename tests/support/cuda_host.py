@@ -16,12 +16,17 @@ from toolkit.kernels.cuda.plan import LinearArguments, Machine
 def library() -> ctypes.CDLL:
     lib = ctypes.CDLL(str(build.build_host()))
     lib.tk_host_shared.argtypes = [c_char_p]
-    lib.tk_host_run.argtypes = [c_char_p, ctypes.POINTER(LinearArguments), c_int, c_int, c_int, c_uint]
+    lib.tk_host_run.argtypes = [c_char_p, ctypes.POINTER(LinearArguments), c_int, c_int, c_int, c_uint, c_int]
     return lib
 
 
 def host(
-    *, multiprocessors: int = 4, shared_limit: int = 227 * 1024, seed: int = 0, log: list | None = None
+    *,
+    multiprocessors: int = 4,
+    shared_limit: int = 227 * 1024,
+    seed: int = 0,
+    log: list | None = None,
+    dependent: bool = False,
 ) -> Machine:
     """A machine that is this process. ``seed``: order of blocks and lanes; ``log`` collects (kernel, grid)."""
 
@@ -29,10 +34,10 @@ def host(
         assert library().tk_host_shared(kernel.encode()) <= shared_limit, kernel
         if log is not None:
             log.append((kernel, grid))
-        code = library().tk_host_run(kernel.encode(), byref(arguments), *grid, seed)
+        code = library().tk_host_run(kernel.encode(), byref(arguments), *grid, seed, dependent)
         assert code == 0, (kernel, grid, code)
 
-    return Machine(launch, multiprocessors, shared_limit)
+    return Machine(launch, multiprocessors, shared_limit, dependent)
 
 
 def fragments(dtype: torch.dtype, bits: int, words: torch.Tensor, first: int, second: int) -> torch.Tensor:
