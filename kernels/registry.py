@@ -92,14 +92,16 @@ class Implementation:
 
 
 FLOATS = ("float32", "bfloat16", "float16")
+FORMS = ("bits", "minima", "cache", "codes")  # traits by which a kernel takes another path; others are sizes
 
 
 @dataclass
 class Op:
     """A declared op. Calling it runs the implementation chosen for the first tensor among the arguments.
 
-    ``mutates``: names of the arguments it writes to. ``dtypes``: activations it is defined for. ``verdicts``: what
-    ``tested`` found, by family, dtype and capability.
+    ``mutates``: names of the arguments it writes to. ``dtypes``: activations it is defined for. ``gate``: labels of the
+    cases that take different paths through a kernel, which a compiled one must pass before it is used; without any, the
+    first case. ``verdicts``: what ``tested`` found, by family, dtype, capability and forms.
     """
 
     name: str
@@ -108,7 +110,8 @@ class Op:
     mutates: tuple[str, ...]
     dtypes: tuple[str, ...]
     implementations: dict[str, Implementation] = field(default_factory=dict)
-    verdicts: dict[tuple[str, str, int | None], str | None] = field(default_factory=dict)
+    gate: tuple[str, ...] = ()
+    verdicts: dict[tuple[Any, ...], str | None] = field(default_factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         first = next(a for a in (*args, *kwargs.values()) if hasattr(a, "device"))
@@ -140,12 +143,16 @@ _OPS: dict[str, Op] = {}
 
 
 def op(
-    cases: Callable[[], Iterable[Case]], *, mutates: tuple[str, ...] = (), dtypes: tuple[str, ...] = FLOATS
+    cases: Callable[[], Iterable[Case]],
+    *,
+    mutates: tuple[str, ...] = (),
+    dtypes: tuple[str, ...] = FLOATS,
+    gate: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Any]], Op]:
     """Decorator that declares an op: the function is its reference implementation."""
 
     def declare(reference: Callable[..., Any]) -> Op:
-        declared = Op(reference.__name__, reference, cases, mutates, dtypes)
+        declared = Op(reference.__name__, reference, cases, mutates, dtypes, gate=gate)
         declared.__doc__ = reference.__doc__
         declared.register("reference")(reference)
         assert declared.name not in _OPS, declared.name
@@ -188,21 +195,35 @@ def _disagreement(op: Op, implementation: Implementation, case: Case, target: Ta
         return f"{type(failure).__name__}: {lines[0] if lines else 'no reason given'}"
 
 
+def gate_cases(op: Op, implementation: Implementation, target: Target) -> list[Case]:
+    """What ``implementation`` is tried on before it is used on ``target``: the cases of the op's gate in the forms that
+    ``target`` asks for, or where there are none of these the first case that it takes."""
+
+    def at(case: Case) -> Target:
+        return Target(target.device, target.dtype, target.capability, case.traits)
+
+    def asked(case: Case) -> bool:
+        both = [name for name in FORMS if name in case.traits and name in target.traits]
+        return all(case.traits[name] == target.traits[name] for name in both)
+
+    taken = [case for case in op.cases() if implementation.unsupported(at(case)) is None]
+    return [case for case in taken if case.label in op.gate and asked(case)] or taken[:1]
+
+
 def tested(op: Op, implementation: Implementation, target: Target) -> str | None:
-    """Why ``implementation`` is not to be trusted on ``target``: on its first case it failed, or differed from the
-    reference. None where it agreed. Once a process; a failure is logged as a warning."""
-    key = (implementation.family, target.dtype, target.capability)
+    """Why ``implementation`` is not to be trusted on ``target``: on one of its ``gate_cases`` it failed, or differed
+    from the reference. None where it agreed. Once a process and form; a failure is logged as a warning."""
+    forms = tuple(target.traits.get(name) for name in FORMS)
+    key = (implementation.family, target.dtype, target.capability, *forms)
     if key not in op.verdicts:
         error: str | None = None
-        for case in op.cases():
+        for case in gate_cases(op, implementation, target):
             at = Target(target.device, target.dtype, target.capability, case.traits)
-            if implementation.unsupported(at) is not None:
-                continue
-            error = _disagreement(op, implementation, case, at)
-            break
+            error = error or _disagreement(op, implementation, case, at)
         op.verdicts[key] = error
         if error is not None:
-            log.warning("%s: the %s kernel failed its self-test and is not used (%s)", op.name, key[0], error)
+            family = implementation.family
+            log.warning("%s: the %s kernel failed its self-test and is not used (%s)", op.name, family, error)
     error = op.verdicts[key]
     return None if error is None else f"failed its self-test: {error}"
 

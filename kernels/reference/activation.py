@@ -58,7 +58,7 @@ def _quant_cases() -> Iterator[Case]:
             yield Case(f"{case.label}-{short}", make, {"codes": short})
 
 
-@op(_quant_cases)
+@op(_quant_cases, gate=("silu-int8", "silu-fp8"))
 def act_and_mul_quant(x: Tensor, activation: str, codes: torch.dtype) -> tuple[Tensor, Tensor]:
     """``act_and_mul`` of ``x`` [T, 2·I] in x's dtype, then rounded to ``codes`` (int8 or float8), a scale a token.
 

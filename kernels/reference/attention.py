@@ -132,7 +132,11 @@ def random_cache(
     return {"k_cache": k, "v_cache": v, "k_params": kp, "v_params": vp}
 
 
-@op(_write_cases, mutates=("k_cache", "v_cache", "k_params", "v_params"))
+@op(
+    _write_cases,
+    mutates=("k_cache", "v_cache", "k_params", "v_params"),
+    gate=("bits0-64", "bits0-80-e4m3fn", "bits0-64-e5m2", "bits8-80", "bits4-64"),
+)
 def kv_write(
     k: Tensor,
     v: Tensor,
@@ -161,7 +165,7 @@ def kv_write(
 
 def _attention_cases() -> Iterator[Case]:
     # label, query lengths, total lengths, heads, kv_heads, head_dim, bits, options
-    decode, mixed = ((1, 1, 1, 1), (3, 17, 40, 33)), ((1, 9, 1, 20), (33, 25, 4, 20))
+    decode, mixed, prompt = ((1, 1, 1, 1), (3, 17, 40, 33)), ((1, 9, 1, 20), (33, 25, 4, 20)), ((12,), (21,))
     softcap, sinks = {"softcap": 20.0}, {"sinks": True}
     e4m3, e5m2 = ({"cache": kind} for kind in (torch.float8_e4m3fn, torch.float8_e5m2))
     table: tuple[tuple[str, Any, int, int, int, int, dict[str, Any]], ...] = (
@@ -174,11 +178,16 @@ def _attention_cases() -> Iterator[Case]:
         ("softcap", mixed, 4, 2, 64, 0, softcap),
         ("sinks", mixed, 4, 2, 64, 0, sinks | {"window": 19}),
         ("int8", mixed, 4, 2, 64, 8, {}),
+        ("int8-decode", decode, 4, 2, 64, 8, {}),
+        ("int8-prompt", prompt, 4, 2, 64, 8, {}),
         ("int4", mixed, 4, 2, 128, 4, {}),
+        ("int4-prompt", prompt, 4, 2, 64, 4, {}),
         ("int4-80", decode, 4, 2, 80, 4, {"window": 20} | softcap),
         ("int4-96", mixed, 4, 4, 96, 4, sinks),
         ("e4m3", mixed, 4, 2, 64, 0, e4m3),
+        ("e4m3-prompt", prompt, 4, 2, 128, 0, e4m3),
         ("e5m2", decode, 4, 2, 128, 0, e5m2 | softcap),
+        ("e5m2-prompt", prompt, 4, 2, 64, 0, e5m2),
         ("e4m3-256", decode, 2, 1, 256, 0, e4m3 | sinks | {"window": 20}),
     )
     for label, (q_lens, lens), heads, kv_heads, dim, bits, options in table:
@@ -213,7 +222,13 @@ def _attention_cases() -> Iterator[Case]:
         yield Case(label, make, cache_traits(bits, dim, options.get("cache")))
 
 
-@op(_attention_cases)
+@op(
+    _attention_cases,
+    gate=(
+        *("decode", "prompt", "sinks", "int8-decode", "int8-prompt", "int4", "int4-80", "int4-prompt"),
+        *("e4m3-256", "e4m3-prompt", "e5m2", "e5m2-prompt"),
+    ),
+)
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,

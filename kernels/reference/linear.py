@@ -113,7 +113,13 @@ def dequantize_groups(
     return w.flatten(1) if group_index is None else w
 
 
-@op(_group_cases)
+@op(
+    _group_cases,
+    gate=(
+        *("zeros4", "minima4", "zeros8", "order3", "zeros2", "order4"),
+        *("tokens12", "tokens70", "tokens400", "bytes12", "bytes70", "long1"),
+    ),
+)
 def linear_group_int(
     x: Tensor,
     packed: Tensor,
@@ -183,7 +189,7 @@ def _codes_cases(dtype_of_codes: torch.dtype) -> Iterator[Case]:
         yield Case(case.label, make)
 
 
-@op(lambda: _codes_cases(torch.int8))
+@op(lambda: _codes_cases(torch.int8), gate=("one", "many"))
 def matmul_int8(
     codes: Tensor, row_scales: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
@@ -196,7 +202,7 @@ def matmul_int8(
     return (y if bias is None else y + bias.float()).to(dtype)
 
 
-@op(lambda: _codes_cases(torch.float8_e4m3fn))
+@op(lambda: _codes_cases(torch.float8_e4m3fn), gate=("one", "many"))
 def matmul_fp8(
     codes: Tensor, row_scales: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
@@ -205,7 +211,7 @@ def matmul_fp8(
     return (y if bias is None else y + bias.float()).to(dtype)
 
 
-@op(lambda: _row_scaled_cases(torch.int8))
+@op(lambda: _row_scaled_cases(torch.int8), gate=("one", "many"))
 def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
     """W8A8: activations are rounded to int8 with one scale a token (max|x| / 127); the integer sum is exact.
 
@@ -214,7 +220,7 @@ def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None =
     return matmul_int8.reference(*round_rows(x, torch.int8), weight, scales, x.dtype, bias)
 
 
-@op(lambda: _row_scaled_cases(torch.float8_e4m3fn))
+@op(lambda: _row_scaled_cases(torch.float8_e4m3fn), gate=("one", "many"))
 def linear_fp8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
     """W8A8 in floating point: activations are rounded to the weight's float8 type with one scale a token.
 

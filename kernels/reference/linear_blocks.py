@@ -40,7 +40,7 @@ def _tile_cases() -> Iterator[Case]:
         yield Case(label, make)
 
 
-@op(_tile_cases)
+@op(_tile_cases, gate=("one", "many"))
 def linear_block_fp8(
     x: Tensor, weight: Tensor, scales: Tensor, row_blocks: Tensor, block: int, bias: Tensor | None = None
 ) -> Tensor:
@@ -91,7 +91,7 @@ def dequantize_fp4(packed: Tensor, scales: Tensor, row_scales: Tensor | None) ->
     return (values.unflatten(1, (scales.shape[1], -1)) * each[..., None]).flatten(1)
 
 
-@op(_fp4_cases)
+@op(_fp4_cases, gate=("mxfp4-one", "mxfp4-many", "nvfp4-one", "nvfp4-many"))
 def linear_fp4(
     x: Tensor, packed: Tensor, scales: Tensor, row_scales: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:

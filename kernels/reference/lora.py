@@ -48,7 +48,7 @@ def _shrink_cases() -> Iterator[Case]:
         yield Case(label, make)
 
 
-@op(_shrink_cases)
+@op(_shrink_cases, gate=("one", "many"))
 def lora_shrink(x: Tensor, a: Tensor, ranks: Tensor, adapter: Tensor, plan: object = None) -> Tensor:
     """Each token times the first matrices of its adapter, summed over ranges of ``PART`` inputs that stay apart.
 
@@ -78,7 +78,7 @@ def _expand_cases() -> Iterator[Case]:
         yield Case(label, make)
 
 
-@op(_expand_cases, mutates=("y",))
+@op(_expand_cases, mutates=("y",), gate=("one", "many"))
 def lora_expand(
     h: Tensor, b: Tensor, ranks: Tensor, adapter: Tensor, y: Tensor, widths: tuple[int, ...], plan: object = None
 ) -> None:

@@ -26,7 +26,7 @@ def _route_cases() -> Iterator[Case]:
         yield Case(f"{scoring}-{k}", make)
 
 
-@op(_route_cases)
+@op(_route_cases, gate=("softmax-2", "sigmoid-3"))
 def moe_route(logits: Tensor, top_k: int, scoring: str, norm_topk: bool, scale: float = 1.0) -> tuple[Tensor, Tensor]:
     """The ``top_k`` best experts of each token and their weights.
 
@@ -61,7 +61,7 @@ def _expert_cases(hidden: int = 32, inner: int = 48) -> Iterator[Case]:
         yield Case(label, make)
 
 
-@op(_expert_cases)
+@op(_expert_cases, gate=("one", "many"))
 def moe_experts(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
     """``sum_k weights[t, k] · down_e(act(gate_e(x_t)) · up_e(x_t))`` with e = experts[t, k], summed in float32.
 
@@ -105,7 +105,7 @@ def _group_cases() -> Iterator[Case]:
             yield Case(f"{case.label}-int{bits}", make, {"bits": bits})
 
 
-@op(_group_cases)
+@op(_group_cases, gate=("one-int4", "many-int4", "one-int8", "many-int8"))
 def moe_experts_group_int(
     x: Tensor,
     experts: Tensor,
@@ -150,7 +150,7 @@ def _row_cases(codes: torch.dtype) -> Iterator[Case]:
         yield Case(case.label, make)
 
 
-@op(lambda: _row_cases(torch.int8))
+@op(lambda: _row_cases(torch.int8), gate=("one", "many"))
 def moe_experts_int8(
     x: Tensor,
     experts: Tensor,
@@ -170,7 +170,7 @@ def moe_experts_int8(
     return _weighted_sum(x, experts, weights, run)
 
 
-@op(lambda: _row_cases(torch.float8_e4m3fn))
+@op(lambda: _row_cases(torch.float8_e4m3fn), gate=("one", "many"))
 def moe_experts_fp8(
     x: Tensor,
     experts: Tensor,
@@ -206,7 +206,7 @@ def _tile_cases() -> Iterator[Case]:
         yield Case(case.label, make, {"block": 64})
 
 
-@op(_tile_cases)
+@op(_tile_cases, gate=("one", "many"))
 def moe_experts_block_fp8(
     x: Tensor,
     experts: Tensor,

@@ -27,7 +27,7 @@ def _cases(add: bool) -> Iterator[Case]:
         yield Case(label, make)
 
 
-@op(lambda: _cases(add=False))
+@op(lambda: _cases(add=False), gate=("row", "float32"))
 def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
     """``x / sqrt(mean(x²) + eps) * (weight + weight_offset)`` over the last dimension, in float32.
 
@@ -38,7 +38,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) 
     return (h * (weight.float() + weight_offset)).to(x.dtype)
 
 
-@op(lambda: _cases(add=True))
+@op(lambda: _cases(add=True), gate=("row", "float32"))
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
@@ -63,7 +63,7 @@ def _quant_cases(add: bool) -> Iterator[Case]:
             yield Case(f"{case.label}-{short}", make, {"codes": short})
 
 
-@op(lambda: _quant_cases(add=False))
+@op(lambda: _quant_cases(add=False), gate=("row-int8", "row-fp8"))
 def rms_norm_quant(
     x: Tensor, weight: Tensor, eps: float, codes: torch.dtype, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
@@ -74,7 +74,7 @@ def rms_norm_quant(
     return round_rows(rms_norm.reference(x, weight, eps, weight_offset), codes)
 
 
-@op(lambda: _quant_cases(add=True))
+@op(lambda: _quant_cases(add=True), gate=("row-int8", "row-fp8"))
 def add_rms_norm_quant(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, codes: torch.dtype, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -49,7 +49,11 @@ def _cases() -> Iterator[Case]:
         yield Case(label, make, cache_traits(bits, dim, kind))
 
 
-@op(_cases, mutates=("k_cache", "v_cache", "k_params", "v_params"))
+@op(
+    _cases,
+    mutates=("k_cache", "v_cache", "k_params", "v_params"),
+    gate=("plain", "norms", "int8", "int8-norms", "int4", "int4-80", "e4m3", "e5m2"),
+)
 def rope_kv_write(
     q: Tensor,
     k: Tensor,

@@ -103,7 +103,7 @@ def _sample_cases() -> Iterator[Case]:
         yield Case(label, make)
 
 
-@op(_sample_cases, dtypes=("float32",))
+@op(_sample_cases, dtypes=("float32",), gate=("top_p", "ties", "mixed"))
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, u: Tensor) -> Tensor:
     """Draw one token a row. ``logits``: float32 [N, V], not changed; the rest: [N].
 

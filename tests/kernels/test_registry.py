@@ -9,7 +9,17 @@ import pytest
 import torch
 
 from toolkit.kernels import registry
-from toolkit.kernels.registry import Case, Implementation, KernelError, Target, choose, describe, load, self_test
+from toolkit.kernels.registry import (
+    Case,
+    Implementation,
+    KernelError,
+    Target,
+    choose,
+    describe,
+    gate_cases,
+    load,
+    self_test,
+)
 from toolkit.kernels.tolerances import OVERRIDES, TOLERANCES, compare
 
 CPU = Target("cpu", "float32")
@@ -88,6 +98,34 @@ def test_a_compiled_kernel_that_fails_its_self_test_is_not_used(toy, monkeypatch
     assert len(ran) == 1, "once a process"
     assert [r.levelname for r in caplog.records] == ["WARNING"] and said in caplog.text and "double" in caplog.text
     assert choose(toy, CPU, "torch", trusted=False).family == "torch", "who asks by name gets it"
+
+
+def test_the_self_test_tries_each_path_of_the_form_asked_for(toy, monkeypatch, caplog):
+    monkeypatch.setattr(registry, "COMPILED", ("torch",))
+
+    def cases():
+        for label, rows, bits in (("one", 1, 0), ("many", 9, 0), ("codes", 9, 8)):
+            yield Case(label, lambda dtype, device, g, rows=rows: {"x": torch.ones(rows)}, {"bits": bits, "size": 2})
+
+    toy.cases, toy.gate = cases, ("one", "many", "codes")
+    wrong_for_many = Implementation("torch", lambda x: x * (2 if len(x) == 1 else 3), ("cpu",), ("float32",))
+    toy.implementations["torch"] = wrong_for_many
+    plain, coded = (Target("cpu", "float32", None, {"bits": bits, "size": 64}) for bits in (0, 8))
+    assert [c.label for c in gate_cases(toy, wrong_for_many, plain)] == ["one", "many"]
+    assert [c.label for c in gate_cases(toy, wrong_for_many, coded)] == ["codes"]
+    assert [c.label for c in gate_cases(toy, wrong_for_many, Target("cpu", "float32", None, {"bits": 3}))] == ["one"]
+    assert choose(toy, plain, trusted=False).family == "reference"
+    assert "case many" in caplog.text and "9 of 9 values differ" in caplog.text
+    assert choose(toy, Target("cpu", "float32", None, {"bits": 3}), trusted=False).family == "torch"
+
+
+def test_gates_name_cases_and_hold_every_form_of_them():
+    for op in load().values():
+        cases = {case.label: case for case in op.cases()}
+        assert set(op.gate) <= set(cases), op.name
+        gate = [cases[label] for label in op.gate] or [next(iter(cases.values()))]
+        assert {c.traits.get("bits") for c in gate} == {c.traits.get("bits") for c in cases.values()}, op.name
+        assert {c.traits.get("cache") for c in gate} == {c.traits.get("cache") for c in cases.values()}, op.name
 
 
 def test_a_compiled_kernel_that_passes_its_self_test_is_used(toy, monkeypatch):
