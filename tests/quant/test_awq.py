@@ -50,7 +50,7 @@ def test_awq_beats_rounding_to_nearest_by_far_on_fresh_inputs(symmetric: bool) -
     weight = torch.randn(96, 256, generator=torch.Generator().manual_seed(7)) * 0.05
     seen, fresh = inputs(0), inputs(0, rows=4096)[2048:]
     gram = gram_of(seen)
-    scale, least, unscaled = search_scale([[weight]], gram, grid)
+    scale, least, unscaled = search_scale([weight], gram, grid)
     assert least < 0.5 * unscaled
     scaled = weight * scale
     xtx = gram.xtx / scale[:, None] / scale[None, :]

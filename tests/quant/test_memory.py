@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import subprocess
 import sys
@@ -56,7 +57,9 @@ def test_tensors_are_a_list_wherever_they_lie(
 @pytest.mark.parametrize("run", [auto_gptq, smooth_quant, auto_round, search, kv, calibrate])
 def test_nothing_depends_on_where_activations_lie(run: Any, tiny_models: Any, tmp_path: Path, text: Path) -> None:
     model = str(tiny_models("llama"))
-    options = {search: {"bits": 5.0}, auto_round: {"iters": 1}, auto_gptq: {"tune_steps": 2}}.get(run, {})
+    options = {search: {"bits": 5.0, "tune_steps": 2}, auto_round: {"iters": 1}, auto_gptq: {"tune_steps": 2}}.get(
+        run, {}
+    )
     said: list[str] = []
     for name, memory in (("memory", 1.0), ("disk", 0.0)):
         common = replace(quick(text), cache_memory=memory, notice=said.append)
@@ -79,6 +82,25 @@ def test_the_plan_is_said_before_anything_is_read(tiny_models: Any, tmp_path: Pa
     assert heard[0].startswith("memory: peak about") and heard[1] == "reading the model"
     with pytest.raises(UsageError, match="--cache-memory: expected GiB, 0 or more, found -1"):
         smooth_quant(str(tiny_models("llama")), tmp_path / "x", common=replace(common, cache_memory=-1.0))
+
+
+def test_nothing_of_a_layer_is_held_beside_the_next(tiny_models: Any, tmp_path: Path, text: Path) -> None:
+    sizes: list[int] = []
+
+    def look(what: str, done: int, total: int) -> None:
+        if what == "quantizing layers":
+            found = {
+                t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+                for t in gc.get_objects()
+                if type(t) is torch.Tensor and t.dtype in (torch.float32, torch.uint8)
+            }
+            sizes.append(sum(found.values()))
+
+    common = replace(quick(text), cache_memory=0.0)
+    model = tiny_models("llama")
+    gc.collect()
+    auto_gptq(str(model), tmp_path / "out", tune_steps=0, common=common, progress=look)
+    assert len(sizes) == 3 and max(sizes) <= sizes[0], "a layer's weights, codes and statistics are gone after it"
 
 
 MEASURED = """

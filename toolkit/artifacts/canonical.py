@@ -105,18 +105,18 @@ class GroupInt:
             index = self.group_index.long()
             scale = self.scales.float()[:, index]
             if self.minima is not None:
-                return (self.codes.float() * scale + self.minima.float()[:, index]).to(dtype)
+                return self.codes.float().mul_(scale).add_(self.minima.float()[:, index]).to(dtype)
             assert self.zeros is not None
-            return ((self.codes.float() - self.zeros.float()[:, index]) * scale).to(dtype)
+            return self.codes.float().sub_(self.zeros.float()[:, index]).mul_(scale).to(dtype)
         out, n_in = self.codes.shape
-        codes = self.codes.view(out, -1, self.group_size).float()
+        codes = self.codes.view(out, -1, self.group_size).float()  # a copy, changed in place: it can be large
         scale = self.scales.float()[..., None]
         if self.minima is not None:
-            w = codes * scale + self.minima.float()[..., None]
+            codes.mul_(scale).add_(self.minima.float()[..., None])
         else:
             assert self.zeros is not None
-            w = (codes - self.zeros.float()[..., None]) * scale
-        return w.view(out, n_in).to(dtype)
+            codes.sub_(self.zeros.float()[..., None]).mul_(scale)
+        return codes.view(out, n_in).to(dtype)
 
     def take_rows(self, rows: Tensor | slice) -> GroupInt:
         return replace(

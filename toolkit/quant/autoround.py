@@ -92,7 +92,7 @@ def method(directory: Path, tuning: Tuning, *, dtype: torch.dtype) -> Method:
             how = "weight-only" if gram is None else "auto_round"
             for linear in site.linears:
                 w, code = weights[linear.name], codes[linear.name]
-                error = relative_error(w, code.dequantize().to(w.device), xtx)
+                error = relative_error(w, code, xtx)
                 grid = tuning.of(linear.name)
                 yield Made(linear.name, code, LinearReport(linear.name, how, grid.bits, grid.group_size, error))
         yield from stay_dense(sites, weights, dtype)

@@ -17,8 +17,8 @@ from toolkit.kernels.torch.product import product
 from toolkit.quant.folding import Folded, expand, fold_site, shrink, storable
 from toolkit.quant.forward import fast_bf16
 from toolkit.quant.grid import fake_quantize, grid_of, group_range, quantize, round_to
-from toolkit.quant.result import LinearReport, Made, Method, relative_error, stay_dense
-from toolkit.quant.sites import RowFold, Site, modules
+from toolkit.quant.result import PIECE, LinearReport, Made, Method, relative_error, stay_dense
+from toolkit.quant.sites import RowFold, Site
 from toolkit.quant.statistics import Gram
 
 SCALE_STEPS = 20
@@ -67,11 +67,11 @@ def scale_candidates(activation: Tensor, share: Tensor) -> Iterator[Tensor]:
 
 def _share_of_group(weight: Tensor, group_size: int) -> Tensor:
     groups = weight.abs().view(weight.shape[0], -1, group_size)
-    return (groups / groups.amax(-1, keepdim=True).clamp(min=1e-8)).view_as(weight)
+    return groups.div_(groups.amax(-1, keepdim=True).clamp(min=1e-8)).view_as(weight)
 
 
 def search_scale(
-    readers: Iterable[Iterable[Tensor]],
+    readers: Iterable[Tensor],
     gram: Gram,
     grid: Grid,
     shrink: Callable[[Tensor], Tensor] = lambda x: x,
@@ -79,20 +79,18 @@ def search_scale(
 ) -> tuple[Tensor, float, float]:
     """The scale that loses least on the linears (each [out, n]) which share the input behind ``gram``.
 
-    ``readers``: those linears, module by module, gone through twice so that one need be in memory at a time.
+    ``readers``: those linears, gone through twice so that one need be in memory at a time.
     Returns the scale (before ``expand``), its loss and the loss without scaling. ``shrink`` maps statistics of the
     n input channels to the channels that take a scale, ``expand`` maps their scale back.
     """
     share, rows = torch.zeros_like(gram.abs_sum), 0
-    for module in readers:
-        shares = torch.cat([_share_of_group(w, grid.group_size) for w in module])
-        share += shares.sum(0)
-        rows += len(shares)
-        del shares
+    for w in readers:
+        share += _share_of_group(w, grid.group_size).sum(0)
+        rows += len(w)
     candidates = list(scale_candidates(shrink(gram.mean_abs), shrink(share / rows)))
     losses = [0.0] * len(candidates)
     xtx = gram.xtx.bfloat16() if fast_bf16(gram.xtx.device) else gram.xtx
-    for whole in (w for module in readers for w in module):
+    for whole in readers:
         w = whole[:: -(-len(whole) // SEARCH_ROWS)]
         for i, scale in enumerate(candidates):
             channels = expand(scale)
@@ -110,11 +108,19 @@ def search_clip(weight: Tensor, xtx: Tensor, grid: Grid) -> tuple[Tensor, Tensor
 
     ``xtx`` [n, n] belongs to the inputs of this (already scaled) weight.
     """
+    size = grid.group_size
+    blocks = xtx[None]
+    if size < weight.shape[1]:
+        blocks = torch.stack([xtx[i : i + size, i : i + size] for i in range(0, weight.shape[1], size)])
+    found = [_clip(rows, blocks, grid) for rows in weight.split(max(1, PIECE // weight.shape[1]))]
+    low, high = (torch.cat(bounds) for bounds in zip(*found, strict=True))
+    return low, high
+
+
+def _clip(weight: Tensor, blocks: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """``search_clip`` for some of the rows. ``blocks`` [groups, size, size]: XᵀX of every group."""
     low, high = group_range(weight, grid.group_size)
     groups = weight.view(weight.shape[0], -1, grid.group_size)
-    blocks = torch.stack(
-        [xtx[i : i + grid.group_size, i : i + grid.group_size] for i in range(0, weight.shape[1], grid.group_size)]
-    )
     least = torch.full_like(low, float("inf"))
     best_low, best_high = low.clone(), high.clone()
     for share in CLIP_STEPS:
@@ -140,19 +146,24 @@ def method(grid: Grid, *, search: bool, dtype: torch.dtype) -> Method:
     ) -> Iterator[Made]:
         folded = Folded(weights)
         for site in reversed(sites):
-            gram = grams(site.name)
-            scale = None if gram is None else site_scale(site, weights, gram, grid=grid, search=search, dtype=dtype)
-            xtx = inputs_after(site, gram, folded, scale)
-            how = "weight-only" if gram is None else "awq"
-            del gram
-            for linear in site.linears:
-                w = folded[linear.name]
-                size = site.size if grid.group_size == -1 else grid.group_size
-                bounds = search_clip(w, xtx, replace(grid, group_size=size))
-                code = quantize(w, size, bits=grid.bits, symmetric=grid.symmetric, name=linear.name, bounds=bounds)
-                error = relative_error(w, code.dequantize().to(w.device), xtx)
-                yield Made(linear.name, code, LinearReport(linear.name, how, grid.bits, grid.group_size, error))
+            yield from one_site(site, weights, folded, grams(site.name))
         yield from stay_dense(sites, folded, dtype)
+
+    def one_site(
+        site: Site, weights: Mapping[str, Tensor], folded: Folded, gram: Gram | None
+    ) -> Iterator[Made]:  # a function, so that nothing of a site is held beside the next
+        scale = None if gram is None else site_scale(site, weights, gram, grid=grid, search=search, dtype=dtype)
+        xtx = inputs_after(site, gram, folded, scale)
+        how = "weight-only" if gram is None else "awq"
+        del gram
+        size = site.size if grid.group_size == -1 else grid.group_size
+        for linear in site.linears:
+            w = folded[linear.name]
+            bounds = search_clip(w, xtx, replace(grid, group_size=size))
+            code = quantize(w, size, bits=grid.bits, symmetric=grid.symmetric, name=linear.name, bounds=bounds)
+            error = relative_error(w, code, xtx)
+            del w
+            yield Made(linear.name, code, LinearReport(linear.name, how, grid.bits, grid.group_size, error))
 
     return run
 
@@ -182,14 +193,13 @@ def site_scale(
 
 @dataclass(frozen=True)
 class Readers:
-    """The weights that read a site's activations, module by module, each read when it is its turn."""
+    """The weights that read a site's activations, each read when it is its turn; may be gone through again."""
 
     site: Site
     weights: Mapping[str, Tensor]
 
-    def __iter__(self) -> Iterator[Iterator[Tensor]]:
-        for module in modules(self.site.linears):
-            yield (self.weights[x.name] for x in module)
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self.weights[x.name] for x in self.site.linears)
 
 
 def inputs_after(site: Site, gram: Gram | None, weights: Folded, scale: Tensor | None = None) -> Tensor:

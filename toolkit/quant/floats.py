@@ -70,7 +70,7 @@ def _report(name: str, weight: Tensor, code: Weight | Tensor, how: str, bits: in
     """Without calibration the error is that of the weights: as of inputs that do not correlate."""
     assert not isinstance(code, Tensor)
     eye = torch.eye(weight.shape[1], device=weight.device)
-    return LinearReport(name, how, bits, group, relative_error(weight, code.dequantize().to(weight.device), eye))
+    return LinearReport(name, how, bits, group, relative_error(weight, code, eye))
 
 
 def quantize_tiles(weight: Tensor, powers_of_two: bool = False) -> BlockFp8:

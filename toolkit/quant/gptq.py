@@ -27,7 +27,7 @@ from toolkit.quant.statistics import Gram
 
 ROWS = 16384  # rows of one input's linears that are rounded together …
 ACROSS_BYTES = 32 << 20  # … and of more than one module (several experts) so many bytes
-_EXACT = 2048  # up to so many inputs the factorization is done in float64, its memory being small
+EXACT = 2048  # up to so many inputs the factorization is done in float64, its memory being small
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Rounded:
-    """``codes`` [out, in] and the grid's ``scale``, ``zero`` [out, groups], all float; ``group_index`` int32 [in] or
+    """``codes`` uint8 [out, in] and the grid's ``scale``, ``zero`` [out, groups], float; ``group_index`` int32 [in] or
     None where groups are consecutive."""
 
     codes: Tensor
@@ -81,19 +81,20 @@ def method(
     ) -> Iterator[Made]:
         folded, own = Folded(weights), own_grids()
         for site in reversed(sites):
-            grid = own.get(site.linears[0].name, common)
-            gram = grams(site.name)
-            scale = None if scaler is None or gram is None else scaler(site, weights, gram)
-            xtx = inputs_after(site, gram, folded, scale)
-            how = "weight-only" if gram is None else scaled
-            del gram
-            factor = None if grid.ggml else inverse_factor(xtx, rounding)
-            for linear, code in round_site(site.linears, folded, xtx, grid, rounding, factor):
-                w = folded[linear.name]
-                error = relative_error(w, code.dequantize().to(w.device), xtx)
-                del w
-                yield Made(linear.name, code, LinearReport(linear.name, how, grid.bits, grid.group_size, error))
+            yield from one_site(site, weights, folded, grams(site.name), own.get(site.linears[0].name, common))
         yield from stay_dense(sites, folded, dtype)
+
+    def one_site(
+        site: Site, weights: Mapping[str, Tensor], folded: Folded, gram: Gram | None, grid: Grid
+    ) -> Iterator[Made]:  # a function, so that nothing of a site is held beside the next
+        scale = None if scaler is None or gram is None else scaler(site, weights, gram)
+        xtx = inputs_after(site, gram, folded, scale)
+        how = "weight-only" if gram is None else scaled
+        del gram
+        factor = None if grid.ggml else inverse_factor(xtx, rounding)
+        for linear, code in round_site(site.linears, folded, xtx, grid, rounding, factor):
+            error = relative_error(folded[linear.name], code, xtx)
+            yield Made(linear.name, code, LinearReport(linear.name, how, grid.bits, grid.group_size, error))
 
     return run
 
@@ -116,8 +117,10 @@ def round_site(
         return
     assert factor is not None
     for batch in batches(linears):
-        whole = round_columns(torch.cat([weights[x.name] for x in batch]), factor, grid, rounding)
-        yield from zip(batch, _split(whole, batch, weights, grid), strict=True)
+        # the whole is let go of before its parts are handed out
+        codes = _split(round_columns(_rows(batch, weights), factor, grid, rounding), batch, weights, grid)
+        while codes:
+            yield batch.pop(0), codes.pop(0)
 
 
 def batches(linears: Sequence[LinearSpec]) -> Iterator[list[LinearSpec]]:
@@ -134,6 +137,11 @@ def batches(linears: Sequence[LinearSpec]) -> Iterator[list[LinearSpec]]:
                 batch = []
             batch.append(linear)
     yield batch
+
+
+def _rows(linears: Sequence[LinearSpec], weights: Mapping[str, Tensor]) -> Tensor:
+    """The rows of all of them, [rows, in]."""
+    return torch.cat([weights[x.name] for x in linears]) if len(linears) > 1 else weights[linears[0].name]
 
 
 def _super_blocks(weight: Tensor, kind: str, xtx: Tensor, name: str) -> GroupInt:
@@ -154,7 +162,7 @@ def _split(
             raise ToolkitError(no_scale(linear.name, weights[linear.name], torch.float16))
         parts.append(
             GroupInt(
-                codes=rounded.codes[rows].to(torch.uint8).cpu(),
+                codes=rounded.codes[rows].cpu(),
                 scales=scale.cpu(),
                 zeros=rounded.zero[rows].to(torch.uint8).cpu(),
                 bits=grid.bits,
@@ -167,12 +175,26 @@ def _split(
 
 @dataclass(frozen=True)
 class Factor:
-    """``order``: int64 [n], the columns in the order they are rounded; ``hessian``: the damped H and ``upper``: the
-    upper Cholesky factor of its inverse, both [n, n] and in that order."""
+    """``order``: int64 [n], the columns in the order they are rounded; ``xtx`` [n, n]: what was factored, as it came,
+    with ``mean``, what zeros of its diagonal count as; ``upper`` [n, n]: the upper Cholesky factor of the inverse of
+    the damped H, in that order."""
 
     order: Tensor
-    hessian: Tensor
+    xtx: Tensor
+    mean: Tensor
     upper: Tensor
+
+    def block(self, columns: Tensor) -> Tensor:
+        """H of some columns (their places in the weight, not in ``order``), not damped."""
+        found = self.xtx[columns[:, None], columns]
+        _revive(found, self.mean)
+        return found
+
+
+def _revive(hessian: Tensor, mean: Tensor) -> None:
+    """Put ``mean`` where the diagonal is zero."""
+    line = hessian.diagonal()
+    line.copy_(torch.where(line == 0, mean.to(line.dtype), line))
 
 
 def inverse_factor(xtx: Tensor, rounding: Rounding) -> Factor:
@@ -182,17 +204,16 @@ def inverse_factor(xtx: Tensor, rounding: Rounding) -> Factor:
     """
     n = len(xtx)
     diagonal = xtx.diagonal()
+    mean = diagonal.mean() if bool((diagonal > 0).any()) else torch.ones((), device=xtx.device, dtype=xtx.dtype)
+    order = torch.arange(n, device=xtx.device)
     if rounding.desc_act:
         order = torch.argsort(diagonal, descending=True, stable=True)
-        hessian = xtx[order][:, order]
-    else:
-        order, hessian = torch.arange(n, device=xtx.device), xtx.clone()
-    mean = diagonal.mean() if bool((diagonal > 0).any()) else torch.ones((), device=xtx.device, dtype=xtx.dtype)
-    line = hessian.diagonal()
-    line.copy_(torch.where(line == 0, mean, line))
     damp = rounding.damp
     while True:  # of what is made here only one matrix more than the result is held at a time: they can be large
-        damped = hessian.double() if n <= _EXACT else hessian.clone()
+        damped = (xtx[order[:, None], order] if rounding.desc_act else xtx.clone()).to(
+            torch.float64 if n <= EXACT else xtx.dtype
+        )
+        _revive(damped, mean)
         damped.diagonal().add_(damp * mean)
         lower, failed = torch.linalg.cholesky_ex(damped)
         del damped
@@ -204,54 +225,54 @@ def inverse_factor(xtx: Tensor, rounding: Rounding) -> Factor:
                 break
         assert damp < 1e6, "no damping makes a matrix of finite squares factor"
         damp = max(damp * 10, 1e-4)
-    return Factor(order, hessian, upper.to(xtx.dtype))
+    return Factor(order, xtx, mean, upper.to(xtx.dtype))
 
 
 def round_columns(weight: Tensor, factor: Factor, grid: Grid, rounding: Rounding) -> Rounded:
-    """Round ``weight`` [out, in] column by column. Codes refer to the scale as stored (float16)."""
+    """Round ``weight`` [out, in] column by column. Codes refer to the scale as stored (float16). Nobody else need hold
+    ``weight``: it is let go of when it was copied."""
     n = weight.shape[1]
     size = n if grid.group_size == -1 else grid.group_size
     order, upper = factor.order, factor.upper
     act_order = rounding.desc_act and not rounding.static_groups and size < n
     known = (rounding.desc_act and not act_order) or size == n
-    ordered = weight[:, order].clone()
+    ordered = weight[:, order]  # a copy
     place = order // size if not act_order else torch.arange(n, device=weight.device) // size  # group of each column
     groups = n // size
     scale, zero = (torch.empty(len(weight), groups, dtype=weight.dtype, device=weight.device) for _ in range(2))
     if known:
         scale, zero = _static_grids(weight, factor, grid, rounding, size)
-    codes = torch.empty_like(ordered)
+    device = weight.device
+    del weight
+    codes = torch.empty(ordered.shape, dtype=torch.uint8, device=device)
     block = size if not known and rounding.block % size else rounding.block  # a group must begin with all moves made
     for start in range(0, n, block):
         stop = min(start + block, n)
         part = ordered[:, start:stop].t().contiguous()  # a column is read and written as a row: several times faster
-        lost = torch.empty_like(part)
+        lost, rounded = torch.empty_like(part), torch.empty_like(part)
         corner = upper[start:stop, start:stop]
         for i in range(stop - start):
             group = int(place[start + i])
             if not known and (start + i) % size == 0:
                 inside = slice(start + i, start + i + size)
                 now = part[i : i + size].t() if size <= stop - start - i else ordered[:, inside]
-                grids = _grid(now.contiguous(), factor.hessian[inside, inside], grid, rounding, size)
+                grids = _grid(now.contiguous(), factor.block(order[inside]), grid, rounding, size)
                 scale[:, group], zero[:, group] = grids
             s, z = scale[:, group], zero[:, group]
-            q = round_to(part[i], s, z, grid.bits)
+            rounded[i] = q = round_to(part[i], s, z, grid.bits)
             lost[i] = (part[i] - (q - z) * s) / corner[i, i]
             part[i + 1 :].addr_(corner[i, i + 1 :], lost[i], alpha=-1)
-            codes[:, start + i] = q
+        codes[:, start:stop] = rounded.t()
         ordered[:, stop:] -= product(lost.t(), upper[start:stop, stop:].t())
     back = torch.argsort(order)
-    index = (torch.arange(n, device=weight.device) // size)[back].to(torch.int32) if act_order else None
+    index = (torch.arange(n, device=device) // size)[back].to(torch.int32) if act_order else None
     return Rounded(codes[:, back], scale, zero, index)
 
 
 def _static_grids(weight: Tensor, factor: Factor, grid: Grid, rounding: Rounding, size: int) -> tuple[Tensor, Tensor]:
     """Grids of all consecutive groups of the weights as they are. Each [out, groups]."""
-    back = torch.argsort(factor.order)
-    found = []
-    for start in range(0, weight.shape[1], size):
-        span = slice(start, start + size)
-        found.append(_grid(weight[:, span], factor.hessian[back[span]][:, back[span]], grid, rounding, size))
+    columns = torch.arange(weight.shape[1], device=weight.device)
+    found = [_grid(weight[:, span], factor.block(span), grid, rounding, size) for span in columns.split(size)]
     return torch.stack([s for s, _ in found], 1), torch.stack([z for _, z in found], 1)
 
 

@@ -13,6 +13,7 @@ from toolkit.errors import ToolkitError
 from toolkit.models.spec import LayerSpec
 from toolkit.quant.activations import input_rounding
 from toolkit.quant.forward import Observer, Rounding, Weights, embed, layer_forward, rms_norm
+from toolkit.quant.heap import give_back
 from toolkit.quant.layers import LayerSource, module_bytes
 from toolkit.quant.lazy import KEEP
 from toolkit.quant.probe import Probe
@@ -131,10 +132,10 @@ def quantize_layers(
     keys = [f"layer.{i}" for i in range(len(layers))] + ([HEAD] if setting.selection.head else [])
     missing = {i for i, key in enumerate(keys) if not stage.done(key)}
     last_missing = max(missing, default=-1) if setting.saved is None else -1
-    reports: list[LinearReport] = []
-    for i, layer in enumerate(layers):
-        progress(i, len(keys))
-        original = source.layer(i, setting.device)
+
+    def one_layer(i: int) -> list[LinearReport]:  # a function, so that nothing of a layer is held beside the next
+        give_back()
+        layer, original = layers[i], source.layer(i, setting.device)
         sites = setting.selection.sites(layer)
         moved = setting.sequential or i > last_missing  # the text through the original layer, or it is of no use there
         if i in missing:
@@ -145,17 +146,22 @@ def quantize_layers(
                 grams = _saved(source, i, sites, setting.saved(i))
             _save(stage, keys[i], setting.method(sites, original, grams), sites, grams)
             del grams
+            give_back()
         if not moved:
             flow.advance(i, layer, original)
         result = load_layer(stage, i)
-        reports += _in_order(result.reports, sites)
-        if probe is None and not setting.sequential:
-            continue
-        after, rounding = _on(result, layer, setting.device), input_rounding(sites, result.weights)
-        if setting.sequential and i < last_missing:  # past the last one to quantize nobody reads the text
-            flow.advance(i, layer, after, rounding=rounding)
-        if probe is not None:
-            probe.advance(layer, original, after, rounding)
+        if probe is not None or setting.sequential:
+            after, rounding = _on(result, layer, setting.device), input_rounding(sites, result.weights)
+            if setting.sequential and i < last_missing:  # past the last one to quantize nobody reads the text
+                flow.advance(i, layer, after, rounding=rounding)
+            if probe is not None:
+                probe.advance(layer, original, after, rounding)
+        return _in_order(result.reports, sites)
+
+    reports: list[LinearReport] = []
+    for i in range(len(layers)):
+        progress(i, len(keys))
+        reports += one_layer(i)
     if setting.selection.head:
         progress(len(layers), len(keys))
         if len(layers) in missing:

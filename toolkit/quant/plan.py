@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from toolkit.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec
-from toolkit.quant.gptq import batches
+from toolkit.quant.gptq import EXACT, batches
 from toolkit.quant.layers import LayerSource, layer_linears, module_bytes
 from toolkit.quant.lazy import KEEP
 from toolkit.quant.sites import Site, layer_sites
 from toolkit.quant.statistics import in_turns
 
-BASE = 450 << 20  # the interpreter with torch, buffers, what the allocator does not give back
-MATRICES = 5  # of inputs × inputs beside the statistics themselves, while a Hessian is factored (LAPACK copies) …
-KEPT_MATRICES = 3  # … and while weights are rounded: the Hessian, its factor, one laid out anew for a product
-PIECES = 6  # copies of the linears that are rounded together: scaled, ordered, codes, what they come back as, errors
+BASE = 350 << 20  # the interpreter with torch and the libraries that it loads
+BUFFERS = 100 << 20  # work on pieces, what the allocator has not given back at the time
+MATRICES = 2  # of inputs × inputs beside the statistics themselves while a Hessian is factored …
+EXACT_MATRICES = 5  # … in float64, where it is small
+KEPT_MATRICES = 1  # … and while weights are rounded: its factor
+COPIES = 3  # of the linears that are rounded together: read, scaled, ordered or their update
 WHOLE = 3  # copies of a layer where a library tunes it as a whole
 FLOAT = 4
 LOGITS_BYTES = 300 << 20  # logits before and after with what is computed from them
@@ -76,7 +78,7 @@ def _layer(layer: LayerSpec, calibrated: bool, tokens: int, whole: bool) -> int:
     forward = tokens * layer_width(layer) * FLOAT + 2 * max(map(_bytes, linears))
     statistics = max(sum(_matrix(s) for s in group) for group in _groups(sites)) if calibrated else 0
     measured = min(size, max(KEEP, 2 * module_bytes(layer)))
-    return min(size, KEEP) + max(statistics + forward, _rounding(sites, calibrated), measured + forward)
+    return BUFFERS + min(size, KEEP) + max(statistics + forward, _rounding(sites, calibrated), measured + forward)
 
 
 def _rounding(sites: list[Site], calibrated: bool) -> int:
@@ -87,7 +89,8 @@ def _rounding(sites: list[Site], calibrated: bool) -> int:
         for site in group:
             largest = max(sum(map(_bytes, batch)) for batch in batches(site.linears))
             matrix = _matrix(site)
-            found = max(found, held + max(MATRICES * matrix, KEPT_MATRICES * matrix + PIECES * largest))
+            factored = (EXACT_MATRICES if site.size <= EXACT else MATRICES) * matrix
+            found = max(found, held + max(factored, KEPT_MATRICES * matrix + COPIES * largest))
     return found
 
 

@@ -17,6 +17,7 @@ from toolkit.quant.sites import Site
 from toolkit.quant.statistics import Gram
 
 _FORMS: dict[str, Any] = {c.__name__: c for c in (Dense, GroupInt, ChannelInt8, Fp8, BlockFp8, Fp4)}
+PIECE = 1 << 23  # numbers of a weight that are worked on at once where copies of all of it would be many
 
 
 @dataclass(frozen=True)
@@ -83,12 +84,17 @@ def stay_dense(sites: Sequence[Site], weights: Mapping[str, Tensor], dtype: torc
             yield Made(name, Dense(value) if name in followers else value)
 
 
-def relative_error(weight: Tensor, restored: Tensor, xtx: Tensor) -> float:
-    """‖X(W−Ŵ)ᵀ‖ / ‖XWᵀ‖ for the inputs behind ``xtx``; 0 where the exact output is all zeros."""
-    difference = restored - weight
-    lost = (product(difference, xtx) * difference).sum().clamp(min=0)
-    whole = (product(weight, xtx) * weight).sum()
-    return float((lost / whole).sqrt()) if whole > 0 else 0.0
+def relative_error(weight: Tensor, code: Weight, xtx: Tensor) -> float:
+    """‖X(W−Ŵ)ᵀ‖ / ‖XWᵀ‖ for the inputs behind ``xtx``, Ŵ being what ``code`` holds; 0 where the exact output is all
+    zeros."""
+    lost = whole = torch.zeros((), device=weight.device)
+    step = max(1, PIECE // weight.shape[1])
+    for a in range(0, len(weight), step):
+        rows = weight[a : a + step]
+        difference = code.take_rows(slice(a, a + step)).dequantize().to(weight.device) - rows
+        lost = lost + product(difference, xtx).mul_(difference).sum()
+        whole = whole + product(rows, xtx).mul_(rows).sum()
+    return float((lost.clamp(min=0) / whole).sqrt()) if whole > 0 else 0.0
 
 
 def warnings(layers: Sequence[Mapping[str, Any]], most: int = 20) -> list[str]:

@@ -41,20 +41,25 @@ def method(*, quant_dtype: torch.dtype, dtype: torch.dtype, strength: float | No
     ) -> Iterator[Made]:
         folded = Folded(weights)
         for site in reversed(sites):
-            gram = grams(site.name)
-            scale = None
-            if gram is not None and site.fold is not None:
-                scale = _scale(site, weights, gram, strength, quant_dtype)
-            scale = None if scale is None else storable(site, weights, scale, dtype)
-            xtx = inputs_after(site, gram, folded, scale)
-            how = "weight-only" if gram is None else "smooth_quant"
-            del gram
-            for linear in site.linears:
-                w = folded[linear.name]
-                code = quantize_rows(w, quant_dtype)
-                error = relative_error(w, code.dequantize().to(w.device), xtx)
-                yield Made(linear.name, code, LinearReport(linear.name, how, 8, -1, error))
+            yield from one_site(site, weights, folded, grams(site.name))
         yield from stay_dense(sites, folded, dtype)
+
+    def one_site(
+        site: Site, weights: Mapping[str, Tensor], folded: Folded, gram: Gram | None
+    ) -> Iterator[Made]:  # a function, so that nothing of a site is held beside the next
+        scale = None
+        if gram is not None and site.fold is not None:
+            scale = _scale(site, weights, gram, strength, quant_dtype)
+        scale = None if scale is None else storable(site, weights, scale, dtype)
+        xtx = inputs_after(site, gram, folded, scale)
+        how = "weight-only" if gram is None else "smooth_quant"
+        del gram
+        for linear in site.linears:
+            w = folded[linear.name]
+            code = quantize_rows(w, quant_dtype)
+            error = relative_error(w, code, xtx)
+            del w
+            yield Made(linear.name, code, LinearReport(linear.name, how, 8, -1, error))
 
     return run
 
@@ -65,7 +70,7 @@ def _scale(
     """The scale of a site: one number a channel, or for a RowFold one a producing row. None: best left alone."""
     fold, readers = site.fold, Readers(site, weights)
     largest, absmax = torch.zeros_like(gram.abs_max), gram.abs_max
-    for w in (w for module in readers for w in module):
+    for w in readers:
         largest = torch.maximum(largest, w.abs().amax(0))
     if isinstance(fold, RowFold):
         largest, absmax = (x.view(-1, fold.repeat, fold.width).amax(1).reshape(-1) for x in (largest, absmax))
@@ -73,8 +78,7 @@ def _scale(
         return smoothing_scale(absmax, largest, strength)
     scales = [None, *(smoothing_scale(absmax, largest, alpha) for alpha in STRENGTHS)]
     losses = [0.0] * len(scales)
-    for module in readers:
-        rows = torch.cat(list(module))
+    for rows in readers:
         exact = product(gram.sample, rows)
         for i, scale in enumerate(scales):
             channels = torch.ones_like(gram.abs_max) if scale is None else scale

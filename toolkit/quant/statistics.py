@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from toolkit.kernels.torch.product import product
+from toolkit.quant.heap import give_back
 from toolkit.quant.sites import Site
 
 SAMPLE = 256  # rows that are kept …
@@ -132,9 +133,11 @@ class Taken:
         """The statistics of site ``name``; None where no row reached it."""
         if any(name in group for group in self._groups):
             self._held.clear()
+            give_back()
             while name not in (group := self._groups.pop(0)):
                 pass
             self._held = self._take(group)
+        give_back()
         return self._held.pop(name, None)
 
     def __call__(self, name: str) -> Gram | None:
