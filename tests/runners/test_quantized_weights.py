@@ -90,7 +90,7 @@ FORMS = {
     "mxfp4": fp4,
     "nvfp4": lambda w: fp4(w, nv=True),
 }
-ROUNDING = ("int8", "fp8", "block_fp8")  # activations too, but for float32
+ROUNDING = ("int8", "fp8", "block_fp8")  # activations too; on a CPU block_fp8 only where memory is short
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def _distance(a: np.ndarray, b: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [f for f in FORMS if f not in ("int8", "fp8")])
 def test_float32_runs_the_dequantized_model(family, form, logits):
     convert = FORMS[form]
     expected, _ = logits(family, lambda w: Dense(convert(w).dequantize()), "float32")
@@ -141,14 +141,15 @@ def test_weights_kept_packed_give_the_same(family, form, logits, monkeypatch):
     assert packed.memory().weights < dense.memory().weights
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("form, error", [("int8", 0.08), ("fp8", 0.2), ("block_fp8", 0.2)])
-def test_w8a8_rounds_activations_too(form, error, logits, monkeypatch):
+def test_w8a8_rounds_activations_too(form, error, dtype, logits, monkeypatch):
     monkeypatch.setattr(module, "free_host_bytes", lambda: 1 << 10)
     convert = FORMS[form]
-    weights_alone, _ = logits("llama", lambda w: Dense(convert(w).dequantize()), "bfloat16")
-    found, runner = logits("llama", convert, "bfloat16")
-    assert 0 < _distance(found, weights_alone) < error
-    assert runner.memory().weights < 60000 * 2 + 320 * 64 * 2 * 2
+    weights_alone, _ = logits("llama", lambda w: Dense(convert(w).dequantize()), dtype)
+    found, runner = logits("llama", convert, dtype)
+    assert 1e-3 < _distance(found, weights_alone) < error
+    assert runner.memory().weights < 60000 * 2 + 320 * 64 * 2 * (4 if dtype == "float32" else 2)
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
@@ -185,11 +186,12 @@ def test_experts_in_tiles_run_together(logits, monkeypatch):
 
 
 def test_mixed_forms_in_one_layer(logits):
+    exact = [convert for form, convert in FORMS.items() if form not in ("int8", "fp8")]
     seen: list[int] = []
 
     def convert(w):
         seen.append(0)
-        return list(FORMS.values())[len(seen) % len(FORMS)](w)
+        return exact[len(seen) % len(exact)](w)
 
     def dense(w):
         return Dense(convert(w).dequantize())

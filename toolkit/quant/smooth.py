@@ -22,6 +22,7 @@ from toolkit.quant.result import LinearReport, Made, Method, relative_error, sta
 from toolkit.quant.sites import RowFold, Site
 from toolkit.quant.statistics import Gram
 
+TINY = 1e-12  # of a squared error, where logarithms are taken
 STRENGTHS = tuple(i / 20 for i in range(21))
 QUANT_DTYPES = {
     "int8": torch.int8,
@@ -100,11 +101,14 @@ def smoothing_scale(absmax: Tensor, largest: Tensor, strength: float) -> Tensor:
 
 
 def _loss(weight: Tensor, sample: Tensor, exact: Tensor, channels: Tensor, quant_dtype: torch.dtype) -> float:
-    """Squared output error of ``weight`` [out, n] on ``sample`` [rows, n] once inputs are divided by ``channels``.
-    ``exact``: the outputs without rounding, [rows, out]."""
+    """Output error of ``weight`` [out, n] on ``sample`` [rows, n] once inputs are divided by ``channels``: the mean over
+    rows of the logarithm of the relative squared error. A few tokens (the first of a text above all) have inputs a
+    hundred times larger than others; by the plain sum they alone would decide. ``exact``: the outputs without rounding,
+    [rows, out]."""
     codes = quantize_rows(weight * channels, quant_dtype).dequantize().to(weight.device)
     rounded = round_tokens(sample / channels, quant_dtype)
-    return float((product(rounded, codes) - exact).square().sum())
+    lost = (product(rounded, codes) - exact).square().sum(-1) / exact.square().sum(-1).clamp(min=TINY)
+    return float(lost.clamp(min=TINY).log().mean())
 
 
 def quantize_rows(weight: Tensor, quant_dtype: torch.dtype) -> ChannelInt8 | Fp8:
