@@ -88,7 +88,7 @@ def run(
     console = stderr()
     with console.status(f"Loading {model}"):
         # what is to be said about loading is said below, in plain lines
-        adapter = next(iter(getattr(config, "adapters", None) or {}), None)
+        adapter = next(iter(config.adapters or {}), None)
         pipe = Pipeline(
             model,
             config,

@@ -76,7 +76,7 @@ class EngineFlags:
     ] = 8192
     adapters: Annotated[
         list[str] | None,
-        _flag("--adapters", help="NAME=PATH of a LoRA adapter (directory or hub id); repeatable. pytorch alone."),
+        _flag("--adapters", help="NAME=PATH of a LoRA adapter (directory or hub id); repeatable."),
     ] = None
     revision: Annotated[str | None, _flag("--revision", help="Branch, tag or commit on the hub.")] = None
     download_dir: Annotated[str | None, _flag("--download-dir", help="Where downloads go.")] = None
@@ -119,13 +119,9 @@ class EngineFlags:
         count = self.cache_max_entry_count
         if count is not None:
             common["cache_max_entry_count"] = int(count) if count > 1 and count == int(count) else count
-        adapters = read_adapters(self.adapters or [])
-        if adapters and self.backend == "turbomind":
-            raise UsageError("--adapters: the turbomind backend runs none; leave --backend out, or use pytorch")
-        if self.backend == "pytorch" or adapters:
-            return PytorchEngineConfig(
-                block_size=self.cache_block_seq_len, device_type=self.device, adapters=adapters, **common
-            )
+        common["adapters"] = read_adapters(self.adapters or [])
+        if self.backend == "pytorch":
+            return PytorchEngineConfig(block_size=self.cache_block_seq_len, device_type=self.device, **common)
         if self.backend in (None, "turbomind"):
             return TurbomindEngineConfig(cache_block_seq_len=self.cache_block_seq_len, device=self.device, **common)
         raise UsageError(f"--backend: expected turbomind or pytorch, found {self.backend!r}")

@@ -80,7 +80,6 @@ def test_prefix_caching_flags_that_contradict_each_other() -> None:
     [
         (["--adapters", "a=x", "--adapters", "b"], ("--adapters", "NAME=PATH", "'b'")),
         (["--adapters", "a=x", "--adapters", "a=y"], ("--adapters", "'a' twice")),
-        (["--adapters", "a=x", "--backend", "turbomind"], ("--adapters", "turbomind")),
         (["--adapters", "a=nosuch/dir/x"], ("adapters: a:", "nosuch/dir/x")),
     ],
 )

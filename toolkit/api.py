@@ -303,7 +303,7 @@ class Pipeline:
 
     def _check_adapter(self, name: str) -> None:
         if name not in self.engine.adapters:
-            known = ", ".join(self.engine.adapters) or "none: give PytorchEngineConfig(adapters={name: path})"
+            known = ", ".join(self.engine.adapters) or "none: give the engine config adapters={name: path}"
             raise UsageError(f"adapter_name: expected one of the model's adapters ({known}), found {name!r:.80}")
 
     def _check_open(self) -> None:

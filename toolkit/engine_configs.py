@@ -75,6 +75,8 @@ class TurbomindEngineConfig:
     ``cache_max_entry_count``: share of free memory for the KV cache, or (an integer) its number of blocks.
     ``device``: "auto", "cpu", "cuda" or "cuda:N". ``threads``: CPU threads, None = all. ``enable_metrics``: whether a
     server of this engine offers /metrics. ``load_format``: "dummy" reads config.json alone and makes random weights.
+    ``adapters`` (LMDeploy has it for ``pytorch`` alone): names of LoRA adapters and where they are, a directory or hub
+    id in PEFT's format each; on a CPU the torch runner runs them.
     """
 
     dtype: str = "auto"
@@ -109,9 +111,11 @@ class TurbomindEngineConfig:
     communicator: str = field(default="nccl", metadata=_FIXED)
     empty_init: bool = field(default=False, metadata=_FIXED)
     language_model_only: bool = field(default=False, metadata=_FIXED)
+    adapters: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
         _check_engine(self, "cache_block_seq_len")
+        _check_adapters(self.adapters)
         number("rope_scaling_factor", self.rope_scaling_factor, 0, 1e4)
 
     @property

@@ -147,8 +147,17 @@ class PackedLinear:
     machine: Machine
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-        on = {"workspace": self.workspace, "machine": self.machine, "dependent": self.machine.dependent}
-        return linear(x, self.weight, self.bias, residual, out=out, **on)
+        workspace, machine = self.workspace, self.machine
+        return linear(
+            x,
+            self.weight,
+            self.bias,
+            residual,
+            out=out,
+            workspace=workspace,
+            machine=machine,
+            dependent=machine.dependent,
+        )
 
 
 def prepare(

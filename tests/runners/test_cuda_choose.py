@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,19 +14,41 @@ from toolkit.runners import choose
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
 from toolkit.runners.cuda import support as module
+from toolkit.runners.torch import device as device_module
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """``gpu(capability=…, count=…)``: torch sees such GPUs; kernels pass their self-test, but those in ``failing``."""
+    """``gpu(*capabilities, failing=…)``: torch sees such GPUs; kernels pass their self-test, but those in ``failing``.
 
-    def pretend(capability=(9, 0), count=1, failing=()):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA Something")
-        tested = lambda op, implementation, target: "failed its self-test: x" if op.name in failing else None  # noqa: E731
+    Returns a list of (current device, capability) that self-tests ran with.
+    """
+
+    def pretend(*capabilities, failing=()):
+        found, current, ran = capabilities or ((9, 0),), [0], []
+
+        @contextmanager
+        def device(which):
+            current.append(torch.device(which).index)
+            yield
+            current.pop()
+
+        def at(device=None):
+            return 0 if device is None else device if isinstance(device, int) else torch.device(device).index or 0
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found))
+        monkeypatch.setattr(torch.cuda, "device", device)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: found[at(device)])
+        names = {(7, 5): "NVIDIA T4", (8, 0): "NVIDIA A100", (9, 0): "NVIDIA H200"}
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: names[found[at(device)]])
+
+        def tested(op, implementation, target):
+            ran.append((current[-1], target.capability))
+            return "failed its self-test: x" if op.name in failing else None
+
         monkeypatch.setattr(module.registry, "tested", tested)
+        return ran
 
     return pretend
 
@@ -42,16 +66,62 @@ def test_a_gpu_that_runs_everything_gives_no_reason(gpu, tiny_models):
 @pytest.mark.parametrize(
     "setting, options, said",
     [
-        ({"capability": (7, 5)}, {}, "needs compute capability 8.0 or newer, NVIDIA Something has 7.5"),
-        ({}, {"device": "cuda:3"}, "there are 1 GPUs, counted from 0"),
-        ({"failing": ("rope_kv_write",)}, {}, "its rope_kv_write kernel failed its self-test: x"),
-        ({"failing": ("paged_attention",)}, {}, "its paged_attention kernel failed its self-test: x"),
+        ([(7, 5)], {}, "needs compute capability 8.0 or newer, NVIDIA T4 has 7.5"),
+        ([(7, 5), (9, 0)], {}, "NVIDIA T4 has 7.5 (but cuda:1 would do: --device)"),
+        ([(9, 0)], {"device": "cuda:3"}, "there are 1 GPUs, counted from 0 (CUDA_VISIBLE_DEVICES='2')"),
+        ("rope_kv_write", {}, "its rope_kv_write kernel failed its self-test: x"),
+        ("paged_attention", {}, "its paged_attention kernel failed its self-test: x"),
     ],
 )
-def test_what_is_missing_is_said_in_one_line(setting, options, said, gpu, tiny_models):
-    gpu(**setting)
+def test_what_is_missing_is_said_in_one_line(setting, options, said, gpu, tiny_models, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    if isinstance(setting, str):
+        gpu(failing=(setting,))
+    else:
+        gpu(*setting)
     reason = _reason(tiny_models, **options)
     assert said in reason and "\n" not in reason
+
+
+def test_kernels_are_tried_on_the_gpu_that_is_to_run_them(gpu, tiny_models):
+    ran = gpu((8, 0), (9, 0))
+    assert _reason(tiny_models, device="cuda:1") is None
+    assert ran and set(ran) == {(1, 90)}
+
+
+@pytest.mark.parametrize(
+    "capabilities, asked, index, said",
+    [
+        (
+            [(8, 0), (9, 0), (8, 0)],
+            "cuda",
+            0,
+            "cuda:0 (NVIDIA A100, compute capability 8.0) runs the model, not cuda:1 (",
+        ),
+        ([(8, 0), (9, 0)], "cuda:1", 1, None),  # somebody chose
+        ([(8, 0), (8, 0)], "auto", 0, None),
+    ],
+)
+def test_gpus_of_several_kinds_are_told_apart(capabilities, asked, index, said, gpu):
+    gpu(*capabilities)
+    notes = device_module.mixed_gpus(asked, torch.device("cuda", index))
+    assert len(notes) == (said is not None) and all(n.startswith(said) and "A100), cuda:2" not in n for n in notes)
+    assert device_module.mixed_gpus(asked, torch.device("cpu")) == []
+
+
+@pytest.mark.parametrize(
+    "target, said",
+    [
+        ("cuda-sm90", "weights packed for cuda-sm90 run on this GPU of compute capability 8.0: both are packed alike"),
+        ("cuda-sm80", None),
+        ("cpu", "weights packed for cpu are unpacked for this GPU: `tool convert --target cuda-sm80` loads faster"),
+        ("torch", None),
+        (None, None),
+    ],
+)
+def test_artifacts_of_other_targets_run_with_a_notice(target, said, gpu):
+    gpu((8, 0))
+    assert choose._packed_elsewhere(target, "cuda:0") == ([] if said is None else [said])
 
 
 def test_heads_that_no_kernel_takes_are_named(gpu, tiny_models):
@@ -89,7 +159,10 @@ def answers(monkeypatch):
     from toolkit.runners.native import runner as native_runner
 
     def set_up(reason, likely=True):
-        record = lambda name: lambda spec, weights, options: SimpleNamespace(name=name, notes=["a note"])  # noqa: E731
+        def record(name):
+            facts = {"name": name, "notes": ["a note"], "device": "cuda:0"}
+            return lambda spec, weights, options, **more: SimpleNamespace(**facts, **more)
+
         monkeypatch.setattr(choose, "gpu_is_likely", lambda: likely)
         monkeypatch.setattr(choose, "cuda_unsupported", lambda opened, options: reason)
         monkeypatch.setattr(choose, "native_unsupported", lambda opened, options: None)
@@ -113,6 +186,17 @@ def test_the_gpu_runs_what_it_can(device, reason, likely, name, said, answers, t
     answers(reason, likely)
     runner, note = open_runner(tiny_models("llama"), backend=None, options=RunnerOptions(device=device))
     assert runner.name == name and note.startswith(said) and bool(note) == bool(said)
+
+
+def test_adapters_run_on_the_gpu_and_by_torch_on_the_cpu(answers, tiny_models, monkeypatch):
+    answers(None)
+    monkeypatch.setattr(choose, "_read_adapters", lambda opened, options: ["one"])
+    monkeypatch.setattr("toolkit.runners.torch.runner.TorchRunner", lambda *a: SimpleNamespace(name="torch", notes=[]))
+    options = RunnerOptions(device="cuda", adapters=(("a", "x"),))
+    assert open_runner(tiny_models("llama"), backend=None, options=options)[0].adapters == ["one"]
+    runner, note = open_runner(tiny_models("llama"), backend=None, options=replace(options, device="cpu"))
+    assert runner.name == "torch"
+    assert note == "turbomind's native runner does not run here: it runs no LoRA adapters; the torch runner stands in"
 
 
 def test_torch_stands_in_on_a_gpu_that_the_native_runner_cannot_use(answers, tiny_models, monkeypatch):

@@ -71,7 +71,7 @@ class AsyncEngine:
             raise UsageError(f"backend: expected turbomind or pytorch, found {backend!r}")
         tell = progress or log.info
         setup = find(str(model), backend_config, backend)
-        adapters = tuple(getattr(setup.config, "adapters", None) or ())
+        adapters = tuple(setup.config.adapters or ())
         engine = cls(Tokenizer.open(setup.tokenizer_dir), _name_of(str(model)), adapters)
         if process:
             loop = ProcessLoop(setup, engine._deliver, engine._lost, tell)

@@ -88,7 +88,7 @@ def find(model: str, config: EngineConfig | None, backend: Backend | None) -> Se
         backend = "pytorch" if isinstance(config, PytorchEngineConfig) else "turbomind"
     _check_tp(config)
     path = resolve_model(model, revision=config.revision, download_dir=config.download_dir)
-    if isinstance(config, PytorchEngineConfig) and config.adapters:
+    if config.adapters:
         found = {name: str(_adapter_path(name, where)) for name, where in config.adapters.items()}
         config = replace(config, adapters=found)
     return Setup(path, tokenizer_dir(path), config, backend)
@@ -142,7 +142,7 @@ def start(setup: Setup, tokenizer: Tokenizer | None, progress: Progress) -> tupl
         quant_policy=config.quant_policy,
         block_size=config.block_size if isinstance(config, PytorchEngineConfig) else config.cache_block_seq_len,
         threads=config.threads or 0,
-        adapters=tuple((getattr(config, "adapters", None) or {}).items()),
+        adapters=tuple((config.adapters or {}).items()),
     )
     runner, note = open_runner(
         setup.path,

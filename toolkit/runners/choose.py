@@ -181,30 +181,42 @@ def _native_runner(opened: Opened, options: RunnerOptions, told: bool) -> tuple[
     ``told``: the user asked for it, and so hears where it cannot be.
     """
     why = ""
-    if options.adapters:
-        return None, "LoRA adapters: the torch runner runs them"
     if options.device.startswith("cuda") or (options.device == "auto" and gpu_is_likely()):
         reason = cuda_unsupported(opened, options)
         if reason is None:
             from toolkit.runners.cuda.runner import CudaRunner
 
-            gpu = CudaRunner(opened.spec, _canonical(opened), options)
-            return gpu, "; ".join(gpu.notes)
+            gpu = CudaRunner(opened.spec, _canonical(opened), options, adapters=_read_adapters(opened, options))
+            return gpu, "; ".join([*_packed_elsewhere(opened.target, gpu.device), *gpu.notes])
         import torch
 
         if options.device != "auto" or torch.cuda.is_available():
             return None, f"turbomind's native runner does not run on this GPU: {reason}; the torch runner stands in"
         why = f"the GPU is not used: {reason}; the CPU runs the model"
-    reason = native_unsupported(opened, options)
+    reason = "it runs no LoRA adapters" if options.adapters else native_unsupported(opened, options)
     if reason is None:
         from toolkit.runners.native.runner import NativeRunner
 
         if opened.target is not None and opened.target.startswith("cuda-"):
             why = why or f"weights packed for {opened.target} are packed anew for this CPU"
         return NativeRunner(opened.spec, opened.weights, options), why
-    if told:
+    if told or options.adapters:
         why = f"turbomind's native runner does not run here: {reason}; the torch runner stands in"
     return None, why
+
+
+def _packed_elsewhere(target: str | None, device: str) -> list[str]:
+    """One line where an artifact was packed for something else than the GPU ``device``, and what becomes of it."""
+    if target == "cpu":
+        return ["weights packed for cpu are unpacked for this GPU: `tool convert --target cuda-sm80` loads faster"]
+    if target is None or not target.startswith("cuda-sm"):
+        return []
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device)
+    if int(target.removeprefix("cuda-sm")) <= 10 * major + minor:
+        return []
+    return [f"weights packed for {target} run on this GPU of compute capability {major}.{minor}: both are packed alike"]
 
 
 def _read_adapters(opened: Opened, options: RunnerOptions) -> list[dict[str, LowRank]]:

@@ -7,9 +7,11 @@ import numpy as np
 from toolkit.runners.step import SamplingBatch, StepBatch
 
 
-def idle_batch(sequences: int, new: int, length: int, spare: tuple[int, ...], block_size: int) -> StepBatch:
+def idle_batch(
+    sequences: int, new: int, length: int, spare: tuple[int, ...], block_size: int, adapter: int = -1
+) -> StepBatch:
     """``new`` tokens for each of ``sequences`` that then have ``length``, drawn greedily; all of their blocks are the
-    spare one of each group.
+    spare one of each group. ``adapter``: of all of them.
     """
     total, last = sequences * new, np.arange(1, sequences + 1, dtype=np.int32) * new
     positions = np.tile(np.arange(length - new, length), sequences)
@@ -24,7 +26,7 @@ def idle_batch(sequences: int, new: int, length: int, spare: tuple[int, ...], bl
         block_tables=tuple(np.full((sequences, entries), block, np.int32) for block in spare),
         slot_mapping=tuple(block * block_size + positions % block_size for block in spare),
         rope_set=np.zeros(sequences, np.int8),
-        adapter=np.full(sequences, -1, np.int32),
+        adapter=np.full(sequences, adapter, np.int32),
         sample_index=last - 1,
         sampling=_greedy(sequences),
         logits_index=none,

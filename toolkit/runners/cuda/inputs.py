@@ -16,6 +16,7 @@ from toolkit.runners.cuda.attention import Cut, Heads, cut_decode
 from toolkit.runners.cuda.draws import columns
 from toolkit.runners.step import StepBatch
 
+ADAPTER = "adapter"  # the array of tokens' adapters, where there is one
 LEAST_TABLE = 16  # entries of the shortest block tables that graphs have
 
 Kind = tuple[int, int | None]  # cache group, window
@@ -25,13 +26,14 @@ Kind = tuple[int, int | None]  # cache group, window
 class GraphKey:
     """What a graph is captured for: sequences, entries of a block table, tiles of attention by kind and heads.
 
-    ``draws``: it ends with tokens, not with logits.
+    ``draws``: it ends with tokens, not with logits. ``adapted``: some tokens may have adapters.
     """
 
     rows: int
     table: int
     tiles: tuple[tuple[Kind, Heads, int], ...]
     draws: bool
+    adapted: bool
 
 
 def graph_rows(sequences: int) -> int:
@@ -47,9 +49,11 @@ def power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def token_arrays(batch: StepBatch, spec: DecoderSpec, rope_offset: int) -> dict[str, np.ndarray]:
+def token_arrays(
+    batch: StepBatch, spec: DecoderSpec, rope_offset: int, adapters: np.ndarray | None
+) -> dict[str, np.ndarray]:
     """Of each token: id, source, row of the rope tables (``rope_offset``: rows from short to long frequencies), slot in
-    each group.
+    each group, and its adapter where ``adapters`` (int32 [T]) are given.
     """
     rope_set = np.repeat(batch.rope_set, np.diff(batch.cu_seqlens)).astype(np.int64)
     arrays = {
@@ -59,7 +63,7 @@ def token_arrays(batch: StepBatch, spec: DecoderSpec, rope_offset: int) -> dict[
     }
     for group in range(len(spec.cache_groups)):
         arrays[f"slots{group}"] = batch.slot_mapping[group]
-    return arrays
+    return arrays if adapters is None else arrays | {ADAPTER: adapters}
 
 
 def table_arrays(batch: StepBatch) -> dict[str, np.ndarray]:
@@ -96,7 +100,7 @@ class DecodeArrays:
         """The least graph that holds the step."""
         width = max(a.shape[1] for name, a in self.arrays.items() if name.startswith("table"))
         tiles = tuple((kind, heads, power_of_2(max(len(c.items), self.rows))) for (kind, heads), c in self.cuts.items())
-        return GraphKey(self.rows, max(LEAST_TABLE, power_of_2(width)), tiles, self.draws)
+        return GraphKey(self.rows, max(LEAST_TABLE, power_of_2(width)), tiles, self.draws, ADAPTER in self.arrays)
 
     def padded(self, key: GraphKey) -> dict[str, np.ndarray]:
         """All arrays in the shapes of ``key``."""
@@ -125,14 +129,15 @@ def decode_arrays(
     rope_offset: int,
     tile_rows: dict[Kind, dict[Heads, int]],
     draws: bool,
+    adapters: np.ndarray | None,
 ) -> DecodeArrays:
     """A decode step, padded to ``graph_rows``. ``spare``: of each group the block for what pads; ``tile_rows``: rows of
-    a tile of attention by kind and heads, as far as known.
+    a tile of attention by kind and heads, as far as known; ``adapters``: see ``token_arrays``.
     """
     n = len(batch.seq_lens)
     rows = graph_rows(n)
-    arrays = token_arrays(batch, spec, rope_offset) | (columns(batch.sampling) if draws else {})
-    fills = {"source": -1} | {f"slots{g}": block * block_size for g, block in enumerate(spare)}
+    arrays = token_arrays(batch, spec, rope_offset, adapters) | (columns(batch.sampling) if draws else {})
+    fills = {"source": -1, ADAPTER: -1} | {f"slots{g}": block * block_size for g, block in enumerate(spare)}
     arrays = {name: _pad(a, rows, fills.get(name, 0)) for name, a in arrays.items()}
     for group, table in enumerate(batch.block_tables):
         arrays[f"table{group}"] = _pad(table, rows, spare[group])

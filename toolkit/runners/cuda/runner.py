@@ -20,13 +20,14 @@ from toolkit.runners.base import QUANT_POLICIES, MemoryNeed, RunnerError, Runner
 from toolkit.runners.cuda import memory
 from toolkit.runners.cuda.device import CudaDevice, Device
 from toolkit.runners.cuda.steps import Steps
-from toolkit.runners.cuda.weights import first_linear, stored_dtype
 from toolkit.runners.step import StepBatch
 from toolkit.runners.torch.build import build_decoder
 from toolkit.runners.torch.cache import KVCache, block_bytes, cache_traits
 from toolkit.runners.torch.decoder import Decoder, Moe
-from toolkit.runners.torch.device import find_device, find_dtype
+from toolkit.runners.torch.device import find_device, find_dtype, mixed_gpus, on_device
+from toolkit.runners.torch.footprint import activation_bytes, first_linear, stored_dtype, weight_bytes
 from toolkit.runners.torch.linear import Placement
+from toolkit.runners.torch.lora import Adapters, AdapterStep
 from toolkit.runners.torch.ops import Ops, choose_ops
 from toolkit.runners.torch.output import Failed
 
@@ -37,8 +38,8 @@ class CudaRunner:
     """Executes a spec on a GPU; implements ``toolkit.runners.base.Runner``.
 
     ``weights``: called at every load; names as ``canonical_weights`` gives them. ``device`` and ``ops`` are found from
-    ``options`` where they are not given. ``notes``: what "auto" became. Raises UsageError for a device, dtype or
-    quant_policy that cannot be.
+    ``options`` where they are not given. ``adapters``: what ``StepBatch.adapter`` counts, by canonical names of
+    linears. ``notes``: what "auto" became. Raises UsageError for a device, dtype or quant_policy that cannot be.
     """
 
     name = "native"
@@ -51,18 +52,24 @@ class CudaRunner:
         options: RunnerOptions,
         device: Device | None = None,
         ops: Ops | None = None,
+        adapters: Adapters = (),
     ) -> None:
         if options.quant_policy not in QUANT_POLICIES:
             raise UsageError(f"quant_policy: expected 0, 4, 8, 16 or 17, found {options.quant_policy!r}")
         self.spec, self.options = spec, options
         self._weights = weights
+        self._adapters, self._adapter_step = adapters, AdapterStep(len(adapters))
         self._on = device or CudaDevice(find_device("cuda" if options.device == "auto" else options.device))
         stored = weights()
         self._dtype = find_dtype(options.dtype, stored_dtype(stored[spec.embed]), self._on.torch)
         self.device, self.dtype = str(self._on.torch), str(self._dtype).removeprefix("torch.")
         self._sample = first_linear(spec, stored)
-        self._ops = ops or self._choose_ops()
+        self._place = Placement(self._on.torch, self._dtype, False)
+        self._weight_bytes = weight_bytes(spec, stored, self._place, adapters)
+        with on_device(self._on.torch):
+            self._ops = ops or self._choose_ops()
         self.notes = [f"dtype auto is {self.dtype}"] if options.dtype == "auto" else []
+        self.notes += mixed_gpus(options.device, self._on.torch)
         self._decoder: Decoder | None = None
         self._cache: KVCache | None = None
         self._steps: Steps | None = None  # where there are weights and a cache
@@ -79,11 +86,11 @@ class CudaRunner:
         """What weights, activations and blocks take, and what is free beside CUDA's and attention's own needs."""
         size, policy, loaded = self.options.block_size, self.options.quant_policy, self._decoder is not None
         blocks = block_bytes(self.spec, size, policy, self._dtype)
-        weights = memory.weight_bytes(self.spec, self._sample, self._dtype)
+        weights = self._weight_bytes
         free, _ = self._on.memory()
         rest = max(0, free - (0 if loaded else weights))
         own = memory.CONTEXT_BYTES + memory.attention_bytes(self.spec, blocks, size, rest)
-        activations = memory.activation_bytes(self.spec, self._dtype)
+        activations = activation_bytes(self.spec, self._dtype.itemsize)
         return MemoryNeed(weights, activations, blocks, free - min(own, rest // 4), loaded)
 
     # -- weights and cache
@@ -92,10 +99,11 @@ class CudaRunner:
         """Build the model; does nothing where it is there. Raises RunnerError where memory runs out."""
         if self._decoder is not None:
             return
-        place = Placement(self._on.torch, self._dtype, False, self._dtype == torch.float32)
         with torch.inference_mode(), self._on.working():
             try:
-                self._decoder = build_decoder(self.spec, self._weights(), place, self._ops)
+                self._decoder = build_decoder(
+                    self.spec, self._weights(), self._place, self._ops, self._adapters, self._adapter_step
+                )
             except self._on.trouble() as error:
                 raise RunnerError(self._out_of_memory("while loading weights")) from error
 
@@ -138,7 +146,7 @@ class CudaRunner:
             graphs = not any(isinstance(s.mixer, Moe) and s.mixer.experts for s in self._decoder.steps)
             if not graphs:
                 log.warning("experts of a form that no kernel runs together: decode steps run kernel by kernel")
-            self._steps = Steps(self.spec, self._decoder, self._cache, self._on, graphs)
+            self._steps = Steps(self.spec, self._decoder, self._cache, self._on, graphs, self._adapter_step)
         return self._steps
 
     # -- steps

@@ -16,6 +16,7 @@ from toolkit.runners.cuda.device import Device
 from toolkit.runners.cuda.draws import plain
 from toolkit.runners.cuda.idle import idle_batch
 from toolkit.runners.cuda.inputs import (
+    ADAPTER,
     DecodeArrays,
     GraphKey,
     Kind,
@@ -36,6 +37,7 @@ from toolkit.runners.torch.cache import KVCache, movable
 from toolkit.runners.torch.checks import check_batch, check_sampling
 from toolkit.runners.torch.context import StepContext
 from toolkit.runners.torch.decoder import Decoder
+from toolkit.runners.torch.lora import AdapterStep
 
 MOST_SAMPLED = 8192  # rows whose tokens the next step may refer to
 WARM_LENGTHS = (256, 512, 1024, 2048, 4096)  # tokens beyond which there are graphs from the start, with more tiles
@@ -46,10 +48,21 @@ Plans = dict[Kind, AttentionPlan]
 
 
 class Steps:
-    """One model and one cache at work. ``graphs``: whether decode steps may be captured."""
+    """One model and one cache at work. ``graphs``: whether decode steps may be captured; ``adapters``: what the
+    decoder's linears ask for the step's adapters.
+    """
 
-    def __init__(self, spec: DecoderSpec, decoder: Decoder, cache: KVCache, device: Device, graphs: bool) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        decoder: Decoder,
+        cache: KVCache,
+        device: Device,
+        graphs: bool,
+        adapters: AdapterStep,
+    ) -> None:
         self.spec, self.decoder, self.cache, self.device = spec, decoder, cache, device
+        self.adapters = adapters
         self.graphs = Graphs(device, self._decode_body, enabled=graphs)
         self._rope = RopeTables({a.rope for _, a in spec.attention_layers() if a.rope is not None}, device.torch)
         self._tile_rows: dict[Kind, dict[Heads, int]] = {(a.group, a.window): {} for _, a in spec.attention_layers()}
@@ -75,16 +88,19 @@ class Steps:
 
     def warm_up(self, most: int, length: int) -> None:
         """Compile the kernels of sequences up to ``length`` and capture decode steps of up to ``most``, large ones
-        first: smaller ones then fit the memory of their pool.
+        first: smaller ones then fit the memory of their pool. Where there are adapters, those of short sequences once
+        more with them.
         """
         self._reach(length - 1)
         spare, size = self.cache.num_blocks, self.cache.block_size
-        self._mixed(idle_batch(1, size, size, spare, size))
-        self._decode(idle_batch(1, 1, 1, spare, size))
+        adapters = (-1, 0) if self.adapters.count else (-1,)
+        for adapter in adapters:
+            self._mixed(idle_batch(1, size, size, spare, size, adapter))
+            self._decode(idle_batch(1, 1, 1, spare, size, adapter))
         for rows in sorted({graph_rows(n) for n in range(1, min(most, MOST_SAMPLED) + 1)}, reverse=True):
             beyond = (n + 1 for n in WARM_LENGTHS if n < length and (rows <= FEW_ROWS or n <= MANY_LENGTH))
-            for total in (1, *beyond):
-                _, capture = self._decode(idle_batch(rows, 1, total, spare, size))
+            for total, adapter in (*((1, a) for a in adapters), *((n, -1) for n in beyond)):
+                _, capture = self._decode(idle_batch(rows, 1, total, spare, size, adapter))
                 if capture is not None:
                     capture()
         self._sampled = 0
@@ -95,7 +111,8 @@ class Steps:
             self.graphs.clear()
 
     def _check(self, batch: StepBatch) -> None:
-        check_batch(batch, self.spec, self.cache.num_blocks, self.cache.block_size, self._sampled)
+        blocks, size, adapters = self.cache.num_blocks, self.cache.block_size, self.adapters.count
+        check_batch(batch, self.spec, blocks, size, self._sampled, adapters)
         check_sampling(batch, self.spec.vocab_size)
         if len(batch.sample_index) > MOST_SAMPLED:
             raise RunnerError(f"sample_index: expected at most {MOST_SAMPLED} rows, found {len(batch.sample_index)}")
@@ -117,7 +134,8 @@ class Steps:
         """One token for every sequence: (results on the device, what captures the step afterwards)."""
         n, draws = len(batch.seq_lens), plain(batch.sampling)
         spare, size = self.cache.num_blocks, self.cache.block_size
-        made = decode_arrays(batch, self.spec, spare, size, self._rope.offset, self._tile_rows, draws)
+        adapters = self.adapters.of_tokens(batch)
+        made = decode_arrays(batch, self.spec, spare, size, self._rope.offset, self._tile_rows, draws, adapters)
         logits, capture = self.graphs.run(made)
         if logits is None:
             return {"tokens": self._previous[:n], "best": self._best[:n]}, capture
@@ -144,7 +162,8 @@ class Steps:
 
     def _mixed(self, batch: StepBatch) -> dict[str, Tensor]:
         """Prompts, or rows that a graph does not return: kernel by kernel."""
-        arrays = token_arrays(batch, self.spec, self._rope.offset) | table_arrays(batch)
+        adapters = self.adapters.of_tokens(batch)
+        arrays = token_arrays(batch, self.spec, self._rope.offset, adapters) | table_arrays(batch)
         if batch.embeds is not None and len(batch.embed_index):
             arrays |= {"embeds": batch.embeds, "embed_index": batch.embed_index.astype(np.int64)}
         t = put(arrays, self.device)
@@ -172,6 +191,7 @@ class Steps:
         }
 
     def _layers(self, x: Tensor, t: dict[str, Tensor], plans: Plans, batch: StepBatch) -> tuple[Tensor, Tensor | None]:
+        self.adapters.use(t.get(ADAPTER), self.decoder.ops)
         slots = [t[f"slots{group}"] for group in range(len(self.spec.cache_groups))]
         context = StepContext(batch, self.cache, slots, self._rope.take(t["rope"]), dict(plans))
         return self.decoder.run(x, context)

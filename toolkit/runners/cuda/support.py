@@ -12,9 +12,9 @@ from toolkit.artifacts.canonical import Weight
 from toolkit.kernels import registry
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerOptions
-from toolkit.runners.cuda.weights import stored_dtype
 from toolkit.runners.torch.cache import cache_traits
-from toolkit.runners.torch.device import find_dtype, why_no_gpu
+from toolkit.runners.torch.device import capable_gpus, find_dtype, missing_gpu, on_device, why_no_gpu
+from toolkit.runners.torch.footprint import stored_dtype
 
 LEAST_CAPABILITY = 80
 NEEDED = ("paged_attention", "rope_kv_write")  # ops whose other implementations wait for the device
@@ -32,17 +32,22 @@ def unsupported(
     if (reason := why_no_gpu()) is not None:
         return reason
     try:
-        index = torch.device("cuda" if options.device == "auto" else options.device).index or 0
+        device = torch.device("cuda" if options.device == "auto" else options.device)
     except RuntimeError:
         return f"{options.device!r} names no device"
-    if index >= torch.cuda.device_count():
-        return f"there are {torch.cuda.device_count()} GPUs, counted from 0"
+    if (reason := missing_gpu(device)) is not None:
+        return reason
+    index = device.index or 0
     major, minor = torch.cuda.get_device_capability(index)
     capability = 10 * major + minor
     if capability < LEAST_CAPABILITY:
-        return f"it needs compute capability 8.0 or newer, {torch.cuda.get_device_name(index)} has {major}.{minor}"
-    dtype = find_dtype(options.dtype, stored_dtype(weights()[spec.embed]), torch.device("cuda"))
-    return kernels_missing(spec, options, dtype, capability, registry.tested)
+        better = ", ".join(f"cuda:{i}" for i in capable_gpus(LEAST_CAPABILITY))
+        hint = f" (but {better} would do: --device)" if better else ""
+        name = torch.cuda.get_device_name(index)
+        return f"it needs compute capability 8.0 or newer, {name} has {major}.{minor}{hint}"
+    dtype = find_dtype(options.dtype, stored_dtype(weights()[spec.embed]), device)
+    with on_device(torch.device("cuda", index)):
+        return kernels_missing(spec, options, dtype, capability, registry.tested)
 
 
 def kernels_missing(

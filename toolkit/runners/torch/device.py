@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from toolkit.errors import UsageError
@@ -21,9 +24,9 @@ def find_device(name: str) -> torch.device:
         reason = why_no_gpu()
         if reason is not None:
             raise UsageError(f"device: {name!r} asked for, but {reason}; use cpu or auto")
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            raise UsageError(f"device: {name!r} asked for, but there are {count} GPUs, counted from 0")
+        reason = missing_gpu(device)
+        if reason is not None:
+            raise UsageError(f"device: {name!r} asked for, but {reason}")
     elif device.type != "cpu":
         raise UsageError(f"device: expected auto, cpu, cuda or cuda:N, found {name!r}")
     return device
@@ -39,7 +42,46 @@ def why_no_gpu() -> str | None:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
         return f"torch cannot use a GPU here ({str(error).strip().splitlines()[0]})"
-    return "torch sees no GPU here"
+    return f"torch sees no GPU here{_visible()}"
+
+
+def _visible() -> str:
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return "" if shown is None else f" (CUDA_VISIBLE_DEVICES={shown!r})"
+
+
+def missing_gpu(device: torch.device) -> str | None:
+    """Why ``device``, a GPU by number, is not there, or None."""
+    count = torch.cuda.device_count()
+    return None if (device.index or 0) < count else f"there are {count} GPUs, counted from 0{_visible()}"
+
+
+def describe_gpu(index: int) -> str:
+    """Number, name and compute capability."""
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"cuda:{index} ({torch.cuda.get_device_name(index)}, compute capability {major}.{minor})"
+
+
+def capable_gpus(capability: int) -> list[int]:
+    """The GPUs of at least this compute capability, as 80 or 90."""
+    found = (torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
+    return [i for i, (major, minor) in enumerate(found) if 10 * major + minor >= capability]
+
+
+def mixed_gpus(asked: str, device: torch.device) -> list[str]:
+    """One line on the GPU that was taken where nobody named it and there are others of another kind."""
+    if device.type != "cuda" or ":" in asked:
+        return []
+    index = device.index or 0
+    kinds = {i: describe_gpu(i) for i in range(torch.cuda.device_count())}
+    mine = kinds[index].partition(" ")[2]
+    others = [text for i, text in kinds.items() if text.partition(" ")[2] != mine]
+    return [f"{kinds[index]} runs the model, not {', '.join(others)}: --device chooses"] if others else []
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Inside, a GPU ``device`` is the current one: kernels that are tried out run there and not on the first."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def bf16_is_native() -> bool:

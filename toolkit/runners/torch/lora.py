@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,12 +31,19 @@ class AdapterStep:
 
     def begin(self, batch: StepBatch, ops: Ops, device: torch.device) -> None:
         """Take what the step's sequences ask for."""
-        self.index = None
-        if self.count and (batch.adapter >= 0).any():
-            lengths = torch.from_numpy(batch.cu_seqlens).diff()
-            index = torch.from_numpy(batch.adapter).repeat_interleave(lengths)
-            self.index = index.to(device, torch.int32)
-            self.plan = ops.plan_lora and ops.plan_lora(self.index, self.count)
+        index = self.of_tokens(batch)
+        self.use(None if index is None else torch.from_numpy(index).to(device), ops)
+
+    def of_tokens(self, batch: StepBatch) -> np.ndarray | None:
+        """The adapter of each token, int32 [T], -1 for none; None where no token has one."""
+        if not self.count or not (batch.adapter >= 0).any():
+            return None
+        return np.repeat(batch.adapter, np.diff(batch.cu_seqlens)).astype(np.int32)
+
+    def use(self, index: Tensor | None, ops: Ops) -> None:
+        """Have the layers read ``index``, on their device."""
+        self.index = index
+        self.plan = None if index is None or ops.plan_lora is None else ops.plan_lora(index, self.count)
 
 
 @dataclass(frozen=True)

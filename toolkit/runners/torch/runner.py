@@ -10,8 +10,7 @@ from torch import Tensor
 
 from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, GroupInt, Weight
 from toolkit.errors import UsageError
-from toolkit.kernels.reference.linear import codes_per_byte
-from toolkit.models.spec import AttentionSpec, DecoderSpec, MlpSpec, MoeSpec
+from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import QUANT_POLICIES, MemoryNeed, RunnerError, RunnerOptions, StepHandle
 from toolkit.runners.host_memory import free_host_bytes
 from toolkit.runners.step import StepBatch
@@ -20,9 +19,10 @@ from toolkit.runners.torch.cache import KVCache, block_bytes, cache_traits
 from toolkit.runners.torch.checks import check_batch, check_sampling
 from toolkit.runners.torch.context import RopeTables, make_context
 from toolkit.runners.torch.decoder import Decoder
-from toolkit.runners.torch.device import find_device, find_dtype
+from toolkit.runners.torch.device import find_device, find_dtype, mixed_gpus, on_device
+from toolkit.runners.torch.footprint import activation_bytes, dense_bytes, first_linear, stored_dtype, weight_bytes
 from toolkit.runners.torch.linear import Placement, becomes_dense
-from toolkit.runners.torch.lora import Adapters, AdapterStep, adapter_bytes
+from toolkit.runners.torch.lora import Adapters, AdapterStep
 from toolkit.runners.torch.ops import Ops, choose_ops
 from toolkit.runners.torch.output import Failed, Produced, produce
 
@@ -53,17 +53,17 @@ class TorchRunner:
         self._adapters, self._adapter_step = adapters, AdapterStep(len(adapters))
         self._device = find_device(options.device)
         stored = weights()
-        self._dtype = find_dtype(options.dtype, _stored_dtype(stored[spec.embed]), self._device)
+        self._dtype = find_dtype(options.dtype, stored_dtype(stored[spec.embed]), self._device)
         self.device, self.dtype = str(self._device), str(self._dtype).removeprefix("torch.")
         for _, attention in spec.attention_layers():
             if options.quant_policy == 4 and attention.head_dim % 4:
                 dim = attention.head_dim
                 raise UsageError(f"quant_policy: 4 needs a head_dim in steps of 4, the model has {dim}; use 8")
-        sample = stored[spec.linears()[0].name]
-        assert not isinstance(sample, Tensor)
-        self._ops = self._choose_ops(sample)
+        sample = first_linear(spec, stored)
+        with on_device(self._device):
+            self._ops = self._choose_ops(sample)
         self._place = self._placement(sample)
-        self._weight_bytes = self._count_weights(sample)
+        self._weight_bytes = weight_bytes(spec, stored, self._place, adapters)
         self.notes = self._describe(sample)
         self._decoder: Decoder | None = None
         self._cache: KVCache | None = None
@@ -78,53 +78,22 @@ class TorchRunner:
         free = torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else free_host_bytes()
         blocks = block_bytes(self.spec, self.options.block_size, self.options.quant_policy, self._dtype)
         loaded = self._decoder is not None
-        return MemoryNeed(self._weight_bytes, self._activation_bytes(), blocks, free, loaded)
+        # norms and softmax make float32 copies
+        activations = activation_bytes(self.spec, max(self._dtype.itemsize, 4))
+        return MemoryNeed(self._weight_bytes, activations, blocks, free, loaded)
 
     def _placement(self, sample: Weight) -> Placement:
         """Integer weights become dense on a CPU where they then take at most half of the free memory."""
         dequantize = self._device.type == "cpu"
         if dequantize and isinstance(sample, (GroupInt, BlockFp8, Fp4)):
-            dense = self._dense_elements() * self._dtype.itemsize
-            dequantize = dense <= free_host_bytes() // 2
-        return Placement(self._device, self._dtype, dequantize, self._dtype == torch.float32)
-
-    def _dense_elements(self) -> int:
-        return sum(x.in_features * x.out_features for x in self.spec.linears())
-
-    def _count_weights(self, sample: Weight) -> int:
-        spec, size = self.spec, self._dtype.itemsize
-        outside = spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2)
-        if becomes_dense(sample, self._place):
-            inside = self._dense_elements() * size
-        elif isinstance(sample, GroupInt):
-            scale = sample.scales.element_size() + (1 if sample.minima is None else sample.minima.element_size())
-            each = 1 / codes_per_byte(sample.bits) + scale / sample.group_size
-            inside = int(self._dense_elements() * each)
-        elif isinstance(sample, Fp4):
-            inside = int(self._dense_elements() * (0.5 + 1 / sample.group_size))
-        else:
-            inside = self._dense_elements()
-        inside += adapter_bytes(self._adapters, size)
-        return inside + outside * size + 4 * sum(n.size for n in spec.norms())
-
-    def _activation_bytes(self) -> int:
-        """Widest moment of a layer, in the activations' dtype, with float32 copies of what norms and softmax touch."""
-        widest = 0
-        for layer in self.spec.layers:
-            for s in layer.sublayers:
-                m = s.mixer
-                if isinstance(m, AttentionSpec):
-                    widest = max(widest, (4 * m.heads + 4 * m.kv_heads) * m.head_dim)
-                elif isinstance(m, MlpSpec):
-                    widest = max(widest, 3 * m.up.out_features)
-                elif isinstance(m, MoeSpec):
-                    widest = max(widest, (3 * m.experts[0].up.out_features + 4 * self.spec.hidden_size) * m.top_k)
-        return (4 * self.spec.hidden_size + widest) * max(self._dtype.itemsize, 4)
+            dequantize = dense_bytes(self.spec, self._dtype) <= free_host_bytes() // 2
+        return Placement(self._device, self._dtype, dequantize)
 
     def _describe(self, sample: Weight) -> list[str]:
         notes = []
         if self.options.dtype == "auto":
             notes.append(f"dtype auto is {self.dtype}")
+        notes += mixed_gpus(self.options.device, self._device)
         if not isinstance(sample, Dense):
             held = "dequantized at load" if becomes_dense(sample, self._place) else "kept packed"
             notes.append(f"quantized weights are {held} ({self._weight_bytes / 2**20:.0f} MiB)")
@@ -141,7 +110,7 @@ class TorchRunner:
     def load_weights(self) -> None:
         """Build the model; does nothing where it is there. Raises RunnerError where a GPU's memory runs out."""
         if self._decoder is None:
-            with torch.inference_mode(), _memory_runs_out("while loading weights"):
+            with torch.inference_mode(), on_device(self._device), _memory_runs_out("while loading weights"):
                 self._decoder = build_decoder(
                     self.spec, self._weights(), self._place, self._ops, self._adapters, self._adapter_step
                 )
@@ -244,13 +213,3 @@ def _first_line(error: Exception) -> str:
     """What an exception says, without the lines of advice and traces that torch appends."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else "no reason given"
-
-
-def _stored_dtype(weight: Weight | Tensor) -> torch.dtype:
-    """The floating point type a weight was stored in; of a quantized one its scales', bfloat16 if that is no half."""
-    if isinstance(weight, Tensor):
-        return weight.dtype
-    if isinstance(weight, Dense):
-        return weight.weight.dtype
-    kept = isinstance(weight, GroupInt) and weight.scales.dtype == torch.float16
-    return torch.float16 if kept else torch.bfloat16

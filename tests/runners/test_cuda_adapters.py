@@ -1,0 +1,84 @@
+"""LoRA adapters in the runner for GPUs on a CPU, inside graphs, against the torch runner."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from toolkit.artifacts.adapter import read_adapter
+from toolkit.runners.base import RunnerError, RunnerOptions
+from toolkit.runners.choose import open_model
+from toolkit.runners.cuda.runner import CudaRunner
+from toolkit.runners.torch.runner import TorchRunner
+
+ALL = r"(?:[qkvo]|gate|up|down)_proj"
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_models, steps, support, tmp_path_factory):
+    """``pair()``: (driver over ours, the device, driver over the torch runner), both with the same two adapters."""
+    model, made, folder = tiny_models("llama"), support("adapters"), tmp_path_factory.mktemp("adapters")
+    opened, graphs = open_model(model), support("graphs")
+    paths = [
+        made.write_adapter(folder / "a", model, "q_proj|v_proj|down_proj", rank=3, seed=2),
+        made.write_adapter(folder / "b", model, ALL, rank=20, seed=3, use_rslora=True),
+    ]
+    adapters = [read_adapter(path, opened.spec, opened.stored) for path in paths]
+    options = RunnerOptions(
+        dtype="float32", block_size=16, device="cpu", adapters=tuple((p.name, str(p)) for p in paths)
+    )
+
+    def make():
+        device = graphs.CpuDevice()
+        ops = graphs.interpreted_ops("lora_shrink", "lora_expand")
+        runner = CudaRunner(opened.spec, opened.weights, options, device, ops, adapters=adapters)
+        oracle = TorchRunner(opened.spec, opened.weights, options, adapters)
+        return steps.Driver(device.watch(runner)), device, steps.Driver(oracle)
+
+    return make
+
+
+def _both(ours, oracle, new, adapter, want="last"):
+    adapter = np.array(adapter, np.int32)
+    found, expected = (d.step(dict(new), want, adapter=adapter) for d in (ours, oracle))
+    assert found.tokens.tolist() == expected.tokens.tolist()
+    np.testing.assert_allclose(found.logits, expected.logits, rtol=2e-4, atol=2e-4)
+    return found
+
+
+def test_steps_that_mix_adapters_run_in_one_graph_and_steps_without_in_another(pair):
+    ours, device, oracle = pair()
+    for driver in (ours, oracle):
+        driver.add(), driver.add(), driver.add()
+    rng = np.random.default_rng(0)
+    prompts = {n: rng.integers(3, 300, 5 + 7 * n).tolist() for n in range(3)}
+    _both(ours, oracle, prompts, [1, -1, 0], "all")
+    plain = _both(ours, oracle, {n: [7] for n in prompts}, [-1, -1, -1])
+    for adapter in ([1, -1, 0], [1, -1, 0], [-1, 1, -1], [0, 0, 1], [-1, -1, -1]):  # padded to four sequences
+        found = _both(ours, oracle, {n: [7] for n in prompts}, adapter)
+    keys = ours.runner._steps.graphs.keys()
+    assert sorted(key.adapted for key in keys) == [False, True]
+    assert device.captures == 2 and device.replays == 3
+    _both(ours, oracle, {n: [9] for n in prompts}, [1, -1, 0], "all")  # what the graphs wrote to the cache
+    assert plain.tokens.shape == found.tokens.shape
+
+
+def test_warm_up_captures_steps_with_adapters_too(pair):
+    ours, device, oracle = pair()
+    ours.runner.warm_up(2, 64)
+    assert device.captures == 4 and device.replays == 0  # 2 and 1 sequences, with adapters and without
+    assert [ours.add(), oracle.add()] == [0, 0]
+    _both(ours, oracle, {0: [3, 4, 5]}, [1])
+    for adapter in (1, -1, 0):
+        _both(ours, oracle, {0: [6]}, [adapter])
+    assert device.captures == 4 and device.replays == 3
+
+
+def test_memory_counts_adapters_and_an_unknown_one_fails_the_step(pair, tiny_models, support):
+    ours, _, oracle = pair()
+    opened, graphs = open_model(tiny_models("llama")), support("graphs")
+    options = RunnerOptions(dtype="float32", block_size=16, device="cpu")
+    bare = CudaRunner(opened.spec, opened.weights, options, graphs.CpuDevice(), graphs.interpreted_ops())
+    assert ours.runner.memory().weights == oracle.runner.memory().weights > bare.memory().weights
+    with pytest.raises(RunnerError, match=r"adapter: expected values in \[-1, 2\), found 2"):
+        ours.step({ours.add(): [5, 6]}, adapter=np.array([2], np.int32))
