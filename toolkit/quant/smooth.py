@@ -101,10 +101,10 @@ def smoothing_scale(absmax: Tensor, largest: Tensor, strength: float) -> Tensor:
 
 
 def _loss(weight: Tensor, sample: Tensor, exact: Tensor, channels: Tensor, quant_dtype: torch.dtype) -> float:
-    """Output error of ``weight`` [out, n] on ``sample`` [rows, n] once inputs are divided by ``channels``: the mean over
-    rows of the logarithm of the relative squared error. A few tokens (the first of a text above all) have inputs a
-    hundred times larger than others; by the plain sum they alone would decide. ``exact``: the outputs without rounding,
-    [rows, out]."""
+    """Output error of ``weight`` [out, n] on ``sample`` [rows, n] once inputs are divided by ``channels``: the mean
+    over rows of the logarithm of the relative squared error. A few tokens (the first of a text above all) have inputs
+    a hundred times larger than others; by the plain sum they alone would decide. ``exact``: the outputs without
+    rounding, [rows, out]."""
     codes = quantize_rows(weight * channels, quant_dtype).dequantize().to(weight.device)
     rounded = round_tokens(sample / channels, quant_dtype)
     lost = (product(rounded, codes) - exact).square().sum(-1) / exact.square().sum(-1).clamp(min=TINY)

@@ -34,15 +34,11 @@ Linear = Callable[[Activations], Tensor]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where and how weights live. ``dequantize``: integer weights become dense at load.
-
-    ``dequantize_activations``: so do the forms that would round activations at run time (W8A8).
-    """
+    """Where and how weights live. ``dequantize``: weights whose activations are not rounded become dense at load."""
 
     device: torch.device
     dtype: torch.dtype
     dequantize: bool
-    dequantize_activations: bool
     scratch: dict[str, Any] = field(default_factory=dict)  # of kernels, shared by what runs one after another
 
 
@@ -108,7 +104,7 @@ def becomes_dense(weight: Weight, place: Placement) -> bool:
     if isinstance(weight, BlockFp8) and (place.dequantize or not even_block(weight.block[1])):
         return True
     if isinstance(weight, (ChannelInt8, Fp8, BlockFp8)):
-        return place.dequantize_activations
+        return False
     return True  # forms that no kernel takes as they are
 
 
