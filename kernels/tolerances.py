@@ -35,18 +35,20 @@ def tolerance(op: str, implementation: str, dtype: str) -> tuple[float, float]:
     return TOLERANCES[dtype]
 
 
-def compare(op: Op, implementation: Implementation, case: Case, target: Target, seed: int = 0) -> str | None:
+def compare(
+    op: Op, implementation: Implementation, case: Case, target: Target, seed: int = 0, oracle: str = "cpu"
+) -> str | None:
     """Run ``case`` through the reference and ``implementation``; None, or what differs.
 
     Results and mutated arguments are compared: floats within tolerance, NaN only where the reference has it, integers
-    exactly. The reference always runs on the CPU: on a GPU torch divides by multiplying with a reciprocal, and sums in
-    another order, so that a rounded code could be off by one.
+    exactly. The reference runs on ``oracle``, the CPU unless shapes are too large for it: on a GPU torch divides by
+    multiplying with a reciprocal, and sums in another order, so that a rounded code could be off by one.
     """
     import torch
 
     rtol, atol = tolerance(op.name, implementation.family, target.dtype)
     results: list[list[Any]] = []
-    for run, device in ((op.reference, "cpu"), (implementation.run, target.device)):
+    for run, device in ((op.reference, oracle), (implementation.run, target.device)):
         generator = torch.Generator("cpu").manual_seed(seed)
         inputs = case.make(getattr(torch, target.dtype), device, generator)
         with torch.inference_mode():

@@ -2,9 +2,10 @@
 
 Copy bandwidth is measured in the same run. Kernels are timed by replays of captured graphs that go round so many copies
 of the weights that no cache holds them. Models are of made-up weights in the shapes of 1B, 8B and a small mixture of
-experts. Peers (Marlin of vLLM, FlashAttention) are measured where they can be imported. Each part runs in a process of
-its own; the JSON is written again after every figure. --tune tries the choices of tiles first, and writes the best
-to kernels/triton/tuned/<device>.json. --dry-run does all of it on a CPU with tiny shapes.
+experts. Peers (Marlin of vLLM, FlashAttention) are measured where they can be imported. Triton's kernels of all parts
+are compiled first, on all cores. Each part runs in a process of its own; the JSON is written again after every figure.
+--tune tries the choices of tiles first, and writes the best to kernels/triton/tuned/<device>.json. --dry-run lists all
+figures with their predictions and does all of it on a CPU with tiny shapes.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ KERNEL_PARTS = ("copy_rate", "linears", "attention", "row_wise")
 BUDGET = 570.0  # seconds of one call; a part that would begin later is left out
 # Seconds of one part; the first engine tests and compiles kernels that no cache holds yet.
 LIMITS = {"copy_rate": 40.0, "linears": 100.0, "attention": 70.0, "row_wise": 60.0, "engine": 160.0, "tune": 150.0}
+COMPILE_SECONDS = 150.0
 DRY_LIMIT = 600.0  # seconds of a part on a CPU, which may be a busy one
 Row = dict[str, Any]
 
@@ -36,6 +38,13 @@ def parts(dry: bool, tune: bool) -> list[tuple[str, int]]:
     cases = engine.TINY if dry else engine.CASES
     first = [("tune", 0)] if tune else []
     return [*first, *((name, 0) for name in KERNEL_PARTS), *(("engine", i) for i in range(len(cases)))]
+
+
+def names() -> list[str]:
+    """Of every figure on a GPU, in order: kernels, then the engine's."""
+    from gpu import engine, kernels
+
+    return [*kernels.names(kernels.Size()), *(name for case in engine.CASES for name in engine.names(case))]
 
 
 def rows_of(part: str, case: int, dry: bool) -> Iterator[Row]:
@@ -71,6 +80,22 @@ def child(part: str, case: int, dry: bool, limit: float) -> Iterator[Row]:
         yield {"name": f"{part} {case}".strip(), "error": f"exit code {code}: {why[-400:]}"}
 
 
+def compile_first(gpu: str, only: str | None, tune: bool) -> Row:
+    """Compile what the parts will launch; a row, with what did not compile."""
+    import torch
+    from gpu.process import run_limited
+
+    major, minor = torch.cuda.get_device_capability()
+    stages = ("kernels", "self-test", "engine")
+    stages = stages if only is None else ("self-test", "engine") if "engine" in only else ("kernels",)
+    stages += ("tune",) if tune else ()
+    more = ("--arch", f"{10 * major + minor}", "--device", gpu, "--seconds", f"{COMPILE_SECONDS}")
+    done = run_limited([sys.executable, str(HERE / "gpu" / "precompile.py"), *stages, *more], COMPILE_SECONDS + 30)
+    row: Row = {"name": "compile", "value": done.seconds, "unit": "s"}
+    lines = [line for line in done.out.splitlines() if line.startswith("{")]
+    return row | (json.loads(lines[-1]) if lines else {"errors": [done.last()]})
+
+
 def beside(row: Row, predictions: dict[str, Any]) -> Row:
     """``row`` with what was predicted for it, and how the measurement stands to it (above 1: better)."""
     said = {**predictions["kernels"], **predictions["engine"]}.get(row["name"])
@@ -98,6 +123,8 @@ def line(row: Row, copy: float | None) -> str:
     """One line of the table."""
     if "error" in row:
         return f"{row['name']:42} {row['error']}"
+    if row.get("errors"):
+        return f"{row['name']:42} {show(row['value'], row['unit']):>12}  {'; '.join(row['errors'])[:400]}"
     unit = row["unit"]
     told = " .. ".join(show(x, unit) for x in row["predicted"]) if "predicted" in row else ""
     share = f"{row['bytes'] / row['value'] / copy:.0%} of copy" if copy and "bytes" in row else ""
@@ -131,25 +158,56 @@ def main() -> int:
     parser.add_argument("--case", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part is not None:
+        from gpu.process import end_with_parent
+
+        end_with_parent()
         for row in rows_of(options.part, options.case, options.dry_run):
             print(json.dumps(row), flush=True)
         return 0
     predictions = json.loads(PREDICTIONS.read_text())
     result: dict[str, Any] = {"machine": machine(options.dry_run), "rows": []}
     print(json.dumps(result["machine"]), flush=True)
+    if options.dry_run:
+        for name in names():
+            print(prediction(name, predictions))
     begun, copy = time.perf_counter(), None
+    for row in figures(options, begun, result["machine"]):
+        row = beside(row, predictions)
+        copy = row.get("value", copy) if row["name"] == "copy" else copy
+        result["rows"].append(row)
+        save(options.json, result)
+        print(line(row, copy), flush=True)
+    return 0 if any("value" in row for row in result["rows"] if row["name"] != "compile") else 1
+
+
+def figures(options: argparse.Namespace, begun: float, found: Row) -> Iterator[Row]:
+    """All rows, part after part; none that would begin too late."""
+    if not options.dry_run:
+        yield compile_first(found["gpu"].lower().replace(" ", "-"), options.only, options.tune)
     for part, case in parts(options.dry_run, options.tune):
         left = BUDGET - (time.perf_counter() - begun)
-        if (options.only and options.only not in part) or (left < 10 and not options.dry_run):
+        if options.only and options.only not in part:
+            continue
+        if left < 10 and not options.dry_run:
+            yield {"name": f"{part} {case}", "error": f"left out: {BUDGET:.0f} s are over; --only {part} measures it"}
             continue
         limit = DRY_LIMIT if options.dry_run else min(left, LIMITS[part])
-        for row in child(part, case, options.dry_run, limit):
-            row = beside(row, predictions)
-            copy = row.get("value", copy) if row["name"] == "copy" else copy
-            result["rows"].append(row)
-            options.json.write_text(json.dumps(result, indent=1) + "\n")
-            print(line(row, copy), flush=True)
-    return 0 if any("value" in row for row in result["rows"]) else 1
+        yield from child(part, case, options.dry_run, limit)
+
+
+def prediction(name: str, predictions: dict[str, Any]) -> str:
+    """One line: what is predicted for a figure, and the goal."""
+    said = {**predictions["kernels"], **predictions["engine"]}[name]
+    told = " .. ".join(show(x, said["unit"]) for x in said["predicted"])
+    goal = f"goal {show(said['goal'], said['unit'])}" if "goal" in said else ""
+    return f"{name:42} predicted {told:28} {goal}".rstrip()
+
+
+def save(path: Path, result: dict[str, Any]) -> None:
+    """Replace the file as a whole, so that one that is killed in between leaves the last one."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(result, indent=1) + "\n")
+    partial.replace(path)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Correctness on a real GPU: kernels against the reference on the CPU, the runner against the torch runner on the CPU.
 
-A smoke stage of at most two minutes comes first and ends the run where nothing works; then the runner with every
-family and cache, the torch runner's tests over it where pytest and transformers are installed, then all cases of every
-op and dtype, last the smoke cases under compute-sanitizer where it is installed. Each item runs in a process of its
-own with a time limit, because one illegal access poisons a CUDA context. The JSON is written again after every item,
-so that nothing is lost with the machine.
+First what is not built yet is: the CUDA kernels where nvcc is, and Triton's kernels of the smoke stage, on all cores.
+Then a smoke stage of at most two minutes, which ends the run where nothing works; all other Triton kernels are
+compiled; the runner with every family and cache, the torch runner's tests over it where pytest and transformers are
+installed, all cases of every op and dtype, the manifest's calls in the shapes of served models, last the smoke cases
+under compute-sanitizer where it is installed. Each item runs in a process of its own with a time limit, because one
+illegal access poisons a CUDA context. The JSON is written again after every item, so that nothing is lost with the
+machine; --seconds ends a run in time, and --resume goes on where another ended.
 
 torch, triton, numpy and safetensors are all it needs. Without a GPU --dry-run does the same on a CPU: torch's kernels,
 and the runner with tests/support/graphs.py in the place of a GPU.
@@ -17,108 +19,94 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 SMOKE_OPS = ("rms_norm", "rope_kv_write", "paged_attention", "linear_group_int", "sample")
 SMOKE_SECONDS = 120.0
+PREPARE_SECONDS = 240.0  # compiling before a stage, all of it
+HERE = Path(__file__).resolve().parent
 COMPILED = ("triton", "cuda")
 TEST_MODULES = ("test_steps.py", "test_parity.py")
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
+class Where:
+    """``families`` of kernels are checked, on a GPU of ``capability``, whose name in tuned/ is ``gpu``, or ``dry``."""
+
+    families: tuple[str, ...]
+    dry: bool = False
+    capability: int | None = None
+    gpu: str = ""
+
+
+@dataclass(frozen=True)
 class Item:
-    """One process. ``arguments``: to this script; ``limit``: seconds it may take; ``wrapper``: what it runs under."""
+    """One process of ``script``. ``limit``: seconds it may take; ``wrapper``: what it runs under."""
 
     stage: str
     name: str
     arguments: tuple[str, ...]
     limit: float
     wrapper: tuple[str, ...] = ()
+    script: Path = HERE / "gpu_check.py"
 
 
-def check_op(name: str, family: str, device: str, smoke: bool) -> list[Row]:
-    """Every case (``smoke``: one a dtype) of one op and implementation: a row each, ``error`` None where it agreed."""
-    import torch
-
-    from toolkit.kernels.registry import Target, load
-    from toolkit.kernels.tolerances import compare
-
-    op, rows = load()[name], []
-    implementation = op.implementations[family]
-    capability = None
-    if device == "cuda":
-        major, minor = torch.cuda.get_device_capability()
-        capability = 10 * major + minor
-    for dtype in op.dtypes:
-        for case in op.cases():
-            target = Target(device, dtype, capability, case.traits)
-            reason, start = implementation.unsupported(target), time.perf_counter()
-            row: Row = {"what": f"{name} [{family}]", "case": f"{dtype} {case.label}", "skipped": reason}
-            if reason is None:
-                row["error"] = compare(op, implementation, case, target)
-            rows.append(row | {"seconds": round(time.perf_counter() - start, 2)})
-            if smoke and reason is None:
-                break
-    return rows
-
-
-class _Rows:
-    """A plugin of pytest: a row for each test."""
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-        self.rows: list[Row] = []
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.when == "call" or report.failed:
-            text = str(report.longrepr).strip().splitlines()[-1] if report.failed else None
-            case = report.nodeid.rpartition("::")[2]
-            self.rows.append(
-                {"what": self.what, "case": case, "skipped": None, "error": text, "seconds": report.duration}
-            )
-
-
-def check_tests(module: str, device: str) -> list[Row]:
-    """The tests of one module of tests/runners over the runner for GPUs, a row each."""
-    os.environ["TOOLKIT_TEST_RUNNER"] = "gpu" if device == "cuda" else "graphs"
-    if device == "cuda":
-        os.environ["TRITON_INTERPRET"] = "0"
-    import pytest
-
-    root, plugin = Path(__file__).resolve().parents[1], _Rows(f"tests {module}")
-    code = pytest.main(["-q", "--rootdir", str(root), str(root / "tests" / "runners" / module)], plugins=[plugin])
-    if not plugin.rows:
-        raise SystemExit(f"pytest ran nothing of {module}: exit code {int(code)}")
-    return plugin.rows
-
-
-def items(families: list[str], smoke_only: bool, dry: bool, sanitizer: str | None, limit: float) -> list[Item]:
-    """Everything there is to run, in order."""
+def runner_items() -> list[tuple[str, int]]:
+    """(family, quant_policy) of what the runner is checked with."""
     from gpu.runner_check import FAMILIES, POLICIES
 
+    return [(family, policy) for family in FAMILIES for policy in (POLICIES if family == "llama" else (0,))]
+
+
+def prepare_items(stages: tuple[str, ...], stage: str, where: Where) -> list[Item]:
+    """What compiles before ``stages``, if there is anything to compile."""
+    if where.dry or "triton" not in where.families:
+        return []
+    arguments = (*stages, "--arch", str(where.capability), "--device", where.gpu, "--seconds", str(PREPARE_SECONDS))
+    name = f"compile {', '.join(stages)}"
+    return [Item(stage, name, arguments, PREPARE_SECONDS + 60, script=HERE / "gpu" / "precompile.py")]
+
+
+def fatbin_items(where: Where) -> list[Item]:
+    """What builds the CUDA kernels, where they are not there and nvcc is."""
+    from toolkit.kernels.cuda.build import nvcc
+    from toolkit.kernels.cuda.driver import FATBIN, fatbin_version
+
+    if where.dry or "cuda" not in where.families or fatbin_version(FATBIN) is not None or nvcc() is None:
+        return []
+    return [Item("prepare", "build the CUDA kernels", ("--fatbin",), PREPARE_SECONDS)]
+
+
+def items(where: Where, smoke_only: bool, sanitizer: str | None, limit: float) -> list[Item]:
+    """Everything there is to run, in order."""
     from toolkit.kernels.registry import load
 
-    ops = [(name, f) for name, op in load().items() for f in families if f in op.implementations]
+    ops = [(name, f) for name, op in load().items() for f in where.families if f in op.implementations]
     smoke = [(name, f) for name, f in ops if name in SMOKE_OPS]
-    quick = limit if dry else SMOKE_SECONDS / 2
-    found = [Item("smoke", f"{n} [{f}]", ("--op", n, "--family", f, "--smoke"), quick) for n, f in smoke]
+    quick = limit if where.dry else SMOKE_SECONDS / 2
+    found = [*fatbin_items(where), *prepare_items(("smoke",), "prepare", where)]
+    found += [Item("smoke", f"{n} [{f}]", ("--op", n, "--family", f, "--smoke"), quick) for n, f in smoke]
     found.append(Item("smoke", "runner llama", ("--runner", "llama"), quick))
     if smoke_only:
         return found
-    pairs = [(family, policy) for family in FAMILIES for policy in (POLICIES if family == "llama" else (0,))]
-    for family, policy in pairs:
+    found += prepare_items(("runner", "self-test", "ops", "manifest"), "compile", where)
+    for family, policy in runner_items():
         name = f"runner {family}, quant_policy {policy}"
         found.append(Item("runner", name, ("--runner", family, "--policy", str(policy)), limit))
     if all(importlib.util.find_spec(name) for name in ("pytest", "transformers")):
         found += [Item("runner", f"tests {m}", ("--tests", m), 2 * limit) for m in TEST_MODULES]
-    short = ("--smoke",) if dry else ()
+    short = ("--smoke",) if where.dry else ()
     found += [Item("ops", f"{n} [{f}]", ("--op", n, "--family", f, *short), limit) for n, f in ops]
+    if not where.dry:
+        found += [Item("manifest", f"served {n}", ("--manifest", n), limit) for n, f in ops if f == "triton"]
     if sanitizer is not None:
         under = (sanitizer, "--error-exitcode", "99")
         found += [
@@ -129,18 +117,36 @@ def items(families: list[str], smoke_only: bool, dry: bool, sanitizer: str | Non
 
 def run(item: Item, device: str) -> list[Row]:
     """The rows of an item; one with an error where its process failed."""
-    command = [*item.wrapper, sys.executable, __file__, *item.arguments, "--device", device]
-    start, failed = time.perf_counter(), {"what": item.name, "case": ""}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=item.limit)
-    except subprocess.TimeoutExpired:
-        return [failed | {"error": f"took longer than {item.limit:.0f} s", "seconds": item.limit}]
-    lines = [line for line in done.stdout.splitlines() if line.startswith("[{")]
-    if done.returncode or not lines:
-        seconds = round(time.perf_counter() - start, 1)
-        text = " / ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
-        return [failed | {"error": f"exit code {done.returncode}: {text[-600:]}", "seconds": seconds}]
-    return json.loads(lines[-1])
+    from gpu.process import run_limited
+
+    more = ("--device", device) if item.script.name == Path(__file__).name else ()
+    command = [*item.wrapper, sys.executable, str(item.script), *item.arguments, *more]
+    failed = {"what": item.name, "case": ""}
+    done = run_limited(command, item.limit)
+    if done.code is None:
+        return [failed | {"error": f"took longer than {item.limit:.0f} s", "seconds": round(done.seconds, 1)}]
+    lines = [line for line in done.out.splitlines() if line.startswith(("[{", '{"'))]
+    rows: list[Row] = []
+    if lines:
+        found = json.loads(lines[-1])
+        rows = found if isinstance(found, list) else [failed | _compiled(found)]
+    if done.code and not any(r.get("error") for r in rows):
+        error = f"exit code {done.code}: {done.last()}"
+        rows.append(failed | {"error": error, "seconds": round(done.seconds, 1)})
+    elif not rows:
+        rows = [failed | {"error": f"printed no result: {done.last()}", "seconds": round(done.seconds, 1)}]
+    return rows
+
+
+def _compiled(found: Row) -> Row:
+    """A row of what ``precompile`` says."""
+    errors = found.pop("errors")
+    return {**found, "skipped": None, "error": "; ".join(errors)[:2000] or None}
+
+
+def file_name(gpu: str) -> str:
+    """A GPU's name as its file in kernels/triton/tuned has it."""
+    return gpu.lower().replace(" ", "-")
 
 
 def machine(device: str) -> Row:
@@ -169,64 +175,141 @@ def report(item: Item, rows: list[Row]) -> str:
     ran = [r for r in rows if not r.get("skipped")]
     seconds = sum(r.get("seconds", 0.0) for r in rows)
     text = f"{item.stage}: {item.name}: {len(ran) - len(bad)} of {len(ran)} agree, {seconds:.1f} s"
+    if item.stage in ("prepare", "compile"):
+        text = f"{item.stage}: {item.name}: {'failed' if bad else 'done'}, {seconds:.1f} s"
     if len(ran) < len(rows):
         text += f", {len(rows) - len(ran)} not supported"
+    if missed := [name for r in rows for name in r.get("compiled_late", ())]:
+        text += f", {len(missed)} kernels compiled late"
     return "\n".join([text, *(f"  {r['case']}: {r['error']}" for r in bad)])
 
 
-def main() -> int:
-    """Run the stages; the exit code is 1 when something did not agree."""
+@dataclass
+class Log:
+    """What was found so far, in a file that is replaced as a whole after every item."""
+
+    path: Path
+    result: dict[str, Any]
+
+    def add(self, item: Item, rows: list[Row]) -> None:
+        """Keep the rows of an item that ended."""
+        self.result["rows"] += [{"stage": item.stage, **row} for row in rows]
+        self.result["done"].append([item.stage, item.name])
+        self.result["running"] = [name for name in self.result["running"] if name != item.name]
+        self.write()
+
+    def write(self) -> None:
+        """Also when killed in between there is a whole file."""
+        partial = self.path.with_name(f".{self.path.name}.partial")
+        partial.write_text(json.dumps(self.result, indent=1) + "\n")
+        partial.replace(self.path)
+
+    def failed(self, stage: str | None = None) -> list[Row]:
+        """Rows with an error, of one stage or of all."""
+        return [r for r in self.result["rows"] if r.get("error") and stage in (None, r["stage"])]
+
+
+def run_stage(todo: list[Item], device: str, jobs: int, log: Log, end: float) -> int:
+    """Run the items of one stage, ``jobs`` at a time; how many were left out because ``end`` (a clock's) had come."""
+    smoke_end = time.perf_counter() + SMOKE_SECONDS if todo[0].stage == "smoke" and device == "cuda" else None
+    left, waiting, running = 0, list(reversed(todo)), dict[Future[list[Row]], Item]()
+    with ThreadPoolExecutor(jobs) as pool:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                item, now = waiting.pop(), time.perf_counter()
+                if now >= end:
+                    left += 1
+                    continue
+                limit = min(item.limit, max(5.0, end - now), *([max(5.0, smoke_end - now)] if smoke_end else []))
+                item = replace(item, limit=limit)
+                running[pool.submit(run, item, device)] = item
+            log.result["running"] = [item.name for item in running.values()]
+            log.write()
+            for future in wait(running, return_when=FIRST_COMPLETED).done if running else ():
+                item = running.pop(future)
+                rows = future.result()
+                log.add(item, rows)
+                print(report(item, rows), flush=True)
+    return left
+
+
+def arguments() -> argparse.Namespace:
+    """Of the command line; those without help are for this script's own processes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, default=Path("gpu_check.json"), help="where results go, item after item")
     parser.add_argument("--family", help="check the ops of this implementation alone: triton, cuda or torch")
     parser.add_argument("--only", help="items whose name holds this, as paged_attention")
     parser.add_argument("--smoke", action="store_true", help="the smoke stage alone; with --op: one case a dtype")
     parser.add_argument("--limit", type=float, default=300, help="seconds an item may take")
+    parser.add_argument("--seconds", type=float, default=3600, help="begin no item later; see --resume")
+    parser.add_argument("--resume", action="store_true", help="leave out what the JSON file has already")
+    parser.add_argument("--jobs", type=int, help="items at a time (a quarter of the cores, at most 4)")
     parser.add_argument("--no-sanitizer", action="store_true", help="leave compute-sanitizer out")
     parser.add_argument("--dry-run", action="store_true", help="on a CPU, so that this script is known to work")
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
     parser.add_argument("--op", help=argparse.SUPPRESS)  # the items: print the rows as JSON
     parser.add_argument("--runner", help=argparse.SUPPRESS)
     parser.add_argument("--tests", help=argparse.SUPPRESS)
+    parser.add_argument("--manifest", help=argparse.SUPPRESS)
+    parser.add_argument("--fatbin", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--policy", type=int, default=0, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.op is not None:
-        print(json.dumps(check_op(options.op, options.family, options.device, options.smoke)))
-        return 0
-    if options.runner is not None:
-        from gpu.runner_check import check_runner
+    return parser.parse_args()
 
-        print(json.dumps(check_runner(options.runner, options.policy, options.device)))
+
+def main() -> int:
+    """Run the stages; the exit code is 1 when something did not agree or was left out."""
+    from gpu.checks import capability_of, child
+
+    options = arguments()
+    if child(options):
         return 0
-    if options.tests is not None:
-        print(json.dumps(check_tests(options.tests, options.device)))
-        return 0
-    device = "cpu" if options.dry_run else "cuda"
-    if options.dry_run:
+    dry, cores = options.dry_run, len(os.sched_getaffinity(0))
+    device = "cpu" if dry else "cuda"
+    if dry:
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    families = [options.family] if options.family else ["torch"] if options.dry_run else list(COMPILED)
-    result: dict[str, Any] = {"machine": machine(device), "rows": []}
-    print(json.dumps(result["machine"]), flush=True)
-    sanitizer = None if options.no_sanitizer or options.dry_run else shutil.which("compute-sanitizer")
-    todo = items(families, options.smoke, options.dry_run, sanitizer, options.limit)
-    begun = time.perf_counter()
-    for i, item in enumerate(todo):
-        if options.only and options.only not in item.name:
-            continue
-        left = SMOKE_SECONDS - (time.perf_counter() - begun)
-        if item.stage == "smoke" and not options.dry_run:
-            item = replace(item, limit=max(1.0, min(item.limit, left)))
-        rows = run(item, device)
-        result["rows"] += [{"stage": item.stage, **row} for row in rows]
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-        print(report(item, rows), flush=True)
-        last_of_smoke = item.stage == "smoke" and (i + 1 == len(todo) or todo[i + 1].stage != "smoke")
-        if last_of_smoke and all(r.get("error") for r in result["rows"] if not r.get("skipped")):
+    jobs = options.jobs or (1 if dry else max(1, min(4, cores // 4)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // jobs)))  # of the items, which run beside each other
+    families = (options.family,) if options.family else ("torch",) if dry else COMPILED
+    log = Log(options.json, {"machine": machine(device), "rows": [], "done": [], "running": []})
+    print(json.dumps(log.result["machine"]), flush=True)
+    if options.resume and options.json.is_file():
+        log.result |= {k: v for k, v in json.loads(options.json.read_text()).items() if k in ("rows", "done")}
+    where = Where(families, dry, capability_of(device), "" if dry else file_name(log.result["machine"]["gpu"]))
+    sanitizer = None if options.no_sanitizer or dry else shutil.which("compute-sanitizer")
+    wanted = [
+        item
+        for item in items(where, options.smoke, sanitizer, options.limit)
+        if (not options.only or options.only in item.name) and [item.stage, item.name] not in log.result["done"]
+    ]
+    end, left = time.perf_counter() + options.seconds, 0
+    for stage, group in groupby(wanted, lambda item: item.stage):
+        left += run_stage(list(group), device, jobs, log, end)
+        if stage == "smoke" and all(r.get("error") for r in smoke_rows(log)):
             print("gpu_check: nothing of the smoke stage works on this GPU; the rest is left out")
             return 1
-    return 1 if any(r.get("error") for r in result["rows"]) else 0
+    return summary(log, left, sanitizer is None and not dry)
+
+
+def smoke_rows(log: Log) -> Iterator[Row]:
+    """What ran in the smoke stage."""
+    return (r for r in log.result["rows"] if r["stage"] == "smoke" and not r.get("skipped"))
+
+
+def summary(log: Log, left: int, unsanitized: bool) -> int:
+    """Say how it went; the exit code."""
+    rows, failed = log.result["rows"], log.failed()
+    ran = sum(not r.get("skipped") for r in rows)
+    text = f"gpu_check: {ran - len(failed)} of {ran} agree, {len(rows) - ran} not supported"
+    if unsanitized:
+        text += "; compute-sanitizer is not used"
+    if left:
+        text += f"; {left} items were left out, time was over: --resume does them"
+    print(text)
+    for row in failed[:20]:
+        print(f"  {row['stage']}: {row['what']} {row['case']}: {str(row['error'])[:160]}")
+    return 1 if failed or left else 0
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
+    sys.path.insert(0, str(HERE))
     sys.exit(main())

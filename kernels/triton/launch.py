@@ -76,10 +76,27 @@ def launch(
         named = dict(zip(kernel.arg_names, arguments, strict=False))
         record[1].append(Launch(kernel, grid, named, constants, warps, stages))
         return
+    if not INTERPRETED:
+        settle(kernel)
     first = next(a for a in arguments if isinstance(a, Tensor))
     elsewhere = first.is_cuda and first.device.index != torch.cuda.current_device()
     with torch.cuda.device(first.device) if elsewhere else nullcontext():
         kernel[grid](*arguments, num_warps=warps, num_stages=stages, **constants)
+
+
+def settle(function: Any) -> None:
+    """Have Triton compute the cache key of a kernel, those of the functions it calls first.
+
+    Triton takes the constants that a called function reads into the caller's key only where it has the function's key
+    already: else a kernel's key would depend on the kernels that came before it in the process, and what another
+    process compiled would not be found.
+    """
+    if function.hash is None:
+        for name in function.fn.__code__.co_names:
+            called = function.fn.__globals__.get(name)
+            if isinstance(called, triton.JITFunction):
+                settle(called)
+        assert function.cache_key
 
 
 def dot_dtype(dtype: torch.dtype) -> Any:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 import torch
@@ -28,8 +30,22 @@ def _name(index: int) -> str:
     return torch.cuda.get_device_name(index).lower().replace(" ", "-")
 
 
+_INSTEAD: ContextVar[str | None] = ContextVar("instead", default=None)
+
+
+@contextmanager
+def tuned_for(device: str | None) -> Iterator[None]:
+    """Inside, choices are those of ``device``, named as its file is, wherever the tensors are; None: as outside."""
+    token = _INSTEAD.set(device)
+    try:
+        yield
+    finally:
+        _INSTEAD.reset(token)
+
+
 def tuned(kernel: str, key: str, default: Mapping[str, int], device: torch.device) -> dict[str, int]:
     """``default``, with the numbers measured on this device in their place where there are any."""
-    if device.type != "cuda":
+    name = _INSTEAD.get() or (_name(device.index or 0) if device.type == "cuda" else None)
+    if name is None:
         return dict(default)
-    return {**default, **_file(_name(device.index or 0)).get(kernel, {}).get(key, {})}
+    return {**default, **_file(name).get(kernel, {}).get(key, {})}

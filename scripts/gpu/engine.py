@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gpu.models import AWQ, BIG, FP8, tiny
+from gpu.models import AWQ, BIG, FP8, HEAD8, tiny
 
 Row = dict[str, Any]
 
@@ -41,7 +41,8 @@ LONG, EVEN = Load("512/256", 512, 512, 256), Load("200/200", 768, 200, 200)
 CASES = (
     Case("1b bf16", BIG["1b"], 0, (ONE, EVEN)),
     Case("8b bf16", BIG["8b"], 0, (ONE, LONG, EVEN)),
-    Case("8b awq", BIG["8b"] | AWQ, 0, (ONE, LONG)),
+    Case("8b w4", BIG["8b"] | AWQ, 0, (ONE, LONG)),
+    Case("8b w4 head 8", BIG["8b"] | HEAD8, 0, (ONE,)),
     Case("8b fp8 int8 KV", BIG["8b"] | FP8, 8, (ONE, LONG)),
     Case("moe bf16", BIG["moe"], 0, (ONE, EVEN)),
 )
@@ -51,26 +52,35 @@ TINY = (
 )
 
 
+def names(case: Case) -> list[str]:
+    """Of the rows of ``measure``."""
+    return [f"{case.label}, start", *(f"{case.label}, {load.label}" for load in case.loads)]
+
+
+def engine_config(case: Case, backend: str, device: str) -> Any:
+    """How the engine is asked to run the case."""
+    from toolkit.engine_configs import PytorchEngineConfig, TurbomindEngineConfig
+
+    common: dict[str, Any] = {
+        "load_format": "dummy",
+        "session_len": max(load.prompt + load.new for load in case.loads) + 1,
+        "max_batch_size": min(256, max(load.requests for load in case.loads)),
+        "quant_policy": case.quant_policy,
+        "enable_prefix_caching": False,
+    }
+    if backend == "pytorch":
+        return PytorchEngineConfig(device_type=device, **common)
+    return TurbomindEngineConfig(device=device, **common)
+
+
 def measure(case: Case, device: str, backend: str) -> Iterator[Row]:
     """A row for each load, tokens a second; one with the error where the engine does not start."""
     from toolkit.engine.setup import Setup, start
-    from toolkit.engine_configs import PytorchEngineConfig, TurbomindEngineConfig
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         (path / "config.json").write_text(json.dumps(case.config))
-        longest = max(load.prompt + load.new for load in case.loads)
-        common: dict[str, Any] = {
-            "load_format": "dummy",
-            "session_len": longest + 1,
-            "max_batch_size": min(256, max(load.requests for load in case.loads)),
-            "quant_policy": case.quant_policy,
-            "enable_prefix_caching": False,
-        }
-        if backend == "pytorch":
-            config: Any = PytorchEngineConfig(device_type=device, **common)
-        else:
-            config = TurbomindEngineConfig(device=device, **common)
+        config = engine_config(case, backend, device)
         begun = time.perf_counter()
         core, facts = start(Setup(path, path, config, backend), None, lambda text: None)  # type: ignore[arg-type]
         yield {
@@ -87,13 +97,18 @@ def measure(case: Case, device: str, backend: str) -> Iterator[Row]:
             core.runner.close()
 
 
-def _run(core: Any, case: Case, load: Load) -> Row:
+def feed(core: Any, load: Load, vocabulary: int, new: int | None = None) -> None:
+    """Give the engine the requests of ``load``; ``new``: tokens of each instead of its own."""
     from toolkit.engine.request import EngineRequest, SamplingParams
 
     rng = np.random.default_rng(0)
     for i in range(load.requests):
-        prompt = rng.integers(3, case.config["vocab_size"] - 3, load.prompt).tolist()
-        core.add(EngineRequest(f"{load.label} {i}", prompt, SamplingParams(load.new)))
+        prompt = rng.integers(3, vocabulary - 3, load.prompt).tolist()
+        core.add(EngineRequest(f"{load.label} {i}", prompt, SamplingParams(new or load.new)))
+
+
+def _run(core: Any, case: Case, load: Load) -> Row:
+    feed(core, load, case.config["vocab_size"])
     first, tokens, began = 0.0, 0, time.perf_counter()
     while core.has_work:
         for output in core.step():

@@ -17,6 +17,8 @@ from toolkit.kernels.reference.linear import pack_codes
 from toolkit.kernels.registry import Implementation, Target, choose, load
 
 Row = dict[str, Any]
+POLICIES = (0, 8, 4, 16, 17)  # quant_policy of the caches that decode attention reads
+ROW_WISE, SAMPLED = (1, 64), (1, 64, 256)  # rows
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,34 @@ class Where:
                 yield (found, family) if reason is None else (None, f"{family}: {reason}")
 
 
+class Meta(Where):
+    """A GPU of ``capability`` that is not there: tensors without memory, for recording what would be launched."""
+
+    def __init__(self, capability: int) -> None:
+        super().__init__("meta", ("triton",))
+        object.__setattr__(self, "_capability", capability)
+
+    @property
+    def half(self) -> torch.dtype:
+        return torch.bfloat16
+
+    def target(self, dtype: str, **traits: Any) -> Target:
+        return Target("cuda", dtype, self.__dict__["_capability"], traits)
+
+
+def names(size: Size) -> list[str]:
+    """Of all rows that there are on a GPU."""
+    linear = ("dense torch", "w4 cuda", "w4 triton", "w4 marlin")
+    decode = (*POLICIES, "flash_attn")
+    found = ["copy", *(f"linears {how}, {rows} rows" for how in linear for rows in size.rows)]
+    found += [*(f"attention decode {how}" for how in decode), "attention prefill"]
+    found += [f"{op}, {rows} rows" for rows in ROW_WISE for op in ("add_rms_norm", "act_and_mul")]
+    return found + [f"sample {how}, {rows} rows" for rows in SAMPLED for how in ("greedy", "top-p")]
+
+
 def copy_rate(size: Size, where: Where) -> Iterator[Row]:
     """Bytes read and written a second, by torch's own copy."""
-    x = torch.zeros(size.copied, dtype=torch.uint8, device=where.device)
+    x = torch.randint(0, 256, (size.copied,), dtype=torch.uint8, device=where.device)  # zeros go faster than numbers
     y = torch.empty_like(x)
     yield {"name": "copy", "value": 2 * size.copied / seconds([lambda: y.copy_(x)], where.device), "unit": "B/s"}
 
@@ -162,7 +189,7 @@ def attention(size: Size, where: Where) -> Iterator[Row]:
     dtype = "bfloat16" if where.device == "cuda" else "float32"
     lengths = np.full(size.sequences, size.context, np.int32)
     starts = np.arange(size.sequences + 1, dtype=np.int32)
-    for policy in (0, 8, 4, 16, 17):
+    for policy in POLICIES:
         yield _attend(f"attention decode {policy}", size, where, dtype, policy, starts, lengths)
     if where.device == "cuda":
         yield _peer_decode(size, where, lengths)
@@ -233,14 +260,14 @@ def row_wise(size: Size, where: Where) -> Iterator[Row]:
     """Norms, activations and sampling, at one row and at many."""
     half, device = where.half, where.device
     name = str(half).removeprefix("torch.")
-    for rows in (size.rows[0], min(64, size.rows[-1])):
+    for rows in (min(n, size.rows[-1]) for n in ROW_WISE):
         x = torch.randn(rows, size.hidden, device=device).to(half)
         residual, weight = torch.randn(rows, size.hidden, device=device), torch.ones(size.hidden, device=device)
         gate_up = torch.randn(rows, 2 * size.inner, device=device).to(half)
         calls = {"add_rms_norm": (x, residual, weight, 1e-5), "act_and_mul": (gate_up, "silu")}
         for op, arguments in calls.items():
             yield _row(op, name, arguments, rows, where)
-    for rows in (1, 64, 256) if device == "cuda" else (2,):
+    for rows in SAMPLED if device != "cpu" else (2,):
         logits = torch.randn(rows, size.vocab, device=device) * 3
         column = torch.ones(rows, device=device)
         k, u = torch.zeros(rows, dtype=torch.int64, device=device), torch.full((rows,), 0.4, device=device)

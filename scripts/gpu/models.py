@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 _TINY: dict[str, Any] = {
     "vocab_size": 320,
@@ -94,9 +97,28 @@ BIG: dict[str, dict[str, Any]] = {
     },
 }
 AWQ = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}, "dtype": "float16"}
+HEAD8 = {  # as tool convert --target cuda-sm90 --head-bits 8 leaves a model
+    "quantization_config": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 128,
+        "lm_head": True,
+        "dynamic": {"+:^lm_head$": {"bits": 8}},
+    },
+    "dtype": "float16",
+}
 FP8 = {"quantization_config": {"quant_method": "fp8"}}
 
 
 def tiny(family: str) -> dict[str, Any]:
     """The config of a tiny model of one family."""
     return _TINY | TINY[family]
+
+
+def dummy(config: dict[str, Any], device: torch.device) -> tuple[Any, Any]:
+    """(spec, made-up weights on ``device``) of a config."""
+    from toolkit.models.registry import build
+    from toolkit.runners.dummy_weights import DummyWeights
+
+    spec, stored = build(config, "config")
+    return spec, DummyWeights(spec, stored, config, device)

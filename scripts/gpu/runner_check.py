@@ -5,18 +5,20 @@ from __future__ import annotations
 import importlib.util
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
-from gpu.models import TINY, tiny
+from gpu.models import TINY, dummy, tiny
 
 FAMILIES = tuple(TINY)
 POLICIES = (0, 8, 4, 16)
 # How far logits of spread about 1 may stand apart, by quant_policy: sums in another order may round a code elsewhere.
 CLOSE = {0: 2e-3, 8: 2e-2, 4: 1e-1, 16: 1e-1}
 CLOSE_HALF = 3e-2  # a model in float16
+STEPS_BLOCK = 16  # slots of a block of the cache
 
 
 def support(name: str) -> ModuleType:
@@ -35,16 +37,13 @@ def _drivers(family: str, policy: int, device: str) -> tuple[Any, Any]:
     """(a driver over the runner for GPUs, one over the torch runner on the CPU)."""
     import torch
 
-    from toolkit.models.registry import build
     from toolkit.runners.base import RunnerOptions
     from toolkit.runners.cuda.runner import CudaRunner
-    from toolkit.runners.dummy_weights import DummyWeights
     from toolkit.runners.torch.runner import TorchRunner
 
     config = tiny(family)
-    spec, stored = build(config, family)
-    weights = DummyWeights(spec, stored, config, torch.device("cpu"))
-    options = RunnerOptions(device=device, dtype=config["dtype"], block_size=16, quant_policy=policy)
+    spec, weights = dummy(config, torch.device("cpu"))
+    options = RunnerOptions(device=device, dtype=config["dtype"], block_size=STEPS_BLOCK, quant_policy=policy)
     if device == "cpu":
         graphs = support("graphs")
         stand_in = graphs.CpuDevice()
@@ -52,39 +51,45 @@ def _drivers(family: str, policy: int, device: str) -> tuple[Any, Any]:
     else:
         torch.backends.cuda.matmul.allow_tf32 = False
         ours = CudaRunner(spec, lambda: weights, options)
-    oracle = TorchRunner(spec, lambda: weights, RunnerOptions("cpu", config["dtype"], policy, 16))
+    oracle = TorchRunner(spec, lambda: weights, RunnerOptions("cpu", config["dtype"], policy, STEPS_BLOCK))
     steps = support("steps")
     return steps.Driver(ours), steps.Driver(oracle)
 
 
+def drive(driver: Any, want: str | None = None) -> Iterator[tuple[str, Any]]:
+    """Prompts in chunks, ragged batches, decode steps through graphs of several sizes: (label, output) of each step.
+
+    ``want``: what every step returns, as the driver takes it; None: logits too, but of decode steps tokens alone.
+    """
+    rng = np.random.default_rng(7)
+    for _ in range(3):
+        driver.add()
+
+    def prompt(length: int) -> list[int]:
+        return rng.integers(3, 300, length).tolist()
+
+    yield "prompt", driver.step({0: prompt(21)}, want or "all")
+    yield "mixed", driver.step({0: prompt(1), 1: prompt(7), 2: prompt(9)}, want or "all")
+    for n in (3, 3, 3, 1, 2):
+        yield f"decode {n}", driver.step({i: prompt(1) for i in range(n)}, want or "last")
+    yield "after graphs", driver.step({0: prompt(2), 1: prompt(1), 2: prompt(1)}, want or "all")
+
+
 def check_runner(family: str, policy: int, device: str) -> list[dict[str, Any]]:
-    """Prompts in chunks, ragged batches, decode steps through graphs of several sizes, each against the oracle.
+    """Every step of ``drive`` against the oracle.
 
     A row a step, ``error`` None where the logits agree and every token is the oracle's, or as good by its logits.
     """
     ours, oracle = _drivers(family, policy, device)
     close = CLOSE_HALF if tiny(family)["dtype"] == "float16" else CLOSE[policy]
-    rng, rows = np.random.default_rng(7), []
-    numbers = [ours.add() for _ in range(3)]
-    assert numbers == [oracle.add() for _ in range(3)]
-
-    def prompt(length: int) -> list[int]:
-        return rng.integers(3, 300, length).tolist()
-
-    plan: list[tuple[str, dict[int, list[int]]]] = [
-        ("prompt", {0: prompt(21)}),
-        ("mixed", {0: prompt(1), 1: prompt(7), 2: prompt(9)}),
-        *((f"decode {n}", {i: prompt(1) for i in range(n)}) for n in (3, 3, 3, 1, 2)),
-        ("after graphs", {0: prompt(2), 1: prompt(1), 2: prompt(1)}),
-    ]
-    for label, new in plan:
-        start = time.perf_counter()
-        captured = label.startswith("decode")
-        found = ours.step(dict(new), "last" if captured else "all")
-        expected = oracle.step(dict(new), "all")
+    rows, start = [], time.perf_counter()
+    for (label, found), (_, expected) in zip(drive(ours), drive(oracle, "all"), strict=True):
+        logits_close = None if label.startswith("decode") else close
         row: dict[str, Any] = {"what": f"runner {family}, quant_policy {policy}", "case": label, "skipped": None}
-        row["error"] = _differs(found, expected, None if captured else close, close)
-        rows.append(row | {"seconds": round(time.perf_counter() - start, 2)})
+        row["error"] = _differs(found, expected, logits_close, close)
+        now = time.perf_counter()
+        rows.append(row | {"seconds": round(now - start, 2)})
+        start = now
     return rows
 
 

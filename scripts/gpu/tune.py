@@ -1,12 +1,18 @@
-"""Which tiles are fastest on this device: candidates are measured, the best go to kernels/triton/tuned/."""
+"""Which tiles are fastest on this device: candidates are measured, the best go to kernels/triton/tuned/.
+
+``candidates.json`` has, by compute capability, kernel and key, the choices that are worth measuring there: ``prune``
+compiled every one of ``ALL`` and left out those that spill, need too much shared memory or leave a multiprocessor with
+too few warps.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 from unittest import mock
 
@@ -18,7 +24,8 @@ from toolkit.kernels.registry import load
 from toolkit.kernels.triton import tuning
 
 Choice = dict[str, int]
-CANDIDATES: dict[str, list[Choice]] = {
+CANDIDATES = Path(__file__).with_name("candidates.json")
+ALL: dict[str, list[Choice]] = {
     "attend_kernel": [
         {"keys": keys, "warps": warps, "stages": stages}
         for keys, warps, stages in product((32, 64, 128), (4, 8), (3, 4, 6))
@@ -27,6 +34,8 @@ CANDIDATES: dict[str, list[Choice]] = {
         {"cols": cols, "k": k, "warps": warps} for cols, k, warps in product((16, 32, 64, 128), (64, 128), (4, 8))
     ],
 }
+POLICIES, ROWS = (0, 8, 4), (1, 8, 16, 32, 64, 128, 384)
+WORTH = 0.98  # of the default's time: a choice that gains less is noise
 
 
 @dataclass
@@ -50,42 +59,70 @@ class _Keys:
         return self.trial.choice
 
 
-def _jobs(size: Size, where: Where) -> Iterator[tuple[str, Callable[[], Row]]]:
-    """(kernel, what measures it)."""
-    dtype = "bfloat16" if where.device == "cuda" else "float32"
-    ours = Where(where.device, ("triton",) if where.device == "cuda" else where.families)
+@dataclass(frozen=True)
+class Job:
+    """What one key of ``kernel`` is measured by; several jobs may ask for one key, and then decide together."""
+
+    kernel: str
+    name: str
+    measure: Callable[[], Row]
+
+    def tried(self, choice: Choice) -> tuple[Row, str]:
+        """(its time with ``choice``, the key that was asked for)."""
+        trial = Trial(self.kernel, choice)
+        with mock.patch.object(tuning, "_file", lambda device: trial), tuning.tuned_for("trial"):
+            row = self.measure()
+        return row, min(trial.keys, default="")
+
+
+def jobs(size: Size, where: Where) -> Iterator[Job]:
+    """Those of one key one after another."""
+    dtype = str(where.half).removeprefix("torch.")
+    ours = Where("cuda", ("triton",)) if where.device == "cuda" else where
     lengths, starts = np.full(size.sequences, size.context, np.int32), np.arange(size.sequences + 1, dtype=np.int32)
-    for policy in (0, 8, 4):
-        name = f"tune attention decode {policy}"
+    for policy in POLICIES:
         step = (size, ours, dtype, policy, starts, lengths)
-        yield "attend_kernel", lambda name=name, step=step: _attend(name, *step)
+        name = f"tune attention decode {policy}"
+        yield Job("attend_kernel", name, lambda name=name, step=step: _attend(name, *step))
     found = load()["linear_group_int"].implementations[ours.families[0]]
     made = [_grouped(found, o, i, min(128, size.hidden // 2), ours)[0] for o, i in size.linears()]
-    for rows in size.rows:
+    for rows in sorted({min(n, size.rows[-1]) for n in ROWS}):
         inputs = [torch.randn(rows, i, device=where.device).to(where.half) for _, i in size.linears()]
         calls = [lambda f=f, x=x: f(x) for f, x in zip(made, inputs, strict=True)]
         name = f"tune linears w4, {rows} rows"
-        yield "group_linear_kernel", lambda name=name, calls=calls: _measured(name, lambda: calls, where)
+        yield Job("group_linear_kernel", name, lambda name=name, calls=calls: _measured(name, lambda: calls, where))
+
+
+def candidates(kernel: str, key: str, capability: int | None) -> list[Choice]:
+    """The choices worth measuring; where nobody has compiled them for this capability all of them."""
+    known = json.loads(CANDIDATES.read_text()).get(str(capability), {}).get(kernel, {}).get(key)
+    return ALL[kernel] if known is None else known
 
 
 def tune(size: Size, where: Where, dry: bool) -> Iterator[Row]:
-    """A row for each job: its default and its best time. Where there is a GPU, its file is written after every job, so
-    that running out of time loses one job alone.
+    """A row for each key: the time of its jobs by default and by its best choice. Where there is a GPU its file is
+    written after every key, so that running out of time loses one key alone.
     """
-    for kernel, measure in _jobs(size, where):
-        default = measure()
-        least, chosen, keys = default.get("value", float("inf")), None, set()
-        for choice in CANDIDATES[kernel][: 1 if dry else None]:
-            trial = Trial(kernel, choice)
-            with mock.patch.object(tuning, "_file", lambda device, trial=trial: trial):
-                row = measure()
-            keys |= trial.keys
-            if row.get("value", float("inf")) < 0.98 * least:
-                least, chosen = row["value"], choice
-        if chosen is not None and keys:
-            file = write({kernel: dict.fromkeys(sorted(keys), chosen)}, torch.cuda.get_device_name())
-            default |= {"file": str(file)}
-        yield default | {"best": least, "choice": chosen}
+    capability = where.target("float32").capability
+    begun = ((job, *job.tried({})) for job in jobs(size, where))
+    for (kernel, key), group in groupby(begun, lambda found: (found[0].kernel, found[2])):
+        found = list(group)
+        defaults = [row.get("value") for _, row, _ in found]
+        failed = next((row for _, row, _ in found if "value" not in row), None)
+        if failed is not None:
+            yield failed
+            continue
+        least, chosen = 1.0, None
+        for choice in candidates(kernel, key, capability)[: 1 if dry else None]:
+            times = [job.tried(choice)[0].get("value", float("inf")) for job, _, _ in found]
+            share = geometric_mean(t / d for t, d in zip(times, defaults, strict=True))
+            if share < min(least, WORTH):
+                least, chosen = share, choice
+        row: Row = {"name": f"tune {kernel} {key}".rstrip(), "value": sum(defaults), "unit": "s"}
+        row |= {"jobs": [job.name for job, _, _ in found], "best_of_default": round(least, 3), "choice": chosen}
+        if chosen is not None and key:
+            row["file"] = str(write({kernel: {key: chosen}}, torch.cuda.get_device_name()))
+        yield row
 
 
 def write(best: Mapping[str, Mapping[str, Choice]], device: str, folder: Path | None = None) -> Path:
@@ -96,5 +133,7 @@ def write(best: Mapping[str, Mapping[str, Choice]], device: str, folder: Path | 
     for kernel, choices in best.items():
         known.setdefault(kernel, {}).update(choices)
     folder.mkdir(exist_ok=True)
-    path.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    partial.replace(path)
     return path

@@ -310,6 +310,27 @@ def test_the_command(tiny_models: Any, tmp_path: Path) -> None:
         assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize("to", ["compressed-tensors", "hf", "fp8", "auto_round", "gguf"])
+def test_scales_of_a_float8_cache_are_kept_or_missed_aloud(quantized: Any, tmp_path: Path, to: str) -> None:
+    source = quantized()
+    scales = {f"model.layers.{i}.self_attn.{x}_scale": torch.tensor([0.5 + i]) for i in range(2) for x in "kv"}
+    if to == "fp8":  # which four bits cannot be
+        rewrite(str(source), tmp_path / "dense", to="hf")
+        source = tmp_path / "dense"
+    save_file(load_file(source / "model.safetensors") | scales, source / "model.safetensors")
+    done = rewrite(str(source), tmp_path / "q", to=to)
+    missed = [note for note in done.notes if "KV cache" in note]
+    if to in ("auto_round", "gguf"):
+        assert missed == [
+            f"4 scales of a float8 KV cache are left out, for which {to} has no place; compressed-tensors, fp8, hf do"
+        ]
+        return
+    found = open_checkpoint(tmp_path / "q")
+    assert {name: found.tensor(name).tolist() for name in scales} == {n: s.tolist() for n, s in scales.items()}
+    assert not missed and (to == "fp8" or found.quantization["kv_cache_scheme"]["num_bits"] == 8)
+    validate_checkpoint(found, load_spec(found)[1])
+
+
 def test_formats_are_those_of_the_help() -> None:
     assert set(FORMATS) == {
         "awq", "gptq", "gptq_v2", "auto_round", "compressed-tensors", "w8a8", "fp8", "mxfp4", "gguf", "hf",

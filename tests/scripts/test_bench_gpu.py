@@ -7,7 +7,9 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ def bench_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "part, rows", [("copy_rate", 1), ("linears", 4), ("attention", 6), ("row_wise", 6), ("tune", 5)]
+    "part, rows", [("copy_rate", 1), ("linears", 4), ("attention", 6), ("row_wise", 6), ("tune", 2)]
 )
 def test_every_part_runs_dry(part, rows, bench_gpu):
     found = list(bench_gpu.rows_of(part, 0, True))
@@ -47,6 +49,9 @@ def test_one_call_writes_figures_as_they_come(tmp_path):
     (row,) = json.loads(report.read_text())["rows"]
     assert row["name"] == "copy" and row["predicted"] == [4.2e12, 4.4e12] and row["as_predicted"] is False
     assert "4.20 TB/s .. 4.40 TB/s" in done.stdout
+    assert (
+        "8b w4 head 8, batch 1" in done.stdout and "goal 600 tok/s" in done.stdout
+    )  # all that a GPU would be asked for
 
 
 def test_a_part_that_dies_is_one_row_and_names_its_reason(bench_gpu):
@@ -78,37 +83,121 @@ def test_goals_and_predictions_stand_beside_a_figure(bench_gpu):
     }
 
 
-def test_every_prediction_has_a_figure_on_a_gpu(bench_gpu):
-    """Names in the file are those that the parts give, so that none is waited for in vain."""
+def test_every_figure_is_predicted(bench_gpu, monkeypatch):
+    """Names are those that the parts give on a GPU, each has a prediction, and there is none beside them."""
     from gpu import engine, kernels
 
     said = json.loads(bench_gpu.PREDICTIONS.read_text())
-    rows = kernels.Size().rows
-    names = {"copy", "attention prefill"} | {f"attention decode {p}" for p in (0, 8, 4, 16, 17)}
-    names |= {f"linears {how}, {n} rows" for how in ("w4 cuda", "w4 triton") for n in rows}
-    names |= {f"{op}, {n} rows" for op in ("add_rms_norm", "act_and_mul") for n in (1, 64)}
-    names |= {f"sample {how}, {n} rows" for how in ("greedy", "top-p") for n in (1, 64, 256)}
-    assert set(said["kernels"]) <= names
-    assert set(said["engine"]) <= {f"{c.label}, {load.label}" for c in engine.CASES for load in c.loads}
+    figures = {**said["kernels"], **said["engine"]}
+    assert sorted(figures) == sorted(bench_gpu.names())
+    for name, figure in figures.items():
+        low, high = figure["predicted"]
+        assert 0 < low < high <= 2 * low or "start" in name, name
+        assert bench_gpu.prediction(name, said).startswith(name)
+    monkeypatch.setattr(kernels, "seconds", lambda runs, device: 1.0)
+    monkeypatch.setattr(kernels, "_measured", lambda name, *_, **more: {"name": name, "value": 1.0, "unit": "s"} | more)
+    monkeypatch.setattr(kernels, "copies", lambda size, device: 1)
+    where = kernels.Meta(90)
+    parts = (kernels.linears, kernels.attention, kernels.row_wise)
+    given = [row["name"] for part in parts for row in part(kernels.Size(), where)]
+    assert {n for n in kernels.names(kernels.Size()) if n not in given} == {
+        "copy",
+        "attention decode flash_attn",
+        *(f"linears w4 {how}, {n} rows" for how in ("cuda", "marlin") for n in kernels.Size().rows),
+    }
+    assert set(given) <= set(figures)
+    assert [c.label for c in engine.CASES if c.config.get("quantization_config", {}).get("lm_head")] == ["8b w4 head 8"]
 
 
-def test_a_choice_is_kept_when_its_job_ends(bench_gpu, tmp_path, monkeypatch):
-    """Two jobs on a GPU that is not there: keys of 64 are fastest, and the file is there before the second job ends."""
-    from gpu import kernels, tune
+def test_a_run_begins_with_compiling_and_says_what_it_left_out(bench_gpu, monkeypatch):
+    from gpu import process
 
-    def measure():
-        found = tune.tuning.tuned("attend_kernel", "decode-128-float", {"keys": 32}, torch.device("cuda", 0))
-        return {"name": "job", "value": 1.0 if found["keys"] == 64 else 2.0, "unit": "s"}
+    commands = []
 
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: "NVIDIA H200")
-    monkeypatch.setattr(tune.tuning, "_name", lambda index: "nvidia-h200")
-    monkeypatch.setattr(tune.tuning, "_file", lambda device: {})
-    monkeypatch.setattr(tune, "_jobs", lambda size, where: iter([("attend_kernel", measure)] * 2))
+    def compiled(command, limit, environment=None):
+        commands.append(command)
+        return process.Finished(0, 'precompile: …\n{"variants": 3, "errors": []}\n', "", 2.0)
+
+    monkeypatch.setattr(process, "run_limited", compiled)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (9, 0))
+    monkeypatch.setattr(bench_gpu, "child", lambda part, case, dry, limit: iter([{"name": part, "limit": limit}]))
+    options = SimpleNamespace(dry_run=False, only=None, tune=False)
+    rows = list(bench_gpu.figures(options, time.perf_counter(), {"gpu": "NVIDIA H200"}))
+    assert (
+        rows[0]["name"] == "compile"
+        and rows[0]["variants"] == 3
+        and [r["name"] for r in rows[1:3]] == ["copy_rate", "linears"]
+    )
+    assert commands[0][2:] == [
+        "kernels",
+        "self-test",
+        "engine",
+        "--arch",
+        "90",
+        "--device",
+        "nvidia-h200",
+        "--seconds",
+        "150.0",
+    ]
+    late = list(bench_gpu.figures(options, time.perf_counter() - 566, {"gpu": "NVIDIA H200"}))
+    assert all("left out" in row["error"] for row in late[1:]) and len(late) == len(rows)
+
+
+def test_choices_of_a_key_are_made_by_all_its_jobs_and_kept_at_once(bench_gpu, tmp_path, monkeypatch):
+    """Three jobs on a GPU that is not there, two of one key: one gains most with 64 keys, but both together with 128.
+    The file is there before the second key's jobs end, and what is in it is used on that GPU alone.
+    """
+    from gpu import tune
+
+    times = {
+        "short": {32: 1.0, 64: 0.5, 128: 0.6},
+        "long": {32: 1.0, 64: 1.5, 128: 0.7},
+        "other": {32: 1, 64: 1, 128: 1},
+    }
+
+    def job(name, key):
+        def measure():
+            found = tune.tuning.tuned("attend_kernel", key, {"keys": 32}, torch.device("cuda", 0))
+            return {"name": name, "value": times[name][found["keys"]], "unit": "s"}
+
+        return tune.Job("attend_kernel", name, measure)
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: "NVIDIA Test GPU")
+    monkeypatch.setattr(tune, "candidates", lambda *_: [{"keys": 64}, {"keys": 128}])
+    monkeypatch.setattr(tune, "jobs", lambda *_: iter([job("short", "a"), job("long", "a"), job("other", "b")]))
     monkeypatch.setattr(tune, "write", functools.partial(tune.write, folder=tmp_path))
-    row = next(tune.tune(kernels.TINY, kernels.Where("cuda", ("triton",)), dry=False))
-    assert row["best"] == 1.0 and row["choice"]["keys"] == 64
-    written = json.loads((tmp_path / "nvidia-h200.json").read_text())
-    assert written == {"attend_kernel": {"decode-128-float": row["choice"]}}
+    rows = tune.tune(None, SimpleNamespace(target=lambda dtype: SimpleNamespace(capability=90)), dry=False)
+    row = next(rows)
+    assert row["jobs"] == ["short", "long"] and row["choice"] == {"keys": 128} and row["best_of_default"] < 0.7
+    assert json.loads((tmp_path / "nvidia-test-gpu.json").read_text()) == {"attend_kernel": {"a": {"keys": 128}}}
+    (last,) = rows
+    assert last["choice"] is None and "file" not in last  # nothing gained
+    monkeypatch.setattr(tune.tuning, "_FOLDER", tmp_path)
+    names = {0: "nvidia-test-gpu", 1: "nvidia-other"}
+    monkeypatch.setattr(tune.tuning, "_name", lambda index: names[index])
+    used = [tune.tuning.tuned("attend_kernel", "a", {"keys": 32}, torch.device("cuda", i)) for i in names]
+    assert used == [{"keys": 128}, {"keys": 32}]
+    tune.tuning._file.cache_clear()
+
+
+def test_choices_that_cannot_be_fast_are_not_measured(bench_gpu):
+    from gpu import prune, tune
+
+    from toolkit.kernels.machine_code import Usage
+
+    assert prune.judge(Usage(64, 0, 0), 40_000, 4, 90).why is None
+    assert prune.judge(Usage(255, 16, 0), 40_000, 4, 90).why == "spills 16 bytes"
+    assert "shared memory" in prune.judge(Usage(64, 0, 0), 300_000, 4, 90).why
+    assert "warps a multiprocessor" in prune.judge(Usage(64, 0, 0), 200_000, 4, 90).why
+    known = json.loads(tune.CANDIDATES.read_text())["90"]
+    assert set(known) == set(tune.ALL)
+    for kernel, keys in known.items():
+        for key, choices in keys.items():
+            assert choices and all(choice in tune.ALL[kernel] for choice in choices), key
+            assert tune.candidates(kernel, key, 90) == choices
+    assert any(len(choices) < len(tune.ALL[kernel]) for kernel, keys in known.items() for choices in keys.values())
+    assert tune.candidates("attend_kernel", "decode-128-float", 75) == tune.ALL["attend_kernel"]
+    assert json.loads(prune.as_text({"90": known})) == {"90": known}
 
 
 def test_tuned_choices_are_merged_into_the_devices_file(bench_gpu, tmp_path):

@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 ABSENT = ("fastapi", "uvicorn", "starlette", "typer", "rich", "xgrammar", "datasets", "pydantic", "prometheus_client")
@@ -37,18 +39,86 @@ def test_a_dry_run_writes_rows_that_agree(tmp_path):
     assert "smoke: sample [torch]: 1 of 1 agree" in done.stdout
 
 
-def test_stages_come_in_order_and_a_process_that_dies_is_one_row(gpu_check):
-    todo = gpu_check.items(["triton", "cuda"], False, False, "/usr/bin/compute-sanitizer", 30)
+def test_stages_come_in_order(gpu_check, monkeypatch):
+    where = gpu_check.Where(("triton", "cuda"), capability=90, gpu="nvidia-h200")
+    monkeypatch.setattr("toolkit.kernels.cuda.driver.fatbin_version", lambda path: None)
+    monkeypatch.setattr("toolkit.kernels.cuda.build.nvcc", lambda: "nvcc")
+    todo = gpu_check.items(where, False, "/usr/bin/compute-sanitizer", 30)
     stages = [i.stage for i in todo]
-    assert list(dict.fromkeys(stages)) == ["smoke", "runner", "ops", "sanitizer"]
+    assert list(dict.fromkeys(stages)) == ["prepare", "smoke", "compile", "runner", "ops", "manifest", "sanitizer"]
+    assert [i.name for i in todo[:2]] == ["build the CUDA kernels", "compile smoke"]
+    assert ("--arch", "90", "--device", "nvidia-h200") == todo[1].arguments[1:5] and todo[1].script.is_file()
     assert all(i.limit <= 60 for i in todo if i.stage == "smoke")
     assert {"paged_attention [triton]", "linear_group_int [cuda]"} <= {i.name for i in todo if i.stage == "ops"}
+    assert "served paged_attention" in {i.name for i in todo if i.stage == "manifest"}
     assert todo[-1].wrapper[0] == "/usr/bin/compute-sanitizer"
+    assert not [i for i in gpu_check.items(where, False, None, 30) if i.stage == "sanitizer"]
+
+
+def test_a_process_that_dies_or_hangs_is_one_row(gpu_check):
     dies = gpu_check.Item("ops", "nothing", (), 60, (sys.executable, "-c", "import os; os.abort()"))
     (row,) = gpu_check.run(dies, "cpu")
-    assert row["error"].startswith("exit code") and "nothing: 0 of 1 agree" in gpu_check.report(dies, [row])
-    slow = gpu_check.Item("ops", "slow", (), 0.2, (sys.executable, "-c", "import time; time.sleep(9)"))
-    assert "took longer" in gpu_check.run(slow, "cpu")[0]["error"]
+    assert row["error"].startswith("exit code -6") and "nothing: 0 of 1 agree" in gpu_check.report(dies, [row])
+    # one that starts another, which holds its output and would end later
+    code = "import subprocess, sys, time; subprocess.Popen(['sleep', '60']); time.sleep(60)"
+    slow = gpu_check.Item("ops", "slow", (), 1.0, (sys.executable, "-c", code))
+    start = time.perf_counter()
+    assert "took longer than 1 s" in gpu_check.run(slow, "cpu")[0]["error"]
+    assert time.perf_counter() - start < 20
+    silent = gpu_check.Item("ops", "silent", (), 60, (sys.executable, "-c", "print('[]')"))
+    assert "printed no result" in gpu_check.run(silent, "cpu")[0]["error"]
+    found = 'print(\'[{"what": "x", "case": "y", "error": null}]\'); raise SystemExit(99)'  # as the sanitizer does
+    rows = gpu_check.run(gpu_check.Item("sanitizer", "x", (), 60, (sys.executable, "-c", found)), "cpu")
+    assert [bool(r["error"]) for r in rows] == [False, True] and "exit code 99" in rows[1]["error"]
+
+
+def test_a_run_that_is_killed_leaves_what_it_found_and_can_go_on(tmp_path):
+    report = tmp_path / "report.json"
+    script = [sys.executable, "-P", str(ROOT / "scripts/gpu_check.py"), "--dry-run", "--smoke", "--only", "[torch]"]
+    command = [*script, "--json", str(report)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if line.startswith("smoke:"):
+                process.kill()
+    first = json.loads(report.read_text())
+    assert len(first["done"]) == 1 and first["rows"] and len(first["running"]) == 1
+    done = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    last = json.loads(report.read_text())
+    assert len(last["done"]) == 5 and last["rows"][: len(first["rows"])] == first["rows"]
+    assert len({tuple(d) for d in last["done"]}) == 5 and not last["running"]
+    late = subprocess.run(
+        [*script, "--seconds", "0", "--json", str(tmp_path / "none.json")], capture_output=True, text=True
+    )
+    assert late.returncode == 1 and "5 items were left out" in late.stdout
+
+
+def test_calls_of_the_manifest_are_filled_with_what_ops_may_be_given(gpu_check):
+    """Tensors of every op's cases made anew by shape alone: torch's kernels then agree with the reference."""
+    from gpu.manifest_check import filled
+
+    from toolkit.kernels.registry import Case, Target, load
+    from toolkit.kernels.tolerances import compare
+    from toolkit.kernels.triton.manifest import calls
+
+    tried = 0
+    for name in {call.op for call in calls()}:
+        op = load()[name]
+        other = op.implementations.get("torch", op.implementations["reference"])
+        for case in list(op.cases())[:3]:
+            target = Target("cpu", op.dtypes[0], None, case.traits)
+
+            def make(dtype, device, generator, case=case):
+                arguments = case.make(dtype, "cpu", torch.Generator().manual_seed(0))
+                empty = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+                return filled(empty, device)
+
+            if other.unsupported(target) is None:
+                assert compare(op, other, Case(case.label, make), target) is None
+                for value in make(torch.float32, "cpu", None).values():
+                    assert not isinstance(value, torch.Tensor) or value.numel() == 0 or bool((value.float() != 0).any())
+                tried += 1
+    assert tried > 40
 
 
 @pytest.mark.slow
@@ -67,6 +137,8 @@ def test_the_torch_runners_tests_are_rows(gpu_check):
 
 
 def test_a_wrong_kernel_is_found(gpu_check, monkeypatch):
+    from gpu import checks
+
     from toolkit.kernels.registry import load
 
     implementation = load()["rms_norm"].implementations["torch"]
@@ -74,7 +146,7 @@ def test_a_wrong_kernel_is_found(gpu_check, monkeypatch):
         **{**vars(implementation), "run": lambda x, weight, eps, weight_offset=0.0: x * weight}
     )
     monkeypatch.setitem(load()["rms_norm"].implementations, "torch", wrong)
-    assert any(r.get("error") for r in gpu_check.check_op("rms_norm", "torch", "cpu", True))
+    assert any(r.get("error") for r in checks.check_op("rms_norm", "torch", "cpu", True))
 
 
 def test_kernels_engine_and_profile_need_none_of_the_servers_packages():

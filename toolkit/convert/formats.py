@@ -11,11 +11,13 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
 from toolkit.artifacts.checkpoint_writer import write_model
+from toolkit.artifacts.formats.ct_scheme import CACHE_SCHEME, cache_config
 from toolkit.artifacts.formats.describe import Layout, form_name, layout_of
 from toolkit.artifacts.formats.writers import WRITERS, Writer, adapt
 from toolkit.artifacts.json_file import write_json_object
@@ -23,7 +25,7 @@ from toolkit.artifacts.manifest import Manifest, describe_parent, read_manifest,
 from toolkit.artifacts.side_files import copy_side_files
 from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.stage import Stage, open_stage
-from toolkit.artifacts.weights import is_present, load_stored, validate_checkpoint
+from toolkit.artifacts.weights import cache_scales, is_present, load_stored, validate_checkpoint
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import load_spec
 from toolkit.models.spec import DecoderSpec, StoredTensor
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 FORMATS = (*WRITERS, "gguf", "hf")
 DTYPES = ("auto", "float16", "bfloat16", "float32")
+_CACHE_SCALED = ("compressed-tensors", "fp8", "hf")  # formats whose readers look for scales of a float8 KV cache
 _ROUNDED = ("w8a8", "fp8", "mxfp4")  # formats that a dense matrix can simply be rounded to
 
 
@@ -63,6 +66,10 @@ class _Work:
     layouts: dict[str, Layout | None] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
     widened: list[str] = field(default_factory=list)
+
+    def cache_scales(self) -> dict[str, Tensor]:
+        """Those of a float8 KV cache that the checkpoint has."""
+        return dict(cache_scales(self.checkpoint))
 
 
 def rewrite(
@@ -126,13 +133,19 @@ def _check_options(to: str, gguf_type: str, dtype: str) -> None:
 
 def _write(work: _Work, stage: Stage) -> None:
     tensors = _dense_tensors(work) if work.to == "hf" else _quantized_tensors(work, WRITERS[work.to])
-    write_model(stage.dir, tensors)
+    scales = work.cache_scales() if work.to in _CACHE_SCALED else {}
+    write_model(stage.dir, chain(tensors, scales.items()))
     config = {k: v for k, v in work.checkpoint.config.items() if k != "quantization_config"}
     if work.to != "hf":
         config["quantization_config"] = WRITERS[work.to].config(work.layouts)
     elif work.dtype != "auto" or work.widened:
         config.pop("dtype", None)
         config["torch_dtype"] = work.dtype if work.dtype != "auto" else "float32"
+    if scales and work.to != "fp8":  # whose readers need no word of it
+        scheme = (work.checkpoint.quantization or {}).get("kv_cache_scheme") or CACHE_SCHEME
+        config["quantization_config"] = config.get("quantization_config", cache_config(scheme)) | {
+            "kv_cache_scheme": scheme
+        }
     write_json_object(stage.dir / "config.json", config)
     copy_side_files(work.checkpoint, stage.dir)
 
@@ -266,7 +279,17 @@ def _notes(work: _Work) -> list[str]:
     if work.widened:
         more = f" and {len(work.widened) - 1} more" if len(work.widened) > 1 else ""
         notes.append(f"{work.widened[0]}{more}: stored as float32, which alone holds its numbers")
-    return notes
+    return [*notes, *_without_scales(work.checkpoint, work.to)]
+
+
+def _without_scales(checkpoint: Checkpoint, to: str) -> list[str]:
+    """A line where the format has no place for the scales of a float8 KV cache that the model has."""
+    count = len(dict(cache_scales(checkpoint)))
+    if not count or to in _CACHE_SCALED:
+        return []
+    return [
+        f"{count} scales of a float8 KV cache are left out, for which {to} has no place; {', '.join(_CACHE_SCALED)} do"
+    ]
 
 
 def _quality(work: _Work) -> dict[str, Any]:
@@ -302,7 +325,7 @@ def _to_gguf(
             raise ToolkitError(f"{target}: cannot be written: {error.strerror}") from error
         finally:
             partial.unlink(missing_ok=True)
-        return Rewritten(target, "gguf", _gguf_notes(export), None)
+        return Rewritten(target, "gguf", [*_gguf_notes(export), *_without_scales(checkpoint, "gguf")], None)
     options: dict[str, Any] = {"to": "gguf", "gguf_type": gguf_type}
     if importance is not None:
         options["importance"] = _digest(importance)
@@ -319,7 +342,8 @@ def _to_gguf(
         export = plan_export(checkpoint, spec, stored, gguf_type, importance)
         export.write(stage.dir / "model.gguf", progress)
         layers = [{"name": name, "rel_error": error} for name, error in export.errors.items()]
-        return Rewritten(target, "gguf", _gguf_notes(export), stage.finish({"layers": layers, "types": export.types}))
+        notes = [*_gguf_notes(export), *_without_scales(checkpoint, "gguf")]
+        return Rewritten(target, "gguf", notes, stage.finish({"layers": layers, "types": export.types}))
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from toolkit.artifacts.checkpoint_writer import write_model
+from toolkit.artifacts.formats.ct_scheme import CACHE_SCHEME, cache_config
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.manifest import describe_parent, read_manifest
 from toolkit.artifacts.side_files import copy_side_files
@@ -41,7 +42,6 @@ from toolkit.quant.run import (
 
 FP8_MAX = 448.0
 MIN_SCALE = 1e-6
-SCHEME = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 
 
 @torch.inference_mode()
@@ -142,14 +142,7 @@ def _write(source: LayerSource, stage: Stage, scales: dict[str, Tensor], dtype: 
     write_model(stage.dir, _tensors(source, scales, dtype))
     config: dict[str, Any] = {k: v for k, v in source.checkpoint.config.items() if k != "torch_dtype"}
     config["dtype"] = str(dtype).removeprefix("torch.")
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "dense",
-        "quantization_status": "frozen",
-        "config_groups": {},
-        "ignore": [],
-        "kv_cache_scheme": SCHEME,
-    }
+    config["quantization_config"] = cache_config(CACHE_SCHEME)
     write_json_object(stage.dir / "config.json", config)
     copy_side_files(source.checkpoint, stage.dir)
 

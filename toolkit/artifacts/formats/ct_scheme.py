@@ -20,6 +20,27 @@ FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantize
 _PRESETS = ("W8A8", "W4A16", "W8A16", "W4A16_ASYM", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4", "NVFP4A16", "MXFP4",
             "MXFP4A16")  # fmt: skip
 
+# ``kv_cache_scheme`` of a float8 cache whose scales stand beside the attention, one for keys and one for values.
+CACHE_SCHEME: dict[str, Any] = {
+    "num_bits": 8,
+    "type": "float",
+    "symmetric": True,
+    "strategy": "tensor",
+    "dynamic": False,
+}
+
+
+def cache_config(scheme: dict[str, Any]) -> dict[str, Any]:
+    """``quantization_config`` of a model whose weights are dense, with scales of its KV cache."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "quantization_status": "frozen",
+        "config_groups": {},
+        "ignore": [],
+        "kv_cache_scheme": scheme,
+    }
+
 
 @dataclass(frozen=True)
 class Scheme:

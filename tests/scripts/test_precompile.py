@@ -1,0 +1,172 @@
+"""``scripts/gpu/precompile.py`` without a GPU: what it compiles is what a launch then finds in Triton's cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def compiled(code: str, cache: Path) -> list[str]:
+    """Lines that ``code`` prints in a process without the interpreter, with Triton's cache in ``cache``."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT / "scripts"), "PYTHONSAFEPATH": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+COMPILE = """
+import json
+from triton.runtime import driver
+from gpu import launches, precompile
+
+driver.set_active(precompile.TargetDriver(90))
+todo = precompile.distinct(launches.of_ops(["rms_norm", "embedding"], 90, "first"))
+done = list(precompile.compile_all(todo, workers=2))
+print(len(todo), sum(d.hit for d in done), [d.error for d in done if d.error])
+"""
+# Everything of a launch but the GPU: the same functions are called on tensors, Triton binds the arguments, looks for
+# the kernel in its cache and hands it to a launcher, which only counts.
+LAUNCH = """
+from types import SimpleNamespace
+import torch, triton
+from triton.runtime import driver
+from gpu.precompile import TargetDriver
+from toolkit.kernels.registry import Target, load
+
+class Launcher:
+    launched = []
+    def __init__(self, source, metadata): self.name = source.fn.__name__
+    def __call__(self, *arguments): Launcher.launched.append(self.name)
+
+class Driver(TargetDriver):
+    launcher_cls = Launcher
+    utils = SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": 232448},
+        load_binary=lambda name, kernel, shared, device: (0, 0, 32, 0, 1024),
+    )
+
+hits = []
+triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
+driver.set_active(Driver(90))
+for name in ("rms_norm", "embedding"):
+    op = load()[name]
+    for dtype in op.dtypes:
+        case = next(iter(op.cases()))
+        inputs = case.make(getattr(torch, dtype), "cpu", torch.Generator().manual_seed(1))
+        op.implementations["triton"].run(**inputs)
+print(sorted(set(Launcher.launched)), len(hits), all(hits))
+"""
+
+
+def test_launches_find_what_was_compiled_before(tmp_path):
+    first, second = compiled(COMPILE, tmp_path), compiled(COMPILE, tmp_path)
+    assert first == ["6 0 []"] and second == ["6 6 []"], (first, second)
+    assert compiled(LAUNCH, tmp_path) == ["['embedding_kernel', 'rms_norm_kernel'] 6 True"]
+    (other,) = compiled(LAUNCH.replace("Driver(90)", "Driver(80)"), tmp_path)
+    assert other.endswith("6 False")  # of another GPU: what was compiled is not taken for it
+
+
+def test_keys_do_not_depend_on_the_order_of_kernels(tmp_path):
+    code = """
+import importlib, pkgutil, sys
+import triton
+from toolkit.kernels import triton as package
+from toolkit.kernels.triton.launch import settle
+
+found = {}
+for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+    for name, value in vars(importlib.import_module(module.name)).items():
+        if isinstance(value, triton.JITFunction) and value.module == module.name:
+            found[f"{module.name}.{name}"] = value
+for name in sorted(found, reverse=REVERSE):
+    settle(found[name]) if SETTLED else found[name].cache_key
+for name in sorted(found):
+    print(name, found[name].cache_key)
+"""
+
+    def keys(reverse, settled):
+        return compiled(code.replace("REVERSE", str(reverse)).replace("SETTLED", str(settled)), tmp_path)
+
+    assert len(keys(False, True)) > 60 and keys(False, True) == keys(True, True)
+    if keys(False, False) == keys(True, False):  # a Triton that needs no help
+        assert keys(False, False) == keys(False, True)
+
+
+def test_what_the_scripts_launch_is_recorded_without_a_gpu(tmp_path):
+    (line,) = compiled(
+        """
+import json
+from gpu import engine, launches
+from gpu.precompile import TargetDriver, distinct
+from triton.runtime import driver
+from toolkit.kernels.triton.tuning import tuned_for, _file
+from toolkit.kernels.triton import tuning
+
+driver.set_active(TargetDriver(90))
+kernels = lambda found: sorted({x.kernel.__name__ for x in distinct(found)})
+case = next(c for c in engine.CASES if c.label == "moe bf16")
+served = launches.of_case(case, 90)
+warps = {x.warps for x in served if x.kernel.__name__ == "attend_kernel"}
+choice = {"attend_kernel": {"decode-128-float": {"warps": 2}}}
+tuning._file = lambda device: choice if device == "some-gpu" else {}
+with tuned_for("some-gpu"):
+    others = {x.warps for x in launches.of_case(case, 90) if x.kernel.__name__ == "attend_kernel"}
+small = kernels(launches.of_check("qwen2", 0, 90))
+print(json.dumps([kernels(served), small, kernels(launches.of_kernels(90)), sorted(warps), sorted(others)]))
+""",
+        tmp_path,
+    )
+    served, small, measured, warps, others = json.loads(line)
+    assert {"attend_kernel", "merge_kernel", "expert_linear_kernel", "rope_kv_write_kernel", "draw_kernel"} <= set(
+        served
+    )
+    assert {"attend_kernel", "rms_norm_kernel"} <= set(small) and "expert_linear_kernel" not in small
+    assert {"group_linear_kernel", "attend_kernel", "act_kernel", "chunk_kernel"} <= set(measured)
+    assert 2 in others and 2 not in warps  # choices of the GPU that it is compiled for, not of the one it compiles on
+
+
+def test_a_compiler_that_dies_or_hangs_costs_its_variant_alone(tmp_path):
+    (line,) = compiled(
+        """
+import json, os, time
+from types import SimpleNamespace
+from gpu import precompile
+from gpu.precompile import compile_all
+
+precompile.settle = lambda kernel: None
+
+def launch(name, what):
+    kernel = SimpleNamespace(__name__=name, warmup=lambda *args, **kwargs: what())
+    return SimpleNamespace(kernel=kernel, arguments={}, constants={}, grid=(1,), warps=4, stages=2)
+
+def fails(): raise ValueError("no such\\nlayout")
+
+todo = [launch("dies", lambda: os._exit(3)), launch("hangs", lambda: time.sleep(60)), launch("fails", fails)]
+print(json.dumps({d.kernel: d.error for d in compile_all(todo, workers=2, limit=3)}))
+""",
+        tmp_path,
+    )
+    assert json.loads(line) == {
+        "dies": "the compiler died (exit code 3)",
+        "hangs": "took longer than 3 s",
+        "fails": "ValueError: no such layout",
+    }
+
+
+@pytest.mark.slow
+def test_the_smoke_stage_is_compiled_within_its_time(tmp_path):
+    script = [sys.executable, "-P", str(ROOT / "scripts/gpu/precompile.py"), "smoke", "--arch", "90"]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=900)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 0 and found["variants"] == found["compiled"] > 20, done.stdout
+    short = subprocess.run([*script, "--seconds", "0"], env=environment, capture_output=True, text=True, timeout=900)
+    assert "variants are left" in short.stdout and short.returncode == 1
