@@ -58,14 +58,15 @@ def linear(
     """``x @ W.T + bias + residual``.
 
     ``x``: float16 or bfloat16 [T, in]; ``bias``: [out] of its dtype; ``residual``: [T, out] of its dtype or float32,
-    which the result then has. ``out``: where the result goes, which may be ``residual``; ``workspace``: scratch memory
-    (made here if None; replayed graphs want their own); ``dependent``: launch before the kernel before has ended
-    (programmatic dependent launch; only x and residual may come from it, not the weight). Returns [T, out].
+    which the result then has. ``out``: where the result goes, of x's dtype or float32; it may be ``residual``.
+    ``workspace``: scratch memory (made here if None; replayed graphs want their own); ``dependent``: launch before the
+    kernel before has ended (programmatic dependent launch; only x and residual may come from it, not the weight).
+    Returns [T, out].
     """
     machine = driver.machine(x.device) if machine is None else machine
     tokens = x.shape[0]
-    _check(x, packed, bias, residual)
-    wide = residual is not None and residual.dtype == torch.float32
+    _check(x, packed, bias, residual, out)
+    wide = torch.float32 in (t.dtype for t in (residual, out) if t is not None)
     if out is None:
         out = torch.empty(tokens, packed.n_out, dtype=torch.float32 if wide else x.dtype, device=x.device)
     if tokens == 0:
@@ -104,12 +105,16 @@ def expand(packed: Packed, dtype: torch.dtype, machine: Machine) -> Tensor:
     return out
 
 
-def _check(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor | None) -> None:
+def _check(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor | None, out: Tensor | None) -> None:
     assert x.shape[1:] == (packed.n_in,) and x.dtype in (torch.float16, torch.bfloat16), (x.shape, x.dtype)
     assert bias is None or (bias.shape == (packed.n_out,) and bias.dtype == x.dtype and bias.is_contiguous())
     if residual is not None:
         assert residual.shape == (x.shape[0], packed.n_out) and residual.is_contiguous(), residual.shape
         assert residual.dtype in (x.dtype, torch.float32), residual.dtype
+        assert out is None or out.dtype == residual.dtype, (out, residual.dtype)
+    if out is not None:
+        assert out.shape == (x.shape[0], packed.n_out) and out.is_contiguous(), out.shape
+        assert out.dtype in (x.dtype, torch.float32), out.dtype
 
 
 def _weight_arguments(packed: Packed) -> LinearArguments:
@@ -139,24 +144,26 @@ def _form(traits: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class PackedLinear:
-    """``linear`` with everything but what differs from step to step."""
+    """``linear`` with everything but what differs from step to step. ``wide``: sums are given in float32."""
 
     weight: Packed
     bias: Tensor | None
     workspace: Workspace
     machine: Machine
+    wide: bool = False
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-        workspace, machine = self.workspace, self.machine
+        if self.wide and out is None:
+            out = torch.empty(x.shape[0], self.weight.n_out, dtype=torch.float32, device=x.device)
         return linear(
             x,
             self.weight,
             self.bias,
             residual,
             out=out,
-            workspace=workspace,
-            machine=machine,
-            dependent=machine.dependent,
+            workspace=self.workspace,
+            machine=self.machine,
+            dependent=self.machine.dependent,
         )
 
 

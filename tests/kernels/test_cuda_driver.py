@@ -18,6 +18,7 @@ from toolkit.kernels.cuda import linear as cuda
 from toolkit.kernels.cuda.plan import LinearArguments, names
 from toolkit.kernels.registry import KernelError, Target
 from toolkit.kernels.tolerances import compare
+from toolkit.runners.torch import build
 from toolkit.runners.torch import linear as runner_linear
 
 
@@ -75,12 +76,12 @@ def place(monkeypatch):
     """A runner's placement on a GPU that is not there."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(registry, "tested", lambda *_: None)
-    return runner_linear.Placement(torch.device("cuda"), torch.float16, False, False)
+    return runner_linear.Placement(torch.device("cuda"), torch.float16, False)
 
 
 def bound(w: GroupInt, place):
     """The linear that the torch runner makes of ``w``, on CPU tensors."""
-    here = runner_linear.Placement(torch.device("cpu"), torch.float16, False, False)
+    here = runner_linear.Placement(torch.device("cpu"), torch.float16, False)
     constants = runner_linear._bind(w, None, here, type("Ops", (), {"linear_group_int": None})).constants
     return runner_linear._group_linear(w, constants, place, None)
 
@@ -93,6 +94,15 @@ def test_a_runner_packs_the_weights_that_the_kernels_take(host, place):
         assert isinstance(linear, cuda.PackedLinear)
         torch.testing.assert_close(linear(x), (x.float() @ w.dequantize().T).half(), rtol=2e-2, atol=2e-2)
     assert made[0].workspace is made[1].workspace
+
+
+def test_a_head_in_integers_gives_logits_in_float32(host, place, monkeypatch):
+    spec = SimpleNamespace(head="lm_head", head_bias=False, tied=True)
+    monkeypatch.setattr(build, "make_linear", lambda weights, biases, place, ops: bound(weights[0], place))
+    x, head = torch.randn(3, 128).half(), weight(bits=8)
+    builder = build._Builder({"lm_head": head}, place, SimpleNamespace(), (), None)
+    logits = builder.head(spec, torch.empty(0))(x)
+    torch.testing.assert_close(logits, x.float() @ head.dequantize().T, rtol=1e-5, atol=1e-5)
 
 
 def test_other_weights_go_to_the_next_kernel(host, place, caplog):

@@ -188,6 +188,19 @@ def test_channel_int8(cuda_host, dtype):
     assert_close(found, x.double() @ (weight.double() * scales[:, None].double()).T + b.double(), dtype)
 
 
+@pytest.mark.parametrize("tokens", [3, 20, planning.MANY + 1])
+def test_sums_come_in_float32_where_asked(cuda_host, tokens):
+    """Logits: what x's type would round away stays."""
+    weight = Weight(8, 40, 128, 64)
+    x, b, _ = inputs(tokens, 128, 40, torch.float16)
+    run = cuda.PackedLinear(weight.packed(), b, cuda.Workspace("cpu"), cuda_host.host(), wide=True)
+    found, expected = run(x), x.double() @ weight.dense().double().T + b.double()
+    assert found.dtype == torch.float32
+    assert_close(found, expected, torch.float16)
+    if tokens <= planning.FEW:  # above, weights are rounded as well
+        assert (found.double() - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
 def test_activations_that_are_not_aligned_are_copied(cuda_host):
     weight, wide = Weight(4, 24, 64, 32), torch.randn(5, 77).half()
     expected = wide[:, 3:67].double() @ weight.dense().double().T

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import cast
 
 from torch import Tensor
 
 from toolkit.artifacts.canonical import GroupInt, Weight
 from toolkit.errors import ToolkitError
+from toolkit.kernels.cuda.linear import PackedLinear
 from toolkit.kernels.cuda.pack import unsupported_form
 from toolkit.models.spec import AttentionSpec, DecoderSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec, Sublayer
 from toolkit.runners.torch.decoder import Attention, Decoder, Mixer, Mlp, Moe, Norm, RoundingNorm, Step
@@ -94,13 +97,14 @@ class _Builder:
         )
 
     def head(self, spec: DecoderSpec, table: Tensor) -> Linear:
-        """The head, in integers where it is stored so in a form of the CUDA kernels, else dense. One that is the
-        embedding's matrix (``table``) may have codes of its own.
+        """The head, in integers where it is stored so in a form of the CUDA kernels (which then give logits in
+        float32), else dense. One that is the embedding's matrix (``table``) may have codes of its own.
         """
         place, stored = self.place, self.weights.get(spec.head)
         bias = self.tensor(f"{spec.head}.bias") if spec.head_bias else None
         if isinstance(stored, GroupInt) and not place.dequantize and _for_kernels(stored):
-            return make_linear([stored], [bias], place, self.ops)
+            linear = make_linear([stored], [bias], place, self.ops)
+            return cast(Linear, replace(linear, wide=True)) if isinstance(linear, PackedLinear) else linear
         own = not spec.tied or isinstance(stored, GroupInt)
         matrix = self.matrix(spec.head).dequantize(place.dtype).to(place.device) if own else table
         return Bound(self.ops.linear, (matrix, None if bias is None else bias.to(place.dtype)))
