@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -41,6 +42,10 @@ class Setting:
     saved: Callable[[int], Mapping[str, Gram]] | None = None
 
 
+class Enough(Exception):
+    """An observer needs no more of a layer."""
+
+
 class Flow:
     """Calibration text on its way through the layers. ``token_ids`` [samples, length]; ``table``: the embedding;
     ``spill``: where it is kept between them (None: in memory)."""
@@ -70,8 +75,15 @@ class Flow:
 
         def look(names: Sequence[str]) -> dict[str, Gram]:
             statistics = Statistics(names)
+
+            def observe(name: str, x: Tensor) -> None:
+                statistics.observe(name, x)
+                if name == names[0]:  # of the group the last that a layer comes to: what follows need not be computed
+                    raise Enough
+
             for x in self.hidden:
-                self._check(index, layer_forward(layer, weights, x.to(self.device), statistics.observe))
+                with suppress(Enough):
+                    self._check(index, layer_forward(layer, weights, x.to(self.device), observe))
             return self._finite(index, statistics.finish())
 
         if not advance or len(groups) > 1:

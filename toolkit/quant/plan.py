@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from toolkit.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec
@@ -33,9 +34,9 @@ class Plan:
     def line(self) -> str:
         """For the user, before anything is read."""
         gib = 1 << 30
-        kept = self.activations - self.disk
+        peak, kept = math.ceil(10 * self.peak / gib) / 10, self.activations - self.disk
         return (
-            f"memory: peak about {self.peak / gib:.1f} GiB; activations {kept / gib:.2f} GiB in memory, "
+            f"memory: peak about {peak:.1f} GiB; activations {kept / gib:.2f} GiB in memory, "
             f"{self.disk / gib:.2f} GiB on disk"
         )
 
