@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8, GroupInt
 from toolkit.kernels.reference.attention import hadamard
-from toolkit.runners.native.pack import pack_model, pack_nearest, pack_weight, quantize_head, turn, unpack
+from toolkit.runners.native.pack import (
+    UnpackedWeights,
+    pack_model,
+    pack_nearest,
+    pack_weight,
+    quantize_head,
+    turn,
+    unpack,
+)
 
 
 def same(a, b) -> None:
@@ -108,3 +116,12 @@ def test_a_turned_head_comes_back_unturned(tiny_models) -> None:
     back = unpack(packed)
     assert isinstance(back, Dense) and back.weight.dtype == torch.float32
     assert 0 < (back.weight - weight.float()).norm() / weight.float().norm() < 0.01
+
+
+def test_a_turned_head_tells_runners_the_type_it_was_stored_in(tiny_models) -> None:
+    from toolkit.runners.choose import open_model
+
+    opened = open_model(tiny_models("llama", dtype="bfloat16"))
+    packed = dict(pack_model(opened.spec, opened.weights().items(), 8, []))
+    found = UnpackedWeights(packed)[opened.spec.embed]
+    assert packed[opened.spec.embed].meta.turned and found.weight.dtype == torch.bfloat16

@@ -359,7 +359,9 @@ def _pack_head(name: str, w: Dense, bits: int, notes: list[str]) -> PackedTensor
 
 
 class UnpackedWeights(Mapping[str, "Weight | Tensor"]):
-    """Packed weights in canonical form again, each made when asked for (a quantized head stays what it became)."""
+    """Packed weights in canonical form again, each made when asked for. A quantized head stays what it became; a turned
+    one has the type that it was stored in, by which runners choose theirs.
+    """
 
     def __init__(self, packed: PackedWeights) -> None:
         self._packed = packed
@@ -368,7 +370,10 @@ class UnpackedWeights(Mapping[str, "Weight | Tensor"]):
         p = self._packed[name]
         if p.meta.kind == VECTOR:
             return torch.from_numpy(p.data.view(np.float32)[: p.meta.rows].copy())
-        return unpack(p)
+        found, stored = unpack(p), p.meta.origin.get("stored")
+        if p.meta.turned and stored is not None:
+            return Dense(found.dequantize(getattr(torch, stored)))
+        return found
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._packed)
