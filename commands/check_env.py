@@ -46,8 +46,11 @@ def _print(found: dict[str, Any]) -> None:
         size = f"{gpu['total_gib']} GiB, {gpu['free_gib']} GiB free"
         rows.append((f"GPU {gpu['index']}", f"{gpu['name']}, capability {gpu['capability']}, {size}"))
     if not found["gpus"]:
-        rows.append(("GPU", "none that torch can use"))
+        rows += [(row["what"], row["here"]) for row in found["gpu_support"]]
     out.print(table("Machine", ("", "found"), rows))
+    if found["gpus"]:
+        support = [(f"cuda:{row['gpu']}", row["what"], row["here"]) for row in found["gpu_support"]]
+        out.print(table("On GPUs", ("", "what", "here"), support))
     if found["gpu_topology"]:
         out.print(found["gpu_topology"], markup=False)
     variants = [(row["isa"], _here(row)) for row in found["native"]]

@@ -108,7 +108,8 @@ def items(where: Where, smoke_only: bool, sanitizer: str | None, limit: float) -
     if not where.dry:
         found += [Item("manifest", f"served {n}", ("--manifest", n), limit) for n, f in ops if f == "triton"]
     if sanitizer is not None:
-        under = (sanitizer, "--error-exitcode", "99")
+        # each tensor in memory of its own, so that what lies beyond it is nobody's
+        under = ("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", sanitizer, "--error-exitcode", "99")
         found += [
             Item("sanitizer", f"{n} [{f}]", ("--op", n, "--family", f, "--smoke"), limit, under) for n, f in smoke
         ]

@@ -14,7 +14,7 @@ from gpu.timing import copies, seconds
 from torch import Tensor
 
 from toolkit.kernels.reference.linear import pack_codes
-from toolkit.kernels.registry import Implementation, Target, choose, load
+from toolkit.kernels.registry import Implementation, Target, load
 
 Row = dict[str, Any]
 POLICIES = (0, 8, 4, 16, 17)  # quant_policy of the caches that decode attention reads
@@ -49,23 +49,24 @@ TINY = Size(128, 256, 4, 2, 16, 320, 3, 40, 20, 16, (1, 3), 1 << 20)
 
 @dataclass(frozen=True)
 class Where:
-    """A device, and which families of kernels are ours there."""
+    """A device, and which families of kernels are ours there. ``capability``: of the GPU that "meta" stands for."""
 
     device: str
     families: tuple[str, ...]
     scratch: dict[str, Any] = field(default_factory=dict)  # of kernels, which run one after another
+    capability: int | None = None
 
     @property
     def half(self) -> torch.dtype:
         """Of activations; a CPU computes faster in float32."""
-        return torch.bfloat16 if self.device == "cuda" else torch.float32
+        return torch.float32 if self.device == "cpu" else torch.bfloat16
 
     def target(self, dtype: str, **traits: Any) -> Target:
-        capability = None
+        capability = self.capability
         if self.device == "cuda":
             major, minor = torch.cuda.get_device_capability()
             capability = 10 * major + minor
-        return Target(self.device, dtype, capability, traits)
+        return Target("cpu" if self.device == "cpu" else "cuda", dtype, capability, traits)
 
     def ours(self, op: str, dtype: str, **traits: Any) -> Iterator[tuple[Implementation | None, str]]:
         """(implementation, its family) of each of ours that has the op; None and the reason where it cannot run."""
@@ -77,19 +78,9 @@ class Where:
                 yield (found, family) if reason is None else (None, f"{family}: {reason}")
 
 
-class Meta(Where):
-    """A GPU of ``capability`` that is not there: tensors without memory, for recording what would be launched."""
-
-    def __init__(self, capability: int) -> None:
-        super().__init__("meta", ("triton",))
-        object.__setattr__(self, "_capability", capability)
-
-    @property
-    def half(self) -> torch.dtype:
-        return torch.bfloat16
-
-    def target(self, dtype: str, **traits: Any) -> Target:
-        return Target("cuda", dtype, self.__dict__["_capability"], traits)
+def meta(capability: int) -> Where:
+    """A GPU that is not there: tensors without memory, for recording what would be launched on it."""
+    return Where("meta", ("cuda", "triton"), capability=capability)
 
 
 def names(size: Size) -> list[str]:
@@ -186,7 +177,7 @@ def _marlin(n_out: int, n_in: int, group: int, where: Where) -> tuple[Callable[[
 
 def attention(size: Size, where: Where) -> Iterator[Row]:
     """Decode over at least a gigabyte of cache (bf16), each way of storing it; a prompt over a longer cache."""
-    dtype = "bfloat16" if where.device == "cuda" else "float32"
+    dtype = str(where.half).removeprefix("torch.")
     lengths = np.full(size.sequences, size.context, np.int32)
     starts = np.arange(size.sequences + 1, dtype=np.int32)
     for policy in POLICIES:
@@ -225,12 +216,10 @@ def _attend(
 ) -> Row:
     from toolkit.runners.torch.cache import cache_traits
 
-    op = load()["paged_attention"]
-    try:
-        target = where.target(dtype, head_dim=size.dim, **cache_traits(policy))
-        found = choose(op, target, where.families[0])
-    except Exception as error:
-        return {"name": name, "error": str(error)}
+    able = list(where.ours("paged_attention", dtype, head_dim=size.dim, **cache_traits(policy)))
+    found = next((implementation for implementation, _ in able if implementation is not None), None)
+    if found is None:
+        return {"name": name, "error": "; ".join(reason for _, reason in able) or "none of ours is there"}
     table, blocks = _tables(size, lengths)
     (k, v, kp, vp), bits = _cache(size, where, dtype, policy, blocks + 1)
     q = torch.randn(int(starts[-1]), size.heads, size.dim, device=where.device).to(getattr(torch, dtype))

@@ -58,7 +58,7 @@ def trials(capability: int) -> Iterator[tuple[str, str, dict[str, int], list[Any
 
     seen = set()
     with mock.patch.object(kernels, "seconds", once):
-        for job in tune.jobs(kernels.Size(), kernels.Meta(capability)):
+        for job in tune.jobs(kernels.Size(), kernels.meta(capability)):
             for choice in tune.ALL[job.kernel]:
                 with recording(capability) as found:
                     row, key = job.tried(choice)

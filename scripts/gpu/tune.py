@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby, product
 from pathlib import Path
 from statistics import geometric_mean
@@ -78,7 +78,7 @@ class Job:
 def jobs(size: Size, where: Where) -> Iterator[Job]:
     """Those of one key one after another."""
     dtype = str(where.half).removeprefix("torch.")
-    ours = Where("cuda", ("triton",)) if where.device == "cuda" else where
+    ours = where if where.device == "cpu" else replace(where, families=("triton",))
     lengths, starts = np.full(size.sequences, size.context, np.int32), np.arange(size.sequences + 1, dtype=np.int32)
     for policy in POLICIES:
         step = (size, ours, dtype, policy, starts, lengths)
@@ -95,7 +95,8 @@ def jobs(size: Size, where: Where) -> Iterator[Job]:
 
 def candidates(kernel: str, key: str, capability: int | None) -> list[Choice]:
     """The choices worth measuring; where nobody has compiled them for this capability all of them."""
-    known = json.loads(CANDIDATES.read_text()).get(str(capability), {}).get(kernel, {}).get(key)
+    kept = json.loads(CANDIDATES.read_text()) if CANDIDATES.is_file() else {}
+    known: list[Choice] | None = kept.get(str(capability), {}).get(kernel, {}).get(key)
     return ALL[kernel] if known is None else known
 
 

@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 
 from toolkit.check_env import machine, self_test
+from toolkit.check_env.gpu import gpu_support
 from toolkit.check_env.native import native_variants
 from toolkit.check_env.reference_llama import CONFIG, greedy, logits, random_weights
 from toolkit.errors import UsageError
+from toolkit.kernels.cuda import driver
+from toolkit.runners import host_memory
 from toolkit.runners.native import library
 
 
@@ -71,6 +74,12 @@ def test_facts() -> None:
     assert machine.read_bandwidth(seconds=0.05, size=32 << 20)["gb_per_s"] > 0.1
 
 
+def test_free_memory_is_psutils_where_the_kernel_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = host_memory._available()
+    monkeypatch.setattr(host_memory, "_MEMINFO", Path("/nonexistent"))
+    assert told == pytest.approx(host_memory._available(), rel=0.2)
+
+
 def test_the_command() -> None:
     code = "from toolkit.commands.main import main; main(['check_env', '--json', '-'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/", timeout=120)
@@ -83,6 +92,7 @@ def test_the_command() -> None:
         "memory_bandwidth",
         "gpus",
         "gpu_topology",
+        "gpu_support",
         "environment",
         "native",
         "kernels",
@@ -91,6 +101,50 @@ def test_the_command() -> None:
     assert {"op", "implementation", "runs", "chosen", "why_not"} == set(found["kernels"][0])
     names = [test["name"] for test in found["self_test"]]
     assert "engine, auto" in names and len(names) > 10
+
+
+def gpu(capability: str, free: float = 139.0) -> list[dict[str, Any]]:
+    return [{"index": 0, "name": "NVIDIA Test", "capability": capability, "total_gib": 141.0, "free_gib": free}]
+
+
+def lines(capability: str, free: float = 139.0) -> dict[str, str]:
+    """``gpu_support`` of a GPU that is not here."""
+    rows = gpu_support(gpu(capability, free))
+    assert all("\n" not in row["here"] and row["gpu"] == 0 for row in rows)
+    return {row["what"]: row["here"] for row in rows}
+
+
+def test_a_gpu_that_runs_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "fatbin_version", lambda path: 13000)
+    monkeypatch.setattr(driver, "driver_version", lambda: 13000)
+    found = lines("9.0")
+    assert found["native runner"] == "runs" and found["CUDA kernels"] == "run"
+    assert found["memory"].startswith("139.0 GiB free: models of about 70.")
+    assert found["paged_attention, head_dim 64, 80, 96, 112, 128, 192, 256"] == "triton"
+    assert found["paged_attention, head_dim 512"] == "torch (triton takes head_dim up to 256 in steps of 8, not this)"
+    assert found["linear_group_int, groups of 32, 64, 128, a whole row"] == "cuda"
+    odd = found["linear_group_int, groups of 16, 96"]
+    assert odd == "triton (cuda takes groups of 32, 64, 128 … inputs or one for all, not this)"
+
+
+def test_an_old_gpu_a_full_one_and_an_old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "fatbin_version", lambda path: 13000)
+    monkeypatch.setattr(driver, "driver_version", lambda: 12040)
+    assert lines("9.0")["CUDA kernels"] == "the driver knows CUDA 12.4, the fatbin needs 13.0: update the driver"
+    old = lines("7.5", 0.8)
+    assert old["native runner"].startswith("needs compute capability 8.0 or newer, this GPU has 7.5: the torch runner")
+    assert old["CUDA kernels"].startswith("needs compute capability 8.0 or newer")
+    assert old["memory"] == "0.8 GiB free is too little for any model: CUDA and a KV cache take 1.6 GiB"
+    every = old["paged_attention, head_dim 64, 80, 96, 112, 128, 192, 256, 512"]
+    assert every == "torch (triton needs compute capability 8.0 or newer, this GPU has 7.5)"
+    monkeypatch.setattr(driver, "fatbin_version", lambda path: None)
+    assert "no fatbin" in lines("9.0")["CUDA kernels"]
+
+
+def test_no_gpu_is_said_with_its_reason() -> None:
+    why = "torch cannot use a GPU here (The NVIDIA driver on your system is too old (found version 11040).)"
+    (row,) = gpu_support([], why)
+    assert row == {"gpu": None, "what": "GPU", "here": f"{why}; the CPU runs models"}
 
 
 def test_native_variants(monkeypatch: pytest.MonkeyPatch) -> None:

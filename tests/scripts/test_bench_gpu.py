@@ -97,9 +97,10 @@ def test_every_figure_is_predicted(bench_gpu, monkeypatch):
     monkeypatch.setattr(kernels, "seconds", lambda runs, device: 1.0)
     monkeypatch.setattr(kernels, "_measured", lambda name, *_, **more: {"name": name, "value": 1.0, "unit": "s"} | more)
     monkeypatch.setattr(kernels, "copies", lambda size, device: 1)
-    where = kernels.Meta(90)
+    where = kernels.meta(90)
     parts = (kernels.linears, kernels.attention, kernels.row_wise)
     given = [row["name"] for part in parts for row in part(kernels.Size(), where)]
+    given = [name for name in given if name != "linears w4 cuda"]  # the reason why it cannot run here
     assert {n for n in kernels.names(kernels.Size()) if n not in given} == {
         "copy",
         "attention decode flash_attn",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from toolkit.check_env import machine
+from toolkit.check_env.gpu import gpu_support
 from toolkit.check_env.native import native_variants
 from toolkit.check_env.self_test import engine_self_test
 
@@ -15,9 +16,9 @@ KERNEL_SECONDS = 4.0  # the whole self-test stays within ten seconds
 def report(on_step: Callable[[str], None] = lambda step: None) -> dict[str, Any]:
     """Facts, kernels and self-tests; ``on_step`` is told what is being looked at.
 
-    Keys: versions, cpu, memory (GiB), memory_bandwidth (GB/s), gpus, gpu_topology, environment, native (rows of isa,
-    runs, chosen, why_not), kernels (rows of op, implementation, runs, chosen, why_not), self_test (rows of name,
-    passed, detail, seconds).
+    Keys: versions, cpu, memory (GiB), memory_bandwidth (GB/s), gpus, gpu_topology, gpu_support (rows of gpu, what,
+    here), environment, native (rows of isa, runs, chosen, why_not), kernels (rows of op, implementation, runs, chosen,
+    why_not), self_test (rows of name, passed, detail, seconds).
     """
     on_step("Measuring memory bandwidth")
     found: dict[str, Any] = {
@@ -27,8 +28,11 @@ def report(on_step: Callable[[str], None] = lambda step: None) -> dict[str, Any]
         "memory_bandwidth": machine.read_bandwidth(),
     }
     on_step("Looking for GPUs")
+    from toolkit.runners.torch.device import why_no_gpu
+
     found["gpus"] = machine.gpus()
     found["gpu_topology"] = machine.gpu_topology()
+    found["gpu_support"] = gpu_support(found["gpus"], why_no_gpu())
     found["environment"] = machine.environment()
     found["native"] = native_variants()
     on_step("Testing kernels")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+_MEMINFO = Path("/proc/meminfo")
 _CGROUPS = (
     # version 2, then version 1: limit, usage, statistics, name of the reclaimable page cache in them
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat", "inactive_file"),
@@ -18,9 +20,7 @@ _CGROUPS = (
 
 def free_host_bytes() -> int:
     """Bytes that are free on the machine and, where a cgroup limits us, within its limit."""
-    import psutil
-
-    free = int(psutil.virtual_memory().available)
+    free = _available()
     for limit, usage, stat, reclaimable in _CGROUPS:
         try:
             most = Path(limit).read_text().strip()
@@ -32,3 +32,16 @@ def free_host_bytes() -> int:
             continue
         free = min(free, int(most) - used + int(fields.get(reclaimable, 0)))
     return max(free, 0)
+
+
+def _available() -> int:
+    """Of the machine; where it is Linux that is read from the kernel itself."""
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", _MEMINFO.read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    if found is not None:
+        return int(found[1]) * 1024
+    import psutil
+
+    return int(psutil.virtual_memory().available)
