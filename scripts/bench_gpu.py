@@ -88,7 +88,7 @@ def compile_first(gpu: str, only: str | None, tune: bool) -> Row:
     major, minor = torch.cuda.get_device_capability()
     stages = ("kernels", "self-test", "engine")
     stages = stages if only is None else ("self-test", "engine") if "engine" in only else ("kernels",)
-    stages += ("tune",) if tune else ()
+    stages = ("cuda", *stages, *(["tune"] if tune else []))
     more = ("--arch", f"{10 * major + minor}", "--device", gpu, "--seconds", f"{COMPILE_SECONDS}")
     done = run_limited([sys.executable, str(HERE / "gpu" / "precompile.py"), *stages, *more], COMPILE_SECONDS + 30)
     row: Row = {"name": "compile", "value": done.seconds, "unit": "s"}

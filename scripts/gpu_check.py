@@ -68,21 +68,11 @@ def runner_items() -> list[tuple[str, int]]:
 
 def prepare_items(stages: tuple[str, ...], stage: str, where: Where) -> list[Item]:
     """What compiles before ``stages``, if there is anything to compile."""
-    if where.dry or "triton" not in where.families:
+    if where.dry or not set(COMPILED) & set(where.families):
         return []
     arguments = (*stages, "--arch", str(where.capability), "--device", where.gpu, "--seconds", str(PREPARE_SECONDS))
     name = f"compile {', '.join(stages)}"
     return [Item(stage, name, arguments, PREPARE_SECONDS + 60, script=HERE / "gpu" / "precompile.py")]
-
-
-def fatbin_items(where: Where) -> list[Item]:
-    """What builds the CUDA kernels, where they are not there and nvcc is."""
-    from toolkit.kernels.cuda.build import nvcc
-    from toolkit.kernels.cuda.driver import FATBIN, fatbin_version
-
-    if where.dry or "cuda" not in where.families or fatbin_version(FATBIN) is not None or nvcc() is None:
-        return []
-    return [Item("prepare", "build the CUDA kernels", ("--fatbin",), PREPARE_SECONDS)]
 
 
 def items(where: Where, smoke_only: bool, sanitizer: str | None, limit: float) -> list[Item]:
@@ -92,12 +82,12 @@ def items(where: Where, smoke_only: bool, sanitizer: str | None, limit: float) -
     ops = [(name, f) for name, op in load().items() for f in where.families if f in op.implementations]
     smoke = [(name, f) for name, f in ops if name in SMOKE_OPS]
     quick = limit if where.dry else SMOKE_SECONDS / 2
-    found = [*fatbin_items(where), *prepare_items(("smoke",), "prepare", where)]
+    found = prepare_items(("cuda", "smoke"), "prepare", where)
     found += [Item("smoke", f"{n} [{f}]", ("--op", n, "--family", f, "--smoke"), quick) for n, f in smoke]
     found.append(Item("smoke", "runner llama", ("--runner", "llama"), quick))
     if smoke_only:
         return found
-    found += prepare_items(("runner", "self-test", "ops", "manifest"), "compile", where)
+    found += prepare_items(("runner", "self-test", "ops"), "compile", where)
     for family, policy in runner_items():
         name = f"runner {family}, quant_policy {policy}"
         found.append(Item("runner", name, ("--runner", family, "--policy", str(policy)), limit))
@@ -106,6 +96,7 @@ def items(where: Where, smoke_only: bool, sanitizer: str | None, limit: float) -
     short = ("--smoke",) if where.dry else ()
     found += [Item("ops", f"{n} [{f}]", ("--op", n, "--family", f, *short), limit) for n, f in ops]
     if not where.dry:
+        found += prepare_items(("manifest",), "compile served", where)
         found += [Item("manifest", f"served {n}", ("--manifest", n), limit) for n, f in ops if f == "triton"]
     if sanitizer is not None:
         # each tensor in memory of its own, so that what lies beyond it is nobody's
@@ -176,7 +167,7 @@ def report(item: Item, rows: list[Row]) -> str:
     ran = [r for r in rows if not r.get("skipped")]
     seconds = sum(r.get("seconds", 0.0) for r in rows)
     text = f"{item.stage}: {item.name}: {len(ran) - len(bad)} of {len(ran)} agree, {seconds:.1f} s"
-    if item.stage in ("prepare", "compile"):
+    if item.script.name == "precompile.py":
         text = f"{item.stage}: {item.name}: {'failed' if bad else 'done'}, {seconds:.1f} s"
     if len(ran) < len(rows):
         text += f", {len(rows) - len(ran)} not supported"
@@ -252,7 +243,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--runner", help=argparse.SUPPRESS)
     parser.add_argument("--tests", help=argparse.SUPPRESS)
     parser.add_argument("--manifest", help=argparse.SUPPRESS)
-    parser.add_argument("--fatbin", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--policy", type=int, default=0, help=argparse.SUPPRESS)
     return parser.parse_args()
 

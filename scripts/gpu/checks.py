@@ -102,19 +102,12 @@ def rows_of(options: argparse.Namespace) -> list[Row] | None:
         from gpu.manifest_check import check_manifest
 
         return check_manifest(options.manifest, "triton", options.device, capability_of(options.device))
-    if options.fatbin:
-        from toolkit.kernels.cuda.build import build
-
-        start = time.perf_counter()
-        return [
-            {"what": str(build()), "case": "", "skipped": None, "error": None, "seconds": time.perf_counter() - start}
-        ]
     return None
 
 
 def child(options: argparse.Namespace) -> bool:
     """Print the rows of one item, if that is what this process is for."""
-    if not (options.op or options.runner or options.tests or options.manifest or options.fatbin):
+    if not (options.op or options.runner or options.tests or options.manifest):
         return False
     end_with_parent()
     missed = count_misses() if options.device == "cuda" else []

@@ -12,6 +12,7 @@ import functools
 import json
 import multiprocessing
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -176,23 +177,43 @@ def stages(capability: int) -> dict[str, Callable[[], list[Launch]]]:
     }
 
 
-def precompile(names: list[str], capability: int, device: str | None, workers: int, seconds: float) -> dict[str, Any]:
-    """Compile what the stages ``names`` launch within about ``seconds``; counts and errors.
+def start_nvcc() -> subprocess.Popen[str] | None:
+    """The CUDA kernels' build in another process, where they are not there and nvcc is."""
+    from toolkit.kernels.cuda.build import nvcc
+    from toolkit.kernels.cuda.driver import FATBIN, fatbin_version
 
-    ``device``: the GPU's name in tuned/, None for the choices in code.
+    if fatbin_version(FATBIN) is not None or nvcc() is None:
+        return None
+    command = [sys.executable, "-m", "toolkit.kernels.cuda.build"]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def record(names: list[str], capability: int, device: str | None) -> tuple[list[Launch], list[str]]:
+    """(each variant that the stages ``names`` launch once, errors). A stage that cannot be recorded costs compiling
+    later; what is wrong with it it will say itself.
     """
-    begun = time.perf_counter()
-    driver.set_active(TargetDriver(capability))
-    recorded: list[Launch] = []
+    found: list[Launch] = []
     errors: list[str] = []
     with tuned_for(device):
         for name in names:
             try:
-                recorded += stages(capability)[name]()
-            except Exception as error:  # the stage itself will say so; here it only costs compiling later
-                errors.append(f"{name}: {type(error).__name__}: {error}")
-    todo = distinct(recorded)
-    print(f"precompile: {len(todo)} variants of {len(recorded)} launches, {workers} processes", flush=True)
+                found += stages(capability)[name]()
+            except Exception as error:
+                errors.append(f"{name} cannot be recorded: {type(error).__name__}: {error}")
+    return distinct(found), errors
+
+
+def precompile(names: list[str], capability: int, device: str | None, workers: int, seconds: float) -> dict[str, Any]:
+    """Compile what the stages ``names`` launch within about ``seconds``; counts and errors. Stage "cuda" is the CUDA
+    kernels.
+
+    ``device``: the GPU's name in tuned/, None for the choices in code.
+    """
+    begun, end = time.perf_counter(), time.perf_counter() + seconds
+    cuda = start_nvcc() if "cuda" in names else None
+    driver.set_active(TargetDriver(capability))
+    todo, errors = record([name for name in names if name != "cuda"], capability, device)
+    print(f"precompile: {len(todo)} variants, {workers} processes", flush=True)
     compiled = cached = 0
     for i, done in enumerate(compile_all(todo, workers), 1):
         if done.error is not None:
@@ -201,17 +222,29 @@ def precompile(names: list[str], capability: int, device: str | None, workers: i
         compiled += not done.hit and done.error is None
         if i % 50 == 0:
             print(f"precompile: {i} of {len(todo)}, {time.perf_counter() - begun:.0f} s", flush=True)
-        if time.perf_counter() - begun > seconds:
+        if time.perf_counter() > end and i < len(todo):
             errors.append(f"{len(todo) - i} variants are left for when they are launched: {seconds:.0f} s are over")
             break
-    spent = round(time.perf_counter() - begun, 1)
-    return {"variants": len(todo), "compiled": compiled, "cached": cached, "errors": errors, "seconds": spent}
+    if cuda is not None:
+        try:
+            _, said = cuda.communicate(timeout=max(5.0, end - time.perf_counter()))
+        except subprocess.TimeoutExpired:
+            cuda.kill()
+            said = f"took longer than {seconds:.0f} s"
+        errors += [f"CUDA kernels: {' '.join(said.split())[:600]}"] if cuda.returncode else []
+    counts = {"variants": len(todo), "compiled": compiled, "cached": cached, "cuda": cuda is not None}
+    return counts | {"errors": errors, "seconds": round(time.perf_counter() - begun, 1)}
 
 
 def main() -> int:
     """Compile; prints the counts as JSON. The exit code is 1 where something did not compile."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("stages", nargs="*", default=["smoke"], help="smoke, runner, ops, manifest, engine, kernels …")
+    parser.add_argument(
+        "stages",
+        nargs="*",
+        default=["smoke"],
+        help="cuda, smoke, runner, self-test, ops, manifest, kernels, engine, tune",
+    )
     parser.add_argument("--arch", type=int, default=90, help="compute capability, as 90")
     parser.add_argument("--device", help="the GPU's name in kernels/triton/tuned, as nvidia-h200")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))

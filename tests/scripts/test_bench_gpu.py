@@ -130,6 +130,7 @@ def test_a_run_begins_with_compiling_and_says_what_it_left_out(bench_gpu, monkey
         and [r["name"] for r in rows[1:3]] == ["copy_rate", "linears"]
     )
     assert commands[0][2:] == [
+        "cuda",
         "kernels",
         "self-test",
         "engine",

@@ -161,6 +161,28 @@ print(json.dumps({d.kernel: d.error for d in compile_all(todo, workers=2, limit=
     }
 
 
+def test_the_cuda_kernels_are_built_where_they_are_missing(tmp_path):
+    compiler = tmp_path / "nvcc"
+    compiler.write_text(
+        '#!/bin/sh\ncase "$1" in --version) echo release 13.0, ;; *) echo no such GPU >&2; exit 1 ;; esac\n'
+    )
+    compiler.chmod(0o755)
+    code = f"""
+import os
+os.environ["CUDACXX"] = {str(compiler)!r}
+from gpu import precompile
+from toolkit.kernels.cuda import driver
+
+driver.fatbin_version = lambda path: 13000
+print(precompile.precompile(["cuda"], 90, None, 1, 60.0))
+driver.fatbin_version = lambda path: None
+print(precompile.precompile(["cuda"], 90, None, 1, 60.0)["errors"])
+"""
+    first, *_, said = [line for line in compiled(code, tmp_path) if not line.startswith("precompile")]
+    assert "'cuda': False, 'errors': []" in first
+    assert said.startswith("['CUDA kernels: toolkit: the CUDA kernels are not built:") and "no such GPU" in said
+
+
 @pytest.mark.slow
 def test_the_smoke_stage_is_compiled_within_its_time(tmp_path):
     script = [sys.executable, "-P", str(ROOT / "scripts/gpu/precompile.py"), "smoke", "--arch", "90"]
