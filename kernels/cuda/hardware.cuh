@@ -308,12 +308,10 @@ TK_DEVICE void barrier() {
 #endif
 }
 
-// The lanes of a warp wait for each other. Machine code is not reordered across it either.
-TK_DEVICE void sync_warp() {
-#ifdef __CUDACC__
+// Machine code is not reordered across it. Before compute capability 9.0 it would be a call, and is not needed.
+TK_DEVICE void keep_order() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     __syncwarp();
-#else
-    host::block()->meet(host::block()->warps[host::block()->current / WARP].meeting, [] {});
 #endif
 }
 

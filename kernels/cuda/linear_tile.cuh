@@ -105,7 +105,7 @@ struct LinearTile {
         uint32_t factors[TILES][2];
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-            if (j == 1) sync_warp();  // or the second half's loads come so early that registers run out
+            if (j == 1) keep_order();  // or the second half's loads come so early that registers run out
             uint32_t a[TILES][2][4];
 #pragma unroll
             for (int r = 0; r < TILES; ++r) {
