@@ -35,7 +35,7 @@ _CUDA = ("linear",)
 _TRITON = (  # imported where triton is installed: on Linux
     *("norm", "activation", "rope", "embedding", "kv_write", "rope_kv_write", "attention"),
     *("linear_group", "linear_row", "linear_block", "linear_fp4", "lora"),
-    *("moe", "moe_quant", "moe_block", "logits", "sampling"),
+    *("moe", "moe_quant", "moe_block", "moe_fp4", "logits", "sampling"),
 )
 
 

@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import re
-import subprocess
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
-import triton
-
-from ..triton.build import Built, occupancy
+from ..machine_code import Built, Usage, faults, listings, occupancy, shown
 from ..triton.launch import shared_limit
 from ..triton.manifest import CLAIMS
 from . import build
 from .plan import DTYPES, MANY, THREADS, WARPS, Machine, plan, shared_bytes
 
 _SHAPES = ((6144, 4096), (28672, 4096), (4096, 14336), (2048, 2048))
-_EVIDENCE = {
-    "vector": re.compile(r"\bLDG(\.\w+)*\.128\b"),
-    "stores": re.compile(r"\bSTG(\.\w+)*\.128\b"),
-    "shared vector": re.compile(r"\bLDS(\.\w+)*\.128\b"),
-    "async": re.compile(r"\bLDGSTS(\.\w+)*\.128\b"),
-    "mma": re.compile(r"\bHMMA\.16816\b"),
-    "lop3": re.compile(r"\bLOP3\.LUT\b"),
-}
-_CONVERSION = re.compile(r"\bI2FP?\b")  # also the first step of an integer division
-_LOCAL = re.compile(r"\b(LDL|STL)\b")
 
 
 def launched(architecture: int) -> list[str]:
@@ -53,46 +38,19 @@ def check(architecture: int, only: str | None = None) -> Iterator[Built | str]:
         yield f"cuda sm_{architecture}: {error}"
         return
     seconds = round(time.perf_counter() - start, 2)
-    usage, code = _usage(cubin), _code(cubin)
+    found = listings(cubin)
     for name in names:
-        if name not in usage:
+        if name not in found:
             yield f"cuda sm_{architecture}: {name} is missing in the machine code"
             continue
-        yield judge(name, architecture, seconds, usage[name], code[name])
+        yield judge(name, architecture, seconds, *found[name])
 
 
-def judge(name: str, architecture: int, seconds: float, usage: tuple[int, int, int], code: str) -> Built:
-    """One kernel. ``usage``: registers a thread, bytes of stack and of local memory; ``code``: its machine code."""
+def judge(name: str, architecture: int, seconds: float, usage: Usage, code: str) -> Built:
+    """One kernel. ``usage``: of registers and memory; ``code``: its machine code."""
     kind, dtype, *form = name.split("_")
-    registers, stack, local = usage
-    shared = shared_bytes(name)
-    shows = [key for key, pattern in _EVIDENCE.items() if pattern.search(code)]
-    shows += [] if _CONVERSION.search(code) else ["no conversion"]
-    faults = [f"{claim} missing" for claim in sorted(CLAIMS[kind] - set(shows))]
-    if stack or local or _LOCAL.search(code):
-        faults.append(f"spills: {stack} bytes of stack, {local} of local memory")
-    if shared > shared_limit(architecture):
-        faults.append(f"{shared} bytes of shared memory, more than {shared_limit(architecture)}")
-    blocks = occupancy(architecture, THREADS, registers, shared)
-    if blocks < 1:
-        faults.append("not one block fits a multiprocessor")
-    label = "-".join([kind, *form])
-    figures = (architecture, seconds, registers, stack + local, shared, WARPS, 0, blocks)
-    return Built("linear_group_int", label, dtype, name, *figures, tuple(shows), tuple(faults))
-
-
-def _tool(*arguments: str) -> str:
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
-
-
-def _usage(cubin: Path) -> dict[str, tuple[int, int, int]]:
-    found = re.findall(
-        r"Function (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", _tool("-res-usage", str(cubin))
-    )
-    return {name: (int(registers), int(stack), int(local)) for name, registers, stack, local in found}
-
-
-def _code(cubin: Path) -> dict[str, str]:
-    parts = _tool("-sass", str(cubin)).split("Function : ")[1:]
-    return {part.split(maxsplit=1)[0]: part for part in parts}
+    shared, limit = shared_bytes(name), shared_limit(architecture)
+    blocks = occupancy(architecture, THREADS, usage.registers, shared)
+    figures = (architecture, seconds, usage.registers, usage.stack + usage.local, shared, WARPS, 0, blocks)
+    found = faults(code, usage, shared, limit, blocks, CLAIMS[kind], frozenset())
+    return Built("linear_group_int", "-".join([kind, *form]), dtype, name, *figures, shown(code), found)

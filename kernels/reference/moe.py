@@ -13,7 +13,7 @@ from torch import Tensor
 from ..registry import Case, op
 from .activation import act_and_mul
 from .linear import linear, linear_fp8, linear_group_int, linear_int8, pack_codes
-from .linear_blocks import linear_block_fp8
+from .linear_blocks import linear_block_fp8, linear_fp4
 
 
 def _route_cases() -> Iterator[Case]:
@@ -228,5 +228,54 @@ def moe_experts_block_fp8(
         inner = linear_block_fp8.reference(row, gate_up[e], gate_up_scales[e], gate_up_rows, block)
         inner = act_and_mul.reference(inner, activation)
         return linear_block_fp8.reference(inner, down[e], down_scales[e], down_rows, block)
+
+    return _weighted_sum(x, experts, weights, run)
+
+
+def _fp4_cases() -> Iterator[Case]:
+    for case in _expert_cases(64, 96):
+        for kind, group in (("mxfp4", 32), ("nvfp4", 16)):
+
+            def make(dtype, device, g, case=case, kind=kind, group=group) -> dict[str, Any]:
+                args = case.make(dtype, device, g)
+                for name in ("gate_up", "down"):
+                    count, n_out, n_in = args[name].shape
+                    codes = torch.randint(0, 16, (count, n_out, n_in), generator=g, dtype=torch.uint8)
+                    args[name] = torch.stack([pack_codes(c, 4) for c in codes]).to(device)
+                    shape = (count, n_out, n_in // group)
+                    if kind == "mxfp4":
+                        scales = torch.randint(119, 123, shape, generator=g, dtype=torch.uint8)
+                    else:
+                        scales = (torch.rand(shape, generator=g) * 200 + 1).to(torch.float8_e4m3fn)
+                        args[f"{name}_factors"] = ((torch.rand(count, n_out, generator=g) + 0.5) / 3000).to(device)
+                    args[f"{name}_scales"] = scales.to(device)
+                return args
+
+            yield Case(f"{case.label}-{kind}", make)
+
+
+@op(_fp4_cases, gate=("one-mxfp4", "many-mxfp4", "one-nvfp4", "many-nvfp4"))
+def moe_experts_fp4(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    down: Tensor,
+    down_scales: Tensor,
+    activation: str,
+    gate_up_factors: Tensor | None = None,
+    down_factors: Tensor | None = None,
+) -> Tensor:
+    """``moe_experts`` by ``linear_fp4``: mxfp4 and nvfp4 weights, by experts.
+
+    ``gate_up``, ``down``: uint8 [experts, out, in / 2]; their scales [experts, out, groups]: uint8 (e8m0) for mxfp4,
+    float8_e4m3fn for nvfp4; ``*_factors``: float32 [experts, out], what the outputs are multiplied by.
+    """
+
+    def run(e: int, row: Tensor) -> Tensor:
+        first, second = (None if f is None else f[e] for f in (gate_up_factors, down_factors))
+        inner = linear_fp4.reference(row, gate_up[e], gate_up_scales[e], first)
+        return linear_fp4.reference(act_and_mul.reference(inner, activation), down[e], down_scales[e], second)
 
     return _weighted_sum(x, experts, weights, run)

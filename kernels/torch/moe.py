@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..reference import moe
 from ..reference.linear import linear_fp8
-from ..reference.linear_blocks import linear_block_fp8
+from ..reference.linear_blocks import linear_block_fp8, linear_fp4
 from .dense import act_and_mul
 from .linear import linear_group_int, linear_int8
 
@@ -122,5 +122,28 @@ def moe_experts_block_fp8(
     def run(e: int, rows: Tensor) -> Tensor:
         inner = linear_block_fp8.reference(rows, gate_up[e], gate_up_scales[e], gate_up_rows, block)
         return linear_block_fp8.reference(act_and_mul(inner, activation), down[e], down_scales[e], down_rows, block)
+
+    return _by_expert(x, experts, weights, run)
+
+
+@moe.moe_experts_fp4.register("torch")
+def moe_experts_fp4(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    down: Tensor,
+    down_scales: Tensor,
+    activation: str,
+    gate_up_factors: Tensor | None = None,
+    down_factors: Tensor | None = None,
+) -> Tensor:
+    """One pair of products with dequantized weights for each expert that got tokens."""
+
+    def run(e: int, rows: Tensor) -> Tensor:
+        first, second = (None if f is None else f[e] for f in (gate_up_factors, down_factors))
+        inner = act_and_mul(linear_fp4.reference(rows, gate_up[e], gate_up_scales[e], first), activation)
+        return linear_fp4.reference(inner, down[e], down_scales[e], second)
 
     return _by_expert(x, experts, weights, run)

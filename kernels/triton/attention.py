@@ -106,7 +106,7 @@ def _choice(kind: str, rows: int, dim: int, form: _Form, q: Tensor) -> dict[str,
     """
     hopper, eight, width = capability_of(q.device) >= 90, form.element == (1, 1), power_of_2(dim)
     wide = dim > 128 or q.dtype == torch.float32
-    short = not hopper and (kind != "decode" or (form.name != "float" and dim == 64))  # 64 would not fit the registers
+    short = not hopper and (kind != "decode" or (eight and dim == 64))  # 64 would not fit the registers
     keys = 32 if wide or short or (eight and dim < width) else 64
     large = rows >= 128 or rows * width >= 1 << 14 or (eight and rows == 64 and not hopper)
     default = {"keys": keys, "warps": 8 if large else 4}

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,13 +15,12 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from ..machine_code import Built, faults, listings, occupancy, shown
 from ..registry import Target, load
 from .launch import INTERPRETED, Launch, recording, shared_limit
-from .manifest import CLAIMS, calls
+from .manifest import EXCUSED, calls, claims
 
 ARCHITECTURES = (80, 86, 89, 90)
-_REGISTERS, _THREADS = 65536, {80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048, 120: 1536}  # of a multiprocessor
-_SHARED = {80: 164 * 1024, 86: 100 * 1024, 89: 100 * 1024, 90: 228 * 1024, 100: 228 * 1024, 120: 100 * 1024}
 _TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -38,34 +33,6 @@ _TYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
-_EVIDENCE = {
-    "vector": re.compile(r"ld\.global(\.\w+|::\w+)*\.v4\.b32|ld\.global(\.\w+|::\w+)*\.v2\.b64"),
-    "stores": re.compile(r"st\.global(\.\w+|::\w+)*\.v4\.b32"),
-    "async": re.compile(r"cp\.async"),
-    "mma": re.compile(r"mma\.sync|wgmma\.mma_async"),
-    "wgmma": re.compile(r"wgmma\.mma_async"),
-}
-_CONVERSION = re.compile(r"cvt\.rn\.(f16|bf16|f32)\.[us](8|16|32)")
-
-
-@dataclass(frozen=True)
-class Built:
-    """One variant on one architecture. ``blocks``: how many fit a multiprocessor; ``faults``: what does not hold."""
-
-    op: str
-    label: str
-    dtype: str
-    kernel: str
-    architecture: int
-    seconds: float
-    registers: int
-    stack: int
-    shared: int
-    warps: int
-    stages: int
-    blocks: int
-    shows: tuple[str, ...]
-    faults: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -148,16 +115,11 @@ def build_one(variant: Variant) -> Built:
         options={"num_warps": launched.warps, "num_stages": launched.stages},
     )
     seconds = time.perf_counter() - start
-    registers, stack, local = _usage(compiled.asm["cubin"])
-    shared, ptx, name = compiled.metadata.shared, compiled.asm["ptx"], launched.kernel.__name__
-    shows = tuple(key for key, pattern in _EVIDENCE.items() if pattern.search(ptx))
-    shows += () if _CONVERSION.search(ptx) else ("no conversion",)
-    faults = [f"{claim} missing" for claim in sorted(CLAIMS.get(name, frozenset()) - set(shows))]
-    if stack or local:
-        faults.append(f"spills: {stack} bytes of stack, {local} of local memory")
-    if shared > shared_limit(architecture):
-        faults.append(f"{shared} bytes of shared memory, more than {shared_limit(architecture)}")
-    blocks = occupancy(architecture, 32 * launched.warps, registers, shared)
+    name, shared = launched.kernel.__name__, compiled.metadata.shared
+    usage, code = listings(compiled.asm["cubin"])[name]
+    blocks = occupancy(architecture, 32 * launched.warps, usage.registers, shared)
+    excused = frozenset(EXCUSED.get(name, {}))
+    limit, claimed = shared_limit(architecture), claims(name, architecture, launched.constants.get("ROWS", 0))
     return Built(
         variant.op,
         variant.label,
@@ -165,36 +127,15 @@ def build_one(variant: Variant) -> Built:
         name,
         architecture,
         round(seconds, 2),
-        registers,
-        stack + local,
+        usage.registers,
+        usage.stack + usage.local,
         shared,
         launched.warps,
         launched.stages,
         blocks,
-        shows,
-        tuple(faults),
+        shown(code),
+        faults(code, usage, shared, limit, blocks, claimed, excused),
     )
-
-
-def occupancy(architecture: int, threads: int, registers: int, shared: int) -> int:
-    """How many blocks fit a multiprocessor. ``registers``: a thread's; ``shared``: bytes of a block."""
-    return min(
-        _THREADS[architecture] // threads,
-        _REGISTERS // max(1, threads * -(-registers // 8) * 8),
-        _SHARED[architecture] // (shared + 1024),
-    )
-
-
-def _usage(cubin: bytes) -> tuple[int, int, int]:
-    """(registers a thread, bytes of stack, bytes of local memory) from triton's own cuobjdump."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
-    assert found is not None, text
-    return int(found[1]), int(found[2]), int(found[3])
 
 
 def build(

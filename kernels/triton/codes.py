@@ -81,6 +81,12 @@ def cast(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def exact_float(codes):
+    """uint8 -> float32 without a conversion: the lowest bits of the mantissa of 2^23 count units."""
+    return (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+
+
+@triton.jit
 def widen(codes, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """uint8 -> DTYPE, exactly."""
     if ASM and DTYPE == tl.float16:
@@ -88,7 +94,7 @@ def widen(codes, DTYPE: tl.constexpr, ASM: tl.constexpr):
     elif ASM and DTYPE == tl.bfloat16:
         return tl.inline_asm_elementwise(BYTES_BF16, "=&r,=&r,r", [codes], tl.bfloat16, is_pure=True, pack=4)
     else:
-        return codes.to(tl.float32).to(DTYPE)
+        return exact_float(codes).to(DTYPE)
 
 
 @triton.jit
@@ -99,7 +105,7 @@ def low_nibble(codes, DTYPE: tl.constexpr, ASM: tl.constexpr):
     elif ASM and DTYPE == tl.bfloat16:
         return tl.inline_asm_elementwise(LOW_BF16, "=&r,=&r,r", [codes], tl.bfloat16, is_pure=True, pack=4)
     else:
-        return (codes & 15).to(tl.float32).to(DTYPE)
+        return exact_float(codes & 15).to(DTYPE)
 
 
 @triton.jit
@@ -110,7 +116,7 @@ def high_nibble(codes, DTYPE: tl.constexpr, ASM: tl.constexpr):
     elif ASM and DTYPE == tl.bfloat16:
         return tl.inline_asm_elementwise(HIGH_BF16, "=&r,=&r,r", [codes], tl.bfloat16, is_pure=True, pack=4)
     else:
-        return (codes >> 4).to(tl.float32).to(DTYPE)
+        return exact_float(codes >> 4).to(DTYPE)
 
 
 @triton.jit

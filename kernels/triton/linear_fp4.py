@@ -20,7 +20,7 @@ from .tuning import tuned
 
 
 @triton.jit
-def _spread(scales, COLS: tl.constexpr, BYTES: tl.constexpr, GROUP: tl.constexpr):
+def spread(scales, COLS: tl.constexpr, BYTES: tl.constexpr, GROUP: tl.constexpr):
     """Scales [COLS, blocks] beside the bytes [COLS, BYTES] of their codes."""
     BLOCKS: tl.constexpr = 2 * BYTES // GROUP
     each = tl.broadcast_to(scales[:, :, None], [COLS, BLOCKS, GROUP // 2])
@@ -63,7 +63,7 @@ def fp4_linear_kernel(
         w = tl.load(packed + (safe * (n_in // 2))[:, None] + byte[None, :], mask=(byte < n_in // 2)[None, :], other=0)
         group = start // GROUP + tl.arange(0, K // GROUP)
         s = tl.load(scales + (safe * groups)[:, None] + group[None, :], mask=(group < groups)[None, :], other=0)
-        s = _spread(block_scale(s, E8M0, DOT, ASM), COLS, BYTES, GROUP)
+        s = spread(block_scale(s, E8M0, DOT, ASM), COLS, BYTES, GROUP)
         acc = tl.dot(even, tl.trans(fp4(w, 0, DOT, ASM) * s), acc, input_precision="ieee")
         acc = tl.dot(odd, tl.trans(fp4(w, 1, DOT, ASM) * s), acc, input_precision="ieee")
     if row_scales is not None:
@@ -87,7 +87,7 @@ def fp4_expand_kernel(
     group = tl.program_id(1) * (2 * BYTES // GROUP) + tl.arange(0, 2 * BYTES // GROUP)
     inside = (group < n_in // GROUP)[None, :]
     s = tl.load(scales + (safe * (n_in // GROUP))[:, None] + group[None, :], mask=inside, other=0)
-    s = _spread(block_scale(s, E8M0, tl.float32, ASM), COLS, BYTES, GROUP)
+    s = spread(block_scale(s, E8M0, tl.float32, ASM), COLS, BYTES, GROUP)
     if row_scales is not None:
         s = s * tl.load(row_scales + safe)[:, None]
     low, high = fp4(w, 0, tl.float32, False) * s, fp4(w, 1, tl.float32, False) * s
@@ -97,7 +97,7 @@ def fp4_expand_kernel(
     tl.store(out + (column.to(tl.int64) * n_in)[:, None] + k[None, :], y, mask=mask)
 
 
-def _bits(scales: Tensor) -> tuple[Tensor, bool]:
+def scale_bits(scales: Tensor) -> tuple[Tensor, bool]:
     """(scales as uint8, whether they are e8m0)."""
     return scales.view(torch.uint8), scales.dtype == torch.uint8
 
@@ -105,7 +105,7 @@ def _bits(scales: Tensor) -> tuple[Tensor, bool]:
 def expand(packed: Tensor, scales: Tensor, row_scales: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The weight [out, in] in ``dtype``; rounded once."""
     n_out, n_in = packed.shape[0], 2 * packed.shape[1]
-    bits, e8m0 = _bits(scales)
+    bits, e8m0 = scale_bits(scales)
     out = torch.empty(n_out, n_in, dtype=dtype, device=packed.device)
     launch(
         fp4_expand_kernel,
@@ -151,7 +151,7 @@ def linear_fp4(
         return F.linear(x, expand(packed, scales, row_scales, x.dtype), bias)
     if x.stride(1) != 1:
         x = x.contiguous()
-    choice, (bits, e8m0) = _choice(tokens, x), _bits(scales)
+    choice, (bits, e8m0) = _choice(tokens, x), scale_bits(scales)
     out = torch.empty(tokens, n_out, dtype=x.dtype, device=x.device)
     launch(
         fp4_linear_kernel,

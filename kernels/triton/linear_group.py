@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..reference import linear as reference
 from ..registry import Target
-from .codes import cast, high_nibble, low_nibble, widen
+from .codes import cast, exact_float, high_nibble, low_nibble, widen
 from .launch import FLOATS, INTERPRETED, capability_of, dot_dtype, launch, needs, power_of_2, shared_limit
 from .tuning import tuned
 
@@ -49,6 +49,12 @@ def planes_of(x, ROWS: tl.constexpr, BYTES: tl.constexpr, PLANES: tl.constexpr):
 
 
 @triton.jit
+def _offset(stored, MINIMA: tl.constexpr):
+    """Minima (floats) or zeros (bytes) as float32."""
+    return stored.to(tl.float32) if MINIMA else exact_float(stored)
+
+
+@triton.jit
 def _weights(
     packed, scales, offsets, index, column, k, groups, inside, PLANE: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, MINIMA: tl.constexpr, DTYPE: tl.constexpr,
@@ -61,7 +67,7 @@ def _weights(
     at = column[:, None] * groups + group[None, :]
     known = (k < inside)[None, :] & (column >= 0)[:, None]
     scale = tl.load(scales + at, mask=known, other=0.0).to(tl.float32)
-    offset = tl.load(offsets + at, mask=known, other=0).to(tl.float32)
+    offset = _offset(tl.load(offsets + at, mask=known, other=0), MINIMA)
     code = code_plane(packed, PLANE, BITS, tl.float32, False)
     if MINIMA:
         return cast(code * scale + offset, DTYPE)
@@ -116,7 +122,7 @@ def group_linear_kernel(
                 part = tl.dot(x2, tl.trans(code_plane(w, 2, BITS, DOT, ASM)), part, input_precision="ieee")
                 part = tl.dot(x3, tl.trans(code_plane(w, 3, BITS, DOT, ASM)), part, input_precision="ieee")
             at = safe * groups + start // GROUP
-            scale, offset = tl.load(scales + at).to(tl.float32), tl.load(offsets + at).to(tl.float32)
+            scale, offset = tl.load(scales + at).to(tl.float32), _offset(tl.load(offsets + at), MINIMA)
             x_sum = tl.sum(x_tile.to(tl.float32), 1)
             if MINIMA:
                 acc += part * scale[None, :] + x_sum[:, None] * offset[None, :]

@@ -185,9 +185,10 @@ def calls() -> list[Call]:
 
 
 # What the machine code of a kernel must show: "vector": 128-bit loads from global memory; "stores": 128-bit stores;
-# "async": asynchronous copies into shared memory; "mma": tensor cores, by mma.sync or wgmma; "no conversion": no
-# instruction that converts an integer to floating point, which would bind kernels that unpack codes; "lop3": masks and
-# exponents in one instruction; "shared vector": 128-bit loads from shared memory. The last three are the CUDA kernels'.
+# "async": asynchronous copies into shared memory, "async vector": of 128 bits; "ldmatrix": operands of products read by
+# that instruction; "mma": tensor cores, by mma.sync or wgmma; "no conversion": no instruction that converts an integer
+# to floating point, which would bind kernels that unpack codes; "lop3": masks and exponents in one instruction; "shared
+# vector": 128-bit loads from shared memory. The last three kernels are the CUDA ones.
 CLAIMS: dict[str, frozenset[str]] = {
     "rms_norm_kernel": frozenset({"vector"}),
     "act_kernel": frozenset({"vector"}),
@@ -196,12 +197,13 @@ CLAIMS: dict[str, frozenset[str]] = {
     "attend_kernel": frozenset({"async", "mma", "no conversion"}),
     "rope_kv_write_kernel": frozenset({"vector", "no conversion"}),
     "merge_kernel": frozenset({"vector"}),
-    "group_linear_kernel": frozenset({"async", "mma"}),
+    "group_linear_kernel": frozenset({"async", "mma", "no conversion"}),
     "expand_kernel": frozenset({"stores"}),
     "round_rows_kernel": frozenset({"vector"}),
     "expert_linear_kernel": frozenset({"async", "mma"}),
-    "expert_group_kernel": frozenset({"async", "mma"}),
+    "expert_group_kernel": frozenset({"async", "mma", "no conversion"}),
     "expert_row_kernel": frozenset({"async", "mma"}),
+    "expert_fp4_kernel": frozenset({"async", "mma", "no conversion"}),
     "expert_block_kernel": frozenset({"async", "mma"}),
     "chunk_kernel": frozenset({"vector"}),
     "draw_kernel": frozenset({"vector"}),
@@ -213,7 +215,18 @@ CLAIMS: dict[str, frozenset[str]] = {
     "block_linear_kernel": frozenset({"async", "mma"}),
     "fp4_linear_kernel": frozenset({"async", "mma", "no conversion"}),
     "fp4_expand_kernel": frozenset({"stores"}),
-    "few": frozenset({"vector", "shared vector", "async", "mma", "no conversion"}),
-    "tile": frozenset({"shared vector", "async", "mma", "lop3", "no conversion"}),
+    "few": frozenset({"vector", "shared vector", "async vector", "mma", "no conversion"}),
+    "tile": frozenset({"shared vector", "async vector", "mma", "lop3", "no conversion"}),
     "expand": frozenset({"vector", "stores", "no conversion"}),
 }
+WGMMA_ROWS = 64  # of a tile, from which on a kernel with products must show wgmma where there is such a thing
+
+# What an inner loop of a kernel may hold nevertheless, and why.
+EXCUSED: dict[str, dict[str, str]] = {}
+
+
+def claims(kernel: str, architecture: int, rows: int) -> frozenset[str]:
+    """What the machine code of ``kernel`` must show; ``rows``: of its tile, 0 where it has none."""
+    found = CLAIMS.get(kernel, frozenset())
+    wide = architecture == 90 and "mma" in found and rows >= WGMMA_ROWS
+    return found | {"wgmma"} if wide else found

@@ -9,6 +9,8 @@ import torch
 
 from .manifest_call import CODES, Call, empty
 
+FP4 = (("mxfp4", 32, torch.uint8), ("nvfp4", 16, torch.float8_e4m3fn))  # inputs of a block, dtype of its scale
+
 
 def _group_linear() -> Iterator[Call]:
     forms = [
@@ -64,7 +66,7 @@ def _block_linear() -> Iterator[Call]:
             return {"x": empty(tokens, 4096, dtype=dtype), "bias": empty(6144, dtype=dtype)} | weight
 
         yield Call("linear_block_fp8", f"{tokens}", tiles)
-    for form, group, kind in (("mxfp4", 32, torch.uint8), ("nvfp4", 16, torch.float8_e4m3fn)):
+    for form, group, kind in FP4:
         for tokens in (1, 32, 64, 256, 2048):
 
             def fp4(dtype: torch.dtype, tokens=tokens, form=form, group=group, kind=kind) -> dict[str, Any]:
@@ -125,6 +127,20 @@ def _moe() -> Iterator[Call]:
                 return args
 
             yield Call("moe_experts_block_fp8", f"{label}-{tokens}", tiles, traits={"block": 128})
+            for form, group, kind in FP4:
+
+                def fp4(
+                    dtype, count=count, hidden=hidden, inner=inner, experts=experts, form=form, group=group, kind=kind
+                ) -> dict[str, Any]:
+                    args = experts(dtype)
+                    for name, n_out, n_in in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
+                        args[name] = empty(count, n_out, n_in // 2, dtype=torch.uint8)
+                        args[f"{name}_scales"] = empty(count, n_out, n_in // group, dtype=kind)
+                        if form == "nvfp4":
+                            args[f"{name}_factors"] = empty(count, n_out, dtype=torch.float32)
+                    return args
+
+                yield Call("moe_experts_fp4", f"{label}-{form}-{tokens}", fp4)
             yield Call("moe_route", f"{label}-{tokens}", route)
             yield Call("moe_experts", f"{label}-{tokens}", experts)
 

@@ -6,8 +6,6 @@ for W8A8 the one that rounds what the second product reads.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -17,8 +15,18 @@ from ..reference import moe as reference
 from ..reference.linear import codes_per_byte
 from ..registry import Target
 from .activation import act_and_mul, act_and_mul_quant
-from .codes import EMULATE, cast
-from .launch import FLOATS, INTERPRETED, capability_of, dot_dtype, launch, needs, power_of_2, shared_limit
+from .codes import EMULATE, cast, exact_float
+from .launch import (
+    FLOATS,
+    INTERPRETED,
+    NATIVE_FLOAT8,
+    capability_of,
+    dot_dtype,
+    launch,
+    needs,
+    power_of_2,
+    shared_limit,
+)
 from .linear_group import code_plane, planes_of
 from .linear_row import round_rows
 from .moe import gather_by_expert, weighted_sum
@@ -72,7 +80,7 @@ def expert_group_kernel(
         if PLANES > 1:
             part = tl.dot(x1, tl.trans(code_plane(w, 1, BITS, DOT, ASM)), part, input_precision="ieee")
         at = safe * (n_in // GROUP) + start // GROUP
-        scale, zero = tl.load(scales + at).to(tl.float32), tl.load(zeros + at).to(tl.float32)
+        scale, zero = tl.load(scales + at).to(tl.float32), exact_float(tl.load(zeros + at))
         acc += (part - tl.sum(tile.to(tl.float32), 1)[:, None] * zero[None, :]) * scale[None, :]
     target = out + slot.to(tl.int64)[:, None] * n_out + column[None, :]
     tl.store(target, cast(acc, out.dtype.element_ty), mask=valid[:, None] & (column < n_out)[None, :])
@@ -123,7 +131,7 @@ def tile_rows(experts: Tensor, count: int, most: int) -> int:
     return max(16, min(most, power_of_2(-(-experts.numel() // count))))
 
 
-def _stages(device: torch.device, stage: int, room: int = 0) -> int:
+def stages_of(device: torch.device, stage: int, room: int = 0) -> int:
     """As many as half of the shared memory holds."""
     return max(2, min(4, (shared_limit(capability_of(device)) // 2 - room) // stage))
 
@@ -156,7 +164,7 @@ def _group_product(
         n_out,
         n_in,
         warps=choice["warps"],
-        stages=choice.get("stages", _stages(x.device, stage, rows * choice["cols"] * 4)),
+        stages=choice.get("stages", stages_of(x.device, stage, rows * choice["cols"] * 4)),
         SHARE=slots // x.shape[0],
         BITS=bits,
         PLANES=planes,
@@ -228,7 +236,7 @@ def _row_product(
         n_out,
         n_in,
         warps=choice["warps"],
-        stages=choice.get("stages", _stages(codes.device, stage)),
+        stages=choice.get("stages", stages_of(codes.device, stage)),
         SHARE=slots // codes.shape[0],
         ROWS=rows,
         COLS=choice["cols"],
@@ -237,9 +245,21 @@ def _row_product(
     return out
 
 
-def _row_experts(x: Tensor, experts: Tensor, weights: Tensor, *matrices: Any, activation: str) -> Tensor:
-    """Seven launches: rounding, count, place, gate·up, activation and rounding, down, weighted sum."""
-    gate_up, gate_up_scales, down, down_scales = matrices
+@reference.moe_experts_int8.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80))
+@reference.moe_experts_fp8.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(NATIVE_FLOAT8))
+def moe_experts_row(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    down: Tensor,
+    down_scales: Tensor,
+    activation: str,
+) -> Tensor:
+    """int8, whose sums are exact, and float8. Seven launches: rounding, count, place, gate·up, activation and rounding,
+    down, weighted sum.
+    """
     slots, count = experts.numel(), gate_up.shape[0]
     rows = tile_rows(experts, count, 128)
     tiles = (*gather_by_expert(experts.contiguous(), count, rows), rows)
@@ -248,33 +268,3 @@ def _row_experts(x: Tensor, experts: Tensor, weights: Tensor, *matrices: Any, ac
     codes, row_scales = act_and_mul_quant(inner, activation, down.dtype)
     y = _row_product(codes, row_scales, down, down_scales, tiles, slots, x.dtype)
     return weighted_sum(y, weights, x)
-
-
-@reference.moe_experts_int8.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80))
-def moe_experts_int8(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    gate_up_scales: Tensor,
-    down: Tensor,
-    down_scales: Tensor,
-    activation: str,
-) -> Tensor:
-    """Integer sums are exact."""
-    return _row_experts(x, experts, weights, gate_up, gate_up_scales, down, down_scales, activation=activation)
-
-
-@reference.moe_experts_fp8.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(89))
-def moe_experts_fp8(
-    x: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    gate_up: Tensor,
-    gate_up_scales: Tensor,
-    down: Tensor,
-    down_scales: Tensor,
-    activation: str,
-) -> Tensor:
-    """Needs tensor cores that multiply float8."""
-    return _row_experts(x, experts, weights, gate_up, gate_up_scales, down, down_scales, activation=activation)

@@ -9,6 +9,7 @@ import pytest
 
 from toolkit.kernels.cuda import build, check
 from toolkit.kernels.cuda import plan as planning
+from toolkit.kernels.machine_code import Usage
 from toolkit.kernels.triton.launch import shared_limit
 
 GOOD = """LDG.E.128 R16, desc[UR8][R70.64] ; LDGSTS.E.BYPASS.LTC128B.128 [R4], desc[UR8][R22.64] ;
@@ -16,7 +17,7 @@ LDS.128 R24, [R4] ; LOP3.LUT R29, R29, 0xf000f ; HMMA.16816.F32.BF16 R32, R32, R
 
 
 def test_what_machine_code_shows():
-    built = check.judge("few_bfloat16_w4_s64", 90, 1.0, (64, 0, 0), GOOD)
+    built = check.judge("few_bfloat16_w4_s64", 90, 1.0, Usage(64, 0, 0), GOOD)
     assert built.faults == () and built.blocks == 4 and built.shared == 49152
     assert (built.op, built.label, built.dtype) == ("linear_group_int", "few-w4-s64", "bfloat16")
 
@@ -29,18 +30,18 @@ def test_what_machine_code_shows():
         ("few_float16_w4_s64", (64, 0, 0), GOOD + " I2F.RP R1, R2 ;", "no conversion missing"),
         ("few_float16_w4_s64", (64, 0, 0), GOOD + " I2FP.F32.S32 R1, R2 ;", "no conversion missing"),
         ("few_float16_w4_s64", (64, 0, 0), GOOD.replace("LDG.E.128", "LDG.E"), "vector missing"),
-        ("few_float16_w4_s64", (64, 0, 0), GOOD.replace("LDGSTS", "LDG"), "async missing"),
+        ("few_float16_w4_s64", (64, 0, 0), GOOD.replace("LDGSTS", "LDG"), "async vector missing"),
         ("tile_float16_w4_s64_n2", (64, 0, 0), GOOD.replace("HMMA", "FFMA"), "mma missing"),
         ("tile_float16_w4_s64_n2", (64, 0, 0), GOOD.replace("LOP3", "SHF"), "lop3 missing"),
         ("expand_float16_w4", (64, 0, 0), GOOD.replace("STG.E.128", "STG.E"), "stores missing"),
     ],
 )
 def test_what_does_not_hold_is_reported(name, usage, code, fault):
-    assert any(f.startswith(fault) for f in check.judge(name, 90, 1.0, usage, code).faults)
+    assert any(f.startswith(fault) for f in check.judge(name, 90, 1.0, Usage(*usage), code).faults)
 
 
 def test_too_much_shared_memory_is_reported():
-    faults = check.judge("tile_float16_w4_s64_n8", 86, 1.0, (64, 0, 0), GOOD).faults
+    faults = check.judge("tile_float16_w4_s64_n8", 86, 1.0, Usage(64, 0, 0), GOOD).faults
     assert "102928 bytes of shared memory, more than 101376" in faults
 
 

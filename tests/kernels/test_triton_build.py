@@ -41,11 +41,51 @@ for op, label, index in (("rms_norm", "hidden4096", 0), ("paged_attention", "dec
 def test_what_does_not_hold_is_reported():
     out = compiled("""
 from toolkit.kernels.triton import build
-build.CLAIMS["rms_norm_kernel"] = frozenset({"mma"})
+build.claims = lambda *_: frozenset({"mma"})
 build.shared_limit = lambda capability: 8
 print(build.build_one(build.Variant("rms_norm", "hidden4096", "bfloat16", 0, 90)).faults)
 """)
     assert "mma missing" in out and "bytes of shared memory, more than 8" in out
+
+
+def test_costly_instructions_are_found_in_compiled_loops_alone(tmp_path):
+    (tmp_path / "loops.py").write_text("""
+import triton, triton.language as tl
+@triton.jit
+def inside(x, y, n, d, KIND: tl.constexpr):
+    total = tl.zeros([128], tl.float32)
+    for i in range(n):
+        code = tl.load(x + i * 128 + tl.arange(0, 128))
+        if KIND == 0:
+            total += code.to(tl.float32)
+        if KIND == 1:
+            total += (code // d).to(tl.float32, bitcast=True)
+        if KIND == 2:
+            total += (code.to(tl.int64) // d).to(tl.int32).to(tl.float32, bitcast=True)
+        if KIND == 3:
+            total += (code // 8).to(tl.float32, bitcast=True)
+    tl.store(y + tl.arange(0, 128), total + (n // d).to(tl.float32))
+""")
+    out = compiled(f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+import triton
+from loops import inside
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from toolkit.kernels.machine_code import costly, listings
+types = {{"x": "*i32", "y": "*fp32", "n": "i32", "d": "i32", "KIND": "constexpr"}}
+for kind in range(4):
+    source = ASTSource(inside, types, {{"KIND": kind}}, {{}})
+    print(costly(listings(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"])["inside"][1]))
+""")
+    assert out.splitlines() == ["['integer to float']", "['integer division']", "['integer division', 'call']", "[]"]
+
+
+def test_wide_tiles_claim_wgmma_on_hopper_alone():
+    assert "wgmma" in manifest.claims("attend_kernel", 90, 64)
+    for kernel, architecture, rows in (("attend_kernel", 80, 64), ("attend_kernel", 90, 16), ("act_kernel", 90, 0)):
+        assert "wgmma" not in manifest.claims(kernel, architecture, rows)
 
 
 def test_variants_differ_by_architecture_and_float8_needs_hardware():

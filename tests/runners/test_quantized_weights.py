@@ -66,12 +66,12 @@ def block_fp8(w: torch.Tensor, block: int = 32) -> BlockFp8:
     return BlockFp8((w / scales[rows][:, columns]).to(torch.float8_e4m3fn), scales, (block, block))
 
 
-def fp4(w: torch.Tensor, group: int = 16, nv: bool = False) -> Fp4:
+def fp4(w: torch.Tensor, group: int = 16, nv: bool = False, factor: float = 100.0) -> Fp4:
     """To the nearest value, in blocks; ``nv``: with scales in float8 and a global scale, else in powers of two."""
     grouped = w.unflatten(1, (-1, group))
     wanted = grouped.abs().amax(-1).clamp(min=1e-6) / 6
-    whole = torch.tensor([100.0]) if nv else None
-    scales = (wanted * 100).to(torch.float8_e4m3fn) if nv else (wanted.log2().ceil() + 127).to(torch.uint8)
+    whole = torch.tensor([factor]) if nv else None
+    scales = (wanted * factor).to(torch.float8_e4m3fn) if nv else (wanted.log2().ceil() + 127).to(torch.uint8)
     factors = Fp4(torch.zeros_like(w, dtype=torch.uint8), scales, group, whole).float_scales()
     distance = grouped[..., None] / factors[..., None, None] - torch.tensor(FP4_VALUES)
     return Fp4(distance.abs().argmin(-1).flatten(1).to(torch.uint8), scales, group, whole)
@@ -165,9 +165,17 @@ def test_norms_and_activations_round_what_w8a8_linears_read(family, form, logits
     np.testing.assert_array_equal(fused, apart)
 
 
-@pytest.mark.parametrize("form, stacks", [("zeros4", True), ("zeros8", True), ("minima4", False), ("zeros2", False)])
+STACKED = {
+    "zeros4": lambda w: group_int(w, 4, 32),
+    "zeros8": lambda w: group_int(w, 8, 32),
+    "mxfp4": fp4,
+    "nvfp4": lambda w: fp4(w, nv=True, factor=100.0 if w[0, 0] > 0 else 70.0),  # gate and up with factors of their own
+}
+
+
+@pytest.mark.parametrize("form, stacks", [*((form, True) for form in STACKED), ("minima4", False), ("zeros2", False)])
 def test_experts_kept_packed_run_together_where_they_can(form, stacks, logits, monkeypatch):
-    convert = FORMS[form] if form != "zeros4" and form != "zeros8" else lambda w: group_int(w, int(form[-1]), 32)
+    convert = STACKED.get(form, FORMS[form])
     expected, _ = logits("mixtral", convert, "float32")
     monkeypatch.setattr(module, "free_host_bytes", lambda: 1 << 10)
     found, runner = logits("mixtral", convert, "float32")

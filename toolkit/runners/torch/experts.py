@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp8, GroupInt, Weight
+from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, Weight
 from toolkit.kernels.reference.linear import pack_codes
 from toolkit.models.spec import MoeSpec
 from toolkit.runners.torch.linear import Placement, becomes_dense, fuse
@@ -37,9 +37,7 @@ def stack_experts(spec: MoeSpec, matrix: Matrix, place: Placement, ops: Ops) -> 
                 return None
             if kind == ("dense",):
                 weights = [Dense(w.dequantize(place.dtype)) for w in weights]
-            whole = fuse(weights) if len(weights) > 1 else weights[0]
-            assert whole is not None, "weights of one kind"
-            for suffix, part in _parts(whole).items():
+            for suffix, part in _parts(weights).items():
                 key = stack + suffix
                 if key not in stacks:
                     stacks[key] = torch.empty(len(spec.experts), *part.shape, dtype=part.dtype, device=place.device)
@@ -57,14 +55,25 @@ def _kind(weight: Weight, place: Placement) -> tuple[object, ...] | None:
         return ("rows", weight.weight.dtype)
     if isinstance(weight, BlockFp8):
         return ("tiles", weight.block)
+    if isinstance(weight, Fp4):
+        return ("fp4", weight.group_size, weight.scales.dtype, weight.global_scale is None)
     if isinstance(weight, GroupInt) and weight.bits in (4, 8):
         even = weight.group_size % LEAST_GROUP == 0 and weight.zeros is not None and weight.group_index is None
         return ("groups", weight.bits, weight.group_size, weight.scales.dtype) if even else None
     return None
 
 
-def _parts(weight: Weight) -> dict[str, Tensor]:
-    """The tensors to be stacked, by their suffixes."""
+def _parts(weights: Sequence[Weight]) -> dict[str, Tensor]:
+    """The tensors to be stacked, by their suffixes, of weights of one kind that share their input."""
+    floats = [weight for weight in weights if isinstance(weight, Fp4)]
+    if floats:  # each with a global scale of its own
+        found = {
+            "": pack_codes(torch.cat([w.codes for w in floats]), 4),
+            "_scales": torch.cat([w.scales for w in floats]),
+        }
+        factors = [(1 / w.global_scale.float()).expand(w.shape[0]) for w in floats if w.global_scale is not None]
+        return found | ({"_factors": torch.cat(factors)} if factors else {})
+    weight = fuse(weights) if len(weights) > 1 else weights[0]
     if isinstance(weight, Dense):
         return {"": weight.weight}
     if isinstance(weight, GroupInt):
@@ -87,6 +96,8 @@ def _bind(stacks: dict[str, Tensor], sample: Weight, activation: str, ops: Ops) 
             more[key] = stacks[key][0].contiguous()
             if not bool((stacks[key] == more[key]).all()):
                 return None
+    elif isinstance(sample, Fp4) and "gate_up_scales" in stacks:
+        kernel = ops.moe_experts_fp4
     elif "gate_up_scales" in stacks:
         kernel = ops.moe_experts_int8 if stacks["gate_up"].dtype == torch.int8 else ops.moe_experts_fp8
     else:

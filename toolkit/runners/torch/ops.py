@@ -48,6 +48,7 @@ class Ops:
     moe_experts_int8: Kernel
     moe_experts_fp8: Kernel
     moe_experts_block_fp8: Kernel
+    moe_experts_fp4: Kernel
     penalize: Kernel
     apply_bitmask: Kernel
     sample: Kernel
