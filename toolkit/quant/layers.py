@@ -77,7 +77,7 @@ class LayerSource:
         """Raise ToolkitError that names file and tensor for the first NaN or infinity among the weights."""
         for item in [x for items in self.stored for x in items] + self.outer:
             for name in (item.name, f"{item.name}.weight", f"{item.name}.bias"):
-                if name in self.checkpoint and not bool(torch.isfinite(self.checkpoint.tensor(name)).all()):
+                if name in self.checkpoint and not _finite(self.checkpoint.tensor(name)):
                     raise ToolkitError(
                         f"{self.checkpoint.where(name)}: tensor {name} holds NaN or infinity; nothing can be "
                         "calibrated through it: fetch or train the model again"
@@ -87,6 +87,11 @@ class LayerSource:
     def _dense(self, items: list[StoredTensor], device: torch.device) -> Iterator[tuple[str, Tensor]]:
         for name, value in iter_canonical(self.checkpoint, items):
             yield name, plain(value).to(device)
+
+
+def _finite(tensor: Tensor) -> bool:
+    """Whether it has neither NaN nor infinity; some rows at a time, for an embedding can be the largest in memory."""
+    return all(bool(torch.isfinite(rows).all()) for rows in tensor.split(4096))
 
 
 def plain(value: Weight | Tensor) -> Tensor:
