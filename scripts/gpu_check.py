@@ -91,6 +91,9 @@ def items(where: Where, smoke_only: bool, sanitizer: str | None, limit: float) -
     for family, policy in runner_items():
         name = f"runner {family}, quant_policy {policy}"
         found.append(Item("runner", name, ("--runner", family, "--policy", str(policy)), limit))
+    if not where.dry:
+        dependent = ("env", "TOOLKIT_DEPENDENT_LAUNCH=1")
+        found.append(Item("runner", "runner awq, dependent launches", ("--runner", "awq"), limit, dependent))
     if all(importlib.util.find_spec(name) for name in ("pytest", "transformers")):
         found += [Item("runner", f"tests {m}", ("--tests", m), 2 * limit) for m in TEST_MODULES]
     short = ("--smoke",) if where.dry else ()
