@@ -90,7 +90,7 @@ def test_a_run_that_is_killed_leaves_what_it_found_and_can_go_on(tmp_path):
             if line.startswith("smoke:"):
                 process.kill()
     first = json.loads(report.read_text())
-    assert len(first["done"]) == 1 and first["rows"] and len(first["running"]) == 1
+    assert len(first["done"]) == 1 and first["rows"] and len(first["running"]) <= 1
     done = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     last = json.loads(report.read_text())
