@@ -13,7 +13,8 @@ from toolkit.quant.sites import Site, layer_sites
 from toolkit.quant.statistics import in_turns
 
 BASE = 350 << 20  # the interpreter with torch and the libraries that it loads
-BUFFERS = 100 << 20  # work on pieces, what the allocator has not given back at the time
+BUFFERS = 50 << 20  # work on pieces …
+GAPS = 2  # … and what the allocator has not given back at the time, in copies of the largest linear
 MATRICES = 2  # of inputs × inputs beside the statistics themselves while a Hessian is factored …
 EXACT_MATRICES = 5  # … in float64, where it is small
 KEPT_MATRICES = 1  # … and while weights are rounded: its factor
@@ -79,7 +80,8 @@ def _layer(layer: LayerSpec, calibrated: bool, tokens: int, whole: bool) -> int:
     forward = tokens * layer_width(layer) * FLOAT + 2 * max(map(_bytes, linears))
     statistics = max(sum(_matrix(s) for s in group) for group in _groups(sites)) if calibrated else 0
     measured = min(size, max(KEEP, 2 * module_bytes(layer)))
-    return BUFFERS + min(size, KEEP) + max(statistics + forward, _rounding(sites, calibrated), measured + forward)
+    kept = BUFFERS + GAPS * max(map(_bytes, linears)) + min(size, KEEP)
+    return kept + max(statistics + forward, _rounding(sites, calibrated), measured + forward)
 
 
 def _rounding(sites: list[Site], calibrated: bool) -> int:
