@@ -15,6 +15,7 @@ from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
 from toolkit.runners.cuda import support as module
 from toolkit.runners.torch import device as device_module
+from toolkit.runners.torch.ops import choose_ops
 
 
 @pytest.fixture
@@ -206,3 +207,21 @@ def test_torch_stands_in_on_a_gpu_that_the_native_runner_cannot_use(answers, tin
     _, note = open_runner(tiny_models("llama"), backend=None, options=RunnerOptions(device="auto"))
     reason = "it needs compute capability 8.0"
     assert note == f"turbomind's native runner does not run on this GPU: {reason}; the torch runner stands in"
+
+
+def test_most_kernels_are_tried_before_their_first_call(gpu, monkeypatch):
+    """Trying a kernel compiles it; a model without experts or fp4 weights never asks for theirs."""
+    gpu()
+    tried: list[str] = []
+
+    def tested(op, implementation, target):
+        tried.append(op.name)
+        return "failed its self-test: x" if op.name == "rms_norm" else None
+
+    monkeypatch.setattr(module.registry, "tested", tested)
+    ops = choose_ops(torch.device("cuda"), torch.float32, head_dim=64)
+    assert "paged_attention" in tried and not {"rms_norm", "moe_experts_int8", "linear_fp4"} & set(tried)
+    x, weight = torch.randn(3, 8), torch.randn(8)
+    for _ in range(2):  # the compiled one fails, so torch's runs; it is tried once
+        torch.testing.assert_close(ops.rms_norm(x, weight, 1e-6), torch.nn.functional.rms_norm(x, (8,), weight, 1e-6))
+    assert tried.count("rms_norm") == 1 and "moe_experts_int8" not in tried

@@ -56,13 +56,30 @@ class Ops:
 
 _PLANS = {"paged_attention": "plan_attention", "lora_shrink": "plan_lora"}
 _FLOAT32 = ("penalize", "apply_bitmask", "sample")
+# Tried at once: every model needs them, or a plan is made for the implementation that was chosen.
+_ALWAYS = ("paged_attention", "lora_shrink", *_FLOAT32)
+
+
+class _Chosen:
+    """An op whose implementation is tried before its first call. Most models need few of all ops; trying a kernel on a
+    GPU compiles it, which takes seconds."""
+
+    def __init__(self, op: kernels.Op, target: kernels.Target) -> None:
+        self._op, self._target = op, target
+        self._run: Kernel | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._run is None:
+            self._run = kernels.choose(self._op, self._target, trusted=False).run
+        return self._run(*args, **kwargs)
 
 
 def choose_ops(device: torch.device, dtype: torch.dtype, **traits: Any) -> Ops:
     """Choose every kernel for ``device`` and activations of ``dtype``; ``traits``: head_dim, bits and cache (float8
     dtype) of the KV cache, codes ("int8" or "fp8": what W8A8 linears round activations to).
 
-    On a GPU a compiled kernel that fails its self-test is left out, with a warning.
+    On a GPU a compiled kernel that fails its self-test is left out, with a warning; most are tried before their first
+    call, which must not be one that a graph captures.
 
     Raises UsageError where TOOLKIT_KERNELS asks for one that cannot run, with its reason.
     """
@@ -78,8 +95,10 @@ def choose_ops(device: torch.device, dtype: torch.dtype, **traits: Any) -> Ops:
             if op.name not in wanted:
                 continue
             target = kernels.Target(device.type, "float32" if op.name in _FLOAT32 else name, capability, traits)
-            implementation = kernels.choose(op, target, trusted=device.type == "cpu")
-            chosen[op.name] = implementation.run
+            at_once = op.name in _ALWAYS
+            implementation = kernels.choose(op, target, trusted=device.type == "cpu" or not at_once)
+            later = device.type != "cpu" and not at_once and implementation.family in kernels.registry.COMPILED
+            chosen[op.name] = _Chosen(op, target) if later else implementation.run
             if op.name in _PLANS:
                 chosen[_PLANS[op.name]] = implementation.plan
     except kernels.KernelError as error:
