@@ -165,13 +165,14 @@ def main() -> None:
     fields = ("peer", "method", "samples", "seqlen", "group_size", "calib", "data", "model")
     fields += ("iters",) if args.method == "auto_round" else ()
     key = {name: getattr(args, name) for name in fields}
-    if any(all(row.get(k) == v for k, v in key.items()) for row in rows):
+    if any(all(row.get(k, 200) == v for k, v in key.items()) for row in rows):  # 200: iters of the first rows
         print("already there")
         return None
     args.work_dir.mkdir(parents=True, exist_ok=True)
     if args.peer != "ours" and args.peer_python is None:
         args.peer_python = environment(args.peer, (args.work_dir / f"env-{args.peer}").absolute())
-    out = args.work_dir / f"{args.peer}-{args.method}-g{args.group_size}"
+    iters = f"-{args.iters}" if args.method == "auto_round" else ""
+    out = args.work_dir / f"{args.peer}-{args.method}-g{args.group_size}-{args.samples}x{args.seqlen}{iters}"
     if args.peer != "ours":
         shutil.rmtree(out, ignore_errors=True)  # ours goes on where it was killed
     command = command_of(args, out)

@@ -132,6 +132,7 @@ def measured(method: str, model: Path, tmp_path: Path, text: Path) -> tuple[floa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc")
 @pytest.mark.parametrize("method", ["auto_gptq", "smooth_quant", "auto_awq"])
 @pytest.mark.parametrize("shape", SHAPES)

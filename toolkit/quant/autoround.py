@@ -87,15 +87,20 @@ def method(directory: Path, tuning: Tuning, *, dtype: torch.dtype) -> Method:
     ) -> Iterator[Made]:
         codes = _load(_file(directory, sites), sites, tuning) if sites else {}
         for site in reversed(sites):
-            gram = grams(site.name)
-            xtx = inputs_after(site, gram, Folded(weights))
-            how = "weight-only" if gram is None else "auto_round"
-            for linear in site.linears:
-                w, code = weights[linear.name], codes[linear.name]
-                error = relative_error(w, code, xtx)
-                grid = tuning.of(linear.name)
-                yield Made(linear.name, code, LinearReport(linear.name, how, grid.bits, grid.group_size, error))
+            yield from one_site(site, weights, codes, grams(site.name))
         yield from stay_dense(sites, weights, dtype)
+
+    def one_site(
+        site: Site, weights: Mapping[str, Tensor], codes: Mapping[str, GroupInt], gram: Gram | None
+    ) -> Iterator[Made]:  # a function, so that nothing of a site is held beside the next
+        xtx = inputs_after(site, gram, Folded(weights))
+        how = "weight-only" if gram is None else "auto_round"
+        del gram
+        for linear in site.linears:
+            error = relative_error(weights[linear.name], codes[linear.name], xtx)
+            grid = tuning.of(linear.name)
+            report = LinearReport(linear.name, how, grid.bits, grid.group_size, error)
+            yield Made(linear.name, codes[linear.name], report)
 
     return run
 

@@ -162,7 +162,7 @@ def _split(
             raise ToolkitError(no_scale(linear.name, weights[linear.name], torch.float16))
         parts.append(
             GroupInt(
-                codes=rounded.codes[rows].cpu(),
+                codes=rounded.codes[rows].clone().cpu(),  # a view would keep the whole
                 scales=scale.cpu(),
                 zeros=rounded.zero[rows].to(torch.uint8).cpu(),
                 bits=grid.bits,
@@ -186,6 +186,8 @@ class Factor:
 
     def block(self, columns: Tensor) -> Tensor:
         """H of some columns (their places in the weight, not in ``order``), not damped."""
+        if len(columns) == len(self.xtx) and not bool((self.xtx.diagonal() == 0).any()):
+            return self.xtx  # one group a row: as large as anything there is
         found = self.xtx[columns[:, None], columns]
         _revive(found, self.mean)
         return found

@@ -155,7 +155,7 @@ def quantize_layers(
                 grams, advanced = flow.statistics(i, layer, original, sites, not moved)
                 moved = moved or advanced
             else:
-                grams = _saved(source, i, sites, setting.saved(i))
+                grams = _saved(source, i, sites, setting.saved(i), setting.device)
             _save(stage, keys[i], setting.method(sites, original, grams), sites, grams)
             del grams
             give_back()
@@ -199,15 +199,17 @@ def _quantize_head(source: LayerSource, setting: Setting, flow: Flow, stage: Sta
     found = flow.head_statistics(outer) if setting.saved is None else setting.saved(len(spec.layers))
     weights = {name: outer[name].float() for name in (spec.head, f"{spec.head}.bias") if name in outer}
     sites = [head_site(source)]
-    grams = _saved(source, len(spec.layers), sites, found)
+    grams = _saved(source, len(spec.layers), sites, found, setting.device)
     _save(stage, HEAD, setting.method(sites, weights, grams), sites, grams)
 
 
-def _saved(source: LayerSource, index: int, sites: Sequence[Site], grams: Mapping[str, Gram]) -> Taken:
-    """``grams``, handed out one by one."""
+def _saved(
+    source: LayerSource, index: int, sites: Sequence[Site], grams: Mapping[str, Gram], device: torch.device
+) -> Taken:
+    """``grams``, handed out one by one, on ``device``."""
 
     def take(names: Sequence[str]) -> dict[str, Gram]:
-        found = {name: grams[name] for name in names if name in grams}
+        found = {name: grams[name].to(device) for name in names if name in grams}
         check_finite(source, index, found)
         return found
 

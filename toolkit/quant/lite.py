@@ -19,6 +19,7 @@ from toolkit.quant import search as finder
 from toolkit.quant.grid import choose_group_size
 from toolkit.quant.layer_config import read_layer_config
 from toolkit.quant.run import Common, Prepared, Progress, Recipe, Result, choose, open_source, run, store_dtype, targets
+from toolkit.quant.sensitivity import SAMPLES
 from toolkit.quant.sites import Site
 from toolkit.quant.statistics import Gram
 
@@ -193,6 +194,7 @@ def auto_round(
         group_size=grid.group_size,
         prepare=prepare,
         whole_layers=True,
+        texts=2,
     )
     return run(source, Path(work_dir), recipe, common, progress)
 
@@ -259,6 +261,7 @@ def search(
         sequential=True,
         prepare=prepare,
         tune_steps=tune_steps,
+        beside=sum(len(layer.sublayers) for layer in source.spec.layers) * SAMPLES,
     )
     return run(source, Path(work_dir), recipe, common, progress)
 

@@ -108,8 +108,9 @@ class Recipe:
     beforehand. ``group_size``: see ``write_checkpoint``. ``sequential``: see ``layerwise.Setting``. ``calibrated``:
     whether the method reads text at all. ``prepare``: what is to be done with the whole model before its layers,
     returning figures for ``quality``. ``tune_steps``: of the tuning afterwards, None for the default where it fits
-    ``--cache-memory``. ``whole_layers``: whether ``prepare`` has a layer in memory as a whole. ``extra``: fields added
-    to the checkpoint's ``quantization_config``.
+    ``--cache-memory``. ``whole_layers``: whether ``prepare`` has a layer in memory as a whole; ``texts``: how often it
+    has the text's activations; ``beside``: how many samples go through the layers beside the text. ``extra``: fields
+    added to the checkpoint's ``quantization_config``.
     """
 
     stage: str
@@ -123,6 +124,8 @@ class Recipe:
     prepare: Callable[[Prepared], dict[str, Any]] | None = None
     tune_steps: int | None = 0
     whole_layers: bool = False
+    texts: int = 1
+    beside: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -144,10 +147,12 @@ def tell_plan(
     eval_tokens: int,
     tunes: bool = False,
     whole_layers: bool = False,
+    texts: int = 1,
+    beside: int = 0,
 ) -> None:
-    """Say how much memory the run will take. ``plan``: of the text, None where none is read; the rest as for
-    ``plan_memory``."""
-    samples, seqlen = (plan.samples, plan.seqlen) if plan else (0, 0)
+    """Say how much memory the run will take. ``plan``: of the text, None where none is read; ``texts``, ``beside``: see
+    ``Recipe``; the rest as for ``plan_memory``."""
+    samples, seqlen = (texts * plan.samples + beside, plan.seqlen) if plan else (0, 0)
     memory = plan_memory(
         source, samples=samples, seqlen=seqlen, batch_size=common.batch_size, eval_tokens=eval_tokens,
         cache_memory=common.cache_memory, tuning=needed(source, seqlen) if tunes else 0,
@@ -192,8 +197,9 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
     hindrance = "not with --format gguf" if form == gguf.FORMAT else None
     tune_steps = choose_steps(source, recipe.tune_steps, plan, common.cache_memory, hindrance, common.notice)
     tell_plan(
-        source, common, plan, eval_tokens=common.eval_tokens, tunes=tune_steps > 0, whole_layers=recipe.whole_layers
-    )
+        source, common, plan, eval_tokens=common.eval_tokens, tunes=tune_steps > 0, whole_layers=recipe.whole_layers,
+        texts=recipe.texts, beside=recipe.beside,
+    )  # fmt: skip
     progress("reading the model", 0, 1)
     parent = describe_parent(source.path)
     statistics = _saved(source, recipe, common, parent["digest"])
@@ -265,7 +271,8 @@ def _quantize(
         if tune_steps:
             if whole and not stage.done(KEY):  # the text is not behind the last of the original layers
                 table = source.outer_weights(setting.device)[source.spec.embed]
-                flow = Flow(source, ids[: most_samples(tune_steps)], table, setting.device, setting.batch_size, spill)
+                count = -(-most_samples(tune_steps) // setting.batch_size) * setting.batch_size  # batches as before
+                flow = Flow(source, ids[:count], table, setting.device, setting.batch_size, spill)
                 flow.through()
             told = lambda done, total: progress("tuning scales", done, total)  # noqa: E731
             found["tuning"] = tune(source, stage, flow, ids, tune_steps, seed=common.seed, progress=told)

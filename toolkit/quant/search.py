@@ -238,7 +238,7 @@ def _try(trial: Trial, name: str, sites: Sequence[Site], moved: dict[str, Tensor
         for i, grid in enumerate(tried):
             y = layer_forward(trial.layer, _rounded(Path(scratch), i, folded, trial.text.device), trial.text)
             if grid is middle:
-                moved[name] = y[:SAMPLES].cpu()
+                moved[name] = y[:SAMPLES].clone().cpu()
             share = (y - trial.exact).square().sum(-1) / trial.exact.square().sum(-1).clamp(min=1e-12)
             loss = float(share.mean(dtype=torch.float64))
             kind = kind_of(grid) if trial.gguf else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -73,6 +73,11 @@ class Gram:
             values = getattr(self, name)
             parts[name] = torch.where(dead, values[alive].mean(), values)
         return Gram(xtx, rows=self.rows, sample=self.sample, **parts)
+
+    def to(self, device: torch.device) -> Gram:
+        """The same on another device."""
+        moved = {name: getattr(self, name).to(device) for name in ("xtx", "abs_sum", "abs_max", "sample")}
+        return replace(self, **moved)
 
     def finish(self) -> None:
         for a in range(0, len(self.xtx), PANEL):  # in place: the matrix can be the largest thing in memory

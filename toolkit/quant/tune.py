@@ -40,11 +40,12 @@ KEY = "tuned"  # the stage's key of what was found
 
 
 def needed(source: LayerSource, seqlen: int) -> int:
-    """Bytes that tuning takes beyond the model on disk: codes in 16 bits, the rest, one sample's activations."""
+    """Bytes that tuning takes beyond the model on disk: codes in 16 bits, the rest, one sample's activations, and the
+    samples as the original leaves them."""
     linears = sum(x.in_features * x.out_features for x in source.quantizable())
-    outer = 2 * source.spec.vocab_size * source.spec.hidden_size
+    outer = (1 if source.spec.tied else 2) * 2 * source.spec.vocab_size * source.spec.hidden_size
     kept = sum(map(layer_width, source.spec.layers)) * seqlen * 4
-    return 3 * linears + outer + kept
+    return 3 * linears + outer + kept + most_samples(STEPS) * seqlen * source.spec.hidden_size * 4
 
 
 def choose_steps(
@@ -68,7 +69,8 @@ def choose_steps(
         raise UsageError(f"--tune-steps: {hindrance}; leave the option out")
     if wanted is not None or hindrance is not None or plan is None:
         return wanted or 0
-    gib = needed(source, plan.seqlen) / (1 << 30)
+    text = plan.samples * plan.seqlen * source.spec.hidden_size * 4  # held beside it
+    gib = (needed(source, plan.seqlen) + text) / (1 << 30)
     if gib <= cache_memory:
         return STEPS
     notice(
@@ -104,9 +106,10 @@ def tune(
     if not stage.done(KEY):
         with torch.inference_mode(False), torch.no_grad():
             model = Student(source, [load_layer(stage, i) for i in layers], load_head(stage), flow.device)
-            used = ids[: most_samples(steps)]
+            held = max(1, min(HELD_BACK, len(ids) // 8))
+            used = ids[: steps + held]
             samples = list(zip(used, islice(_rows(flow), len(used)), strict=True))
-            figures = _train(model, samples, steps, seed, progress)
+            figures = _train(model, samples[:-held] or samples, samples[-held:], steps, seed, progress)
             better = figures["kl_after"] < figures["kl_before"]
             stage.save(KEY, model.found() if better else {}, figures | {"kept": better})
     found = stage.load(KEY)
@@ -273,14 +276,14 @@ def _gain(norm: NormSpec, weight: Tensor, device: torch.device) -> Gain:
 
 def _train(
     model: Student,
-    samples: list[tuple[Tensor, Tensor]],
+    text: list[tuple[Tensor, Tensor]],
+    held: list[tuple[Tensor, Tensor]],
     steps: int,
     seed: int,
     progress: Callable[[int, int], None],
 ) -> dict[str, Any]:
-    """Adam with a cosine schedule over ``samples`` (token ids, the original's hidden states)."""
-    held = samples[-max(1, min(HELD_BACK, len(samples) // 8)) :]
-    text = samples[: -len(held)] or samples
+    """Adam with a cosine schedule over the samples of ``text`` (token ids, the original's hidden states); ``held``:
+    those to judge by."""
     parameters = model.parameters()
     optimizer = torch.optim.Adam(parameters, lr=RATE, betas=(0.9, 0.99), eps=1e-12)
     draw = torch.Generator().manual_seed(seed)

@@ -56,6 +56,7 @@ class Ops:
 
 _PLANS = {"paged_attention": "plan_attention", "lora_shrink": "plan_lora"}
 _FLOAT32 = ("penalize", "apply_bitmask", "sample")
+_CACHE = ("kv_write", "rope_kv_write", "paged_attention")  # others' bits are those of weights
 # Tried at once: every model needs them, or a plan is made for the implementation that was chosen.
 _ALWAYS = ("paged_attention", "lora_shrink", *_FLOAT32)
 
@@ -94,7 +95,8 @@ def choose_ops(device: torch.device, dtype: torch.dtype, **traits: Any) -> Ops:
         for op in kernels.load().values():
             if op.name not in wanted:
                 continue
-            target = kernels.Target(device.type, "float32" if op.name in _FLOAT32 else name, capability, traits)
+            own = {k: v for k, v in traits.items() if k != "bits" or op.name in _CACHE}
+            target = kernels.Target(device.type, "float32" if op.name in _FLOAT32 else name, capability, own)
             at_once = op.name in _ALWAYS
             implementation = kernels.choose(op, target, trusted=device.type == "cpu" or not at_once)
             later = device.type != "cpu" and not at_once and implementation.family in kernels.registry.COMPILED

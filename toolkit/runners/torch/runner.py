@@ -147,7 +147,7 @@ class TorchRunner:
     def submit(self, batch: StepBatch) -> StepHandle:
         """Run a step. On a CPU it has ended on return; ``result`` raises RunnerError where it failed."""
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), on_device(self._device):  # kernels are tried at their first call
                 return self._run(batch)
         except RunnerError as error:
             return Failed(error)
