@@ -71,9 +71,13 @@ def linear(
         out = torch.empty(tokens, packed.n_out, dtype=torch.float32 if wide else x.dtype, device=x.device)
     if tokens == 0:
         return out
+    how = plan_for(packed, tokens, x.dtype, machine)
+    if how is None and wide and residual is None:  # a product of an expanded weight would round, and a head is large
+        for part, its_out in zip(x.split(MANY), out.split(MANY), strict=True):
+            linear(part, packed, bias, out=its_out, workspace=workspace, machine=machine)
+        return out
     if packed.order is not None:
         x = x.index_select(1, packed.order)
-    how = plan_for(packed, tokens, x.dtype, machine)
     if how is None:
         y = F.linear(x, expand(packed, x.dtype, machine), bias)
         return out.copy_(y if residual is None else y + residual)
