@@ -4,8 +4,8 @@ Copy bandwidth is measured in the same run. Kernels are timed by replays of capt
 of the weights that no cache holds them. Models are of made-up weights in the shapes of 1B, 8B and a small mixture of
 experts. Peers (Marlin of vLLM, FlashAttention) are measured where they can be imported. Triton's kernels of all parts
 are compiled first, on all cores. Each part runs in a process of its own; the JSON is written again after every figure.
---tune tries the choices of tiles first, and writes the best to kernels/triton/tuned/<device>.json. --dry-run lists all
-figures with their predictions and does all of it on a CPU with tiny shapes.
+--tune tries the choices of tiles first, and writes the best to kernels/triton/tuned/<device>.json, which the JSON holds
+too, under "tuned". --dry-run lists all figures with their predictions and does all of it on a CPU with tiny shapes.
 """
 
 from __future__ import annotations
@@ -175,6 +175,8 @@ def main() -> int:
         row = beside(row, predictions)
         copy = row.get("value", copy) if row["name"] == "copy" else copy
         result["rows"].append(row)
+        if "file" in row:  # the choices of tiles, which would be lost with the machine
+            result["tuned"] = json.loads(Path(row["file"]).read_text())
         save(options.json, result)
         print(line(row, copy), flush=True)
     return 0 if any("value" in row for row in result["rows"] if row["name"] != "compile") else 1

@@ -116,20 +116,19 @@ def run(item: Item, device: str) -> list[Row]:
 
     more = ("--device", device) if item.script.name == Path(__file__).name else ()
     command = [*item.wrapper, sys.executable, str(item.script), *item.arguments, *more]
-    failed = {"what": item.name, "case": ""}
+    failed: Row = {"what": item.name, "case": ""}
     done = run_limited(command, item.limit)
+    printed = [json.loads(line) for line in done.out.splitlines() if line.startswith('{"') and line.endswith("}")]
+    rows = [failed | _compiled(row) if "errors" in row else row for row in printed if "begun" not in row]
+    failed["seconds"] = round(max(0.0, done.seconds - sum(row.get("seconds", 0.0) for row in rows)), 1)
+    if printed and "begun" in printed[-1]:
+        failed["case"] = printed[-1]["begun"]
     if done.code is None:
-        return [failed | {"error": f"took longer than {item.limit:.0f} s", "seconds": round(done.seconds, 1)}]
-    lines = [line for line in done.out.splitlines() if line.startswith(("[{", '{"'))]
-    rows: list[Row] = []
-    if lines:
-        found = json.loads(lines[-1])
-        rows = found if isinstance(found, list) else [failed | _compiled(found)]
-    if done.code and not any(r.get("error") for r in rows):
-        error = f"exit code {done.code}: {done.last()}"
-        rows.append(failed | {"error": error, "seconds": round(done.seconds, 1)})
+        rows.append(failed | {"error": f"took longer than {item.limit:.0f} s", "timed_out": True})
+    elif done.code and (failed["case"] or not any(r.get("error") for r in rows)):
+        rows.append(failed | {"error": f"exit code {done.code}: {done.last()}"})
     elif not rows:
-        rows = [failed | {"error": f"printed no result: {done.last()}", "seconds": round(done.seconds, 1)}]
+        rows = [failed | {"error": f"printed no result: {done.last()}"}]
     return rows
 
 
@@ -187,11 +186,23 @@ class Log:
     result: dict[str, Any]
 
     def add(self, item: Item, rows: list[Row]) -> None:
-        """Keep the rows of an item that ended."""
+        """Keep the rows of an item that ended, in the place of those of an earlier time."""
+        if self.has(item):
+            earlier = (item.stage, item.name)
+            self.result["rows"] = [r for r in self.result["rows"] if (r["stage"], r["what"]) != earlier]
+            self.result["done"].remove([item.stage, item.name])
         self.result["rows"] += [{"stage": item.stage, **row} for row in rows]
         self.result["done"].append([item.stage, item.name])
+        self.ended(item)
+
+    def ended(self, item: Item) -> None:
+        """It is not running any more."""
         self.result["running"] = [name for name in self.result["running"] if name != item.name]
         self.write()
+
+    def has(self, item: Item) -> bool:
+        """Whether it was done before."""
+        return [item.stage, item.name] in self.result["done"]
 
     def write(self) -> None:
         """Also when killed in between there is a whole file."""
@@ -205,9 +216,9 @@ class Log:
 
 
 def run_stage(todo: list[Item], device: str, jobs: int, log: Log, end: float) -> int:
-    """Run the items of one stage, ``jobs`` at a time; how many were left out because ``end`` (a clock's) had come."""
+    """Run the items of one stage, ``jobs`` at a time; how many are left because ``end`` (a clock's) came."""
     smoke_end = time.perf_counter() + SMOKE_SECONDS if todo[0].stage == "smoke" and device == "cuda" else None
-    left, waiting, running = 0, list(reversed(todo)), dict[Future[list[Row]], Item]()
+    left, waiting, running = 0, list(reversed(todo)), dict[Future[list[Row]], tuple[Item, float]]()
     with ThreadPoolExecutor(jobs) as pool:
         while waiting or running:
             while waiting and len(running) < jobs:
@@ -216,14 +227,17 @@ def run_stage(todo: list[Item], device: str, jobs: int, log: Log, end: float) ->
                     left += 1
                     continue
                 limit = min(item.limit, max(5.0, end - now), *([max(5.0, smoke_end - now)] if smoke_end else []))
-                item = replace(item, limit=limit)
-                running[pool.submit(run, item, device)] = item
-            log.result["running"] = [item.name for item in running.values()]
+                running[pool.submit(run, replace(item, limit=limit), device)] = (item, limit)
+            log.result["running"] = [item.name for item, _ in running.values()]
             log.write()
             for future in wait(running, return_when=FIRST_COMPLETED).done if running else ():
-                item = running.pop(future)
+                item, limit = running.pop(future)
                 rows = future.result()
-                log.add(item, rows)
+                if limit < item.limit and any(row.get("timed_out") for row in rows):  # it had less than its time
+                    left += 1
+                    log.ended(item)
+                else:
+                    log.add(item, rows)
                 print(report(item, rows), flush=True)
     return left
 
@@ -252,7 +266,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     """Run the stages; the exit code is 1 when something did not agree or was left out."""
-    from gpu.checks import capability_of, child
+    from gpu.checks import PROBE_SECONDS, capability_of, child, sanitizer_fails
 
     options = arguments()
     if child(options):
@@ -270,19 +284,38 @@ def main() -> int:
         log.result |= {k: v for k, v in json.loads(options.json.read_text()).items() if k in ("rows", "done")}
     where = Where(families, dry, capability_of(device), "" if dry else file_name(log.result["machine"]["gpu"]))
     sanitizer = None if options.no_sanitizer or dry else shutil.which("compute-sanitizer")
-    wanted = [
-        item
-        for item in items(where, options.smoke, sanitizer, options.limit)
-        if (not options.only or options.only in item.name) and [item.stage, item.name] not in log.result["done"]
-    ]
+    wanted = still_wanted(items(where, options.smoke, sanitizer, options.limit), options.only, log)
     end, left = time.perf_counter() + options.seconds, 0
     for stage, group in groupby(wanted, lambda item: item.stage):
-        left += run_stage(list(group), device, jobs, log, end)
+        todo = list(group)
+        if stage == "sanitizer":
+            if end - time.perf_counter() < PROBE_SECONDS:
+                left += len(todo)
+                continue
+            if reason := sanitizer_fails(todo[0].wrapper):
+                print(f"sanitizer: skipped: {reason}", flush=True)
+                for item in todo:
+                    log.add(item, [{"what": item.name, "case": "", "skipped": reason, "error": None}])
+                continue
+        left += run_stage(todo, device, jobs, log, end)
         ran = list(smoke_rows(log))
         if stage == "smoke" and ran and all(r.get("error") for r in ran):
             print("gpu_check: nothing of the smoke stage works on this GPU; the rest is left out")
             return 1
     return summary(log, left, sanitizer is None and not dry)
+
+
+def still_wanted(found: list[Item], only: str | None, log: Log) -> list[Item]:
+    """Items whose name holds ``only`` and that were not done before, and what compiles for them: that is quick where
+    Triton's cache has it, and another machine's may not.
+    """
+    named = [item for item in found if not only or only in item.name]
+    stages = {"smoke" if item.stage == "sanitizer" else item.stage for item in named if not log.has(item)}
+    return [
+        item
+        for item in named
+        if not log.has(item) or (item.script.name == "precompile.py" and stages & set(item.arguments))
+    ]
 
 
 def smoke_rows(log: Log) -> Iterator[Row]:

@@ -6,6 +6,7 @@ sources and flags.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -51,13 +52,18 @@ def known_architectures(compiler: str) -> dict[int, str]:
     return {number: name for number, name in ARCHITECTURES.items() if number < 100 or name in known}
 
 
-def build(target: Path | None = None, cache: Path | None = None) -> Path:
-    """Compile the fatbin and a JSON file beside it that says what is in it; returns its path. Raises BuildError."""
+def build(target: Path | None = None, cache: Path | None = None, only: int | None = None) -> Path:
+    """Compile the fatbin and a JSON file beside it that says what is in it; returns its path. Raises BuildError.
+
+    ``only``: machine code for this compute capability alone, as 90, which takes less time; others have the PTX.
+    """
     compiler = nvcc()
     if compiler is None:
         raise BuildError("no nvcc found (set CUDACXX or CUDA_HOME, or install the CUDA toolkit)")
     target = target or HERE / FATBIN
     architectures = known_architectures(compiler)
+    if only is not None:
+        architectures = {number: name for number, name in architectures.items() if number == only}
     flags = [*FLAGS, "-fatbin", "-gencode", "arch=compute_80,code=compute_80"]
     for name in architectures.values():
         flags += ["-gencode", f"arch=compute_{name},code=sm_{name}"]
@@ -119,7 +125,9 @@ def _run(command: list[str]) -> str:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Build the CUDA kernels.")
+    parser.add_argument("--arch", type=int, help="machine code for this compute capability alone, as 90")
     try:
-        print(build())
+        print(build(only=parser.parse_args().arch))
     except BuildError as error:
         sys.exit(f"toolkit: the CUDA kernels are not built: {error}")

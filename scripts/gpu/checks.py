@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gpu.process import end_with_parent
+from gpu.process import end_with_parent, run_limited
 
+PROBE_SECONDS = 60.0
+PROBE = "import torch; assert torch.ones(8, device='cuda').sum().item() == 8"
 Row = dict[str, Any]
 
 
@@ -38,24 +42,54 @@ def count_misses() -> list[str]:
     return missed
 
 
-def check_op(name: str, family: str, device: str, smoke: bool) -> list[Row]:
-    """Every case (``smoke``: one a dtype) of one op and implementation: a row each, ``error`` None where it agreed."""
+def check_op(
+    name: str, family: str, device: str, smoke: bool, begin: Callable[[Row], None] = lambda row: None
+) -> Iterator[Row]:
+    """Every case (``smoke``: one a dtype) of one op and implementation: a row each, ``error`` None where it agreed.
+
+    ``begin`` is told of each case before it runs. Whatever a case raises is its error; the others go on unless the GPU
+    does not answer any more.
+    """
     from toolkit.kernels.registry import Target, load
     from toolkit.kernels.tolerances import compare
 
-    op, rows = load()[name], []
+    op = load()[name]
     implementation, capability = op.implementations[family], capability_of(device)
     for dtype in op.dtypes:
         for case in op.cases():
             target = Target(device, dtype, capability, case.traits)
             reason, start = implementation.unsupported(target), time.perf_counter()
             row: Row = {"what": f"{name} [{family}]", "case": f"{dtype} {case.label}", "skipped": reason}
+            alive = True
             if reason is None:
-                row["error"] = compare(op, implementation, case, target)
-            rows.append(row | {"seconds": round(time.perf_counter() - start, 2)})
+                begin(row)
+                try:
+                    row["error"] = compare(op, implementation, case, target)
+                except Exception as error:  # whatever a kernel or a compiler raises
+                    row["error"], alive = said(error), answers(device)
+                    row["error"] += "" if alive else "; the GPU does not answer any more, cases after it are left out"
+            yield row | {"seconds": round(time.perf_counter() - start, 2)}
+            if not alive:
+                return
             if smoke and reason is None:
                 break
-    return rows
+
+
+def said(error: Exception) -> str:
+    """What an exception says, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def answers(device: str) -> bool:
+    """Whether anything can still be run in this process: an illegal access ends its CUDA context."""
+    import torch
+
+    try:
+        if device == "cuda":
+            torch.cuda.synchronize()
+    except Exception:  # torch.AcceleratorError, RuntimeError
+        return False
+    return True
 
 
 class _Rows:
@@ -88,32 +122,43 @@ def check_tests(module: str, device: str) -> list[Row]:
     return plugin.rows
 
 
-def rows_of(options: argparse.Namespace) -> list[Row] | None:
-    """The rows of the item that ``options`` ask for, in this process; None where they ask for a whole run."""
+def rows_of(options: argparse.Namespace) -> Iterable[Row]:
+    """The rows of the item that ``options`` ask for, in this process."""
     if options.op is not None:
-        return check_op(options.op, options.family, options.device, options.smoke)
+        return check_op(
+            options.op, options.family, options.device, options.smoke, lambda row: show({"begun": row["case"]})
+        )
     if options.runner is not None:
         from gpu.runner_check import check_runner
 
         return check_runner(options.runner, options.policy, options.device)
     if options.tests is not None:
         return check_tests(options.tests, options.device)
-    if options.manifest is not None:
-        from gpu.manifest_check import check_manifest
+    from gpu.manifest_check import check_manifest
 
-        return check_manifest(options.manifest, "triton", options.device, capability_of(options.device))
-    return None
+    return check_manifest(options.manifest, "triton", options.device, capability_of(options.device))
+
+
+def sanitizer_fails(wrapper: tuple[str, ...]) -> str | None:
+    """Why compute-sanitizer cannot be used here, found out on one sum; None where it can."""
+    done = run_limited([*wrapper, sys.executable, "-c", PROBE], PROBE_SECONDS)
+    if done.code is None:
+        return f"compute-sanitizer took longer than {PROBE_SECONDS:.0f} s for one sum"
+    return f"compute-sanitizer fails on one sum, exit code {done.code}: {done.last()}" if done.code else None
+
+
+def show(row: Row) -> None:
+    """Print a row on a line of its own, at once: what is printed outlives the process."""
+    print(json.dumps(row), flush=True)
 
 
 def child(options: argparse.Namespace) -> bool:
-    """Print the rows of one item, if that is what this process is for."""
+    """Print the rows of one item as they come, if that is what this process is for."""
     if not (options.op or options.runner or options.tests or options.manifest):
         return False
     end_with_parent()
     missed = count_misses() if options.device == "cuda" else []
-    rows = rows_of(options)
-    assert rows is not None
-    if rows and missed:
-        rows[-1]["compiled_late"] = missed
-    print(json.dumps(rows))
+    for row in rows_of(options):
+        show(row | {"compiled_late": missed[:]} if missed else row)
+        missed.clear()
     return True

@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gpu.checks import count_misses
 from gpu.models import AWQ, BIG, FP8, HEAD8, tiny
+
+from toolkit.errors import ToolkitError
 
 Row = dict[str, Any]
 
@@ -36,6 +39,7 @@ class Case:
     loads: tuple[Load, ...]
 
 
+WARM = 3  # tokens of each request before a load is timed
 ONE = Load("batch 1", 1, 128, 384)
 LONG, EVEN = Load("512/256", 512, 512, 256), Load("200/200", 768, 200, 200)
 CASES = (
@@ -81,7 +85,7 @@ def measure(case: Case, device: str, backend: str) -> Iterator[Row]:
         path = Path(folder)
         (path / "config.json").write_text(json.dumps(case.config))
         config = engine_config(case, backend, device)
-        begun = time.perf_counter()
+        begun, missed = time.perf_counter(), count_misses()
         core, facts = start(Setup(path, path, config, backend), None, lambda text: None)  # type: ignore[arg-type]
         yield {
             "name": f"{case.label}, start",
@@ -89,16 +93,17 @@ def measure(case: Case, device: str, backend: str) -> Iterator[Row]:
             "unit": "s",
             "runner": f"{facts.runner} on {facts.device}, {facts.dtype}",
             "note": facts.runner_note,
+            "compiled_late": len(missed),
         }
         try:
             for load in case.loads:
-                yield _run(core, case, load)
+                yield _run(core, case, load, missed)
         finally:
             core.runner.close()
 
 
 def feed(core: Any, load: Load, vocabulary: int, new: int | None = None) -> None:
-    """Give the engine the requests of ``load``; ``new``: tokens of each instead of its own."""
+    """Give the engine the requests of ``load``; ``new``: tokens of each instead of its own, at most."""
     from toolkit.engine.request import EngineRequest, SamplingParams
 
     rng = np.random.default_rng(0)
@@ -107,17 +112,35 @@ def feed(core: Any, load: Load, vocabulary: int, new: int | None = None) -> None
         core.add(EngineRequest(f"{load.label} {i}", prompt, SamplingParams(new or load.new)))
 
 
-def _run(core: Any, case: Case, load: Load) -> Row:
-    feed(core, load, case.config["vocab_size"])
+def _run(core: Any, case: Case, load: Load, missed: list[str]) -> Row:
+    """Time ``load`` after three tokens of each of its requests, which compile and capture what it needs.
+
+    ``missed``: kernels compiled so far. ``compiled_late`` of the row: how many this load added, ``compiled_timed``: how
+    many of those while it was timed.
+    """
+    name, before = f"{case.label}, {load.label}", len(missed)
+    try:
+        feed(core, load, case.config["vocab_size"], WARM)
+        _answer(core)
+        warm = len(missed)
+        feed(core, load, case.config["vocab_size"])
+        tokens, first, seconds = _answer(core)
+    except ToolkitError as error:
+        return {"name": name, "error": str(error)}
+    row = {"name": name, "unit": "tok/s", "tokens": tokens, "seconds": seconds}
+    row |= {"compiled_late": len(missed) - before, "compiled_timed": len(missed) - warm}
+    if load.requests == 1:  # decoding alone
+        return row | {"value": (tokens - 1) / (seconds - first), "first_token_seconds": first}
+    return row | {"value": tokens / seconds}
+
+
+def _answer(core: Any) -> tuple[int, float, float]:
+    """Step until nothing is left to do: (tokens, seconds to the first, seconds). ToolkitError where a request fails."""
     first, tokens, began = 0.0, 0, time.perf_counter()
     while core.has_work:
         for output in core.step():
             if output.error is not None:
-                return {"name": f"{case.label}, {load.label}", "error": output.error}
+                raise ToolkitError(output.error)
             tokens += len(output.token_ids)
-            first = first or time.perf_counter()
-    end = time.perf_counter()
-    row = {"name": f"{case.label}, {load.label}", "unit": "tok/s", "tokens": tokens, "seconds": end - began}
-    if load.requests == 1:  # decoding alone
-        return row | {"value": (tokens - 1) / (end - first), "first_token_seconds": first - began}
-    return row | {"value": tokens / (end - began)}
+            first = first or time.perf_counter() - began
+    return tokens, first, time.perf_counter() - began

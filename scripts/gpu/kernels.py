@@ -162,7 +162,8 @@ def _grouped(
     implementation: Implementation, n_out: int, n_in: int, group: int, where: Where
 ) -> tuple[Callable[[Tensor], Any], int]:
     codes, scales = _codes(n_out, n_in, group, where)
-    zeros = torch.full(scales.shape, 8, dtype=torch.uint8, device=where.device)
+    # as AWQ has them; all 8 would be a symmetric weight, whose zeros are dropped when it is packed
+    zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8, device=where.device)
     arguments = (pack_codes(codes, 4), scales, zeros, None, 4, None, None)
     size = codes.numel() // 2 + scales.nbytes + zeros.nbytes
     if implementation.prepare is not None:

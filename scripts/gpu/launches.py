@@ -156,7 +156,7 @@ def of_check(family: str, policy: int, capability: int) -> list[Launch]:
 
 def of_case(case: Any, capability: int) -> list[Launch]:
     """Of ``engine.measure``: starting the engine, and its loads. All layers are alike, so one is enough."""
-    from gpu.engine import engine_config, feed
+    from gpu.engine import WARM, engine_config, feed
 
     from toolkit.engine.core import EngineCore
     from toolkit.engine.options import EngineOptions
@@ -173,7 +173,7 @@ def of_case(case: Any, capability: int) -> list[Launch]:
         options = EngineOptions(*sizes, tuple(blocks for _ in runner.spec.cache_groups), prefix_caching=False)
         core = EngineCore(runner, options, None)
         for load_ in case.loads:
-            feed(core, load_, case.config["vocab_size"], new=3)
+            feed(core, load_, case.config["vocab_size"], WARM)
             while core.has_work:
                 core.step()
     return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -128,11 +128,11 @@ def _spread(call: Mapping[str, Any], bits: int) -> float:
     return 73.0 if weight.dtype == torch.int8 else 1.0
 
 
-def check_manifest(name: str, family: str, device: str, capability: int | None) -> list[Row]:
+def check_manifest(name: str, family: str, device: str, capability: int | None) -> Iterator[Row]:
     """Every call of one op: a row each, ``error`` None where ``family`` agrees with torch's kernels, where there are
     none with the reference, on the same device.
     """
-    op, rows = load()[name], []
+    op = load()[name]
     implementation = op.implementations[family]
     for call in calls():
         for dtype in call.dtypes if call.op == name else ():
@@ -148,5 +148,4 @@ def check_manifest(name: str, family: str, device: str, capability: int | None) 
                     row["error"] = compare(judge, implementation, case, target, oracle=device)
                 except Exception as error:
                     row["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            rows.append(row | {"seconds": round(time.perf_counter() - start, 2)})
-    return rows
+            yield row | {"seconds": round(time.perf_counter() - start, 2)}

@@ -177,15 +177,27 @@ def stages(capability: int) -> dict[str, Callable[[], list[Launch]]]:
     }
 
 
-def start_nvcc() -> subprocess.Popen[str] | None:
-    """The CUDA kernels' build in another process, where they are not there and nvcc is."""
+def start_nvcc(capability: int) -> subprocess.Popen[str] | None:
+    """The CUDA kernels' build for one GPU, in a process that leads a group, where they are not there and nvcc is."""
     from toolkit.kernels.cuda.build import nvcc
     from toolkit.kernels.cuda.driver import FATBIN, fatbin_version
 
     if fatbin_version(FATBIN) is not None or nvcc() is None:
         return None
-    command = [sys.executable, "-m", "toolkit.kernels.cuda.build"]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "toolkit.kernels.cuda.build", "--arch", str(capability)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, process_group=0)
+
+
+def finish_nvcc(build: subprocess.Popen[str], limit: float) -> list[str]:
+    """What went wrong with the CUDA kernels' build, which is ended after ``limit`` seconds more."""
+    from gpu.process import kill
+
+    try:
+        _, said = build.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        kill(build)
+        return ["CUDA kernels: nvcc was not ready in time"]
+    return [f"CUDA kernels: {' '.join(said.split())[:600]}"] if build.returncode else []
 
 
 def record(names: list[str], capability: int, device: str | None) -> tuple[list[Launch], list[str]]:
@@ -210,7 +222,7 @@ def precompile(names: list[str], capability: int, device: str | None, workers: i
     ``device``: the GPU's name in tuned/, None for the choices in code.
     """
     begun, end = time.perf_counter(), time.perf_counter() + seconds
-    cuda = start_nvcc() if "cuda" in names else None
+    cuda = start_nvcc(capability) if "cuda" in names else None
     driver.set_active(TargetDriver(capability))
     todo, errors = record([name for name in names if name != "cuda"], capability, device)
     print(f"precompile: {len(todo)} variants, {workers} processes", flush=True)
@@ -226,12 +238,7 @@ def precompile(names: list[str], capability: int, device: str | None, workers: i
             errors.append(f"{len(todo) - i} variants are left for when they are launched: {seconds:.0f} s are over")
             break
     if cuda is not None:
-        try:
-            _, said = cuda.communicate(timeout=max(5.0, end - time.perf_counter()))
-        except subprocess.TimeoutExpired:
-            cuda.kill()
-            said = f"took longer than {seconds:.0f} s"
-        errors += [f"CUDA kernels: {' '.join(said.split())[:600]}"] if cuda.returncode else []
+        errors += finish_nvcc(cuda, max(5.0, end - time.perf_counter()))
     counts = {"variants": len(todo), "compiled": compiled, "cached": cached, "cuda": cuda is not None}
     return counts | {"errors": errors, "seconds": round(time.perf_counter() - begun, 1)}
 

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 _PDEATHSIG = 1  # prctl's PR_SET_PDEATHSIG
 
@@ -52,9 +53,13 @@ def run_limited(command: Sequence[str], limit: float, environment: Mapping[str, 
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """End a process that leads a session, and all of that session."""
+    """End a process that leads a session or a group, and all of either."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
+    for pid in (int(found.name) for found in Path("/proc").glob("[0-9]*")):  # its session's other groups
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getsid(pid) == process.pid:
+                os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the driver cannot be waited for
         process.wait(10)
 

@@ -39,6 +39,75 @@ def test_the_engine_runs_dry(bench_gpu):
     found = list(bench_gpu.rows_of("engine", 0, True))
     assert [row["name"] for row in found] == ["tiny, start", "tiny, batch 1", "tiny, 20/4"]
     assert found[1]["tokens"] == 4 and found[2]["tokens"] == 12 and all(row["value"] > 0 for row in found)
+    assert [row["compiled_late"] for row in found] == [0, 0, 0]
+
+
+def test_a_load_is_run_once_before_it_is_timed(bench_gpu, monkeypatch):
+    from gpu import engine
+
+    missed, fed = ["start"], []
+
+    def answer(core):
+        missed.extend(["late"] * (3 if len(fed) == 1 else 1))
+        return 40, 0.5, 1.5
+
+    monkeypatch.setattr(engine, "feed", lambda core, load, vocabulary, new=None: fed.append(new))
+    monkeypatch.setattr(engine, "_answer", answer)
+    row = engine._run(None, engine.TINY[0], engine.ONE, missed)
+    assert fed == [engine.WARM, None] and (row["compiled_late"], row["compiled_timed"]) == (4, 1)
+    assert row["value"] == 39 / 1.0 and row["first_token_seconds"] == 0.5
+
+
+def test_a_replay_before_the_timed_one_hides_its_launch(bench_gpu, monkeypatch):
+    from contextlib import nullcontext
+
+    from gpu import timing
+
+    calls = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            self.record = lambda: calls.append("record")
+            self.synchronize = lambda: calls.append("wait")
+            self.elapsed_time = lambda end: 64.0
+
+    graph = SimpleNamespace(replay=lambda: calls.append("replay"))
+    for name, stand_in in {
+        "synchronize": lambda: None,
+        "CUDAGraph": lambda: graph,
+        "Stream": lambda: None,
+        "Event": Event,
+        "graph": lambda graph, stream: nullcontext(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    assert timing.seconds([lambda: None], "cuda") == pytest.approx(1e-3)
+    assert calls[:5] == ["replay", "record", "replay", "record", "wait"]
+
+
+def test_zeros_of_measured_weights_are_not_dropped(bench_gpu):
+    from gpu import kernels
+
+    found = []
+    kernels._grouped(
+        SimpleNamespace(prepare=lambda *arguments, scratch: found.append(arguments[2])),
+        64,
+        256,
+        64,
+        kernels.Where("cpu", ("torch",)),
+    )
+    assert bool((found[0] != 8).any()) and int(found[0].max()) <= 15
+
+
+def test_what_was_tuned_is_in_the_report_too(bench_gpu, tmp_path, monkeypatch):
+    tuned = tmp_path / "nvidia-h200.json"
+    tuned.write_text('{"attend_kernel": {"a": {"keys": 64}}}')
+    row = {"name": "tune attend_kernel a", "value": 1.0, "unit": "s", "file": str(tuned)}
+    monkeypatch.setattr(bench_gpu, "machine", lambda dry: {"gpu": "NVIDIA H200"})
+    monkeypatch.setattr(bench_gpu, "figures", lambda *_: iter([row]))
+    report = tmp_path / "bench.json"
+    monkeypatch.setattr(sys, "argv", ["bench_gpu", "--tune", "--json", str(report)])
+    assert bench_gpu.main() == 0
+    assert json.loads(report.read_text())["tuned"] == {"attend_kernel": {"a": {"keys": 64}}}
 
 
 def test_one_call_writes_figures_as_they_come(tmp_path):

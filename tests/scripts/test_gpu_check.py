@@ -74,11 +74,56 @@ def test_a_process_that_dies_or_hangs_is_one_row(gpu_check):
     start = time.perf_counter()
     assert "took longer than 1 s" in gpu_check.run(slow, "cpu")[0]["error"]
     assert time.perf_counter() - start < 20
-    silent = gpu_check.Item("ops", "silent", (), 60, (sys.executable, "-c", "print('[]')"))
+    silent = gpu_check.Item("ops", "silent", (), 60, (sys.executable, "-c", "print('nothing')"))
     assert "printed no result" in gpu_check.run(silent, "cpu")[0]["error"]
-    found = 'print(\'[{"what": "x", "case": "y", "error": null}]\'); raise SystemExit(99)'  # as the sanitizer does
+    found = 'print(\'{"what": "x", "case": "y", "error": null}\'); raise SystemExit(99)'  # as the sanitizer does
     rows = gpu_check.run(gpu_check.Item("sanitizer", "x", (), 60, (sys.executable, "-c", found)), "cpu")
     assert [bool(r["error"]) for r in rows] == [False, True] and "exit code 99" in rows[1]["error"]
+
+
+def test_an_item_that_hangs_keeps_its_rows_and_names_the_case(gpu_check):
+    found = '{"what": "x", "case": "y", "error": null, "seconds": 0.1}'
+    code = f"import time; print('{found}'); print('{{\"begun\": \"z\"}}', flush=True); time.sleep(60)"
+    item = gpu_check.Item("ops", "x", (), 1.0, (sys.executable, "-c", code))
+    first, last = gpu_check.run(item, "cpu")
+    assert first["case"] == "y" and last["case"] == "z" and "took longer than 1 s" in last["error"]
+    died = gpu_check.run(gpu_check.Item("ops", "x", (), 60, (*item.wrapper[:2], code.replace("sleep(60)", "x"))), "cpu")
+    assert died[-1]["case"] == "z" and "exit code 1" in died[-1]["error"]
+
+
+def test_an_item_that_got_less_than_its_time_is_left_for_later(gpu_check, tmp_path):
+    sleeps = (sys.executable, "-c", "import time; time.sleep(60)")
+    log = gpu_check.Log(tmp_path / "r.json", {"rows": [], "done": [], "running": []})
+    todo = [gpu_check.Item("ops", "short", (), limit, sleeps) for limit in (1.0, 300)]
+    assert gpu_check.run_stage([todo[0]], "cpu", 1, log, time.perf_counter() + 60) == 0
+    assert log.result["done"] == [["ops", "short"]] and len(log.failed()) == 1
+    log.result |= {"rows": [], "done": []}
+    assert gpu_check.run_stage([todo[1]], "cpu", 1, log, time.perf_counter() + 1) == 1
+    assert log.result == {"rows": [], "done": [], "running": []}
+
+
+def test_compiling_is_done_again_for_what_is_left(gpu_check, tmp_path):
+    where = gpu_check.Where(("triton",), capability=90, gpu="nvidia-h200")
+    found = gpu_check.items(where, False, None, 30)
+    log = gpu_check.Log(tmp_path / "r.json", {"rows": [], "done": [], "running": []})
+    for item in found:
+        if item.stage != "manifest":
+            log.add(item, [{"what": item.name, "case": "", "error": None}])
+    wanted = gpu_check.still_wanted(found, None, log)
+    assert [i.name for i in wanted if i.stage != "manifest"] == ["compile manifest"]
+    rows = len(log.result["rows"])
+    log.add(wanted[0], [{"what": wanted[0].name, "case": "", "error": "new"}])
+    assert len(log.result["rows"]) == rows and [r["error"] for r in log.failed()] == ["new"]
+    for item in wanted[1:]:
+        log.add(item, [])
+    assert gpu_check.still_wanted(found, None, log) == []
+
+
+def test_a_sanitizer_that_does_not_work_is_found_out_first(gpu_check):
+    from gpu.checks import sanitizer_fails
+
+    assert sanitizer_fails(("env", "true")) is None
+    assert "exit code 9: no such driver" in sanitizer_fails(("sh", "-c", "echo no such driver >&2; exit 9"))
 
 
 def test_a_run_that_is_killed_leaves_what_it_found_and_can_go_on(tmp_path):
@@ -158,6 +203,31 @@ def test_a_wrong_kernel_is_found(gpu_check, monkeypatch):
     assert any(r.get("error") for r in checks.check_op("rms_norm", "torch", "cpu", True))
 
 
+def test_a_case_that_raises_costs_itself_alone(gpu_check, monkeypatch):
+    from gpu import checks
+
+    from toolkit.kernels.registry import load
+
+    implementation, calls = load()["rms_norm"].implementations["torch"], []
+
+    def run(*arguments, **more):
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise RuntimeError("no\nmemory")
+        return implementation.run(*arguments, **more)
+
+    broken = type(implementation)(**{**vars(implementation), "run": run})
+    monkeypatch.setitem(load()["rms_norm"].implementations, "torch", broken)
+    begun = []
+    rows = list(checks.check_op("rms_norm", "torch", "cpu", True, begun.append))
+    assert [r.get("error") for r in rows] == ["RuntimeError: no memory", *[None] * (len(rows) - 1)] and len(rows) > 1
+    assert [r["case"] for r in begun] == [r["case"] for r in rows if r["skipped"] is None]
+    calls.clear()
+    monkeypatch.setattr(checks, "answers", lambda device: False)
+    (row,) = checks.check_op("rms_norm", "torch", "cpu", True)
+    assert "does not answer any more" in row["error"]
+
+
 def without(packages: tuple[str, ...], code: str) -> list[str]:
     """Lines that ``code`` prints where ``packages`` are not installed."""
     blocked = f"""
@@ -193,7 +263,7 @@ def test_the_scripts_need_torch_triton_numpy_and_safetensors_alone():
     code = """
 from gpu import checks, engine, launches, manifest_check, peers, precompile, prune, runner_check, tune
 import bench_gpu, gpu_check
-print(checks.check_op("rms_norm", "torch", "cpu", True)[0]["error"])
+print(next(checks.check_op("rms_norm", "torch", "cpu", True))["error"])
 runner_check._drivers("qwen2", 0, "cpu")
 print([row.get("tokens") for row in engine.measure(engine.TINY[0], "cpu", "pytorch")])
 """

@@ -177,6 +177,38 @@ print(precompile.precompile(["cuda"], 90, None, 1, 60.0)["errors"])
     assert said.startswith("['CUDA kernels: toolkit: the CUDA kernels are not built:") and "no such GPU" in said
 
 
+def test_a_cuda_build_that_hangs_is_an_error_and_leaves_nothing(tmp_path):
+    """nvcc's own children too, in the build's group, are ended; so are those of a command that ran out of time."""
+    code = """
+import subprocess, sys, time
+from pathlib import Path
+from gpu import precompile
+from gpu.process import run_limited
+
+def ended(pid):
+    for _ in range(50):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.1)
+    return False
+
+hangs = 'import subprocess, sys, time; p = subprocess.Popen(["sleep", "60"]); print(p.pid, flush=True); time.sleep(60)'
+build = subprocess.Popen(
+    [sys.executable, "-c", hangs], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
+)
+child = int(build.stdout.readline())
+build.stdout = None
+print(precompile.finish_nvcc(build, 0.5), ended(child))
+starts = hangs.replace('"60"]', '"60"], process_group=0')
+done = run_limited([sys.executable, "-c", starts], 1.0)
+print(done.code, ended(int(done.out)))
+"""
+    assert compiled(code, tmp_path) == ["['CUDA kernels: nvcc was not ready in time'] True", "None True"]
+
+
 @pytest.mark.slow
 def test_choices_are_compiled_and_judged_without_a_gpu(tmp_path):
     lines = compiled(
