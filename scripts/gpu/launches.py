@@ -19,7 +19,6 @@ from toolkit.kernels.registry import Target, load
 from toolkit.kernels.triton.launch import Launch, recording
 
 META = torch.device("meta")
-FLOAT32_OPS = ("penalize", "apply_bitmask", "sample")  # of a runner, whatever its activations are
 
 
 def of_op(name: str, capability: int, cases: str = "all") -> list[Launch]:
@@ -98,13 +97,13 @@ class MetaDevice:
 
 def _choose(capability: int) -> Callable[..., Any]:
     """``choose_ops`` for a GPU that is not there: Triton's kernels, where there is none torch's."""
-    from toolkit.runners.torch.ops import _PLANS, Ops
+    from toolkit.runners.torch.ops import _FLOAT32, _PLANS, Ops
 
     def choose_ops(device: torch.device, dtype: torch.dtype, **traits: Any) -> Ops:
         chosen: dict[str, Any] = {}
         for name, op in load().items():
             half = str(dtype).removeprefix("torch.")
-            target = Target("cuda", "float32" if name in FLOAT32_OPS else half, capability, traits)
+            target = Target("cuda", "float32" if name in _FLOAT32 else half, capability, traits)
             families = (f for f in ("triton", "torch", "reference") if f in op.implementations)
             found = next(op.implementations[f] for f in families if not op.implementations[f].unsupported(target))
             chosen[name] = found.run
