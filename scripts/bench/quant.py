@@ -14,6 +14,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from toolkit.artifacts.checkpoint import open_checkpoint
+from toolkit.artifacts.weights import iter_canonical
+from toolkit.models.registry import load_spec
+from toolkit.quant.result import storable_bits
+from toolkit.quant.sites import layer_sites
+
 HERE = Path(__file__).resolve().parent
 # What each method of ours is on the command line; groups, samples and text are added.
 OURS: dict[str, list[str]] = {
@@ -33,7 +41,7 @@ OURS: dict[str, list[str]] = {
 }
 PEERS = {
     "llm-compressor": ("rtn", "awq", "gptq", "gptq-desc-act", "w8a8-int8", "w8a8-fp8"),
-    "auto-round": ("auto_round",),
+    "auto-round": ("auto_round", "search"),  # search: AutoScheme, to the bits that ours has
 }
 
 PACKAGES = {"llm-compressor": "llmcompressor", "auto-round": "auto-round"}  # on PyPI
@@ -107,6 +115,23 @@ def measure(args: argparse.Namespace, out: Path) -> dict[str, Any]:
     return json.loads(figures.read_text())
 
 
+def bits_per_weight(out: Path) -> float:
+    """Bits that the linears inside layers take, with their scales and zero points, counted alike for every format."""
+    checkpoint = open_checkpoint(out)
+    spec, stored = load_spec(checkpoint)
+    linears = {x.name for layer in spec.layers for site in layer_sites(layer) for x in site.linears}
+    weights = [w for name, w in iter_canonical(checkpoint, stored) if name in linears and not isinstance(w, Tensor)]
+    return sum(storable_bits(w) for w in weights) / sum(w.shape[0] * w.shape[1] for w in weights)
+
+
+def add(path: Path, row: dict[str, Any]) -> None:
+    """Add ``row`` to what the file holds by now; another call may have written since this one began."""
+    rows = [*json.loads(path.read_text()), row] if path.exists() else [row]
+    whole = path.with_name(f".{path.name}.{os.getpid()}")
+    whole.write_text(json.dumps(rows, indent=2) + "\n")
+    whole.replace(path)
+
+
 def machine() -> dict[str, Any]:
     model = next(
         (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")),
@@ -123,13 +148,14 @@ def version(args: argparse.Namespace) -> str:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    print("| tool | method | group | time, s | CPU, s | peak, GiB | perplexity | KL | ± | same best token |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print("| tool | method | group | bits | time, s | CPU, s | peak, GiB | perplexity | KL | ± | same best token |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
     for r in rows:
         f = r["figures"]
         print(
             f"| {r['peer']} {r['version']} | {r['method']} | {r['group_size']} "
-            f"| {r['seconds']:.0f} | {r.get('cpu_seconds', float('nan')):.0f} | {r['peak_gib']:.1f} "
+            f"| {r.get('bits_per_weight', float('nan')):.4f} | {r['seconds']:.0f} "
+            f"| {r.get('cpu_seconds', float('nan')):.0f} | {r['peak_gib']:.1f} "
             f"| {f['perplexity_b']:.3f} (of {f['perplexity_a']:.3f}) | {f['kl']:.4f} | {f['kl_stderr']:.4f} "
             f"| {100 * f['top1_agreement']:.1f} % |"
         )
@@ -145,7 +171,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--seqlen", type=int, default=512)
     parser.add_argument("--group-size", type=int, default=64)
-    parser.add_argument("--iters", type=int, default=200, help="of auto_round")
+    parser.add_argument("--iters", type=int, default=200, help="of auto_round and of auto-round's search")
     parser.add_argument(
         "--peer-python", help="interpreter of the peer's environment (default: one is made in --work-dir)"
     )
@@ -163,7 +189,8 @@ def main() -> None:
         if getattr(args, name) is None:
             parser.error(f"--{name.replace('_', '-')} is missing")
     fields = ("peer", "method", "samples", "seqlen", "group_size", "calib", "data", "model")
-    fields += ("iters",) if args.method == "auto_round" else ()
+    iterates = args.method == "auto_round" or args.peer == "auto-round"
+    fields += ("iters",) if iterates else ()
     key = {name: getattr(args, name) for name in fields}
     if any(all(row.get(k, 200) == v for k, v in key.items()) for row in rows):  # 200: iters of the first rows
         print("already there")
@@ -171,16 +198,16 @@ def main() -> None:
     args.work_dir.mkdir(parents=True, exist_ok=True)
     if args.peer != "ours" and args.peer_python is None:
         args.peer_python = environment(args.peer, (args.work_dir / f"env-{args.peer}").absolute())
-    iters = f"-{args.iters}" if args.method == "auto_round" else ""
+    iters = f"-{args.iters}" if iterates else ""
     out = args.work_dir / f"{args.peer}-{args.method}-g{args.group_size}-{args.samples}x{args.seqlen}{iters}"
     if args.peer != "ours":
         shutil.rmtree(out, ignore_errors=True)  # ours goes on where it was killed
     command = command_of(args, out)
     row = key | timed(command) | {
         "version": version(args), "command": " ".join(command), "machine": machine(), "figures": measure(args, out),
-        "bytes": sum(f.stat().st_size for f in out.rglob("*.safetensors")),
+        "bytes": sum(f.stat().st_size for f in out.rglob("*.safetensors")), "bits_per_weight": bits_per_weight(out),
     }  # fmt: skip
-    args.results.write_text(json.dumps([*rows, row], indent=2) + "\n")
+    add(args.results, row)
     show([row])
     return None
 
