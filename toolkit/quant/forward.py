@@ -16,6 +16,7 @@ from torch import Tensor
 from toolkit.kernels.torch.product import product
 from toolkit.models.rope import inv_freq
 from toolkit.models.spec import AttentionSpec, DecoderSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec, RopeSpec
+from toolkit.quant.lazy import KEEP, Lazy
 
 Weights = Mapping[str, Tensor]
 Observer = Callable[[str, Tensor], None]
@@ -23,6 +24,7 @@ Observer = Callable[[str, Tensor], None]
 CACHE = ":cache"
 """After the name of a key or value projection: what goes into the KV cache, a row a token and head."""
 HEAD_ELEMENTS = 1 << 24  # of the head, in float32 at once
+QUERIES = 256  # whose scores against all keys before them are held at once
 Rounding = Callable[[str, Tensor], Tensor]
 """Called likewise; returns the rows as linears with 8-bit activations see them."""
 
@@ -45,7 +47,8 @@ class _Watch:
     def __call__(self, name: str, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         if self.observe is not None:
-            self.observe(name, rows)
+            with torch.autocast(x.device.type, enabled=False):  # sums are taken in float32
+                self.observe(name, rows)
         return x if self.rounding is None else self.rounding(name, rows).view_as(x)
 
 
@@ -64,6 +67,8 @@ def layer_forward(
     watch = _Watch(observe, rounding)
     for sub in layer.sublayers:
         x = hidden if sub.pre_norm is None else rms_norm(sub.pre_norm, weights, hidden)
+        if torch.is_autocast_enabled(x.device.type):  # once, not for every linear that reads it
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         match sub.mixer:
             case AttentionSpec() as a:
                 y = _attention(a, weights, x, watch)
@@ -89,6 +94,24 @@ def fast_bf16(device: torch.device) -> bool:
     return torch.cpu._is_avx512_bf16_supported()
 
 
+def in_bf16(device: torch.device) -> torch.autocast:
+    """A context in which linears and attention multiply bfloat16 where ``fast_bf16``: exact enough for statistics of
+    inputs and for tuning, not for figures."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=fast_bf16(device))
+
+
+def narrow(weights: Weights, device: torch.device) -> Weights:
+    """``weights`` for use ``in_bf16``: matrices converted once, not at every use, as far as ``KEEP`` bytes hold them."""
+    if not fast_bf16(device):
+        return weights
+
+    def read(name: str) -> Tensor:
+        weight = weights[name]
+        return weight.bfloat16() if weight.dim() > 1 else weight
+
+    return Lazy(weights, read, KEEP)
+
+
 def embed(spec: DecoderSpec, table: Tensor, token_ids: Tensor) -> Tensor:
     """Hidden states [batch, length, hidden] (float32) of token ids [batch, length]."""
     return table[token_ids].float() * spec.embed_scale
@@ -101,8 +124,9 @@ def head_logits(spec: DecoderSpec, weights: Weights, hidden: Tensor) -> Tensor:
     if torch.is_autocast_enabled(x.device.type):
         logits = F.linear(x, head)
     else:
-        rows = max(1, HEAD_ELEMENTS // head.shape[1])
-        logits = torch.cat([product(x, part.float()) for part in head.split(rows)], dim=-1)
+        rows = len(head) if head.dtype is torch.float32 else max(1, HEAD_ELEMENTS // head.shape[1])
+        parts = [product(x, part.float()) for part in head.split(rows)]
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
     if (bias := weights.get(f"{spec.head}.bias")) is not None:
         logits = logits + bias.float()
     if spec.head_scale != 1.0:
@@ -131,7 +155,10 @@ def _attention(a: AttentionSpec, weights: Weights, x: Tensor, watch: _Watch) -> 
         q, k = _turn(q, cos, sin), _turn(k, cos, sin)
     k, v = watch(a.k.name + CACHE, k), watch(a.v.name + CACHE, v)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    if a.softcap is None and a.sinks is None:
+    plain = a.softcap is None and a.sinks is None and (a.window is None or a.window >= length)
+    if plain and x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
+        out = _blocked(a.scale, q, k, v)
+    elif a.softcap is None and a.sinks is None:
         mask = None if a.window is None or a.window >= length else _mask(length, a.window, x.device)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=a.scale, enable_gqa=a.heads != a.kv_heads
@@ -140,6 +167,26 @@ def _attention(a: AttentionSpec, weights: Weights, x: Tensor, watch: _Watch) -> 
         out = torch.cat([_capped(a, weights, *(t[i : i + 1] for t in (q, k, v))) for i in range(batch)])
     out = out.transpose(1, 2).reshape(batch, length, a.heads * a.head_dim)
     return _linear(a.o, weights, watch(a.o.name, out))
+
+
+def _blocked(scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention in the dtype of autocast, a block of queries after another: on a CPU torch's fused call takes
+    twice the time, four times with gradients. q [batch, heads, length, head_dim], k and v [batch, kv_heads, …]."""
+    dtype = torch.get_autocast_dtype("cpu")
+    batch, heads, length, size = q.shape
+    repeat = heads // k.shape[1]
+    q = (q * scale).to(dtype).reshape(-1, repeat, length, size)
+    k, v = (t.to(dtype).reshape(-1, length, size) for t in (k, v))
+    later = torch.ones(QUERIES, QUERIES, dtype=torch.bool).triu_(1)
+    found = []
+    for start in range(0, length, QUERIES):
+        rows = q[:, :, start : start + QUERIES]
+        count, seen = rows.shape[2], start + rows.shape[2]
+        scores = torch.bmm(rows.reshape(len(q), -1, size), k[:, :seen].transpose(1, 2)).view(*rows.shape[:3], seen)
+        scores[..., start:].masked_fill_(later[:count, :count], float("-inf"))
+        shares = scores.softmax(-1, dtype=dtype).view(len(q), -1, seen)
+        found.append(torch.bmm(shares, v[:, :seen]).view(rows.shape))
+    return torch.cat(found, 2).view(batch, heads, length, size)
 
 
 def _capped(a: AttentionSpec, weights: Weights, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -174,8 +221,9 @@ def _angles(rope: RopeSpec, length: int, device: torch.device) -> tuple[Tensor, 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first 2·cos.shape[-1] elements of each head of x [batch, length, heads, head_dim]."""
     half = cos.shape[-1]
-    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+    x, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
+    turned = (x * torch.cat([cos, cos], -1)).addcmul_(x.roll(half, -1), torch.cat([-sin, sin], -1))
+    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -202,7 +250,7 @@ def _moe(m: MoeSpec, weights: Weights, x: Tensor, watch: _Watch) -> Tensor:
     best, chosen = torch.topk(scores, m.top_k, dim=-1)
     if m.norm_topk:
         best = best / best.sum(dim=-1, keepdim=True)
-    out = torch.zeros_like(x)
+    out = torch.zeros_like(x, dtype=torch.float32)
     for i, expert in enumerate(m.experts):
         token, place = torch.where(chosen == i)
         if token.numel():

@@ -211,8 +211,9 @@ def inverse_factor(xtx: Tensor, rounding: Rounding) -> Factor:
     if rounding.desc_act:
         order = torch.argsort(diagonal, descending=True, stable=True)
     damp = rounding.damp
+    last = order.flip(0)
     while True:  # of what is made here only one matrix more than the result is held at a time: they can be large
-        damped = (xtx[order[:, None], order] if rounding.desc_act else xtx.clone()).to(
+        damped = (xtx[last[:, None], last] if rounding.desc_act else xtx.flip(0, 1)).to(
             torch.float64 if n <= EXACT else xtx.dtype
         )
         _revive(damped, mean)
@@ -220,13 +221,16 @@ def inverse_factor(xtx: Tensor, rounding: Rounding) -> Factor:
         lower, failed = torch.linalg.cholesky_ex(damped)
         del damped
         if not int(failed):
-            inverse = torch.cholesky_inverse(lower)
+            # With columns the other way round H = L·Lᵀ, so that H⁻¹ = L⁻ᵀ·L⁻¹, and L⁻¹ turned back is upper.
+            inverse = torch.eye(n, dtype=lower.dtype, device=lower.device)
+            torch.linalg.solve_triangular(lower, inverse, upper=False, out=inverse)
             del lower
-            upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
-            if not int(failed):
+            if bool(torch.isfinite(inverse.diagonal()).all()):
                 break
         assert damp < 1e6, "no damping makes a matrix of finite squares factor"
         damp = max(damp * 10, 1e-4)
+    upper = inverse.flip(0, 1)
+    del inverse
     return Factor(order, xtx, mean, upper.to(xtx.dtype))
 
 

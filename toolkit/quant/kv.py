@@ -107,7 +107,7 @@ def _scales(
 
         def observe(name: str, x: Tensor, largest: dict[str, Tensor] = largest) -> None:
             if name.endswith(CACHE):
-                now = x.abs().amax()
+                now = x.abs().amax().float()
                 largest[name] = torch.maximum(largest.get(name, now), now)
 
         if i <= last:

@@ -13,7 +13,7 @@ from toolkit.artifacts.stage import Stage
 from toolkit.errors import ToolkitError
 from toolkit.models.spec import LayerSpec
 from toolkit.quant.activations import input_rounding
-from toolkit.quant.forward import Observer, Rounding, Weights, embed, layer_forward, rms_norm
+from toolkit.quant.forward import Observer, Rounding, Weights, embed, in_bf16, layer_forward, narrow, rms_norm
 from toolkit.quant.heap import give_back
 from toolkit.quant.layers import LayerSource, module_bytes
 from toolkit.quant.lazy import KEEP
@@ -32,13 +32,15 @@ HEAD = "head"  # the stage's key of a quantized head; layers are "layer.N"
 @dataclass(frozen=True)
 class Setting:
     """How layers are gone through. ``sequential``: statistics are of the inputs that the quantized layers before give,
-    not of the original model's. ``saved``: statistics taken earlier, by layer and site; then no text is read."""
+    not of the original model's. ``products``: whether XᵀX is among them. ``saved``: statistics taken earlier, by layer
+    and site; then no text is read."""
 
     method: Method
     selection: Selection
     device: torch.device
     batch_size: int = 8
     sequential: bool = False
+    products: bool = True
     saved: Callable[[int], Mapping[str, Gram]] | None = None
 
 
@@ -64,17 +66,23 @@ class Flow:
         self.hidden = Tensors((embed(source.spec, table, b.to(table.device)).cpu() for b in batches), spill)
 
     def statistics(
-        self, index: int, layer: LayerSpec, weights: Weights, sites: Sequence[Site], advance: bool
+        self,
+        index: int,
+        layer: LayerSpec,
+        weights: Weights,
+        sites: Sequence[Site],
+        advance: bool,
+        products: bool = True,
     ) -> tuple[Taken, bool]:
         """Statistics of the inputs of ``sites``, and whether the text went through the layer for them.
 
         With ``advance`` it does where memory holds all statistics at once; else it stays before the layer until all
         are handed out, and is read again for every group of sites.
         """
-        groups = in_turns(sites)
+        groups = in_turns(sites) if products else [[site.name for site in reversed(sites)]]
 
         def look(names: Sequence[str]) -> dict[str, Gram]:
-            statistics = Statistics(names)
+            statistics, narrowed = Statistics(names, products), narrow(weights, self.device)
 
             def observe(name: str, x: Tensor) -> None:
                 statistics.observe(name, x)
@@ -82,13 +90,13 @@ class Flow:
                     raise Enough
 
             for x in self.hidden:
-                with suppress(Enough):
-                    self._check(index, layer_forward(layer, weights, x.to(self.device), observe))
+                with suppress(Enough), in_bf16(self.device):
+                    self._check(index, layer_forward(layer, narrowed, x.to(self.device), observe))
             return self._finite(index, statistics.finish())
 
         if not advance or len(groups) > 1:
             return Taken(groups, look), False
-        statistics = Statistics([name for group in groups for name in group])
+        statistics = Statistics([name for group in groups for name in group], products)
         self.advance(index, layer, weights, statistics.observe)
         return Taken(groups, lambda names: self._finite(index, statistics.finish())), True
 
@@ -101,13 +109,15 @@ class Flow:
         rounding: Rounding | None = None,
     ) -> None:
         """Take the text through the layer. Raises ToolkitError that names the layer where it is no longer finite."""
+        weights = narrow(weights, self.device)
         for j, x in enumerate(self.hidden):
-            y = layer_forward(layer, weights, x.to(self.device), observe, rounding)
+            with in_bf16(self.device):
+                y = layer_forward(layer, weights, x.to(self.device), observe, rounding)
             self.hidden[j] = self._check(index, y).cpu()
 
-    def head_statistics(self, outer: Weights) -> dict[str, Gram]:
+    def head_statistics(self, outer: Weights, products: bool = True) -> dict[str, Gram]:
         """Statistics of the head's input, the text being behind all layers. ``outer`` holds the final norm."""
-        spec, statistics = self.source.spec, Statistics([self.source.spec.head])
+        spec, statistics = self.source.spec, Statistics([self.source.spec.head], products)
         for x in self.hidden:
             normed = rms_norm(spec.final_norm, outer, x.to(self.device))
             statistics.observe(spec.head, normed.reshape(-1, spec.hidden_size))
@@ -152,7 +162,7 @@ def quantize_layers(
         moved = setting.sequential or i > last_missing  # the text through the original layer, or it is of no use there
         if i in missing:
             if setting.saved is None:
-                grams, advanced = flow.statistics(i, layer, original, sites, not moved)
+                grams, advanced = flow.statistics(i, layer, original, sites, not moved, setting.products)
                 moved = moved or advanced
             else:
                 grams = _saved(source, i, sites, setting.saved(i), setting.device)
@@ -196,7 +206,10 @@ def probe_layers(source: LayerSource, setting: Setting, probe: Probe, stage: Sta
 
 def _quantize_head(source: LayerSource, setting: Setting, flow: Flow, stage: Stage) -> None:
     spec, outer = source.spec, source.outer_weights(setting.device)
-    found = flow.head_statistics(outer) if setting.saved is None else setting.saved(len(spec.layers))
+    if setting.saved is None:
+        found: Mapping[str, Gram] = flow.head_statistics(outer, setting.products)
+    else:
+        found = setting.saved(len(spec.layers))
     weights = {name: outer[name].float() for name in (spec.head, f"{spec.head}.bias") if name in outer}
     sites = [head_site(source)]
     grams = _saved(source, len(spec.layers), sites, found, setting.device)
@@ -219,7 +232,7 @@ def _saved(
 def check_finite(source: LayerSource, index: int, grams: Mapping[str, Gram]) -> None:
     """Raise ToolkitError where statistics of layer ``index`` overflow: inputs can be finite whose squares are not."""
     for name, gram in grams.items():
-        if not all(bool(torch.isfinite(rows).all()) for rows in gram.xtx.split(PANEL)):
+        if not all(bool(torch.isfinite(rows).all()) for rows in (gram.abs_max, *gram.xtx.split(PANEL))):
             raise ToolkitError(
                 f"{source.path}: activations of layer {index} overflow at {name}; nothing to calibrate on"
             )

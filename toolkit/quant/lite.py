@@ -299,6 +299,7 @@ def smooth_quant(
         method=lambda dtype, _: smooth.method(quant_dtype=kind, strength=strength, dtype=dtype),
         sample=sample,
         formats=("w8a8", "compressed-tensors"),
+        products=False,
     )
     return run(open_source(model, common, "smooth_quant"), Path(work_dir), recipe, common, progress)
 

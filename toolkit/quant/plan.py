@@ -53,45 +53,47 @@ def plan_memory(
     tuning: int = 0,
     head: bool = False,
     whole_layers: bool = False,
+    products: bool = True,
 ) -> Plan:
     """What quantizing ``source`` takes. ``cache_memory``: GiB; 0 ``samples``: no text is read; ``tuning``: bytes that
     tuning takes afterwards; ``head``: whether it is quantized too; ``whole_layers``: whether the method has a layer in
-    memory as a whole."""
+    memory as a whole; ``products``: whether it takes XᵀX."""
     spec = source.spec
     activations = (samples * seqlen + 2 * eval_tokens) * spec.hidden_size * FLOAT
     disk = max(0, activations - int(cache_memory * (1 << 30)))
     tokens = max(min(batch_size, samples) * seqlen, min(1024, eval_tokens))
-    peaks = [_layer(layer, samples > 0, tokens, whole_layers) for layer in set(spec.layers)]
+    grams = samples > 0 and products
+    peaks = [_layer(layer, grams, tokens, whole_layers) for layer in set(spec.layers)]
     table = LinearSpec(spec.head, spec.hidden_size, spec.vocab_size)
     peaks.append(_bytes(table) + LOGITS_BYTES)  # embedding and head as they are stored, mapped, in 16 bits
     if tuning:
         peaks.append(tuning + LOGITS_BYTES)
     if head:
-        peaks.append(_bytes(table) + _rounding([Site(spec.head, spec.hidden_size, (table,), (), None)], samples > 0))
+        peaks.append(_bytes(table) + _rounding([Site(spec.head, spec.hidden_size, (table,), (), None)], grams))
     return Plan(BASE + max(peaks) + activations - disk, activations, disk)
 
 
-def _layer(layer: LayerSpec, calibrated: bool, tokens: int, whole: bool) -> int:
+def _layer(layer: LayerSpec, grams: bool, tokens: int, whole: bool) -> int:
     """What going through one layer takes: while statistics are taken, while it is rounded, while it is measured."""
     linears, sites = layer_linears(layer), layer_sites(layer)
     size = sum(map(_bytes, linears))
     if whole:
         return WHOLE * size + tokens * layer_width(layer) * FLOAT
     forward = tokens * layer_width(layer) * FLOAT + 2 * max(map(_bytes, linears))
-    statistics = max(sum(_matrix(s) for s in group) for group in _groups(sites)) if calibrated else 0
+    statistics = max(sum(_matrix(s) for s in group) for group in _groups(sites)) if grams else 0
     measured = min(size, max(KEEP, 2 * module_bytes(layer)))
     kept = BUFFERS + GAPS * max(map(_bytes, linears)) + min(size, KEEP)
-    return kept + max(statistics + forward, _rounding(sites, calibrated), measured + forward)
+    return kept + max(statistics + forward, _rounding(sites, grams), measured + forward)
 
 
-def _rounding(sites: list[Site], calibrated: bool) -> int:
+def _rounding(sites: list[Site], grams: bool) -> int:
     """Statistics that are held together, and what the widest of their sites takes beside them."""
     found = 0
     for group in _groups(sites):
-        held = sum(map(_matrix, group)) if calibrated else 0
+        held = sum(map(_matrix, group)) if grams else 0
         for site in group:
             largest = max(sum(map(_bytes, batch)) for batch in batches(site.linears))
-            matrix = _matrix(site)
+            matrix = _matrix(site) if grams else 0
             factored = (EXACT_MATRICES if site.size <= EXACT else MATRICES) * matrix
             found = max(found, held + max(factored, KEPT_MATRICES * matrix + COPIES * largest))
     return found

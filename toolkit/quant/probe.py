@@ -16,10 +16,11 @@ from torch import Tensor
 from toolkit.engine.windows import scoring_windows
 from toolkit.models.spec import DecoderSpec, LayerSpec
 from toolkit.quant.forward import Rounding, Weights, embed, head_logits, layer_forward
+from toolkit.quant.lazy import KEEP
 from toolkit.quant.spill import Spill, Tensors
 
 WINDOW = 1024
-ROWS, LOGITS = 256, 1 << 22  # positions whose logits are held at once; logits held at once
+ROWS, LOGITS = 256, 1 << 23  # positions whose logits are held at once; logits held at once
 
 
 def heldout_text() -> str:
@@ -58,20 +59,23 @@ class Probe:
         """
         lost = [0.0, 0.0]
         kl = agreed = 0.0
+        weights = _widened(weights, self.spec.head)
+        quantized = None if quantized is None else _widened(quantized, self.spec.head)
         step = min(ROWS, max(16, LOGITS // self.spec.vocab_size))
         for row, before, after in zip(self.ids, self.before, self.after, strict=True):
             for a in range(0, len(row) - 1, step):
                 targets = row[a + 1 : a + 1 + step].to(self.device)
                 place = slice(a, a + len(targets))
                 x, y = before[0, place].to(self.device), after[0, place].to(self.device)
-                if quantized is None:  # one product, for the head is widened in it
-                    p, q = head_logits(self.spec, weights, torch.cat([x, y])).log_softmax(-1).chunk(2)
+                if quantized is None:  # one product, for the head may be widened in it
+                    p, q = head_logits(self.spec, weights, torch.cat([x, y])).chunk(2)
                 else:
-                    p, q = (head_logits(self.spec, w, z).log_softmax(-1) for w, z in ((weights, x), (quantized, y)))
+                    p, q = head_logits(self.spec, weights, x), head_logits(self.spec, quantized, y)
+                shares, p, q = p.softmax(-1), p.log_softmax(-1), q.log_softmax(-1)
                 lost[0] += float(F.nll_loss(p, targets, reduction="sum"))
                 lost[1] += float(F.nll_loss(q, targets, reduction="sum"))
                 agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
-                kl += float(torch.dot(p.exp().flatten(), p.sub_(q).flatten()))  # in place: it is the largest by far
+                kl += float(torch.dot(shares.flatten(), p.sub_(q).flatten()))  # in place: it is the largest by far
         scored = sum(len(row) - 1 for row in self.ids)
         return {
             "perplexity_before": _exp(lost[0] / scored),
@@ -83,6 +87,11 @@ class Probe:
             "stride": self.window,
             "dtype": "float32",
         }
+
+
+def _widened(weights: Weights, head: str) -> Weights:
+    """``weights`` with the head in float32 where that takes no more than ``KEEP`` bytes: it is used many times."""
+    return {**weights, head: weights[head].float()} if 4 * weights[head].numel() <= KEEP else weights
 
 
 def _exp(x: float) -> float:

@@ -97,6 +97,19 @@ def relative_error(weight: Tensor, code: Weight, xtx: Tensor) -> float:
     return float((lost.clamp(min=0) / whole).sqrt()) if whole > 0 else 0.0
 
 
+def sampled_error(weight: Tensor, code: Weight, inputs: Tensor | None) -> float:
+    """``relative_error`` for some inputs themselves, ``inputs`` [rows, in]; None: for inputs that do not depend on each
+    other."""
+    lost = whole = torch.zeros((), device=weight.device)
+    step = max(1, PIECE // weight.shape[1])
+    for a in range(0, len(weight), step):
+        rows = weight[a : a + step]
+        difference = code.take_rows(slice(a, a + step)).dequantize().to(weight.device) - rows
+        lost = lost + (difference if inputs is None else product(inputs, difference)).square().sum()
+        whole = whole + (rows if inputs is None else product(inputs, rows)).square().sum()
+    return float((lost / whole).sqrt()) if whole > 0 else 0.0
+
+
 def warnings(layers: Sequence[Mapping[str, Any]], most: int = 20) -> list[str]:
     """A line for every linear (of ``quality``'s ``layers``) that calibration said nothing or not all about; after
     ``most`` of them one that counts the rest."""

@@ -105,7 +105,7 @@ class Recipe:
 
     ``method(dtype, directory)``: how sites are quantized, ``dtype`` being what dense tensors are stored as.
     ``sample(out, in)``: a stand-in of the weights it makes, by which ``formats`` (the first is the default) are checked
-    beforehand. ``group_size``: see ``write_checkpoint``. ``sequential``: see ``layerwise.Setting``. ``calibrated``:
+    beforehand. ``group_size``: see ``write_checkpoint``. ``sequential``, ``products``: see ``layerwise.Setting``. ``calibrated``:
     whether the method reads text at all. ``prepare``: what is to be done with the whole model before its layers,
     returning figures for ``quality``. ``tune_steps``: of the tuning afterwards, None for the default where it fits
     ``--cache-memory``. ``whole_layers``: whether ``prepare`` has a layer in memory as a whole; ``texts``: how often it
@@ -120,6 +120,7 @@ class Recipe:
     formats: tuple[str, ...]
     group_size: int | None = None
     sequential: bool = False
+    products: bool = True
     calibrated: bool = True
     prepare: Callable[[Prepared], dict[str, Any]] | None = None
     tune_steps: int | None = 0
@@ -149,6 +150,7 @@ def tell_plan(
     whole_layers: bool = False,
     texts: int = 1,
     beside: int = 0,
+    products: bool = True,
 ) -> None:
     """Say how much memory the run will take. ``plan``: of the text, None where none is read; ``texts``, ``beside``: see
     ``Recipe``; the rest as for ``plan_memory``."""
@@ -156,7 +158,7 @@ def tell_plan(
     memory = plan_memory(
         source, samples=samples, seqlen=seqlen, batch_size=common.batch_size, eval_tokens=eval_tokens,
         cache_memory=common.cache_memory, tuning=needed(source, seqlen) if tunes else 0,
-        head=common.quantize_lm_head, whole_layers=whole_layers,
+        head=common.quantize_lm_head, whole_layers=whole_layers, products=products,
     )  # fmt: skip
     common.notice(memory.line())
 
@@ -198,7 +200,7 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
     tune_steps = choose_steps(source, recipe.tune_steps, plan, common.cache_memory, hindrance, common.notice)
     tell_plan(
         source, common, plan, eval_tokens=common.eval_tokens, tunes=tune_steps > 0, whole_layers=recipe.whole_layers,
-        texts=recipe.texts, beside=recipe.beside,
+        texts=recipe.texts, beside=recipe.beside, products=recipe.products,
     )  # fmt: skip
     progress("reading the model", 0, 1)
     parent = describe_parent(source.path)
@@ -225,7 +227,7 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
         method = recipe.method(dtype, scratch_of(stage))
         setting = Setting(
             gguf.with_minima(method) if form == gguf.FORMAT else method, selection, device, common.batch_size,
-            sequential=recipe.sequential and statistics is None,
+            sequential=recipe.sequential and statistics is None, products=recipe.products,
             saved=statistics.grams if statistics else None if recipe.calibrated else lambda index: {},
         )  # fmt: skip
         quality = _quantize(source, stage, setting, recipe, text, common, parent["digest"], tune_steps, progress)

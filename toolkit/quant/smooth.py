@@ -16,9 +16,9 @@ from torch import Tensor
 from toolkit.artifacts.canonical import ChannelInt8, Fp8
 from toolkit.kernels.torch.product import product
 from toolkit.quant.activations import round_tokens
-from toolkit.quant.awq import Readers, inputs_after
-from toolkit.quant.folding import Folded, expand, storable
-from toolkit.quant.result import LinearReport, Made, Method, relative_error, stay_dense
+from toolkit.quant.awq import Readers
+from toolkit.quant.folding import Folded, expand, fold_site, storable
+from toolkit.quant.result import LinearReport, Made, Method, sampled_error, stay_dense
 from toolkit.quant.sites import RowFold, Site
 from toolkit.quant.statistics import Gram
 
@@ -52,13 +52,14 @@ def method(*, quant_dtype: torch.dtype, dtype: torch.dtype, strength: float | No
         if gram is not None and site.fold is not None:
             scale = _scale(site, weights, gram, strength, quant_dtype)
         scale = None if scale is None else storable(site, weights, scale, dtype)
-        xtx = inputs_after(site, gram, folded, scale)
+        channels = None if scale is None else fold_site(site, folded, scale)
+        inputs = None if gram is None else gram.sample if channels is None else gram.sample / channels
         how = "weight-only" if gram is None else "smooth_quant"
         del gram
         for linear in site.linears:
             w = folded[linear.name]
             code = quantize_rows(w, quant_dtype)
-            error = relative_error(w, code, xtx)
+            error = sampled_error(w, code, inputs)
             del w
             yield Made(linear.name, code, LinearReport(linear.name, how, 8, -1, error))
 

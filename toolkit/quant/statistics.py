@@ -14,14 +14,14 @@ from toolkit.quant.sites import Site
 
 SAMPLE = 256  # rows that are kept …
 SAMPLE_EACH = 32  # … at most so many of one call
-PANEL = 512  # columns accumulated at once; what lies left of a panel follows by symmetry
+PANEL = 256  # columns accumulated at once; what lies left of a panel follows by symmetry
 BESIDE = 256 << 20  # bytes of statistics that are held beside the largest of a layer, at least
 
 
 @dataclass
 class Gram:
-    """``xtx``: float32 [n, n], the sum of x·xᵀ; its lower triangle is filled by ``finish``. ``abs_sum`` and ``abs_max``
-    of the inputs: [n]. ``sample`` [at most SAMPLE, n]: rows as they came, from all over the first batches."""
+    """``xtx``: float32 [n, n], the sum of x·xᵀ; its lower triangle is filled by ``finish``. [0, 0] where no method
+    needs it. ``abs_sum`` and ``abs_max`` of the inputs: [n]. ``sample`` [at most SAMPLE, n]: rows as they came, from all over the first batches."""
 
     xtx: Tensor
     abs_sum: Tensor
@@ -30,8 +30,9 @@ class Gram:
     sample: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
 
     @staticmethod
-    def empty(n: int, device: torch.device | str = "cpu") -> Gram:
-        return Gram(torch.zeros(n, n, device=device), torch.zeros(n, device=device), torch.zeros(n, device=device))
+    def empty(n: int, device: torch.device | str = "cpu", products: bool = True) -> Gram:
+        side = n if products else 0
+        return Gram(torch.zeros(side, side, device=device), torch.zeros(n, device=device), torch.zeros(n, device=device))
 
     @property
     def mean_abs(self) -> Tensor:
@@ -40,17 +41,16 @@ class Gram:
 
     def add(self, x: Tensor) -> None:
         """Count in rows ``x`` [tokens, n]."""
-        n = x.shape[1]
-        columns = x.T.contiguous()
-        for a in range(0, n, PANEL):
+        columns = x.T.contiguous().float()
+        for a in range(0, len(self.xtx), PANEL):
             self.xtx[a : a + PANEL, a:] += product(columns[a : a + PANEL], columns[a:])
-        size = x.abs()
-        self.abs_sum += size.sum(0)
-        self.abs_max = torch.maximum(self.abs_max, size.amax(0))
+        size = columns.abs()
+        self.abs_sum += size.sum(1)
+        self.abs_max = torch.maximum(self.abs_max, size.amax(1))
         self.rows += x.shape[0]
         kept = len(self.sample)
         if kept < SAMPLE:
-            few = x[:: -(-len(x) // SAMPLE_EACH)][: SAMPLE - kept]
+            few = x[:: -(-len(x) // SAMPLE_EACH)][: SAMPLE - kept].float()
             self.sample = few.clone() if kept == 0 else torch.cat([self.sample, few])
 
     @property
@@ -66,8 +66,9 @@ class Gram:
             return self
         alive = ~dead
         xtx = self.xtx.clone()
-        line = xtx.diagonal()
-        line[dead] = line[alive].mean()
+        if len(xtx):
+            line = xtx.diagonal()
+            line[dead] = line[alive].mean()
         parts = {}
         for name in ("abs_sum", "abs_max"):
             values = getattr(self, name)
@@ -88,10 +89,10 @@ class Gram:
 
 
 class Statistics:
-    """Grams of the sites called ``names``, by name; pass ``observe`` to ``layer_forward``."""
+    """Grams of the sites called ``names``, by name, with XᵀX if ``products``; pass ``observe`` to ``layer_forward``."""
 
-    def __init__(self, names: Collection[str]) -> None:
-        self.names = names
+    def __init__(self, names: Collection[str], products: bool = True) -> None:
+        self.names, self.products = names, products
         self.grams: dict[str, Gram] = {}
 
     def observe(self, name: str, x: Tensor) -> None:
@@ -99,7 +100,7 @@ class Statistics:
             return
         gram = self.grams.get(name)
         if gram is None:
-            gram = self.grams[name] = Gram.empty(x.shape[1], x.device)
+            gram = self.grams[name] = Gram.empty(x.shape[1], x.device, self.products)
         gram.add(x)
 
     def finish(self) -> dict[str, Gram]:

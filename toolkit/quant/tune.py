@@ -24,7 +24,7 @@ from toolkit.artifacts.stage import Stage
 from toolkit.errors import UsageError
 from toolkit.models.spec import NormSpec
 from toolkit.quant.calibration import CalibrationPlan
-from toolkit.quant.forward import Called, Weights, embed, fast_bf16, head_logits, layer_forward
+from toolkit.quant.forward import Called, Weights, embed, head_logits, in_bf16, layer_forward
 from toolkit.quant.layers import LayerSource, layer_norms
 from toolkit.quant.layerwise import Flow, load_head, load_layer, replace_layer
 from toolkit.quant.plan import layer_width
@@ -188,7 +188,7 @@ class _Product(torch.autograd.Function):
 
 
 def _weight(scales: Tensor, centred: Tensor, dtype: torch.dtype) -> Tensor:
-    return (centred * scales[..., None]).to(dtype).view(len(centred), -1)
+    return (centred * scales.to(dtype)[..., None]).view(len(centred), -1)
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,7 @@ def _train(
     optimizer = torch.optim.Adam(parameters, lr=RATE, betas=(0.9, 0.99), eps=1e-12)
     draw = torch.Generator().manual_seed(seed)
     order: list[int] = []
-    with torch.autocast(model.device.type, torch.bfloat16, enabled=fast_bf16(model.device)):
+    with in_bf16(model.device):
         before = _mean(model, held)
         for step in range(steps):
             progress(step, steps)
