@@ -116,6 +116,8 @@ class LiteFlags:
                 raise UsageError(f"--{name.replace('_', '-')}: this command has no use for it; leave the option out")
         check_writable("--json", self.json)
         check_writable("--plot", self.plot)
+        if self.plot is not None and not self.plot.lower().endswith(".png"):
+            raise UsageError(f"--plot {self.plot}: expected a name that ends in .png")
         samples = self.calib_samples if self.nsamples is None else self.nsamples
         seqlen = self.calib_seqlen if self.seqlen is None else self.seqlen
         return Common(

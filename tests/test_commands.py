@@ -63,6 +63,10 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_model_loads(command
     refused(tool(*command, "nosuch", *data, "--json", tmp_path), "--json", "directory that exists")
 
 
+def test_a_picture_of_another_kind_is_refused_before_the_model_loads(tmp_path: Path) -> None:
+    refused(tool("lite", "mxfp4", "nosuch", "--plot", tmp_path / "x.xyz"), "--plot", "ends in .png")
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_an_unknown_chat_template_is_refused_before_the_model_loads(command: list[str]) -> None:
     extra = ["--data", __file__] if command == ["eval", "ppl"] else []

@@ -72,6 +72,21 @@ def test_chats_go_through_the_chat_template(tmp_path: Path, model: Path) -> None
     assert "<|im_start|>user\n" in text and "<|im_start|>assistant\nYes.<|im_end|>" in text
 
 
+def test_sharegpt_s_chats_are_chats_too(tmp_path: Path, model: Path) -> None:
+    file = tmp_path / "chat.json"
+    row = {"conversations": [{"from": "human", "value": SENTENCE}, {"from": "gpt", "value": "Yes."}]}
+    file.write_text(json.dumps([row] * 20))
+    text = text_of(read(file, model), model)
+    assert "<|im_start|>user\n" in text and "<|im_start|>assistant\nYes.<|im_end|>" in text
+
+
+def test_byte_order_marks_and_separators_inside_of_strings_are_no_trouble(tmp_path: Path, model: Path) -> None:
+    file = tmp_path / "text.jsonl"
+    rows = "".join(json.dumps({"text": "a\u2028b\x85c " * 30}, ensure_ascii=False) + "\r\n" for _ in range(20))
+    file.write_bytes(b"\xef\xbb\xbf" + rows.encode())
+    assert "a\u2028b\x85c " in text_of(read(file, model), model)
+
+
 def test_the_seed_draws_the_samples(tmp_path: Path, model: Path) -> None:
     file = tmp_path / "numbers.txt"
     file.write_text(" ".join(map(str, range(3000))))
@@ -91,9 +106,10 @@ def test_the_seed_draws_the_samples(tmp_path: Path, model: Path) -> None:
         ("tiny.txt", "Hi.", r"too few for even one sample of 32"),
         ("empty.txt", "", r"empty\.txt: the file holds no text"),
         ("bad.json", "{", r"bad\.json: not a valid \.json file"),
-        ("bad.jsonl", '{"text": "a"}\n{"tex', r"bad\.jsonl: not a valid \.jsonl file"),
+        ("bad.jsonl", '{"text": "a"}\n{"tex', r"bad\.jsonl: not a valid \.jsonl file \(line 2, character 2: "),
         ("object.json", "{}", r"expected a list of texts or objects, found dict"),
-        ("rows.jsonl", '{"prompt": "a"}\n', r"expected rows with text or messages, found \['prompt'\]"),
+        ("rows.jsonl", '{"prompt": "a"}\n', r"row 1: expected text or messages, found \{'prompt': 'str'\}"),
+        ("null.jsonl", '{"text": "a"}\n{"text": null}\n', r"row 2: expected text or messages, .* 'NoneType'\}"),
         ("bad.parquet", "nonsense", r"bad\.parquet: not a valid \.parquet file"),
         ("notes.md", "text", r"expected a \.txt, \.jsonl, \.json, \.parquet file"),
         ("latin.txt", b"\xff\xfe\xff", r"latin\.txt: not a valid \.txt file"),

@@ -15,6 +15,7 @@ from toolkit.quant.datasets import KNOWN, known_texts
 
 SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
 SELF_TOKENS = 16384  # most that `self` generates unless the user asks for more samples
+SHAREGPT = {"human": "user", "gpt": "assistant"}  # its roles; others are called as in a chat
 OVERSAMPLE = 4  # documents are read until there is this many times the text that is needed
 
 
@@ -109,12 +110,12 @@ def _rows(file: Path) -> list[str | list[dict[str, Any]]]:
         if suffix == ".parquet":
             import pyarrow.parquet as pq
 
-            return [_text_of(row, file) for row in pq.read_table(file).to_pylist()]
-        text = file.read_text(encoding="utf-8")
+            return [_text_of(row, file, i) for i, row in enumerate(pq.read_table(file).to_pylist(), 1)]
+        text = file.read_text(encoding="utf-8-sig")
         if suffix == ".txt":
             return [text]
-        if suffix == ".jsonl":
-            return [_text_of(json.loads(line), file) for line in text.splitlines() if line.strip()]
+        if suffix == ".jsonl":  # not by splitlines: other separators than \n may stand in a string
+            return [_text_of(_object(line, i), file, i) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
         data = json.loads(text)
     except OSError as error:
         raise UsageError(f"--calib-dataset {file}: cannot be read: {error.strerror or error}") from error
@@ -122,11 +123,19 @@ def _rows(file: Path) -> list[str | list[dict[str, Any]]]:
         raise UsageError(f"--calib-dataset {file}: not a valid {suffix} file ({str(error).splitlines()[0]})") from error
     if not isinstance(data, list):
         raise UsageError(f"--calib-dataset {file}: expected a list of texts or objects, found {type(data).__name__}")
-    return [_text_of(row, file) for row in data]
+    return [_text_of(row, file, i) for i, row in enumerate(data, 1)]
 
 
-def _text_of(row: Any, file: Path) -> str | list[dict[str, Any]]:
-    """The text of a row: a string, or an object with ``text`` (or ``content``), or with chat ``messages``."""
+def _object(line: str, number: int) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {number}, character {error.pos + 1}: {error.msg}") from error
+
+
+def _text_of(row: Any, file: Path, number: int) -> str | list[dict[str, Any]]:
+    """The text of a row: a string, or an object with ``text`` (or ``content``), or with chat ``messages`` (or
+    ``conversations``, ShareGPT's too). ``number``: of the row, for the message of a UsageError."""
     if isinstance(row, str):
         return row
     if isinstance(row, dict):
@@ -136,9 +145,16 @@ def _text_of(row: Any, file: Path) -> str | list[dict[str, Any]]:
         for name in ("messages", "conversations"):
             found = row.get(name)
             if isinstance(found, list) and found and all(isinstance(m, dict) for m in found):
-                return found
-    shown = sorted(row) if isinstance(row, dict) else type(row).__name__
-    raise UsageError(f"--calib-dataset {file}: expected rows with text or messages, found {shown!s:.80}")
+                return [_message(m) for m in found]
+    kinds = {k: type(v).__name__ for k, v in row.items()} if isinstance(row, dict) else type(row).__name__
+    raise UsageError(f"--calib-dataset {file}: row {number}: expected text or messages, found {kinds!s:.80}")
+
+
+def _message(found: dict[str, Any]) -> dict[str, Any]:
+    """A chat message; ShareGPT's {"from": "human", "value": …} as role and content."""
+    if {"from", "value"} <= found.keys() and "role" not in found:
+        return {"role": SHAREGPT.get(str(found["from"]), found["from"]), "content": found["value"]}
+    return found
 
 
 def _tokenize(
