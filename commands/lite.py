@@ -178,6 +178,9 @@ def smooth_quant(
     strength: Annotated[
         float | None, typer.Option("--strength", help="How far outliers move into weights, 0 to 1. Default: searched.")
     ] = None,
+    tune_steps: Annotated[
+        int, typer.Option("--tune-steps", help="Steps by which all scales and norms are then tuned together.")
+    ] = 0,
 ) -> None:
     """8-bit weights and activations by SmoothQuant, in LMDeploy's W8A8 format.
 
@@ -185,7 +188,7 @@ def smooth_quant(
     """
     from toolkit.quant.lite import smooth_quant as quantize
 
-    _quantize(quantize, model, work_dir, flags, quant_dtype=quant_dtype, strength=strength)
+    _quantize(quantize, model, work_dir, flags, quant_dtype=quant_dtype, strength=strength, tune_steps=tune_steps)
 
 
 @app.command("blocked_fp8")

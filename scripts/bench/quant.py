@@ -38,6 +38,8 @@ OURS: dict[str, list[str]] = {
     "search-untuned": ["search", "--tune-steps", "0"],
     "w8a8-int8": ["smooth_quant", "--quant-dtype", "int8"],
     "w8a8-fp8": ["smooth_quant", "--quant-dtype", "fp8"],
+    "w8a8-fp8-tuned": ["smooth_quant", "--quant-dtype", "fp8", "--tune-steps", "64"],
+    "w8a8-int8-tuned": ["smooth_quant", "--quant-dtype", "int8", "--tune-steps", "64"],
 }
 PEERS = {
     "llm-compressor": ("rtn", "awq", "gptq", "gptq-desc-act", "w8a8-int8", "w8a8-fp8"),

@@ -18,11 +18,13 @@ from toolkit.artifacts.tokenizer import Tokenizer
 from toolkit.artifacts.weights import canonical_weights
 from toolkit.errors import UsageError
 from toolkit.models.registry import load_spec
+from toolkit.quant.activations import round_tokens
 from toolkit.quant.forward import embed, head_logits, layer_forward
 from toolkit.quant.layers import LayerSource
-from toolkit.quant.lite import Common, auto_awq, auto_gptq, search
+from toolkit.quant.lite import Common, auto_awq, auto_gptq, search, smooth_quant
 from toolkit.quant.probe import heldout_text
 from toolkit.quant.result import LayerResult
+from toolkit.quant.smooth import quantize_rows
 from toolkit.quant.tune import ROWS, Linear, Student
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "internlm2", "gemma2", "phi3", "mixtral", "qwen3_moe")
@@ -107,6 +109,41 @@ def test_gradients_of_scales_are_those_of_plain_arithmetic(act_order: bool) -> N
     torch.testing.assert_close(y, plain)
     torch.testing.assert_close(x.grad, again.grad)
     torch.testing.assert_close(linear.change.grad, change.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_linears_with_8_bit_inputs_round_them_and_pass_gradients_on(dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(0)
+    code = quantize_rows(torch.randn(24, 64, generator=draw), dtype)
+    bias = torch.randn(24, generator=draw)
+    linear = Linear.of(code, bias, CPU)
+    x = torch.randn(7, 64, generator=draw, requires_grad=True)
+    with torch.no_grad():
+        linear.change.normal_(std=0.1, generator=draw)
+    y = linear(x)
+    target = torch.randn(7, 24, generator=draw)
+    y.backward(target)
+    change = linear.change.detach().clone().requires_grad_()
+    rounded = round_tokens(x.detach(), dtype).requires_grad_()
+    plain = F.linear(rounded, code.weight.float() * code.scales[:, None] * (1 + change), bias)
+    plain.backward(target)
+    torch.testing.assert_close(y, plain)
+    torch.testing.assert_close(x.grad, rounded.grad)
+    torch.testing.assert_close(linear.change.grad, change.grad)
+    assert linear.stored().shape == code.scales.shape and linear.stored().dtype == code.scales.dtype
+
+
+@pytest.mark.parametrize("quant_dtype", ["fp8", "float8_e5m2"])
+def test_w8a8_models_are_tuned_as_they_will_run(
+    quant_dtype: str, tiny_models: Any, tmp_path: Path, quick: Common
+) -> None:
+    model = str(tiny_models("llama"))
+    plain = smooth_quant(model, tmp_path / "plain", quant_dtype=quant_dtype, common=quick)
+    tuned = smooth_quant(model, tmp_path / "tuned", quant_dtype=quant_dtype, tune_steps=60, common=quick)
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "tuned"))
+    changed = {k for k in a if not torch.equal(a[k], b[k])}
+    assert changed and all("norm" in k or "scale" in k for k in changed)
+    assert tuned.quality["tuning"]["kept"] and tuned.quality["kl"] < plain.quality["kl"]
 
 
 def test_codes_stay_and_predictions_come_closer(tiny_models: Any, tmp_path: Path, quick: Common) -> None:

@@ -101,7 +101,7 @@ def in_bf16(device: torch.device) -> torch.autocast:
 
 
 def narrow(weights: Weights, device: torch.device) -> Weights:
-    """``weights`` for use ``in_bf16``: matrices converted once, not at every use, as far as ``KEEP`` bytes hold them."""
+    """``weights`` for use ``in_bf16``: matrices are converted once, not at every use, as far as ``KEEP`` holds them."""
     if not fast_bf16(device):
         return weights
 

@@ -272,12 +272,14 @@ def smooth_quant(
     *,
     quant_dtype: str = "int8",
     strength: float | None = None,
+    tune_steps: int = 0,
     common: Common | None = None,
     progress: Progress = _quiet,
 ) -> Result:
     """Quantize MODEL to 8-bit weights and activations by SmoothQuant, in LMDeploy's format, into ``work_dir``.
 
-    ``strength``: α for all inputs, None to search it for each. Raises as ``auto_awq`` does.
+    ``strength``: α for all inputs, None to search it for each. ``tune_steps``: of ``tune.tune`` afterwards, with inputs
+    rounded as at run time. Raises as ``auto_awq`` does.
     """
     if quant_dtype not in smooth.QUANT_DTYPES:
         raise UsageError(f"--quant-dtype: expected {', '.join(smooth.QUANT_DTYPES)}, found {quant_dtype!r}")
@@ -300,6 +302,7 @@ def smooth_quant(
         sample=sample,
         formats=("w8a8", "compressed-tensors"),
         products=False,
+        tune_steps=tune_steps,
     )
     return run(open_source(model, common, "smooth_quant"), Path(work_dir), recipe, common, progress)
 

@@ -105,12 +105,12 @@ class Recipe:
 
     ``method(dtype, directory)``: how sites are quantized, ``dtype`` being what dense tensors are stored as.
     ``sample(out, in)``: a stand-in of the weights it makes, by which ``formats`` (the first is the default) are checked
-    beforehand. ``group_size``: see ``write_checkpoint``. ``sequential``, ``products``: see ``layerwise.Setting``. ``calibrated``:
-    whether the method reads text at all. ``prepare``: what is to be done with the whole model before its layers,
-    returning figures for ``quality``. ``tune_steps``: of the tuning afterwards, None for the default where it fits
-    ``--cache-memory``. ``whole_layers``: whether ``prepare`` has a layer in memory as a whole; ``texts``: how often it
-    has the text's activations; ``beside``: how many samples go through the layers beside the text. ``extra``: fields
-    added to the checkpoint's ``quantization_config``.
+    beforehand. ``group_size``: see ``write_checkpoint``. ``sequential``, ``products``: see ``layerwise.Setting``.
+    ``calibrated``: whether the method reads text at all. ``prepare``: what is to be done with the whole model before
+    its layers, returning figures for ``quality``. ``tune_steps``: of the tuning afterwards, None for the default where
+    it fits ``--cache-memory``. ``whole_layers``: whether ``prepare`` has a layer in memory as a whole; ``texts``: how
+    often it has the text's activations; ``beside``: how many samples go through the layers beside the text. ``extra``:
+    fields added to the checkpoint's ``quantization_config``.
     """
 
     stage: str

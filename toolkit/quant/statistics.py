@@ -20,8 +20,9 @@ BESIDE = 256 << 20  # bytes of statistics that are held beside the largest of a 
 
 @dataclass
 class Gram:
-    """``xtx``: float32 [n, n], the sum of x·xᵀ; its lower triangle is filled by ``finish``. [0, 0] where no method
-    needs it. ``abs_sum`` and ``abs_max`` of the inputs: [n]. ``sample`` [at most SAMPLE, n]: rows as they came, from all over the first batches."""
+    """``xtx``: float32 [n, n], the sum of x·xᵀ; its lower triangle is filled by ``finish``; [0, 0] where no method
+    needs it. ``abs_sum`` and ``abs_max`` of the inputs: [n]. ``sample`` [at most SAMPLE, n]: rows as they came, from
+    all over the first batches."""
 
     xtx: Tensor
     abs_sum: Tensor
@@ -31,8 +32,8 @@ class Gram:
 
     @staticmethod
     def empty(n: int, device: torch.device | str = "cpu", products: bool = True) -> Gram:
-        side = n if products else 0
-        return Gram(torch.zeros(side, side, device=device), torch.zeros(n, device=device), torch.zeros(n, device=device))
+        side, lines = n if products else 0, torch.zeros(2, n, device=device)
+        return Gram(torch.zeros(side, side, device=device), lines[0], lines[1])
 
     @property
     def mean_abs(self) -> Tensor:

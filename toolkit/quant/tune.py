@@ -19,10 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toolkit.artifacts.canonical import GroupInt
+from toolkit.artifacts.canonical import ChannelInt8, Fp8, GroupInt
 from toolkit.artifacts.stage import Stage
 from toolkit.errors import UsageError
 from toolkit.models.spec import NormSpec
+from toolkit.quant.activations import round_tokens
 from toolkit.quant.calibration import CalibrationPlan
 from toolkit.quant.forward import Called, Weights, embed, head_logits, in_bf16, layer_forward
 from toolkit.quant.layers import LayerSource, layer_norms
@@ -37,6 +38,8 @@ LARGEST_GRADIENT = 2.0  # its norm over all that is tuned
 ROWS = 256  # positions whose logits are held at once
 HELD_BACK = 4  # samples, at most, that tell whether tuning helped
 KEY = "tuned"  # the stage's key of what was found
+Code = GroupInt | ChannelInt8 | Fp8
+"""Weights whose scales are tuned."""
 
 
 def needed(source: LayerSource, seqlen: int) -> int:
@@ -130,14 +133,15 @@ def _with(result: LayerResult, found: Mapping[str, Tensor]) -> LayerResult:
     for name, value in result.weights.items():
         if name not in found:
             continue
-        weights[name] = replace(value, scales=found[name]) if isinstance(value, GroupInt) else found[name]
+        weights[name] = replace(value, scales=found[name]) if isinstance(value, Code) else found[name]
     return replace(result, weights=weights)
 
 
 @dataclass(frozen=True)
 class Linear:
     """A quantized linear whose scales are tuned. ``centred``: code − zero, bfloat16 [out, groups, size], columns in
-    ``order`` where groups are not consecutive; ``scales`` float32 [out, groups]; ``change``: the parameter, relative.
+    ``order`` where groups are not consecutive; ``scales`` float32 [out, groups], stored as ``dtype``; ``change``: the
+    parameter, relative. ``inputs``: what its inputs are rounded to, token by token, if they are.
     """
 
     centred: Tensor
@@ -145,9 +149,17 @@ class Linear:
     change: Tensor
     bias: Tensor | None
     order: Tensor | None
+    dtype: torch.dtype
+    inputs: torch.dtype | None = None
 
     @classmethod
-    def of(cls, code: GroupInt, bias: Tensor | None, device: torch.device) -> Linear:
+    def of(cls, code: Code, bias: Tensor | None, device: torch.device) -> Linear:
+        bias = None if bias is None else bias.to(device).float()
+        if not isinstance(code, GroupInt):  # a scale a row; bfloat16 holds every int8 and float8
+            scales = code.scales.to(device)[:, None]
+            centred = code.weight.to(device).to(torch.bfloat16)[:, None]
+            change = torch.zeros_like(scales, requires_grad=True)
+            return cls(centred, scales, change, bias, None, scales.dtype, code.weight.dtype)
         assert code.zeros is not None, "tuned formats have zero points"
         order = None if code.group_index is None else torch.argsort(code.group_index, stable=True).to(device)
         codes = code.codes.to(device) if order is None else code.codes.to(device)[:, order]
@@ -157,14 +169,23 @@ class Linear:
             groups - code.zeros.to(device).to(torch.bfloat16)[..., None],
             scales,
             torch.zeros_like(scales, requires_grad=True),
-            None if bias is None else bias.to(device).float(),
+            bias,
             order,
+            torch.float16,
         )
 
     def now(self) -> Tensor:
         return self.scales * (1 + self.change)
 
+    def stored(self) -> Tensor:
+        """The scales as the code holds them."""
+        scales = self.now().detach().to(self.dtype).cpu()
+        return scales if self.inputs is None else scales[:, 0]
+
     def __call__(self, x: Tensor) -> Tensor:
+        if self.inputs is not None:  # the gradient passes as if nothing were rounded
+            rows = x.detach().reshape(-1, x.shape[-1]).float()
+            x = x + (round_tokens(rows, self.inputs) - rows).view_as(x)
         x = x if self.order is None else x[..., self.order]
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         y = _Product.apply(x.to(dtype), self.now(), self.centred)
@@ -220,7 +241,7 @@ class Student:
         self.gains: list[dict[str, Gain]] = []
         self.fixed: list[dict[str, Tensor]] = []
         for layer, result in zip(self.spec.layers, results, strict=True):
-            codes = {n: w for n, w in result.weights.items() if isinstance(w, GroupInt)}
+            codes = {n: w for n, w in result.weights.items() if isinstance(w, Code)}
             dense = {
                 n: w if isinstance(w, Tensor) else w.dequantize() for n, w in result.weights.items() if n not in codes
             }
@@ -234,7 +255,7 @@ class Student:
 
     def found(self) -> dict[str, Tensor]:
         """Scales and norm weights as they are stored, by canonical name."""
-        scales = {n: x.now().detach().half().cpu() for group in self.linears for n, x in group.items()}
+        scales = {n: x.stored() for group in self.linears for n, x in group.items()}
         return scales | {n: x.now().detach().to(x.dtype).cpu() for group in self.gains for n, x in group.items()}
 
     def hidden(self, ids: Tensor) -> Tensor:
