@@ -26,6 +26,7 @@ from toolkit.quant.statistics import PANEL, Gram, Statistics, Taken, in_turns
 
 Progress = Callable[[int, int], None]
 """Called with (layers done, layers in all)."""
+CPU_TOKENS = 2048  # go through a layer at once on a CPU: what lies between its linears then stays in the caches
 HEAD = "head"  # the stage's key of a quantized head; layers are "layer.N"
 
 
@@ -50,7 +51,7 @@ class Enough(Exception):
 
 class Flow:
     """Calibration text on its way through the layers. ``token_ids`` [samples, length]; ``table``: the embedding;
-    ``spill``: where it is kept between them (None: in memory)."""
+    ``batch_size``: samples at once, at most; ``spill``: where it is kept between them (None: in memory)."""
 
     def __init__(
         self,
@@ -62,7 +63,9 @@ class Flow:
         spill: Spill | None = None,
     ) -> None:
         self.source, self.device = source, device
-        batches = token_ids.split(batch_size) if len(token_ids) else ()
+        few = max(1, CPU_TOKENS // token_ids.shape[1])
+        self.batch_size = min(batch_size, few) if device.type == "cpu" else batch_size
+        batches = token_ids.split(self.batch_size) if len(token_ids) else ()
         self.hidden = Tensors((embed(source.spec, table, b.to(table.device)).cpu() for b in batches), spill)
 
     def statistics(

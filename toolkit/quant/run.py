@@ -273,7 +273,7 @@ def _quantize(
         if tune_steps:
             if whole and not stage.done(KEY):  # the text is not behind the last of the original layers
                 table = source.outer_weights(setting.device)[source.spec.embed]
-                count = -(-most_samples(tune_steps) // setting.batch_size) * setting.batch_size  # batches as before
+                count = -(-most_samples(tune_steps) // flow.batch_size) * flow.batch_size  # batches as before
                 flow = Flow(source, ids[:count], table, setting.device, setting.batch_size, spill)
                 flow.through()
             told = lambda done, total: progress("tuning scales", done, total)  # noqa: E731

@@ -13,7 +13,7 @@ from toolkit.quant.heap import give_back
 from toolkit.quant.sites import Site
 
 SAMPLE = 256  # rows that are kept …
-SAMPLE_EACH = 32  # … at most so many of one call
+SAMPLE_EACH = 16  # … at most so many of one call
 PANEL = 256  # columns accumulated at once; what lies left of a panel follows by symmetry
 BESIDE = 256 << 20  # bytes of statistics that are held beside the largest of a layer, at least
 
