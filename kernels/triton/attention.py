@@ -98,6 +98,11 @@ def _rows(kind: str, group: int, dim: int, form: _Form, q: Tensor) -> int:
     return max({"decode": 16, "mixed": min(64, large), "prefill": large}[kind], power_of_2(group))
 
 
+def _has_tensor_memory(q: Tensor) -> bool:
+    """Whether products leave their sums in tensor memory (compute capability 10, not 12)."""
+    return 100 <= capability_of(q.device) < 120
+
+
 def _choice(kind: str, rows: int, dim: int, form: _Form, q: Tensor) -> dict[str, int]:
     """Keys a tile, warps and stages.
 
@@ -109,6 +114,8 @@ def _choice(kind: str, rows: int, dim: int, form: _Form, q: Tensor) -> dict[str,
     short = not hopper and (kind != "decode" or (eight and dim == 64))  # 64 would not fit the registers
     keys = 32 if wide or short or (eight and dim < width) else 64
     large = rows >= 128 or rows * width >= 1 << 14 or (eight and rows == 64 and not hopper)
+    if _has_tensor_memory(q) and width <= 64 and form.name == "float":
+        large = False  # sums stay in tensor memory, whose reads would spill registers with 8 warps
     default = {"keys": keys, "warps": 8 if large else 4}
     found = tuned("attend_kernel", f"{kind}-{dim}-{form.name}", default, q.device)
     stage = int(found["keys"] * width * sum(form.element))
@@ -194,6 +201,7 @@ def paged_attention(
         V_DOT=form.v_dot,
         SCALED=form.scaled,
         ASM=not INTERPRETED,
+        TURN=not INTERPRETED and not _has_tensor_memory(q),  # an instruction that stays breaks the pipeline there
     )
     merge(out, tiles, sums, norms, sinks, kv_heads)
     return out

@@ -147,6 +147,7 @@ def attend_kernel(
     V_DOT: tl.constexpr,
     SCALED: tl.constexpr,
     ASM: tl.constexpr,
+    TURN: tl.constexpr,
 ):
     """Program (item, key head). K_COLS, V_COLS: powers of two that hold a quarter and half of the head in form int4,
     else all of it. ``v_scale``: what the values of a float8 cache are multiplied by (that of the keys is in ``scale``).
@@ -184,13 +185,13 @@ def attend_kernel(
             acc, acc_high, m, denominator, zeros = fold(
                 acc, acc_high, m, denominator, zeros, q_tiles, q_sum, q_scale, position, start, first_key, end_key,
                 k_cache, v_cache, k_params, v_params, pages, heads, head, scale, softcap, window,
-                HEAD_DIM, K_COLS, V_COLS, FORM, KEYS, PAGE, False, WINDOW, SOFTCAP, K_DOT, V_DOT, SCALED, ASM,
+                HEAD_DIM, K_COLS, V_COLS, FORM, KEYS, PAGE, False, WINDOW, SOFTCAP, K_DOT, V_DOT, SCALED, ASM, TURN,
             )  # fmt: skip
     for start in range(plain_end, end_key, KEYS):
         acc, acc_high, m, denominator, zeros = fold(
             acc, acc_high, m, denominator, zeros, q_tiles, q_sum, q_scale, position, start, first_key, end_key,
             k_cache, v_cache, k_params, v_params, pages, heads, head, scale, softcap, window,
-            HEAD_DIM, K_COLS, V_COLS, FORM, KEYS, PAGE, True, WINDOW, SOFTCAP, K_DOT, V_DOT, SCALED, ASM,
+            HEAD_DIM, K_COLS, V_COLS, FORM, KEYS, PAGE, True, WINDOW, SOFTCAP, K_DOT, V_DOT, SCALED, ASM, TURN,
         )  # fmt: skip
     if FORM == "int8" or FORM == "int4":
         acc -= zeros[:, None]

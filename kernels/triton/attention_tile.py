@@ -109,6 +109,7 @@ def _add_values(
     MASK: tl.constexpr,
     DOT: tl.constexpr,
     ASM: tl.constexpr,
+    TURN: tl.constexpr,
 ):
     """(acc, acc_high, zeros) after the values of a tile, weighed by ``p`` [ROWS, KEYS]; see ``fold``."""
     if FORM == "int8" or FORM == "int4":
@@ -121,15 +122,15 @@ def _add_values(
     if FORM == "int4":
         HALF: tl.constexpr = HEAD_DIM // 2
         v = _columns(cache + row * HALF, inside, HALF, COLS, MASK)
-        low, high = unpacked_here(low_nibble(v, DOT, ASM), ASM), unpacked_here(high_nibble(v, DOT, ASM), ASM)
+        low, high = unpacked_here(low_nibble(v, DOT, ASM), TURN), unpacked_here(high_nibble(v, DOT, ASM), TURN)
         acc = tl.dot(weighted, low, acc, input_precision="ieee")
         acc_high = tl.dot(weighted, high, acc_high * shrink[:, None], input_precision="ieee")
     else:
         v = _columns(cache + row * HEAD_DIM, inside, HEAD_DIM, COLS, MASK)
         if FORM == "int8":
-            v = unpacked_here(widen(v, DOT, ASM), ASM and HEAD_DIM > 64)  # short heads would spill registers
+            v = unpacked_here(widen(v, DOT, ASM), TURN and HEAD_DIM > 64)  # short heads would spill registers
         elif FORM == "e4m3" or FORM == "e5m2":
-            v = unpacked_here(float8(v, FORM, DOT, ASM), ASM)
+            v = unpacked_here(float8(v, FORM, DOT, ASM), TURN)
         acc = tl.dot(weighted, v.to(DOT), acc, input_precision="ieee")
     return acc, acc_high, zeros
 
@@ -171,6 +172,7 @@ def fold(
     V_DOT: tl.constexpr,
     SCALED: tl.constexpr,
     ASM: tl.constexpr,
+    TURN: tl.constexpr,
 ):
     """Fold KEYS keys from ``start`` into the running sums. MASK: some of them may not be seen by every row.
 
@@ -196,6 +198,6 @@ def fold(
     p = tl.exp2(s - base[:, None])
     denominator = denominator * shrink + tl.sum(p, 1)
     acc, acc_high, zeros = _add_values(
-        acc, acc_high, zeros, p, shrink, v_cache, v_params, row, inside, HEAD_DIM, V_COLS, FORM, MASK, V_DOT, ASM
+        acc, acc_high, zeros, p, shrink, v_cache, v_params, row, inside, HEAD_DIM, V_COLS, FORM, MASK, V_DOT, ASM, TURN
     )
     return acc, acc_high, top, denominator, zeros

@@ -82,15 +82,15 @@ def float8(codes, FORM: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def unpacked_here(x, ASM: tl.constexpr):
+def unpacked_here(x, TURN: tl.constexpr):
     """``x``, which the compiler may not move: values go into products by column, the cache has them by row.
 
     Left to itself it loads bytes in the order of the product, one by one, to unpack them there. Unpacked as they come
     and then turned in shared memory they take a fifth fewer instructions. An instruction with side effects stays.
     """
-    if ASM and x.dtype == tl.float16:
+    if TURN and x.dtype == tl.float16:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.float16, is_pure=False, pack=2)
-    elif ASM and x.dtype == tl.bfloat16:
+    elif TURN and x.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.bfloat16, is_pure=False, pack=2)
     else:
         return x

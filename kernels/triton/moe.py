@@ -187,7 +187,7 @@ def gather_by_expert(experts: Tensor, count: int, rows: int) -> tuple[Tensor, Te
     order = torch.empty(tiles * rows, dtype=torch.int32, device=experts.device)
     tile_expert = torch.empty(tiles, dtype=torch.int32, device=experts.device)
     counts = torch.empty(count, dtype=torch.int32, device=experts.device)
-    common = {"EXPERTS": count, "SCAN": min(SCAN, max(16, power_of_2(slots))), "ROWS": rows}
+    common = {"EXPERTS": count, "SCAN": SCAN, "ROWS": rows}
     launch(count_kernel, (count,), experts, counts, tile_expert, tiles, slots, **common)
     launch(place_kernel, (count,), experts, counts, tile_expert, order, slots, WIDTH=power_of_2(count), **common)
     return order, tile_expert

@@ -167,7 +167,7 @@ def of_case(case: Any, capability: int) -> list[Launch]:
         runner.load_weights()
         blocks = wishes.max_batch_size * -(-wishes.session_len // block)
         runner.allocate_cache(tuple(blocks for _ in runner.spec.cache_groups))
-        runner.warm_up(wishes.max_batch_size, wishes.session_len)
+        runner.warm_up(wishes.max_batch_size, wishes.session_len, wishes.max_prefill_token_num)
         sizes = (wishes.session_len, wishes.max_batch_size, wishes.max_prefill_token_num)
         options = EngineOptions(*sizes, tuple(blocks for _ in runner.spec.cache_groups), prefix_caching=False)
         core = EngineCore(runner, options, None)

@@ -65,7 +65,7 @@ def test_steps_that_mix_adapters_run_in_one_graph_and_steps_without_in_another(p
 
 def test_warm_up_captures_steps_with_adapters_too(pair):
     ours, device, oracle = pair()
-    ours.runner.warm_up(2, 64)
+    ours.runner.warm_up(2, 64, 32)
     assert device.captures == 4 and device.replays == 0  # 2 and 1 sequences, with adapters and without
     assert [ours.add(), oracle.add()] == [0, 0]
     _both(ours, oracle, {0: [3, 4, 5]}, [1])

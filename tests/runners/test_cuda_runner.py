@@ -88,7 +88,7 @@ def test_quantized_caches_through_graphs(policy, pair):
 
 def test_long_contexts_are_split_and_merged_in_graphs_with_room_to_spare(pair):
     ours, device, oracle = pair("llama", model={"num_hidden_layers": 1})
-    ours.runner.warm_up(2, 300)
+    ours.runner.warm_up(2, 300, 16)
     tiles = [(key.rows, room) for key in ours.runner._steps.graphs.keys() for _, _, room in key.tiles]
     assert tiles == [(2, 2), (2, 4), (1, 1), (1, 2)]  # up to 256 tokens, and beyond
     assert [ours.add(), ours.add()] == [oracle.add(), oracle.add()]
@@ -320,12 +320,12 @@ def test_the_stand_in_has_the_methods_of_a_device(pair):
 
 def test_warm_up_captures_every_size_and_leaves_no_trace(pair):
     ours, device, oracle = pair("llama")
-    ours.runner.warm_up(3, 64)
+    ours.runner.warm_up(3, 64, 100)
     assert device.captures == 3 and device.replays == 0  # 4, 2 and 1 sequences
     assert [ours.add(), oracle.add()] == [0, 0]
     _both(ours, oracle, {0: _prompt(9)})
     _both(ours, oracle, {0: [5]})
     assert device.captures == 3 and device.replays == 1
     with pytest.raises(RunnerError, match="from_previous"):
-        ours.runner.warm_up(1, 64)
+        ours.runner.warm_up(1, 64, 16)
         ours.step({0: [0]}, from_previous=np.zeros(1, np.int32))

@@ -127,6 +127,51 @@ print(json.dumps([kernels(served), small, kernels(launches.of_kernels(90)), sort
     assert 2 in others and 2 not in warps  # choices of the GPU that it is compiled for, not of the one it compiles on
 
 
+def test_after_warm_up_no_step_needs_another_kernel(tmp_path):
+    (line,) = compiled(
+        """
+import json
+import numpy as np
+from gpu import launches
+from gpu.models import tiny
+from gpu.precompile import TargetDriver, distinct
+from gpu.runner_check import support
+from toolkit.kernels.triton.launch import recording
+from triton.runtime import driver
+
+driver.set_active(TargetDriver(90))
+steps, rng = support("steps"), np.random.default_rng(0)
+short = [{0: n} for n in (2, 17, 40, 70, 150, 300, 700)]
+others = [{0: 3, 1: 50}, {1: 1, 2: 700, 3: 1}, {i: 1 for i in range(3)}, {4: 5000}, {4: 3400}, {4: 30, 1: 1}, {4: 1}]
+
+def ruled(rows):
+    every, ones = np.arange(rows + 1, dtype=np.int32), np.ones(rows, np.int32)
+    history = {"repetition_penalty": 1.5, "history_ptr": every, "history_ids": ones, "history_count": ones}
+    return steps.sampling(rows, temperature=1.0, top_p=0.5, grammar=np.full((rows, 10), -1, np.int32), **history)
+
+late = {}
+for family, policy in (("llama", 4), ("mixtral", 8), ("mistral", 0), ("awq", 16)):
+    config = tiny(family) | {"dtype": "float16", "num_hidden_layers": 1, "max_position_embeddings": 16384}
+    with recording(90) as found, launches.meta_runner(config, 90, policy, 64) as runner:
+        served = steps.Driver(runner, 400)
+        for _ in range(5):
+            served.add()
+        runner.warm_up(4, 9000, 5000)
+        known = len(distinct(found))
+        for new in (*short, *others):
+            numbers = {number: rng.integers(3, 300, n).tolist() for number, n in new.items()}
+            served.step(numbers, sampling=ruled(len(new)) if len(new) == 2 else steps.sampling(len(new)))
+        late[family] = [known, sorted(x.kernel.__name__ for x in distinct(found)[known:])]
+print(json.dumps(late))
+""",
+        tmp_path,
+    )
+    late = json.loads(line)
+    assert set(late) == {"llama", "mixtral", "mistral", "awq"}
+    for known, names in late.values():
+        assert known > 10 and names == []
+
+
 def test_a_compiler_that_dies_or_hangs_costs_its_variant_alone(tmp_path):
     (line,) = compiled(
         """

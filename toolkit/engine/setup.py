@@ -171,7 +171,7 @@ def start(setup: Setup, tokenizer: Tokenizer | None, progress: Progress) -> tupl
         warm_up = getattr(runner, "warm_up", None)
         if warm_up is not None:
             progress(f"preparing steps of up to {memory.max_batch_size} requests")
-            warm_up(memory.max_batch_size, memory.session_len)
+            warm_up(memory.max_batch_size, memory.session_len, memory.max_prefill_token_num)
     except MemoryError as e:
         runner.close()
         raise ToolkitError(f"{setup.path}: out of memory while loading ({e}); close other programs or quantize") from e

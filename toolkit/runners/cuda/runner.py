@@ -124,13 +124,13 @@ class CudaRunner:
             except self._on.trouble() as error:
                 raise RunnerError(self._out_of_memory(f"while allocating {num_blocks} KV blocks")) from error
 
-    def warm_up(self, most: int, length: int) -> None:
-        """Compile and capture what steps of up to ``most`` sequences of up to ``length`` tokens need, so that no
-        request waits for it. Raises RunnerError where memory runs out.
+    def warm_up(self, most: int, length: int, tokens: int) -> None:
+        """Compile and capture what steps of up to ``most`` sequences of up to ``length`` tokens need, with ``tokens``
+        new ones at most, so that no request waits for it. Raises RunnerError where memory runs out.
         """
         with torch.inference_mode(), self._on.working():
             try:
-                self._ready().warm_up(most, length)
+                self._ready().warm_up(most, length, tokens)
             except self._on.trouble() as error:
                 raise RunnerError(self._out_of_memory(f"while steps of {most} sequences were tried")) from error
 

@@ -14,7 +14,7 @@ from toolkit.runners.cuda.attention import AttentionPlan, Heads
 from toolkit.runners.cuda.decoding import Graphs
 from toolkit.runners.cuda.device import Device
 from toolkit.runners.cuda.draws import plain
-from toolkit.runners.cuda.idle import idle_batch
+from toolkit.runners.cuda.idle import idle_batch, idle_prompts
 from toolkit.runners.cuda.inputs import (
     ADAPTER,
     DecodeArrays,
@@ -86,21 +86,22 @@ class Steps:
         spec = self.spec
         return Pending(found, rows, spec.vocab_size, spec.hidden_size, lambda error: explain(error, batch))
 
-    def warm_up(self, most: int, length: int) -> None:
-        """Compile the kernels of sequences up to ``length`` and capture decode steps of up to ``most``, large ones
-        first: smaller ones then fit the memory of their pool. Where there are adapters, those of short sequences once
-        more with them.
+    def warm_up(self, most: int, length: int, tokens: int) -> None:
+        """Compile the kernels of steps of up to ``tokens`` tokens of sequences up to ``length``, and capture decode
+        steps of up to ``most``, large ones first: smaller ones then fit the memory of their pool. Where there are
+        adapters, prompts and short sequences once more with them.
         """
         self._reach(length - 1)
         spare, size = self.cache.num_blocks, self.cache.block_size
         adapters = (-1, 0) if self.adapters.count else (-1,)
         for adapter in adapters:
-            self._mixed(idle_batch(1, size, size, spare, size, adapter))
-            self._decode(idle_batch(1, 1, 1, spare, size, adapter))
+            for added in idle_prompts(length, tokens):
+                self._mixed(idle_batch(added, spare, size, adapter))
+            self._decode(idle_batch([(1, 1)], spare, size, adapter, self.spec.vocab_size))
         for rows in sorted({graph_rows(n) for n in range(1, min(most, MOST_SAMPLED) + 1)}, reverse=True):
             beyond = (n + 1 for n in WARM_LENGTHS if n < length and (rows <= FEW_ROWS or n <= MANY_LENGTH))
             for total, adapter in (*((1, a) for a in adapters), *((n, -1) for n in beyond)):
-                _, capture = self._decode(idle_batch(rows, 1, total, spare, size, adapter))
+                _, capture = self._decode(idle_batch([(1, total)] * rows, spare, size, adapter))
                 if capture is not None:
                     capture()
         self._sampled = 0
