@@ -98,6 +98,14 @@ def test_four_bits_go_round_every_format_that_holds_them(quantized: Any, tmp_pat
     assert manifest.parent["manifest"]["options"]["to"] == "gptq_v2"
 
 
+def test_one_group_size_is_found_where_a_group_is_a_whole_row_of_most_linears(quantized: Any, tmp_path: Path) -> None:
+    source = quantized(group=64)  # hidden size 64, intermediate 128
+    for step in ("awq", "gptq_v2"):
+        rewrite(str(source), tmp_path / step, to=step)
+        stated = json.loads((tmp_path / step / "config.json").read_text())["quantization_config"]
+        assert stated["group_size"] == 64 and "dynamic" not in stated and same(source, tmp_path / step)
+
+
 @pytest.mark.parametrize(
     ("bits", "symmetric", "to", "kind"),
     [(4, False, "gguf", "Q5_0"), (3, True, "gguf", "Q4_0"), (8, True, "gguf", "Q8_0"), (3, True, "awq", None),

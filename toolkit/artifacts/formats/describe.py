@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from toolkit.errors import ToolkitError
@@ -82,13 +82,11 @@ def form_name(weight: Weight) -> str:
 
 def common_layout(layouts: Mapping[str, Layout | None]) -> Layout:
     """The layout that most quantized linears have. Raises ToolkitError if none is quantized."""
-    counts = Counter((x.form, x.bits, x.group_size, x.symmetric, x.act_order, x.dtype) for x in layouts.values() if x)
+    counts = Counter(x for x in layouts.values() if x)
     if not counts:
         raise ToolkitError("no linear is quantized, so there is nothing to state in quantization_config")
-    most = counts.most_common(1)[0][0]
-    return next(
-        x for x in layouts.values() if x and (x.form, x.bits, x.group_size, x.symmetric, x.act_order, x.dtype) == most
-    )
+    rows = [replace(x, group_size=x.in_features) for x in counts if x.group_size == -1]
+    return max([*counts, *rows], key=lambda base: sum(n for x, n in counts.items() if layout_fits(x, base)))
 
 
 def layout_fits(layout: Layout, base: Layout) -> bool:
