@@ -103,7 +103,7 @@ def find_mixture(name: str) -> Mixture:
     """The mixture called ``name``, in any case. Raises UsageError that lists those known."""
     key = ALIASES.get(name.lower(), name.lower())
     if key not in MIXTURES:
-        what = "a type this tool does not write" if key in _ALSO else repr(name)
+        what = f"{name!r}, which this tool does not write" if key in _ALSO else repr(name)
         raise UsageError(f"--gguf-type: expected auto, {', '.join(MIXTURES)}, found {what}")
     return MIXTURES[key]
 

@@ -177,6 +177,10 @@ def open_stage(
     except Exception as error:
         if _disk_full(error):
             raise ToolkitError(f"{shown}: disk full while writing; free some space and run the same command") from error
+        if isinstance(error, OSError) and error.errno == errno.EFBIG:
+            raise ToolkitError(
+                f"{shown}: a file grew beyond what the disk or ulimit -f allows; run it elsewhere"
+            ) from error
         raise
     finally:
         _clean(run)
