@@ -42,12 +42,13 @@ class Gram:
 
     def add(self, x: Tensor) -> None:
         """Count in rows ``x`` [tokens, n]."""
-        columns = x.T.contiguous().float()
-        for a in range(0, len(self.xtx), PANEL):
-            self.xtx[a : a + PANEL, a:] += product(columns[a : a + PANEL], columns[a:])
-        size = columns.abs()
-        self.abs_sum += size.sum(1)
-        self.abs_max = torch.maximum(self.abs_max, size.amax(1))
+        if len(self.xtx):
+            columns = x.T.contiguous().float()
+            for a in range(0, len(columns), PANEL):
+                self.xtx[a : a + PANEL, a:] += product(columns[a : a + PANEL], columns[a:])
+        size = x.abs()
+        self.abs_sum += size.sum(0, dtype=torch.float32)
+        self.abs_max = torch.maximum(self.abs_max, size.amax(0))
         self.rows += x.shape[0]
         kept = len(self.sample)
         if kept < SAMPLE:
