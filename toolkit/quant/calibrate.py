@@ -13,13 +13,13 @@ from toolkit.artifacts.tokenizer import Tokenizer
 from toolkit.quant.layers import LayerSource
 from toolkit.quant.layerwise import Flow
 from toolkit.quant.run import (
-    CalibrationText,
     Common,
     Progress,
     Result,
     check_common,
     find_device,
     open_source,
+    read_text,
     spill_of,
     tell_plan,
 )
@@ -46,7 +46,7 @@ def calibrate(
     check_common(common)
     source = open_source(model, common, "calibrate")
     told(planned_bytes(source))
-    device, text = find_device(common.device), CalibrationText(source, common)
+    device, text = find_device(common.device), read_text(source, common)
     tell_plan(source, common, text.plan, eval_tokens=0)
     parent = describe_parent(source.path)
     options = text.options() | {"batch_size": common.batch_size, "device": device.type}

@@ -28,13 +28,13 @@ from toolkit.quant.layerwise import Flow
 from toolkit.quant.output import cast_to, suffixed
 from toolkit.quant.probe import Probe, heldout_text
 from toolkit.quant.run import (
-    CalibrationText,
     Common,
     Progress,
     Result,
     check_common,
     find_device,
     open_source,
+    read_text,
     spill_of,
     store_dtype,
     tell_plan,
@@ -59,7 +59,7 @@ def kv(
     common = common or Common()
     check_common(common)
     source = open_source(model, common, "kv")
-    device, dtype, text = find_device(common.device), store_dtype(common.dtype, source), CalibrationText(source, common)
+    device, dtype, text = find_device(common.device), store_dtype(common.dtype, source), read_text(source, common)
     tell_plan(source, common, text.plan, eval_tokens=common.eval_tokens)
     parent = describe_parent(source.path)
     options = text.options() | {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,14 +13,15 @@ import torch
 
 from toolkit.artifacts.canonical import Dense, Weight
 from toolkit.artifacts.formats.writers import WRITERS
-from toolkit.artifacts.manifest import describe_parent, file_digest, read_manifest, require_kind
+from toolkit.artifacts.manifest import describe_parent, read_manifest, require_kind
 from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.stage import Stage, open_stage
 from toolkit.artifacts.tokenizer import Tokenizer
-from toolkit.errors import ToolkitError, UsageError
+from toolkit.errors import UsageError
 from toolkit.models.spec import LinearSpec
 from toolkit.quant import gguf
-from toolkit.quant.calibration import CalibrationPlan, make_plan, read_samples
+from toolkit.quant.calibration import CalibrationPlan, make_plan
+from toolkit.quant.calibration_text import CalibrationText, Progress
 from toolkit.quant.layers import LayerSource
 from toolkit.quant.layerwise import Flow, Setting, load_head, probe_layers, quantize_layers, saved_layers
 from toolkit.quant.output import write_checkpoint
@@ -29,7 +29,6 @@ from toolkit.quant.plan import plan_memory
 from toolkit.quant.probe import Probe, heldout_text
 from toolkit.quant.result import Method, storable_bits
 from toolkit.quant.selection import Selection, select
-from toolkit.quant.selftext import self_samples
 from toolkit.quant.spill import Spill
 from toolkit.quant.statistics_file import SavedStatistics, open_statistics
 from toolkit.quant.tune import KEY, choose_steps, most_samples, needed, tune
@@ -38,9 +37,6 @@ from toolkit.quant.writers import choose_format
 EVAL_TOKENS = 24576  # of the held-out text: all of it, for most tokenizers
 CACHE_MEMORY = 4.0  # GiB
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-
-Progress = Callable[[str, int, int], None]
-"""Called with (what is going on, steps done, steps in all)."""
 
 
 def _unheard(line: str) -> None:
@@ -194,7 +190,7 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
         gguf.check_model(source)
         if selection.head:
             raise UsageError("--quantize-lm-head: not with --format gguf; its head stays as --dtype says")
-    text = CalibrationText(source, common) if recipe.calibrated and common.calibration is None else None
+    text = read_text(source, common) if recipe.calibrated and common.calibration is None else None
     plan = text.plan if text else None
     hindrance = "not with --format gguf" if form == gguf.FORMAT else None
     tune_steps = choose_steps(source, recipe.tune_steps, plan, common.cache_memory, hindrance, common.notice)
@@ -297,41 +293,12 @@ def _stored_linears(source: LayerSource, selection: Selection) -> list[LinearSpe
     return found + [x for x in targets(source, selection) if x.name == source.spec.head]
 
 
-class CalibrationText:
-    """The text that ``--calib-…`` options ask for; the options are checked when this is made."""
-
-    def __init__(self, source: LayerSource, common: Common) -> None:
-        self.source = source
-        self.plan: CalibrationPlan = make_plan(
-            common.calib_dataset, common.calib_samples, common.calib_seqlen, common.seed, source.spec.max_position
-        )
-
-    def options(self) -> dict[str, Any]:
-        """What a result depends on, for the stage's key."""
-        return {
-            "calib_dataset": self.plan.dataset if self.plan.dataset == "self" else _named(self.plan.dataset),
-            "calib_samples": self.plan.samples,
-            "calib_seqlen": self.plan.seqlen,
-            "seed": self.plan.seed,
-        }
-
-    def read(self, stage: Stage, tokenizer: Tokenizer, digest: str, progress: Progress) -> torch.Tensor:
-        """Token ids [samples, seqlen]; kept in the stage, so that a resumed run sees the same text."""
-        if stage.done("calibration"):
-            return stage.load("calibration")["ids"]
-        if self.plan.dataset == "self":
-            told = lambda done, total: progress("writing calibration text", done, total)  # noqa: E731
-            samples = self_samples(self.source.path, digest, self.plan, tokenizer, told)
-        else:
-            samples = read_samples(self.plan, tokenizer, self.source.checkpoint.tokenizer_dir)
-        ids = torch.tensor(samples, dtype=torch.int64)
-        if int(ids.max()) >= self.source.spec.vocab_size:
-            raise ToolkitError(
-                f"{self.source.path}: the tokenizer gives token id {int(ids.max())}, but the model has "
-                f"{self.source.spec.vocab_size} tokens; tokenizer and weights disagree"
-            )
-        stage.save("calibration", {"ids": ids})
-        return ids
+def read_text(source: LayerSource, common: Common) -> CalibrationText:
+    """The text that the ``--calib-…`` options ask for, which are checked now. Raises UsageError."""
+    plan = make_plan(
+        common.calib_dataset, common.calib_samples, common.calib_seqlen, common.seed, source.spec.max_position
+    )
+    return CalibrationText(source, plan)
 
 
 def _saved(source: LayerSource, recipe: Recipe, common: Common, digest: str) -> SavedStatistics | None:
@@ -353,17 +320,6 @@ def _size(source: LayerSource, stage: Stage, bits_of: Callable[[Weight], int]) -
                 count += value.shape[0] * value.shape[1]
     size = sum(f.stat().st_size for f in stage.dir.iterdir() if f.suffix in (".safetensors", ".gguf"))
     return {"bits_per_weight": bits / count, "size_bytes": size}
-
-
-def _named(dataset: str) -> str:
-    """A dataset as the stage's key sees it: a local one by content."""
-    path = Path(dataset).expanduser()
-    if path.is_file():
-        return f"{path.resolve()} sha256:{file_digest(path)}"
-    if path.is_dir():
-        digests = [f"{f.relative_to(path)} {file_digest(f)}" for f in sorted(path.rglob("*")) if f.is_file()]
-        return f"{path.resolve()} sha256:{hashlib.sha256(chr(10).join(digests).encode()).hexdigest()}"
-    return dataset
 
 
 def check_common(common: Common) -> None:
