@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
 
-from toolkit.kernels.registry import Target, load
+from toolkit.kernels.registry import Op, Target, load
 from toolkit.kernels.triton.launch import Launch, recording
 
 META = torch.device("meta")
@@ -95,23 +94,11 @@ class MetaDevice:
         return MemoryError
 
 
-def _choose(capability: int) -> Callable[..., Any]:
-    """``choose_ops`` for a GPU that is not there: Triton's kernels, where there is none torch's."""
-    from toolkit.runners.torch.ops import _FLOAT32, _PLANS, Ops
-
-    def choose_ops(device: torch.device, dtype: torch.dtype, **traits: Any) -> Ops:
-        chosen: dict[str, Any] = {}
-        for name, op in load().items():
-            half = str(dtype).removeprefix("torch.")
-            target = Target("cuda", "float32" if name in _FLOAT32 else half, capability, traits)
-            families = (f for f in ("triton", "torch", "reference") if f in op.implementations)
-            found = next(op.implementations[f] for f in families if not op.implementations[f].unsupported(target))
-            chosen[name] = found.run
-            if name in _PLANS:
-                chosen[_PLANS[name]] = found.plan
-        return Ops(**{f.name: chosen[f.name] for f in fields(Ops)})
-
-    return choose_ops
+def _pick(op: Op, target: Target) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+    """Triton's kernel for a GPU that is not there, where there is none torch's."""
+    families = (f for f in ("triton", "torch", "reference") if f in op.implementations)
+    found = next(op.implementations[f] for f in families if not op.implementations[f].unsupported(target))
+    return found.run, found.plan
 
 
 @contextlib.contextmanager
@@ -123,6 +110,10 @@ def meta_runner(config: dict[str, Any], capability: int, policy: int, block: int
     from toolkit.runners.cuda import runner, staging, steps
     from toolkit.runners.dummy_weights import DummyWeights
     from toolkit.runners.torch import linear
+    from toolkit.runners.torch.ops import Ops, ops_by
+
+    def choose_ops(device: torch.device, dtype: torch.dtype, **traits: Any) -> Ops:
+        return ops_by(_pick, "cuda", dtype, capability, **traits)
 
     def fetch(tensors: dict[str, torch.Tensor], device: MetaDevice) -> staging.Fetched:
         back = {n: np.zeros(tuple(t.shape), staging._BACK[t.dtype]) for n, t in tensors.items()}
@@ -134,7 +125,7 @@ def meta_runner(config: dict[str, Any], capability: int, policy: int, block: int
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(DummyWeights, "_generator", lambda *_: None))
-        stack.enter_context(mock.patch.object(runner, "choose_ops", _choose(capability)))
+        stack.enter_context(mock.patch.object(runner, "choose_ops", choose_ops))
         stack.enter_context(mock.patch.object(steps, "fetch", fetch))
         stack.enter_context(mock.patch.object(linear, "_fuse_biases", join))
         spec, weights = dummy(config, META)

@@ -12,6 +12,7 @@ from toolkit import kernels
 from toolkit.errors import UsageError
 
 Kernel = Callable[..., Any]
+Pick = Callable[[kernels.Op, kernels.Target], tuple[Kernel, Kernel | None]]
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,7 @@ class _Chosen:
 
 
 def choose_ops(device: torch.device, dtype: torch.dtype, **traits: Any) -> Ops:
-    """Choose every kernel for ``device`` and activations of ``dtype``; ``traits``: head_dim, bits and cache (float8
-    dtype) of the KV cache, codes ("int8" or "fp8": what W8A8 linears round activations to).
+    """Choose every kernel for ``device`` and activations of ``dtype``; ``traits``: see ``ops_by``.
 
     On a GPU a compiled kernel that fails its self-test is left out, with a warning; most are tried before their first
     call, which must not be one that a graph captures.
@@ -88,21 +88,33 @@ def choose_ops(device: torch.device, dtype: torch.dtype, **traits: Any) -> Ops:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         capability = 10 * major + minor
-    name = str(dtype).removeprefix("torch.")
-    wanted = {f.name for f in fields(Ops)}
-    chosen: dict[str, Kernel | None] = {}
+
+    def pick(op: kernels.Op, target: kernels.Target) -> tuple[Kernel, Kernel | None]:
+        at_once = op.name in _ALWAYS
+        found = kernels.choose(op, target, trusted=device.type == "cpu" or not at_once)
+        later = device.type != "cpu" and not at_once and found.family in kernels.registry.COMPILED
+        return _Chosen(op, target) if later else found.run, found.plan
+
     try:
-        for op in kernels.load().values():
-            if op.name not in wanted:
-                continue
-            own = {k: v for k, v in traits.items() if k != "bits" or op.name in _CACHE}
-            target = kernels.Target(device.type, "float32" if op.name in _FLOAT32 else name, capability, own)
-            at_once = op.name in _ALWAYS
-            implementation = kernels.choose(op, target, trusted=device.type == "cpu" or not at_once)
-            later = device.type != "cpu" and not at_once and implementation.family in kernels.registry.COMPILED
-            chosen[op.name] = _Chosen(op, target) if later else implementation.run
-            if op.name in _PLANS:
-                chosen[_PLANS[op.name]] = implementation.plan
+        return ops_by(pick, device.type, dtype, capability, **traits)
     except kernels.KernelError as error:
         raise UsageError(str(error)) from None
+
+
+def ops_by(pick: Pick, device: str, dtype: torch.dtype, capability: int | None, **traits: Any) -> Ops:
+    """Every kernel by ``pick`` (its run and plan of an op on a target), for a ``device`` of this compute ``capability``
+    and activations of ``dtype``.
+
+    ``traits``: head_dim, bits and cache (float8 dtype) of the KV cache, codes ("int8" or "fp8": what W8A8 linears round
+    activations to).
+    """
+    name, wanted = str(dtype).removeprefix("torch."), {f.name for f in fields(Ops)}
+    chosen: dict[str, Kernel | None] = {}
+    for op in kernels.load().values():
+        if op.name in wanted:
+            own = {k: v for k, v in traits.items() if k != "bits" or op.name in _CACHE}
+            target = kernels.Target(device, "float32" if op.name in _FLOAT32 else name, capability, own)
+            chosen[op.name], plan = pick(op, target)
+            if op.name in _PLANS:
+                chosen[_PLANS[op.name]] = plan
     return Ops(**chosen)  # type: ignore[arg-type]
