@@ -259,6 +259,19 @@ def test_killed_between_the_renames_the_old_artifact_comes_back(tmp_path: Path, 
     assert (target / "file").read_text() == "x" and not hidden(tmp_path)
 
 
+def test_killed_after_the_rename_the_same_command_again_sweeps_up(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as killed:
+        killed.setattr(stage_module, "_clean", lambda run: None)
+        run(tmp_path / "out", source)
+    key = (partial_dir(tmp_path / "out") / "key.json").read_text()
+    for left_by, left in (("another run", [".out.partial"]), (key, [])):
+        (partial_dir(tmp_path / "out") / "key.json").write_text(left_by)
+        assert run(tmp_path / "out", source).already_there
+        assert hidden(tmp_path) == left
+
+
 WORKER = """
 import sys, time, torch
 from pathlib import Path

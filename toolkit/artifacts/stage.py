@@ -19,7 +19,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -160,6 +160,7 @@ def open_stage(
     reuse = not overwrite if reuse is None else reuse
     if reuse and _holds(target, key):
         run.already_there = True
+        _sweep(run, key)
         yield run
         return
     try:
@@ -265,13 +266,24 @@ def _restore(run: Stage) -> None:
 
 def _prepare(run: Stage, key: str) -> None:
     """Empty ``out``, keep ``state`` if it was saved under the same key."""
-    key_file = run.partial / "key.json"
-    same = key_file.is_file() and key_file.read_text(encoding="utf-8") == key
-    for name in ("out", "old", *(() if same else ("state",))):
+    for name in ("out", "old", *(() if _left_by(run, key) else ("state",))):
         shutil.rmtree(run.partial / name, ignore_errors=True)
-    key_file.write_text(key, encoding="utf-8")
+    (run.partial / "key.json").write_text(key, encoding="utf-8")
     (run.partial / "state").mkdir(exist_ok=True)
     run.dir.mkdir()
+
+
+def _left_by(run: Stage, key: str) -> bool:
+    """Whether a run under ``key`` has left the partial directory."""
+    file = run.partial / "key.json"
+    return file.is_file() and file.read_text(encoding="utf-8") == key
+
+
+def _sweep(run: Stage, key: str) -> None:
+    """Remove what the run that made the target has left, if it was killed when the target was in its place already."""
+    if _left_by(run, key):
+        with suppress(ToolkitError, OSError), _lock(run.partial, run.target, wait=False):  # held: it is at it itself
+            shutil.rmtree(run.partial, ignore_errors=True)
 
 
 def _clean(run: Stage) -> None:
