@@ -160,14 +160,14 @@ def attend_kernel(
     sequence = tl.load(item)
     if sequence < 0:
         return
-    first_row, tokens, first_position = tl.load(item + 1).to(tl.int64), tl.load(item + 2), tl.load(item + 3)
-    first_key, end_key, part = tl.load(item + 4), tl.load(item + 5), tl.load(item + 6).to(tl.int64)
+    first_row, tokens, first_position = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+    first_key, end_key, part = tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
     m_index = tl.arange(0, ROWS)
     token, query_head = m_index // GROUP, head * GROUP + m_index % GROUP
     valid = token < tokens
     position = first_position + token
     K_WIDTH: tl.constexpr = HEAD_DIM // 4 if FORM == "int4" else HEAD_DIM
-    source = (first_row + token) * stride_token + query_head * stride_head
+    source = (first_row + token).to(tl.int64) * stride_token + query_head * stride_head
     q_tiles, q_sum, q_scale = _queries(q, source, valid, ROWS, K_WIDTH, K_COLS, FORM, K_DOT, SCALED)
     pages = table + sequence.to(tl.int64) * table_stride
     m = tl.full([ROWS], float("-inf"), tl.float32)
@@ -200,8 +200,8 @@ def attend_kernel(
     if FORM == "int4":
         acc_high -= zeros[:, None]
     if part < 0:
-        first = (first_row + token) * (heads * GROUP) + query_head
+        first = (first_row + token).to(tl.int64) * (heads * GROUP) + query_head
         _write(out, sinks, acc, acc_high, m, denominator, first, query_head, valid, HEAD_DIM, V_COLS, FORM, SINKS)
     else:
-        first = (part * heads + head) * ROWS + m_index
+        first = (part.to(tl.int64) * heads + head) * ROWS + m_index
         _write_part(part_sums, part_norms, acc, acc_high, m, denominator, first, valid, HEAD_DIM, V_COLS, FORM)
