@@ -83,12 +83,6 @@ void values_f32(const float* p, const KvTile& tile, int64_t d, int64_t col, int6
 }
 
 #if defined(__AVX512BF16__)
-// acc += products of pairs of bfloat16 (assembly for the reason given in simd.h)
-TK_INLINE F dot_bf16(F acc, I a, I b) {
-    __asm__("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
-    return acc;
-}
-
 template <int M, bool AHEAD>
 void scores_bf16(const uint16_t* q, int64_t d, const void* c0, const void* c1, const Ahead& ahead, float* s) {
     F a[M], b[M];

@@ -249,40 +249,18 @@ PairBlock pair_kernel(const Matrix& w, int64_t m) {
     return w.minima ? pair_for<8, true>(m) : pair_for<8, false>(m);
 }
 
-// Fetches, while `steps` blocks of tokens are computed, what comes next: a share of the bytes of the next tiles (whoever will
-// compute them; behind the last one it is in vain), and the places where a block's results go.
-struct Ahead {
-    const uint8_t *at, *end;
-    int64_t share;
-
-    Ahead(const uint8_t* data, int64_t bytes, int64_t steps) : at(data), end(data + bytes), share(bytes / steps + 64) {}
-    void step() {
-        const uint8_t* to = end - at < share ? end : at + share;
-        for (; at < to; at += 64) __builtin_prefetch(at);
-    }
-    static void results(const Store& to, int64_t t, int64_t m, int64_t tile) {
-        for (int64_t i = t; i < t + m; i++) __builtin_prefetch(to.out + i * to.ld + tile * LANES, 1);
-    }
-};
-
-// Tokens of the block that starts at t: blocks are as equal as can be.
-TK_INLINE int64_t block_at(int64_t t, int64_t count) {
-    const int64_t left = count - t, blocks = (left + WIDE - 1) / WIDE;
-    return (left + blocks - 1) / blocks;
-}
-
 void linear_pairs(const Matrix& w, const Rows& in, int64_t count, int64_t t0, int64_t t1, const Store& to, void* scratch) {
     const int64_t bytes = w.tile_bytes(), steps = (count + WIDE - 1) / WIDE;
     for (int64_t tile = t0; tile < t1; tile += 2) {
         const bool two = tile + 1 < t1;
         const uint8_t* data = w.data + tile * bytes;
         const Pair p = pair_of(w, data, two ? data + bytes : nullptr, scratch);
-        Ahead next(data + 2 * bytes, 2 * bytes, steps);
+        TilesAhead next(data + 2 * bytes, 2 * bytes, steps);
         for (int64_t t = 0, m; t < count; t += m) {
-            m = block_at(t, count);
+            m = block_at(t, count, WIDE);
             next.step();
-            Ahead::results(to, t, m, tile);
-            if (two) Ahead::results(to, t, m, tile + 1);
+            TilesAhead::results(to, t, m, tile);
+            if (two) TilesAhead::results(to, t, m, tile + 1);
             pair_kernel(w, m)(w, p, in, t);
             for (int64_t i = 0; i < m; i++) {
                 store_tile(to, t + i, tile, fload(p.y + i * 16));
@@ -302,12 +280,12 @@ void gated_pairs(const Matrix& gate, const Matrix& up, const Rows& in, int64_t c
     for (int64_t tile = t0; tile < t1; tile++) {
         const uint8_t *g = gate.data + tile * bytes, *u = up.data + tile * bytes;
         const Pair p = pair_of(gate, g, u, scratch);
-        Ahead next_gate(g + bytes, bytes, steps), next_up(u + bytes, bytes, steps);
+        TilesAhead next_gate(g + bytes, bytes, steps), next_up(u + bytes, bytes, steps);
         for (int64_t t = 0, m; t < count; t += m) {
-            m = block_at(t, count);
+            m = block_at(t, count, WIDE);
             next_gate.step();
             next_up.step();
-            Ahead::results(to, t, m, tile);
+            TilesAhead::results(to, t, m, tile);
             pair_kernel(gate, m)(gate, p, in, t);
             for (int64_t i = 0; i < m; i++)
                 store_gated(to, t + i, tile, fload(p.y + i * 16), fload(p.y + (WIDE + i) * 16));

@@ -56,6 +56,7 @@ struct Rows {
     const float* scale = nullptr;
     const int32_t* sum = nullptr;
     int64_t lds = 0;
+    int32_t round = 0;  // x may be rounded to bfloat16 beside weights that are
 };
 
 // Where a linear's result goes: out[t * ld + row] = y, or += alpha * y where `add`; y includes the bias.

@@ -43,6 +43,28 @@ void scale_logits(float* x, int64_t n, float scale, float softcap);
 
 namespace {
 
+// Tokens of the block that starts at t: blocks of at most `widest` are as equal as can be.
+TK_INLINE int64_t block_at(int64_t t, int64_t count, int64_t widest) {
+    const int64_t left = count - t, blocks = (left + widest - 1) / widest;
+    return (left + blocks - 1) / blocks;
+}
+
+// Fetches, while `steps` blocks of tokens are computed, what comes next: a share of the bytes of the next tiles (whoever will
+// compute them; behind the last one it is in vain), and the places where a block's results go.
+struct TilesAhead {
+    const uint8_t *at, *end;
+    int64_t share;
+
+    TilesAhead(const uint8_t* data, int64_t bytes, int64_t steps) : at(data), end(data + bytes), share(bytes / steps + 64) {}
+    void step() {
+        const uint8_t* to = end - at < share ? end : at + share;
+        for (; at < to; at += 64) __builtin_prefetch(at);
+    }
+    static void results(const Store& to, int64_t t, int64_t m, int64_t tile) {
+        for (int64_t i = t; i < t + m; i++) __builtin_prefetch(to.out + i * to.ld + tile * LANES, 1);
+    }
+};
+
 TK_INLINE F apply_activation(F x, int32_t activation) {
     if (activation == SILU) return fmul(x, fsigmoid(x));
     if (activation == RELU) return fmax(x, fzero());

@@ -143,6 +143,17 @@ TK_INLINE I dot4(I acc, B u, B s) {
 }
 // the same where every u is at most 127
 TK_INLINE I dot4_small(I acc, B u, B s) { return dot4(acc, u, s); }
+// acc[lane] += products of two pairs of bfloat16
+TK_INLINE F dot_bf16(F acc, B a, B b) {
+    __asm__("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
+    return acc;
+}
+TK_INLINE I load_u16(const uint16_t* p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)); }
+// lane i: 16-bit items i and 16 + i
+TK_INLINE B zip_halves(B x) {
+    const I lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    return _mm512_permutexvar_epi16(ior(lane, ishl(iadd(lane, iset1(16)), 16)), x);
+}
 TK_INLINE float hsum(F x) {
     __m256 a = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
     __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));

@@ -46,6 +46,7 @@ class Rows(Structure):
         ("scale", c_void_p),
         ("sum", c_void_p),
         ("lds", c_int64),
+        ("round", c_int32),
     )
 
 
@@ -105,7 +106,16 @@ class NativeOps:
         return Rows(None, 0, q.ctypes.data, q.shape[1], scale.ctypes.data, total.ctypes.data, scale.shape[1]), held
 
     def linear(
-        self, p: PackedTensor, x: np.ndarray, *, bias=None, add=None, alpha=1.0, activation=-1, tiles=None
+        self,
+        p: PackedTensor,
+        x: np.ndarray,
+        *,
+        bias=None,
+        add=None,
+        alpha=1.0,
+        activation=-1,
+        tiles=None,
+        rounded=False,
     ) -> np.ndarray:
         count, width = len(x), p.meta.tiles * 16
         out = np.zeros((count, width), np.float32)
@@ -114,6 +124,7 @@ class NativeOps:
         if bias is not None:
             bias = np.pad(bias, (0, width - len(bias)))
         rows, _held = self._rows(p, x)
+        rows.round = rounded
         store = Store(out.ctypes.data, width, _ptr(bias), None, int(add is not None), alpha, activation)
         first, last = tiles or (0, p.meta.tiles)
         self._call(
@@ -127,9 +138,10 @@ class NativeOps:
         )
         return out[:, : p.meta.rows]
 
-    def gated(self, gate: PackedTensor, up: PackedTensor, x: np.ndarray, activation: int) -> np.ndarray:
+    def gated(self, gate: PackedTensor, up: PackedTensor, x: np.ndarray, activation: int, rounded=False) -> np.ndarray:
         out = np.zeros((len(x), gate.meta.tiles * 16), np.float32)
         rows, _held = self._rows(gate, x)
+        rows.round = rounded
         store = Store(out.ctypes.data, out.shape[1], None, None, 0, 1.0, activation)
         self._call(
             "tk_op_gated",
@@ -248,13 +260,15 @@ def quantize_groups() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def drive(tiny_models: Any, steps: Any) -> Any:
-    """``drive(family, weights="dense" | "int4" | "int8", model={overrides}, **options) -> Driver``, native runner."""
-    from toolkit.artifacts.canonical import ChannelInt8
+    """``drive(family, weights="dense" | "bf16" | "int4" | "int8", model={…}, **options) -> Driver``, native runner."""
+    from toolkit.artifacts.canonical import ChannelInt8, Dense
     from toolkit.runners.base import RunnerOptions
     from toolkit.runners.choose import open_model
     from toolkit.runners.native.runner import NativeRunner
 
     def change(value: Any, form: str) -> Any:
+        if form == "bf16":
+            return Dense(value.weight.bfloat16())
         if form == "int4":
             return rtn(value.weight, 32)
         scales = value.weight.float().abs().amax(1) / 127

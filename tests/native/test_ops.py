@@ -102,6 +102,24 @@ def test_dense_linear(dtype, ops) -> None:
     np.testing.assert_array_equal(ops.row(packed, 119), weight[119].float().numpy())
 
 
+@pytest.mark.parametrize("cols", [100, 77])
+def test_dense_linear_of_rounded_inputs(cols, ops) -> None:
+    """Inputs may be rounded beside bfloat16 weights, where the processor multiplies bfloat16; sums stay float32."""
+    gate, up = (torch.from_numpy(random((120, cols), seed)).bfloat16() for seed in (7, 8))
+    packed, second, x = pack_dense(gate), pack_dense(up), random((300, cols), 9)  # more than a panel of rows
+    near = torch.from_numpy(x).bfloat16()
+    expected = near.double().numpy() @ gate.double().numpy().T
+    close(ops.linear(packed, near.float().numpy(), rounded=True), expected, 1e-5)
+    whole = ops.linear(packed, x, rounded=True)
+    close(whole, expected, 1e-5 if ops.isa == "avx512vnni" else 4e-3)
+    for count in COUNTS:
+        np.testing.assert_array_equal(ops.linear(packed, x[:count], rounded=True), whole[:count])
+    both = np.maximum(whole, 0) * ops.linear(second, x, rounded=True)
+    np.testing.assert_array_equal(ops.gated(packed, second, x, 3, rounded=True), both)
+    wide = pack_dense(gate.float())  # other weights take inputs as they are
+    np.testing.assert_array_equal(ops.linear(wide, x, rounded=True), ops.linear(wide, x))
+
+
 @pytest.mark.parametrize("count", [1, 3, 12, 30])
 def test_epilogues(count, ops, quantize_groups) -> None:
     x, bias, base = random((count, 128), 9), random((48,), 10), random((count, 48), 11)

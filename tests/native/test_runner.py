@@ -79,6 +79,24 @@ def test_quantized_weights_stay_near_the_dequantized_model(family, form, drive) 
     assert 0 < np.linalg.norm(found - expected) < 0.1 * np.linalg.norm(expected)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_bfloat16_rounds_the_inputs_of_linears_that_are(family, drive) -> None:
+    """Linears with float32 weights stay exact: there bfloat16 attention alone makes the difference."""
+    ids, found = prompt(40, 5), {}
+    for weights in ("dense", "bf16"):
+        for dtype in ("float32", "bfloat16"):
+            driver = drive(family, weights=weights, dtype=dtype, quant_policy=8)
+            found[weights, dtype] = driver.step({driver.add(): ids}, "all").logits
+    attention, all_products = (
+        np.linalg.norm(found[w, "bfloat16"] - found[w, "float32"]) / np.linalg.norm(found[w, "float32"])
+        for w in ("dense", "bf16")
+    )
+    if "avx512vnni" in library.isas():
+        assert 0 < attention < all_products < 0.02
+    else:
+        assert attention == all_products == 0
+
+
 @pytest.mark.parametrize("policy, near", [(8, 1.5), (4, 0.5)])
 @pytest.mark.parametrize("head_dim", [16, 40, 64])
 def test_quantized_caches_hold_what_the_torch_runner_s_hold(policy, near, head_dim, drive, tiny_models, steps) -> None:
@@ -102,7 +120,8 @@ def test_quantized_caches_hold_what_the_torch_runner_s_hold(policy, near, head_d
     "options", [{}, {"dtype": "bfloat16"}, {"quant_policy": 8}, {"quant_policy": 4, "dtype": "bfloat16"}]
 )
 @pytest.mark.parametrize(
-    "family, form", [("llama", "dense"), ("llama", "int4"), ("gemma2", "int4"), ("qwen3_moe", "int8")]
+    "family, form",
+    [("llama", "dense"), ("llama", "bf16"), ("llama", "int4"), ("gemma2", "int4"), ("qwen3_moe", "int8")],
 )
 def test_bits_do_not_depend_on_chunks_batch_or_threads(family, form, options, drive) -> None:
     ids = prompt(150, 6)

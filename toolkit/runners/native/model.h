@@ -111,7 +111,7 @@ struct Group {
 struct Program {
     int64_t vocab, hidden, block_size;
     int32_t kv_type;
-    bool bf16;  // attention on bfloat16 cells
+    bool bf16;  // products of bfloat16: attention on such cells, linears with such weights
     Linear embed, head;
     Norm final_norm;
     float embed_scale, head_scale, softcap;

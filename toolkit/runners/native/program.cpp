@@ -207,7 +207,7 @@ Program parse_program(const int64_t* ints, int64_t ints_size, const double* floa
     prog.block_size = p.integer("block size", 16, 1 << 16);
     if (prog.block_size & (prog.block_size - 1)) throw Error("program: block size is no power of two");
     prog.kv_type = int32_t(p.integer("cache type", KV_F32, KV_INT4));
-    prog.bf16 = p.integer("bfloat16 attention", 0, 1) == 1 && bf16_dot;
+    prog.bf16 = p.integer("bfloat16 products", 0, 1) == 1 && bf16_dot;
     const int64_t groups = p.integer("cache groups", 1, 64);
     for (int64_t g = 0; g < groups; g++) {
         Group group;

@@ -59,6 +59,7 @@ private:
     void quantize_row(const Input& in, InputBuffer& to, int64_t t) const;
     Prepared prepare(const Input& in, const Norm& norm, const float* from, int64_t ld, int64_t rows);
     const InputBuffer& ready(Prepared& p, const Input& in, const Norm& norm, const float* from, int64_t ld, int64_t rows) const;
+    Rows rows_of(const InputBuffer& in, const Linear& l, int64_t first_row) const;
     void linear(const Linear& l, const InputBuffer& in, int64_t first_row, int64_t rows, Range tiles, Store to) const;
     void gated(const Mlp& m, const InputBuffer& in, int64_t first_row, int64_t rows, Range tiles, float* out, int64_t ld) const;
     Store residual(const Sublayer& s) const;

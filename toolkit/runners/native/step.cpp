@@ -69,10 +69,16 @@ const InputBuffer& Run::ready(Prepared& p, const Input& in, const Norm& norm, co
     return *p.buffer;
 }
 
+Rows Run::rows_of(const InputBuffer& in, const Linear& l, int64_t first_row) const {
+    Rows rows = in.rows(l, first_row);
+    rows.round = p.bf16;
+    return rows;
+}
+
 void Run::linear(const Linear& l, const InputBuffer& in, int64_t first_row, int64_t count, Range tiles, Store to) const {
     if (tiles.first >= tiles.last || count <= 0) return;
     to.bias = l.bias.data;
-    ops.linear(l.w, in.rows(l, first_row), count, tiles.first, tiles.last, to, own.linear);
+    ops.linear(l.w, rows_of(in, l, first_row), count, tiles.first, tiles.last, to, own.linear);
 }
 
 // Rows `tiles` of the matrix, as one of their own.
@@ -94,7 +100,7 @@ void Run::gated(const Mlp& m, const InputBuffer& in, int64_t first_row, int64_t 
     to.activation = m.activation;
     to.bias = first_of.bias.data ? first_of.bias.data + at : nullptr;
     to.bias_up = m.up.bias.data ? m.up.bias.data + at : nullptr;
-    const Rows x = in.rows(m.up, first_row);
+    const Rows x = rows_of(in, m.up, first_row);
     const Matrix up = part_of(m.up.w, tiles);
     if (m.gate.present()) ops.gated(part_of(m.gate.w, tiles), up, x, rows, 0, n, to, own.linear);
     else ops.linear(up, x, rows, 0, n, to, own.linear);
