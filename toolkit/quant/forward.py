@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toolkit.kernels.torch.product import product
+from toolkit.kernels.torch.product import prefers_onednn, product
 from toolkit.models.rope import inv_freq
 from toolkit.models.spec import AttentionSpec, DecoderSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec, RopeSpec
 from toolkit.quant.lazy import KEEP, Lazy
@@ -24,7 +24,7 @@ Observer = Callable[[str, Tensor], None]
 CACHE = ":cache"
 """After the name of a key or value projection: what goes into the KV cache, a row a token and head."""
 HEAD_ELEMENTS = 1 << 24  # of the head, in float32 at once
-QUERIES = 256  # whose scores against all keys before them are held at once
+QUERIES = 128  # whose scores against all keys before them are held at once; twice as many where gradients are taken
 Rounding = Callable[[str, Tensor], Tensor]
 """Called likewise; returns the rows as linears with 8-bit activations see them."""
 
@@ -156,7 +156,8 @@ def _attention(a: AttentionSpec, weights: Weights, x: Tensor, watch: _Watch) -> 
     k, v = watch(a.k.name + CACHE, k), watch(a.v.name + CACHE, v)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     plain = a.softcap is None and a.sinks is None and (a.window is None or a.window >= length)
-    if plain and x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
+    exact = prefers_onednn() and not q.requires_grad
+    if plain and x.device.type == "cpu" and (torch.is_autocast_enabled("cpu") or exact):
         out = _blocked(a.scale, q, k, v)
     elif a.softcap is None and a.sinks is None:
         mask = None if a.window is None or a.window >= length else _mask(length, a.window, x.device)
@@ -170,23 +171,37 @@ def _attention(a: AttentionSpec, weights: Weights, x: Tensor, watch: _Watch) -> 
 
 
 def _blocked(scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention in the dtype of autocast, a block of queries after another: on a CPU torch's fused call takes
-    twice the time, four times with gradients. q [batch, heads, length, head_dim], k and v [batch, kv_heads, …]."""
-    dtype = torch.get_autocast_dtype("cpu")
+    """Causal attention in float32 or the dtype of autocast, a block of queries after another: on a CPU torch's fused
+    call takes longer, up to four times. q [batch, heads, length, head_dim], k and v [batch, kv_heads, …]."""
+    narrowed = torch.is_autocast_enabled("cpu")
+    dtype = torch.get_autocast_dtype("cpu") if narrowed else torch.float32
     batch, heads, length, size = q.shape
     repeat = heads // k.shape[1]
     q = (q * scale).to(dtype).reshape(-1, repeat, length, size)
     k, v = (t.to(dtype).reshape(-1, length, size) for t in (k, v))
-    later = torch.ones(QUERIES, QUERIES, dtype=torch.bool).triu_(1)
+    each = len(q) if narrowed else 1  # float32 stays in the caches where heads come one by one
+    parts = [_blocks(*part) for part in zip(*(t.split(each) for t in (q, k, v)), strict=True)]
+    return torch.cat(parts).view(batch, heads, length, size)
+
+
+def _blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of scaled q [n, repeat, length, head_dim] to k and v [n, length, head_dim]."""
+    step = 2 * QUERIES if q.requires_grad else QUERIES
+    later = torch.ones(step, step, dtype=torch.bool).triu_(1)
     found = []
-    for start in range(0, length, QUERIES):
-        rows = q[:, :, start : start + QUERIES]
+    for start in range(0, q.shape[2], step):
+        rows = q[:, :, start : start + step]
         count, seen = rows.shape[2], start + rows.shape[2]
-        scores = torch.bmm(rows.reshape(len(q), -1, size), k[:, :seen].transpose(1, 2)).view(*rows.shape[:3], seen)
+        scores = _products(rows.flatten(1, 2), k[:, :seen]).view(*rows.shape[:3], seen)
         scores[..., start:].masked_fill_(later[:count, :count], float("-inf"))
-        shares = scores.softmax(-1, dtype=dtype).view(len(q), -1, seen)
-        found.append(torch.bmm(shares, v[:, :seen]).view(rows.shape))
-    return torch.cat(found, 2).view(batch, heads, length, size)
+        shares = scores.softmax(-1, dtype=q.dtype).flatten(1, 2)
+        found.append(_products(shares, v[:, :seen].transpose(1, 2)).view(rows.shape))
+    return torch.cat(found, 2)
+
+
+def _products(x: Tensor, y: Tensor) -> Tensor:
+    """x [n, rows, in] @ y [n, out, in]ᵀ."""
+    return product(x[0], y[0])[None] if len(x) == 1 else torch.bmm(x, y.transpose(1, 2))
 
 
 def _capped(a: AttentionSpec, weights: Weights, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
