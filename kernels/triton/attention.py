@@ -24,7 +24,7 @@ from .attention_plan import Plan, make_plan
 from .cache_codes import E4M3_UNIT, form_of, stored
 from .codes import cast, hadamard
 from .kv_store import head_dim_reason
-from .launch import FLOATS, INTERPRETED, capability_of, dot_dtype, launch, needs, power_of_2, shared_limit
+from .launch import FLOATS, INTERPRETED, capability_of, dot_dtype, from_shared, launch, needs, power_of_2, shared_limit
 from .tuning import tuned
 
 
@@ -94,7 +94,7 @@ def _rows(kind: str, group: int, dim: int, form: _Form, q: Tensor) -> int:
     """Rows of a tile."""
     if q.dtype == torch.float32:  # no tensor cores: for parity alone
         return max(16, power_of_2(group))
-    large = 64 if dim > 128 or (form.element == (1, 1) and capability_of(q.device) < 90) else 128
+    large = 64 if dim > 128 or (form.element == (1, 1) and not from_shared(capability_of(q.device))) else 128
     return max({"decode": 16, "mixed": min(64, large), "prefill": large}[kind], power_of_2(group))
 
 
@@ -109,7 +109,7 @@ def _choice(kind: str, rows: int, dim: int, form: _Form, q: Tensor) -> dict[str,
     The block table's entry and the products take stages of the pipeline too: with three stages more than tiles, n tiles
     of keys are on their way at once, as many as leave room for a second block on the multiprocessor, at most 3.
     """
-    hopper, eight, width = capability_of(q.device) >= 90, form.element == (1, 1), power_of_2(dim)
+    hopper, eight, width = from_shared(capability_of(q.device)), form.element == (1, 1), power_of_2(dim)
     wide = dim > 128 or q.dtype == torch.float32
     short = not hopper and (kind != "decode" or (eight and dim == 64))  # 64 would not fit the registers
     keys = 32 if wide or short or (eight and dim < width) else 64

@@ -60,6 +60,13 @@ def capability_of(device: torch.device) -> int:
     return 10 * major + minor
 
 
+def from_shared(capability: int) -> bool:
+    """Whether products of many rows read their operands from shared memory (wgmma, tcgen05); elsewhere, compute
+    capability 12 included, registers must hold them.
+    """
+    return 90 <= capability < 120
+
+
 def shared_limit(capability: int) -> int:
     """Bytes of shared memory that one block may ask for."""
     return {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}.get(capability, 99) * 1024

@@ -22,6 +22,7 @@ from .launch import (
     NATIVE_FLOAT8,
     capability_of,
     dot_dtype,
+    from_shared,
     launch,
     needs,
     power_of_2,
@@ -143,7 +144,7 @@ def _group_product(
     order, tile_expert, rows = tiles
     (n_out, groups), n_in, planes = scales.shape[1:], x.shape[1], codes_per_byte(bits)
     group = n_in // groups
-    k = min(64 if rows > 32 and (bits == 8 or capability_of(x.device) < 90) else 128, group & -group)
+    k = min(64 if rows > 32 and (bits == 8 or not from_shared(capability_of(x.device))) else 128, group & -group)
     default = {"cols": 32 if rows == 16 else 64, "warps": 4 if rows <= 32 else 8}
     if x.dtype == torch.float32:  # no tensor cores: for parity alone
         default = {"cols": 32, "warps": 4}
