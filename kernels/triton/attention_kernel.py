@@ -161,7 +161,7 @@ def attend_kernel(
     if sequence < 0:
         return
     first_row, tokens, first_position = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
-    first_key, end_key, part = tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
+    first_key, end_key, part = tl.load(item + 4), tl.load(item + 5), tl.load(item + 6).to(tl.int64)
     m_index = tl.arange(0, ROWS)
     token, query_head = m_index // GROUP, head * GROUP + m_index % GROUP
     valid = token < tokens
@@ -203,5 +203,5 @@ def attend_kernel(
         first = (first_row + token).to(tl.int64) * (heads * GROUP) + query_head
         _write(out, sinks, acc, acc_high, m, denominator, first, query_head, valid, HEAD_DIM, V_COLS, FORM, SINKS)
     else:
-        first = (part.to(tl.int64) * heads + head) * ROWS + m_index
+        first = (part * heads + head) * ROWS + m_index
         _write_part(part_sums, part_norms, acc, acc_high, m, denominator, first, valid, HEAD_DIM, V_COLS, FORM)
