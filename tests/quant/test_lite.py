@@ -20,7 +20,7 @@ from toolkit.artifacts.manifest import read_manifest
 from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import load_spec
-from toolkit.quant.lite import Common, auto_awq, smooth_quant
+from toolkit.quant.lite import Common, auto_awq, blocked_fp8, mxfp4, smooth_quant
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "internlm2", "gemma2", "phi3", "mixtral", "qwen3_moe")
 ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
@@ -182,6 +182,20 @@ def test_a_killed_run_resumes_bit_identically(tiny_models: Any, tmp_path: Path, 
     assert not (tmp_path / ".resumed.partial").exists()
     assert auto_awq(str(model), tmp_path / "resumed", common=quick).already_there
     os.utime(tmp_path / "resumed")
+
+
+@pytest.mark.parametrize("method", [mxfp4, blocked_fp8])
+def test_a_model_that_overflows_is_refused_by_methods_without_text(
+    method: Any, tiny_checkpoint: Any, tmp_path: Path, quick: Common
+) -> None:
+    path = tiny_checkpoint("llama", tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    for name in ("up_proj", "gate_proj", "down_proj"):
+        tensors[f"model.layers.1.mlp.{name}.weight"] *= 1e18
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ToolkitError, match=r"activations of layer 1, as it was, are not finite"):
+        method(str(path), tmp_path / "out", common=quick)
+    assert not (tmp_path / "out").exists()
 
 
 def test_nan_is_named_before_calibration(tiny_checkpoint: Any, tmp_path: Path, quick: Common) -> None:

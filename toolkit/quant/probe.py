@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toolkit.engine.windows import scoring_windows
+from toolkit.errors import ToolkitError
 from toolkit.models.spec import DecoderSpec, LayerSpec
 from toolkit.quant.forward import Rounding, Weights, embed, head_logits, layer_forward
 from toolkit.quant.lazy import KEEP
@@ -35,7 +36,7 @@ class Probe:
     def __init__(
         self, spec: DecoderSpec, table: Tensor, tokens: Tensor, device: torch.device, spill: Spill | None = None
     ) -> None:
-        self.spec, self.device = spec, device
+        self.spec, self.device, self.passed = spec, device, 0
         self.window = min(WINDOW, max(spec.max_position, 2))  # a window of one token scores nothing
         cuts = scoring_windows(len(tokens), self.window, self.window)
         self.ids = [tokens[start:stop] for start, stop, _ in cuts]
@@ -46,10 +47,16 @@ class Probe:
     def advance(
         self, layer: LayerSpec, original: Weights, quantized: Weights, rounding: Rounding | None = None
     ) -> None:
-        """Send both copies through one layer; ``rounding`` holds for the inputs of the quantized one."""
-        for states, weights, near in ((self.before, original, None), (self.after, quantized, rounding)):
+        """Send both copies through one layer; ``rounding`` holds for the inputs of the quantized one. Raises
+        ToolkitError that names the layer where one is no longer finite."""
+        copies = ((self.before, original, None, "as it was"), (self.after, quantized, rounding, "once quantized"))
+        for states, weights, near, which in copies:
             for i, x in enumerate(states):
-                states[i] = layer_forward(layer, weights, x.to(self.device), rounding=near).cpu()
+                y = layer_forward(layer, weights, x.to(self.device), rounding=near)
+                if not bool(torch.isfinite(y).all()):
+                    raise ToolkitError(f"held-out text: activations of layer {self.passed}, {which}, are not finite")
+                states[i] = y.cpu()
+        self.passed += 1
 
     def figures(self, weights: Weights, quantized: Weights | None = None) -> dict[str, Any]:
         """After the last layer. ``weights``: final norm and head; ``quantized``: those of the second copy, if others.

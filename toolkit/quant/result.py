@@ -119,7 +119,8 @@ def warnings(layers: Sequence[Mapping[str, Any]], most: int = 20) -> list[str]:
         if layer["method"] == "weight-only":
             found.append(f"{name}: no calibration token reached it; quantized by its weights alone")
         elif dead:
-            found.append(f"{name}: {dead} inputs were always zero in calibration; their weights count alone")
+            inputs = "1 input was" if dead == 1 else f"{dead} inputs were"
+            found.append(f"{name}: {inputs} always zero in calibration; their weights count alone")
     rest = len(found) - most
     return found if rest <= 0 else [*found[:most], f"and {rest} more linears; manifest.json has them under quality"]
 
