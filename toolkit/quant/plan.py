@@ -9,6 +9,7 @@ from toolkit.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec
 from toolkit.quant.gptq import EXACT, batches
 from toolkit.quant.layers import LayerSource, layer_linears, module_bytes
 from toolkit.quant.lazy import KEEP
+from toolkit.quant.probe import WINDOW
 from toolkit.quant.sites import Site, layer_sites
 from toolkit.quant.statistics import in_turns
 
@@ -61,9 +62,9 @@ def plan_memory(
     spec = source.spec
     activations = (samples * seqlen + 2 * eval_tokens) * spec.hidden_size * FLOAT
     disk = max(0, activations - int(cache_memory * (1 << 30)))
-    tokens = max(min(batch_size, samples) * seqlen, min(1024, eval_tokens))
     grams = samples > 0 and products
-    peaks = [_layer(layer, grams, tokens, whole_layers) for layer in set(spec.layers)]
+    text, window = min(batch_size, samples) * seqlen, min(WINDOW, eval_tokens)
+    peaks = [_layer(layer, grams, text, window, whole_layers) for layer in set(spec.layers)]
     table = LinearSpec(spec.head, spec.hidden_size, spec.vocab_size)
     peaks.append(_bytes(table) + LOGITS_BYTES)  # embedding and head as they are stored, mapped, in 16 bits
     if tuning:
@@ -73,27 +74,33 @@ def plan_memory(
     return Plan(BASE + max(peaks) + activations - disk, activations, disk)
 
 
-def _layer(layer: LayerSpec, grams: bool, tokens: int, whole: bool) -> int:
-    """What going through one layer takes: while statistics are taken, while it is rounded, while it is measured."""
+def _layer(layer: LayerSpec, grams: bool, text: int, window: int, whole: bool) -> int:
+    """What going through one layer takes: while statistics are taken, while it is rounded, while it is measured.
+    ``text``, ``window``: tokens at once of calibration and held-out text."""
     linears, sites = layer_linears(layer), layer_sites(layer)
     size = sum(map(_bytes, linears))
     if whole:
-        return WHOLE * size + tokens * layer_width(layer) * FLOAT
-    forward = tokens * layer_width(layer) * FLOAT + 2 * max(map(_bytes, linears))
+        return WHOLE * size + max(text, window) * layer_width(layer) * FLOAT
+    largest = max(map(_bytes, linears))
+    forward, probing = (tokens * layer_width(layer) * FLOAT + 2 * largest for tokens in (text, window))
     statistics = max(sum(_matrix(s) for s in group) for group in _groups(sites)) if grams else 0
     measured = min(size, max(KEEP, 2 * module_bytes(layer)))
-    kept = BUFFERS + GAPS * max(map(_bytes, linears)) + min(size, KEEP)
-    return kept + max(statistics + forward, _rounding(sites, grams), measured + forward)
+    if grams:  # the text goes through the quantized layer too
+        probing = max(forward, probing)
+    kept = BUFFERS + min(size, KEEP)
+    return kept + max(GAPS * largest + max(statistics + forward, _rounding(sites, grams)), measured + probing)
 
 
 def _rounding(sites: list[Site], grams: bool) -> int:
     """Statistics that are held together, and what the widest of their sites takes beside them."""
+    if not grams:  # one linear after another
+        return COPIES * max(_bytes(x) for site in sites for x in site.linears)
     found = 0
     for group in _groups(sites):
-        held = sum(map(_matrix, group)) if grams else 0
+        held = sum(map(_matrix, group))
         for site in group:
             largest = max(sum(map(_bytes, batch)) for batch in batches(site.linears))
-            matrix = _matrix(site) if grams else 0
+            matrix = _matrix(site)
             factored = (EXACT_MATRICES if site.size <= EXACT else MATRICES) * matrix
             found = max(found, held + max(factored, KEPT_MATRICES * matrix + COPIES * largest))
     return found
