@@ -155,17 +155,16 @@ def _attention(a: AttentionSpec, weights: Weights, x: Tensor, watch: _Watch) -> 
         q, k = _turn(q, cos, sin), _turn(k, cos, sin)
     k, v = watch(a.k.name + CACHE, k), watch(a.v.name + CACHE, v)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    plain = a.softcap is None and a.sinks is None and (a.window is None or a.window >= length)
-    exact = prefers_onednn() and not q.requires_grad
-    if plain and x.device.type == "cpu" and (torch.is_autocast_enabled("cpu") or exact):
+    mask = None if a.window is None or a.window >= length else _mask(length, a.window, x.device)
+    faster = torch.is_autocast_enabled("cpu") or (prefers_onednn() and not q.requires_grad)
+    if a.softcap is not None or a.sinks is not None:
+        out = torch.cat([_capped(a, weights, *(t[i : i + 1] for t in (q, k, v))) for i in range(batch)])
+    elif mask is None and x.device.type == "cpu" and faster:
         out = _blocked(a.scale, q, k, v)
-    elif a.softcap is None and a.sinks is None:
-        mask = None if a.window is None or a.window >= length else _mask(length, a.window, x.device)
+    else:
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=a.scale, enable_gqa=a.heads != a.kv_heads
         )
-    else:
-        out = torch.cat([_capped(a, weights, *(t[i : i + 1] for t in (q, k, v))) for i in range(batch)])
     out = out.transpose(1, 2).reshape(batch, length, a.heads * a.head_dim)
     return _linear(a.o, weights, watch(a.o.name, out))
 

@@ -87,27 +87,24 @@ def stay_dense(sites: Sequence[Site], weights: Mapping[str, Tensor], dtype: torc
 def relative_error(weight: Tensor, code: Weight, xtx: Tensor) -> float:
     """‖X(W−Ŵ)ᵀ‖ / ‖XWᵀ‖ for the inputs behind ``xtx``, Ŵ being what ``code`` holds; 0 where the exact output is all
     zeros."""
-    lost = whole = torch.zeros((), device=weight.device)
-    step = max(1, PIECE // weight.shape[1])
-    for a in range(0, len(weight), step):
-        rows = weight[a : a + step]
-        difference = code.take_rows(slice(a, a + step)).dequantize().to(weight.device) - rows
-        lost = lost + product(difference, xtx).mul_(difference).sum()
-        whole = whole + product(rows, xtx).mul_(rows).sum()
-    return float((lost.clamp(min=0) / whole).sqrt()) if whole > 0 else 0.0
+    return _share_lost(weight, code, lambda rows: product(rows, xtx).mul_(rows).sum())
 
 
 def sampled_error(weight: Tensor, code: Weight, inputs: Tensor | None) -> float:
     """``relative_error`` for some inputs themselves, ``inputs`` [rows, in]; None: for inputs that do not depend on each
     other."""
+    return _share_lost(weight, code, lambda rows: (rows if inputs is None else product(inputs, rows)).square().sum())
+
+
+def _share_lost(weight: Tensor, code: Weight, size: Callable[[Tensor], Tensor]) -> float:
+    """Root of what the rows of W−Ŵ come to by ``size``, a squared output, over what those of W do; 0 if that is 0."""
     lost = whole = torch.zeros((), device=weight.device)
     step = max(1, PIECE // weight.shape[1])
     for a in range(0, len(weight), step):
         rows = weight[a : a + step]
-        difference = code.take_rows(slice(a, a + step)).dequantize().to(weight.device) - rows
-        lost = lost + (difference if inputs is None else product(inputs, difference)).square().sum()
-        whole = whole + (rows if inputs is None else product(inputs, rows)).square().sum()
-    return float((lost / whole).sqrt()) if whole > 0 else 0.0
+        lost = lost + size(code.take_rows(slice(a, a + step)).dequantize().to(weight.device) - rows)
+        whole = whole + size(rows)
+    return float((lost.clamp(min=0) / whole).sqrt()) if whole > 0 else 0.0
 
 
 def warnings(layers: Sequence[Mapping[str, Any]], most: int = 20) -> list[str]:

@@ -52,8 +52,9 @@ def method(*, quant_dtype: torch.dtype, dtype: torch.dtype, strength: float | No
         if gram is not None and site.fold is not None:
             scale = _scale(site, weights, gram, strength, quant_dtype)
         scale = None if scale is None else storable(site, weights, scale, dtype)
-        channels = None if scale is None else fold_site(site, folded, scale)
-        inputs = None if gram is None else gram.sample if channels is None else gram.sample / channels
+        inputs = None if gram is None else gram.sample
+        if inputs is not None and scale is not None:
+            inputs = inputs / fold_site(site, folded, scale)
         how = "weight-only" if gram is None else "smooth_quant"
         del gram
         for linear in site.linears:
