@@ -9,6 +9,7 @@ The product adds up over units as long as it is small, and the budget is spent w
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -43,6 +44,7 @@ from toolkit.quant.statistics import Gram
 BITS = (2, 3, 4, 8)
 GROUPS = (128, 64, 32)
 SCALE_BITS = 16
+STEPS = 1 << 18  # of a budget
 SCALED_FOR = 4  # bits of the grid that the scales are searched for
 HEADER_BYTES = 800  # of a module's entries in the files' headers, at most, and of what is stored besides codes
 GGUF_GRIDS = {
@@ -267,31 +269,36 @@ def _rounded(directory: Path, grid: int, folded: Folded, device: torch.device) -
 
 
 def allocate(units: Sequence[Unit], budget: int) -> list[Candidate]:
-    """A candidate for every unit so that costs stay within ``budget`` bits and the sum of losses is small.
+    """A candidate for every unit so that costs stay within ``budget`` bits and the sum of losses is the least possible.
 
-    Every unit starts at its cheapest; then, again and again, the step that saves most loss a bit among those that still
-    fit is taken. Raises UsageError where even the cheapest do not fit.
+    Dynamic programming over what is spent beyond each unit's cheapest, in steps of the costs' common divisor (coarser
+    where that made more than ``STEPS`` of them; then what is spent is rounded up). Raises UsageError where even the
+    cheapest do not fit.
     """
-    chosen = [min(u.candidates, key=lambda c: (c.cost, c.loss)) for u in units]
-    left = budget - sum(c.cost for c in chosen)
+    cheapest = [min(c.cost for c in u.candidates) for u in units]
+    left = budget - sum(cheapest)
     if left < 0:
-        least, weights = budget - left, sum(u.weights for u in units)
-        raise UsageError(_too_small(least, weights))
-    while True:
-        best: tuple[float, int, Candidate] | None = None
-        for i, (unit, now) in enumerate(zip(units, chosen, strict=True)):
-            for c in unit.candidates:
-                gain = now.loss - c.loss
-                more = c.cost - now.cost
-                if gain <= 0 or more > left:
-                    continue
-                rate = gain / max(more, 1)
-                if best is None or rate > best[0]:
-                    best = (rate, i, c)
-        if best is None:
-            return chosen
-        left -= best[2].cost - chosen[best[1]].cost
-        chosen[best[1]] = best[2]
+        raise UsageError(_too_small(budget - left, sum(u.weights for u in units)))
+    choices = [sorted(u.candidates, key=lambda c: (c.cost, c.loss)) for u in units]  # of equal losses the cheapest
+    beyond = [[c.cost - least for c in found] for found, least in zip(choices, cheapest, strict=True)]
+    step = max(math.gcd(*itertools.chain(*beyond)), -(-left // STEPS), 1)
+    steps = [[-(-more // step) for more in found] for found in beyond]
+    size = left // step + 1
+    least, picked = torch.zeros(size, dtype=torch.float64), []  # the least sum of losses within 0, 1, … steps
+    for found, taken in zip(choices, steps, strict=True):
+        sums = torch.full((len(found), size), torch.inf, dtype=torch.float64)
+        for row, c, more in zip(sums, found, taken, strict=True):
+            if more < size:
+                row[more:] = least[: size - more] + c.loss
+        best = sums.min(0)
+        least = best.values
+        picked.append(best.indices.to(torch.uint8))
+    chosen, place = [], size - 1
+    for found, taken, pick in zip(reversed(choices), reversed(steps), reversed(picked), strict=True):
+        i = int(pick[place])
+        chosen.append(found[i])
+        place -= taken[i]
+    return chosen[::-1]
 
 
 def reasons(units: Sequence[Unit], chosen: Sequence[Candidate]) -> list[dict[str, Any]]:
