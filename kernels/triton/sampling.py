@@ -39,6 +39,23 @@ def _draw_unfiltered(
 
 
 @triton.jit
+def _draw_place(weight, uniform, LISTED: tl.constexpr):
+    """The first place whose weight takes the running sum above ``uniform`` of all, or LISTED where there is none.
+
+    A quarter is found by its sum and searched alone: float64 sums of all would not fit the registers.
+    """
+    part = tl.arange(0, 4)
+    quarters = tl.reshape(weight, [4, LISTED // 4])
+    mass = tl.sum(quarters.to(tl.float64), 1)
+    target = uniform * tl.sum(mass, 0)
+    hit = tl.min(tl.where(tl.cumsum(mass, 0) > target, part, 3), 0)
+    quarter = tl.sum(tl.where((part == hit)[:, None], quarters, 0.0), 0)
+    upto = tl.sum(tl.where(part < hit, mass, 0.0), 0) + tl.cumsum(quarter.to(tl.float64), 0)
+    at = hit * (LISTED // 4) + tl.arange(0, LISTED // 4)
+    return tl.min(tl.where((upto > target) & (quarter > 0.0), at, LISTED), 0)
+
+
+@triton.jit
 def _draw_listed(
     floors, counts, values, ids, row, peak, k, limit, least, uniform, vocab, chunks,
     WIDTH: tl.constexpr, LISTED: tl.constexpr, FIRST: tl.constexpr, FIRST_ROOM: tl.constexpr, ROOM: tl.constexpr,
@@ -50,11 +67,9 @@ def _draw_listed(
     early, later = at < FIRST * FIRST_ROOM, at - FIRST * FIRST_ROOM
     of_chunk = tl.where(early, at // FIRST_ROOM, later // ROOM)
     there = (of_chunk < chunks) & (early | (of_chunk >= FIRST))
-    place = tl.where(early, at % FIRST_ROOM, later % ROOM)
-    present = place < tl.load(counts + row * chunks + of_chunk, mask=there, other=0)
-    source = row * LISTED + at
-    x = tl.load(values + source, mask=present, other=float("-inf"))
-    token = tl.load(ids + source, mask=present, other=0)
+    rank = tl.where(early, at % FIRST_ROOM, later % ROOM)
+    present = rank < tl.load(counts + row * chunks + of_chunk, mask=there, other=0)
+    x = tl.load(values + row * LISTED + at, mask=present, other=float("-inf"))
     steps, weight = steps_below(x, peak), tl.exp(x - peak)
     low = tl.maximum(steps_below(floor, peak), BOTTOM)
     over = steps > low
@@ -68,10 +83,11 @@ def _draw_listed(
     kept = steps > threshold
     if ties > 0:
         kept = kept | (tie & (tl.cumsum(tie.to(tl.int32), 0) <= ties))
-    kept = kept & present & (weight >= least)
-    upto = tl.cumsum(tl.where(kept, weight, 0.0).to(tl.float64), 0)
-    found = tl.min(tl.where(kept & (upto > uniform * tl.max(upto, 0)), token, vocab), 0)
-    return tl.where(complete, found, -1)
+    kept = kept & (weight >= least)  # what is absent lies below every threshold
+    place = _draw_place(tl.where(kept, weight, 0.0), uniform, LISTED)
+    # lists are in ascending order of ids: the first place is the lowest id, and one id is read, not all of them
+    found = tl.load(ids + row * LISTED + place, mask=place < LISTED, other=0)
+    return tl.where(complete, tl.where(place < LISTED, found, vocab), -1)
 
 
 @triton.jit
