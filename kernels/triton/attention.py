@@ -126,6 +126,14 @@ def _choice(kind: str, rows: int, dim: int, form: _Form, q: Tensor) -> dict[str,
     return found
 
 
+def _registers(kind: str, dim: int, choice: dict[str, int]) -> int | None:
+    """A thread's at most: what three blocks of decoding leave it; None: what the assembler thinks best.
+
+    Left to itself it spills some to fit a fourth block of long heads, for which shared memory rarely has room.
+    """
+    return 168 if kind == "decode" and dim > 64 and choice["warps"] == 4 and choice["keys"] <= 64 else None
+
+
 @reference.paged_attention.register(
     "triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80, head_dim_reason), plan=make_plan
 )
@@ -185,6 +193,7 @@ def paged_attention(
         0 if window is None else window,
         warps=choice["warps"],
         stages=choice["stages"],
+        registers=_registers(tiles.kind, dim, choice),
         heads=kv_heads,
         HEAD_DIM=dim,
         GROUP=group,

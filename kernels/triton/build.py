@@ -59,7 +59,7 @@ def record(op: str, label: str, dtype: str, architecture: int) -> list[Launch]:
 
 def _key(launched: Launch) -> str:
     signature, constants, attributes = specialise(launched)
-    return f"{launched.kernel.__name__} {signature} {constants} {attributes} {launched.warps} {launched.stages}"
+    return f"{launched.kernel.__name__} {signature} {constants} {attributes} {launched.options}"
 
 
 def variants(architecture: int, only: str | None = None) -> Iterator[Variant]:
@@ -112,7 +112,7 @@ def build_one(variant: Variant) -> Built:
     compiled = triton.compile(
         ASTSource(launched.kernel, signature, constants, attributes),
         target=GPUTarget("cuda", architecture, 32),
-        options={"num_warps": launched.warps, "num_stages": launched.stages},
+        options=launched.options,
     )
     seconds = time.perf_counter() - start
     name, shared = launched.kernel.__name__, compiled.metadata.shared

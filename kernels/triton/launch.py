@@ -22,7 +22,9 @@ FLOATS = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Launch:
-    """One recorded launch. ``arguments``: run-time arguments by name; ``constants``: compile-time ones."""
+    """One recorded launch. ``arguments``: run-time arguments by name; ``constants``: compile-time ones; ``registers``:
+    a thread's at most, None where the assembler chooses.
+    """
 
     kernel: Any
     grid: tuple[int, ...]
@@ -30,6 +32,12 @@ class Launch:
     constants: dict[str, Any]
     warps: int
     stages: int
+    registers: int | None
+
+    @property
+    def options(self) -> dict[str, int | None]:
+        """What Triton is told besides arguments and constants."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
 
 _RECORD: ContextVar[tuple[int, list[Launch]] | None] = ContextVar("record", default=None)
@@ -73,22 +81,32 @@ def shared_limit(capability: int) -> int:
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], *arguments: Any, warps: int = 4, stages: int = 2, **constants: Any
+    kernel: Any,
+    grid: tuple[int, ...],
+    *arguments: Any,
+    warps: int = 4,
+    stages: int = 2,
+    registers: int | None = None,
+    **constants: Any,
 ) -> None:
-    """``kernel[grid](*arguments, **constants)`` on the device of its tensors; an empty grid launches nothing."""
+    """``kernel[grid](*arguments, **constants)`` on the device of its tensors; an empty grid launches nothing.
+
+    ``registers``: a thread's at most. Without it the assembler spills some to leave room for one block more on the
+    multiprocessor, not knowing that shared memory may have none.
+    """
     if 0 in grid:
         return
     record = _RECORD.get()
     if record is not None:
         named = dict(zip(kernel.arg_names, arguments, strict=False))
-        record[1].append(Launch(kernel, grid, named, constants, warps, stages))
+        record[1].append(Launch(kernel, grid, named, constants, warps, stages, registers))
         return
     if not INTERPRETED:
         settle(kernel)
     first = next(a for a in arguments if isinstance(a, Tensor))
     elsewhere = first.is_cuda and first.device.index != torch.cuda.current_device()
     with torch.cuda.device(first.device) if elsewhere else nullcontext():
-        kernel[grid](*arguments, num_warps=warps, num_stages=stages, **constants)
+        kernel[grid](*arguments, num_warps=warps, num_stages=stages, maxnreg=registers, **constants)
 
 
 def settle(function: Any) -> None:

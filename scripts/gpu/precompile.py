@@ -61,8 +61,7 @@ def warm(launched: Launch) -> Any:
     """What Triton compiles for a launch; nothing is launched."""
     settle(launched.kernel)
     arguments = launched.arguments.values()
-    options = {"num_warps": launched.warps, "num_stages": launched.stages}
-    return launched.kernel.warmup(*arguments, grid=launched.grid, **options, **launched.constants)
+    return launched.kernel.warmup(*arguments, grid=launched.grid, **launched.options, **launched.constants)
 
 
 def distinct(launches: list[Launch]) -> list[Launch]:
