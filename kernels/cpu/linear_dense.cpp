@@ -9,11 +9,12 @@ namespace tk {
 namespace TK_ISA {
 namespace {
 
-// WIDE: tokens of a block at most; FEW: up to so many take four tiles at once, for chains enough to hide a product's latency
+// Tokens of a block at most, where it is of one tile, of two and of four: sums stay in registers, and few tokens take more tiles,
+// for chains enough to hide a product's latency.
 #if defined(__AVX512F__)
-constexpr int WIDE = 12, FEW = 4;
+constexpr int WIDE = 12, TWO = WIDE, FOUR = 4;
 #else
-constexpr int WIDE = 4, FEW = 2;
+constexpr int WIDE = 6, TWO = 2, FOUR = 1;
 #endif
 constexpr int64_t PANEL = 144;  // tokens whose inputs stay in the second-level cache while tiles pass by
 
@@ -123,8 +124,8 @@ void gated_tile(const Matrix& gate, const Matrix& up, int32_t form, const Panel&
         F y[2 * WIDE];
         m = block_at(t, count, WIDE);
         if (m < count) next_gate.step(), next_up.step();
-        if (gate.dtype == up.dtype) {
-            block_for<2, WIDE>(form, m)(gate, tiles, in, t, y);
+        if (TWO == WIDE && gate.dtype == up.dtype) {
+            block_for<2, TWO>(form, m)(gate, tiles, in, t, y);
         } else {
             block_for<1, WIDE>(gate.dtype, m)(gate, tiles, in, t, y);
             block_for<1, WIDE>(up.dtype, m)(up, tiles + 1, in, t, y + m);
@@ -172,9 +173,10 @@ void linear_dense(const Matrix& w, const Rows& in, int64_t count, int64_t t0, in
     const int32_t form = form_of(w, w, in);
     each_panel(w, form, in, count, to, scratch, [&](const Panel& panel, int64_t n, const Store& part) {
         int64_t tile = t0;
-        if (n <= FEW)
-            for (; tile + 4 <= t1; tile += 4) run_tiles<4, FEW>(w, form, panel, n, tile, part);
-        for (; tile + 2 <= t1; tile += 2) run_tiles<2>(w, form, panel, n, tile, part);
+        if (n <= FOUR)
+            for (; tile + 4 <= t1; tile += 4) run_tiles<4, FOUR>(w, form, panel, n, tile, part);
+        if (n <= TWO || TWO == WIDE)
+            for (; tile + 2 <= t1; tile += 2) run_tiles<2, TWO>(w, form, panel, n, tile, part);
         for (; tile < t1; tile++) run_tiles<1>(w, form, panel, n, tile, part);
     });
 }

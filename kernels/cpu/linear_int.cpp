@@ -3,7 +3,8 @@
 // For an output row r, a token t and group g of columns, the integer D = sum (code - zero) * a is exact; then
 //     p = scale_w[r,g] * scale_a[t,g];  y = fma(float(D), p, y);  with minima also y = fma(min[r,g], scale_a * sum_a, y)
 // in ascending g. Both regimes below run exactly that, so their results are equal bit for bit:
-//   narrow   few tokens: stream a tile, split nibbles in registers, use each code for up to 8 tokens at once
+//   narrow   few tokens: stream a tile, split nibbles in registers, use each code for up to 8 tokens at once; with plain AVX2 and
+//            4 bits any number of tokens
 //   pairs    many tokens: two tiles by up to 6 tokens, integer and float sums both in registers; codes are split again for
 //            each block of tokens, which costs nothing beside the products. What comes next is fetched meanwhile.
 // The unsigned operand of the dot product is the weight (code, or code - zero + 16), the signed one the activation.
@@ -18,14 +19,25 @@ constexpr int NARROW = 8, WIDE = 6, PAIRS_FROM = 9;
 #elif defined(__AVXVNNI__)
 constexpr int NARROW = 4, WIDE = 6, PAIRS_FROM = 5;
 #else
-constexpr int NARROW = 4, WIDE = 4, PAIRS_FROM = 5;
+constexpr int NARROW = 5, WIDE = 4, PAIRS_FROM = 6;
+#endif
+#if defined(TK_SHORT_SUMS)
+constexpr bool PAIRS_OF_4_BITS = false;  // the narrow kernel, with codes of 15 at most, widens its sums half as often
+#else
+constexpr bool PAIRS_OF_4_BITS = true;
 #endif
 constexpr int64_t AHEAD = 6144;  // bytes that the narrow kernel prefetches ahead
 
-template <int BITS>
-TK_INLINE I dot(I acc, B u, B s) {
-    return BITS == 4 ? dot4_small(acc, u, s) : dot4(acc, u, s);
-}
+// 8-bit codes as the dot product takes them, and what it takes off each.
+#if defined(TK_SHORT_SUMS)
+typedef Centred Codes8;
+constexpr int32_t OFF8 = 128;
+TK_INLINE Codes8 codes8(B u) { return centred(u); }
+#else
+typedef B Codes8;
+constexpr int32_t OFF8 = 0;
+TK_INLINE Codes8 codes8(B u) { return u; }
+#endif
 
 TK_INLINE F header_floats(const uint8_t* h, int32_t dtype, int which) {
     if (dtype == F16) return load_f16((const uint16_t*)h + 16 * which);
@@ -36,26 +48,51 @@ TK_INLINE F header_floats(const uint8_t* h, int32_t dtype, int which) {
 TK_INLINE const uint8_t* header_zeros(const uint8_t* h, int32_t dtype) { return h + (dtype == F32 ? 64 : 32); }
 
 // One group of one tile for M tokens: integer part.
-template <int M, int BITS>
-TK_INLINE void group_dots(const uint8_t* codes, int64_t group, const int8_t* a, int64_t lda, I* d) {
+template <int M>
+TK_INLINE void group_dots4(const uint8_t* codes, int64_t group, const int8_t* a, int64_t lda, I* d) {
+#if defined(TK_SHORT_SUMS)
+    TK_EACH(t, M, d[t] = izero(););
+    for (int64_t k = 0; k < group;) {
+        H sums[M];
+        TK_EACH(t, M, sums[t] = izero(););
+        const int64_t end = k + 32 < group ? k + 32 : group;  // 8 times 2 products of 15 * 127 fit 16 bits
+        for (; k < end; k += 8) {
+            __builtin_prefetch(codes + k * 8 + AHEAD);
+            const B w = bload(codes + k * 8), low = low_nibbles(w), high = high_nibbles(w);
+            TK_EACH(t, M, {
+                sums[t] = hdot(sums[t], low, bset4(a + t * lda + k));
+                sums[t] = hdot(sums[t], high, bset4(a + t * lda + k + 4));
+            });
+        }
+        TK_EACH(t, M, d[t] = widen(d[t], sums[t]););
+    }
+#else
     I even[M], odd[M];
     TK_EACH(t, M, even[t] = odd[t] = izero(););
     for (int64_t k = 0; k < group; k += 8) {
-        const uint8_t* p = codes + k * 2 * BITS;
-        B w0, w1;
-        __builtin_prefetch(p + AHEAD);
-        if (BITS == 4) {
-            const B w = bload(p);
-            w0 = low_nibbles(w);
-            w1 = high_nibbles(w);
-        } else {
-            __builtin_prefetch(p + AHEAD + 64);
-            w0 = bload(p);
-            w1 = bload(p + 64);
-        }
+        __builtin_prefetch(codes + k * 8 + AHEAD);
+        const B w = bload(codes + k * 8), low = low_nibbles(w), high = high_nibbles(w);
         TK_EACH(t, M, {
-            even[t] = dot<BITS>(even[t], w0, bset4(a + t * lda + k));
-            odd[t] = dot<BITS>(odd[t], w1, bset4(a + t * lda + k + 4));
+            even[t] = dot4(even[t], low, bset4(a + t * lda + k));
+            odd[t] = dot4(odd[t], high, bset4(a + t * lda + k + 4));
+        });
+    }
+    TK_EACH(t, M, d[t] = iadd(even[t], odd[t]););
+#endif
+}
+
+template <int M>
+TK_INLINE void group_dots8(const uint8_t* codes, int64_t group, const int8_t* a, int64_t lda, I* d) {
+    I even[M], odd[M];
+    TK_EACH(t, M, even[t] = odd[t] = izero(););
+    for (int64_t k = 0; k < group; k += 8) {
+        const uint8_t* p = codes + k * 16;
+        __builtin_prefetch(p + AHEAD);
+        __builtin_prefetch(p + AHEAD + 64);
+        const Codes8 w0 = codes8(bload(p)), w1 = codes8(bload(p + 64));
+        TK_EACH(t, M, {
+            even[t] = dot4(even[t], w0, bset4(a + t * lda + k));
+            odd[t] = dot4(odd[t], w1, bset4(a + t * lda + k + 4));
         });
     }
     TK_EACH(t, M, d[t] = iadd(even[t], odd[t]););
@@ -68,16 +105,19 @@ void narrow_tile(const Matrix& w, const uint8_t* tile, const Rows& in, int64_t t
     TK_EACH(t, M, y[t] = fzero(););
     for (int64_t g = 0; g < groups; g++, tile += step) {
         I d[M];
-        group_dots<M, BITS>(tile + header, w.group, in.q + t0 * in.ldq + g * w.group, in.ldq, d);
+        const int8_t* a = in.q + t0 * in.ldq + g * w.group;
+        if (BITS == 4) group_dots4<M>(tile + header, w.group, a, in.ldq, d);
+        else group_dots8<M>(tile + header, w.group, a, in.ldq, d);
         const F s = header_floats(tile, w.dtype, 0);
         F low = fzero();
         I zero = izero();
         if (MIN) low = header_floats(tile, w.dtype, 1);
-        else zero = BITS == 8 ? iset1(128) : load_u8(header_zeros(tile, w.dtype));
+        if (BITS == 8) zero = iset1((MIN ? 0 : 128) - OFF8);
+        else if (!MIN) zero = load_u8(header_zeros(tile, w.dtype));
         TK_EACH(t, M, {
             const float sa = in.scale[(t0 + t) * in.lds + g];
             const int32_t sum = in.sum[(t0 + t) * in.lds + g];
-            if (!MIN) d[t] = isub(d[t], imul(zero, iset1(sum)));
+            if (BITS == 8 ? OFF8 != 128 || MIN : !MIN) d[t] = isub(d[t], imul(zero, iset1(sum)));
             y[t] = fma(f_of(d[t]), fmul(s, fset1(sa)), y[t]);
             if (MIN) y[t] = fma(low, fset1(sa * float(sum)), y[t]);
         });
@@ -94,8 +134,8 @@ NarrowTile narrow_for(int64_t m) {
         case 2: return narrow_tile<2, BITS, MIN>;
         case 3: return narrow_tile<3, BITS, MIN>;
         case 4: return narrow_tile<4, BITS, MIN>;
-#if defined(__AVX512F__)
         case 5: return narrow_tile<5, BITS, MIN>;
+#if defined(__AVX512F__)
         case 6: return narrow_tile<6, BITS, MIN>;
         case 7: return narrow_tile<7, BITS, MIN>;
         case 8: return narrow_tile<8, BITS, MIN>;
@@ -146,40 +186,43 @@ Pair pair_of(const Matrix& w, const uint8_t* a, const uint8_t* b, void* scratch)
     return out;
 }
 
-// what is added to (code - zero) so that the byte is unsigned
-TK_INLINE int32_t offset_of(const Matrix& w) { return w.minima ? 0 : w.bits == 4 ? 16 : 128; }
+// what is added to (code - zero) before the dot product sees it
+template <int BITS, bool MIN>
+constexpr int32_t offset_of() { return BITS == 8 ? (MIN ? 0 : 128) - OFF8 : MIN ? 0 : 16; }
 
-// d[n * M + t] += products of 4 columns of tile n and token t. Rows of activations are reached from every third one, which is
-// what address arithmetic offers.
-template <int M, int N, int BITS>
-TK_INLINE void block_step(const B* w, const int8_t* const* rows, int64_t lda, int64_t k, I* d) {
-    TK_EACH(t, M, {
-        const B s = bset4(rows[t / 3] + t % 3 * lda + k);
-        TK_EACH(n, N, d[n * M + t] = dot<BITS>(d[n * M + t], w[n], s););
-    });
+// The activations of 4 columns of every token, row by row: from every third row address arithmetic reaches the others.
+template <int M, class Fn>
+TK_INLINE void each_row(const int8_t* const* rows, int64_t lda, int64_t k, Fn&& f) {
+    TK_EACH(t, M, f(t, bset4(rows[t / 3] + t % 3 * lda + k)););
 }
 
-// Integer part of one group of N tiles.
-template <int M, int N, int BITS, bool MIN>
-TK_INLINE void block_dots(const uint8_t* const* codes, const uint8_t* shift, int64_t group, const int8_t* a, int64_t lda, I* d) {
-    const int8_t* rows[(M + 2) / 3];
-    TK_EACH(r, (M + 2) / 3, rows[r] = a + r * 3 * lda;);
-    B w[N], s[N];
-    if (BITS == 8) {
-        for (int64_t k = 0; k < group; k += 4) {
-            TK_EACH(n, N, w[n] = bload(codes[n] + k * 16););
-            block_step<M, N, BITS>(w, rows, lda, k, d);
-        }
-        return;
+// Integer part of one group of N tiles: d[n * M + t] += products of tile n and token t.
+template <int M, int N>
+TK_INLINE void block_dots8(const uint8_t* const* codes, int64_t group, const int8_t* const* rows, int64_t lda, I* d) {
+    for (int64_t k = 0; k < group; k += 4) {
+        Codes8 w[N];
+        TK_EACH(n, N, w[n] = codes8(bload(codes[n] + k * 16)););
+        each_row<M>(rows, lda, k, [&](auto t, B s) __attribute__((always_inline)) {
+            TK_EACH(n, N, d[n * M + t] = dot4(d[n * M + t], w[n], s););
+        });
     }
+}
+
+template <int M, int N, bool MIN>
+TK_INLINE void block_dots4(const uint8_t* const* codes, const uint8_t* shift, int64_t group, const int8_t* const* rows,
+                           int64_t lda, I* d) {
+    B w[N], s[N];
+    const auto step = [&](auto t, B a) __attribute__((always_inline)) {
+        TK_EACH(n, N, d[n * M + t] = dot4(d[n * M + t], w[n], a););
+    };
     TK_EACH(n, N, s[n] = MIN ? izero() : bload(shift + 64 * n););
     for (int64_t k = 0; k < group; k += 8) {
         TK_EACH(n, N, w[n] = low_nibbles(bload(codes[n] + k * 8)););
         if (!MIN) TK_EACH(n, N, w[n] = badd(w[n], s[n]););
-        block_step<M, N, BITS>(w, rows, lda, k, d);
+        each_row<M>(rows, lda, k, step);
         TK_EACH(n, N, w[n] = high_nibbles(bload(codes[n] + k * 8)););
         if (!MIN) TK_EACH(n, N, w[n] = badd(w[n], s[n]););
-        block_step<M, N, BITS>(w, rows, lda, k + 4, d);
+        each_row<M>(rows, lda, k + 4, step);
     }
 }
 
@@ -187,7 +230,7 @@ TK_INLINE void block_dots(const uint8_t* const* codes, const uint8_t* shift, int
 template <int M, int N, int BITS, bool MIN>
 TK_INLINE void block(const Matrix& w, const Pair& p, const Rows& in, int64_t t0, int first) {
     const int64_t groups = w.groups(), lda = in.ldq, group = w.group, bytes = w.group_bytes();
-    const int32_t offset = offset_of(w);
+    constexpr int32_t offset = offset_of<BITS, MIN>();
     const uint8_t* codes[N];
     TK_EACH(n, N, codes[n] = p.tile[first + n] + w.header_bytes(););
     const int8_t* a = in.q + t0 * lda;
@@ -198,10 +241,13 @@ TK_INLINE void block(const Matrix& w, const Pair& p, const Rows& in, int64_t t0,
     for (int64_t g = 0; g < groups; g++, a += group, sums++, sa++) {
         I d[N * M];
         TK_EACH(t, M, {
-            const I start = MIN ? izero() : iset1(-offset * sums[t * in.lds]);
+            const I start = offset ? iset1(-offset * sums[t * in.lds]) : izero();
             TK_EACH(n, N, d[n * M + t] = start;);
         });
-        block_dots<M, N, BITS, MIN>(codes, p.shift + g * 128 + first * 64, group, a, lda, d);
+        const int8_t* rows[(M + 2) / 3];
+        TK_EACH(r, (M + 2) / 3, rows[r] = a + r * 3 * lda;);
+        if constexpr (BITS == 8) block_dots8<M, N>(codes, group, rows, lda, d);
+        else block_dots4<M, N, MIN>(codes, p.shift + g * 128 + first * 64, group, rows, lda, d);
         const float *scales = p.scales + g * 32 + first * 16, *minima = p.minima + g * 32 + first * 16;
         F s[N];
         TK_EACH(n, N, s[n] = fload(scales + 16 * n););
@@ -233,10 +279,8 @@ typedef void (*PairBlock)(const Matrix&, const Pair&, const Rows&, int64_t);
 template <int BITS, bool MIN>
 PairBlock pair_for(int64_t m) {
     switch (m) {
-#if defined(__AVX512F__) || defined(__AVXVNNI__)
         case 6: return pair_block<6, BITS, MIN>;
         case 5: return pair_block<5, BITS, MIN>;
-#endif
         case 4: return pair_block<4, BITS, MIN>;
         case 3: return pair_block<3, BITS, MIN>;
         case 2: return pair_block<2, BITS, MIN>;
@@ -245,9 +289,12 @@ PairBlock pair_for(int64_t m) {
 }
 
 PairBlock pair_kernel(const Matrix& w, int64_t m) {
-    if (w.bits == 4) return w.minima ? pair_for<4, true>(m) : pair_for<4, false>(m);
+    if constexpr (PAIRS_OF_4_BITS)
+        if (w.bits == 4) return w.minima ? pair_for<4, true>(m) : pair_for<4, false>(m);
     return w.minima ? pair_for<8, true>(m) : pair_for<8, false>(m);
 }
+
+bool in_pairs(const Matrix& w, int64_t count) { return count >= PAIRS_FROM && (w.bits == 8 || PAIRS_OF_4_BITS); }
 
 void linear_pairs(const Matrix& w, const Rows& in, int64_t count, int64_t t0, int64_t t1, const Store& to, void* scratch) {
     const int64_t bytes = w.tile_bytes(), steps = (count + WIDE - 1) / WIDE;
@@ -298,7 +345,7 @@ void gated_pairs(const Matrix& gate, const Matrix& up, const Rows& in, int64_t c
 int64_t linear_int_scratch(const Matrix& w) { return 128 + 2 * WIDE * 64 + w.groups() * 384; }
 
 void linear_int(const Matrix& w, const Rows& in, int64_t count, int64_t t0, int64_t t1, const Store& to, void* scratch) {
-    if (count >= PAIRS_FROM) return linear_pairs(w, in, count, t0, t1, to, scratch);
+    if (in_pairs(w, count)) return linear_pairs(w, in, count, t0, t1, to, scratch);
     for (int64_t tile = t0; tile < t1; tile++)
         for (int64_t t = 0; t < count; t += NARROW) {
             const int64_t m = count - t < NARROW ? count - t : NARROW;
@@ -310,7 +357,7 @@ void linear_int(const Matrix& w, const Rows& in, int64_t count, int64_t t0, int6
 
 void gated_int(const Matrix& gate, const Matrix& up, const Rows& in, int64_t count, int64_t t0, int64_t t1,
                const Store& to, void* scratch) {
-    if (count >= PAIRS_FROM && same_shape(gate, up)) return gated_pairs(gate, up, in, count, t0, t1, to, scratch);
+    if (in_pairs(gate, count) && same_shape(gate, up)) return gated_pairs(gate, up, in, count, t0, t1, to, scratch);
     for (int64_t tile = t0; tile < t1; tile++)
         for (int64_t t = 0; t < count; t += NARROW) {
             const int64_t m = count - t < NARROW ? count - t : NARROW;

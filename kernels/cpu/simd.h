@@ -141,8 +141,6 @@ TK_INLINE I dot4(I acc, B u, B s) {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(u), "v"(s));
     return acc;
 }
-// the same where every u is at most 127
-TK_INLINE I dot4_small(I acc, B u, B s) { return dot4(acc, u, s); }
 // acc[lane] += products of two pairs of bfloat16
 TK_INLINE F dot_bf16(F acc, B a, B b) {
     __asm__("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
@@ -250,20 +248,37 @@ TK_INLINE B badd(B x, B y) { return {_mm256_add_epi8(x.a, y.a), _mm256_add_epi8(
 TK_INLINE I dot4(I acc, B u, B s) {
     return {_mm256_dpbusd_avx_epi32(acc.a, u.a, s.a), _mm256_dpbusd_avx_epi32(acc.b, u.b, s.b)};
 }
-TK_INLINE I dot4_small(I acc, B u, B s) { return dot4(acc, u, s); }
 #else
-TK_INLINE __m256i dot4_half(__m256i acc, __m256i u, __m256i s) {
-    __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, _mm256_set1_epi16(0xff)),
-                                     _mm256_srai_epi16(_mm256_slli_epi16(s, 8), 8));
-    __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(s, 8));
-    return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
+// Here a dot product adds two of the four products in 16 bits, which is exact where they fit: |2 u s| < 32768.
+// (Assembly, for g++ 12 makes the products of several steps first and has no registers left for the sums.)
+#define TK_SHORT_SUMS
+typedef I H;  // 32 int16
+TK_INLINE __m256i hdot(__m256i acc, __m256i u, __m256i s) {
+    __m256i x;
+    __asm__("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(acc), "=&x"(x) : "x"(u), "x"(s));
+    return acc;
 }
-TK_INLINE I dot4(I acc, B u, B s) { return {dot4_half(acc.a, u.a, s.a), dot4_half(acc.b, u.b, s.b)}; }
-// maddubs adds two products in 16 bits: exact as 2 * 127 * 128 < 32768
-TK_INLINE I dot4_small(I acc, B u, B s) {
+TK_INLINE H hdot(H acc, B u, B s) { return {hdot(acc.a, u.a, s.a), hdot(acc.b, u.b, s.b)}; }
+// acc[lane] += both of its int16
+TK_INLINE I widen(I acc, H h) {
     const __m256i one = _mm256_set1_epi16(1);
-    return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(_mm256_maddubs_epi16(u.a, s.a), one)),
-            _mm256_add_epi32(acc.b, _mm256_madd_epi16(_mm256_maddubs_epi16(u.b, s.b), one))};
+    return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(h.a, one)), _mm256_add_epi32(acc.b, _mm256_madd_epi16(h.b, one))};
+}
+// Bytes u - 128, as absolute value (128 at most, so that twice that by 127 fits) and sign.
+struct Centred { B size, sign; };
+TK_INLINE Centred centred(B u) {
+    const I x = {_mm256_xor_si256(u.a, _mm256_set1_epi8(-128)), _mm256_xor_si256(u.b, _mm256_set1_epi8(-128))};
+    return {{_mm256_abs_epi8(x.a), _mm256_abs_epi8(x.b)}, x};
+}
+TK_INLINE __m256i dot4(__m256i acc, __m256i size, __m256i sign, __m256i s) {
+    __m256i x;
+    __asm__("vpsignb %3, %4, %1\n\tvpmaddubsw %1, %2, %1\n\tvpmaddwd %5, %1, %1\n\tvpaddd %1, %0, %0"
+            : "+x"(acc), "=&x"(x) : "x"(size), "x"(sign), "x"(s), "x"(_mm256_set1_epi16(1)));
+    return acc;
+}
+// acc[lane] += sum of 4 products (u - 128) * s, |s| <= 127
+TK_INLINE I dot4(I acc, Centred u, B s) {
+    return {dot4(acc.a, u.size.a, u.sign.a, s.a), dot4(acc.b, u.size.b, u.sign.b, s.b)};
 }
 #endif
 TK_INLINE float hsum(F x) {
@@ -363,7 +378,6 @@ TK_INLINE I dot4(I acc, B u, B s) {
     }
     return acc;
 }
-TK_INLINE I dot4_small(I acc, B u, B s) { return dot4(acc, u, s); }
 TK_INLINE float hsum(F x) {
     for (int n = 8; n > 0; n /= 2)
         for (int i = 0; i < n; i++) x.v[i] += x.v[i + n];
