@@ -40,9 +40,19 @@ app = typer.Typer(
 )
 
 
-def _quantize(method: Callable[..., Result], model: str, work_dir: Path, flags: LiteFlags, **options: Any) -> Result:
-    """Run one method of ``toolkit.quant.lite`` with the flags that all share, and report."""
-    common = flags.common()
+OF_TEXT = ("calib_dataset", "calib_samples", "calib_seqlen", "nsamples", "seqlen", "batch_size", "seed", "calibration")
+
+
+def _quantize(
+    method: Callable[..., Result],
+    model: str,
+    work_dir: Path,
+    flags: LiteFlags,
+    without: tuple[str, ...] = (),
+    **options: Any,
+) -> Result:
+    """Run one method of ``toolkit.quant.lite`` with the flags that all share but ``without``, and report."""
+    common = flags.common(without)
     with progress_bar() as progress:
         result = method(model, work_dir, common=common, progress=progress, **options)
     report(result, flags)
@@ -207,7 +217,7 @@ def blocked_fp8(
     """
     from toolkit.quant.lite import blocked_fp8 as quantize
 
-    _quantize(quantize, model, work_dir, flags, scale_fmt=scale_fmt)
+    _quantize(quantize, model, work_dir, flags, without=OF_TEXT, scale_fmt=scale_fmt)
 
 
 @app.command("mxfp4")
@@ -219,7 +229,7 @@ def mxfp4(model: Model, flags: LiteFlags, work_dir: WorkDir = Path("work_dir")) 
     """
     from toolkit.quant.lite import mxfp4 as quantize
 
-    _quantize(quantize, model, work_dir, flags)
+    _quantize(quantize, model, work_dir, flags, without=OF_TEXT)
 
 
 @app.command("kv")

@@ -65,6 +65,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_model_loads(command
 
 def test_a_picture_of_another_kind_is_refused_before_the_model_loads(tmp_path: Path) -> None:
     refused(tool("lite", "mxfp4", "nosuch", "--plot", tmp_path / "x.xyz"), "--plot", "ends in .png")
+    refused(tool("lite", "blocked_fp8", "nosuch", "--calib-samples", "8"), "--calib-samples", "no use for it")
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

@@ -235,6 +235,8 @@ def test_statistics_are_taken_once_and_give_the_same_result(tiny_models: Any, tm
         mxfp4(model, tmp_path / "x", common=quick(text, calibration=str(tmp_path / "statistics")))
     with pytest.raises(UsageError, match="written by tool lite calibrate"):
         auto_awq(model, tmp_path / "x", common=quick(text, calibration=str(tmp_path / "nosuch")))
+    with pytest.raises(UsageError, match="written by tool lite calibrate, found one made by 'lite auto_awq'"):
+        auto_awq(model, tmp_path / "x", common=quick(text, calibration=str(tmp_path / "awq")))
 
 
 def test_scales_of_the_cache(tiny_models: Any, tmp_path: Path, text: Path) -> None:

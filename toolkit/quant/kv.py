@@ -121,7 +121,7 @@ def _scales(
         def rounding(name: str, x: Tensor, near: dict[str, Tensor] = near) -> Tensor:
             return _round(x, near[name]) if name in near else x
 
-        probe.advance(layer, weights, weights, rounding)
+        probe.advance(i, layer, weights, weights, rounding)
         for a in _attention(layer):
             base = a.k.name.rsplit(".", 1)[0]
             found[f"{base}.k_scale"] = scales[a.k.name + CACHE]

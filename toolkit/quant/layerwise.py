@@ -180,7 +180,7 @@ def quantize_layers(
             if setting.sequential and i < last_missing:  # past the last one to quantize nobody reads the text
                 flow.advance(i, layer, after, rounding=rounding)
             if probe is not None:
-                probe.advance(layer, original, after, rounding)
+                probe.advance(i, layer, original, after, rounding)
         return _in_order(result.reports, sites)
 
     reports: list[LinearReport] = []
@@ -203,7 +203,7 @@ def probe_layers(source: LayerSource, setting: Setting, probe: Probe, stage: Sta
         progress(i, count)
         result = load_layer(stage, i)
         rounding = input_rounding(setting.selection.sites(layer), result.weights)
-        probe.advance(layer, source.layer(i, setting.device), _on(result, layer, setting.device), rounding)
+        probe.advance(i, layer, source.layer(i, setting.device), _on(result, layer, setting.device), rounding)
     progress(count, count)
 
 

@@ -10,7 +10,6 @@ from importlib import resources
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from toolkit.engine.windows import scoring_windows
@@ -36,7 +35,7 @@ class Probe:
     def __init__(
         self, spec: DecoderSpec, table: Tensor, tokens: Tensor, device: torch.device, spill: Spill | None = None
     ) -> None:
-        self.spec, self.device, self.passed = spec, device, 0
+        self.spec, self.device = spec, device
         self.window = min(WINDOW, max(spec.max_position, 2))  # a window of one token scores nothing
         cuts = scoring_windows(len(tokens), self.window, self.window)
         self.ids = [tokens[start:stop] for start, stop, _ in cuts]
@@ -45,18 +44,17 @@ class Probe:
         )
 
     def advance(
-        self, layer: LayerSpec, original: Weights, quantized: Weights, rounding: Rounding | None = None
+        self, index: int, layer: LayerSpec, original: Weights, quantized: Weights, rounding: Rounding | None = None
     ) -> None:
-        """Send both copies through one layer; ``rounding`` holds for the inputs of the quantized one. Raises
+        """Send both copies through layer ``index``; ``rounding`` holds for the inputs of the quantized one. Raises
         ToolkitError that names the layer where one is no longer finite."""
         copies = ((self.before, original, None, "as it was"), (self.after, quantized, rounding, "once quantized"))
         for states, weights, near, which in copies:
             for i, x in enumerate(states):
                 y = layer_forward(layer, weights, x.to(self.device), rounding=near)
                 if not bool(torch.isfinite(y).all()):
-                    raise ToolkitError(f"held-out text: activations of layer {self.passed}, {which}, are not finite")
+                    raise ToolkitError(f"held-out text: activations of layer {index}, {which}, are not finite")
                 states[i] = y.cpu()
-        self.passed += 1
 
     def figures(self, weights: Weights, quantized: Weights | None = None) -> dict[str, Any]:
         """After the last layer. ``weights``: final norm and head; ``quantized``: those of the second copy, if others.
@@ -78,11 +76,12 @@ class Probe:
                     p, q = head_logits(self.spec, weights, torch.cat([x, y])).chunk(2)
                 else:
                     p, q = head_logits(self.spec, weights, x), head_logits(self.spec, quantized, y)
-                shares, p, q = p.softmax(-1), p.log_softmax(-1), q.log_softmax(-1)
-                lost[0] += float(F.nll_loss(p, targets, reduction="sum"))
-                lost[1] += float(F.nll_loss(q, targets, reduction="sum"))
-                agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
+                (shares, norm_p, best_p), (_, norm_q, best_q) = _distribution(p), _distribution(q)
+                lost[0] += float((norm_p - p.gather(1, targets[:, None])[:, 0]).sum())
+                lost[1] += float((norm_q - q.gather(1, targets[:, None])[:, 0]).sum())
+                agreed += int((best_p == best_q).sum())
                 kl += float(torch.dot(shares.flatten(), p.sub_(q).flatten()))  # in place: it is the largest by far
+                kl += float((norm_q - norm_p).sum())
         scored = sum(len(row) - 1 for row in self.ids)
         return {
             "perplexity_before": _exp(lost[0] / scored),
@@ -94,6 +93,13 @@ class Probe:
             "stride": self.window,
             "dtype": "float32",
         }
+
+
+def _distribution(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of ``logits`` [n, vocab]: probabilities, logarithms of their norms [n], the likeliest tokens [n]. The likeliest
+    has the share 1 / norm of exp(logit - largest logit): no second pass of exponentials for the logarithm."""
+    shares, (largest, best) = logits.softmax(-1), logits.max(-1)
+    return shares, largest - shares.gather(1, best[:, None])[:, 0].log(), best
 
 
 def _widened(weights: Weights, head: str) -> Weights:

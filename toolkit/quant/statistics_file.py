@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.artifacts.manifest import content_digest, require_kind
+from toolkit.artifacts.manifest import content_digest, read_manifest
 from toolkit.artifacts.safetensors_file import write_tensors
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.quant.layers import LayerSource
@@ -76,9 +76,10 @@ def open_statistics(path: Path, model_digest: str, source: LayerSource) -> Saved
     """
     if not path.is_dir():
         raise UsageError(f"--calibration {path}: expected a directory written by tool lite calibrate, found none")
-    manifest = require_kind(path, (KIND,), "--calibration")
-    if manifest is None:
-        raise UsageError(f"--calibration {path}: expected a directory written by tool lite calibrate, found another")
+    manifest = read_manifest(path)
+    if manifest is None or manifest.kind != KIND:
+        found = "another" if manifest is None else f"one made by {manifest.stage!r}"
+        raise UsageError(f"--calibration {path}: expected a directory written by tool lite calibrate, found {found}")
     if manifest.parent.get("digest") != model_digest:
         raise ToolkitError(
             f"--calibration {path}: taken from {manifest.parent.get('path')}, whose content is not that of "
