@@ -24,7 +24,18 @@ from .attention_plan import Plan, make_plan
 from .cache_codes import E4M3_UNIT, form_of, stored
 from .codes import cast, hadamard
 from .kv_store import head_dim_reason
-from .launch import FLOATS, INTERPRETED, capability_of, dot_dtype, from_shared, launch, needs, power_of_2, shared_limit
+from .launch import (
+    FLOATS,
+    INTERPRETED,
+    capability_of,
+    dot_dtype,
+    from_shared,
+    launch,
+    needs,
+    power_of_2,
+    shared_limit,
+    tensor_memory,
+)
 from .tuning import tuned
 
 
@@ -98,11 +109,6 @@ def _rows(kind: str, group: int, dim: int, form: _Form, q: Tensor) -> int:
     return max({"decode": 16, "mixed": min(64, large), "prefill": large}[kind], power_of_2(group))
 
 
-def _has_tensor_memory(q: Tensor) -> bool:
-    """Whether products leave their sums in tensor memory (compute capability 10, not 12)."""
-    return 100 <= capability_of(q.device) < 120
-
-
 def _choice(kind: str, rows: int, dim: int, form: _Form, q: Tensor) -> dict[str, int]:
     """Keys a tile, warps and stages.
 
@@ -114,7 +120,7 @@ def _choice(kind: str, rows: int, dim: int, form: _Form, q: Tensor) -> dict[str,
     short = not hopper and (kind != "decode" or (eight and dim == 64))  # 64 would not fit the registers
     keys = 32 if wide or short or (eight and dim < width) else 64
     large = rows >= 128 or rows * width >= 1 << 14 or (eight and rows == 64 and not hopper)
-    if _has_tensor_memory(q) and width <= 64 and form.name == "float":
+    if tensor_memory(capability_of(q.device)) and width <= 64 and form.name == "float":
         large = False  # sums stay in tensor memory, whose reads would spill registers with 8 warps
     default = {"keys": keys, "warps": 8 if large else 4}
     found = tuned("attend_kernel", f"{kind}-{dim}-{form.name}", default, q.device)
@@ -126,12 +132,14 @@ def _choice(kind: str, rows: int, dim: int, form: _Form, q: Tensor) -> dict[str,
     return found
 
 
-def _registers(kind: str, dim: int, choice: dict[str, int]) -> int | None:
+def _registers(kind: str, dim: int, choice: dict[str, int], q: Tensor) -> int | None:
     """A thread's at most: what three blocks of decoding leave it; None: what the assembler thinks best.
 
-    Left to itself it spills some to fit a fourth block of long heads, for which shared memory rarely has room.
+    Left to itself it spills some to fit a fourth block of long heads, for which shared memory rarely has room. From
+    compute capability 10 on another assembler has the work, which spills when told.
     """
-    return 168 if kind == "decode" and dim > 64 and choice["warps"] == 4 and choice["keys"] <= 64 else None
+    long = kind == "decode" and dim > 64 and choice["warps"] == 4 and choice["keys"] <= 64
+    return 168 if long and capability_of(q.device) < 100 else None
 
 
 @reference.paged_attention.register(
@@ -193,7 +201,7 @@ def paged_attention(
         0 if window is None else window,
         warps=choice["warps"],
         stages=choice["stages"],
-        registers=_registers(tiles.kind, dim, choice),
+        registers=_registers(tiles.kind, dim, choice, q),
         heads=kv_heads,
         HEAD_DIM=dim,
         GROUP=group,
@@ -210,7 +218,8 @@ def paged_attention(
         V_DOT=form.v_dot,
         SCALED=form.scaled,
         ASM=not INTERPRETED,
-        TURN=not INTERPRETED and not _has_tensor_memory(q),  # an instruction that stays breaks the pipeline there
+        # an instruction that stays breaks the pipeline of products whose sums leave the registers
+        TURN=not INTERPRETED and not tensor_memory(capability_of(q.device)),
     )
     merge(out, tiles, sums, norms, sinks, kv_heads)
     return out

@@ -75,6 +75,13 @@ def from_shared(capability: int) -> bool:
     return 90 <= capability < 120
 
 
+def tensor_memory(capability: int) -> bool:
+    """Whether products of many rows leave their sums in tensor memory, to be read from there into registers all at
+    once (compute capability 10, not 12).
+    """
+    return 100 <= capability < 120
+
+
 def shared_limit(capability: int) -> int:
     """Bytes of shared memory that one block may ask for."""
     return {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}.get(capability, 99) * 1024

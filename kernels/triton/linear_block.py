@@ -16,7 +16,17 @@ from ..reference import linear_blocks as reference
 from ..registry import Target
 from .codes import EMULATE, cast, divide, encode, row_scale
 from .float_codes import e4m3_as_fp16
-from .launch import FLOATS, INTERPRETED, NATIVE_FLOAT8, capability_of, launch, needs, power_of_2, shared_limit
+from .launch import (
+    FLOATS,
+    INTERPRETED,
+    NATIVE_FLOAT8,
+    capability_of,
+    launch,
+    needs,
+    power_of_2,
+    shared_limit,
+    tensor_memory,
+)
 from .tuning import tuned
 
 TOP = tl.constexpr(448.0)  # the largest e4m3 number
@@ -105,6 +115,8 @@ def _choice(tokens: int, block: int, native: bool, device: torch.device) -> dict
     """Tile, warps and stages by the number of tokens. Two blocks share a multiprocessor: one scales, one multiplies."""
     rows = max(16, power_of_2(min(tokens, 128 if native else 64)))
     default = {"cols": 32 if rows == 16 else 64, "k": min(block, 128), "warps": 4}
+    if rows == 128 and tensor_memory(capability_of(device)):
+        default["warps"] = 8  # both sums are read from tensor memory: 4 warps would spill them
     found = {"rows": rows, **tuned("block_linear_kernel", f"rows{rows}", default, device)}
     stage = (rows * (1 if native else 2) + found["cols"]) * found["k"]
     found.setdefault("stages", max(2, min(5, shared_limit(capability_of(device)) // 2 // stage)))

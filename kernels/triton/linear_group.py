@@ -16,7 +16,18 @@ from torch import Tensor
 from ..reference import linear as reference
 from ..registry import Target
 from .codes import cast, exact_float, high_nibble, low_nibble, widen
-from .launch import FLOATS, INTERPRETED, capability_of, dot_dtype, from_shared, launch, needs, power_of_2, shared_limit
+from .launch import (
+    FLOATS,
+    INTERPRETED,
+    capability_of,
+    dot_dtype,
+    from_shared,
+    launch,
+    needs,
+    power_of_2,
+    shared_limit,
+    tensor_memory,
+)
 from .tuning import tuned
 
 
@@ -220,8 +231,9 @@ def _choice(tokens: int, k: int, bits: int, x: Tensor) -> dict[str, int]:
     rows = max(16, power_of_2(min(tokens, 128)))
     if x.dtype == torch.float32:  # no tensor cores: for parity alone
         rows, cols, warps = 16, 32, 4
-    if tokens > 32 and (bits in (3, 8) or not from_shared(capability_of(x.device))):
-        k = min(k, 64)  # a code a byte, or operands that only registers can hold: twice the registers
+    capability = capability_of(x.device)
+    if tokens > 32 and (bits in (3, 8) or not from_shared(capability) or (rows == 128 and tensor_memory(capability))):
+        k = min(k, 64)  # a code a byte, or operands or sums that registers must hold: twice the registers
     default = {"cols": cols, "k": k, "warps": warps}
     found = {"rows": rows, **tuned("group_linear_kernel", f"rows{rows}", default, x.device)}
     stage = found["rows"] * found["k"] * x.element_size() + found["cols"] * found["k"]

@@ -16,7 +16,17 @@ from ..reference import linear as reference
 from ..registry import Target
 from .codes import EMULATE, cast, divide, encode, row_scale
 from .float_codes import float8_as_fp16
-from .launch import FLOATS, INTERPRETED, NATIVE_FLOAT8, capability_of, launch, needs, power_of_2, shared_limit
+from .launch import (
+    FLOATS,
+    INTERPRETED,
+    NATIVE_FLOAT8,
+    capability_of,
+    launch,
+    needs,
+    power_of_2,
+    shared_limit,
+    tensor_memory,
+)
 from .tuning import tuned
 
 ROW = 16384  # elements of a row that the registers of 1024 threads hold while they are rounded
@@ -145,7 +155,7 @@ def product(
     small = {"cols": 64 if rows == 16 or not native else 128, "k": 128, "warps": 4}
     default = small if rows <= 64 else {"cols": 256, "k": 128, "warps": 8}
     found = tuned("row_linear_kernel", f"rows{rows}", default, device)
-    if shared_limit(capability_of(device)) < 160 * 1024:
+    if shared_limit(capability_of(device)) < 160 * 1024 or tensor_memory(capability_of(device)):
         found["cols"] = min(found["cols"], 128)
     stage = (rows * codes.itemsize + found["cols"]) * found["k"]
     found.setdefault("stages", max(2, min(5, shared_limit(capability_of(device)) // stage - 1)))

@@ -223,6 +223,9 @@ WGMMA_ROWS = 64  # of a tile, from which on a kernel with products must show wgm
 
 # What an inner loop of a kernel may hold nevertheless, and why.
 EXCUSED: dict[str, dict[str, str]] = {
+    "chunk_kernel": {
+        "call": "how lanes that have parted sum over their warp, beside the one instruction of those that have not"
+    },
     "draw_kernel": {
         "call": "the rare path (tiny or huge numbers) of dividing logits by the temperature as IEEE rounds"
     },
