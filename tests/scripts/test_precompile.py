@@ -179,12 +179,13 @@ import json, os, time
 from types import SimpleNamespace
 from gpu import precompile
 from gpu.precompile import compile_all
+from toolkit.kernels.triton.launch import Launch
 
 precompile.settle = lambda kernel: None
 
 def launch(name, what):
     kernel = SimpleNamespace(__name__=name, warmup=lambda *args, **kwargs: what())
-    return SimpleNamespace(kernel=kernel, arguments={}, constants={}, grid=(1,), warps=4, stages=2)
+    return Launch(kernel, (1,), {}, {}, 4, 2, None)
 
 def fails(): raise ValueError("no such\\nlayout")
 
