@@ -4,7 +4,7 @@ A *unit* is one mixer of a layer (its attention, its MLP, its experts): the line
 candidate grid is tried on every unit, rounded as it will be at last (AWQ's scales, then GPTQ's rounding). How far the
 layer's output moves when that unit alone is rounded, the mean of ‖y − ŷ‖² / ‖y‖² over tokens, tells candidates apart;
 what that means to the model, the KL divergence of its predictions, is measured for one of them (``sensitivity.py``).
-The product adds up over units as long as it is small, and the budget is spent where a bit buys most.
+The product adds up over units as long as it is small, and the budget is spent so that the sum is the least there is.
 """
 
 from __future__ import annotations
