@@ -90,10 +90,14 @@ def test_exported_blocks_come_back_anywhere(bits, drive):
         for block in blocks:
             copy = driver._free[group].pop(0)
             driver.sequences[twin].blocks[group].append(copy)
-            driver.runner.import_block(group, copy, driver.runner.export_block(group, block))
+            exported = driver.runner.export_block(group, block)
+            driver.runner.import_block(group, copy, exported)
+            assert driver.runner.export_block(group, copy) == exported
     assert len(driver.runner.export_block(0, 0)) == driver.runner.memory().block_bytes[0]
     output = driver.step({source: [9], twin: [9]}, "all")
-    np.testing.assert_array_equal(output.logits[0], output.logits[1])
+    np.testing.assert_allclose(
+        output.logits[0], output.logits[1], rtol=1e-4, atol=1e-4
+    )  # rows of one product may differ
 
 
 def test_copied_blocks_diverge(drive):
