@@ -38,6 +38,9 @@ typedef B Codes8;
 constexpr int32_t OFF8 = 0;
 TK_INLINE Codes8 codes8(B u) { return u; }
 #endif
+// what is then still to take off, times the sum of the activations
+template <bool MIN>
+constexpr int32_t rest8() { return (MIN ? 0 : 128) - OFF8; }
 
 TK_INLINE F header_floats(const uint8_t* h, int32_t dtype, int which) {
     if (dtype == F16) return load_f16((const uint16_t*)h + 16 * which);
@@ -112,12 +115,12 @@ void narrow_tile(const Matrix& w, const uint8_t* tile, const Rows& in, int64_t t
         F low = fzero();
         I zero = izero();
         if (MIN) low = header_floats(tile, w.dtype, 1);
-        if (BITS == 8) zero = iset1((MIN ? 0 : 128) - OFF8);
+        if (BITS == 8) zero = iset1(rest8<MIN>());
         else if (!MIN) zero = load_u8(header_zeros(tile, w.dtype));
         TK_EACH(t, M, {
             const float sa = in.scale[(t0 + t) * in.lds + g];
             const int32_t sum = in.sum[(t0 + t) * in.lds + g];
-            if (BITS == 8 ? OFF8 != 128 || MIN : !MIN) d[t] = isub(d[t], imul(zero, iset1(sum)));
+            if (BITS == 8 ? rest8<MIN>() != 0 : !MIN) d[t] = isub(d[t], imul(zero, iset1(sum)));
             y[t] = fma(f_of(d[t]), fmul(s, fset1(sa)), y[t]);
             if (MIN) y[t] = fma(low, fset1(sa * float(sum)), y[t]);
         });
@@ -188,7 +191,7 @@ Pair pair_of(const Matrix& w, const uint8_t* a, const uint8_t* b, void* scratch)
 
 // what is added to (code - zero) before the dot product sees it
 template <int BITS, bool MIN>
-constexpr int32_t offset_of() { return BITS == 8 ? (MIN ? 0 : 128) - OFF8 : MIN ? 0 : 16; }
+constexpr int32_t offset_of() { return BITS == 8 ? rest8<MIN>() : MIN ? 0 : 16; }
 
 // The activations of 4 columns of every token, row by row: from every third row address arithmetic reaches the others.
 template <int M, class Fn>
