@@ -23,7 +23,7 @@ Observer = Callable[[str, Tensor], None]
 """Called with a site's name (``sites.Site.name``) and its input rows [tokens, channels]."""
 CACHE = ":cache"
 """After the name of a key or value projection: what goes into the KV cache, a row a token and head."""
-HEAD_ELEMENTS = 1 << 24  # of the head, in float32 at once
+HEAD_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}  # of the head that are multiplied at once; a CPU caches the part
 QUERIES = 128  # whose scores against all keys before them are held at once; twice as many where gradients are taken
 Rounding = Callable[[str, Tensor], Tensor]
 """Called likewise; returns the rows as linears with 8-bit activations see them."""
@@ -78,8 +78,13 @@ def layer_forward(
                 y = _moe(m, weights, x.reshape(-1, x.shape[-1]), watch).view_as(x)
         if sub.post_norm is not None:
             y = rms_norm(sub.post_norm, weights, y)
-        hidden = hidden + sub.residual_scale * y
+        hidden = torch.add(hidden, y, alpha=sub.residual_scale)
     return hidden
+
+
+def all_finite(x: Tensor) -> bool:
+    """Whether ``x`` holds neither infinity nor NaN, which extremes pass on: one look where ``isfinite`` takes three."""
+    return all(bool(torch.isfinite(extreme)) for extreme in x.aminmax())
 
 
 def rms_norm(norm: NormSpec, weights: Weights, x: Tensor) -> Tensor:
@@ -124,9 +129,14 @@ def head_logits(spec: DecoderSpec, weights: Weights, hidden: Tensor) -> Tensor:
     if torch.is_autocast_enabled(x.device.type):
         logits = F.linear(x, head)
     else:
-        rows = len(head) if head.dtype is torch.float32 else max(1, HEAD_ELEMENTS // head.shape[1])
-        parts = [product(x, part.float()) for part in head.split(rows)]
-        logits = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        rows = max(1, HEAD_ELEMENTS[x.device.type] // head.shape[1])
+        parts = (product(x, part.float()) for part in head.split(rows))
+        if torch.is_grad_enabled() and x.requires_grad:
+            logits = torch.cat(list(parts), dim=-1)
+        else:
+            logits = x.new_empty(*x.shape[:-1], len(head))
+            for a, part in enumerate(parts):
+                logits[..., a * rows : (a + 1) * rows] = part
     if (bias := weights.get(f"{spec.head}.bias")) is not None:
         logits = logits + bias.float()
     if spec.head_scale != 1.0:

@@ -13,8 +13,18 @@ from toolkit.artifacts.stage import Stage
 from toolkit.errors import ToolkitError
 from toolkit.models.spec import LayerSpec
 from toolkit.quant.activations import input_rounding
-from toolkit.quant.forward import Observer, Rounding, Weights, embed, in_bf16, layer_forward, narrow, rms_norm
-from toolkit.quant.heap import give_back
+from toolkit.quant.forward import (
+    Observer,
+    Rounding,
+    Weights,
+    all_finite,
+    embed,
+    in_bf16,
+    layer_forward,
+    narrow,
+    rms_norm,
+)
+from toolkit.quant.heap import give_back, keep_freed
 from toolkit.quant.layers import LayerSource, module_bytes
 from toolkit.quant.lazy import KEEP
 from toolkit.quant.probe import Probe
@@ -62,6 +72,7 @@ class Flow:
         batch_size: int,
         spill: Spill | None = None,
     ) -> None:
+        keep_freed()
         self.source, self.device = source, device
         few = max(1, CPU_TOKENS // token_ids.shape[1])
         self.batch_size = min(batch_size, few) if device.type == "cpu" else batch_size
@@ -136,7 +147,7 @@ class Flow:
         return grams
 
     def _check(self, index: int, y: Tensor) -> Tensor:
-        if not bool(torch.isfinite(y).all()):
+        if not all_finite(y):
             raise ToolkitError(
                 f"{self.source.path}: activations of layer {index} are not finite; nothing to calibrate on"
             )

@@ -15,7 +15,7 @@ from torch import Tensor
 from toolkit.engine.windows import scoring_windows
 from toolkit.errors import ToolkitError
 from toolkit.models.spec import DecoderSpec, LayerSpec
-from toolkit.quant.forward import Rounding, Weights, embed, head_logits, layer_forward
+from toolkit.quant.forward import Rounding, Weights, all_finite, embed, head_logits, layer_forward
 from toolkit.quant.lazy import KEEP
 from toolkit.quant.spill import Spill, Tensors
 
@@ -52,7 +52,7 @@ class Probe:
         for states, weights, near, which in copies:
             for i, x in enumerate(states):
                 y = layer_forward(layer, weights, x.to(self.device), rounding=near)
-                if not bool(torch.isfinite(y).all()):
+                if not all_finite(y):
                     raise ToolkitError(f"held-out text: activations of layer {index}, {which}, are not finite")
                 states[i] = y.cpu()
 

@@ -107,18 +107,25 @@ def _loss(weight: Tensor, sample: Tensor, exact: Tensor, channels: Tensor, quant
     over rows of the logarithm of the relative squared error. A few tokens (the first of a text above all) have inputs
     a hundred times larger than others; by the plain sum they alone would decide. ``exact``: the outputs without
     rounding, [rows, out]."""
-    codes = quantize_rows(weight * channels, quant_dtype).dequantize().to(weight.device)
+    codes, scales = _codes(weight * channels, quant_dtype)
     rounded = round_tokens(sample / channels, quant_dtype)
-    lost = (product(rounded, codes) - exact).square().sum(-1) / exact.square().sum(-1).clamp(min=TINY)
+    off = product(rounded, codes.float()).mul_(scales).sub_(exact)
+    lost = off.square_().sum(-1) / exact.square().sum(-1).clamp(min=TINY)
     return float(lost.clamp(min=TINY).log().mean())
 
 
 def quantize_rows(weight: Tensor, quant_dtype: torch.dtype) -> ChannelInt8 | Fp8:
     """Nearest 8-bit codes of ``weight`` [out, in] with the scale absmax / {127, 448, 57344} of every row."""
+    codes, scales = _codes(weight, quant_dtype)
+    if quant_dtype == torch.int8:
+        return ChannelInt8(codes.to(torch.int8).cpu(), scales.cpu())
+    return Fp8(codes.cpu(), scales.cpu())
+
+
+def _codes(weight: Tensor, quant_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes [out, in], those of int8 still float32, and scales [out]."""
     integer = quant_dtype == torch.int8
     top = 127.0 if integer else torch.finfo(quant_dtype).max
-    scales = (weight.abs().amax(1).float() / top).clamp(min=1e-12)
+    scales = (torch.maximum(weight.amax(1), -weight.amin(1)).float() / top).clamp(min=1e-12)
     small = weight / scales[:, None]
-    if integer:
-        return ChannelInt8(small.round_().clamp_(-127, 127).to(torch.int8).cpu(), scales.cpu())
-    return Fp8(small.clamp_(-top, top).to(quant_dtype).cpu(), scales.cpu())
+    return small.round_() if integer else small.clamp_(-top, top).to(quant_dtype), scales

@@ -21,8 +21,8 @@ BESIDE = 256 << 20  # bytes of statistics that are held beside the largest of a 
 @dataclass
 class Gram:
     """``xtx``: float32 [n, n], the sum of x·xᵀ; its lower triangle is filled by ``finish``; [0, 0] where no method
-    needs it. ``abs_sum`` and ``abs_max`` of the inputs: [n]. ``sample`` [at most SAMPLE, n]: rows as they came, from
-    all over the first batches."""
+    needs it, and then ``abs_sum`` stays zero. ``abs_sum`` and ``abs_max`` of the inputs: [n]. ``sample`` [at most
+    SAMPLE, n]: rows as they came, from all over the first batches."""
 
     xtx: Tensor
     abs_sum: Tensor
@@ -46,9 +46,8 @@ class Gram:
             columns = x.T.contiguous().float()
             for a in range(0, len(columns), PANEL):
                 self.xtx[a : a + PANEL, a:] += product(columns[a : a + PANEL], columns[a:])
-        size = x.abs()
-        self.abs_sum += size.sum(0, dtype=torch.float32)
-        self.abs_max = torch.maximum(self.abs_max, size.amax(0))
+            self.abs_sum += x.abs().sum(0, dtype=torch.float32)
+        self.abs_max = torch.maximum(self.abs_max, torch.maximum(x.amax(0), -x.amin(0)))
         self.rows += x.shape[0]
         kept = len(self.sample)
         if kept < SAMPLE:
