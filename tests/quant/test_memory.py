@@ -147,7 +147,7 @@ def test_the_peak_is_within_the_limit_and_near_the_plan(
     model = tiny_checkpoint("llama", tmp_path / "model", dtype="bfloat16", **sizes)
     peak, planned = measured(method, model, tmp_path, text)
     assert peak <= 1 + 4 * 4 * (3 * hidden * inner + inner**2) / GIB
-    assert peak <= planned <= 1.35 * peak + 0.1  # rounded up to a tenth, for oneDNN, which holds more than MKL
+    assert peak <= planned <= 1.35 * peak + 0.1  # rounded up to a tenth; peaks differ by 7 % from run to run
 
 
 @pytest.mark.slow
@@ -162,4 +162,4 @@ def test_experts_do_not_add_up(method: str, tiny_checkpoint: Any, tmp_path: Path
     expert, matrix = 4 * 3 * size**2, 4 * size**2
     assert count * expert > 1.1 * GIB
     assert peak <= 1 + 4 * (expert + matrix) / GIB
-    assert peak <= planned <= 1.35 * peak + 0.1  # rounded up to a tenth, for oneDNN, which holds more than MKL
+    assert peak <= planned <= 1.35 * peak + 0.1  # rounded up to a tenth; peaks differ by 7 % from run to run
