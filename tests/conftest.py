@@ -39,6 +39,14 @@ def load_support(name: str) -> ModuleType:
     return sys.modules[full]
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """The same random numbers in every run, whichever tests ran before."""
+    import torch
+
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """``tiny_models(family, **overrides) -> Path``: cached tiny checkpoints (see tests/support/tiny.py)."""

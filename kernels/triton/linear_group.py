@@ -26,7 +26,6 @@ from .launch import (
     needs,
     power_of_2,
     shared_limit,
-    tensor_memory,
 )
 from .tuning import tuned
 
@@ -232,7 +231,7 @@ def _choice(tokens: int, k: int, bits: int, x: Tensor) -> dict[str, int]:
     if x.dtype == torch.float32:  # no tensor cores: for parity alone
         rows, cols, warps = 16, 32, 4
     capability = capability_of(x.device)
-    if tokens > 32 and (bits in (3, 8) or not from_shared(capability) or (rows == 128 and tensor_memory(capability))):
+    if rows == 128 or (rows == 64 and (bits in (3, 8) or not from_shared(capability))):
         k = min(k, 64)  # a code a byte, or operands or sums that registers must hold: twice the registers
     default = {"cols": cols, "k": k, "warps": warps}
     found = {"rows": rows, **tuned("group_linear_kernel", f"rows{rows}", default, x.device)}

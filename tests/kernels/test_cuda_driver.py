@@ -102,7 +102,8 @@ def test_a_head_in_integers_gives_logits_in_float32(host, place, monkeypatch):
     x, head = torch.randn(3, 128).half(), weight(bits=8)
     builder = build._Builder({"lm_head": head}, place, SimpleNamespace(), (), None)
     logits = builder.head(spec, torch.empty(0))(x)
-    torch.testing.assert_close(logits, x.float() @ head.dequantize().T, rtol=1e-5, atol=1e-5)
+    # Sums of 128 products of up to 16 in another order; logits rounded to float16 would be off by 1e-2.
+    torch.testing.assert_close(logits, x.float() @ head.dequantize().T, rtol=1e-5, atol=2e-4)
 
 
 def test_other_weights_go_to_the_next_kernel(host, place, caplog):
