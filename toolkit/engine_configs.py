@@ -10,7 +10,7 @@ from toolkit.errors import UsageError
 
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 MODEL_FORMATS = (None, "hf", "awq", "gptq", "compressed-tensors", "fp8", "mxfp4", "w8a8", "gguf", "engine")
-LOAD_FORMATS = ("auto", "dummy")
+LOAD_FORMATS = ("auto", "int8", "dummy")
 
 
 def _check_engine(config: TurbomindEngineConfig | PytorchEngineConfig, block: str) -> None:
@@ -74,9 +74,10 @@ class TurbomindEngineConfig:
 
     ``cache_max_entry_count``: share of free memory for the KV cache, or (an integer) its number of blocks.
     ``device``: "auto", "cpu", "cuda" or "cuda:N". ``threads``: CPU threads, None = all. ``enable_metrics``: whether a
-    server of this engine offers /metrics. ``load_format``: "dummy" reads config.json alone and makes random weights.
-    ``adapters`` (LMDeploy has it for ``pytorch`` alone): names of LoRA adapters and where they are, a directory or hub
-    id in PEFT's format each; on a CPU the torch runner runs them.
+    server of this engine offers /metrics. ``load_format``: "int8" rounds dense linears to 8 bits while it reads them,
+    "dummy" reads config.json alone and makes random weights. ``adapters`` (LMDeploy has it for ``pytorch`` alone):
+    names of LoRA adapters and where they are, a directory or hub id in PEFT's format each; on a CPU the torch runner
+    runs them.
     """
 
     dtype: str = "auto"
@@ -130,8 +131,8 @@ class PytorchEngineConfig:
     ``device_type``: "auto", "cpu", "cuda" or "cuda:N". ``num_gpu_blocks``: KV blocks, 0 = planned from memory.
     ``adapters``: names of LoRA adapters and where they are, a directory or hub id in PEFT's format each.
     ``enable_metrics``: whether a server of this engine offers /metrics. ``eager_mode``: forbid captured graphs
-    (the torch runner has none so far, so that both values mean the same). ``load_format``: "dummy" reads config.json
-    alone and makes random weights.
+    (the torch runner has none so far, so that both values mean the same). ``load_format``: "int8" rounds dense linears
+    to 8 bits while it reads them, "dummy" reads config.json alone and makes random weights.
     """
 
     dtype: str = "auto"

@@ -213,6 +213,12 @@ class DecoderSpec:
                 visit(s.mixer)
         return found
 
+    def routers(self) -> set[str]:
+        """Names of the linears inside the layers that choose and weigh experts; no method quantizes them."""
+        mixers = (s.mixer for layer in self.layers for s in layer.sublayers)
+        chosen = (x for m in mixers if isinstance(m, MoeSpec) for x in (m.router, m.shared_gate))
+        return {x.name for x in chosen if x is not None}
+
     def norms(self) -> list[NormSpec]:
         """Every norm, q/k norms and the final one included, in execution order."""
         found: list[NormSpec] = []

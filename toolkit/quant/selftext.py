@@ -16,12 +16,14 @@ from pathlib import Path
 from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.tokenizer import Tokenizer
 from toolkit.engine.frontend import AsyncEngine
+from toolkit.engine_configs import TurbomindEngineConfig
 from toolkit.errors import ToolkitError
 from toolkit.messages import GenerationConfig
 from toolkit.quant.calibration import CalibrationPlan
+from toolkit.runners.choose import gpu_is_likely
 
 PIECE = 128  # tokens: many short texts cover more kinds of it than a few long ones, and are written side by side
-RECIPE = 3  # part of the cache key; raise it when the text below would come out differently
+RECIPE = 4  # part of the cache key; raise it when the text below would come out differently
 
 
 def openings() -> list[str]:
@@ -52,7 +54,9 @@ async def _generate(
     starts = openings()
     random.Random(plan.seed).shuffle(starts)
     lengths = [min(PIECE, plan.seqlen - a) for _ in range(plan.samples) for a in range(0, plan.seqlen, PIECE)]
-    engine = AsyncEngine.open(model, progress=lambda line: None)
+    # A CPU writes a third faster with 8-bit weights, which draw as good a text.
+    how = TurbomindEngineConfig(load_format="auto" if gpu_is_likely() else "int8")
+    engine = AsyncEngine.open(model, backend_config=how, progress=lambda line: None)
     done = 0
 
     async def piece(index: int, length: int) -> list[int]:

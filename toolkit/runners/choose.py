@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Backend = Literal["turbomind", "pytorch"]
 BACKENDS = ("turbomind", "pytorch")
-LOAD_FORMATS = ("auto", "dummy")
+LOAD_FORMATS = ("auto", "int8", "dummy")
 _FORMATS = {None: "hf", "smooth_quant": "w8a8"}  # quant_method -> model_format, where they are spelled differently
 
 
@@ -46,8 +46,9 @@ def open_model(
     """Open and validate a checkpoint, GGUF file or engine artifact without reading its weights.
 
     ``hf_overrides`` and ``rope_scaling_factor`` change config.json's fields; ``model_format`` is checked against what
-    the checkpoint holds. ``load_format`` "dummy" reads config.json alone, and makes random weights on ``device``, where
-    weights packed for a GPU are unpacked too. Raises ToolkitError or UsageError, one line.
+    the checkpoint holds. ``load_format`` "int8" rounds the dense linears of a checkpoint to 8 bits while they are read;
+    "dummy" reads config.json alone, and makes random weights on ``device``, where weights packed for a GPU are unpacked
+    too. Raises ToolkitError or UsageError, one line.
     """
     from toolkit.artifacts.manifest import read_manifest
 
@@ -57,6 +58,8 @@ def open_model(
         return _open_dummy(path, hf_overrides, rope_scaling_factor, device)
     manifest = read_manifest(path) if path.is_dir() else None
     if manifest is not None and manifest.kind == "engine":
+        if load_format != "auto":
+            raise UsageError(f"--load-format {load_format}: {path} is packed already; leave the option out")
         return _open_engine(path, hf_overrides, rope_scaling_factor, model_format, device)
     from toolkit.artifacts.checkpoint import open_checkpoint
     from toolkit.artifacts.weights import validate_checkpoint
@@ -72,6 +75,10 @@ def open_model(
     config = apply_overrides(checkpoint.config, hf_overrides, rope_scaling_factor)
     spec, stored = load_spec(checkpoint, config)
     validate_checkpoint(checkpoint, stored)
+    if load_format == "int8":
+        from toolkit.runners.rounded_weights import RoundedWeights
+
+        return Opened(spec, lambda: RoundedWeights(CheckpointWeights(checkpoint, stored), spec), None, tuple(stored))
     return Opened(spec, lambda: CheckpointWeights(checkpoint, stored), None, tuple(stored))
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.spec import DecoderSpec, MoeSpec, StoredTensor
+from toolkit.models.spec import DecoderSpec, StoredTensor
 from toolkit.runners.dummy_scheme import head_settings, settings_of
 
 if TYPE_CHECKING:
@@ -53,11 +53,7 @@ class DummyWeights(Mapping[str, "Weight | Tensor"]):
         self._list(spec, {part.name: item.name for item in stored for part in item.parts})
 
     def _list(self, spec: DecoderSpec, stored: Mapping[str, str]) -> None:
-        routers = set()
-        for layer in spec.layers:
-            for m in (s.mixer for s in layer.sublayers):
-                if isinstance(m, MoeSpec):
-                    routers |= {x.name for x in (m.router, m.shared_gate) if x is not None}
+        routers = spec.routers()
         for x in spec.linears():
             names = (x.name, stored.get(x.name, x.name))
             settings = None if x.name in routers else settings_of(self._quantization, names)

@@ -1,0 +1,66 @@
+"""Linears rounded to 8 bits while they are read (``--load-format int8``)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from toolkit.artifacts.canonical import Dense, GroupInt
+from toolkit.errors import UsageError
+from toolkit.runners.base import RunnerOptions
+from toolkit.runners.choose import open_model, open_runner
+from toolkit.runners.rounded_weights import RoundedWeights
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gemma2", "mixtral", "qwen3_moe"])
+def test_linears_are_within_half_a_step_and_the_rest_is_untouched(family, tiny_models):
+    exact, rounded = (open_model(tiny_models(family), load_format=f) for f in ("auto", "int8"))
+    before, after = exact.weights(), rounded.weights()
+    assert list(after) == list(before) and len(after) == len(before)
+    linears = {x.name for x in exact.spec.linears()} - exact.spec.routers()
+    for name in before:
+        w, found = before[name], after[name]
+        if name not in linears:
+            assert type(found) is type(w)
+            old, new = (x.weight if isinstance(x, Dense) else x for x in (w, found))
+            torch.testing.assert_close(new, old, rtol=0, atol=0)
+            continue
+        assert isinstance(found, GroupInt) and (found.bits, found.group_size) in ((8, 64), (8, 32), (8, 16))
+        step = found.scales.float().repeat_interleave(found.group_size, 1)
+        # The scale is rounded to float16, which can put the largest of a group off by 127 times its rounding.
+        off = (found.dequantize() - w.dequantize()).abs()
+        assert (off <= step * (0.5 + 127 * 2.0**-11) + 1e-7).all()
+    if family in ("mixtral", "qwen3_moe"):
+        assert exact.spec.routers() and all(isinstance(after[name], Dense) for name in exact.spec.routers())
+
+
+@pytest.mark.parametrize("backend", ["turbomind", "pytorch"])
+def test_a_model_in_8_bits_predicts_what_the_original_does(backend, tiny_models, steps):
+    options, found = RunnerOptions(device="cpu", dtype="float32", block_size=16), []
+    for load_format in ("auto", "int8"):
+        runner, _ = open_runner(tiny_models("llama"), backend=backend, options=options, load_format=load_format)
+        driver = steps.Driver(runner)
+        found.append(driver.step({driver.add(): list(range(3, 40))}, "all").logits)
+    a, b = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in found)
+    assert 0 < (np.exp(a) * (a - b)).sum(-1).mean() < 2e-3
+
+
+def test_what_is_quantized_or_has_no_group_stays(tiny_models):
+    spec = open_model(tiny_models("llama")).spec
+    first, second, third = (x.name for x in spec.linears()[:3])
+    four = GroupInt(
+        torch.randint(0, 16, (8, 32), dtype=torch.uint8), torch.ones(8, 1).half(), torch.zeros(8, 1).byte(), 4, 32
+    )
+    weights = {first: four, second: Dense(torch.randn(8, 24)), third: Dense(torch.randn(8, 96))}
+    found = RoundedWeights(weights, spec)
+    assert found[first] is four and found[second] is weights[second]
+    assert isinstance(found[third], GroupInt) and found[third].group_size == 32
+
+
+def test_an_engine_artifact_is_refused(tiny_models, tmp_path):
+    from toolkit.convert.convert import convert
+
+    convert(tiny_models("llama"), tmp_path / "engine", target="cpu")
+    with pytest.raises(UsageError, match=r"--load-format int8: .*engine is packed already"):
+        open_model(tmp_path / "engine", load_format="int8")
