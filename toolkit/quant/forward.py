@@ -29,11 +29,11 @@ Rounding = Callable[[str, Tensor], Tensor]
 """Called likewise; returns the rows as linears with 8-bit activations see them."""
 
 
-class Called(dict[str, Tensor]):
-    """Weights of a layer some of whose linears, ``modules`` by name, are called instead: they are being tuned."""
+class Called(Lazy[Tensor]):
+    """Weights of a layer some of whose linears, ``modules`` by name, are called with their inputs instead."""
 
     def __init__(self, weights: Weights, modules: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
-        super().__init__(weights)
+        super().__init__(weights, weights.__getitem__)
         self.modules = modules
 
 

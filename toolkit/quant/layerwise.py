@@ -11,9 +11,11 @@ from torch import Tensor
 
 from toolkit.artifacts.stage import Stage
 from toolkit.errors import ToolkitError
+from toolkit.kernels.torch.product import prefers_int8
 from toolkit.models.spec import LayerSpec
-from toolkit.quant.activations import input_rounding
+from toolkit.quant.activations import Int8Linears, input_rounding
 from toolkit.quant.forward import (
+    Called,
     Observer,
     Rounding,
     Weights,
@@ -187,7 +189,7 @@ def quantize_layers(
             flow.advance(i, layer, original)
         result = load_layer(stage, i)
         if probe is not None or setting.sequential:
-            after, rounding = _on(result, layer, setting.device), input_rounding(sites, result.weights)
+            after, rounding = _as_run(result, layer, sites, setting.device)
             if setting.sequential and i < last_missing:  # past the last one to quantize nobody reads the text
                 flow.advance(i, layer, after, rounding=rounding)
             if probe is not None:
@@ -213,8 +215,8 @@ def probe_layers(source: LayerSource, setting: Setting, probe: Probe, stage: Sta
     for i, layer in enumerate(source.spec.layers):
         progress(i, count)
         result = load_layer(stage, i)
-        rounding = input_rounding(setting.selection.sites(layer), result.weights)
-        probe.advance(i, layer, source.layer(i, setting.device), _on(result, layer, setting.device), rounding)
+        after, rounding = _as_run(result, layer, setting.selection.sites(layer), setting.device)
+        probe.advance(i, layer, source.layer(i, setting.device), after, rounding)
     progress(count, count)
 
 
@@ -297,7 +299,15 @@ def saved_layers(stage: Stage, count: int) -> Iterator[LayerResult]:
         yield load_layer(stage, i)
 
 
-def _on(result: LayerResult, layer: LayerSpec, device: torch.device) -> Weights:
-    """The quantized layer dense, as much of it in memory as two of its modules take: it is gone through many times
-    while nothing else is held."""
-    return result.dense(device, max(KEEP, 2 * module_bytes(layer)))
+def _as_run(
+    result: LayerResult, layer: LayerSpec, sites: Sequence[Site], device: torch.device
+) -> tuple[Weights, Rounding | None]:
+    """The quantized layer, and how inputs of its linears are rounded. It is dense, as much of it in memory as two of
+    its modules take, for it is gone through many times while nothing else is held; W8A8 linears run in integers where
+    that is faster."""
+    dense = result.dense(device, max(KEEP, 2 * module_bytes(layer)))
+    if device.type != "cpu" or not prefers_int8():
+        return dense, input_rounding(sites, result.weights)
+    integer = Int8Linears(sites, result.weights)
+    others = [site for site in sites if site not in integer.sites]
+    return Called(dense, integer.modules), input_rounding(others, result.weights)

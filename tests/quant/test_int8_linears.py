@@ -1,0 +1,64 @@
+"""W8A8 linears in integers, as held-out text goes through them on processors with VNNI; exact on all others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from toolkit.kernels.torch.product import int8_product
+from toolkit.models.spec import LinearSpec
+from toolkit.quant import activations, layerwise
+from toolkit.quant.activations import Int8Linears, round_tokens
+from toolkit.quant.lite import Common, smooth_quant
+from toolkit.quant.sites import Site
+from toolkit.quant.smooth import quantize_rows
+
+
+@pytest.mark.parametrize(("rows", "columns", "outputs"), [(1, 16, 8), (33, 576, 40), (257, 96, 1536)])
+def test_products_are_exact(rows: int, columns: int, outputs: int) -> None:
+    x = torch.randint(-128, 128, (rows, columns), dtype=torch.int8)
+    weight = torch.randint(-128, 128, (outputs, columns), dtype=torch.int8)
+    found = int8_product(x, weight)
+    assert found.dtype is torch.float32 and torch.equal(found.double(), x.double() @ weight.double().T)
+
+
+def test_linears_give_what_rounded_inputs_and_dense_weights_give() -> None:
+    def site(name: str, *linears: str) -> Site:
+        return Site(name, 48, tuple(LinearSpec(x, 48, 24) for x in linears), (), None)
+
+    weights: dict[str, Any] = {x: quantize_rows(torch.randn(24, 48), torch.int8) for x in ("a", "b", "c")}
+    weights |= {"b.bias": torch.randn(24), "d": quantize_rows(torch.randn(24, 48), torch.float8_e4m3fn)}
+    both, mixed, other = site("both", "a", "b"), site("mixed", "c", "d"), site("other", "d")
+    found = Int8Linears([both, mixed, other], weights)
+    assert found.sites == [both] and set(found.modules) == {"a", "b"}
+    first = torch.randn(2, 5, 48) * torch.randn(48).exp()
+    for x in (first, torch.zeros(1, 1, 48), first.clone()):
+        near = round_tokens(x.reshape(-1, 48), torch.int8)
+        for name, module in found.modules.items():
+            expected = near.double() @ weights[name].dequantize().double().T + weights.get(f"{name}.bias", 0)
+            torch.testing.assert_close(module(x).double(), expected.view(*x.shape[:-1], 24), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "mixtral"])
+def test_a_run_states_the_same_figures(
+    family: str, tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quality, counted, text = [], [], tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog, and the dog does not mind it at all. " * 60)
+
+    def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        counted.append(weight.shape)
+        return int8_product(x, weight)
+
+    monkeypatch.setattr(activations, "int8_product", product)
+    for integers in (False, True):
+        monkeypatch.setattr(layerwise, "prefers_int8", lambda integers=integers: integers)
+        options = Common(calib_dataset=str(text), calib_samples=8, calib_seqlen=64, eval_tokens=256, dtype="float32")
+        quality.append(smooth_quant(str(tiny_models(family)), tmp_path / str(integers), common=options).quality)
+        assert bool(counted) == integers
+    for key in ("perplexity_before", "perplexity_after", "kl"):
+        assert quality[0][key] == pytest.approx(quality[1][key], rel=2e-2 if key == "kl" else 1e-3)
+    assert len(set(counted)) > 1
