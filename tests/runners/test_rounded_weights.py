@@ -64,3 +64,19 @@ def test_an_engine_artifact_is_refused(tiny_models, tmp_path):
     convert(tiny_models("llama"), tmp_path / "engine", target="cpu")
     with pytest.raises(UsageError, match=r"--load-format int8: .*engine is packed already"):
         open_model(tmp_path / "engine", load_format="int8")
+
+
+def test_the_runner_for_gpus_takes_them(tiny_models, steps, support):
+    from toolkit.runners.cuda.runner import CudaRunner
+
+    opened = open_model(tiny_models("llama"), load_format="int8")
+    options, graphs = RunnerOptions(device="cpu", dtype="float32", block_size=16), support("graphs")
+    device = graphs.CpuDevice()
+    ours = steps.Driver(
+        device.watch(CudaRunner(opened.spec, opened.weights, options, device, graphs.interpreted_ops()))
+    )
+    oracle = steps.Driver(open_runner(tiny_models("llama"), backend="pytorch", options=options, load_format="int8")[0])
+    ours.add(), oracle.add()
+    for ids in ([3, 4, 5], [6], [7]):
+        found, expected = (d.step({0: ids}) for d in (ours, oracle))
+        assert found.tokens.tolist() == expected.tokens.tolist()
