@@ -41,7 +41,7 @@ def load_support(name: str) -> ModuleType:
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """The same random numbers in every run, whichever tests ran before."""
+    """torch's random numbers, the same in every run, whichever tests ran before."""
     import torch
 
     torch.manual_seed(0)

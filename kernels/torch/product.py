@@ -32,12 +32,13 @@ def prefers_onednn() -> bool:
 
 
 def prefers_int8() -> bool:
-    """Whether int8 is multiplied faster here than float32: the processor has VNNI (without it fifteen times slower)."""
+    """Whether int8 is multiplied faster here than float32: the processor has AVX-512 VNNI. (torch has no kernel for
+    others: 6 GOPS on Zen 3, where float32 reaches 165.)"""
     return torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()
 
 
 def int8_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [n, in] @ weight [out, in]ᵀ, both int8 on the CPU; the exact sums, as float32."""
+    """x [n, in] @ weight [out, in]ᵀ, both int8 on the CPU, as float32; sums are exact where ``prefers_int8``."""
     return torch._int_mm(x, weight.t()).float()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from toolkit.artifacts.tokenizer import Tokenizer
+from toolkit.engine_configs import TurbomindEngineConfig
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.quant.calibration import CalibrationPlan, make_plan, read_samples
 from toolkit.quant.datasets import KNOWN
@@ -201,6 +202,30 @@ def test_self_text_is_the_model_s_own_seeded_and_cached(
     cached = next((tmp_path / "a" / "calibration").glob("*seed0*"))
     cached.write_text("[[1, 2")  # a damaged cache is as good as none
     assert make(0, "a") == first
+
+
+@pytest.mark.parametrize(
+    ("gpu", "native", "expected"), [(False, True, "int8"), (True, True, "auto"), (False, False, "auto")]
+)
+def test_self_text_is_written_with_8_bit_weights_where_that_is_faster(
+    gpu: bool, native: bool, expected: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from toolkit.engine.frontend import AsyncEngine
+    from toolkit.quant import selftext
+
+    asked, opened = [], AsyncEngine.open
+
+    def open_engine(path: Path, *, backend_config: Any, progress: Any) -> Any:
+        asked.append(backend_config.load_format)
+        return opened(path, backend_config=TurbomindEngineConfig(device="cpu"), progress=progress)
+
+    monkeypatch.setenv("TOOLKIT_HOME", str(tmp_path))
+    monkeypatch.setattr(selftext, "gpu_is_likely", lambda: gpu)
+    monkeypatch.setattr(selftext.library, "available", lambda: None if native else "no compiler")
+    monkeypatch.setattr(selftext.AsyncEngine, "open", open_engine)
+    plan = CalibrationPlan("self", 1, 20, 0)
+    self_samples(model, "sha256:abc", plan, Tokenizer.open(model), lambda done, total: None)
+    assert asked == [expected]
 
 
 def test_a_long_self_sample_is_pieces_with_openings_of_their_own(

@@ -26,7 +26,7 @@ def test_linears_are_within_half_a_step_and_the_rest_is_untouched(family, tiny_m
             old, new = (x.weight if isinstance(x, Dense) else x for x in (w, found))
             torch.testing.assert_close(new, old, rtol=0, atol=0)
             continue
-        assert isinstance(found, GroupInt) and (found.bits, found.group_size) in ((8, 64), (8, 32), (8, 16))
+        assert isinstance(found, GroupInt) and (found.bits, found.group_size) in ((8, 64), (8, 32))
         step = found.scales.float().repeat_interleave(found.group_size, 1)
         # The scale is rounded to float16, which can put the largest of a group off by 127 times its rounding.
         off = (found.dequantize() - w.dequantize()).abs()
@@ -56,6 +56,33 @@ def test_what_is_quantized_or_has_no_group_stays(tiny_models):
     found = RoundedWeights(weights, spec)
     assert found[first] is four and found[second] is weights[second]
     assert isinstance(found[third], GroupInt) and found[third].group_size == 32
+
+
+def test_nothing_is_rounded_twice(tiny_models, monkeypatch):
+    """Neither to plan memory nor to find the dtype."""
+    from toolkit.artifacts import rounding
+
+    rounded, exact = [], rounding.to_group_int
+    monkeypatch.setattr(rounding, "to_group_int", lambda *a: rounded.append(a) or exact(*a))
+    options = RunnerOptions(device="cpu", block_size=16)
+    runner, _ = open_runner(tiny_models("llama"), backend="turbomind", options=options, load_format="int8")
+    runner.memory()
+    assert len(rounded) <= 1
+    runner.load_weights()
+    linears = len(runner.spec.linears())
+    assert linears <= len(rounded) <= linears + 1
+    runner.close()
+
+
+def test_what_is_quantized_already_is_refused(tiny_models, tmp_path):
+    from toolkit.quant.lite import Common, auto_awq
+
+    text = tmp_path / "text.txt"
+    text.write_text("It was a dark and stormy night. " * 60)
+    common = Common(calib_dataset=str(text), calib_samples=2, calib_seqlen=32, eval_tokens=64)
+    auto_awq(str(tiny_models("llama")), tmp_path / "awq", tune_steps=0, common=common)
+    with pytest.raises(UsageError, match=r"--load-format int8: .*awq holds awq weights already; leave the option out"):
+        open_model(tmp_path / "awq", load_format="int8")
 
 
 def test_an_engine_artifact_is_refused(tiny_models, tmp_path):

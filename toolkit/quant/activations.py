@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Fp8, Weight
 from toolkit.kernels.torch.product import int8_product
+from toolkit.quant.lazy import Lazy
 from toolkit.quant.sites import Site
 
 EPS = 1e-7  # smallest scale, as LMDeploy's kernels have it
@@ -57,22 +56,34 @@ def input_rounding(
 
 class Int8Linears:
     """A layer's W8A8 linears as a runner runs them, in integers: the numbers that rounded inputs and dequantized
-    weights give, for processors that multiply int8 faster. ``sites``: those whose linears are ``modules``, by name."""
+    weights give, for processors that multiply int8 faster. ``sites``: those whose linears, ``names``, are all W8A8.
+    ``room`` bytes of codes are kept in memory, the rest is read each time."""
 
-    def __init__(self, sites: Sequence[Site], weights: Mapping[str, Weight | Tensor]) -> None:
+    def __init__(self, sites: Sequence[Site], weights: Mapping[str, Weight | Tensor], room: int) -> None:
         self.sites: list[Site] = []
-        self.modules: dict[str, Callable[[Tensor], Tensor]] = {}
-        for site in sites:
-            names = [x.name for x in site.linears]
-            found = {n: w for n in names if isinstance(w := weights[n], ChannelInt8)}
-            if len(found) == len(names):
+        self._scales: dict[str, Tensor] = {}
+        for site in sites:  # codes, which can be many, are let go again
+            scales = {x.name: w.scales for x in site.linears if isinstance(w := weights[x.name], ChannelInt8)}
+            if len(scales) == len(site.linears):
                 self.sites.append(site)
-                self.modules |= {n: partial(self._run, w, weights.get(f"{n}.bias")) for n, w in found.items()}
+                self._scales |= scales
+        self.names = list(self._scales)
+        biases = {name: weights.get(f"{name}.bias") for name in self.names}
+        self._biases = {name: b for name, b in biases.items() if isinstance(b, Tensor)}
+        self._codes = Lazy(self.names, lambda name: _int8(weights, name).weight, room)
         self._read: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def _run(self, weight: ChannelInt8, bias: Any, x: Tensor) -> Tensor:
+    def run(self, name: str, x: Tensor) -> Tensor:
+        """``x`` [..., in], not rounded yet, through linear ``name``: float32 [..., out]."""
         if self._read is None or self._read[0] is not x:  # several linears read one input, one after the other
-            codes, scale = token_codes(x.reshape(-1, x.shape[-1]), torch.int8)
+            codes, scale = token_codes(x.reshape(-1, x.shape[-1]).float(), torch.int8)
             self._read = x, codes.to(torch.int8), scale
-        y = int8_product(self._read[1], weight.weight).mul_(self._read[2]).mul_(weight.scales)
+        y = int8_product(self._read[1], self._codes[name]).mul_(self._read[2]).mul_(self._scales[name])
+        bias = self._biases.get(name)
         return (y if bias is None else y.add_(bias)).view(*x.shape[:-1], -1)
+
+
+def _int8(weights: Mapping[str, Weight | Tensor], name: str) -> ChannelInt8:
+    found = weights[name]
+    assert isinstance(found, ChannelInt8)
+    return found

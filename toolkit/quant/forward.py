@@ -114,7 +114,8 @@ def narrow(weights: Weights, device: torch.device) -> Weights:
         weight = weights[name]
         return weight.bfloat16() if weight.dim() > 1 else weight
 
-    return Lazy(weights, read, KEEP)
+    found = Lazy(weights, read, KEEP)
+    return Called(found, weights.modules) if isinstance(weights, Called) else found
 
 
 def embed(spec: DecoderSpec, table: Tensor, token_ids: Tensor) -> Tensor:

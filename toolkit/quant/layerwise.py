@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -305,9 +306,11 @@ def _as_run(
     """The quantized layer, and how inputs of its linears are rounded. It is dense, as much of it in memory as two of
     its modules take, for it is gone through many times while nothing else is held; W8A8 linears run in integers where
     that is faster."""
-    dense = result.dense(device, max(KEEP, 2 * module_bytes(layer)))
+    room = max(KEEP, 2 * module_bytes(layer))
+    dense = result.dense(device, room)
     if device.type != "cpu" or not prefers_int8():
         return dense, input_rounding(sites, result.weights)
-    integer = Int8Linears(sites, result.weights)
+    integer = Int8Linears(sites, result.weights, room)
     others = [site for site in sites if site not in integer.sites]
-    return Called(dense, integer.modules), input_rounding(others, result.weights)
+    modules = {name: partial(integer.run, name) for name in integer.names}
+    return Called(dense, modules), input_rounding(others, result.weights)

@@ -65,21 +65,25 @@ def open_model(
     from toolkit.artifacts.weights import validate_checkpoint
     from toolkit.models.registry import apply_overrides, load_spec
     from toolkit.runners.checkpoint_weights import CheckpointWeights
+    from toolkit.runners.rounded_weights import RoundedWeights
 
     checkpoint = open_checkpoint(path)
+    method = (checkpoint.quantization or {}).get("quant_method")
+    if load_format == "int8" and method not in (None, "gguf"):
+        raise UsageError(f"--load-format int8: {path} holds {method} weights already; leave the option out")
     if model_format is not None:
-        method = (checkpoint.quantization or {}).get("quant_method")
         found = "gguf" if path.suffix == ".gguf" else _FORMATS.get(method, str(method))
         if found != model_format:
             raise UsageError(f"--model-format: {path} holds {found} weights, not {model_format}; leave the option out")
     config = apply_overrides(checkpoint.config, hf_overrides, rope_scaling_factor)
     spec, stored = load_spec(checkpoint, config)
     validate_checkpoint(checkpoint, stored)
-    if load_format == "int8":
-        from toolkit.runners.rounded_weights import RoundedWeights
 
-        return Opened(spec, lambda: RoundedWeights(CheckpointWeights(checkpoint, stored), spec), None, tuple(stored))
-    return Opened(spec, lambda: CheckpointWeights(checkpoint, stored), None, tuple(stored))
+    def weights() -> Mapping[str, Any]:
+        found = CheckpointWeights(checkpoint, stored)
+        return RoundedWeights(found, spec) if load_format == "int8" else found
+
+    return Opened(spec, weights, None, tuple(stored))
 
 
 def _open_dummy(path: Path, hf_overrides: dict[str, Any] | None, rope_scaling_factor: float, device: str) -> Opened:

@@ -1,4 +1,4 @@
-"""A model's linears in 8 bits, rounded while they are read: faster and half as large, with nothing written to disk."""
+"""A model's linears in 8 bits, rounded while they are read: half as large, and on a CPU faster (native runner)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from toolkit.artifacts.canonical import Weight
     from toolkit.models.spec import DecoderSpec
 
-GROUPS = (64, 32, 16)  # inputs; the largest that divides a row
+GROUPS = (64, 32)  # inputs; the larger that divides a row
 
 
 class RoundedWeights(Mapping[str, "Weight | Tensor"]):

@@ -95,15 +95,10 @@ class NativeRunner:
         return MemoryNeed(weights, self._activation_bytes(), self._block_bytes(), free_host_bytes(), loaded)
 
     def _estimate_weights(self) -> int:
-        found = self._weights()
-        total = 0
-        for name in found:
-            value = found[name]
-            if isinstance(value, PackedTensor):
-                total += value.meta.nbytes
-        if total:
-            return total
+        found: Mapping[str, Any] = self._weights()
         spec = self.spec
+        if isinstance(found[spec.embed], PackedTensor):
+            return sum(found[name].meta.nbytes for name in found)
         sample: Any = found[spec.linears()[0].name] if spec.linears() else found[spec.embed]
         bits, group = getattr(sample, "bits", None), getattr(sample, "group_size", 0)
         if bits is not None:
