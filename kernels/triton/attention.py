@@ -132,15 +132,16 @@ def _choice(kind: str, rows: int, dim: int, form: _Form, q: Tensor) -> dict[str,
     return found
 
 
-def _registers(kind: str, dim: int, form: _Form, choice: dict[str, int], q: Tensor) -> int | None:
+def _registers(kind: str, dim: int, form: _Form, choice: dict[str, int], q: Tensor, sinks: bool) -> int | None:
     """A thread's at most: what three blocks of decoding leave it; None: what the assembler thinks best.
 
     Left to itself it spills some to fit a fourth block of long heads, for which shared memory rarely has room. From
-    compute capability 10 on another assembler has the work: long heads spill when it is told, short ones when not.
+    compute capability 10 on another assembler has the work, which spills when told, but for short float heads with
+    sinks.
     """
     decodes = kind == "decode" and choice["warps"] == 4 and choice["keys"] <= 64
     if capability_of(q.device) >= 100:
-        return 80 if decodes and dim <= 64 and form.name == "float" else None
+        return 128 if decodes and dim <= 64 and sinks and form.name == "float" else None
     return 168 if decodes and dim > 64 else None
 
 
@@ -203,7 +204,7 @@ def paged_attention(
         0 if window is None else window,
         warps=choice["warps"],
         stages=choice["stages"],
-        registers=_registers(tiles.kind, dim, form, choice, q),
+        registers=_registers(tiles.kind, dim, form, choice, q, sinks is not None),
         heads=kv_heads,
         HEAD_DIM=dim,
         GROUP=group,
