@@ -236,7 +236,7 @@ def _choice(tokens: int, k: int, bits: int, x: Tensor) -> dict[str, int]:
     default = {"cols": cols, "k": k, "warps": warps}
     found = {"rows": rows, **tuned("group_linear_kernel", f"rows{rows}", default, x.device)}
     stage = found["rows"] * found["k"] * x.element_size() + found["cols"] * found["k"]
-    room = shared_limit(capability_of(x.device)) // 2 - found["rows"] * found["cols"] * 4
+    room = shared_limit(capability) // 2 - found["rows"] * found["cols"] * 4
     found.setdefault("stages", max(2, min(5, room // stage)))
     return found
 

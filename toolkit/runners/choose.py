@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from toolkit.engine_configs import LOAD_FORMATS
 from toolkit.errors import UsageError
 from toolkit.models.spec import DecoderSpec, StoredTensor
 from toolkit.runners.base import Runner, RunnerOptions
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 Backend = Literal["turbomind", "pytorch"]
 BACKENDS = ("turbomind", "pytorch")
-LOAD_FORMATS = ("auto", "int8", "dummy")
 _FORMATS = {None: "hf", "smooth_quant": "w8a8"}  # quant_method -> model_format, where they are spelled differently
 
 
