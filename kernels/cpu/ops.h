@@ -154,6 +154,8 @@ struct Ops {
     void (*attn_finish)(int64_t dpad, float m, float l, const float* acc, const float* sink, float* out);
     // maximum of x[n], its lowest index, and whether x holds a NaN
     float (*row_max)(const float* x, int64_t n, int64_t* index, int32_t* has_nan);
+    // ids of those of x[n] that are at least `low`, ascending, into ids[n]; returns how many
+    int64_t (*at_least)(const float* x, int64_t n, float low, int32_t* ids);
     // sum of exp((x - max) * scale) in double, ascending in blocks
     double (*sum_exp)(const float* x, int64_t n, float max, float scale);
     // softcap * tanh(x * scale / softcap), or x * scale where softcap is 0

@@ -38,6 +38,7 @@ void attn_merge(int64_t dpad, int64_t rows, const AttnState& into, const AttnSta
 void attn_finish(int64_t dpad, float m, float l, const float* acc, const float* sink, float* out);
 
 float row_max(const float* x, int64_t n, int64_t* index, int32_t* has_nan);
+int64_t at_least(const float* x, int64_t n, float low, int32_t* ids);
 double sum_exp(const float* x, int64_t n, float max, float scale);
 void scale_logits(float* x, int64_t n, float scale, float softcap);
 

@@ -145,13 +145,23 @@ float row_max(const float* x, int64_t n, int64_t* index, int32_t* has_nan) {
     if (bad != bad)
         for (int64_t i = 0; i < n; i++)
             if (x[i] != x[i]) *has_nan = 1;
-    if (!*has_nan)
-        for (int64_t i = 0; i < n; i++)
-            if (x[i] == best) {
-                *index = i;
-                break;
-            }
+    if (!*has_nan) {
+        int64_t i = 0;
+        while (i + 64 <= n && hmax(fmax(fmax(fload(x + i), fload(x + i + 16)), fmax(fload(x + i + 32), fload(x + i + 48)))) < best)
+            i += 64;
+        while (i < n && x[i] != best) i++;
+        *index = i < n ? i : 0;
+    }
     return best;
+}
+
+int64_t at_least(const float* x, int64_t n, float low, int32_t* ids) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < n; i++) {  // no branch: which way it goes is hard to foresee
+        ids[count] = int32_t(i);
+        count += x[i] >= low;
+    }
+    return count;
 }
 
 double sum_exp(const float* x, int64_t n, float max, float scale) {

@@ -34,7 +34,7 @@ const Ops table = {
     0,
 #endif
     linear_scratch, linear, gated, matrix_row, quantize, rms_norm, add_scaled, rope, hadamard, activate, to_bf16,
-    kv_write, kv_load, attn_tile, attn_merge, attn_finish, row_max, sum_exp, scale_logits,
+    kv_write, kv_load, attn_tile, attn_merge, attn_finish, row_max, at_least, sum_exp, scale_logits,
 };
 
 }  // namespace TK_ISA

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from toolkit.artifacts.canonical import ChannelInt8, Fp8
-from toolkit.kernels.torch.product import product
-from toolkit.quant.activations import round_tokens
+from toolkit.kernels.torch.product import int8_product, prefers_int8, product
+from toolkit.quant.activations import token_codes
 from toolkit.quant.awq import Readers
 from toolkit.quant.folding import Folded, expand, fold_site, storable
 from toolkit.quant.result import LinearReport, Made, Method, sampled_error, stay_dense
@@ -108,8 +108,12 @@ def _loss(weight: Tensor, sample: Tensor, exact: Tensor, channels: Tensor, quant
     a hundred times larger than others; by the plain sum they alone would decide. ``exact``: the outputs without
     rounding, [rows, out]."""
     codes, scales = _codes(weight * channels, quant_dtype)
-    rounded = round_tokens(sample / channels, quant_dtype)
-    off = product(rounded, codes.float()).mul_(scales).sub_(exact)
+    near, token_scales = token_codes(sample / channels, quant_dtype)
+    if quant_dtype == torch.int8 and near.device.type == "cpu" and prefers_int8():
+        off = int8_product(near.to(torch.int8), codes.to(torch.int8))
+    else:
+        off = product(near.float(), codes.float())
+    off.mul_(token_scales).mul_(scales).sub_(exact)
     lost = off.square_().sum(-1) / exact.square().sum(-1).clamp(min=TINY)
     return float(lost.clamp(min=TINY).log().mean())
 

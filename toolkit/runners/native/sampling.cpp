@@ -66,8 +66,8 @@ size_t cut(const std::vector<Candidate>& c, const Filter& f, float max, double t
 }
 
 // What top_p and min_p keep, ids ascending. No sort of the vocabulary: those near the maximum are shared out to buckets by
-// their logits, and only the bucket in which the border lies is put in order.
-std::vector<Candidate> nucleus(const float* x, int64_t n, const Filter& f, float max, double total) {
+// their logits, and only the bucket in which the border lies is put in order. ids: room for n.
+std::vector<Candidate> nucleus(const Ops& ops, const float* x, int64_t n, const Filter& f, float max, double total, int32_t* ids) {
     constexpr int BUCKETS = 512;
     for (double span = 8;; span *= 2) {
         const float low = float(double(max) - span * f.temperature);
@@ -75,9 +75,8 @@ std::vector<Candidate> nucleus(const float* x, int64_t n, const Filter& f, float
         const auto bucket = [&](const Candidate& c) {
             return std::min(int((double(max) - double(c.logit)) * scale), BUCKETS - 1);
         };
-        std::vector<Candidate> found;
-        for (int64_t i = 0; i < n; i++)
-            if (x[i] >= low) found.push_back({x[i], int32_t(i)});
+        std::vector<Candidate> found(size_t(ops.at_least(x, n, low, ids)));
+        for (size_t i = 0; i < found.size(); i++) found[i] = {x[ids[i]], ids[i]};
         double masses[BUCKETS] = {};
         for (const Candidate& c : found) masses[bucket(c)] += probability(c, f, max);
         const double least = std::log(f.min_p);  // of (logit - max) / temperature; -infinity without min_p
@@ -136,10 +135,10 @@ int32_t walk_all(const Ops& ops, const float* x, int64_t n, const Filter& f, flo
     return last;
 }
 
-int32_t draw(const Ops& ops, const float* x, int64_t n, const Filter& f, float max, double u) {
+int32_t draw(const Ops& ops, const float* x, int64_t n, const Filter& f, float max, double u, int32_t* ids) {
     const double total = ops.sum_exp(x, n, max, float(1.0 / f.temperature));
     if (f.top_k == 0 && f.top_p >= 1 && f.min_p <= 0) return walk_all(ops, x, n, f, max, total, u);
-    if (f.top_k == 0) return walk(nucleus(x, n, f, max, total), f, max, u);
+    if (f.top_k == 0) return walk(nucleus(ops, x, n, f, max, total, ids), f, max, u);
     std::vector<Candidate> kept = best_of(x, n, f.top_k);
     kept.resize(cut(kept, f, max, total, 0, true));
     std::sort(kept.begin(), kept.end(), [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
@@ -213,7 +212,7 @@ void Run::sample(int64_t i, const float* raw) {
     if (out.bad[i]) return;
     if (in.temperature[i] > 0) {
         const Filter f{double(in.temperature[i]), double(in.top_p[i]), double(in.min_p[i]), in.top_k[i]};
-        out.tokens[i] = draw(ops, x, p.vocab, f, max, draw_uniform(in.seed[i], in.position[i]));
+        out.tokens[i] = draw(ops, x, p.vocab, f, max, draw_uniform(in.seed[i], in.position[i]), own.ids);
     }
     if (in.logprobs[i] < 0) return;
     const double norm = double(max) + std::log(ops.sum_exp(x, p.vocab, max, 1.0f));

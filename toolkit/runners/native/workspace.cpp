@@ -126,6 +126,7 @@ Workspace::Workspace(const Program& p, const Ops& ops, int thread_count) : threa
         t.mid = input(SMALL, w.mid);
         t.head_row = take<float>(2 * w.dpad);
         t.logits = take<float>(vocab_ld);
+        t.ids = take<int32_t>(vocab_ld);
         AttnScratch& a = t.attention;
         a.rows = rows;
         for (AttnState* s : {&a.running, &a.part})

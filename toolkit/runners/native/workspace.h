@@ -31,6 +31,7 @@ struct ThreadScratch {
     AttnScratch attention;
     float* head_row;  // [max dpad]
     float* logits;    // [vocab padded], where a row is changed before sampling
+    int32_t* ids;     // [vocab padded], of those that are likely enough to be drawn
 };
 
 // Tokens of the chunk that one thread takes through layers alone, and their query blocks.
