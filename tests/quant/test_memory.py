@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.errors import UsageError
+from toolkit.kernels.torch.product import prefers_int8
 from toolkit.quant.calibrate import calibrate
 from toolkit.quant.kv import kv
 from toolkit.quant.lite import Common, auto_gptq, auto_round, search, smooth_quant
@@ -147,7 +148,9 @@ def test_the_peak_is_within_the_limit_and_near_the_plan(
     model = tiny_checkpoint("llama", tmp_path / "model", dtype="bfloat16", **sizes)
     peak, planned = measured(method, model, tmp_path, text)
     assert peak <= 1 + 4 * 4 * (3 * hidden * inner + inner**2) / GIB
-    assert peak <= planned <= 1.35 * peak + 0.1  # rounded up to a tenth; peaks differ by 7 % from run to run
+    # The plan counts quantized layers in float32; int8 products, where they are fast, take a quarter of that.
+    above = 1.75 if method == "smooth_quant" and prefers_int8() else 1.35
+    assert peak <= planned <= above * peak + 0.1  # rounded up to a tenth; peaks differ by 7 % from run to run
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Memory that was freed: kept for what comes next while little of it is there, handed back to the system when it grows.
+"""Memory that was freed: kept for what comes next while a layer is worked on, handed back to the system between.
 
 glibc hands back the end of its heap as soon as little is free there, and has the system clear the same pages for the
 next activations: a tenth of the time that text takes through a small layer. What lies between two blocks that live,
@@ -16,26 +16,27 @@ import psutil
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _BLOCK, _END = 32 << 20, 256 << 20  # bytes: the largest block that may lie in the heap; what may be free at its end
-_held = 0  # bytes of memory that the process had when it last gave back
+_room = 0  # bytes by which the process may grow before ``give_back`` does anything
+_held = 0  # bytes that it had when it last gave back
 
 
 def give_back() -> None:
-    """Hand back what the C library holds and nobody uses, if the process has grown by more than 256 MiB since it last
-    did: less is soon used again, and clearing it anew takes longer. Nothing where it cannot (another library than
-    glibc)."""
+    """Hand back what the C library holds and nobody uses, unless the process has grown by less than ``keep_freed``
+    allows since it last did. Nothing where it cannot (another library than glibc)."""
     global _held
     if (trim := _call("malloc_trim")) is None:
         return
-    now = _resident()
-    if now > _held + _END:
+    if not _room or _resident() > _held + _room:
         trim(0)
-        now = _held = _resident()
-    _held = min(_held, now)
+        _held = _resident()
 
 
-def keep_freed() -> None:
+def keep_freed(much: bool = False) -> None:
     """From now on keep what is freed until ``give_back``, but blocks of more than 32 MiB and all beyond 256 MiB at the
-    heap's end; nothing where the C library cannot."""
+    heap's end; nothing where the C library cannot. ``much``: 256 MiB beyond ``give_back`` too, for layers so small that
+    clearing the same pages for each of them would take longer than what is done with them."""
+    global _room
+    _room = _END if much else 0
     if (option := _call("mallopt")) is not None:
         option(_M_MMAP_THRESHOLD, _BLOCK)
         option(_M_TRIM_THRESHOLD, _END)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -137,8 +137,16 @@ def layer_norms(layer: LayerSpec) -> list[NormSpec]:
 
 def module_bytes(layer: LayerSpec) -> int:
     """Bytes of the largest attention block, MLP or expert of a layer in float32."""
-    blocks = modules(layer_linears(layer))
-    return max(sum(4 * x.in_features * x.out_features for x in block) for block in blocks)
+    return max(_bytes(block) for block in modules(layer_linears(layer)))
+
+
+def linear_bytes(layer: LayerSpec) -> int:
+    """Bytes of all linears of a layer in float32."""
+    return _bytes(layer_linears(layer))
+
+
+def _bytes(linears: Iterable[LinearSpec]) -> int:
+    return sum(4 * x.in_features * x.out_features for x in linears)
 
 
 def _parameter_names(layer: LayerSpec) -> list[str]:

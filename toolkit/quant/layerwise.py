@@ -28,7 +28,7 @@ from toolkit.quant.forward import (
     rms_norm,
 )
 from toolkit.quant.heap import give_back, keep_freed
-from toolkit.quant.layers import LayerSource, module_bytes
+from toolkit.quant.layers import LayerSource, linear_bytes, module_bytes
 from toolkit.quant.lazy import KEEP
 from toolkit.quant.probe import Probe
 from toolkit.quant.result import LayerResult, LinearReport, Made, Method, from_state, to_state
@@ -75,7 +75,7 @@ class Flow:
         batch_size: int,
         spill: Spill | None = None,
     ) -> None:
-        keep_freed()
+        keep_freed(much=all(linear_bytes(layer) <= KEEP // 4 for layer in source.spec.layers))
         self.source, self.device = source, device
         few = max(1, CPU_TOKENS // token_ids.shape[1])
         self.batch_size = min(batch_size, few) if device.type == "cpu" else batch_size
