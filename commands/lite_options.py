@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -118,6 +119,14 @@ class LiteFlags:
         check_writable("--plot", self.plot)
         if self.plot is not None and not self.plot.lower().endswith(".png"):
             raise UsageError(f"--plot {self.plot}: expected a name that ends in .png")
+        if self.plot is not None and find_spec("matplotlib") is None:
+            raise UsageError("--plot: matplotlib is not installed; pip install matplotlib, or leave it out")
+        for name, alias in (("calib_samples", "nsamples"), ("calib_seqlen", "seqlen")):
+            given, other = getattr(self, name), getattr(self, alias)
+            if other is not None and given not in (getattr(LiteFlags, name), other):
+                raise UsageError(
+                    f"--{name.replace('_', '-')} {given}, --{alias} {other}: one thing by two names; give one"
+                )
         samples = self.calib_samples if self.nsamples is None else self.nsamples
         seqlen = self.calib_seqlen if self.seqlen is None else self.seqlen
         return Common(
@@ -161,7 +170,7 @@ def choices(rows: list[dict[str, Any]]) -> list[tuple[str, str, str, str, str]]:
 
 def group_size(text: str) -> int | str:
     """--w-group-size as a number where it is one."""
-    return int(text) if text.lstrip("-").isdigit() else text
+    return int(text) if re.fullmatch(r"-?[0-9]{1,9}", text) else text
 
 
 @contextmanager
@@ -181,6 +190,9 @@ def report(result: Result, flags: LiteFlags) -> None:
     for line in [*warnings(quality["layers"]), *quality.get("notes", ())]:
         stderr().print(f"warning: {line}", markup=False, soft_wrap=True)
     if flags.json != "-":
+        if quality["layers"]:
+            columns = ("layer", "bits", "mean error", "largest", "of")
+            stdout().print(table("Error of each output, as rounded", columns, _by_layer(quality["layers"])))
         stdout().print(table("Quantized", ("", "value"), _rows(result)))
     write_json(flags.json, {"path": str(result.path), "options": result.options, "quality": quality})
     if flags.plot is not None:
@@ -209,3 +221,19 @@ def _rows(result: Result) -> list[tuple[str, str]]:
         ("size", f"{quality['size_bytes'] / 1e6:.1f} MB"),
         *([("largest error", f"{100 * worst['rel_error']:.1f} % of {worst['name']}'s output")] if worst else []),
     ]
+
+
+def _by_layer(linears: list[dict[str, Any]]) -> list[tuple[str, str, str, str, str]]:
+    """A row a layer, from ``quality["layers"]``, which holds the linears."""
+    layers: dict[str, list[dict[str, Any]]] = {}
+    for linear in linears:
+        inside = re.search(r"\.layers\.([0-9]+)\.", linear["name"])
+        layers.setdefault(inside[1] if inside else linear["name"], []).append(linear)
+    rows = []
+    for layer, found in layers.items():
+        errors, worst = [x["rel_error"] for x in found], max(found, key=lambda x: x["rel_error"])
+        widths = sorted({x["bits"] for x in found})
+        name = worst["name"].partition(f".layers.{layer}.")[2] or worst["name"]
+        mean = f"{100 * sum(errors) / len(errors):.1f} %"
+        rows.append((layer, ", ".join(map(str, widths)), mean, f"{100 * worst['rel_error']:.1f} %", name))
+    return rows

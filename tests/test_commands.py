@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,6 +68,41 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_model_loads(command
 def test_a_picture_of_another_kind_is_refused_before_the_model_loads(tmp_path: Path) -> None:
     refused(tool("lite", "mxfp4", "nosuch", "--plot", tmp_path / "x.xyz"), "--plot", "ends in .png")
     refused(tool("lite", "blocked_fp8", "nosuch", "--calib-samples", "8"), "--calib-samples", "no use for it")
+
+
+REFUSED = {
+    "two names, two values": (["auto_awq", "M", "--calib-samples", "8", "--nsamples", "9"], "--nsamples 9"),
+    "GPTQ's flags without it": (["auto_awq", "M", "--desc-act"], "--rounding gptq"),
+    "no number of bits": (["search", "M", "--bits", "nan"], "--bits: expected"),
+    "no group size": (["auto_gptq", "M", "--w-group-size=--5"], "found '--5'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_options_that_cannot_be_are_refused_in_one_line(name: str, tiny_models: Any, tmp_path: Path) -> None:
+    arguments, words = REFUSED[name]
+    model = tiny_models("llama")
+    arguments = [str(model) if a == "M" else a for a in arguments]
+    refused(tool("lite", *arguments, "--work-dir", tmp_path / "out"), words)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_ends_with_the_error_by_layer_and_what_the_model_lost(tiny_models: Any, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("All happy families are alike; every unhappy family is unhappy in its own way. " * 40)
+    quick = ["--calib-dataset", text, "--calib-samples", "4", "--calib-seqlen", "32", "--eval-tokens", "128"]
+    figures = tmp_path / "figures.json"
+    done = tool("lite", "auto_gptq", tiny_models("llama"), "--work-dir", tmp_path / "out", *quick, "--json", figures)
+    assert done.returncode == 0, done.stderr
+    by_layer, _, summary = done.stdout.partition("Quantized")
+    assert "perplexity after" in summary and "bits per weight" in summary
+    linears = json.loads(figures.read_text())["quality"]["layers"]
+    for layer in {x["name"].split(".")[2] for x in linears}:
+        errors = {x["name"]: x["rel_error"] for x in linears if f".layers.{layer}." in x["name"]}
+        worst = max(errors, key=errors.__getitem__)
+        row = next(line for line in by_layer.splitlines() if line[1:].split()[:1] == [layer])
+        assert f"{100 * errors[worst]:.1f} %" in row and worst.partition(f".{layer}.")[2] in row
+        assert f"{100 * sum(errors.values()) / len(errors):.1f} %" in row
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

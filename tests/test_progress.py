@@ -32,11 +32,22 @@ def test_off_a_terminal_a_plain_line_now_and_then(monkeypatch: pytest.MonkeyPatc
         clock.now += 10
         progress.update("writing", 0, 1)
     assert out.getvalue().splitlines() == [
-        "quantizing layers: 20 of 1,200, 10 s",
-        "quantizing layers: 40 of 1,200, 20 s",
-        "quantizing layers: 60 of 1,200, 30 s",
+        "quantizing layers: 20 of 1,200, 10 s, 9:50 left",
+        "quantizing layers: 40 of 1,200, 20 s, 9:40 left",
+        "quantizing layers: 60 of 1,200, 30 s, 9:30 left",
         "writing",
     ]
+
+
+def test_steps_of_a_minute_say_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where an earlier run had done some of them, which took no time."""
+    clock, out = Clock(monkeypatch), io.StringIO()
+    with Progress(file=out) as progress:
+        for done in (10, 11, 12, 90):
+            progress.update("quantizing layers", done, 100)
+            clock.now += 65
+    lines = [line.partition(", ")[2] for line in out.getvalue().splitlines()]
+    assert lines == ["1:05, 1:36:25 left", "2:10, 1:35:20 left", "3:15, 24 s left"]
 
 
 def test_off_a_terminal_short_work_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +97,7 @@ def test_on_a_terminal_a_bar() -> None:
     assert process.stdout is not None and process.stdout.read() == b"result\n"
     assert process.wait() == 0
     assert b"working [hard]" in seen and b"\x1b[" in seen and "━".encode() in seen
+    assert b"0 s left" in seen
 
 
 COMMANDS: dict[str, list[Any]] = {

@@ -27,8 +27,8 @@ class Progress:
         self._bars = _bars(self.console, keep) if self._file.isatty() else None
         self._tasks: dict[str, Any] = {}
         self._phase = ""
-        self._phase_begun = time.monotonic()
-        self._next = self._phase_begun + EVERY
+        self._begun, self._first = time.monotonic(), 0
+        self._next = self._begun + EVERY
 
     @cached_property
     def console(self) -> Console:
@@ -51,50 +51,61 @@ class Progress:
 
     def update(self, phase: str, done: int = 0, total: int | None = None) -> None:
         """``done`` of ``total`` steps of ``phase`` are behind; None: nobody knows how many there are."""
+        now = time.monotonic()
+        if phase != self._phase:
+            self._phase, self._begun, self._first = phase, now, done
+        each = (now - self._begun) / (done - self._first) if done > self._first else None
+        left = None if each is None or total is None else each * (total - done)
         if self._bars is None:
-            self._say(phase, done, total)
+            self._say(phase, done, total, left)
             return
         if phase not in self._tasks:
             self._complete()
-            self._tasks[phase] = self._bars.add_task(phase, total=total, rate="")
-        task = self._tasks[phase]
-        speed = self._bars.tasks[task].speed
-        rate = f"{1 / speed:.1f} s each" if speed and speed < 2 else ""
-        self._bars.update(task, completed=done, total=total, rate=rate)
+            self._tasks[phase] = self._bars.add_task(phase, total=total, rate="", left="")
+        rate = f"{each:.1f} s each" if each is not None and each > 0.5 else ""
+        self._bars.update(
+            self._tasks[phase],
+            completed=done,
+            total=total,
+            rate=rate,
+            left="" if left is None else f"{_clock(left)} left",
+        )
 
     def _complete(self) -> None:
         assert self._bars is not None
         for task in self._tasks.values():
-            self._bars.update(task, completed=self._bars.tasks[task].total)
+            self._bars.update(task, completed=self._bars.tasks[task].total, left="")
 
-    def _say(self, phase: str, done: int, total: int | None) -> None:
+    def _say(self, phase: str, done: int, total: int | None, left: float | None) -> None:
         now = time.monotonic()
-        if phase != self._phase:
-            self._phase, self._phase_begun = phase, now
         if now < self._next:
             return
         self._next = now + EVERY
-        count = f": {done:,} of {total:,}, {now - self._phase_begun:.0f} s" if total and done else ""
-        print(f"{phase}{count}", file=self._file, flush=True)
+        count = f": {done:,} of {total:,}, {_clock(now - self._begun)}" if total and done else ""
+        rest = f", {_clock(left)} left" if count and left else ""
+        print(f"{phase}{count}{rest}", file=self._file, flush=True)
+
+
+def _clock(seconds: float) -> str:
+    """ "8 s", "2:05", "1:02:05"."""
+    minutes, rest = divmod(round(seconds), 60)
+    if not minutes:
+        return f"{rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _bars(console: Console, keep: bool) -> Bars:
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    # What is left is reckoned from the beginning of the phase: the library's own column forgets what is more than 30
+    # seconds ago, and a layer of a large model takes longer.
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[rate]}"),
         TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
+        TextColumn("{task.fields[left]}"),
     )
     return Progress(*columns, console=console, transient=not keep)

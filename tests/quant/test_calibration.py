@@ -58,6 +58,15 @@ def test_every_kind_of_file_gives_samples_of_the_model_s_tokens(suffix: str, tmp
     assert "bright cold day" in Tokenizer.open(model).decode(samples[0] + samples[1])
 
 
+def test_blank_rows_are_no_text(tmp_path: Path, model: Path) -> None:
+    """Every third row of wikitext is blank."""
+    rows = [SENTENCE * 5, "", " \n"] * 20
+    (tmp_path / "blank.json").write_text(json.dumps(rows))
+    (tmp_path / "dense.json").write_text(json.dumps(rows[::3]))
+    found = read(tmp_path / "blank.json", model)
+    assert found == read(tmp_path / "dense.json", model)
+
+
 def test_a_folder_is_all_its_files(tmp_path: Path, model: Path) -> None:
     write(tmp_path, ".txt")
     write(tmp_path, ".jsonl")
@@ -150,8 +159,8 @@ def test_known_names_read_the_columns_that_the_table_says(
         def shuffle(self, seed: int, buffer_size: int) -> Rows:
             return self
 
-    def load_dataset(path: str, config: str | None, *, split: str, streaming: bool) -> Rows:
-        asked.append((path, config, split))
+    def load_dataset(path: str, config: str | None, *, split: str, revision: str | None, streaming: bool) -> Rows:
+        asked.append((path, config, split, revision))
         if known.columns == ("messages",):
             return Rows([{"messages": [{"role": "user", "content": SENTENCE}]}] * 60)
         return Rows([{c: SENTENCE + c for c in known.columns}] * 60)
@@ -160,7 +169,7 @@ def test_known_names_read_the_columns_that_the_table_says(
     stub.load_dataset = load_dataset  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", stub)
     text = text_of(read(name, model, samples=1, seqlen=128), model)
-    assert asked == [(known.repository, known.config, known.split)]
+    assert asked == [(known.repository, known.config, known.split, known.revision)]
     for column in known.columns:
         assert ("<|im_start|>user" if column == "messages" else SENTENCE + column) in text
 

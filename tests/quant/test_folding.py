@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit.quant.folding import expand, fold_layer, storable
+from toolkit.quant.folding import Folded, expand, fold_site, storable
 from toolkit.quant.forward import embed, head_logits, layer_forward
 from toolkit.quant.layers import LayerSource
 from toolkit.quant.sites import RowFold, layer_sites
@@ -24,13 +24,12 @@ def logits(source: LayerSource, ids: torch.Tensor, scale_seed: int | None = None
     for i, layer in enumerate(source.spec.layers):
         weights = source.layer(i, CPU)
         if scale_seed is not None:
-            scales = {}
+            weights = Folded(weights)
             for site in layer_sites(layer):
                 assert site.fold is not None
                 count = site.size // site.fold.repeat if isinstance(site.fold, RowFold) else site.size
                 wanted = 4 ** (torch.rand(count, generator=generator) * 2 - 1)
-                scales[site.name] = storable(site, weights, wanted, dtype or torch.float32)
-            weights = fold_layer(layer, weights, scales)
+                fold_site(site, weights, storable(site, weights, wanted, dtype or torch.float32))
         hidden = layer_forward(layer, weights, hidden)
     return head_logits(source.spec, outer, hidden)
 
@@ -65,7 +64,8 @@ def test_storable_scales_fold_into_bfloat16_norms_without_rounding(tiny_models: 
     layer, weights = source.spec.layers[0], source.layer(0, CPU)
     site = layer_sites(layer)[0]
     scale = storable(site, weights, 4 ** (torch.rand(site.size) * 2 - 1), torch.bfloat16)
-    folded = fold_layer(layer, weights, {site.name: scale})
+    folded = Folded(weights)
+    fold_site(site, folded, scale)
     norm = folded[site.fold.norm.name]  # type: ignore[union-attr]
     torch.testing.assert_close(norm.to(torch.bfloat16).float(), norm, rtol=1e-6, atol=1e-7)
 

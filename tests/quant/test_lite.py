@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,14 @@ def test_a_model_that_overflows_is_refused_by_methods_without_text(
     with pytest.raises(ToolkitError, match=r"activations of layer 1, as it was, are not finite"):
         method(str(path), tmp_path / "out", common=quick)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_quantized_head_is_stated_in_awq_s_config(tiny_models: Any, tmp_path: Path, quick: Common) -> None:
+    for head in (False, True):
+        out = tmp_path / str(head)
+        auto_awq(str(tiny_models("llama")), out, tune_steps=0, common=replace(quick, quantize_lm_head=head))
+        assert json.loads((out / "config.json").read_text())["quantization_config"].get("lm_head", False) is head
+        assert ("lm_head.qweight" in load_file(out / "model.safetensors")) is head
 
 
 def test_nan_is_named_before_calibration(tiny_checkpoint: Any, tmp_path: Path, quick: Common) -> None:

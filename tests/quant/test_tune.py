@@ -180,7 +180,7 @@ def test_the_manifest_states_the_divergence_of_what_was_written(
     assert result.quality["kl"] == pytest.approx(float(kl), rel=1e-3)
 
 
-@pytest.mark.parametrize("where", ["before tuning", "putting scales in place"])
+@pytest.mark.parametrize("where", ["before tuning", "before tuning, a layer torn", "putting scales in place"])
 def test_a_killed_run_ends_with_the_same_bits(
     where: str, tiny_models: Any, tmp_path: Path, quick: Common, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,14 +192,19 @@ def test_a_killed_run_ends_with_the_same_bits(
 
     put = tuning.replace_layer
     with monkeypatch.context() as patch:
-        if where == "before tuning":
+        if where.startswith("before tuning"):
             patch.setattr(tuning, "_train", killed)
         else:
             patch.setattr(tuning, "replace_layer", lambda s, i, r: put(s, i, r) if i == 0 else killed())
         with pytest.raises(KeyboardInterrupt):
             auto_awq(model, tmp_path / "broken", tune_steps=8, common=quick)
-    if where != "before tuning":
+    if where == "putting scales in place":
         monkeypatch.setattr(tuning, "_train", killed)  # what was found is not looked for again
+    if where == "before tuning, a layer torn":  # it is made again, and the text stops behind it
+        torn = tmp_path / ".broken.partial" / "state" / "layer.0.safetensors"
+        data = bytearray(torn.read_bytes())
+        data[-1] ^= 1
+        torn.write_bytes(data)
     auto_awq(model, tmp_path / "broken", tune_steps=8, common=quick)
     whole, broken = (load_file(tmp_path / n / "model.safetensors") for n in ("whole", "broken"))
     assert all(torch.equal(whole[k], broken[k]) for k in whole)

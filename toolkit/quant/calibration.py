@@ -163,7 +163,8 @@ def _tokenize(
     template = None
     for text in texts:
         if isinstance(text, str):
-            yield tokenizer.encode(text)
+            if text.strip():  # wikitext has a blank row for every third: each would be a mark of the beginning alone
+                yield tokenizer.encode(text)
             continue
         if template is None:
             from toolkit.chat.template import ChatTemplate

@@ -11,19 +11,22 @@ from toolkit.errors import ToolkitError
 
 @dataclass(frozen=True)
 class Known:
-    """``columns`` are joined by blank lines; a single ``messages`` column holds a chat."""
+    """``columns`` are joined by blank lines; a single ``messages`` column holds a chat. ``revision``: the branch, where
+    it is not the main one."""
 
     repository: str
     split: str
     columns: tuple[str, ...]
     config: str | None = None
+    revision: str | None = None
 
 
 KNOWN: dict[str, Known] = {
     "wikitext2": Known("Salesforce/wikitext", "train", ("text",), "wikitext-2-raw-v1"),
     "c4": Known("allenai/c4", "train", ("text",), "en"),
     "pileval": Known("mit-han-lab/pile-val-backup", "validation", ("text",)),
-    "ptb": Known("ptb-text-only/ptb_text_only", "train", ("sentence",), "penn_treebank"),
+    # Its main branch is a script, which the library no longer runs; the hub's own conversion has one unnamed subset.
+    "ptb": Known("ptb-text-only/ptb_text_only", "train", ("sentence",), revision="refs/convert/parquet"),
     "gsm8k": Known("openai/gsm8k", "train", ("question", "answer"), "main"),
     "open-platypus": Known("garage-bAInd/Open-Platypus", "train", ("instruction", "output")),
     "openwebtext": Known("Skylion007/openwebtext", "train", ("text",)),
@@ -38,7 +41,9 @@ def known_texts(name: str, seed: int) -> Iterator[str | list[dict[str, Any]]]:
 
     known = KNOWN[name]
     try:
-        rows = datasets.load_dataset(known.repository, known.config, split=known.split, streaming=True)
+        rows = datasets.load_dataset(
+            known.repository, known.config, split=known.split, revision=known.revision, streaming=True
+        )
         for row in rows.shuffle(seed=seed, buffer_size=_SHUFFLE_BUFFER):
             if known.columns == ("messages",):
                 yield row["messages"]

@@ -16,7 +16,7 @@ from toolkit.artifacts.formats.mxfp4 import GROUP
 from toolkit.artifacts.weights import split_parts
 from toolkit.models.spec import StoredTensor
 from toolkit.quant.output import join_parts
-from toolkit.quant.result import LinearReport, Made, Method, relative_error, stay_dense
+from toolkit.quant.result import LinearReport, Made, Method, sampled_error, stay_dense
 from toolkit.quant.sites import Site
 from toolkit.quant.statistics import Gram
 
@@ -69,8 +69,7 @@ def mxfp4_method(*, dtype: torch.dtype) -> Method:
 def _report(name: str, weight: Tensor, code: Weight | Tensor, how: str, bits: int, group: int) -> LinearReport:
     """Without calibration the error is that of the weights: as of inputs that do not correlate."""
     assert not isinstance(code, Tensor)
-    eye = torch.eye(weight.shape[1], device=weight.device)
-    return LinearReport(name, how, bits, group, relative_error(weight, code, eye))
+    return LinearReport(name, how, bits, group, sampled_error(weight, code, None))
 
 
 def quantize_tiles(weight: Tensor, powers_of_two: bool = False) -> BlockFp8:

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from toolkit.models.spec import LayerSpec
-from toolkit.quant.sites import NormFold, RowFold, Site, layer_sites
+from toolkit.quant.sites import NormFold, RowFold, Site
 
 
 def expand(fold: RowFold, scale: Tensor) -> Tensor:
@@ -89,12 +88,3 @@ def fold_site(site: Site, weights: Folded, scale: Tensor) -> Tensor:
     for reader in (*site.linears, *site.followers):
         weights.columns[reader.name] = channels
     return channels
-
-
-def fold_layer(layer: LayerSpec, weights: Mapping[str, Tensor], scales: Mapping[str, Tensor]) -> Folded:
-    """``weights`` with the scale of every site in ``scales`` (by site name) folded in."""
-    folded = Folded(weights)
-    for site in layer_sites(layer):
-        if site.name in scales:
-            fold_site(site, folded, scales[site.name])
-    return folded

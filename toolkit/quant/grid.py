@@ -1,4 +1,4 @@
-"""The integer grid of a 4-bit linear: choosing a group size, and rounding weights to codes.
+"""The integer grid of a quantized linear: choosing a group size, and rounding weights to codes.
 
 Source of the grid: Lin et al., "AWQ: Activation-aware Weight Quantization" (2023), in the form that AutoAWQ's
 "gemm" files store: ``w = (code - zero) * scale`` with one scale and one zero point a group of inputs and row.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -59,6 +60,8 @@ def auto_awq(
         raise UsageError(f"--w-bits: expected 4, 8, 3 or 2, found {w_bits}")
     if rounding not in ("nearest", "gptq"):
         raise UsageError(f"--rounding: expected nearest or gptq, found {rounding!r}")
+    if rounding == "nearest" and (damp, desc_act, static_groups) != (gptq.Rounding.damp, False, True):
+        raise UsageError("--damp, --desc-act, --static-groups: they are GPTQ's; give --rounding gptq too")
     common = common or Common()
     if w_bits != 4 and common.format in (None, "awq"):
         raise UsageError(
@@ -90,7 +93,7 @@ def auto_awq(
         options=options,
         method=method,
         sample=partial(_integers, grid, order),
-        formats=("awq", "gptq_v2", "gptq", "compressed-tensors", "gguf"),
+        formats=("awq", "gptq_v2", "gptq", "compressed-tensors", "auto_round", "gguf"),
         group_size=group_size,
         sequential=rounding == "gptq",
         tune_steps=tune_steps,
@@ -126,7 +129,13 @@ def auto_gptq(
         options={"w_bits": w_bits, "w_sym": w_sym, "w_group_size": group_size} | _rounding_options(how),
         method=lambda dtype, _: gptq.method(grid, how, dtype=dtype),
         sample=partial(_integers, grid, desc_act and not static_groups),
-        formats=(*(("gptq", "gptq_v2") if w_sym else ("gptq_v2", "gptq")), "compressed-tensors", "awq", "gguf"),
+        formats=(
+            *(("gptq", "gptq_v2") if w_sym else ("gptq_v2", "gptq")),
+            "compressed-tensors",
+            "awq",
+            "auto_round",
+            "gguf",
+        ),
         group_size=group_size,
         sequential=True,
         tune_steps=tune_steps,
@@ -217,6 +226,8 @@ def search(
     """
     if (bits is None) == (size is None):
         raise UsageError("--bits, --size: give one of them")
+    if bits is not None and not 0 < bits < math.inf:
+        raise UsageError(f"--bits: expected bits a weight, such as 4.5, found {bits:g}")
     common = common or Common()
     if common.quantize_lm_head or common.calibration is not None:
         option = "--quantize-lm-head" if common.quantize_lm_head else "--calibration"
@@ -257,7 +268,7 @@ def search(
         options={"bits": bits, "size": size} | _rounding_options(how),
         method=method,
         sample=partial(_integers, grid, False),
-        formats=("compressed-tensors", "gptq_v2", "gguf"),
+        formats=("compressed-tensors", "gptq_v2", "auto_round", "gguf"),
         sequential=True,
         prepare=prepare,
         tune_steps=tune_steps,

@@ -142,7 +142,7 @@ def tell_plan(
     plan: CalibrationPlan | None,
     *,
     eval_tokens: int,
-    tunes: bool = False,
+    tune_steps: int = 0,
     whole_layers: bool = False,
     texts: int = 1,
     beside: int = 0,
@@ -153,7 +153,7 @@ def tell_plan(
     samples, seqlen = (texts * plan.samples + beside, plan.seqlen) if plan else (0, 0)
     memory = plan_memory(
         source, samples=samples, seqlen=seqlen, batch_size=common.batch_size, eval_tokens=eval_tokens,
-        cache_memory=common.cache_memory, tuning=needed(source, seqlen) if tunes else 0,
+        cache_memory=common.cache_memory, tuning=needed(source, seqlen, tune_steps) if tune_steps else 0,
         head=common.quantize_lm_head, whole_layers=whole_layers, products=products,
     )  # fmt: skip
     common.notice(memory.line())
@@ -195,7 +195,7 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
     hindrance = "not with --format gguf" if form == gguf.FORMAT else None
     tune_steps = choose_steps(source, recipe.tune_steps, plan, common.cache_memory, hindrance, common.notice)
     tell_plan(
-        source, common, plan, eval_tokens=common.eval_tokens, tunes=tune_steps > 0, whole_layers=recipe.whole_layers,
+        source, common, plan, eval_tokens=common.eval_tokens, tune_steps=tune_steps, whole_layers=recipe.whole_layers,
         texts=recipe.texts, beside=recipe.beside, products=recipe.products,
     )  # fmt: skip
     progress("reading the model", 0, 1)
@@ -264,10 +264,11 @@ def _quantize(
         probe = Probe(source.spec, table, heldout, setting.device, spill)
         del table
         told = lambda done, total: progress("quantizing layers", done, total)  # noqa: E731
-        whole = setting.sequential or all(stage.done(f"layer.{i}") for i in range(len(source.spec.layers)))
+        # where the last layer is there already, the text does not go through the original layers up to it
+        stays = setting.sequential or stage.done(f"layer.{len(source.spec.layers) - 1}")
         reports = quantize_layers(source, setting, flow, None if tune_steps else probe, stage, told)
         if tune_steps:
-            if whole and not stage.done(KEY):  # the text is not behind the last of the original layers
+            if stays and not stage.done(KEY):
                 table = source.outer_weights(setting.device)[source.spec.embed]
                 count = -(-most_samples(tune_steps) // flow.batch_size) * flow.batch_size  # batches as before
                 flow = Flow(source, ids[:count], table, setting.device, setting.batch_size, spill)

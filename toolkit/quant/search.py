@@ -12,10 +12,11 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -223,7 +224,7 @@ def _try(trial: Trial, name: str, sites: Sequence[Site], moved: dict[str, Tensor
     # One scale for all grids: that of the middle one, which loses little elsewhere and is what takes the time.
     middle = next(g for g in reversed(tried) if g.bits == SCALED_FOR)
     folded = Folded(trial.weights)
-    with TemporaryDirectory(dir=trial.directory) as scratch:
+    with _scratch(trial.directory / "trial") as scratch:
         for site in reversed(sites):
             gram = trial.grams(site.name)
             scale = None
@@ -234,11 +235,11 @@ def _try(trial: Trial, name: str, sites: Sequence[Site], moved: dict[str, Tensor
             factor = inverse_factor(xtx, trial.rounding)
             for i, grid in enumerate(tried):
                 for linear, code in round_site(site.linears, folded, xtx, grid, trial.rounding, factor):
-                    _keep(Path(scratch) / f"{i}.{linear.name}", Made(linear.name, code))
+                    _keep(scratch / f"{i}.{linear.name}", Made(linear.name, code))
             del xtx, factor
         candidates = []
         for i, grid in enumerate(tried):
-            y = layer_forward(trial.layer, _rounded(Path(scratch), i, folded, trial.text.device), trial.text)
+            y = layer_forward(trial.layer, _rounded(scratch, i, folded, trial.text.device), trial.text)
             if grid is middle:
                 moved[name] = y[:SAMPLES].clone().cpu()
             share = (y - trial.exact).square().sum(-1) / trial.exact.square().sum(-1).clamp(min=1e-12)
@@ -247,6 +248,17 @@ def _try(trial: Trial, name: str, sites: Sequence[Site], moved: dict[str, Tensor
             size = cost(weights, grid, trial.gguf)
             candidates.append(Candidate(grid.bits, grid.group_size, size, loss, grid.symmetric, grid.ggml, kind))
     return Unit(name, tuple(x.name for x in linears), weights, tuple(candidates), tried.index(middle))
+
+
+@contextmanager
+def _scratch(directory: Path) -> Iterator[Path]:
+    """An empty ``directory`` that is gone afterwards; of a killed run one may be there."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _keep(path: Path, made: Made) -> None:

@@ -42,13 +42,13 @@ Code = GroupInt | ChannelInt8 | Fp8
 """Weights whose scales are tuned."""
 
 
-def needed(source: LayerSource, seqlen: int) -> int:
-    """Bytes that tuning takes beyond the model on disk: codes in 16 bits, the rest, one sample's activations, and the
-    samples as the original leaves them."""
+def needed(source: LayerSource, seqlen: int, steps: int) -> int:
+    """Bytes that tuning for ``steps`` takes beyond the model on disk: codes in 16 bits, the rest, one sample's
+    activations, and the samples as the original leaves them."""
     linears = sum(x.in_features * x.out_features for x in source.quantizable())
     outer = (1 if source.spec.tied else 2) * 2 * source.spec.vocab_size * source.spec.hidden_size
     kept = sum(map(layer_width, source.spec.layers)) * seqlen * 4
-    return 3 * linears + outer + kept + most_samples(STEPS) * seqlen * source.spec.hidden_size * 4
+    return 3 * linears + outer + kept + most_samples(steps) * seqlen * source.spec.hidden_size * 4
 
 
 def choose_steps(
@@ -73,7 +73,7 @@ def choose_steps(
     if wanted is not None or hindrance is not None or plan is None:
         return wanted or 0
     text = plan.samples * plan.seqlen * source.spec.hidden_size * 4  # held beside it
-    gib = (needed(source, plan.seqlen) + text) / (1 << 30)
+    gib = (needed(source, plan.seqlen, STEPS) + text) / (1 << 30)
     if gib <= cache_memory:
         return STEPS
     notice(

@@ -26,15 +26,17 @@ METHOD = "awq"
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
-def config(*, group_size: int, zero_point: bool, skip: list[str] | None = None) -> dict[str, Any]:
-    """``quantization_config`` for what ``write_linear`` writes. ``skip``: modules left dense."""
-    found = {
+def config(*, group_size: int, zero_point: bool, skip: list[str] | None = None, head: bool = False) -> dict[str, Any]:
+    """``quantization_config`` for what ``write_linear`` writes. ``skip``: modules left dense; ``head``: whether
+    the head is quantized too, which vLLM wants to be told."""
+    found: dict[str, Any] = {
         "quant_method": METHOD,
         "version": "gemm",
         "bits": 4,
         "group_size": group_size,
         "zero_point": zero_point,
     }
+    found |= {"lm_head": True} if head else {}
     return {**found, "modules_to_not_convert": skip} if skip else found
 
 
@@ -116,4 +118,6 @@ def config_of(layouts: Mapping[str, Layout | None]) -> dict[str, Any]:
         raise ToolkitError(f"{odd}: AWQ states one group size for the whole model; use gptq or compressed-tensors")
     symmetric = all(x.symmetric for x in layouts.values() if x)
     skip = [name for name, x in layouts.items() if x is None and name != "lm_head"]
-    return config(group_size=base.group_size, zero_point=not symmetric, skip=skip or None)
+    return config(
+        group_size=base.group_size, zero_point=not symmetric, skip=skip or None, head=bool(layouts.get("lm_head"))
+    )
