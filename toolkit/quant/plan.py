@@ -20,7 +20,8 @@ MATRICES = 2  # of inputs × inputs beside the statistics themselves while a Hes
 EXACT_MATRICES = 5  # … in float64, where it is small
 KEPT_MATRICES = 1  # … and while weights are rounded: its factor
 COPIES = 3  # of the linears that are rounded together: read, scaled, ordered or their update
-WHOLE = 3  # copies of a layer where a library tunes it as a whole
+WHOLE = 3  # copies of a layer where a library tunes it as a whole …
+OUTPUTS = 4  # … and of its outputs for the text, beside the inputs that it is handed (measured)
 FLOAT = 4
 LOGITS_BYTES = 300 << 20  # logits before and after with what is computed from them
 
@@ -60,11 +61,14 @@ def plan_memory(
     tuning takes afterwards; ``head``: whether it is quantized too; ``whole_layers``: whether the method has a layer in
     memory as a whole; ``products``: whether it takes XᵀX."""
     spec = source.spec
-    activations = (samples * seqlen + 2 * eval_tokens) * spec.hidden_size * FLOAT
+    text_bytes = samples * seqlen * spec.hidden_size * FLOAT
+    activations = text_bytes + 2 * eval_tokens * spec.hidden_size * FLOAT
     disk = max(0, activations - int(cache_memory * (1 << 30)))
     grams = samples > 0 and products
     text, window = min(batch_size, samples) * seqlen, min(WINDOW, eval_tokens)
     peaks = [_layer(layer, grams, text, window, whole_layers) for layer in set(spec.layers)]
+    if whole_layers:  # two texts; those in files are read whole
+        peaks = [peak + min(disk, text_bytes) + OUTPUTS * text_bytes // 2 for peak in peaks]
     table = LinearSpec(spec.head, spec.hidden_size, spec.vocab_size)
     peaks.append(_bytes(table) + LOGITS_BYTES)  # embedding and head as they are stored, mapped, in 16 bits
     if tuning:
