@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +88,8 @@ def test_bits_go_where_they_help() -> None:
 
 @pytest.mark.parametrize(("family", "form"), [("llama", "compressed-tensors"), ("phi3", "gptq_v2"), ("mixtral", None)])
 def test_a_mixture_reads_back(family: str, form: str | None, tiny_models: Any, tmp_path: Path, common: Common) -> None:
-    import dataclasses
-
     out = tmp_path / "out"
-    result = search(str(tiny_models(family)), out, bits=4.4, common=dataclasses.replace(common, format=form))
+    result = search(str(tiny_models(family)), out, bits=4.4, common=replace(common, format=form))
     assert result.quality["bits_per_weight"] <= 4.4
     checkpoint = open_checkpoint(out)
     _, stored = load_spec(checkpoint)
@@ -106,10 +105,12 @@ def test_a_mixture_reads_back(family: str, form: str | None, tiny_models: Any, t
     assert manifest["quality"]["search"] == rows
 
 
-def test_a_size_is_kept(tiny_models: Any, tmp_path: Path, common: Common) -> None:
-    model = str(tiny_models("qwen2"))
-    result = search(model, tmp_path / "out", size=100_000, common=common)
-    assert 0.6 * 100_000 < result.quality["size_bytes"] <= 100_000
+@pytest.mark.parametrize(("family", "head"), [("qwen2", False), ("qwen2", True), ("llama", True)])
+def test_a_size_is_kept(family: str, head: bool, tiny_models: Any, tmp_path: Path, common: Common) -> None:
+    """Also with a head of 8 bits, be it the embedding's own (qwen2) or another tensor (llama)."""
+    model, size = str(tiny_models(family)), 120_000 if head else 100_000
+    result = search(model, tmp_path / "out", size=size, common=replace(common, quantize_lm_head=head))
+    assert 0.6 * size < result.quality["size_bytes"] <= size
     with pytest.raises(UsageError, match="too small a budget"):
         search(model, tmp_path / "small", size=20_000, common=common)
     with pytest.raises(UsageError, match="--bits, --size: give one"):

@@ -25,6 +25,7 @@ from toolkit.artifacts.canonical import GroupInt
 from toolkit.artifacts.safetensors_file import map_arrays, write_tensors
 from toolkit.errors import ToolkitError
 from toolkit.models.spec import LayerSpec
+from toolkit.quant import gptq
 from toolkit.quant.awq import Grid, inputs_after
 from toolkit.quant.folding import Folded
 from toolkit.quant.forward import Called, Weights, layer_forward
@@ -79,12 +80,17 @@ def tune(source: LayerSource, selection: Selection, run: Prepared, tuning: Tunin
         run.progress("tuning the rounding", len(layers), len(layers))
 
 
-def method(directory: Path, tuning: Tuning, *, dtype: torch.dtype) -> Method:
-    """Takes the codes that ``tune`` left in ``directory`` and measures their error."""
+def method(directory: Path, tuning: Tuning, *, dtype: torch.dtype, head: str) -> Method:
+    """Takes the codes that ``tune`` left in ``directory`` and measures their error. ``head``, the name of what is no
+    block, is rounded by GPTQ: tuning it would take longer than all the blocks."""
+    by_gptq = gptq.method(tuning.grid, gptq.Rounding(), dtype=dtype)
 
     def run(
         sites: Sequence[Site], weights: Mapping[str, Tensor], grams: Callable[[str], Gram | None]
     ) -> Iterator[Made]:
+        if sites and sites[0].name == head:
+            yield from by_gptq(sites, weights, grams)
+            return
         codes = _load(_file(directory, sites), sites, tuning) if sites else {}
         for site in reversed(sites):
             yield from one_site(site, weights, codes, grams(site.name))

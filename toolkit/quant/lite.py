@@ -20,6 +20,7 @@ from toolkit.quant import search as finder
 from toolkit.quant.grid import choose_group_size
 from toolkit.quant.layer_config import read_layer_config
 from toolkit.quant.run import Common, Prepared, Progress, Recipe, Result, choose, open_source, run, store_dtype, targets
+from toolkit.quant.selection import head_site
 from toolkit.quant.sensitivity import SAMPLES
 from toolkit.quant.sites import Site
 from toolkit.quant.statistics import Gram
@@ -163,16 +164,16 @@ def auto_round(
 ) -> Result:
     """Quantize MODEL by the auto-round library, one block after another, into ``work_dir``.
 
-    ``iters``: steps a block. ``layer_config``: see ``layer_config.read_layer_config``. Raises as ``auto_awq`` does.
+    ``iters``: steps a block; a head that is quantized too is rounded by GPTQ. ``layer_config``: see
+    ``layer_config.read_layer_config``. Raises as ``auto_awq`` does.
     """
     if w_bits not in GPTQ_BITS:
         raise UsageError(f"--w-bits: expected 4, 8, 3 or 2, found {w_bits}")
     if iters < 0:
         raise UsageError(f"--iters: expected 0 or more, found {iters}")
     common = common or Common()
-    if common.quantize_lm_head or common.calibration is not None:
-        option = "--quantize-lm-head" if common.quantize_lm_head else "--calibration"
-        raise UsageError(f"{option}: auto_round has no use for it; leave the option out")
+    if common.calibration is not None:
+        raise UsageError("--calibration: auto_round has no use for it; leave the option out")
     source = open_source(model, common, "auto_round")
     grid = awq.Grid(w_bits, choose_group_size(w_group_size, targets(source, choose(source, common))), w_sym)
     own: dict[str, awq.Grid] = {}
@@ -197,7 +198,7 @@ def auto_round(
         stage="lite auto_round",
         options={"w_bits": w_bits, "w_sym": w_sym, "w_group_size": grid.group_size, "iters": iters}
         | ({"layer_config": {name: asdict(g) for name, g in own.items()}} if own else {}),
-        method=lambda dtype, directory: autoround.method(directory, tuning, dtype=dtype),
+        method=lambda dtype, directory: autoround.method(directory, tuning, dtype=dtype, head=source.spec.head),
         sample=partial(_integers, grid, False),
         formats=("auto_round", *gptq_names, "compressed-tensors", *plain),
         group_size=grid.group_size,
@@ -222,30 +223,32 @@ def search(
     """Quantize MODEL by AWQ and GPTQ together, with bits and group chosen for each attention and MLP by measured loss.
 
     Exactly one budget: ``bits`` a weight, over all linears that are quantized, with scales and zero points; or ``size``
-    of the weight files in bytes. ``tune_steps`` as for ``auto_awq``. Raises as ``auto_awq`` does.
+    of the weight files in bytes. A head that is quantized too gets 8 bits, which count in ``size`` alone.
+    ``tune_steps`` as for ``auto_awq``. Raises as ``auto_awq`` does.
     """
     if (bits is None) == (size is None):
         raise UsageError("--bits, --size: give one of them")
     if bits is not None and not 0 < bits < math.inf:
         raise UsageError(f"--bits: expected bits a weight, such as 4.5, found {bits:g}")
     common = common or Common()
-    if common.quantize_lm_head or common.calibration is not None:
-        option = "--quantize-lm-head" if common.quantize_lm_head else "--calibration"
-        raise UsageError(f"{option}: search has no use for it; leave the option out")
+    if common.calibration is not None:
+        raise UsageError("--calibration: search has no use for it; leave the option out")
     source = open_source(model, common, "search")
     selection = choose(source, common)
-    linears = targets(source, selection)
+    heads = [head_site(source).linears[0]] if selection.head else []
+    linears = [x for x in targets(source, selection) if x not in heads]
     dtype = store_dtype(common.dtype, source)
     weights = sum(x.in_features * x.out_features for x in linears)
     in_gguf = common.format == gguf.FORMAT
     if bits is not None:
         budget = int(bits * weights)
     else:
-        budget = 8 * (size or 0) - finder.fixed_bits(source, linears, dtype)
+        budget = 8 * (size or 0) - finder.fixed_bits(source, linears + ([] if source.spec.tied else heads), dtype)
+        budget -= sum(finder.cost(x.in_features * x.out_features, finder.head_grid(x)) for x in heads)
         budget -= gguf.overhead_bits(source) if in_gguf else 0
     finder.check_budget(linears, budget, in_gguf)
     grid, how = awq.Grid(4, 32, False), gptq.Rounding(damp=damp)
-    chosen: dict[str, awq.Grid] = {}
+    chosen = {x.name: finder.head_grid(x) for x in heads}
 
     def prepare(run: Prepared) -> dict[str, Any]:
         units = finder.measure(

@@ -22,6 +22,7 @@ from toolkit.models.spec import LinearSpec
 from toolkit.quant import gguf
 from toolkit.quant.calibration import CalibrationPlan, make_plan
 from toolkit.quant.calibration_text import CalibrationText, Progress
+from toolkit.quant.format_choice import choose_format
 from toolkit.quant.layers import LayerSource
 from toolkit.quant.layerwise import Flow, Setting, load_head, probe_layers, quantize_layers, saved_layers
 from toolkit.quant.output import write_checkpoint
@@ -32,7 +33,6 @@ from toolkit.quant.selection import Selection, select
 from toolkit.quant.spill import Spill
 from toolkit.quant.statistics_file import SavedStatistics, open_statistics
 from toolkit.quant.tune import KEY, choose_steps, most_samples, needed, tune
-from toolkit.quant.writers import choose_format
 
 EVAL_TOKENS = 24576  # of the held-out text: all of it, for most tokenizers
 CACHE_MEMORY = 4.0  # GiB
