@@ -91,7 +91,7 @@ def to_mxfp4(weight: Tensor, name: str = "") -> Fp4:
 
 def nearest_fp4(x: Tensor) -> Tensor:
     """The e2m1 code, uint8, nearest to each value; beyond 6 the largest, ties to the code with an even mantissa."""
-    values = torch.tensor(FP4_VALUES[:8])
+    values = torch.tensor(FP4_VALUES[:8], device=x.device)
     size = x.abs()
     borders = (values[1:] + values[:-1]) / 2
     low = torch.bucketize(size, borders)  # a value on a border stays below it

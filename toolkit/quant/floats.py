@@ -13,6 +13,7 @@ from torch import Tensor
 from toolkit.artifacts.canonical import FP4_VALUES, BlockFp8, Fp4, Weight
 from toolkit.artifacts.formats.blocked_fp8 import BLOCK
 from toolkit.artifacts.formats.mxfp4 import GROUP
+from toolkit.artifacts.rounding import nearest_fp4, to_block_fp8
 from toolkit.artifacts.weights import split_parts
 from toolkit.models.spec import StoredTensor
 from toolkit.quant.output import join_parts
@@ -20,13 +21,13 @@ from toolkit.quant.result import LinearReport, Made, Method, sampled_error, stay
 from toolkit.quant.sites import Site
 from toolkit.quant.statistics import Gram
 
-MIN_TILE = 1e-6  # smallest largest weight of a tile
-_FP8_MAX = 448.0
-
 
 def tiles_method(stored: Sequence[StoredTensor], *, powers_of_two: bool, dtype: torch.dtype) -> Method:
     """Blocked fp8 as a method. Tiles are those of the modules as ``stored``, where several linears may be one."""
     items = {part.name: item for item in stored for part in item.parts}
+
+    def rounded(weight: Tensor) -> BlockFp8:
+        return to_block_fp8(weight.cpu(), block=BLOCK, power_of_two=powers_of_two)
 
     def run(
         sites: Sequence[Site], weights: Mapping[str, Tensor], grams: Callable[[str], Gram | None]
@@ -38,11 +39,11 @@ def tiles_method(stored: Sequence[StoredTensor], *, powers_of_two: bool, dtype: 
             item = items.get(name)
             codes: dict[str, Weight | Tensor]
             if item is None or len(item.parts) == 1:
-                codes = {name: quantize_tiles(weights[name], powers_of_two)}
+                codes = {name: rounded(weights[name])}
             else:
                 whole = join_parts(item, [weights[p.name] for p in item.parts])
                 assert isinstance(whole, Tensor)
-                codes = dict(split_parts(item, quantize_tiles(whole, powers_of_two)))
+                codes = dict(split_parts(item, rounded(whole)))
             for part, code in codes.items():
                 yield Made(part, code, _report(part, weights[part], code, "blocked_fp8", 8, -1))
             done.update(codes)
@@ -72,21 +73,6 @@ def _report(name: str, weight: Tensor, code: Weight | Tensor, how: str, bits: in
     return LinearReport(name, how, bits, group, sampled_error(weight, code, None))
 
 
-def quantize_tiles(weight: Tensor, powers_of_two: bool = False) -> BlockFp8:
-    """float8_e4m3fn codes of ``weight`` [out, in], a float32 scale (largest / 448) for each tile of 128 × 128.
-
-    ``powers_of_two``: scales are rounded up to powers of two ("ue8m0").
-    """
-    rows, columns = weight.shape
-    padded = torch.nn.functional.pad(weight, (0, -columns % BLOCK[1], 0, -rows % BLOCK[0]))
-    tiles = padded.unflatten(0, (-1, BLOCK[0])).unflatten(2, (-1, BLOCK[1]))  # [row tiles, 128, column tiles, 128]
-    scales = tiles.abs().amax((1, 3)).clamp(min=MIN_TILE) / _FP8_MAX
-    if powers_of_two:
-        scales = torch.exp2(torch.ceil(torch.log2(scales)))
-    codes = (tiles / scales[:, None, :, None]).clamp(-_FP8_MAX, _FP8_MAX).view_as(padded)
-    return BlockFp8(codes[:rows, :columns].to(torch.float8_e4m3fn).contiguous().cpu(), scales.float().cpu(), BLOCK)
-
-
 def quantize_mxfp4(weight: Tensor) -> Fp4:
     """Nearest e2m1 codes of ``weight`` [out, in] in blocks of 32.
 
@@ -98,7 +84,7 @@ def quantize_mxfp4(weight: Tensor) -> Fp4:
     best: tuple[Tensor, Tensor] | None = None
     least = torch.full_like(exponent, float("inf"))
     for now in (exponent, exponent + 1):
-        codes = _nearest_e2m1(blocks / torch.exp2(now)[..., None])
+        codes = nearest_fp4(blocks / torch.exp2(now)[..., None])
         back = _values(codes) * torch.exp2(now)[..., None]
         error = (back - blocks).square().sum(-1)
         if best is None:
@@ -112,13 +98,3 @@ def quantize_mxfp4(weight: Tensor) -> Fp4:
 
 def _values(codes: Tensor) -> Tensor:
     return torch.tensor(FP4_VALUES, device=codes.device)[codes.long()]
-
-
-def _nearest_e2m1(x: Tensor) -> Tensor:
-    """Codes of the nearest e2m1 numbers, ties to the even code; beyond 6 the largest. uint8, shape of ``x``."""
-    levels = torch.tensor(FP4_VALUES[:8], device=x.device)
-    middles = (levels[1:] + levels[:-1]) / 2
-    size = x.abs()
-    code = torch.bucketize(size, middles)  # a tie goes down …
-    tie = (code < 7) & (size == middles[code.clamp(max=6)]) & (code % 2 == 1)
-    return ((code + tie.long()) | (x < 0).long() << 3).to(torch.uint8)  # … and up again where that is odd
