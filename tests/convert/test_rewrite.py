@@ -33,6 +33,7 @@ GGUF_FAMILIES = {
     "gemma2": {"query_pre_attn_scalar": 32},
     "phi3": {},
 }
+MIXTURES = {"mixtral": {}, "qwen3_moe": {"mlp_only_layers": []}}
 
 
 def numbers(path: Path) -> dict[str, torch.Tensor]:
@@ -215,11 +216,11 @@ def test_gguf_types_round_and_say_so(tiny_models: Any, tmp_path: Path, kind: str
     assert any("lossless" in note for note in again.notes) and same(tmp_path / "m.gguf", tmp_path / "again.gguf")
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", list(MIXTURES))
 def test_experts_become_one_tensor_a_layer(tiny_models: Any, tmp_path: Path, family: str) -> None:
     import gguf
 
-    source = tiny_models(family, **({"mlp_only_layers": []} if family == "qwen3_moe" else {}))
+    source = tiny_models(family, **MIXTURES[family])
     rewrite(str(source), tmp_path / "m.gguf", to="gguf", gguf_type="f32")
     found = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
     for name, weight in numbers(source).items():
@@ -230,6 +231,77 @@ def test_experts_become_one_tensor_a_layer(tiny_models: Any, tmp_path: Path, fam
         stacked = found[f"blk.{parts[2]}.ffn_{kind}_exps.weight"]
         assert torch.equal(torch.from_numpy(stacked[int(parts[5])].copy()), weight)
     assert found["blk.0.ffn_gate_inp.weight"].dtype == "float32"
+
+
+@pytest.mark.parametrize("family", list(MIXTURES))
+@pytest.mark.parametrize("kind", ["bf16", "q8_0", "q4_0"])
+def test_experts_come_back_one_by_one(tiny_models: Any, tmp_path: Path, family: str, kind: str) -> None:
+    """The same model with the numbers that the gguf package reads, and the same file when it is written again."""
+    import gguf
+
+    source = tiny_models(family, **MIXTURES[family], dtype="bfloat16")
+    file, again = tmp_path / "m.gguf", tmp_path / "again.gguf"
+    rewrite(str(source), file, to="gguf", gguf_type=kind)
+    rewrite(str(file), again, to="gguf")
+    one, two = ([(t.name, t.tensor_type, t.data.tobytes()) for t in gguf.GGUFReader(p).tensors] for p in (file, again))
+    assert one == two
+    assert load_spec(open_checkpoint(source))[0] == load_spec(open_checkpoint(file))[0]
+    want, found = numbers(source), numbers(file)
+    assert found.keys() == want.keys()
+    read = {t.name: t for t in gguf.GGUFReader(file).tensors}
+    for name, weight in want.items():
+        parts = name.split(".")
+        if "experts" in parts:
+            stacked = read[f"blk.{parts[2]}.ffn_{parts[-1].removesuffix('_proj')}_exps.weight"]
+            expert = gguf.dequantize(stacked.data, stacked.tensor_type)[int(parts[5])]
+            assert stacked.tensor_type.name == kind.upper() and torch.equal(found[name], torch.from_numpy(expert)), name
+        exact = kind == "bf16" or weight.dim() == 1 or name.endswith("mlp.gate")
+        assert torch.equal(found[name], weight) == exact, name
+
+
+@pytest.mark.parametrize("family", list(MIXTURES))
+@pytest.mark.parametrize("kind", ["bf16", "q8_0"])
+def test_experts_in_gguf_run_as_in_transformers(
+    tiny_models: Any, tmp_path: Path, support: Any, family: str, kind: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from toolkit.runners.base import RunnerOptions
+    from toolkit.runners.choose import open_runner
+
+    source = tiny_models(family, **MIXTURES[family], dtype="bfloat16")
+    rewrite(str(source), tmp_path / "m.gguf", to="gguf", gguf_type=kind)
+    if kind != "bf16":
+        source = rewrite(str(tmp_path / "m.gguf"), tmp_path / "dense", to="hf").path
+    ids = list(range(5, 60))
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)(torch.tensor([ids])).logits[0]
+    runner, _ = open_runner(
+        tmp_path / "m.gguf", backend="pytorch", options=RunnerOptions(dtype="float32", block_size=16, device="cpu")
+    )
+    driver = support("steps").Driver(runner, 64)
+    found = torch.from_numpy(driver.step({driver.add(): ids}, "all").logits)
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_at_odds_with_the_metadata(tiny_models: Any, tmp_path: Path) -> None:
+    """Counts, dimensions and files that end early are one line."""
+    file = tmp_path / "m.gguf"
+    rewrite(str(tiny_models("mixtral")), file, to="gguf")
+    raw = file.read_bytes()
+    key = b"llama.expert_count" + (4).to_bytes(4, "little")
+    for changed in (
+        raw.replace(key + b"\x04", key + b"\x05"),
+        raw.replace(key + b"\x04", key + b"\x00"),
+        raw.replace(b"ffn_down_exps", b"ffn_town_exps"),
+        raw.replace(b"blk.0.ffn_up_exps.weight\x03", b"blk.0.ffn_up_exps.weight\x02"),
+        raw[:-9000],
+    ):
+        assert changed != raw
+        file.write_bytes(changed)
+        with pytest.raises(ToolkitError) as caught:
+            numbers(file)
+        assert str(file) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_importance_reaches_the_rounding(tiny_models: Any, tmp_path: Path) -> None:
