@@ -18,6 +18,7 @@ from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.formats.describe import layout_of
 from toolkit.artifacts.formats.writers import WRITERS
 from toolkit.artifacts.manifest import read_manifest
+from toolkit.artifacts.rounding import to_group_int
 from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
 from toolkit.convert.formats import FORMATS, rewrite
 from toolkit.errors import ToolkitError, UsageError
@@ -144,6 +145,20 @@ def test_quantized_weights_are_never_rounded_again(
     message = str(caught.value)
     assert all(word in message for word in (*words, str(source), "_proj")) and "\n" not in message
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantized_head_is_named_for_auto_round(quantized: Any, tmp_path: Path, bits: int) -> None:
+    source = quantized()
+    tensors, config = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
+    head = to_group_int(tensors.pop("lm_head.weight").float(), bits, 32)
+    save_file(tensors | WRITERS["gptq_v2"].write("lm_head", head), source / "model.safetensors")
+    config["quantization_config"] |= {"lm_head": True, "dynamic": {"+:^lm_head$": {"bits": bits}}}
+    (source / "config.json").write_text(json.dumps(config))
+    done = rewrite(str(source), tmp_path / "m", to="auto_round")
+    stated = json.loads((tmp_path / "m" / "config.json").read_text())["quantization_config"]
+    assert stated["extra_config"] == {"lm_head": {"bits": bits, "group_size": 32, "sym": bits == 8}}
+    assert same(source, tmp_path / "m") and any("lossless" in note for note in done.notes)
 
 
 @pytest.mark.parametrize("to", ["awq", "gptq", "gptq_v2", "compressed-tensors"])
