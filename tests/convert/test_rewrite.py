@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from toolkit.artifacts.canonical import GroupInt
 from toolkit.artifacts.checkpoint import open_checkpoint
+from toolkit.artifacts.formats.ct_scheme import CACHE_SCHEME, cache_config
 from toolkit.artifacts.formats.describe import layout_of
 from toolkit.artifacts.formats.writers import WRITERS
 from toolkit.artifacts.manifest import read_manifest
@@ -161,11 +162,60 @@ def test_a_quantized_head_is_named_for_auto_round(quantized: Any, tmp_path: Path
     assert same(source, tmp_path / "m") and any("lossless" in note for note in done.notes)
 
 
-@pytest.mark.parametrize("to", ["awq", "gptq", "gptq_v2", "compressed-tensors"])
-def test_dense_models_are_sent_to_lite(tiny_models: Any, tmp_path: Path, to: str) -> None:
-    with pytest.raises(ToolkitError, match="tool lite"):
-        rewrite(str(tiny_models("llama")), tmp_path / "m", to=to)
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("to", ["awq", "gptq", "gptq_v2", "auto_round", "compressed-tensors"])
+@pytest.mark.parametrize("source", ["hf", "gguf", "kv"])
+def test_dense_models_are_sent_to_lite(
+    tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, to: str
+) -> None:
+    """Before a byte is written, also where a file of floats or scales of the KV cache alone look like a format."""
+    model = tiny_models("llama", **PLAIN)
+    if source == "gguf":
+        rewrite(str(model), tmp_path / "dense.gguf", to="gguf", gguf_type="bf16")
+        model = tmp_path / "dense.gguf"
+    elif source == "kv":
+        model = with_cache_scales(model, tmp_path / "kv")
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.setattr("toolkit.convert.formats.write_model", lambda *_: pytest.fail("something was written"))
+    with pytest.raises(ToolkitError, match=f"{model.name}: not quantized, and {to} needs calibration: use tool lite"):
+        rewrite(str(model), tmp_path / "m", to=to)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def with_cache_scales(model: Path, target: Path) -> Path:
+    """A dense checkpoint as ``tool lite kv`` leaves it."""
+    target.mkdir()
+    scales = {f"model.layers.{i}.self_attn.{x}_scale": torch.tensor([0.5 + i]) for i in range(2) for x in "kv"}
+    save_file(load_file(model / "model.safetensors") | scales, target / "model.safetensors")
+    config = json.loads((model / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": cache_config(CACHE_SCHEME)}))
+    return target
+
+
+@pytest.mark.parametrize("to", ["w8a8", "fp8", "mxfp4"])
+def test_a_model_with_scales_of_its_cache_alone_is_rounded_whole(tiny_models: Any, tmp_path: Path, to: str) -> None:
+    source = with_cache_scales(tiny_models("llama", **PLAIN), tmp_path / "kv")
+    done = rewrite(str(source), tmp_path / "m", to=to)
+    assert done.manifest is not None and len(done.manifest.quality["layers"]) == 14
+
+
+@pytest.mark.parametrize("to", ["w8a8", "fp8", "mxfp4"])
+def test_linears_that_were_left_dense_stay_so(tiny_models: Any, tmp_path: Path, to: str) -> None:
+    rewrite(str(tiny_models("llama", **PLAIN)), tmp_path / "all", to=to)
+    partly = tmp_path / "partly"
+    partly.mkdir()
+    dense = load_file(tiny_models("llama", **PLAIN) / "model.safetensors")
+    tensors = load_file(tmp_path / "all" / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if "down_proj" not in name}
+    kept |= {name: tensor for name, tensor in dense.items() if "down_proj" in name}
+    save_file(kept, partly / "model.safetensors")
+    config = json.loads((tmp_path / "all" / "config.json").read_text())
+    skipped = [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
+    config["quantization_config"]["modules_to_not_convert"] = skipped
+    (partly / "config.json").write_text(json.dumps(config))
+    done = rewrite(str(partly), tmp_path / "again", to=to)
+    assert same(partly, tmp_path / "again") and any("lossless" in note for note in done.notes)
+    stated = json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"]
+    assert set(stated["modules_to_not_convert"]) >= set(skipped)
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "mixtral", "internlm2", "gemma2"])
