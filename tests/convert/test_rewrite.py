@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -406,6 +407,43 @@ def test_a_gguf_file_is_not_replaced_unasked(tiny_models: Any, tmp_path: Path) -
     rewrite(source, target, to="gguf", overwrite=True)
     assert target.read_bytes() == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.gguf"]
+
+
+def test_two_runs_do_not_write_one_gguf_file(tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second says so in one line, whichever part the first is at; the file is the first one's."""
+    from toolkit.artifacts import gguf_export
+
+    source, target = str(tiny_models("llama", **PLAIN)), tmp_path / "m.gguf"
+    code = "import sys; from toolkit.commands.main import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "convert", source, "--to", "gguf", "--dst-path", str(target), "--overwrite"]
+    real, seen = gguf_export.write_gguf, []
+
+    def meanwhile(*arguments: Any) -> None:
+        seen.append(subprocess.run(command, capture_output=True, text=True, check=False))
+        real(*arguments)
+
+    monkeypatch.setattr(gguf_export, "write_gguf", meanwhile)
+    rewrite(source, target, to="gguf", gguf_type="q8_0")
+    (second,) = seen
+    assert second.returncode == 1 and len(second.stderr.strip().splitlines()) == 1, second.stderr
+    assert f"{target}: another process is writing it" in second.stderr
+    assert open_checkpoint(target).info("model.layers.0.mlp.up_proj.weight").dtype == "Q8_0"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m.gguf"]
+
+
+def test_a_gguf_file_that_cannot_be_finished_leaves_nothing(
+    tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from toolkit.artifacts import gguf_export
+
+    def fails(path: Path, *_: Any) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(gguf_export, "write_gguf", fails)
+    with pytest.raises(ToolkitError, match=r"m\.gguf: disk full"):
+        rewrite(str(tiny_models("llama", **PLAIN)), tmp_path / "m.gguf", to="gguf")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_hf_in_another_dtype_says_that_it_rounds(tiny_models: Any, tmp_path: Path) -> None:

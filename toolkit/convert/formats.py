@@ -8,7 +8,6 @@ never rounded a second time.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -24,7 +23,7 @@ from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.manifest import Manifest, describe_parent, read_manifest, require_kind
 from toolkit.artifacts.side_files import copy_side_files
 from toolkit.artifacts.source import resolve_model
-from toolkit.artifacts.stage import Stage, open_stage
+from toolkit.artifacts.stage import Stage, open_stage, write_file
 from toolkit.artifacts.weights import any_quantized, cache_scales, is_present, load_stored, validate_checkpoint
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import load_spec
@@ -315,18 +314,10 @@ def _to_gguf(
 
     if target.suffix.lower() == ".gguf":
         _check_file(target, checkpoint.path, overwrite)
-        export = plan_export(checkpoint, spec, stored, gguf_type, importance)
-        partial = target.with_name(f".{target.name}.partial")
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            export.write(partial, progress)
-            with partial.open("rb") as file:
-                os.fsync(file.fileno())
-            os.replace(partial, target)
-        except OSError as error:
-            raise ToolkitError(f"{target}: cannot be written: {error.strerror}") from error
-        finally:
-            partial.unlink(missing_ok=True)
+        with write_file(target) as file:
+            _check_file(target, checkpoint.path, overwrite)  # another run may just have ended
+            export = plan_export(checkpoint, spec, stored, gguf_type, importance)
+            export.write(file, progress)
         return Rewritten(target, "gguf", [*_gguf_notes(export), *_without_scales(checkpoint, "gguf")], None)
     options: dict[str, Any] = {"to": "gguf", "gguf_type": gguf_type}
     if importance is not None:
