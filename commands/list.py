@@ -47,10 +47,10 @@ def models(json: JSON = None) -> None:
     from importlib.util import find_spec
 
     from toolkit.artifacts.formats import FORMATS
-    from toolkit.artifacts.gguf_models import ARCHS
+    from toolkit.artifacts.gguf_models import ARCHS, MIXTRAL
     from toolkit.models import registry
 
-    of_gguf = {arch.class_name for arch in ARCHS.values()}
+    of_gguf = {arch.class_name for arch in (*ARCHS.values(), MIXTRAL)}
     quantized = [("w8a8" if name == "smooth_quant" else name) for name in FORMATS if name != "gguf"]
     formats = ["hf", *quantized, "gguf", "engine"]
     backends = ["pytorch", *(["turbomind"] if find_spec("toolkit.runners.native.runner") else [])]

@@ -194,6 +194,36 @@ def test_auto_round_extra_config(tmp_path: Path, key: str) -> None:
     assert same(read_back(tmp_path, gptq.write_linear(NAME, weight), config), weight)
 
 
+def test_auto_round_has_no_act_order() -> None:
+    weight = group_int(3, order=True)
+    assert "act-order" in (auto_round.cannot_hold(weight) or "")
+    with pytest.raises(ToolkitError, match=f"{NAME}.*act-order; use gptq"):
+        auto_round.write_linear(NAME, weight)
+
+
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (8, 16), (None, None)])
+def test_a_head_is_what_auto_round_s_own_loader_takes_it_for(bits: int | None, group: int) -> None:
+    from types import SimpleNamespace
+
+    from auto_round.inference.convert_model import get_layer_config
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": N_IN, "intermediate_size": N_OUT, "num_attention_heads": 2, "num_key_value_heads": 2}
+    tiny = AutoConfig.for_model("llama", vocab_size=64, num_hidden_layers=1, **sizes)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny)
+    names = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"]
+    layouts = {name: layout_of(group_int(1, symmetric=True)) for name in names}
+    layouts["lm_head"] = None if bits is None else layout_of(group_int(2, bits, group, symmetric=True))
+    layouts[names[0]] = None
+    config = auto_round.config(layouts)
+    found = get_layer_config(model, SimpleNamespace(**{"extra_config": {}} | config))
+    assert ("lm_head" in found) == (bits is not None)
+    if bits is not None:
+        assert (found["lm_head"].bits, found["lm_head"].group_size, found["lm_head"].sym) == (bits, group, True)
+    assert found[names[0]].bits == 16 and all(found[name].bits == 4 for name in names[1:])
+
+
 # --- compressed-tensors ----------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -15,9 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from toolkit.artifacts.canonical import GroupInt
 from toolkit.artifacts.checkpoint import open_checkpoint
+from toolkit.artifacts.formats.ct_scheme import CACHE_SCHEME, cache_config
 from toolkit.artifacts.formats.describe import layout_of
 from toolkit.artifacts.formats.writers import WRITERS
 from toolkit.artifacts.manifest import read_manifest
+from toolkit.artifacts.rounding import to_group_int
 from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
 from toolkit.convert.formats import FORMATS, rewrite
 from toolkit.errors import ToolkitError, UsageError
@@ -33,6 +36,7 @@ GGUF_FAMILIES = {
     "gemma2": {"query_pre_attn_scalar": 32},
     "phi3": {},
 }
+MIXTURES = {"mixtral": {}, "qwen3_moe": {"mlp_only_layers": []}}
 
 
 def numbers(path: Path) -> dict[str, torch.Tensor]:
@@ -145,11 +149,74 @@ def test_quantized_weights_are_never_rounded_again(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("to", ["awq", "gptq", "gptq_v2", "compressed-tensors"])
-def test_dense_models_are_sent_to_lite(tiny_models: Any, tmp_path: Path, to: str) -> None:
-    with pytest.raises(ToolkitError, match="tool lite"):
-        rewrite(str(tiny_models("llama")), tmp_path / "m", to=to)
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantized_head_is_named_for_auto_round(quantized: Any, tmp_path: Path, bits: int) -> None:
+    source = quantized()
+    tensors, config = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
+    head = to_group_int(tensors.pop("lm_head.weight").float(), bits, 32)
+    save_file(tensors | WRITERS["gptq_v2"].write("lm_head", head), source / "model.safetensors")
+    config["quantization_config"] |= {"lm_head": True, "dynamic": {"+:^lm_head$": {"bits": bits}}}
+    (source / "config.json").write_text(json.dumps(config))
+    done = rewrite(str(source), tmp_path / "m", to="auto_round")
+    stated = json.loads((tmp_path / "m" / "config.json").read_text())["quantization_config"]
+    assert stated["extra_config"] == {"lm_head": {"bits": bits, "group_size": 32, "sym": bits == 8}}
+    assert same(source, tmp_path / "m") and any("lossless" in note for note in done.notes)
+
+
+@pytest.mark.parametrize("to", ["awq", "gptq", "gptq_v2", "auto_round", "compressed-tensors"])
+@pytest.mark.parametrize("source", ["hf", "gguf", "kv"])
+def test_dense_models_are_sent_to_lite(
+    tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, to: str
+) -> None:
+    """Before a byte is written, also where a file of floats or scales of the KV cache alone look like a format."""
+    model = tiny_models("llama", **PLAIN)
+    if source == "gguf":
+        rewrite(str(model), tmp_path / "dense.gguf", to="gguf", gguf_type="bf16")
+        model = tmp_path / "dense.gguf"
+    elif source == "kv":
+        model = with_cache_scales(model, tmp_path / "kv")
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.setattr("toolkit.convert.formats.write_model", lambda *_: pytest.fail("something was written"))
+    with pytest.raises(ToolkitError, match=f"{model.name}: not quantized, and {to} needs calibration: use tool lite"):
+        rewrite(str(model), tmp_path / "m", to=to)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def with_cache_scales(model: Path, target: Path) -> Path:
+    """A dense checkpoint as ``tool lite kv`` leaves it."""
+    target.mkdir()
+    scales = {f"model.layers.{i}.self_attn.{x}_scale": torch.tensor([0.5 + i]) for i in range(2) for x in "kv"}
+    save_file(load_file(model / "model.safetensors") | scales, target / "model.safetensors")
+    config = json.loads((model / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": cache_config(CACHE_SCHEME)}))
+    return target
+
+
+@pytest.mark.parametrize("to", ["w8a8", "fp8", "mxfp4"])
+def test_a_model_with_scales_of_its_cache_alone_is_rounded_whole(tiny_models: Any, tmp_path: Path, to: str) -> None:
+    source = with_cache_scales(tiny_models("llama", **PLAIN), tmp_path / "kv")
+    done = rewrite(str(source), tmp_path / "m", to=to)
+    assert done.manifest is not None and len(done.manifest.quality["layers"]) == 14
+
+
+@pytest.mark.parametrize("to", ["w8a8", "fp8", "mxfp4"])
+def test_linears_that_were_left_dense_stay_so(tiny_models: Any, tmp_path: Path, to: str) -> None:
+    rewrite(str(tiny_models("llama", **PLAIN)), tmp_path / "all", to=to)
+    partly = tmp_path / "partly"
+    partly.mkdir()
+    dense = load_file(tiny_models("llama", **PLAIN) / "model.safetensors")
+    tensors = load_file(tmp_path / "all" / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if "down_proj" not in name}
+    kept |= {name: tensor for name, tensor in dense.items() if "down_proj" in name}
+    save_file(kept, partly / "model.safetensors")
+    config = json.loads((tmp_path / "all" / "config.json").read_text())
+    skipped = [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
+    config["quantization_config"]["modules_to_not_convert"] = skipped
+    (partly / "config.json").write_text(json.dumps(config))
+    done = rewrite(str(partly), tmp_path / "again", to=to)
+    assert same(partly, tmp_path / "again") and any("lossless" in note for note in done.notes)
+    stated = json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"]
+    assert set(stated["modules_to_not_convert"]) >= set(skipped)
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "mixtral", "internlm2", "gemma2"])
@@ -215,11 +282,11 @@ def test_gguf_types_round_and_say_so(tiny_models: Any, tmp_path: Path, kind: str
     assert any("lossless" in note for note in again.notes) and same(tmp_path / "m.gguf", tmp_path / "again.gguf")
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", list(MIXTURES))
 def test_experts_become_one_tensor_a_layer(tiny_models: Any, tmp_path: Path, family: str) -> None:
     import gguf
 
-    source = tiny_models(family, **({"mlp_only_layers": []} if family == "qwen3_moe" else {}))
+    source = tiny_models(family, **MIXTURES[family])
     rewrite(str(source), tmp_path / "m.gguf", to="gguf", gguf_type="f32")
     found = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
     for name, weight in numbers(source).items():
@@ -230,6 +297,77 @@ def test_experts_become_one_tensor_a_layer(tiny_models: Any, tmp_path: Path, fam
         stacked = found[f"blk.{parts[2]}.ffn_{kind}_exps.weight"]
         assert torch.equal(torch.from_numpy(stacked[int(parts[5])].copy()), weight)
     assert found["blk.0.ffn_gate_inp.weight"].dtype == "float32"
+
+
+@pytest.mark.parametrize("family", list(MIXTURES))
+@pytest.mark.parametrize("kind", ["bf16", "q8_0", "q4_0"])
+def test_experts_come_back_one_by_one(tiny_models: Any, tmp_path: Path, family: str, kind: str) -> None:
+    """The same model with the numbers that the gguf package reads, and the same file when it is written again."""
+    import gguf
+
+    source = tiny_models(family, **MIXTURES[family], dtype="bfloat16")
+    file, again = tmp_path / "m.gguf", tmp_path / "again.gguf"
+    rewrite(str(source), file, to="gguf", gguf_type=kind)
+    rewrite(str(file), again, to="gguf")
+    one, two = ([(t.name, t.tensor_type, t.data.tobytes()) for t in gguf.GGUFReader(p).tensors] for p in (file, again))
+    assert one == two
+    assert load_spec(open_checkpoint(source))[0] == load_spec(open_checkpoint(file))[0]
+    want, found = numbers(source), numbers(file)
+    assert found.keys() == want.keys()
+    read = {t.name: t for t in gguf.GGUFReader(file).tensors}
+    for name, weight in want.items():
+        parts = name.split(".")
+        if "experts" in parts:
+            stacked = read[f"blk.{parts[2]}.ffn_{parts[-1].removesuffix('_proj')}_exps.weight"]
+            expert = gguf.dequantize(stacked.data, stacked.tensor_type)[int(parts[5])]
+            assert stacked.tensor_type.name == kind.upper() and torch.equal(found[name], torch.from_numpy(expert)), name
+        exact = kind == "bf16" or weight.dim() == 1 or name.endswith("mlp.gate")
+        assert torch.equal(found[name], weight) == exact, name
+
+
+@pytest.mark.parametrize("family", list(MIXTURES))
+@pytest.mark.parametrize("kind", ["bf16", "q8_0"])
+def test_experts_in_gguf_run_as_in_transformers(
+    tiny_models: Any, tmp_path: Path, support: Any, family: str, kind: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from toolkit.runners.base import RunnerOptions
+    from toolkit.runners.choose import open_runner
+
+    source = tiny_models(family, **MIXTURES[family], dtype="bfloat16")
+    rewrite(str(source), tmp_path / "m.gguf", to="gguf", gguf_type=kind)
+    if kind != "bf16":
+        source = rewrite(str(tmp_path / "m.gguf"), tmp_path / "dense", to="hf").path
+    ids = list(range(5, 60))
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)(torch.tensor([ids])).logits[0]
+    runner, _ = open_runner(
+        tmp_path / "m.gguf", backend="pytorch", options=RunnerOptions(dtype="float32", block_size=16, device="cpu")
+    )
+    driver = support("steps").Driver(runner, 64)
+    found = torch.from_numpy(driver.step({driver.add(): ids}, "all").logits)
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_at_odds_with_the_metadata(tiny_models: Any, tmp_path: Path) -> None:
+    """Counts, dimensions and files that end early are one line."""
+    file = tmp_path / "m.gguf"
+    rewrite(str(tiny_models("mixtral")), file, to="gguf")
+    raw = file.read_bytes()
+    key = b"llama.expert_count" + (4).to_bytes(4, "little")
+    for changed in (
+        raw.replace(key + b"\x04", key + b"\x05"),
+        raw.replace(key + b"\x04", key + b"\x00"),
+        raw.replace(b"ffn_down_exps", b"ffn_town_exps"),
+        raw.replace(b"blk.0.ffn_up_exps.weight\x03", b"blk.0.ffn_up_exps.weight\x02"),
+        raw[:-9000],
+    ):
+        assert changed != raw
+        file.write_bytes(changed)
+        with pytest.raises(ToolkitError) as caught:
+            numbers(file)
+        assert str(file) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_importance_reaches_the_rounding(tiny_models: Any, tmp_path: Path) -> None:
@@ -269,6 +407,43 @@ def test_a_gguf_file_is_not_replaced_unasked(tiny_models: Any, tmp_path: Path) -
     rewrite(source, target, to="gguf", overwrite=True)
     assert target.read_bytes() == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.gguf"]
+
+
+def test_two_runs_do_not_write_one_gguf_file(tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second says so in one line, whichever part the first is at; the file is the first one's."""
+    from toolkit.artifacts import gguf_export
+
+    source, target = str(tiny_models("llama", **PLAIN)), tmp_path / "m.gguf"
+    code = "import sys; from toolkit.commands.main import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "convert", source, "--to", "gguf", "--dst-path", str(target), "--overwrite"]
+    real, seen = gguf_export.write_gguf, []
+
+    def meanwhile(*arguments: Any) -> None:
+        seen.append(subprocess.run(command, capture_output=True, text=True, check=False))
+        real(*arguments)
+
+    monkeypatch.setattr(gguf_export, "write_gguf", meanwhile)
+    rewrite(source, target, to="gguf", gguf_type="q8_0")
+    (second,) = seen
+    assert second.returncode == 1 and len(second.stderr.strip().splitlines()) == 1, second.stderr
+    assert f"{target}: another process is writing it" in second.stderr
+    assert open_checkpoint(target).info("model.layers.0.mlp.up_proj.weight").dtype == "Q8_0"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m.gguf"]
+
+
+def test_a_gguf_file_that_cannot_be_finished_leaves_nothing(
+    tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from toolkit.artifacts import gguf_export
+
+    def fails(path: Path, *_: Any) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(gguf_export, "write_gguf", fails)
+    with pytest.raises(ToolkitError, match=r"m\.gguf: disk full"):
+        rewrite(str(tiny_models("llama", **PLAIN)), tmp_path / "m.gguf", to="gguf")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_hf_in_another_dtype_says_that_it_rounds(tiny_models: Any, tmp_path: Path) -> None:

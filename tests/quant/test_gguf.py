@@ -16,7 +16,8 @@ import torch
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.tokenizer import Tokenizer
 from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
-from toolkit.errors import UsageError
+from toolkit.convert.formats import rewrite
+from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import load_spec
 from toolkit.quant import search as finder
 from toolkit.quant.calibrate import calibrate
@@ -173,6 +174,22 @@ def test_importance_from_calibration_reaches_the_rounding(tiny_models: Any, tmp_
         command = ["convert", str(model), "--dst-path", f"{tmp_path}/x", *options]
         done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True)
         assert done.returncode == 2 and words in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "q5_1", "q8_0", "q4_k_s", "q6_k"])
+def test_quantized_files_are_not_quantized_again(tiny_models: Any, tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "m.gguf"
+    rewrite(str(tiny_models("llama", hidden_size=256, intermediate_size=256)), file, to="gguf", gguf_type=kind)
+    found = kind.removesuffix("_s").upper()
+    with pytest.raises(ToolkitError, match=rf"already quantized \(gguf {found}\); give the unquantized model"):
+        auto_awq(str(file), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16"])
+def test_float_files_are_quantized(tiny_models: Any, tmp_path: Path, common: Common, kind: str) -> None:
+    rewrite(str(tiny_models("llama")), tmp_path / "m.gguf", to="gguf", gguf_type=kind)
+    assert auto_awq(str(tmp_path / "m.gguf"), tmp_path / "out", common=common).quality["types"]["Q4_1"]
 
 
 def dense_of(path: Path) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.gguf_container import GgufContainer, read_container
-from toolkit.artifacts.gguf_models import Change, arch_of, hf_config, hf_names, row_order
+from toolkit.artifacts.gguf_models import Change, arch_of, hf_config, hf_names, row_order, unstacked
 from toolkit.artifacts.gguf_tokenizer import write_tokenizer
 from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.json_file import write_json_object
@@ -28,7 +28,9 @@ _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short
 
 @dataclass
 class GgufFile:
-    """An open file. ``infos`` and ``sources`` are keyed by Hugging Face name; dtypes are GGML type names."""
+    """An open file. ``infos`` and ``sources`` are keyed by Hugging Face name; dtypes are GGML type names, and an expert
+    is the part of a tensor of the file that its info says.
+    """
 
     container: GgufContainer
     config: dict[str, Any]
@@ -42,9 +44,9 @@ class GgufFile:
 
         from toolkit.artifacts.gguf_blocks import from_blocks
 
-        source, change = self.sources[name]
+        change = self.sources[name][1]
         info = self.infos[name]
-        weight = from_blocks(info.dtype, self.container.raw(source), info.shape)
+        weight = from_blocks(info.dtype, self.container.data[info.start : info.end], info.shape)
         if change in ("q_rows", "k_rows"):
             heads = self.config["num_attention_heads" if change == "q_rows" else "num_key_value_heads"]
             return weight.take_rows(torch.from_numpy(row_order(info.shape[0], heads)))
@@ -99,15 +101,17 @@ def open_gguf(path: Path) -> GgufFile:
         if name in container.tensors and container.tensors[name].dtype == "F32"
     }
     config = hf_config(path, arch, metadata, container.tensors, factors)
-    for name, (source, change) in sources.items():
+    infos: dict[str, TensorInfo] = {}
+    found: dict[str, tuple[str, Change]] = {}
+    experts = config.get("num_experts", config.get("num_local_experts", 0))
+    for stem, (source, change) in sources.items():
         info = container.tensors[source]
         heads = config["num_attention_heads" if change == "q_rows" else "num_key_value_heads"]
         if change in ("q_rows", "k_rows") and info.shape[0] % (2 * heads):
             raise ToolkitError(f"{path}: tensor {source}: {info.shape[0]} rows do not make {heads} heads")
-        if len(info.shape) > 2 or (len(info.shape) == 1 and info.dtype not in ("F32", "F16", "BF16")):
-            raise ToolkitError(f"{path}: tensor {source}: {info} cannot be {name}")
-    infos = {name: container.tensors[source] for name, (source, _) in sources.items()}
-    return GgufFile(container, config, _generation_config(metadata), infos, sources)
+        for name, part in unstacked(path, stem, source, info, experts):
+            infos[name], found[name] = part, (source, change)
+    return GgufFile(container, config, _generation_config(metadata), infos, found)
 
 
 def _generation_config(metadata: dict[str, Any]) -> dict[str, Any]:

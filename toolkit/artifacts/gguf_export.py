@@ -258,8 +258,7 @@ def _pieces(
 
 def _stems(arch: str) -> dict[str, str]:
     """Hugging Face's name inside a layer → GGUF's."""
-    base = ARCHS["qwen3" if arch == "qwen3moe" else arch]
-    return {ours: theirs for theirs, ours in base.names.items()} | {"mlp.gate": "ffn_gate_inp"}
+    return {ours: theirs for theirs, ours in ARCHS[arch].names.items()} | {"mlp.gate": "ffn_gate_inp"}
 
 
 def _spell(name: str, stems: dict[str, str], arch: str) -> tuple[str, str, int]:
@@ -277,6 +276,6 @@ def _spell(name: str, stems: dict[str, str], arch: str) -> tuple[str, str, int]:
 
 def _heads(role: str, attention: AttentionSpec | None, arch: str) -> int:
     """Into how many heads rows are interleaved; 0 where they stay."""
-    if attention is None or not ARCHS["qwen3" if arch == "qwen3moe" else arch].interleaved_qk:
+    if attention is None or not ARCHS[arch].interleaved_qk:
         return 0
     return {"attn_q": attention.heads, "attn_k": attention.kv_heads}.get(role, 0)

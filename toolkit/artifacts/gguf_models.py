@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,19 +30,34 @@ _BLOCK = {
     "ffn_down": "mlp.down_proj",
 }
 _QK_NORM = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_DENSE_MLP = ("ffn_gate", "ffn_up", "ffn_down")
+EXPERTS = "_exps"  # how the stem of a tensor ends that stacks all experts' matrices of a layer: [experts, out, in]
 _NOT_WEIGHTS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 
 
 @dataclass(frozen=True)
 class GgufArch:
-    """How one value of ``general.architecture`` is spelled as a Hugging Face model."""
+    """How one value of ``general.architecture`` is spelled as a Hugging Face model.
+
+    ``names``: GGUF's name inside a layer → Hugging Face's, with {} for the expert. ``fields``: constants of the config;
+    ``numbers``: its fields that the metadata states, by key.
+    """
 
     model_type: str
     class_name: str
     names: dict[str, str]
     interleaved_qk: bool = False
     norm_plus_one: bool = False
-    fields: dict[str, Any] = field(default_factory=dict)  # constant config fields
+    fields: dict[str, Any] = field(default_factory=dict)
+    numbers: dict[str, str] = field(default_factory=dict)
+
+
+def _with_experts(prefix: str, gate: str, up: str, down: str) -> dict[str, str]:
+    """Names of a layer whose MLP is a mixture of experts."""
+    attention = {theirs: ours for theirs, ours in _BLOCK.items() if theirs not in _DENSE_MLP}
+    matrices = {"ffn_gate": gate, "ffn_up": up, "ffn_down": down}
+    stacked = {f"{theirs}{EXPERTS}": f"{prefix}.experts.{{}}.{ours}" for theirs, ours in matrices.items()}
+    return {**attention, "ffn_gate_inp": f"{prefix}.gate", **stacked}
 
 
 ARCHS: dict[str, GgufArch] = {
@@ -55,6 +70,24 @@ ARCHS: dict[str, GgufArch] = {
         "Qwen3ForCausalLM",
         {**_BLOCK, **_QK_NORM},
         fields={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+    ),
+    "qwen3moe": GgufArch(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        {**_with_experts("mlp", "gate_proj", "up_proj", "down_proj"), **_QK_NORM},
+        fields={
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "use_sliding_window": False,
+            "norm_topk_prob": True,  # llama.cpp knows no other way
+            "mlp_only_layers": [],
+            "decoder_sparse_step": 1,
+        },
+        numbers={
+            "num_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+        },
     ),
     "gemma2": GgufArch(
         "gemma2",
@@ -80,19 +113,34 @@ ARCHS: dict[str, GgufArch] = {
     ),
 }
 
+MIXTRAL = GgufArch(  # which llama.cpp takes for a llama with experts
+    "mixtral",
+    "MixtralForCausalLM",
+    _with_experts("block_sparse_moe", "w1", "w3", "w2"),
+    interleaved_qk=True,
+    fields={"hidden_act": "silu", "sliding_window": None},
+    numbers={"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
+)
+
 
 def arch_of(path: Path, metadata: Mapping[str, Any]) -> GgufArch:
     """The architecture of a file. Raises ToolkitError for an unknown one, with those known."""
     name = metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHS:
         raise ToolkitError(f"{path}: general.architecture: expected one of {', '.join(ARCHS)}, found {name!r:.60}")
-    if metadata.get(f"{name}.expert_count", 0):
-        raise ToolkitError(f"{path}: {name} with experts cannot be read from GGUF; give the safetensors checkpoint")
-    return ARCHS[name]
+    experts = metadata.get(f"{name}.expert_count", 0)
+    if ARCHS[name].numbers or (isinstance(experts, int) and not experts):
+        return ARCHS[name]
+    if name == "llama":
+        return MIXTRAL
+    raise ToolkitError(f"{path}: {name} with experts cannot be read from GGUF; give the safetensors checkpoint")
 
 
 def hf_names(path: Path, arch: GgufArch, tensors: Mapping[str, TensorInfo]) -> dict[str, tuple[str, Change]]:
-    """Hugging Face name → (GGUF name, what to undo). Raises ToolkitError for a tensor that has no place."""
+    """Hugging Face name, with {} for the expert where the tensor holds all of a layer → (GGUF name, what to undo).
+
+    Raises ToolkitError for a tensor that has no place.
+    """
     found: dict[str, tuple[str, Change]] = {}
     for name in tensors:
         if name in _NOT_WEIGHTS:
@@ -112,6 +160,25 @@ def hf_names(path: Path, arch: GgufArch, tensors: Mapping[str, TensorInfo]) -> d
             change = "norm"
         found[f"{target}.{suffix}"] = (name, change)
     return found
+
+
+def unstacked(path: Path, name: str, source: str, info: TensorInfo, experts: int) -> Iterator[tuple[str, TensorInfo]]:
+    """The tensors by Hugging Face name that the tensor ``source`` of the file holds: itself, or one an expert where
+    ``name`` has {} in it. Raises ToolkitError where its dimensions are not those of ``name``.
+    """
+    stacked = "{}" in name
+    flat = not stacked and len(info.shape) == 1 and info.dtype in ("F32", "F16", "BF16")
+    if not flat and len(info.shape) != (3 if stacked else 2):
+        raise ToolkitError(f"{path}: tensor {source}: {info} cannot be {name}")
+    if not stacked:
+        yield name, info
+        return
+    if info.shape[0] != experts:
+        raise ToolkitError(f"{path}: tensor {source}: expected {experts} experts, found {info}")
+    size = info.nbytes // experts
+    for i in range(experts):
+        start = info.start + i * size
+        yield name.format(i), replace(info, shape=info.shape[1:], start=start, end=start + size)
 
 
 def row_order(rows: int, heads: int) -> NDArray[np.int64]:
@@ -179,6 +246,7 @@ def hf_config(
         "eos_token_id": tokenizer["eos"],
         "pad_token_id": tokenizer["padding"],
         **arch.fields,
+        **{name: read.whole(key) for name, key in arch.numbers.items()},
         "torch_dtype": _dtype(tensors),
     }
     if arch.model_type == "llama":
@@ -196,7 +264,8 @@ def hf_config(
 
 
 def _dtype(tensors: Mapping[str, TensorInfo]) -> str:
-    kinds = {info.dtype for info in tensors.values() if len(info.shape) > 1}
+    matrices = {name: info for name, info in tensors.items() if len(info.shape) > 1}
+    kinds = {info.dtype for name, info in matrices.items() if not name.endswith("ffn_gate_inp.weight")}  # always F32
     return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(frozenset(kinds), "bfloat16")
 
 

@@ -7,6 +7,8 @@ Everything is built in a hidden sibling of the target, ``.NAME.partial/``:
     state/      results saved on the way (one file a layer, say), which a later run with the same key takes over
     out/        the future artifact; renamed to the target as the last act
     old/        the target's former content while it is being replaced
+
+A single file (``write_file``) has a lock of the same kind and is built as ``.NAME.partial/file``.
 """
 
 from __future__ import annotations
@@ -176,16 +178,47 @@ def open_stage(
         yield run
         assert run.finished or run.already_there, "a stage ended without finish()"
     except Exception as error:
-        if _disk_full(error):
-            raise ToolkitError(f"{shown}: disk full while writing; free some space and run the same command") from error
-        if isinstance(error, OSError) and error.errno == errno.EFBIG:
-            raise ToolkitError(
-                f"{shown}: a file grew beyond what the disk or ulimit -f allows; run it elsewhere"
-            ) from error
+        _explain(shown, error)
         raise
     finally:
         _clean(run)
         lock.close()
+
+
+@contextmanager
+def write_file(target: Path) -> Iterator[Path]:
+    """A path to write a single file at, which replaces ``target`` when the body ends; nothing stays if it fails.
+
+    Raises ToolkitError if it cannot be written, the disk is full or another process writes the same target.
+    """
+    partial = partial_dir(target.resolve())
+    try:
+        lock = _lock(partial, target, wait=False)
+    except OSError as error:
+        raise ToolkitError(f"{target}: cannot be written: {error.strerror}") from error
+    try:
+        yield partial / "file"
+        _sync(partial / "file")
+        os.replace(partial / "file", target.resolve())
+        _sync(target.resolve().parent)
+    except Exception as error:
+        _explain(target, error)
+        if isinstance(error, OSError):
+            raise ToolkitError(f"{target}: cannot be written: {error.strerror}") from error
+        raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        lock.close()
+
+
+def _explain(shown: Path, error: Exception) -> None:
+    """Raise ToolkitError where ``error`` says that there is no room for what is written."""
+    if _disk_full(error):
+        raise ToolkitError(f"{shown}: disk full while writing; free some space and run the same command") from error
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        raise ToolkitError(
+            f"{shown}: a file grew beyond what the disk or ulimit -f allows; run it elsewhere"
+        ) from error
 
 
 def partial_dir(target: Path) -> Path:
@@ -318,4 +351,4 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-__all__ = ["MANIFEST", "Stage", "open_stage", "partial_dir"]
+__all__ = ["MANIFEST", "Stage", "open_stage", "partial_dir", "write_file"]

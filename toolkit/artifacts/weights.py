@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.artifacts.checkpoint import Checkpoint
 from toolkit.artifacts.formats import WeightFormat, format_of
+from toolkit.artifacts.formats.gguf_types import BLOCK_TYPES
 from toolkit.artifacts.formats.layout import FLOATS, Expected, dense
 from toolkit.errors import ToolkitError
 
@@ -214,6 +215,16 @@ def is_present(checkpoint: Checkpoint, item: StoredTensor) -> bool:
         return item.name in checkpoint
     quantized = form is not None and item.kind in _MATRICES and form.is_quantized(checkpoint, item.name)
     return quantized or f"{item.name}.weight" in checkpoint
+
+
+def any_quantized(checkpoint: Checkpoint, stored: Iterable[StoredTensor]) -> bool:
+    """Whether a linear is quantized, from headers alone; not so where only the KV cache has scales, nor in a GGUF file
+    of float types."""
+    form = format_of(checkpoint)
+    linears = [item.name for item in stored if item.kind == "linear"]
+    if form is None or checkpoint.gguf is None:
+        return form is not None and any(form.is_quantized(checkpoint, name) for name in linears)
+    return any(checkpoint.info(f"{name}.weight").dtype in BLOCK_TYPES for name in linears)
 
 
 def canonical_weights(checkpoint: Checkpoint, stored: Iterable[StoredTensor]) -> dict[str, Weight | Tensor]:

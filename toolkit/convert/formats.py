@@ -8,7 +8,6 @@ never rounded a second time.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -24,8 +23,8 @@ from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.manifest import Manifest, describe_parent, read_manifest, require_kind
 from toolkit.artifacts.side_files import copy_side_files
 from toolkit.artifacts.source import resolve_model
-from toolkit.artifacts.stage import Stage, open_stage
-from toolkit.artifacts.weights import cache_scales, is_present, load_stored, validate_checkpoint
+from toolkit.artifacts.stage import Stage, open_stage, write_file
+from toolkit.artifacts.weights import any_quantized, cache_scales, is_present, load_stored, validate_checkpoint
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import load_spec
 from toolkit.models.spec import DecoderSpec, StoredTensor
@@ -55,11 +54,14 @@ class Rewritten:
 
 @dataclass
 class _Work:
-    """A conversion under way. ``layouts``: of every linear written so far; ``errors``: of those rounded."""
+    """A conversion under way. ``quantized``: whether linears were so to begin with; ``layouts``: of every linear
+    written so far; ``errors``: of those rounded.
+    """
 
     checkpoint: Checkpoint
     spec: DecoderSpec
     stored: list[StoredTensor]
+    quantized: bool
     to: str
     dtype: str
     progress: Progress | None
@@ -102,13 +104,17 @@ def rewrite(
     target = Path(dst_path)
     if to == "gguf":
         return _to_gguf(checkpoint, spec, stored, target, gguf_type, importance, overwrite, progress)
+    quantized = any_quantized(checkpoint, stored)
+    if not quantized and to != "hf" and to not in _ROUNDED:
+        lite = {"awq": "auto_awq", "auto_round": "auto_round"}.get(to, "auto_gptq")
+        raise ToolkitError(f"{path}: not quantized, and {to} needs calibration: use tool lite {lite}")
     options = {"to": to, "dtype": dtype}
     kind = "checkpoint" if to == "hf" else "quantized"
     parent = describe_parent(path)
     with open_stage(target, kind=kind, stage="convert", parent=parent, options=options, overwrite=overwrite) as stage:
         if stage.already_there:
             return Rewritten(target, to, [], read_manifest(stage.target), True)
-        work = _Work(checkpoint, spec, stored, to, dtype, progress)
+        work = _Work(checkpoint, spec, stored, quantized, to, dtype, progress)
         _write(work, stage)
         return Rewritten(target, to, _notes(work), stage.finish(_quality(work)))
 
@@ -198,13 +204,8 @@ def _fitting(work: _Work, item: StoredTensor, value: Weight, writer: Writer) -> 
                 f"numbers: {reason}"
             )
         return found
-    if writer.name not in _ROUNDED:
-        if work.checkpoint.quantization is not None:
-            return value  # left dense by whoever quantized the rest
-        lite = "auto_awq" if writer.name == "awq" else "auto_gptq"
-        raise ToolkitError(
-            f"{work.checkpoint.path}: not quantized, and {writer.name} needs calibration: use tool lite {lite}"
-        )
+    if work.quantized:
+        return value  # left dense by whoever quantized the rest
     rounded = _round(value.weight, item.name, writer.name)
     norm = float(value.weight.float().norm())
     work.errors[item.name] = float((rounded.dequantize() - value.weight.float()).norm()) / norm if norm else 0.0
@@ -313,18 +314,10 @@ def _to_gguf(
 
     if target.suffix.lower() == ".gguf":
         _check_file(target, checkpoint.path, overwrite)
-        export = plan_export(checkpoint, spec, stored, gguf_type, importance)
-        partial = target.with_name(f".{target.name}.partial")
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            export.write(partial, progress)
-            with partial.open("rb") as file:
-                os.fsync(file.fileno())
-            os.replace(partial, target)
-        except OSError as error:
-            raise ToolkitError(f"{target}: cannot be written: {error.strerror}") from error
-        finally:
-            partial.unlink(missing_ok=True)
+        with write_file(target) as file:
+            _check_file(target, checkpoint.path, overwrite)  # another run may just have ended
+            export = plan_export(checkpoint, spec, stored, gguf_type, importance)
+            export.write(file, progress)
         return Rewritten(target, "gguf", [*_gguf_notes(export), *_without_scales(checkpoint, "gguf")], None)
     options: dict[str, Any] = {"to": "gguf", "gguf_type": gguf_type}
     if importance is not None:

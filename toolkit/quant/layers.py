@@ -11,6 +11,7 @@ from torch import Tensor
 
 from toolkit.artifacts.canonical import Dense, Weight
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
+from toolkit.artifacts.formats.gguf_types import BLOCK_TYPES
 from toolkit.artifacts.formats.gguf_types import METHOD as GGUF
 from toolkit.artifacts.weights import is_present, iter_canonical, load_stored, split_parts, validate_checkpoint
 from toolkit.errors import ToolkitError
@@ -18,8 +19,6 @@ from toolkit.models.registry import load_spec
 from toolkit.models.spec import AttentionSpec, DecoderSpec, LayerSpec, LinearSpec, NormSpec, StoredTensor
 from toolkit.quant.lazy import KEEP, Lazy
 from toolkit.quant.sites import layer_sites, modules
-
-_COARSE_GGUF = ("Q4_0", "Q4_1")
 
 
 class LayerSource:
@@ -109,7 +108,7 @@ def _refuse_quantized(checkpoint: Checkpoint, stored: list[StoredTensor]) -> Non
     method = (checkpoint.quantization or {}).get("quant_method")
     if method == GGUF:
         names = (f"{x.name}.weight" for x in stored if x.kind == "linear")
-        kind = next((t for n in names if n in checkpoint and (t := checkpoint.info(n).dtype) in _COARSE_GGUF), None)
+        kind = next((t for n in names if n in checkpoint and (t := checkpoint.info(n).dtype) in BLOCK_TYPES), None)
         method = f"gguf {kind}" if kind else None
     if method is not None:
         raise ToolkitError(

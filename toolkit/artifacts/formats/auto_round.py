@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.formats import awq, gptq
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from toolkit.artifacts.checkpoint import Checkpoint
 
 METHOD = "auto-round"
+HEAD = "lm_head"
 # packing_format → what was taken off the zero points when stored; None: AWQ.
 PACKINGS: dict[str, int | None] = {
     "auto_round:auto_gptq": 1,
@@ -94,11 +94,15 @@ def read_linear(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Gr
 
 def cannot_hold(weight: Weight) -> str | None:
     """Why ``weight`` has no form here, or None."""
+    if getattr(weight, "group_index", None) is not None:  # auto-round's kernels count groups, whatever g_idx says
+        return "auto-round holds consecutive groups, not act-order; use gptq or gptq_v2"
     return gptq.cannot_hold(weight, version=2)
 
 
 def write_linear(name: str, weight: Weight) -> dict[str, Tensor]:
     """Tensors in packing "auto_round:gptqmodel", zero points as they are. Raises ToolkitError where it cannot."""
+    if reason := cannot_hold(weight):
+        raise ToolkitError(f"{name}: {reason}")
     return gptq.write_linear(name, weight, version=2)
 
 
@@ -107,11 +111,13 @@ def config(layouts: Mapping[str, Layout | None]) -> dict[str, Any]:
     base = common_layout(layouts)
     extra: dict[str, dict[str, Any]] = {}
     for name, layout in layouts.items():
-        if layout is None:
+        if name == HEAD:  # which auto-round takes for dense unless it is named
+            if layout is not None:
+                extra[name] = _fields(layout)
+        elif layout is None:
             extra[name] = {"bits": 16, "data_type": "float"}
-        elif not layout_fits(replace(layout, act_order=base.act_order), base):
+        elif not layout_fits(layout, base):
             extra[name] = _fields(layout)
-    extra.pop("lm_head", None)
     found = {"quant_method": METHOD, "packing_format": "auto_round:gptqmodel", "data_type": "int", **_fields(base)}
     return {**found, "extra_config": extra} if extra else found
 
