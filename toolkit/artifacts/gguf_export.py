@@ -101,10 +101,15 @@ class Export:
             assert exact is not None, (name, piece.kind)
             return to_blocks(piece.kind, exact)
         dense = value.dequantize()
-        rounded = quantize(dense, piece.kind, self.importance.get(name), name)
+        rounded = quantize(dense, piece.kind, self._importance(item, name), name)
         norm = float(dense.norm())
         self.errors[name] = float((rounded.dequantize() - dense).norm()) / norm if norm else 0.0
         return to_blocks(piece.kind, rounded)
+
+    def _importance(self, item: StoredTensor, name: str) -> Tensor | None:
+        """Of the columns of a matrix; one that stays fused has that of its parts, which all read the same inputs."""
+        names = [part.name for part in item.parts] if name == item.name else [name]
+        return next((self.importance[x] for x in names if x in self.importance), None)
 
 
 def _shape(piece: Piece) -> tuple[int, ...]:
