@@ -282,6 +282,15 @@ def test_gguf_types_round_and_say_so(tiny_models: Any, tmp_path: Path, kind: str
     assert any("lossless" in note for note in again.notes) and same(tmp_path / "m.gguf", tmp_path / "again.gguf")
 
 
+@pytest.mark.parametrize(("kind", "wanted", "block"), [("q8_0", "Q8_0", 32), ("q4_k_m", "Q4_K", 256)])
+def test_blocks_that_do_not_divide_are_named(
+    tiny_models: Any, tmp_path: Path, kind: str, wanted: str, block: int
+) -> None:
+    done = rewrite(str(tiny_models("llama", intermediate_size=48)), tmp_path / "m.gguf", to="gguf", gguf_type=kind)
+    note = next(note for note in done.notes if "ffn_down" in note)
+    assert f"F16 instead of {wanted} for ffn_down: blocks of {block} do not divide 48 columns" in note
+
+
 @pytest.mark.parametrize("family", list(MIXTURES))
 def test_experts_become_one_tensor_a_layer(tiny_models: Any, tmp_path: Path, family: str) -> None:
     import gguf

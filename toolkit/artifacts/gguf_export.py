@@ -20,7 +20,7 @@ from toolkit.artifacts.formats.describe import form_name
 from toolkit.artifacts.gguf_blocks import to_blocks
 from toolkit.artifacts.gguf_fit import ORDER, fit, smallest
 from toolkit.artifacts.gguf_metadata import ModelMetadata, model_metadata
-from toolkit.artifacts.gguf_mixtures import MIXTURES, Mixture, Place, find_mixture, type_of
+from toolkit.artifacts.gguf_mixtures import MIXTURES, Mixture, Place, columns_of, find_mixture, type_of
 from toolkit.artifacts.gguf_models import ARCHS, row_order
 from toolkit.artifacts.gguf_quantize import quantize
 from toolkit.artifacts.gguf_vocabulary import vocabulary
@@ -63,11 +63,6 @@ class Export:
     notes: list[str]
     importance: Mapping[str, Tensor] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def rounded(self) -> int:
-        """How many matrices are rounded."""
-        return sum(piece.rounded for piece in self.pieces)
 
     @property
     def types(self) -> dict[str, int]:
@@ -169,7 +164,9 @@ def plan_export(
     notes = list(model.notes)
     for (wanted, kind, columns), roles in sorted(falls.items()):
         names = ", ".join(sorted(roles))
-        notes.append(f"{kind} instead of {wanted} for {names}: blocks of 256 do not divide {columns} columns")
+        notes.append(
+            f"{kind} instead of {wanted} for {names}: blocks of {columns_of(wanted)} do not divide {columns} columns"
+        )
     general = {
         "general.architecture": model.arch,
         "general.type": "model",
