@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, Weight
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
 from toolkit.artifacts.formats import FORMATS, auto_round, awq, blocked_fp8, compressed_tensors, gptq, mxfp4
-from toolkit.artifacts.formats.bits import pack_whole_words, pack_words, unpack_whole_words, unpack_words
+from toolkit.artifacts.formats.bits import pack_words, unpack_whole_words, unpack_words
 from toolkit.artifacts.formats.describe import layout_of
 from toolkit.artifacts.rounding import nearest_fp4, to_block_fp8, to_channel_int8, to_mxfp4
 from toolkit.artifacts.weights import load_stored, validate_checkpoint
@@ -76,6 +76,16 @@ def stream_codes(words: torch.Tensor, bits: int, count: int) -> list[int]:
     return [total >> (bits * i) & ((1 << bits) - 1) for i in range(count)]
 
 
+def whole_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes in int32 words of 32 // bits each, none over a word's border, as compressed-tensors once packed them."""
+    each = 32 // bits
+    rows = [
+        [sum(code << (bits * i) for i, code in enumerate(row[a : a + each])) for a in range(0, len(row), each)]
+        for row in codes.tolist()
+    ]
+    return torch.from_numpy(np.array(rows, np.uint32).view(np.int32))
+
+
 def naive_gptq(tensors: dict[str, torch.Tensor], bits: int, offset: int) -> np.ndarray:
     scales, index = tensors[f"{NAME}.scales"].float().numpy(), tensors[f"{NAME}.g_idx"].tolist()
     zeros = [stream_codes(row, bits, N_OUT) for row in tensors[f"{NAME}.qzeros"]]
@@ -91,7 +101,7 @@ def naive_gptq(tensors: dict[str, torch.Tensor], bits: int, offset: int) -> np.n
 @given(seed=st.integers(0, 1 << 30), bits=st.integers(1, 8), count=st.integers(1, 70))
 def test_both_packings_are_inverted(seed: int, bits: int, count: int) -> None:
     codes = torch.randint(0, 1 << bits, (3, count), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
-    dense, whole = pack_words(codes, bits), pack_whole_words(codes, bits)
+    dense, whole = pack_words(codes, bits), whole_words(codes, bits)
     assert dense.shape[1] == -(-count * bits // 32)
     assert whole.shape[1] == -(-count // (32 // bits))
     assert [stream_codes(row, bits, count) for row in dense] == codes.tolist()
@@ -264,10 +274,10 @@ def test_a_naive_reader_understands_pack_quantized(
 def test_the_packing_of_earlier_releases_is_told_by_its_shape(tmp_path: Path, bits: int, symmetric: bool) -> None:
     weight = group_int(4, bits, symmetric=symmetric)
     tensors = compressed_tensors.write_linear(NAME, weight)
-    tensors[f"{NAME}.weight_packed"] = pack_whole_words(weight.codes, bits)
+    tensors[f"{NAME}.weight_packed"] = whole_words(weight.codes, bits)
     if not symmetric:
         assert weight.zeros is not None
-        tensors[f"{NAME}.weight_zero_point"] = pack_whole_words(weight.zeros.t().contiguous(), bits).t().contiguous()
+        tensors[f"{NAME}.weight_zero_point"] = whole_words(weight.zeros.t().contiguous(), bits).t().contiguous()
     assert same(read_back(tmp_path, tensors, compressed_tensors.config({NAME: layout_of(weight)})), weight)
 
 

@@ -282,6 +282,15 @@ def test_gguf_types_round_and_say_so(tiny_models: Any, tmp_path: Path, kind: str
     assert any("lossless" in note for note in again.notes) and same(tmp_path / "m.gguf", tmp_path / "again.gguf")
 
 
+@pytest.mark.parametrize(("kind", "wanted", "block"), [("q8_0", "Q8_0", 32), ("q4_k_m", "Q4_K", 256)])
+def test_blocks_that_do_not_divide_are_named(
+    tiny_models: Any, tmp_path: Path, kind: str, wanted: str, block: int
+) -> None:
+    done = rewrite(str(tiny_models("llama", intermediate_size=48)), tmp_path / "m.gguf", to="gguf", gguf_type=kind)
+    note = next(note for note in done.notes if "ffn_down" in note)
+    assert f"F16 instead of {wanted} for ffn_down: blocks of {block} do not divide 48 columns" in note
+
+
 @pytest.mark.parametrize("family", list(MIXTURES))
 def test_experts_become_one_tensor_a_layer(tiny_models: Any, tmp_path: Path, family: str) -> None:
     import gguf
@@ -370,15 +379,23 @@ def test_experts_at_odds_with_the_metadata(tiny_models: Any, tmp_path: Path) -> 
         assert str(file) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_importance_reaches_the_rounding(tiny_models: Any, tmp_path: Path) -> None:
-    source = tiny_models("llama", **PLAIN)
-    name = "model.layers.0.mlp.up_proj"
-    importance = torch.ones(64)
-    importance[:8] = 100.0
+@pytest.mark.parametrize("family", ["llama", "phi3", "mixtral"])
+def test_importance_reaches_the_rounding(tiny_models: Any, tmp_path: Path, family: str) -> None:
+    """Under the names of the linears that calibration sees, also where a file has them fused or stacked."""
+    from toolkit.quant.layers import LayerSource
+
+    source = tiny_models(family)
+    importance = {}
+    for i, linear in enumerate(LayerSource(source).quantizable()):
+        importance[linear.name] = torch.ones(linear.in_features)
+        first = 8 * (i % 4) if linear.name.endswith(("o_proj", "down_proj")) else 0  # the others share their inputs
+        importance[linear.name][first : first + 8] = 100.0
     rewrite(str(source), tmp_path / "a.gguf", to="gguf", gguf_type="q4_0")
-    rewrite(str(source), tmp_path / "b.gguf", to="gguf", gguf_type="q4_0", importance={name: importance})
-    want, a, b = (numbers(p)[name] for p in (source, tmp_path / "a.gguf", tmp_path / "b.gguf"))
-    assert float(((b - want).square() * importance).sum()) < float(((a - want).square() * importance).sum())
+    rewrite(str(source), tmp_path / "b.gguf", to="gguf", gguf_type="q4_0", importance=importance)
+    want, a, b = (numbers(p) for p in (source, tmp_path / "a.gguf", tmp_path / "b.gguf"))
+    for name, weight in importance.items():
+        lost_a, lost_b = (float(((x[name] - want[name]).square() * weight).sum()) for x in (a, b))
+        assert lost_b < lost_a, name
 
 
 def test_the_same_command_again_finds_its_result(tiny_models: Any, tmp_path: Path) -> None:

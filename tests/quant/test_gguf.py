@@ -138,6 +138,38 @@ def test_search_to_a_file_size(tiny_models: Any, tmp_path: Path, common: Common)
     assert small["bits_per_weight"] < large["bits_per_weight"]
 
 
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {}),
+        ("mixtral", {"num_local_experts": 16, "hidden_size": 2048, "intermediate_size": 32}),
+        ("qwen2", {"num_attention_heads": 64, "num_key_value_heads": 64, "hidden_size": 4096}),
+    ],
+)
+def test_what_is_not_quantized_is_never_more_than_was_counted(
+    tiny_models: Any, tmp_path: Path, family: str, changes: dict[str, Any]
+) -> None:
+    """Routers and biases, float32 in the file, among it: else ``search --size`` makes files beyond its budget."""
+    from toolkit.quant.gguf import overhead_bits
+    from toolkit.quant.layers import LayerSource
+
+    model = tiny_models(family, num_hidden_layers=1, dtype="bfloat16", **changes)
+    source = LayerSource(model)
+    rewrite(str(model), tmp_path / "m.gguf", to="gguf")
+    size = (tmp_path / "m.gguf").stat().st_size
+    counted = (finder.fixed_bits(source, [], torch.bfloat16) + overhead_bits(source)) / 8
+    assert 0 <= counted - size < 60_000
+
+
+def test_search_of_a_mixture_stays_within_a_file_size(tiny_models: Any, tmp_path: Path, common: Common) -> None:
+    """One byte less than a result gives a smaller one."""
+    model = str(tiny_models("mixtral", num_hidden_layers=1, dtype="bfloat16"))
+    few = replace(common, dtype="bfloat16")
+    first = search(model, tmp_path / "a", bits=6, common=few).quality["size_bytes"]
+    second = search(model, tmp_path / "b", size=first - 1, common=few).quality["size_bytes"]
+    assert second < first
+
+
 def test_importance_from_calibration_reaches_the_rounding(tiny_models: Any, tmp_path: Path, common: Common) -> None:
     from toolkit.quant.gguf import importance_of
 

@@ -20,7 +20,7 @@ from toolkit.artifacts.formats.describe import form_name
 from toolkit.artifacts.gguf_blocks import to_blocks
 from toolkit.artifacts.gguf_fit import ORDER, fit, smallest
 from toolkit.artifacts.gguf_metadata import ModelMetadata, model_metadata
-from toolkit.artifacts.gguf_mixtures import MIXTURES, Mixture, Place, find_mixture, type_of
+from toolkit.artifacts.gguf_mixtures import MIXTURES, Mixture, Place, columns_of, find_mixture, type_of
 from toolkit.artifacts.gguf_models import ARCHS, row_order
 from toolkit.artifacts.gguf_quantize import quantize
 from toolkit.artifacts.gguf_vocabulary import vocabulary
@@ -65,11 +65,6 @@ class Export:
     errors: dict[str, float] = field(default_factory=dict)
 
     @property
-    def rounded(self) -> int:
-        """How many matrices are rounded."""
-        return sum(piece.rounded for piece in self.pieces)
-
-    @property
     def types(self) -> dict[str, int]:
         """GGML type → how many matrices have it."""
         return dict(Counter(piece.kind for piece in self.pieces if piece.place.columns))
@@ -101,10 +96,15 @@ class Export:
             assert exact is not None, (name, piece.kind)
             return to_blocks(piece.kind, exact)
         dense = value.dequantize()
-        rounded = quantize(dense, piece.kind, self.importance.get(name), name)
+        rounded = quantize(dense, piece.kind, self._importance(item, name), name)
         norm = float(dense.norm())
         self.errors[name] = float((rounded.dequantize() - dense).norm()) / norm if norm else 0.0
         return to_blocks(piece.kind, rounded)
+
+    def _importance(self, item: StoredTensor, name: str) -> Tensor | None:
+        """Of the columns of a matrix; one that stays fused has that of its parts, which all read the same inputs."""
+        names = [part.name for part in item.parts] if name == item.name else [name]
+        return next((self.importance[x] for x in names if x in self.importance), None)
 
 
 def _shape(piece: Piece) -> tuple[int, ...]:
@@ -164,7 +164,9 @@ def plan_export(
     notes = list(model.notes)
     for (wanted, kind, columns), roles in sorted(falls.items()):
         names = ", ".join(sorted(roles))
-        notes.append(f"{kind} instead of {wanted} for {names}: blocks of 256 do not divide {columns} columns")
+        notes.append(
+            f"{kind} instead of {wanted} for {names}: blocks of {columns_of(wanted)} do not divide {columns} columns"
+        )
     general = {
         "general.architecture": model.arch,
         "general.type": "model",

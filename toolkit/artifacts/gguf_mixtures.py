@@ -112,12 +112,13 @@ def type_of(mixture: Mixture, place: Place) -> tuple[str, str | None]:
     """(GGML type of a matrix, None or the type it would have had if its columns divided)."""
     wanted = mixture.exception(place) or mixture.base
     kind = wanted
-    if place.columns % _block(kind):
+    if place.columns % columns_of(kind):
         kind = _FALL_BACK.get(kind, "F16")
-        if place.columns % _block(kind):
+        if place.columns % columns_of(kind):
             kind = "F16"
     return kind, (wanted if kind != wanted else None)
 
 
-def _block(kind: str) -> int:
+def columns_of(kind: str) -> int:
+    """Columns that a block of a GGML type takes."""
     return next(columns for name, columns, _ in TYPES.values() if name == kind)

@@ -19,6 +19,7 @@ from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.stage import open_stage
 from toolkit.artifacts.weights import cache_scales, iter_canonical, validate_checkpoint
 from toolkit.convert.targets import Target, choose_target
+from toolkit.engine_configs import DTYPES
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import load_spec
 from toolkit.models.spec import StoredTensor
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]  # (stored tensors done, of how many)
 
-DTYPES = ("auto", "float16", "bfloat16", "float32")
 _FORMAT_NAMES = {None: "hf", "smooth_quant": "w8a8"}  # quant_method → LMDeploy's --model-format, where they differ
 
 

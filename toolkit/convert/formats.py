@@ -25,6 +25,7 @@ from toolkit.artifacts.side_files import copy_side_files
 from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.stage import Stage, open_stage, write_file
 from toolkit.artifacts.weights import any_quantized, cache_scales, is_present, load_stored, validate_checkpoint
+from toolkit.engine_configs import DTYPES
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import load_spec
 from toolkit.models.spec import DecoderSpec, StoredTensor
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]
 FORMATS = (*WRITERS, "gguf", "hf")
-DTYPES = ("auto", "float16", "bfloat16", "float32")
 _CACHE_SCALED = ("compressed-tensors", "fp8", "hf")  # formats whose readers look for scales of a float8 KV cache
 _ROUNDED = ("w8a8", "fp8", "mxfp4")  # formats that a dense matrix can simply be rounded to
 

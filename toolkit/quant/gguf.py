@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -109,8 +110,8 @@ def write_file(source: LayerSource, stage: Stage, dtype: torch.dtype) -> dict[st
 
 
 def overhead_bits(source: LayerSource) -> int:
-    """Bits of a file beyond codes, scales and dense matrices: the vocabulary, and what float32 norms have over 16
-    bits."""
+    """Bits of a file beyond codes, scales and 16-bit matrices: the vocabulary, and the other half of what is float32 in
+    GGUF, that is norms, biases and routers."""
     checkpoint = source.checkpoint
     config, generation = checkpoint.config, checkpoint.generation_config
     words = vocabulary(checkpoint.tokenizer_dir, source.spec.vocab_size, config, generation)
@@ -120,8 +121,9 @@ def overhead_bits(source: LayerSource) -> int:
             size += sum(len(x.encode()) + 8 for x in value)
         else:
             size += value.nbytes if isinstance(value, np.ndarray) else len(str(value).encode())
-    flat = sum(x.shape[0] for items in (source.outer, *source.stored) for x in items if len(x.shape) == 1)
-    return 8 * size + 16 * flat
+    items = [x for items in (source.outer, *source.stored) for x in items]
+    wide = sum(math.prod(x.shape) for x in items if len(x.shape) == 1 or x.kind == "router")
+    return 8 * size + 16 * (wide + sum(x.shape[0] for x in items if x.bias))
 
 
 def stored_bits(value: Weight) -> int:

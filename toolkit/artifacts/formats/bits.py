@@ -60,14 +60,3 @@ def unpack_whole_words(words: Tensor, bits: int) -> Tensor:
 
     shifts = torch.arange(0, 32 // bits * bits, bits, dtype=torch.int32)
     return ((words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(-2)
-
-
-def pack_whole_words(codes: Tensor, bits: int) -> Tensor:
-    """Inverse of ``unpack_whole_words``, the last word filled with zeros."""
-    import torch
-
-    per_word = 32 // bits
-    filled = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % per_word)).unflatten(-1, (-1, per_word))
-    shifts = torch.arange(0, per_word * bits, bits, dtype=torch.int64)
-    words = (filled.long() << shifts).sum(-1)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
