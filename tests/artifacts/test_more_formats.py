@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, Weight
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
@@ -26,6 +27,7 @@ from toolkit.artifacts.rounding import nearest_fp4, to_block_fp8, to_channel_int
 from toolkit.artifacts.weights import load_stored, validate_checkpoint
 from toolkit.errors import ToolkitError
 from toolkit.models.spec import Part, StoredTensor
+from toolkit.quant.grid import quantize
 
 N_IN, N_OUT = 96, 64
 NAME = "model.layers.0.mlp.up_proj"
@@ -341,11 +343,9 @@ def test_compressed_tensors_round_trip(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", list(WEIGHTS))
 def test_the_library_itself_reads_what_we_write(kind: str) -> None:
     """Its config parser takes our config, its decompressor gives our numbers."""
-    library = pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
 
-    assert library
     weight = WEIGHTS[kind]
     config = QuantizationConfig.model_validate(compressed_tensors.config({NAME: layout_of(weight)}))
     scheme = config.config_groups["group_0"]
@@ -355,6 +355,66 @@ def test_the_library_itself_reads_what_we_write(kind: str) -> None:
     theirs = BaseCompressor.get_value_from_registry(config.format).decompress(tensors, scheme)["weight"].float()
     tolerance = 1 / 256 if kind in ("nvfp4", "mxfp4") else 1e-6  # the library unpacks 4-bit floats into bfloat16
     assert torch.allclose(theirs, weight.dequantize(), rtol=tolerance, atol=0)
+
+
+def integers(bits: int, *, symmetric: bool = True) -> Callable[[torch.Tensor], Weight]:
+    return lambda w: quantize(w, 32, bits=bits, symmetric=symmetric, name=NAME)
+
+
+def to_nvfp4(dense: torch.Tensor) -> Fp4:
+    blocks = dense.unflatten(1, (-1, 16))
+    scales = (blocks.abs().amax(-1) * 50).to(torch.float8_e4m3fn)
+    codes = nearest_fp4(blocks / scales.float()[..., None] * 300)
+    return Fp4(codes.flatten(1), scales, 16, torch.tensor([300.0]))
+
+
+ROUNDED: dict[str, Callable[[torch.Tensor], Weight]] = {
+    "W2A16": integers(2),
+    "W3A16": integers(3),
+    "W4A16": integers(4),
+    "W4A16 asymmetric": integers(4, symmetric=False),
+    "W8A16": integers(8),
+    "W8A8": to_channel_int8,
+    "FP8": lambda w: Fp8((w * 100).to(torch.float8_e4m3fn), torch.full((len(w),), 0.01)),
+    "FP8 in blocks": to_block_fp8,
+    "mxfp4": to_mxfp4,
+    "nvfp4": to_nvfp4,
+}
+
+
+@pytest.mark.parametrize("kind", list(ROUNDED))
+def test_transformers_reads_a_model_that_we_write(kind: str, tiny_models: Any, tmp_path: Path) -> None:
+    """Every linear holds the numbers that were written, and so does what is computed with them."""
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    source = tiny_models("llama")
+    dense, written, layouts = load_file(source / "model.safetensors"), {}, {}
+    for name, tensor in list(dense.items()):
+        if "_proj." not in name:
+            written[name] = tensor
+            continue
+        stem, weight = name.removesuffix(".weight"), ROUNDED[kind](tensor)
+        written |= compressed_tensors.write_linear(stem, weight)
+        layouts[stem], dense[name] = layout_of(weight), weight.dequantize()
+    config = json.loads((source / "config.json").read_text())
+    stated = {"quantization_config": compressed_tensors.config({**layouts, "lm_head": None})}
+    (tmp_path / "config.json").write_text(json.dumps(config | stated))
+    save_file({k: v.contiguous() for k, v in written.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+
+    expand = CompressedTensorsConfig(dequantize=True)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, quantization_config=expand)
+    state = theirs.state_dict()
+    assert state.keys() == dense.keys()
+    # Codes are multiplied by scales in the scales' dtype, float16; nvfp4's two in bfloat16.
+    tolerance = 2**-7 if kind == "nvfp4" else 2**-10
+    for name, tensor in dense.items():
+        assert torch.allclose(state[name].float(), tensor, rtol=tolerance, atol=0), name
+    ours = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    ours.load_state_dict(dense)
+    ids = torch.arange(10, 40)[None]
+    with torch.inference_mode():
+        a, b = theirs(ids).logits, ours(ids).logits
+    assert float((a - b).abs().max()) < 16 * tolerance * float(b.std())
 
 
 def test_targets_names_beat_patterns_beat_classes(tmp_path: Path) -> None:
