@@ -91,6 +91,24 @@ def test_the_file_holds_what_was_measured(
     assert result.quality["bits_per_weight"] == {"Q4_0": 4.5, "Q4_1": 5.0, "Q8_0": 8.5}[kind]
 
 
+@pytest.mark.parametrize(
+    ("method", "tied", "kind"),
+    [("awq", False, "Q4_1"), ("gptq", True, "Q4_0"), ("auto_round", True, "Q4_0"), ("search", True, "Q8_0")],
+)
+def test_the_head_too(method: str, tied: bool, kind: str, tiny_models: Any, tmp_path: Path, common: Common) -> None:
+    """It has a tensor of its own then, also where it was the embedding's."""
+    model, out = tiny_models("llama", tie_word_embeddings=tied), tmp_path / "out"
+    common = replace(common, quantize_lm_head=True)
+    if method == "search":
+        result = search(str(model), out, size=200_000, common=common)
+        assert result.quality["size_bytes"] <= 200_000
+    else:
+        result = METHODS[method][0](str(model), out, common)
+    types = types_of(out / "model.gguf")
+    assert types["output.weight"] == kind and types["token_embd.weight"] == "F32"
+    assert perplexity(out / "model.gguf", model) == pytest.approx(result.quality["perplexity_after"], rel=2e-3)
+
+
 def test_experts_and_what_the_file_cannot_say(tiny_models: Any, tmp_path: Path, common: Common) -> None:
     quality = auto_awq(str(tiny_models("mixtral")), tmp_path / "out", common=common).quality
     found = types_of(tmp_path / "out" / "model.gguf")
@@ -105,7 +123,6 @@ def test_what_gguf_cannot_hold(tiny_models: Any, tmp_path: Path, common: Common)
     cases: list[tuple[Any, dict[str, Any], str]] = [
         (auto_gptq, {"w_bits": 8, "w_sym": False}, "asymmetric codes of up to 5 bits"),
         (auto_gptq, {"desc_act": True, "static_groups": False, "w_group_size": 32}, "act-order"),
-        (auto_gptq, {"common": replace(common, quantize_lm_head=True)}, "--quantize-lm-head"),
         (search, {"bits": 4.4}, "too small a budget: 4.50 bits"),
     ]
     for run, options, words in cases:

@@ -22,9 +22,9 @@ from toolkit.artifacts.gguf_vocabulary import vocabulary
 from toolkit.artifacts.manifest import content_digest
 from toolkit.artifacts.stage import Stage
 from toolkit.artifacts.weights import load_stored
-from toolkit.models.spec import StoredTensor
+from toolkit.models.spec import Part, StoredTensor
 from toolkit.quant.layers import LayerSource, plain
-from toolkit.quant.layerwise import load_layer
+from toolkit.quant.layerwise import load_head, load_layer
 from toolkit.quant.output import cast_to, join_parts
 from toolkit.quant.result import LayerResult, Made, Method
 from toolkit.quant.sites import Site, layer_sites
@@ -80,11 +80,20 @@ def write_file(source: LayerSource, stage: Stage, dtype: torch.dtype) -> dict[st
 
     Returns figures for ``quality``: ``types``, how many matrices each has, and ``notes`` on what the file cannot say.
     """
+    spec, outer, head = source.spec, source.outer, load_head(stage)
+    if head is not None:  # a tensor of its own, also where it was the embedding's
+        shape = (spec.vocab_size, spec.hidden_size)
+        own = StoredTensor(spec.head, "head", shape, (Part(spec.head),), bias=spec.head_bias)
+        spec, outer = replace(spec, tied=False), [*(x for x in outer if x.kind != "head"), own]
     place = {item.name: i for i, items in enumerate(source.stored) for item in items}
     kept: dict[int, LayerResult] = {}  # the layer at hand
 
     def load(item: StoredTensor) -> tuple[Weight | Tensor, Tensor | None]:
         index = place.get(item.name)
+        if item.kind == "head" and head is not None:
+            bias = head.weights.get(f"{spec.head}.bias")
+            assert not isinstance(bias, Weight)
+            return head.weights[spec.head], bias
         if index is None:
             value, bias = load_stored(source.checkpoint, item)
             if not isinstance(value, Tensor):
@@ -103,8 +112,8 @@ def write_file(source: LayerSource, stage: Stage, dtype: torch.dtype) -> dict[st
         assert isinstance(offset, Tensor)
         return joined, offset
 
-    items = [*source.outer, *(item for items in source.stored for item in items)]
-    export = plan_export(source.checkpoint, source.spec, items, load=load)
+    items = [*outer, *(item for items in source.stored for item in items)]
+    export = plan_export(source.checkpoint, spec, items, load=load)
     export.write(stage.dir / FILE)
     return {"types": export.types, "notes": export.notes}
 

@@ -244,11 +244,12 @@ def search(
         budget = int(bits * weights)
     else:
         budget = 8 * (size or 0) - finder.fixed_bits(source, linears + ([] if source.spec.tied else heads), dtype)
-        budget -= sum(finder.cost(x.in_features * x.out_features, finder.head_grid(x)) for x in heads)
+        for head in heads:
+            budget -= finder.cost(head.in_features * head.out_features, finder.head_grid(head, in_gguf), in_gguf)
         budget -= gguf.overhead_bits(source) if in_gguf else 0
     finder.check_budget(linears, budget, in_gguf)
     grid, how = awq.Grid(4, 32, False), gptq.Rounding(damp=damp)
-    chosen = {x.name: finder.head_grid(x) for x in heads}
+    chosen = {x.name: finder.head_grid(x, in_gguf) for x in heads}
 
     def prepare(run: Prepared) -> dict[str, Any]:
         units = finder.measure(

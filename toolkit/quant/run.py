@@ -188,8 +188,6 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
     form = choose_format(common.format, recipe.formats, _stored_linears(source, selection), recipe.sample)
     if form == gguf.FORMAT:
         gguf.check_model(source)
-        if selection.head:
-            raise UsageError("--quantize-lm-head: not with --format gguf; its head stays as --dtype says")
     text = read_text(source, common) if recipe.calibrated and common.calibration is None else None
     plan = text.plan if text else None
     hindrance = "not with --format gguf" if form == gguf.FORMAT else None

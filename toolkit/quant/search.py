@@ -126,9 +126,9 @@ def fixed_bits(source: LayerSource, linears: Sequence[LinearSpec], dtype: torch.
     return (elements - quantized) * torch.finfo(dtype).bits + len(held) * HEADER_BYTES * 8
 
 
-def head_grid(head: LinearSpec) -> Grid:
+def head_grid(head: LinearSpec, gguf: bool = False) -> Grid:
     """What the head is rounded to where it is quantized too: 8 bits, for no loss of a layer tells what it is worth."""
-    return next(grid for grid in grids([head]) if grid.bits == 8)
+    return next(grid for grid in grids([head], gguf) if grid.bits == 8)
 
 
 def kind_of(grid: Grid) -> str:
