@@ -486,6 +486,18 @@ def test_wrong_options(tiny_models: Any, tmp_path: Path, options: dict[str, Any]
         rewrite(str(tiny_models("llama")), tmp_path / "m", **options)
 
 
+def test_biases_come_back_or_are_refused(tiny_models: Any, tmp_path: Path) -> None:
+    source = tiny_models("llama", **PLAIN, attention_bias=True, mlp_bias=True)
+    rewrite(str(source), tmp_path / "m.gguf", to="gguf")
+    assert same(source, tmp_path / "m.gguf")
+    assert load_spec(open_checkpoint(source))[0] == load_spec(open_checkpoint(tmp_path / "m.gguf"))[0]
+    for family, changes in (("qwen3", {}), ("qwen3_moe", {"mlp_only_layers": []})):
+        with pytest.raises(
+            ToolkitError, match=r"has no biases, this model has model\.layers\.0\.self_attn\.q_proj\.bias"
+        ):
+            rewrite(str(tiny_models(family, **changes, attention_bias=True)), tmp_path / "x.gguf", to="gguf")
+
+
 def test_models_that_gguf_cannot_express_are_refused(tiny_models: Any, tmp_path: Path) -> None:
     with pytest.raises(ToolkitError, match="scales queries"):
         rewrite(str(tiny_models("gemma2")), tmp_path / "m.gguf", to="gguf")

@@ -23,6 +23,8 @@ ARCHITECTURES = {
     "gemma2": "gemma2",
     "phi3": "phi3",
 }
+# Architectures without a bias on o_proj, which Hugging Face's models have as soon as q, k and v have one.
+WITHOUT_BIAS = ("qwen3", "qwen3moe", "gemma2")
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ def model_metadata(spec: DecoderSpec, context_length: int) -> ModelMetadata:
         _rope(first.rope, found)
     _windows(spec, layers, found)
     _peculiarities(spec, first)
+    _biases(spec, arch)
     if spec.family == "gemma2":
         values["attn_logit_softcapping"] = float(first.softcap or 0.0)
         values["final_logit_softcapping"] = float(spec.logit_softcap or 0.0)
@@ -150,3 +153,9 @@ def _peculiarities(spec: DecoderSpec, first: AttentionSpec) -> None:
         raise ToolkitError(
             f"gguf: llama.cpp scales queries of this architecture by {scale:.6g}, the model by {first.scale:.6g}"
         )
+
+
+def _biases(spec: DecoderSpec, arch: str) -> None:
+    odd = next((linear.name for linear in spec.linears() if linear.bias), None)
+    if odd is not None and arch in WITHOUT_BIAS:
+        raise ToolkitError(f"gguf: llama.cpp's {arch} has no biases, this model has {odd}.bias")

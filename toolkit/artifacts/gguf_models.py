@@ -61,9 +61,7 @@ def _with_experts(prefix: str, gate: str, up: str, down: str) -> dict[str, str]:
 
 
 ARCHS: dict[str, GgufArch] = {
-    "llama": GgufArch(
-        "llama", "LlamaForCausalLM", _BLOCK, interleaved_qk=True, fields={"hidden_act": "silu", "mlp_bias": False}
-    ),
+    "llama": GgufArch("llama", "LlamaForCausalLM", _BLOCK, interleaved_qk=True, fields={"hidden_act": "silu"}),
     "qwen2": GgufArch("qwen2", "Qwen2ForCausalLM", _BLOCK, fields={"hidden_act": "silu", "use_sliding_window": False}),
     "qwen3": GgufArch(
         "qwen3",
@@ -251,6 +249,7 @@ def hf_config(
     }
     if arch.model_type == "llama":
         config["attention_bias"] = "blk.0.attn_q.bias" in tensors
+        config["mlp_bias"] = "blk.0.ffn_gate.bias" in tensors
     rotary = read.whole("rope.dimension_count", head_dim)
     if rotary < head_dim:
         config["partial_rotary_factor"] = rotary / head_dim
