@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -38,41 +39,52 @@ METHODS: dict[str, Any] = {
     "tiles": lambda m, d, c: blocked_fp8(m, d, common=c),
     "mxfp4": lambda m, d, c: mxfp4(m, d, common=c),
 }
-# Every format that holds what a method makes. GGUF, which not every tiny model fits, is in test_gguf.py.
+# Every format that holds what a method makes; it is refused in all others.
 FORMATS: dict[str, tuple[str, ...]] = {
-    "awq": ("awq", "gptq_v2", "compressed-tensors"),
-    "awq-sym": ("awq", "gptq", "gptq_v2", "compressed-tensors"),
-    "gptq": ("gptq", "gptq_v2", "compressed-tensors", "awq"),
-    "gptq-asym": ("gptq_v2", "compressed-tensors", "awq"),
+    "awq": ("awq", "gptq_v2", "compressed-tensors", "gguf"),
+    "awq-sym": ("awq", "gptq", "gptq_v2", "compressed-tensors", "gguf"),
+    "gptq": ("gptq", "gptq_v2", "compressed-tensors", "awq", "gguf"),
+    "gptq-asym": ("gptq_v2", "compressed-tensors", "awq", "gguf"),
     "gptq-act": ("gptq", "gptq_v2"),
-    "gptq-3": ("gptq", "gptq_v2", "compressed-tensors"),
-    "gptq-8-row": ("gptq", "gptq_v2", "compressed-tensors"),
-    "awq+gptq": ("awq", "gptq_v2", "compressed-tensors"),
-    "auto_round": ("auto_round", "gptq", "gptq_v2", "compressed-tensors", "awq"),
-    "search": ("compressed-tensors", "gptq_v2"),
+    "gptq-3": ("gptq", "gptq_v2", "compressed-tensors", "gguf"),
+    "gptq-8-row": ("gptq", "gptq_v2", "compressed-tensors", "gguf"),
+    "awq+gptq": ("awq", "gptq_v2", "compressed-tensors", "gguf"),
+    "auto_round": ("auto_round", "gptq", "gptq_v2", "compressed-tensors", "awq", "gguf"),
+    "search": ("compressed-tensors", "gptq_v2", "gguf"),
     "int8": ("w8a8", "compressed-tensors"),
     "fp8": ("w8a8", "compressed-tensors"),
     "e5m2": ("w8a8",),
     "tiles": ("fp8", "compressed-tensors"),
     "mxfp4": ("compressed-tensors", "mxfp4"),
 }
-# (method, format, family): every method in every format that holds it, every family with a few of them.
-PAIRS = [
-    ("awq", "awq", "qwen3_moe"), ("awq", "gptq_v2", "gemma2"), ("awq", "compressed-tensors", "mixtral"),
-    ("gptq", "gptq", "llama"), ("gptq", "gptq", "internlm2"), ("gptq", "gptq_v2", "phi3"),
-    ("gptq", "compressed-tensors", "qwen2"), ("gptq", "awq", "mistral"), ("gptq", "gptq", "qwen3_moe"),
-    ("gptq-asym", "gptq_v2", "gemma2"), ("gptq-asym", "compressed-tensors", "qwen3"),
-    ("gptq-act", "gptq", "phi3"), ("gptq-act", "gptq_v2", "mixtral"),
-    ("gptq-3", "gptq", "llama"), ("gptq-3", "compressed-tensors", "mixtral"),
-    ("gptq-8-row", "gptq", "qwen3"), ("gptq-8-row", "compressed-tensors", "gemma2"),
-    ("awq+gptq", "awq", "llama"), ("awq+gptq", "gptq_v2", "internlm2"), ("awq+gptq", "awq", "mixtral"),
-    ("int8", "w8a8", "qwen3_moe"), ("int8", "compressed-tensors", "gemma2"),
-    ("fp8", "w8a8", "internlm2"), ("fp8", "compressed-tensors", "mistral"), ("e5m2", "w8a8", "qwen2"),
-    ("tiles", "fp8", "phi3"), ("tiles", "fp8", "internlm2"), ("tiles", "compressed-tensors", "mixtral"),
-    ("awq-sym", "gptq", "qwen3"), ("auto_round", "auto_round", "qwen3_moe"), ("auto_round", "gptq_v2", "mistral"),
-    ("search", "compressed-tensors", "qwen3_moe"), ("search", "gptq_v2", "internlm2"),
-    ("mxfp4", "compressed-tensors", "llama"), ("mxfp4", "mxfp4", "gemma2"), ("mxfp4", "mxfp4", "phi3"),
-]  # fmt: skip
+EVERY_FORMAT = tuple(dict.fromkeys(form for forms in FORMATS.values() for form in forms))
+Case = tuple[str, str, str]  # method, format, family
+CASES: list[Case] = [(m, form, family) for m, forms in FORMATS.items() for form in forms for family in FAMILIES]
+# What a GGUF file cannot say, so that its numbers would be run as another model than was measured.
+GGUF_SAYS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "qwen2": {"use_sliding_window": False},
+    "gemma2": {"query_pre_attn_scalar": 32},
+    "qwen3_moe": {"mlp_only_layers": []},
+}
+EXPERTS = ("mixtral", "qwen3_moe")
+
+
+def pairs_of(case: Case) -> set[tuple[tuple[int, str], ...]]:
+    return set(combinations(enumerate(case), 2))
+
+
+def covering(cases: list[Case]) -> list[Case]:
+    """Few of ``cases`` in which every two things are together that are so in any: always the one with most pairs that
+    are not there yet, the first of several."""
+    left, chosen = set[Any]().union(*map(pairs_of, cases)), []
+    while left:
+        chosen.append(max(cases, key=lambda case: len(pairs_of(case) & left)))
+        left -= pairs_of(chosen[-1])
+    return chosen
+
+
+PAIRWISE = covering(CASES)
 
 
 @pytest.fixture(scope="module")
@@ -96,48 +108,83 @@ def quick(text: Path, **more: Any) -> Common:
 
 def check(path: Path, quality: dict[str, Any]) -> dict[str, Any]:
     """The checkpoint is valid, and the perplexity of its own numbers is the one that was stated."""
+    checkpoint = open_checkpoint(path)
+    spec, stored = load_spec(checkpoint)
+    validate_checkpoint(checkpoint, stored)
+    weights = canonical_weights(checkpoint, stored)
+    assert perplexity(spec, weights, checkpoint.tokenizer_dir, quality["tokens"]) == pytest.approx(
+        quality["perplexity_after"], rel=2e-3
+    )
+    return weights
+
+
+def perplexity(spec: Any, weights: dict[str, Any], tokenizer: Path, tokens: int) -> float:
+    """Of the held-out text by our layers in float32."""
     from toolkit.artifacts.tokenizer import Tokenizer
     from toolkit.quant.activations import input_rounding
     from toolkit.quant.forward import embed, head_logits, layer_forward
     from toolkit.quant.probe import heldout_text
     from toolkit.quant.sites import layer_sites
 
-    checkpoint = open_checkpoint(path)
-    spec, stored = load_spec(checkpoint)
-    validate_checkpoint(checkpoint, stored)
-    weights = canonical_weights(checkpoint, stored)
     dense = {k: (v if isinstance(v, torch.Tensor) else v.dequantize()).float() for k, v in weights.items()}
     if spec.tied:
         dense[spec.head] = dense[spec.embed]
-    ids = torch.tensor(Tokenizer.open(path).encode(heldout_text())[: quality["tokens"] + 1])
+    ids = torch.tensor(Tokenizer.open(tokenizer).encode(heldout_text())[: tokens + 1])
     hidden = embed(spec, dense[spec.embed], ids[None])
     for layer in spec.layers:
         near = input_rounding(layer_sites(layer), weights)
         hidden = layer_forward(layer, dense, hidden, rounding=near)
-    found = torch.nn.functional.cross_entropy(head_logits(spec, dense, hidden)[0, :-1], ids[1:])
-    assert float(found.exp()) == pytest.approx(quality["perplexity_after"], rel=2e-3)
-    return weights
+    return float(torch.nn.functional.cross_entropy(head_logits(spec, dense, hidden)[0, :-1], ids[1:]).exp())
 
 
-@pytest.mark.parametrize(("method", "form", "family"), PAIRS)
-def test_method_format_family(
-    method: str, form: str, family: str, tiny_models: Any, tmp_path: Path, text: Path
-) -> None:
-    result = METHODS[method](str(tiny_models(family)), tmp_path / "out", quick(text, format=form))
+def quantized_and_checked(case: Case, tiny_models: Any, support: Any, path: Path, text: Path) -> dict[str, Any]:
+    """The quality that the run of ``case`` stated, found again in what it wrote to ``path``."""
+    method, form, family = case
+    model = tiny_models(family, **(GGUF_SAYS.get(family, {}) if form == "gguf" else {}))
+    result = METHODS[method](str(model), path, quick(text, format=form))
     assert result.options["format"] == form
-    check(tmp_path / "out", result.quality)
-    assert all(0 <= x["rel_error"] < 0.6 for x in result.quality["layers"])
+    if form == "gguf" and family in EXPERTS:
+        spec, quality = _spec(model), result.quality
+        weights = support("gguf_files").moe_parameters(path / "model.gguf", spec)
+        found = perplexity(spec, weights, model, quality["tokens"])
+        assert found == pytest.approx(quality["perplexity_after"], rel=2e-3)
+    else:
+        check(path / "model.gguf" if form == "gguf" else path, result.quality)
+    return result.quality
+
+
+def test_every_two_are_together_once() -> None:
+    """Every method on every family, in every format, and every format on every family."""
+    for choices, place in (
+        ({(m, form) for m, forms in FORMATS.items() for form in forms}, (0, 1)),
+        (set(product(METHODS, FAMILIES)), (0, 2)),
+        (set(product(EVERY_FORMAT, FAMILIES)), (1, 2)),
+    ):
+        assert choices == {(case[place[0]], case[place[1]]) for case in PAIRWISE}
+    assert len(PAIRWISE) < 1.2 * len(METHODS) * len(FAMILIES), "hardly more than methods x families, which it takes"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_other_format_holds_it(method: str, tiny_models: Any, tmp_path: Path, text: Path) -> None:
+    model = str(tiny_models("llama"))
+    for form in set(EVERY_FORMAT) - set(FORMATS[method]):
+        with pytest.raises(UsageError, match="--format"):
+            METHODS[method](model, tmp_path / "out", quick(text, format=form))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("case", PAIRWISE, ids="-".join)
+def test_method_format_family(case: Case, tiny_models: Any, support: Any, tmp_path: Path, text: Path) -> None:
+    quality = quantized_and_checked(case, tiny_models, support, tmp_path / "out", text)
+    assert all(0 <= x["rel_error"] < 0.6 for x in quality["layers"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("method", "form"), [(m, f) for m, forms in FORMATS.items() for f in forms])
+@pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_every_method_in_every_format_on_every_family(
-    method: str, form: str, family: str, tiny_models: Any, tmp_path: Path, text: Path
+    case: Case, tiny_models: Any, support: Any, tmp_path: Path, text: Path
 ) -> None:
-    result = METHODS[method](str(tiny_models(family)), tmp_path / "out", quick(text, format=form))
-    assert result.options["format"] == form
-    check(tmp_path / "out", result.quality)
+    quantized_and_checked(case, tiny_models, support, tmp_path / "out", text)
 
 
 def test_patterns_choose_what_is_quantized(tiny_models: Any, tmp_path: Path, text: Path) -> None:

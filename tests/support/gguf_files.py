@@ -109,6 +109,33 @@ def _add_tokenizer(writer: gguf.GGUFWriter, model: Path) -> None:
     writer.add_chat_template("{{ messages[0]['content'] }}")
 
 
+def moe_parameters(file: Path, spec: Any) -> dict[str, torch.Tensor]:
+    """Every parameter of a model of experts, dense under its canonical name: the tool writes such files only."""
+    arrays = {}
+    for t in gguf.GGUFReader(file).tensors:
+        array = gguf.quants.dequantize(t.data, t.tensor_type).reshape([int(n) for n in t.shape[::-1]])
+        arrays[t.name.removesuffix(".weight")] = torch.from_numpy(array.copy())
+    found = {
+        spec.embed: arrays["token_embd"], spec.final_norm.name: arrays["output_norm"], spec.head: arrays["output"],
+    }  # fmt: skip
+    for i, layer in enumerate(spec.layers):
+        (attention, moe), here = layer.sublayers, f"blk.{i}."
+        a, m = attention.mixer, moe.mixer
+        named = {
+            "attn_norm": attention.pre_norm, "ffn_norm": moe.pre_norm, "attn_q": a.q, "attn_k": a.k, "attn_v": a.v,
+            "attn_output": a.o, "attn_q_norm": a.q_norm, "attn_k_norm": a.k_norm, "ffn_gate_inp": m.router,
+        }  # fmt: skip
+        found |= {part.name: arrays[here + role] for role, part in named.items() if part is not None}
+        if spec.family == "mixtral":  # llama.cpp's llama turns neighbours, not halves
+            for part, heads in ((a.q, a.heads), (a.k, a.kv_heads)):
+                rows = found[part.name]
+                found[part.name] = rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(rows.shape)
+        for e, expert in enumerate(m.experts):
+            for part in ("gate", "up", "down"):
+                found[getattr(expert, part).name] = arrays[f"{here}ffn_{part}_exps"][e]
+    return found
+
+
 def dequantized(tensor: torch.Tensor, kind: str) -> torch.Tensor:
     """What a matrix becomes when stored as ``kind``, by the ``gguf`` package."""
     wanted = Type[kind]
