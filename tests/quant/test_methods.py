@@ -41,16 +41,16 @@ METHODS: dict[str, Any] = {
 }
 # Every format that holds what a method makes; it is refused in all others.
 FORMATS: dict[str, tuple[str, ...]] = {
-    "awq": ("awq", "gptq_v2", "compressed-tensors", "gguf"),
-    "awq-sym": ("awq", "gptq", "gptq_v2", "compressed-tensors", "gguf"),
-    "gptq": ("gptq", "gptq_v2", "compressed-tensors", "awq", "gguf"),
-    "gptq-asym": ("gptq_v2", "compressed-tensors", "awq", "gguf"),
+    "awq": ("awq", "gptq_v2", "compressed-tensors", "auto_round", "gguf"),
+    "awq-sym": ("awq", "gptq", "gptq_v2", "compressed-tensors", "auto_round", "gguf"),
+    "gptq": ("gptq", "gptq_v2", "compressed-tensors", "awq", "auto_round", "gguf"),
+    "gptq-asym": ("gptq_v2", "compressed-tensors", "awq", "auto_round", "gguf"),
     "gptq-act": ("gptq", "gptq_v2"),
-    "gptq-3": ("gptq", "gptq_v2", "compressed-tensors", "gguf"),
-    "gptq-8-row": ("gptq", "gptq_v2", "compressed-tensors", "gguf"),
-    "awq+gptq": ("awq", "gptq_v2", "compressed-tensors", "gguf"),
+    "gptq-3": ("gptq", "gptq_v2", "compressed-tensors", "auto_round", "gguf"),
+    "gptq-8-row": ("gptq", "gptq_v2", "compressed-tensors", "auto_round", "gguf"),
+    "awq+gptq": ("awq", "gptq_v2", "compressed-tensors", "auto_round", "gguf"),
     "auto_round": ("auto_round", "gptq", "gptq_v2", "compressed-tensors", "awq", "gguf"),
-    "search": ("compressed-tensors", "gptq_v2", "gguf"),
+    "search": ("compressed-tensors", "gptq_v2", "auto_round", "gguf"),
     "int8": ("w8a8", "compressed-tensors"),
     "fp8": ("w8a8", "compressed-tensors"),
     "e5m2": ("w8a8",),
@@ -217,15 +217,22 @@ def test_a_fused_module_is_skipped_whole(tiny_models: Any, tmp_path: Path, text:
 
 
 @pytest.mark.parametrize(
-    ("family", "form"), [("qwen2", "gptq"), ("llama", "compressed-tensors"), ("internlm2", "gptq")]
-)
-def test_the_head_too(family: str, form: str, tiny_models: Any, tmp_path: Path, text: Path) -> None:
+    ("method", "family", "form"),
+    [
+        ("gptq", "qwen2", "gptq"), ("gptq", "llama", "compressed-tensors"), ("gptq", "internlm2", "gptq"),
+        ("awq", "llama", "awq"), ("awq+gptq", "qwen2", "auto_round"), ("auto_round", "llama", "auto_round"),
+        ("auto_round", "qwen2", "gptq"), ("search", "qwen2", "compressed-tensors"), ("search", "llama", "gptq_v2"),
+        ("search", "llama", "auto_round"), ("int8", "qwen2", "w8a8"), ("mxfp4", "llama", "mxfp4"),
+    ],
+)  # fmt: skip
+def test_the_head_too(method: str, family: str, form: str, tiny_models: Any, tmp_path: Path, text: Path) -> None:
     out = tmp_path / "out"
-    result = auto_gptq(str(tiny_models(family)), out, common=quick(text, format=form, quantize_lm_head=True))
+    common = quick(text, format=form, quantize_lm_head=True)
+    result = METHODS[method](str(tiny_models(family)), out, common)
     weights = check(out, result.quality)
     spec = _spec(out)
     assert not spec.tied
-    assert type(weights[spec.head]).__name__ == "GroupInt" and type(weights[spec.embed]).__name__ == "Dense"
+    assert type(weights[spec.head]).__name__ != "Dense" and type(weights[spec.embed]).__name__ == "Dense"
     assert result.quality["layers"][-1]["name"] == spec.head
 
 
