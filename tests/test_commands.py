@@ -74,6 +74,10 @@ REFUSED = {
     "two names, two values": (["auto_awq", "M", "--calib-samples", "8", "--nsamples", "9"], "--nsamples 9"),
     "GPTQ's flags without it": (["auto_awq", "M", "--desc-act"], "--rounding gptq"),
     "no number of bits": (["search", "M", "--bits", "nan"], "--bits: expected"),
+    "nothing to choose for": (
+        ["search", "M", "--bits", "4.5", "--skip", ".", "--quantize-lm-head"],
+        "no linear of a layer is left",
+    ),
     "no group size": (["auto_gptq", "M", "--w-group-size=--5"], "found '--5'"),
 }
 

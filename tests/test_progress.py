@@ -40,14 +40,24 @@ def test_off_a_terminal_a_plain_line_now_and_then(monkeypatch: pytest.MonkeyPatc
 
 
 def test_steps_of_a_minute_say_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where an earlier run had done some of them, which took no time."""
+    """Those that an earlier run had done pass in no time and say nothing of the others."""
     clock, out = Clock(monkeypatch), io.StringIO()
     with Progress(file=out) as progress:
-        for done in (10, 11, 12, 90):
-            progress.update("quantizing layers", done, 100)
-            clock.now += 65
-    lines = [line.partition(", ")[2] for line in out.getvalue().splitlines()]
-    assert lines == ["1:05, 1:36:25 left", "2:10, 1:35:20 left", "3:15, 24 s left"]
+        for done in range(21):
+            progress.update("quantizing layers", done, 32)
+            clock.now += 0.1
+        for done in (21, 22, 23, 31, 33):
+            clock.now += 299.9
+            progress.update("quantizing layers", done, 32)
+            clock.now += 0.1
+    lines = [line.removeprefix("quantizing layers: ") for line in out.getvalue().splitlines()]
+    assert lines == [
+        "21 of 32, 5:02, 55:00 left",
+        "22 of 32, 10:02, 50:00 left",
+        "23 of 32, 15:02, 45:00 left",
+        "31 of 32, 20:02, 38 s left",
+        "33 of 32, 25:02",
+    ]
 
 
 def test_off_a_terminal_short_work_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

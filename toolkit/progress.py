@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bars
 
 EVERY = 10.0  # seconds between lines; what takes no longer says nothing
+LATELY = 30.0  # seconds by which the time left is reckoned
 
 
 class Progress:
@@ -27,7 +29,10 @@ class Progress:
         self._bars = _bars(self.console, keep) if self._file.isatty() else None
         self._tasks: dict[str, Any] = {}
         self._phase = ""
-        self._begun, self._first = time.monotonic(), 0
+        self._begun = time.monotonic()
+        self._steps: deque[tuple[float, int]] = (
+            deque()
+        )  # when how many were done, as far back as the rate is taken from
         self._next = self._begun + EVERY
 
     @cached_property
@@ -53,9 +58,10 @@ class Progress:
         """``done`` of ``total`` steps of ``phase`` are behind; None: nobody knows how many there are."""
         now = time.monotonic()
         if phase != self._phase:
-            self._phase, self._begun, self._first = phase, now, done
-        each = (now - self._begun) / (done - self._first) if done > self._first else None
-        left = None if each is None or total is None else each * (total - done)
+            self._phase, self._begun = phase, now
+            self._steps.clear()
+        each = self._each(now, done)
+        left = None if each is None or total is None else each * max(0, total - done)
         if self._bars is None:
             self._say(phase, done, total, left)
             return
@@ -70,6 +76,17 @@ class Progress:
             rate=rate,
             left="" if left is None else f"{_clock(left)} left",
         )
+
+    def _each(self, now: float, done: int) -> float | None:
+        """Seconds a step took lately: in the last ``LATELY`` seconds, or the last step where that took longer. Steps
+        that an earlier run had done pass in no time, and must not count for those to come."""
+        steps = self._steps
+        if not steps or done != steps[-1][1]:
+            steps.append((now, done))
+        while len(steps) > 2 and steps[1][0] <= now - LATELY:
+            steps.popleft()
+        (first, before), (last, after) = steps[0], steps[-1]
+        return (last - first) / (after - before) if after > before else None
 
     def _complete(self) -> None:
         assert self._bars is not None
@@ -98,8 +115,8 @@ def _clock(seconds: float) -> str:
 def _bars(console: Console, keep: bool) -> Bars:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    # What is left is reckoned from the beginning of the phase: the library's own column forgets what is more than 30
-    # seconds ago, and a layer of a large model takes longer.
+    # What is left is our own reckoning: the library's column forgets steps of more than 30 seconds, which a layer of a
+    # large model takes, and says nothing then.
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),

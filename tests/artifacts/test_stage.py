@@ -24,7 +24,7 @@ from toolkit.artifacts.manifest import (
     read_manifest,
     require_kind,
 )
-from toolkit.artifacts.stage import Stage, open_stage, partial_dir
+from toolkit.artifacts.stage import Stage, open_stage, partial_dir, write_file
 from toolkit.errors import ToolkitError, UsageError
 
 
@@ -49,6 +49,21 @@ def run(target: Path, source: Path, text: str = "x", overwrite: bool = False, **
 
 def hidden(tmp_path: Path) -> list[str]:
     return [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def test_a_file_of_the_same_name_takes_nothing_of_what_a_killed_run_left(tmp_path: Path) -> None:
+    left = tmp_path / ".x.gguf.partial"
+    (left / "state").mkdir(parents=True)
+    for name in ("lock", "state/layer.0.safetensors"):
+        (left / name).write_text("")
+    for _ in range(2):
+        with write_file(tmp_path / "x.gguf") as file:
+            file.write_text("tensors")
+    assert (tmp_path / "x.gguf").read_text() == "tensors"
+    assert [p.name for p in left.rglob("*") if p.is_file() and p.name != "lock"] == ["layer.0.safetensors"]
+    with write_file(tmp_path / "y.gguf") as file:
+        file.write_text("")
+    assert not (tmp_path / ".y.gguf.partial").exists()
 
 
 def test_a_finished_stage_leaves_artifact_and_manifest_alone(tmp_path: Path, source: Path) -> None:

@@ -219,6 +219,23 @@ def test_linears_that_were_left_dense_stay_so(tiny_models: Any, tmp_path: Path, 
     assert set(stated["modules_to_not_convert"]) >= set(skipped)
 
 
+@pytest.mark.parametrize("to", ["awq", "gptq", "gptq_v2", "auto_round"])
+def test_a_model_whose_head_alone_is_quantized_is_quantized(tiny_models: Any, tmp_path: Path, to: str) -> None:
+    head = tmp_path / "head"
+    head.mkdir()
+    tensors = load_file(tiny_models("llama", **PLAIN) / "model.safetensors")
+    dense = tensors.pop("lm_head.weight")
+    code = to_group_int(dense, 4, 32)
+    tensors |= WRITERS["gptq_v2"].write("lm_head", code)
+    save_file(tensors, head / "model.safetensors")
+    config = json.loads((tiny_models("llama", **PLAIN) / "config.json").read_text())
+    layouts = {name.removesuffix(".weight"): None for name in tensors if name.endswith("_proj.weight")}
+    config["quantization_config"] = WRITERS["gptq_v2"].config(layouts | {"lm_head": layout_of(code)})
+    (head / "config.json").write_text(json.dumps(config))
+    rewrite(str(head), tmp_path / "out", to=to)
+    assert same(head, tmp_path / "out")
+
+
 @pytest.mark.parametrize("family", ["llama", "phi3", "mixtral", "internlm2", "gemma2"])
 @pytest.mark.parametrize("to", ["w8a8", "fp8", "mxfp4"])
 def test_dense_models_are_rounded_and_it_is_said(tiny_models: Any, tmp_path: Path, family: str, to: str) -> None:

@@ -178,15 +178,6 @@ def test_what_is_not_quantized_is_never_more_than_was_counted(
     assert 0 <= counted - size < 60_000
 
 
-def test_search_of_a_mixture_stays_within_a_file_size(tiny_models: Any, tmp_path: Path, common: Common) -> None:
-    """One byte less than a result gives a smaller one."""
-    model = str(tiny_models("mixtral", num_hidden_layers=1, dtype="bfloat16"))
-    few = replace(common, dtype="bfloat16")
-    first = search(model, tmp_path / "a", bits=6, common=few).quality["size_bytes"]
-    second = search(model, tmp_path / "b", size=first - 1, common=few).quality["size_bytes"]
-    assert second < first
-
-
 def test_importance_from_calibration_reaches_the_rounding(tiny_models: Any, tmp_path: Path, common: Common) -> None:
     from toolkit.quant.gguf import importance_of
 

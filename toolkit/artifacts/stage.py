@@ -187,7 +187,7 @@ def open_stage(
 
 @contextmanager
 def write_file(target: Path) -> Iterator[Path]:
-    """A path to write a single file at, which replaces ``target`` when the body ends; nothing stays if it fails.
+    """A path to write a single file at, which replaces ``target`` when the body ends; nothing of it stays if it fails.
 
     Raises ToolkitError if it cannot be written, the disk is full or another process writes the same target.
     """
@@ -207,7 +207,9 @@ def write_file(target: Path) -> Iterator[Path]:
             raise ToolkitError(f"{target}: cannot be written: {error.strerror}") from error
         raise
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        (partial / "file").unlink(missing_ok=True)
+        if len(list(partial.iterdir())) == 1:  # what a killed run left for a directory of that name stays, and the lock
+            shutil.rmtree(partial, ignore_errors=True)
         lock.close()
 
 

@@ -218,10 +218,10 @@ def is_present(checkpoint: Checkpoint, item: StoredTensor) -> bool:
 
 
 def any_quantized(checkpoint: Checkpoint, stored: Iterable[StoredTensor]) -> bool:
-    """Whether a linear is quantized, from headers alone; not so where only the KV cache has scales, nor in a GGUF file
-    of float types."""
+    """Whether a linear or the head is quantized, from headers alone; not so where only the KV cache has scales, nor in
+    a GGUF file of float types."""
     form = format_of(checkpoint)
-    linears = [item.name for item in stored if item.kind == "linear"]
+    linears = [item.name for item in stored if item.kind in ("linear", "head") and is_present(checkpoint, item)]
     if form is None or checkpoint.gguf is None:
         return form is not None and any(form.is_quantized(checkpoint, name) for name in linears)
     return any(checkpoint.info(f"{name}.weight").dtype in BLOCK_TYPES for name in linears)

@@ -127,7 +127,10 @@ def fixed_bits(source: LayerSource, linears: Sequence[LinearSpec], dtype: torch.
 
 
 def head_grid(head: LinearSpec, gguf: bool = False) -> Grid:
-    """What the head is rounded to where it is quantized too: 8 bits, for no loss of a layer tells what it is worth."""
+    """What the head is rounded to where it is quantized too: 8 bits, for no loss of a layer tells what it is worth.
+    Raises UsageError where no group divides its inputs."""
+    if head.in_features % GROUPS[-1]:
+        raise UsageError(f"--quantize-lm-head: {head.in_features} inputs are no multiple of 32; leave the option out")
     return next(grid for grid in grids([head], gguf) if grid.bits == 8)
 
 
@@ -137,7 +140,9 @@ def kind_of(grid: Grid) -> str:
 
 
 def check_budget(linears: Sequence[LinearSpec], budget: int, gguf: bool = False) -> None:
-    """Raise UsageError where ``budget`` bits are too few for ``linears`` at the narrowest grid."""
+    """Raise UsageError where ``budget`` bits are too few for ``linears`` at the narrowest grid, or there are none."""
+    if not linears:
+        raise UsageError("--skip, --include: no linear of a layer is left to choose for")
     weights = sum(x.in_features * x.out_features for x in linears)
     least = sum(min(cost(x.in_features * x.out_features, g, gguf) for g in grids([x], gguf)) for x in linears)
     if budget < least:
