@@ -160,8 +160,10 @@ def test_list_models_comes_from_the_registry(tool: Callable[..., Done]) -> None:
     assert all(name in done.out for name in registry.ARCHITECTURES)
     rows = {row["architecture"]: row for row in json.loads(tool("list", "models", "--json", "-").out)}
     assert set(rows) == set(registry.ARCHITECTURES)
-    assert {"hf", "awq", "gguf"} <= set(rows["LlamaForCausalLM"]["formats"])
-    assert "gguf" not in rows["Qwen3MoeForCausalLM"]["formats"]
+    assert all(
+        {"hf", "awq", "gguf"} <= set(rows[f"{x}ForCausalLM"]["formats"]) for x in ("Llama", "Qwen3Moe", "Mixtral")
+    )
+    assert "gguf" not in rows["InternLM2ForCausalLM"]["formats"], "which GGUF files call llama"
 
 
 def test_a_session_on_a_terminal(model: str, tmp_path: Path) -> None:
