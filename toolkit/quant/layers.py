@@ -17,8 +17,11 @@ from toolkit.artifacts.weights import is_present, iter_canonical, load_stored, s
 from toolkit.errors import ToolkitError
 from toolkit.models.registry import load_spec
 from toolkit.models.spec import AttentionSpec, DecoderSpec, LayerSpec, LinearSpec, NormSpec, StoredTensor
+from toolkit.quant.heap import give_back
 from toolkit.quant.lazy import KEEP, Lazy
 from toolkit.quant.sites import layer_sites, modules
+
+GAPS = 64 << 20  # bytes that a process may grow by while weights are read, before it gives back what it does not use
 
 
 class LayerSource:
@@ -60,6 +63,7 @@ class LayerSource:
             found = dict(split_parts(item, *load_stored(self.checkpoint, item)))[name]
             value = plain(found).to(device).to(torch.float32)
             self.checkpoint.release()
+            give_back(beyond=GAPS)  # experts are read one after another, and leave gaps where they were
             return value
 
         return Lazy(places, read, KEEP)

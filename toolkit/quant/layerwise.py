@@ -75,7 +75,7 @@ class Flow:
         batch_size: int,
         spill: Spill | None = None,
     ) -> None:
-        keep_freed(much=all(linear_bytes(layer) <= KEEP // 4 for layer in source.spec.layers))
+        keep_freed(small=all(linear_bytes(layer) <= KEEP // 4 for layer in source.spec.layers))
         self.source, self.device = source, device
         few = max(1, CPU_TOKENS // token_ids.shape[1])
         self.batch_size = min(batch_size, few) if device.type == "cpu" else batch_size
