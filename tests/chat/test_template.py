@@ -299,3 +299,22 @@ def test_bad_messages_are_named(make: Any, messages: Any) -> None:
     with pytest.raises(UsageError, match="messages") as error:
         ChatTemplate.open(tok, tok.path).render(messages)
     assert "\n" not in str(error.value)
+
+
+def test_what_a_tool_returned_may_be_an_object(make: Any) -> None:
+    template = ChatTemplate.open(make(CHATML), "model")
+    asked = [{"role": "user", "content": "How warm?"}]
+    for content in ({"degrees": 22, "in": "München"}, '{"degrees": 22, "in": "München"}'):
+        text = template.render([*asked, {"role": "tool", "content": content}])
+        assert '<|im_start|>tool\n{"degrees": 22, "in": "München"}<|im_end|>' in text
+    with pytest.raises(UsageError, match=r"messages\[0\]\.content"):
+        template.render([{"role": "user", "content": {"degrees": 22}}])
+
+
+def test_role_ipython_is_the_tool_s_where_the_template_does_not_know_it(make: Any) -> None:
+    talk = [{"role": "user", "content": "a"}, {"role": "ipython", "content": "b"}]
+    assert "<|im_start|>tool\nb" in ChatTemplate.open(make(CHATML), "model").render(talk)
+    knows = CHATML.replace("{% for", "{# ipython #}{% for")
+    assert "<|im_start|>ipython\nb" in ChatTemplate.open(make(knows, name="llama"), "model").render(talk)
+    built_in = ChatTemplate.open(make(name="plain"), "model", "llama3_1")
+    assert "<|start_header_id|>ipython<|end_header_id|>\n\nb" in built_in.render(talk)

@@ -129,6 +129,19 @@ BAD_IN_TEXT = [
     ("messages", [{"role": "user", "content": "hi"}]),
 ]
 
+HARMLESS = {
+    "user": "me",
+    "session_id": 7,
+    "metadata": {"a": "b"},
+    "store": True,
+    "service_tier": "flex",
+    "safety_identifier": "x",
+    "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h",
+    "prediction": {"type": "content", "content": "abc"},
+    "verbosity": "low",
+}
+
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
@@ -167,8 +180,11 @@ class TestBothRoutes:
         )
         assert send(server, path, {**nulls, **good})[0] == 200
 
-    def test_harmless_fields(self, server: Any, path: str, good: dict) -> None:
-        assert send(server, path, {**good, "user": "me", "metadata": {"a": "b"}, "store": True})[0] == 200
+    @pytest.mark.parametrize("name", HARMLESS)
+    def test_harmless_fields(self, server: Any, path: str, good: dict, name: str) -> None:
+        plain, hinted = (send(server, path, {**good, **more}) for more in ({}, {name: HARMLESS[name]}))
+        assert hinted[0] == 200
+        assert hinted[1]["choices"] == plain[1]["choices"]
 
     def test_unknown_model(self, server: Any, path: str, good: dict) -> None:
         error = refused(server, path, {**good, "model": "gpt-4"}, 404)
@@ -186,6 +202,20 @@ class TestBothRoutes:
     def test_wrong_method(self, server: Any, path: str, good: dict) -> None:
         status, data = send(server, path, None, "GET")
         assert status == 405 and data["error"]["code"] == "method_not_allowed"
+
+
+def test_hints_within_options_and_empty_session_ids(server: Any) -> None:
+    options = {"include_usage": True, "include_obfuscation": False}
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=10)
+    body = {**TEXT, "stream": True, "stream_options": options, "session_id": ""}
+    connection.request("POST", "/v1/completions", json.dumps(body))
+    assert connection.getresponse().status == 200
+    connection.close()
+
+
+def test_only_tools_return_objects(server: Any) -> None:
+    error = refused(server, "/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": {"a": 1}}]})
+    assert error["param"] == "messages.0" and "content" in error["message"]
 
 
 def test_context_too_long_says_so(server: Any) -> None:

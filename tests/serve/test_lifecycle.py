@@ -94,6 +94,27 @@ def test_metrics(start: Any) -> None:
         assert float(values[f"toolkit:{name}_count"]) == 1
 
 
+def test_counters_move_while_an_answer_streams(start: Any) -> None:
+    server = start(engine={"delay": 0.02})
+    connection = post(server, "/v1/completions", {"prompt": "x" * 400, "stream": True})
+    seen: list[float] = []
+
+    def generated() -> float:
+        lines = fetch(f"{server.url}/metrics")[1].splitlines()
+        values = dict(line.rsplit(" ", 1) for line in lines if line.startswith("toolkit:"))
+        if (now := float(values["toolkit:generation_tokens_total"])) > 0:
+            assert (values["toolkit:prompt_tokens_total"], values["toolkit:cached_tokens_total"]) == ("400.0", "3.0")
+            seen.append(now)
+        return now
+
+    server.wait(lambda: generated() > 5)
+    assert server.engine.running and len(set(seen)) > 1
+    connection.close()
+    server.wait(lambda: not server.engine.running)
+    text = fetch(f"{server.url}/metrics")[1]
+    assert "toolkit:prompt_tokens_total 400.0" in text and "toolkit:cached_tokens_total 3.0" in text
+
+
 def test_gauges_are_there_before_the_engine_has_told_anything() -> None:
     text = ServerMetrics(dict).render().decode()
     assert "toolkit:num_requests_running 0.0" in text and "toolkit:kv_cache_usage_perc 0.0" in text

@@ -9,10 +9,13 @@ from typing import Any
 from toolkit.errors import UsageError
 
 Message = dict[str, Any]
+TOOL_ROLES = ("tool", "ipython")  # of a tool's result; Llama 3 calls it ipython
 
 
 def normalise(messages: Sequence[Message]) -> list[Message]:
     """Copies with ``content`` as a string (text parts joined by line ends) and tool-call arguments as objects.
+
+    A tool's result may be an object; it becomes JSON text.
 
     Raises UsageError that names the message for anything a language model cannot take.
     """
@@ -43,6 +46,8 @@ def _content(i: int, message: Message, *, has_calls: bool) -> str:
         return content
     if content is None and (has_calls or message["role"] == "assistant"):
         return ""
+    if isinstance(content, dict) and message["role"] in TOOL_ROLES:
+        return json.dumps(content, ensure_ascii=False)
     if not isinstance(content, list | tuple):
         raise UsageError(f"messages[{i}].content: expected text or a list of parts, found {_short(content)}")
     texts = []

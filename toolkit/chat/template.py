@@ -43,6 +43,7 @@ class ChatTemplate:
         self.capability = found.capability
         self.tool_format = _tool_format(found)
         self._pieces = found.pieces
+        self._knows_ipython = any("ipython" in source for source in found.sources.values())
         self._tokenizer = tokenizer
         self._sandbox = Sandbox()
         self._compiled = {name: _compile(self._sandbox, source, self.note) for name, source in found.sources.items()}
@@ -129,6 +130,8 @@ class ChatTemplate:
             if self._pieces is not None:
                 raise UsageError(f"tools: the chat template {self.name!r} has no place for them")
             chosen = self._compiled.get("tool_use", chosen)
+        if not self._knows_ipython:
+            turns = [{**turn, "role": "tool"} if turn["role"] == "ipython" else turn for turn in turns]
         values = {
             **self._tokenizer.special_tokens,
             "start": self._start(),

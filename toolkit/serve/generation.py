@@ -94,14 +94,14 @@ async def run_choices(
 
 
 async def _run_one(state: ServerState, engine_id: str, choice: Choice) -> AsyncGenerator[Response, None]:
-    clock = RequestClock(state.metrics)
+    clock = RequestClock(state.metrics, len(choice.token_ids))
     reason, cached = "abort", 0
     state.active.add(engine_id)
     stream = state.engine.generate(choice.token_ids, choice.config, request_id=engine_id, adapter=choice.adapter)
     try:
         async for response in stream:
-            clock.tokens_arrived(len(response.token_ids))
             cached = response.cached_tokens
+            clock.tokens_arrived(len(response.token_ids), cached)
             if response.finish_reason is not None:
                 reason = response.finish_reason
                 _raise_if_failed(response, state.closing)
@@ -117,7 +117,7 @@ async def _run_one(state: ServerState, engine_id: str, choice: Choice) -> AsyncG
             state.engine.abort(engine_id)
         with contextlib.suppress(Exception):
             await stream.aclose()
-        clock.finish(reason, len(choice.token_ids), cached)
+        clock.finish(reason, cached)
         logger.info("%s: %s after %d tokens", engine_id, reason, clock.tokens)
 
 

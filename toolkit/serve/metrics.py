@@ -42,13 +42,15 @@ class _EngineCollector(Collector):
 
 
 class ServerMetrics:
-    """Counters and histograms of finished requests, and the engine's gauges."""
+    """Counters and histograms of requests, and the engine's gauges."""
 
     def __init__(self, stats: Callable[[], Mapping[str, Any]]) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(stats))
         make: dict[str, Any] = {"registry": self.registry}
-        self.prompt_tokens = Counter(PREFIX + "prompt_tokens", "Prompt tokens of finished requests", **make)
+        self.prompt_tokens = Counter(
+            PREFIX + "prompt_tokens", "Prompt tokens, counted when the prompt is through", **make
+        )
         self.cached_tokens = Counter(PREFIX + "cached_tokens", "Prompt tokens served from the prefix cache", **make)
         self.generation_tokens = Counter(PREFIX + "generation_tokens", "Tokens generated", **make)
         self.finished = Counter(
@@ -66,28 +68,35 @@ class ServerMetrics:
 
 
 class RequestClock:
-    """Times one choice from its creation to ``finish`` and books it."""
+    """Times one choice from its creation to ``finish`` and books it: its tokens as they come, the rest at its end."""
 
-    def __init__(self, metrics: ServerMetrics) -> None:
+    def __init__(self, metrics: ServerMetrics, prompt_tokens: int) -> None:
         self.metrics = metrics
+        self.prompt_tokens = prompt_tokens
         self.start = time.perf_counter()
         self.first: float | None = None
         self.tokens = 0
 
-    def tokens_arrived(self, count: int) -> None:
+    def tokens_arrived(self, count: int, cached_tokens: int) -> None:
+        """``count`` more have been generated; the prompt is through by then, ``cached_tokens`` of it from the cache."""
         if count and self.first is None:
             self.first = time.perf_counter()
             self.metrics.ttft.observe(self.first - self.start)
+            self._book_prompt(cached_tokens)
         self.tokens += count
+        self.metrics.generation_tokens.inc(count)
 
-    def finish(self, reason: str, prompt_tokens: int, cached_tokens: int) -> None:
-        """Book the choice; ``reason`` is its finish_reason (``abort`` for a client that went away)."""
+    def finish(self, reason: str, cached_tokens: int) -> None:
+        """Book the end; ``reason`` is the choice's finish_reason (``abort`` for a client that went away)."""
         end = time.perf_counter()
         self.metrics.finished.labels(reason).inc()
-        self.metrics.prompt_tokens.inc(prompt_tokens)
-        self.metrics.cached_tokens.inc(cached_tokens)
-        self.metrics.generation_tokens.inc(self.tokens)
+        if self.first is None:
+            self._book_prompt(cached_tokens)
         if reason in ("stop", "length"):
             self.metrics.e2e.observe(end - self.start)
             if self.first is not None and self.tokens > 1:
                 self.metrics.tpot.observe((end - self.first) / (self.tokens - 1))
+
+    def _book_prompt(self, cached_tokens: int) -> None:
+        self.metrics.prompt_tokens.inc(self.prompt_tokens)
+        self.metrics.cached_tokens.inc(cached_tokens)

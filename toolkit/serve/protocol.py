@@ -10,10 +10,12 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, field_validator, model_validator
 
+from toolkit.chat.messages import TOOL_ROLES
 from toolkit.messages import SEED_MAX
 
 MAX_CHOICES = 2048  # prompts x n of one request
 MAX_STOPS = 16
+CONTENT = str | list[dict[str, Any]] | dict[str, Any]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 M = TypeVar("M", bound="Strict")
 
@@ -26,10 +28,8 @@ UNSUPPORTED = {
     "best_of": "not supported; ask for n choices and pick one by its logprobs",
     "suffix": "not supported; put the whole context into prompt",
     "audio": "not supported; this server handles text alone",
-    "prediction": "predicted outputs are not supported",
     "reasoning_effort": "not supported; pass what the model's template knows in chat_template_kwargs",
     "web_search_options": "not supported; the server has no access to the web",
-    "verbosity": "not supported; ask for it in a message",
 }
 
 
@@ -39,6 +39,7 @@ class Strict(BaseModel):
 
 class StreamOptions(Strict):
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # padding against eavesdroppers; without effect
 
 
 class JsonSchema(Strict):
@@ -73,7 +74,9 @@ class ResponseFormat(Strict):
 
 
 def _text_parts(value: Any) -> Any:
-    """A message's content: a string, or OpenAI's list of parts, all of them text."""
+    """A message's content: a string, OpenAI's list of parts, all of them text, or the object a tool has returned."""
+    if isinstance(value, dict):
+        return value
     if not isinstance(value, (str, list)):
         raise ValueError(f"expected a string or a list of parts, found {value!r:.40}")
     for i, part in enumerate(value if isinstance(value, list) else ()):
@@ -84,10 +87,8 @@ def _text_parts(value: Any) -> Any:
 
 
 class Message(Strict):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Any, PlainValidator(_text_parts, json_schema_input_type=str | list[dict[str, Any]])] | None = (
-        None
-    )
+    role: Literal["system", "developer", "user", "assistant", "tool", "ipython"]
+    content: Annotated[Any, PlainValidator(_text_parts, json_schema_input_type=CONTENT)] | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
@@ -102,6 +103,8 @@ class Message(Strict):
     def _has_content(self) -> Message:
         if self.content is None and not (self.role == "assistant" and (self.tool_calls or self.refusal)):
             raise ValueError(f"a {self.role} message needs content")
+        if isinstance(self.content, dict) and self.role not in TOOL_ROLES:
+            raise ValueError(f"content: expected a string or a list of parts, found {self.content!r:.40}")
         return self
 
     def for_template(self) -> dict[str, Any]:
@@ -149,11 +152,15 @@ class GenerateRequest(Strict):
     response_format: ResponseFormat | None = None
     # Accepted, without effect on the answer:
     user: str | None = None
+    session_id: int | str | None = Field(None, description="LMDeploy's; requests here do not build on one another")
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prediction: dict[str, Any] | None = None
+    verbosity: str | None = None
 
     @model_validator(mode="before")
     @classmethod
