@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit import GenerationConfig, PytorchEngineConfig, TurbomindEngineConfig, pipeline
 from toolkit.errors import UsageError
+from toolkit.request_limits import BOUNDS, MOST, SEED_MAX, TEMPLATE_STOPS, WORD_LENGTH
 
 FIELDS = sorted(GenerationConfig.__dataclass_fields__)
 ANYTHING = st.recursive(
@@ -51,6 +54,52 @@ def test_any_value_is_taken_or_refused_by_name(name: str, value: Any) -> None:
 def test_values_of_a_wrong_type(name: str, value: Any) -> None:
     with pytest.raises(UsageError, match=name):
         GenerationConfig(**{name: value})
+
+
+@pytest.mark.parametrize("name", sorted(BOUNDS))
+def test_every_number_is_held_by_the_type_that_computes_with_it(name: str) -> None:
+    bounds = BOUNDS[name]
+    kind = np.dtype(bounds.kind)
+    for value in (bounds.low, bounds.high):
+        stored = np.array(value & SEED_MAX if kind == np.uint64 else value).astype(kind)
+        assert np.isfinite(stored) and (stored == 0) == (value == 0)
+        assert bounds.kind == "float32" or int(stored) == value & SEED_MAX
+
+
+@pytest.mark.parametrize("value", [1e-46, 1e-300, 0.0, 0, -1e-46, 1e39, math.inf, math.nan])
+def test_penalties_that_float32_makes_zero_or_infinite(value: float) -> None:
+    with pytest.raises(UsageError, match="repetition_penalty"):
+        GenerationConfig(repetition_penalty=value)
+
+
+@pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (1e-300, True), (1e-7, True), (0.01, False)])
+def test_tiny_temperatures_are_greedy(temperature: float, greedy: bool) -> None:
+    assert GenerationConfig(do_sample=True, temperature=temperature).greedy is greedy
+
+
+@pytest.mark.parametrize("name", sorted(MOST))
+def test_lists_have_a_limit(name: str) -> None:
+    def of(count: int) -> Any:
+        words = [str(i) for i in range(count)]
+        return (
+            words
+            if name in WORD_LENGTH
+            else list(range(count))
+            if name != "logit_bias"
+            else dict.fromkeys(range(count), 1.0)
+        )
+
+    GenerationConfig(**{name: of(MOST[name])})
+    with pytest.raises(UsageError, match=f"^{name}: expected at most {MOST[name]} entries"):
+        GenerationConfig(**{name: of(MOST[name] + TEMPLATE_STOPS + 1)})
+
+
+@pytest.mark.parametrize("name", sorted(WORD_LENGTH))
+def test_words_have_a_limit_and_whole_characters(name: str) -> None:
+    GenerationConfig(**{name: ["é" * WORD_LENGTH[name]]})
+    for word, why in (("x" * (WORD_LENGTH[name] + 1), "characters each"), ("a\ud800", "surrogate")):
+        with pytest.raises(UsageError, match=f"^{name}: .*{why}"):
+            GenerationConfig(**{name: [word]})
 
 
 def test_lmdeploy_s_other_fields_take_their_default_alone() -> None:

@@ -8,15 +8,23 @@ from dataclasses import fields
 from typing import Any
 
 from toolkit.errors import UsageError
+from toolkit.request_limits import Bounds
 
 
 def number(what: str, value: Any, low: float, high: float, *, whole: bool = False, open_low: bool = False) -> None:
     """Raise UsageError unless ``value`` is a finite number within [low, high]."""
+    if type(value) in ((int,) if whole else (int, float)) and low < value <= high:
+        return  # what nearly all are; lists of them have thousands
     kind = int if whole else (int, float)
     bad = isinstance(value, bool) or not isinstance(value, kind) or (isinstance(value, float) and math.isnan(value))
     if bad or math.inf in (value, -value) or value < low or value > high or (open_low and value == low):
         span = f"{'(' if open_low else '['}{_plain(low)}, {_plain(high)}]"
         raise UsageError(f"{what}: expected {'an integer' if whole else 'a number'} in {span}, found {shown(value)}")
+
+
+def bounded(what: str, value: Any, bounds: Bounds) -> None:
+    """``number`` with the bounds of a request's field."""
+    number(what, value, bounds.low, bounds.high, whole=bounds.whole)
 
 
 def shown(value: Any) -> str:
@@ -31,6 +39,24 @@ def list_of(what: str, value: Any, wanted: str, good: Callable[[Any], bool]) -> 
     """Raise UsageError unless ``value`` is None or a list (or tuple) of good items."""
     if value is not None and not (isinstance(value, (list, tuple)) and all(good(item) for item in value)):
         raise UsageError(f"{what}: expected a list of {wanted}, found {shown(value)}")
+
+
+def words_of(what: str, value: Any, longest: int) -> None:
+    """Raise UsageError unless ``value`` is None or a list of texts of 1 to ``longest`` characters."""
+    list_of(what, value, "non-empty strings", lambda w: isinstance(w, str) and bool(w))
+    for word in value or ():
+        if len(word) > longest:
+            raise UsageError(f"{what}: expected at most {longest} characters each, found {len(word)}")
+        if not word.isascii() and not _encodable(word):
+            raise UsageError(f"{what}: expected text, found {shown(word)}, which has half a character (a surrogate)")
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def switches(config: Any, *names: str) -> None:

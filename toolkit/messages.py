@@ -9,11 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from toolkit.config_checks import is_token, list_of, number, only_defaults, shown, switches
+from toolkit.config_checks import bounded, is_token, list_of, only_defaults, shown, switches, words_of
 from toolkit.errors import UsageError
-
-SEED_MAX = (1 << 64) - 1
-
+from toolkit.request_limits import BOUNDS, GREEDY_BELOW, MOST, TEMPLATE_STOPS, TOKEN_ID, WORD_LENGTH
 
 # Fields of LMDeploy's GenerationConfig without a counterpart here, and what to do instead.
 _NOT_GENERATED = {
@@ -24,11 +22,12 @@ _NOT_GENERATED = {
     "migration_request": "prefill and decode are not served apart yet",
     "return_routed_experts": "routing is not reported yet",
 }
+_MAY_BE_NONE = ("max_new_tokens", "min_new_tokens", "random_seed", "logprobs", "prompt_logprobs")
 
 
 @dataclass
 class GenerationConfig:
-    """How to generate. ``validate()`` raises UsageError that names the field.
+    """How to generate. ``validate()`` raises UsageError that names the field; bounds: ``toolkit/request_limits.py``.
 
     Sampling: ``do_sample=False`` is greedy; then temperature, top_k, top_p and min_p are ignored, penalties are not.
     ``stop_words`` and ``bad_words`` may have any number of tokens. ``random_seed``: one seed a request; choice i of n
@@ -80,34 +79,19 @@ class GenerationConfig:
 
     def validate(self) -> None:
         """Raise UsageError for the first field out of its range."""
-        number("n", self.n, 1, 128, whole=True)
-        if self.max_new_tokens is not None:
-            number("max_new_tokens", self.max_new_tokens, 1, 1 << 30, whole=True)
-        if self.min_new_tokens is not None:
-            number("min_new_tokens", self.min_new_tokens, 0, 1 << 30, whole=True)
-            if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+        for name, bounds in BOUNDS.items():
+            value = getattr(self, name)
+            if name != "logit_bias" and not (value is None and name in _MAY_BE_NONE):
+                bounded(name, value, bounds)
+        if self.min_new_tokens is not None and self.max_new_tokens is not None:
+            if self.min_new_tokens > self.max_new_tokens:
                 most = self.max_new_tokens
                 raise UsageError(f"min_new_tokens: at most max_new_tokens ({most}), found {self.min_new_tokens}")
-        number("top_p", self.top_p, 0, 1)
-        number("top_k", self.top_k, 0, 1 << 30, whole=True)
-        number("min_p", self.min_p, 0, 1)
-        number("temperature", self.temperature, 0, 2)
-        number("repetition_penalty", self.repetition_penalty, 0, 100, open_low=True)
-        number("presence_penalty", self.presence_penalty, -2, 2)
-        number("frequency_penalty", self.frequency_penalty, -2, 2)
-        number("repetition_ngram_size", self.repetition_ngram_size, 0, 1 << 20, whole=True)
-        number("repetition_ngram_threshold", self.repetition_ngram_threshold, 0, 1 << 30, whole=True)
         only_defaults(self, _NOT_GENERATED)
-        if self.random_seed is not None:
-            number("random_seed", self.random_seed, -(1 << 63), SEED_MAX, whole=True)
-        if self.logprobs is not None:
-            number("logprobs", self.logprobs, 0, 1024, whole=True)
-        if self.prompt_logprobs is not None:
-            number("prompt_logprobs", self.prompt_logprobs, 0, 1024, whole=True)
-        for name in ("stop_words", "bad_words"):
+        for name, length in WORD_LENGTH.items():
             if isinstance(words := getattr(self, name), str):
                 setattr(self, name, [words])
-            list_of(name, getattr(self, name), "non-empty strings", lambda w: isinstance(w, str) and bool(w))
+            words_of(name, getattr(self, name), length)
         for name in ("stop_token_ids", "bad_token_ids"):
             list_of(name, getattr(self, name), "token ids", is_token)
         list_of("logits_processors", self.logits_processors, "functions", callable)
@@ -119,14 +103,18 @@ class GenerationConfig:
         for name in ("output_logits", "output_last_hidden_state"):
             if getattr(self, name) not in (None, "all", "generation"):
                 raise UsageError(f"{name}: expected 'all', 'generation' or None, found {shown(getattr(self, name))}")
-        if self.logit_bias is not None:
-            for key, value in self.logit_bias.items():
-                number("logit_bias: token id", key, 0, 1 << 31, whole=True)
-                number(f"logit_bias[{shown(key)}]", value, -100, 100)
+        for name, most in MOST.items():
+            allowed = most + TEMPLATE_STOPS if name == "stop_words" else most
+            if (count := len(getattr(self, name) or ())) > allowed:
+                raise UsageError(f"{name}: expected at most {most} entries, found {count}")
+        for key, value in (self.logit_bias or {}).items():
+            bounded("logit_bias: token id", key, TOKEN_ID)
+            bounded(f"logit_bias[{key}]", value, BOUNDS["logit_bias"])
 
     @property
     def greedy(self) -> bool:
-        return not self.do_sample or self.temperature == 0 or self.top_k == 1
+        """Whether each token is simply the best one: the only place that says from which temperature on."""
+        return not self.do_sample or self.temperature < GREEDY_BELOW or self.top_k == 1
 
 
 FinishReason = Literal["stop", "length", "error", "abort"]

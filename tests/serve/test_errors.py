@@ -53,7 +53,7 @@ BAD_IN_BOTH = [
     ("n", True),
     ("seed", 1 << 64),
     ("seed", 0.5),
-    ("stop", [str(i) for i in range(17)]),
+    ("stop", [str(i) for i in range(65)]),
     ("stop", 5),
     ("stop.0", [""]),
     ("stop.1", ["a", 3]),

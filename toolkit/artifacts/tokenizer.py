@@ -21,6 +21,7 @@ import tokenizers
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.token_bytes import byte_rule
 from toolkit.errors import ToolkitError
+from toolkit.request_limits import TOKEN_ID
 
 SLOW_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "sentencepiece.bpe.model")
 TOKENIZER_FILES = (
@@ -77,7 +78,9 @@ class Tokenizer:
         with _blame(file):
             backend.no_padding()
             backend.no_truncation()
-            return cls(_with_config_tokens(backend, config, path), path, config)
+            opened = cls(_with_config_tokens(backend, config, path), path, config)
+        opened.eos_ids  # noqa: B018  # read here, so that a broken one is refused now and not by every request
+        return opened
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``; with ``add_special_tokens`` between what the model wants around it (bos …).
@@ -142,7 +145,7 @@ class Tokenizer:
             if values is None:
                 continue
             for value in values if isinstance(values, list) else [values]:
-                if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                if not isinstance(value, int) or isinstance(value, bool) or not TOKEN_ID.low <= value <= TOKEN_ID.high:
                     raise ToolkitError(
                         f"{self.path / name}: eos_token_id: expected a token id or a list of them, found {values!r:.60}"
                     )

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from toolkit.engine.grammar import check_format
 from toolkit.engine.request import SamplingParams
 from toolkit.errors import UsageError
-from toolkit.messages import SEED_MAX, GenerationConfig
+from toolkit.messages import GenerationConfig
+from toolkit.request_limits import SEED_MAX
 
 if TYPE_CHECKING:
     from toolkit.artifacts.tokenizer import Tokenizer

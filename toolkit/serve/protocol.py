@@ -11,12 +11,15 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, field_validator, model_validator
 
 from toolkit.chat.messages import TOOL_ROLES
-from toolkit.messages import SEED_MAX
+from toolkit.request_limits import BOUNDS, MOST, TOKEN_ID, WORD_LENGTH
 
 MAX_CHOICES = 2048  # prompts x n of one request
-MAX_STOPS = 16
 CONTENT = str | list[dict[str, Any]] | dict[str, Any]
-TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+TokenId = Annotated[int, Field(ge=TOKEN_ID.low, le=TOKEN_ID.high)]
+StopWord = Annotated[str, Field(min_length=1, max_length=WORD_LENGTH["stop_words"])]
+StopWords = Annotated[list[StopWord], Field(max_length=MOST["stop_words"])]
+BadWord = Annotated[str, Field(min_length=1, max_length=WORD_LENGTH["bad_words"])]
+BadWords = Annotated[list[BadWord], Field(max_length=MOST["bad_words"])]
 M = TypeVar("M", bound="Strict")
 
 # Known to OpenAI's clients, not built here: field -> what to say. An empty value (null, [], false) is let through.
@@ -124,29 +127,47 @@ class GenerateRequest(Strict):
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = Field(None, ge=1, le=128, description="Choices; choice i draws with seed + i")
-    seed: int | None = Field(None, ge=-(1 << 63), le=SEED_MAX)
-    temperature: float | None = Field(None, ge=0, le=2, description="0 = greedy")
-    top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=1 << 30, description="0 or -1 = all")
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
-    repetition_ngram_size: int | None = Field(None, ge=0, le=1 << 20, description="See repetition_ngram_threshold")
-    repetition_ngram_threshold: int | None = Field(
-        None, ge=0, le=1 << 30, description="End the answer when its last ngram_size tokens are in it so many times"
+    n: int | None = Field(
+        None, ge=BOUNDS["n"].low, le=BOUNDS["n"].high, description="Choices; choice i draws with seed + i"
     )
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    seed: int | None = Field(None, ge=BOUNDS["random_seed"].low, le=BOUNDS["random_seed"].high)
+    temperature: float | None = Field(
+        None, ge=BOUNDS["temperature"].low, le=BOUNDS["temperature"].high, description="0 = greedy"
+    )
+    top_p: float | None = Field(None, ge=BOUNDS["top_p"].low, le=BOUNDS["top_p"].high)
+    top_k: int | None = Field(None, ge=-1, le=BOUNDS["top_k"].high, description="0 or -1 = all")
+    min_p: float | None = Field(None, ge=BOUNDS["min_p"].low, le=BOUNDS["min_p"].high)
+    repetition_penalty: float | None = Field(
+        None, ge=BOUNDS["repetition_penalty"].low, le=BOUNDS["repetition_penalty"].high
+    )
+    repetition_ngram_size: int | None = Field(
+        None,
+        ge=BOUNDS["repetition_ngram_size"].low,
+        le=BOUNDS["repetition_ngram_size"].high,
+        description="See repetition_ngram_threshold",
+    )
+    repetition_ngram_threshold: int | None = Field(
+        None,
+        ge=BOUNDS["repetition_ngram_threshold"].low,
+        le=BOUNDS["repetition_ngram_threshold"].high,
+        description="End the answer when its last ngram_size tokens are in it so many times",
+    )
+    presence_penalty: float | None = Field(None, ge=BOUNDS["presence_penalty"].low, le=BOUNDS["presence_penalty"].high)
+    frequency_penalty: float | None = Field(
+        None, ge=BOUNDS["frequency_penalty"].low, le=BOUNDS["frequency_penalty"].high
+    )
+    logit_bias: dict[str, Annotated[float, Field(ge=BOUNDS["logit_bias"].low, le=BOUNDS["logit_bias"].high)]] | None = (
+        Field(None, max_length=MOST["logit_bias"])
+    )
     stop: Annotated[
-        Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS)] | None,
+        StopWords | None,
         BeforeValidator(_as_list, json_schema_input_type=str | list[str] | None),
     ] = None
-    stop_token_ids: list[TokenId] | None = None
-    bad_words: list[Annotated[str, Field(min_length=1)]] | None = None
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=MOST["stop_token_ids"])
+    bad_words: BadWords | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    min_new_tokens: int | None = Field(None, ge=0, le=1 << 30)
+    min_new_tokens: int | None = Field(None, ge=BOUNDS["min_new_tokens"].low, le=BOUNDS["min_new_tokens"].high)
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None

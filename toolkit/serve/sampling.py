@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.errors import UsageError
-from toolkit.messages import SEED_MAX, GenerationConfig
+from toolkit.messages import GenerationConfig
+from toolkit.request_limits import SEED_MAX
 from toolkit.serve.errors import bad_field
 from toolkit.serve.protocol import GenerateRequest
 
@@ -99,7 +101,9 @@ def choice_config(config: GenerationConfig, index: int) -> GenerationConfig:
     if index == 0 or config.random_seed is None:
         return config
     seed = config.random_seed + index
-    return replace(config, random_seed=seed if seed <= SEED_MAX else seed & SEED_MAX)
+    choice = copy(config)  # checked already: long lists are not looked through again for every choice
+    choice.random_seed = seed if seed <= SEED_MAX else seed & SEED_MAX
+    return choice
 
 
 def _or(value: bool | None, default: bool) -> bool:

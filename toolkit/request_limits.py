@@ -1,0 +1,53 @@
+"""What one request may ask for: the one table that GenerationConfig, the engine and the HTTP server check against.
+
+Bounds are such that the type that computes with a number (``kind``) holds every value within them: what it cannot hold
+is refused where it arrives, not in the midst of a step that others share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["float32", "int32", "int64", "uint64"]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """``low`` and ``high`` are allowed themselves."""
+
+    low: float
+    high: float
+    kind: Kind = "float32"
+
+    @property
+    def whole(self) -> bool:
+        return self.kind != "float32"
+
+
+SEED_MAX = (1 << 64) - 1
+TOKEN_ID = Bounds(0, (1 << 31) - 1, "int32")
+BOUNDS = {
+    "n": Bounds(1, 128, "int32"),
+    "max_new_tokens": Bounds(1, 1 << 30, "int32"),
+    "min_new_tokens": Bounds(0, 1 << 30, "int32"),
+    "top_p": Bounds(0, 1),
+    "top_k": Bounds(0, 1 << 30, "int32"),
+    "min_p": Bounds(0, 1),
+    "temperature": Bounds(0, 2),
+    "repetition_penalty": Bounds(0.01, 100),
+    "presence_penalty": Bounds(-2, 2),
+    "frequency_penalty": Bounds(-2, 2),
+    "repetition_ngram_size": Bounds(0, 1 << 20, "int32"),
+    "repetition_ngram_threshold": Bounds(0, 1 << 30, "int32"),
+    "random_seed": Bounds(-(1 << 63), SEED_MAX, "uint64"),  # a negative one stands for its 64 bits
+    "logprobs": Bounds(0, 1024, "int32"),
+    "prompt_logprobs": Bounds(0, 1024, "int32"),
+    "logit_bias": Bounds(-100, 100),
+}
+GREEDY_BELOW = 1e-5  # a temperature: logits that differ by 0.001 are then e^100 apart, so the best one is taken at once
+
+# How long the lists of a request may be, and the words in them (in characters).
+MOST = {"stop_words": 64, "bad_words": 4096, "stop_token_ids": 1024, "bad_token_ids": 1 << 16, "logit_bias": 1024}
+WORD_LENGTH = {"stop_words": 4096, "bad_words": 256}
+TEMPLATE_STOPS = 16  # stop words that a chat template may add to a request's own
