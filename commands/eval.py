@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from toolkit.commands.groups import Group
 from toolkit.commands.options import EngineFlags, with_engine_flags
 from toolkit.commands.output import check_writable, stdout, table, write_json
 from toolkit.progress import Progress
@@ -15,6 +16,7 @@ from toolkit.progress import Progress
 DATA = "A text file (UTF-8), or `heldout`: the text that `tool lite` measures on."
 
 app = typer.Typer(
+    cls=Group,
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode="rich",

@@ -7,9 +7,10 @@ from typing import Annotated
 import typer
 from rich.box import SIMPLE_HEAD
 
+from toolkit.commands.groups import Group
 from toolkit.commands.output import stdout, table, write_json
 
-app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+app = typer.Typer(cls=Group, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 # Heads of columns: the table must fit into 80 characters; a line under it tells what these mean.
 SHORT = {
     "auto-round": "ar",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from toolkit.commands.groups import Group
 from toolkit.commands.lite_options import (
     Damp,
     DescAct,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from toolkit.quant.run import Result
 
 app = typer.Typer(
+    cls=Group,
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode="rich",

@@ -12,10 +12,11 @@ from importlib import import_module
 from typing import Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 from typer.exceptions import TyperException
 
 from toolkit import __version__
+from toolkit.commands.groups import Group, did_you_mean
 from toolkit.errors import ToolkitError, UsageError
 
 # name -> (one line of help, panel). A module with `app` is a group of commands, one with `run` a single command.
@@ -45,7 +46,7 @@ def _load(name: str) -> Any:
     return command
 
 
-class LazyGroup(TyperGroup):
+class LazyGroup(Group):
     """Lists subcommands from ``COMMANDS``; imports one only to run it."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -66,7 +67,12 @@ class LazyGroup(TyperGroup):
 
 
 app = typer.Typer(
-    cls=LazyGroup, add_completion=False, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False
+    cls=LazyGroup,
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},  # those of all commands
 )
 
 
@@ -85,9 +91,13 @@ def root(
 
 
 def normalise(argv: list[str]) -> tuple[list[str], bool]:
-    """Spell flags with dashes (``--work_dir`` is ``--work-dir``) and take ``--debug`` out, up to a bare ``--``."""
+    """Spell flags as the commands do, up to a bare ``--``, and take ``--debug`` out.
+
+    ``--work_dir`` is ``--work-dir``; ``--adapters a=x b=y`` is ``--adapters a=x --adapters b=y``.
+    """
     out: list[str] = []
     debug = bool(os.environ.get("TOOLKIT_DEBUG"))
+    last, values = "", 0  # the flag that stands before, and how many values it has had
     for i, arg in enumerate(argv):
         if arg == "--":
             return out + argv[i:], debug
@@ -95,9 +105,12 @@ def normalise(argv: list[str]) -> tuple[list[str], bool]:
             debug = True
         elif arg.startswith("--"):
             name, eq, value = arg.partition("=")
-            out.append(name.replace("_", "-") + eq + value)
+            last, values = name.replace("_", "-"), bool(eq)
+            out.append(last + eq + value)
         else:
-            out.append(arg)
+            more = last == "--adapters" and values > 0 and "=" in arg
+            out += [last, arg] if more else [arg]
+            values += 1
     return out, debug
 
 
@@ -106,8 +119,10 @@ def _explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, ToolkitError):
         return str(error), error.exit_code
     if isinstance(error, TyperException) and hasattr(error, "format_message"):
-        ctx = getattr(error, "ctx", None)
-        return error.format_message().rstrip(".") + (f" (see: {ctx.command_path} --help)" if ctx else ""), 2
+        ctx, option = getattr(error, "ctx", None), getattr(error, "option_name", "")
+        near = getattr(error, "possibilities", None)
+        text = error.message + did_you_mean(option, list(near)) if near else error.format_message()
+        return text.rstrip(".") + (f" (see: {ctx.command_path} --help)" if ctx else ""), 2
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"{error.filename or 'the target'}: the disk is full; free some space and run the command again", 1
     if isinstance(error, MemoryError):

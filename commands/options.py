@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from toolkit.errors import UsageError
+from toolkit.lmdeploy_options import IGNORED, NOT_BUILT, notice
 
 if TYPE_CHECKING:
     from toolkit.engine_configs import EngineConfig
@@ -76,11 +79,17 @@ class EngineFlags:
     ] = 8192
     adapters: Annotated[
         list[str] | None,
-        _flag("--adapters", help="NAME=PATH of a LoRA adapter (directory or hub id); repeatable."),
+        _flag("--adapters", help="NAME=PATH of LoRA adapters (directory or hub id); several may follow."),
     ] = None
     revision: Annotated[str | None, _flag("--revision", help="Branch, tag or commit on the hub.")] = None
     download_dir: Annotated[str | None, _flag("--download-dir", help="Where downloads go.")] = None
     threads: Annotated[int | None, _flag("--threads", help="CPU threads. Default: all.")] = None
+    rope_scaling_factor: Annotated[
+        float | None, _flag("--rope-scaling-factor", help="Dynamic NTK scaling of positions (turbomind only).")
+    ] = None
+    hf_overrides: Annotated[
+        str | None, _flag("--hf-overrides", help="JSON object that goes over the model's config.json.")
+    ] = None
 
     def prefix_caching(self, default: bool) -> bool:
         """Whether the flags ask for the prefix cache. Raises UsageError where they contradict each other."""
@@ -120,10 +129,20 @@ class EngineFlags:
         if count is not None:
             common["cache_max_entry_count"] = int(count) if count > 1 and count == int(count) else count
         common["adapters"] = read_adapters(self.adapters or [])
+        common["hf_overrides"] = (
+            None if self.hf_overrides is None else _json_object("--hf-overrides", self.hf_overrides)
+        )
         if self.backend == "pytorch":
+            if self.rope_scaling_factor is not None:
+                raise UsageError("--rope-scaling-factor: only for --backend turbomind; write it into --hf-overrides")
             return PytorchEngineConfig(block_size=self.cache_block_seq_len, device_type=self.device, **common)
         if self.backend in (None, "turbomind"):
-            return TurbomindEngineConfig(cache_block_seq_len=self.cache_block_seq_len, device=self.device, **common)
+            return TurbomindEngineConfig(
+                cache_block_seq_len=self.cache_block_seq_len,
+                device=self.device,
+                rope_scaling_factor=self.rope_scaling_factor or 0.0,
+                **common,
+            )
         raise UsageError(f"--backend: expected turbomind or pytorch, found {self.backend!r}")
 
 
@@ -143,6 +162,16 @@ def read_adapters(entries: list[str]) -> dict[str, str] | None:
             raise UsageError(f"--adapters: expected each name once, found {name!r} twice")
         found[name] = path
     return found or None
+
+
+def _json_object(option: str, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as e:
+        raise UsageError(f"{option}: expected a JSON object, found {text!r:.60} ({e})") from e
+    if not isinstance(found, dict):
+        raise UsageError(f"{option}: expected a JSON object, found {text!r:.60}")
+    return found
 
 
 def with_flags(parameter: str, kind: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -174,4 +203,44 @@ def with_flags(parameter: str, kind: type) -> Callable[[Callable[..., Any]], Cal
     return decorate
 
 
-with_engine_flags = with_flags("engine", EngineFlags)
+def with_engine_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+    """``engine: EngineFlags`` as flags; and those of LMDeploy's that do nothing here, unseen in the help."""
+    return _with_lmdeploy_flags(with_flags("engine", EngineFlags)(command))
+
+
+def _with_lmdeploy_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: also take what ``lmdeploy_options`` names; say once that it does nothing, or refuse it."""
+    from toolkit.engine_configs import PytorchEngineConfig, TurbomindEngineConfig
+
+    configs = (*dataclasses.fields(TurbomindEngineConfig), *dataclasses.fields(PytorchEngineConfig))
+    default = {f.name: f.default for f in configs} | {"trust_remote_code": False}
+    own = list(inspect.signature(command).parameters.values())
+    more = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[bool | None if is_switch else str | None, typer.Option(spelled, hidden=True)],
+        )
+        for name in (*IGNORED, *NOT_BUILT)
+        for spelled, is_switch in [(_spelled(name), isinstance(default.get(name), bool))]
+    ]
+
+    @functools.wraps(command)
+    def wrapped(**values: Any) -> Any:
+        given = {p.name: value for p in more if (value := values.pop(p.name)) is not None}
+        for name, value in given.items():
+            if name in NOT_BUILT and value != str(default[name]):
+                raise UsageError(f"{_spelled(name)}: found {value}, expected {default[name]}: {NOT_BUILT[name]}")
+            if name in IGNORED:
+                print(notice(name, _spelled(name)), file=sys.stderr)
+        return command(**values)
+
+    wrapped.__signature__ = inspect.Signature(own + more)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {p.name: p.annotation for p in own + more}
+    del wrapped.__wrapped__
+    return wrapped
+
+
+def _spelled(name: str) -> str:
+    return "--" + name.rstrip("_").replace("_", "-")

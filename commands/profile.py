@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from toolkit.commands.groups import Group
 from toolkit.commands.options import EngineFlags, with_engine_flags
 from toolkit.commands.output import check_writable, show_engine, stdout, table, write_json
 from toolkit.errors import UsageError
@@ -17,7 +18,9 @@ from toolkit.progress import Progress
 if TYPE_CHECKING:
     from toolkit.engine.frontend import AsyncEngine
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=Group, add_completion=False, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False
+)
 
 MODEL = Annotated[str, typer.Argument(help="Local directory, hub id, .gguf file, artifact, or demo.")]
 JSON = Annotated[

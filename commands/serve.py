@@ -6,11 +6,13 @@ from typing import Annotated
 
 import typer
 
+from toolkit.commands.groups import Group
 from toolkit.commands.options import EngineFlags, with_engine_flags
 from toolkit.commands.output import show_engine, stderr
 from toolkit.errors import UsageError
 
 app = typer.Typer(
+    cls=Group,
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode="rich",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from toolkit import GenerationConfig, PytorchEngineConfig, TurbomindEngineConfig, pipeline
 from toolkit.errors import UsageError
+from toolkit.lmdeploy_options import IGNORED, NOT_BUILT, notices
 from toolkit.request_limits import BOUNDS, MOST, SEED_MAX, TEMPLATE_STOPS, WORD_LENGTH
 
 FIELDS = sorted(GenerationConfig.__dataclass_fields__)
@@ -146,17 +149,36 @@ def test_a_backend_config_of_another_kind(config: Any) -> None:
 @pytest.mark.parametrize(
     ("config", "field", "default", "other"),
     [
-        (TurbomindEngineConfig, "num_tokens_per_iter", 0, 8192),
         (TurbomindEngineConfig, "dp", 1, 2),
-        (TurbomindEngineConfig, "communicator", "nccl", "native"),
+        (TurbomindEngineConfig, "use_logn_attn", False, True),
         (TurbomindEngineConfig, "empty_init", False, 0),
-        (PytorchEngineConfig, "prefill_interval", 16, 8),
-        (PytorchEngineConfig, "distributed_executor_backend", None, "ray"),
+        (PytorchEngineConfig, "role", "Hybrid", "Prefill"),
+        (PytorchEngineConfig, "kv_transfer_config", None, {"kv_role": "producer"}),
     ],
 )
-def test_lmdeploy_s_other_fields_may_be_spelled_out_with_their_defaults_alone(
+def test_fields_that_ask_for_more_than_there_is_take_their_default_alone(
     config: type, field: str, default: object, other: object
 ) -> None:
     assert config(**{field: default}) == config()
-    with pytest.raises(UsageError, match=rf"^{field}: expected {default!r}, found {other!r}; .*leave it out$"):
+    with pytest.raises(UsageError, match=rf"^{field}: found {re.escape(repr(other))}, expected {default!r}: "):
         config(**{field: other})
+
+
+def test_fields_that_change_nothing_are_taken_with_a_notice_each() -> None:
+    assert notices(TurbomindEngineConfig(cache_chunk_size=-1)) == notices(PytorchEngineConfig()) == []
+    tuned = TurbomindEngineConfig(num_tokens_per_iter=4096, communicator="native", cache_prompt="all")
+    said = notices(tuned)
+    assert [line.partition(":")[0] for line in said] == [
+        "num_tokens_per_iter=4096",
+        "communicator='native'",
+        "cache_prompt='all'",
+    ]
+    assert all("without effect" in line and "\n" not in line for line in said)
+    assert notices(PytorchEngineConfig(eager_mode=True, distributed_executor_backend="ray"))[0].startswith("eager_mode")
+
+
+def test_every_field_is_used_ignored_or_refused() -> None:
+    """A name in the tables that no config has would be dead; only the command line knows two of them."""
+    known = {f.name for config in (TurbomindEngineConfig, PytorchEngineConfig) for f in dataclasses.fields(config)}
+    assert set(IGNORED) - known == {"trust_remote_code", "vision_max_batch_size"} and set(NOT_BUILT) <= known
+    assert not set(IGNORED) & set(NOT_BUILT)

@@ -27,6 +27,7 @@ from toolkit.engine.frontend import AsyncEngine
 from toolkit.engine_configs import EngineConfig
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.jobs import Job, JobRunner
+from toolkit.lmdeploy_options import notice
 from toolkit.messages import ChatTemplateConfig, GenerationConfig, Response
 from toolkit.progress import Progress
 
@@ -78,8 +79,8 @@ class Pipeline:
         backend = kwargs.pop("backend", None)
         progress = kwargs.pop("progress", None)
         self.adapter_name: str | None = kwargs.pop("adapter_name", None)
-        if kwargs.pop("vision_config", None) is not None:
-            raise UsageError("vision_config: models that see images are not built yet; leave it out")
+        ignored = [("vision_max_batch_size", "vision_config"), ("trust_remote_code", "trust_remote_code")]
+        ignored = [(name, spelled) for name, spelled in ignored if kwargs.pop(spelled, None)]
         arguments.refuse_unknown("pipeline()", kwargs)
         if speculative_config is not None:
             raise UsageError("speculative_config: speculative decoding is not built yet; leave it out")
@@ -89,6 +90,8 @@ class Pipeline:
             raise UsageError(f"max_log_len: expected a number of characters, found {max_log_len!r}")
         ChatTemplate.check(chat_template_config)
         _set_log_level(log_level)
+        for name, spelled in ignored:
+            logger.warning("%s", notice(name, spelled))
         self.model_path = str(model_path)
         self.gen_config: GenerationConfig = default or GenerationConfig()
         self._max_log_len = max_log_len

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
-from toolkit.config_checks import number, shown, switches
+from toolkit.config_checks import number, only_defaults, shown, switches
 from toolkit.errors import UsageError
+from toolkit.lmdeploy_options import NOT_BUILT
 
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 MODEL_FORMATS = (None, "hf", "awq", "gptq", "compressed-tensors", "fp8", "mxfp4", "w8a8", "gguf", "engine")
@@ -45,17 +46,7 @@ def _check_engine(config: TurbomindEngineConfig | PytorchEngineConfig, block: st
     switches(config, "enable_prefix_caching", "enable_metrics")
     if config.threads is not None:
         number("threads", config.threads, 0, 4096, whole=True)
-    for known in fields(config):
-        value = getattr(config, known.name)
-        if known.metadata.get("only_default") and (value != known.default or type(value) is not type(known.default)):
-            raise UsageError(
-                f"{known.name}: expected {known.default!r}, found {shown(value)}; LMDeploy's other values of it do "
-                "nothing here: leave it out"
-            )
-
-
-# A field of LMDeploy's config that has one meaning here, its default's; scripts may spell it out.
-_FIXED = {"only_default": True}
+    only_defaults(config, {f.name: NOT_BUILT[f.name] for f in fields(config) if f.name in NOT_BUILT})
 
 
 def _check_adapters(adapters: Any) -> None:
@@ -98,21 +89,27 @@ class TurbomindEngineConfig:
     hf_overrides: dict[str, Any] | None = None
     enable_metrics: bool = True
     load_format: str = "auto"
-    dp: int = field(default=1, metadata=_FIXED)
-    cp: int = field(default=1, metadata=_FIXED)
-    ep: int = field(default=1, metadata=_FIXED)
-    nnodes: int = field(default=1, metadata=_FIXED)
-    node_rank: int = field(default=0, metadata=_FIXED)
-    cache_chunk_size: int = field(default=-1, metadata=_FIXED)
-    num_tokens_per_iter: int = field(default=0, metadata=_FIXED)
-    max_prefill_iters: int = field(default=1, metadata=_FIXED)
-    async_: int = field(default=1, metadata=_FIXED)
-    use_logn_attn: bool = field(default=False, metadata=_FIXED)
-    devices: list[int] | None = field(default=None, metadata=_FIXED)
-    communicator: str = field(default="nccl", metadata=_FIXED)
-    empty_init: bool = field(default=False, metadata=_FIXED)
-    language_model_only: bool = field(default=False, metadata=_FIXED)
+    dp: int = 1
+    cp: int = 1
+    ep: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    cache_chunk_size: int = -1
+    num_tokens_per_iter: int = 0
+    max_prefill_iters: int = 1
+    async_: int = 1
+    use_logn_attn: bool = False
+    devices: list[int] | None = None
+    communicator: str = "nccl"
+    empty_init: bool = False
+    language_model_only: bool = False
     adapters: dict[str, str] | None = None
+    gemm_input_dtype: str | None = None
+    cache_checkpoint_interval: int = 4096
+    cache_prompt: str = "auto"
+    cache_prompt_boundary_skip: int = 1
+    cache_generation: str = "auto"
+    moe_a2a_backend: str = "auto"
 
     def __post_init__(self) -> None:
         _check_engine(self, "cache_block_seq_len")
@@ -156,19 +153,31 @@ class PytorchEngineConfig:
     hf_overrides: dict[str, Any] | None = None
     enable_metrics: bool = True
     load_format: str = "auto"
-    dp: int = field(default=1, metadata=_FIXED)
-    ep: int = field(default=1, metadata=_FIXED)
-    dp_rank: int = field(default=0, metadata=_FIXED)
-    prefill_interval: int = field(default=16, metadata=_FIXED)
-    num_cpu_blocks: int = field(default=0, metadata=_FIXED)
-    thread_safe: bool = field(default=False, metadata=_FIXED)
-    distributed_executor_backend: str | None = field(default=None, metadata=_FIXED)
-    enable_microbatch: bool = field(default=False, metadata=_FIXED)
-    enable_eplb: bool = field(default=False, metadata=_FIXED)
-    enable_mp_engine: bool = field(default=False, metadata=_FIXED)
-    mp_engine_backend: str = field(default="mp", metadata=_FIXED)
-    empty_init: bool = field(default=False, metadata=_FIXED)
-    language_model_only: bool = field(default=False, metadata=_FIXED)
+    dp: int = 1
+    ep: int = 1
+    dp_rank: int = 0
+    prefill_interval: int = 16
+    num_cpu_blocks: int = 0
+    thread_safe: bool = False
+    distributed_executor_backend: str | None = None
+    enable_microbatch: bool = False
+    enable_eplb: bool = False
+    enable_mp_engine: bool = False
+    mp_engine_backend: str = "mp"
+    empty_init: bool = False
+    language_model_only: bool = False
+    kernel_block_size: int = -1
+    cudagraph_capture_batch_sizes: list[int] | None = None
+    piecewise_cudagraph_max_tokens: int | None = None
+    prefix_cache_state_budget: int = 0
+    prefix_cache_decode_state_interval: int = 0
+    dllm_block_length: int | None = None
+    dllm_unmasking_strategy: str = "low_confidence_dynamic"
+    dllm_denoising_steps: int | None = None
+    dllm_confidence_threshold: float = 0.85
+    role: str = "Hybrid"
+    migration_backend: str = "DLSlime"
+    kv_transfer_config: Any = None
 
     def __post_init__(self) -> None:
         _check_engine(self, "block_size")
@@ -185,7 +194,7 @@ class PytorchEngineConfig:
 
 @dataclass
 class VisionConfig:
-    """LMDeploy's options of a vision encoder. There is none here yet: ``pipeline`` refuses one that it is given."""
+    """LMDeploy's options of a vision encoder. There is none here yet: ``pipeline`` says so of one that it is given."""
 
     max_batch_size: int = 1
     thread_safe: bool = False

@@ -188,7 +188,7 @@ def test_turbomind_is_accepted_and_says_which_runner_it_got(model: Path) -> None
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tp": 2}, r"tp=2: (found 1 CPU device|found 1 CUDA device|tensor parallelism)"),
+        ({"tp": 2}, "tp=2: tensor parallelism is not there yet"),
         ({"session_len": 10**9}, "session_len 1000000000: .*are left"),
         ({"cache_max_entry_count": 10**9}, "cache_max_entry_count"),
     ],

@@ -287,12 +287,10 @@ def test_chat_template_can_be_named(model: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
-        ({"trust_remote_code": True}, "trust_remote_code"),
         ({"model_name": "x"}, "ChatTemplateConfig"),
         ({"tp": 2}, "TurbomindEngineConfig"),
         ({"speculative_config": object()}, "speculative_config"),
         ({"log_level": "LOUD"}, "log_level"),
-        ({"vision_config": VisionConfig()}, "vision_config: models that see images are not built yet"),
         ({"max_log_len": -1}, "max_log_len"),
         ({"gen_config": {"n": 1}}, "gen_config"),
         ({"chat_template_config": "no-such"}, "no-such"),
@@ -303,6 +301,16 @@ def test_misuse_of_pipeline(model: Path, arguments: dict[str, Any], names: str) 
     with pytest.raises(UsageError, match=names) as error:
         pipeline(str(model), **arguments)
     assert "\n" not in str(error.value)
+
+
+def test_lmdeploy_s_arguments_without_effect_are_taken_with_a_notice(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = TurbomindEngineConfig(session_len=64, cache_chunk_size=8)
+    with pipeline(str(model), config, vision_config=VisionConfig(max_batch_size=2), trust_remote_code=True) as pipe:
+        assert pipe("a", GenerationConfig(max_new_tokens=1)).generate_token_len == 1
+    said = [m.partition(":")[0] for m in caplog.messages if "without effect" in m]
+    assert said == ["vision_config", "trust_remote_code", "cache_chunk_size=8"]
 
 
 def test_two_devices_that_are_not_there(model: Path) -> None:

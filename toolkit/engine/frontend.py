@@ -25,6 +25,7 @@ from toolkit.engine.wakeup import Bell
 from toolkit.engine.worker import ProcessLoop
 from toolkit.engine_configs import EngineConfig
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.lmdeploy_options import notices
 from toolkit.messages import GenerationConfig, Response
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,8 @@ class AsyncEngine:
             raise UsageError(f"backend: expected turbomind or pytorch, found {backend!r}")
         tell = progress or log.info
         setup = find(str(model), backend_config, backend)
+        for line in notices(setup.config):
+            log.warning("%s", line)
         adapters = tuple(setup.config.adapters or ())
         engine = cls(Tokenizer.open(setup.tokenizer_dir), _name_of(str(model)), adapters)
         if process:

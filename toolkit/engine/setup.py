@@ -118,17 +118,9 @@ def tokenizer_dir(path: Path) -> Path:
 
 
 def _check_tp(config: EngineConfig) -> None:
-    if config.tp == 1:
-        return
-    devices, kind = 1, "CPU"
-    if config.device != "cpu":
-        import torch
-
-        if torch.cuda.is_available():
-            devices, kind = torch.cuda.device_count(), "CUDA"
-    if config.tp > devices:
-        raise UsageError(f"tp={config.tp}: found {devices} {kind} device(s); use tp={devices}")
-    raise UsageError(f"tp={config.tp}: tensor parallelism is not built yet; use tp=1 (found {devices} devices)")
+    if config.tp != 1:
+        why = "tensor parallelism is not there yet, a model runs on one device"
+        raise UsageError(f"tp={config.tp}: {why}; leave tp out")
 
 
 def start(setup: Setup, tokenizer: Tokenizer | None, progress: Progress) -> tuple[EngineCore, Facts]:

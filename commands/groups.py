@@ -1,0 +1,30 @@
+"""Groups of commands: a name may be written with dashes, and a near miss is answered with the name that was meant."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+from typer.exceptions import TyperException
+
+
+class Group(TyperGroup):
+    """A group whose commands are named with underscores, and found under dashes too."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | None:
+        return super().get_command(ctx, cmd_name.replace("-", "_"))  # type: ignore[return-value]
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except TyperException as error:
+            name = args[0].replace("-", "_")
+            error.message = f"No such command: {args[0]}{did_you_mean(name, self.list_commands(ctx))}"
+            raise
+
+
+def did_you_mean(name: str, known: list[str]) -> str:
+    """What to add to a message about an unknown ``name``: the known one that is most like it, if one is."""
+    close = get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""

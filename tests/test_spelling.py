@@ -1,0 +1,127 @@
+"""LMDeploy's spelling of the command line: what its users type works, or the answer says what to type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from toolkit.commands import options
+from toolkit.commands.main import main, normalise
+from toolkit.engine_configs import PytorchEngineConfig, TurbomindEngineConfig
+from toolkit.errors import UsageError
+from toolkit.lmdeploy_options import IGNORED, NOT_BUILT
+
+
+@pytest.fixture
+def tool(capsys: pytest.CaptureFixture[str]) -> Any:
+    """``tool ARGS`` in this process -> exit code, standard output, standard error."""
+
+    def run(*args: str) -> tuple[Any, str, str]:
+        with pytest.raises(SystemExit) as left:
+            main(list(args))
+        return left.value.code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize("command", ["", "chat", "serve", "serve api_server", "lite auto_awq", "list", "check_env"])
+def test_h_is_help(tool: Any, command: str) -> None:
+    long, short = (tool(*command.split(), flag) for flag in ("--help", "-h"))
+    assert long == short and short[0] == 0 and "Usage: tool" in short[1]
+
+
+@pytest.mark.parametrize(
+    "command", ["lite auto-awq", "serve api-server", "serve api-client", "check-env", "list models"]
+)
+def test_commands_may_be_written_with_dashes(tool: Any, command: str) -> None:
+    code, out, _ = tool(*command.split(), "-h")
+    assert code == 0 and "Usage: tool" in out
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("chatt", "did you mean chat?"),
+        ("check-enf", "did you mean check_env?"),
+        ("lite auto-awk M", "did you mean auto_awq?"),
+        ("serve api_serve M", "did you mean api_server?"),
+        ("chat M --sesion-len 4", "did you mean --session-len?"),
+        ("serve api_server M --cache_max_entry_cout 0.5", "did you mean --cache-max-entry-count?"),
+    ],
+)
+def test_a_near_miss_is_answered_with_what_was_meant(tool: Any, typed: str, meant: str) -> None:
+    code, out, err = tool(*typed.split())
+    assert (code, out) == (2, "") and meant in err and err.count("\n") == 1
+
+
+def test_what_is_like_nothing_gets_no_suggestion(tool: Any) -> None:
+    for typed in (["xyzzy"], ["chat", "M", "--xyzzy"]):
+        code, _, err = tool(*typed)
+        assert code == 2 and "xyzzy" in err and "did you mean" not in err
+
+
+def engine_flags(*args: str) -> options.EngineFlags:
+    """The flags of a command line ``tool x MODEL ARGS``."""
+    found: list[options.EngineFlags] = []
+    app = typer.Typer()
+
+    @app.command()
+    @options.with_engine_flags
+    def command(model: str, engine: options.EngineFlags) -> None:
+        found.append(engine)
+
+    app(args=normalise(["MODEL", *args])[0], standalone_mode=False)
+    return found[0]
+
+
+def test_several_adapters_after_one_flag() -> None:
+    for args in (["--adapters", "a=x", "b=y"], ["--adapters=a=x", "b=y"], ["--adapters", "a=x", "--adapters", "b=y"]):
+        assert engine_flags(*args, "--tp", "1").config().adapters == {"a": "x", "b": "y"}
+    assert normalise(["api_server", "--adapters", "a=x", "model"])[0][-1] == "model"
+    assert normalise(["--work_dir", "a=b", "c=d"])[0] == ["--work-dir", "a=b", "c=d"]
+
+
+def test_overrides_reach_the_config() -> None:
+    config = engine_flags("--hf-overrides", '{"rope_theta": 5000.0}', "--rope_scaling_factor", "2.5").config()
+    assert isinstance(config, TurbomindEngineConfig)
+    assert (config.hf_overrides, config.rope_scaling_factor) == ({"rope_theta": 5000.0}, 2.5)
+    other = engine_flags("--backend", "pytorch", "--hf-overrides", '{"rope_theta": 5000.0}').config()
+    assert isinstance(other, PytorchEngineConfig) and other.hf_overrides == {"rope_theta": 5000.0}
+    with pytest.raises(UsageError, match="--rope-scaling-factor: only for --backend turbomind"):
+        engine_flags("--backend", "pytorch", "--rope-scaling-factor", "2").config()
+    for text in ("[]", "{", "5"):
+        with pytest.raises(UsageError, match="--hf-overrides: expected a JSON object"):
+            engine_flags("--hf-overrides", text).config()
+
+
+def test_options_without_effect_are_taken_with_one_notice_each(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--eager-mode", "--cache-chunk-size", "4", "--async", "0", "--communicator", "native", "--dp", "1"]
+    assert engine_flags(*given).config() == engine_flags().config()
+    said = capsys.readouterr().err.splitlines()
+    assert sorted(line.partition(":")[0] for line in said) == [
+        "--async",
+        "--cache-chunk-size",
+        "--communicator",
+        "--eager-mode",
+    ]
+    assert engine_flags("--backend", "pytorch", "--trust-remote-code").config() == PytorchEngineConfig()
+    assert "never run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--dp", "2"), ("--ep", "4"), ("--nnodes", "2"), ("--role", "Prefill")])
+def test_options_that_ask_for_more_than_there_is_are_refused(flag: str, value: str) -> None:
+    with pytest.raises(UsageError, match=f"^{flag}: found {value}, expected "):
+        engine_flags(flag, value)
+
+
+def test_several_devices_are_not_there_yet(tool: Any) -> None:
+    code, _, err = tool("chat", "demo", "-p", "x", "--tp", "2")
+    assert code == 2 and "tensor parallelism is not there yet" in err and "CPU" not in err
+
+
+def test_the_page_for_lmdeploy_s_users_names_every_option() -> None:
+    page = (Path(__file__).parents[1] / "docs/lmdeploy.md").read_text()
+    assert [name for name in (*IGNORED, *NOT_BUILT) if f"`{name}`" not in page] == []
