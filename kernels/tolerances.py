@@ -30,10 +30,6 @@ OVERRIDES |= {
     for dtype, limit in (("float32", 2e-3), ("float16", 8e-3))
 }
 
-# Ops whose first result are codes and whose second is the scale of each row: compared are the values they stand for. A
-# value within tolerance may be rounded to the neighbouring code.
-CODED = frozenset({"rms_norm_quant", "add_rms_norm_quant", "act_and_mul_quant"})
-
 
 def tolerance(op: str, implementation: str, dtype: str) -> tuple[float, float]:
     """(relative, absolute) tolerance of an implementation for activations of ``dtype``."""
@@ -45,15 +41,16 @@ def tolerance(op: str, implementation: str, dtype: str) -> tuple[float, float]:
 def compare(
     op: Op, implementation: Implementation, case: Case, target: Target, seed: int = 0, oracle: str = "cpu"
 ) -> str | None:
-    """Run ``case`` through the reference and ``implementation``; None, or what differs.
+    """Run ``case`` through the reference and ``implementation``; None, or what differs, and where first.
 
     Results and mutated arguments are compared: floats within tolerance, NaN only where the reference has it, integers
-    exactly. The reference runs on ``oracle``, the CPU unless shapes are too large for it: on a GPU torch divides by
-    multiplying with a reciprocal, and sums in another order, so that a rounded code could be off by one.
+    exactly, but for codes and draws that lie on a border (``rounding``). The reference runs on ``oracle``, the CPU
+    unless shapes are too large for it.
     """
     import torch
 
-    rtol, atol = tolerance(op.name, implementation.family, target.dtype)
+    from .rounding import values
+
     results: list[list[Any]] = []
     for run, device in ((op.reference, oracle), (implementation.run, target.device)):
         generator = torch.Generator("cpu").manual_seed(seed)
@@ -61,37 +58,48 @@ def compare(
         with torch.inference_mode():
             output = run(**inputs)
         outputs = list(output) if isinstance(output, tuple) else [output]
-        found = [*outputs, *(inputs[name] for name in op.mutates)]
-        results.append([None if t is None else t.cpu() for t in found])
-    steps = _decode(results) if op.name in CODED else None
-    for index, (expected, found) in enumerate(zip(*results, strict=True)):
-        if expected is None and found is None:
+        results.append([None if t is None else t.cpu() for t in (*outputs, *(inputs[name] for name in op.mutates))])
+    close_to = tolerance(op.name, implementation.family, target.dtype)
+    expected, found = (values(op.name, inputs, result) for result in results)
+    for index, (a, b) in enumerate(zip(expected, found, strict=True)):
+        if results[0][index] is None and results[1][index] is None:
             continue
         where = f"{op.name}[{implementation.family}] case {case.label} output {index}"
-        if expected.shape != found.shape or expected.dtype != found.dtype:
-            return f"{where}: {found.dtype}{tuple(found.shape)} instead of {expected.dtype}{tuple(expected.shape)}"
-        exact = not expected.dtype.is_floating_point
-        a, b = expected.double(), found.double()
-        close = (a == b) if exact else torch.isclose(b, a, rtol=rtol, atol=atol, equal_nan=True)
-        if index == 0 and steps is not None:
-            close = (a - b).abs() <= steps + atol + rtol * a.abs()
+        given, wanted = results[1][index], results[0][index]
+        if wanted.shape != given.shape or wanted.dtype != given.dtype:
+            return f"{where}: {given.dtype}{tuple(given.shape)} instead of {wanted.dtype}{tuple(wanted.shape)}"
+        close = _close(a[0], b[0], a[1], close_to)
+        if op.name == "sample" and not bool(close.all()):
+            close |= _drawn(inputs, found[0][0])
         if not bool(close.all()):
-            worst = (a - b).abs().nan_to_num(float("inf")).max().item()
-            return f"{where}: {int((~close).sum())} of {close.numel()} values differ, by up to {worst:.3g}"
+            return f"{where}: {differs(a[0], b[0], close)}"
     return None
 
 
-def _decode(results: list[list[Any]]) -> Any:
-    """Replace the codes of both results by their values; returns how far the next code of each is (float64)."""
+def _close(a: Any, b: Any, step: Any, close_to: tuple[float, float]) -> Any:
+    """Where ``b`` agrees with ``a``; ``step``: how far each may lie aside, or None."""
     import torch
 
-    steps = None
-    for result in results:
-        codes, scales = result[0], result[1].double()[:, None]
-        values = codes.double() * scales
-        if steps is None and codes.dtype == torch.int8:
-            steps = scales.expand_as(values)
-        elif steps is None:
-            steps = torch.maximum(values.abs() * torch.finfo(codes.dtype).eps, torch.finfo(codes.dtype).tiny * scales)
-        result[0] = values
-    return steps
+    if step is None and not a.dtype.is_floating_point:
+        return a == b
+    rtol, atol = close_to
+    a, b = a.double(), b.double()
+    close = torch.isclose(b, a, rtol=rtol, atol=atol, equal_nan=True)
+    return close if step is None else close | ((a - b).abs() <= step + atol + rtol * a.abs())
+
+
+def _drawn(inputs: dict[str, Any], found: Any) -> Any:
+    """Which of the tokens ``found`` lie on the border of what is drawn."""
+    from .reference.sampling import kept_mass
+    from .rounding import drawn
+
+    names = ("logits", "temperature", "top_k", "top_p", "min_p")
+    return drawn(inputs, kept_mass(*(inputs[name].cpu() for name in names)), found)
+
+
+def differs(a: Any, b: Any, close: Any) -> str:
+    """In one line how ``b`` differs from the expected ``a``; ``close``: where it does not."""
+    worst = (a.double() - b.double()).abs().nan_to_num(float("inf")).max().item()
+    first = tuple((~close).nonzero()[0].tolist())
+    said = f"{int((~close).sum())} of {close.numel()} values differ, by up to {worst:.3g}"
+    return f"{said}; the first at {list(first)}: {b[first].item():.6g} instead of {a[first].item():.6g}"

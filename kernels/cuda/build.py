@@ -73,7 +73,7 @@ def build(target: Path | None = None, cache: Path | None = None, only: int | Non
         _run([compiler, *flags, "--threads", str(len(os.sched_getaffinity(0))), "-o", str(partial), str(HERE / SOURCE)])
         partial.replace(kept)
     shutil.copyfile(kept, target)
-    note = {"cuda": version(compiler), "architectures": sorted(architectures)}
+    note = {"cuda": version(compiler), "architectures": sorted(architectures), "sources": sources()}
     target.with_suffix(".json").write_text(json.dumps(note) + "\n")
     return target
 
@@ -105,11 +105,17 @@ def build_host(cache: Path | None = None) -> Path:
     return kept
 
 
-def _cached(compiler: str, flags: list[str], cache: Path | None) -> Path:
-    """The folder for what ``compiler`` makes of the sources with ``flags``."""
-    digest = hashlib.sha256(f"{_run([*compiler.split(), '--version'])} {flags}".encode())
+def sources() -> str:
+    """A digest of the kernels' sources."""
+    digest = hashlib.sha256()
     for source in sorted([*HERE.glob("*.cu"), *HERE.glob("*.cuh"), *HERE.glob("*.h")]):
         digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _cached(compiler: str, flags: list[str], cache: Path | None) -> Path:
+    """The folder for what ``compiler`` makes of the sources with ``flags``."""
+    digest = hashlib.sha256(f"{_run([*compiler.split(), '--version'])} {flags} {sources()}".encode())
     if cache is None:
         cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "toolkit" / "build"
     folder = cache / f"cuda-{digest.hexdigest()[:16]}"

@@ -6,8 +6,9 @@ import ctypes
 import functools
 import json
 import os
+from collections.abc import Collection
 from contextlib import nullcontext
-from ctypes import byref, c_char_p, c_int, c_uint, c_void_p
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,12 +46,15 @@ class _Config(ctypes.Structure):
     )
 
 
-def fatbin_version(path: Path) -> int | None:
-    """The CUDA version that made the fatbin at ``path``, as 13000; None where there is none."""
+def fatbin_note(path: Path) -> dict[str, Any] | None:
+    """What ``build`` wrote of the fatbin at ``path``: ``cuda``, the version that made it, as 13000; ``architectures``
+    with machine code of their own; ``sources``, their digest. None where there is none.
+    """
     note = path.with_suffix(".json")
     if not path.exists() or not note.exists():
         return None
-    return int(json.loads(note.read_text())["cuda"])
+    found: dict[str, Any] = json.loads(note.read_text())
+    return found
 
 
 @functools.cache
@@ -70,9 +74,10 @@ def driver_version() -> int | None:
 
 def unavailable(capability: int | None, path: Path = FATBIN) -> str | None:
     """Why the kernels of the fatbin at ``path`` cannot run on a GPU of ``capability`` (None: of any), or None."""
-    made = fatbin_version(path)
-    if made is None:
+    note = fatbin_note(path)
+    if note is None:
         return "this installation has no fatbin (nvcc was not found when it was installed)"
+    made = int(note["cuda"])
     if capability is not None and capability < LEAST_CAPABILITY:
         return f"needs compute capability 8.0 or newer, this GPU has {capability // 10}.{capability % 10}"
     version = driver_version()
@@ -97,10 +102,13 @@ def _call(name: str, *arguments: Any) -> None:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The fatbin on one GPU: torch's context there, and every kernel that fits."""
+    """The fatbin on one GPU: torch's context there, every kernel that fits, and how many of its blocks fit a
+    multiprocessor.
+    """
 
     context: c_void_p
     functions: dict[str, c_void_p]
+    resident: dict[str, int]
 
 
 def load(path: Path, device: int, shared_limit: int) -> Loaded:
@@ -114,13 +122,16 @@ def load(path: Path, device: int, shared_limit: int) -> Loaded:
     _call("cuDevicePrimaryCtxRetain", byref(context), handle)
     _call("cuCtxSetCurrent", context)
     _call("cuModuleLoadData", byref(module), path.read_bytes())
-    functions = {}
+    functions, resident = {}, {}
     for kernel in names():
         if shared_bytes(kernel) <= shared_limit:
             functions[kernel] = c_void_p()
             _call("cuModuleGetFunction", byref(functions[kernel]), module, kernel.encode())
             _call("cuFuncSetAttribute", functions[kernel], _MAX_DYNAMIC_SHARED, shared_bytes(kernel))
-    return Loaded(context, functions)
+            blocks, shared = c_int(), c_size_t(shared_bytes(kernel))
+            _call("cuOccupancyMaxActiveBlocksPerMultiprocessor", byref(blocks), functions[kernel], THREADS, shared)
+            resident[kernel] = blocks.value
+    return Loaded(context, functions, resident)
 
 
 def _launch(
@@ -149,12 +160,17 @@ def _launch_on(
         _launch(loaded, kernel, grid, arguments, dependent)
 
 
-def dependent_launches(capability: int) -> bool:
-    """Whether linears of prepared weights are launched so, as the environment asks; KernelError for another value."""
+def dependent_launches(capability: int, architectures: Collection[int]) -> bool:
+    """Whether linears of prepared weights are launched so, as the environment asks; KernelError for another value.
+
+    Only where machine code of one of ``architectures`` runs, that of the GPU's generation: the PTX that the driver
+    compiles for others is of one that knew no waiting, and its kernels would read what is not there yet.
+    """
     asked = os.environ.get(DEPENDENT, "").strip()
     if asked not in ("", "0", "1"):
         raise KernelError(f"{DEPENDENT}: expected 0 or 1, found {asked!r}")
-    return asked == "1" and capability >= DEPENDENT_CAPABILITY
+    built = any(a // 10 == capability // 10 and DEPENDENT_CAPABILITY <= a <= capability for a in architectures)
+    return asked == "1" and built
 
 
 @functools.cache
@@ -173,4 +189,7 @@ def machine(device: torch.device) -> Machine:
     with torch.cuda.device(index):
         loaded = load(FATBIN, index, shared.value)
     launch = functools.partial(_launch_on, index, loaded)
-    return Machine(launch, properties.multi_processor_count, shared.value, dependent_launches(capability))
+    note = fatbin_note(FATBIN)
+    assert note is not None
+    dependent = dependent_launches(capability, note["architectures"])
+    return Machine(launch, properties.multi_processor_count, shared.value, dependent, loaded.resident)

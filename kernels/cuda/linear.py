@@ -17,7 +17,7 @@ from ..reference import linear as reference
 from ..registry import KernelError, Target
 from . import driver
 from .pack import Packed, pack, unsupported_form
-from .plan import MANY, SCALES_BF16, WIDE, LinearArguments, Machine, Plan, plan
+from .plan import FEW, MANY, SCALES_BF16, WIDE, LinearArguments, Machine, Plan, plan
 
 COLUMNS = 4096  # block columns of one launch that may meet at the end of a split sum
 
@@ -82,7 +82,7 @@ def linear(
         y = F.linear(x, expand(packed, x.dtype, machine), bias)
         return out.copy_(y if residual is None else y + residual)
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16 or tokens * x.stride(0) >= 1 << 31:
-        x = x.contiguous()
+        x = x.clone(memory_format=torch.contiguous_format)  # contiguous() leaves one where it is that begins aside
     arguments = _weight_arguments(packed)
     arguments.x, arguments.out = x.data_ptr(), out.data_ptr()
     arguments.bias = None if bias is None else bias.data_ptr()
@@ -190,7 +190,8 @@ def prepare(
     weight = pack_canonical(packed, scales, zeros, minima, bits, group_index)
     machine = driver.machine(packed.device) if machine is None else machine
     workspace: Workspace = scratch.setdefault("cuda.linear", Workspace(packed.device))
-    plans = (plan_for(weight, tokens, torch.float16, machine) for tokens in range(8, MANY + 1, 8))
+    halves, tokens = (torch.float16, torch.bfloat16), range(FEW, MANY + 1, FEW)
+    plans = (plan_for(weight, count, dtype, machine) for dtype in halves for count in tokens)
     workspace.reserve(max(p.partial for p in plans if p is not None))
     return PackedLinear(weight, bias, workspace, machine)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from ctypes import c_int32, c_int64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 THREADS, WARPS = 256, 8  # of every block
 FEW, MANY = 8, 384  # tokens of one block column of ``few``; tokens above which the weight is expanded for cuBLAS
@@ -13,6 +13,7 @@ SCALES_BF16, WIDE = 1, 2  # LinearFlags of linear.h
 DTYPES = ("float16", "bfloat16")
 SPANS = (0, 32, 64)
 _TILES_FEW, _DEPTH_FEW = 2, 4
+_RESIDENT_FEW, _WANTED_FEW = 2, 4  # blocks of ``few`` a multiprocessor holds at least, and is given where it holds more
 _ACROSS, _DEEP = 4, 2  # of ``tile``: warps across outputs, and behind each other
 
 
@@ -34,13 +35,15 @@ Launch = Callable[[str, tuple[int, int, int], LinearArguments, bool], None]
 @dataclass(frozen=True)
 class Machine:
     """What kernels run on. ``launch(kernel, grid, arguments, dependent)``; ``shared_limit``: bytes a block may have;
-    ``dependent``: whether weights that were prepared are launched before the kernel before has ended.
+    ``dependent``: whether weights that were prepared are launched before the kernel before has ended; ``resident``:
+    blocks of a kernel that one multiprocessor holds, where it is known.
     """
 
     launch: Launch
     multiprocessors: int
     shared_limit: int
     dependent: bool = False
+    resident: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,8 @@ def plan(dtype: str, bits: int, tokens: int, n_out: int, n_in: int, group_size: 
     span, tiles, steps = span_of(group_size, n_in), -(-n_out // 16), n_in // 64
     if tokens <= FEW:
         kernel, columns, height = few_name(dtype, bits, span), FEW, _TILES_FEW
-        wanted, least = 2 * machine.multiprocessors, 2 * WARPS
+        held = min(_WANTED_FEW, machine.resident.get(kernel, _RESIDENT_FEW))
+        wanted, least = held * machine.multiprocessors, 2 * WARPS
     elif tokens <= MANY:
         widths = _widths(bits, span)
         width = next((c for c in widths if tokens <= 8 * c), widths[-1])

@@ -112,6 +112,13 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     at least ``min_p`` times the top probability (ties at a border: lowest id first). ``u`` in [0, 1) picks by walking
     the kept ids in ascending order over their renormalised mass, summed in float64. Returns int64 [N].
     """
+    mass = kept_mass(logits, temperature, top_k, top_p, min_p)
+    drawn = (mass <= u.double()[:, None] * mass[:, -1:]).sum(-1).clamp(max=logits.shape[1] - 1)
+    return torch.where(temperature == 0, logits.argmax(-1), drawn)
+
+
+def kept_mass(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """float64 [N, V]: the running sum, in ascending order of ids, of the mass that ``sample`` keeps of each row."""
     greedy = temperature == 0
     scaled = logits / torch.where(greedy, torch.ones_like(temperature), temperature)[:, None]
     ordered, ids = scaled.softmax(-1).double().sort(dim=-1, descending=True, stable=True)
@@ -120,6 +127,4 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     keep &= (ordered.cumsum(-1) - ordered < top_p.double()[:, None]) | (top_p >= 1)[:, None]
     keep &= ordered >= min_p.double()[:, None] * ordered[:, :1]
     keep[:, 0] = True
-    mass = torch.zeros_like(ordered).scatter_(1, ids, ordered * keep).cumsum(-1)
-    drawn = (mass <= u.double()[:, None] * mass[:, -1:]).sum(-1).clamp(max=logits.shape[1] - 1)
-    return torch.where(greedy, logits.argmax(-1), drawn)
+    return torch.zeros_like(ordered).scatter_(1, ids, ordered * keep).cumsum(-1)

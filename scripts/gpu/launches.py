@@ -80,7 +80,10 @@ class MetaDevice:
     def mark(self) -> _Mark:
         return _Mark()
 
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+    def pool(self) -> None:
+        """There is no memory."""
+
+    def capture(self, run: Callable[[], None], pool: None) -> Callable[[], None]:
         run()
         return lambda: None
 

@@ -177,11 +177,13 @@ def stages(capability: int) -> dict[str, Callable[[], list[Launch]]]:
 
 
 def start_nvcc(capability: int) -> subprocess.Popen[str] | None:
-    """The CUDA kernels' build for one GPU, in a process that leads a group, where they are not there and nvcc is."""
-    from toolkit.kernels.cuda.build import nvcc
-    from toolkit.kernels.cuda.driver import FATBIN, fatbin_version
+    """The CUDA kernels' build for one GPU, in a process that leads a group, where those of these sources are not there
+    and nvcc is.
+    """
+    from toolkit.kernels.cuda.build import nvcc, sources
+    from toolkit.kernels.cuda.driver import FATBIN, fatbin_note
 
-    if fatbin_version(FATBIN) is not None or nvcc() is None:
+    if (fatbin_note(FATBIN) or {}).get("sources") == sources() or nvcc() is None:
         return None
     command = [sys.executable, "-m", "toolkit.kernels.cuda.build", "--arch", str(capability)]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, process_group=0)

@@ -115,7 +115,7 @@ def lines(capability: str, free: float = 139.0) -> dict[str, str]:
 
 
 def test_a_gpu_that_runs_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "fatbin_version", lambda path: 13000)
+    monkeypatch.setattr(driver, "fatbin_note", lambda path: {"cuda": 13000, "architectures": [90]})
     monkeypatch.setattr(driver, "driver_version", lambda: 13000)
     found = lines("9.0")
     assert found["native runner"] == "runs" and found["CUDA kernels"] == "run"
@@ -128,7 +128,7 @@ def test_a_gpu_that_runs_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_old_gpu_a_full_one_and_an_old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "fatbin_version", lambda path: 13000)
+    monkeypatch.setattr(driver, "fatbin_note", lambda path: {"cuda": 13000, "architectures": [90]})
     monkeypatch.setattr(driver, "driver_version", lambda: 12040)
     assert lines("9.0")["CUDA kernels"] == "the driver knows CUDA 12.4, the fatbin needs 13.0: update the driver"
     old = lines("7.5", 0.8)
@@ -137,7 +137,7 @@ def test_an_old_gpu_a_full_one_and_an_old_driver(monkeypatch: pytest.MonkeyPatch
     assert old["memory"] == "0.8 GiB free is too little for any model: CUDA and a KV cache take 1.6 GiB"
     every = old["paged_attention, head_dim 64, 80, 96, 112, 128, 192, 256, 512"]
     assert every == "torch (triton needs compute capability 8.0 or newer, this GPU has 7.5)"
-    monkeypatch.setattr(driver, "fatbin_version", lambda path: None)
+    monkeypatch.setattr(driver, "fatbin_note", lambda path: None)
     assert "no fatbin" in lines("9.0")["CUDA kernels"]
 
 

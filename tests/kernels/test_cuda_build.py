@@ -84,7 +84,7 @@ def test_the_fatbin_and_its_note(monkeypatch, tmp_path):
         assert wanted in flags, wanted
     assert "sm_120" not in flags, "this compiler does not know it"
     note = json.loads((tmp_path / "k.json").read_text())
-    assert note == {"cuda": 12080, "architectures": [80, 86, 89, 90, 100]}
+    assert note == {"cuda": 12080, "architectures": [80, 86, 89, 90, 100], "sources": build.sources()}
     flags = build.build(tmp_path / "one.fatbin", tmp_path / "cache", only=90).read_text()
     assert "code=sm_90a" in flags and "code=compute_80" in flags and "code=sm_80" not in flags
     assert json.loads((tmp_path / "one.json").read_text())["architectures"] == [90]

@@ -154,6 +154,8 @@ class FakeDriver:
                 arguments[0]._obj.value = 99 * 1024
             elif name == "cuModuleGetFunction":
                 arguments[0]._obj.value = len(self.calls)
+            elif name == "cuOccupancyMaxActiveBlocksPerMultiprocessor":
+                arguments[0]._obj.value = 228 * 1024 // (arguments[3].value + 1024)
             return 209 if name == self.failing else 0
 
         return call
@@ -183,6 +185,7 @@ def gpu(monkeypatch, fatbin):
 def test_a_launch_says_all_to_the_driver(gpu, dependent):
     machine = driver.machine(torch.device("cuda:0"))
     assert (machine.multiprocessors, machine.shared_limit) == (84, 99 * 1024)
+    assert (machine.resident["few_float16_w4_s64"], machine.resident["few_float16_w8_s32"]) == (4, 2)
     loaded = len(gpu.calls)
     for _ in range(2):
         arguments = LinearArguments(tokens=3)
@@ -202,10 +205,19 @@ def test_a_launch_says_all_to_the_driver(gpu, dependent):
 def test_dependent_launches_are_for_those_who_ask_and_have_them(gpu, monkeypatch):
     assert not driver.machine(torch.device("cuda:0")).dependent
     monkeypatch.setenv(driver.DEPENDENT, "1")
-    assert driver.dependent_launches(90) and not driver.dependent_launches(89)
+    every = (80, 86, 89, 90, 100, 120)
+    asked = {c: driver.dependent_launches(c, every) for c in (80, 89, 90, 100, 103, 120, 121)}
+    assert asked == {80: False, 89: False} | dict.fromkeys((90, 100, 103, 120, 121), True)
     monkeypatch.setenv(driver.DEPENDENT, "yes")
     with pytest.raises(KernelError, match="TOOLKIT_DEPENDENT_LAUNCH: expected 0 or 1, found 'yes'"):
-        driver.dependent_launches(90)
+        driver.dependent_launches(90, every)
+
+
+@pytest.mark.parametrize("capability, built", [(100, [80, 90]), (90, [100, 120]), (120, [90, 100])])
+def test_kernels_that_the_driver_compiles_are_not_launched_early(capability, built, monkeypatch):
+    """Their PTX is that of compute capability 8.0, which has no instruction that waits for the kernel before."""
+    monkeypatch.setenv(driver.DEPENDENT, "1")
+    assert not driver.dependent_launches(capability, built)
 
 
 def test_kernels_that_do_not_fit_the_gpu_are_not_loaded(gpu):

@@ -210,6 +210,20 @@ def test_activations_that_are_not_aligned_are_copied(cuda_host):
     assert_close(cuda.linear(strided, weight.packed(), machine=cuda_host.host()), expected, torch.float16)
 
 
+@pytest.mark.parametrize("rows", [slice(0, 1), slice(0, 5)])
+def test_kernels_are_given_addresses_that_loads_of_16_bytes_take(rows):
+    """Also where torch calls the rows contiguous: one row always is, and so are all of a buffer that begins aside."""
+    packed, given = Weight(4, 24, 64, 32).packed(), []
+
+    def launch(kernel, grid, arguments, dependent):
+        given.append((arguments.x % 16, arguments.stride_x))
+
+    x = torch.randn(5 * 64 + 3).half()[3:].view(5, 64)[rows]
+    assert x.is_contiguous() and x.data_ptr() % 16
+    cuda.linear(x, packed, machine=planning.Machine(launch, 4, 227 * 1024))
+    assert given == [(0, 64)]
+
+
 @pytest.mark.parametrize("bits, tokens", [(4, 1), (4, 8), (4, 40), (8, 3), (8, 20)])
 def test_nothing_of_the_kernel_before_is_touched_before_it_has_ended(cuda_host, bits, tokens):
     """Programmatic dependent launch: weights alone may be read at once."""
@@ -318,6 +332,33 @@ def test_python_knows_what_the_kernels_take(cuda_host):
         exact = cuda_host.library().tk_host_shared(name.encode())
         assert planning.shared_bytes(name) == exact, (name, exact)
     assert cuda_host.library().tk_host_shared(b"no_such_kernel") == -1
+
+
+def test_short_kernels_fill_the_multiprocessors_that_hold_more_of_them():
+    def grid(resident, n_out=4096):
+        machine = planning.Machine(lambda *_: None, 132, 227 * 1024, resident=resident)
+        return planning.plan("float16", 4, 1, n_out, 4096, 128, machine).grid
+
+    name = planning.few_name("float16", 4, 64)
+    assert grid({}) == grid({name: 2}) == (128, 2, 1)
+    assert grid({name: 3}) == (128, 3, 1) and grid({name: 4}) == grid({name: 8}) == (128, 4, 1)
+    assert grid({name: 4}, 28672) == (896, 1, 1)
+
+
+def test_scratch_is_reserved_for_both_types_of_activations(cuda_host):
+    """A GPU may hold more blocks of one than of the other; memory that grew later would move under captured graphs."""
+    weight = Weight(4, 64, 4096, 128)
+    resident = {planning.few_name("bfloat16", 4, 64): 4}
+    machine = planning.Machine(lambda *_: None, 8, 227 * 1024, resident=resident)
+    codes = pack_codes(weight.codes, 4)
+    run = cuda.prepare(codes, weight.scales, weight.zeros, None, 4, scratch={}, machine=machine)
+    most = max(
+        found.partial
+        for dtype in HALVES
+        for tokens in range(1, planning.MANY + 1)
+        if (found := cuda.plan_for(run.weight, tokens, dtype, machine)) is not None
+    )
+    assert run.workspace.partial.numel() == most > 0
 
 
 @pytest.mark.parametrize("limit, widest", [(227, 16), (163, 16), (99, 4)])

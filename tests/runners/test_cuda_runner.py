@@ -13,7 +13,8 @@ from toolkit.errors import UsageError
 from toolkit.kernels import KernelError
 from toolkit.runners.base import RunnerError, RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
-from toolkit.runners.cuda.draws import uniforms
+from toolkit.runners.cuda.draws import columns, uniforms
+from toolkit.runners.cuda.idle import idle_batch
 from toolkit.runners.cuda.inputs import graph_rows
 from toolkit.runners.cuda.runner import CudaRunner
 from toolkit.runners.step import uniform
@@ -232,7 +233,7 @@ def test_memory_that_runs_out_fails_the_step_with_the_numbers(pair):
 
 def test_without_memory_for_graphs_decode_steps_run_kernel_by_kernel(pair, caplog):
     ours, device, oracle = pair("llama")
-    device.fail_capture = True
+    device.fail_captures = 99
     assert [ours.add(), oracle.add()] == [0, 0]
     _both(ours, oracle, {0: [3, 4]})
     for token in (5, 6, 7):
@@ -240,10 +241,34 @@ def test_without_memory_for_graphs_decode_steps_run_kernel_by_kernel(pair, caplo
     assert device.captures == 0 and "no memory is left to capture" in caplog.text
 
 
+def test_a_capture_that_fails_is_tried_once_more(pair, caplog):
+    ours, device, oracle = pair("llama")
+    device.fail_captures = 1
+    assert [ours.add(), oracle.add()] == [0, 0]
+    for ids in ([3, 4], [5], [6], [7], [8]):
+        _both(ours, oracle, {0: ids})
+    assert device.captures > 0 and device.replays > 0 and not caplog.text
+
+
+def test_graphs_that_were_forgotten_are_captured_anew(pair, caplog):
+    """Into memory of their own: torch refuses the pool of graphs that are gone."""
+    ours, device, oracle = pair("llama")
+    assert [ours.add(), oracle.add()] == [0, 0]
+    replays = 0
+    for ids in ([3, 4], [5], [6], [7]):
+        _both(ours, oracle, {0: ids})
+    for ids in ([8], [9], [10]):
+        if not replays:
+            ours.runner._ready().graphs.clear()
+            replays = device.replays
+        _both(ours, oracle, {0: ids})
+    assert device.replays > replays > 0 and not caplog.text
+
+
 def test_a_kernel_that_cannot_be_captured_is_no_failed_step(pair, caplog, monkeypatch):
     ours, device, oracle = pair("llama")
 
-    def refused(run):
+    def refused(run, pool):
         raise KernelError("cuLaunchKernelEx: operation not permitted when stream is capturing (CUDA error 900)")
 
     monkeypatch.setattr(device, "capture", refused)
@@ -293,6 +318,13 @@ def test_uniform_numbers_are_the_boundarys():
     seed[:2], position[:2] = (0, 2**64 - 1), (0, 1)
     expected = np.array([uniform(int(s), int(p)) for s, p in zip(seed, position, strict=True)], np.float32)
     np.testing.assert_array_equal(uniforms(seed, position), expected)
+
+
+def test_temperatures_next_to_nothing_are_greedy():
+    """A logit of 1 divided by 1e-40 is no number of float32 any more."""
+    sampling = idle_batch([(1, 1)] * 4, (0,), 16).sampling
+    sampling.temperature[:] = (0, 1e-40, 9e-7, 1e-6)
+    assert columns(sampling)["temperature"].tolist() == [0, 0, 0, np.float32(1e-6)]
 
 
 def test_sizes_of_graphs():

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
+
+from toolkit.runners.cuda.device import CudaDevice
 
 
 @pytest.fixture
@@ -88,3 +92,44 @@ def test_a_step_must_not_wait_while_it_is_submitted(submit, device, refusal):
 
     with pytest.raises(refusal):
         device.watch(Runner()).submit(None)
+
+
+def test_a_pool_whose_graphs_are_gone_is_refused(device):
+    out = torch.zeros(1)
+    pool = device.pool()
+    first = device.capture(lambda: out.add_(1), pool)
+    device.capture(lambda: out.add_(1), pool)
+    del first
+    with pytest.raises(RuntimeError, match="gone"):
+        device.capture(lambda: out.add_(1), pool)
+    device.capture(lambda: out.add_(1), device.pool())
+
+
+def test_nothing_is_collected_while_torch_captures(monkeypatch):
+    """What garbage gives back to CUDA would break the capture; after it, also a failed one, all is as it was."""
+    collecting, pools = [], []
+
+    class Graph:
+        replay = None
+
+        def capture_begin(self, pool, capture_error_mode):
+            pools.append(pool)
+            collecting.append(gc.isenabled())
+
+        def capture_end(self):
+            collecting.append(gc.isenabled())
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    for name in ("synchronize", "get_device_capability", "Stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: (9, 0))
+    handles = iter([(0, 1), (0, 2)])
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    on = CudaDevice(torch.device("cuda", 0))
+    on.capture(lambda: collecting.append(gc.isenabled()), on.pool())
+
+    def fails():
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        on.capture(fails, on.pool())
+    assert collecting == [False] * 5 and gc.isenabled() and pools == [(0, 1), (0, 2)]

@@ -211,11 +211,11 @@ def test_the_cuda_kernels_are_built_where_they_are_missing(tmp_path):
 import os
 os.environ["CUDACXX"] = {str(compiler)!r}
 from gpu import precompile
-from toolkit.kernels.cuda import driver
+from toolkit.kernels.cuda import build, driver
 
-driver.fatbin_version = lambda path: 13000
+driver.fatbin_note = lambda path: dict(cuda=13000, sources=build.sources())
 print(precompile.precompile(["cuda"], 90, None, 1, 60.0))
-driver.fatbin_version = lambda path: None
+driver.fatbin_note = lambda path: dict(cuda=13000, sources="others")
 print(precompile.precompile(["cuda"], 90, None, 1, 60.0)["errors"])
 """
     first, *_, said = [line for line in compiled(code, tmp_path) if not line.startswith("precompile")]

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -211,11 +212,21 @@ class Reached:
 
 
 class OutOfMemory(RuntimeError):
-    """What ``CpuDevice.fail_after`` makes happen."""
+    """What ``fail_step`` and ``fail_captures`` make happen."""
+
+
+@dataclass
+class Pool:
+    """Of graphs. torch refuses a capture into one that had some and has none any more."""
+
+    captures: int = 0
+    graphs: WeakSet[Callable[[], None]] = field(default_factory=WeakSet)
 
 
 class CpuDevice:
-    """See the module. ``replays``: how many there were; ``fail_at``: the allocation of pinned memory that fails."""
+    """See the module. ``replays``, ``captures``: how many there were; ``fail_step``: the next allocation of pinned
+    memory fails; ``fail_captures``: so many captures do.
+    """
 
     capability = None
     torch = torch.device("cpu")
@@ -223,7 +234,7 @@ class CpuDevice:
     def __init__(self) -> None:
         self.submitting = False
         self.replays = self.captures = 0
-        self.fail_capture = self.fail_step = False
+        self.fail_step, self.fail_captures = False, 0
         self._recorder: Recorder | None = None
         self._recorders: list[Recorder] = []
 
@@ -289,9 +300,16 @@ class CpuDevice:
     def mark(self) -> Reached:
         return Reached(self)
 
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        if self.fail_capture:
+    def pool(self) -> Pool:
+        return Pool()
+
+    def capture(self, run: Callable[[], None], pool: Pool | None = None) -> Callable[[], None]:
+        pool = pool or Pool()
+        if self.fail_captures:
+            self.fail_captures -= 1
             raise OutOfMemory("no more")
+        if pool.captures and not pool.graphs:
+            raise RuntimeError("the graphs of this pool are gone, and it with them")
         recorder = self._recorder = Recorder()
         try:
             apart = nullcontext() if self.submitting else self._kernels()
@@ -302,7 +320,13 @@ class CpuDevice:
         recorder.restore()
         self._recorders.append(recorder)
         self.captures += 1
-        return lambda: self._replay(recorder)
+
+        def replay() -> None:
+            self._replay(recorder)
+
+        pool.captures += 1
+        pool.graphs.add(replay)
+        return replay
 
     def _replay(self, recorder: Recorder) -> None:
         with _disable_current_modes():

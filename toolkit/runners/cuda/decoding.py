@@ -6,6 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,22 +37,24 @@ class Graph:
 class Graphs:
     """Graphs by key, captured when a key comes for the first time; a device without them runs steps one by one.
 
-    ``body``: of every step. All graphs share the pool of their intermediate results: what one leaves is overwritten by
-    the next.
+    ``body``: of every step. Graphs share a pool for their intermediate results: what one leaves is overwritten by the
+    next.
     """
 
     device: Device
     body: Body
     enabled: bool = True
     _graphs: OrderedDict[GraphKey, Graph] = field(default_factory=OrderedDict)
+    _pool: Any = None  # of the graphs that are captured next
 
     def keys(self) -> list[GraphKey]:
         """What there are graphs for, the one used last at the end."""
         return list(self._graphs)
 
     def clear(self) -> None:
-        """Forget all graphs: something that they read or write has moved."""
+        """Forget all graphs, and the pool with them: something that they read or write has moved."""
         self._graphs.clear()
+        self._pool = None
 
     def run(self, made: DecodeArrays) -> tuple[Tensor | None, Callable[[], None] | None]:
         """Submit a step: (its logits, where it does not draw; what captures it once its results are on their way).
@@ -74,16 +77,27 @@ class Graphs:
         return logits, (lambda: self._capture(key, made, layout, buffer)) if capture else None
 
     def _capture(self, key: GraphKey, made: DecodeArrays, layout: Layout, buffer: Tensor) -> None:
-        left: list[Tensor | None] = []
         views = layout.views(buffer)
-        try:
-            replay = self.device.capture(lambda: left.append(self.body(views, made, key)))
-        except (RuntimeError, KernelError) as error:
-            self.enabled = False
-            self.clear()
-            why = "no memory is left" if isinstance(error, self.device.trouble()) else "the device refuses"
-            log.warning("%s to capture decode steps: they run kernel by kernel (%s)", why, error)
-            return
-        while len(self._graphs) >= MOST_GRAPHS:
-            self._graphs.popitem(last=False)
-        self._graphs[key] = Graph(layout, buffer, replay, left[0])
+        for last in (False, True):
+            left: list[Tensor | None] = []
+            if self._pool is None:
+                self._pool = self.device.pool()
+            try:
+                replay = self.device.capture(lambda left=left: left.append(self.body(views, made, key)), self._pool)  # type: ignore[misc]
+            except (RuntimeError, KernelError) as error:
+                self._pool = None  # that of the graphs there are lives as long as they do
+                self.device.trim()
+                if last:
+                    self._give_up(error)
+            else:
+                while len(self._graphs) >= MOST_GRAPHS:
+                    self._graphs.popitem(last=False)
+                self._graphs[key] = Graph(layout, buffer, replay, left[0])
+                return
+
+    def _give_up(self, error: Exception) -> None:
+        """Run all steps kernel by kernel from now on."""
+        self.enabled = False
+        self.clear()
+        why = "no memory is left" if isinstance(error, self.device.trouble()) else "the device refuses"
+        log.warning("%s to capture decode steps: they run kernel by kernel (%s)", why, error)

@@ -5,6 +5,7 @@ Tests put another class with these methods in its place, so that everything else
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
@@ -40,7 +41,10 @@ class Device(Protocol):
 
     def mark(self) -> Mark: ...
 
-    def capture(self, run: Callable[[], None]) -> Replay:
+    def pool(self) -> Any:
+        """Memory for the results inside graphs, which are captured into it. It is spent once they are all gone."""
+
+    def capture(self, run: Callable[[], None], pool: Any) -> Replay:
         """Record the device's work of ``run`` without doing it; what is returned does it, at the same addresses."""
 
     def memory(self) -> tuple[int, int]:
@@ -53,15 +57,26 @@ class Device(Protocol):
         """What is raised where memory runs out."""
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Inside, no garbage is collected: what it gives back (events, graphs, modules) must not go during a capture."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 class CudaDevice:
-    """A ``Device`` by torch. All work goes to one stream of its own; graphs share one pool, since they run in turn."""
+    """A ``Device`` by torch. All work goes to one stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self.torch = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         major, minor = torch.cuda.get_device_capability(self.torch)
         self.capability: int | None = 10 * major + minor
         self._stream = torch.cuda.Stream(self.torch)
-        self._pool = torch.cuda.graph_pool_handle()
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -80,18 +95,23 @@ class CudaDevice:
         event.record(self._stream)
         return event
 
-    def capture(self, run: Callable[[], None]) -> Replay:
+    def pool(self) -> Any:
+        """A handle of torch's, which refuses a capture into one that had graphs and has none any more."""
+        return torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Callable[[], None], pool: Any) -> Replay:
         """A CUDA graph. Everything in it must have run before, so that nothing is compiled or set up on the way."""
         torch.cuda.synchronize(self.torch)
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            run()
-        except BaseException:
-            with suppress(RuntimeError):  # that the capture was broken off says less than why
-                graph.capture_end()
-            raise
-        graph.capture_end()
+        with _no_collection():
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                run()
+            except BaseException:
+                with suppress(RuntimeError):  # that the capture was broken off says less than why
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph.replay
 
     def memory(self) -> tuple[int, int]:

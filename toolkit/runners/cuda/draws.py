@@ -17,10 +17,13 @@ def uniforms(seed: np.ndarray, position: np.ndarray) -> np.ndarray:
     return (z >> np.uint64(40)).astype(np.float32) * np.float32(1.0 / (1 << 24))
 
 
+COLDEST = 1e-6  # temperatures below it are greedy: logits divided by them may be too large for float32
+
+
 def columns(s: SamplingBatch) -> dict[str, np.ndarray]:
     """What ``sample`` takes a row: temperature, top_k, top_p, min_p and u."""
     return {
-        "temperature": s.temperature,
+        "temperature": np.where(s.temperature < COLDEST, np.float32(0), s.temperature),
         "top_k": s.top_k.astype(np.int64),
         "top_p": s.top_p,
         "min_p": s.min_p,

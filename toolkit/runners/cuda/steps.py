@@ -152,6 +152,7 @@ class Steps:
             plans[kind].give(heads, items, merges, room)
         x, delta = self._layers(self._embed(t), t, plans, made.batch)
         logits = self.decoder.logits(self.decoder.hidden(x, delta, None))
+        self.adapters.use(None, self.decoder.ops)  # what it holds may lie in a graph's memory, which may go
         if not made.draws:
             return logits
         columns = (t[name] for name in ("temperature", "top_k", "top_p", "min_p", "u"))
