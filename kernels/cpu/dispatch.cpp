@@ -1,4 +1,5 @@
-// Which instruction set runs: the best this processor has, or the one asked for by name.
+// Which instruction set runs: the best this processor has, or the one asked for by name. TK_HAVE_<name> says for which
+// ones this library was built (toolkit/runners/native/build.py).
 #include "ops.h"
 
 #include <cstring>
@@ -13,31 +14,29 @@ namespace tk {
     namespace isa {             \
     extern const Ops table;     \
     }
-#if defined(TK_HAVE_X86)
 TK_DECLARE(avx512vnni)
 TK_DECLARE(avxvnni)
 TK_DECLARE(avx2)
-#endif
 TK_DECLARE(generic)
 
 namespace {
 
-#if defined(TK_HAVE_X86)
-bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
+#if defined(__x86_64__)
+[[maybe_unused]] bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
 
-bool has_avxvnni() {  // g++ 12 knows no name for it: leaf 7, subleaf 1, EAX bit 4
+[[maybe_unused]] bool has_avxvnni() {  // g++ 12 knows no name for it: leaf 7, subleaf 1, EAX bit 4
     unsigned a = 0, b = 0, c = 0, d = 0;
     return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & (1u << 4));
 }
 
-bool has_avx512vnni() {
+[[maybe_unused]] bool has_avx512vnni() {
     return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
 }
 #endif
 
-bool always() { return true; }
+[[maybe_unused]] bool always() { return true; }
 
 struct Entry {
     const char* name;
@@ -46,12 +45,18 @@ struct Entry {
 };
 
 const Entry ENTRIES[] = {
-#if defined(TK_HAVE_X86)
+#if defined(TK_HAVE_avx512vnni)
     {"avx512vnni", &avx512vnni::table, has_avx512vnni},
+#endif
+#if defined(TK_HAVE_avxvnni)
     {"avxvnni", &avxvnni::table, has_avxvnni},
+#endif
+#if defined(TK_HAVE_avx2)
     {"avx2", &avx2::table, has_avx2},
 #endif
+#if defined(TK_HAVE_generic)
     {"generic", &generic::table, always},
+#endif
 };
 
 }  // namespace

@@ -18,7 +18,7 @@ def native_variants() -> list[dict[str, Any]]:
     if missing is not None:
         return [{"isa": isa, "runs": False, "chosen": False, "why_not": missing} for isa in library.ISAS]
     running = library.isas()
-    best = wanted or running[0]
+    best = wanted or next(iter(running), None)  # none: built for another processor alone
     return [
         {
             "isa": isa,

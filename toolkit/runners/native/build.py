@@ -2,7 +2,8 @@
 
 ``setup.py`` runs it too, by file name, so this file imports nothing of the toolkit. The op families of
 ``kernels/cpu`` are compiled once for every instruction set, the executor once; objects that are newer than all sources
-and headers are kept. The library links to the C++ standard library only.
+and headers are kept. ``TOOLKIT_NATIVE_ISAS=here`` compiles for this processor alone, a quarter of the work. The library
+links to the C++ standard library only.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 LIBRARY = "_native.so"
 
+ISAS_VARIABLE = "TOOLKIT_NATIVE_ISAS"  # all (the default) or here
 FAMILIES = ("linear_int", "linear_dense", "rowwise", "kv_cache", "attention", "table")
 ISA_FLAGS = {
     "avx512vnni": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mavx512bf16 "
@@ -26,6 +28,13 @@ ISA_FLAGS = {
     "avxvnni": "-mavx2 -mfma -mf16c -mavxvnni",
     "avx2": "-mavx2 -mfma -mf16c",
     "generic": "",
+}
+# What /proc/cpuinfo must show for an instruction set; kernels/cpu/dispatch.cpp asks the processor itself.
+ISA_NEEDS = {
+    "avx512vnni": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"},
+    "avxvnni": {"avx2", "fma", "f16c", "avx_vnni"},
+    "avx2": {"avx2", "fma", "f16c"},
+    "generic": set(),
 }
 COMMON = [
     "-std=c++17",
@@ -71,12 +80,27 @@ def kernel_folder() -> Path:
 
 def _units(kernels: Path, isas: tuple[str, ...]) -> list[tuple[Path, str, list[str]]]:
     """(source, object name, extra flags) of every compilation."""
-    x86 = ["-DTK_HAVE_X86"] if len(isas) > 1 else []
-    units = [
-        (kernels / f"{f}.cpp", f"{f}.{i}", [f"-DTK_ISA={i}", *ISA_FLAGS[i].split()]) for i in isas for f in FAMILIES
-    ]
-    once = [kernels / "dispatch.cpp", kernels / "single_ops.cpp", *sorted(HERE.glob("*.cpp"))]
-    return units + [(s, s.stem, x86) for s in once]
+    # The longest first, so that no core waits for the last one: compilers without vector instructions unroll a lot.
+    slowest_first = sorted(((f, i) for f in FAMILIES for i in isas), key=lambda unit: unit[1] != "generic")
+    units = [(kernels / f"{f}.cpp", f"{f}.{i}", [f"-DTK_ISA={i}", *ISA_FLAGS[i].split()]) for f, i in slowest_first]
+    dispatch = (kernels / "dispatch.cpp", "dispatch." + "-".join(isas), [f"-DTK_HAVE_{isa}" for isa in isas])
+    once = [kernels / "single_ops.cpp", *sorted(HERE.glob("*.cpp"))]
+    return [*units, dispatch, *((s, s.stem, []) for s in once)]
+
+
+def wanted_isas() -> tuple[str, ...]:
+    """The instruction sets to compile for: all of this architecture, or with ``TOOLKIT_NATIVE_ISAS=here`` the best that
+    this processor has, as far as /proc/cpuinfo tells. Raises BuildError for another value."""
+    asked = os.environ.get(ISAS_VARIABLE) or "all"
+    if asked not in ("all", "here"):
+        raise BuildError(f"{ISAS_VARIABLE}: expected all or here, found {asked!r}")
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return ("generic",)
+    facts = Path("/proc/cpuinfo")
+    if asked == "all" or not facts.exists():
+        return tuple(ISA_FLAGS)
+    flags = next((line for line in facts.read_text().splitlines() if line.startswith("flags")), "")
+    return (next(isa for isa, needs in ISA_NEEDS.items() if needs <= set(flags.split())),)
 
 
 def build(target: Path | None = None, objects: Path | None = None, *, sanitize: bool = False, jobs: int = 0) -> Path:
@@ -92,8 +116,7 @@ def build(target: Path | None = None, objects: Path | None = None, *, sanitize: 
         objects = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "toolkit" / "build" / key
     objects.mkdir(parents=True, exist_ok=True)
     headers = max(h.stat().st_mtime for h in [*kernels.glob("*.h"), *HERE.glob("*.h"), Path(__file__)])
-    x86 = platform.machine() in ("x86_64", "AMD64")
-    units = _units(kernels, tuple(ISA_FLAGS) if x86 else ("generic",))
+    units = _units(kernels, wanted_isas())
 
     def compile_one(unit: tuple[Path, str, list[str]]) -> Path:
         source, name, extra = unit
