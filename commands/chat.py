@@ -50,6 +50,9 @@ def run(
     ] = None,
     max_new_tokens: Annotated[int | None, _sampling("--max-new-tokens", help="Longest answer. Default: 512.")] = None,
     min_new_tokens: Annotated[int | None, _sampling("--min-new-tokens", help="Shortest answer.")] = None,
+    keep: Annotated[
+        int, typer.Option(min=0, metavar="<int>", help="Messages from the start that stay when the context is full.")
+    ] = 0,
     seed: Annotated[int | None, _sampling("--seed", help="The same seed draws the same answer.")] = None,
     stop: Annotated[list[str] | None, _sampling("--stop", help="Text that ends the answer; repeatable.")] = None,
     ignore_eos: Annotated[
@@ -84,8 +87,10 @@ def run(
     from toolkit.chat.conversation import Conversation
     from toolkit.messages import GenerationConfig
 
-    settings.change(GenerationConfig(), **given)  # wrong values are told before the model is loaded
+    asked = settings.change(GenerationConfig(), **given)  # wrong values are told before the model is loaded
     console = stderr()
+    for line in asked.without_effect():
+        console.print(f"{line} (--greedy); leave it out", markup=False, soft_wrap=True)
     with console.status(f"Loading {model}"):
         # what is to be said about loading is said below, in plain lines
         adapter = next(iter(config.adapters or {}), None)
@@ -98,7 +103,7 @@ def run(
             progress=lambda line: None,
         )
     with pipe:
-        talk = Conversation(settings.change(settings.of_model(pipe.tokenizer.path), **given), system)
+        talk = Conversation(settings.change(pipe.gen_config, **given), system, keep=keep)
         if question is None:
             show_engine(console, pipe.engine)
             facts = f"chat template: {pipe.chat_template.note}", f" · context {pipe.engine.session_len}"
@@ -131,13 +136,14 @@ def read_question(prompt: str | None) -> str | None:
 def answer_once(model: Model, talk: Conversation, question: str) -> None:
     """One answer on standard output, a line about it on standard error."""
     from toolkit.chat.repl import answer, how_it_ended
+    from toolkit.chat.settings import describe
     from toolkit.chat.terminal import TerminalScreen
 
     screen = TerminalScreen()
     talk.say("user", question)
     whole, speed = answer(model, talk.messages(), talk.config, screen)
     ending = how_it_ended(whole, talk.config, "--max-new-tokens", "--session-len")
-    screen.note(", ".join(filter(None, (speed, ending))))
+    screen.note(", ".join(filter(None, (speed, describe(talk.config), ending))))
     if whole.finish_reason == "abort":
         raise KeyboardInterrupt
 
@@ -146,15 +152,16 @@ def converse(model: Model, name: str, talk: Conversation, note: str = "", contex
     """Questions and answers until the user leaves. ``note``: to say first; ``context``: ends the status line."""
     from toolkit.artifacts.home import toolkit_home
     from toolkit.chat.repl import COMMANDS, Repl
+    from toolkit.chat.settings import describe
     from toolkit.chat.terminal import TerminalScreen, reader
 
     screen = TerminalScreen()
     if note:
         screen.note(note)
+    screen.note(f"sampling: {describe(talk.config)} (/set changes it)")
     screen.note("Enter sends, Alt-Enter starts a new line, /help shows the commands, Ctrl-D leaves.")
 
     def status() -> str:
-        how = "greedy" if talk.config.greedy else f"temperature {talk.config.temperature:g}"
-        return f"{name} · {how} · {len(talk.turns)} messages{context}"
+        return f"{name} · {describe(talk.config)} · {len(talk.turns)} messages{context}"
 
     Repl(model, name, talk, screen).run(reader(toolkit_home() / "chat_history", COMMANDS, status))

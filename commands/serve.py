@@ -52,8 +52,8 @@ def api_server(
     generation_config: Annotated[
         str,
         typer.Option(
-            help="Sampling that requests leave open: auto (the model's generation_config.json), toolkit (none but the "
-            "server's defaults), or another such file or its directory."
+            help="Sampling that requests leave open: auto (the model's generation_config.json, else greedy), toolkit "
+            "(greedy), or another such file or its directory."
         ),
     ] = "auto",
     ssl: Annotated[bool, typer.Option("--ssl", help="HTTPS, by the files in SSL_KEYFILE and SSL_CERTFILE.")] = False,

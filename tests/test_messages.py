@@ -182,3 +182,18 @@ def test_every_field_is_used_ignored_or_refused() -> None:
     known = {f.name for config in (TurbomindEngineConfig, PytorchEngineConfig) for f in dataclasses.fields(config)}
     assert set(IGNORED) - known == {"trust_remote_code", "vision_max_batch_size"} and set(NOT_BUILT) <= known
     assert not set(IGNORED) & set(NOT_BUILT)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({}, []),
+        ({"temperature": 0.2}, ["temperature 0.2"]),
+        ({"temperature": 0.2, "do_sample": True}, []),
+        ({"temperature": 0.0}, []),
+        ({"top_k": 5, "top_p": 0.5}, ["top_p 0.5", "top_k 5"]),
+    ],
+)
+def test_what_has_no_effect_is_named(fields: dict[str, Any], named: list[str]) -> None:
+    found = GenerationConfig(**fields).without_effect()
+    assert [line.partition(" has no effect")[0] for line in found] == named

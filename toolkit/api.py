@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from toolkit.artifacts.tokenizer import Tokenizer
-from toolkit.chat import arguments
+from toolkit.chat import arguments, settings
+from toolkit.chat.messages import Message
 from toolkit.chat.prompts import Prompt, as_batch
 from toolkit.chat.session import Session
 from toolkit.chat.template import ChatTemplate
@@ -57,12 +58,13 @@ def pipeline(
 class Pipeline:
     """One loaded model with its chat template. Usable from several threads; a context manager.
 
-    model_path: local directory, hub id, .gguf file, engine artifact or "demo". backend_config: None lets the toolkit
-    choose. chat_template_config: a ChatTemplateConfig, a built-in name, or a .json or .jinja file. log_level: of the
-    logger "toolkit"; INFO shows every prompt after templating, cut to ``max_log_len`` characters. ``gen_config`` may be
-    given as the default of all calls, ``adapter_name`` too, ``backend`` ("turbomind" or "pytorch") in place of a
-    backend_config, ``progress`` to be called with each line about loading, which otherwise is logged. Raises UsageError
-    for arguments that mean nothing, ToolkitError when the model cannot be loaded.
+    model_path: local directory, hub id, .gguf file, engine artifact or "demo". backend_config: None lets the
+    toolkit choose. chat_template_config: a ChatTemplateConfig, a built-in name, or a .json or .jinja file.
+    log_level: of the logger "toolkit"; INFO shows every prompt after templating, cut to ``max_log_len`` characters.
+    ``gen_config`` may be given as the default of all calls (else: what the model's generation_config.json asks for,
+    or greedy), ``adapter_name`` too, ``backend`` ("turbomind" or "pytorch") in place of a backend_config,
+    ``progress`` to be called with each line about loading, which otherwise is logged. Raises UsageError for
+    arguments that mean nothing, ToolkitError when the model cannot be loaded.
     """
 
     def __init__(
@@ -93,7 +95,6 @@ class Pipeline:
         for name, spelled in ignored:
             logger.warning("%s", notice(name, spelled))
         self.model_path = str(model_path)
-        self.gen_config: GenerationConfig = default or GenerationConfig()
         self._max_log_len = max_log_len
         self._closed = False
         self.engine = AsyncEngine.open(
@@ -105,10 +106,14 @@ class Pipeline:
             if self.adapter_name is not None:
                 self._check_adapter(self.adapter_name)
             self.chat_template = ChatTemplate.open(self.engine.tokenizer, self.model_path, chat_template_config)
+            self.gen_config: GenerationConfig = default or settings.of_model(self.tokenizer.path)
         except BaseException:
             self.engine.close()
             raise
+        if default is None:
+            logger.info("sampling where a call says nothing of it: %s", settings.describe(self.gen_config))
         self._runner = JobRunner(self.engine)
+        self._warned: set[str] = set()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -225,6 +230,11 @@ class Pipeline:
         if not self._closed:
             self.engine.end_session(session.session_id)
 
+    def context(self, messages: list[Message]) -> tuple[int, int]:
+        """(tokens that a conversation takes once templated, tokens that fit). Raises ToolkitError."""
+        text = self.chat_template.render(messages)
+        return len(self.tokenizer.encode(text, add_special_tokens=False)), self.engine.session_len
+
     def get_ppl(self, input_ids: list[int] | list[list[int]]) -> list[float]:
         """Mean cross-entropy (natural logarithm, not exponentiated) of each sequence of at least two token ids."""
         self._check_open()
@@ -265,6 +275,9 @@ class Pipeline:
             options["tools"] = tools
         arguments.refuse_unknown("the call", kwargs)
         configs = arguments.configs(gen_config or self.gen_config, len(prompts))
+        for line in {line for config in configs for line in config.without_effect()} - self._warned:
+            self._warned.add(line)
+            logger.warning("%s; give do_sample=True too, or leave it out", line)
         jobs = []
         for i, (prompt, config) in enumerate(zip(prompts, configs, strict=True)):
             session = sessions[i] if sessions else None

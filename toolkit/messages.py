@@ -77,6 +77,14 @@ class GenerationConfig:
     def __post_init__(self) -> None:
         self.validate()
 
+    def without_effect(self) -> list[str]:
+        """A line for every field that says how to sample where ``do_sample`` is False, and so changes nothing."""
+        if self.do_sample:
+            return []
+        nothing = {"temperature": (0.8, 1.0, 0.0), "top_p": (1.0,), "top_k": (50, 0), "min_p": (0.0,)}
+        given = {name: getattr(self, name) for name, silent in nothing.items() if getattr(self, name) not in silent}
+        return [f"{name} {value:g} has no effect: do_sample is off" for name, value in given.items()]
+
     def validate(self) -> None:
         """Raise UsageError for the first field out of its range."""
         for name, bounds in BOUNDS.items():

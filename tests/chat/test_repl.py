@@ -21,6 +21,11 @@ from toolkit.messages import GenerationConfig, Response
 class Parrot:
     """Answers "echo: QUESTION" in two pieces; does as it is told by a few questions. Keeps what it was asked."""
 
+    fits: int | None = None  # characters
+
+    def context(self, messages: list[dict[str, Any]]) -> tuple[int, int] | None:
+        return None if self.fits is None else (sum(len(m["content"]) for m in messages), self.fits)
+
     def __init__(self) -> None:
         self.asked: list[list[dict[str, Any]]] = []
         self.configs: list[GenerationConfig | None] = []
@@ -274,3 +279,43 @@ def test_no_speed_where_nothing_was_measured(
     for tokens in pieces:
         speed.count(Response(generate_token_len=tokens))
     assert "tokens/s" not in speed.line()
+
+
+def test_a_full_context_leaves_the_oldest_turns_out_but_not_what_is_kept(desk: Desk, tmp_path: Path) -> None:
+    desk.model.fits = 100
+    desk.talk.keep = 2
+    desk.type(*(f"question {i}, a long one" for i in range(4)), f"/save {tmp_path / 'whole.json'}")
+    sent = [m["content"] for m in desk.model.asked[-1]]
+    assert sent[:2] == ["question 0, a long one", "echo: question 0, a long one"]
+    assert sent[-1] == "question 3, a long one"
+    assert "question 1, a long one" not in sent
+    assert sum(map(len, sent)) <= 100 - 25
+    assert "oldest messages are left out (the first 2 are kept; /clear forgets all)" in desk.notes
+    assert len(json.loads((tmp_path / "whole.json").read_text())["messages"]) == 8  # nothing is lost
+    desk.type("/clear", "again")
+    assert [m["content"] for m in desk.model.asked[-1]] == ["again"]
+
+
+def test_a_question_alone_is_never_left_out(desk: Desk) -> None:
+    desk.model.fits = 10
+    desk.type("much longer than ten characters")
+    assert desk.model.asked[-1] == [{"role": "user", "content": "much longer than ten characters"}]
+    assert "left out" not in desk.notes
+
+
+def test_saving_over_a_file_asks_first(desk: Desk, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    file.write_text("precious")
+    desk.type("hello", f"/save {file}", "n")
+    assert file.read_text() == "precious"
+    assert "replace it?" in desk.notes and "not saved" in desk.notes
+    desk.type(f"/save {file}")  # the end of input is no yes
+    assert file.read_text() == "precious"
+    desk.type(f"/save {file}", "y")
+    assert json.loads(file.read_text())["messages"]
+
+
+def test_words_that_other_tools_know(desk: Desk) -> None:
+    desk.type("/?", '"""\ntwo\nlines\n"""', "/bye", "unheard")
+    assert "/system [TEXT]" in desk.notes
+    assert [m[-1]["content"] for m in desk.model.asked] == ["two\nlines"]

@@ -15,7 +15,7 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import GenerationConfig
 from toolkit.serve.client import APIClient
 from toolkit.serve.remote import RemoteModel
-from toolkit.serve.sampling import SamplingDefaults
+from toolkit.serve.sampling import choose_defaults
 
 
 @pytest.fixture
@@ -86,17 +86,19 @@ def test_defaults_are_chosen(tmp_path: Path) -> None:
     own, other = tmp_path / "own", tmp_path / "other"
     for directory, temperature in ((own, 0.1), (other, 0.2)):
         directory.mkdir()
-        (directory / "generation_config.json").write_text(json.dumps({"temperature": temperature, "pad_token_id": 0}))
-    choose = SamplingDefaults.choose
+        found = {"do_sample": True, "temperature": temperature, "pad_token_id": 0}
+        (directory / "generation_config.json").write_text(json.dumps(found))
+    choose = choose_defaults
     assert choose("auto", own).temperature == 0.1
-    assert choose("auto", tmp_path) == choose("toolkit", own) == choose("auto", None) == SamplingDefaults()
+    assert choose("auto", tmp_path) == choose("toolkit", own) == choose("auto", None)
+    assert choose("toolkit", own).greedy
     assert choose(str(other), own).temperature == choose(str(other / "generation_config.json"), None).temperature == 0.2
     with pytest.raises(UsageError, match="--generation-config nowhere: expected auto, toolkit, or"):
         choose("nowhere", own)
     with pytest.raises(UsageError, match=f"--generation-config {tmp_path}: expected"):
         choose(str(tmp_path), own)
-    (other / "generation_config.json").write_text('{"top_p": 7}')
-    with pytest.raises(UsageError, match=r"other/generation_config.json: top_p"):
+    (other / "generation_config.json").write_text('{"do_sample": true, "top_p": 7}')
+    with pytest.raises(ToolkitError, match=r"other/generation_config.json: top_p"):
         choose(str(other), own)
     (other / "generation_config.json").write_text("{")
     with pytest.raises(ToolkitError, match="not valid JSON"):
@@ -105,7 +107,20 @@ def test_defaults_are_chosen(tmp_path: Path) -> None:
 
 def test_requests_get_the_chosen_defaults(start: Any, tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
-    file.write_text('{"temperature": 0.25, "top_k": 3}')
+    file.write_text('{"do_sample": true, "temperature": 0.25, "top_k": 3}')
     server = start(generation_config=str(file))
     list(APIClient(server.url).completions_v1("echo", "abc"))
     assert (server.engine.seen[0][1].temperature, server.engine.seen[0][1].top_k) == (0.25, 3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "greedy", "temperature"),
+    [({}, True, 1.0), ({"temperature": 0.5}, False, 0.5), ({"temperature": 0}, True, 0.0), ({"n": 2}, False, 1.0)],
+)
+def test_a_model_that_names_no_sampling_is_greedy_until_asked(
+    start: Any, fields: dict[str, Any], greedy: bool, temperature: float
+) -> None:
+    server = start()
+    list(APIClient(server.url).completions_v1("echo", "abc", **fields))
+    config = server.engine.seen[0][1]
+    assert (config.greedy, config.temperature) == (greedy, temperature)

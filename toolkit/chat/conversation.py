@@ -15,16 +15,33 @@ from toolkit.messages import GenerationConfig
 
 @dataclass
 class Conversation:
-    """``turns``: user and assistant messages in turn; ``system``: the system text, None for the template's own."""
+    """``turns``: user and assistant messages in turn; ``system``: the system text, None for the template's own.
+
+    Where the context is full, ``left_out`` turns after the first ``keep`` no longer go to the model; they stay here,
+    and are saved.
+    """
 
     config: GenerationConfig
     system: str | None = None
     turns: list[Message] = field(default_factory=list)
+    keep: int = 0
+    left_out: int = 0
 
     def messages(self) -> list[Message]:
         """What goes to the model."""
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return [*first, *self.turns]
+        return [*first, *self.turns[: self.keep], *self.turns[self.keep + self.left_out :]]
+
+    def leave_out(self) -> bool:
+        """Leave out two more, a question and an answer; False where no such two lie before the open question."""
+        if self.keep + self.left_out + 2 >= len(self.turns):
+            return False
+        self.left_out += 2
+        return True
+
+    def clear(self) -> None:
+        """Forget what was said."""
+        self.turns, self.left_out = [], 0
 
     def say(self, role: str, text: str) -> None:
         self.turns.append({"role": role, "content": text})
@@ -62,4 +79,4 @@ class Conversation:
             config = settings.change(self.config, **given)
         except (UsageError, TypeError) as e:
             raise ToolkitError(f"{file}: not a saved conversation: {e}") from e
-        self.system, self.turns, self.config = system, checked, config
+        self.system, self.turns, self.config, self.left_out = system, checked, config, 0

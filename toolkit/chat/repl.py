@@ -17,20 +17,23 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import GenerationConfig, Response
 
 HELP = """\
-/help                show this
+/help                show this (also: /?)
 /system [TEXT]       show or set the system text; /system - drops it
 /set [NAME VALUE]    show or change sampling settings, e.g. /set temperature 0.7
 /clear               forget the conversation (also: end)
 /save FILE           write the conversation to a JSON file
 /load FILE           go on with a saved conversation
 /retry               answer the last question again
-/exit                leave (also: exit, quit, Ctrl-D)
+/exit                leave (also: exit, quit, /bye, Ctrl-D)
 
-Enter sends; Alt-Enter, or a backslash at the end of a line, starts a new line.
+Enter sends; Alt-Enter, or a backslash at the end of a line, starts a new line. A question may have many lines between
+\"\"\" and \"\"\".
 Ctrl-C stops the answer, and clears a question that is not sent yet."""
-LEAVE = ("exit", "quit", "/exit", "/quit")
+LEAVE = ("exit", "quit", "/exit", "/quit", "/bye")
 LEAST_TIME = 0.001  # seconds; a speed measured over less is noise
-WORDS = {"end": "/clear"}  # LMDeploy's word for the end of a session
+WORDS = {"end": "/clear", "/?": "/help"}  # "end": LMDeploy's word for the end of a session
+QUOTES = '"""'  # around a question of several lines
+ROOM = 4  # an answer is to have this part of the context, or max_new_tokens where that is less
 COMMANDS = ("/help", "/system", "/set", "/clear", "/save", "/load", "/retry", "/exit")
 
 
@@ -40,6 +43,9 @@ class Model(Protocol):
     def stream_infer(
         self, prompts: list[Message], *, gen_config: GenerationConfig | None = None
     ) -> Iterator[Response]: ...
+
+    def context(self, messages: list[Message]) -> tuple[int, int] | None:
+        """(tokens that ``messages`` take, tokens that fit); None where nobody knows."""
 
 
 class Screen(Protocol):
@@ -117,6 +123,13 @@ def how_it_ended(whole: Response, config: GenerationConfig, more: str, shorter: 
     return f"cut, the context was full ({shorter})"
 
 
+def unquoted(text: str) -> str:
+    """A question without the three quotes around it."""
+    if not text.startswith(QUOTES):
+        return text
+    return text.removeprefix(QUOTES).rstrip().removesuffix(QUOTES).strip("\n") or text
+
+
 class Repl:
     """The state of a chat and what each line of input does to it."""
 
@@ -125,9 +138,11 @@ class Repl:
         self.name = name
         self.conversation = conversation
         self.screen = screen
+        self._read: Callable[[], str] = lambda: ""
 
     def run(self, read: Callable[[], str]) -> None:
         """Read and answer until the user leaves; ``read`` raises EOFError at the end, KeyboardInterrupt on Ctrl-C."""
+        self._read = read
         while True:
             try:
                 line = read()
@@ -146,7 +161,7 @@ class Repl:
             if line.startswith("/") and "\n" not in line:
                 self._command(line)
             else:
-                self.conversation.say("user", line)
+                self.conversation.say("user", unquoted(line))
                 self._answer()
         except ToolkitError as e:
             self.screen.error(" ".join(str(e).split()))
@@ -155,6 +170,7 @@ class Repl:
         """Answer the open question. A failure takes the question back; what an interrupt left counts."""
         talk = self.conversation
         try:
+            self._make_room()
             whole, speed = answer(self.model, talk.messages(), talk.config, self.screen)
         except ToolkitError:
             talk.turns.pop()
@@ -165,6 +181,24 @@ class Repl:
             talk.say("assistant", whole.text)
         ending = how_it_ended(whole, talk.config, "/set max_new_tokens", "/clear")
         self.screen.note(", ".join(filter(None, (speed, ending))) + "\n")
+
+    def _make_room(self) -> None:
+        """Leave out the oldest turns where an answer would hardly fit behind the conversation; say so."""
+        talk, before = self.conversation, self.conversation.left_out
+        found = self.model.context(talk.messages())
+        if found is None:
+            return
+        taken, fits = found
+        wanted = min(talk.config.max_new_tokens or fits, fits // ROOM)
+        if taken + wanted <= fits:
+            return
+        while taken + 2 * wanted > fits and talk.leave_out():  # room for the next answer too: the cache begins anew
+            taken, _ = self.model.context(talk.messages()) or (0, fits)
+        if count := talk.left_out - before:
+            kept = f"the first {talk.keep} are kept" if talk.keep else "--keep N keeps the first N"
+            self.screen.note(
+                f"the context is full: the {count} oldest messages are left out ({kept}; /clear forgets all)"
+            )
 
     def _command(self, line: str) -> None:
         name, _, rest = line.strip().partition(" ")
@@ -205,14 +239,25 @@ class Repl:
         self.screen.note(f"{name} = {shown[name]} ({mode})")
 
     def _clear(self, rest: str) -> None:
-        self.conversation.turns.clear()
+        self.conversation.clear()
         self.screen.note("the conversation is forgotten")
 
     def _save(self, rest: str) -> None:
         if not rest:
             raise UsageError("/save: expected a file name")
-        self.conversation.save(Path(rest).expanduser(), self.name)
+        file = Path(rest).expanduser()
+        if file.exists() and not self._confirmed(f"{rest}: exists; replace it? y or n"):
+            self.screen.note("not saved")
+            return
+        self.conversation.save(file, self.name)
         self.screen.note(f"saved to {rest}")
+
+    def _confirmed(self, question: str) -> bool:
+        self.screen.note(question)
+        try:
+            return self._read().strip().lower() in ("y", "yes")
+        except (KeyboardInterrupt, EOFError):
+            return False
 
     def _load(self, rest: str) -> None:
         if not rest:

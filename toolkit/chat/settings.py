@@ -1,4 +1,7 @@
-"""Sampling settings of a conversation: the model's own defaults, flags on top, ``/set`` on top of these."""
+"""How tokens are drawn where nobody says: as the model's own generation_config.json asks, else greedily.
+
+The same for chat, the Python API and the server. Flags, requests and ``/set`` change it.
+"""
 
 from __future__ import annotations
 
@@ -28,23 +31,29 @@ SETTINGS: dict[str, type] = {
 }
 _FIELDS = {"seed": "random_seed", "stop": "stop_words"}  # names that GenerationConfig spells otherwise
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
+GREEDY = GenerationConfig(temperature=1.0)  # the temperature that holds once sampling is asked for
 _OF_MODEL = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def of_model(directory: Path) -> GenerationConfig:
-    """What a model's generation_config.json asks for; greedy where it does not say ``do_sample``.
+    """What the generation_config.json of a model's directory asks for; greedy where there is none. See ``of_file``."""
+    file = directory / "generation_config.json"
+    return of_file(file) if file.is_file() else GREEDY
+
+
+def of_file(file: Path) -> GenerationConfig:
+    """What a generation_config.json asks for; greedy where it does not say ``do_sample``.
 
     Numbers it leaves out are transformers' defaults. Raises ToolkitError for values that cannot be.
     """
-    file = directory / "generation_config.json"
-    data = read_json_object(file) if file.is_file() else {}
+    data = read_json_object(file)
     given = {name: data[name] for name in _OF_MODEL if data.get(name) is not None}
     if not isinstance(given.get("do_sample", False), bool):
         raise ToolkitError(f"{file}: do_sample: expected true or false, found {given['do_sample']!r}")
     if not given.get("do_sample"):
         given = {name: given[name] for name in given if name == "repetition_penalty"}
     try:
-        return GenerationConfig(**({"temperature": 1.0} | given))
+        return dataclasses.replace(GREEDY, **given)
     except UsageError as e:
         raise ToolkitError(f"{file}: {e}") from e
 
@@ -62,6 +71,15 @@ def change(config: GenerationConfig, **values: Any) -> GenerationConfig:
     if "do_sample" not in given and any(name in given for name in _SAMPLING):
         given["do_sample"] = given.get("temperature", 1.0) != 0
     return dataclasses.replace(config, **{_FIELDS.get(name, name): value for name, value in given.items()})
+
+
+def describe(config: GenerationConfig) -> str:
+    """How tokens are drawn, in a few words."""
+    if config.greedy:
+        return "greedy"
+    narrowed = {"top_p": (config.top_p, 1.0), "top_k": (config.top_k, 0), "min_p": (config.min_p, 0.0)}
+    more = [f"{name} {value:g}" for name, (value, neutral) in narrowed.items() if value != neutral]
+    return ", ".join([f"temperature {config.temperature:g}", *more])
 
 
 def parse(name: str, text: str) -> Any:

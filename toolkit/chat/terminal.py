@@ -15,8 +15,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from toolkit.chat.repl import QUOTES
+
 if TYPE_CHECKING:
     from prompt_toolkit.key_binding import KeyBindings
+
+    from toolkit.chat.wrap import Wrapper
 
 # Everything that would move the cursor or change the terminal; tabs and line ends stay.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -30,21 +34,31 @@ class TerminalScreen:
         self._err = err or sys.stderr
         self._guarded = self._out.isatty()
         self._coloured = self._err.isatty()
+        self._wrapper: Wrapper | None = None
         self._last = "\n"
 
     def text(self, piece: str) -> None:
-        if not piece:
-            return
-        self._last = piece[-1]
-        self._out.write(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", piece) if self._guarded else piece)
-        self._out.flush()
+        if self._guarded and piece:
+            if self._wrapper is None:
+                from toolkit.chat.wrap import Wrapper
+
+                self._wrapper = Wrapper(_columns())
+            piece = self._wrapper.add(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", piece))
+        self._write(piece)
 
     def end_of_text(self) -> None:
         """Close the answer's last line."""
+        if self._wrapper is not None:
+            self._write(self._wrapper.end())
         if self._last != "\n":
-            self._out.write("\n")
+            self._write("\n")
+        self._last, self._wrapper = "\n", None
+
+    def _write(self, text: str) -> None:
+        if text:
+            self._last = text[-1]
+            self._out.write(text)
             self._out.flush()
-        self._last = "\n"
 
     @contextmanager
     def answering(self) -> Iterator[None]:
@@ -71,10 +85,14 @@ class TerminalScreen:
 
     def _say(self, line: str, style: str) -> None:
         if self._coloured:  # a terminal, which would break lines within words
-            width = max(20, shutil.get_terminal_size().columns - 1)
-            line = "\n".join(_wrapped(part, width) for part in line.split("\n"))
+            line = "\n".join(_wrapped(part, _columns()) for part in line.split("\n"))
         self._err.write(f"\x1b[{style}m{line}\x1b[0m\n" if self._coloured else f"{line}\n")
         self._err.flush()
+
+
+def _columns() -> int:
+    """How many the terminal has, less one, at which some of them begin a new line."""
+    return max(20, shutil.get_terminal_size().columns - 1)
 
 
 def _wrapped(line: str, width: int) -> str:
@@ -118,7 +136,7 @@ def reader(history: Path, commands: tuple[str, ...], status: Callable[[], str]) 
 
 
 def _keys() -> KeyBindings:
-    """Enter sends, or goes on in a new line after a backslash; Alt-Enter starts a new line."""
+    """Enter sends, or goes on in a new line after a backslash and between three quotes; Alt-Enter starts a new line."""
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
     keys = KeyBindings()
@@ -126,7 +144,10 @@ def _keys() -> KeyBindings:
     @keys.add("enter")
     def send(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
-        if buffer.document.text_before_cursor.endswith("\\"):
+        quoted = buffer.text.startswith(QUOTES) and not buffer.text[len(QUOTES) :].rstrip().endswith(QUOTES)
+        if quoted:
+            buffer.newline(copy_margin=False)
+        elif buffer.document.text_before_cursor.endswith("\\"):
             buffer.delete_before_cursor()
             buffer.newline(copy_margin=False)
         else:

@@ -18,7 +18,7 @@ from toolkit.serve.errors import ApiError, from_exception
 from toolkit.serve.metrics import ServerMetrics
 from toolkit.serve.protocol import ChatCompletionRequest, CompletionRequest
 from toolkit.serve.replies import json_response
-from toolkit.serve.sampling import SamplingDefaults
+from toolkit.serve.sampling import choose_defaults
 from toolkit.serve.schema import add_schemas
 from toolkit.serve.state import ServerSettings, ServerState
 
@@ -34,7 +34,7 @@ def create_app(engine: AsyncEngine, template: ChatTemplate, settings: ServerSett
         engine=engine,
         template=template,
         settings=settings,
-        defaults=SamplingDefaults.choose(settings.generation_config, engine.tokenizer.path),
+        defaults=choose_defaults(settings.generation_config, engine.tokenizer.path),
         metrics=ServerMetrics(engine.stats),
         slots=asyncio.Semaphore(limit) if limit else None,
     )

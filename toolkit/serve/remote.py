@@ -43,6 +43,9 @@ class RemoteModel:
                 total, prompt = counts.get("completion_tokens", pieces), counts.get("prompt_tokens", 0)
                 yield Response(generate_token_len=total, input_token_len=prompt, finish_reason=ended)
 
+    def context(self, messages: list[dict[str, Any]]) -> None:
+        """What a conversation takes there is not known here: the server itself says where it is too long."""
+
 
 def as_fields(config: GenerationConfig) -> dict[str, Any]:
     """The fields of a chat request that mean the same; all of them, so that the server's defaults play no part."""

@@ -16,13 +16,14 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI
 
+from toolkit.chat.settings import describe
 from toolkit.chat.template import ChatTemplate
 from toolkit.engine.frontend import AsyncEngine
 from toolkit.engine_configs import EngineConfig
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import ChatTemplateConfig
 from toolkit.serve.app import create_app
-from toolkit.serve.sampling import SamplingDefaults
+from toolkit.serve.sampling import choose_defaults
 from toolkit.serve.state import ServerSettings, ServerState
 
 logger = logging.getLogger("toolkit.serve")
@@ -164,7 +165,7 @@ def serve(
     if log_level not in LOG_LEVELS:
         raise UsageError(f"--log-level: expected one of {', '.join(LOG_LEVELS)}, found {log_level!r}")
     ChatTemplate.check(chat_template)
-    SamplingDefaults.choose(str((settings or {}).get("generation_config", "auto")), None)
+    choose_defaults(str((settings or {}).get("generation_config", "auto")), None)
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with contextlib.closing(bind(address.host, address.port)) as sock, _terminate_while_loading():
         engine = AsyncEngine.open(model, backend_config=engine_config, progress=progress, process=True)
@@ -176,6 +177,7 @@ def serve(
                 raise UsageError(f"--adapters: expected names other than the model's, found {name!r}")
             options = ServerSettings(name, engine.adapters, **chosen)  # type: ignore[arg-type]
             app = create_app(engine, template, options)
+            progress(f"sampling where a request says nothing of it: {describe(app.state.server.defaults)}")
             run_app(app, sock, address, log_level, lambda url: ready(url, engine))
         finally:
             engine.close()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 
-from toolkit.artifacts.json_file import read_json_object
+from toolkit.chat import settings
 from toolkit.errors import UsageError
 from toolkit.messages import GenerationConfig
 from toolkit.request_limits import SEED_MAX
@@ -14,69 +14,55 @@ from toolkit.serve.errors import bad_field
 from toolkit.serve.protocol import GenerateRequest
 
 
-@dataclass(frozen=True)
-class SamplingDefaults:
-    """Values for fields that a request leaves out (LMDeploy's server defaults)."""
-
-    temperature: float = 0.7
-    top_p: float = 1.0
-    top_k: int = 40
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-
-    @classmethod
-    def choose(cls, wanted: str, model_dir: Path | None) -> SamplingDefaults:
-        """What ``--generation-config`` asks for: "auto" (the file in ``model_dir``, None: not known yet), "toolkit"
-        (none but ours), or another generation_config.json or its directory. Raises UsageError or ToolkitError.
-        """
-        if wanted == "toolkit" or (wanted == "auto" and model_dir is None):
-            return cls()
-        file = Path(model_dir if wanted == "auto" and model_dir else wanted).expanduser()
-        file = file / "generation_config.json" if file.is_dir() else file
-        if file.is_file():
-            return cls.of_file(file)
-        if wanted == "auto":
-            return cls()
-        raise UsageError(
-            f"--generation-config {wanted}: expected auto, toolkit, or a generation_config.json or its directory"
-        )
-
-    @classmethod
-    def of_file(cls, file: Path) -> SamplingDefaults:
-        """Those that a generation_config.json sets. Raises UsageError for a value out of range."""
-        known = {f.name for f in fields(cls)}
-        chosen = {k: v for k, v in read_json_object(file).items() if k in known and v is not None}
-        try:
-            GenerationConfig(**chosen)
-        except UsageError as error:
-            raise UsageError(f"{file}: {error}") from error
-        return replace(cls(), **chosen)
+def choose_defaults(wanted: str, model_dir: Path | None) -> GenerationConfig:
+    """What ``--generation-config`` asks for: "auto" (the model's, in ``model_dir``; None: not known yet), "toolkit"
+    (greedy), or another generation_config.json or its directory. Raises UsageError or ToolkitError.
+    """
+    if wanted == "toolkit" or (wanted == "auto" and model_dir is None):
+        return settings.GREEDY
+    if wanted == "auto" and model_dir is not None:
+        return settings.of_model(model_dir)
+    file = Path(wanted).expanduser()
+    file = file / "generation_config.json" if file.is_dir() else file
+    if file.is_file():
+        return settings.of_file(file)
+    raise UsageError(
+        f"--generation-config {wanted}: expected auto, toolkit, or a generation_config.json or its directory"
+    )
 
 
 def generation_config(
     request: GenerateRequest,
-    defaults: SamplingDefaults,
+    defaults: GenerationConfig,
     *,
     max_new_tokens: int | None,
     logprobs: int | None,
     vocab_size: int,
     prompt_logprobs: int | None = None,
 ) -> GenerationConfig:
-    """The config of choice 0. ``max_new_tokens`` None = as far as the session goes.
+    """The config of choice 0. ``max_new_tokens`` None = as far as the session goes. ``defaults``: of sampling, where
+    the request asks for nothing else; see ``settings.change``.
 
     Raises ApiError (400) for token ids past ``vocab_size``, UsageError for what GenerationConfig itself refuses.
     """
-    sampling = {f.name: getattr(request, f.name) for f in fields(defaults)}
-    sampling = {k: getattr(defaults, k) if v is None else v for k, v in sampling.items()}
-    sampling["top_k"] = max(sampling["top_k"], 0)
+    top_k = None if request.top_k is None else max(request.top_k, 0)
+    several = (request.n or 1) > 1 and request.temperature is None  # greedy choices would be one and the same
+    sampling = settings.change(
+        replace(defaults, do_sample=True) if several else defaults,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=top_k,
+        min_p=request.min_p,
+        repetition_penalty=request.repetition_penalty,
+        seed=request.seed,
+    )
     for token in request.stop_token_ids or ():
         if token >= vocab_size:
             raise bad_field("stop_token_ids", f"expected ids below {vocab_size}, found {token}")
-    return GenerationConfig(
-        do_sample=True,
+    return replace(
+        sampling,
         max_new_tokens=max_new_tokens,
         min_new_tokens=request.min_new_tokens,
-        random_seed=request.seed,
         stop_words=request.stop,
         stop_token_ids=request.stop_token_ids,
         bad_words=request.bad_words,
@@ -92,7 +78,6 @@ def generation_config(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         response_format=request.response_format.rule() if request.response_format else None,
-        **sampling,
     )
 
 

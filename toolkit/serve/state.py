@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.serve.errors import ApiError
 from toolkit.serve.metrics import ServerMetrics
-from toolkit.serve.sampling import SamplingDefaults
 
 if TYPE_CHECKING:
     from toolkit.chat.template import ChatTemplate
     from toolkit.engine.frontend import AsyncEngine
+    from toolkit.messages import GenerationConfig
 
 
 @dataclass(frozen=True)
 class ServerSettings:
     """``adapters``: names of LoRA adapters, which requests use in place of the model's; ``api_keys`` empty = open to
     all; ``max_log_len``: characters of a prompt in the log, None = all of it; ``generation_config``: where defaults of
-    the sampling come from, see SamplingDefaults.choose."""
+    the sampling come from, see sampling.choose_defaults."""
 
     model_name: str
     adapters: Sequence[str] = ()
@@ -42,7 +42,7 @@ class ServerState:
     engine: AsyncEngine
     template: ChatTemplate
     settings: ServerSettings
-    defaults: SamplingDefaults
+    defaults: GenerationConfig
     metrics: ServerMetrics
     slots: asyncio.Semaphore | None = None
     active: set[str] = field(default_factory=set)
