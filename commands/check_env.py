@@ -19,8 +19,10 @@ def run(
 
     Takes about ten seconds. Paste the output into a bug report. Exit code 1 when a self-test fails.
     """
+    from toolkit.artifacts.result_file import check_json
     from toolkit.check_env.report import report
 
+    check_json("--json", json_file, ("versions", "self_test"))
     with stderr().status("Looking") as status:
         found = report(lambda step: status.update(step))
     write_json(json_file, found)

@@ -56,7 +56,7 @@ class ConvertFlags:
         ),
     ] = None
     tp: Annotated[int, typer.Option(help="1: an artifact holds the whole model, and is split when it is run.")] = 1
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in --dst-path.")] = False
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the artifact in --dst-path.")] = False
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None
     download_dir: Annotated[str | None, typer.Option(help="Where downloads go.")] = None
     json: Annotated[
@@ -85,6 +85,9 @@ def run(
     Examples: tool convert demo-awq --dst-path demo-engine;
     tool convert demo --to gguf --gguf-type q4_k_m --dst-path demo.gguf
     """
+    from toolkit.artifacts.result_file import check_json
+
+    check_json("--json", flags.json, ("size_bytes",))
     (_pack if flags.to is None else _rewrite)(model, dst_path, flags)
 
 
@@ -136,9 +139,13 @@ def _rewrite(model: str, dst_path: str, flags: ConvertFlags) -> None:
     with Progress() as progress:
         importance = None
         if flags.calibration is not None:
+            from toolkit.artifacts.replace import check_directory_target
             from toolkit.quant.gguf import importance_of
 
-            importance = importance_of(Path(path), Path(flags.calibration).expanduser())
+            statistics = Path(flags.calibration).expanduser()
+            if not dst_path.lower().endswith(".gguf"):
+                check_directory_target(dst_path, [Path(path), statistics], flags.overwrite)
+            importance = importance_of(Path(path), statistics)
         done = rewrite(
             path,
             dst_path,

@@ -10,7 +10,7 @@ import typer
 
 from toolkit.commands.groups import Group
 from toolkit.commands.options import EngineFlags, with_engine_flags
-from toolkit.commands.output import check_writable, stdout, table, write_json
+from toolkit.commands.output import stdout, table, write_json
 from toolkit.progress import Progress
 
 DATA = "A text file (UTF-8), or `heldout`: the text that `tool lite` measures on."
@@ -46,9 +46,10 @@ def ppl(
 
     Example: tool eval ppl demo --data book.txt
     """
+    from toolkit.artifacts.result_file import check_json
     from toolkit.eval.perplexity import perplexity
 
-    check_writable("--json", json)
+    check_json("--json", json, ("perplexity", "tokens", "stride"))
     engine.check_unused_template("perplexity takes the text as it is")
     if engine.backend is None:
         engine.backend = "pytorch"
@@ -85,10 +86,11 @@ def compare(
 
     Example: tool eval compare demo demo-4bit --data book.txt
     """
+    from toolkit.artifacts.result_file import check_json
     from toolkit.eval.compare import compare as measure
     from toolkit.runners.base import RunnerOptions
 
-    check_writable("--json", json)
+    check_json("--json", json, ("perplexity_a", "perplexity_b"))
     with Progress() as bar:
         found = measure(
             model_a,

@@ -24,8 +24,10 @@ def run(
     Example: tool inspect demo-awq
     """
     from toolkit.artifacts.inspect import inspect
+    from toolkit.artifacts.result_file import check_json
     from toolkit.artifacts.source import resolve_model
 
+    check_json("--json", json, ("kind", "stage", "parent", "quality"))
     found = inspect(resolve_model(model), verify)
     write_json(json, found.record)
     if json != "-":

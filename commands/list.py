@@ -31,8 +31,10 @@ def templates(context: typer.Context, json: JSON = None) -> None:
     """
     if context.invoked_subcommand is not None:
         return
+    from toolkit.artifacts.result_file import check_json
     from toolkit.chat import builtin
 
+    check_json("--json", json, ("name", "for_models_like"))
     found = builtin.load()
     rows = [{"name": b.name, "aliases": list(b.aliases), "for_models_like": b.example} for b in found]
     if json is not None:
@@ -49,8 +51,10 @@ def models(json: JSON = None) -> None:
 
     from toolkit.artifacts.formats import FORMATS
     from toolkit.artifacts.gguf_models import ARCHS, MIXTRAL
+    from toolkit.artifacts.result_file import check_json
     from toolkit.models import registry
 
+    check_json("--json", json, ("architecture", "backends"))
     of_gguf = {arch.class_name for arch in (*ARCHS.values(), MIXTRAL)}
     quantized = [("w8a8" if name == "smooth_quant" else name) for name in FORMATS if name != "gguf"]
     formats = ["hf", *quantized, "gguf", "engine"]

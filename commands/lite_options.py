@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from toolkit.commands.options import with_flags
-from toolkit.commands.output import check_writable, stderr, stdout, table, write_json
+from toolkit.commands.output import stderr, stdout, table, write_json
 from toolkit.errors import UsageError
 from toolkit.progress import Progress
 
@@ -99,7 +99,7 @@ class LiteFlags:
     eval_tokens: Annotated[
         int, typer.Option("--eval-tokens", help="Tokens of held-out text for the perplexity before and after.")
     ] = 24576
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in --work-dir.")] = False
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the artifact in --work-dir.")] = False
     json: Annotated[
         str | None, typer.Option("--json", help="Write the figures to this file (- is standard output).")
     ] = None
@@ -110,15 +110,14 @@ class LiteFlags:
 
         Raises UsageError for files that cannot be written, and for a flag of ``without`` that was given.
         """
+        from toolkit.artifacts.result_file import check_json, check_plot
         from toolkit.quant.run import Common
 
         for name in without:
             if getattr(self, name) != getattr(LiteFlags, name):
                 raise UsageError(f"--{name.replace('_', '-')}: this command has no use for it; leave the option out")
-        check_writable("--json", self.json)
-        check_writable("--plot", self.plot)
-        if self.plot is not None and not self.plot.lower().endswith(".png"):
-            raise UsageError(f"--plot {self.plot}: expected a name that ends in .png")
+        check_json("--json", self.json, ("path", "options"))
+        check_plot("--plot", self.plot)
         if self.plot is not None and find_spec("matplotlib") is None:
             raise UsageError("--plot: matplotlib is not installed; pip install matplotlib, or leave it out")
         for name, alias in (("calib_samples", "nsamples"), ("calib_seqlen", "seqlen")):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
-
-from toolkit.errors import UsageError
 
 if TYPE_CHECKING:
     from toolkit.engine.frontend import AsyncEngine
@@ -49,20 +46,11 @@ def show_engine(console: Console, engine: AsyncEngine) -> None:
         console.print(note, markup=False, soft_wrap=True)
 
 
-def check_writable(option: str, file: Path | str | None) -> None:
-    """Before long work: raise UsageError unless ``file`` (None and "-" are fine) can be written later."""
-    if file is None or file == "-":
-        return
-    path = Path(file).expanduser().absolute()
-    folder = path.parent
-    if path.is_dir() or not folder.is_dir():
-        raise UsageError(f"{option} {file}: expected a file in a directory that exists")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise UsageError(f"{option} {file}: cannot be written (permission denied)")
-
-
 def write_json(target: str | None, data: Any) -> None:
-    """Write ``data`` as JSON to a file, or to standard output for "-"; nothing for None."""
+    """Write ``data`` as JSON to a file, whole or not at all, or to standard output for "-"; nothing for None.
+
+    Ask ``result_file.check_json`` first, before any long work.
+    """
     if target is None:
         return
     text = json.dumps(data, indent=2, ensure_ascii=False, default=str) + "\n"
@@ -70,10 +58,9 @@ def write_json(target: str | None, data: Any) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
         return
-    try:
-        Path(target).write_text(text, encoding="utf-8")
-    except OSError as e:
-        raise UsageError(f"--json {target}: cannot write ({e.strerror})") from e
+    from toolkit.artifacts.result_file import write_text
+
+    write_text("--json", Path(target), text)
 
 
 def _cell(value: object) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +10,7 @@ import typer
 
 from toolkit.commands.groups import Group
 from toolkit.commands.options import EngineFlags, with_engine_flags
-from toolkit.commands.output import check_writable, show_engine, stdout, table, write_json
+from toolkit.commands.output import show_engine, stdout, table, write_json
 from toolkit.errors import UsageError
 from toolkit.progress import Progress
 
@@ -92,10 +91,14 @@ def throughput(
     Example: tool profile throughput demo --num-prompts 64 --concurrency 16 --json result.json
     """
     config = _config(engine)
-    for option, file in (("--json", json_file), ("--csv", csv_file), ("--plot", plot)):
-        check_writable(option, file)
+    from toolkit.artifacts import result_file
     from toolkit.profile import throughput as runner
+    from toolkit.profile.metrics import throughput_summary
 
+    columns = ["model", "concurrency", *throughput_summary([], 1.0)]
+    result_file.check_json("--json", json_file, columns[2:])
+    result_file.check_csv("--csv", csv_file, columns)
+    result_file.check_plot("--plot", plot)
     load = runner.Load(dataset, num_prompts, concurrency, random_input_len, random_output_len, request_rate, seed)
     watch = Watch(model, num_prompts)
     with watch.progress:
@@ -111,7 +114,7 @@ def throughput(
         watch.console.print(f"{failed} of {len(result.records)} requests failed; they count in no figure")
     write_json(json_file, result.summary)
     if csv_file is not None:
-        _append_csv(csv_file, {"model": model, "concurrency": concurrency, **result.summary})
+        result_file.append_csv("--csv", csv_file, {"model": model, "concurrency": concurrency, **result.summary})
     if plot is not None:
         from toolkit.profile.plot import plot_latencies
 
@@ -141,17 +144,6 @@ def _print_throughput(model: str, summary: dict[str, float | int]) -> None:
     out.print(table("Latency, ms", ("", "mean", "median", "p99"), latencies))
 
 
-def _append_csv(file: Path, row: dict[str, Any]) -> None:
-    try:
-        with file.open("a+", newline="", encoding="utf-8") as handle:
-            writer = csv.DictWriter(handle, list(row))
-            if handle.tell() == 0:
-                writer.writeheader()
-            writer.writerow(row)
-    except OSError as error:
-        raise UsageError(f"--csv {file}: cannot be written ({error.strerror})") from error
-
-
 @app.command("generation")
 @with_engine_flags
 def generation(
@@ -170,8 +162,10 @@ def generation(
     Example: tool profile generation demo --concurrency 1,8 --prompt-tokens 128 --json -
     """
     config = _config(engine)
-    for option, file in (("--json", json_file), ("--plot", plot)):
-        check_writable(option, file)
+    from toolkit.artifacts import result_file
+
+    result_file.check_json("--json", json_file, ("concurrency", "prefill_throughput", "decode_throughput"))
+    result_file.check_plot("--plot", plot)
     try:
         sizes = [int(size) for size in concurrency.split(",")]
     except ValueError:

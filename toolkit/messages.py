@@ -222,11 +222,11 @@ class ChatTemplateConfig:
             what = file_or_string
             try:
                 text = Path(file_or_string).read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as e:
-                raise UsageError(f"{file_or_string}: cannot read the chat template ({e})") from e
+            except (OSError, ValueError) as e:
+                raise UsageError(f"{file_or_string:.200}: cannot read the chat template ({e})") from e
         try:
             data = json.loads(text)
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise UsageError(f"{what}: not valid JSON ({e})") from e
         names = {f.name for f in fields(cls)}
         if not isinstance(data, dict) or "model_name" not in data:

@@ -141,15 +141,17 @@ def test_the_root_is_no_target(source: Path) -> None:
         run(Path("/"), source, overwrite=True)
 
 
-def test_overwrite_never_deletes_the_input(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_the_input_nor_the_current_directory_goes(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for target in (source, tmp_path):
-        with pytest.raises(UsageError, match="delete"):
+        with pytest.raises(UsageError, match="which is read"):
             run(target, source, overwrite=True)
     monkeypatch.chdir(source)
     other = tmp_path / "elsewhere"
     other.mkdir()
     (other / "config.json").write_text("{}")
-    with pytest.raises(UsageError, match="delete"):
+    with pytest.raises(UsageError, match="the current directory"):
         run(source, other, overwrite=True)
     assert (source / "model.safetensors").read_bytes() == b"weights"
 

@@ -50,7 +50,7 @@ def ensure_demo(progress: bool = True) -> Path:
         target, kind="checkpoint", stage="pull", parent=parent, options=options, overwrite=True, reuse=True, wait=True
     ) as stage:
         if not stage.already_there:
-            with tempfile.TemporaryDirectory(dir=stage.partial) as scratch:
+            with tempfile.TemporaryDirectory(dir=stage.partial / "state") as scratch:
                 gguf = _fetch(Path(scratch), progress)
                 _say(progress, "demo: writing a bfloat16 checkpoint")
                 write_dense(open_checkpoint(gguf), stage.dir)

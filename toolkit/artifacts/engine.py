@@ -108,7 +108,7 @@ def open_engine(path: Path) -> EngineArtifact:
         raise ToolkitError(f"{json_path}: spec: {error}; convert the model again") from error
     artifact = EngineArtifact(path, spec, target, params, read_header(path / ENGINE_ARRAYS))
     if target == TORCH_TARGET:
-        from toolkit.artifacts.engine_torch import check_torch
+        from toolkit.artifacts.engine_torch_check import check_torch
 
         check_torch(artifact)
     _check_digest(json_path, manifest)

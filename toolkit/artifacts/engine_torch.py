@@ -7,15 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from toolkit.artifacts.engine import ENGINE_JSON, Arrays, EngineArtifact
+from toolkit.artifacts.engine import Arrays, EngineArtifact
 from toolkit.errors import ToolkitError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from toolkit.artifacts.canonical import GroupInt, SuperScales, Weight
-
-_CODE_BITS = (2, 3, 4, 5, 6, 7, 8)
 
 
 def pack_torch(weights: Iterable[tuple[str, Weight | Tensor]], params: dict[str, dict[str, Any]]) -> Arrays:
@@ -178,12 +176,22 @@ class TorchWeights(Mapping[str, "Weight | Tensor"]):
             bits=bits,
             group_size=group_size,
             minima=minima,
-            group_index=self._optional(f"{name}.group_index"),
+            group_index=self._index(f"{name}.group_index", grid[1]),
             super_scales=above,
         )
 
     def _optional(self, name: str) -> Tensor | None:
         return self._array(name) if name in self._artifact.infos else None
+
+    def _index(self, name: str, below: int) -> Tensor | None:
+        """Numbers of groups or tiles, every one checked: what they index would be read out of bounds."""
+        found = self._optional(name)
+        if found is not None and found.numel() and not 0 <= int(found.min()) <= int(found.max()) < below:
+            raise ToolkitError(
+                f"{self._artifact.array_file}: array {name}: expected numbers from 0 to {below - 1}, found "
+                f"{int(found.min())} to {int(found.max())}; convert the model again"
+            )
+        return found
 
     def _super_scales(self, name: str, entry: dict[str, Any]) -> SuperScales | None:
         from toolkit.artifacts.canonical import SuperScales
@@ -202,7 +210,7 @@ class TorchWeights(Mapping[str, "Weight | Tensor"]):
 
         if entry["form"] == "block_fp8":
             block = (entry["block"][0], entry["block"][1])
-            rows = self._optional(f"{name}.row_blocks")
+            rows = self._index(f"{name}.row_blocks", entry["tiles"][0])
             return BlockFp8(self._array(f"{name}.weight"), self._array(f"{name}.scales"), block, rows)
         rows, columns = entry["shape"]
         codes = unpack_codes(self._array(f"{name}.codes"), 4, (rows, columns))
@@ -218,104 +226,3 @@ class TorchWeights(Mapping[str, "Weight | Tensor"]):
 
     def __len__(self) -> int:
         return len(self._artifact.params)
-
-
-def check_torch(artifact: EngineArtifact) -> None:
-    """Every parameter of the spec is described, and every description matches the arrays."""
-    spec, params = artifact.spec, artifact.params
-    linears = spec.linears()
-    wanted: dict[str, tuple[int, ...]] = {norm.name: (norm.size,) for norm in spec.norms()}
-    wanted |= {linear.name: (linear.out_features, linear.in_features) for linear in linears}
-    wanted |= {f"{linear.name}.bias": (linear.out_features,) for linear in linears if linear.bias}
-    wanted[spec.embed] = (spec.vocab_size, spec.hidden_size)
-    if not spec.tied:
-        wanted[spec.head] = (spec.vocab_size, spec.hidden_size)
-    for name, shape in wanted.items():
-        entry = params.get(name)
-        if not isinstance(entry, dict) or entry.get("shape") != list(shape):
-            found = entry.get("shape") if isinstance(entry, dict) else "nothing"
-            raise ToolkitError(
-                f"{artifact.path / ENGINE_JSON}: params: {name}: expected shape {list(shape)}, found {found!r:.60}; "
-                "convert the model again"
-            )
-    for name, entry in params.items():
-        for array, elements in _arrays_of(artifact, name, entry).items():
-            info = artifact.infos.get(array)
-            found_elements = -1 if info is None else math.prod(info.shape)
-            if found_elements != elements:
-                raise ToolkitError(
-                    f"{artifact.array_file}: array {array}: expected {elements} elements, found "
-                    f"{'nothing' if info is None else found_elements}; convert the model again"
-                )
-
-
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(side, int) and side >= 0 for side in value)
-
-
-def _is_grid(entry: dict[str, Any]) -> bool:
-    """Whether bits, group size and zero point can be, and the groups divide the shape."""
-    bits, size, zero = entry.get("bits"), entry.get("group_size"), entry.get("zero", 0)
-    if bits not in _CODE_BITS or not isinstance(size, int) or size < 1 or not isinstance(zero, int):
-        return False
-    return 0 <= zero < 1 << bits and len(entry["shape"]) == 2 and entry["shape"][1] % size == 0
-
-
-def _arrays_of(artifact: EngineArtifact, name: str, entry: dict[str, Any]) -> dict[str, int]:
-    """Array name → number of elements that a parameter's description asks for."""
-    form = entry.get("form") if isinstance(entry, dict) and _is_shape(entry.get("shape")) else None
-    if form == "tensor":
-        return {name: math.prod(entry["shape"])}
-    if form == "dense":
-        return {f"{name}.weight": math.prod(entry["shape"])}
-    if form in ("channel_int8", "fp8"):
-        return {f"{name}.weight": math.prod(entry["shape"]), f"{name}.scales": entry["shape"][0]}
-    if form == "block_fp8":
-        return _arrays_of_tiles(artifact, name, entry)
-    if form not in ("group_int", "fp4", "codebook") or not _is_grid(entry):
-        raise _unknown_form(artifact, name, entry)
-    bits, size = entry["bits"], entry["group_size"]
-    rows, groups = entry["shape"][0], entry["shape"][1] // size
-    per_byte = 1 if bits > 4 else 2
-    wanted = {f"{name}.codes": -(-rows * groups * size // per_byte)}
-    if form == "codebook":
-        wanted[f"{name}.table"] = 1 << bits
-    if "super_block" in entry:
-        return wanted | _arrays_of_super_scales(artifact, name, entry, rows, groups)
-    wanted[f"{name}.scales"] = rows * groups
-    if form == "group_int" and "zero" not in entry and f"{name}.minima" not in artifact.infos:
-        wanted[f"{name}.zeros"] = -(-rows * groups // per_byte)
-    return wanted
-
-
-def _unknown_form(artifact: EngineArtifact, name: str, entry: dict[str, Any]) -> ToolkitError:
-    return ToolkitError(
-        f"{artifact.path / ENGINE_JSON}: params: {name}: unknown form {entry!r:.100}; convert the model again"
-    )
-
-
-def _arrays_of_tiles(artifact: EngineArtifact, name: str, entry: dict[str, Any]) -> dict[str, int]:
-    block, tiles = entry.get("block"), entry.get("tiles")
-    if len(entry["shape"]) != 2:
-        raise _unknown_form(artifact, name, entry)
-    for pair in (block, tiles):
-        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(x, int) and x > 0 for x in pair):
-            raise _unknown_form(artifact, name, entry)
-    assert block is not None and tiles is not None
-    taken = f"{name}.row_blocks" in artifact.infos  # rows of other tiles than their own number says
-    if tiles[1] * block[1] < entry["shape"][1] or (not taken and tiles[0] * block[0] < entry["shape"][0]):
-        raise _unknown_form(artifact, name, entry)
-    found = {f"{name}.weight": math.prod(entry["shape"]), f"{name}.scales": tiles[0] * tiles[1]}
-    return found | ({f"{name}.row_blocks": entry["shape"][0]} if taken else {})
-
-
-def _arrays_of_super_scales(
-    artifact: EngineArtifact, name: str, entry: dict[str, Any], rows: int, groups: int
-) -> dict[str, int]:
-    length, columns = entry["super_block"], entry["shape"][1]
-    if not isinstance(length, int) or length < 1 or columns % length or groups % (columns // length):
-        raise _unknown_form(artifact, name, entry)
-    found = {f"{name}.super_d": rows * (columns // length), f"{name}.super_codes": rows * groups}
-    if entry.get("super_minima"):
-        found |= {f"{name}.super_dmin": rows * (columns // length), f"{name}.super_min_codes": rows * groups}
-    return found

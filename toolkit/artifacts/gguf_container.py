@@ -44,6 +44,7 @@ _SCALARS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "<u1", 10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
 _BOOL, _STRING, _ARRAY = 7, 8, 9
+TOOL_KEY = "toolkit.version"  # metadata of the files that we write
 _MAX_ALIGNMENT = 1 << 20
 
 

@@ -14,10 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from toolkit import __version__
 from toolkit.artifacts.canonical import Dense, Weight
 from toolkit.artifacts.checkpoint import Checkpoint
 from toolkit.artifacts.formats.describe import form_name
 from toolkit.artifacts.gguf_blocks import to_blocks
+from toolkit.artifacts.gguf_container import TOOL_KEY
 from toolkit.artifacts.gguf_fit import ORDER, fit, smallest
 from toolkit.artifacts.gguf_metadata import ModelMetadata, model_metadata
 from toolkit.artifacts.gguf_mixtures import MIXTURES, Mixture, Place, columns_of, find_mixture, type_of
@@ -172,6 +174,7 @@ def plan_export(
         "general.type": "model",
         "general.name": checkpoint.path.stem if checkpoint.path.is_file() else checkpoint.path.name,
         "general.quantization_version": 2,
+        TOOL_KEY: __version__,
         "general.file_type": mixture.file_type if mixture else _file_type(pieces),
     }
     words = vocabulary(checkpoint.tokenizer_dir, spec.vocab_size, checkpoint.config, checkpoint.generation_config)

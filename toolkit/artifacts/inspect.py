@@ -106,9 +106,11 @@ def _engine_facts(path: Path) -> list[tuple[str, str]]:
     ]
 
 
-def _form(entry: dict[str, Any]) -> str:
+def _form(entry: Any) -> str:
+    if not isinstance(entry, dict):
+        return "unknown"
     form = str(entry.get("form"))
-    return f"{form} ({entry['bits']} bits, groups of {entry['group_size']})" if "bits" in entry else form
+    return f"{form} ({entry['bits']} bits, groups of {entry.get('group_size')})" if "bits" in entry else form
 
 
 def _lineage(path: Path, manifest: Manifest) -> list[str]:

@@ -15,6 +15,7 @@ from toolkit.errors import ToolkitError
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
+_LONGEST_NAME, _DEEPEST = 255, 16  # bytes of a part of a file's name, and parts
 KINDS = ("checkpoint", "quantized", "engine", "calibration")
 
 # What counts as content of a model directory; anything else in it (notes, caches, other weights) does not.
@@ -77,7 +78,16 @@ def parse_manifest(data: dict[str, Any], path: Path) -> Manifest:
         kinds = (("name", str), ("size", int), ("sha256", str))
         if not isinstance(entry, dict) or not all(isinstance(entry.get(key), kind) for key, kind in kinds):
             raise ToolkitError(f"{path}: files: expected objects with name, size and sha256, found {entry!r:.60}")
+        if not _is_plain(entry["name"]):
+            raise ToolkitError(f"{path}: files: expected names of files in the directory, found {entry['name']!r:.60}")
     return Manifest(schema_version=version, **{name: data[name] for name in fields})
+
+
+def _is_plain(name: str) -> bool:
+    """Whether ``name`` can be a file's in the directory: relative, of parts that are names and no longer than those."""
+    parts = name.split("/")
+    good = all(part not in ("", ".", "..") and len(part.encode()) <= _LONGEST_NAME for part in parts)
+    return good and len(parts) <= _DEEPEST and "\0" not in name
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:

@@ -17,6 +17,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.artifacts.json_file import parse_json
 from toolkit.errors import ToolkitError
 
 PAGE = 4096
@@ -134,21 +135,10 @@ def _raw_header(path: Path) -> tuple[dict[str, Any], int, int]:
         raise ToolkitError(f"{path}: no such file") from None
     except OSError as error:
         raise ToolkitError(f"{path}: cannot be read: {error.strerror}") from error
-    try:
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        reason = str(error).splitlines()[0][:80]
-        raise ToolkitError(f"{path}: corrupt safetensors header ({reason}); fetch it again") from error
+    header = parse_json(raw, f"{path}: corrupt safetensors header", unique=True)
     if not isinstance(header, dict):
         raise ToolkitError(f"{path}: corrupt safetensors header: expected a JSON object")
     return header, 8 + length, size
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return found
 
 
 def _whole(value: Any) -> bool:

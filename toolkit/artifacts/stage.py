@@ -6,7 +6,7 @@ Everything is built in a hidden sibling of the target, ``.NAME.partial/``:
     key.json    digest of input, options and tool version; a run with another key starts anew
     state/      results saved on the way (one file a layer, say), which a later run with the same key takes over
     out/        the future artifact; renamed to the target as the last act
-    old/        the target's former content while it is being replaced
+    old/        the artifact that was the target while it is being replaced; deleted file by file (``replace.py``)
 
 A single file (``write_file``) has a lock of the same kind and is built as ``.NAME.partial/file``.
 """
@@ -29,6 +29,7 @@ from urllib.parse import quote
 
 from toolkit import __version__
 from toolkit.artifacts.manifest import MANIFEST, Manifest, file_digest, read_manifest, write_manifest
+from toolkit.artifacts.replace import check_directory_target, foreign, remove_artifact
 from toolkit.artifacts.safetensors_file import array_bytes, read_metadata, write_tensors
 from toolkit.errors import ToolkitError, UsageError
 
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+# Everything that may lie in a partial directory; "activations" are quant's, "file" is write_file's.
+_PARTS = {"lock", "key.json", "state", "out", "old", "activations", "file"}
 
 
 @dataclass
@@ -127,6 +130,7 @@ class Stage:
             _sync(file)
         _sync(self.dir)
         if self.target.exists():
+            check_directory_target(self.target, overwrite=True)  # what came into it while the stage was at work
             os.rename(self.target, self.partial / "old")
         os.rename(self.dir, self.target)
         _sync(self.target.parent)
@@ -151,13 +155,13 @@ def open_stage(
 
     The stage has ``already_there`` set if the target holds the result of the same input, options and tool version, and
     ``reuse`` (default: not ``overwrite``). ``wait`` for another process at work on the same target.
-    Raises UsageError if the target is a file, or is not empty and ``overwrite`` is not given, or if replacing
-    it would delete the input; ToolkitError if the disk is full or another process writes the same target.
+    Raises UsageError where ``replace.check_directory_target`` does, or if the target is not empty and ``overwrite`` is
+    not given; ToolkitError if the disk is full or another process writes the same target.
     A body that fails leaves the target as it was; what it has saved stays for the next run.
     """
     shown, target = Path(target), Path(target).resolve()
     run = Stage(target, kind, stage, parent, json.loads(json.dumps(dict(options))))
-    _check_target(shown, target)
+    inputs = [Path(parent["path"])] if parent.get("path") and parent.get("hub_id") is None else []
     key = _key(kind, stage, parent, run.options, __version__)
     reuse = not overwrite if reuse is None else reuse
     if reuse and _holds(target, key):
@@ -165,6 +169,7 @@ def open_stage(
         _sweep(run, key)
         yield run
         return
+    check_directory_target(shown, inputs, overwrite)
     try:
         lock = _lock(run.partial, shown, wait)
     except OSError as error:
@@ -173,7 +178,11 @@ def open_stage(
         _restore(run)
         run.already_there = reuse and _holds(target, key)
         if not run.already_there:
-            _check_replaceable(shown, target, parent, overwrite)
+            check_directory_target(shown, inputs, overwrite)  # another run may just have ended
+            if not overwrite and target.is_dir() and any(target.iterdir()):
+                raise UsageError(
+                    f"{shown}: not empty, and not the result of this command; give --overwrite to replace it"
+                )
             _prepare(run, key)
         yield run
         assert run.finished or run.already_there, "a stage ended without finish()"
@@ -232,18 +241,6 @@ def _key(kind: str, stage: str, parent: dict[str, Any], options: dict[str, Any],
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _check_target(shown: Path, target: Path) -> None:
-    if not target.name:
-        raise UsageError(f"{shown}: expected a directory that may be replaced as a whole, found the root")
-    if target.exists() and not target.is_dir():
-        raise UsageError(f"{shown}: expected a directory or a new name, found a file")
-    for ancestor in target.parents:
-        if ancestor.exists():
-            if not ancestor.is_dir():
-                raise UsageError(f"{shown}: cannot be made: {ancestor} is a file")
-            return
-
-
 def _holds(target: Path, key: str) -> bool:
     """Whether ``target`` is a complete artifact made under ``key``."""
     try:
@@ -256,24 +253,10 @@ def _holds(target: Path, key: str) -> bool:
     return all(file.is_file() and file.stat().st_size == size for file, size in files)
 
 
-def _check_replaceable(shown: Path, target: Path, parent: dict[str, Any], overwrite: bool) -> None:
-    if not target.is_dir() or not any(target.iterdir()):
-        return
-    if not overwrite:
-        raise UsageError(f"{shown}: not empty, and not the result of this command; give --overwrite to replace it")
-    keep = [Path.cwd(), Path.home()]
-    if parent.get("path") and parent.get("hub_id") is None:
-        keep.append(Path(parent["path"]))
-    for path in keep:
-        if path.resolve().is_relative_to(target):
-            raise UsageError(f"{shown}: replacing it would delete {path}; choose another directory")
-
-
 def _lock(partial: Path, shown: Path, wait: bool) -> IO[bytes]:
     """Take the lock of a partial directory, making both if need be."""
     while True:
-        if partial.is_dir() and any(partial.iterdir()) and not (partial / "lock").exists():
-            raise UsageError(f"{partial}: in the way, and not written by this tool; move it")
+        _check_partial(partial)
         partial.mkdir(parents=True, exist_ok=True)
         file = (partial / "lock").open("ab")
         try:
@@ -292,6 +275,15 @@ def _lock(partial: Path, shown: Path, wait: bool) -> IO[bytes]:
         file.close()  # the former holder finished and removed the directory in between
 
 
+def _check_partial(partial: Path) -> None:
+    """Raise UsageError where something that no stage of ours has made is in the way."""
+    if not os.path.lexists(partial):
+        return
+    inside = {entry.name for entry in os.scandir(partial)} if partial.is_dir() and not partial.is_symlink() else {""}
+    if (inside and "lock" not in inside) or inside - _PARTS:
+        raise UsageError(f"{partial}: in the way, and not written by this tool; move it")
+
+
 def _restore(run: Stage) -> None:
     """Put the target back if the former holder of the lock was killed between the two renames of ``finish``."""
     old = run.partial / "old"
@@ -301,7 +293,11 @@ def _restore(run: Stage) -> None:
 
 def _prepare(run: Stage, key: str) -> None:
     """Empty ``out``, keep ``state`` if it was saved under the same key."""
-    for name in ("out", "old", *(() if _left_by(run, key) else ("state",))):
+    _drop_old(run)
+    if (run.partial / "old").exists():
+        names = ", ".join(foreign(run.partial / "old")[:5])
+        raise UsageError(f"{run.partial / 'old'}: holds {names}, which this tool did not make; move it away")
+    for name in ("out", *(() if _left_by(run, key) else ("state",))):
         shutil.rmtree(run.partial / name, ignore_errors=True)
     (run.partial / "key.json").write_text(key, encoding="utf-8")
     (run.partial / "state").mkdir(exist_ok=True)
@@ -318,16 +314,33 @@ def _sweep(run: Stage, key: str) -> None:
     """Remove what the run that made the target has left, if it was killed when the target was in its place already."""
     if _left_by(run, key):
         with suppress(ToolkitError, OSError), _lock(run.partial, run.target, wait=False):  # held: it is at it itself
-            shutil.rmtree(run.partial, ignore_errors=True)
+            _drop_partial(run)
 
 
 def _clean(run: Stage) -> None:
     """After success nothing of the partial directory stays; after a failure what was saved does."""
+    _restore(run)
     state = run.partial / "state"
     if run.finished or not state.is_dir() or not any(state.glob("*.safetensors")):
-        shutil.rmtree(run.partial, ignore_errors=True)
+        _drop_partial(run)
     else:
         shutil.rmtree(run.dir, ignore_errors=True)
+
+
+def _drop_partial(run: Stage) -> None:
+    """Remove the partial directory, all of which is ours but for what a user put into an artifact being replaced."""
+    _drop_old(run)
+    if (run.partial / "old").exists():
+        for name in _PARTS - {"lock", "old"}:
+            shutil.rmtree(run.partial / name, ignore_errors=True)
+    else:
+        shutil.rmtree(run.partial, ignore_errors=True)
+
+
+def _drop_old(run: Stage) -> None:
+    with suppress(OSError):
+        if (run.partial / "old").is_dir():
+            remove_artifact(run.partial / "old")
 
 
 def _disk_full(error: BaseException) -> bool:

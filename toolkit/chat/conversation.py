@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from toolkit.artifacts.json_file import read_json_object
+from toolkit.artifacts.result_file import check_json, write_text
 from toolkit.chat import settings
 from toolkit.chat.messages import Message, normalise
 from toolkit.errors import ToolkitError, UsageError
@@ -54,17 +55,16 @@ class Conversation:
             raise UsageError("/retry: nothing was asked yet")
 
     def save(self, file: Path, model: str) -> None:
-        """Write model, system text, messages and settings as JSON. Raises ToolkitError."""
+        """Write model, system text, messages and settings as JSON; a file that holds anything else than an earlier
+        conversation stays. Raises UsageError, ToolkitError where the disk is full."""
+        check_json("/save", file, ("model", "system", "messages", "settings"))
         data = {
             "model": model,
             "system": self.system,
             "messages": self.turns,
             "settings": {name: value for name, value in settings.show(self.config).items() if value is not None},
         }
-        try:
-            file.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        except OSError as e:
-            raise ToolkitError(f"{file}: cannot write ({e.strerror})") from e
+        write_text("/save", file, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
 
     def load(self, file: Path) -> None:
         """Replace messages, system text and settings by those of a file. Raises ToolkitError; nothing changes then."""

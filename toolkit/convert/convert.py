@@ -13,6 +13,7 @@ from toolkit.artifacts.engine import ENGINE_ARRAYS, EngineArtifact, write_engine
 from toolkit.artifacts.formats import format_of
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.manifest import Manifest, describe_parent, read_manifest, require_kind
+from toolkit.artifacts.replace import check_directory_target
 from toolkit.artifacts.safetensors_file import read_header
 from toolkit.artifacts.side_files import copy_side_files
 from toolkit.artifacts.source import resolve_model
@@ -75,6 +76,7 @@ def convert(
         raise UsageError(f"--dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
     path = resolve_model(model, revision=revision, download_dir=download_dir, progress=not quiet)
     require_kind(path, ("checkpoint", "quantized"), "convert")
+    check_directory_target(dst_path, [path], overwrite)
     checkpoint = open_checkpoint(path)
     _check_format(checkpoint, model_format)
     spec, stored = load_spec(checkpoint)

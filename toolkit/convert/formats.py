@@ -21,6 +21,7 @@ from toolkit.artifacts.formats.describe import Layout, form_name, layout_of
 from toolkit.artifacts.formats.writers import WRITERS, Writer, adapt
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.manifest import Manifest, describe_parent, read_manifest, require_kind
+from toolkit.artifacts.replace import check_directory_target, check_file_target
 from toolkit.artifacts.side_files import copy_side_files
 from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.stage import Stage, open_stage, write_file
@@ -98,10 +99,14 @@ def rewrite(
     _check_options(to, gguf_type, dtype)
     path = resolve_model(model, revision=revision, download_dir=download_dir, progress=not quiet)
     require_kind(path, ("checkpoint", "quantized"), "convert --to")
+    target = Path(dst_path)
+    if to == "gguf" and target.suffix.lower() == ".gguf":
+        check_file_target(target, path, overwrite)
+    else:
+        check_directory_target(target, [path], overwrite)
     checkpoint = open_checkpoint(path)
     spec, stored = load_spec(checkpoint)
     validate_checkpoint(checkpoint, stored)
-    target = Path(dst_path)
     if to == "gguf":
         return _to_gguf(checkpoint, spec, stored, target, gguf_type, importance, overwrite, progress)
     quantized = any_quantized(checkpoint, stored)
@@ -313,9 +318,8 @@ def _to_gguf(
     from toolkit.artifacts.gguf_export import plan_export
 
     if target.suffix.lower() == ".gguf":
-        _check_file(target, checkpoint.path, overwrite)
         with write_file(target) as file:
-            _check_file(target, checkpoint.path, overwrite)  # another run may just have ended
+            check_file_target(target, checkpoint.path, overwrite)  # another run may just have ended
             export = plan_export(checkpoint, spec, stored, gguf_type, importance)
             export.write(file, progress)
         return Rewritten(target, "gguf", [*_gguf_notes(export), *_without_scales(checkpoint, "gguf")], None)
@@ -344,15 +348,6 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         digest.update(name.encode() + tensors[name].float().contiguous().numpy().tobytes())
     return digest.hexdigest()
-
-
-def _check_file(target: Path, source: Path, overwrite: bool) -> None:
-    if target.is_dir():
-        raise UsageError(f"{target}: expected a file name, found a directory of that name")
-    if target.exists() and target.resolve() == source.resolve():
-        raise UsageError(f"{target}: is the model itself; choose another name")
-    if target.exists() and not overwrite:
-        raise UsageError(f"{target}: exists; give --overwrite to replace it")
 
 
 def _gguf_notes(export: Any) -> list[str]:

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.errors import ToolkitError, UsageError
+from toolkit.artifacts.result_file import save_plot
+from toolkit.errors import ToolkitError
 from toolkit.profile.metrics import RequestRecord, completed
 
 LINES = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd")
@@ -34,13 +35,6 @@ def _plain(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _save(figure: Any, file: Path) -> None:
-    try:
-        figure.savefig(file, dpi=150)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--plot {file}: cannot be written ({error})") from error
-
-
 def plot_latencies(records: Sequence[RequestRecord], title: str, file: Path) -> None:
     """Every latency against its percentile, one panel a kind, the median and the 99th marked."""
     good = completed(records)
@@ -62,7 +56,7 @@ def plot_latencies(records: Sequence[RequestRecord], title: str, file: Path) -> 
             axis.annotate(label, (percent, value), (0, 9), textcoords="offset points", ha=ha)
         axis.set(title=name, xlabel="percentile", ylabel="milliseconds", xlim=(0, 101))
         axis.set_ylim(0, 1.15 * max(values[-1], 1e-9))
-    _save(figure, file)
+    save_plot("--plot", figure, file, dpi=150)
 
 
 def plot_generation(rows: Sequence[dict[str, Any]], title: str, file: Path) -> None:
@@ -88,4 +82,4 @@ def plot_generation(rows: Sequence[dict[str, Any]], title: str, file: Path) -> N
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, position: _plain(value)))
         axis.margins(y=0.2)
         axis.legend(frameon=False, loc="upper left", fontsize="small")
-    _save(figure, file)
+    save_plot("--plot", figure, file, dpi=150)

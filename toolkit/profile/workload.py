@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from toolkit.artifacts.json_file import parse_json
 from toolkit.errors import ToolkitError, UsageError
 
 MIN_TOKENS = 4  # shorter questions and answers of a dataset measure nothing
@@ -105,10 +105,10 @@ def _read_pairs(file: Path) -> list[tuple[str, str | None]]:
 def _entries(file: Path, text: str) -> Sequence[Any]:
     try:
         if file.suffix == ".jsonl":
-            return [json.loads(line) for line in text.splitlines() if line.strip()]
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"--dataset {file}: not valid JSON ({error})") from error
+            return [parse_json(line, f"--dataset {file}") for line in text.splitlines() if line.strip()]
+        data = parse_json(text, f"--dataset {file}")
+    except ToolkitError as error:
+        raise UsageError(str(error)) from error
     if not isinstance(data, list):
         raise UsageError(f"--dataset {file}: expected a JSON list, found {type(data).__name__}")
     return data

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from toolkit.artifacts.manifest import describe_parent
+from toolkit.artifacts.replace import check_directory_target
 from toolkit.artifacts.stage import Stage, open_stage
 from toolkit.artifacts.tokenizer import Tokenizer
 from toolkit.quant.layers import LayerSource
@@ -45,6 +46,7 @@ def calibrate(
     common = common or Common()
     check_common(common)
     source = open_source(model, common, "calibrate")
+    check_directory_target(work_dir, [source.path], common.overwrite)
     told(planned_bytes(source))
     device, text = find_device(common.device), read_text(source, common)
     tell_plan(source, common, text.plan, eval_tokens=0)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.artifacts.json_file import parse_json
 from toolkit.artifacts.tokenizer import Tokenizer
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.quant.datasets import KNOWN, known_texts
@@ -115,22 +115,21 @@ def _rows(file: Path) -> list[str | list[dict[str, Any]]]:
         if suffix == ".txt":
             return [text]
         if suffix == ".jsonl":  # not by splitlines: other separators than \n may stand in a string
-            return [_text_of(_object(line, i), file, i) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
-        data = json.loads(text)
+            return [
+                _text_of(parse_json(line, f"--calib-dataset {file}: line {i}"), file, i)
+                for i, line in enumerate(text.split("\n"), 1)
+                if line.strip()
+            ]
+        data = parse_json(text, f"--calib-dataset {file}")
     except OSError as error:
         raise UsageError(f"--calib-dataset {file}: cannot be read: {error.strerror or error}") from error
-    except (UnicodeDecodeError, ValueError) as error:  # pyarrow's errors and json's are ValueErrors
+    except ToolkitError as error:
+        raise UsageError(str(error)) from error
+    except (UnicodeDecodeError, ValueError) as error:  # pyarrow's errors are ValueErrors
         raise UsageError(f"--calib-dataset {file}: not a valid {suffix} file ({str(error).splitlines()[0]})") from error
     if not isinstance(data, list):
         raise UsageError(f"--calib-dataset {file}: expected a list of texts or objects, found {type(data).__name__}")
     return [_text_of(row, file, i) for i, row in enumerate(data, 1)]
-
-
-def _object(line: str, number: int) -> Any:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"line {number}, character {error.pos + 1}: {error.msg}") from error
 
 
 def _text_of(row: Any, file: Path, number: int) -> str | list[dict[str, Any]]:

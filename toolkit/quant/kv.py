@@ -17,6 +17,7 @@ from toolkit.artifacts.checkpoint_writer import write_model
 from toolkit.artifacts.formats.ct_scheme import CACHE_SCHEME, cache_config
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.manifest import describe_parent, read_manifest
+from toolkit.artifacts.replace import check_directory_target
 from toolkit.artifacts.side_files import copy_side_files
 from toolkit.artifacts.stage import Stage, open_stage
 from toolkit.artifacts.tokenizer import Tokenizer
@@ -61,6 +62,7 @@ def kv(
     source = open_source(model, common, "kv")
     device, dtype, text = find_device(common.device), store_dtype(common.dtype, source), read_text(source, common)
     tell_plan(source, common, text.plan, eval_tokens=common.eval_tokens)
+    check_directory_target(work_dir, [source.path], common.overwrite)
     parent = describe_parent(source.path)
     options = text.options() | {
         "batch_size": common.batch_size, "dtype": str(dtype).removeprefix("torch."), "device": device.type,

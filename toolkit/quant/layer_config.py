@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.artifacts.json_file import read_json_object
+from toolkit.artifacts.json_file import parse_json, read_json_object
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.spec import StoredTensor
 from toolkit.quant.awq import Grid
@@ -46,10 +45,10 @@ def read_layer_config(
 def _read(text: str) -> dict[str, Any]:
     try:
         if text.lstrip().startswith("{"):
-            found = json.loads(text)
+            found = parse_json(text, "the object")
         else:
             found = read_json_object(Path(text).expanduser())
-    except (ValueError, OSError, ToolkitError) as error:
+    except ToolkitError as error:
         raise UsageError(f"{OPTION}: expected a JSON file or object: {str(error).splitlines()[0]}") from error
     if not isinstance(found, dict) or not found:
         raise UsageError(f"{OPTION}: expected an object of names or patterns, found {found!r:.40}")

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from toolkit.artifacts.result_file import save_plot
 from toolkit.errors import ToolkitError
 
 
@@ -33,7 +34,7 @@ def plot_layers(layers: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", ncol=2)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    save_plot("--plot", figure, path, dpi=120)
     pyplot.close(figure)
 
 

@@ -14,6 +14,7 @@ import torch
 from toolkit.artifacts.canonical import Dense, Weight
 from toolkit.artifacts.formats.writers import WRITERS
 from toolkit.artifacts.manifest import describe_parent, read_manifest, require_kind
+from toolkit.artifacts.replace import check_directory_target
 from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.stage import Stage, open_stage
 from toolkit.artifacts.tokenizer import Tokenizer
@@ -183,6 +184,8 @@ def choose(source: LayerSource, common: Common) -> Selection:
 def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, progress: Progress) -> Result:
     """Quantize ``source`` by ``recipe`` into ``work_dir``. Raises UsageError or ToolkitError, one line."""
     check_common(common)
+    statistics_dir = [Path(common.calibration).expanduser()] if common.calibration else []
+    check_directory_target(work_dir, [source.path, *statistics_dir], common.overwrite)
     device, dtype = find_device(common.device), store_dtype(common.dtype, source)
     selection = choose(source, common)
     form = choose_format(common.format, recipe.formats, _stored_linears(source, selection), recipe.sample)
