@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from toolkit.artifacts.tokenizer import Tokenizer
+from toolkit.chat.custom import MODELS, BaseChatTemplate
 from toolkit.chat.template import ChatTemplate
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import ChatTemplateConfig, GenerationConfig
@@ -318,3 +319,94 @@ def test_role_ipython_is_the_tool_s_where_the_template_does_not_know_it(make: An
     assert "<|im_start|>ipython\nb" in ChatTemplate.open(make(knows, name="llama"), "model").render(talk)
     built_in = ChatTemplate.open(make(name="plain"), "model", "llama3_1")
     assert "<|start_header_id|>ipython<|end_header_id|>\n\nb" in built_in.render(talk)
+
+
+OWN_SYSTEM = (
+    "{{ bos_token }}{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are Own.<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+IN_USER = "{% for m in messages %}{% if m.role != 'system' %}{{ m.content }}{% endif %}{% endfor %}"
+
+
+def test_the_system_text_of_a_model_s_own_template_can_be_dropped(make: Any) -> None:
+    template = ChatTemplate.open(make(OWN_SYSTEM), "model")
+    plain = template.render("Hi")
+    assert "You are Own." in plain and template.meta_instruction is None
+    template.meta_instruction = None
+    start = plain.partition("<|im_start|>")[0]
+    assert template.render("Hi") == f"{start}<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    begun = [*TALK[1:2], {"role": "assistant", "content": "Well"}]
+    assert template.render(begun).endswith("<|im_start|>assistant\nWell")
+    assert "Be brief." in template.render(TALK)
+    template.meta_instruction = "You are Mine."
+    assert "Mine" in template.render("Hi") and "Own" not in template.render("Hi")
+
+
+def test_a_template_without_a_system_block_is_left_as_it_is(make: Any) -> None:
+    refuses = CHATML.replace(
+        "{% for", "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}{% for"
+    )
+    for i, source in enumerate((IN_USER, refuses)):
+        template = ChatTemplate.open(make(source, name=f"m{i}"), "model")
+        before = template.render("Hi")
+        template.meta_instruction = None
+        assert template.render("Hi") == before
+
+
+@pytest.fixture
+def registered() -> Any:
+    """A class of chat template, registered for the time of one test."""
+    before = dict(MODELS._classes)
+
+    @MODELS.register_module(name=["customized_model", "pirate"])
+    class Customized(BaseChatTemplate):
+        def __init__(
+            self,
+            system: str = "<|im_start|>system\n",
+            meta_instruction: str = "You are a pirate.",
+            user: str = "<|im_start|>user\n",
+            stop_words: Any = ("<|im_end|>",),
+        ) -> None:
+            pieces = {"eosys": "<|im_end|>\n", "eoh": "<|im_end|>\n", "assistant": "<|im_start|>assistant\n"}
+            super().__init__(system, meta_instruction, user=user, eoa="<|im_end|>", separator="\n", **pieces)
+            self.stop_words = list(stop_words)
+
+    yield Customized
+    MODELS._classes = before
+
+
+def test_a_class_registered_in_python_is_a_template(make: Any, registered: Any) -> None:
+    tok = make()
+    template = ChatTemplate.open(tok, "model", ChatTemplateConfig("customized_model"))
+    same = ChatTemplateConfig(
+        "other", None, "<|im_start|>system\n", "You are a pirate.", "<|im_end|>\n",
+        "<|im_start|>user\n", "<|im_end|>\n", "<|im_start|>assistant\n", "<|im_end|>", separator="\n",
+    )  # fmt: skip
+    pieces = ChatTemplate.open(tok, "model", same)
+    for talk in (TALK, TALK[1:], TALK[1:3], "Hi"):
+        assert template.render(talk) == pieces.render(talk)
+    assert template.stop_words == ["<|im_end|>"]
+    assert registered().get_prompt("Hi") == template.render("Hi").removeprefix(tok.start_text)
+    rabbit = ChatTemplateConfig("pirate", meta_instruction="a rabbit")
+    assert "rabbit" in ChatTemplate.open(tok, "m", rabbit).render("Hi")
+    template.meta_instruction = None
+    assert "pirate" not in template.render("Hi")
+    with pytest.raises(UsageError, match="'pirate' is registered already"):
+        MODELS.register_module(name="pirate")(registered)
+    with pytest.raises(UsageError, match="'pirate': its class cannot be made"):
+        ChatTemplate.open(tok, "m", ChatTemplateConfig("pirate", eoh="x"))
+
+
+def test_a_registered_class_may_write_prompts_itself(make: Any, registered: Any) -> None:
+    def shout(self: Any, messages: Any, sequence_start: bool = True, **kwargs: Any) -> str:
+        if messages[-1]["content"] == "fail":
+            raise KeyError("x")
+        return "|".join(m["content"].upper() for m in messages) + str(kwargs["tools"])
+
+    registered.messages2prompt = shout
+    template = ChatTemplate.open(make(), "model", "pirate")
+    assert template.render("Hi").endswith("HINone")
+    with pytest.raises(ToolkitError, match=r"written in Python.* fails: KeyError"):
+        template.render("fail")

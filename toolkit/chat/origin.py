@@ -9,6 +9,7 @@ from typing import Any
 
 from toolkit.artifacts.tokenizer import Tokenizer
 from toolkit.chat import builtin
+from toolkit.chat.custom import MODELS
 from toolkit.errors import UsageError
 from toolkit.messages import ChatTemplateConfig
 
@@ -17,7 +18,7 @@ CAPABILITIES = ("completion", "infilling", "chat", "python")
 
 @dataclass
 class Origin:
-    """A template before it is compiled. ``what``: how messages name it."""
+    """A template before it is compiled. ``what``: how messages name it. ``custom``: it is this Python object."""
 
     name: str
     what: str
@@ -26,6 +27,7 @@ class Origin:
     meta_instruction: str | None = None
     stop_words: tuple[str, ...] = ()
     capability: str = "chat"
+    custom: Any = None
 
 
 def choose(tokenizer: Tokenizer, model_path: str | Path, config: ChatTemplateConfig | str | None) -> Origin:
@@ -58,6 +60,8 @@ def named(config: ChatTemplateConfig | str) -> Origin | None:
         return None
     if config.model_path is not None:
         raise UsageError("model_path: goes with model_name='hf' only, it names the model whose template is used")
+    if (custom := MODELS.get(config.model_name)) is not None:
+        return _from_class(custom, config, given)
     return _with_fields(_of_pieces(config, given), config)
 
 
@@ -76,6 +80,25 @@ def _with_fields(origin: Origin, config: ChatTemplateConfig) -> Origin:
         origin.stop_words = tuple(config.stop_words)
     origin.capability = config.capability or "chat"
     return origin
+
+
+def _from_class(cls: type, config: ChatTemplateConfig, given: dict[str, Any]) -> Origin:
+    """A registered class, made with those fields of ``config`` that are set."""
+    more = {n: getattr(config, n) for n in ("meta_instruction", "capability", "stop_words")}
+    try:
+        made = cls(**given, **{name: value for name, value in more.items() if value is not None})
+    except TypeError as e:
+        raise UsageError(f"chat template {config.model_name!r}: its class cannot be made ({e})") from e
+    return Origin(
+        config.model_name,
+        f"{config.model_name!r}, written in Python",
+        {},
+        None,
+        getattr(made, "meta_instruction", None),
+        tuple(getattr(made, "stop_words", None) or ()),
+        getattr(made, "capability", None) or "chat",
+        made,
+    )
 
 
 def _of_pieces(config: ChatTemplateConfig, given: dict[str, Any]) -> Origin:

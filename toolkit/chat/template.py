@@ -31,15 +31,16 @@ class ChatTemplate:
     """Renders conversations for one model. Thread-safe.
 
     ``name``: "hf" for the model's own template, else the built-in's or the file's. ``note``: one line, where it came
-    from. ``meta_instruction``: the system text of conversations that bring none; set it to None to drop it.
-    ``stop_words``: texts that end an answer. ``tool_format``: how the template has a model call tools: "hermes" (in
-    <tool_call> tags), "llama3" (bare JSON), None where it has no place for tools or another way.
+    from. ``stop_words``: texts that end an answer. ``tool_format``: how the template has a model call tools: "hermes"
+    (in <tool_call> tags), "llama3" (bare JSON), None where it has no place for tools or another way.
     """
 
     def __init__(self, tokenizer: Tokenizer, found: origin.Origin) -> None:
         self.name = found.name
         self.note = found.what
-        self.meta_instruction = found.meta_instruction
+        self._meta_instruction = found.meta_instruction
+        self._bare = False
+        self._custom = found.custom
         self.capability = found.capability
         self.tool_format = _tool_format(found)
         self._pieces = found.pieces
@@ -48,6 +49,15 @@ class ChatTemplate:
         self._sandbox = Sandbox()
         self._compiled = {name: _compile(self._sandbox, source, self.note) for name, source in found.sources.items()}
         self.stop_words = list(found.stop_words) or self._turn_end()
+
+    @property
+    def meta_instruction(self) -> str | None:
+        """The system text of conversations that bring none. Set to None there is none, not even the template's own."""
+        return self._meta_instruction
+
+    @meta_instruction.setter
+    def meta_instruction(self, text: str | None) -> None:
+        self._meta_instruction, self._bare = text, text is None
 
     @classmethod
     def open(
@@ -87,8 +97,8 @@ class ChatTemplate:
                 return self._start() + _infilling(messages)
             messages = [{"role": "user", "content": messages}]
         turns = normalise(messages)
-        if self.meta_instruction is not None and turns[0]["role"] not in ("system", "developer"):
-            turns.insert(0, {"role": "system", "content": self.meta_instruction})
+        if self._meta_instruction is not None and self._custom is None and not _has_system(turns):
+            turns.insert(0, {"role": "system", "content": self._meta_instruction})
         last = turns[-1]
         if not add_generation_prompt or last["role"] != "assistant" or last.get("tool_calls"):
             return self._run(turns, tools, add_generation_prompt, variables)
@@ -123,6 +133,40 @@ class ChatTemplate:
         return dataclasses.replace(config, stop_words=words or None, stop_token_ids=ids or None)
 
     def _run(
+        self, turns: list[Message], tools: list[dict[str, Any]] | None, open_answer: bool, variables: dict[str, Any]
+    ) -> str:
+        if self._custom is not None:
+            return self._run_custom(turns, tools, open_answer, variables)
+        if not self._bare or _has_system(turns) or self._pieces is not None:
+            return self._run_jinja(turns, tools, open_answer, variables)
+        if tools:  # they stand beside the system text
+            return self._run_jinja([{"role": "system", "content": ""}, *turns], tools, open_answer, variables)
+        mark = [{"role": "system", "content": _END}]
+        try:
+            block = self._run_jinja(mark, None, False, variables)
+            text = self._run_jinja([*mark, *turns], None, open_answer, variables)
+        except ToolkitError:
+            block = ""
+        if _END not in block or not text.startswith(block):  # no system text, or it stands inside another turn
+            return self._run_jinja(turns, None, open_answer, variables)
+        rest, bos = text[len(block) :], self._tokenizer.special_tokens.get("bos_token", "")
+        once = block.startswith(bos) and not rest.startswith(
+            bos
+        )  # where turns begin with it, it is no start of its own
+        return bos + rest if once else rest
+
+    def _run_custom(
+        self, turns: list[Message], tools: list[dict[str, Any]] | None, open_answer: bool, variables: dict[str, Any]
+    ) -> str:
+        self._custom.meta_instruction = self._meta_instruction  # it may have been changed since
+        given = {"tools": tools, "add_generation_prompt": open_answer, **variables}
+        try:
+            text = self._custom.messages2prompt(turns, True, **given)
+        except Exception as e:
+            raise ToolkitError(f"chat template ({self.note}) fails: {type(e).__name__}: {e}") from e
+        return self._start() + text
+
+    def _run_jinja(
         self, turns: list[Message], tools: list[dict[str, Any]] | None, open_answer: bool, variables: dict[str, Any]
     ) -> str:
         chosen = self._compiled["default"]
@@ -166,6 +210,10 @@ class ChatTemplate:
         if not ids or ids[0] not in self._tokenizer.special_ids:
             return []
         return [self._tokenizer.decode(ids[:1], skip_special_tokens=False)]
+
+
+def _has_system(turns: list[Message]) -> bool:
+    return turns[0]["role"] in ("system", "developer")
 
 
 def _tool_format(found: origin.Origin) -> Literal["hermes", "llama3"] | None:
