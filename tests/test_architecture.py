@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "profile": {"engine", "chat", "artifacts"} | BASE,
     "check_env": {"engine", "runners", "models", "artifacts", "kernels"} | BASE,
     "jobs": {"engine", "chat"} | BASE,
+    "model": {"chat"},
     "api": {"jobs", "engine", "chat", "artifacts"} | BASE,
     "__main__": {"commands"},
 }
