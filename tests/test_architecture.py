@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "errors": set(),
     "request_limits": set(),
     "config_checks": {"errors", "request_limits"},
-    "messages": {"config_checks", "errors", "request_limits"},
+    "messages": {"config_checks", "engine_configs", "errors", "request_limits"},
     "lmdeploy_options": {"config_checks", "errors"},
     "engine_configs": {"config_checks", "errors", "lmdeploy_options"},
     "progress": set(),

@@ -19,6 +19,7 @@ _EXPORTS = {
     "Session": "toolkit.api",
     "TurbomindEngineConfig": "toolkit.engine_configs",
     "VisionConfig": "toolkit.engine_configs",
+    "client": "toolkit.serve.client",
     "pipeline": "toolkit.api",
 }
 __all__ = [
@@ -31,16 +32,22 @@ __all__ = [
     "TurbomindEngineConfig",
     "VisionConfig",
     "__version__",
+    "client",
     "pipeline",
+    "serve",
 ]
 
 if TYPE_CHECKING:
+    from toolkit import serve
     from toolkit.api import Pipeline, Session, pipeline
     from toolkit.engine_configs import PytorchEngineConfig, TurbomindEngineConfig, VisionConfig
     from toolkit.messages import ChatTemplateConfig, GenerationConfig, Response
+    from toolkit.serve.client import client
 
 
 def __getattr__(name: str) -> Any:
+    if name == "serve":  # a package that can be called
+        return import_module("toolkit.serve")
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_EXPORTS[name]), name)

@@ -1,6 +1,7 @@
 """The records a user meets: generation options and chat templates that go in, responses that come out.
 
-LMDeploy's names, fields and defaults. Importing this module imports neither torch nor transformers.
+LMDeploy's names, fields and defaults. Importing this module imports neither torch nor transformers. The engine configs
+can be had from here too, as LMDeploy has it.
 """
 
 from __future__ import annotations
@@ -10,8 +11,19 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from toolkit.config_checks import bounded, is_token, list_of, only_defaults, shown, switches, words_of
+from toolkit.engine_configs import PytorchEngineConfig, TurbomindEngineConfig, VisionConfig
 from toolkit.errors import UsageError
 from toolkit.request_limits import BOUNDS, GREEDY_BELOW, MOST, TEMPLATE_STOPS, TOKEN_ID, WORD_LENGTH
+
+__all__ = [
+    "ChatTemplateConfig",
+    "FinishReason",
+    "GenerationConfig",
+    "PytorchEngineConfig",
+    "Response",
+    "TurbomindEngineConfig",
+    "VisionConfig",
+]
 
 # Fields of LMDeploy's GenerationConfig without a counterpart here, and what to do instead.
 _NOT_GENERATED = {

@@ -30,3 +30,37 @@ def test_errors(start: Any) -> None:
         list(client.completions_v1(model="echo", prompt="abc", stream=True))
     with pytest.raises(ToolkitError, match="cannot be reached"):
         _ = APIClient("http://127.0.0.1:1").available_models
+
+
+def test_an_address_with_v1_is_the_same(start: Any) -> None:
+    url = start().url
+    for address in (url, f"{url}/", f"{url}/v1", f"{url}/v1/"):
+        assert APIClient(address).available_models == ["echo"]
+
+
+def test_chat_keeps_the_history(start: Any) -> None:
+    client = APIClient(f"{start(engine={'session_len': 4096}).url}/v1")
+    first = list(client.chat("hi", 1))
+    text = "".join(piece[0] for piece in first)
+    assert text == "[user]hi" and first[-1] == ("", len(text), "stop") and first[0][2] is None
+    second = "".join(piece[0] for piece in client.chat("more", 1, temperature=0))
+    assert second == f"[user]hi[assistant]{text}[user]more"
+    assert "".join(piece[0] for piece in client.chat("hi", 2)) == text
+    client.end_session(1)
+    assert "".join(piece[0] for piece in client.chat("hi", 1)) == text
+    assert list(client.completion("abcd", max_tokens=2))[-1] == ("", 2, "length")
+    with pytest.raises(ToolkitError, match="temperature"):
+        list(client.completion("abcd", temperature=9))
+
+
+def test_lmdeploy_s_paths() -> None:
+    import toolkit
+    from toolkit.messages import PytorchEngineConfig, TurbomindEngineConfig, VisionConfig
+    from toolkit.serve.openai.api_client import APIClient as TheirPath
+
+    assert TheirPath is APIClient and isinstance(toolkit.client("http://127.0.0.1:1"), APIClient)
+    assert {PytorchEngineConfig, TurbomindEngineConfig, VisionConfig} == {
+        toolkit.PytorchEngineConfig,
+        toolkit.TurbomindEngineConfig,
+        toolkit.VisionConfig,
+    }

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 Progress = Callable[[str], None]
 Backend = Literal["turbomind", "pytorch"]
-_CONFIGS: dict[str, type[TurbomindEngineConfig] | type[PytorchEngineConfig]] = {
+CONFIGS: dict[str, type[TurbomindEngineConfig] | type[PytorchEngineConfig]] = {
     "turbomind": TurbomindEngineConfig,
     "pytorch": PytorchEngineConfig,
 }
@@ -49,7 +49,7 @@ class Setup:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Setup:
-        config = _CONFIGS[data["kind"]](**data["config"])
+        config = CONFIGS[data["kind"]](**data["config"])
         return Setup(Path(data["path"]), Path(data["tokenizer_dir"]), config, data["backend"])
 
 

@@ -11,18 +11,21 @@ from typing import Any
 
 from toolkit.errors import ToolkitError, UsageError
 
+Piece = tuple[str, int, str | None]  # text, tokens so far (pieces until the server has told), finish_reason at the end
+
 
 class APIClient:
-    """Talks to ``api_server_url`` (scheme, host and port); one without a scheme raises UsageError.
+    """Talks to ``api_server_url`` (scheme, host and port, with or without /v1); another raises UsageError.
 
-    Each call is a generator: of one whole answer, or with ``stream=True`` of chunks as they come. An error of the
-    server raises ToolkitError with its status and message.
+    Each ``…_v1`` call is a generator: of one whole answer, or with ``stream=True`` of chunks as they come. An error of
+    the server raises ToolkitError with its status and message.
     """
 
     def __init__(self, api_server_url: str, api_key: str | None = None, timeout: float | None = 600) -> None:
         if not api_server_url.startswith(("http://", "https://")):
             raise UsageError(f"{api_server_url}: expected the address of a server, such as http://127.0.0.1:23333")
-        self.url = api_server_url.rstrip("/")
+        self.url = api_server_url.rstrip("/").removesuffix("/v1").rstrip("/")
+        self._talks: dict[int, list[dict[str, Any]]] = {}
         self.headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self.headers["Authorization"] = f"Bearer {api_key}"
@@ -45,6 +48,42 @@ class APIClient:
     ) -> Iterator[dict[str, Any]]:
         """POST /v1/completions; ``fields`` as in the server's CompletionRequest."""
         return self._post("/v1/completions", {"model": model, "prompt": prompt, "stream": stream, **fields})
+
+    def chat(self, prompt: str, session_id: int = 1, **fields: Any) -> Iterator[Piece]:
+        """One turn of conversation ``session_id``, whose history is kept here: pieces of the answer as they come.
+
+        ``fields`` as in the server's ChatCompletionRequest; ``model`` is its first by default. The turn enters the
+        history when its answer ends.
+        """
+        messages = [*self._talks.get(session_id, ()), {"role": "user", "content": prompt}]
+        answer = ""
+        for piece in self._pieces("/v1/chat/completions", {"messages": messages, **fields}):
+            answer += piece[0]
+            yield piece
+        self._talks[session_id] = [*messages, {"role": "assistant", "content": answer}]
+
+    def end_session(self, session_id: int) -> None:
+        """Forget what was said in a conversation."""
+        self._talks.pop(session_id, None)
+
+    def completion(self, prompt: str, **fields: Any) -> Iterator[Piece]:
+        """Continue a text: pieces as they come. ``fields`` as in the server's CompletionRequest."""
+        return self._pieces("/v1/completions", {"prompt": prompt, **fields})
+
+    def _pieces(self, path: str, fields: dict[str, Any]) -> Iterator[Piece]:
+        model = fields.pop("model", None) or self.available_models[0]
+        body = {"model": model, "stream": True, "stream_options": {"include_usage": True}, **fields}
+        tokens, reason = 0, None
+        for chunk in self._post(path, body):
+            for choice in chunk.get("choices") or []:
+                text = choice.get("text") or choice.get("delta", {}).get("content") or ""
+                reason = choice.get("finish_reason") or reason
+                tokens += bool(text)
+                if text:
+                    yield text, tokens, None
+            if usage := chunk.get("usage"):
+                tokens = usage["completion_tokens"]
+        yield "", tokens, reason
 
     def _post(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         with self._open(path, body) as reply:
@@ -70,6 +109,11 @@ class APIClient:
             raise ToolkitError(f"{self.url}{path}: {error.code}: {_message(error.read())}") from error
         except (urllib.error.URLError, OSError) as error:
             raise ToolkitError(f"{self.url}: cannot be reached ({getattr(error, 'reason', error)})") from error
+
+
+def client(api_server_url: str = "http://127.0.0.1:23333", api_key: str | None = None, **kwargs: Any) -> APIClient:
+    """A client of a running server; ``kwargs`` as APIClient has them."""
+    return APIClient(api_server_url, api_key, **kwargs)
 
 
 def _checked(chunk: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,84 @@
+"""``toolkit.serve(model)``: a server in a process of its own, as LMDeploy has it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import toolkit
+from toolkit import ChatTemplateConfig, PytorchEngineConfig
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.serve.client import APIClient
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def model(tiny_models: Any) -> str:
+    return str(tiny_models("llama"))
+
+
+def test_a_server_that_is_its_own_client(model: str) -> None:
+    config = PytorchEngineConfig(session_len=128, max_batch_size=4, device_type="cpu")
+    template = ChatTemplateConfig("mine", user="<u>", assistant="<a>")
+    more: Any = {"api_keys": "secret", "max_log_len": 9}
+    with toolkit.serve(
+        model, "tiny", backend_config=config, chat_template_config=template, server_port=0, **more
+    ) as server:
+        assert server.available_models == ["tiny"]
+        *pieces, last = server.chat("hi", 1, max_tokens=4, ignore_eos=True)
+        assert last[1:] == (4, "length") and pieces
+        with pytest.raises(ToolkitError, match="401"):
+            _ = APIClient(server.url).available_models
+        process = server._process
+    assert process.returncode == 0
+    server.close()
+
+
+def test_what_keeps_it_from_starting_is_told_here(model: str) -> None:
+    with pytest.raises(ToolkitError, match="/no/such/model"):
+        toolkit.serve("/no/such/model", server_port=0)
+    with pytest.raises(UsageError, match="nope"):
+        toolkit.serve(model, chat_template_config="nope", server_port=0)
+    for arguments, says in [
+        ({"backend": "tensorrt"}, "backend: expected"),
+        ({"workers": 3}, "unknown argument 'workers'"),
+        ({"backend_config": 5}, "backend_config"),
+    ]:
+        with pytest.raises(UsageError, match=says):
+            toolkit.serve(model, **arguments)
+
+
+def test_it_ends_with_the_program_that_started_it(model: str, tmp_path: Path) -> None:
+    """Also one without the guard ``if __name__ == "__main__"``, and one that is killed."""
+    program = textwrap.dedent(f"""
+        import os, signal, toolkit
+        server = toolkit.serve({model!r}, backend="pytorch", server_port=0)
+        print(server._process.pid, flush=True)
+        if {{kill}}:
+            os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    for kill in (False, True):
+        file = tmp_path / "program.py"
+        file.write_text(program.replace("{kill}", str(kill)))
+        done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=120)
+        assert done.returncode == (-9 if kill else 0), done.stderr
+        pid = int(done.stdout)
+        for _ in range(200):
+            if not alive(pid):
+                break
+            time.sleep(0.05)
+        assert not alive(pid)

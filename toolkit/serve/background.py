@@ -1,0 +1,164 @@
+"""A server in a process of its own, started from Python: ``toolkit.serve(model)``, as LMDeploy has it.
+
+The child is ``python -P -c "from toolkit.serve.background import main; main(FD)"``; not multiprocessing, which would
+run the user's main script again. It ends with its parent: over the socket FD no word comes after the first but the end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from toolkit.chat.custom import MODELS
+from toolkit.engine.setup import CONFIGS
+from toolkit.engine_configs import EngineConfig
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.messages import ChatTemplateConfig
+from toolkit.serve.client import APIClient
+
+STOP_S = 20.0  # that a server gets to end its requests and itself
+SETTINGS = ("allow_origins", "generation_config", "max_concurrent_requests", "max_log_len")
+
+
+class Server(APIClient):
+    """A running server, and a client of it. ``close()`` ends it, as does leaving a ``with`` block or the program."""
+
+    def __init__(self, url: str, api_key: str | None, process: subprocess.Popen[bytes], link: socket.socket) -> None:
+        super().__init__(url, api_key)
+        self._process = process
+        self._link = link
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """End the server and wait until it is gone. May be called twice."""
+        atexit.unregister(self.close)
+        self._link.close()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def serve(
+    model_path: str,
+    model_name: str | None = None,
+    backend: str = "turbomind",
+    backend_config: EngineConfig | None = None,
+    chat_template_config: ChatTemplateConfig | str | None = None,
+    server_name: str = "127.0.0.1",
+    server_port: int = 23333,
+    log_level: str = "ERROR",
+    api_keys: list[str] | str | None = None,
+    ssl: bool = False,
+    **kwargs: Any,
+) -> Server:
+    """Start a server of ``model_path`` in a process of its own; returns when it answers.
+
+    model_name: what requests call it (default: the model's own name). backend: used without a backend_config.
+    server_port: 0 = any free one, see ``Server.url``. ssl: by the files in SSL_KEYFILE and SSL_CERTFILE. kwargs: the
+    server's settings allow_origins, generation_config, max_concurrent_requests, max_log_len. Raises UsageError or
+    ToolkitError, as ``tool serve api_server`` would say it.
+    """
+    if unknown := sorted(set(kwargs) - set(SETTINGS)):
+        raise UsageError(f"serve(): unknown argument {unknown[0]!r}; there are also {', '.join(SETTINGS)}")
+    if backend not in CONFIGS:
+        raise UsageError(f"backend: expected {' or '.join(CONFIGS)}, found {backend!r}")
+    keys = [api_keys] if isinstance(api_keys, str) else list(api_keys or ())
+    config = backend_config if backend_config is not None else CONFIGS[backend]()
+    kind = next((name for name, cls in CONFIGS.items() if isinstance(config, cls)), None)
+    if kind is None:
+        raise UsageError(f"backend_config: expected an engine config, found {type(config).__name__}")
+    template = chat_template_config
+    name = template.model_name if isinstance(template, ChatTemplateConfig) else template
+    if name is not None and name in MODELS:
+        raise UsageError(f"chat_template_config: {name!r} is a Python class, which another process does not have")
+    order = {
+        "model": str(model_path),
+        "model_name": model_name,
+        "kind": kind,
+        "config": asdict(config),
+        "chat_template": template.to_json() if isinstance(template, ChatTemplateConfig) else template,
+        "host": server_name,
+        "port": server_port,
+        "ssl": ssl,
+        "settings": {"api_keys": keys, **kwargs},
+        "log_level": log_level.lower(),
+    }
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-P", "-c", f"from toolkit.serve.background import main; main({theirs.fileno()})"]
+    with theirs:
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    try:
+        ours.sendall(json.dumps(order).encode() + b"\n")
+        with ours.makefile("rb") as lines:
+            told = json.loads(lines.readline() or b"{}")
+        if "url" not in told:
+            kind_of_error = UsageError if told.get("usage") else ToolkitError
+            raise kind_of_error(told.get("error", "the server ended before it was ready; its log says why"))
+    except BaseException:
+        ours.close()
+        process.wait()
+        raise
+    return Server(told["url"], keys[0] if keys else None, process, ours)
+
+
+# -- the child ----------------------------------------------------------------------------------
+
+
+def main(fd: int) -> None:
+    """Serve what the parent orders until it closes its end, and tell it the URL or what went wrong."""
+    link = socket.socket(fileno=fd)
+    lines = link.makefile("rb")
+    order = json.loads(lines.readline())
+
+    def tell(what: dict[str, Any]) -> None:
+        with suppress(OSError):
+            link.sendall(json.dumps(what).encode() + b"\n")
+
+    def follow() -> None:
+        lines.read()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=follow, name="toolkit-parent", daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal's Ctrl-C: the parent decides
+    try:
+        _serve(order, tell)
+    except ToolkitError as e:
+        tell({"error": str(e), "usage": isinstance(e, UsageError)})
+    except Exception as e:
+        tell({"error": f"{type(e).__name__}: {e}", "usage": False})
+        raise
+
+
+def _serve(order: dict[str, Any], tell: Any) -> None:
+    from toolkit.serve import run
+
+    keyfile, certfile = run.ssl_files() if order["ssl"] else (None, None)
+    kind = CONFIGS[order["kind"]]
+    run.serve(
+        order["model"],
+        run.Address(order["host"], order["port"], ssl_keyfile=keyfile, ssl_certfile=certfile),
+        model_name=order["model_name"],
+        engine_config=kind(**order["config"]),
+        chat_template=order["chat_template"],
+        settings=order["settings"],
+        log_level=order["log_level"],
+        progress=lambda line: None,
+        ready=lambda url, engine: tell({"url": url}),
+    )

@@ -1,0 +1,1 @@
+"""LMDeploy's path of the client."""
