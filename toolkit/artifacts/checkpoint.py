@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.json_file import read_json_object
+from toolkit.artifacts.manifest import check_tensors, read_manifest
 from toolkit.artifacts.safetensors_file import TensorInfo, read_header
 from toolkit.errors import ToolkitError, UsageError
 
@@ -107,6 +108,9 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         )
     config = _read_config(path)
     infos, files = _read_headers(path)
+    manifest = read_manifest(path)
+    if manifest is not None:
+        check_tensors(path, manifest)
     side = path / "generation_config.json"
     return Checkpoint(path, config, read_json_object(side) if side.is_file() else {}, infos, files)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.json_file import read_json_object, write_json_object
-from toolkit.artifacts.manifest import Manifest, file_digest, require_kind
+from toolkit.artifacts.manifest import Manifest, check_tensors, file_digest, require_kind
 from toolkit.artifacts.safetensors_file import TensorInfo, map_arrays, read_header, write_arrays
 from toolkit.errors import ToolkitError
 from toolkit.models.spec import DecoderSpec
@@ -112,6 +112,8 @@ def open_engine(path: Path) -> EngineArtifact:
 
         check_torch(artifact)
     _check_digest(json_path, manifest)
+    if manifest is not None:
+        check_tensors(path, manifest)
     return artifact
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.engine import open_engine
-from toolkit.artifacts.manifest import MANIFEST, Manifest, file_digest, hub_origin, read_manifest
-from toolkit.errors import ToolkitError
+from toolkit.artifacts.manifest import Manifest, check_files, hub_origin, read_manifest
 
 _LONGEST_LINEAGE = 64
 
@@ -37,7 +36,7 @@ def inspect(path: Path, verify: bool = False) -> Inspection:
     if manifest is None:
         record = _plain_record(path)
         return Inspection(record, facts, _plain_lineage(path))
-    _check_files(path, manifest, verify)
+    check_files(path, manifest, verify)
     return Inspection(manifest.to_json(), facts, _lineage(path, manifest))
 
 
@@ -58,17 +57,6 @@ def _plain_record(path: Path) -> dict[str, Any]:
         "files": files,
         "size_bytes": sum(file.stat().st_size for file in members),
     }
-
-
-def _check_files(path: Path, manifest: Manifest, verify: bool) -> None:
-    for entry in manifest.files:
-        file, size, digest = path / entry["name"], entry.get("size"), entry.get("sha256")
-        if not file.is_file():
-            raise ToolkitError(f"{file}: missing, though {MANIFEST} lists it; make the artifact again")
-        if file.stat().st_size != size:
-            raise ToolkitError(f"{file}: expected {size} bytes by {MANIFEST}, found {file.stat().st_size}")
-        if verify and (found := file_digest(file)) != digest:
-            raise ToolkitError(f"{file}: expected sha256 {digest} by {MANIFEST}, found {found}")
 
 
 def _checkpoint_facts(path: Path) -> list[tuple[str, str]]:

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.json_file import read_json_object
+from toolkit.artifacts.safetensors_file import MAX_HEADER
 from toolkit.errors import ToolkitError
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
+TENSORS = (".safetensors", ".gguf")  # how names of files of tensors end
 _LONGEST_NAME, _DEEPEST = 255, 16  # bytes of a part of a file's name, and parts
 KINDS = ("checkpoint", "quantized", "engine", "calibration")
 
@@ -28,7 +30,8 @@ class Manifest:
 
     ``parent``: {path, hub_id, revision, digest, manifest} of the input, ``manifest`` being the parent's own record
     without its file list, or None where the chain starts. ``options`` of the stage; ``quality``: figures it measured.
-    ``files``: {name, size, sha256} of every file but the manifest; ``size_bytes``: their sum.
+    ``files``: {name, size, sha256} of every file but the manifest, and ``header_sha256`` of the headers of safetensors
+    files, which is cheap enough to be checked whenever one is opened; ``size_bytes``: sum of the sizes.
     """
 
     kind: str
@@ -76,7 +79,8 @@ def parse_manifest(data: dict[str, Any], path: Path) -> Manifest:
         raise ToolkitError(f"{path}: kind: expected one of {', '.join(KINDS)}, found {data['kind']!r:.40}")
     for entry in data["files"]:
         kinds = (("name", str), ("size", int), ("sha256", str))
-        if not isinstance(entry, dict) or not all(isinstance(entry.get(key), kind) for key, kind in kinds):
+        good = isinstance(entry, dict) and all(isinstance(entry.get(key), kind) for key, kind in kinds)
+        if not good or not isinstance(entry.get("header_sha256", ""), str):
             raise ToolkitError(f"{path}: files: expected objects with name, size and sha256, found {entry!r:.60}")
         if not _is_plain(entry["name"]):
             raise ToolkitError(f"{path}: files: expected names of files in the directory, found {entry['name']!r:.60}")
@@ -93,6 +97,67 @@ def _is_plain(name: str) -> bool:
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     text = json.dumps(manifest.to_json(), indent=2, ensure_ascii=False) + "\n"
     (directory / MANIFEST).write_text(text, encoding="utf-8")
+
+
+def describe_file(directory: Path, file: Path) -> dict[str, Any]:
+    """The entry of ``files`` for a file of an artifact."""
+    name = str(file.relative_to(directory))
+    entry: dict[str, Any] = {"name": name, "size": file.stat().st_size, "sha256": file_digest(file)}
+    return entry | ({"header_sha256": _header_digest(file)} if name.endswith(".safetensors") else {})
+
+
+def check_tensors(directory: Path, manifest: Manifest) -> None:
+    """What is checked whenever an artifact is opened: the size of every file of tensors, and the digest of its header.
+    Other files may be edited: a chat template, a context length. Raises ToolkitError, one line."""
+    for entry in manifest.files:
+        if not entry["name"].endswith(TENSORS):
+            continue
+        file = directory / entry["name"]
+        _check_size(file, entry["size"])
+        header = entry.get("header_sha256")
+        if header is not None and (found := _header_digest(file)) != header:
+            raise _changed(file, header, found)
+
+
+def check_files(directory: Path, manifest: Manifest, verify: bool = False) -> None:
+    """Check that every file is there and of its size; ``verify``: also that every byte is as it was written.
+
+    Raises ToolkitError, one line.
+    """
+    check_tensors(directory, manifest)
+    for entry in manifest.files:
+        file = directory / entry["name"]
+        _check_size(file, entry["size"])
+        if verify and (found := file_digest(file)) != entry["sha256"]:
+            raise _changed(file, entry["sha256"], found)
+
+
+def _check_size(file: Path, expected: int) -> None:
+    if not file.is_file():
+        raise ToolkitError(f"{file}: missing, though {MANIFEST} lists it; make the artifact again")
+    if (size := file.stat().st_size) != expected:
+        what = "truncated" if size < expected else "trailing bytes"
+        raise ToolkitError(
+            f"{file}: {what}: expected {expected} bytes by {MANIFEST}, found {size}; restore the file, or make the "
+            "artifact again"
+        )
+
+
+def _changed(file: Path, expected: str, found: str) -> ToolkitError:
+    return ToolkitError(
+        f"{file}: was changed since it was written: expected sha256 {expected} by {MANIFEST}, found {found}; restore "
+        "the file, or make the artifact again"
+    )
+
+
+def _header_digest(file: Path) -> str:
+    """Hex SHA-256 of the header of a safetensors file, its length included."""
+    try:
+        with file.open("rb") as handle:
+            size = handle.read(8)
+            return hashlib.sha256(size + handle.read(min(int.from_bytes(size, "little"), MAX_HEADER))).hexdigest()
+    except OSError as error:
+        raise ToolkitError(f"{file}: cannot be read: {error.strerror}") from error
 
 
 def require_kind(path: Path, allowed: tuple[str, ...], stage: str) -> Manifest | None:
@@ -136,11 +201,21 @@ def hub_origin(path: Path) -> tuple[str | None, str | None]:
 
 
 def content_digest(path: Path) -> str:
-    """``sha256:…`` over the content of a GGUF file or of a model directory: names and bytes, no times, no path."""
+    """``sha256:…`` over the content of a GGUF file or of a model directory: names and bytes, no times, no path.
+
+    Raises ToolkitError for tensors of an artifact that are not those which were written.
+    """
     if path.is_file():
         return f"sha256:{file_digest(path)}"
     names = {file.name for pattern in _CONTENT for file in path.glob(pattern) if file.is_file()} - {MANIFEST}
-    lines = [f"{name} {file_digest(path / name)}\n" for name in sorted(names)]
+    manifest = read_manifest(path)
+    recorded = {entry["name"]: entry["sha256"] for entry in manifest.files} if manifest is not None else {}
+    lines = []
+    for name in sorted(names):
+        found = file_digest(path / name)
+        if name.endswith(TENSORS) and recorded.get(name, found) != found:
+            raise _changed(path / name, recorded[name], found)
+        lines.append(f"{name} {found}\n")
     return f"sha256:{hashlib.sha256(''.join(lines).encode()).hexdigest()}"
 
 

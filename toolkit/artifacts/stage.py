@@ -28,7 +28,7 @@ from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from toolkit import __version__
-from toolkit.artifacts.manifest import MANIFEST, Manifest, file_digest, read_manifest, write_manifest
+from toolkit.artifacts.manifest import MANIFEST, Manifest, describe_file, read_manifest, write_manifest
 from toolkit.artifacts.replace import check_directory_target, foreign, remove_artifact
 from toolkit.artifacts.safetensors_file import array_bytes, read_metadata, write_tensors
 from toolkit.errors import ToolkitError, UsageError
@@ -109,11 +109,7 @@ class Stage:
     def finish(self, quality: Mapping[str, Any] | None = None) -> Manifest:
         """Write the manifest, bring everything to disk and rename the artifact to its target."""
         assert not self.already_there and not self.finished
-        files: list[dict[str, Any]] = [
-            {"name": str(file.relative_to(self.dir)), "size": file.stat().st_size, "sha256": file_digest(file)}
-            for file in sorted(self.dir.rglob("*"))
-            if file.is_file()
-        ]
+        files = [describe_file(self.dir, file) for file in sorted(self.dir.rglob("*")) if file.is_file()]
         manifest = Manifest(
             kind=self.kind,
             stage=self.stage,

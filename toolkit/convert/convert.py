@@ -25,6 +25,7 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import load_spec
 from toolkit.models.spec import StoredTensor
 from toolkit.runners.native.artifact import CPU_TARGET
+from toolkit.runners.native.library import explain_mapped_faults
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,6 +78,7 @@ def convert(
     path = resolve_model(model, revision=revision, download_dir=download_dir, progress=not quiet)
     require_kind(path, ("checkpoint", "quantized"), "convert")
     check_directory_target(dst_path, [path], overwrite)
+    explain_mapped_faults()
     checkpoint = open_checkpoint(path)
     _check_format(checkpoint, model_format)
     spec, stored = load_spec(checkpoint)

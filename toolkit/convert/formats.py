@@ -30,6 +30,7 @@ from toolkit.engine_configs import DTYPES
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import load_spec
 from toolkit.models.spec import DecoderSpec, StoredTensor
+from toolkit.runners.native.library import explain_mapped_faults
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,6 +105,7 @@ def rewrite(
         check_file_target(target, path, overwrite)
     else:
         check_directory_target(target, [path], overwrite)
+    explain_mapped_faults()
     checkpoint = open_checkpoint(path)
     spec, stored = load_spec(checkpoint)
     validate_checkpoint(checkpoint, stored)

@@ -58,6 +58,7 @@ class EngineCore:
         asynchronous = bool(getattr(runner, "asynchronous", False))
         self._lookahead = asynchronous if options.lookahead is None else options.lookahead
         self._arrivals = 0
+        self._damage = ""
         self._generation_tokens = 0
         self._steps = 0
         self._step_seconds = 0.0
@@ -67,6 +68,10 @@ class EngineCore:
 
     def add(self, request: EngineRequest, processors: Seq[LogitsProcessor] = ()) -> None:
         """Queue a request. One that cannot run ends in an error output of the next step; nothing is raised."""
+        if self._damage:
+            failed = EngineOutput(request.id, finish_reason="error", error=self._damage, error_code=INTERNAL_ERROR)
+            self._outputs.append(failed)
+            return
         try:
             self._check(request)
             if self.constraints.slow(request):
@@ -75,6 +80,11 @@ class EngineCore:
                 self._accept(request, list(processors), self.constraints.of(request))
         except ToolkitError as e:
             self._refuse(request, e)
+
+    def tell_damage(self, text: str) -> None:
+        """From now on, by any thread: every new request ends in the error ``text``, for the weights are not right."""
+        log.error("%s", text)
+        self._damage = text
 
     def abort(self, request_id: str) -> None:
         """End a request and free its blocks now. Unknown ids (already finished) are ignored."""

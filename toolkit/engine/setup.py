@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from toolkit.engine.core import EngineCore
 from toolkit.engine.memory_plan import MemoryPlan, Wishes, plan
 from toolkit.engine.options import EngineOptions
+from toolkit.engine.verify import verify_tensors
 from toolkit.engine_configs import EngineConfig, PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.runners.base import RunnerError, RunnerOptions
@@ -186,6 +187,7 @@ def start(setup: Setup, tokenizer: Tokenizer | None, progress: Progress) -> tupl
         ),
         tokenizer,
     )
+    verify_tensors(setup.path, core.tell_damage)
     return core, Facts(memory, note, runner.name, runner.device, runner.dtype, runner.spec.vocab_size)
 
 

@@ -34,6 +34,7 @@ from toolkit.quant.selection import Selection, select
 from toolkit.quant.spill import Spill
 from toolkit.quant.statistics_file import SavedStatistics, open_statistics
 from toolkit.quant.tune import KEY, choose_steps, most_samples, needed, tune
+from toolkit.runners.native.library import explain_mapped_faults
 
 EVAL_TOKENS = 24576  # of the held-out text: all of it, for most tokenizers
 CACHE_MEMORY = 4.0  # GiB
@@ -164,6 +165,7 @@ def open_source(model: str, common: Common, what: str) -> LayerSource:
     """The unquantized checkpoint behind MODEL. Raises ToolkitError for one that is quantized or cannot be read."""
     path = resolve_model(model, revision=common.revision, download_dir=common.download_dir)
     require_kind(path, ("checkpoint",), f"tool lite {what}")
+    explain_mapped_faults()
     return LayerSource(path)
 
 

@@ -12,6 +12,7 @@ from toolkit.engine_configs import LOAD_FORMATS
 from toolkit.errors import UsageError
 from toolkit.models.spec import DecoderSpec, StoredTensor
 from toolkit.runners.base import Runner, RunnerOptions
+from toolkit.runners.native.library import explain_mapped_faults
 
 if TYPE_CHECKING:
     from toolkit.artifacts.adapter import LowRank
@@ -162,6 +163,7 @@ def open_runner(
     """
     if backend not in (None, *BACKENDS):
         raise UsageError(f"--backend: expected one of {', '.join(BACKENDS)}, found {backend!r}")
+    explain_mapped_faults()
     opened = open_model(
         path,
         hf_overrides=hf_overrides,

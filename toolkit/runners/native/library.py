@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from contextlib import suppress
 from ctypes import POINTER, Structure, c_char_p, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,8 @@ def load(path: Path) -> ctypes.CDLL:
     """The library with its prototypes. OSError where it is missing or made for another machine."""
     lib = ctypes.CDLL(str(path))
     lib.tk_error.restype = c_char_p
+    lib.tk_explain_mapped_faults.restype = None
+    lib.tk_explain_mapped_faults()  # whoever has loaded the library maps files
     lib.tk_isa.argtypes, lib.tk_isa.restype = [c_char_p], c_char_p
     lib.tk_model_create.restype = c_void_p
     lib.tk_model_create.argtypes = [
@@ -97,6 +100,13 @@ def load(path: Path) -> ctypes.CDLL:
     for name in ("tk_usable_cores", "tk_cache_allocate", "tk_block_export", "tk_block_import", "tk_step"):
         getattr(lib, name).restype = c_int
     return lib
+
+
+def explain_mapped_faults() -> None:
+    """From now on, a mapped file that is cut short while it is in use ends this process with one line that names it, in
+    place of a bus error. Without the library it stays a bus error."""
+    with suppress(OSError):
+        load(library_path())
 
 
 def error(lib: ctypes.CDLL) -> str:

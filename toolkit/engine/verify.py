@@ -1,0 +1,65 @@
+"""The tensors of an artifact are compared with the digests of its manifest while the engine already runs.
+
+Reading every byte takes seconds where a start takes milliseconds, so it is done beside the first requests, by a thread
+that yields to all others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+from toolkit.artifacts.manifest import TENSORS, read_manifest
+from toolkit.errors import ToolkitError
+
+log = logging.getLogger(__name__)
+_CHUNK = 1 << 20
+
+
+def verify_tensors(path: Path, on_damage: Callable[[str], None]) -> threading.Thread | None:
+    """Start to compare what lies at ``path``, a directory or a ``.gguf`` file; ``on_damage`` gets one line on the first
+    file that is not as it was written. None where there is nothing to compare with.
+
+    The files are opened now: one that is replaced later is another file, and the engine goes on with the one it has.
+    """
+    folder = path if path.is_dir() else path.parent
+    try:
+        manifest = read_manifest(folder)
+    except ToolkitError:
+        return None  # not of ours, or the engine would not have been opened
+    files = []
+    for entry in manifest.files if manifest is not None else ():
+        file = folder / entry["name"]
+        if file.name.endswith(TENSORS) and file.is_file() and (path.is_dir() or file.name == path.name):
+            files.append((file, file.open("rb", buffering=0), entry["sha256"]))
+    if not files:
+        return None
+    thread = threading.Thread(target=_compare, args=(files, on_damage), name="toolkit-verify", daemon=True)
+    thread.start()
+    return thread
+
+
+def _compare(files: list[tuple[Path, IO[bytes], str]], on_damage: Callable[[str], None]) -> None:
+    if sys.platform == "linux":  # where a thread has a priority of its own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    for file, handle, expected in files:
+        digest = hashlib.sha256()
+        try:
+            with handle:
+                while chunk := handle.read(_CHUNK):
+                    digest.update(chunk)
+        except OSError as error:
+            on_damage(f"{file}: cannot be read: {error.strerror}")
+            return
+        if digest.hexdigest() != expected:
+            on_damage(
+                f"{file}: was changed since it was written: expected sha256 {expected} by its manifest, found "
+                f"{digest.hexdigest()}; restore the file, or make the artifact again"
+            )
+            return
