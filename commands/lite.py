@@ -24,6 +24,7 @@ from toolkit.commands.lite_options import (
     group_size,
     progress_bar,
     report,
+    say_next,
     say_size,
     with_lite_flags,
 )
@@ -150,7 +151,10 @@ def auto_round(
     w_bits: WBits = 4,
     w_sym: Annotated[bool, typer.Option("--w-sym/--no-w-sym", help="A grid that is symmetric about zero.")] = True,
     w_group_size: GroupSize = "auto",
-    iters: Annotated[int, typer.Option("--iters", help="Steps of the optimizer a block.")] = 200,
+    iters: Annotated[
+        int | None,
+        typer.Option("--iters", help="Steps of the optimizer a block. Default: the preset's (balanced: 200)."),
+    ] = None,
     layer_config: Annotated[
         str | None,
         typer.Option(
@@ -164,6 +168,7 @@ def auto_round(
     Example: tool lite auto_round demo --work-dir demo-ar --iters 200
     """
     from toolkit.quant.lite import auto_round as quantize
+    from toolkit.quant.presets import choose_preset
 
     _quantize(
         quantize,
@@ -173,7 +178,7 @@ def auto_round(
         w_bits=w_bits,
         w_sym=w_sym,
         w_group_size=group_size(w_group_size),
-        iters=iters,
+        iters=choose_preset(flags.preset).iters if iters is None else iters,
         layer_config=layer_config,
     )
 
@@ -191,15 +196,21 @@ def smooth_quant(
         float | None, typer.Option("--strength", help="How far outliers move into weights, 0 to 1. Default: searched.")
     ] = None,
     tune_steps: Annotated[
-        int, typer.Option("--tune-steps", help="Steps by which all scales and norms are then tuned together.")
-    ] = 0,
+        int | None,
+        typer.Option(
+            "--tune-steps",
+            help="Steps by which all scales and norms are then tuned together. Default: the preset's (balanced: 0).",
+        ),
+    ] = None,
 ) -> None:
     """8-bit weights and activations by SmoothQuant, in LMDeploy's W8A8 format.
 
     Example: tool lite smooth_quant demo --work-dir demo-w8a8 --quant-dtype int8
     """
     from toolkit.quant.lite import smooth_quant as quantize
+    from toolkit.quant.presets import choose_preset
 
+    tune_steps = choose_preset(flags.preset).tune_steps_8bit if tune_steps is None else tune_steps
     _quantize(quantize, model, work_dir, flags, quant_dtype=quant_dtype, strength=strength, tune_steps=tune_steps)
 
 
@@ -265,6 +276,8 @@ def calibrate(model: Model, flags: LiteFlags, work_dir: WorkDir = Path("work_dir
         result = collect(model, work_dir, common=common, progress=progress, told=say_size)
     if result.already_there:
         stderr().print(f"{result.path}: already there")
+    if flags.json != "-":
+        say_next(f"tool lite auto_awq {model} --calibration {result.path}")
     write_json(flags.json, {"path": str(result.path), "options": result.options})
 
 

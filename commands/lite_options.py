@@ -34,7 +34,7 @@ TuneSteps = Annotated[
     typer.Option(
         "--tune-steps",
         help="Steps by which all scales and norms are then tuned together, so that the model predicts what it did; 0: "
-        "none. Left out: 64 where --cache-memory allows it.",
+        "none. Left out: the preset's (balanced: 64), where --cache-memory allows it.",
     ),
 ]
 StaticGroups = Annotated[
@@ -48,6 +48,14 @@ StaticGroups = Annotated[
 
 @dataclass
 class LiteFlags:
+    preset: Annotated[
+        str,
+        typer.Option(
+            "--preset",
+            help="How much effort: fast (16 samples, no tuning, 4k tokens measured), balanced, or best (128 samples, "
+            "192 steps of tuning). Other options go before it.",
+        ),
+    ] = "balanced"
     calib_dataset: Annotated[
         str,
         typer.Option(
@@ -60,7 +68,7 @@ class LiteFlags:
         int | None,
         typer.Option(
             "--calib-samples",
-            help="Samples. Default: 128; for `self` at most as many as make 16k tokens.",
+            help="Samples. Default: the preset's; balanced: 128, for `self` at most as many as make 16k tokens.",
         ),
     ] = None
     calib_seqlen: Annotated[int, typer.Option("--calib-seqlen", help="Tokens in a sample.")] = 512
@@ -97,8 +105,12 @@ class LiteFlags:
     download_dir: Annotated[str | None, typer.Option("--download-dir", help="Where downloads go.")] = None
     seed: Annotated[int, typer.Option("--seed", help="Of the calibration text.")] = 0
     eval_tokens: Annotated[
-        int, typer.Option("--eval-tokens", help="Tokens of held-out text for the perplexity before and after.")
-    ] = 24576
+        int | None,
+        typer.Option(
+            "--eval-tokens",
+            help="Tokens of held-out text for the perplexity before and after. Default: 24576; preset fast: 4096.",
+        ),
+    ] = None
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the artifact in --work-dir.")] = False
     json: Annotated[
         str | None, typer.Option("--json", help="Write the figures to this file (- is standard output).")
@@ -111,6 +123,7 @@ class LiteFlags:
         Raises UsageError for files that cannot be written, and for a flag of ``without`` that was given.
         """
         from toolkit.artifacts.result_file import check_json, check_plot
+        from toolkit.quant.presets import choose_preset
         from toolkit.quant.run import Common
 
         for name in without:
@@ -126,14 +139,22 @@ class LiteFlags:
                 raise UsageError(
                     f"--{name.replace('_', '-')} {given}, --{alias} {other}: one thing by two names; give one"
                 )
+        effort = choose_preset(self.preset)
         samples = self.calib_samples if self.nsamples is None else self.nsamples
+        samples = effort.calib_samples if samples is None else samples
+        eval_tokens = effort.eval_tokens if self.eval_tokens is None else self.eval_tokens
         seqlen = self.calib_seqlen if self.seqlen is None else self.seqlen
         return Common(
             self.calib_dataset, samples, seqlen, self.batch_size, self.dtype, self.device,
-            self.revision, self.download_dir, self.seed, self.eval_tokens, self.overwrite, self.format,
+            self.revision, self.download_dir, self.seed, eval_tokens, self.overwrite, self.format,
             tuple(self.skip or ()), tuple(self.include or ()), self.quantize_lm_head, self.calibration,
-            self.cache_memory, lambda line: stderr().print(line, markup=False, soft_wrap=True),
+            self.cache_memory, effort.tune_steps, lambda line: stderr().print(line, markup=False, soft_wrap=True),
         )  # fmt: skip
+
+
+def say_next(command: str) -> None:
+    """What to type after this."""
+    stdout().print(f"next: {command}", markup=False, soft_wrap=True)
 
 
 with_lite_flags = with_flags("flags", LiteFlags)
@@ -193,6 +214,8 @@ def report(result: Result, flags: LiteFlags) -> None:
             columns = ("layer", "bits", "mean error", "largest", "of")
             stdout().print(table("Error of each output, as rounded", columns, _by_layer(quality["layers"])))
         stdout().print(table("Quantized", ("", "value"), _rows(result)))
+        made = result.path / "model.gguf" if result.options.get("format") == "gguf" else result.path
+        say_next(f"tool convert {made} --dst-path {result.path}-engine")
     write_json(flags.json, {"path": str(result.path), "options": result.options, "quality": quality})
     if flags.plot is not None:
         from toolkit.quant.plot import plot_layers

@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from toolkit import __version__
 from toolkit.artifacts.manifest import MANIFEST, Manifest, describe_file, read_manifest, write_manifest
@@ -73,6 +73,10 @@ class Stage:
             return read_metadata(self._state(key)).get("digest") == _together(found)
         except ToolkitError:  # torn by a power failure: as good as absent
             return False
+
+    def saved(self) -> set[str]:
+        """The keys that this or an earlier run has saved something under, whether intact or not."""
+        return {unquote(file.stem) for file in (self.partial / "state").glob("*.safetensors")}
 
     def load(self, key: str) -> Mapping[str, Tensor]:
         """The tensors saved under ``key``, each read when it is asked for."""

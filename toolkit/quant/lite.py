@@ -19,6 +19,7 @@ from toolkit.quant import autoround, awq, floats, gguf, gptq, smooth
 from toolkit.quant import search as finder
 from toolkit.quant.grid import choose_group_size
 from toolkit.quant.layer_config import read_layer_config
+from toolkit.quant.presets import USUAL
 from toolkit.quant.run import Common, Prepared, Progress, Recipe, Result, choose, open_source, run, store_dtype, targets
 from toolkit.quant.selection import head_site
 from toolkit.quant.sensitivity import SAMPLES
@@ -157,7 +158,7 @@ def auto_round(
     w_bits: int = 4,
     w_sym: bool = True,
     w_group_size: int | str = "auto",
-    iters: int = 200,
+    iters: int = USUAL.iters,
     layer_config: str | None = None,
     common: Common | None = None,
     progress: Progress = _quiet,
@@ -287,7 +288,7 @@ def smooth_quant(
     *,
     quant_dtype: str = "int8",
     strength: float | None = None,
-    tune_steps: int = 0,
+    tune_steps: int = USUAL.tune_steps_8bit,
     common: Common | None = None,
     progress: Progress = _quiet,
 ) -> Result:

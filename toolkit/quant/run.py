@@ -20,7 +20,7 @@ from toolkit.artifacts.stage import Stage, open_stage
 from toolkit.artifacts.tokenizer import Tokenizer
 from toolkit.errors import UsageError
 from toolkit.models.spec import LinearSpec
-from toolkit.quant import gguf
+from toolkit.quant import estimate, gguf
 from toolkit.quant.calibration import CalibrationPlan, make_plan
 from toolkit.quant.calibration_text import CalibrationText, Progress
 from toolkit.quant.format_choice import choose_format
@@ -28,15 +28,16 @@ from toolkit.quant.layers import LayerSource
 from toolkit.quant.layerwise import Flow, Setting, load_head, probe_layers, quantize_layers, saved_layers
 from toolkit.quant.output import write_checkpoint
 from toolkit.quant.plan import plan_memory
+from toolkit.quant.presets import USUAL
 from toolkit.quant.probe import Probe, heldout_text
 from toolkit.quant.result import Method, storable_bits
 from toolkit.quant.selection import Selection, select
+from toolkit.quant.selftext import is_written
 from toolkit.quant.spill import Spill
 from toolkit.quant.statistics_file import SavedStatistics, open_statistics
 from toolkit.quant.tune import KEY, choose_steps, most_samples, needed, tune
 from toolkit.runners.native.library import explain_mapped_faults
 
-EVAL_TOKENS = 24576  # of the held-out text: all of it, for most tokenizers
 CACHE_MEMORY = 4.0  # GiB
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -48,7 +49,8 @@ def _unheard(line: str) -> None:
 @dataclass(frozen=True)
 class Common:
     """Options that every method shares; names as on the command line. ``format`` None: the method's own.
-    ``cache_memory``: GiB of activations that are kept in memory; more goes to disk. ``notice``: told of the plan."""
+    ``cache_memory``: GiB of activations that are kept in memory; more goes to disk. ``usual_tune_steps``: where a
+    method is not told how many. ``notice``: told of the plan."""
 
     calib_dataset: str = "self"
     calib_samples: int | None = None
@@ -59,7 +61,7 @@ class Common:
     revision: str | None = None
     download_dir: str | None = None
     seed: int = 0
-    eval_tokens: int = EVAL_TOKENS
+    eval_tokens: int = USUAL.eval_tokens
     overwrite: bool = False
     format: str | None = None
     skip: tuple[str, ...] = ()
@@ -67,6 +69,7 @@ class Common:
     quantize_lm_head: bool = False
     calibration: str | None = None
     cache_memory: float = CACHE_MEMORY
+    usual_tune_steps: int = USUAL.tune_steps
     notice: Callable[[str], None] = _unheard
 
 
@@ -196,7 +199,9 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
     text = read_text(source, common) if recipe.calibrated and common.calibration is None else None
     plan = text.plan if text else None
     hindrance = "not with --format gguf" if form == gguf.FORMAT else None
-    tune_steps = choose_steps(source, recipe.tune_steps, plan, common.cache_memory, hindrance, common.notice)
+    tune_steps = choose_steps(
+        source, recipe.tune_steps, common.usual_tune_steps, plan, common.cache_memory, hindrance, common.notice
+    )
     tell_plan(
         source, common, plan, eval_tokens=common.eval_tokens, tune_steps=tune_steps, whole_layers=recipe.whole_layers,
         texts=recipe.texts, beside=recipe.beside, products=recipe.products,
@@ -229,6 +234,7 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
             sequential=recipe.sequential and statistics is None, products=recipe.products,
             saved=statistics.grams if statistics else None if recipe.calibrated else lambda index: {},
         )  # fmt: skip
+        _tell_time(source, stage, setting, recipe, plan, common, parent["digest"], tune_steps)
         quality = _quantize(source, stage, setting, recipe, text, common, parent["digest"], tune_steps, progress)
         progress("writing", 0, 1)
         if form == gguf.FORMAT:
@@ -238,6 +244,40 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
         quality |= _size(source, stage, gguf.stored_bits if form == gguf.FORMAT else storable_bits)
         stage.finish(quality)
     return Result(work_dir, options, quality, False)
+
+
+def _tell_time(
+    source: LayerSource,
+    stage: Stage,
+    setting: Setting,
+    recipe: Recipe,
+    plan: CalibrationPlan | None,
+    common: Common,
+    digest: str,
+    tune_steps: int,
+) -> None:
+    """Say how long the run will take, and whether it goes on where an earlier one was."""
+    count, there = len(source.spec.layers), stage.saved()
+    done = sum(f"layer.{i}" in there for i in range(count))
+    if there:
+        common.notice(f"going on where an earlier run was: {done} of {count} layers are quantized")
+    tokens = plan.tokens * recipe.texts if plan else 0
+    written = (
+        plan is not None and plan.dataset == "self" and "calibration" not in there and not is_written(digest, plan)
+    )
+    work = estimate.Work(
+        stage=recipe.stage,
+        tokens=tokens,
+        seqlen=plan.seqlen if plan else 0,
+        written=plan.tokens if plan and written else 0,
+        layers=count - done,
+        sequential=setting.sequential,
+        products=setting.products and plan is not None,
+        tune_steps=0 if KEY in there else tune_steps,
+        iters=recipe.options.get("iters", 0),
+        eval_tokens=common.eval_tokens,
+    )
+    common.notice(estimate.line(estimate.seconds(source, work, estimate.measure(source, setting.device))))
 
 
 def _quantize(

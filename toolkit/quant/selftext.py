@@ -40,13 +40,22 @@ def self_samples(
     A sample is pieces of ``PIECE`` tokens, each begun with another of the ``openings`` and gone on with by the model.
     ``progress`` is called with (pieces done, pieces in all).
     """
-    name = f"{digest.removeprefix('sha256:')[:16]}-{plan.samples}x{plan.seqlen}-seed{plan.seed}-v{RECIPE}.json"
-    cache = toolkit_home() / "calibration" / name
+    cache = _cache_file(digest, plan)
     found = _read_cache(cache, plan)
     if found is None:
         found = asyncio.run(_generate(model, plan, tokenizer, progress))
         _write_cache(cache, found)
     return found
+
+
+def is_written(digest: str, plan: CalibrationPlan) -> bool:
+    """Whether ``self_samples`` finds its text in the cache."""
+    return _read_cache(_cache_file(digest, plan), plan) is not None
+
+
+def _cache_file(digest: str, plan: CalibrationPlan) -> Path:
+    name = f"{digest.removeprefix('sha256:')[:16]}-{plan.samples}x{plan.seqlen}-seed{plan.seed}-v{RECIPE}.json"
+    return toolkit_home() / "calibration" / name
 
 
 async def _generate(

@@ -31,7 +31,6 @@ from toolkit.quant.layerwise import Flow, load_head, load_layer, replace_layer
 from toolkit.quant.plan import layer_width
 from toolkit.quant.result import LayerResult
 
-STEPS = 64  # where nothing is said
 RATE = 1e-3  # of Adam, on scales and norms relative to what they were
 WARM_UP = 5  # steps
 LARGEST_GRADIENT = 2.0  # its norm over all that is tuned
@@ -54,12 +53,13 @@ def needed(source: LayerSource, seqlen: int, steps: int) -> int:
 def choose_steps(
     source: LayerSource,
     wanted: int | None,
+    usual: int,
     plan: CalibrationPlan | None,
     cache_memory: float,
     hindrance: str | None,
     notice: Callable[[str], None],
 ) -> int:
-    """How many steps to tune for: ``wanted``, or where that is None the default if it fits ``cache_memory`` (GiB).
+    """How many steps to tune for: ``wanted``, or where that is None the ``usual`` if it fits ``cache_memory`` (GiB).
 
     ``plan``: of the text, None where none is read; ``hindrance``: why what is to be written cannot be tuned, or None.
     Raises UsageError for steps that are asked for and cannot be.
@@ -70,15 +70,15 @@ def choose_steps(
         hindrance = "it reads calibration text, and --calibration gives statistics alone"
     if hindrance is not None and wanted:
         raise UsageError(f"--tune-steps: {hindrance}; leave the option out")
-    if wanted is not None or hindrance is not None or plan is None:
+    if wanted is not None or hindrance is not None or plan is None or not usual:
         return wanted or 0
     text = plan.samples * plan.seqlen * source.spec.hidden_size * 4  # held beside it
-    gib = (needed(source, plan.seqlen, STEPS) + text) / (1 << 30)
+    gib = (needed(source, plan.seqlen, usual) + text) / (1 << 30)
     if gib <= cache_memory:
-        return STEPS
+        return usual
     notice(
         f"scales are not tuned together: that takes {gib:.1f} GiB, --cache-memory is {cache_memory:g}; "
-        f"--tune-steps {STEPS} does it all the same"
+        f"--tune-steps {usual} does it all the same"
     )
     return 0
 

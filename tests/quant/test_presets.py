@@ -1,0 +1,92 @@
+"""How much effort a run spends, and how long it says that this takes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from toolkit.commands.lite_options import LiteFlags
+from toolkit.errors import UsageError
+from toolkit.quant import estimate
+from toolkit.quant.layers import LayerSource
+from toolkit.quant.lite import Common, auto_awq
+from toolkit.quant.presets import PRESETS
+
+WORK = estimate.Work(
+    "lite auto_awq", tokens=8192, seqlen=512, written=8192, layers=30, sequential=False, products=True,
+    tune_steps=64, iters=0, eval_tokens=4096,
+)  # fmt: skip
+RATES = estimate.Rates(exact=1e-5, rough=5e-6, product=1e-11, rounding=1e-10)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    file = tmp_path / "text.txt"
+    file.write_text("The harbour was quiet, and nobody asked where the boats had gone. " * 100)
+    return str(file)
+
+
+def test_presets_are_one_table_and_options_go_before_them() -> None:
+    common = Common()
+    assert replace(LiteFlags().common(), notice=common.notice) == common
+    assert replace(LiteFlags(preset="balanced").common(), notice=common.notice) == common
+    fast = LiteFlags(preset="fast").common()
+    assert (fast.calib_samples, fast.eval_tokens, fast.usual_tune_steps) == (16, 4096, 0)
+    given = LiteFlags(preset="fast", calib_samples=5, eval_tokens=24576).common()
+    assert (given.calib_samples, given.eval_tokens, given.usual_tune_steps) == (5, 24576, 0)
+    with pytest.raises(UsageError, match="--preset: expected fast, balanced, best, found 'slow'"):
+        LiteFlags(preset="slow").common()
+
+
+def test_a_run_without_words_is_the_balanced_one() -> None:
+    usual, common = PRESETS["balanced"], Common()
+    assert (common.calib_samples, common.eval_tokens, common.usual_tune_steps) == (
+        usual.calib_samples, usual.eval_tokens, usual.tune_steps,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("more", ["tokens", "written", "tune_steps", "eval_tokens", "iters"])
+def test_more_work_takes_longer_in_proportion(tiny_models: Any, more: str) -> None:
+    source = LayerSource(tiny_models("llama"))
+
+    def total(count: int) -> float:
+        return sum(estimate.seconds(source, replace(WORK, **{more: count}), RATES).values())
+
+    assert total(2000) - total(1000) == pytest.approx(total(1000) - total(0))
+    assert total(1000) > total(0)
+
+
+def test_the_time_is_said_before_the_work_and_resuming_too(
+    tiny_models: Any, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    common = Common(calib_dataset=text, calib_samples=4, calib_seqlen=48, eval_tokens=128, notice=said.append)
+
+    def killed(what: str, done: int, total: int) -> None:
+        if what == "quantizing layers":
+            assert any(line.startswith("time: about ") for line in said)
+        if (what, done) == ("quantizing layers", 1):
+            raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError):
+        auto_awq(str(tiny_models("llama")), tmp_path / "out", tune_steps=0, common=common, progress=killed)
+    assert not any("going on" in line for line in said)
+    said.clear()
+    auto_awq(str(tiny_models("llama")), tmp_path / "out", tune_steps=0, common=common)
+    assert any(re.fullmatch(r"going on where an earlier run was: 1 of \d+ layers are quantized", s) for s in said)
+    said.clear()
+    assert auto_awq(str(tiny_models("llama")), tmp_path / "out", tune_steps=0, common=common).already_there
+    assert not any(line.startswith("time:") for line in said)
+
+
+def test_rates_are_those_of_this_machine(tiny_models: Any) -> None:
+    source = LayerSource(tiny_models("llama"))
+    with torch.inference_mode():
+        rates = estimate.measure(source, torch.device("cpu"))
+    assert all(0 < rate < 1 for rate in (rates.exact, rates.rough, rates.product, rates.rounding))
+    assert re.fullmatch(r"time: about (6[0-9]|[0-9]) s on this machine.*", estimate.line({"layers": 0.2}))

@@ -1,0 +1,140 @@
+"""How long a run of ``tool lite`` will take, said before it starts: the work it has, by what this machine does of it.
+
+One layer is run for a moment in the way that each phase runs it. How much of that a method takes beside it was counted
+once (``ROUNDING``); figures are meant to be right to a factor of two.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from toolkit.models.spec import LinearSpec
+from toolkit.quant.awq import SEARCH_ROWS
+from toolkit.quant.forward import in_bf16, layer_forward, narrow
+from toolkit.quant.grid import fake_quantize
+from toolkit.quant.layers import LayerSource
+from toolkit.quant.layerwise import CPU_TOKENS
+from toolkit.quant.probe import WINDOW
+from toolkit.quant.sites import layer_sites
+
+# What rounding takes beside AWQ's search, which goes over each weight 40 times (measured on two cores of Zen 5).
+ROUNDING = {"lite auto_awq": 1.0, "lite auto_gptq": 0.9, "lite search": 5.0, "lite auto_round": 0.1}
+LITTLE = 0.1  # of other methods
+AWQ_PASSES = 40 * 2.6  # over a weight, each as long as rounding it once: candidates, and what is computed of each
+TUNING = 2.5  # a step of tuning, in passes of its sample through the model in float32
+TEXT = 2.0  # writing text goes through the model in 8 bits: so much faster than float32 a token
+START = 6.0  # seconds of reading, checking and writing
+SAMPLES = 8  # that auto-round tunes a block on at once, forwards and backwards
+FEW = 3  # times that something is run to know how long it takes
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds a token in one layer, in float32 and as statistics take it; seconds an operation of a large product, and
+    a weight of rounding it to a grid."""
+
+    exact: float
+    rough: float
+    product: float
+    rounding: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """``tokens``: of calibration text, ``seqlen`` a sample; ``written``: of them by the model itself, now. ``layers``:
+    that an earlier run has not quantized. ``iters``: auto-round's."""
+
+    stage: str
+    tokens: int
+    seqlen: int
+    written: int
+    layers: int
+    sequential: bool
+    products: bool
+    tune_steps: int
+    iters: int
+    eval_tokens: int
+
+
+def measure(source: LayerSource, device: torch.device) -> Rates:
+    """Run a layer from the middle of the model for a moment."""
+    index = len(source.spec.layers) // 2
+    layer, weights = source.spec.layers[index], source.layer(index, device)
+    x = torch.randn(1, min(WINDOW, source.spec.max_position), source.spec.hidden_size, device=device)
+    batch = x[:, : max(1, CPU_TOKENS // 4)].expand(4, -1, -1).contiguous()
+    narrowed = narrow(weights, device)
+
+    def rough() -> Tensor:
+        with in_bf16(device):
+            return layer_forward(layer, narrowed, batch)
+
+    wide = max((linear for site in layer_sites(layer) for linear in site.linears), key=_size)
+    weight, square = (
+        torch.randn(rows, wide.in_features, device=device) for rows in (wide.out_features, wide.in_features)
+    )
+    return Rates(
+        _seconds(lambda: layer_forward(layer, weights, x)) / x.shape[1],
+        _seconds(rough) / (batch.shape[0] * batch.shape[1]),
+        _seconds(lambda: weight @ square) / (2 * _size(wide) * wide.in_features),
+        _seconds(lambda: fake_quantize(weight[:SEARCH_ROWS], wide.in_features, bits=4, symmetric=False))
+        / _sampled(wide),
+    )
+
+
+def _seconds(run: Callable[[], Tensor]) -> float:
+    """The least that ``run`` takes, its result being looked at."""
+    found = []
+    for _ in range(FEW + 1):  # the first one makes buffers
+        begun = time.perf_counter()
+        run().sum().item()
+        found.append(time.perf_counter() - begun)
+    return sorted(found[1:])[FEW // 2]
+
+
+def seconds(source: LayerSource, work: Work, rates: Rates) -> dict[str, float]:
+    """Seconds of each phase."""
+    spec = source.spec
+    linears = source.quantizable()
+    head = spec.vocab_size * spec.hidden_size
+    share = work.layers / len(spec.layers)
+    passes = work.tokens * len(spec.layers) * rates.rough * (2 if work.sequential else 1)
+    sites = [site for layer in spec.layers for site in layer_sites(layer)]
+    grams = sum(2 * work.tokens * site.size**2 for site in sites) if work.products else 0
+    rounding = ROUNDING.get(work.stage, LITTLE) * AWQ_PASSES * sum(map(_sampled, linears))
+    whole = len(spec.layers) * rates.exact + 2 * head * rates.product  # a token through the model
+    found = {
+        "text": work.written * 2 * (sum(map(_size, linears)) + head) * rates.product / TEXT,
+        "layers": share * (passes + grams * rates.product + rounding * rates.rounding),
+        "tuning": work.tune_steps * work.seqlen * TUNING * whole,
+        "perplexity": 2 * work.eval_tokens * whole,
+    }
+    if work.iters:
+        found["layers"] += share * len(spec.layers) * work.iters * SAMPLES * work.seqlen * 3 * rates.exact
+    return found
+
+
+def line(found: dict[str, float]) -> str:
+    """For the user, before the work."""
+    total = START + sum(found.values())
+    parts = ", ".join(f"{name} {_clock(took)}" for name, took in found.items() if took >= 1)
+    return f"time: about {_clock(total)} on this machine" + (f" ({parts})" if parts else "")
+
+
+def _clock(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(1, round(seconds)):d} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _sampled(linear: LinearSpec) -> int:
+    """Weights that a search looks at."""
+    return min(linear.out_features, SEARCH_ROWS) * linear.in_features
+
+
+def _size(linear: LinearSpec) -> int:
+    return linear.in_features * linear.out_features
