@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from setuptools import Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.extension import Extension
 
@@ -66,8 +67,15 @@ class BinaryDistribution(Distribution):
         return True
 
 
+class AnyPython(bdist_wheel):
+    """The libraries are loaded by path, not imported: one wheel for every Python, of one platform."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
 setup(
     ext_modules=[Extension(name, sources=[], optional=True) for name in BUILDERS],
-    cmdclass={"build_ext": BuildNative},
+    cmdclass={"build_ext": BuildNative, "bdist_wheel": AnyPython},
     distclass=BinaryDistribution,
 )

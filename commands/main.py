@@ -15,8 +15,12 @@ import typer
 from typer.core import TyperCommand
 from typer.exceptions import TyperException
 
+<<<<<<< HEAD
 from toolkit import __version__
 from toolkit.commands.groups import Group, did_you_mean
+=======
+from toolkit import __version__, extras
+>>>>>>> d54a708 (The base package serves without torch; extras bring the rest and are named where they lack; one wheel for every Python)
 from toolkit.errors import ToolkitError, UsageError
 
 # name -> (one line of help, panel). A module with `app` is a group of commands, one with `run` a single command.
@@ -129,6 +133,8 @@ def _explain(error: BaseException) -> tuple[str, int]:
         return "out of memory; try a smaller --session-len, --max-batch-size or --batch-size", 1
     if isinstance(error, OSError):
         return f"{error.filename or type(error).__name__}: {error.strerror or error}", 1
+    if isinstance(error, ModuleNotFoundError) and (told := extras.explain(error)):
+        return told, 1
     text = str(error).strip()
     return f"internal error, {type(error).__name__}: {text or 'no message'} (--debug shows the traceback)", 1
 

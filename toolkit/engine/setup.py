@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from toolkit import extras
 from toolkit.engine.core import EngineCore
 from toolkit.engine.memory_plan import MemoryPlan, Wishes, plan
 from toolkit.engine.options import EngineOptions
@@ -124,6 +125,7 @@ def _check_tp(config: EngineConfig) -> None:
         raise UsageError(f"tp={config.tp}: {why}; leave tp out")
 
 
+@extras.named()
 def start(setup: Setup, tokenizer: Tokenizer | None, progress: Progress) -> tuple[EngineCore, Facts]:
     """Open the runner, plan memory, load weights, allocate the cache. Raises ToolkitError or UsageError, one line."""
     from toolkit.runners.choose import open_runner

@@ -1,0 +1,100 @@
+"""The package without its extras: what a machine that only serves has installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit import extras
+from toolkit.errors import ToolkitError
+
+ROOT = Path(__file__).resolve().parent.parent
+IMPORT_NAMES = {"protobuf": "google", "auto-round": "auto_round"}
+
+# A finder that knows none of the packages that only extras bring, in front of all others.
+WITHOUT = """
+import importlib.abc, sys
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition('.')[0] in {names}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Absent())
+from toolkit.commands.main import main
+main(sys.argv[1:])
+"""
+
+
+def optional_modules() -> set[str]:
+    """Import names of what the extras for users add to the base."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = [line for name, lines in project["optional-dependencies"].items() if name != "dev" for line in lines]
+    names = {line.split(">")[0].split(";")[0].strip() for line in wanted if not line.startswith("toolkit[")}
+    return {IMPORT_NAMES.get(name, name) for name in names}
+
+
+def bare(*args: str) -> subprocess.CompletedProcess[str]:
+    """``tool`` with ``args`` where no extra is installed."""
+    code = WITHOUT.format(names=sorted(optional_modules()))
+    return subprocess.run([sys.executable, "-P", "-c", code, *args], capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from toolkit.convert.convert import convert
+
+    target = tmp_path_factory.mktemp("engine") / "model"
+    convert(str(tiny_models("llama")), target, target="cpu")
+    return target
+
+
+def test_a_converted_model_runs_without_extras(engine: Path) -> None:
+    done = bare("chat", str(engine), "--prompt", "hello", "--max-new-tokens", "3")
+    assert done.returncode == 0, done.stderr
+    done = bare("profile", "throughput", str(engine), *"--num-prompts 1 --random-input-len 4".split())
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "extra"),
+    [
+        (("lite", "auto_awq", "{model}", "--work-dir", "{out}"), "torch"),
+        (("convert", "{model}", "--dst-path", "{out}"), "torch"),
+        (("chat", "{model}", "--prompt", "hello"), "torch"),
+        (("chat", "{engine}", "--backend", "pytorch", "--prompt", "hello"), "torch"),
+    ],
+)
+def test_a_missing_extra_is_named(
+    args: tuple[str, ...], extra: str, engine: Path, tiny_models: Callable[..., Path], tmp_path: Path
+) -> None:
+    places = {"engine": engine, "model": tiny_models("llama"), "out": tmp_path / "out"}
+    done = bare(*(a.format(**places) for a in args))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith(f"pip install 'toolkit[{extra}]'"), done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("args", [("--help",), ("list",), ("lite", "--help"), ("serve", "api_server", "--help")])
+def test_what_looks_only_needs_no_extra(args: tuple[str, ...]) -> None:
+    assert bare(*args).returncode == 0
+
+
+def test_every_optional_package_names_an_extra() -> None:
+    for module in optional_modules():
+        told = extras.explain(ModuleNotFoundError(f"No module named {module}.part", name=f"{module}.part"))
+        assert told is not None and "pip install 'toolkit[" in told, module
+
+
+def test_other_missing_modules_stay_what_they_are() -> None:
+    assert extras.explain(ModuleNotFoundError("No module named 'numpy'", name="numpy")) is None
+    assert extras.explain(ModuleNotFoundError("nameless")) is None
+    with pytest.raises(ModuleNotFoundError), extras.named():
+        raise ModuleNotFoundError("No module named 'toolkit.nothing'", name="toolkit.nothing")
+    with pytest.raises(ToolkitError, match=r"toolkit\[quant\]"), extras.named():
+        raise ModuleNotFoundError("No module named 'datasets'", name="datasets")
