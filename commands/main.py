@@ -15,12 +15,8 @@ import typer
 from typer.core import TyperCommand
 from typer.exceptions import TyperException
 
-<<<<<<< HEAD
-from toolkit import __version__
-from toolkit.commands.groups import Group, did_you_mean
-=======
 from toolkit import __version__, extras
->>>>>>> d54a708 (The base package serves without torch; extras bring the rest and are named where they lack; one wheel for every Python)
+from toolkit.commands.groups import Group, did_you_mean
 from toolkit.errors import ToolkitError, UsageError
 
 # name -> (one line of help, panel). A module with `app` is a group of commands, one with `run` a single command.
