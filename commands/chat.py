@@ -101,6 +101,7 @@ def run(
             backend=engine.backend,
             adapter_name=adapter,
             progress=lambda line: None,
+            packed=engine.packed(config, lambda line: console.print(line, style="dim", markup=False, soft_wrap=True)),
         )
     with pipe:
         talk = Conversation(settings.change(pipe.gen_config, **given), system, keep=keep)

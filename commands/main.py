@@ -29,6 +29,7 @@ COMMANDS = {
     "profile": ("Measure speed: throughput, generation.", "Measure"),
     "eval": ("Measure quality: ppl, compare.", "Measure"),
     "inspect": ("Show what a model directory is and where it came from.", "Look"),
+    "cache": ("List or clear the models packed for this processor.", "Look"),
     "list": ("List built-in chat templates, or models.", "Look"),
     "check_env": ("Show what runs on this machine, and test it.", "Look"),
 }

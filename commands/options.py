@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -83,6 +84,9 @@ class EngineFlags:
     ] = None
     revision: Annotated[str | None, _flag("--revision", help="Branch, tag or commit on the hub.")] = None
     download_dir: Annotated[str | None, _flag("--download-dir", help="Where downloads go.")] = None
+    no_pack_cache: Annotated[
+        bool, _flag("--no-pack-cache", help="Keep no packed copy of an unconverted model, use none (tool cache).")
+    ] = False
     threads: Annotated[int | None, _flag("--threads", help="CPU threads. Default: all.")] = None
     rope_scaling_factor: Annotated[
         float | None, _flag("--rope-scaling-factor", help="Dynamic NTK scaling of positions (turbomind only).")
@@ -106,6 +110,14 @@ class EngineFlags:
 
         ChatTemplate.check(self.chat_template)
         stderr().print(f"--chat-template {self.chat_template}: not used, {why}", markup=False, soft_wrap=True)
+
+    def packed(self, config: EngineConfig, tell: Callable[[str], None]) -> Callable[[Path], Path] | None:
+        """Where an unconverted model lies packed, for ``AsyncEngine.open``; None where it is to be read as it is."""
+        if self.no_pack_cache:
+            return None
+        from toolkit.convert import pack_cache
+
+        return functools.partial(pack_cache.packed, tell=tell) if pack_cache.is_for(config, self.backend) else None
 
     def config(self) -> EngineConfig:
         """The engine config these flags mean. Raises UsageError for a value out of range."""

@@ -50,6 +50,9 @@ class Watch:
         show_engine(self.console, engine)
         self.progress.update("requests", 0, self.total)
 
+    def note(self, line: str) -> None:
+        self.console.print(line, markup=False, soft_wrap=True)
+
     def advance(self, record: object) -> None:
         self.done += 1
         self.progress.update("requests", self.done, self.total)
@@ -106,6 +109,7 @@ def throughput(
             model,
             load,
             engine_config=config,
+            packed=engine.packed(config, watch.note),
             progress=watch.progress.update,
             on_start=watch.start,
             on_done=watch.advance,
@@ -179,6 +183,7 @@ def generation(
             model,
             grid,
             engine_config=config,
+            packed=engine.packed(config, watch.note),
             progress=watch.progress.update,
             on_start=watch.start,
             on_done=watch.advance,

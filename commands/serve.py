@@ -82,6 +82,9 @@ def api_server(
     keyfile, certfile = run.ssl_files() if ssl else (None, None)
     console = stderr()
 
+    def told(text: str) -> None:
+        console.print(text, style="dim", markup=False, soft_wrap=True)
+
     def ready(url: str, opened: run.AsyncEngine) -> None:
         show_engine(console, opened)
         hint = "listening at " if disable_fastapi_docs else "open it in a browser to see the API: "
@@ -103,7 +106,8 @@ def api_server(
             "max_log_len": max_log_len,
         },
         log_level=log_level.lower(),
-        progress=lambda text: console.print(text, style="dim", markup=False, soft_wrap=True),
+        packed=engine.packed(config, told),
+        progress=told,
         ready=ready,
     )
 

@@ -63,8 +63,9 @@ class Pipeline:
     log_level: of the logger "toolkit"; INFO shows every prompt after templating, cut to ``max_log_len`` characters.
     ``gen_config`` may be given as the default of all calls (else: what the model's generation_config.json asks for,
     or greedy), ``adapter_name`` too, ``backend`` ("turbomind" or "pytorch") in place of a backend_config,
-    ``progress`` to be called with each line about loading, which otherwise is logged. Raises UsageError for
-    arguments that mean nothing, ToolkitError when the model cannot be loaded.
+    ``progress`` to be called with each line about loading, which otherwise is logged, ``packed`` as for
+    ``AsyncEngine.open``. Raises UsageError for arguments that mean nothing, ToolkitError when the model cannot be
+    loaded.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Pipeline:
         default = kwargs.pop("gen_config", None)
         backend = kwargs.pop("backend", None)
         progress = kwargs.pop("progress", None)
+        packed = kwargs.pop("packed", None)
         self.adapter_name: str | None = kwargs.pop("adapter_name", None)
         ignored = [("vision_max_batch_size", "vision_config"), ("trust_remote_code", "trust_remote_code")]
         ignored = [(name, spelled) for name, spelled in ignored if kwargs.pop(spelled, None)]
@@ -98,7 +100,7 @@ class Pipeline:
         self._max_log_len = max_log_len
         self._closed = False
         self.engine = AsyncEngine.open(
-            self.model_path, backend_config=backend_config, backend=backend, progress=progress
+            self.model_path, backend_config=backend_config, backend=backend, progress=progress, packed=packed
         )
         if self.engine.runner_note:
             logger.info("%s", self.engine.runner_note)

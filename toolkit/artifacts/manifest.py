@@ -207,16 +207,24 @@ def content_digest(path: Path) -> str:
     """
     if path.is_file():
         return f"sha256:{file_digest(path)}"
-    names = {file.name for pattern in _CONTENT for file in path.glob(pattern) if file.is_file()} - {MANIFEST}
+    names = [file.name for file in content_files(path)]
     manifest = read_manifest(path)
     recorded = {entry["name"]: entry["sha256"] for entry in manifest.files} if manifest is not None else {}
     lines = []
-    for name in sorted(names):
+    for name in names:
         found = file_digest(path / name)
         if name.endswith(TENSORS) and recorded.get(name, found) != found:
             raise _changed(path / name, recorded[name], found)
         lines.append(f"{name} {found}\n")
     return f"sha256:{hashlib.sha256(''.join(lines).encode()).hexdigest()}"
+
+
+def content_files(path: Path) -> list[Path]:
+    """A GGUF file, or the files of a model directory that count as its content, by name."""
+    if path.is_file():
+        return [path]
+    found = {file.name for pattern in _CONTENT for file in path.glob(pattern) if file.is_file()} - {MANIFEST}
+    return [path / name for name in sorted(found)]
 
 
 def file_digest(path: Path) -> str:

@@ -61,17 +61,19 @@ class AsyncEngine:
         backend: Backend | None = None,
         progress: Progress | None = None,
         process: bool = False,
+        packed: Callable[[Path], Path] | None = None,
     ) -> AsyncEngine:
         """Open MODEL (directory, .gguf file, hub id, artifact, "demo") and get it ready to run.
 
         ``backend``: "turbomind" or "pytorch"; None = what ``backend_config`` is for, or what runs here. ``process``:
-        run the loop in a process of its own instead of a thread. ``progress`` is called with one line of text each.
+        run the loop in a process of its own instead of a thread. ``packed``: called with the model's path, returns
+        where its weights are to be read. ``progress`` is called with one line of text each.
         Raises ToolkitError or UsageError, one line.
         """
         if backend not in (None, "turbomind", "pytorch"):
             raise UsageError(f"backend: expected turbomind or pytorch, found {backend!r}")
         tell = progress or log.info
-        setup = find(str(model), backend_config, backend)
+        setup = find(str(model), backend_config, backend, packed)
         for line in notices(setup.config):
             log.warning("%s", line)
         adapters = tuple(setup.config.adapters or ())

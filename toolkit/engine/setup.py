@@ -31,7 +31,7 @@ CONFIGS: dict[str, type[TurbomindEngineConfig] | type[PytorchEngineConfig]] = {
 
 @dataclass(frozen=True)
 class Setup:
-    """What to open. ``path``: local directory or .gguf file; ``backend`` None = chosen by what runs here."""
+    """What to open. ``path``: local directory or .gguf file with the weights; ``backend`` None: what runs here."""
 
     path: Path
     tokenizer_dir: Path
@@ -77,8 +77,11 @@ class Facts:
         return Facts(**{**data, "plan": MemoryPlan(**fields)})
 
 
-def find(model: str, config: EngineConfig | None, backend: Backend | None) -> Setup:
-    """Resolve MODEL (fetching it where needed) and settle the backend. Raises ToolkitError or UsageError."""
+def find(
+    model: str, config: EngineConfig | None, backend: Backend | None, packed: Callable[[Path], Path] | None = None
+) -> Setup:
+    """Resolve MODEL (fetching it where needed) and settle the backend. ``packed``: where a model at a path lies packed.
+    Raises ToolkitError or UsageError."""
     from toolkit.artifacts.source import resolve_model
 
     if config is None:
@@ -93,7 +96,7 @@ def find(model: str, config: EngineConfig | None, backend: Backend | None) -> Se
     if config.adapters:
         found = {name: str(_adapter_path(name, where)) for name, where in config.adapters.items()}
         config = replace(config, adapters=found)
-    return Setup(path, tokenizer_dir(path), config, backend)
+    return Setup(path if packed is None else packed(path), tokenizer_dir(path), config, backend)
 
 
 def _adapter_path(name: str, where: str) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,19 +57,21 @@ def measure(
     grid: Grid,
     *,
     engine_config: EngineConfig,
+    packed: Callable[[Path], Path] | None = None,
     progress: Callable[[str], None] = lambda text: None,
     on_start: Callable[[AsyncEngine], None] = lambda engine: None,
     on_done: Callable[[RequestRecord], None] = lambda record: None,
     on_row: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> list[dict[str, Any]]:
-    """Open ``model`` and measure one row a batch size (keys: see metrics.generation_row).
+    """Open ``model`` (``packed``: see ``AsyncEngine.open``) and measure one row a batch size (keys: see
+    metrics.generation_row).
 
     Prompts are random and never repeat, in the warm-up and in every round: the prefix cache finds nothing. Raises
     ToolkitError when a request fails or the memory plan cannot hold the largest batch.
     """
     grid.check()
     grid.fit(engine_config)
-    engine = AsyncEngine.open(model, backend_config=engine_config, progress=progress, process=True)
+    engine = AsyncEngine.open(model, backend_config=engine_config, progress=progress, process=True, packed=packed)
     try:
         _check_room(engine, grid)
         on_start(engine)

@@ -71,13 +71,17 @@ def measure(
     load: Load,
     *,
     engine_config: EngineConfig | None = None,
+    packed: Callable[[Path], Path] | None = None,
     progress: Callable[[str], None] = lambda text: None,
     on_start: Callable[[AsyncEngine], None] = lambda engine: None,
     on_done: Callable[[RequestRecord], None] = lambda record: None,
 ) -> ThroughputResult:
-    """Open ``model``, warm it up, put ``load`` on it. Raises ToolkitError when no request succeeds."""
+    """Open ``model`` (``packed``: see ``AsyncEngine.open``), warm it up, put ``load`` on it.
+
+    Raises ToolkitError when no request succeeds.
+    """
     load.check()
-    engine = AsyncEngine.open(model, backend_config=engine_config, progress=progress, process=True)
+    engine = AsyncEngine.open(model, backend_config=engine_config, progress=progress, process=True, packed=packed)
     try:
         asks = load.asks(engine)
         on_start(engine)

@@ -150,6 +150,7 @@ def serve(
     *,
     model_name: str | None = None,
     engine_config: EngineConfig | None = None,
+    packed: Callable[[Path], Path] | None = None,
     chat_template: ChatTemplateConfig | str | None = None,
     settings: dict[str, object] | None = None,
     log_level: str = "warning",
@@ -158,9 +159,9 @@ def serve(
 ) -> None:
     """Open ``model`` in a process of its own and serve it until SIGTERM or SIGINT.
 
-    ``settings``: fields of ServerSettings but the name. ``progress`` gets lines while the model loads, then
-    ``ready`` the URL and the engine. Raises ToolkitError or UsageError for whatever keeps it from
-    starting; the port is tried first.
+    ``packed``: see ``AsyncEngine.open``. ``settings``: fields of ServerSettings but the name. ``progress`` gets
+    lines while the model loads, then ``ready`` the URL and the engine. Raises ToolkitError or UsageError for
+    whatever keeps it from starting; the port is tried first.
     """
     if log_level not in LOG_LEVELS:
         raise UsageError(f"--log-level: expected one of {', '.join(LOG_LEVELS)}, found {log_level!r}")
@@ -168,7 +169,7 @@ def serve(
     choose_defaults(str((settings or {}).get("generation_config", "auto")), None)
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with contextlib.closing(bind(address.host, address.port)) as sock, _terminate_while_loading():
-        engine = AsyncEngine.open(model, backend_config=engine_config, progress=progress, process=True)
+        engine = AsyncEngine.open(model, backend_config=engine_config, progress=progress, process=True, packed=packed)
         try:
             template = ChatTemplate.open(engine.tokenizer, engine.tokenizer.path, chat_template)
             chosen = {"metrics": engine_config is None or engine_config.enable_metrics} | (settings or {})

@@ -1,0 +1,68 @@
+"""``tool cache``: the models that were packed once for this processor and are kept."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from toolkit.commands.output import stdout, table, write_json
+from toolkit.errors import UsageError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="Models that chat, serve or profile packed for this processor, because they were never converted.",
+)
+
+
+@app.command("list")
+def show(
+    json: Annotated[
+        str | None, typer.Option("--json", help="Write the list as JSON to this file (- = standard output).")
+    ] = None,
+) -> None:
+    """List the packed models, the one used last first. TOOLKIT_PACK_CACHE says how many GiB they may take (0: none).
+
+    Example: tool cache list
+    """
+    from toolkit.convert import pack_cache
+
+    found = pack_cache.entries()
+    rows = [
+        {"name": e.path.name, "packed_from": e.source, "size_bytes": e.size, "last_used": int(e.used)} for e in found
+    ]
+    write_json(json, rows)
+    if json == "-":
+        return
+    total, limit = (size / pack_cache.GIB for size in (sum(e.size for e in found), pack_cache.largest_size()))
+    lines = [
+        (e.path.name, e.source, f"{e.size / 1e6:,.0f} MB", time.strftime("%Y-%m-%d %H:%M", time.localtime(e.used)))
+        for e in found
+    ]
+    if lines:
+        stdout().print(table("Packed models", ("name", "packed from", "size", "last used"), lines))
+    stdout().print(f"{total:.2f} of {limit:g} GiB in {pack_cache.cache_dir()}", soft_wrap=True)
+
+
+@app.command("clear")
+def clear(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="As `tool cache list` shows them. Default: all.")
+    ] = None,
+) -> None:
+    """Delete packed models. The checkpoints they were packed from stay, and are packed again when they are next used.
+
+    Example: tool cache clear
+    """
+    from toolkit.convert import pack_cache
+
+    found = {entry.path.name: entry for entry in pack_cache.entries()}
+    if unknown := sorted(set(names or ()) - set(found)):
+        raise UsageError(f"{unknown[0]}: no packed model of that name; `tool cache list` shows them")
+    for name in names or found:
+        pack_cache.remove(found[name])
+        stdout().print(f"deleted {name}, packed from {found[name].source}", markup=False, soft_wrap=True)
