@@ -78,6 +78,14 @@ class EngineFlags:
     max_prefill_token_num: Annotated[
         int, _flag("--max-prefill-token-num", help="Most tokens in one step; longer prompts go in chunks.")
     ] = 8192
+    target_step_ms: Annotated[
+        float | None,
+        _flag(
+            "--target-step-ms",
+            help="Time of a step, ms: prompts go in chunks that fit it while others decode. 0: no limit. "
+            "Default: 150 on a CPU, 0 on a GPU.",
+        ),
+    ] = None
     adapters: Annotated[
         list[str] | None,
         _flag("--adapters", help="NAME=PATH of LoRA adapters (directory or hub id); several may follow."),
@@ -129,6 +137,7 @@ class EngineFlags:
             "session_len": self.session_len,
             "max_batch_size": self.max_batch_size,
             "max_prefill_token_num": self.max_prefill_token_num,
+            "target_step_ms": self.target_step_ms,
             "enable_prefix_caching": self.prefix_caching(default=True),
             "quant_policy": self.quant_policy,
             "model_format": self.model_format,

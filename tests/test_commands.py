@@ -20,7 +20,7 @@ COMMANDS = [
 ]
 ENGINE_FLAGS = """--backend --device --dtype --tp --session-len --max-batch-size --cache-max-entry-count
 --cache-block-seq-len --enable-prefix-caching --no-enable-prefix-caching --quant-policy --model-format --chat-template
---max-prefill-token-num --adapters --revision --download-dir""".split()
+--max-prefill-token-num --target-step-ms --adapters --revision --download-dir""".split()
 
 
 def tool(*args: str | Path) -> subprocess.CompletedProcess[str]:

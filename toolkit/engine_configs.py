@@ -34,6 +34,8 @@ def _check_engine(config: TurbomindEngineConfig | PytorchEngineConfig, block: st
     if config.max_batch_size is not None:
         number("max_batch_size", config.max_batch_size, 1, 1 << 20, whole=True)
     number("max_prefill_token_num", config.max_prefill_token_num, 1, 1 << 30, whole=True)
+    if config.target_step_ms is not None:
+        number("target_step_ms", config.target_step_ms, 0, 1e6)
     count = config.cache_max_entry_count
     if isinstance(count, int) and not isinstance(count, bool):
         number("cache_max_entry_count", count, 1, 1 << 40, whole=True)
@@ -64,11 +66,12 @@ class TurbomindEngineConfig:
     """Options of the ``turbomind`` backend, the fast path: the ``native`` runner.
 
     ``cache_max_entry_count``: share of free memory for the KV cache, or (an integer) its number of blocks.
-    ``device``: "auto", "cpu", "cuda" or "cuda:N". ``threads``: CPU threads, None = all. ``enable_metrics``: whether a
-    server of this engine offers /metrics. ``load_format``: "int8" rounds dense linears to 8 bits while it reads them,
-    "dummy" reads config.json alone and makes random weights. ``adapters`` (LMDeploy has it for ``pytorch`` alone):
-    names of LoRA adapters and where they are, a directory or hub id in PEFT's format each; on a CPU the torch runner
-    runs them.
+    ``device``: "auto", "cpu", "cuda" or "cuda:N". ``threads``: CPU threads, None = all. ``target_step_ms``: a step
+    takes as many tokens of prompts as fit this time while other requests decode; 0 = no limit but
+    max_prefill_token_num, None = 150 on a CPU, 0 on a GPU. ``enable_metrics``: whether a server of this engine offers
+    /metrics. ``load_format``: "int8" rounds dense linears to 8 bits while it reads them, "dummy" reads config.json
+    alone and makes random weights. ``adapters`` (LMDeploy has it for ``pytorch`` alone): names of LoRA adapters and
+    where they are, a directory or hub id in PEFT's format each; on a CPU the torch runner runs them.
     """
 
     dtype: str = "auto"
@@ -110,6 +113,7 @@ class TurbomindEngineConfig:
     cache_prompt_boundary_skip: int = 1
     cache_generation: str = "auto"
     moe_a2a_backend: str = "auto"
+    target_step_ms: float | None = None
 
     def __post_init__(self) -> None:
         _check_engine(self, "cache_block_seq_len")
@@ -126,6 +130,7 @@ class PytorchEngineConfig:
     """Options of the ``pytorch`` backend: the ``torch`` runner, any spec on any device torch has.
 
     ``device_type``: "auto", "cpu", "cuda" or "cuda:N". ``num_gpu_blocks``: KV blocks, 0 = planned from memory.
+    ``target_step_ms``: as of ``TurbomindEngineConfig``.
     ``adapters``: names of LoRA adapters and where they are, a directory or hub id in PEFT's format each.
     ``enable_metrics``: whether a server of this engine offers /metrics. ``eager_mode``: forbid captured graphs
     (the torch runner has none so far, so that both values mean the same). ``load_format``: "int8" rounds dense linears
@@ -178,6 +183,7 @@ class PytorchEngineConfig:
     role: str = "Hybrid"
     migration_backend: str = "DLSlime"
     kv_transfer_config: Any = None
+    target_step_ms: float | None = None
 
     def __post_init__(self) -> None:
         _check_engine(self, "block_size")

@@ -188,9 +188,9 @@ class EngineCore:
         while self._flying and not ahead:
             self._collect(outputs)
         plan = self.scheduler.schedule()
+        for seq in plan.started:
+            self.builder.enter(seq)
         if plan:
-            for seq in plan.started:
-                self.builder.enter(seq)
             self._submit(self.builder.build(plan), outputs)
             self._steps += 1
         while len(self._flying) > (1 if ahead and plan else 0):
@@ -202,6 +202,7 @@ class EngineCore:
 
     def _submit(self, step: Step, outputs: list[EngineOutput]) -> None:
         """Start a step and count its tokens as computed."""
+        step.plan.submitted = time.perf_counter()
         try:
             handle = self.runner.submit(step.batch)
         except Exception as e:
@@ -224,6 +225,7 @@ class EngineCore:
         except Exception as e:
             self._fail(step, e, outputs)
             return
+        self.scheduler.pace.ended(step.plan, time.perf_counter())
         for seq, output in self.results.take(step, result):
             self._generation_tokens += len(output.token_ids)
             outputs.append(output)

@@ -19,6 +19,7 @@ CPU_SHARE = 0.25  # of free memory that KV may take on a CPU where nothing else 
 CPU_BATCH, CUDA_BATCH, LARGE_CUDA_BATCH = 64, 128, 256
 LARGE_CUDA_BYTES = 40 << 30  # free bytes from which a device counts as large
 SAFE_SHARE = 0.95  # of free memory that all of it together may take: other processes breathe too
+CPU_STEP_MS = 150.0  # what a step should take on a CPU where nothing else is said; on a GPU there is no limit
 LOGIT_COPIES = 3  # float32 copies of a row of logits while it is sampled
 
 
@@ -30,6 +31,7 @@ class Wishes:
     max_batch_size: int | None = None
     max_prefill_token_num: int = 8192
     kv: float | int = DEFAULT_SHARE
+    target_step_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class MemoryPlan:
     session_len: int
     max_batch_size: int
     max_prefill_token_num: int
+    target_step_ms: float
     block_size: int
     num_blocks: tuple[int, ...]
     free: int
@@ -57,6 +60,11 @@ class MemoryPlan:
         """Rows to print: what, how much, a remark."""
         shown = [(what, show_bytes(size), remark) for what, size, remark in self.rows]
         return [*shown, ("free before", show_bytes(self.free), f"{show_bytes(self.free - self.total)} stay free")]
+
+
+def _step(tokens: int, batch: int, target: float) -> str:
+    paced = f" (while others decode: what takes {target:g} ms)" if target else ""
+    return f"{tokens} prompt tokens{paced} and {batch} requests a step"
 
 
 def show_bytes(size: int) -> str:
@@ -98,6 +106,7 @@ class _Planner:
 
     def run(self) -> MemoryPlan:
         w = self.wishes
+        target = w.target_step_ms if w.target_step_ms is not None else CPU_STEP_MS if self.cpu else 0.0
         if self.usable <= 0:
             raise ToolkitError(
                 f"not enough memory: the weights take {show_bytes(self.weights)} and {show_bytes(self.need.free)} are "
@@ -120,11 +129,11 @@ class _Planner:
         loaded = "loaded already" if self.need.loaded else ""
         rows = (
             ("weights", self.weights if not self.need.loaded else 0, loaded),
-            ("activations", activations, f"{tokens} prompt tokens and {batch} requests a step"),
+            ("activations", activations, _step(tokens, batch, target)),
             ("logits", logits, f"{batch} rows of {self.vocab_size}"),
             ("KV cache", kv, held),
         )
-        return MemoryPlan(length, batch, tokens, self.size, blocks, self.need.free, rows, tuple(self.notices))
+        return MemoryPlan(length, batch, tokens, target, self.size, blocks, self.need.free, rows, tuple(self.notices))
 
     def _batch(self) -> int:
         """The batch size before KV is looked at: as asked for, or the default as far as its logits fit."""

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class EngineOptions:
     """``session_len``: prompt and new tokens of one request together. ``max_prefill_token_num``: tokens of prompts that
-    one step computes (decode tokens come on top). ``num_blocks``: KV blocks of each cache group.
+    one step computes at most, decode tokens included. ``num_blocks``: KV blocks of each cache group.
 
+    ``target_step_ms``: what a step with prompts in it should take while other requests decode; 0 = no limit but
+    ``max_prefill_token_num``.
     ``prefix_caching``: requests share the KV blocks of equal prefixes; without it only the turns of one session do.
     ``max_logit_bytes``: float32 logits rows that one step may return to the host (it limits the chunks of requests
     that want a row for every token).
@@ -21,6 +23,7 @@ class EngineOptions:
     max_batch_size: int
     max_prefill_token_num: int
     num_blocks: tuple[int, ...]
+    target_step_ms: float = 0.0
     prefix_caching: bool = True
     max_logit_bytes: int = 64 << 20
     lookahead: bool | None = None

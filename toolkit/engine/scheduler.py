@@ -1,9 +1,10 @@
 """What the next step computes.
 
 There are no prefill and decode phases: a request has ``length`` tokens of which ``computed`` are in the cache, and a
-step computes some more of them under a token budget. First every request with one token left (decode), then running
-prompts in chunks, then waiting requests in order of arrival. When blocks run out the latest arrival is
-preempted: it gives up its blocks and is computed again later.
+step computes some more of them under a token budget. First every request with one token left (decode), then prompts in
+chunks: half of the budget for the one that arrived first, so that each has its turn, the other half for those with the
+fewest tokens left, so that a short one need not wait for a long one. Waiting requests start in order of arrival. When
+blocks run out the latest arrival is preempted: it gives up its blocks and is computed again later.
 """
 
 from __future__ import annotations
@@ -14,20 +15,24 @@ from dataclasses import dataclass, field
 
 from toolkit.engine.block_manager import BlockManager, blocks_for
 from toolkit.engine.options import EngineOptions
+from toolkit.engine.pace import Pace
 from toolkit.engine.prefix import extend_keys
 from toolkit.engine.sequence import Sequence
+
+SIDE_BY_SIDE = 8  # prompts that are begun while those begun before them use up the budget
 
 
 @dataclass
 class Plan:
     """One step: the decoding requests, then (request, first position, tokens) of each chunk of a prompt.
 
-    ``started``: those that were given a row for it.
+    ``started``: those that were given a row for it. ``submitted``: when the runner got it (``time.perf_counter``).
     """
 
     decodes: list[Sequence] = field(default_factory=list)
     chunks: list[tuple[Sequence, int, int]] = field(default_factory=list)
     started: list[Sequence] = field(default_factory=list)
+    submitted: float = 0.0
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.chunks)
@@ -44,6 +49,7 @@ class Scheduler:
     def __init__(self, blocks: BlockManager, options: EngineOptions, max_rows_per_step: int) -> None:
         self.blocks = blocks
         self.options = options
+        self.pace = Pace(options.target_step_ms)
         self.max_rows_per_step = max_rows_per_step  # logits rows for chunks that want one for every token
         self._rows_left = max_rows_per_step
         self.waiting: list[Sequence] = []  # both in order of arrival
@@ -64,12 +70,12 @@ class Scheduler:
         for seq in list(self.running):
             if seq.row >= 0 and seq.remaining == 1 and not seq.ending and self._make_room(seq, 1):
                 plan.decodes.append(seq)
-        budget = max(1, self.options.max_prefill_token_num - len(plan.decodes))
-        for seq in list(self.running):
-            if budget and seq.row >= 0 and seq.remaining > 1:
-                budget -= self._add_chunk(plan, seq, budget)
+        budget = self._budget(plan)
         if self.preemptions == before and self.waiting:
             self._admit(plan, budget)
+        for seq, share in self._shares(plan, budget):
+            if seq.row >= 0:
+                self._add_chunk(plan, seq, share)
         if self.preemptions != before:
             plan.decodes = [s for s in plan.decodes if s.row >= 0]
             plan.chunks = [c for c in plan.chunks if c[0].row >= 0]
@@ -123,13 +129,35 @@ class Scheduler:
             self._rows_left -= count
         return count
 
-    def _add_chunk(self, plan: Plan, seq: Sequence, budget: int) -> int:
+    def _add_chunk(self, plan: Plan, seq: Sequence, budget: int) -> None:
         count = self._chunk_len(seq, budget)
         count = max(1, self.blocks.fitting(seq.row, seq.computed, seq.computed + count) - seq.computed)
-        if not self._make_room(seq, count):
-            return 0
-        plan.chunks.append((seq, seq.computed, count))
-        return count
+        if self._make_room(seq, count):
+            plan.chunks.append((seq, seq.computed, count))
+
+    def _prompts(self, plan: Plan) -> list[Sequence]:
+        """Running requests with a prompt to compute, in order of arrival."""
+        return [s for s in self.running if s.remaining > 1 or s in plan.started]
+
+    def _budget(self, plan: Plan) -> int:
+        """Prompt tokens that this step may take."""
+        most = max(1, self.options.max_prefill_token_num - len(plan.decodes))
+        before = max((s.computed for s in self._prompts(plan)), default=0)
+        return self.pace.budget(len(plan.decodes), before, most)
+
+    def _shares(self, plan: Plan, budget: int) -> list[tuple[Sequence, int]]:
+        """The prompts of this step in order of arrival, and how many tokens each may take of ``budget``."""
+        prompts = self._prompts(plan)
+        if not prompts:
+            return []
+        first = prompts[0]
+        shares = {first.order: min(first.remaining, budget - budget // 2)}
+        left = budget - shares[first.order]
+        for seq in sorted(prompts[1:], key=lambda s: s.remaining):
+            shares[seq.order] = min(seq.remaining, left)
+            left -= shares[seq.order]
+        shares[first.order] += left
+        return [(s, shares[s.order]) for s in prompts if shares[s.order]]
 
     def _admit(self, plan: Plan, budget: int) -> None:
         """Start waiting requests while there is a row, budget and room for their whole prompts.
@@ -138,10 +166,10 @@ class Scheduler:
         """
         size = self.blocks.block_size
         promised = sum(blocks_for(s.length, size) - blocks_for(s.computed, size) for s in self.running)
-        promised -= sum(blocks_for(s.computed + n, size) - blocks_for(s.computed, size) for s, _, n in plan.chunks)
         coming = {k for s in self.running for k in s.keys[self.blocks.labelled(s.row) :]}
+        begun = [s.remaining for s in self._prompts(plan)]
         for seq in list(self.waiting):
-            if not (budget and self._free_rows):
+            if not self._free_rows or (len(begun) >= SIDE_BY_SIDE and sum(begun) >= budget):
                 return
             hit = self._match(seq)
             if hit < len(seq.keys) and seq.keys[hit] in coming and not seq.wants_all:
@@ -154,11 +182,8 @@ class Scheduler:
                 return
             self._start(seq, row, hit)
             plan.started.append(seq)
-            count = self._add_chunk(plan, seq, budget)
-            if not count:
-                return
-            budget -= count
-            promised += blocks_for(seq.length, size) - blocks_for(seq.computed + count, size)
+            begun.append(seq.remaining)
+            promised += blocks_for(seq.length, size) - blocks_for(seq.computed, size)
             coming.update(seq.keys[hit:])
 
     def _match(self, seq: Sequence) -> int:

@@ -159,7 +159,13 @@ def start(setup: Setup, tokenizer: Tokenizer | None, progress: Progress) -> tupl
             vocab_size=runner.spec.vocab_size,
             max_position=runner.spec.max_position,
             device=runner.device,
-            wishes=Wishes(config.session_len, config.max_batch_size, config.max_prefill_token_num, _kv_wish(config)),
+            wishes=Wishes(
+                config.session_len,
+                config.max_batch_size,
+                config.max_prefill_token_num,
+                _kv_wish(config),
+                config.target_step_ms,
+            ),
         )
         for notice in memory.notices:
             progress(notice)
@@ -187,6 +193,7 @@ def start(setup: Setup, tokenizer: Tokenizer | None, progress: Progress) -> tupl
             max_batch_size=memory.max_batch_size,
             max_prefill_token_num=memory.max_prefill_token_num,
             num_blocks=memory.num_blocks,
+            target_step_ms=memory.target_step_ms,
             prefix_caching=config.enable_prefix_caching,
             check=log.isEnabledFor(logging.DEBUG),
         ),

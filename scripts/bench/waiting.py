@@ -1,0 +1,90 @@
+"""How long tokens of running streams wait while long prompts arrive, for several target times of a step in turn.
+
+    python scripts/bench/waiting.py MODEL --targets 150,0
+
+A row a target: gaps between the streams' tokens without and with prompts, what the prompts waited for their first
+token, and tokens computed a second of both kinds together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from toolkit.commands.output import stderr, stdout, table
+from toolkit.engine.frontend import AsyncEngine
+from toolkit.engine_configs import TurbomindEngineConfig
+from toolkit.profile.load import run_all
+from toolkit.profile.metrics import RequestRecord, completed
+from toolkit.profile.workload import random_asks
+
+
+async def load(engine: AsyncEngine, args: argparse.Namespace) -> tuple[list[RequestRecord], list[RequestRecord]]:
+    """Records of the streams and of the prompts that arrive beside them, one every ``args.every`` seconds."""
+    streams = random_asks(1, engine.tokenizer, args.streams, 32, args.stream_tokens)
+    prompts = random_asks(2, engine.tokenizer, args.prompts, args.prompt_len, 8)
+    await run_all(engine, random_asks(3, engine.tokenizer, 1, 16, 4), name="warm-up")
+    starts = [args.first + i * args.every for i in range(len(prompts))]
+    (long_lived, _), (arriving, _) = await asyncio.gather(
+        run_all(engine, streams, name="stream"), run_all(engine, prompts, starts=starts, name="prompt")
+    )
+    return completed(long_lived), completed(arriving)
+
+
+def figures(streams: list[RequestRecord], prompts: list[RequestRecord]) -> dict[str, float]:
+    """Milliseconds and tokens a second, by the engine's own times."""
+    begin = min(r.start for r in prompts)
+    end = max(r.in_engine().arrivals[0][0] for r in prompts)
+    quiet, beside, tokens = [], [], sum(r.input_tokens for r in prompts)
+    for record in streams:
+        times = np.array([t for t, _ in record.in_engine().arrivals])
+        gaps = np.diff(times) * 1000
+        busy = (times[1:] > begin) & (times[:-1] < end)
+        quiet += gaps[~busy].tolist()
+        beside += gaps[busy].tolist()
+        tokens += int(((times > begin) & (times < end)).sum())
+    waits = [r.in_engine().ttft for r in prompts]
+    return {
+        "gap alone, p50": float(np.median(quiet)),
+        "gap beside prompts, p50": float(np.median(beside)),
+        "gap beside prompts, p99": float(np.percentile(beside, 99)),
+        "longest gap": float(max(beside)),
+        "prompt's first token, s": float(np.mean(waits)),
+        "tokens/s": tokens / (end - begin),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("model")
+    parser.add_argument("--targets", default="150,0", help="values of target_step_ms, separated by commas")
+    parser.add_argument("--streams", type=int, default=4)
+    parser.add_argument("--stream-tokens", type=int, default=800)
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--prompt-len", type=int, default=4000)
+    parser.add_argument("--first", type=float, default=1.0, help="seconds before the first prompt arrives")
+    parser.add_argument("--every", type=float, default=5.0, help="seconds from one prompt to the next")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows: dict[str, dict[str, Any]] = {}
+    for target in args.targets.split(","):
+        config = TurbomindEngineConfig(target_step_ms=float(target), enable_prefix_caching=False)
+        engine = AsyncEngine.open(args.model, backend_config=config, process=True)
+        try:
+            rows[target] = figures(*asyncio.run(load(engine, args)))
+        finally:
+            engine.close()
+        stderr().print(f"target {target} ms: p99 {rows[target]['gap beside prompts, p99']:.0f} ms")
+    names = list(next(iter(rows.values())))
+    stdout().print(table("Milliseconds", ("target_step_ms", *names), [(t, *r.values()) for t, r in rows.items()]))
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
