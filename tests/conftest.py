@@ -27,11 +27,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 import pytest  # noqa: E402
 
 
-def load_support(name: str) -> ModuleType:
-    """The module ``tests/support/<name>.py``, loaded once."""
-    full = f"toolkit_test_support_{name}"
+def load_support(name: str, folder: str = "support") -> ModuleType:
+    """The module ``tests/<folder>/<name>.py``, loaded once."""
+    full = f"toolkit_test_{folder}_{name}"
     if full not in sys.modules:
-        spec = importlib.util.spec_from_file_location(full, Path(__file__).parent / "support" / f"{name}.py")
+        spec = importlib.util.spec_from_file_location(full, Path(__file__).parent / folder / f"{name}.py")
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[full] = module
@@ -63,3 +63,9 @@ def tiny_checkpoint() -> Any:
 def support() -> Any:
     """``support(name)``: the shared module ``tests/support/<name>.py``."""
     return load_support
+
+
+@pytest.fixture(scope="session")
+def corpus() -> Any:
+    """``corpus(name)``: the module ``tests/corpus/<name>.py``, hostile input of one kind."""
+    return lambda name: load_support(name, "corpus")

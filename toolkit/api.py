@@ -22,6 +22,7 @@ from toolkit.artifacts.tokenizer import Tokenizer
 from toolkit.chat import arguments, settings
 from toolkit.chat.messages import Message
 from toolkit.chat.prompts import Prompt, as_batch
+from toolkit.chat.renderer import Renderer
 from toolkit.chat.session import Session
 from toolkit.chat.template import ChatTemplate
 from toolkit.engine.frontend import AsyncEngine
@@ -99,6 +100,8 @@ class Pipeline:
         self.model_path = str(model_path)
         self._max_log_len = max_log_len
         self._closed = False
+        renderer = Renderer()
+        renderer.start()  # it comes up while the model loads
         self.engine = AsyncEngine.open(
             self.model_path, backend_config=backend_config, backend=backend, progress=progress, packed=packed
         )
@@ -107,7 +110,9 @@ class Pipeline:
         try:
             if self.adapter_name is not None:
                 self._check_adapter(self.adapter_name)
-            self.chat_template = ChatTemplate.open(self.engine.tokenizer, self.model_path, chat_template_config)
+            self.chat_template = ChatTemplate.open(
+                self.engine.tokenizer, self.model_path, chat_template_config, renderer
+            )
             self.gen_config: GenerationConfig = default or settings.of_model(self.tokenizer.path)
         except BaseException:
             self.engine.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from datetime import datetime
 from typing import Any
 
@@ -14,55 +13,7 @@ MESSAGES = [{"role": "user", "content": "hi <b> é"}]
 
 
 def render(source: str, **variables: Any) -> str:
-    sandbox = Sandbox()
-    return sandbox.render(sandbox.compile_source(source), {"messages": MESSAGES, **variables})
-
-
-GROW = "{% set ns = namespace(s=START) %}{% for i in range(100) %}{% set ns.s = STEP %}{% endfor %}{{ ns.s }}"
-TOO_MUCH = [
-    "{% for i in range(10**9) %}x{% endfor %}",
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(40) }}",
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}",
-    "{{ 'a' * 10**10 }}",
-    "{{ [0] * 10**10 }}",
-    "{{ 10 ** 10 ** 10 }}",
-    "{{ '%1000000000d' % 1 }}",
-    "{{ '%*d' % (1000000000, 1) }}",
-    "{{ '{:1000000000}'.format(1) }}",
-    "{{ '{:{w}}'.format(1, w=1000000000) }}",
-    GROW.replace("START", "'a'").replace("STEP", "ns.s ~ ns.s"),
-    GROW.replace("START", "'a'").replace("STEP", "ns.s + ns.s"),
-    GROW.replace("START", "[1]").replace("STEP", "ns.s + ns.s"),
-    GROW.replace("START", "[1]").replace("STEP", "[ns.s, ns.s]"),
-    GROW.replace("START", "1").replace("STEP", "{'a': ns.s, 'b': ns.s}"),
-    GROW.replace("START", "7").replace("STEP", "ns.s * ns.s"),
-    GROW.replace("START", "1").replace("STEP", "namespace(a=ns.s, b=ns.s)"),
-    "{% set ns = namespace(s='a') %}{% for i in range(100) %}"
-    "{% set ns.s %}{{ ns.s }}{{ ns.s }}{% endset %}{% endfor %}",
-    "{% macro f(x) %}{{ x }}{{ x }}{% endmacro %}{% set ns = namespace(s='abc') %}"
-    "{% for i in range(60) %}{% set ns.s = f(ns.s) %}{% endfor %}",
-    "{{ ('a' * 100000).replace('a', 'b' * 1000000) }}",
-    "{{ ('a' * 100000) | replace('a', 'b' * 1000000) }}",
-    "{{ ('a' * 100000) | join('b' * 1000000) }}",
-    "{{ ('b' * 1000000).join('a' * 100000) }}",
-    "{{ ('\n' * 1000000) | indent(1000000) }}",
-    "{{ range(99999) | list | tojson(indent=1000000) }}",
-    "{% set s = 'a' * 10000000 %}{{ [s, s, s, s, s] | tojson }}",
-    "{% set s = 'a' * 100000 %}{% for i in range(90000) %}{% if s in (s ~ s) %}{% endif %}{% endfor %}",
-    "{{ " + "(" * 5000 + ")" * 5000 + " }}",
-    "x" * 2_000_000,
-]
-
-
-@pytest.mark.parametrize("source", TOO_MUCH, ids=range(len(TOO_MUCH)))
-def test_a_greedy_template_ends_quickly_in_one_line(source: str) -> None:
-    start = time.thread_time()
-    with pytest.raises(ValueError) as error:
-        render(source)
-    assert "\n" not in str(error.value) and 0 < len(str(error.value)) < 320
-    assert time.thread_time() - start < 10  # bounded at 1 s of work; the rest is a slow machine
+    return Sandbox().render(source, {"messages": MESSAGES, **variables})
 
 
 @pytest.mark.parametrize(
@@ -94,7 +45,6 @@ def test_python_s_internals_are_out_of_reach(source: str) -> None:
         "{% import 'os' as os %}",
         "{{ open('/etc/passwd') }}",
         "{{ lipsum(1000) }}",
-        "{{ 'x'.expandtabs(1) }}",
         "{% for x in messages %}",
         "{% if %}",
         "{{ 1 / 0 }}",

@@ -76,14 +76,13 @@ class BaseChatTemplate:
         turns = normalise(messages)
         if self.meta_instruction and sequence_start and turns[0]["role"] not in ("system", "developer"):
             turns.insert(0, {"role": "system", "content": self.meta_instruction})
-        sandbox = Sandbox()
         values = {
             "start": "",
             "pieces": self._pieces.variables(),
             "messages": turns,
             "add_generation_prompt": turns[-1]["role"] != "assistant",
         }
-        return sandbox.render(sandbox.compile_source(self._pieces.source()), values)
+        return Sandbox().render(self._pieces.source(), values)
 
 
 class Registry:

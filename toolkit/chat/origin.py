@@ -18,7 +18,8 @@ CAPABILITIES = ("completion", "infilling", "chat", "python")
 
 @dataclass
 class Origin:
-    """A template before it is compiled. ``what``: how messages name it. ``custom``: it is this Python object."""
+    """A template before it is compiled. ``what``: how messages name it. ``built_in``: its source is one of ours.
+    ``custom``: it is this Python object."""
 
     name: str
     what: str
@@ -27,6 +28,7 @@ class Origin:
     meta_instruction: str | None = None
     stop_words: tuple[str, ...] = ()
     capability: str = "chat"
+    built_in: bool = False
     custom: Any = None
 
 
@@ -158,4 +160,5 @@ def _from_builtin(found: builtin.Builtin, what: str) -> Origin:
         found.variables() if found.of_pieces else None,
         found.meta_instruction,
         found.stop_words,
+        built_in=True,
     )

@@ -15,11 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from jinja2 import Template
-
 from toolkit.artifacts.tokenizer import Tokenizer
 from toolkit.chat import origin
 from toolkit.chat.messages import Message, normalise
+from toolkit.chat.renderer import Renderer
 from toolkit.chat.sandbox import Sandbox, TemplateRefusal
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import ChatTemplateConfig, GenerationConfig
@@ -35,7 +34,7 @@ class ChatTemplate:
     (in <tool_call> tags), "llama3" (bare JSON), None where it has no place for tools or another way.
     """
 
-    def __init__(self, tokenizer: Tokenizer, found: origin.Origin) -> None:
+    def __init__(self, tokenizer: Tokenizer, found: origin.Origin, renderer: Renderer | None = None) -> None:
         self.name = found.name
         self.note = found.what
         self._meta_instruction = found.meta_instruction
@@ -46,8 +45,8 @@ class ChatTemplate:
         self._pieces = found.pieces
         self._knows_ipython = any("ipython" in source for source in found.sources.values())
         self._tokenizer = tokenizer
-        self._sandbox = Sandbox()
-        self._compiled = {name: _compile(self._sandbox, source, self.note) for name, source in found.sources.items()}
+        self._sources = found.sources
+        self._renderer = _renderer(found, renderer)
         self.stop_words = list(found.stop_words) or self._turn_end()
 
     @property
@@ -61,20 +60,24 @@ class ChatTemplate:
 
     @classmethod
     def open(
-        cls, tokenizer: Tokenizer, model_path: str | Path, config: ChatTemplateConfig | str | None = None
+        cls,
+        tokenizer: Tokenizer,
+        model_path: str | Path,
+        config: ChatTemplateConfig | str | None = None,
+        renderer: Renderer | None = None,
     ) -> ChatTemplate:
         """The template of a model. ``config``: a built-in name, a .json or .jinja file, a ChatTemplateConfig, or None.
+        ``renderer``: one that has been started already, for a template that is not built in.
 
         Raises UsageError for a name or file that is none, ToolkitError for a template that does not compile.
         """
-        return cls(tokenizer, origin.choose(tokenizer, model_path, config))
+        return cls(tokenizer, origin.choose(tokenizer, model_path, config), renderer)
 
     @staticmethod
     def check(config: ChatTemplateConfig | str | None) -> None:
         """Raise what ``open`` would raise for this ``config``, as far as that needs no model."""
         if config is not None and (found := origin.named(config)) is not None:
-            for source in found.sources.values():
-                _compile(Sandbox(), source, found.what)
+            _renderer(found)
 
     def render(
         self,
@@ -169,11 +172,11 @@ class ChatTemplate:
     def _run_jinja(
         self, turns: list[Message], tools: list[dict[str, Any]] | None, open_answer: bool, variables: dict[str, Any]
     ) -> str:
-        chosen = self._compiled["default"]
+        chosen = self._sources["default"]
         if tools:
             if self._pieces is not None:
                 raise UsageError(f"tools: the chat template {self.name!r} has no place for them")
-            chosen = self._compiled.get("tool_use", chosen)
+            chosen = self._sources.get("tool_use", chosen)
         if not self._knows_ipython:
             turns = [{**turn, "role": "tool"} if turn["role"] == "ipython" else turn for turn in turns]
         values = {
@@ -187,7 +190,7 @@ class ChatTemplate:
             **variables,
         }
         try:
-            return self._sandbox.render(chosen, values)
+            return self._renderer.render(chosen, values)
         except TemplateRefusal as e:
             raise UsageError(f"messages: the model's chat template refuses them: {e}") from e
         except ValueError as e:
@@ -225,11 +228,16 @@ def _tool_format(found: origin.Origin) -> Literal["hermes", "llama3"] | None:
     return "llama3" if "parameters" in source and ("ipython" in source or "python_tag" in source) else None
 
 
-def _compile(sandbox: Sandbox, source: str, what: str) -> Template:
-    try:
-        return sandbox.compile_source(source)
-    except ValueError as e:
-        raise ToolkitError(f"chat template ({what}) is broken: {e}; choose another by --chat-template") from e
+def _renderer(found: origin.Origin, renderer: Renderer | None = None) -> Sandbox | Renderer:
+    """What renders a template: a built-in one here, another in a process of its own. Raises ToolkitError where the
+    template does not compile."""
+    chosen = Sandbox() if found.built_in else renderer or Renderer()
+    for source in found.sources.values():
+        try:
+            chosen.check(source)
+        except ValueError as e:
+            raise ToolkitError(f"chat template ({found.what}) is broken: {e}; choose another by --chat-template") from e
+    return chosen
 
 
 def _infilling(text: str) -> str:

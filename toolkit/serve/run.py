@@ -16,6 +16,7 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI
 
+from toolkit.chat.renderer import Renderer
 from toolkit.chat.settings import describe
 from toolkit.chat.template import ChatTemplate
 from toolkit.engine.frontend import AsyncEngine
@@ -169,9 +170,11 @@ def serve(
     choose_defaults(str((settings or {}).get("generation_config", "auto")), None)
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with contextlib.closing(bind(address.host, address.port)) as sock, _terminate_while_loading():
+        renderer = Renderer()
+        renderer.start()  # it comes up while the model loads
         engine = AsyncEngine.open(model, backend_config=engine_config, progress=progress, process=True, packed=packed)
         try:
-            template = ChatTemplate.open(engine.tokenizer, engine.tokenizer.path, chat_template)
+            template = ChatTemplate.open(engine.tokenizer, engine.tokenizer.path, chat_template, renderer)
             chosen = {"metrics": engine_config is None or engine_config.enable_metrics} | (settings or {})
             name = model_name or engine.model_name
             if name in engine.adapters:

@@ -1,0 +1,159 @@
+"""Confined processes: limits hold, callers get one line, nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from toolkit.box.box import Box, Cancelled, LimitError, Limits, Ticket
+
+LIMITS = Limits(memory=256 << 20, cpu_seconds=0.5, seconds=30, reply=1 << 20)
+
+
+def box(limits: Limits = LIMITS, **more: Any) -> Box:
+    """A box whose job is to evaluate the Python expression that it is given (child processes see ``setup``)."""
+    return Box("toolkit_test_job:job", limits, **more)
+
+
+@pytest.fixture(autouse=True)
+def job(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "toolkit_test_job.py").write_text(
+        "import ctypes, os, resource, sys, threading, time\n"
+        "def job(setup, data):\n"
+        "    def run(value, more):\n"
+        "        return eval(value, globals() | {'setup': setup, 'more': more}), more + data\n"
+        "    return run\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+@pytest.fixture
+def one() -> Box:
+    return box(size=1)
+
+
+def test_values_and_bytes_go_there_and_back(one: Box) -> None:
+    one = box(setup={"a": [1, None, "\ud800"]}, data=b"\0tail")
+    assert one.run("setup", b"head") == ({"a": [1, None, "\ud800"]}, b"head\0tail")
+    assert one.run("'é' * 100000")[0] == "é" * 100000
+    assert box().run("(len(more), exec('more = None'))[0]", bytes(1 << 19))[0] == 1 << 19
+
+
+@pytest.mark.parametrize(
+    ("work", "line"),
+    [
+        ("bytearray(1 << 30)", "more than 256 MiB of memory"),
+        ("[0] * 10 ** 10", "more than 256 MiB of memory"),
+        ("[0 for _ in iter(int, 1)]", "more than 0.5 s of processor time"),
+        ("10 ** (10 ** 9)", "more than"),  # one C call
+        ("ctypes.string_at(0)", "crashes"),
+        ("os.abort()", "memory"),
+        ("os._exit(3)", "crashes"),
+        ("'x' * (2 << 20)", "makes more than 1 MiB"),
+    ],
+)
+def test_a_job_that_passes_a_limit_is_ended_and_the_next_one_runs(one: Box, work: str, line: str) -> None:
+    first = one.run("os.getpid()")[0]
+    with pytest.raises(LimitError, match=line) as error:
+        one.run(work)
+    assert "\n" not in str(error.value)
+    second = one.run("os.getpid()")[0]
+    assert first != second
+    with pytest.raises(OSError):
+        os.kill(first, 0)
+
+
+def test_a_job_that_waits_is_ended_by_the_clock() -> None:
+    one = box(Limits(memory=256 << 20, cpu_seconds=5, seconds=1), size=1)
+    with ThreadPoolExecutor(2) as pool:
+        stuck = [pool.submit(one.run, "time.sleep(99)") for _ in range(2)]
+        texts = []
+        for future in stuck:
+            with pytest.raises(LimitError) as error:
+                future.result(timeout=30)
+            texts.append(str(error.value))
+    assert "more than 1 s" in texts[0] and "1 s" in texts[1]
+
+
+def test_refusals_faults_and_odd_values_are_told_apart(one: Box) -> None:
+    pid = one.run("os.getpid()")[0]
+    with pytest.raises(ValueError, match="invalid literal"):
+        one.run("int('x')")
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        one.run("1 / 0")
+    with pytest.raises(TypeError):
+        one.run(object())
+    assert one.run("os.getpid()")[0] == pid
+    with pytest.raises(RuntimeError, match="ModuleNotFoundError"):
+        Box("no_such_module:job", LIMITS).run(1)
+
+
+def test_the_child_is_confined(one: Box) -> None:
+    assert one.run("resource.getrlimit(resource.RLIMIT_CORE)")[0] == [0, 0]
+    assert one.run("resource.getrlimit(resource.RLIMIT_AS)")[0] == [256 << 20] * 2
+    assert one.run("sorted({'torch', 'numpy', 'transformers', 'jinja2'} & set(sys.modules))")[0] == []
+    assert box(Limits(256 << 20, 1, nice=3)).run("os.nice(0)")[0] - os.nice(0) == 3
+
+
+def test_a_caller_that_leaves_ends_its_job(one: Box) -> None:
+    def leave(work: str) -> float:
+        ticket = Ticket()
+        threading.Timer(0.3, ticket.cancel).start()
+        started = time.monotonic()
+        with pytest.raises(Cancelled):
+            one.run(work, ticket=ticket)
+        return time.monotonic() - started
+
+    assert leave("time.sleep(99)") < 20
+    busy = threading.Thread(target=lambda: one.run("time.sleep(3)"))
+    busy.start()
+    time.sleep(0.2)
+    assert leave("1") < 20  # it was waiting for the other
+    busy.join()
+    ticket = Ticket()
+    ticket.cancel()
+    with pytest.raises(Cancelled):
+        one.run("1", ticket=ticket)
+    assert one.run("1")[0] == 1
+
+
+def test_many_threads_share_a_few_children() -> None:
+    two = box(size=2)
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(lambda i: two.run(f"{i}, os.getpid()")[0], range(300)))
+    assert [n for n, _ in found] == list(range(300))
+    assert 1 <= len({pid for _, pid in found}) <= 2
+
+
+@pytest.mark.parametrize("way", [Box.close, lambda b: None])
+def test_children_end_with_their_box(way: Callable[[Box], None]) -> None:
+    one = box()
+    pid = one.run("os.getpid()")[0]
+    way(one)
+    del one
+    gc.collect()
+    with pytest.raises(OSError):
+        os.kill(pid, 0)
+
+
+def test_a_child_that_died_while_idle_is_replaced(one: Box) -> None:
+    os.kill(one.run("os.getpid()")[0], signal.SIGKILL)
+    time.sleep(0.2)
+    assert one.run("2")[0] == 2
+
+
+def test_starting_ahead_waits_for_nothing() -> None:
+    one = box()
+    started = time.monotonic()
+    one.start()
+    elapsed = time.monotonic() - started
+    first = one.run("os.getpid()")[0]
+    assert elapsed < time.monotonic() - started and one.run("os.getpid()")[0] == first

@@ -1,0 +1,230 @@
+"""Confined child processes that run one kind of job on untrusted input: templates, grammars, tokenizers.
+
+A child has limits of memory, processor time and wall time, and writes no core. One that passes them, crashes, or whose
+caller leaves, is killed and replaced when next needed; the caller gets one line. Children start when first needed and
+end with their ``Box`` or with this process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.box import child, frames
+
+
+@dataclass(frozen=True)
+class Limits:
+    """``memory``: bytes of address space of a child. ``cpu_seconds``: processor time of one job. ``seconds``: from the
+    call to the answer, waiting for a free child included. ``reply``: bytes of an answer. ``nice``: how far a child
+    stands back for others."""
+
+    memory: int
+    cpu_seconds: float
+    seconds: float = 30.0
+    reply: int = 1 << 28
+    nice: int = 0
+    start_seconds: float = 20.0  # processor time until a child is ready: imports, tables
+
+
+class LimitError(Exception):
+    """A job was ended: "it takes more than …", "it crashes …". The text has no subject's name."""
+
+
+class Cancelled(Exception):
+    """The job was called off by its ticket."""
+
+
+class Ticket:
+    """Handed to ``Box.run``; ``cancel`` from any thread ends the job, now or when it would start."""
+
+    def __init__(self) -> None:
+        self.cancelled = False
+        self._lock = threading.Lock()
+        self._child: _Child | None = None
+
+    def cancel(self) -> None:
+        with self._lock:
+            self.cancelled = True
+            if self._child is not None:
+                self._child.end()
+
+    def hold(self, child: _Child | None) -> None:
+        """The child that runs the job from now on; None when it is done."""
+        with self._lock:
+            self._child = child
+            if child is not None and self.cancelled:
+                child.end()
+
+
+class Box:
+    """Up to ``size`` children that run ``job`` ("module:function", see ``child.py``). Thread-safe.
+
+    ``setup`` and ``data`` are what a new child builds the job from.
+    """
+
+    def __init__(self, job: str, limits: Limits, setup: Any = None, data: bytes = b"", size: int = 2) -> None:
+        first = {"job": job, "setup": setup, "memory": limits.memory, "nice": limits.nice}
+        first |= {"cpu_seconds": limits.cpu_seconds, "start_seconds": limits.start_seconds}
+        self._first = frames.pack(first, data)
+        self._limits = limits
+        self._idle: deque[_Child] = deque()  # the one used last is taken first
+        self._free = size  # children that may still be started or taken, those in ``_idle`` included
+        self._changed = threading.Condition()
+        self._closer = weakref.finalize(self, _close_all, self._idle)
+
+    def start(self) -> None:
+        """Begin to start a child, so that the first job need not wait for it."""
+        with self._changed:
+            if not self._idle:
+                self._idle.append(self._new())
+
+    def run(self, value: Any, data: bytes = b"", ticket: Ticket | None = None) -> tuple[Any, bytes]:
+        """What the job makes of ``value`` (plain JSON) and ``data``.
+
+        Raises TypeError for a value that is no plain JSON, ValueError with the job's own words where it refuses,
+        LimitError where it was ended or found no free child in time, Cancelled, RuntimeError for a fault in the job.
+        """
+        message = frames.pack(value, data)
+        deadline = time.monotonic() + self._limits.seconds
+        worker = self._take(deadline, ticket)
+        healthy = False
+        try:
+            if ticket is not None:
+                ticket.hold(worker)
+            ended, value, data = worker.ask(message, deadline, self._limits)
+            healthy = ended != child.MEMORY
+        except (OSError, EOFError, ValueError) as e:
+            if ticket is not None and ticket.cancelled:
+                raise Cancelled from None
+            raise LimitError(worker.why(e, self._limits)) from None
+        finally:
+            if ticket is not None:
+                ticket.hold(None)
+            self._give_back(worker, healthy and not (ticket is not None and ticket.cancelled))
+        if ended == child.MEMORY:
+            raise LimitError(_too_much_memory(self._limits))
+        if ended == child.REFUSED:
+            raise ValueError(value)
+        if ended == child.FAILED:
+            raise RuntimeError(value)
+        return value, data
+
+    def close(self) -> None:
+        """End idle children now; may be called twice."""
+        with self._changed:
+            _close_all(self._idle)
+
+    def _take(self, deadline: float, ticket: Ticket | None) -> _Child:
+        with self._changed:
+            while not self._free:
+                left = deadline - time.monotonic()
+                if ticket is not None and ticket.cancelled:
+                    raise Cancelled
+                if left <= 0:
+                    raise LimitError(f"nothing was free to work on it for {self._limits.seconds:.0f} s; try again")
+                self._changed.wait(min(left, 0.1))
+            self._free -= 1
+            while self._idle:
+                worker = self._idle.pop()
+                if worker.alive:
+                    return worker
+                worker.close()
+        try:
+            return self._new()
+        except BaseException:
+            with self._changed:
+                self._free += 1
+                self._changed.notify()
+            raise
+
+    def _give_back(self, worker: _Child, healthy: bool) -> None:
+        if not healthy:
+            worker.close()
+        with self._changed:
+            self._free += 1
+            if healthy:
+                self._idle.append(worker)
+            self._changed.notify()
+
+    def _new(self) -> _Child:
+        return _Child(self._first)
+
+
+class _Child:
+    """One process and the socket to it."""
+
+    def __init__(self, first: bytes) -> None:
+        self._sock, theirs = socket.socketpair()
+        code = f"from toolkit.box.child import main; main({theirs.fileno()})"
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", code],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # what libraries write of hostile input is nobody's to read
+                env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
+            )
+        self._first = first
+        if len(first) < 4096:  # fits into the socket's buffer: the child builds its job at once
+            self._introduce(time.monotonic() + 1)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, message: bytes, deadline: float, limits: Limits) -> tuple[str, Any, bytes]:
+        """(how it ended, value, data). Raises OSError (TimeoutError), EOFError or ValueError where no answer comes."""
+        self._introduce(deadline)
+        frames.send(self._sock, message, deadline)
+        (ended, value), data = frames.receive(self._sock, deadline, limits.reply)
+        return ended, value, data
+
+    def why(self, error: Exception, limits: Limits) -> str:
+        """Why no answer came."""
+        if isinstance(error, ValueError):
+            return f"it makes more than {limits.reply >> 20} MiB"
+        if isinstance(error, TimeoutError):
+            return f"it takes more than {limits.seconds:.0f} s"
+        with suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(timeout=5)
+            if code == -signal.SIGPROF:
+                return f"it takes more than {limits.cpu_seconds:g} s of processor time"
+            if code in (-signal.SIGKILL, -signal.SIGABRT, 127):  # the kernel, or a C++ library without memory
+                return _too_much_memory(limits)
+        return "it crashes the process that works on it"
+
+    def end(self) -> None:
+        """End the process, from any thread: who waits for its answer is told by the closed socket."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """End the process and free what belongs to it."""
+        self._process.kill()
+        self._process.wait()
+        self._sock.close()
+
+    def _introduce(self, deadline: float) -> None:
+        if self._first:
+            first, self._first = self._first, b""
+            frames.send(self._sock, first, deadline)
+
+
+def _too_much_memory(limits: Limits) -> str:
+    return f"it takes more than {limits.memory >> 20} MiB of memory"
+
+
+def _close_all(children: deque[_Child]) -> None:
+    while children:
+        children.pop().close()

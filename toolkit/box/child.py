@@ -1,0 +1,67 @@
+"""The confined process: builds one job, then runs it for each message until the other end closes.
+
+A job is named ``module:function``; ``function(setup, data)`` gives ``run(value, data) -> (value, data)``. Values are
+plain JSON. What ``run`` raises goes back as text; a job that runs out of processor time is ended by the kernel.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
+from toolkit.box import frames
+
+MEMORY, FAILED, REFUSED, DONE = "memory", "failed", "refused", "done"  # how a job ended
+
+
+def main(fd: int) -> None:
+    """Speak ``frames`` over socket ``fd``."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group: the parent's to handle
+        signal.signal(number, signal.SIG_IGN)
+    with socket.socket(fileno=fd) as sock, suppress(EOFError, OSError):
+        first, data = frames.receive(sock)
+        _confine(first["memory"], first["nice"])
+        _allow(first["start_seconds"])
+        try:
+            module, _, name = first["job"].partition(":")
+            run = getattr(import_module(module), name)(first["setup"], data)
+        except Exception as e:
+            text = f"{type(e).__name__}: {e}"
+
+            def run(value: Any, data: bytes) -> Any:
+                raise RuntimeError(text)
+
+        ended = DONE
+        while ended != MEMORY:  # a heap that was full is not used again
+            _allow(0)
+            value, data = frames.receive(sock)
+            _allow(first["cpu_seconds"])
+            ended, value, data = _attempt(run, value, data)
+            frames.send(sock, frames.pack([ended, value], data))
+
+
+def _attempt(run: Any, value: Any, data: bytes) -> tuple[str, Any, bytes]:
+    try:
+        return DONE, *run(value, data)
+    except MemoryError:
+        return MEMORY, None, b""
+    except ValueError as e:
+        return REFUSED, str(e), b""
+    except Exception as e:
+        return FAILED, f"{type(e).__name__}: {e}", b""
+
+
+def _confine(memory: int, nice: int) -> None:
+    for limit, value in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_AS, memory)):
+        resource.setrlimit(limit, (value, value))
+    os.nice(nice)
+
+
+def _allow(seconds: float) -> None:
+    """End this process once it has used so many seconds of processor time from now; 0: as many as it likes."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
