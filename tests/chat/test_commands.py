@@ -130,7 +130,7 @@ def test_a_hostile_template_is_one_line(tool: Callable[..., Done], model: str, t
     file = tmp_path / "evil.jinja"
     file.write_text("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
     done = tool("chat", model, *QUICK, "-p", "x", "--chat-template", str(file))
-    assert done.code == 1 and "takes too long" in done.err and done.err.strip().count("\n") == 0
+    assert done.code == 1 and "processor time" in done.err and done.err.strip().count("\n") == 0
 
 
 def test_an_interrupt_ends_the_one_answer(model: str) -> None:
