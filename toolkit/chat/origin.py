@@ -28,8 +28,8 @@ class Origin:
     meta_instruction: str | None = None
     stop_words: tuple[str, ...] = ()
     capability: str = "chat"
-    built_in: bool = False
     custom: Any = None
+    built_in: bool = False
 
 
 def choose(tokenizer: Tokenizer, model_path: str | Path, config: ChatTemplateConfig | str | None) -> Origin:
