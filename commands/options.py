@@ -195,11 +195,23 @@ def _json_object(option: str, text: str) -> dict[str, Any]:
     return found
 
 
+def _annotation(field: dataclasses.Field[Any], hints: dict[str, Any]) -> Any:
+    hint = hints[field.name]
+    if "help" not in field.metadata:
+        return hint
+    low = 1 if hint is int else 0
+    option = typer.Option(min=low, metavar=f"<{hint.__name__}>", help=field.metadata["help"], rich_help_panel="Limits")
+    return Annotated[hint, option]
+
+
 def with_flags(parameter: str, kind: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator for Typer commands: ``parameter``, of dataclass ``kind``, becomes one option for each of its fields."""
+    """Decorator for Typer commands: ``parameter``, of dataclass ``kind``, becomes one option for each of its fields.
+
+    A field is annotated for Typer, or is a number whose metadata has the help text.
+    """
     hints = get_type_hints(kind, include_extras=True)
     flags = [
-        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=_annotation(f, hints))
         for f in dataclasses.fields(kind)
     ]
 

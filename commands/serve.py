@@ -7,9 +7,10 @@ from typing import Annotated
 import typer
 
 from toolkit.commands.groups import Group
-from toolkit.commands.options import EngineFlags, with_engine_flags
+from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags
 from toolkit.commands.output import show_engine, stderr
 from toolkit.errors import UsageError
+from toolkit.serve.limits import Limits
 
 app = typer.Typer(
     cls=Group,
@@ -28,9 +29,11 @@ def group() -> None:
 
 @app.command("api_server")
 @with_engine_flags
+@with_flags("limits", Limits)
 def api_server(
     model: Annotated[str, typer.Argument(help="Local directory, hub id, .gguf file, artifact, or demo.")],
     engine: EngineFlags,
+    limits: Limits,
     server_name: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 = reachable from outside.")
     ] = "127.0.0.1",
@@ -104,6 +107,7 @@ def api_server(
             "docs": not disable_fastapi_docs,
             "max_concurrent_requests": max_concurrent_requests,
             "max_log_len": max_log_len,
+            "limits": limits,
         },
         log_level=log_level.lower(),
         packed=engine.packed(config, told),

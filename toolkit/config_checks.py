@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import fields
+from reprlib import Repr
 from typing import Any
 
 from toolkit.errors import UsageError
@@ -27,10 +28,14 @@ def bounded(what: str, value: Any, bounds: Bounds) -> None:
     number(what, value, bounds.low, bounds.high, whole=bounds.whole)
 
 
-def shown(value: Any) -> str:
-    """``value`` for an error message, cut; Python itself refuses to write integers of thousands of digits."""
+def shown(value: Any, width: int = 80) -> str:
+    """``value`` for an error message, cut, in a time that does not grow with it; Python itself refuses to write
+    integers of thousands of digits."""
+    short = Repr()
+    short.maxlevel, short.maxstring, short.maxother, short.maxlong = 4, 2 * width, 2 * width, 2 * width
+    short.maxlist = short.maxdict = short.maxtuple = short.maxset = short.maxfrozenset = width
     try:
-        return f"{value!r:.80}"
+        return f"{short.repr(value):.{width}}"
     except ValueError:
         return "a number of thousands of digits"
 

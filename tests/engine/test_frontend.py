@@ -308,4 +308,4 @@ def test_a_loop_that_breaks_says_so_instead_of_hanging(open_engine: Any) -> None
     assert deltas[-1].finish_reason == "error" and "MemoryError" in str(deltas[-1].error_message)
     wait_for(lambda: not engine.healthy)
     (after,) = list(engine.generate_sync(PROMPT))
-    assert after.error_code == 503 and "down" in str(after.error_message)
+    assert after.error_code == 503 and "given up" in str(after.error_message)

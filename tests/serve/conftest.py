@@ -19,9 +19,11 @@ from typing import Any
 import pytest
 import uvicorn
 
+from toolkit.engine.outage import Outage
 from toolkit.errors import UsageError
 from toolkit.messages import GenerationConfig, Response
 from toolkit.serve.app import create_app
+from toolkit.serve.connection import connection_class
 from toolkit.serve.state import ServerSettings
 
 EOS = 256
@@ -51,11 +53,11 @@ class PlainTemplate:
     def with_stops(self, config: GenerationConfig) -> GenerationConfig:
         return replace(config, stop_words=[*(config.stop_words or []), "<end>"])
 
-    def encode(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any) -> list[int]:
+    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any) -> str:
         if unknown := set(kwargs) - {"shout"}:
             raise UsageError(f"chat_template_kwargs: unknown {unknown}")
         text = "".join(f"[{m['role']}]{self.join(m.get('content', ''))}" for m in messages)
-        return list((text.upper() if kwargs.get("shout") else text).encode())
+        return text.upper() if kwargs.get("shout") else text
 
     def join(self, content: Any) -> str:
         return content if isinstance(content, str) else "".join(part["text"] for part in content)
@@ -68,7 +70,7 @@ class FakeEngine:
     session_len: int = 512
     max_batch_size: int = 128
     model_name: str = "echo"
-    healthy: bool = True
+    outage: Outage | None = None
     runner_note: str = ""
     fail_after: int | None = None
     seen: list[tuple[list[int], GenerationConfig]] = field(default_factory=list)
@@ -136,6 +138,7 @@ class Running:
     url: str
     engine: FakeEngine
     app: Any
+    server_state: Any  # uvicorn's: connections, tasks
 
     @property
     def v1(self) -> str:
@@ -151,11 +154,21 @@ class Running:
 @contextlib.contextmanager
 def running(app: Any, engine: FakeEngine) -> Iterator[Running]:
     sock = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=2))
+    http = connection_class(app.state.server.settings.limits)
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        log_config=None,
+        lifespan="off",
+        timeout_graceful_shutdown=2,
+        timeout_keep_alive=2,
+        http=http,
+    )
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])), daemon=True)
     thread.start()
     try:
-        yield Running(f"http://127.0.0.1:{sock.getsockname()[1]}", engine, app)
+        yield Running(f"http://127.0.0.1:{sock.getsockname()[1]}", engine, app, server.server_state)
     finally:
         server.should_exit = True
         thread.join(10)

@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 
+from toolkit.engine.outage import Outage
+from toolkit.serve.limits import Limits
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: Any, request: Any) -> Any:
     """One server for the whole module: nothing here changes its state."""
     conftest = request.config.pluginmanager.get_plugin(str(request.path.parent / "conftest.py"))
     engine = conftest.FakeEngine(conftest.ByteTokenizer(tmp_path_factory.mktemp("model")))
-    settings = conftest.ServerSettings(model_name="echo", max_body_bytes=20_000)
+    settings = conftest.ServerSettings(model_name="echo", limits=Limits(max_body_bytes=20_000))
     with conftest.running(conftest.create_app(engine, conftest.PlainTemplate(), settings), engine) as it:
         yield it
 
@@ -269,7 +272,10 @@ def test_an_internal_error_tells_no_secrets(start: Any, monkeypatch: Any) -> Non
 
 
 def test_an_unhealthy_engine(start: Any) -> None:
-    server = start(engine={"healthy": False})
-    assert send(server, "/health", None, "GET") == (503, {"status": "unhealthy"})
-    status, data = send(server, "/v1/completions", TEXT)
-    assert status == 503 and data["error"]["code"] == "engine_unavailable"
+    for restarting, says in ((True, "is being restarted"), (False, "given up")):
+        server = start(engine={"outage": Outage("it burned", restarting)})
+        told = {"status": "unhealthy", "reason": "it burned", "restarting": restarting}
+        assert send(server, "/health", None, "GET") == (503, told)
+        status, data = send(server, "/v1/completions", TEXT)
+        assert status == 503 and data["error"]["code"] == "engine_unavailable"
+        assert "it burned" in data["error"]["message"] and says in data["error"]["message"]

@@ -101,9 +101,9 @@ class Echo:
     def with_stops(self, config: GenerationConfig) -> GenerationConfig:
         return config
 
-    def encode(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any) -> list[int]:
+    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any) -> str:
         self.seen.append((messages, kwargs))
-        return list(messages[-1]["content"].encode())
+        return messages[-1]["content"]
 
 
 def ask(server: Any, answer: str, stream: bool = False, **fields: Any) -> list[dict[str, Any]]:

@@ -17,26 +17,28 @@ from numpy.typing import NDArray
 from toolkit.artifacts.tokenizer import Tokenizer
 from toolkit.engine.loop import Loop, ThreadLoop
 from toolkit.engine.memory_plan import MemoryPlan
+from toolkit.engine.outage import Outage
+from toolkit.engine.process_loop import ProcessLoop
 from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams
 from toolkit.engine.sampling_params import resolve
 from toolkit.engine.setup import Backend, Facts, Progress, find, start
 from toolkit.engine.stream import RequestStream, Timings
 from toolkit.engine.wakeup import Bell
-from toolkit.engine.worker import ProcessLoop
 from toolkit.engine_configs import EngineConfig
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.lmdeploy_options import notices
 from toolkit.messages import GenerationConfig, Response
 
 log = logging.getLogger(__name__)
+PATIENCE = 10.0  # seconds
 
 
 class AsyncEngine:
     """One model that serves many requests at once, from any number of threads and event loops.
 
     ``plan``: how memory was shared out. ``runner_note``: which runner it got and why, "" if there is nothing to say.
-    ``adapters``: names of its LoRA adapters. ``healthy``: False while the engine is down (it is restarted where it runs
-    in a process of its own).
+    ``adapters``: names of its LoRA adapters. ``outage``: why the engine is down and whether it comes back, as it may
+    where it runs in a process of its own; None while it is up.
     """
 
     def __init__(self, tokenizer: Tokenizer, model_name: str, adapters: tuple[str, ...] = ()) -> None:
@@ -47,7 +49,6 @@ class AsyncEngine:
         self._lock = threading.Lock()
         self._names = itertools.count()
         self._bells: WeakKeyDictionary[asyncio.AbstractEventLoop, Bell] = WeakKeyDictionary()
-        self._down = ""
         self._closed = False
         self._loop: Loop
         self._facts: Facts
@@ -62,12 +63,14 @@ class AsyncEngine:
         progress: Progress | None = None,
         process: bool = False,
         packed: Callable[[Path], Path] | None = None,
+        patience: float = PATIENCE,
     ) -> AsyncEngine:
         """Open MODEL (directory, .gguf file, hub id, artifact, "demo") and get it ready to run.
 
         ``backend``: "turbomind" or "pytorch"; None = what ``backend_config`` is for, or what runs here. ``process``:
-        run the loop in a process of its own instead of a thread. ``packed``: called with the model's path, returns
-        where its weights are to be read. ``progress`` is called with one line of text each.
+        run the loop in a process of its own instead of a thread; one without a sign of life for ``patience`` seconds,
+        while requests wait, is restarted (0 = never). ``packed``: called with the model's path, returns where its
+        weights are to be read. ``progress`` is called with one line of text each.
         Raises ToolkitError or UsageError, one line.
         """
         if backend not in (None, "turbomind", "pytorch"):
@@ -79,7 +82,7 @@ class AsyncEngine:
         adapters = tuple(setup.config.adapters or ())
         engine = cls(Tokenizer.open(setup.tokenizer_dir), _name_of(str(model)), adapters)
         if process:
-            loop = ProcessLoop(setup, engine._deliver, engine._lost, tell)
+            loop = ProcessLoop(setup, engine._deliver, engine._lost, tell, patience)
             engine._loop, engine._facts = loop, loop.facts
         else:
             core, engine._facts = start(setup, engine.tokenizer, tell)
@@ -120,8 +123,12 @@ class AsyncEngine:
         return self._facts.dtype
 
     @property
+    def outage(self) -> Outage | None:
+        return Outage("it was closed", restarting=False) if self._closed else self._loop.outage
+
+    @property
     def healthy(self) -> bool:
-        return not self._closed and self._loop.healthy
+        return self.outage is None
 
     def stats(self) -> dict[str, Any]:
         """Gauges and counters (see EngineCore.stats), and the number of requests the front end follows."""
@@ -290,8 +297,6 @@ class AsyncEngine:
         with self._lock:
             if self._closed:
                 raise ToolkitError("the engine is closed")
-            if not self._loop.healthy:
-                raise ToolkitError(f"the engine is down ({self._down or 'it is being restarted'})")
             if stream.id in self._streams:
                 raise UsageError(f"request id {stream.id!r} is already running")
             self._streams[stream.id] = stream
@@ -319,10 +324,9 @@ class AsyncEngine:
                 stream.deliver(output)
                 _wake(stream)
 
-    def _lost(self, why: str, restarts: bool) -> None:
+    def _lost(self, outage: Outage) -> None:
         """Called by the loop's thread when the loop is gone."""
-        self._down = why if not restarts else ""
-        self._fail_all(f"the engine failed ({why}){'; it is being restarted' if restarts else ''}")
+        self._fail_all(str(outage))
 
     def _fail_all(self, text: str) -> None:
         with self._lock:

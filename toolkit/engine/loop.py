@@ -1,4 +1,4 @@
-"""Runs an EngineCore until told to stop, here in a thread; ``worker.py`` does the same in another process."""
+"""Runs an EngineCore until told to stop, here in a thread; ``process_loop.py`` has it done in another process."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from toolkit.engine.core import EngineCore
+from toolkit.engine.outage import Outage
 from toolkit.engine.request import EngineOutput, EngineRequest
 from toolkit.engine.sequence import LogitsProcessor
+from toolkit.errors import ToolkitError
 
 log = logging.getLogger(__name__)
 OnOutputs = Callable[[list[EngineOutput]], None]
-OnDown = Callable[[str, bool], None]  # (why, whether it comes back)
+OnDown = Callable[[Outage], None]
 
 
 class Loop(Protocol):
@@ -27,9 +29,13 @@ class Loop(Protocol):
     """
 
     @property
-    def healthy(self) -> bool: ...
+    def outage(self) -> Outage | None:
+        """None while it can take requests."""
+        ...
 
-    def add(self, request: EngineRequest, processors: Sequence[LogitsProcessor]) -> None: ...
+    def add(self, request: EngineRequest, processors: Sequence[LogitsProcessor]) -> None:
+        """Have a request run. Raises ToolkitError where the loop is down or full, UsageError for one it refuses."""
+        ...
 
     def abort(self, request_id: str) -> None: ...
 
@@ -54,17 +60,19 @@ class ThreadLoop:
         self._on_outputs = on_outputs
         self._on_down = on_down
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._broken = False
+        self._outage: Outage | None = None
         self._thread = threading.Thread(target=self._run, name="toolkit-engine", daemon=True)
         self._thread.start()
         # A script may end while requests run: the runner's own threads must not be torn down in the midst of a step.
         self._at_exit = weakref.finalize(self, _stop, self._inbox, self._thread)
 
     @property
-    def healthy(self) -> bool:
-        return self._thread.is_alive() and not self._broken
+    def outage(self) -> Outage | None:
+        return self._outage
 
     def add(self, request: EngineRequest, processors: Sequence[LogitsProcessor]) -> None:
+        if self._outage is not None:
+            raise ToolkitError(str(self._outage))
         self._inbox.put(lambda: self._core.add(request, processors))
 
     def abort(self, request_id: str) -> None:
@@ -90,8 +98,8 @@ class ThreadLoop:
                 outputs = self._core.step()
             except Exception as e:  # the core mends failed steps itself: what comes here is beyond it
                 log.exception("the engine loop failed")
-                self._broken = True
-                self._on_down(f"{type(e).__name__}: {e}", False)
+                self._outage = Outage(f"{type(e).__name__}: {e}", restarting=False)
+                self._on_down(self._outage)
                 return
             if outputs:
                 self._on_outputs(outputs)

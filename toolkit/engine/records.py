@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,7 @@ def unpack(data: bytes) -> tuple[dict[str, Any], memoryview]:
 
 
 def pack_add(request: EngineRequest) -> bytes:
-    return pack({"op": "add", "request": asdict(request)})
+    return pack({"op": "add", "request": {**vars(request), "params": vars(request.params)}})
 
 
 def read_request(message: dict[str, Any]) -> EngineRequest:

@@ -1,38 +1,24 @@
-"""The engine loop in a process of its own, so that it shares no interpreter lock with the HTTP server.
+"""The process that an engine loop runs in; ``process_loop.py`` is its other end.
 
-``python -P -c "from toolkit.engine.worker import main; main(FD)"`` speaks ``records.py``'s messages over socket FD. Not
-by multiprocessing, which would run the user's main script again in the child.
+``python -P -c "from toolkit.engine.worker import main; main(FD)"`` speaks ``records.py``'s messages over socket FD.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import signal
-import socket
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
 from toolkit.engine import records
-from toolkit.engine.loop import OnDown, OnOutputs
-from toolkit.engine.request import EngineRequest
-from toolkit.engine.sequence import LogitsProcessor
-from toolkit.engine.setup import Facts, Progress, Setup, start
+from toolkit.engine.setup import Setup, start
 from toolkit.errors import ToolkitError, UsageError
 
 log = logging.getLogger(__name__)
-MAX_RESTARTS = 3  # in a row, without an output in between
 STATS_SECONDS = 0.1  # how often an otherwise silent loop sends its figures at most
 GATHER_SECONDS = 0.01  # tokens of steps that are shorter go together: on a CPU the front end's work is the steps' loss
-
-
-# -- the child ----------------------------------------------------------------------------------
 
 
 def main(fd: int) -> None:
@@ -94,139 +80,3 @@ def _serve(pipe: Connection, core: Any) -> None:
             known |= {o.id for o in ready}
             known -= {o.id for o in ready if o.finish_reason is not None}
             sent, ready = now, []
-
-
-# -- the parent ---------------------------------------------------------------------------------
-
-
-class ProcessLoop:
-    """The loop in a child process, which is started anew when it dies. Same methods as ``ThreadLoop``."""
-
-    def __init__(self, setup: Setup, on_outputs: OnOutputs, on_down: OnDown, progress: Progress) -> None:
-        self._setup = setup
-        self._on_outputs = on_outputs
-        self._on_down = on_down
-        self._stats: dict[str, Any] = {}
-        self._closing = False
-        self._restarts = 0
-        self._sending = threading.Lock()
-        self._process, self._pipe = _spawn(setup)
-        try:
-            self.facts = _await_ready(self._process, self._pipe, progress)
-        except BaseException:
-            self._process.kill()  # while it loads it would not hear a "close"
-            self._stop()
-            raise
-        self._up = True
-        self._thread = threading.Thread(target=self._receive, name="toolkit-engine-pipe", daemon=True)
-        self._thread.start()
-
-    @property
-    def healthy(self) -> bool:
-        return self._up
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def add(self, request: EngineRequest, processors: Sequence[LogitsProcessor]) -> None:
-        if processors:
-            raise UsageError("logits_processors: only where the engine runs in this process (pipeline)")
-        self._send(records.pack_add(request))
-
-    def abort(self, request_id: str) -> None:
-        self._send(records.pack({"op": "abort", "id": request_id}))
-
-    def end_session(self, name: str) -> None:
-        self._send(records.pack({"op": "end_session", "name": name}))
-
-    def stats(self) -> dict[str, Any]:
-        return dict(self._stats)
-
-    def close(self) -> None:
-        """End the process."""
-        self._closing = True
-        self._up = False
-        self._send(records.pack({"op": "close"}))
-        self._stop()
-
-    def _send(self, data: bytes) -> None:
-        with self._sending, suppress(OSError, ValueError):  # a dead child is noticed by the receiving thread
-            self._pipe.send_bytes(data)
-
-    def _stop(self) -> None:
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        with self._sending:
-            self._pipe.close()
-
-    def _receive(self) -> None:
-        while True:
-            try:
-                message, data = records.unpack(self._pipe.recv_bytes())
-            except (EOFError, OSError):
-                if self._closing or not self._restart():
-                    return
-                continue
-            if message["op"] == "outputs":
-                self._stats = message["stats"]
-                if message["outputs"]:
-                    self._restarts = 0
-                    self._on_outputs(records.read_outputs(message, data))
-
-    def _restart(self) -> bool:
-        """The child is gone: fail what was in flight and start another. False if that is no use."""
-        self._up = False
-        code = self._process.wait()
-        self._restarts += 1
-        again = self._restarts <= MAX_RESTARTS
-        log.error("the engine process ended with code %s; %s", code, "restarting it" if again else "giving up")
-        self._stats = {}
-        self._on_down(f"its process ended with code {code}", again)
-        if not again:
-            return False
-        with self._sending:
-            self._pipe.close()
-            self._process, self._pipe = _spawn(self._setup)
-        try:
-            self.facts = _await_ready(self._process, self._pipe, lambda text: None)
-        except ToolkitError as e:
-            log.error("the engine could not be restarted: %s", e)
-            return not self._closing and self._restart()
-        self._up = True
-        return True
-
-
-def _spawn(setup: Setup) -> tuple[subprocess.Popen[bytes], Connection]:
-    mine, theirs = socket.socketpair()
-    code = f"from toolkit.engine.worker import main; main({theirs.fileno()})"
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-c", code],
-        pass_fds=[theirs.fileno()],
-        stdin=subprocess.DEVNULL,
-        stdout=2,  # standard output is the command's own
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    )
-    theirs.close()
-    pipe = Connection(mine.detach())
-    with suppress(OSError):  # a child that died at once is noticed when its answer is read
-        level = logging.getLogger("toolkit").getEffectiveLevel()
-        pipe.send_bytes(records.pack({"op": "open", "setup": setup.to_json(), "log_level": level}))
-    return process, pipe
-
-
-def _await_ready(process: subprocess.Popen[bytes], pipe: Connection, progress: Callable[[str], None]) -> Facts:
-    """Wait until the child is ready. Raises its ToolkitError or UsageError."""
-    while True:
-        try:
-            message, _ = records.unpack(pipe.recv_bytes())
-        except (EOFError, OSError) as e:
-            raise ToolkitError(f"the engine process ended with code {process.wait()} while it was loading") from e
-        if message["op"] == "ready":
-            return Facts.from_json(message["facts"])
-        if message["op"] == "failed":
-            raise (UsageError if message["usage"] else ToolkitError)(message["error"])
-        progress(message["text"])

@@ -7,12 +7,9 @@ again, it keeps, seldom fit for the next size: in a model of a few wide layers, 
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
-from functools import cache
-from typing import Any
-
 import psutil
+
+from toolkit import libc
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _BLOCK, _END = 32 << 20, 256 << 20  # bytes: the largest block that may lie in the heap; what may be free at its end
@@ -24,7 +21,7 @@ def give_back(beyond: int = 0) -> None:
     """Hand back what the C library holds and nobody uses, unless the process has grown by less than ``beyond`` bytes,
     or what ``keep_freed`` allows, since it last did. Nothing where it cannot (another library than glibc)."""
     global _held
-    if (trim := _call("malloc_trim")) is None:
+    if (trim := libc.function("malloc_trim")) is None:
         return
     room = max(_room, beyond)
     if not room or _resident() > _held + room:
@@ -41,18 +38,10 @@ def keep_freed(small: bool) -> None:
     """
     global _room
     _room = _END if small else 0
-    if small and (option := _call("mallopt")) is not None:
+    if small and (option := libc.function("mallopt")) is not None:
         option(_M_MMAP_THRESHOLD, _BLOCK)
         option(_M_TRIM_THRESHOLD, _END)
 
 
 def _resident() -> int:
     return int(psutil.Process().memory_info().rss)
-
-
-@cache
-def _call(name: str) -> Callable[..., Any] | None:
-    try:
-        return getattr(ctypes.CDLL(None), name)
-    except (OSError, AttributeError):
-        return None

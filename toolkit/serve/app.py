@@ -15,6 +15,8 @@ from toolkit import __version__
 from toolkit.serve import chat_routes, completion_routes
 from toolkit.serve.auth import ApiKeyMiddleware
 from toolkit.serve.errors import ApiError, from_exception
+from toolkit.serve.intake import Intake
+from toolkit.serve.lanes import Lanes
 from toolkit.serve.metrics import ServerMetrics
 from toolkit.serve.protocol import ChatCompletionRequest, CompletionRequest
 from toolkit.serve.replies import json_response
@@ -30,12 +32,14 @@ if TYPE_CHECKING:
 def create_app(engine: AsyncEngine, template: ChatTemplate, settings: ServerSettings) -> FastAPI:
     """The application that serves ``engine``; it neither opens nor closes it. Its state is ``app.state.server``."""
     limit = settings.max_concurrent_requests
+    lanes = Lanes(settings.limits)
     state = ServerState(
         engine=engine,
         template=template,
         settings=settings,
         defaults=choose_defaults(settings.generation_config, engine.tokenizer.path),
         metrics=ServerMetrics(engine.stats),
+        lanes=lanes,
         slots=asyncio.Semaphore(limit) if limit else None,
     )
     app = FastAPI(
@@ -56,6 +60,7 @@ def create_app(engine: AsyncEngine, template: ChatTemplate, settings: ServerSett
     app.add_exception_handler(HTTPException, _http_error_reply)  # type: ignore[arg-type]
     if settings.api_keys:
         app.add_middleware(ApiKeyMiddleware, keys=list(settings.api_keys))
+    app.add_middleware(Intake, limits=settings.limits, lanes=lanes)
     if settings.allow_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.allow_origins), allow_methods=["*"], allow_headers=["*"]
@@ -83,8 +88,10 @@ def _add_plain_routes(app: FastAPI, state: ServerState) -> None:
     async def health() -> HttpResponse:
         if state.closing:
             return json_response({"status": "shutting down"}, 503)
-        good = state.engine.healthy
-        return json_response({"status": "healthy" if good else "unhealthy"}, 200 if good else 503)
+        outage = state.engine.outage
+        if outage is None:
+            return json_response({"status": "healthy"})
+        return json_response({"status": "unhealthy", "reason": outage.why, "restarting": outage.restarting}, 503)
 
     if not state.settings.metrics:
         return

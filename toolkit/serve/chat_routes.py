@@ -31,18 +31,20 @@ router = APIRouter()
 @router.post("/v1/chat/completions", **describe(ChatCompletionRequest, "Answer a conversation"))
 async def chat_completions(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
-    request = await parse(raw, ChatCompletionRequest, state.settings.max_body_bytes)
+    request, size = await parse(raw, state, ChatCompletionRequest)
     state.check_ready(request.model)
-    answer = ChatAnswer(state, request)
+    state.settings.limits.check_work(request, 1, request.token_limit, state.engine.session_len)
+    answer = ChatAnswer(state, request, size)
     return EventReply(answer.chunks()) if request.stream else JsonReply(answer.whole)
 
 
 class ChatAnswer:
-    """The answer to one chat request, whole or in chunks."""
+    """The answer to one chat request (a body of ``size`` bytes), whole or in chunks."""
 
-    def __init__(self, state: ServerState, request: ChatCompletionRequest) -> None:
+    def __init__(self, state: ServerState, request: ChatCompletionRequest, size: int) -> None:
         self.state = state
         self.request = request
+        self.size = size
         self.id = f"chatcmpl-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.top = (request.top_logprobs or 0) if request.logprobs else None
@@ -63,7 +65,7 @@ class ChatAnswer:
             vocab_size=vocab_size(state),
         )
         config = state.template.with_stops(config)
-        token_ids = await encode_chat(state, request)
+        token_ids = await encode_chat(state, request, self.size)
         if request.must_call and state.template.tool_format is not None:
             config = replace(config, response_format=forced_format(state.template.tool_format, self.functions))
         if logger.isEnabledFor(logging.INFO):

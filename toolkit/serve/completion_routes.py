@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -29,8 +30,9 @@ router = APIRouter()
 @router.post("/v1/completions", **describe(CompletionRequest, "Continue a text"))
 async def completions(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
-    request = await parse(raw, CompletionRequest, state.settings.max_body_bytes)
+    request, _ = await parse(raw, state, CompletionRequest)
     state.check_ready(request.model)
+    state.settings.limits.check_work(request, len(request.prompt), request.token_limit, state.engine.session_len)
     answer = CompletionAnswer(state, request)
     return EventReply(answer.chunks()) if request.stream else JsonReply(answer.whole)
 
@@ -85,7 +87,9 @@ class CompletionAnswer:
                 usage.add(index, delta)
                 if request.echo and index not in begun:
                     begun.add(index)
-                    yield index, self._echo(by_index[index], delta, logprobs[index])
+                    choice = by_index[index]
+                    echo = partial(self._echo, choice, delta, logprobs[index])
+                    yield index, await self.state.lanes.run(echo, len(choice.token_ids))
                 piece = None
                 if request.logprobs is not None and delta.token_ids:
                     piece = logprobs[index].piece(delta.token_ids, delta.logprobs or [])

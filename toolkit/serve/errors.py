@@ -7,16 +7,19 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from toolkit.config_checks import shown
 from toolkit.errors import ToolkitError, UsageError
 
 # Fields whose HTTP name differs from GenerationConfig's, so that an error names what the client sent.
 HTTP_FIELD = {"max_new_tokens": "max_tokens", "random_seed": "seed", "stop_words": "stop"}
 _FIELD = re.compile(r"[a-z_]+(\[\d+\]|\.[a-z_]+)*")  # how our own messages name a field: messages[0].role
+MANY_FAULTS = 1000  # pydantic tells all or none, in a time that grows with them
 TYPE_OF_STATUS = {
     400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     413: "invalid_request_error",
     499: "request_cancelled",
     503: "service_unavailable_error",
@@ -47,6 +50,8 @@ def bad_field(param: str | None, message: str, code: str | None = None) -> ApiEr
 
 def from_validation(error: ValidationError) -> ApiError:
     """The first complaint of pydantic as one line that names the field and what was found."""
+    if (count := error.error_count()) > MANY_FAULTS:
+        return ApiError(400, f"The request body has {count:,} wrong or unknown fields")
     first = error.errors(include_url=False)[0]
     param = ".".join(str(part) for part in first["loc"]) or None
     kind, message = first["type"], first["msg"].removeprefix("Value error, ")
@@ -59,7 +64,7 @@ def from_validation(error: ValidationError) -> ApiError:
     if kind == "missing":
         return bad_field(param, "required, but missing", "missing_field")
     if kind != "value_error":
-        message = f"{message}, found {first['input']!r:.60}"
+        message = f"{message}, found {shown(first['input'], 60)}"
     elif param is None:  # a check over several fields names its field itself
         param, _, message = message.partition(": ")
     return bad_field(param, message)

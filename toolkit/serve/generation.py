@@ -76,8 +76,11 @@ async def run_choices(
         except Exception as error:
             queue.put_nowait((choice.index, error))
 
-    tasks = [asyncio.create_task(pump(choice)) for choice in choices]
+    tasks = []
     try:
+        for choice in choices:
+            tasks.append(asyncio.create_task(pump(choice)))
+            await asyncio.sleep(0)  # it begins; others' turn before the next one's prompt is packed
         running = len(tasks)
         while running:
             index, item = await queue.get()

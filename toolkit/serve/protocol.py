@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, field_validator, model_validator
 
 from toolkit.chat.messages import TOOL_ROLES
+from toolkit.config_checks import shown
 from toolkit.request_limits import BOUNDS, MOST, TOKEN_ID, WORD_LENGTH
 
-MAX_CHOICES = 2048  # prompts x n of one request
 CONTENT = str | list[dict[str, Any]] | dict[str, Any]
 TokenId = Annotated[int, Field(ge=TOKEN_ID.low, le=TOKEN_ID.high)]
 StopWord = Annotated[str, Field(min_length=1, max_length=WORD_LENGTH["stop_words"])]
@@ -81,11 +81,11 @@ def _text_parts(value: Any) -> Any:
     if isinstance(value, dict):
         return value
     if not isinstance(value, (str, list)):
-        raise ValueError(f"expected a string or a list of parts, found {value!r:.40}")
+        raise ValueError(f"expected a string or a list of parts, found {shown(value, 40)}")
     for i, part in enumerate(value if isinstance(value, list) else ()):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"part {i}: expected {{'type': 'text', 'text': …}}, found {str(kind or part)!r:.40}")
+            raise ValueError(f"part {i}: expected {{'type': 'text', 'text': …}}, found {shown(kind or part, 40)}")
     return value
 
 
@@ -107,7 +107,7 @@ class Message(Strict):
         if self.content is None and not (self.role == "assistant" and (self.tool_calls or self.refusal)):
             raise ValueError(f"a {self.role} message needs content")
         if isinstance(self.content, dict) and self.role not in TOOL_ROLES:
-            raise ValueError(f"content: expected a string or a list of parts, found {self.content!r:.40}")
+            raise ValueError(f"content: expected a string or a list of parts, found {shown(self.content, 40)}")
         return self
 
     def for_template(self) -> dict[str, Any]:
@@ -240,7 +240,7 @@ class ChatCompletionRequest(GenerateRequest):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the chat template")
     add_generation_prompt: bool | None = None
-    tools: list[Tool] | None = Field(None, max_length=128)
+    tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: one call at most is handed on")
     modalities: list[Literal["text"]] | None = None
@@ -260,7 +260,7 @@ class ChatCompletionRequest(GenerateRequest):
         if self.tool_choice not in (None, "none") and not names:
             raise ValueError("tool_choice: only with tools")
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise ValueError(f"tool_choice: {self.tool_choice.function.name!r:.80} is not among the tools")
+            raise ValueError(f"tool_choice: {shown(self.tool_choice.function.name)} is not among the tools")
         if self.must_call and self.response_format is not None and self.response_format.rule() is not None:
             raise ValueError("response_format: not together with a tool_choice that asks for a call")
         return self
@@ -300,7 +300,7 @@ def _prompts(value: Any) -> Any:
             isinstance(item, list) and item and all(isinstance(t, int) and not isinstance(t, bool) for t in item)
         )
         if not good:
-            raise ValueError(f"item {i}: expected a string or a list of token ids, found {item!r:.40}")
+            raise ValueError(f"item {i}: expected a string or a list of token ids, found {shown(item, 40)}")
     return value
 
 
@@ -318,8 +318,6 @@ class CompletionRequest(GenerateRequest):
     def _within_limits(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens: 0 needs echo=true, or there is nothing to return")
-        if len(self.prompt) * (self.n or 1) > MAX_CHOICES:
-            raise ValueError(f"prompt: {len(self.prompt)} prompts x n={self.n or 1} pass {MAX_CHOICES} choices")
         return self
 
     @property

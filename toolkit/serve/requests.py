@@ -1,46 +1,50 @@
-"""Reading a request: its body within a limit, its fields checked, its prompt as token ids."""
+"""Reading a request: its fields checked, its prompt as token ids, in an order that refuses early."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import TypeVar
 
 from pydantic import ValidationError
+from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from toolkit.serve.errors import ApiError, bad_field, from_validation
+from toolkit.serve.json_values import count_values
 from toolkit.serve.protocol import ChatCompletionRequest, Strict
 from toolkit.serve.state import ServerState
 
 M = TypeVar("M", bound=Strict)
+SMALL = 1 << 14  # bytes of a body that are not worth a thread
+PIECE = 8  # characters for each token of the session that are tokenized at once; few texts have as many
+SEAM = 16  # tokens by which the end of such a piece may differ from the same text in one go
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The body. Raises ApiError 413 as soon as it is known to pass ``limit`` bytes."""
-    too_large = ApiError(413, f"The request body is larger than {limit} bytes", code="body_too_large")
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
-        raise too_large
-    parts, size = [], 0
+async def parse(request: Request, state: ServerState, model: type[M]) -> tuple[M, int]:
+    """The body as ``model``, and its bytes. Raises ApiError that names the first bad field or the limit."""
+    parts = []
     try:
         async for part in request.stream():
-            size += len(part)
-            if size > limit:
-                raise too_large
             parts.append(part)
     except ClientDisconnect as error:
         raise ApiError(499, "The client went away before the request was read") from error
-    return b"".join(parts)
 
+    def work() -> M:
+        body = b"".join(parts)
+        if len(body) > SMALL:
+            state.settings.limits.check_values(count_values(body), state.engine.session_len)
+        try:
+            data = from_json(body)
+        except ValueError as error:
+            raise ApiError(400, f"The request body is not valid JSON ({error})") from error
+        state.settings.limits.check_body(data)
+        try:
+            return model.model_validate(data)
+        except ValidationError as error:
+            raise from_validation(error) from error
 
-async def parse(request: Request, model: type[M], limit: int) -> M:
-    """The body as ``model``. Raises ApiError 400 that names the first bad field."""
-    body = await read_body(request, limit)
-    try:
-        return model.model_validate_json(body)
-    except ValidationError as error:
-        raise from_validation(error) from error
+    size = sum(map(len, parts))
+    return (work() if size <= SMALL else await state.lanes.run(work, size)), size
 
 
 def vocab_size(state: ServerState) -> int:
@@ -48,9 +52,8 @@ def vocab_size(state: ServerState) -> int:
     return state.engine.tokenizer.vocab_size
 
 
-async def encode_chat(state: ServerState, request: ChatCompletionRequest) -> list[int]:
-    """The messages as the model's template renders them, tokenized. Raises ApiError 400 if they cannot be."""
-    messages = [message.for_template() for message in request.messages]
+async def encode_chat(state: ServerState, request: ChatCompletionRequest, size: int) -> list[int]:
+    """The messages of a body of ``size`` bytes, rendered and tokenized. Raises ApiError 400 if they cannot be."""
     add_prompt = request.add_generation_prompt is not False
 
     variables = dict(request.chat_template_kwargs or {})
@@ -61,33 +64,52 @@ async def encode_chat(state: ServerState, request: ChatCompletionRequest) -> lis
         variables["tools"] = tools
 
     def work() -> list[int]:
-        return state.template.encode(messages, add_generation_prompt=add_prompt, **variables)
+        messages = [message.for_template() for message in request.messages]
+        text = state.template.render(messages, add_generation_prompt=add_prompt, **variables)
+        return _encode(state, text, "messages", special=False)
 
-    # In a thread: a long prompt would hold up every other stream, and the tokenizer lets go of the GIL.
-    return check_prompt(state, await asyncio.to_thread(work), "messages")
+    return await state.lanes.run(work, size)
 
 
 async def encode_prompt(state: ServerState, prompt: str | Sequence[int], param: str) -> list[int]:
     """A completion's prompt as token ids."""
     if isinstance(prompt, str):
-        return check_prompt(state, await asyncio.to_thread(state.engine.tokenizer.encode, prompt), param)
+        return await state.lanes.run(lambda: _encode(state, prompt, param, special=True), len(prompt))
+    check_prompt(state, len(prompt), param)
     limit = vocab_size(state)
-    for token in prompt:
-        if not 0 <= token < limit:
-            raise bad_field(param, f"expected token ids from 0 to {limit - 1}, found {token}")
-    return check_prompt(state, list(prompt), param)
+    if not 0 <= min(prompt) <= max(prompt) < limit:
+        wrong = next(token for token in prompt if not 0 <= token < limit)
+        raise bad_field(param, f"expected token ids from 0 to {limit - 1}, found {wrong}")
+    return list(prompt)
 
 
-def check_prompt(state: ServerState, token_ids: list[int], param: str) -> list[int]:
-    """``token_ids`` if there are some and one more fits into the session. Raises ApiError 400 otherwise."""
-    if not token_ids:
-        raise bad_field(param, "expected at least one token, found an empty prompt")
-    limit = state.engine.session_len
-    if len(token_ids) >= limit:
-        raise bad_field(
-            param,
-            f"found {len(token_ids)} tokens, expected at most {limit - 1} (the session length less one to generate);"
-            " shorten it or start the server with a larger --session-len",
-            "context_length_exceeded",
-        )
+def _encode(state: ServerState, text: str, param: str, special: bool) -> list[int]:
+    """``text`` tokenized; one that is far too long for the session only as far as it takes to see that."""
+    tokenizer, limit = state.engine.tokenizer, state.engine.session_len
+    size = PIECE * limit
+    if len(text) > size:
+        found = 0
+        for start in range(0, len(text), size):
+            found += max(len(tokenizer.encode(text[start : start + size], add_special_tokens=False)) - SEAM, 0)
+            if found >= limit:
+                raise _too_long(state, f"more than {found} tokens in {len(text):,} characters", param)
+    token_ids = tokenizer.encode(text, add_special_tokens=special)
+    check_prompt(state, len(token_ids), param)
     return token_ids
+
+
+def check_prompt(state: ServerState, length: int, param: str) -> None:
+    """Raise ApiError 400 for a prompt of ``length`` tokens if that is none, or leaves no room to generate one."""
+    if not length:
+        raise bad_field(param, "expected at least one token, found an empty prompt")
+    if length >= state.engine.session_len:
+        raise _too_long(state, f"{length} tokens", param)
+
+
+def _too_long(state: ServerState, found: str, param: str) -> ApiError:
+    most = state.engine.session_len - 1
+    text = (
+        f"found {found}, expected at most {most} (the session length less one to generate);"
+        " shorten it or start the server with a larger --session-len"
+    )
+    return bad_field(param, text, "context_length_exceeded")

@@ -7,10 +7,11 @@ import contextlib
 import errno
 import logging
 import os
+import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import uvicorn
@@ -24,11 +25,14 @@ from toolkit.engine_configs import EngineConfig
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import ChatTemplateConfig
 from toolkit.serve.app import create_app
+from toolkit.serve.connection import connection_class
+from toolkit.serve.limits import Limits
 from toolkit.serve.sampling import choose_defaults
 from toolkit.serve.state import ServerSettings, ServerState
 
 logger = logging.getLogger("toolkit.serve")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
+OTHER_FILES = 128  # besides connections
 CLIENT_GRACE_S = 2.0  # after the requests were ended: time to write the last bytes
 
 
@@ -136,6 +140,8 @@ def run_app(app: FastAPI, sock: socket.socket, address: Address, log_level: str,
         timeout_graceful_shutdown=int(address.grace_s + CLIENT_GRACE_S),
         ssl_keyfile=address.ssl_keyfile,
         ssl_certfile=address.ssl_certfile,
+        http=connection_class(_as_files_allow(app.state.server.settings.limits)),
+        ws="none",
     )
     host, port = sock.getsockname()[:2]
     scheme = "https" if address.ssl_certfile else "http"
@@ -143,6 +149,13 @@ def run_app(app: FastAPI, sock: socket.socket, address: Address, log_level: str,
     ready(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
     server = _Server(config, app.state.server, address.grace_s)
     asyncio.run(server.serve(sockets=[sock]))
+
+
+def _as_files_allow(limits: Limits) -> Limits:
+    """``limits`` with as many connections as the process may open files, which is made as many as it may be."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return replace(limits, max_connections=max(1, min(limits.max_connections, most - OTHER_FILES)))
 
 
 def serve(
@@ -169,10 +182,18 @@ def serve(
     ChatTemplate.check(chat_template)
     choose_defaults(str((settings or {}).get("generation_config", "auto")), None)
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    limits: Limits = (settings or {}).get("limits", Limits())  # type: ignore[assignment]
     with contextlib.closing(bind(address.host, address.port)) as sock, _terminate_while_loading():
         renderer = Renderer()
         renderer.start()  # it comes up while the model loads
-        engine = AsyncEngine.open(model, backend_config=engine_config, progress=progress, process=True, packed=packed)
+        engine = AsyncEngine.open(
+            model,
+            backend_config=engine_config,
+            progress=progress,
+            process=True,
+            packed=packed,
+            patience=limits.engine_timeout,
+        )
         try:
             template = ChatTemplate.open(engine.tokenizer, engine.tokenizer.path, chat_template, renderer)
             chosen = {"metrics": engine_config is None or engine_config.enable_metrics} | (settings or {})

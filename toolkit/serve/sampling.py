@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from toolkit.chat import settings
+from toolkit.config_checks import shown
 from toolkit.errors import UsageError
 from toolkit.messages import GenerationConfig
 from toolkit.request_limits import SEED_MAX
@@ -101,6 +102,6 @@ def _logit_bias(given: dict[str, float] | None, vocab_size: int) -> dict[int, fl
     bias = {}
     for key, value in given.items():
         if not (key.isascii() and key.isdigit() and int(key[:12]) < vocab_size):
-            raise bad_field("logit_bias", f"expected token ids below {vocab_size} as keys, found {key!r:.40}")
+            raise bad_field("logit_bias", f"expected token ids below {vocab_size} as keys, found {shown(key, 40)}")
         bias[int(key)] = value
     return bias

@@ -8,7 +8,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from toolkit.config_checks import shown
 from toolkit.serve.errors import ApiError
+from toolkit.serve.lanes import Lanes
+from toolkit.serve.limits import Limits
 from toolkit.serve.metrics import ServerMetrics
 
 if TYPE_CHECKING:
@@ -32,7 +35,7 @@ class ServerSettings:
     generation_config: str = "auto"
     max_concurrent_requests: int | None = None
     max_log_len: int | None = None
-    max_body_bytes: int = 32 << 20
+    limits: Limits = field(default_factory=Limits)
 
 
 @dataclass
@@ -44,6 +47,7 @@ class ServerState:
     settings: ServerSettings
     defaults: GenerationConfig
     metrics: ServerMetrics
+    lanes: Lanes
     slots: asyncio.Semaphore | None = None
     active: set[str] = field(default_factory=set)
     closing: bool = False
@@ -63,8 +67,8 @@ class ServerState:
             raise self.not_served(model)
         if self.closing:
             raise ApiError(503, "The server is shutting down", code="shutting_down")
-        if not self.engine.healthy:
-            raise ApiError(503, "The engine has failed and is being restarted; try again", code="engine_unavailable")
+        if (outage := self.engine.outage) is not None:
+            raise ApiError(503, str(outage), code="engine_unavailable")
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -74,7 +78,7 @@ class ServerState:
     def not_served(self, model: str) -> ApiError:
         """The answer to a request for another model."""
         names = ", ".join(repr(name) for name in self.model_names)
-        message = f"model: {model!r:.80} is not served here; this server has {names}"
+        message = f"model: {shown(model)} is not served here; this server has {names}"
         return ApiError(404, message, param="model", code="model_not_found")
 
     def adapter_of(self, model: str) -> str | None:

@@ -1,0 +1,248 @@
+"""What no client's HTTP library would send: half of a request, drops of one, none at all, too many at once."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import logging
+import socket
+import threading
+import time
+import urllib.request
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from toolkit.serve import connection as connection_module
+from toolkit.serve import intake
+from toolkit.serve.limits import Limits
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+BODY = json.dumps({"model": "echo", "prompt": "hi"}).encode()
+
+
+def connect(server: Any) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+def everything(connection: socket.socket) -> bytes:
+    """What comes until the server closes."""
+    seen = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := connection.recv(65536):
+            seen += part
+    connection.close()
+    return seen
+
+
+def open_connections(server: Any) -> int:
+    return len(server.server_state.connections)
+
+
+def well(server: Any) -> bool:
+    with urllib.request.urlopen(f"{server.url}/health", timeout=10) as reply:
+        return reply.status == 200
+
+
+@pytest.fixture(scope="module")
+def hasty(request: Any, tmp_path_factory: Any) -> Any:
+    """A server with little patience."""
+    conftest = request.config.pluginmanager.get_plugin(str(request.path.parent / "conftest.py"))
+    engine = conftest.FakeEngine(conftest.ByteTokenizer(tmp_path_factory.mktemp("model")))
+    options = conftest.ServerSettings(model_name="echo", limits=Limits(read_timeout=0.5, max_body_bytes=300_000))
+    app = conftest.create_app(engine, conftest.PlainTemplate(), options)
+    with pytest.MonkeyPatch.context() as patch, conftest.running(app, engine) as it:
+        patch.setattr(intake, "LINGER", 1.0)
+        patch.setattr(connection_module, "LINGER", 1.0)
+        yield it
+
+
+@pytest.mark.parametrize(
+    ("sent", "answer"),
+    [
+        (b"", b""),
+        (b"POST /v1/comp", b" 408 "),
+        (HEAD, b" 408 "),
+        (HEAD + b"Content-Length: 40\r\n\r\n", b" 408 "),
+        (HEAD + b"Content-Length: 40\r\n\r\n" + BODY[:10], b" 408 "),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\nab", b" 408 "),
+        (HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY + b"GET /hea", b" 200 "),  # then half of a second one
+    ],
+)
+def test_half_of_a_request_is_waited_for_once(hasty: Any, sent: bytes, answer: bytes) -> None:
+    connections = [connect(hasty) for _ in range(20)]
+    for connection in connections:
+        connection.sendall(sent)
+    assert well(hasty)
+    for connection in connections:
+        got = everything(connection)
+        assert answer in got[:20] if answer else got == b"", got
+    hasty.wait(lambda: open_connections(hasty) == 0, timeout=12)
+
+
+@pytest.mark.parametrize("head", [b"", HEAD + b"Content-Length: 200\r\n\r\n"])
+def test_drops_do_not_extend_the_wait(hasty: Any, head: bytes) -> None:
+    connection = connect(hasty)
+    started = time.monotonic()
+    connection.sendall(head or HEAD)
+    answer = b""
+    connection.settimeout(0.1)
+    while b"408" not in answer:
+        assert time.monotonic() - started < 10, "a drop now and then kept the connection open"
+        with contextlib.suppress(TimeoutError):
+            answer += connection.recv(1000)
+        with contextlib.suppress(OSError):
+            connection.sendall(b"x" if head else b"X-A: b\r\n")
+    connection.close()
+
+
+def test_a_connection_that_rests_between_requests_stays(hasty: Any) -> None:
+    connection = http.client.HTTPConnection(hasty.url.removeprefix("http://"), timeout=10)
+    for _ in range(3):
+        connection.request("POST", "/v1/completions", BODY)
+        assert connection.getresponse().read()
+        assert connection.sock is not None
+        time.sleep(0.6)  # more than read_timeout
+    connection.close()
+
+
+def test_an_answer_takes_as_long_as_it_takes(start: Any) -> None:
+    server = start(engine={"delay": 0.1}, limits=Limits(read_timeout=0.3))
+    connection = connect(server)
+    body = json.dumps({"model": "echo", "prompt": "x" * 12, "stream": True}).encode()
+    connection.sendall(HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    assert b"[DONE]" in everything(connection)
+
+
+@pytest.mark.parametrize("method", ["requests", "chunks"])
+def test_a_body_that_is_refused_is_read_to_its_end(hasty: Any, method: str) -> None:
+    """Or the client's system would drop the answer that came while it was sending."""
+    body = b"x" * 3_000_000
+    connection = http.client.HTTPConnection(hasty.url.removeprefix("http://"), timeout=10)
+    data: Any = body if method == "requests" else (body[:100_000] for _ in range(30))
+    connection.request("POST", "/v1/completions", data, {"Connection": "close"}, encode_chunked=method == "chunks")
+    reply = connection.getresponse()
+    assert reply.status == 413 and b"--max-body-bytes" in reply.read()
+    connection.close()
+
+
+def test_one_connection_too_many(start: Any) -> None:
+    server = start(limits=Limits(max_connections=5))
+    held = [connect(server) for _ in range(5)]
+    server.wait(lambda: open_connections(server) == 5)
+    refused = everything(connect(server))
+    assert b" 503 " in refused[:20] and b"--max-connections" in refused
+    for connection in held:
+        connection.close()
+    server.wait(lambda: open_connections(server) == 0)
+    assert well(server)
+
+
+def test_bodies_of_all_requests_together(start: Any) -> None:
+    """What waits for its answer counts; when it has it, there is room again."""
+    server = start(engine={"delay": 0.02}, limits=Limits(max_pending_bytes=100_000))
+    large = json.dumps({"model": "echo", "prompt": "x" * 100, "user": "y" * 60_000}).encode()
+    message = HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(large) + large
+    first = connect(server)
+    first.sendall(message)
+    server.wait(lambda: len(server.engine.running) == 1)
+    second = connect(server)
+    second.sendall(message)
+    got = everything(second)
+    assert b" 503 " in got[:20] and b"--max-pending-bytes" in got
+    assert b" 200 " in everything(first)[:20]
+    third = connect(server)
+    third.sendall(message)
+    assert b" 200 " in everything(third)[:20]
+
+
+JUNK = [
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
+    b"GET\r\n\r\n",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"GET / HTTP/1.1\r\n\r\n",  # no host
+    b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET /%ff%00 HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: x\r\nA" + b"b" * 100_000,
+    HEAD + b"Content-Length: -1\r\n\r\n",
+    HEAD + b"Content-Length: 9\r\nContent-Length: 10\r\n\r\n123456789",
+    HEAD + b"Content-Length: 9" + b"9" * 5000 + b"\r\n\r\n",
+    HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+    HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\nabc\r\n",
+    HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY + b"\x00\x01 junk\r\n\r\n",
+    HEAD + b"Content-Length: 999999999\r\n\r\n" + b"\r\n" * 9,
+    b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n",
+    b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"HEAD /v1/models HTTP/1.1\r\nHost: x\r\n\r\nrest",
+    b"\r\n\r\n\r\n\r\n",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+]
+CHUNKED = b" HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+LATE_JUNK = [(b"GET /health" + CHUNKED, b"zz\r\n"), (b"POST /nowhere" + CHUNKED, b"5\r\nab", b"junk")]
+
+
+@pytest.mark.parametrize("junk", [*((junk,) for junk in JUNK), *LATE_JUNK])
+def test_what_is_no_http_leaves_no_traceback(
+    hasty: Any, junk: tuple[bytes, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        for half_close in (False, True):
+            connection = connect(hasty)
+            with contextlib.suppress(OSError):
+                for part in junk:
+                    connection.sendall(part)
+                    time.sleep(0.1 * (len(junk) > 1))  # for an answer in between
+                if half_close:
+                    connection.shutdown(socket.SHUT_WR)
+            everything(connection)
+        assert well(hasty)
+    said = [r for r in caplog.records if r.levelno >= logging.WARNING and r.name != "uvicorn.error"]
+    assert not said and not any(r.exc_info for r in caplog.records)
+
+
+def test_junk_behind_an_answer(start: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "LINGER", 0.05)
+    server = start()
+    connection = connect(server)
+    connection.sendall(b"GET /health" + CHUNKED)
+    assert b"200 OK" in connection.recv(1000)
+    connection.sendall(b"zz\r\n")
+    everything(connection)
+    assert well(server)
+    assert not any(r.exc_info for r in caplog.records)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    pieces=st.lists(
+        st.one_of(st.sampled_from([*JUNK, HEAD, BODY, b"\r\n", b"0\r\n\r\n"]), st.binary(max_size=30)), max_size=6
+    )
+)
+def test_any_bytes(hasty: Any, pieces: list[bytes], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.clear()
+    connection = connect(hasty)
+    with contextlib.suppress(OSError):
+        for piece in pieces:
+            connection.sendall(piece)
+    connection.close()
+    assert well(hasty)
+    assert not any(r.exc_info for r in caplog.records)
+
+
+def test_200_that_hang_cost_others_nothing(start: Any) -> None:
+    server = start(limits=Limits(read_timeout=1.0))
+    before = threading.active_count()
+    held = [connect(server) for _ in range(200)]
+    for i, connection in enumerate(held):
+        connection.sendall(
+            (HEAD, HEAD + b"Content-Length: 100\r\n\r\n", b"", HEAD + b"Expect: 100-continue\r\n")[i % 4]
+        )
+    assert well(server) and threading.active_count() <= before + 1
+    server.wait(lambda: open_connections(server) == 0, timeout=10)
+    for connection in held:
+        connection.close()
+    assert well(server)

@@ -1,0 +1,228 @@
+"""Every limit refuses what is beyond it, names its option, and does so before the work that it is there to prevent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+import time
+import tracemalloc
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolkit.engine.outage import RESTART_WINDOW, RESTARTS
+from toolkit.request_limits import MOST, WORD_LENGTH
+from toolkit.serve import json_values
+from toolkit.serve.errors import ApiError
+from toolkit.serve.json_values import count_values
+from toolkit.serve.lanes import LARGE, Lanes
+from toolkit.serve.limits import Limits, option, rows
+
+CHAT: dict[str, Any] = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
+TEXT: dict[str, Any] = {"model": "echo", "prompt": "hi"}
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+# limit -> (its value, route, a body at the limit, one beyond)
+CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
+    "max_prompt_chars": (300, "text", {**TEXT, "prompt": ["x" * 150] * 2}, {**TEXT, "prompt": ["x" * 150, "x" * 151]}),
+    "max_messages": (3, "chat", {**CHAT, "messages": CHAT["messages"] * 3}, {**CHAT, "messages": CHAT["messages"] * 4}),
+    "max_choices": (6, "text", {**TEXT, "n": 6}, {**TEXT, "prompt": ["a"] * 4, "n": 2}),
+    "max_total_tokens": (600, "text", {**TEXT, "max_tokens": 300, "n": 2}, {**TEXT, "max_tokens": 301, "n": 2}),
+    "max_format_bytes": (
+        60,
+        "text",
+        {**TEXT, "response_format": {"type": "regex_schema", "regex_schema": "a" * 9}},
+        {**TEXT, "response_format": {"type": "regex_schema", "regex_schema": "a" * 90}},
+    ),
+    "max_kwargs_bytes": (
+        20,
+        "chat",
+        {**CHAT, "chat_template_kwargs": {"shout": "x"}},
+        {**CHAT, "chat_template_kwargs": {"shout": "x" * 30}},
+    ),
+    "max_tools": (2, "chat", CHAT, {**CHAT, "tools": [TOOL] * 3}),
+    "max_tools_bytes": (120, "chat", CHAT, {**CHAT, "tools": [{**TOOL, "description": "x" * 100}]}),
+    "max_values": (6000, "text", {**TEXT, "metadata": {"a": [1] * 5900}}, {**TEXT, "metadata": {"a": [12345] * 6000}}),
+    "max_body_bytes": (500, "text", {**TEXT, "user": "x" * 400}, {**TEXT, "user": "x" * 500}),
+}
+HELD_ELSEWHERE = {"max_pending_bytes", "max_connections", "read_timeout", "prompt_timeout", "engine_timeout"}
+
+
+async def post(app: Any, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
+    """One request straight into the ASGI application."""
+    messages: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
+    headers = [(b"content-length", str(len(body)).encode())]
+    scope |= {"headers": headers, "http_version": "1.1", "scheme": "http", "root_path": ""}
+    await asyncio.wait_for(app(scope, receive, send), 60)
+    return sent[0]["status"], json.loads(b"".join(m.get("body", b"") for m in sent[1:]))
+
+
+@pytest.fixture
+def build(request: Any, tmp_path: Path) -> Any:
+    """``build(**limits)``: the application with these limits."""
+    conftest = request.config.pluginmanager.get_plugin(str(request.path.parent / "conftest.py"))
+
+    def make(**limits: Any) -> Any:
+        engine = conftest.FakeEngine(conftest.ByteTokenizer(tmp_path))
+        options = conftest.ServerSettings(model_name="echo", limits=Limits(**limits))
+        return conftest.create_app(engine, conftest.PlainTemplate(), options)
+
+    return make
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_beyond_a_limit(build: Any, name: str) -> None:
+    value, route, within, beyond = CASES[name]
+    path = {"chat": "/v1/chat/completions", "text": "/v1/completions"}[route]
+    app = build(**{name: value})
+    status, reply = asyncio.run(post(app, path, json.dumps(within).encode()))
+    assert status == 200, reply
+    status, reply = asyncio.run(post(app, path, json.dumps(beyond).encode()))
+    assert status in (400, 413), reply
+    assert option(name) in reply["error"]["message"] and f"{value:,}" in reply["error"]["message"]
+    assert reply["error"]["code"] in ("limit_exceeded", "body_too_large")
+
+
+def test_no_limit_is_left_out() -> None:
+    assert {f.name for f in fields(Limits)} == CASES.keys() | HELD_ELSEWHERE
+
+
+def test_a_session_may_always_be_filled(build: Any) -> None:
+    app = build(max_values=1, max_total_tokens=1)
+    body = json.dumps({**TEXT, "prompt": [65] * 500, "max_tokens": 500}).encode()
+    assert asyncio.run(post(app, "/v1/completions", body))[0] == 200
+
+
+def test_the_documentation_has_the_same_table() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs/security.md").read_text(encoding="utf-8")
+    told = re.findall(r"^\| `(--[a-z-]+)` \| ([\d,.]+) \| (.+) \|$", text, re.MULTILINE)
+    assert told == [tuple(row) for row in rows()]
+    for most in (
+        MOST["stop_words"],
+        MOST["bad_words"],
+        MOST["stop_token_ids"],
+        MOST["logit_bias"],
+        *WORD_LENGTH.values(),
+    ):
+        assert f"{most:,}" in text
+    assert f"{RESTARTS} times" in text and f"{RESTART_WINDOW / 60:.0f} minutes" in text
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(alphabet='ab,[]{}"\\\n\u00e9'),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(alphabet=',[{"\\a'), inner),
+    max_leaves=60,
+)
+
+
+def values_in(data: Any) -> int:
+    if isinstance(data, dict):
+        return 1 + sum(values_in(v) for v in data.values())
+    return 1 + sum(values_in(v) for v in data) if isinstance(data, list) else 1
+
+
+@given(data=JSON, size=st.integers(1, 40))
+def test_values_are_counted_wherever_the_text_is_cut(data: Any, size: int) -> None:
+    text = json.dumps(data, ensure_ascii=size % 2 == 0).encode()
+    before, json_values.SLICE = json_values.SLICE, size
+    try:
+        found = count_values(text)
+    finally:
+        json_values.SLICE = before
+    assert values_in(data) <= found <= 2 * values_in(data) + 1
+    assert found == count_values(text)
+
+
+def test_millions_of_numbers_are_never_built(build: Any) -> None:
+    body = b'{"model": "echo", "prompt": [' + b",".join([b"7"] * 3_000_000) + b"]}"
+    app = build()
+    tracemalloc.start()
+    status, reply = asyncio.run(post(app, "/v1/completions", body))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert status == 413 and "--max-values" in reply["error"]["message"]
+    assert peak < 8 * len(body), "a list of them takes more, and so does what pydantic makes of it"
+
+
+def test_a_text_far_too_long_is_not_tokenized_to_its_end(build: Any) -> None:
+    app = build()
+    tokenizer = app.state.server.engine.tokenizer
+    plain, seen = tokenizer.encode, []
+    tokenizer.encode = lambda text, add_special_tokens=True: (seen.append(len(text)), plain(text))[1]
+    for path, body in (("/v1/completions", {**TEXT, "prompt": "x" * 2_000_000}), ("/v1/chat/completions", CHAT)):
+        if path.endswith("chat/completions"):
+            body = {**body, "messages": "y" * 2_000_000}
+        seen.clear()
+        status, reply = asyncio.run(post(app, path, json.dumps(body).encode()))
+        assert status == 400 and reply["error"]["code"] == "context_length_exceeded"
+        assert 0 < sum(seen) < 20_000
+
+
+def test_many_faults_are_told_in_one_line(build: Any) -> None:
+    body = {**TEXT, **{f"field {i}": 1 for i in range(20_000)}}
+    status, reply = asyncio.run(post(build(), "/v1/completions", json.dumps(body).encode()))
+    assert status == 400 and "20,000" in reply["error"]["message"] and len(reply["error"]["message"]) < 200
+
+
+@pytest.mark.parametrize("field", ["model", "stop", "response_format", "tools", "tool_choice", "seed"])
+def test_what_is_told_of_a_huge_value_is_short(build: Any, field: str) -> None:
+    for value in ("x" * 3_000_000, [["x" * 1000] * 500], {"x" * 1_000_000: 1}):
+        status, reply = asyncio.run(post(build(), "/v1/chat/completions", json.dumps({**CHAT, field: value}).encode()))
+        assert status in (400, 404) and len(reply["error"]["message"]) < 700
+
+
+def test_large_work_does_not_wait_in_front_of_small() -> None:
+    async def run() -> list[str]:
+        lanes, order = Lanes(Limits()), []
+        release = threading.Event()
+
+        def large() -> None:
+            release.wait(20)
+            order.append("large")
+
+        async def do(work: Any, size: int) -> None:
+            await lanes.run(work, size)
+
+        waiting = [asyncio.create_task(do(large, LARGE + 1)) for _ in range(20)]
+        await asyncio.sleep(0)
+        await asyncio.gather(*(do(lambda: order.append("small"), 100) for _ in range(50)))
+        release.set()
+        await asyncio.gather(*waiting)
+        return order
+
+    order = asyncio.run(run())
+    assert order == ["small"] * 50 + ["large"] * 20
+
+
+def test_work_has_a_deadline_and_who_only_waited_is_told_so() -> None:
+    release = threading.Event()
+
+    async def run() -> list[int]:
+        lanes = Lanes(Limits(prompt_timeout=0.3))
+        work = [lanes.run(lambda: release.wait(20), LARGE + 1) for _ in range(3)]
+        found = await asyncio.gather(*work, return_exceptions=True)
+        release.set()
+        assert await lanes.run(lambda: 5, LARGE + 1) == 5, "what was given up never ran"
+        return [error.status for error in found if isinstance(error, ApiError) and "--prompt-timeout" in error.message]
+
+    started = time.monotonic()
+    assert asyncio.run(run()) == [400, 503, 503]
+    assert time.monotonic() - started < 10

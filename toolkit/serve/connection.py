@@ -1,0 +1,106 @@
+"""One connection: uvicorn's, with an end to patience, and without tracebacks for what clients do wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import h11
+import orjson
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+
+from toolkit.serve.errors import ApiError
+from toolkit.serve.intake import LINGER
+from toolkit.serve.limits import Limits, option
+
+logger = logging.getLogger("toolkit.serve")
+
+
+class Connection(H11Protocol):
+    """Closes itself where the head of a request does not arrive within ``read_timeout``, or the rest of one that was
+    answered early within ``LINGER``; answers what is no HTTP with 400; refuses to be one too many.
+
+    A connection that rests between requests is uvicorn's to end; it costs a timer.
+    """
+
+    limits: Limits  # set in a subclass, one for each server
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._deadline: asyncio.TimerHandle | None = None
+        self._waits_for = ""
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.max_connections:
+            most = self.limits.max_connections
+            self._refuse(503, f"{most:,} connections are open already (the server's {option('max_connections')})")
+            return
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._wait_for("")
+        self._quietly(super().connection_lost, exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._quietly(super().data_received, data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        self._quietly(super().on_response_complete)
+        self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, "the request is no valid HTTP")
+
+    def _watch(self) -> None:
+        """Set or stop the clock, by what the client has yet to send."""
+        if self.transport.is_closing():
+            self._wait_for("")
+        elif self.conn.their_state is h11.SEND_BODY and self.cycle.response_complete:
+            self._wait_for("rest")
+        elif self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None:
+            self._wait_for("head")
+        else:
+            self._wait_for("")
+
+    def _wait_for(self, what: str) -> None:
+        if what == self._waits_for:
+            return
+        self._waits_for = what
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        if what:
+            seconds = self.limits.read_timeout if what == "head" else LINGER
+            self._deadline = self.loop.call_later(seconds, self._too_late)
+
+    def _too_late(self) -> None:
+        if self._waits_for == "head" and self.conn.trailing_data[0]:
+            self._refuse(408, f"the request did not arrive in time (the server's {option('read_timeout')})")
+        else:
+            self.transport.close()
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer, where that can still be done, and close."""
+        body = orjson.dumps(ApiError(status, message).envelope())
+        headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+        headers.append((b"content-length", str(len(body)).encode()))
+        try:
+            head = h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status])
+            for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        except h11.LocalProtocolError:  # an answer is under way, or done
+            logger.debug("%s: %s", self.client, message)
+        self.transport.close()
+
+    def _quietly(self, work: Any, *arguments: Any) -> None:
+        """Do uvicorn's work; where h11 finds that a connection is beyond use, close it."""
+        try:
+            work(*arguments)
+        except (h11.ProtocolError, RuntimeError, ValueError) as error:
+            logger.debug("%s: connection closed: %s", self.client, error)
+            self.transport.abort()
+
+
+def connection_class(limits: Limits) -> type[Connection]:
+    """For uvicorn's ``http``: it makes the connections itself."""
+    return type("LimitedConnection", (Connection,), {"limits": limits})

@@ -1,0 +1,121 @@
+"""Every limit of the server, once: ``tool serve api_server --help`` and docs/security.md show this table.
+
+A request is measured before anything is done whose cost grows with it. What is refused is told the limit and the option
+that sets it. What a request's single fields may be stands in ``toolkit/request_limits.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+if TYPE_CHECKING:
+    from toolkit.serve.errors import ApiError
+    from toolkit.serve.protocol import GenerateRequest
+
+
+def _limit(default: float, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes are counts unless their name says bytes or chars; times are seconds. Each is an option of its name."""
+
+    max_body_bytes: int = _limit(16 << 20, "Bytes of a request's body.")
+    max_pending_bytes: int = _limit(256 << 20, "Bytes of the bodies of all requests that are being answered.")
+    max_values: int = _limit(1 << 17, "JSON values in a body; a prompt of token ids may always fill the session.")
+    max_prompt_chars: int = _limit(1 << 22, "Characters of a request's prompts or messages together.")
+    max_messages: int = _limit(4096, "Messages of a request.")
+    max_choices: int = _limit(2048, "Prompts x n of a request.")
+    max_total_tokens: int = _limit(1 << 24, "Prompts x n x max_tokens of a request.")
+    max_format_bytes: int = _limit(1 << 16, "Bytes of response_format as JSON.")
+    max_tools: int = _limit(128, "Tools of a request.")
+    max_tools_bytes: int = _limit(1 << 18, "Bytes of tools as JSON.")
+    max_kwargs_bytes: int = _limit(1 << 16, "Bytes of chat_template_kwargs as JSON.")
+    max_connections: int = _limit(2048, "Open connections.")
+    read_timeout: float = _limit(30.0, "Seconds for a request's head to arrive; for its body, and one more a 64 KiB.")
+    prompt_timeout: float = _limit(60.0, "Seconds for a request to be checked, rendered and tokenized.")
+    engine_timeout: float = _limit(
+        10.0, "Seconds without a sign of life, while requests wait, after which the engine is restarted; 0 = never."
+    )
+
+    def check_body(self, data: Any) -> None:
+        """Raise ApiError where a field of the body (as JSON has it, not validated yet) is beyond its limit."""
+        if not isinstance(data, dict):
+            return
+        for name, (param, unit, size) in _SIZES.items():
+            if (value := data.get(param)) and (found := size(value)) > getattr(self, name):
+                raise self.refusal(name, param, found, unit)
+        for param in ("messages", "prompt"):
+            if (chars := _characters(data.get(param))) > self.max_prompt_chars:
+                raise self.refusal("max_prompt_chars", param, chars, "characters")
+
+    def check_work(self, request: GenerateRequest, prompts: int, token_limit: int | None, session_len: int) -> None:
+        """Raise ApiError where a valid request asks for too many tokens; one full session is never too much."""
+        choices = prompts * (request.n or 1)
+        if choices > self.max_choices:
+            raise self.refusal("max_choices", "prompt" if prompts > 1 else "n", choices, "choices (prompts x n)")
+        tokens = choices * min(token_limit or session_len, session_len)
+        if tokens > max(self.max_total_tokens, session_len):
+            raise self.refusal("max_total_tokens", "max_tokens", tokens, "tokens (prompts x n x max_tokens)")
+
+    def check_values(self, found: int, session_len: int) -> None:
+        """Raise ApiError (413) for a body of ``found`` JSON values where that is too many."""
+        if found > max(self.max_values, session_len + _OTHER_VALUES):
+            raise self.refusal("max_values", None, found, "JSON values in the body", 413)
+
+    def refusal(self, name: str, param: str | None, found: int, unit: str, status: int = 400) -> ApiError:
+        """What a request beyond the limit ``name`` is told."""
+        from toolkit.serve.errors import ApiError  # loads pydantic, which the command line's help need not wait for
+
+        text = f"found {found:,} {unit}, expected at most {getattr(self, name):,} (the server's {option(name)})"
+        return ApiError(status, f"{param}: {text}" if param else text, param=param, code="limit_exceeded")
+
+
+_OTHER_VALUES = 1 << 12  # a request has besides its prompt
+
+
+def option(name: str) -> str:
+    """The option of the command line that sets the limit ``name``."""
+    return "--" + name.replace("_", "-")
+
+
+def rows() -> list[tuple[str, str, str]]:
+    """(option, default, what it limits) of every limit, for people."""
+    return [(option(f.name), f"{f.default:,}", f.metadata["help"]) for f in fields(Limits)]
+
+
+def _count(value: Any) -> int:
+    return len(value) if isinstance(value, (list, dict)) else 0
+
+
+def _json_bytes(value: Any) -> int:
+    return len(orjson.dumps(value))
+
+
+def _characters(value: Any) -> int:
+    """Characters of all strings in a JSON value."""
+    found, left = 0, [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, str):
+            found += len(item)
+        elif isinstance(item, list):
+            left += [i for i in item if not isinstance(i, int)]
+        elif isinstance(item, dict):
+            left += item.values()
+    return found
+
+
+# limit -> (field of the request, what is counted, how)
+_SIZES: dict[str, tuple[str, str, Callable[[Any], int]]] = {
+    "max_messages": ("messages", "messages", _count),
+    "max_format_bytes": ("response_format", "bytes", _json_bytes),
+    "max_tools": ("tools", "tools", _count),
+    "max_tools_bytes": ("tools", "bytes", _json_bytes),
+    "max_kwargs_bytes": ("chat_template_kwargs", "bytes", _json_bytes),
+}
