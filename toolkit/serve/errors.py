@@ -53,7 +53,7 @@ def from_validation(error: ValidationError) -> ApiError:
     if (count := error.error_count()) > MANY_FAULTS:
         return ApiError(400, f"The request body has {count:,} wrong or unknown fields")
     first = error.errors(include_url=False)[0]
-    param = ".".join(str(part) for part in first["loc"]) or None
+    param = " ".join(".".join(str(part) for part in first["loc"]).split())[:200] or None  # a name may be any text
     kind, message = first["type"], first["msg"].removeprefix("Value error, ")
     if kind == "json_invalid":
         return ApiError(400, f"The request body is not valid JSON ({message.removeprefix('Invalid JSON: ')})")

@@ -1,0 +1,79 @@
+"""Good inputs to begin with: a tiny model and everything that the tool makes of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Models:
+    """Directories of artifacts; ``gguf``: files."""
+
+    checkpoint: Path
+    quantized: Path
+    native: Path
+    torch: Path
+    torch_quantized: Path
+    adapter: Path
+    statistics: Path
+    gguf: list[Path]
+
+
+def make_models(work: Path) -> Models:
+    """Write them below ``work``, where they are not made again if they are there."""
+    from toolkit.convert.convert import convert
+    from toolkit.convert.formats import rewrite
+    from toolkit.quant.calibrate import calibrate
+    from toolkit.quant.run import Common
+
+    found = Models(
+        *(
+            work / name
+            for name in ("checkpoint", "quantized", "native", "torch", "torch_quantized", "adapter", "stats")
+        ),
+        [work / f"{kind}.gguf" for kind in ("f32", "q4_0", "q4_k_m")],
+    )
+    if (work / "whole").exists():
+        return found
+    shutil.rmtree(work, ignore_errors=True)
+    small = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64}
+    _plain_weights(_support("tiny").tiny_checkpoint("llama", found.checkpoint, **small))
+    rewrite(str(found.checkpoint), found.quantized, to="w8a8", quiet=True)
+    convert(str(found.checkpoint), found.native, target="cpu", quiet=True)
+    convert(str(found.checkpoint), found.torch, target="torch", quiet=True)
+    wide = _support("tiny").tiny_checkpoint("llama", work / "wide", **small | {"hidden_size": 256, "head_dim": 64})
+    _plain_weights(wide)
+    for file, kind in zip(found.gguf, ("f32", "q4_0", "q4_k_m"), strict=True):
+        rewrite(str(wide), file, to="gguf", gguf_type=kind, quiet=True)
+    convert(str(found.gguf[2]), found.torch_quantized, target="torch", quiet=True)
+    _support("adapters").write_adapter(found.adapter, found.checkpoint, "q_proj|v_proj")
+    (work / "text.txt").write_text("All happy families are alike. " * 200, encoding="utf-8")
+    common = Common(calib_dataset=str(work / "text.txt"), calib_samples=2, calib_seqlen=32, batch_size=2)
+    calibrate(str(found.checkpoint), found.statistics, common=common)
+    (work / "whole").touch()
+    return found
+
+
+def _plain_weights(model: Path) -> None:
+    """Seven values in turn, so that what is kept of the files is small."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    file = model / "model.safetensors"
+    waves = {name: (torch.arange(w.numel()) % 7 - 3).view(w.shape) * 0.02 for name, w in load_file(file).items()}
+    save_file(waves, file, {"format": "pt"})
+
+
+def _support(name: str) -> ModuleType:
+    """A shared module of the tests, which are no package."""
+    spec = importlib.util.spec_from_file_location(f"fuzz_support_{name}", ROOT / "tests" / "support" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
