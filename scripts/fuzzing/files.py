@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 from fuzzing.harness import Case, Found, Run, Target
-from fuzzing.models import Models
+from fuzzing.models import Models, load_test_module
 from fuzzing.mutate import dump, spoil_bytes, spoil_json, spoil_text
 
 TEXTS = ("Hello wörld 123\n  汉字 🙂", "", "<|im_start|>user\n" + "a b " * 50)
@@ -237,10 +237,11 @@ def _templates(models: Models) -> Target:
     own = (models.checkpoint / "chat_template.jinja").read_bytes()
     texts = [own, *(file.read_bytes() for file in sorted(_template_folder(builtin).glob("*.jinja")))]
     seeds = [{"chat_template.jinja": raw} for raw in texts]
+    words = [*JINJA, *(text for text in load_test_module("corpus", "templates").HOSTILE if len(text) < 1000)]
 
     def spoil(rng: Random, case: Case) -> Case:
         text = case["chat_template.jinja"].decode("utf-8", "replace")
-        return {"chat_template.jinja": spoil_text(rng, text, JINJA).encode("utf-8", "surrogatepass")}
+        return {"chat_template.jinja": spoil_text(rng, text, words).encode("utf-8", "surrogatepass")}
 
     return Target("template", seeds, spoil, partial(_in_directory, models.checkpoint, _render))
 

@@ -43,16 +43,18 @@ def make_models(work: Path) -> Models:
         return found
     shutil.rmtree(work, ignore_errors=True)
     small = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64}
-    _plain_weights(_support("tiny").tiny_checkpoint("llama", found.checkpoint, **small))
+    _plain_weights(load_test_module("support", "tiny").tiny_checkpoint("llama", found.checkpoint, **small))
     rewrite(str(found.checkpoint), found.quantized, to="w8a8", quiet=True)
     convert(str(found.checkpoint), found.native, target="cpu", quiet=True)
     convert(str(found.checkpoint), found.torch, target="torch", quiet=True)
-    wide = _support("tiny").tiny_checkpoint("llama", work / "wide", **small | {"hidden_size": 256, "head_dim": 64})
+    wide = load_test_module("support", "tiny").tiny_checkpoint(
+        "llama", work / "wide", **small | {"hidden_size": 256, "head_dim": 64}
+    )
     _plain_weights(wide)
     for file, kind in zip(found.gguf, ("f32", "q4_0", "q4_k_m"), strict=True):
         rewrite(str(wide), file, to="gguf", gguf_type=kind, quiet=True)
     convert(str(found.gguf[2]), found.torch_quantized, target="torch", quiet=True)
-    _support("adapters").write_adapter(found.adapter, found.checkpoint, "q_proj|v_proj")
+    load_test_module("support", "adapters").write_adapter(found.adapter, found.checkpoint, "q_proj|v_proj")
     (work / "text.txt").write_text("All happy families are alike. " * 200, encoding="utf-8")
     common = Common(calib_dataset=str(work / "text.txt"), calib_samples=2, calib_seqlen=32, batch_size=2)
     calibrate(str(found.checkpoint), found.statistics, common=common)
@@ -70,9 +72,9 @@ def _plain_weights(model: Path) -> None:
     save_file(waves, file, {"format": "pt"})
 
 
-def _support(name: str) -> ModuleType:
-    """A shared module of the tests, which are no package."""
-    spec = importlib.util.spec_from_file_location(f"fuzz_support_{name}", ROOT / "tests" / "support" / f"{name}.py")
+def load_test_module(folder: str, name: str) -> ModuleType:
+    """A shared module of the tests, which are no package: ``tests/FOLDER/NAME.py``."""
+    spec = importlib.util.spec_from_file_location(f"fuzz_{folder}_{name}", ROOT / "tests" / folder / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
