@@ -14,12 +14,16 @@ def run(
     json_file: Annotated[
         str | None, typer.Option("--json", help="Write the report as JSON to this file; - is standard output.")
     ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="All versions, every kernel and why it does not run, every test.")
+    ] = False,
 ) -> None:
-    """Show versions, CPU, GPUs, memory and which kernels run here (and why not the others); run a self-test.
+    """Show what this machine has, run a self-test of every kernel and of the engine, and say what to do.
 
-    Takes about ten seconds. Paste the output into a bug report. Exit code 1 when a self-test fails.
+    Takes about ten seconds. Paste the output with --verbose into a bug report. Exit code 1 when a self-test fails.
     """
     from toolkit.artifacts.result_file import check_json
+    from toolkit.check_env.advice import advice
     from toolkit.check_env.report import report
 
     check_json("--json", json_file, ("versions", "self_test"))
@@ -27,15 +31,49 @@ def run(
         found = report(lambda step: status.update(step))
     write_json(json_file, found)
     if json_file != "-":
-        _print(found)
+        (_print if verbose else _summarise)(found)
+        for line in advice(found):
+            stdout().print(line, markup=False, soft_wrap=True)
     if failed := [test["name"] for test in found["self_test"] if not test["passed"]]:
         raise ToolkitError(f"self-test failed: {'; '.join(failed)}")
+
+
+def _summarise(found: dict[str, Any]) -> None:
+    """One screen."""
+    versions = (f"{name} {found['versions'][name]}" for name in ("toolkit", "python", "torch", "transformers"))
+    chosen = next((row["isa"] for row in found["native"] if row["chosen"]), "none")
+    runs, tests = [row for row in found["kernels"] if row["runs"]], found["self_test"]
+    passed = sum(test["passed"] for test in tests)
+    rows = [
+        *_machine(found),
+        ("versions", ", ".join(versions)),
+        *found["environment"].items(),
+        ("native runner", chosen),
+        ("kernels", f"{len(runs)} of {len(found['kernels'])} run here (--verbose: which, and why not the others)"),
+        ("self-test", f"{passed} of {len(tests)} passed in {sum(test['seconds'] for test in tests):.0f} s"),
+    ]
+    stdout().print(table("This machine", ("", "found"), rows))
 
 
 def _print(found: dict[str, Any]) -> None:
     out = stdout()
     versions = [(name, value or "not installed") for name, value in found["versions"].items()]
     out.print(table("Versions", ("", "version"), [*versions, *found["environment"].items()]))
+    out.print(table("Machine", ("", "found"), _machine(found)))
+    if found["gpus"]:
+        support = [(f"cuda:{row['gpu']}", row["what"], row["here"]) for row in found["gpu_support"]]
+        out.print(table("On GPUs", ("", "what", "here"), support))
+    if found["gpu_topology"]:
+        out.print(found["gpu_topology"], markup=False)
+    variants = [(row["isa"], _here(row)) for row in found["native"]]
+    out.print(table("Native runner", ("TOOLKIT_CPU_ISA", "on this CPU"), variants))
+    kernels = [(row["op"], row["implementation"], _here(row)) for row in found["kernels"]]
+    out.print(table("Kernels", ("op", "implementation", "here"), kernels))
+    tests = [("passed" if t["passed"] else "FAILED", t["name"], t["detail"], t["seconds"]) for t in found["self_test"]]
+    out.print(table("Self-test", ("", "test", "detail", "s"), tests))
+
+
+def _machine(found: dict[str, Any]) -> list[tuple[str, str]]:
     cpu, memory, bandwidth = found["cpu"], found["memory"], found["memory_bandwidth"]
     rows = [
         ("CPU", cpu["model"]),
@@ -49,18 +87,7 @@ def _print(found: dict[str, Any]) -> None:
         rows.append((f"GPU {gpu['index']}", f"{gpu['name']}, capability {gpu['capability']}, {size}"))
     if not found["gpus"]:
         rows += [(row["what"], row["here"]) for row in found["gpu_support"]]
-    out.print(table("Machine", ("", "found"), rows))
-    if found["gpus"]:
-        support = [(f"cuda:{row['gpu']}", row["what"], row["here"]) for row in found["gpu_support"]]
-        out.print(table("On GPUs", ("", "what", "here"), support))
-    if found["gpu_topology"]:
-        out.print(found["gpu_topology"], markup=False)
-    variants = [(row["isa"], _here(row)) for row in found["native"]]
-    out.print(table("Native runner", ("TOOLKIT_CPU_ISA", "on this CPU"), variants))
-    kernels = [(row["op"], row["implementation"], _here(row)) for row in found["kernels"]]
-    out.print(table("Kernels", ("op", "implementation", "here"), kernels))
-    tests = [("passed" if t["passed"] else "FAILED", t["name"], t["detail"], t["seconds"]) for t in found["self_test"]]
-    out.print(table("Self-test", ("", "test", "detail", "s"), tests))
+    return rows
 
 
 def _here(row: dict[str, Any]) -> str:

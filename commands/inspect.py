@@ -19,7 +19,7 @@ def run(
         str | None, typer.Option("--json", help="Write the manifest as JSON to this file (- = standard output).")
     ] = None,
 ) -> None:
-    """Show what DIR is: kind, quantization, quality, files, and its lineage back to the source.
+    """Show what DIR is: kind, quantization, quality, files, and its lineage with what each step cost.
 
     Example: tool inspect demo-awq
     """
@@ -43,6 +43,8 @@ def _show(found: Inspection) -> None:
     facts = [("kind", record["kind"]), *found.facts, ("size", _bytes(record["size_bytes"]))]
     if record["stage"]:
         facts += [("made by", f"{record['stage']}, version {record['tool_version']}, {record['created']}")]
+    if found.checked:
+        facts += [("files", found.checked if found.checked.startswith("verified") else f"{found.checked} (--verify)")]
     console.print(table("What it is", ("", "value"), facts))
     if record["quality"]:
         console.print(table("Quality", ("figure", "value"), list(_flat(record["quality"]))))
@@ -56,11 +58,16 @@ def _show(found: Inspection) -> None:
 
 
 def _flat(figures: dict[str, object]) -> list[tuple[str, object]]:
-    """One level of names; what is nested deeper (figures a layer, say) is for --json."""
-    return [
-        (name, value if not isinstance(value, (dict, list)) else f"{len(value)} entries (see --json)")
-        for name, value in figures.items()
-    ]
+    """Two levels of names; lists (figures a layer, say) are for --json."""
+    rows: list[tuple[str, object]] = []
+    for name, value in figures.items():
+        inner = (
+            {f"{name}: {key}": inside for key, inside in value.items()} if isinstance(value, dict) else {name: value}
+        )
+        rows += [
+            (key, f"{len(x)} entries (see --json)" if isinstance(x, (dict, list)) else x) for key, x in inner.items()
+        ]
+    return rows
 
 
 def _bytes(count: int) -> str:

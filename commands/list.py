@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -11,15 +12,6 @@ from toolkit.commands.groups import Group
 from toolkit.commands.output import stdout, table, write_json
 
 app = typer.Typer(cls=Group, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
-# Heads of columns: the table must fit into 80 characters; a line under it tells what these mean.
-SHORT = {
-    "auto-round": "ar",
-    "compressed-tensors": "ct",
-    "mxfp4": "mx4",
-    "engine": "eng",
-    "pytorch": "pt",
-    "turbomind": "tm",
-}
 JSON = Annotated[str | None, typer.Option("--json", help="Write the list as JSON to this file (- = standard output).")]
 
 
@@ -46,7 +38,7 @@ def templates(context: typer.Context, json: JSON = None) -> None:
 
 @app.command("models")
 def models(json: JSON = None) -> None:
-    """List architectures, the weight formats each is read from, and the backends that run it."""
+    """List models by the names that people know, with their architectures and the weight formats they are read from."""
     from importlib.util import find_spec
 
     from toolkit.artifacts.formats import FORMATS
@@ -63,24 +55,29 @@ def models(json: JSON = None) -> None:
         {
             "architecture": name,
             "family": family,
-            "notes": notes,
+            "known_as": known_as,
             "formats": [f for f in formats if f != "gguf" or name in of_gguf],
             "backends": backends,
         }
-        for name, family, notes in registry.describe()
+        for name, family, known_as in registry.describe()
     ]
     if json is not None:
         write_json(json, rows)
         return
-    columns = [*formats, "pytorch", "turbomind"]
+    first = {family.architectures[0] for family in registry.FAMILIES}  # the others are older spellings
     lines = [
-        [row["architecture"], *("✓" * (c in row["formats"] or c in row["backends"]) for c in columns)] for row in rows
+        (row["known_as"] if row["architecture"] in first else "", row["architecture"], _but(formats, row["formats"]))
+        for row in rows
     ]
-    heads = ["", *(SHORT.get(c, c) for c in columns)]
-    made = table("Models: the weight formats they come in, the backends that run them", heads, lines)
+    made = table("Models that run", ["known as", "architecture", "weight formats"], lines)
     made.box, made.show_edge, made.collapse_padding = SIMPLE_HEAD, False, True
-    made.columns[0].no_wrap = True
-    made.caption, made.caption_justify = ", ".join(f"{SHORT[c]} = {c}" for c in columns if c in SHORT), "left"
+    made.columns[1].no_wrap = True
     stdout().print(made)
+    stdout().print(f"All formats: {', '.join(formats)}. Backends: {', '.join(backends)}.")
     if "turbomind" not in backends:
         stdout().print("turbomind: its native runner is not installed; pytorch's stands in for it.")
+
+
+def _but(all_formats: Sequence[str], found: Sequence[str]) -> str:
+    missing = [name for name in all_formats if name not in found]
+    return f"all but {', '.join(missing)}" if missing else "all"

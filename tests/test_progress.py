@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import os
 import pty
+import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +57,46 @@ def test_steps_of_a_minute_say_what_is_left(monkeypatch: pytest.MonkeyPatch) -> 
         "21 of 32, 5:02, 55:00 left",
         "22 of 32, 10:02, 50:00 left",
         "23 of 32, 15:02, 45:00 left",
-        "31 of 32, 20:02, 38 s left",
+        "31 of 32, 20:02, 5:00 left",
         "33 of 32, 25:02",
     ]
+
+
+def left_of(
+    duration: Callable[[int, random.Random], float], total: int, monkeypatch: pytest.MonkeyPatch
+) -> list[float]:
+    """Told over true time left, from the first fifth of the time to the last twentieth."""
+    clock, draw = Clock(monkeypatch), random.Random(3)
+    steps = [duration(i, draw) for i in range(total)]
+    whole, found = sum(steps), []
+    with Progress(file=io.StringIO()) as progress:
+        said: list[float | None] = []
+        monkeypatch.setattr(progress, "_say", lambda phase, done, total, left: said.append(left))
+        progress.update("work", 0, total)
+        for i, step in enumerate(steps):
+            clock.now += step
+            progress.update("work", i + 1, total)
+            true = whole - (clock.now - 100.0)
+            if 0.05 * whole < true < 0.8 * whole:
+                assert said[-1] is not None
+                found.append(said[-1] / true)
+    return found
+
+
+PATTERNS: dict[str, Callable[[int, random.Random], float]] = {
+    "even": lambda i, draw: 4.0,
+    "uneven": lambda i, draw: 10 * draw.uniform(0.6, 1.4),
+    "one was slow": lambda i, draw: 60.0 if i == 30 else 3.0,
+    "eight end together": lambda i, draw: 5.0 if i % 8 == 0 else 0.001,
+    "quick": lambda i, draw: draw.uniform(0.1, 0.3),
+    "an earlier run had done some": lambda i, draw: 0.01 if i < 20 else 30.0,
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_what_is_left_is_told_to_a_factor_of_two(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = left_of(PATTERNS[name], 100, monkeypatch)
+    assert found and all(0.5 < ratio < 2 for ratio in found), (min(found), max(found))
 
 
 def test_off_a_terminal_short_work_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

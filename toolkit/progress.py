@@ -6,6 +6,7 @@ import sys
 import time
 from collections import deque
 from functools import cached_property
+from statistics import median
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bars
 
 EVERY = 10.0  # seconds between lines; what takes no longer says nothing
-LATELY = 30.0  # seconds by which the time left is reckoned
+CHUNK = 2.0  # seconds, at least, over which steps are taken together: requests of one batch end at the same moment
+FORGOTTEN = 20  # times as long as any before it a step takes: those were none
+RECENT = 9  # chunks whose median a step's time is
 
 
 class Progress:
@@ -30,9 +33,10 @@ class Progress:
         self._tasks: dict[str, Any] = {}
         self._phase = ""
         self._begun = time.monotonic()
-        self._steps: deque[tuple[float, int]] = (
-            deque()
-        )  # when how many were done, as far back as the rate is taken from
+        self._seen = (self._begun, 0)  # when a step ended last, and how many were done
+        self._last = self._seen  # the same of the last chunk
+        self._longest = 0.0  # seconds from one step's end to another's
+        self._chunks: deque[float] = deque(maxlen=RECENT)  # seconds a step in each
         self._next = self._begun + EVERY
 
     @cached_property
@@ -59,7 +63,9 @@ class Progress:
         now = time.monotonic()
         if phase != self._phase:
             self._phase, self._begun = phase, now
-            self._steps.clear()
+            self._last = self._seen = (now, done)
+            self._longest = 0.0
+            self._chunks.clear()
         each = self._each(now, done)
         left = None if each is None or total is None else each * max(0, total - done)
         if self._bars is None:
@@ -78,15 +84,19 @@ class Progress:
         )
 
     def _each(self, now: float, done: int) -> float | None:
-        """Seconds a step took lately: in the last ``LATELY`` seconds, or the last step where that took longer. Steps
-        that an earlier run had done pass in no time, and must not count for those to come."""
-        steps = self._steps
-        if not steps or done != steps[-1][1]:
-            steps.append((now, done))
-        while len(steps) > 2 and steps[1][0] <= now - LATELY:
-            steps.popleft()
-        (first, before), (last, after) = steps[0], steps[-1]
-        return (last - first) / (after - before) if after > before else None
+        """Seconds that a step takes: the median of what it took lately, which a step that was slow once does not move.
+        Those that an earlier run had done pass in no time; the first that takes its time shows that they were none."""
+        waited = now - self._seen[0]
+        if done > self._seen[1]:
+            if waited > FORGOTTEN * self._longest > 0:
+                self._chunks.clear()
+                self._last = self._seen
+            self._longest, self._seen = max(self._longest, waited), (now, done)
+            then, before = self._last
+            if now - then >= CHUNK or not self._chunks:
+                self._chunks.append((now - then) / (done - before))
+                self._last = (now, done)
+        return median(self._chunks) if self._chunks else None
 
     def _complete(self) -> None:
         assert self._bars is not None

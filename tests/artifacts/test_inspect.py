@@ -30,7 +30,7 @@ def engine(tiny_models: Any, tmp_path: Path) -> Path:
     ) as stage:
         for file in source.iterdir():
             shutil.copy(file, stage.dir)
-        stage.finish({"perplexity": 12.5, "layers": [1, 2, 3]})
+        stage.finish({"perplexity_before": 12.5, "perplexity_after": 13, "kl": 0.05, "tokens": 2000, "layers": [1, 2]})
     return convert(str(tmp_path / "q"), tmp_path / "engine").path
 
 
@@ -61,7 +61,15 @@ def test_lineage_goes_back_to_the_source(engine: Path, tiny_models: Any) -> None
     assert set(found.record) == KEYS and found.record["kind"] == "engine"
     assert len(found.lineage) == 3
     assert "target cpu" in found.lineage[0] and "w_bits 4" in found.lineage[1]
-    assert found.lineage[2].startswith(str(tiny_models("llama")))
+    assert found.lineage[2].startswith(str(tiny_models("llama"))) and "\n" not in found.lineage[2]
+    cost = found.lineage[1].splitlines()[-1]
+    assert cost == "perplexity 12.50 → 13.00 (+4.0 %), KL 0.0500 nats, on 2,000 tokens"
+
+
+def test_what_is_known_of_the_files_is_told(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain, verified = tool(capsys, "inspect", str(engine))[1], tool(capsys, "inspect", str(engine), "--verify")[1]
+    assert "verified" not in plain and "(--verify)" in plain
+    assert "verified: " in verified and "(--verify)" not in verified
 
 
 def test_damage_is_found(engine: Path) -> None:
@@ -84,7 +92,7 @@ def test_inspect_command(engine: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert code == 0 and set(json.loads(out)) == KEYS
     code, out, _ = tool(capsys, "inspect", str(tmp_path / "q"), "--json", str(tmp_path / "x.json"))
     assert code == 0 and json.loads((tmp_path / "x.json").read_text())["kind"] == "quantized"
-    assert "Lineage" in out and "12.5" in out and "model.safetensors" in out and "3 entries" in out
+    assert "Lineage" in out and "12.5" in out and "model.safetensors" in out and "2 entries" in out
     code, out, err = tool(capsys, "inspect", str(tmp_path / "none"))
     assert (code, out) == (2, "") and err.count("\n") == 1 and "none" in err
 

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from toolkit.check_env import machine, self_test
+from toolkit.check_env.advice import advice
 from toolkit.check_env.gpu import gpu_support
 from toolkit.check_env.native import native_variants
 from toolkit.check_env.reference_llama import CONFIG, greedy, logits, random_weights
+from toolkit.commands.main import main
 from toolkit.errors import UsageError
 from toolkit.kernels.cuda import driver
 from toolkit.runners import host_memory
@@ -101,6 +103,52 @@ def test_the_command() -> None:
     assert {"op", "implementation", "runs", "chosen", "why_not"} == set(found["kernels"][0])
     names = [test["name"] for test in found["self_test"]]
     assert "engine, auto" in names and len(names) > 10
+
+
+FOUND: dict[str, Any] = {
+    "versions": {"toolkit": "0", "python": "3", "torch": "2", "transformers": "5", "fastapi": "1"},
+    "cpu": {"model": "A processor", "cores": 2, "threads": 2, "usable": 2, "features": ["avx2"]},
+    "memory": {"total_gib": 8.0, "free_gib": 7.0},
+    "memory_bandwidth": {"gb_per_s": 20.0, "threads": 2},
+    "gpus": [],
+    "gpu_topology": None,
+    "gpu_support": [{"gpu": None, "what": "GPU", "here": "none"}],
+    "environment": {},
+    "native": [{"isa": "avx2", "runs": True, "chosen": True, "why_not": None}],
+    "kernels": [{"op": "rope", "implementation": "torch", "runs": True, "chosen": True, "why_not": None}] * 80,
+    "self_test": [{"name": "engine, auto", "passed": True, "detail": "", "seconds": 1.0}] * 60,
+}
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_one_screen_unless_all_is_asked_for(
+    verbose: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("toolkit.check_env.report.report", lambda told: FOUND)
+    with pytest.raises(SystemExit) as left:
+        main(["check_env", *["--verbose"] * verbose])
+    shown = capsys.readouterr().out.splitlines()
+    assert left.value.code == 0 and shown[-1] == "next: tool chat demo"
+    assert (len(shown) > 100) if verbose else (len(shown) <= 24 and "60 of 60 passed" in "".join(shown))
+
+
+@pytest.mark.parametrize(
+    ("part", "told"),
+    [
+        (
+            {"native": [{"isa": "avx2", "runs": False, "chosen": False, "why_not": "not built"}]},
+            "native runner is missing",
+        ),
+        ({"versions": {"fastapi": None}}, "fastapi is not installed: pip install fastapi"),
+        ({"environment": {"HF_HUB_OFFLINE": "1"}}, "HF_HUB_OFFLINE is set"),
+        ({"memory": {"free_gib": 0.5}}, "0.5 GiB of memory are free"),
+        ({"self_test": [{"name": "rope", "passed": False, "detail": "off"}]}, "rope: FAILED (off)"),
+    ],
+)
+def test_what_can_be_mended_is_told(part: dict[str, Any], told: str) -> None:
+    assert "everything that this machine can run works" in advice(FOUND)
+    lines = advice(FOUND | part)
+    assert any(told in line for line in lines) and not any("everything" in line for line in lines)
 
 
 def gpu(capability: str, free: float = 139.0) -> list[dict[str, Any]]:

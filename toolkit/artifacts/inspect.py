@@ -17,12 +17,14 @@ _LONGEST_LINEAGE = 64
 @dataclass(frozen=True)
 class Inspection:
     """``record``: the manifest's keys (None where a plain checkpoint has nothing to say). ``facts``: (label, text).
-    ``lineage``: one text a step, this artifact first, its source last.
+    ``lineage``: one text a step, this artifact first, its source last; where a step measured what it cost in quality, a
+    second line says that. ``checked``: what is known of the files, None where nothing was recorded of them.
     """
 
     record: dict[str, Any]
     facts: list[tuple[str, str]]
     lineage: list[str]
+    checked: str | None = None
 
 
 def inspect(path: Path, verify: bool = False) -> Inspection:
@@ -37,7 +39,9 @@ def inspect(path: Path, verify: bool = False) -> Inspection:
         record = _plain_record(path)
         return Inspection(record, facts, _plain_lineage(path))
     check_files(path, manifest, verify)
-    return Inspection(manifest.to_json(), facts, _lineage(path, manifest))
+    count = f"{len(manifest.files)} files"
+    checked = f"verified: {count} as recorded, byte for byte" if verify else f"{count} there, of the recorded sizes"
+    return Inspection(manifest.to_json(), facts, _lineage(path, manifest), checked)
 
 
 def _plain_record(path: Path) -> dict[str, Any]:
@@ -102,14 +106,14 @@ def _form(entry: Any) -> str:
 
 
 def _lineage(path: Path, manifest: Manifest) -> list[str]:
-    steps = [f"{path}  ({_made(manifest.to_json())})"]
+    steps = [f"{path}  ({_made(manifest.to_json())}){_cost(manifest.to_json())}"]
     parent: Any = manifest.parent
     for _ in range(_LONGEST_LINEAGE):
         if not isinstance(parent, dict):
             break
         record = parent.get("manifest")
         revision = f" at {parent['revision']}" if parent.get("revision") else ""
-        made = f"  ({_made(record)})" if isinstance(record, dict) else ""
+        made = f"  ({_made(record)}){_cost(record)}" if isinstance(record, dict) else ""
         steps.append(f"{parent.get('path')}{revision}{made}")
         parent = record.get("parent") if isinstance(record, dict) else None
     return steps
@@ -121,6 +125,28 @@ def _made(record: dict[str, Any]) -> str:
     text = ", ".join(f"{key} {value}" for key, value in pairs if value is not None)
     made = f"{record.get('kind')}, made by {record.get('stage')} {record.get('created')}"
     return f"{made}: {text}" if text else made
+
+
+def _cost(record: dict[str, Any]) -> str:
+    """What a stage measured of the quality, as a line of its own; empty where it measured nothing."""
+    found = record.get("quality")
+    quality: dict[str, Any] = found if isinstance(found, dict) else {}
+    before, after, kl = (_number(quality.get(name)) for name in ("perplexity_before", "perplexity_after", "kl"))
+    parts = []
+    if before and after:
+        parts.append(f"perplexity {before:.2f} → {after:.2f} ({100 * (after / before - 1):+.1f} %)")
+    if kl is not None:
+        parts.append(f"KL {kl:.4f} nats")
+    head = quality.get("head")
+    ratio = _number(head.get("perplexity_ratio")) if isinstance(head, dict) else None
+    if ratio is not None and isinstance(head, dict):
+        parts.append(f"perplexity {100 * (ratio - 1):+.2f} % by a head of {head.get('bits')} bits")
+    tokens = _number(quality.get("tokens") or (head.get("tokens") if isinstance(head, dict) else None))
+    return "\n" + ", ".join(parts) + (f", on {tokens:,.0f} tokens" if tokens else "") if parts else ""
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 def _plain_lineage(path: Path) -> list[str]:

@@ -16,24 +16,29 @@ from toolkit.models.decoder import Built
 
 @dataclass(frozen=True)
 class Family:
-    """One family file. ``architectures``: class names in ``config.json``; ``notes``: what it brings, for listings."""
+    """One family file. ``architectures``: class names in ``config.json``; ``known_as``: what people call its models."""
 
     name: str
     build: Callable[[Fields], Built]
     architectures: tuple[str, ...]
-    notes: str
+    known_as: str
 
 
 FAMILIES: tuple[Family, ...] = (
-    Family("llama", llama.build, ("LlamaForCausalLM", "LLaMAForCausalLM"), "Llama 1-3.2, SmolLM2, Yi, Vicuna"),
-    Family("mistral", mistral.build, ("MistralForCausalLM",), "sliding window"),
-    Family("qwen2", qwen2.build, ("Qwen2ForCausalLM",), "Qwen2, Qwen2.5; q, k and v biases"),
-    Family("qwen3", qwen3.build, ("Qwen3ForCausalLM",), "q and k norms"),
-    Family("internlm2", internlm2.build, ("InternLM2ForCausalLM",), "fused qkv, dynamic rope"),
-    Family("gemma2", gemma2.build, ("Gemma2ForCausalLM",), "soft caps, alternating sliding window"),
-    Family("phi3", phi3.build, ("Phi3ForCausalLM",), "Phi-3, Phi-3.5, Phi-4 mini; LongRoPE"),
-    Family("mixtral", mixtral.build, ("MixtralForCausalLM",), "mixture of experts"),
-    Family("qwen3_moe", qwen3_moe.build, ("Qwen3MoeForCausalLM",), "mixture of experts, q and k norms"),
+    Family(
+        "llama",
+        llama.build,
+        ("LlamaForCausalLM", "LLaMAForCausalLM"),
+        "Llama 1, 2, 3, 3.1, 3.2, 3.3; SmolLM2, Yi, Vicuna",
+    ),
+    Family("mistral", mistral.build, ("MistralForCausalLM",), "Mistral 7B"),
+    Family("qwen2", qwen2.build, ("Qwen2ForCausalLM",), "Qwen 2, 2.5; R1 distilled into Qwen"),
+    Family("qwen3", qwen3.build, ("Qwen3ForCausalLM",), "Qwen 3"),
+    Family("internlm2", internlm2.build, ("InternLM2ForCausalLM",), "InternLM 2, 2.5"),
+    Family("gemma2", gemma2.build, ("Gemma2ForCausalLM",), "Gemma 2"),
+    Family("phi3", phi3.build, ("Phi3ForCausalLM",), "Phi 3, 3.5, 4 mini"),
+    Family("mixtral", mixtral.build, ("MixtralForCausalLM",), "Mixtral 8x7B, 8x22B"),
+    Family("qwen3_moe", qwen3_moe.build, ("Qwen3MoeForCausalLM",), "Qwen 3 30B-A3B, 235B-A22B"),
 )
 ARCHITECTURES: dict[str, Family] = {a: f for f in FAMILIES for a in f.architectures}
 MODEL_TYPES: dict[str, Family] = {f.name: f for f in FAMILIES}
@@ -121,5 +126,5 @@ def apply_overrides(
 
 
 def describe() -> list[tuple[str, str, str]]:
-    """Rows (architecture, family, notes) for ``tool list models``."""
-    return [(name, family.name, family.notes) for name, family in ARCHITECTURES.items()]
+    """Rows (architecture, family, what people call its models) for ``tool list models``."""
+    return [(name, family.name, family.known_as) for name, family in ARCHITECTURES.items()]
