@@ -139,6 +139,50 @@ def test_echo_scores_the_prompt(client: openai.OpenAI, reference: Callable[[list
     assert got.usage.completion_tokens == 0 and got.usage.prompt_tokens == len(PROMPT)
 
 
+def test_a_greedy_token_s_own_log_probability_is_the_largest_to_the_last_bit(client: openai.OpenAI) -> None:
+    """As lm-eval asks for it: batches of token ids, one token more, its entry too; it compares floats with ``==``."""
+    ids = list(PROMPT)
+    for _ in range(4):  # the likeliest token after ids, as the last entry of a longer prompt names it
+        done = complete(client, [*ids, 0], max_tokens=1, extra_body={"prompt_logprobs": 1})
+        entry = done.choices[0].model_extra["prompt_logprobs"][-1]
+        ids.append(next(int(token) for token, told in entry.items() if told["rank"] == 1))
+    other = [9, 8, 7]
+    both = complete(client, [ids, other], echo=True, logprobs=1, max_tokens=1, seed=1234).choices
+    for choice, prompt in zip(sorted(both, key=lambda c: c.index), (ids, other), strict=True):
+        own, top = choice.logprobs.token_logprobs, choice.logprobs.top_logprobs
+        assert len(own) == len(top) == len(prompt) + 1 and own[0] is None
+    own, top = both[0].logprobs.token_logprobs, both[0].logprobs.top_logprobs
+    assert all(mine == max(best.values()) for mine, best in zip(own[len(PROMPT) :], top[len(PROMPT) :], strict=True))
+    assert not all(mine == max(best.values()) for mine, best in zip(own[1:], top[1:], strict=True))
+
+
+def test_an_end_token_has_its_entry_too(client: openai.OpenAI, tiny_models: Any) -> None:
+    eos = json.loads((tiny_models("llama") / "config.json").read_text())["eos_token_id"]
+    bias = {str(eos if isinstance(eos, int) else eos[0]): 100}
+    fields = {"logit_bias": bias, "max_tokens": 1, "logprobs": 1, "extra_body": {"ignore_eos": False}}
+    choice = complete(client, echo=True, **fields).choices[0]
+    assert choice.finish_reason == "stop" and len(choice.logprobs.token_logprobs) == len(PROMPT) + 1
+
+
+def test_prompt_logprobs_as_vllm_has_them(client: openai.OpenAI, reference: Callable[[list[int]], np.ndarray]) -> None:
+    expected = reference(PROMPT)
+    done = complete(client, max_tokens=1, extra_body={"prompt_logprobs": 2})
+    found = done.choices[0].model_extra["prompt_logprobs"]
+    assert found[0] is None and len(found) == len(PROMPT)
+    for i, (token, entry) in enumerate(zip(PROMPT[1:], found[1:], strict=True)):
+        best = np.argsort(-expected[i])[:2].tolist()
+        assert set(entry) == {str(t) for t in (token, *best)}
+        assert [entry[str(t)]["rank"] for t in best] == [1, 2]
+        for each in entry:
+            assert entry[each]["logprob"] == pytest.approx(expected[i, int(each)], abs=1e-3)
+    talk = [{"role": "user", "content": "Hi"}]
+    chat = client.chat.completions.create(model="tiny", messages=talk, max_tokens=1, extra_body={"prompt_logprobs": 0})
+    told = chat.model_extra["prompt_logprobs"]
+    assert told[0] is None and len(told) == chat.usage.prompt_tokens and all(len(entry) == 1 for entry in told[1:])
+    with pytest.raises(openai.BadRequestError, match="prompt_logprobs: not with stream"):
+        complete(client, stream=True, extra_body={"prompt_logprobs": 1})
+
+
 def test_stream_equals_whole(client: openai.OpenAI) -> None:
     for fields in ({}, {"temperature": 1.0, "seed": 3, "n": 2}):
         whole = complete(client, max_tokens=40, **fields)

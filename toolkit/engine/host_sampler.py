@@ -61,5 +61,10 @@ def top(logprobs: F32, k: int) -> list[tuple[int, float]]:
     """The ``k`` most probable ids with their log-probabilities, best first, lowest id first on a tie."""
     if k <= 0:
         return []
-    order = np.argsort(-logprobs, kind="stable")[:k]
+    if k == 1:
+        order = np.array([logprobs.argmax()])
+    else:  # those above the k-th best, and of those equal to it the first
+        least = np.partition(logprobs, -min(k, len(logprobs)))[-min(k, len(logprobs))]
+        near = np.flatnonzero(logprobs >= least)
+        order = near[np.argsort(-logprobs[near], kind="stable")[:k]]
     return [(int(i), float(logprobs[i])) for i in order]

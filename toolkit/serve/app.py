@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response as HttpResponse
 
 from toolkit import __version__
-from toolkit.serve import chat_routes, completion_routes
+from toolkit.serve import chat_routes, completion_routes, token_routes
 from toolkit.serve.auth import ApiKeyMiddleware
 from toolkit.serve.errors import ApiError, from_exception
 from toolkit.serve.intake import Intake
@@ -54,7 +54,8 @@ def create_app(engine: AsyncEngine, template: ChatTemplate, settings: ServerSett
     _add_plain_routes(app, state)
     app.include_router(chat_routes.router)
     app.include_router(completion_routes.router)
-    add_schemas(app, [ChatCompletionRequest, CompletionRequest])
+    app.include_router(token_routes.router)
+    add_schemas(app, [ChatCompletionRequest, CompletionRequest, *token_routes.BODIES])
     app.add_exception_handler(Exception, _error_reply)
     app.add_exception_handler(ApiError, _error_reply)
     app.add_exception_handler(HTTPException, _http_error_reply)  # type: ignore[arg-type]

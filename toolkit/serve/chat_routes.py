@@ -15,7 +15,7 @@ from starlette.responses import Response as HttpResponse
 
 from toolkit.messages import Response
 from toolkit.serve.generation import Choice, Usage, run_choices
-from toolkit.serve.logprobs import chat_logprobs
+from toolkit.serve.logprobs import chat_logprobs, prompt_logprobs
 from toolkit.serve.protocol import ChatCompletionRequest, NamedTool
 from toolkit.serve.replies import EventReply, JsonReply
 from toolkit.serve.requests import encode_chat, parse, vocab_size
@@ -63,6 +63,7 @@ class ChatAnswer:
             max_new_tokens=request.token_limit,
             logprobs=self.top,
             vocab_size=vocab_size(state),
+            prompt_logprobs=request.prompt_logprobs,
         )
         config = state.template.with_stops(config)
         token_ids = await encode_chat(state, request, self.size)
@@ -107,7 +108,11 @@ class ChatAnswer:
             }
             for i, (answer, message) in enumerate((a, self._message(a)) for a in answers)
         ]
-        return {**self._head("chat.completion"), "choices": rows, "usage": usage.as_dict()}
+        told = {**self._head("chat.completion"), "choices": rows, "usage": usage.as_dict()}
+        if (count := self.request.prompt_logprobs) is not None:
+            entries = answers[0].prompt_logprobs or []
+            told["prompt_logprobs"] = prompt_logprobs(self.state.engine.tokenizer, choices[0].token_ids, entries, count)
+        return told
 
     def _message(self, answer: Response) -> dict[str, Any]:
         if not self.functions:

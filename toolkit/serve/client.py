@@ -49,6 +49,14 @@ class APIClient:
         """POST /v1/completions; ``fields`` as in the server's CompletionRequest."""
         return self._post("/v1/completions", {"model": model, "prompt": prompt, "stream": stream, **fields})
 
+    def encode(
+        self, input: str | list[str], do_preprocess: bool = False, add_bos: bool = True
+    ) -> tuple[list[Any], int | list[int]]:
+        """(token ids, their number), of one text or as lists of several; ``do_preprocess``: of user messages."""
+        with self._open("/v1/encode", {"input": input, "do_preprocess": do_preprocess, "add_bos": add_bos}) as reply:
+            told = json.load(reply)
+        return told["input_ids"], told["length"]
+
     def chat(self, prompt: str, session_id: int = 1, **fields: Any) -> Iterator[Piece]:
         """One turn of conversation ``session_id``, whose history is kept here: pieces of the answer as they come.
 

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from starlette.responses import Response as HttpResponse
 
 from toolkit.messages import Response
 from toolkit.serve.generation import Choice, Usage, run_choices
-from toolkit.serve.logprobs import CompletionLogprobs
+from toolkit.serve.logprobs import CompletionLogprobs, prompt_logprobs
 from toolkit.serve.protocol import CompletionRequest
 from toolkit.serve.replies import EventReply, JsonReply
 from toolkit.serve.requests import encode_prompt, parse, vocab_size
@@ -25,6 +26,7 @@ from toolkit.serve.state import ServerState
 
 logger = logging.getLogger("toolkit.serve")
 router = APIRouter()
+NOTHING: dict[str, Any] = {"text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
 
 
 @router.post("/v1/completions", **describe(CompletionRequest, "Continue a text"))
@@ -50,6 +52,11 @@ class CompletionAnswer:
     def _head(self) -> dict[str, Any]:
         return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.request.model}
 
+    def _prompt_logprobs(self) -> int | None:
+        """How many alternatives of each prompt token are wanted; None = not even its own log-probability."""
+        wanted = (self.request.prompt_logprobs, self.request.logprobs if self.request.echo else None)
+        return max((count for count in wanted if count is not None), default=None)
+
     async def _choices(self) -> list[Choice]:
         state, request = self.state, self.request
         n = request.n or 1
@@ -59,8 +66,11 @@ class CompletionAnswer:
             max_new_tokens=request.token_limit or (1 if self.score_only else None),
             logprobs=request.logprobs,
             vocab_size=vocab_size(state),
-            prompt_logprobs=request.logprobs if request.echo else None,
+            prompt_logprobs=self._prompt_logprobs(),
         )
+        if request.echo and request.logprobs is not None and not request.stop:
+            # Who adds up log-probabilities (lm-eval) counts on an entry for each token generated, an end token's too.
+            config = replace(config, include_stop_str_in_output=True)
         choices, adapter = [], state.adapter_of(request.model)
         for p, prompt in enumerate(request.prompt):
             param = "prompt" if len(request.prompt) == 1 else f"prompt.{p}"
@@ -90,6 +100,10 @@ class CompletionAnswer:
                     choice = by_index[index]
                     echo = partial(self._echo, choice, delta, logprobs[index])
                     yield index, await self.state.lanes.run(echo, len(choice.token_ids))
+                if request.prompt_logprobs is not None and delta.prompt_logprobs:
+                    ids, entries = by_index[index].token_ids, delta.prompt_logprobs
+                    tell = partial(prompt_logprobs, tokenizer, ids, entries, request.prompt_logprobs)
+                    yield index, {**NOTHING, "prompt_logprobs": await self.state.lanes.run(tell, len(ids))}
                 piece = None
                 if request.logprobs is not None and delta.token_ids:
                     piece = logprobs[index].piece(delta.token_ids, delta.logprobs or [])
@@ -104,17 +118,14 @@ class CompletionAnswer:
         piece = None
         if self.request.logprobs is not None:
             piece = logprobs.piece(choice.token_ids, delta.prompt_logprobs or [])
-        return {"text": text, "logprobs": piece, "finish_reason": None, "stop_reason": None}
+        return {**NOTHING, "text": text, "logprobs": piece}
 
     async def whole(self) -> dict[str, Any]:
         """The text_completion object."""
         async with self.state.slot():
             choices = await self._choices()
             usage = Usage(choices)
-            rows = [
-                {"index": i, "text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
-                for i in range(len(choices))
-            ]
+            rows = [{"index": i, **NOTHING} for i in range(len(choices))]
             async with aclosing(self._parts(usage, choices)) as parts:
                 async for index, part in parts:
                     _extend(rows[index], part)
@@ -138,6 +149,8 @@ class CompletionAnswer:
 def _extend(row: dict[str, Any], part: dict[str, Any]) -> None:
     """Append a piece of a choice to its ``row``."""
     row["text"] += part["text"]
+    if "prompt_logprobs" in part:
+        row["prompt_logprobs"] = part["prompt_logprobs"]
     row["finish_reason"], row["stop_reason"] = part["finish_reason"], part["stop_reason"]
     if part["logprobs"] is None:
         return

@@ -44,6 +44,32 @@ def chat_logprobs(
     return content
 
 
+def prompt_logprobs(
+    tokenizer: TokenBytes, token_ids: Sequence[int], entries: Sequence[Mapping[int, float] | None], count: int
+) -> list[dict[str, dict[str, Any]] | None]:
+    """vLLM's ``prompt_logprobs``: for each token its own log-probability and those of the ``count`` best, by id.
+
+    ``rank`` counts from 1; it is null for a token that is not among those looked at.
+    """
+    told: list[dict[str, dict[str, Any]] | None] = []
+    for token, entry in zip(token_ids, entries, strict=False):
+        if entry is None:
+            told.append(None)
+            continue
+        ranks = {i: rank for rank, (i, _) in enumerate(_top(entry, count), 1)}
+        told.append(
+            {
+                str(i): {
+                    "logprob": _number(entry.get(i, float("-inf"))),
+                    "rank": ranks.get(i),
+                    "decoded_token": _text(tokenizer.bytes_of(i)),
+                }
+                for i in dict.fromkeys((token, *ranks))
+            }
+        )
+    return told
+
+
 class CompletionLogprobs:
     """Builds the ``logprobs`` object of one completion choice, piece by piece."""
 

@@ -101,6 +101,7 @@ class Message(Strict):
     annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
+    type: Literal["text", "message"] | None = None  # lm-eval's mark, and that of OpenAI's other API
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
@@ -170,6 +171,7 @@ class GenerateRequest(Strict):
     min_new_tokens: int | None = Field(None, ge=BOUNDS["min_new_tokens"].low, le=BOUNDS["min_new_tokens"].high)
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=20, description="As vLLM has it; not in a stream")
     response_format: ResponseFormat | None = None
     # Accepted, without effect on the answer:
     user: str | None = None
@@ -198,6 +200,8 @@ class GenerateRequest(Strict):
     def _stream_options_need_stream(self) -> GenerateRequest:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only with stream=true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs: not with stream=true")
         return self
 
     @property
@@ -230,10 +234,13 @@ def _as_messages(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
+Messages = Annotated[
+    list[Message], BeforeValidator(_as_messages, json_schema_input_type=str | list[Message]), Field(min_length=1)
+]
+
+
 class ChatCompletionRequest(GenerateRequest):
-    messages: Annotated[
-        list[Message], BeforeValidator(_as_messages, json_schema_input_type=str | list[Message]), Field(min_length=1)
-    ]
+    messages: Messages
     max_tokens: int | None = Field(None, ge=1, le=1 << 30)
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 30, description="Goes before max_tokens")
     logprobs: bool | None = None

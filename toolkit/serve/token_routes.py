@@ -1,0 +1,123 @@
+"""Text and token ids: /tokenize, /detokenize and /tokenizer_info as vLLM has them, /v1/encode as LMDeploy has it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field, model_validator
+from starlette.responses import Response as HttpResponse
+
+from toolkit.serve.errors import bad_field
+from toolkit.serve.protocol import Messages, Strict, TokenId, Tool
+from toolkit.serve.replies import json_response
+from toolkit.serve.requests import parse, vocab_size
+from toolkit.serve.schema import describe
+from toolkit.serve.state import ServerState
+
+router = APIRouter()
+
+
+class TokenizeRequest(Strict):
+    """A text, or a conversation that goes through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = Field(None, description="Default: true for a prompt, false for messages")
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt: expected either it or messages")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class EncodeRequest(Strict):
+    """LMDeploy's: ``do_preprocess`` sends each text through the chat template as a user's message."""
+
+    model: str | None = None
+    input: str | Annotated[list[str], Field(min_length=1)]
+    do_preprocess: bool | None = None
+    add_bos: bool | None = Field(None, description="Put what the model wants around a text; default true")
+
+
+BODIES: list[type[BaseModel]] = [TokenizeRequest, DetokenizeRequest, EncodeRequest]
+
+
+def _checked_model(state: ServerState, model: str | None) -> None:
+    if model is not None and model not in state.model_names:
+        raise state.not_served(model)
+
+
+@router.post("/tokenize", **describe(TokenizeRequest, "Token ids of a text or a conversation"))
+async def tokenize(raw: Request) -> HttpResponse:
+    state: ServerState = raw.app.state.server
+    request = await parse(raw, TokenizeRequest, state.settings.max_body_bytes)
+    _checked_model(state, request.model)
+    tokenizer = state.engine.tokenizer
+
+    def work() -> list[int]:
+        if request.messages is None:
+            return tokenizer.encode(request.prompt or "", request.add_special_tokens is not False)
+        text = state.template.render(
+            [message.for_template() for message in request.messages],
+            tools=[tool.model_dump(exclude_none=True) for tool in request.tools or ()] or None,
+            add_generation_prompt=request.add_generation_prompt is not False,
+            **(request.chat_template_kwargs or {}),
+        )
+        return tokenizer.encode(text, bool(request.add_special_tokens))
+
+    ids = await asyncio.to_thread(work)
+    texts = [tokenizer.decode([i], skip_special_tokens=False) for i in ids] if request.return_token_strs else None
+    limit = state.engine.session_len
+    return json_response({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": texts})
+
+
+@router.post("/detokenize", **describe(DetokenizeRequest, "The text of token ids"))
+async def detokenize(raw: Request) -> HttpResponse:
+    state: ServerState = raw.app.state.server
+    request = await parse(raw, DetokenizeRequest, state.settings.max_body_bytes)
+    _checked_model(state, request.model)
+    if strange := next((i for i in request.tokens if i >= vocab_size(state)), None):
+        raise bad_field("tokens", f"expected ids below {vocab_size(state)}, found {strange}")
+    text = await asyncio.to_thread(state.engine.tokenizer.decode, request.tokens, False)
+    return json_response({"prompt": text})
+
+
+@router.get("/tokenizer_info", summary="The tokenizer's configuration, its special tokens and its chat template")
+async def tokenizer_info(raw: Request) -> HttpResponse:
+    tokenizer = raw.app.state.server.engine.tokenizer
+    own = {k: v for k, v in tokenizer.config.items() if k != "chat_template"}
+    template = tokenizer.chat_templates.get("default")
+    more = {"chat_template": template} if template else {}
+    return json_response({"tokenizer_class": type(tokenizer).__name__} | own | tokenizer.special_tokens | more)
+
+
+@router.post("/v1/encode", **describe(EncodeRequest, "Token ids of one text or several"))
+async def encode(raw: Request) -> HttpResponse:
+    state: ServerState = raw.app.state.server
+    request = await parse(raw, EncodeRequest, state.settings.max_body_bytes)
+    _checked_model(state, request.model)
+    special = request.add_bos is not False
+
+    def work() -> list[list[int]]:
+        texts = [request.input] if isinstance(request.input, str) else request.input
+        if request.do_preprocess:
+            return [state.template.encode(text) for text in texts]
+        return [state.engine.tokenizer.encode(text, special) for text in texts]
+
+    rows = await asyncio.to_thread(work)
+    lengths = [len(row) for row in rows]
+    single = isinstance(request.input, str)
+    return json_response({"input_ids": rows[0] if single else rows, "length": lengths[0] if single else lengths})
