@@ -93,6 +93,7 @@ def api_server(
         hint = "listening at " if disable_fastapi_docs else "open it in a browser to see the API: "
         for _ in range(3):
             console.print(f"HINT:    The server is ready; {hint}{url}", markup=False, soft_wrap=True)
+        console.print(f"INFO:    Uvicorn running on {url} (Press CTRL+C to quit)", markup=False, soft_wrap=True)
 
     run.serve(
         model,

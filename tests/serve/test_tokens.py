@@ -104,3 +104,12 @@ def test_bad_fields(url: str, path: str, body: Any, param: str) -> None:
 def test_another_model_is_not_served(url: str) -> None:
     for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": []}), ("/v1/encode", {"input": "a"})):
         assert ask(url, path, {**body, "model": "gpt"})[0] == 404
+
+
+def test_the_log_shows_the_prompt_after_templating(
+    url: str, template: ChatTemplate, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="toolkit.serve"):
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "Well now"}], "max_tokens": 1}
+        assert ask(url, "/v1/chat/completions", body)[0] == 200
+    assert any(repr(template.render("Well now")) in line for line in caplog.messages)

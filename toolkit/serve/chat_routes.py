@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -24,7 +23,6 @@ from toolkit.serve.schema import describe
 from toolkit.serve.state import ServerState
 from toolkit.serve.tools import CallParser, forced_format
 
-logger = logging.getLogger("toolkit.serve")
 router = APIRouter()
 
 
@@ -66,12 +64,9 @@ class ChatAnswer:
             prompt_logprobs=request.prompt_logprobs,
         )
         config = state.template.with_stops(config)
-        token_ids = await encode_chat(state, request, self.size)
+        token_ids = await encode_chat(state, request, self.size, self.id)
         if request.must_call and state.template.tool_format is not None:
             config = replace(config, response_format=forced_format(state.template.tool_format, self.functions))
-        if logger.isEnabledFor(logging.INFO):
-            messages = [m.for_template() for m in request.messages]
-            logger.info("%s: %d prompt tokens, %s", self.id, len(token_ids), state.shorten(messages))
         adapter = state.adapter_of(request.model)
         return [Choice(i, 0, token_ids, choice_config(config, i), adapter) for i in range(request.n or 1)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -14,6 +15,7 @@ from toolkit.serve.json_values import count_values
 from toolkit.serve.protocol import ChatCompletionRequest, Strict
 from toolkit.serve.state import ServerState
 
+logger = logging.getLogger("toolkit.serve")
 M = TypeVar("M", bound=Strict)
 SMALL = 1 << 14  # bytes of a body that are not worth a thread
 PIECE = 8  # characters for each token of the session that are tokenized at once; few texts have as many
@@ -52,8 +54,11 @@ def vocab_size(state: ServerState) -> int:
     return state.engine.tokenizer.vocab_size
 
 
-async def encode_chat(state: ServerState, request: ChatCompletionRequest, size: int) -> list[int]:
-    """The messages of a body of ``size`` bytes, rendered and tokenized. Raises ApiError 400 if they cannot be."""
+async def encode_chat(state: ServerState, request: ChatCompletionRequest, size: int, name: str) -> list[int]:
+    """The messages of a body of ``size`` bytes, rendered and tokenized. Raises ApiError 400 if they cannot be.
+
+    The log shows the rendered prompt at level INFO, as the request ``name``'s.
+    """
     add_prompt = request.add_generation_prompt is not False
 
     variables = dict(request.chat_template_kwargs or {})
@@ -66,6 +71,8 @@ async def encode_chat(state: ServerState, request: ChatCompletionRequest, size: 
     def work() -> list[int]:
         messages = [message.for_template() for message in request.messages]
         text = state.template.render(messages, add_generation_prompt=add_prompt, **variables)
+        if logger.isEnabledFor(logging.INFO):
+            logger.info("%s: prompt %r", name, state.shorten(text))
         return _encode(state, text, "messages", special=False)
 
     return await state.lanes.run(work, size)

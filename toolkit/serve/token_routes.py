@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -63,11 +62,11 @@ def _checked_model(state: ServerState, model: str | None) -> None:
 @router.post("/tokenize", **describe(TokenizeRequest, "Token ids of a text or a conversation"))
 async def tokenize(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
-    request = await parse(raw, TokenizeRequest, state.settings.max_body_bytes)
+    request, size = await parse(raw, state, TokenizeRequest)
     _checked_model(state, request.model)
     tokenizer = state.engine.tokenizer
 
-    def work() -> list[int]:
+    def ids_of() -> list[int]:
         if request.messages is None:
             return tokenizer.encode(request.prompt or "", request.add_special_tokens is not False)
         text = state.template.render(
@@ -78,8 +77,12 @@ async def tokenize(raw: Request) -> HttpResponse:
         )
         return tokenizer.encode(text, bool(request.add_special_tokens))
 
-    ids = await asyncio.to_thread(work)
-    texts = [tokenizer.decode([i], skip_special_tokens=False) for i in ids] if request.return_token_strs else None
+    def work() -> tuple[list[int], list[str] | None]:
+        ids = ids_of()
+        wanted = request.return_token_strs
+        return ids, [tokenizer.decode([i], skip_special_tokens=False) for i in ids] if wanted else None
+
+    ids, texts = await state.lanes.run(work, size)
     limit = state.engine.session_len
     return json_response({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": texts})
 
@@ -87,11 +90,11 @@ async def tokenize(raw: Request) -> HttpResponse:
 @router.post("/detokenize", **describe(DetokenizeRequest, "The text of token ids"))
 async def detokenize(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
-    request = await parse(raw, DetokenizeRequest, state.settings.max_body_bytes)
+    request, size = await parse(raw, state, DetokenizeRequest)
     _checked_model(state, request.model)
     if strange := next((i for i in request.tokens if i >= vocab_size(state)), None):
         raise bad_field("tokens", f"expected ids below {vocab_size(state)}, found {strange}")
-    text = await asyncio.to_thread(state.engine.tokenizer.decode, request.tokens, False)
+    text = await state.lanes.run(lambda: state.engine.tokenizer.decode(request.tokens, False), size)
     return json_response({"prompt": text})
 
 
@@ -107,7 +110,7 @@ async def tokenizer_info(raw: Request) -> HttpResponse:
 @router.post("/v1/encode", **describe(EncodeRequest, "Token ids of one text or several"))
 async def encode(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
-    request = await parse(raw, EncodeRequest, state.settings.max_body_bytes)
+    request, size = await parse(raw, state, EncodeRequest)
     _checked_model(state, request.model)
     special = request.add_bos is not False
 
@@ -117,7 +120,7 @@ async def encode(raw: Request) -> HttpResponse:
             return [state.template.encode(text) for text in texts]
         return [state.engine.tokenizer.encode(text, special) for text in texts]
 
-    rows = await asyncio.to_thread(work)
+    rows = await state.lanes.run(work, size)
     lengths = [len(row) for row in rows]
     single = isinstance(request.input, str)
     return json_response({"input_ids": rows[0] if single else rows, "length": lengths[0] if single else lengths})
