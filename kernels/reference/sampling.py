@@ -120,7 +120,8 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
 def kept_mass(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """float64 [N, V]: the running sum, in ascending order of ids, of the mass that ``sample`` keeps of each row."""
     greedy = temperature == 0
-    scaled = logits / torch.where(greedy, torch.ones_like(temperature), temperature)[:, None]
+    below = logits - logits.amax(-1, keepdim=True)  # the best stays 0 however small the temperature
+    scaled = below / torch.where(greedy, torch.ones_like(temperature), temperature)[:, None]
     ordered, ids = scaled.softmax(-1).double().sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(ordered.shape[1], device=logits.device)
     keep = (top_k[:, None] == 0) | (rank < top_k[:, None])

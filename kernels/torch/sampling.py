@@ -8,6 +8,11 @@ from torch import Tensor
 from ..reference import sampling
 
 
+def _scaled(logits: Tensor, temperature: Tensor) -> Tensor:
+    """The best of each row stays 0, however small the temperature."""
+    return (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
+
+
 def _draw(probabilities: Tensor, u: Tensor) -> Tensor:
     """The first id at which the running mass of a row passes u times the whole."""
     mass = probabilities.cumsum(-1, dtype=torch.float64)
@@ -27,11 +32,11 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     if greedy.any():
         tokens[greedy] = logits[greedy].argmax(-1)
     if plain.any():
-        tokens[plain] = _draw((logits[plain] / temperature[plain, None]).softmax(-1), u[plain])
+        tokens[plain] = _draw(_scaled(logits[plain], temperature[plain]).softmax(-1), u[plain])
     if few.any():
         rows = few.nonzero()[:, 0]
         k, best = top_k[rows], int(top_k[rows].max())
-        scaled = logits[rows] / temperature[rows, None]
+        scaled = _scaled(logits[rows], temperature[rows])
         values, ids = scaled.topk(best + 1, dim=-1)
         border = values.gather(1, k[:, None]) == values.gather(1, k[:, None] - 1)
         tied = border[:, 0]  # which of the tied ids are kept is the sort's to say

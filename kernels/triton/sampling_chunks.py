@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .sampling_search import scale
+
 DEEPEST, SHRINK, SHALLOWEST = tl.constexpr(41.0), tl.constexpr(0.6), tl.constexpr(0.5)  # logits below the maximum
 
 
@@ -62,7 +64,7 @@ def chunk_kernel(
     filtered = (t != 0.0) & ((tl.load(top_k + row) > 0) | (tl.load(top_p + row) < 1.0) | (tl.load(min_p + row) > 0.0))
     t = tl.where(t == 0.0, 1.0, t)
     x = tl.load(logits + row * stride + i, mask=i < vocab, other=float("-inf"))
-    x = tl.div_rn(x, tl.broadcast_to(t, [CHUNK]))
+    x = scale(x, t)
     peak = tl.max(x, 0)
     base = tl.where(peak == float("-inf"), 0.0, peak)
     at = row * chunks + chunk

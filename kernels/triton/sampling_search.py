@@ -16,6 +16,13 @@ BOTTOM = tl.constexpr(-40 * 16777216 - 1)  # keeps everything that weighs anythi
 
 
 @triton.jit
+def scale(x, t):
+    """Logits by their temperature: what is finite stays so, and -inf, which bans, stays apart from it."""
+    scaled = tl.div_rn(x, tl.broadcast_to(t, x.shape))
+    return tl.where(x == float("-inf"), x, tl.maximum(tl.minimum(scaled, 3.0e38), -3.0e38))
+
+
+@triton.jit
 def steps_below(x, peak):
     """How far scaled logits lie below the maximum, as a negative int32."""
     return (tl.maximum(x - peak, -DEPTH - 1.0) * UNIT).to(tl.int32)
@@ -91,5 +98,5 @@ def read_block(row_start, start, t, peak, vocab, BLOCK: tl.constexpr):
     """(ids, exp(scaled - peak), steps below the peak) of a block of a row; past the end the weight is 0."""
     i = start + tl.arange(0, BLOCK)
     x = tl.load(row_start + i, mask=i < vocab, other=float("-inf"))
-    x = tl.div_rn(x, tl.broadcast_to(t, [BLOCK]))
+    x = scale(x, t)
     return i, tl.exp(x - peak), steps_below(x, peak)

@@ -228,32 +228,6 @@ def test_generation_is_cut_at_the_session_length(fake: Any) -> None:
     assert len(tokens_of(outputs)) == 16 - len(PROMPT) and outputs[-1].finish_reason == "length"
 
 
-def test_a_step_that_fails_takes_its_requests_along_and_no_others(fake: Any) -> None:
-    core = make_core(fake, max_batch_size=2)
-    core.runner.fail_on = {3}
-    for i in range(4):
-        core.add(EngineRequest(str(i), [*PROMPT, i], SamplingParams(8)))
-    outputs = run(core)
-    reasons = {k: v[-1].finish_reason for k, v in outputs.items()}
-    assert reasons == {"0": "error", "1": "error", "2": "length", "3": "length"}
-    assert "step 3 broke" in str(outputs["0"][-1].error) and outputs["0"][-1].error_code == 500
-    assert tokens_of(outputs["2"]) == tokens_of(ask(make_core(fake), [*PROMPT, 2]))
-    assert ask(core, [*PROMPT, 0])[-1].finish_reason == "length", "the engine goes on"
-
-
-def test_a_failure_with_steps_in_flight_keeps_the_requests_that_were_not_in_it(fake: Any) -> None:
-    core = make_core(fake, max_batch_size=3, max_prefill_token_num=6, lookahead=True)
-    core.runner.asynchronous = True
-    core.runner.fail_on = {4}
-    for i in range(4):
-        core.add(EngineRequest(str(i), [*PROMPT, i], SamplingParams(6)))
-    outputs = run(core)
-    for i in range(4):
-        if outputs[str(i)][-1].finish_reason != "error":
-            assert tokens_of(outputs[str(i)]) == tokens_of(ask(make_core(fake), [*PROMPT, i], 6))
-    assert 0 < sum(o[-1].finish_reason == "error" for o in outputs.values()) < 4
-
-
 def test_nan_logits_end_the_request_that_has_them(fake: Any) -> None:
     core = make_core(fake)
     core.runner.nan_on = {33}

@@ -296,14 +296,15 @@ def test_closing_fails_what_runs(open_engine: Any) -> None:
     assert after.error_code == 503 and "closed" in str(after.error_message)
 
 
-def test_a_loop_that_breaks_says_so_instead_of_hanging(open_engine: Any) -> None:
+def test_a_loop_that_breaks_says_so_instead_of_hanging(open_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = open_engine(delay=0.01)
 
     def no_memory(num_blocks: Any) -> None:
         raise MemoryError("no cache")
 
     engine._loop._core.runner.allocate_cache = no_memory
-    engine._loop._core.runner.fail_on = {3}
+    monkeypatch.setattr("toolkit.engine.core.BROKEN_AFTER", 1)
+    engine._loop._core.runner.fail_on = {3, 4}
     deltas = list(engine.generate_sync(PROMPT, GenerationConfig(max_new_tokens=50, ignore_eos=True)))
     assert deltas[-1].finish_reason == "error" and "MemoryError" in str(deltas[-1].error_message)
     wait_for(lambda: not engine.healthy)

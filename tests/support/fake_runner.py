@@ -120,6 +120,7 @@ class FakeRunner:
         self.queue: list[Handle] = []
         self.previous: NDArray[np.int32] = np.zeros(0, np.int32)
         self.fail_on: set[int] = set()  # steps, counted from 0, that raise
+        self.refused: set[int] = set()  # token ids: a step that holds one raises, its slots full of rubbish
         self.nan_on: set[int] = set()  # token ids: a row whose last token is one gets NaN logits
         self.steps = 0
         self.tokens_computed = 0
@@ -167,8 +168,11 @@ class FakeRunner:
             step, self.steps = self.steps, self.steps + 1
             if step in self.fail_on:
                 handle.out = RuntimeError(f"step {step} broke")  # type: ignore[assignment]
-            else:
+                continue
+            try:
                 handle.out = self.run(handle.batch)
+            except RuntimeError as error:
+                handle.out = error  # type: ignore[assignment]
 
     def run(self, b: StepBatch) -> StepOutput:
         n = len(b.sample_index)
@@ -180,6 +184,10 @@ class FakeRunner:
         ids = b.token_ids.copy()
         given = b.from_previous >= 0
         ids[given] = self.previous[b.from_previous[given]]
+        if bad := self.refused & set(ids.tolist()):
+            for g in range(len(self.windows)):
+                self.first[g][b.slot_mapping[g]] = self.second[g][b.slot_mapping[g]] = 0xBAD
+            raise RuntimeError(f"token {min(bad)} is refused")
         for g, pairs in enumerate(b.copy_blocks):
             for source, target in pairs:
                 self.import_block(g, int(target), self.export_block(g, int(source)))

@@ -182,6 +182,13 @@ class BlockManager:
             table[row, j] = -1
         first[row] = max(stop, first[row])
 
+    def holds_from(self, row: int, start: int) -> bool:
+        """Whether the row still has every block that a token at ``start`` sees."""
+        return all(
+            window is None or self._first[g][row] <= self._stale(row, window, start)
+            for g, window in enumerate(self.windows)
+        )
+
     def release(self, row: int) -> None:
         """Give up a row. Later blocks go first, so that of a cached prefix its end is evicted before its start."""
         for g, pool in enumerate(self.pools):
@@ -240,6 +247,11 @@ class BlockManager:
         done = tuple(np.array(c, np.int32).reshape(-1, 2) for c in self.copies)
         self.copies = [[] for _ in self.copies]
         return done
+
+    def put_back(self, copies: Sequence[NDArray[np.int32]]) -> None:
+        """These copies (of ``take_copies``) are to be done before the next step after all."""
+        for waiting, pairs in zip(self.copies, copies, strict=False):
+            waiting[:0] = [(int(a), int(b)) for a, b in pairs]
 
     # -- sessions -------------------------------------------------------------------------------
 

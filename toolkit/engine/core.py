@@ -6,16 +6,16 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence as Seq
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from toolkit.engine.block_manager import BlockManager, window_blocks
 from toolkit.engine.constraints import Building, Constraints
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.prefix import root_key
+from toolkit.engine.recovery import Entry, entries_of, halves, rewind
 from toolkit.engine.request import EngineOutput, EngineRequest
 from toolkit.engine.results import StepResults
-from toolkit.engine.scheduler import Scheduler
+from toolkit.engine.scheduler import Plan, Scheduler
 from toolkit.engine.sequence import LogitsProcessor, Sequence
 from toolkit.engine.step_builder import Step, StepBuilder
 from toolkit.errors import ToolkitError, UsageError
@@ -23,18 +23,21 @@ from toolkit.errors import ToolkitError, UsageError
 if TYPE_CHECKING:
     from toolkit.artifacts.tokenizer import Tokenizer
     from toolkit.runners.base import Runner, StepHandle
+    from toolkit.runners.step import StepOutput
 
 log = logging.getLogger(__name__)
 
 INVALID_REQUEST = 400  # error codes of EngineOutput, as HTTP has them
 INTERNAL_ERROR = 500
+BROKEN_AFTER = 8  # requests failed one after another, with no step in between that ran: the runner's cache is made anew
 
 
 class EngineCore:
     """One model's running requests.
 
     ``add`` and ``abort`` at any time between steps; ``step`` runs one step and returns what it produced. A request that
-    cannot run, or whose step fails, ends with ``finish_reason`` "error"; the others go on.
+    cannot run ends with ``finish_reason`` "error". Of a step that fails the request at fault is found by running it
+    again in halves; the others go on, their tokens and the cache are what they would have been.
     """
 
     def __init__(self, runner: Runner, options: EngineOptions, tokenizer: Tokenizer | None) -> None:
@@ -62,6 +65,7 @@ class EngineCore:
         self._generation_tokens = 0
         self._steps = 0
         self._step_seconds = 0.0
+        self._failures = 0  # since a step has last run
         self._long_from = _long_rope_from(runner)
 
     # -- requests -------------------------------------------------------------------------------
@@ -78,7 +82,7 @@ class EngineCore:
                 self._held[request.id] = (Building(self.constraints, request), request, list(processors))
             else:
                 self._accept(request, list(processors), self.constraints.of(request))
-        except ToolkitError as e:
+        except Exception as e:
             self._refuse(request, e)
 
     def tell_damage(self, text: str) -> None:
@@ -104,10 +108,12 @@ class EngineCore:
         """Whether ``step`` has anything to do or to report."""
         return bool(self._sequences or self._outputs or self._flying or self._held)
 
-    def _refuse(self, request: EngineRequest, error: ToolkitError) -> None:
-        self._outputs.append(
-            EngineOutput(request.id, finish_reason="error", error=str(error), error_code=INVALID_REQUEST)
-        )
+    def _refuse(self, request: EngineRequest, error: Exception) -> None:
+        code, text = INVALID_REQUEST, str(error)
+        if not isinstance(error, ToolkitError):
+            log.error("request %s cannot be taken in", request.id, exc_info=error)
+            code, text = INTERNAL_ERROR, f"the engine cannot take this request in ({type(error).__name__}: {error})"
+        self._outputs.append(EngineOutput(request.id, finish_reason="error", error=text, error_code=code))
 
     def _admit_held(self) -> None:
         """Queue requests whose constraints have been built meanwhile; with nothing else to do, wait a little."""
@@ -118,7 +124,7 @@ class EngineCore:
                 del self._held[request_id]
                 try:
                     self._accept(request, processors, building.result())
-                except ToolkitError as e:
+                except Exception as e:
                     self._refuse(request, e)
 
     def _check(self, request: EngineRequest) -> None:
@@ -188,10 +194,9 @@ class EngineCore:
         while self._flying and not ahead:
             self._collect(outputs)
         plan = self.scheduler.schedule()
-        for seq in plan.started:
-            self.builder.enter(seq)
+        self._enter(plan, outputs)
         if plan:
-            self._submit(self.builder.build(plan), outputs)
+            self._submit(plan, outputs)
             self._steps += 1
         while len(self._flying) > (1 if ahead and plan else 0):
             self._collect(outputs)
@@ -200,22 +205,44 @@ class EngineCore:
             self.check_integrity()
         return outputs
 
-    def _submit(self, step: Step, outputs: list[EngineOutput]) -> None:
+    def _enter(self, plan: Plan, outputs: list[EngineOutput]) -> None:
+        """Give those that start their row of arrays; one whose numbers do not fit ends."""
+        for seq in plan.started:
+            try:
+                self.builder.enter(seq)
+            except Exception as e:
+                self._blame(seq, e, outputs)
+        plan.chunks = [chunk for chunk in plan.chunks if not chunk[0].finished]
+
+    def _submit(self, plan: Plan, outputs: list[EngineOutput]) -> None:
         """Start a step and count its tokens as computed."""
-        step.plan.submitted = time.perf_counter()
+        entries = entries_of(plan, [s.computed for s in plan.sequences()])
         try:
-            handle = self.runner.submit(step.batch)
+            step, handle = self._start(plan)
         except Exception as e:
             while self._flying:
                 self._collect(outputs)
-            self._fail(step, e, outputs)
+            self._retry(entries, e, outputs)
             return
+        self._count(step)
+        self._flying.append((step, handle))
+
+    def _start(self, plan: Plan) -> tuple[Step, StepHandle]:
+        step = self.builder.build(plan)
+        plan.submitted = time.perf_counter()
+        try:
+            return step, self.runner.submit(step.batch)
+        except Exception:
+            self.blocks.put_back(step.batch.copy_blocks)
+            raise
+
+    def _count(self, step: Step) -> None:
+        """The step is on its way."""
         for seq in step.plan.decodes:
             seq.computed += 1
         for seq, _, count in step.plan.chunks:
             seq.computed += count
         self.results.expect(step)
-        self._flying.append((step, handle))
 
     def _collect(self, outputs: list[EngineOutput]) -> None:
         """Wait for the oldest step in flight and hand out what it produced."""
@@ -223,38 +250,79 @@ class EngineCore:
         try:
             result = handle.result()
         except Exception as e:
-            self._fail(step, e, outputs)
+            later = [s for s, _ in self._flying]
+            for _, behind in self._flying:  # it built on this step's tokens: only its end matters
+                try:
+                    behind.result()
+                except Exception as also:
+                    log.info("a step behind the one that failed: %s", also)
+            self._flying.clear()
+            rewind([step, *later], self.scheduler, self.builder)
+            self._retry(entries_of(step.plan, step.starts), e, outputs)
             return
         self.scheduler.pace.ended(step.plan, time.perf_counter())
+        self._hand_out(step, result, outputs)
+
+    def _hand_out(self, step: Step, result: StepOutput, outputs: list[EngineOutput]) -> None:
+        self._failures = 0
+        stored = dict(zip(step.plan.sequences(), step.batch.seq_lens.tolist(), strict=True))
         for seq, output in self.results.take(step, result):
             self._generation_tokens += len(output.token_ids)
             outputs.append(output)
             if output.finish_reason is not None:
                 if output.finish_reason != "error":
-                    self.scheduler.label(seq)
+                    self.scheduler.label(seq, stored[seq])
                 self._end(seq, keep=output.finish_reason != "error")
         for seq in step.plan.sequences():
-            self.scheduler.label(seq)
+            self.scheduler.label(seq, stored[seq])
 
-    def _fail(self, step: Step, error: Exception, outputs: list[EngineOutput]) -> None:
-        """End every request of a step that the runner could not finish; compute the others anew in an empty cache."""
-        log.error("a step failed: %s: %s", type(error).__name__, error, exc_info=error)
+    # -- steps that fail ------------------------------------------------------------------------
+
+    def _retry(self, entries: list[Entry], error: Exception, outputs: list[EngineOutput]) -> None:
+        """Run a failed step once more in halves, at last request by request: those that fail alone end."""
+        log.error("a step of %d requests failed: %s: %s", len(entries), type(error).__name__, error, exc_info=error)
+        groups = deque(halves(entries))
+        while groups:
+            group = [e for e in groups.popleft() if e.still_due]
+            if not group:
+                continue
+            plan = Plan(chunks=[(e.seq, e.start, e.count) for e in group])
+            try:
+                step, result = self._run(plan)
+            except Exception as e:
+                if len(group) == 1:
+                    self._blame(group[0].seq, e, outputs)
+                else:
+                    groups.extendleft(reversed(halves(group)))
+                continue
+            self._count(step)
+            self._hand_out(step, result, outputs)
+        if self._failures >= BROKEN_AFTER:
+            self._renew_cache()
+
+    def _run(self, plan: Plan) -> tuple[Step, StepOutput]:
+        step, handle = self._start(plan)
+        try:
+            return step, handle.result()
+        except Exception:
+            self.blocks.put_back(step.batch.copy_blocks)
+            raise
+
+    def _blame(self, seq: Sequence, error: Exception, outputs: list[EngineOutput]) -> None:
+        self._failures += 1
         text = f"the engine failed while it ran this request ({type(error).__name__}: {error})"
-        for seq in step.plan.sequences():
-            if not seq.finished:
-                outputs.append(EngineOutput(seq.id, finish_reason="error", error=text, error_code=INTERNAL_ERROR))
-                self._end(seq, keep=False)
-        for _, handle in self._flying:
-            with suppress(Exception):  # only its end matters: the cache goes
-                handle.result()
-        self._flying.clear()
+        log.error("request %s: %s", seq.id, text)
+        outputs.append(EngineOutput(seq.id, finish_reason="error", error=text, error_code=INTERNAL_ERROR))
+        self._end(seq, keep=False)
+
+    def _renew_cache(self) -> None:
+        """Nothing runs any more: give the runner an empty cache, and compute in it what still waits."""
         for seq in list(self.scheduler.running):
             self.scheduler.preempt(seq)
-        for seq in self.scheduler.waiting:
-            seq.forget_expected()
         self.blocks.reset_cache()
         self.runner.release_cache()
         self.runner.allocate_cache(self.options.num_blocks)
+        self._failures = 0
 
     # -- the whole ------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ def adjust(logits: F32, s: SamplingBatch, row: int) -> F32:
         ids, count = s.history_ids[low:high], s.history_count[low:high].astype(np.float32)
         old, p = x[ids], s.repetition_penalty[row]
         new = np.where(old > 0, old / p, old * p)
-        x[ids] = new - s.frequency_penalty[row] * count - s.presence_penalty[row] * (count > 0)
+        x[ids] = new - (s.frequency_penalty[row] * count + s.presence_penalty[row] * (count > 0))
     low, high = s.bias_ptr[row], s.bias_ptr[row + 1]
     if high > low:
         np.add.at(x, s.bias_ids[low:high], s.bias_values[low:high])
@@ -36,8 +36,13 @@ def log_softmax(x: F32) -> F32:
         return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
+def drawable(x: F32, s: SamplingBatch, row: int) -> bool:
+    """Whether ``draw`` can choose: the opposite of a runner's ``bad_rows``."""
+    return bool(np.isfinite(x.max())) and not s.senseless()[row]  # the maximum is NaN where any value is
+
+
 def draw(x: F32, s: SamplingBatch, row: int) -> int:
-    """The token chosen from adjusted logits [V] (step 5)."""
+    """The token chosen from adjusted logits [V] (step 5), where ``drawable``."""
     temperature = float(s.temperature[row])
     if temperature == 0:
         return int(np.argmax(x))
@@ -50,8 +55,7 @@ def draw(x: F32, s: SamplingBatch, row: int) -> int:
     if s.top_p[row] < 1:
         mass = np.cumsum(p[order])
         order = order[: int(np.searchsorted(mass, float(s.top_p[row]), side="left")) + 1]
-    order = order[p[order] >= float(s.min_p[row]) * p[order[0]]]
-    kept = np.sort(order)
+    kept = np.union1d(order[:1], order[p[order] >= float(s.min_p[row]) * p[order[0]]])
     mass = np.cumsum(p[kept])
     u = uniform(int(s.seed[row]), int(s.position[row])) * mass[-1]
     return int(kept[min(int(np.searchsorted(mass, u, side="right")), len(kept) - 1)])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from toolkit.engine.sequence import Sequence
 from toolkit.engine.step_builder import Step, StepBuilder
 from toolkit.runners.step import StepOutput
 
+log = logging.getLogger(__name__)
 NAN_LOGITS = (
     "no token can be drawn: the logits are NaN or infinite (check the model's weights and dtype), "
     "or the request's constraints rule every token out"
@@ -47,17 +49,21 @@ class StepResults:
             if i in bad:
                 yield seq, _error(seq, NAN_LOGITS)
                 continue
-            output = self._token(seq, token)
-            if seq.params.logprobs >= 0:
-                output.logprobs.append(_logprobs(token, float(out.logprob[i, 0]), seq.params.logprobs, out, i))
-            if rows:
-                self._attach(seq, output, rows)
-            yield seq, output
+            yield seq, _or_error(seq, lambda: self._sampled(seq, token, out, i, rows))  # noqa: B023  # called at once
         for seq in step.processed:
             if not seq.finished:
-                yield seq, self._drawn_here(seq, step, out, rows)
+                yield seq, _or_error(seq, lambda: self._drawn_here(seq, step, out, rows))  # noqa: B023
         if rows:
             yield from self._rest(step, rows)
+
+    def _sampled(self, seq: Sequence, token: int, out: StepOutput, row: int, rows: dict[str, Any]) -> EngineOutput:
+        """The token that the runner drew."""
+        output = self._token(seq, token)
+        if seq.params.logprobs >= 0:
+            output.logprobs.append(_logprobs(token, float(out.logprob[row, 0]), seq.params.logprobs, out, row))
+        if rows:
+            self._attach(seq, output, rows)
+        return output
 
     def _token(self, seq: Sequence, token: int) -> EngineOutput:
         """Take a token into the request; sets the finish reason."""
@@ -91,8 +97,8 @@ class StepResults:
             return _error(seq, f"logits_processors: {type(e).__name__}: {e}")
         sampling = self.builder.host_sampling(seq)
         x = host_sampler.adjust(logits, sampling, 0)
-        if not np.isfinite(x).any():
-            return _error(seq, "logits_processors: every token is ruled out")
+        if not host_sampler.drawable(x, sampling, 0):
+            return _error(seq, "logits_processors: what they return holds NaN or infinity, or rules every token out")
         token = host_sampler.draw(x, sampling, 0)
         logprobs = host_sampler.log_softmax(x) if seq.params.logprobs >= 0 else None
         seq.expect()
@@ -202,6 +208,15 @@ def _logprobs(token: int, logprob: float, k: int, out: StepOutput, row: int) -> 
         found.update((i, v) for i, v in zip(ids, values, strict=True) if i >= 0)
         found[token] = logprob
     return found
+
+
+def _or_error(seq: Sequence, make: Callable[[], EngineOutput]) -> EngineOutput:
+    """What ``make`` gives; where it fails, the end of this request alone."""
+    try:
+        return make()
+    except Exception as e:
+        log.error("request %s: its token cannot be taken", seq.id, exc_info=e)
+        return _error(seq, f"the engine failed over this request's token ({type(e).__name__}: {e})")
 
 
 def _error(seq: Sequence, text: str) -> EngineOutput:

@@ -92,10 +92,12 @@ class Scheduler:
             self.waiting.remove(seq)
         seq.finished = True
 
-    def label(self, seq: Sequence) -> None:
-        """After a step: make the blocks it filled findable."""
+    def label(self, seq: Sequence, stored: int) -> None:
+        """After a step: make the blocks it filled findable. ``stored``: tokens that are in the cache for certain, not
+        those that a step in flight computes.
+        """
         if seq.keys_root is not None and seq.row >= 0:
-            known = min(seq.computed, seq.known)
+            known = min(stored, seq.computed, seq.known)
             if known // self.blocks.block_size > len(seq.keys):
                 extend_keys(seq.keys, seq.keys_root, seq.tokens, known, self.blocks.block_size)
             self.blocks.label(seq.row, seq.keys, known)

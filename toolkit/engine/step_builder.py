@@ -39,6 +39,11 @@ class Step:
     processed: list[Sequence] = field(default_factory=list)
     has_rows: bool = False
 
+    @property
+    def starts(self) -> list[int]:
+        """First position of each request, in the order of ``plan.sequences()``."""
+        return list((self.batch.seq_lens - np.diff(self.batch.cu_seqlens)).tolist())
+
 
 class StepBuilder:
     """Arrays by row, and the batches made from them. ``vocab_size`` is the model's."""

@@ -54,6 +54,12 @@ class SamplingBatch:
     logprobs: I32  # [N] how many top log-probabilities to return; -1 = none, 0 = the chosen token's alone
     grammar: NDArray[np.int32] | None = None  # [N, ceil(V/32)] all ones = no grammar
 
+    def senseless(self) -> NDArray[np.bool_]:
+        """Rows [N] whose parameters cannot be drawn by: NaN, infinite or below their ranges. A runner gives them any
+        token and names them in ``bad_rows``."""
+        sound = (self.temperature >= 0) & np.isfinite(self.temperature) & (self.top_k >= 0)
+        return ~(sound & (self.top_p >= 0) & (self.min_p >= 0) & (self.repetition_penalty > 0))
+
 
 @dataclass
 class StepBatch:
@@ -88,7 +94,11 @@ class StepBatch:
 
 @dataclass
 class StepOutput:
-    """What a step produced. ``tokens[i, :counts[i]]`` are the new tokens of sampled row i (one, unless speculating)."""
+    """What a step produced. ``tokens[i, :counts[i]]`` are the new tokens of sampled row i (one, unless speculating).
+
+    ``bad_rows``: sampled rows whose logits hold NaN or have no finite maximum, or that are ``SamplingBatch.senseless``;
+    every other row's token is one that its grammar and biases allow.
+    """
 
     tokens: I32  # [N, K]
     counts: I32  # [N]
@@ -98,7 +108,7 @@ class StepOutput:
     logits: F32  # [len(logits_index), V]
     hidden: F32  # [len(hidden_index), hidden]
     target_logprobs: F32  # [len(target_index)]
-    bad_rows: I32 = field(default_factory=lambda: np.zeros(0, np.int32))  # sampled rows whose logits held NaN
+    bad_rows: I32 = field(default_factory=lambda: np.zeros(0, np.int32))  # sampled rows with no number to draw by
 
 
 _MASK = (1 << 64) - 1

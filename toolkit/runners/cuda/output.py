@@ -14,10 +14,13 @@ from toolkit.runners.step import StepOutput
 
 @dataclass
 class Pending:
-    """A submitted step. ``rows``: sampled rows, the first of those that were copied; ``vocab``, ``hidden``: widths."""
+    """A submitted step. ``rows``: sampled rows, the first of those that were copied, ``senseless`` [rows] those with
+    parameters that cannot be drawn by; ``vocab``, ``hidden``: widths.
+    """
 
     fetched: Fetched
     rows: int
+    senseless: np.ndarray
     vocab: int
     hidden: int
     explain: Callable[[Exception], RunnerError]
@@ -47,5 +50,5 @@ class Pending:
             logits=found.get("logits", np.zeros((0, self.vocab), np.float32)),
             hidden=found.get("hidden", np.zeros((0, self.hidden), np.float32)),
             target_logprobs=found.get("targets", np.zeros(0, np.float32)),
-            bad_rows=np.flatnonzero(~np.isfinite(best)).astype(np.int32),
+            bad_rows=np.flatnonzero(~np.isfinite(best) | self.senseless).astype(np.int32),
         )

@@ -84,7 +84,8 @@ class Steps:
         if capture is not None:
             capture()
         spec = self.spec
-        return Pending(found, rows, spec.vocab_size, spec.hidden_size, lambda error: explain(error, batch))
+        bad = batch.sampling.senseless()
+        return Pending(found, rows, bad, spec.vocab_size, spec.hidden_size, lambda error: explain(error, batch))
 
     def warm_up(self, most: int, length: int, tokens: int) -> None:
         """Compile the kernels of steps of up to ``tokens`` tokens of sequences up to ``length``, and capture decode

@@ -9,9 +9,9 @@ namespace {
 
 constexpr int64_t MOST = int64_t(1) << 30;
 
-[[noreturn]] void fail(const std::string& name, int64_t low, int64_t high, int64_t found) {
+[[noreturn]] void fail(const std::string& name, int64_t low, int64_t high, int64_t found, int64_t at = -1) {
     throw Error(name + ": expected values in [" + std::to_string(low) + ", " + std::to_string(high) + "), found " +
-                std::to_string(found));
+                std::to_string(found) + (at < 0 ? "" : " at entry " + std::to_string(at)));
 }
 
 template <class T>
@@ -19,14 +19,14 @@ void within(const char* name, const T* values, int64_t n, int64_t low, int64_t h
     if (n < 0 || n > MOST) fail(std::string("length of ") + name, 0, MOST, n);
     if (n > 0 && !values) throw Error(std::string(name) + ": missing");
     for (int64_t i = 0; i < n; i++)
-        if (values[i] < low || values[i] >= high) fail(name, low, high, int64_t(values[i]));
+        if (values[i] < low || values[i] >= high) fail(name, low, high, int64_t(values[i]), n > 1 ? i : -1);
 }
 
 void check_csr(const char* name, const int32_t* ptr, int64_t rows, int64_t size) {
     if (!ptr) throw Error(std::string(name) + ": missing");
     if (ptr[0] != 0 || ptr[rows] != size) throw Error(std::string(name) + ": does not span its ids");
     for (int64_t i = 0; i < rows; i++)
-        if (ptr[i] > ptr[i + 1]) throw Error(std::string(name) + ": not ascending");
+        if (ptr[i] > ptr[i + 1]) throw Error(std::string(name) + ": not ascending at row " + std::to_string(i));
 }
 
 void check_group(const Program& p, const StepArrays& in, int64_t g) {
@@ -39,7 +39,8 @@ void check_group(const Program& p, const StepArrays& in, int64_t g) {
     for (int64_t s = 0; s < in.seqs; s++) {
         const int64_t length = in.seq_lens[s], fresh = in.cu_seqlens[s + 1] - in.cu_seqlens[s];
         if (length > width * bs)
-            throw Error("block_tables: " + std::to_string(width) + " blocks hold no " + std::to_string(length) + " tokens");
+            throw Error("block_tables: " + std::to_string(width) + " blocks hold no " + std::to_string(length) +
+                        " tokens (sequence " + std::to_string(s) + ")");
         int64_t first = 0;
         if (group.window > 0 && length - fresh - group.window + 1 > 0) first = (length - fresh - group.window + 1) / bs;
         const int64_t last = (length + bs - 1) / bs;
@@ -60,14 +61,7 @@ void check_sampling(const Program& p, const StepArrays& in, const StepResults& o
     check_csr("sampling.bias_ptr", in.bias_ptr, n, in.bias_size);
     if (in.history_size > 0 && !in.history_count) throw Error("sampling.history_count: missing");
     if (in.bias_size > 0 && !in.bias_values) throw Error("sampling.bias_values: missing");
-    within("sampling.top_k", in.top_k, n, 0, int64_t(1) << 31);
-    within("sampling.logprobs", in.logprobs, n, -1, int64_t(1) << 31);
     if (out.top_width > 0 && n > 0 && (!out.top_ids || !out.top_logprobs)) throw Error("top_ids: missing");
-    for (int64_t i = 0; i < n; i++) {
-        if (!(in.temperature[i] >= 0)) throw Error("sampling.temperature: expected a number of at least 0");
-        if (!(in.top_p[i] >= 0) || !(in.min_p[i] >= 0)) throw Error("sampling.top_p, min_p: expected numbers of at least 0");
-        if (!(in.repetition[i] > 0)) throw Error("sampling.repetition_penalty: expected a number above 0");
-    }
 }
 
 }  // namespace
@@ -82,7 +76,7 @@ void check_step(const Program& p, const StepArrays& in, const StepResults& out, 
     within("from_previous", in.from_previous, in.tokens, -1, previous);
     for (int64_t t = 0; t < in.tokens; t++)
         if (in.from_previous[t] < 0 && (in.token_ids[t] < 0 || in.token_ids[t] >= p.vocab))
-            fail("token_ids", 0, p.vocab, in.token_ids[t]);
+            fail("token_ids", 0, p.vocab, in.token_ids[t], t);
     within("positions", in.positions, in.tokens, 0, MOST);
     within("cu_seqlens", in.cu_seqlens, in.seqs + 1, 0, in.tokens + 1);
     within("seq_lens", in.seq_lens, in.seqs, 1, MOST);
@@ -90,8 +84,8 @@ void check_step(const Program& p, const StepArrays& in, const StepResults& out, 
     if (in.cu_seqlens[0] != 0 || in.cu_seqlens[in.seqs] != in.tokens) throw Error("cu_seqlens: does not span the tokens");
     for (int64_t s = 0; s < in.seqs; s++) {
         const int64_t fresh = int64_t(in.cu_seqlens[s + 1]) - in.cu_seqlens[s];
-        if (fresh < 1) throw Error("cu_seqlens: a sequence without tokens");
-        if (fresh > in.seq_lens[s]) throw Error("seq_lens: a sequence has fewer tokens in all than new ones");
+        if (fresh < 1) throw Error("cu_seqlens: sequence " + std::to_string(s) + " has no tokens");
+        if (fresh > in.seq_lens[s]) throw Error("seq_lens: sequence " + std::to_string(s) + " has fewer tokens in all than new ones");
     }
     for (int64_t g = 0; g < in.groups; g++) {
         check_group(p, in, g);

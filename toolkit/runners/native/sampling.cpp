@@ -1,9 +1,11 @@
 // From a row of logits to what was asked of it: raw logits, a target's log-probability, the next token.
 //
-// The order of operations and the meaning of every parameter are those of SamplingBatch (toolkit/runners/step.py).
+// The order of operations and the meaning of every parameter are those of SamplingBatch (toolkit/runners/step.py). Whatever
+// the logits and parameters, a row gets a token of the vocabulary or is marked bad; what is infinite never meets a zero.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "run.h"
 
@@ -50,9 +52,12 @@ struct Filter {
     int64_t top_k;
 };
 
-double probability(const Candidate& c, const Filter& f, float max) {
-    return std::exp((double(c.logit) - double(max)) / f.temperature);
-}
+double depth(float logit, const Filter& f, float max) { return (double(max) - double(logit)) / f.temperature; }
+
+double probability(const Candidate& c, const Filter& f, float max) { return std::exp(-depth(c.logit, f, max)); }
+
+// 1 / temperature, for sum_exp: never infinite, or the maximum itself would weigh NaN.
+float inverse(const Filter& f) { return float(std::min(1.0 / f.temperature, double(std::numeric_limits<float>::max()))); }
 
 // How many of these (best first), of `mass` before them, belong to the smallest set whose mass reaches top_p of `total` and
 // pass min_p. The very best always does: `first`, where they begin with it.
@@ -70,10 +75,9 @@ size_t cut(const std::vector<Candidate>& c, const Filter& f, float max, double t
 std::vector<Candidate> nucleus(const Ops& ops, const float* x, int64_t n, const Filter& f, float max, double total, int32_t* ids) {
     constexpr int BUCKETS = 512;
     for (double span = 8;; span *= 2) {
-        const float low = float(double(max) - span * f.temperature);
-        const double scale = BUCKETS / (double(max) - double(low));
-        const auto bucket = [&](const Candidate& c) {
-            return std::min(int((double(max) - double(c.logit)) * scale), BUCKETS - 1);
+        const float low = std::nextafter(float(double(max) - span * f.temperature), -INFINITY);
+        const auto bucket = [&](const Candidate& c) {  // bounded before it becomes an integer: the depth may be infinite
+            return int(std::min(depth(c.logit, f, max) * (BUCKETS / span), double(BUCKETS - 1)));
         };
         std::vector<Candidate> found(size_t(ops.at_least(x, n, low, ids)));
         for (size_t i = 0; i < found.size(); i++) found[i] = {x[ids[i]], ids[i]};
@@ -83,7 +87,7 @@ std::vector<Candidate> nucleus(const Ops& ops, const float* x, int64_t n, const 
         double mass = 0;
         int border = 0;
         while (border < BUCKETS && (f.top_p >= 1 || mass + masses[border] < f.top_p * total) &&
-               -double(border + 1) / scale > least * f.temperature)
+               -double(border + 1) * (span / BUCKETS) > least)
             mass += masses[border++];
         if (border == BUCKETS) {
             if (int64_t(found.size()) < n && span <= 1000) continue;
@@ -115,7 +119,7 @@ int32_t walk(const std::vector<Candidate>& c, const Filter& f, float max, double
 
 // All ids kept: find the block of 1024 that holds u, then the id in it.
 int32_t walk_all(const Ops& ops, const float* x, int64_t n, const Filter& f, float max, double total, double u) {
-    const float scale = float(1.0 / f.temperature);
+    const float scale = inverse(f);
     double at = 0;
     int32_t last = 0;
     for (int64_t b = 0; b < n; b += 1024) {
@@ -126,7 +130,7 @@ int32_t walk_all(const Ops& ops, const float* x, int64_t n, const Filter& f, flo
             continue;
         }
         for (int64_t i = b; i < b + size; i++) {
-            const double p = std::exp((double(x[i]) - double(max)) / f.temperature);
+            const double p = std::exp(-depth(x[i], f, max));
             if (p > 0) last = int32_t(i);
             at += p;
             if (at > u * total) return int32_t(i);
@@ -136,13 +140,18 @@ int32_t walk_all(const Ops& ops, const float* x, int64_t n, const Filter& f, flo
 }
 
 int32_t draw(const Ops& ops, const float* x, int64_t n, const Filter& f, float max, double u, int32_t* ids) {
-    const double total = ops.sum_exp(x, n, max, float(1.0 / f.temperature));
+    const double total = ops.sum_exp(x, n, max, inverse(f));
     if (f.top_k == 0 && f.top_p >= 1 && f.min_p <= 0) return walk_all(ops, x, n, f, max, total, u);
     if (f.top_k == 0) return walk(nucleus(ops, x, n, f, max, total, ids), f, max, u);
     std::vector<Candidate> kept = best_of(x, n, f.top_k);
     kept.resize(cut(kept, f, max, total, 0, true));
     std::sort(kept.begin(), kept.end(), [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
     return walk(kept, f, max, u);
+}
+
+bool senseless(const StepArrays& in, int64_t i) {  // as SamplingBatch.senseless
+    return !(in.temperature[i] >= 0 && in.temperature[i] <= std::numeric_limits<float>::max()) || !(in.top_p[i] >= 0) ||
+           !(in.min_p[i] >= 0) || !(in.repetition[i] > 0) || in.top_k[i] < 0;
 }
 
 void ban_by_grammar(float* x, int64_t n, const int32_t* mask) {
@@ -207,7 +216,7 @@ void Run::sample(int64_t i, const float* raw) {
         out.top_ids[i * out.top_width + j] = -1;
         out.top_logprobs[i * out.top_width + j] = -INFINITY;
     }
-    out.bad[i] = bad || !std::isfinite(max);
+    out.bad[i] = bad || !std::isfinite(max) || senseless(in, i);
     out.tokens[i] = int32_t(token);
     if (out.bad[i]) return;
     if (in.temperature[i] > 0) {

@@ -60,7 +60,7 @@ struct StepResults {
     float* logits;          // [logits_size, vocab]
     float* hidden;          // [hidden_size, hidden]
     float* target_logprobs; // [target_size]
-    int32_t* bad;           // [N] 1 where the row's logits held NaN
+    int32_t* bad;           // [N] 1 where no token can be drawn: the logits or the row's parameters are no numbers to draw by
 };
 
 struct Program;

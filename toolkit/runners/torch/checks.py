@@ -8,6 +8,11 @@ from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerError
 from toolkit.runners.step import StepBatch
 
+_PARAMETERS = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+    "position", "logprobs",
+)  # fmt: skip
+
 
 def check_batch(
     batch: StepBatch,
@@ -71,17 +76,27 @@ def _check_table(batch: StepBatch, group: int, window: int | None, blocks: int, 
 def check_sampling(batch: StepBatch, vocab: int) -> None:
     """Raise RunnerError where the sampling arrays do not fit ``sample_index``, or name ids that do not exist."""
     s, rows = batch.sampling, len(batch.sample_index)
-    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "position", "logprobs"):
+    for name in _PARAMETERS:
         if len(getattr(s, name)) != rows:
             raise RunnerError(f"sampling.{name}: expected {rows} entries, found {len(getattr(s, name))}")
+    _check_pointers("sampling.history_ptr", s.history_ptr, rows, (s.history_ids, s.history_count))
+    _check_pointers("sampling.bias_ptr", s.bias_ptr, rows, (s.bias_ids, s.bias_values))
     _within("sampling.history_ids", s.history_ids, 0, vocab)
     _within("sampling.bias_ids", s.bias_ids, 0, vocab)
     if s.grammar is not None and s.grammar.shape != (rows, (vocab + 31) // 32):
         raise RunnerError(f"sampling.grammar: expected shape {(rows, (vocab + 31) // 32)}, found {s.grammar.shape}")
 
 
+def _check_pointers(name: str, pointers: np.ndarray, rows: int, values: tuple[np.ndarray, np.ndarray]) -> None:
+    """CSR pointers of ``rows`` rows that span both arrays of values."""
+    if len(pointers) != rows + 1 or pointers[0] != 0 or any(len(v) != pointers[-1] for v in values):
+        raise RunnerError(f"{name}: expected {rows + 1} pointers that span its values")
+    if (falls := np.flatnonzero(np.diff(pointers) < 0)).size:
+        raise RunnerError(f"{name}: not ascending at row {falls[0]}")
+
+
 def _within(name: str, values: np.ndarray, low: int, high: int) -> None:
     """Every value in [low, high)."""
     if values.size and (values.min() < low or values.max() >= high):
-        bad = values[(values < low) | (values >= high)].flat[0]
-        raise RunnerError(f"{name}: expected values in [{low}, {high}), found {bad}")
+        at = int(np.flatnonzero((values < low) | (values >= high))[0])
+        raise RunnerError(f"{name}: expected values in [{low}, {high}), found {values.flat[at]} at entry {at}")

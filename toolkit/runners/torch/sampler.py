@@ -14,7 +14,7 @@ from toolkit.runners.torch.ops import Ops
 
 @dataclass
 class Sampled:
-    """Still on the device. ``best``: the largest logit of each row, NaN where the row holds one."""
+    """Still on the device. ``best``: the largest logit of each row, NaN where the row cannot be drawn from."""
 
     tokens: Tensor  # int64 [N]
     best: Tensor  # float32 [N]
@@ -31,6 +31,7 @@ def sample_rows(logits: Tensor, s: SamplingBatch, ops: Ops) -> Sampled:
     if s.grammar is not None:
         ops.apply_bitmask(logits, torch.from_numpy(s.grammar).to(device))
     best, tokens = logits.max(dim=-1)
+    best = best.masked_fill(torch.from_numpy(s.senseless()).to(device), float("nan"))
     if (s.temperature > 0).any():
         tokens = _draw(logits, s, ops)
     result = Sampled(tokens, best)

@@ -1,0 +1,59 @@
+"""After a step that failed: back to before it, and its requests in halves, to find the one at fault."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from toolkit.engine.scheduler import Plan, Scheduler
+from toolkit.engine.sequence import Sequence
+from toolkit.engine.step_builder import Step, StepBuilder
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one request had in a step: ``count`` tokens from position ``start`` on."""
+
+    seq: Sequence
+    start: int
+    count: int
+
+    @property
+    def still_due(self) -> bool:
+        """Whether the request still runs and stands where the step found it."""
+        return not self.seq.finished and self.seq.row >= 0 and self.seq.computed == self.start
+
+
+def entries_of(plan: Plan, starts: Iterable[int]) -> list[Entry]:
+    """The requests of a plan; ``starts``: in the order of ``plan.sequences()``."""
+    counts = [1] * len(plan.decodes) + [count for _, _, count in plan.chunks]
+    return [Entry(*x) for x in zip(plan.sequences(), starts, counts, strict=True)]
+
+
+def halves(entries: list[Entry]) -> list[list[Entry]]:
+    """Two parts; one entry stays one part, to be tried once more by itself."""
+    middle = len(entries) // 2
+    return [part for part in (entries[:middle], entries[middle:]) if part]
+
+
+def rewind(steps: list[Step], scheduler: Scheduler, builder: StepBuilder) -> None:
+    """Make the requests what they were before ``steps`` (oldest first; nothing else is in flight) were submitted.
+
+    One that has given up blocks since, which the oldest step reads, is preempted: it is computed again.
+    """
+    seen: set[Sequence] = set()
+    for step in reversed(steps):
+        scheduler.blocks.put_back(step.batch.copy_blocks)
+    for step in steps:
+        for seq, start in zip(step.plan.sequences(), step.starts, strict=True):
+            if seq in seen or seq.finished:
+                continue
+            seen.add(seq)
+            seq.forget_expected()
+            if seq.row < 0:
+                continue
+            seq.computed = start
+            if scheduler.blocks.holds_from(seq.row, start):
+                builder.enter(seq)
+            else:
+                scheduler.preempt(seq)
