@@ -80,3 +80,12 @@ def test_a_long_word_costs_constant_work_a_character() -> None:
     for _ in range(200):
         assert stop.add("a" * 200)[1] is None
     assert stop.add("b")[1] == word
+
+
+def test_long_words_cost_nothing_before_the_text_comes_near_them() -> None:
+    words = [chr(97 + i) * 100_000 for i in range(16)]
+    choices = [StopWords(words) for _ in range(32)]
+    for stop in choices:
+        assert stop.add("aaab") == ("aaa", None)
+    tables = [len(w._borders) for stop in choices for w in stop._words]
+    assert sum(tables) <= len(choices) * (len(words) + 3)

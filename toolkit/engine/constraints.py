@@ -37,7 +37,7 @@ class Constraints:
     def slow(self, request: EngineRequest) -> bool:
         """Whether ``of`` may take longer than a step should wait."""
         p = request.params
-        if p.bad_words and self._bad_words is None:
+        if p.bad_words and (self._bad_words is None or not self._bad_words.knows(p.bad_words)):
             return True
         wanted = _grammar(p)
         return wanted is not None and (self._grammars is None or not self._grammars.has(wanted))

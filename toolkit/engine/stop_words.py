@@ -10,13 +10,14 @@ class StopWords:
 
     The word that is complete first wins, of words complete at the same character the longest: the outcome does not
     depend on how the text was cut into pieces. Only the longest tail that begins some word is held back, and nothing
-    with ``include``, which shows the stop word too. One Knuth-Morris-Pratt automaton a word: constant work a character.
+    with ``include``, which shows the stop word too.
+
+    One Knuth-Morris-Pratt automaton a word, constant work a character. Its table grows as the text gets further into
+    the word, so that long words, and the same words for every choice of a request, cost nothing beforehand.
     """
 
     def __init__(self, words: Sequence[str], include: bool = False) -> None:
-        self._words = sorted({w for w in words if w}, key=len, reverse=True)
-        self._borders = [_borders(w) for w in self._words]
-        self._states = [0] * len(self._words)
+        self._words = [_Word(w) for w in sorted({w for w in words if w}, key=len, reverse=True)]
         self._include = include
         self._held = ""
         self.hit: str | None = None
@@ -37,7 +38,7 @@ class StopWords:
         if self._include:
             return text, None
         whole = self._held + text
-        cut = len(whole) - max(self._states)
+        cut = len(whole) - max(w.state for w in self._words)
         self._held = whole[cut:]
         return whole[:cut], None
 
@@ -47,27 +48,29 @@ class StopWords:
         return held
 
     def _step(self, char: str) -> str | None:
-        found = None
-        for i, word in enumerate(self._words):
-            state = self._states[i]
-            while state and word[state] != char:
-                state = self._borders[i][state - 1]
-            state += word[state] == char
-            self._states[i] = state
-            if state == len(word):
-                if found is None:
-                    found = word
-                self._states[i] = self._borders[i][-1]
-        return found
+        done = [w.text for w in self._words if w.step(char)]  # all of them take the character
+        return done[0] if done else None
 
 
-def _borders(word: str) -> list[int]:
-    """For each prefix of ``word`` the length of its longest proper border (prefix that is also a suffix)."""
-    table = [0] * len(word)
-    length = 0
-    for i in range(1, len(word)):
-        while length and word[i] != word[length]:
-            length = table[length - 1]
-        length += word[i] == word[length]
-        table[i] = length
-    return table
+class _Word:
+    """``state``: how many characters of ``text`` the text so far ends with, all of them never."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.state = 0
+        self._borders = [0]  # of each prefix met so far: its longest proper prefix that is a suffix too
+
+    def step(self, char: str) -> bool:
+        """Take a character; True where it completes the word."""
+        state = self._next(self.state, char)
+        if state and state > len(self._borders):
+            self._borders.append(self._next(self._borders[-1], char))
+        complete = state == len(self.text)
+        self.state = self._borders[-1] if complete else state
+        return complete
+
+    def _next(self, state: int, char: str) -> int:
+        text = self.text
+        while state and text[state] != char:
+            state = self._borders[state - 1]
+        return state + (text[state] == char)
