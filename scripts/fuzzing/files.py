@@ -243,18 +243,23 @@ def _templates(models: Models) -> Target:
         text = case["chat_template.jinja"].decode("utf-8", "replace")
         return {"chat_template.jinja": spoil_text(rng, text, words).encode("utf-8", "surrogatepass")}
 
-    return Target("template", seeds, spoil, partial(_in_directory, models.checkpoint, _render))
+    def start() -> Run:
+        from toolkit.chat.renderer import Renderer
+
+        return _in_directory(models.checkpoint, partial(_render, Renderer()))
+
+    return Target("template", seeds, spoil, start)
 
 
 def _template_folder(builtin: Any) -> Path:
     return Path(builtin.__file__).resolve().parents[2] / "templates"
 
 
-def _render(folder: Path) -> str:
+def _render(renderer: Any, folder: Path) -> str:
     from toolkit.artifacts.tokenizer import Tokenizer
     from toolkit.chat.template import ChatTemplate
 
-    template = ChatTemplate.open(Tokenizer.open(folder), folder)
+    template = ChatTemplate.open(Tokenizer.open(folder), folder, renderer=renderer)
     text = template.render(TURNS)
     template.render([*TURNS, {"role": "assistant", "content": "Go"}])
     return f"rendered {min(len(text) // 100, 9)}"
