@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -13,9 +14,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
+
 from fuzzing.harness import Case, Found, Run, Target
 from fuzzing.models import Models, load_test_module
-from fuzzing.mutate import dump, spoil_bytes, spoil_json, spoil_text
+from fuzzing.mutate import STRINGS, dump, spoil_bytes, spoil_json, spoil_text
 
 TEXTS = ("Hello wörld 123\n  汉字 🙂", "", "<|im_start|>user\n" + "a b " * 50)
 TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi <b>"}]
@@ -213,6 +216,8 @@ def _gguf(models: Models) -> Target:
 
     def spoil(rng: Random, case: Case) -> Case:
         raw = case["model.gguf"]
+        if rng.random() < 0.7 and (spoilt := _spoil_tables(rng, raw)) is not None:
+            return {"model.gguf": spoilt}
         return {"model.gguf": spoil_bytes(rng, raw, within=rng.choice((400, 4000, 1 << 15)))}
 
     def start() -> Run:
@@ -229,6 +234,51 @@ def _gguf(models: Models) -> Target:
         return run
 
     return Target("gguf", seeds, spoil, start)
+
+
+def _spoil_tables(rng: Random, raw: bytes) -> bytes | None:
+    """A sound GGUF file whose metadata and tensors say something else; None for a file that is not sound."""
+    import struct
+
+    from toolkit.artifacts.gguf_container import read_container
+    from toolkit.artifacts.gguf_writer import Entry, write_gguf
+    from toolkit.errors import ToolkitError
+
+    with tempfile.TemporaryDirectory(dir=_fast_folder()) as folder:
+        file = Path(folder) / "model.gguf"
+        file.write_bytes(raw)
+        try:
+            found = read_container(file)
+            metadata, tensors = dict(found.metadata), dict(found.tensors)
+            for _ in range(rng.choice((1, 1, 2, 4))):
+                _edit_metadata(rng, metadata)
+                if tensors and rng.random() < 0.3:
+                    name = rng.choice(sorted(tensors))
+                    info = tensors.pop(name)
+                    other = rng.choice((name + "x", "blk.0.attn_q.weight", "blk.7.ffn_up.weight", "", "output.weight"))
+                    turned = dataclasses.replace(info, shape=info.shape[::-1] if info.dtype == "F32" else info.shape)
+                    tensors |= rng.choice(({}, {other: info}, {name: turned}))
+            entries = [Entry(name, info.shape, info.dtype) for name, info in tensors.items()]
+            spoilt = Path(folder) / "spoilt.gguf"
+            write_gguf(spoilt, metadata, entries, (found.data[i.start : i.end] for i in tensors.values()))
+            return spoilt.read_bytes()
+        except (ToolkitError, struct.error, UnicodeError, KeyError, AttributeError, TypeError):
+            return None  # not sound, or a value that the format has no type for
+
+
+def _edit_metadata(rng: Random, metadata: dict[str, Any]) -> None:
+    key = rng.choice(sorted(metadata)) if metadata else "general.architecture"
+    value = metadata.get(key)
+    how = rng.randrange(4)
+    if how == 0:
+        metadata.pop(key, None)
+    elif how == 1 and isinstance(value, (list, np.ndarray)):
+        metadata[key] = value[: rng.randrange(len(value) + 1)]
+    elif how == 2 and isinstance(value, list) and value:
+        metadata[key] = [rng.choice(STRINGS[:6]) if rng.random() < 0.02 else item for item in value]
+    else:
+        odd = rng.choice((0, 1, 2, 3, 64, 255, 1 << 16, (1 << 32) - 1, 0.0, -1.0, 1e-30, float("nan"), True, "", "x"))
+        metadata[key] = rng.choice((odd, odd, odd, [], ["x"], np.zeros(3, "<i4"), np.full(2, -7, "<i4")))
 
 
 def _templates(models: Models) -> Target:

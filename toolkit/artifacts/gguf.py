@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.gguf_container import GgufContainer, read_container
+from toolkit.artifacts.gguf_keys import check_kinds
 from toolkit.artifacts.gguf_models import Change, arch_of, hf_config, hf_names, row_order, unstacked
 from toolkit.artifacts.gguf_tokenizer import write_tokenizer
 from toolkit.artifacts.home import toolkit_home
@@ -93,6 +94,7 @@ def open_gguf(path: Path) -> GgufFile:
     """Open and check a GGUF file from its tables alone. Raises ToolkitError, one line that names file and cause."""
     container = read_container(path)
     metadata = container.metadata
+    check_kinds(path, metadata)
     arch = arch_of(path, metadata)
     sources = hf_names(path, arch, container.tensors)
     factors = {
