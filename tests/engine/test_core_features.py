@@ -446,12 +446,12 @@ def test_a_grammar_that_does_not_compile_is_that_requests_error(fake: Any, respo
 def test_a_grammar_that_takes_long_to_compile_holds_nobody_else_up(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from toolkit.engine import constraints, grammar
 
-    compiled = grammar.Grammars._compile
+    compile_it = grammar.Grammars._compile
     go_on = threading.Event()
 
-    def slow(self: Any, response_format: dict[str, Any]) -> Any:
+    def slow(self: Any, *args: Any) -> Any:
         assert go_on.wait(30)
-        return compiled(self, response_format)
+        return compile_it(self, *args)
 
     monkeypatch.setattr(grammar.Grammars, "_compile", slow)
     core = make_core(fake, tokenizer=LetterTokenizer())
@@ -478,6 +478,33 @@ def test_a_grammar_that_takes_long_to_compile_holds_nobody_else_up(fake: Any, mo
     (late,) = ask(core, PROMPT, 9, grammar={"type": "choice", "choice": ["yes"]})
     assert "not compiled after" in str(late.error) and late.error_code == 400
     go_on.set()
+
+
+def test_a_grammar_that_reads_a_text_in_too_many_ways_ends_its_request_alone(
+    fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from toolkit.engine import grammar_pace
+
+    core = make_core(fake, tokenizer=LetterTokenizer())
+    letters = {"type": "regex_schema", "regex_schema": "[ab]{60}"}
+    core.add(EngineRequest("bad", PROMPT, SamplingParams(40, grammar=letters)))
+    early: list[EngineOutput] = []
+    while sum(len(o.token_ids) for o in early if o.id == "bad") < 3:
+        early += core.step()
+    core.add(EngineRequest("good", PROMPT, SamplingParams(9, grammar={"type": "choice", "choice": ["no"]})))
+    core.add(EngineRequest("free", PROMPT, SamplingParams(30)))
+    monkeypatch.setattr(grammar_pace, "EACH", -1.0)  # each token takes a second more than it may
+    monkeypatch.setattr(grammar_pace, "AT_ONCE", 0.2)
+    (request,) = [s for s in core.scheduler.running if s.id == "bad"]
+    early += core.step()
+    monkeypatch.setattr(grammar_pace, "EACH", 0.004)
+    early += core.step()
+    assert request.finished
+    outputs = run(core)
+    last = [o for o in early if o.id == "bad"][-1]
+    assert last.error_code == 400 and str(last.error).startswith("response_format: takes too long to follow")
+    assert outputs["good"][-1].finish_reason == "stop"
+    assert len(tokens_of([o for o in early if o.id == "free"] + outputs["free"])) == 30
 
 
 # -- rope -------------------------------------------------------------------------------------------

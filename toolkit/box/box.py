@@ -59,6 +59,11 @@ class Ticket:
             if self._child is not None:
                 self._child.end()
 
+    def check(self) -> None:
+        """Raise Cancelled if it was."""
+        if self.cancelled:
+            raise Cancelled
+
     def hold(self, child: _Child | None) -> None:
         """The child that runs the job from now on; None when it is done."""
         with self._lock:
@@ -129,8 +134,8 @@ class Box:
         with self._changed:
             while not self._free:
                 left = deadline - time.monotonic()
-                if ticket is not None and ticket.cancelled:
-                    raise Cancelled
+                if ticket is not None:
+                    ticket.check()
                 if left <= 0:
                     raise LimitError(f"nothing was free to work on it for {self._limits.seconds:.0f} s; try again")
                 self._changed.wait(min(left, 0.1))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from toolkit.box.box import Ticket
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.engine.sequence import Biases, History
 from toolkit.errors import UsageError
@@ -42,8 +43,9 @@ class Constraints:
         wanted = _grammar(p)
         return wanted is not None and (self._grammars is None or not self._grammars.has(wanted))
 
-    def of(self, request: EngineRequest) -> dict[str, Any]:
-        """``Sequence`` fields grammar, bad_words, history and biases. Raises UsageError for a bad grammar."""
+    def of(self, request: EngineRequest, ticket: Ticket | None = None) -> dict[str, Any]:
+        """``Sequence`` fields grammar, bad_words, history and biases. Raises UsageError for a bad grammar, Cancelled
+        when ``ticket`` says so."""
         p = request.params
         penalised = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
         biased = p.logit_bias or p.bad_token_ids or (p.min_new_tokens and p.stop_token_ids)
@@ -54,7 +56,7 @@ class Constraints:
         if p.bad_words:
             found["bad_words"] = self._words().state(p.bad_words)
         if (wanted := _grammar(p)) is not None:
-            found["grammar"] = self._compiler().state(wanted, p.stop_token_ids)
+            found["grammar"] = self._compiler().state(wanted, p.stop_token_ids, ticket)
         return found
 
     def _words(self) -> BadWords:
@@ -88,6 +90,7 @@ class Building:
         self._found: dict[str, Any] = {}
         self._error: Exception | None = None
         self._deadline = time.monotonic() + PATIENCE
+        self._ticket = Ticket()
         self._thread = threading.Thread(target=self._build, name="toolkit-constraints", daemon=True)
         self._thread.start()
 
@@ -96,6 +99,10 @@ class Building:
         """Whether ``result`` has an answer: the constraints, an error, or that it took too long."""
         return not self._thread.is_alive() or time.monotonic() > self._deadline
 
+    def cancel(self) -> None:
+        """Nobody wants the result any more."""
+        self._ticket.cancel()
+
     def wait(self, seconds: float) -> None:
         """Until it is done, at most so long."""
         self._thread.join(seconds)
@@ -103,6 +110,7 @@ class Building:
     def result(self) -> dict[str, Any]:
         """What ``Constraints.of`` gives. Raises what it raises, and UsageError after ``PATIENCE`` seconds."""
         if self._thread.is_alive():
+            self.cancel()
             raise UsageError(f"response_format: not compiled after {PATIENCE:.0f} s; use a smaller one")
         if self._error is not None:
             raise self._error
@@ -110,7 +118,7 @@ class Building:
 
     def _build(self) -> None:
         try:
-            self._found = self._constraints.of(self._request)
+            self._found = self._constraints.of(self._request, self._ticket)
         except Exception as e:
             self._error = e
 

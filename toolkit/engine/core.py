@@ -93,7 +93,8 @@ class EngineCore:
     def abort(self, request_id: str) -> None:
         """End a request and free its blocks now. Unknown ids (already finished) are ignored."""
         seq = self._sequences.get(request_id)
-        if self._held.pop(request_id, None) is not None:
+        if (held := self._held.pop(request_id, None)) is not None:
+            held[0].cancel()
             self._outputs.append(EngineOutput(request_id, finish_reason="abort"))
         elif seq is not None:
             self._outputs.append(EngineOutput(request_id, finish_reason="abort", cached_tokens=seq.cached_tokens))

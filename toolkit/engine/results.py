@@ -46,6 +46,9 @@ class StepResults:
         for i, (seq, token) in enumerate(zip(step.sampled, tokens, strict=True)):
             if seq.finished:
                 continue
+            if seq.grammar is not None and seq.grammar.failure is not None:
+                yield seq, _error(seq, seq.grammar.failure, 400)
+                continue
             if i in bad:
                 yield seq, _error(seq, NAN_LOGITS)
                 continue
@@ -96,6 +99,8 @@ class StepResults:
         except Exception as e:
             return _error(seq, f"logits_processors: {type(e).__name__}: {e}")
         sampling = self.builder.host_sampling(seq)
+        if seq.grammar is not None and seq.grammar.failure is not None:
+            return _error(seq, seq.grammar.failure, 400)
         x = host_sampler.adjust(logits, sampling, 0)
         if not host_sampler.drawable(x, sampling, 0):
             return _error(seq, "logits_processors: what they return holds NaN or infinity, or rules every token out")
@@ -219,5 +224,5 @@ def _or_error(seq: Sequence, make: Callable[[], EngineOutput]) -> EngineOutput:
         return _error(seq, f"the engine failed over this request's token ({type(e).__name__}: {e})")
 
 
-def _error(seq: Sequence, text: str) -> EngineOutput:
-    return EngineOutput(seq.id, finish_reason="error", error=text, error_code=500, cached_tokens=seq.cached_tokens)
+def _error(seq: Sequence, text: str, code: int = 500) -> EngineOutput:
+    return EngineOutput(seq.id, finish_reason="error", error=text, error_code=code, cached_tokens=seq.cached_tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING
 
-from toolkit.engine.grammar import check_format
+from toolkit.engine.grammar_format import check_format
 from toolkit.engine.request import SamplingParams
 from toolkit.errors import UsageError
 from toolkit.messages import GenerationConfig

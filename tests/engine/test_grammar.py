@@ -1,0 +1,195 @@
+"""Grammars from strangers: hostile ones end in one line, in time, and honest ones are what they were."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from toolkit.box.box import Cancelled, Limits, Ticket
+from toolkit.engine import grammar
+from toolkit.engine.grammar import Grammars
+from toolkit.engine.grammar_format import check_format
+from toolkit.errors import UsageError
+
+SIZE = 300
+EOS = SIZE - 1
+
+
+class Letters:
+    """One token a byte, some of several letters, and an end."""
+
+    special_ids = frozenset({EOS})
+    eos_ids = (EOS,)
+    token_bytes = [bytes([b]) for b in range(256)] + [b"aa", b"aaaa", b"a" * 16, b'{"', b'":', b", ", b"  "]
+    token_bytes += [b"x%d" % i for i in range(SIZE - 1 - len(token_bytes))] + [b"</s>"]
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(Letters(), SIZE)  # type: ignore[arg-type]
+
+
+def refusal(grammars: Grammars, response_format: dict[str, Any]) -> str:
+    with pytest.raises(UsageError) as error:
+        grammars.state(response_format, [])
+    assert "\n" not in str(error.value) and str(error.value).startswith("response_format: "), str(error.value)
+    return str(error.value)
+
+
+def follow(grammars: Grammars, response_format: dict[str, Any], text: bytes) -> bool:
+    """Whether ``text`` is by the grammar from its start to a possible end."""
+    state = grammars.state(response_format, [])
+    mask = np.zeros((1, -(-SIZE // 32)), np.int32)
+    for byte in text:
+        state.fill(mask, 0)
+        if not mask[0, byte >> 5] >> (byte & 31) & 1:
+            return False
+        state.accept(byte)
+    state.fill(mask, 0)
+    return bool(mask[0, EOS >> 5] >> (EOS & 31) & 1)
+
+
+def test_what_is_too_large_is_refused_before_it_is_compiled(corpus: Any) -> None:
+    for response_format, words in corpus("grammars").too_large():
+        started = time.thread_time()
+        with pytest.raises(UsageError, match=words) as error:
+            check_format(response_format)
+        assert "\n" not in str(error.value) and time.thread_time() - started < 0.5
+
+
+def test_what_would_hold_the_engine_up_is_refused_or_soon_followed_no_further(grammars: Grammars, corpus: Any) -> None:
+    at_once = 0
+    for response_format in corpus("grammars").too_slow():
+        started = time.thread_time()
+        try:
+            state = grammars.state(response_format, [])
+        except UsageError as error:
+            assert "takes too long to follow" in str(error) and "\n" not in str(error)
+            at_once += 1
+            before = time.monotonic()
+            refusal(grammars, response_format)  # known by now
+            assert time.monotonic() - before < 0.5
+            continue
+        letter = ord("x" if response_format["type"] == "grammar" else "a")
+        mask = np.zeros((1, -(-SIZE // 32)), np.int32)
+        tokens = 0
+        while state.failure is None:
+            state.fill(mask, 0)
+            assert state.accept(letter) is False
+            tokens += 1
+        state.fill(mask, 0)
+        assert "takes too long to follow" in state.failure and not mask.any()
+        assert time.thread_time() - started < 3 + 0.01 * tokens
+    assert at_once >= 3
+
+
+def test_what_cannot_be_compiled_within_limits_costs_this_process_nothing(
+    corpus: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar, "LIMITS", Limits(512 << 20, cpu_seconds=0.4, reply=8 << 20))
+    grammars = Grammars(Letters(), SIZE)  # type: ignore[arg-type]
+    grammars.state({"type": "json_object"}, [])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    refused = 0
+    for response_format in corpus("grammars").heavy():
+        try:
+            grammars.state(response_format, [])
+        except UsageError as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert refused >= 3
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10
+    assert follow(grammars, {"type": "json_object"}, b"{}")
+
+
+def test_honest_formats_are_taken(grammars: Grammars, corpus: Any) -> None:
+    for response_format in corpus("grammars").harmless():
+        grammars.state(response_format, [])
+    object_ = {
+        "type": "object",
+        "properties": {"b": {"type": "integer"}, "a": {"enum": ["x", 1]}},
+        "required": ["b", "a"],
+    }
+    named = {"type": "json_schema", "json_schema": {"name": "n", "schema": object_}}
+    assert follow(grammars, named, json.dumps({"b": 12, "a": "x"}).encode())
+    assert follow(grammars, {"type": "regex_schema", "regex_schema": "a[bc]{2}"}, b"abc")
+    assert not follow(grammars, {"type": "choice", "choice": ["yes", "no"]}, b"maybe")
+
+
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+def test_json_has_one_blank_after_commas_and_colons_and_no_more(grammars: Grammars, kind: str) -> None:
+    anything = {"type": "json_schema", "json_schema": {"schema": {"type": "object", "additionalProperties": True}}}
+    chosen = anything if kind == "json_schema" else {"type": "json_object"}
+    value = {"a": [1, {"b": None}], "c": "d  e"}
+    assert follow(grammars, chosen, json.dumps(value).encode())
+    for loose in ('{"a":  1}', '{ "a": 1}', '{"a": 1 }', ' {"a": 1}', '{"a" : 1}', '{"a": 1,\n "b": 2}', '{"a": 1}\n'):
+        assert not follow(grammars, chosen, loose.encode()), loose
+
+
+def test_the_order_of_properties_is_the_schema_s(grammars: Grammars) -> None:
+    for names in ("ab", "ba"):
+        properties = {name: {"type": "integer"} for name in names}
+        asked = {"type": "object", "properties": properties, "required": list(names)}
+        text = json.dumps(dict.fromkeys(names, 1)).encode()
+        assert follow(grammars, {"type": "json_schema", "json_schema": {"schema": asked}}, text)
+
+
+def test_long_and_deep_texts_are_followed_without_harm(grammars: Grammars) -> None:
+    any_json = {"type": "json_schema", "json_schema": {"schema": {}}}
+    for response_format, byte in (
+        (any_json, b"["),
+        ({"type": "grammar", "grammar": 'root ::= "a" root "b" | ""'}, b"a"),
+        ({"type": "grammar", "grammar": 'root ::= root "a" | "a"'}, b"a"),
+    ):
+        state = grammars.state(response_format, [])
+        mask = np.zeros((1, -(-SIZE // 32)), np.int32)
+        for _ in range(20_000):
+            state.fill(mask, 0)
+            assert state.failure is None and mask.any()
+            assert not state.accept(byte[0])
+        del state
+
+
+def test_a_request_that_leaves_frees_the_compiler(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = {"type": "regex_schema", "regex_schema": "(ab|cd)?" * 900}
+    ticket, ends = Ticket(), []
+
+    def ask(ticket: Ticket) -> None:
+        try:
+            grammars.state(long, [], ticket)
+        except (Cancelled, UsageError) as error:
+            ends.append(type(error))
+
+    also = Ticket()
+    threads = [threading.Thread(target=ask, args=(t,)) for t in (ticket, also)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.5)
+    started = time.monotonic()
+    ticket.cancel()
+    also.cancel()
+    for thread in threads:
+        thread.join(20)
+    assert ends == [Cancelled, Cancelled] and time.monotonic() - started < 5
+    assert not grammars.has(long) and not grammars._refused.get(grammar._key(long))
+
+
+def test_grammars_need_no_torch_and_leave_xgrammar_whole() -> None:
+    code = (
+        "import sys\n"
+        "import toolkit.engine.grammar_job, toolkit.engine.grammar\n"
+        "assert not {'torch', 'transformers', 'xgrammar'} & set(sys.modules), sys.modules.keys()\n"
+        "import xgrammar, torch\n"
+        "from xgrammar.base import _core\n"
+        "assert xgrammar.GrammarCompiler and _core is toolkit.engine.grammar.CORE\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr

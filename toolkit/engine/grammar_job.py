@@ -1,0 +1,106 @@
+"""Compiling a grammar, and trying it out, inside a box: see ``grammar.py``, which asks for it."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.engine.grammar_pace import Pace
+from toolkit.engine.xgrammar_core import CORE, vocabulary
+
+_PLACE = re.compile(r"\[[\d:]+\] \S+:\d+: ")  # "[12:34:56] /project/cpp/file.cc:83: " before xgrammar's own words
+_WALKS, _TOKENS = 2, 48  # texts that are tried, tokens of each
+_CACHE = 32 << 20  # bytes of parts that schemas have in common
+
+Job = Callable[[dict[str, Any], bytes], tuple[None, bytes]]
+
+
+def compiling(setup: dict[str, Any], data: bytes) -> Job:
+    """The box's job. ``setup``: the "lengths" of the tokens whose bytes are ``data``, the vocabulary's "size", "stops".
+
+    It takes a response_format and gives the compiled grammar as bytes. Raises ValueError, one line, for one that is not
+    valid, allows no text, or takes too long to follow.
+    """
+    tokens = [data[a:b] for a, b in pairwise(accumulate(setup["lengths"], initial=0))]
+    info = vocabulary(tokens, setup["size"], setup["stops"])
+    compiler = CORE.GrammarCompiler(info, 1, True, _CACHE)
+
+    def run(response_format: dict[str, Any], data: bytes) -> tuple[None, bytes]:
+        try:
+            compiled = _compile(compiler, response_format)
+            for seed in range(_WALKS):
+                _try_out(compiled, setup, tokens, random.Random(seed))
+            return None, str(compiled.serialize_json()).encode()
+        except RuntimeError as e:
+            if "bad_alloc" in str(e):
+                raise MemoryError from None
+            reason = _PLACE.sub("", " ".join(str(e).split()))
+            raise ValueError(f"is not valid: {reason:.300}") from e
+
+    return run
+
+
+def _compile(compiler: Any, response_format: dict[str, Any]) -> Any:
+    kind = response_format["type"]
+    value = response_format.get(kind)
+    if kind == "json_object":
+        return _compile_schema(compiler, {"type": "object"})
+    if kind == "json_schema":
+        return _compile_schema(compiler, value.get("schema", value))
+    if kind == "regex_schema":
+        return compiler.compile_regex(value)
+    if kind == "choice":
+        value = "root ::= " + " | ".join(json.dumps(c, ensure_ascii=False) for c in value)
+    return compiler.compile_grammar_from_strings(value, "root")
+
+
+def _compile_schema(compiler: Any, schema: Any) -> Any:
+    # One blank after each comma and colon, as models were trained on: where any number may stand, they write blanks on
+    # and on, and the answer is cut.
+    any_whitespace, indent, separators, strict, most_blanks, any_order = False, None, (", ", ": "), True, None, False
+    text = json.dumps(schema)
+    return compiler.compile_json_schema(text, any_whitespace, indent, separators, strict, most_blanks, any_order)
+
+
+def _try_out(compiled: Any, setup: dict[str, Any], tokens: list[bytes], choose: random.Random) -> None:
+    """Write a text by the grammar, as long as it goes, of long tokens. Raises ValueError where it cannot begin or takes
+    longer than the engine would wait."""
+    stops = setup["stops"]
+    matcher = CORE.GrammarMatcher(compiled, stops or None, not stops, -1, None)
+    pace = Pace()
+    allowed = _allowed(matcher, setup, len(tokens), pace)
+    if not len(allowed):
+        raise ValueError("allows no text at all")
+    for _ in range(_TOKENS):
+        pace.next_token()
+        some = sorted(set(choose.choices(allowed.tolist(), k=8)), key=lambda i: (-len(tokens[i]), i))
+        for token in some:  # the first after which the text may go on
+            with pace:
+                matcher.accept_token(token, False)
+            allowed = _allowed(matcher, setup, len(tokens), pace)
+            if pace.lost:
+                raise ValueError("takes too long to follow: the same text can be read by it in too many ways")
+            if len(allowed):
+                break
+            matcher.rollback(1)
+        else:
+            return
+
+
+def _allowed(matcher: Any, setup: dict[str, Any], known: int, pace: Pace) -> NDArray[np.intp]:
+    """Tokens that may come next and are no end."""
+    if matcher.is_terminated():
+        return np.zeros(0, np.intp)
+    mask = np.zeros((1, -(-setup["size"] // 32)), np.int32)
+    with pace:
+        matcher.fill_next_token_bitmask(mask, 0, False)
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:known]
+    bits[[i for i in setup["stops"] if i < known]] = 0
+    return np.flatnonzero(bits)
