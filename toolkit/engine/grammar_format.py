@@ -42,7 +42,7 @@ def check_format(response_format: Any) -> None:
         raise UsageError(f"response_format: field {kind!r}: expected {wanted}, found {value!r:.60}")
     _check_size(kind, value)
     if kind == "regex_schema":
-        _check_regex(kind, value)
+        _check_regex(kind, str(value))
 
 
 def _check_size(kind: str, value: Any) -> None:

@@ -49,7 +49,7 @@ def compiling(setup: dict[str, Any], data: bytes) -> Job:
 
 def _compile(compiler: Any, response_format: dict[str, Any]) -> Any:
     kind = response_format["type"]
-    value = response_format.get(kind)
+    value: Any = response_format.get(kind)
     if kind == "json_object":
         return _compile_schema(compiler, {"type": "object"})
     if kind == "json_schema":
