@@ -3,61 +3,33 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from toolkit.commands.options import EngineFlags, with_engine_flags
 from toolkit.commands.output import show_engine, stderr
+from toolkit.commands.sampling_options import AnswerFlags, with_answer_flags
 from toolkit.errors import UsageError
 
 if TYPE_CHECKING:
     from toolkit.chat.conversation import Conversation
     from toolkit.chat.repl import Model
 
-PANEL = "Sampling"
-
-
-def _sampling(*names: str, help: str) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=PANEL)
-
 
 @with_engine_flags
+@with_answer_flags
 def run(
     model: Annotated[str, typer.Argument(help="Local directory, hub id, .gguf file, artifact, or demo.")],
     engine: EngineFlags,
+    sampling: AnswerFlags,
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", help="Answer this and leave; the answer alone is on stdout.")
     ] = None,
     system: Annotated[str | None, typer.Option(help="System text, instead of the chat template's own.")] = None,
-    do_sample: Annotated[
-        bool | None, _sampling("--do-sample/--greedy", help="Draw tokens, or take the likeliest. Default: the model's.")
-    ] = None,
-    temperature: Annotated[float | None, _sampling("--temperature", help="0 to 2; 0 is greedy.")] = None,
-    top_p: Annotated[float | None, _sampling("--top-p", help="Keep the likeliest tokens of this mass.")] = None,
-    top_k: Annotated[int | None, _sampling("--top-k", help="Keep this many likeliest tokens; 0 = all.")] = None,
-    min_p: Annotated[
-        float | None, _sampling("--min-p", help="Keep tokens of at least this share of the likeliest one's.")
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None, _sampling("--repetition-penalty", help="Above 1 discourages repeats.")
-    ] = None,
-    presence_penalty: Annotated[
-        float | None, _sampling("--presence-penalty", help="-2 to 2, once for every token used before.")
-    ] = None,
-    frequency_penalty: Annotated[
-        float | None, _sampling("--frequency-penalty", help="-2 to 2, for every time a token was used before.")
-    ] = None,
-    max_new_tokens: Annotated[int | None, _sampling("--max-new-tokens", help="Longest answer. Default: 512.")] = None,
-    min_new_tokens: Annotated[int | None, _sampling("--min-new-tokens", help="Shortest answer.")] = None,
     keep: Annotated[
         int, typer.Option(min=0, metavar="<int>", help="Messages from the start that stay when the context is full.")
     ] = 0,
-    seed: Annotated[int | None, _sampling("--seed", help="The same seed draws the same answer.")] = None,
-    stop: Annotated[list[str] | None, _sampling("--stop", help="Text that ends the answer; repeatable.")] = None,
-    ignore_eos: Annotated[
-        bool | None, _sampling("--ignore-eos", help="Go on where the model would end its answer.")
-    ] = None,
 ) -> None:
     """Talk to MODEL. /help shows the commands, exit or Ctrl-D leaves.
 
@@ -67,21 +39,7 @@ def run(
     """
     question = read_question(prompt)
     config = engine.config()
-    given = {
-        "do_sample": do_sample,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "max_new_tokens": max_new_tokens,
-        "min_new_tokens": min_new_tokens,
-        "seed": seed,
-        "stop": stop or None,
-        "ignore_eos": ignore_eos,
-    }
+    given = sampling.given()
     from toolkit.api import Pipeline
     from toolkit.chat import settings
     from toolkit.chat.conversation import Conversation

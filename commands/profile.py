@@ -11,11 +11,13 @@ import typer
 from toolkit.commands.groups import Group
 from toolkit.commands.options import EngineFlags, with_engine_flags
 from toolkit.commands.output import show_engine, stdout, table, write_json
+from toolkit.commands.sampling_options import LoadFlags, with_load_flags
 from toolkit.errors import UsageError
 from toolkit.progress import Progress
 
 if TYPE_CHECKING:
     from toolkit.engine.frontend import AsyncEngine
+    from toolkit.messages import GenerationConfig
 
 app = typer.Typer(
     cls=Group, add_completion=False, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False
@@ -66,11 +68,20 @@ def _config(engine: EngineFlags) -> Any:
     return engine.config()
 
 
+def _drawing(sampling: LoadFlags) -> GenerationConfig:
+    """How tokens are drawn; greedily where no flag asks for more."""
+    from toolkit.chat import settings
+
+    return settings.change(settings.GREEDY, **sampling.given())
+
+
 @app.command("throughput")
 @with_engine_flags
+@with_load_flags
 def throughput(
     model: MODEL,
     engine: EngineFlags,
+    sampling: LoadFlags,
     dataset: Annotated[
         str, typer.Option(help="random, or a file: ShareGPT .json, .jsonl, or .txt with blank lines between prompts.")
     ] = "random",
@@ -102,7 +113,9 @@ def throughput(
     result_file.check_json("--json", json_file, columns[2:])
     result_file.check_csv("--csv", csv_file, columns)
     result_file.check_plot("--plot", plot)
-    load = runner.Load(dataset, num_prompts, concurrency, random_input_len, random_output_len, request_rate, seed)
+    load = runner.Load(
+        dataset, num_prompts, concurrency, random_input_len, random_output_len, request_rate, seed, _drawing(sampling)
+    )
     watch = Watch(model, num_prompts)
     with watch.progress:
         result = runner.measure(
@@ -150,9 +163,11 @@ def _print_throughput(model: str, summary: dict[str, float | int]) -> None:
 
 @app.command("generation")
 @with_engine_flags
+@with_load_flags
 def generation(
     model: MODEL,
     engine: EngineFlags,
+    sampling: LoadFlags,
     concurrency: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8,32",
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
     completion_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each.")] = 128,
@@ -176,7 +191,7 @@ def generation(
         raise UsageError(f"--concurrency: expected numbers separated by commas, found {concurrency!r}") from None
     from toolkit.profile import generation as runner
 
-    grid = runner.Grid(sizes, prompt_tokens, completion_tokens, rounds, seed)
+    grid = runner.Grid(sizes, prompt_tokens, completion_tokens, rounds, seed, _drawing(sampling))
     watch = Watch(model, sum(sizes) * rounds)
     with watch.progress:
         rows = runner.measure(

@@ -9,6 +9,7 @@ import typer
 from toolkit.commands.groups import Group
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags
 from toolkit.commands.output import show_engine, stderr
+from toolkit.commands.sampling_options import AnswerFlags, with_answer_flags
 from toolkit.errors import UsageError
 from toolkit.serve.limits import Limits
 
@@ -118,8 +119,12 @@ def api_server(
 
 
 @app.command("api_client")
+@with_answer_flags
 def api_client(
-    url: Annotated[str, typer.Argument(help="The server: scheme, host and port.")] = "http://127.0.0.1:23333",
+    sampling: AnswerFlags,
+    url: Annotated[
+        str, typer.Argument(help="The server: scheme, host and port, with or without /v1.")
+    ] = "http://127.0.0.1:23333",
     api_key: Annotated[str | None, typer.Option(help="Key that the server asks for.")] = None,
     model_name: Annotated[str | None, typer.Option(help="Which of its models. Default: the first.")] = None,
     prompt: Annotated[
@@ -131,6 +136,7 @@ def api_client(
 
     Example: tool serve api_client http://127.0.0.1:23333
     """
+    from toolkit.chat import settings
     from toolkit.chat.conversation import Conversation
     from toolkit.commands.chat import answer_once, converse, read_question
     from toolkit.messages import GenerationConfig
@@ -138,8 +144,9 @@ def api_client(
     from toolkit.serve.remote import RemoteModel
 
     question = read_question(prompt)
+    config = settings.change(GenerationConfig(do_sample=True, temperature=0.7, top_k=40), **sampling.given())
     model = RemoteModel(APIClient(url, api_key), model_name)
-    talk = Conversation(GenerationConfig(do_sample=True, temperature=0.7, top_k=40), system)
+    talk = Conversation(config, system)
     if question is not None:
         answer_once(model, talk, question)
     else:

@@ -143,7 +143,8 @@ class Pipeline:
         do_preprocess=False takes texts as they are, without chat template. use_tqdm shows progress on standard error.
         ``adapter_name``: one of the engine config's ``adapters``, None for the plain model.
         ``tools`` and ``chat_template_kwargs`` go to the chat template. A request that fails gives a Response with
-        finish_reason "error" and an error_message; the others are not touched.
+        finish_reason "error" and an error_message; the others are not touched. A prompt that fills the session gives an
+        empty one with finish_reason "length", the error_message saying so.
         """
         batch, single = as_batch(prompts)
         jobs = self._jobs(batch, gen_config, do_preprocess, adapter_name, None, kwargs)
@@ -321,7 +322,7 @@ class Pipeline:
                 session.response.extend(piece)
                 yield piece
         finally:
-            if session.response.finish_reason != "error" and not session.closed:
+            if not session.response.error_message and not session.closed:
                 session.history.append((prompt, session.response.text))
 
     def _check_adapter(self, name: str) -> None:

@@ -109,6 +109,8 @@ class JobRunner:
         try:
             if job.error is not None:
                 raise job.error
+            if (found := len(job.token_ids)) >= (most := self._engine.session_len):
+                return self._too_long(job, found, most, emit, done)
             pieces = self._engine.generate(
                 job.token_ids, job.config, request_id=job.request_id, session=name, adapter=job.adapter
             )
@@ -126,6 +128,16 @@ class JobRunner:
                 self._running.pop(name, None)
         done()
         return with_tensors(whole)
+
+    @staticmethod
+    def _too_long(job: Job, found: int, most: int, emit: Emit, done: Callable[[], None]) -> Response:
+        """The answer to a prompt that leaves no room for one, as LMDeploy has it: none, cut by the session's length."""
+        why = f"the prompt has {found} tokens, the session holds {most}; shorten it or raise session_len"
+        logger.warning("prompt %d: %s", job.key[0], why)
+        empty = _label(Response(finish_reason="length", input_token_len=found, error_message=why), job)
+        emit(empty)
+        done()
+        return empty
 
 
 def _label(piece: Response, job: Job) -> Response:

@@ -138,12 +138,12 @@ def test_a_failing_request_leaves_its_siblings_alone(pipe: Pipeline) -> None:
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     prompts: list[Any] = ["the fox", "word " * 2000, image, "the fox"]
     results = pipe(prompts, gen_config=SHORT)
-    assert [r.finish_reason for r in results] == ["length", "error", "error", "length"]
+    assert [r.finish_reason for r in results] == ["length", "length", "error", "length"]
     assert [r.index for r in results] == [0, 1, 2, 3]
     assert "256" in results[1].error_message and "image_url" in results[2].error_message
-    assert results[1].error_code == results[2].error_code == 400
+    assert results[1].text == "" and results[1].error_code is None and results[2].error_code == 400
     assert results[0].text == results[3].text
-    streamed = [p for p in pipe.stream_infer(prompts, gen_config=SHORT) if p.finish_reason == "error"]
+    streamed = [p for p in pipe.stream_infer(prompts, gen_config=SHORT) if p.error_message]
     assert sorted(p.index for p in streamed) == [1, 2]
 
 
@@ -183,7 +183,7 @@ def test_chat_streams_and_counts_what_was_read(pipe: Pipeline) -> None:
 
 def test_a_turn_that_fails_is_not_history(pipe: Pipeline) -> None:
     session: Any = pipe.chat("word " * 2000)
-    assert session.response.finish_reason == "error"
+    assert session.response.error_message
     assert session.history == []
 
 
@@ -387,3 +387,15 @@ next(stream)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[]\n"  # the loop had stopped before the interpreter went away
+
+
+def test_a_prompt_that_fills_the_session_ends_empty_by_its_length(pipe: Pipeline) -> None:
+    long, fits = "the fox " * 400, "the fox"
+    full, other = pipe([long, fits], gen_config=SHORT)
+    assert (full.text, full.finish_reason, full.generate_token_len) == ("", "length", 0)
+    assert full.input_token_len >= 256 and full.error_code is None and "session holds 256" in (full.error_message or "")
+    assert other.finish_reason == "length" and other.generate_token_len == 12 and other.error_message is None
+    (only,) = pipe.stream_infer([long], gen_config=SHORT)
+    assert (only.text, only.finish_reason, only.index) == ("", "length", 0)
+    session = pipe.chat(long, gen_config=SHORT)
+    assert isinstance(session, Session) and session.history == [] and session.response.finish_reason == "length"

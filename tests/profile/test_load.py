@@ -57,7 +57,7 @@ class Ticking:
 
 def test_one_request() -> None:
     engine = Ticking(0.01, pairs=True)
-    record = asyncio.run(run_one(engine, Ask([1, 2, 3], 5), "a"))
+    record = asyncio.run(run_one(engine, Ask([1, 2, 3], 5), "a", GenerationConfig()))
     assert [count for _, count in record.arrivals] == [1, 2, 2] and record.input_tokens == 3
     assert len(record.drawn) == 5 and record.start < record.drawn[0] <= record.drawn[-1] <= record.end
     assert record.error is None and record.ttft >= 0.01 and record.e2e >= 0.03
@@ -113,3 +113,13 @@ def test_profile_needs_no_server(module: str) -> None:
         "assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
+
+
+def test_tokens_are_drawn_as_asked_for() -> None:
+    engine = Ticking()
+    asks = [Ask([1, 2], 3)] * 2
+    drawn = GenerationConfig(do_sample=True, temperature=0.3, top_k=7)
+    asyncio.run(run_all(engine, asks))
+    asyncio.run(run_all(engine, asks, sampling=drawn))
+    assert [c.greedy for c in engine.configs] == [True, True, False, False]
+    assert {(c.temperature, c.top_k, c.max_new_tokens, c.ignore_eos) for c in engine.configs[2:]} == {(0.3, 7, 3, True)}

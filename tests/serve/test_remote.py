@@ -36,6 +36,10 @@ def test_one_answer(start: Any, client: Any) -> None:
     code, out, err = client(server.url, "--api-key", "k", "-p", "abc")
     assert (code, out) == (0, "[user]abc\n") and err.startswith("9 tokens, ")
     assert client(server.url, "--api-key", "k", "--system", "Be odd.", text="abc\n")[1] == "[system]Be odd.[user]abc\n"
+    assert client(f"{server.url}/v1", "--api-key", "k", "-p", "abc", "--temperature", "0.2", "--max-new-tokens", "4")[1]
+    drawn = server.engine.seen[-1][1]
+    assert (drawn.temperature, drawn.top_k, drawn.max_new_tokens) == (0.2, 40, 4)
+    assert "top_p" in client(server.url, "-p", "abc", "--top-p", "7")[2]
     _, config = server.engine.seen[0]
     assert (config.temperature, config.top_p, config.top_k, config.max_new_tokens) == (0.7, 1.0, 40, 512)
 

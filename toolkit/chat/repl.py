@@ -106,7 +106,7 @@ def answer(model: Model, messages: Sequence[Message], config: GenerationConfig, 
         close: Callable[[], Any] = getattr(pieces, "close", lambda: None)
         close()
         screen.end_of_text()
-    if whole.finish_reason == "error":
+    if whole.finish_reason == "error" or (whole.finish_reason == "length" and not whole.generate_token_len):
         raise ToolkitError(whole.error_message or "the request failed")
     return whole, speed.line()
 

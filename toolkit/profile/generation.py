@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from toolkit.engine.frontend import AsyncEngine
 from toolkit.engine_configs import EngineConfig
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.messages import GenerationConfig
 from toolkit.profile.load import run_all
 from toolkit.profile.memory import PeakMemory, gpu_used_mib, process_tree_mib
 from toolkit.profile.metrics import RequestRecord, generation_row
@@ -30,6 +31,7 @@ class Grid:
     completion_tokens: int = 128
     rounds: int = 1
     seed: int = 0
+    sampling: GenerationConfig = field(default_factory=GenerationConfig)
 
     def check(self) -> None:
         """Raise UsageError for the first value out of its range."""
@@ -102,7 +104,8 @@ async def _measure_all(
         rounds = []
         for turn in range(grid.rounds):
             asks = batch(size, grid.completion_tokens)
-            records, _ = await run_all(engine, asks, name=f"round-{size}-{turn}", on_done=on_done)
+            name = f"round-{size}-{turn}"
+            records, _ = await run_all(engine, asks, name=name, sampling=grid.sampling, on_done=on_done)
             if failed := [record.error for record in records if record.error]:
                 raise ToolkitError(f"concurrency {size}: {len(failed)} of {size} requests failed: {failed[0]}")
             rounds.append(records)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from toolkit.engine.stream import Timings
@@ -27,9 +28,9 @@ class Engine(Protocol):
     ) -> AsyncIterator[Response]: ...
 
 
-async def run_one(engine: Engine, ask: Ask, request_id: str) -> RequestRecord:
-    """Generate ``ask.output_len`` tokens, greedily and past any end token. A failure is noted in the record."""
-    config = GenerationConfig(max_new_tokens=ask.output_len, ignore_eos=True)
+async def run_one(engine: Engine, ask: Ask, request_id: str, sampling: GenerationConfig) -> RequestRecord:
+    """Generate ``ask.output_len`` tokens, past any end token. A failure is noted in the record."""
+    config = replace(sampling, max_new_tokens=ask.output_len, ignore_eos=True)
     timings = Timings()
     record = RequestRecord(len(ask.token_ids), time.perf_counter(), drawn=timings.drawn)
     stream = engine.generate(ask.token_ids, config, request_id=request_id, timings=timings)
@@ -48,12 +49,14 @@ async def run_all(
     concurrency: int | None = None,
     starts: Sequence[float] | None = None,
     name: str = "profile",
+    sampling: GenerationConfig | None = None,
     on_done: Callable[[RequestRecord], None] = lambda record: None,
 ) -> tuple[list[RequestRecord], float]:
     """Run ``asks`` and return their records, in order, and the seconds that all took.
 
     ``concurrency``: most requests at once (None = no limit); ``starts``: seconds after which each may begin (None = at
-    once). A request's own clock starts when it is handed to the engine.
+    once). ``sampling``: how tokens are drawn (None = greedily). A request's own clock starts when it is
+    handed to the engine.
     """
     gate: contextlib.AbstractAsyncContextManager[object]
     gate = asyncio.Semaphore(concurrency) if concurrency else contextlib.nullcontext()
@@ -63,7 +66,7 @@ async def run_all(
         if starts is not None:
             await asyncio.sleep(max(0.0, begin + starts[index] - time.perf_counter()))
         async with gate:
-            record = await run_one(engine, ask, f"{name}-{index}")
+            record = await run_one(engine, ask, f"{name}-{index}", sampling or GenerationConfig())
         on_done(record)
         return record
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from toolkit.engine.frontend import AsyncEngine
 from toolkit.engine_configs import EngineConfig
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.messages import GenerationConfig
 from toolkit.profile.load import run_all
 from toolkit.profile.metrics import RequestRecord, throughput_summary
 from toolkit.profile.workload import Ask, dataset_asks, poisson_starts, random_asks
@@ -30,6 +31,7 @@ class Load:
     random_output_len: int | None = None
     request_rate: float = math.inf
     seed: int = 0
+    sampling: GenerationConfig = field(default_factory=GenerationConfig)
 
     def check(self) -> None:
         """Raise UsageError for the first value out of its range."""
@@ -90,7 +92,9 @@ def measure(
 
         async def run() -> tuple[list[RequestRecord], float]:
             await run_all(engine, warm_up, name="warm-up")
-            return await run_all(engine, asks, concurrency=load.concurrency, starts=starts, on_done=on_done)
+            return await run_all(
+                engine, asks, concurrency=load.concurrency, starts=starts, sampling=load.sampling, on_done=on_done
+            )
 
         records, duration = asyncio.run(run())
     finally:
