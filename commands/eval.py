@@ -84,7 +84,7 @@ def compare(
 ) -> None:
     """How far B is from A: perplexity of both, KL divergence with its standard error, agreement on the best token.
 
-    Example: tool eval compare demo demo-4bit --data book.txt
+    Example: tool eval compare demo demo-awq --data book.txt
     """
     from toolkit.artifacts.result_file import check_json
     from toolkit.eval.compare import compare as measure

@@ -84,7 +84,7 @@ def auto_awq(
 ) -> None:
     """4-bit weights by AWQ (activation-aware scales and clipping), in the AWQ "gemm" format.
 
-    Example: tool lite auto_awq demo --work-dir demo-4bit
+    Example: tool lite auto_awq demo --work-dir demo-awq
     """
     from toolkit.quant.lite import auto_awq as quantize
 

@@ -1,0 +1,64 @@
+"""What README, docs and --help show: commands, options and Python, taken out of the text."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from toolkit.commands.main import COMMANDS, app
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    """The code blocks of a page in one of ``languages``."""
+    found = _FENCE.findall(page.read_text(encoding="utf-8"))
+    return [re.sub(f"^{indent}", "", body, flags=re.M) for indent, language, body in found if language in languages]
+
+
+def lines(block: str) -> list[list[str]]:
+    """The commands of a shell block as words, lines that end in a backslash joined, comments gone."""
+    found = []
+    for line in block.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if words:
+            found.append(words)
+    return found
+
+
+def spans(page: Path) -> list[str]:
+    """What stands between single backticks."""
+    text = _FENCE.sub("", page.read_text(encoding="utf-8"))
+    return re.findall(r"(?<!`)`([^`\n]+(?:\n[^`\n]+)?)`(?!`)", text)
+
+
+def commands() -> Iterator[tuple[list[str], Any]]:
+    """(its words, the command) of every command that does something."""
+    root = typer.main.get_command(app)
+    context = typer.Context(root, info_name="tool")
+    for name in COMMANDS:
+        _, command, _ = root.resolve_command(context, [name])
+        inner = getattr(command, "commands", {})
+        if not inner or getattr(command, "invoke_without_command", False):
+            yield [name], command
+        for child, one in inner.items():
+            yield [name, child], one
+
+
+def options(command: Any) -> set[str]:
+    names = {name for p in command.params for name in (*p.opts, *p.secondary_opts) if name.startswith("-")}
+    return names | {"--help", "-h", "--debug"}
+
+
+def examples(command: Any) -> list[list[str]]:
+    """The command lines that a command's help gives as examples."""
+    text = " ".join((command.help or "").split())
+    found = re.search(r"Examples?: (.*)$", text)
+    return [shlex.split(part) for part in found[1].split(";")] if found else []
