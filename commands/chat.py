@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from toolkit.commands.interrupt import answered
 from toolkit.commands.options import EngineFlags, with_engine_flags
 from toolkit.commands.output import show_engine, stderr
 from toolkit.commands.sampling_options import AnswerFlags, with_answer_flags
@@ -123,4 +124,5 @@ def converse(model: Model, name: str, talk: Conversation, note: str = "", contex
     def status() -> str:
         return f"{name} · {describe(talk.config)} · {len(talk.turns)} messages{context}"
 
-    Repl(model, name, talk, screen).run(reader(toolkit_home() / "chat_history", COMMANDS, status))
+    with answered():  # Ctrl-C stops an answer
+        Repl(model, name, talk, screen).run(reader(toolkit_home() / "chat_history", COMMANDS, status))

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -131,8 +130,6 @@ class LiteFlags:
                 raise UsageError(f"--{name.replace('_', '-')}: this command has no use for it; leave the option out")
         check_json("--json", self.json, ("path", "options"))
         check_plot("--plot", self.plot)
-        if self.plot is not None and find_spec("matplotlib") is None:
-            raise UsageError("--plot: matplotlib is not installed; pip install matplotlib, or leave it out")
         for name, alias in (("calib_samples", "nsamples"), ("calib_seqlen", "seqlen")):
             given, other = getattr(self, name), getattr(self, alias)
             if other is not None and given not in (getattr(LiteFlags, name), other):

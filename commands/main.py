@@ -17,6 +17,7 @@ from typer.exceptions import TyperException
 
 from toolkit import __version__, extras
 from toolkit.commands.groups import Group, did_you_mean
+from toolkit.commands.interrupt import INTERRUPTED, Watch
 from toolkit.errors import ToolkitError, UsageError
 
 # name -> (one line of help, panel). A module with `app` is a group of commands, one with `run` a single command.
@@ -138,13 +139,16 @@ def _explain(error: BaseException) -> tuple[str, int]:
 
 def main(argv: list[str] | None = None) -> None:
     """Run ``tool`` with ``argv`` (default: the process's) and exit: 0 done, 1 failure, 2 misuse, 130 interrupted."""
-    args, debug = normalise(sys.argv[1:] if argv is None else argv)
     code: Any = 0
+    watch = Watch()
     try:
+        args, debug = normalise(sys.argv[1:] if argv is None else argv)
         code = app(args=args, prog_name="tool", standalone_mode=False)
+        if code == INTERRUPTED:  # that is how Typer hands on a KeyboardInterrupt
+            watch.tell()
     except (KeyboardInterrupt, typer.Abort):
-        print("interrupted", file=sys.stderr)
-        code = 130
+        watch.tell()
+        code = INTERRUPTED
     except BrokenPipeError:
         # The reader of our output went away (`tool … | head`): nothing to say, and nobody to say it to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -157,4 +161,6 @@ def main(argv: list[str] | None = None) -> None:
         message, code = _explain(e)
         kind = "misuse" if code == UsageError.exit_code else "error"
         print(f"tool: {kind}: " + " ".join(message.split()), file=sys.stderr)
+    if code != INTERRUPTED:
+        watch.close()
     sys.exit(code if isinstance(code, int) else 0)

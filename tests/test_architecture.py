@@ -22,6 +22,7 @@ BASE = {
     "lmdeploy_options",
     "progress",
     "request_limits",
+    "threads",
     "__version__",
 }
 MAY_IMPORT = {
@@ -34,6 +35,7 @@ MAY_IMPORT = {
     "lmdeploy_options": {"config_checks", "errors"},
     "engine_configs": {"config_checks", "errors", "lmdeploy_options"},
     "progress": set(),
+    "threads": set(),
     "kernels": set(),
     "templates": set(),
     "box": set(),

@@ -1,6 +1,7 @@
 """Quantize, convert and serve large language models, on the GPU you have or on none.
 
-Importing the package loads nothing heavy; names below are resolved on first use.
+Importing the package loads nothing heavy; names below are resolved on first use. It sets OpenMP's environment variables
+where the user has not (``toolkit.threads``).
 """
 
 from __future__ import annotations
@@ -8,7 +9,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from toolkit import threads
+
 __version__ = "0.1.0"
+threads.settle()  # before anything imports torch
 
 _EXPORTS = {
     "ChatTemplateConfig": "toolkit.messages",

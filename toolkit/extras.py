@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, requires
+from importlib.util import find_spec
 
-from toolkit.errors import ToolkitError
+from toolkit.errors import ToolkitError, UsageError
 
 _MODULES = {"google": "protobuf"}  # import names that are not their distribution's
 
@@ -20,6 +21,13 @@ def explain(error: ModuleNotFoundError) -> str | None:
         if name == package != "toolkit" and extra is not None:  # extras name one another as toolkit[…]
             return f"{package} is not installed, and this needs it: pip install 'toolkit[{extra}]'"
     return None
+
+
+def require(module: str, option: str) -> None:
+    """Before long work: raise UsageError where the package that ``option`` will need at its end is not installed."""
+    if find_spec(module) is None:
+        told = explain(ModuleNotFoundError(name=module)) or f"{module} is not installed: pip install {module}"
+        raise UsageError(f"{option}: {told}")
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from toolkit.artifacts.manifest import MANIFEST
 from toolkit.artifacts.replace import foreign
 from toolkit.artifacts.stage import write_file
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.extras import require
 
 _PLOT_MARK = {"Software": f"toolkit {__version__}"}
 
@@ -50,9 +51,10 @@ def check_csv(option: str, file: Path | None, columns: Sequence[str]) -> None:
 
 
 def check_plot(option: str, file: Path | str | None) -> None:
-    """Raise UsageError unless a picture can be drawn into ``file`` (None is fine) without loss."""
+    """Raise UsageError unless a picture can be drawn, into ``file`` (None is fine) without loss."""
     if file is None:
         return
+    require("matplotlib", option)
     if Path(file).suffix.lower() != ".png":
         raise UsageError(f"{option} {file}: expected a name that ends in .png")
 

@@ -16,6 +16,7 @@ import psutil
 
 from toolkit import __version__
 from toolkit.runners.host_memory import free_host_bytes
+from toolkit.threads import usable_cores
 
 PACKAGES = (
     "torch",
@@ -62,6 +63,7 @@ ENVIRONMENT = (
     "TOOLKIT_NATIVE_PROFILE",
     "CUDA_VISIBLE_DEVICES",
     "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY",
     "HF_HOME",
     "HF_HUB_OFFLINE",
 )
@@ -92,7 +94,7 @@ def cpu() -> dict[str, Any]:
         "architecture": platform.machine(),
         "cores": psutil.cpu_count(logical=False),
         "threads": os.cpu_count(),
-        "usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "usable": usable_cores(),
         "features": [name for name in CPU_FEATURES if name in flags],
     }
 

@@ -43,12 +43,13 @@ def compare(
     options = options or RunnerOptions(dtype="float32")
     if window < 2:
         raise UsageError(f"--window: expected 2 or more tokens, found {window}")
+    text = read_text(Path(data).expanduser())
     paths = [resolve_model(name) for name in (model_a, model_b)]
     runners: list[Runner] = []
     try:
         for path in paths:
             runners.append(open_runner(path, backend="pytorch", options=options)[0])
-        ids = _tokens(paths, Path(data).expanduser())
+        ids = _tokens(paths, Path(data), text)
         windows = _windows(ids, window, [model_a, model_b], runners)
         tally = _Tally()
         for runner in runners:
@@ -64,8 +65,7 @@ def compare(
     return tally.figures() | {"window": windows.shape[1]}
 
 
-def _tokens(paths: list[Path], data: Path) -> NDArray[np.int32]:
-    text = read_text(data)
+def _tokens(paths: list[Path], data: Path, text: str) -> NDArray[np.int32]:
     found = [Tokenizer.open(path if path.is_dir() else _side_dir(path)).encode(text) for path in paths]
     if found[0] != found[1]:
         raise UsageError(f"{paths[0]} and {paths[1]}: their tokenizers give {data} different tokens")

@@ -9,19 +9,16 @@ from typing import Any
 import numpy as np
 
 from toolkit.artifacts.result_file import save_plot
-from toolkit.errors import ToolkitError
 from toolkit.profile.metrics import RequestRecord, completed
 
 LINES = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd")
 
 
 def _figure(columns: int) -> tuple[Any, Any]:
-    """A figure with ``columns`` panels, drawn without a display. Raises ToolkitError without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ToolkitError("--plot: needs matplotlib; install it with: pip install matplotlib") from error
+    """A figure with ``columns`` panels, drawn without a display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(5.2 * columns, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, columns)

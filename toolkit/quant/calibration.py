@@ -11,6 +11,7 @@ from typing import Any
 from toolkit.artifacts.json_file import parse_json
 from toolkit.artifacts.tokenizer import Tokenizer
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.extras import require
 from toolkit.quant.datasets import KNOWN, known_texts
 
 SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
@@ -48,7 +49,18 @@ def make_plan(dataset: str, samples: int | None, seqlen: int, seed: int, max_pos
         raise UsageError(
             f"--calib-dataset: {dataset}: no such file or folder, and none of self, {', '.join(sorted(KNOWN))}"
         )
+    for package in _needed(dataset):
+        require(package, f"--calib-dataset {dataset}")
     return CalibrationPlan(dataset, samples, seqlen, seed)
+
+
+def _needed(dataset: str) -> Iterator[str]:
+    """Packages that reading it takes."""
+    path = Path(dataset).expanduser()
+    if dataset != "self" and not path.exists():
+        yield "datasets"
+    elif path.suffix == ".parquet" or (path.is_dir() and any(path.rglob("*.parquet"))):
+        yield "pyarrow"
 
 
 def read_samples(plan: CalibrationPlan, tokenizer: Tokenizer, model: Path) -> list[list[int]]:

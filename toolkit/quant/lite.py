@@ -15,6 +15,7 @@ import torch
 from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Fp4, Fp8, GroupInt, Weight
 from toolkit.artifacts.formats.blocked_fp8 import BLOCK
 from toolkit.errors import UsageError
+from toolkit.extras import require
 from toolkit.quant import autoround, awq, floats, gguf, gptq, smooth
 from toolkit.quant import search as finder
 from toolkit.quant.grid import choose_group_size
@@ -168,6 +169,7 @@ def auto_round(
     ``iters``: steps a block; a head that is quantized too is rounded by GPTQ. ``layer_config``: see
     ``layer_config.read_layer_config``. Raises as ``auto_awq`` does.
     """
+    require("auto_round", "lite auto_round")
     if w_bits not in GPTQ_BITS:
         raise UsageError(f"--w-bits: expected 4, 8, 3 or 2, found {w_bits}")
     if iters < 0:

@@ -9,18 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.result_file import save_plot
-from toolkit.errors import ToolkitError
 
 
 def plot_layers(layers: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw the relative output error over the layers, a line for each kind of linear.
 
-    ``layers``: ``quality["layers"]`` of a manifest. Raises ToolkitError where matplotlib is missing.
+    ``layers``: ``quality["layers"]`` of a manifest.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ToolkitError("--plot: matplotlib is not installed; pip install matplotlib") from error
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -49,8 +49,6 @@ tk::Group& group_of(tk::Model* m, int64_t group, int64_t block) {
 
 TK_EXPORT const char* tk_error() { return message.c_str(); }
 
-TK_EXPORT int tk_usable_cores() { return tk::usable_cores(); }
-
 // Name of the instruction set that `isa` selects ("" = the best), or null with tk_error().
 TK_EXPORT const char* tk_isa(const char* isa) {
     const tk::Ops* ops = nullptr;
@@ -63,9 +61,9 @@ TK_EXPORT tk::Model* tk_model_create(const int64_t* ints, int64_t ints_size, con
     tk::Model* model = nullptr;
     guarded([&] {
         const tk::Ops* ops = ops_or_throw(isa);
-        if (threads < 0 || threads > 4096) throw tk::Error("threads: expected 0 to 4096");
+        if (threads < 1 || threads > 4096) throw tk::Error("threads: expected 1 to 4096");
         tk::Program program = tk::parse_program(ints, ints_size, floats, floats_size, tensors, tensors_size, ops->bf16_dot);
-        model = new tk::Model(std::move(program), ops, threads ? int(threads) : tk::usable_cores());
+        model = new tk::Model(std::move(program), ops, int(threads));
         const char* profile = std::getenv("TOOLKIT_NATIVE_PROFILE");
         if (profile && std::strcmp(profile, "1") == 0) model->profile = std::make_unique<tk::Profile>();
     });

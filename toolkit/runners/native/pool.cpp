@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <chrono>
 #include <climits>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
@@ -28,37 +27,7 @@ void futex(std::atomic<uint32_t>* word, int op, uint32_t value) {
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), op | FUTEX_PRIVATE_FLAG, value, nullptr, nullptr, 0);
 }
 
-// quota / period of a version 2 or version 1 control group, or 0
-double cgroup_cores() {
-    double quota = 0, period = 0;
-    char text[64];
-    if (FILE* f = fopen("/sys/fs/cgroup/cpu.max", "r")) {
-        const int n = fscanf(f, "%63s %lf", text, &period);
-        fclose(f);
-        if (n == 2 && std::strcmp(text, "max") != 0 && period > 0 && sscanf(text, "%lf", &quota) == 1) return quota / period;
-        return 0;
-    }
-    if (FILE* f = fopen("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "r")) {
-        if (fscanf(f, "%lf", &quota) != 1) quota = 0;
-        fclose(f);
-    }
-    if (FILE* f = fopen("/sys/fs/cgroup/cpu/cpu.cfs_period_us", "r")) {
-        if (fscanf(f, "%lf", &period) != 1) period = 0;
-        fclose(f);
-    }
-    return quota > 0 && period > 0 ? quota / period : 0;
-}
-
 }  // namespace
-
-int usable_cores() {
-    int n = int(std::thread::hardware_concurrency());
-    cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set) == 0) n = CPU_COUNT(&set);
-    const double quota = cgroup_cores();
-    if (quota > 0) n = std::min(n, std::max(1, int(quota + 0.5)));
-    return std::max(n, 1);
-}
 
 // Keeps a worker on the index-th core of those that the process may use; where that is refused it stays free.
 static void pin(std::thread& thread, int index) {
@@ -75,7 +44,9 @@ static void pin(std::thread& thread, int index) {
 Pool::Pool(int threads) : size_(std::max(threads, 1)) {
     // The caller stays free: it takes the core that is left, and does not hand a narrowed mask on to threads of its own.
     const char* wanted = std::getenv("TOOLKIT_CPU_PIN");
-    const bool pinned = wanted && std::strcmp(wanted, "1") == 0 && size_ <= usable_cores();
+    cpu_set_t allowed;
+    const bool pinned = wanted && std::strcmp(wanted, "1") == 0 && sched_getaffinity(0, sizeof allowed, &allowed) == 0 &&
+                        size_ <= CPU_COUNT(&allowed);
     for (int i = 1; i < size_; i++) {
         threads_.emplace_back(&Pool::work, this, i);
         if (pinned) pin(threads_.back(), i);

@@ -63,7 +63,4 @@ private:
     std::vector<std::thread> threads_;
 };
 
-// Cores this process may use: its affinity mask, cut to the quota of its control group.
-int usable_cores();
-
 }  // namespace tk

@@ -18,6 +18,7 @@ from toolkit.runners.native.packed import PackedTensor
 from toolkit.runners.native.program import Program, build_program
 from toolkit.runners.native.stepper import Stepper
 from toolkit.runners.step import StepBatch, StepOutput
+from toolkit.threads import usable_cores
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -156,7 +157,7 @@ class NativeRunner:
             records,
             len(program.tensors),
             library.wanted_isa().encode(),
-            options.threads,
+            options.threads or usable_cores(),
         )
         if not model:
             raise RunnerError(f"the native model cannot be made: {library.error(self._library)}")

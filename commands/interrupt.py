@@ -1,0 +1,69 @@
+"""Ctrl-C ends a command within a second, whatever it is doing.
+
+Python answers a signal between two steps of its own, and one call into a library may take minutes. So a thread watches:
+where the answer has not come in time it ends the process. Nothing is lost by that: stages are made to be killed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+INTERRUPTED = 130  # exit code
+WITHIN = 0.7  # seconds that a command gets to end by itself
+_SHOW_CURSOR = "\x1b[?25h"  # progress bars hide it
+
+
+class Watch:
+    """Ends this process ``WITHIN`` seconds after a SIGINT if it is still there. Only of use in the main thread."""
+
+    def __init__(self) -> None:
+        self._told = threading.Lock()
+        self._mine, self._theirs = socket.socketpair()
+        self._theirs.setblocking(False)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is somebody's
+            with suppress(ValueError):  # not the main thread
+                signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
+                threading.Thread(target=self._run, name="toolkit-interrupt", daemon=True).start()
+
+    def tell(self) -> None:
+        """Say "interrupted", once; from now on a second Ctrl-C changes nothing."""
+        if self._told.acquire(blocking=False):
+            with suppress(ValueError):
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+            with suppress(OSError, ValueError):
+                print("interrupted", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Watch no longer: the command has ended by itself."""
+        with suppress(ValueError):
+            signal.set_wakeup_fd(-1)
+        self._theirs.close()
+
+    def _run(self) -> None:
+        while signal.SIGINT not in (numbers := self._mine.recv(64)):
+            if not numbers:
+                return
+        time.sleep(WITHIN)
+        with suppress(OSError, ValueError):
+            if sys.stderr.isatty():
+                sys.stderr.write(_SHOW_CURSOR)
+            sys.stdout.flush()
+        self.tell()
+        os._exit(INTERRUPTED)
+
+
+@contextmanager
+def answered() -> Iterator[None]:
+    """Inside, Ctrl-C means something else than the end (it stops an answer, say), and whoever runs sees to it."""
+    before = signal.set_wakeup_fd(-1)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
