@@ -1,0 +1,171 @@
+"""A real engine behind a real server, attacked while streams run; ``scripts/attacks`` does the same with a clock."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import openai
+import pytest
+
+from toolkit.chat.template import ChatTemplate
+from toolkit.engine.frontend import AsyncEngine
+from toolkit.engine.outage import Budget
+from toolkit.engine_configs import TurbomindEngineConfig
+from toolkit.serve.limits import Limits
+from toolkit.serve.state import ServerSettings
+
+STREAMS = 4
+
+
+def cases() -> ModuleType:
+    path = Path(__file__).resolve().parents[2] / "scripts/attack_cases.py"
+    spec = importlib.util.spec_from_file_location("attack_cases", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["attack_cases"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+CASES = cases()
+QUICK = [
+    "tiny temperature", "tiny penalty", "stop strings x n", "long text", "token ids", "long message", "many messages",
+    "half requests", "no HTTP",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy, for it will be spoilt."""
+    path = tmp_path_factory.mktemp("attacked") / "model"
+    shutil.copytree(tiny_models("llama"), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, request: Any) -> Iterator[Any]:
+    """A server in this process, its engine in another that is given two seconds to show a sign of life."""
+    conftest = request.config.pluginmanager.get_plugin(str(request.path.parent / "conftest.py"))
+    config = TurbomindEngineConfig(session_len=400, max_batch_size=32, device="cpu", dtype="float32", threads=1)
+    with AsyncEngine.open(model, backend_config=config, process=True, patience=2.0) as engine:
+        template = ChatTemplate.open(engine.tokenizer, engine.tokenizer.path)
+        settings = ServerSettings("target", limits=Limits(read_timeout=2.0))
+        with conftest.running(conftest.create_app(engine, template, settings), engine) as it:
+            yield it
+
+
+def target(server: Any, model: Path) -> Any:
+    return CASES.Target(server.url, server.engine._loop.pid, model)
+
+
+def stream(client: openai.OpenAI, number: int, tokens: int) -> str:
+    extra = {"ignore_eos": True, "skip_special_tokens": False}
+    chunks = client.completions.create(
+        model="target", prompt=[number + 5, 60, 70], max_tokens=tokens, temperature=0, stream=True, extra_body=extra
+    )
+    return "".join(chunk.choices[0].text for chunk in chunks)
+
+
+@pytest.fixture(scope="module")
+def client(server: Any) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.v1, api_key="none", max_retries=0) as it:
+        yield it
+
+
+@pytest.fixture(scope="module")
+def undisturbed(client: openai.OpenAI) -> list[str]:
+    return [stream(client, i, 300) for i in range(STREAMS)]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_streams_go_on(server: Any, model: Path, client: openai.OpenAI, undisturbed: list[str], name: str) -> None:
+    over = threading.Event()
+    found: list[list[str]] = [[] for _ in range(STREAMS)]
+
+    def read(number: int) -> None:
+        while not over.is_set() or not found[number]:
+            found[number].append(stream(client, number, 300))
+
+    readers = [threading.Thread(target=read, args=(i,)) for i in range(STREAMS)]
+    worker = server.engine._loop.pid
+    for reader in readers:
+        reader.start()
+    try:
+        told = list(CASES.ATTACKS[name][1](target(server, model)))
+    finally:
+        over.set()
+        for reader in readers:
+            reader.join()
+    assert all(set(texts) == {undisturbed[i]} for i, texts in enumerate(found))
+    assert server.engine._loop.pid == worker, "the engine died"
+    assert not any(line.startswith(("5", "no answer")) for line in told), told
+    assert urllib.request.urlopen(f"{server.url}/health", timeout=10).status == 200
+
+
+def test_an_engine_that_stands_still(server: Any, model: Path, undisturbed: list[str], client: openai.OpenAI) -> None:
+    """Nobody waits for it, not even with messages that fill its pipe; it is found out and replaced."""
+    attacked = target(server, model)
+    os.kill(attacked.worker, signal.SIGSTOP)
+    answers: list[str] = []
+    body = {"prompt": [7] * 300, "bad_words": [f"word{i:05d}" * 20 for i in range(4000)]}  # 0.8 MB
+    asking = [threading.Thread(target=lambda: answers.append(attacked.post(body))) for _ in range(4)]
+    for thread in asking:
+        thread.start()
+    seen = set()
+    while any(thread.is_alive() for thread in asking):
+        began = time.monotonic()
+        seen.add(attacked.health()[0])
+        assert time.monotonic() - began < 5
+        time.sleep(0.02)
+    assert len(answers) == 4 and all("no progress for 2 s" in a and a.startswith("503") for a in answers), answers
+    assert 200 in seen
+    assert attacked.wait(200, 60).startswith("/health 200")
+    assert stream(client, 1, 300) == undisturbed[1]
+
+
+def test_a_request_that_was_there_twice_is_not_run_a_third_time(
+    server: Any, model: Path, undisturbed: list[str], client: openai.OpenAI
+) -> None:
+    body = {"prompt": [9, 9, 9], "max_tokens": 390, "ignore_eos": True}
+    for _ in range(2):
+        attacked = target(server, model)
+        os.kill(attacked.worker, signal.SIGSTOP)  # or it would be done before it is killed
+        answers: list[str] = []
+        asking = threading.Thread(target=lambda to, told: told.append(to.post(body)), args=(attacked, answers))
+        asking.start()
+        server.wait(lambda: len(server.engine._streams) == 1)
+        time.sleep(0.1)
+        os.kill(attacked.worker, signal.SIGKILL)
+        asking.join()
+        assert "503" in answers[0] and "SIGKILL" in answers[0] and "restarted" in answers[0]
+        assert attacked.wait(200, 60).startswith("/health 200")
+    refused = target(server, model).post(body)
+    assert refused.startswith("400") and "both times" in refused
+    assert target(server, model).post({**body, "prompt": [9, 9, 8]}) == "200"
+    assert stream(client, 2, 300) == undisturbed[2]
+
+
+def test_a_file_that_was_cut_short_is_named(server: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Budget, "pause", 0.0)
+    attacked = target(server, model)
+    os.truncate(model / "model.safetensors", 5000)
+    os.kill(attacked.worker, signal.SIGKILL)
+    assert "model.safetensors" in attacked.wait(503, 120, restarting=False)
+    with pytest.raises(urllib.error.HTTPError) as error:
+        data = json.dumps({"model": "target", "prompt": "x"}).encode()
+        urllib.request.urlopen(urllib.request.Request(f"{server.v1}/completions", data), timeout=10)
+    told = json.load(error.value)["error"]["message"]
+    assert error.value.code == 503 and "model.safetensors" in told and "given up" in told and "\n" not in told
