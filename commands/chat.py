@@ -93,8 +93,8 @@ def read_question(prompt: str | None) -> str | None:
     return text.rstrip("\n")
 
 
-def answer_once(model: Model, talk: Conversation, question: str) -> None:
-    """One answer on standard output, a line about it on standard error."""
+def answer_once(model: Model, talk: Conversation, question: str, sampling: str = "greedy") -> None:
+    """One answer on standard output, a line about it on standard error. ``sampling``: see ``converse``."""
     from toolkit.chat.repl import answer, how_it_ended
     from toolkit.chat.settings import describe
     from toolkit.chat.terminal import TerminalScreen
@@ -103,13 +103,16 @@ def answer_once(model: Model, talk: Conversation, question: str) -> None:
     talk.say("user", question)
     whole, speed = answer(model, talk.messages(), talk.config, screen)
     ending = how_it_ended(whole, talk.config, "--max-new-tokens", "--session-len")
-    screen.note(", ".join(filter(None, (speed, describe(talk.config), ending))))
+    screen.note(", ".join(filter(None, (speed, describe(talk.config, sampling), ending))))
     if whole.finish_reason == "abort":
         raise KeyboardInterrupt
 
 
-def converse(model: Model, name: str, talk: Conversation, note: str = "", context: str = "") -> None:
-    """Questions and answers until the user leaves. ``note``: to say first; ``context``: ends the status line."""
+def converse(
+    model: Model, name: str, talk: Conversation, note: str = "", context: str = "", sampling: str = "greedy"
+) -> None:
+    """Questions and answers until the user leaves. ``note``: to say first; ``context``: ends the status line;
+    ``sampling``: what holds where nothing was said of it."""
     from toolkit.artifacts.home import toolkit_home
     from toolkit.chat.repl import COMMANDS, Repl
     from toolkit.chat.settings import describe
@@ -118,11 +121,11 @@ def converse(model: Model, name: str, talk: Conversation, note: str = "", contex
     screen = TerminalScreen()
     if note:
         screen.note(note)
-    screen.note(f"sampling: {describe(talk.config)} (/set changes it)")
+    screen.note(f"sampling: {describe(talk.config, sampling)} (/set changes it)")
     screen.note("Enter sends, Alt-Enter starts a new line, /help shows the commands, Ctrl-D leaves.")
 
     def status() -> str:
-        return f"{name} · {describe(talk.config)} · {len(talk.turns)} messages{context}"
+        return f"{name} · {describe(talk.config, sampling)} · {len(talk.turns)} messages{context}"
 
     with answered():  # Ctrl-C stops an answer
         Repl(model, name, talk, screen).run(reader(toolkit_home() / "chat_history", COMMANDS, status))

@@ -13,6 +13,7 @@ from toolkit.commands.sampling_options import AnswerFlags, with_answer_flags
 from toolkit.errors import UsageError
 from toolkit.serve.limits import Limits
 
+SERVERS = "the server's sampling"
 app = typer.Typer(
     cls=Group,
     add_completion=False,
@@ -139,15 +140,14 @@ def api_client(
     from toolkit.chat import settings
     from toolkit.chat.conversation import Conversation
     from toolkit.commands.chat import answer_once, converse, read_question
-    from toolkit.messages import GenerationConfig
     from toolkit.serve.client import APIClient
     from toolkit.serve.remote import RemoteModel
 
     question = read_question(prompt)
-    config = settings.change(GenerationConfig(do_sample=True, temperature=0.7, top_k=40), **sampling.given())
+    config = settings.change(settings.GREEDY, **sampling.given())
     model = RemoteModel(APIClient(url, api_key), model_name)
     talk = Conversation(config, system)
     if question is not None:
-        answer_once(model, talk, question)
+        answer_once(model, talk, question, SERVERS)
     else:
-        converse(model, f"{model.name} at {url}", talk)
+        converse(model, f"{model.name} at {url}", talk, sampling=SERVERS)

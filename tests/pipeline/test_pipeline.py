@@ -399,3 +399,22 @@ def test_a_prompt_that_fills_the_session_ends_empty_by_its_length(pipe: Pipeline
     assert (only.text, only.finish_reason, only.index) == ("", "length", 0)
     session = pipe.chat(long, gen_config=SHORT)
     assert isinstance(session, Session) and session.history == [] and session.response.finish_reason == "length"
+
+
+def test_the_model_says_how_to_sample_where_nobody_else_does(tiny_checkpoint: Any, tmp_path: Path) -> None:
+    model = tiny_checkpoint("llama", tmp_path / "model")
+    config = TurbomindEngineConfig(session_len=64, device="cpu")
+    with pipeline(str(model), config) as greedy:
+        assert greedy.gen_config.greedy
+    (model / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6, "top_p": 0.9}')
+    with pipeline(str(model), config) as drawn, pipeline(str(model), config, gen_config=SHORT) as told:
+        assert (drawn.gen_config.do_sample, drawn.gen_config.temperature, drawn.gen_config.top_p) == (True, 0.6, 0.9)
+        assert told.gen_config is SHORT
+
+
+def test_a_temperature_without_effect_is_warned_about_once(pipe: Pipeline, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        pipe("the fox", gen_config=GenerationConfig(max_new_tokens=2, temperature=0.2))
+    assert [r.message for r in caplog.records if "no effect" in r.message] == [
+        "temperature 0.2 has no effect: do_sample is off; give do_sample=True too, or leave it out"
+    ]

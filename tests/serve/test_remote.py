@@ -31,17 +31,22 @@ def client(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     return run
 
 
-def test_one_answer(start: Any, client: Any) -> None:
+def test_one_answer(start: Any, client: Any, tmp_path: Path) -> None:
     server = start(api_keys=["k"])
     code, out, err = client(server.url, "--api-key", "k", "-p", "abc")
     assert (code, out) == (0, "[user]abc\n") and err.startswith("9 tokens, ")
     assert client(server.url, "--api-key", "k", "--system", "Be odd.", text="abc\n")[1] == "[system]Be odd.[user]abc\n"
     assert client(f"{server.url}/v1", "--api-key", "k", "-p", "abc", "--temperature", "0.2", "--max-new-tokens", "4")[1]
     drawn = server.engine.seen[-1][1]
-    assert (drawn.temperature, drawn.top_k, drawn.max_new_tokens) == (0.2, 40, 4)
+    assert (drawn.temperature, drawn.top_k, drawn.max_new_tokens) == (0.2, 50, 4)
     assert "top_p" in client(server.url, "-p", "abc", "--top-p", "7")[2]
     _, config = server.engine.seen[0]
-    assert (config.temperature, config.top_p, config.top_k, config.max_new_tokens) == (0.7, 1.0, 40, 512)
+    assert config.greedy and config.max_new_tokens == 512 and "the server's sampling" in err
+    warm = tmp_path / "generation_config.json"
+    warm.write_text('{"do_sample": true, "temperature": 0.25}')
+    other = start(generation_config=str(warm))
+    client(other.url, "-p", "abc")
+    assert other.engine.seen[0][1].temperature == 0.25  # not ours: what that server does by itself
 
 
 @pytest.mark.parametrize(

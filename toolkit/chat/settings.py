@@ -73,8 +73,15 @@ def change(config: GenerationConfig, **values: Any) -> GenerationConfig:
     return dataclasses.replace(config, **{_FIELDS.get(name, name): value for name, value in given.items()})
 
 
-def describe(config: GenerationConfig) -> str:
-    """How tokens are drawn, in a few words."""
+def is_open(config: GenerationConfig) -> bool:
+    """Whether nobody has said anything of sampling since ``GREEDY``: a server then does as its own model asks."""
+    return all(getattr(config, name) == getattr(GREEDY, name) for name in (*_OF_MODEL, "random_seed"))
+
+
+def describe(config: GenerationConfig, where_open: str = "greedy") -> str:
+    """How tokens are drawn, in a few words; ``where_open``: said where ``is_open``."""
+    if is_open(config):
+        return where_open
     if config.greedy:
         return "greedy"
     narrowed = {"top_p": (config.top_p, 1.0), "top_k": (config.top_k, 0), "min_p": (config.min_p, 0.0)}

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from toolkit.chat import settings
 from toolkit.errors import ToolkitError
 from toolkit.messages import FinishReason, GenerationConfig, Response
 from toolkit.serve.client import APIClient
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class RemoteModel:
@@ -48,7 +51,8 @@ class RemoteModel:
 
 
 def as_fields(config: GenerationConfig) -> dict[str, Any]:
-    """The fields of a chat request that mean the same; all of them, so that the server's defaults play no part."""
+    """The fields of a chat request that mean the same; of sampling none where nothing was said of it, so that the
+    server's own default holds, else all."""
     fields = {
         "temperature": 0.0 if config.greedy else config.temperature,
         "top_p": config.top_p,
@@ -63,4 +67,5 @@ def as_fields(config: GenerationConfig) -> dict[str, Any]:
         "stop": config.stop_words,
         "ignore_eos": config.ignore_eos,
     }
-    return {name: value for name, value in fields.items() if value is not None}
+    open_ones = SAMPLING if settings.is_open(config) else ()
+    return {name: value for name, value in fields.items() if value is not None and name not in open_ones}
