@@ -192,10 +192,31 @@ def test_a_tool_use_template_is_chosen_for_tools(make: Any) -> None:
     assert (template.render("x"), template.render("x", tools=TOOLS)) == ("plain", "tools")
 
 
-def test_built_ins_of_pieces_refuse_tools(make: Any) -> None:
-    tok = make()
-    with pytest.raises(UsageError, match="tools"):
-        ChatTemplate.open(tok, tok.path, "vicuna").render("x", tools=TOOLS)
+WITH_CALLS = [
+    {"role": "user", "content": "Add 1 and 2."},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}],
+    },
+    {"role": "tool", "tool_call_id": "1", "content": {"sum": 3}},
+    {"role": "tool", "tool_call_id": "2", "content": "4"},
+]
+
+
+@pytest.mark.parametrize("name", ["own", "vicuna", "qwen3", "refuses system"])
+def test_tools_stand_in_the_system_text_where_the_template_has_no_place_for_them(make: Any, name: str) -> None:
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
+    tok = make({"own": CHATML, "refuses system": refuses}.get(name))
+    template = ChatTemplate.open(tok, tok.path, None if name in ("own", "refuses system") else name)
+    assert template.tool_format == "hermes"
+    text = template.render(WITH_CALLS, tools=TOOLS)
+    assert json.dumps(TOOLS[0]) in text and text.index("<tools>") < text.index("Add 1 and 2.")
+    assert '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>' in text
+    assert '<tool_response>\n{"sum": 3}\n</tool_response>\n<tool_response>\n4\n</tool_response>' in text
+    assert "<tools>" not in template.render(WITH_CALLS) and '"arguments": {"a": 1}' in template.render(WITH_CALLS)
+    brief = template.render([{"role": "system", "content": "Be brief."}, *WITH_CALLS], tools=TOOLS)
+    assert brief.index("Be brief.") < brief.index("<tools>")
 
 
 def test_stop_words_are_found_in_the_model_s_own_template(make: Any) -> None:

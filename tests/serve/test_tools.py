@@ -59,6 +59,13 @@ def test_any_cutting_gives_the_same(case: Any, cuts: list[int]) -> None:
     assert parse(form, answer, cuts) == (shown, calls)
 
 
+def test_all_calls_in_one_list() -> None:
+    both = [("add", {"a": 1}), ("now", {})]
+    text = '<tool_call>\n[{"name": "add", "arguments": {"a": 1}}, {"name": "now", "arguments": {}}]\n</tool_call>'
+    assert parse("hermes", text, [9, 30]) == ("", both)
+    assert parse("hermes", text.replace("now", "unknown"))[1] == []
+
+
 @pytest.mark.parametrize("form", ["hermes", "llama3"])
 def test_forced_and_single(form: Any) -> None:
     key = {"hermes": "arguments", "llama3": "parameters"}[form]

@@ -20,6 +20,7 @@ from toolkit.chat import origin
 from toolkit.chat.messages import Message, normalise
 from toolkit.chat.renderer import Renderer
 from toolkit.chat.sandbox import Sandbox, TemplateRefusal
+from toolkit.chat.tool_text import spell_out, system_in_user
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import ChatTemplateConfig, GenerationConfig
 
@@ -31,7 +32,8 @@ class ChatTemplate:
 
     ``name``: "hf" for the model's own template, else the built-in's or the file's. ``note``: one line, where it came
     from. ``stop_words``: texts that end an answer. ``tool_format``: how the template has a model call tools: "hermes"
-    (in <tool_call> tags), "llama3" (bare JSON), None where it has no place for tools or another way.
+    (in <tool_call> tags; also where the template has no place for tools: they stand in the system text then), "llama3"
+    (bare JSON), None where it has another way.
     """
 
     def __init__(self, tokenizer: Tokenizer, found: origin.Origin, renderer: Renderer | None = None) -> None:
@@ -41,7 +43,8 @@ class ChatTemplate:
         self._bare = False
         self._custom = found.custom
         self.capability = found.capability
-        self.tool_format = _tool_format(found)
+        self._spells_tools = found.custom is None and not any("tools" in source for source in found.sources.values())
+        self.tool_format: Literal["hermes", "llama3"] | None = "hermes" if self._spells_tools else _tool_format(found)
         self._pieces = found.pieces
         self._knows_ipython = any("ipython" in source for source in found.sources.values())
         self._tokenizer = tokenizer
@@ -102,6 +105,24 @@ class ChatTemplate:
         turns = normalise(messages)
         if self._meta_instruction is not None and self._custom is None and not _has_system(turns):
             turns.insert(0, {"role": "system", "content": self._meta_instruction})
+        if self._spells_tools and (tools or any(turn.get("tool_calls") for turn in turns)):
+            turns = spell_out(turns, tools)
+            try:
+                return self._end(turns, None, add_generation_prompt, variables)
+            except UsageError:
+                if len(turns) < 2 or not _has_system(turns) or turns[1]["role"] != "user":
+                    raise
+                return self._end(system_in_user(turns), None, add_generation_prompt, variables)
+        return self._end(turns, tools, add_generation_prompt, variables)
+
+    def _end(
+        self,
+        turns: list[Message],
+        tools: list[dict[str, Any]] | None,
+        add_generation_prompt: bool,
+        variables: dict[str, Any],
+    ) -> str:
+        """The prompt, ended where the answer begins, or where an answer that has begun goes on."""
         last = turns[-1]
         if not add_generation_prompt or last["role"] != "assistant" or last.get("tool_calls"):
             return self._run(turns, tools, add_generation_prompt, variables)
@@ -153,10 +174,8 @@ class ChatTemplate:
         if _END not in block or not text.startswith(block):  # no system text, or it stands inside another turn
             return self._run_jinja(turns, None, open_answer, variables)
         rest, bos = text[len(block) :], self._tokenizer.special_tokens.get("bos_token", "")
-        once = block.startswith(bos) and not rest.startswith(
-            bos
-        )  # where turns begin with it, it is no start of its own
-        return bos + rest if once else rest
+        own = rest.startswith(bos)  # where every turn begins with it, it is no start of its own
+        return bos + rest if block.startswith(bos) and not own else rest
 
     def _run_custom(
         self, turns: list[Message], tools: list[dict[str, Any]] | None, open_answer: bool, variables: dict[str, Any]
@@ -174,8 +193,6 @@ class ChatTemplate:
     ) -> str:
         chosen = self._sources["default"]
         if tools:
-            if self._pieces is not None:
-                raise UsageError(f"tools: the chat template {self.name!r} has no place for them")
             chosen = self._sources.get("tool_use", chosen)
         if not self._knows_ipython:
             turns = [{**turn, "role": "tool"} if turn["role"] == "ipython" else turn for turn in turns]

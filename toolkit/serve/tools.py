@@ -126,13 +126,14 @@ def _calls(text: str, names: frozenset[str]) -> list[Call]:
             data, end = json.JSONDecoder().raw_decode(text)
         except (ValueError, RecursionError):
             return []
-        name = data.get("name") if isinstance(data, dict) else None
-        if not isinstance(name, str) or name not in names:
-            return []
-        arguments = data.get("arguments", data.get("parameters", {}))
-        if not isinstance(arguments, dict):
-            return []
-        function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-        found.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
+        for each in data if isinstance(data, list) else [data]:  # some models put all their calls into one list
+            name = each.get("name") if isinstance(each, dict) else None
+            if not isinstance(name, str) or name not in names:
+                return []
+            arguments = each.get("arguments", each.get("parameters", {}))
+            if not isinstance(arguments, dict):
+                return []
+            function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+            found.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
         text = text[end:].lstrip(" \t\r\n;")
     return found

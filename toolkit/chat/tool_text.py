@@ -1,0 +1,61 @@
+"""Tools for templates that have no place for them: told in the system text, called in <tool_call> tags.
+
+The tags are those of Hermes and Qwen2.5, which many models have seen.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from toolkit.chat.messages import TOOL_ROLES, Message
+
+_HOW = """You can call these functions, each given as JSON between the tags:
+<tools>
+{tools}
+</tools>
+To call one, answer with its name and its arguments, and with nothing else:
+<tool_call>
+{{"name": "the function's name", "arguments": {{"an argument's name": "its value"}}}}
+</tool_call>
+What it returns follows between <tool_response> tags. Where no function helps, answer in words."""
+
+
+def spell_out(turns: list[Message], tools: list[dict[str, Any]] | None) -> list[Message]:
+    """The same conversation for a template that knows system, user and assistant alone: ``tools`` in the system text,
+    calls as text of the assistant's, results as text of the user's."""
+    told: list[Message] = []
+    for turn in turns:
+        if turn["role"] in TOOL_ROLES:
+            _say(told, "user", f"<tool_response>\n{turn['content']}\n</tool_response>")
+        elif turn.get("tool_calls"):
+            calls = [_dumps(call["function"]) for call in turn["tool_calls"]]
+            texts = [turn["content"], *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)]
+            told.append({"role": "assistant", "content": "\n".join(filter(None, texts))})
+        else:
+            told.append(turn)
+    if not tools:
+        return told
+    how = _HOW.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    if told[0]["role"] in ("system", "developer"):
+        first = told[0]
+        return [{**first, "content": "\n\n".join(filter(None, (first["content"], how)))}, *told[1:]]
+    return [{"role": "system", "content": how}, *told]
+
+
+def system_in_user(turns: list[Message]) -> list[Message]:
+    """For templates that refuse system messages: that text before the first user's."""
+    system, asked, *rest = turns
+    return [{**asked, "content": f"{system['content']}\n\n{asked['content']}"}, *rest]
+
+
+def _say(told: list[Message], role: str, text: str) -> None:
+    """Append to the last turn if it is a result as well: users and assistants take turns."""
+    if told and told[-1]["role"] == role and told[-1]["content"].startswith("<tool_response>"):
+        told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n{text}"}
+    else:
+        told.append({"role": role, "content": text})
+
+
+def _dumps(function: dict[str, Any]) -> str:
+    return json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
