@@ -164,9 +164,13 @@ def main() -> int:
         for row in rows_of(options.part, options.case, options.dry_run):
             print(json.dumps(row), flush=True)
         return 0
+    from gpu import carry
+
     predictions = json.loads(PREDICTIONS.read_text())
     result: dict[str, Any] = {"machine": machine(options.dry_run), "rows": []}
     print(json.dumps(result["machine"]), flush=True)
+    if not options.dry_run and (said := carry.use()) is not None:
+        print(said, flush=True)
     if options.dry_run:
         for name in names():
             print(prediction(name, predictions))

@@ -161,16 +161,22 @@ def _launch_on(
 
 
 def dependent_launches(capability: int, architectures: Collection[int]) -> bool:
-    """Whether linears of prepared weights are launched so, as the environment asks; KernelError for another value.
-
-    Only where machine code of one of ``architectures`` runs, that of the GPU's generation: the PTX that the driver
-    compiles for others is of one that knew no waiting, and its kernels would read what is not there yet.
+    """Whether linears of prepared weights are launched so: where the environment asks for it and kernels ``can_wait``.
+    KernelError for another value.
     """
     asked = os.environ.get(DEPENDENT, "").strip()
     if asked not in ("", "0", "1"):
         raise KernelError(f"{DEPENDENT}: expected 0 or 1, found {asked!r}")
-    built = any(a // 10 == capability // 10 and DEPENDENT_CAPABILITY <= a <= capability for a in architectures)
-    return asked == "1" and built
+    return asked == "1" and can_wait(capability, architectures)
+
+
+def can_wait(capability: int, architectures: Collection[int]) -> bool:
+    """Whether a fatbin's kernels wait for the kernel before on a GPU of ``capability``.
+
+    They do in machine code of its generation, if ``architectures`` name it: the PTX that the driver compiles for others
+    is of one that knew no waiting, and its kernels would read what is not there yet.
+    """
+    return any(a // 10 == capability // 10 and DEPENDENT_CAPABILITY <= a <= capability for a in architectures)
 
 
 @functools.cache

@@ -43,12 +43,12 @@ def count_misses() -> list[str]:
 
 
 def check_op(
-    name: str, family: str, device: str, smoke: bool, begin: Callable[[Row], None] = lambda row: None
+    name: str, family: str, device: str, smoke: bool, wanted: Callable[[str], bool] = lambda case: True
 ) -> Iterator[Row]:
     """Every case (``smoke``: one a dtype) of one op and implementation: a row each, ``error`` None where it agreed.
 
-    ``begin`` is told of each case before it runs. Whatever a case raises is its error; the others go on unless the GPU
-    does not answer any more.
+    ``wanted`` is asked for each case before it runs. Whatever a case raises is its error; the others go on unless the
+    GPU does not answer any more, which its row says under ``dead``.
     """
     from toolkit.kernels.registry import Target, load
     from toolkit.kernels.tolerances import compare
@@ -62,12 +62,13 @@ def check_op(
             row: Row = {"what": f"{name} [{family}]", "case": f"{dtype} {case.label}", "skipped": reason}
             alive = True
             if reason is None:
-                begin(row)
+                if not wanted(row["case"]):
+                    continue
                 try:
                     row["error"] = compare(op, implementation, case, target)
                 except Exception as error:  # whatever a kernel or a compiler raises
                     row["error"], alive = said(error), answers(device)
-                    row["error"] += "" if alive else "; the GPU does not answer any more, cases after it are left out"
+                    row |= {} if alive else {"dead": True}
             yield row | {"seconds": round(time.perf_counter() - start, 2)}
             if not alive:
                 return
@@ -93,50 +94,100 @@ def answers(device: str) -> bool:
 
 
 class _Rows:
-    """A plugin of pytest: a row for each test."""
+    """A plugin of pytest: shows a row for each test as it ends."""
 
     def __init__(self, what: str) -> None:
         self.what = what
-        self.rows: list[Row] = []
+        self.shown = 0
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or report.failed:
             text = str(report.longrepr).strip().splitlines()[-1] if report.failed else None
             case = report.nodeid.rpartition("::")[2]
-            self.rows.append(
-                {"what": self.what, "case": case, "skipped": None, "error": text, "seconds": report.duration}
-            )
+            show({"what": self.what, "case": case, "skipped": None, "error": text, "seconds": report.duration})
+            self.shown += 1
 
 
 def check_tests(module: str, device: str) -> list[Row]:
-    """The tests of one module of tests/runners over the runner for GPUs, a row each."""
+    """The tests of one module of tests/runners over the runner for GPUs; shows a row each, and returns no others."""
     os.environ["TOOLKIT_TEST_RUNNER"] = "gpu" if device == "cuda" else "graphs"
     if device == "cuda":
         os.environ["TRITON_INTERPRET"] = "0"
     import pytest
 
     root, plugin = Path(__file__).resolve().parents[2], _Rows(f"tests {module}")
-    code = pytest.main(["-q", "--rootdir", str(root), str(root / "tests" / "runners" / module)], plugins=[plugin])
-    if not plugin.rows:
+    where = ["--rootdir", str(root), str(root / "tests" / "runners" / module)]
+    code = pytest.main(["-q", "-s", "-p", "no:cacheprovider", *where], plugins=[plugin])
+    if not plugin.shown:
         raise SystemExit(f"pytest ran nothing of {module}: exit code {int(code)}")
-    return plugin.rows
+    return []
 
 
 def rows_of(options: argparse.Namespace) -> Iterable[Row]:
     """The rows of the item that ``options`` ask for, in this process."""
+    wanted = chosen(options.case, options.behind)
     if options.op is not None:
-        return check_op(
-            options.op, options.family, options.device, options.smoke, lambda row: show({"begun": row["case"]})
-        )
+        return check_op(options.op, options.family, options.device, options.smoke, wanted)
+    if options.linears is not None:
+        return _linears(options, wanted)
     if options.runner is not None:
         from gpu.runner_check import check_runner
 
-        return check_runner(options.runner, options.policy, options.device)
+        return check_runner(options.runner, options.policy, options.device, graphs=not options.trace)
     if options.tests is not None:
         return check_tests(options.tests, options.device)
     from gpu.manifest_check import check_manifest
 
-    return check_manifest(options.manifest, "triton", options.device, capability_of(options.device))
+    return check_manifest(options.manifest, "triton", options.device, capability_of(options.device), wanted)
+
+
+def chosen(only: str | None, behind: str | None) -> Callable[[str], bool]:
+    """Whether a case is asked for, which is told before it runs: ``only`` that one, those ``behind`` one, or all."""
+    passed = behind is None
+
+    def wanted(case: str) -> bool:
+        nonlocal passed
+        if not passed or only not in (None, case):
+            passed = passed or case == behind
+            return False
+        show({"begun": case})
+        return True
+
+    return wanted
+
+
+def _linears(options: argparse.Namespace, wanted: Callable[[str], bool]) -> Iterable[Row]:
+    """Of the CUDA kernels; on a CPU of their host build, small ones."""
+    from gpu import linears_check as linears
+
+    bits, dtype = options.linears.split(",")
+    if options.device == "cuda":
+        on, sizes = linears.machines("cuda"), linears.SANITIZED if options.smoke else linears.SERVED
+    else:
+        from gpu.runner_check import support
+
+        host = support("cuda_host").host
+        on, sizes = (host(multiprocessors=8), host(multiprocessors=8, dependent=True)), linears.TINY
+    return linears.check_linears(int(bits), dtype, options.device, on, sizes, wanted)
+
+
+def tell_launches() -> None:
+    """Print the name of each kernel from now on before it is launched."""
+    from triton.runtime.jit import JITFunction
+
+    from toolkit.kernels.cuda import driver
+
+    run, launch = JITFunction.run, driver._launch
+
+    def told_run(kernel: Any, *arguments: Any, **options: Any) -> Any:
+        show({"launched": kernel.fn.__name__})
+        return run(kernel, *arguments, **options)
+
+    def told_launch(loaded: Any, kernel: str, *rest: Any) -> None:
+        show({"launched": kernel})
+        launch(loaded, kernel, *rest)
+
+    JITFunction.run, driver._launch = told_run, told_launch
 
 
 def sanitizer_fails(wrapper: tuple[str, ...]) -> str | None:
@@ -154,10 +205,12 @@ def show(row: Row) -> None:
 
 def child(options: argparse.Namespace) -> bool:
     """Print the rows of one item as they come, if that is what this process is for."""
-    if not (options.op or options.runner or options.tests or options.manifest):
+    if not any((options.op, options.runner, options.tests, options.manifest, options.linears)):
         return False
     end_with_parent()
     missed = count_misses() if options.device == "cuda" else []
+    if options.trace:
+        tell_launches()
     for row in rows_of(options):
         show(row | {"compiled_late": missed[:]} if missed else row)
         missed.clear()

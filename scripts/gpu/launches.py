@@ -7,7 +7,7 @@ would launch instead of doing it. So what is compiled beforehand is what is laun
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 from unittest import mock
 
@@ -44,12 +44,12 @@ def of_ops(names: list[str] | None, capability: int, cases: str = "all") -> list
     return [launch for name in wanted for launch in of_op(name, capability, cases)]
 
 
-def of_manifest(capability: int) -> list[Launch]:
-    """Of every call of the manifest."""
+def of_manifest(capability: int, ops: Collection[str] | None = None) -> list[Launch]:
+    """Of every call of the manifest, or of those of ``ops``."""
     from toolkit.kernels.triton.manifest import calls
 
     with recording(capability) as found:
-        for call in calls():
+        for call in (call for call in calls() if ops is None or call.op in ops):
             implementation = load()[call.op].implementations["triton"]
             for dtype in call.dtypes:
                 if implementation.unsupported(Target("cuda", dtype, capability, call.traits)) is None:
@@ -139,10 +139,10 @@ def meta_runner(config: dict[str, Any], capability: int, policy: int, block: int
 def of_check(family: str, policy: int, capability: int) -> list[Launch]:
     """Of ``runner_check.check_runner``."""
     from gpu.models import tiny
-    from gpu.runner_check import STEPS_BLOCK, drive, support
+    from gpu.runner_check import STEPS_BLOCK, drive, driver_of
 
     with recording(capability) as found, meta_runner(tiny(family), capability, policy, STEPS_BLOCK) as runner:
-        for _ in drive(support("steps").Driver(runner)):
+        for _ in drive(driver_of(runner, family), family):
             pass
     return found
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from gpu.checks import answers, said
 from torch import Tensor
 
 from toolkit.kernels.registry import Case, Target, load
@@ -128,9 +129,16 @@ def _spread(call: Mapping[str, Any], bits: int) -> float:
     return 73.0 if weight.dtype == torch.int8 else 1.0
 
 
-def check_manifest(name: str, family: str, device: str, capability: int | None) -> Iterator[Row]:
+def check_manifest(
+    name: str,
+    family: str,
+    device: str,
+    capability: int | None,
+    wanted: Callable[[str], bool] = lambda case: True,
+) -> Iterator[Row]:
     """Every call of one op: a row each, ``error`` None where ``family`` agrees with torch's kernels, where there are
-    none with the reference, on the same device.
+    none with the reference, on the same device. ``wanted`` is asked for each before it runs; one behind which the GPU
+    does not answer any more is the last, which its row says under ``dead``.
     """
     op = load()[name]
     implementation = op.implementations[family]
@@ -139,7 +147,10 @@ def check_manifest(name: str, family: str, device: str, capability: int | None) 
             target, start = Target(device, dtype, capability, call.traits), time.perf_counter()
             reason = implementation.unsupported(target)
             row: Row = {"what": f"{name} [{family}], served", "case": f"{dtype} {call.label}", "skipped": reason}
+            alive = True
             if reason is None:
+                if not wanted(row["case"]):
+                    continue
                 case = Case(call.label, lambda d, on, _, call=call: filled(call.make(d), on), call.traits)
                 other = op.implementations.get("torch")
                 run = other.run if other is not None and other.unsupported(target) is None else op.reference
@@ -147,5 +158,8 @@ def check_manifest(name: str, family: str, device: str, capability: int | None) 
                 try:
                     row["error"] = compare(judge, implementation, case, target, oracle=device)
                 except Exception as error:
-                    row["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                    row["error"], alive = said(error), answers(device)
+                    row |= {} if alive else {"dead": True}
             yield row | {"seconds": round(time.perf_counter() - start, 2)}
+            if not alive:
+                return

@@ -54,6 +54,23 @@ TINY: dict[str, dict[str, Any]] = {
     },
 }
 
+# Few layers as wide as served ones are, so that their very kernels run: heads of 128, groups of 128, half precision.
+_WIDE: dict[str, Any] = TINY["llama"] | {
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+    "dtype": "bfloat16",
+}
+WIDE: dict[str, dict[str, Any]] = {
+    "wide": _WIDE,
+    "wide awq": _WIDE
+    | {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}, "dtype": "float16"},
+}
+
 _BIG: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
@@ -111,8 +128,8 @@ FP8 = {"quantization_config": {"quant_method": "fp8"}}
 
 
 def tiny(family: str) -> dict[str, Any]:
-    """The config of a tiny model of one family."""
-    return _TINY | TINY[family]
+    """The config of a tiny model of one family, or of few layers of WIDE."""
+    return _TINY | (TINY | WIDE)[family]
 
 
 def dummy(config: dict[str, Any], device: torch.device) -> tuple[Any, Any]:

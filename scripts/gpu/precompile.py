@@ -49,11 +49,12 @@ class TargetDriver:
 
 @dataclass(frozen=True)
 class Done:
-    """One variant. ``error``: one line, None where it is in the cache now; ``hit``: it was there before."""
+    """One variant. ``error``: one line, None where it is in the cache, in ``folder``; ``hit``: it was there before."""
 
     kernel: str
     error: str | None
     hit: bool
+    folder: str
     seconds: float
 
 
@@ -79,12 +80,13 @@ def distinct(launches: list[Launch]) -> list[Launch]:
     return list(found.values())
 
 
-def _compile(launched: Launch) -> bool:
-    """Compile a launch; whether it was in the cache."""
+def _compile(launched: Launch) -> tuple[bool, str]:
+    """Compile a launch; whether it was in the cache, and the name of its folder there."""
     hits: list[bool] = []
     triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
-    _launcher(warm(launched))
-    return all(hits)
+    compiled = warm(launched)
+    _launcher(compiled)
+    return all(hits), Path(next(iter(compiled.metadata_group.values()))).parent.name
 
 
 def _launcher(compiled: Any) -> None:
@@ -150,14 +152,15 @@ def compile_all(launches: list[Launch], workers: int, limit: float = VARIANT_SEC
 
     triton_key()  # reads all of Triton once: the processes inherit it
     work = [(i, functools.partial(_compile, launched)) for i, launched in enumerate(launches)]
-    for i, error, hit, seconds in in_processes(work, workers, limit):
-        yield Done(launches[i].kernel.__name__, error, bool(hit), round(seconds, 2))
+    for i, error, found, seconds in in_processes(work, workers, limit):
+        hit, folder = found or (False, "")
+        yield Done(launches[i].kernel.__name__, error, hit, folder, round(seconds, 2))
 
 
 def stages(capability: int) -> dict[str, Callable[[], list[Launch]]]:
     """What each stage of the scripts launches."""
     from gpu import engine, launches
-    from gpu_check import SMOKE_OPS, runner_items
+    from gpu.items import SERVED_FIRST, SMOKE_OPS, runner_items
 
     return {
         "smoke": lambda: [
@@ -168,6 +171,7 @@ def stages(capability: int) -> dict[str, Callable[[], list[Launch]]]:
             x for family, policy in runner_items() for x in launches.of_check(family, policy, capability)
         ],
         "ops": lambda: launches.of_ops(None, capability),
+        "attention": lambda: launches.of_manifest(capability, SERVED_FIRST),
         "manifest": lambda: launches.of_manifest(capability),
         "self-test": lambda: launches.of_ops(None, capability, "gate"),
         "engine": lambda: [x for case in engine.CASES for x in launches.of_case(case, capability)],
@@ -216,11 +220,19 @@ def record(names: list[str], capability: int, device: str | None) -> tuple[list[
     return distinct(found), errors
 
 
-def precompile(names: list[str], capability: int, device: str | None, workers: int, seconds: float) -> dict[str, Any]:
+def precompile(
+    names: list[str],
+    capability: int,
+    device: str | None,
+    workers: int,
+    seconds: float,
+    folders: list[str] | None = None,
+) -> dict[str, Any]:
     """Compile what the stages ``names`` launch within about ``seconds``; counts and errors. Stage "cuda" is the CUDA
     kernels.
 
-    ``device``: the GPU's name in tuned/, None for the choices in code.
+    ``device``: the GPU's name in tuned/, None for the choices in code; ``folders``: gets the names of those in the
+    cache.
     """
     begun, end = time.perf_counter(), time.perf_counter() + seconds
     cuda = start_nvcc(capability) if "cuda" in names else None
@@ -233,6 +245,8 @@ def precompile(names: list[str], capability: int, device: str | None, workers: i
             errors.append(f"{done.kernel}: {done.error}")
         cached += done.hit
         compiled += not done.hit and done.error is None
+        if folders is not None and done.error is None:
+            folders.append(done.folder)
         if i % 50 == 0:
             print(f"precompile: {i} of {len(todo)}, {time.perf_counter() - begun:.0f} s", flush=True)
         if time.perf_counter() > end and i < len(todo):
@@ -251,7 +265,7 @@ def main() -> int:
         "stages",
         nargs="*",
         default=["smoke"],
-        help="cuda, smoke, runner, self-test, ops, manifest, kernels, engine, tune",
+        help="cuda, smoke, attention, runner, self-test, ops, manifest, kernels, engine, tune",
     )
     parser.add_argument("--arch", type=int, default=90, help="compute capability, as 90")
     parser.add_argument("--device", help="the GPU's name in kernels/triton/tuned, as nvidia-h200")

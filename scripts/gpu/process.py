@@ -19,20 +19,29 @@ _PDEATHSIG = 1  # prctl's PR_SET_PDEATHSIG
 
 @dataclass(frozen=True)
 class Finished:
-    """``code``: exit status, None where the limit was over; ``out``, ``err``: what was written; ``seconds`` it ran."""
+    """``code``: exit status, None where a limit was over; ``out``, ``err``: what was written; ``seconds`` it ran;
+    ``silent``: it was ended because it wrote nothing more.
+    """
 
     code: int | None
     out: str
     err: str
     seconds: float
+    silent: bool = False
 
     def last(self, lines: int = 3) -> str:
         """The end of what it complained of, on one line."""
         return " / ".join((self.err or self.out).strip().splitlines()[-lines:])[-600:]
 
 
-def run_limited(command: Sequence[str], limit: float, environment: Mapping[str, str] | None = None) -> Finished:
-    """Run ``command``; after ``limit`` seconds it and all that it started are killed.
+def run_limited(
+    command: Sequence[str],
+    limit: float,
+    environment: Mapping[str, str] | None = None,
+    silence: float = float("inf"),
+) -> Finished:
+    """Run ``command``; after ``limit`` seconds, or ``silence`` of them without output, it and all that it started are
+    killed.
 
     What it writes goes to files: a pipe would be waited for as long as any process of its holds it.
     """
@@ -42,14 +51,25 @@ def run_limited(command: Sequence[str], limit: float, environment: Mapping[str, 
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, start_new_session=True
         )
         try:
-            code: int | None = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            code = None
+            code, silent = _wait(process, out.fileno(), start + limit, silence)
         finally:
             kill(process)
         out.seek(0)
         err.seek(0)
-        return Finished(code, out.read(), err.read(), time.perf_counter() - start)
+        return Finished(code, out.read(), err.read(), time.perf_counter() - start, silent)
+
+
+def _wait(process: subprocess.Popen[str], out: int, end: float, silence: float) -> tuple[int | None, bool]:
+    """(exit status, None where a limit was over; whether that was the one of silence)."""
+    written, heard = 0, time.perf_counter()
+    while True:
+        now = time.perf_counter()
+        if (size := os.fstat(out).st_size) != written:
+            written, heard = size, now
+        if now >= end or now - heard >= silence:
+            return None, now < end
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(max(0.0, min(0.2, end - now))), False
 
 
 def kill(process: subprocess.Popen[str]) -> None:

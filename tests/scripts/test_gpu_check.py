@@ -48,72 +48,160 @@ def test_a_dry_run_writes_rows_that_agree(tmp_path):
     assert "smoke: sample [torch]: 1 of 1 agree" in done.stdout
 
 
-def test_stages_come_in_order(gpu_check):
-    where = gpu_check.Where(("triton", "cuda"), capability=90, gpu="nvidia-h200")
-    todo = gpu_check.items(where, False, "/usr/bin/compute-sanitizer", 30)
-    stages = [i.stage for i in todo]
-    assert list(dict.fromkeys(stages)) == [
-        *("prepare", "smoke", "compile", "runner", "ops", "compile served", "manifest", "sanitizer")
-    ]
-    assert todo[0].name == "compile cuda, smoke" and todo[0].script.is_file()
-    assert todo[0].arguments[:6] == ("cuda", "smoke", "--arch", "90", "--device", "nvidia-h200")
-    assert all(i.limit <= 60 for i in todo if i.stage == "smoke")
-    assert {"paged_attention [triton]", "linear_group_int [cuda]"} <= {i.name for i in todo if i.stage == "ops"}
-    assert "served paged_attention" in {i.name for i in todo if i.stage == "manifest"}
-    assert "/usr/bin/compute-sanitizer" in todo[-1].wrapper
-    assert not [i for i in gpu_check.items(where, False, None, 30) if i.stage == "sanitizer"]
+@pytest.fixture
+def h200(gpu_check):
+    from gpu.items import Where
+
+    return Where(("triton", "cuda"), capability=90, gpu="nvidia-h200")
+
+
+def test_what_matters_most_comes_first(gpu_check, h200):
+    from gpu.items import items
+
+    todo = items(h200, False, "/usr/bin/compute-sanitizer", 300)
+    checks = [i for i in todo if not i.compiles]
+    stages = list(dict.fromkeys(i.stage for i in checks))
+    assert stages == ["smoke", "linears", "served", "runner", "ops", "sanitizer"]
+    names = [i.name for i in checks if i.stage not in ("smoke", "linears")]
+    assert names[:4] == ["served paged_attention", "served rope_kv_write", "served kv_write", names[3]]
+    assert names[3].startswith("runner wide awq")
+    assert len({(i.stage, i.name) for i in todo}) == len(todo)
+    assert all(i.silence <= 60 for i in checks)
+    compiling = {i.name: i for i in todo if i.compiles}
+    assert list(compiling)[:2] == ["compile cuda", "compile smoke"]
+    assert compiling["compile cuda"].arguments[:5] == ("cuda", "--arch", "90", "--device", "nvidia-h200")
+    assert all(set(i.after) <= set(compiling) for i in todo)
+    behind = {i.name: i.after for i in checks}
+    assert behind["linear_group_int [cuda]"] == ("compile cuda",) == behind["served linears, 4 bits, float16"]
+    tools = [i.wrapper[i.wrapper.index("--tool") + 1] for i in checks if i.stage == "sanitizer"]
+    assert tools[0] == "racecheck" and tools.count("memcheck") == 6 and tools.count("racecheck") == 4
+    assert not [i for i in items(h200, False, None, 30) if i.stage == "sanitizer"]
+
+
+def process(code, stage="ops", name="x", limit=60.0, **more):
+    from gpu.items import Item
+
+    return Item(stage, name, (), limit, (sys.executable, "-c", code), **more)
 
 
 def test_a_process_that_dies_or_hangs_is_one_row(gpu_check):
-    dies = gpu_check.Item("ops", "nothing", (), 60, (sys.executable, "-c", "import os; os.abort()"))
-    (row,) = gpu_check.run(dies, "cpu")
-    assert row["error"].startswith("exit code -6") and "nothing: 0 of 1 agree" in gpu_check.report(dies, [row])
+    from gpu.running import report, run
+
+    dies = process("import os; os.abort()", name="nothing")
+    (row,) = run(dies, "cpu")
+    assert row["error"].startswith("exit code -6") and "nothing: 0 of 1 agree" in report(dies, [row])
     # one that starts another, which holds its output and would end later
     code = "import subprocess, sys, time; subprocess.Popen(['sleep', '60']); time.sleep(60)"
-    slow = gpu_check.Item("ops", "slow", (), 1.0, (sys.executable, "-c", code))
     start = time.perf_counter()
-    assert "took longer than 1 s" in gpu_check.run(slow, "cpu")[0]["error"]
+    assert "took longer than 1 s" in run(process(code, limit=1.0), "cpu")[0]["error"]
     assert time.perf_counter() - start < 20
-    silent = gpu_check.Item("ops", "silent", (), 60, (sys.executable, "-c", "print('nothing')"))
-    assert "printed no result" in gpu_check.run(silent, "cpu")[0]["error"]
+    assert "printed no result" in run(process("print('nothing')"), "cpu")[0]["error"]
     found = 'print(\'{"what": "x", "case": "y", "error": null}\'); raise SystemExit(99)'  # as the sanitizer does
-    rows = gpu_check.run(gpu_check.Item("sanitizer", "x", (), 60, (sys.executable, "-c", found)), "cpu")
+    rows = run(process(found, stage="sanitizer"), "cpu")
     assert [bool(r["error"]) for r in rows] == [False, True] and "exit code 99" in rows[1]["error"]
 
 
-def test_an_item_that_hangs_keeps_its_rows_and_names_the_case(gpu_check):
-    found = '{"what": "x", "case": "y", "error": null, "seconds": 0.1}'
-    code = f"import time; print('{found}'); print('{{\"begun\": \"z\"}}', flush=True); time.sleep(60)"
-    item = gpu_check.Item("ops", "x", (), 1.0, (sys.executable, "-c", code))
-    first, last = gpu_check.run(item, "cpu")
-    assert first["case"] == "y" and last["case"] == "z" and "took longer than 1 s" in last["error"]
-    died = gpu_check.run(gpu_check.Item("ops", "x", (), 60, (*item.wrapper[:2], code.replace("sleep(60)", "x"))), "cpu")
-    assert died[-1]["case"] == "z" and "exit code 1" in died[-1]["error"]
+CASES = """
+import json, sys, time
+behind = sys.argv[sys.argv.index("--behind") + 1] if "--behind" in sys.argv else None
+only = sys.argv[sys.argv.index("--case") + 1] if "--case" in sys.argv else None
+for case in "abcd":
+    if behind is not None and case <= behind or only not in (None, case):
+        continue
+    print(json.dumps({"begun": case}), flush=True)
+    if "--trace" in sys.argv:
+        print(json.dumps({"launched": "kernel_" + case}), flush=True)
+    if case == "b": BROKEN
+    error = "wrong" if case == "d" else None
+    print(json.dumps({"what": "x", "case": case, "error": error, "seconds": 0.0}), flush=True)
+"""
+
+
+@pytest.mark.parametrize("broken, said", [("time.sleep(60)", "wrote nothing for 2 s"), ("sys.exit(3)", "exit code 3")])
+def test_a_case_that_hangs_or_dies_costs_itself_alone(gpu_check, broken, said):
+    from gpu.running import run
+
+    start = time.perf_counter()
+    rows = run(process(CASES.replace("BROKEN", broken), silence=2.0, cases=True), "cpu")
+    assert [row["case"] for row in rows] == list("abcd") and time.perf_counter() - start < 20
+    assert [said in str(row["error"]) for row in rows] == [False, True, False, False]
+
+
+def test_what_fails_is_run_once_more_and_names_its_kernel(gpu_check, tmp_path):
+    from gpu.running import Log, report, run_all
+
+    log = Log(tmp_path / "r.json", {"rows": [], "done": [], "running": []})
+    todo = [process(CASES.replace("BROKEN", "pass"), cases=True)]
+    assert run_all(todo, "cpu", 1, log, time.perf_counter() + 60) == 0
+    (bad,) = log.failed()
+    assert bad["case"] == "d" and bad["again"] == {"error": "wrong", "launched": ["kernel_d"]}
+    assert "with blocking launches: wrong; launched last: kernel_d" in report(todo[0], [bad])
 
 
 def test_an_item_that_got_less_than_its_time_is_left_for_later(gpu_check, tmp_path):
-    sleeps = (sys.executable, "-c", "import time; time.sleep(60)")
-    log = gpu_check.Log(tmp_path / "r.json", {"rows": [], "done": [], "running": []})
-    todo = [gpu_check.Item("ops", "short", (), limit, sleeps) for limit in (1.0, 300)]
-    assert gpu_check.run_stage([todo[0]], "cpu", 1, log, time.perf_counter() + 60) == 0
-    assert log.result["done"] == [["ops", "short"]] and len(log.failed()) == 1
+    from gpu.running import Log, run_all
+
+    log = Log(tmp_path / "r.json", {"rows": [], "done": [], "running": []})
+    sleeps = "import time; time.sleep(60)"
+    assert run_all([process(sleeps, limit=1.0)], "cpu", 1, log, time.perf_counter() + 60) == 0
+    assert log.result["done"] == [["ops", "x"]] and len(log.failed()) == 1
     log.result |= {"rows": [], "done": []}
-    assert gpu_check.run_stage([todo[1]], "cpu", 1, log, time.perf_counter() + 1) == 1
+    assert run_all([process(sleeps, limit=300)], "cpu", 1, log, time.perf_counter() + 6) == 1
     assert log.result == {"rows": [], "done": [], "running": []}
 
 
-def test_compiling_is_done_again_for_what_is_left(gpu_check, tmp_path):
-    where = gpu_check.Where(("triton",), capability=90, gpu="nvidia-h200")
-    found = gpu_check.items(where, False, None, 30)
-    log = gpu_check.Log(tmp_path / "r.json", {"rows": [], "done": [], "running": []})
+def test_checks_wait_for_what_compiles_for_them_and_for_the_smoke_stage(gpu_check, h200):
+    from gpu.items import items
+    from gpu.running import Line
+
+    line, order = Line(items(h200, False, None, 300), jobs=2), []
+
+    def begin():
+        while (item := line.next()) is not None:
+            line.running[len(order)] = (item, 0.0)
+            order.append(item)
+
+    begin()
+    assert [i.name for i in order] == ["compile cuda", "compile smoke"], (
+        "nvcc and Triton's compilers, beside each other"
+    )
+    while line.running:
+        oldest = min(line.running)
+        del line.running[oldest]
+        begin()
+        now = [item for item, _ in line.running.values()]
+        assert sum(not i.compiles for i in now) <= 2 and sum(i.compiles for i in now) <= 2
+        assert len({i.stage == "smoke" for i in now if not i.compiles}) <= 1, "the smoke stage is over first"
+    assert not line.waiting and [i.stage for i in order if not i.compiles][:7] == ["smoke"] * 7
+    place = {i.name: n for n, i in enumerate(order)}
+    assert all(place[name] < place[i.name] for i in order for name in i.after)
+
+
+def test_nothing_goes_on_where_nothing_of_the_smoke_stage_works(gpu_check, tmp_path):
+    from gpu.running import Log, run_all
+
+    log = Log(tmp_path / "r.json", {"rows": [], "done": [], "running": []})
+    todo = [process("raise SystemExit(1)", stage="smoke"), process(CASES, name="later")]
+    assert run_all(todo, "cpu", 2, log, time.perf_counter() + 60) == 1
+    assert log.dead() and log.result["done"] == [["smoke", "x"]]
+
+
+def test_compiling_is_done_again_for_what_is_left(gpu_check, h200, tmp_path):
+    from gpu.items import items
+    from gpu.running import Log
+
+    found = items(h200, False, None, 30)
+    log = Log(tmp_path / "r.json", {"rows": [], "done": [], "running": []})
     for item in found:
-        if item.stage != "manifest":
+        if item.stage != "served":
             log.add(item, [{"what": item.name, "case": "", "error": None}])
     wanted = gpu_check.still_wanted(found, None, log)
-    assert [i.name for i in wanted if i.stage != "manifest"] == ["compile manifest"]
+    assert [i.name for i in wanted if i.stage != "served"] == ["compile attention", "compile served"]
     rows = len(log.result["rows"])
     log.add(wanted[0], [{"what": wanted[0].name, "case": "", "error": "new"}])
     assert len(log.result["rows"]) == rows and [r["error"] for r in log.failed()] == ["new"]
+    log.forget_failed()
+    assert not log.failed() and not log.has(wanted[0]) and len(log.result["rows"]) == rows - 1
     for item in wanted[1:]:
         log.add(item, [])
     assert gpu_check.still_wanted(found, None, log) == []
@@ -179,14 +267,16 @@ def test_calls_of_the_manifest_are_filled_with_what_ops_may_be_given(gpu_check):
 def test_the_runner_is_checked_step_by_step(gpu_check):
     from gpu.runner_check import check_runner
 
-    rows = check_runner("qwen2", 0, "cpu")
+    rows = list(check_runner("qwen2", 0, "cpu"))
     assert len(rows) == 8 and [r["error"] for r in rows] == [None] * 8
 
 
 @pytest.mark.slow
 def test_the_torch_runners_tests_are_rows(gpu_check):
-    item = gpu_check.Item("runner", "tests", ("--tests", "test_steps.py"), 600)
-    rows = gpu_check.run(item, "cpu")
+    from gpu.items import Item
+    from gpu.running import run
+
+    rows = run(Item("runner", "tests", ("--tests", "test_steps.py"), 600, silence=600), "cpu")
     assert len(rows) > 20 and all(r["error"] is None for r in rows)
 
 
@@ -219,13 +309,66 @@ def test_a_case_that_raises_costs_itself_alone(gpu_check, monkeypatch):
     broken = type(implementation)(**{**vars(implementation), "run": run})
     monkeypatch.setitem(load()["rms_norm"].implementations, "torch", broken)
     begun = []
-    rows = list(checks.check_op("rms_norm", "torch", "cpu", True, begun.append))
+    rows = list(checks.check_op("rms_norm", "torch", "cpu", True, lambda case: not begun.append(case)))
     assert [r.get("error") for r in rows] == ["RuntimeError: no memory", *[None] * (len(rows) - 1)] and len(rows) > 1
-    assert [r["case"] for r in begun] == [r["case"] for r in rows if r["skipped"] is None]
+    assert begun == [r["case"] for r in rows if r["skipped"] is None]
+    one = list(checks.check_op("rms_norm", "torch", "cpu", False, checks.chosen(begun[1], None)))
+    assert [r["case"] for r in one] == [begun[1]]
+    rest = list(checks.check_op("rms_norm", "torch", "cpu", True, checks.chosen(None, begun[0])))
+    assert rest and begun[0] not in [r["case"] for r in rest]
     calls.clear()
     monkeypatch.setattr(checks, "answers", lambda device: False)
     (row,) = checks.check_op("rms_norm", "torch", "cpu", True)
-    assert "does not answer any more" in row["error"]
+    assert row["error"] and row["dead"]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_linears_are_checked_where_a_compiler_builds_them_for_the_cpu(gpu_check, bits, support):
+    """As on a GPU, with fewer inputs: bits of every run, early launches, chains of them, kernels and splits by name."""
+    from gpu import linears_check
+
+    host = support("cuda_host").host
+    on, sizes = (
+        (host(multiprocessors=8), host(multiprocessors=8, dependent=True)),
+        linears_check.Sizes((1088,), (40,), (64,), (1, 17), 2),
+    )
+    rows = list(linears_check.check_linears(bits, "float16", "cpu", on, sizes))
+    assert [r["error"] for r in rows] == [None, None], rows
+    assert [r["kernel"][:4] for r in rows] == ["few_", "tile"] and rows[1]["splits"] > 1
+    assert rows[0]["case"] == "g64 40x1088, 1 tokens"
+
+
+@pytest.mark.parametrize(
+    "fault, said",
+    [
+        ("wrong", "values differ"),
+        ("shaky", "run 2 of 3 gave other bits"),
+        ("early", "early launch 1 of 3 gave other bits"),
+    ],
+)
+def test_a_linear_that_does_not_hold_is_found(gpu_check, fault, said):
+    """A product in one go in the place of the kernels', with what may be wrong with them."""
+    from gpu import linears_check
+
+    g = torch.Generator().manual_seed(0)
+    dense, bias = torch.randn(24, 64, generator=g) / 8, torch.zeros(24, dtype=torch.float16)
+    calls = []
+
+    class Product:
+        weight = type("Weight", (), {"n_in": 64, "n_out": 24})
+
+        def __init__(self, early):
+            self.early, self.bias = early, bias
+
+        def __call__(self, x, residual=None, *, out=None):
+            calls.append(x)
+            found = (x.float() @ dense.T).half()
+            if fault == "wrong" or (fault == "shaky" and len(calls) == 4) or (fault == "early" and self.early):
+                found[0, 3] += 0.25
+            return found if out is None else out.copy_(found)
+
+    made = linears_check.Made(Product(False), Product(True), dense.double())
+    assert said in linears_check._check(made, 2, None, 3)
 
 
 def without(packages: tuple[str, ...], code: str) -> list[str]:
@@ -261,7 +404,8 @@ for package in {LIGHT!r}:
 
 def test_the_scripts_need_torch_triton_numpy_and_safetensors_alone():
     code = """
-from gpu import checks, engine, launches, manifest_check, peers, precompile, prune, runner_check, tune
+from gpu import carry, checks, engine, items, launches, linears_check, manifest_check, peers, precompile, prune
+from gpu import runner_check, running, tune
 import bench_gpu, gpu_check
 print(next(checks.check_op("rms_norm", "torch", "cpu", True))["error"])
 runner_check._drivers("qwen2", 0, "cpu")

@@ -288,3 +288,55 @@ def test_the_smoke_stage_is_compiled_within_its_time(tmp_path):
     assert done.returncode == 0 and found["variants"] == found["compiled"] > 20, done.stdout
     short = subprocess.run([*script, "--seconds", "0"], env=environment, capture_output=True, text=True, timeout=900)
     assert "variants are left" in short.stdout and short.returncode == 1
+
+
+def test_kernels_that_are_carried_are_found_there(tmp_path):
+    """What one process compiled for another's Triton lies in an archive; unpacked elsewhere, nothing is compiled."""
+    other = tmp_path / "libtriton.so"
+    other.write_bytes(b"of another Python")
+    code = f"""
+import sys
+from pathlib import Path
+from triton import knobs
+from triton.runtime import driver
+from gpu import carry, launches, precompile
+
+carry.other_key(Path({str(other)!r}))
+driver.set_active(precompile.TargetDriver(90))
+todo = precompile.distinct(launches.of_ops(["embedding"], 90, "first"))
+done = list(precompile.compile_all(todo, workers=2))
+print(len(todo), sum(d.hit for d in done), [d.error for d in done if d.error])
+archive = Path({str(tmp_path)!r}) / "kernels.tar.xz"
+if not archive.exists():
+    print(carry.pack((Path(knobs.cache.dir) / d.folder for d in done), archive) < 200_000)
+"""
+    first, small = compiled(code, tmp_path / "here")
+    variants = int(first.split()[0])
+    assert variants > 0 and first == f"{variants} 0 []" and small == "True"
+    unpack = f"""
+from pathlib import Path
+from gpu import carry
+print(carry.unpack(Path({str(tmp_path)!r}) / "kernels.tar.xz", Path({str(tmp_path / "there")!r})))
+"""
+    assert compiled(unpack, tmp_path / "there") == [str(variants)]
+    assert compiled(code, tmp_path / "there") == [f"{variants} {variants} []"]
+
+
+def test_a_carried_fatbin_of_other_sources_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from gpu import carry
+
+    from toolkit.kernels.cuda import build, driver
+
+    here, carried = tmp_path / "here.fatbin", tmp_path / "carried"
+    monkeypatch.setattr(driver, "FATBIN", here)
+    assert carry.use(carried) is None
+    carried.mkdir()
+    assert carry.use(carried) == "carried: no CUDA kernels"
+    (carried / here.name).write_bytes(b"kernels")
+    for digest, used in (("others", False), (build.sources(), True)):
+        note = {"cuda": 13000, "architectures": [90], "sources": digest}
+        (carried / here.with_suffix(".json").name).write_text(json.dumps(note))
+        said = carry.use(carried)
+        assert here.exists() == used and ("for 90" if used else "are not used") in said
+    assert driver.fatbin_note(here) == note

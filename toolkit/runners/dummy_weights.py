@@ -135,8 +135,8 @@ class DummyWeights(Mapping[str, "Weight | Tensor"]):
         if shape[1] % size:
             raise ToolkitError(f"{name}: quantization_config.group_size: {size} does not divide {shape[1]} inputs")
         groups = (shape[0], shape[1] // size)
-        codes = self._integers(name, shape, 0, 1 << bits, torch.uint8)
-        deviation = shape[1] ** -0.5 / ((1 << bits) * 0.29)  # of codes spread evenly
+        codes = self._integers(name, shape, 1, 1 << bits, torch.uint8)  # as many below the zero as above, or sums drift
+        deviation = shape[1] ** -0.5 / (((1 << bits) - 1) * 0.29)  # of codes spread evenly
         scales = torch.full(groups, deviation, dtype=torch.float16, device=self._device)
         zeros = torch.full(groups, 1 << (bits - 1), dtype=torch.uint8, device=self._device)
         return GroupInt(codes, scales, zeros, bits, size)
