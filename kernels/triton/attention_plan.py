@@ -86,6 +86,13 @@ def borders(first: int, length: int) -> np.ndarray:
     return np.concatenate(found).astype(np.int64)
 
 
+def range_of(keys: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
+    """(begin, end) of the range that holds each key, by the ``borders`` of ``first``."""
+    edges = borders(first, int(keys.max(initial=0)) + 1)
+    at = np.searchsorted(edges, keys, side="right") - 1
+    return edges[at], np.append(edges, np.iinfo(np.int32).max)[at + 1]
+
+
 def cut(
     cu_seqlens: np.ndarray, seq_lens: np.ndarray, window: int | None, group: int, bits: int, block_rows: int
 ) -> tuple[np.ndarray, np.ndarray, int]:

@@ -207,6 +207,7 @@ CLAIMS: dict[str, frozenset[str]] = {
     "expert_block_kernel": frozenset({"async", "mma"}),
     "chunk_kernel": frozenset({"vector"}),
     "draw_kernel": frozenset({"vector"}),
+    "flat_kernel": frozenset({"vector"}),
     "combine_kernel": frozenset({"vector"}),
     "row_linear_kernel": frozenset({"async", "mma"}),
     "round_blocks_kernel": frozenset({"vector"}),
@@ -226,9 +227,10 @@ EXCUSED: dict[str, dict[str, str]] = {
     "chunk_kernel": {
         "call": "how lanes that have parted sum over their warp, beside the one instruction of those that have not"
     },
-    "draw_kernel": {
-        "call": "the rare path (tiny or huge numbers) of dividing logits by the temperature as IEEE rounds"
-    },
+    **dict.fromkeys(
+        ("draw_kernel", "weigh_kernel", "flat_kernel"),
+        {"call": "the rare path (tiny or huge numbers) of dividing logits by the temperature as IEEE rounds"},
+    ),
 }
 
 

@@ -1,9 +1,9 @@
-"""Drawing tokens without sorting, in two launches.
+"""Drawing tokens without sorting, in two launches, and two more that few rows need.
 
 The first reads the logits over all multiprocessors. It leaves of each chunk its maximum and its mass, with which greedy
 rows and rows without a filter are as good as done, and a list of the candidates near its maximum. The second has one
 program a row and searches the cut of top-k, top-p and min-p among the listed alone. A cut that may lie below what was
-listed (many nearly equal logits) is searched in the whole row, by the same rules: results are the same, only slower.
+listed (many nearly equal logits) is searched in the whole row, by the same rules (``sampling_flat``).
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from torch import Tensor
 from ..reference import sampling as reference
 from .launch import launch, needs, power_of_2
 from .sampling_chunks import chunk_kernel
-from .sampling_search import BOTTOM, UNIT, read_block, search_listed, search_row, steps_below
+from .sampling_flat import flat_kernel, weigh_kernel
+from .sampling_search import BOTTOM, UNIT, read_block, search_listed, steps_below
 
 CHUNK, PASS_BLOCK, THRESHOLDS = 4096, 512, 8
+PIVOTS, PIVOT_BLOCK = 128, 32
 LISTED = 8192  # candidates of a row, all chunks together
 FIRST = 4  # chunks that share half of them: ids are given out by falling frequency
 
@@ -77,7 +79,8 @@ def _draw_listed(
     threshold, ties = low, vocab * 0
     complete = (low == BOTTOM) | (tl.exp(low.to(tl.float32) / UNIT) * 1.0001 < least)
     if (count >= k) | (mass >= limit):
-        threshold, ties = search_listed(steps, weight, k, limit, low, count, vocab)
+        none = count * 0
+        threshold, ties = search_listed(steps, weight, k, limit, low, low * 0, count, none, mass * 0.0, vocab)
         complete = k == k
     tie = steps == threshold
     kept = steps > threshold
@@ -88,39 +91,6 @@ def _draw_listed(
     # lists are in ascending order of ids: the first place is the lowest id, and one id is read, not all of them
     found = tl.load(ids + row * LISTED + place, mask=place < LISTED, other=0)
     return tl.where(complete, tl.where(place < LISTED, found, vocab), -1)
-
-
-@triton.jit
-def _kept(row_start, start, t, peak, vocab, threshold, ties, used, least, BLOCK: tl.constexpr):
-    """(ids, weights with 0 for what is not kept, ties used up so far) of a block of a row."""
-    i, weight, steps = read_block(row_start, start, t, peak, vocab, BLOCK)
-    tie = (steps == threshold) & (i < vocab)
-    kept = (steps > threshold) | (tie & (used + tl.cumsum(tie.to(tl.int32), 0) <= ties))
-    return i, tl.where(kept & (weight >= least), weight, 0.0), used + tl.sum(tie.to(tl.int32), 0)
-
-
-@triton.jit
-def _draw_row(
-    row_start, t, peak, whole, k, limit, least, uniform, vocab,
-    BLOCK: tl.constexpr, PASS_BLOCK: tl.constexpr, THRESHOLDS: tl.constexpr,
-):  # fmt: skip
-    """The token drawn from a whole row, or ``vocab`` where nothing weighs anything."""
-    threshold, ties = k * 0 + BOTTOM, vocab
-    if (k <= vocab) | (limit < float("inf")):
-        threshold, ties = search_row(row_start, t, peak, vocab, k, limit, whole, PASS_BLOCK, THRESHOLDS)
-    total, used = whole.to(tl.float64) * 0.0, ties * 0
-    for start in range(0, vocab, BLOCK):
-        _, weight, used = _kept(row_start, start, t, peak, vocab, threshold, ties, used, least, BLOCK)
-        total += tl.sum(weight, 0).to(tl.float64)
-    target, running, used = uniform * total, total * 0.0, ties * 0
-    found, start = vocab, vocab * 0
-    while (found == vocab) & (start < vocab):
-        i, weight, used = _kept(row_start, start, t, peak, vocab, threshold, ties, used, least, BLOCK)
-        upto = running + tl.cumsum(weight.to(tl.float64), 0)
-        found = tl.min(tl.where((upto > target) & (weight > 0.0), i, vocab), 0)
-        running += tl.sum(weight, 0).to(tl.float64)
-        start += BLOCK
-    return found
 
 
 @triton.jit
@@ -148,10 +118,10 @@ def draw_kernel(
     FIRST_ROOM: tl.constexpr,
     ROOM: tl.constexpr,
     CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    THRESHOLDS: tl.constexpr,
 ):
-    """One row. WIDTH: a power of two that holds the chunks; for the lists see ``chunk_kernel``."""
+    """One row; -1 where what is listed does not decide. WIDTH: a power of two that holds the chunks; for the lists see
+    ``chunk_kernel``.
+    """
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, WIDTH)
     there = chunk < chunks
@@ -178,8 +148,6 @@ def draw_kernel(
             floors, counts, values, ids, row, base, k, limit, least, uniform, vocab, chunks,
             WIDTH, LISTED, FIRST, FIRST_ROOM, ROOM,
         )  # fmt: skip
-        if found < 0:
-            found = _draw_row(row_start, t, base, whole, k, limit, least, uniform, vocab, CHUNK, BLOCK, THRESHOLDS)
     tl.store(out + row, tl.where(found == vocab, top, found).to(tl.int64))
 
 
@@ -204,6 +172,17 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     )  # fmt: skip
     launch(
         draw_kernel, (rows,), logits, *filters, u, *found, out, vocab, stride, chunks,
-        warps=16, WIDTH=width, CHUNK=CHUNK, BLOCK=PASS_BLOCK, THRESHOLDS=THRESHOLDS, **lists,
+        warps=16, WIDTH=width, CHUNK=CHUNK, **lists,
+    )  # fmt: skip
+    part_counts = torch.empty(rows, chunks, PIVOTS, dtype=torch.int32, device=device)
+    part_masses = torch.empty(rows, chunks, PIVOTS, dtype=torch.float32, device=device)
+    launch(
+        weigh_kernel, (rows, chunks), logits, temperature, peaks, out, part_counts, part_masses, vocab, stride, chunks,
+        warps=8, WIDTH=width, CHUNK=CHUNK, BLOCK=PIVOT_BLOCK, PIVOTS=PIVOTS,
+    )  # fmt: skip
+    launch(
+        flat_kernel, (rows,), logits, *filters, u, peaks, best, masses, ids, out, part_counts, part_masses,
+        vocab, stride, chunks, warps=16, WIDTH=width, LISTED=LISTED, BLOCK=CHUNK, PASS_BLOCK=PASS_BLOCK,
+        THRESHOLDS=THRESHOLDS, PIVOTS=PIVOTS,
     )  # fmt: skip
     return out

@@ -42,16 +42,17 @@ def _ties(low, high, above_high, heavier, k, limit, vocab):
 
 
 @triton.jit
-def search_listed(steps, weight, k, limit, low, count_low, vocab):
-    """(threshold, ties) by bisection among ``steps`` (what is absent lies below ``low``, where too many or too much is
-    above: ``count_low``). Ends when one candidate is left between two thresholds.
+def search_listed(steps, weight, k, limit, low, high, above_low, above_high, heavier, vocab):
+    """(threshold, ties) by bisection among ``steps`` in (low, high]; what is absent lies below. Above ``low`` there are
+    too many (``above_low``) or too much, above ``high`` are ``above_high``, which weigh ``heavier`` and are none of
+    ``steps``. Ends when one candidate is left between two thresholds.
     """
-    high, above_low, above_high = low * 0, count_low, count_low * 0
-    heavier = above_high.to(tl.float32)
+    before, mass_before = above_high, heavier
     while (high - low > 1) & (above_low - above_high > 1):
         middle = low + (high - low) // 2
         over = steps > middle
-        count, mass = tl.sum(over.to(tl.int32), 0), tl.sum(tl.where(over, weight, 0.0), 0)
+        count = before + tl.sum(over.to(tl.int32), 0)
+        mass = mass_before + tl.sum(tl.where(over, weight, 0.0), 0)
         fits = (count < k) & (mass < limit)
         above_high, heavier = tl.where(fits, count, above_high), tl.where(fits, mass, heavier)
         above_low = tl.where(fits, above_low, count)
@@ -60,11 +61,13 @@ def search_listed(steps, weight, k, limit, low, count_low, vocab):
 
 
 @triton.jit
-def search_row(row_start, t, peak, vocab, k, limit, whole, BLOCK: tl.constexpr, THRESHOLDS: tl.constexpr):
-    """(threshold, ties) by passes over the row that count and weigh what lies above several thresholds at once."""
-    low = k * 0 + BOTTOM
-    high = k * 0
-    above_low, above_high, heavier = vocab, k * 0, whole * 0.0
+def search_row(
+    row_start, t, peak, vocab, k, limit, low, high, above_low, above_high, heavier,
+    BLOCK: tl.constexpr, THRESHOLDS: tl.constexpr,
+):  # fmt: skip
+    """(threshold, ties) by passes over the row that count and weigh what lies above several thresholds at once; the
+    others as ``search_listed`` has them.
+    """
     while (high - low > 1) & (above_low - above_high > 1):
         wide = (high - low).to(tl.int64)
         steps_up = (wide * tl.arange(0, THRESHOLDS) // THRESHOLDS).to(tl.int32)
@@ -91,6 +94,15 @@ def search_row(row_start, t, peak, vocab, k, limit, whole, BLOCK: tl.constexpr, 
         if next_high == next_low:
             above_low = above_high
     return _ties(low, high, above_high, heavier, k, limit, vocab)
+
+
+@triton.jit
+def row_peak(peaks, row, chunks, WIDTH: tl.constexpr):
+    """(the largest scaled logit of each of WIDTH chunks, that of the row; 0 where all of it is -inf)."""
+    chunk = tl.arange(0, WIDTH)
+    found = tl.load(peaks + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
+    peak = tl.max(found, 0)
+    return found, tl.where(peak == float("-inf"), 0.0, peak)
 
 
 @triton.jit

@@ -90,7 +90,7 @@ def names(size: Size) -> list[str]:
     found = ["copy", *(f"linears {how}, {rows} rows" for how in linear for rows in size.rows)]
     found += [*(f"attention decode {how}" for how in decode), "attention prefill"]
     found += [f"{op}, {rows} rows" for rows in ROW_WISE for op in ("add_rms_norm", "act_and_mul")]
-    return found + [f"sample {how}, {rows} rows" for rows in SAMPLED for how in ("greedy", "top-p")]
+    return found + [f"sample {how}, {rows} rows" for rows in SAMPLED for how in ("greedy", "top-p", "flat top-p")]
 
 
 def copy_rate(size: Size, where: Where) -> Iterator[Row]:
@@ -262,7 +262,9 @@ def row_wise(size: Size, where: Where) -> Iterator[Row]:
         column = torch.ones(rows, device=device)
         k, u = torch.zeros(rows, dtype=torch.int64, device=device), torch.full((rows,), 0.4, device=device)
         yield _row("sample", "float32", (logits, column * 0, k, column, column * 0, u), rows, where, " greedy")
-        yield _row("sample", "float32", (logits, column, k, column * 0.9, column * 0, u), rows, where, " top-p")
+        filters = (column, k, column * 0.9, column * 0, u)
+        yield _row("sample", "float32", (logits, *filters), rows, where, " top-p")
+        yield _row("sample", "float32", (logits * 0.03, *filters), rows, where, " flat top-p")
 
 
 def _row(op: str, dtype: str, arguments: tuple[Any, ...], rows: int, where: Where, label: str = "") -> Row:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from toolkit.kernels import registry
 from toolkit.kernels.reference.attention import random_cache, slots_of
 from toolkit.kernels.reference.linear import pack_codes
-from toolkit.kernels.triton import attention_plan, linear_group, sampling
+from toolkit.kernels.triton import attention_plan, linear_group, sampling, sampling_flat
 
 OPS = registry.load()
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -276,7 +276,8 @@ def test_draws_are_the_same_whether_candidates_fit_their_list_or_not(monkeypatch
     """Rows of every kind: steep, flat, equal, stepped, banned but for few, one alone."""
     monkeypatch.setattr(sampling, "LISTED", 256)  # 256 for the only chunk, or 32 a chunk for four and 8 for the others
     monkeypatch.setattr(sampling, "CHUNK", 1024)
-    monkeypatch.setattr(sampling, "PASS_BLOCK", 4096)  # fewer steps for the interpreter
+    for name in ("PASS_BLOCK", "PIVOT_BLOCK"):  # fewer steps for the interpreter
+        monkeypatch.setattr(sampling, name, 1024)
     g = gen(vocab + k)
     logits = torch.randn(8, vocab, generator=g)
     logits[0] *= 12
@@ -291,24 +292,36 @@ def test_draws_are_the_same_whether_candidates_fit_their_list_or_not(monkeypatch
         assert found[0].tolist() == expected[0].tolist()
 
 
-def test_a_list_that_is_long_enough_spares_the_whole_row(monkeypatch):
-    """The passes over a row are not entered where the list decides, and are where it cannot."""
-    entered = []
+def test_the_whole_row_is_read_only_where_lists_do_not_decide(monkeypatch):
+    """Where they do the last launches do nothing. Where not, few lie between two pivots, and passes over the row are
+    not entered unless these too are too many.
+    """
+    drawn, passed = [], []
 
-    def passes(row_start, t, peak, vocab, k, limit, *_):
-        entered.append(int(k.handle.data.item()))
-        return search(row_start, t, peak, vocab, k, limit, *_)
+    def draw(row_start, t, peak, threshold, ties, least, uniform, vocab, BLOCK):
+        drawn.append(int(vocab.handle.data.item()))
+        return whole(row_start, t, peak, threshold, ties, least, uniform, vocab, BLOCK)
 
-    search = sampling.search_row
-    monkeypatch.setattr(sampling, "search_row", passes)
-    monkeypatch.setattr(sampling, "PASS_BLOCK", 4096)
+    def passes(row_start, t, peak, vocab, k, *rest):
+        passed.append(int(k.handle.data.item()))
+        return search(row_start, t, peak, vocab, k, *rest)
+
+    whole, search = sampling_flat._draw, sampling_flat.search_row
+    monkeypatch.setattr(sampling_flat, "_draw", draw)
+    monkeypatch.setattr(sampling_flat, "search_row", passes)
+    for name in ("PASS_BLOCK", "PIVOT_BLOCK"):
+        monkeypatch.setattr(sampling, name, 4096)
     run = OPS["sample"].implementations["triton"].run
     steep, flat = torch.randn(3, 9001, generator=gen()) * 4, torch.randn(3, 9001, generator=gen()) * 0.01
     run(logits=steep, u=torch.rand(3), **filters(3, k=50, p=0.95))
     run(logits=steep, u=torch.rand(3), **filters(3, least=0.05))
-    assert entered == []
+    assert drawn == []
     run(logits=flat, u=torch.rand(3), **filters(3, k=8000))
-    assert entered == [8000] * 3
+    run(logits=flat.round(decimals=2), u=torch.rand(3), **filters(3, p=0.7))
+    assert drawn == [9001] * 6 and passed == []
+    monkeypatch.setattr(sampling, "LISTED", 16)
+    run(logits=flat, u=torch.rand(3), **filters(3, k=8000))
+    assert passed and set(passed) == {8000}
 
 
 def untouched(*shape, dtype):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from toolkit.kernels.triton.attention_plan import Tiles, cut, kind_of
+from toolkit.kernels.triton.attention_plan import DECODE_KEYS, Tiles, cut, kind_of, range_of
 
 Heads = tuple[int, int]  # query heads a key head, bits of the cache
 NOTHING = -1  # the sequence of a tile without work
@@ -38,6 +38,52 @@ def cut_decode(lengths: np.ndarray, window: int | None, heads: Heads, rows: int)
     """Tiles of a step that adds one token to each sequence of ``lengths``; ``rows``: of a tile."""
     starts = np.arange(len(lengths) + 1, dtype=np.int32)
     return Cut(*cut(starts, lengths, window, *heads, rows))
+
+
+@dataclass
+class DecodeCut:
+    """``cut_decode`` of one step after another. As long as no sequence comes to a border of its ranges of keys, tiles
+    are those of the step before, one key further; their order (long ones first) is then that of the cut.
+
+    ``least``, ``most``: lengths between which each sequence has these ranges; ``begin``, ``end``: the tiles' ranges.
+    """
+
+    window: int | None
+    heads: Heads
+    rows: int
+    made: Cut
+    least: np.ndarray
+    most: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+
+    @staticmethod
+    def of(lengths: np.ndarray, window: int | None, heads: Heads, rows: int) -> DecodeCut:
+        """Cut anew."""
+        made = cut_decode(lengths, window, heads, rows)
+        begin, end = range_of(made.items[:, 4].astype(np.int64), DECODE_KEYS[heads[1]])
+        sequence, far = made.items[:, 0], np.iinfo(np.int64).max
+        least, most = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
+        np.maximum.at(least, sequence, begin + 1)
+        np.maximum.at(most, sequence, end)
+        if window is not None:
+            first, last = np.full(len(lengths), far), np.full(len(lengths), far)
+            np.minimum.at(first, sequence, begin)
+            np.minimum.at(last, sequence, end)
+            least = np.maximum(least, np.where(first > 0, first + window, 0))
+            most = np.minimum(most, last + window - 1)
+        return DecodeCut(window, heads, rows, made, least, most, begin, end)
+
+    def at(self, lengths: np.ndarray) -> Cut | None:
+        """The cut for ``lengths``; None where it must be made anew."""
+        if len(lengths) != len(self.least) or not ((lengths >= self.least) & (lengths <= self.most)).all():
+            return None
+        items = self.made.items.copy()
+        length = lengths[items[:, 0]]
+        items[:, 3] = length - 1
+        items[:, 4] = self.begin if self.window is None else np.maximum(self.begin, length - self.window)
+        items[:, 5] = np.minimum(self.end, length)
+        return Cut(items, self.made.merges, self.made.parts)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from toolkit.models.spec import DecoderSpec
-from toolkit.runners.cuda.attention import Cut, Heads, cut_decode
+from toolkit.runners.cuda.attention import Cut, DecodeCut, Heads
 from toolkit.runners.cuda.draws import columns
 from toolkit.runners.step import StepBatch
 
@@ -128,11 +128,13 @@ def decode_arrays(
     block_size: int,
     rope_offset: int,
     tile_rows: dict[Kind, dict[Heads, int]],
+    kept: dict[tuple[Kind, Heads], DecodeCut],
     draws: bool,
     adapters: np.ndarray | None,
 ) -> DecodeArrays:
     """A decode step, padded to ``graph_rows``. ``spare``: of each group the block for what pads; ``tile_rows``: rows of
-    a tile of attention by kind and heads, as far as known; ``adapters``: see ``token_arrays``.
+    a tile of attention by kind and heads, as far as known; ``kept``: the cuts of the step before, which become those of
+    this one; ``adapters``: see ``token_arrays``.
     """
     n = len(batch.seq_lens)
     rows = graph_rows(n)
@@ -142,11 +144,15 @@ def decode_arrays(
     for group, table in enumerate(batch.block_tables):
         arrays[f"table{group}"] = _pad(table, rows, spare[group])
     lengths = _pad(batch.seq_lens, rows, 1)
-    cuts = {
-        (kind, heads): cut_decode(lengths, kind[1], heads, count)
-        for kind, by_heads in tile_rows.items()
-        for heads, count in by_heads.items()
-    }
+    cuts = {}
+    for kind, by_heads in tile_rows.items():
+        for heads, count in by_heads.items():
+            before = kept.get((kind, heads))
+            found = before.at(lengths) if before is not None and before.rows == count else None
+            if found is None:
+                kept[kind, heads] = before = DecodeCut.of(lengths, kind[1], heads, count)
+                found = before.made
+            cuts[kind, heads] = found
     return DecodeArrays(batch, arrays, lengths, cuts, rows, draws)
 
 

@@ -26,12 +26,9 @@ class Field:
     """Where an array lies in a buffer."""
 
     start: int
+    stop: int
     shape: tuple[int, ...]
     dtype: np.dtype
-
-    @property
-    def stop(self) -> int:
-        return self.start + int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -46,8 +43,8 @@ class Layout:
         """Room for arrays of these shapes and dtypes."""
         fields, at = {}, 0
         for name, array in arrays.items():
-            fields[name] = Field(at, array.shape, array.dtype)
-            at += -(-(fields[name].stop - at) // ALIGNMENT) * ALIGNMENT
+            fields[name] = Field(at, at + array.nbytes, array.shape, array.dtype)
+            at += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
         return Layout(fields, max(at, ALIGNMENT))
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
@@ -82,11 +79,15 @@ class Fetched:
 
 
 def fetch(tensors: Mapping[str, Tensor], device: Device) -> Fetched:
-    """Start copying contiguous ``tensors`` to pinned memory."""
-    arrays = {}
-    for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        host, raw = device.pinned(size)
-        host.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
-        arrays[name] = raw.view(_BACK[tensor.dtype]).reshape(tensor.shape)
+    """Start copying contiguous ``tensors`` to one piece of pinned memory."""
+    if not tensors:
+        return Fetched({}, device.mark())
+    sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors.values()]
+    host, raw = device.pinned(sum(sizes))
+    arrays, at = {}, 0
+    for (name, tensor), size in zip(tensors.items(), sizes, strict=True):
+        stop = at + tensor.nbytes
+        host[at:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+        arrays[name] = raw[at:stop].view(_BACK[tensor.dtype]).reshape(tensor.shape)
+        at += size
     return Fetched(arrays, device.mark())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerError
-from toolkit.runners.cuda.attention import AttentionPlan, Heads
+from toolkit.runners.cuda.attention import AttentionPlan, DecodeCut, Heads
 from toolkit.runners.cuda.decoding import Graphs
 from toolkit.runners.cuda.device import Device
 from toolkit.runners.cuda.draws import plain
@@ -66,6 +66,7 @@ class Steps:
         self.graphs = Graphs(device, self._decode_body, enabled=graphs)
         self._rope = RopeTables({a.rope for _, a in spec.attention_layers() if a.rope is not None}, device.torch)
         self._tile_rows: dict[Kind, dict[Heads, int]] = {(a.group, a.window): {} for _, a in spec.attention_layers()}
+        self._cuts: dict[tuple[Kind, Heads], DecodeCut] = {}  # of the decode step before
         self._previous = torch.zeros(MOST_SAMPLED, dtype=torch.int64, device=device.torch)
         self._best = torch.zeros(MOST_SAMPLED, dtype=torch.float32, device=device.torch)
         self._sampled = 0  # rows of the step before
@@ -137,7 +138,8 @@ class Steps:
         n, draws = len(batch.seq_lens), plain(batch.sampling)
         spare, size = self.cache.num_blocks, self.cache.block_size
         adapters = self.adapters.of_tokens(batch)
-        made = decode_arrays(batch, self.spec, spare, size, self._rope.offset, self._tile_rows, draws, adapters)
+        offset, tile_rows = self._rope.offset, self._tile_rows
+        made = decode_arrays(batch, self.spec, spare, size, offset, tile_rows, self._cuts, draws, adapters)
         logits, capture = self.graphs.run(made)
         if logits is None:
             return {"tokens": self._previous[:n], "best": self._best[:n]}, capture
