@@ -223,14 +223,14 @@ CLAIMS: dict[str, frozenset[str]] = {
 WGMMA_ROWS = 64  # of a tile, from which on a kernel with products must show wgmma where there is such a thing
 
 # What an inner loop of a kernel may hold nevertheless, and why.
+_DIVISION = "the rare path (tiny or huge numbers) of dividing logits by the temperature as IEEE rounds"
 EXCUSED: dict[str, dict[str, str]] = {
     "chunk_kernel": {
         "call": "how lanes that have parted sum over their warp, beside the one instruction of those that have not"
     },
-    **dict.fromkeys(
-        ("draw_kernel", "weigh_kernel", "flat_kernel"),
-        {"call": "the rare path (tiny or huge numbers) of dividing logits by the temperature as IEEE rounds"},
-    ),
+    "draw_kernel": {"call": _DIVISION},
+    "weigh_kernel": {"call": _DIVISION},
+    "flat_kernel": {"call": _DIVISION},
 }
 
 
