@@ -20,6 +20,8 @@ import tokenizers
 
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.token_bytes import byte_rule
+from toolkit.artifacts.tokenizer_box import BoxedEncoder
+from toolkit.artifacts.tokenizer_check import check_ids, harmless, read_parts
 from toolkit.errors import ToolkitError
 from toolkit.request_limits import TOKEN_ID
 
@@ -46,8 +48,11 @@ class Tokenizer:
     id; the model's own vocabulary may be larger (padding rows) or smaller.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, path: Path, config: dict[str, Any]) -> None:
+    def __init__(
+        self, backend: tokenizers.Tokenizer, path: Path, config: dict[str, Any], boxed: BoxedEncoder | None = None
+    ) -> None:
         self.backend = backend
+        self._boxed = boxed  # encodes in a process of its own
         self.path = path
         self.config = config
         self._rule = byte_rule(backend.decoder)
@@ -65,7 +70,11 @@ class Tokenizer:
         path = Path(path)
         config = _optional(path / "tokenizer_config.json")
         file = path / "tokenizer.json"
+        trusted = True
         if file.is_file():
+            trusted = harmless(read_parts(file), file)
+            if not trusted:
+                _try_out(file)
             with _blame(file):
                 backend = tokenizers.Tokenizer.from_file(str(file))
         elif any((path / name).is_file() for name in SLOW_FILES):
@@ -78,20 +87,25 @@ class Tokenizer:
         with _blame(file):
             backend.no_padding()
             backend.no_truncation()
-            opened = cls(_with_config_tokens(backend, config, path), path, config)
+            backend = _with_config_tokens(backend, config, path)
+            boxed = None if trusted else BoxedEncoder(backend.to_str().encode())
+            opened = cls(backend, path, config, boxed)
+        highest = max([opened.vocab_size - 1, *opened._prefix, *opened._suffix])
+        check_ids(highest, backend.get_vocab_size(with_added_tokens=True), file)
         opened.eos_ids  # noqa: B018  # read here, so that a broken one is refused now and not by every request
         return opened
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``; with ``add_special_tokens`` between what the model wants around it (bos …).
 
-        Special tokens spelled out in the text are recognised either way.
+        Special tokens spelled out in the text are recognised either way. Raises ToolkitError, one line, where the
+        model's tokenizer fails on the text or takes too much memory or time for it.
         """
         try:
-            ids = self.backend.encode(text, add_special_tokens=False).ids
+            ids = self._bare(text)
         except (TypeError, UnicodeEncodeError):
             clean = text.encode("utf-8", "replace").decode()  # lone surrogates, as from badly escaped JSON
-            ids = self.backend.encode(clean, add_special_tokens=False).ids
+            ids = self._bare(clean)
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
     def decode(
@@ -175,6 +189,20 @@ class Tokenizer:
                 shutil.copyfile(self.path / name, target / name)
         self.backend.save(str(target / "tokenizer.json"))
 
+    def _bare(self, text: str) -> list[int]:
+        """Token ids of ``text`` alone."""
+        try:
+            if self._boxed is not None:
+                return self._boxed.encode(text)
+            return self.backend.encode(text, add_special_tokens=False).ids
+        except (TypeError, UnicodeEncodeError):
+            raise
+        except BaseException as e:
+            if not isinstance(e, Exception) and not _is_panic(e):
+                raise
+            why = str(e).splitlines()[0] if str(e) else type(e).__name__
+            raise ToolkitError(f"{self.path}: its tokenizer cannot encode this text: {why:.300}") from e
+
     def _bytes_of(self, token_id: int) -> bytes:
         text = self.backend.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None
         if text is None:
@@ -223,10 +251,25 @@ def _blame(file: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as e:
-        if isinstance(e, ToolkitError) or not (isinstance(e, Exception) or type(e).__name__ == "PanicException"):
+        if isinstance(e, ToolkitError) or not (isinstance(e, Exception) or _is_panic(e)):
             raise
         why = str(e).splitlines()[0] if str(e) else type(e).__name__
         raise ToolkitError(f"{file}: not a tokenizer of the tokenizers library ({why}); fetch the file again") from e
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Whether it is how a fault of a Rust library arrives."""
+    return type(error).__name__ == "PanicException"
+
+
+def _try_out(file: Path) -> None:
+    """Open a tokenizer.json and encode a letter in a box. Raises ToolkitError where that is too much."""
+    try:
+        BoxedEncoder(file.read_bytes()).try_out()
+    except RuntimeError:
+        return  # it cannot be read: opening it says why
+    except ValueError as e:
+        raise ToolkitError(f"{file}: not opened: {e}; fetch the file from the original model") from e
 
 
 def _convert_slow(path: Path) -> tokenizers.Tokenizer:

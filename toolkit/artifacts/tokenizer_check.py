@@ -1,0 +1,107 @@
+"""What in a tokenizer.json may take all memory or for ever, looked at before the tokenizers library opens it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from toolkit.artifacts.json_file import read_json_object
+from toolkit.errors import ToolkitError
+
+MAX_GROWTH = 64  # times that normalizing may lengthen a text
+MAX_STEPS = 64  # normalizers, pre-tokenizers and decoders
+_UNBOUNDED = re.compile(r"[*+]|\{\d*,\}")
+# After the model: a part of the tokenizer, or a letter of its name written as an escape.
+_NOT_LAST = re.compile(r"\\u00[4-7]"), re.compile(r'"(?:normalizer|pre_tokenizer|decoder)"\s*:\s*[{\[]')
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+# Patterns of widespread models, which take time in proportion to the text: any other may be made to take for ever.
+KNOWN = frozenset(
+    [
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # GPT-2
+        rf"{_ENDINGS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}",  # cl100k, Llama 3
+        rf"{_ENDINGS}|{_WORDS}|\p{{N}}|{_REST}",  # Qwen 2
+        rf"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|{_WORDS}|\p{{N}}{{1,3}}|{_REST}",
+        rf"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|{_WORDS}|\p{{N}}|{_REST}",
+        r"\s+(?!\S)|\s+",
+        r"\s?\p{L}+",
+        r"\p{N}+",
+        r"\s+",
+        r"\d+",
+    ]
+)
+_GROWS = {"NFKC": 18.0, "NFKD": 18.0, "NFD": 4.0, "NFC": 3.0, "Lowercase": 3.0, "BertNormalizer": 3.0, "ByteLevel": 2.0}
+
+
+def read_parts(file: Path) -> dict[str, Any]:
+    """A tokenizer.json, parsed; without its model, which is most of it, where that comes last as it usually does."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        at = text.find('"model"')
+        if at > 0 and not any(pattern.search(text, at) for pattern in _NOT_LAST):
+            data = json.loads(text[:at].rstrip().rstrip(",") + "}")
+            if isinstance(data, dict) and data.keys() >= {"normalizer", "pre_tokenizer", "decoder"}:
+                return data
+    except (OSError, ValueError, RecursionError):
+        pass  # said below
+    return read_json_object(file)
+
+
+def harmless(data: dict[str, Any], file: Path) -> bool:
+    """Whether the normalizer and the pre-tokenizer of a parsed tokenizer.json take memory and time in proportion to
+    the text. Raises ToolkitError for a decoder of which that is not known."""
+    decoders = list(_steps(data.get("decoder")))
+    if len(decoders) > MAX_STEPS or _growth(decoders) > MAX_GROWTH or not all(map(_linear, decoders)):
+        raise ToolkitError(
+            f"{file}: its decoder may lengthen text more than {MAX_GROWTH} times, or has a pattern that may take for "
+            "ever; fetch the file from the original model"
+        )
+    steps = [*_steps(data.get("normalizer")), *_steps(data.get("pre_tokenizer"))]
+    return len(steps) <= MAX_STEPS and _growth(steps) <= MAX_GROWTH and all(map(_linear, steps))
+
+
+def check_ids(highest: int, count: int, file: Path) -> None:
+    """Raise ToolkitError for token ids that lie far apart: tables go by them."""
+    most = 2 * count + (1 << 16)
+    if highest > most:
+        raise ToolkitError(f"{file}: token id {highest} in a vocabulary of {count} tokens, expected at most {most}")
+
+
+def _steps(part: Any) -> Iterator[dict[str, Any]]:
+    """The members of a normalizer, pre-tokenizer or decoder, those of sequences one by one."""
+    stack = [part]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, dict):
+            inner = [part[n] for n in ("normalizers", "pretokenizers", "decoders") if isinstance(part.get(n), list)]
+            if inner:
+                stack += [member for members in inner for member in members]
+            else:
+                yield part
+
+
+def _growth(steps: list[dict[str, Any]]) -> float:
+    grown = 1.0
+    for step in steps:
+        kind = step.get("type")
+        if kind == "Precompiled":
+            return float("inf")  # a table of its own
+        if kind == "Replace":
+            pattern = step.get("pattern")
+            text = pattern.get("String", "") if isinstance(pattern, dict) else ""
+            grown *= max(
+                1.0, (len(str(step.get("content", "")).encode()) + (not text)) / max(1, len(str(text).encode()))
+            )
+        elif isinstance(kind, str):
+            grown *= _GROWS.get(kind, 1.0)
+    return grown
+
+
+def _linear(step: dict[str, Any]) -> bool:
+    pattern = step.get("pattern")
+    text = pattern.get("Regex") if isinstance(pattern, dict) else None
+    return not isinstance(text, str) or text in KNOWN or not _UNBOUNDED.search(text)
