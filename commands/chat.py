@@ -46,10 +46,8 @@ def run(
     from toolkit.chat.conversation import Conversation
     from toolkit.messages import GenerationConfig
 
-    asked = settings.change(GenerationConfig(), **given)  # wrong values are told before the model is loaded
+    settings.change(GenerationConfig(), **given)  # wrong values are told before the model is loaded
     console = stderr()
-    for line in asked.without_effect():
-        console.print(f"{line} (--greedy); leave it out", markup=False, soft_wrap=True)
     with console.status(f"Loading {model}"):
         # what is to be said about loading is said below, in plain lines
         adapter = next(iter(config.adapters or {}), None)
