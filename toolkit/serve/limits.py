@@ -10,8 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 if TYPE_CHECKING:
     from toolkit.serve.errors import ApiError
     from toolkit.serve.protocol import GenerateRequest
@@ -94,7 +92,9 @@ def _count(value: Any) -> int:
 
 
 def _json_bytes(value: Any) -> int:
-    return len(orjson.dumps(value))
+    from pydantic_core import to_json  # which writes whatever its own reader reads: integers of any size too
+
+    return len(to_json(value))
 
 
 def _characters(value: Any) -> int:
