@@ -31,6 +31,7 @@ class Watch:
             with suppress(ValueError):  # not the main thread
                 signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
                 threading.Thread(target=self._run, name="toolkit-interrupt", daemon=True).start()
+        self._hook, sys.unraisablehook = sys.unraisablehook, self._lost
 
     def tell(self) -> None:
         """Say "interrupted", once; from now on a second Ctrl-C changes nothing."""
@@ -40,10 +41,19 @@ class Watch:
             with suppress(OSError, ValueError):
                 print("interrupted", file=sys.stderr, flush=True)
 
+    def _lost(self, found: sys.UnraisableHookArgs) -> None:
+        """Where Python must swallow an exception, in a callback of its own, it prints it. Not a KeyboardInterrupt: the
+        watch does what it was to do."""
+        if not issubclass(found.exc_type, KeyboardInterrupt):
+            self._hook(found)
+
     def close(self) -> None:
         """Watch no longer: the command has ended by itself."""
+        sys.unraisablehook = self._hook
         with suppress(ValueError):
-            signal.set_wakeup_fd(-1)
+            before = signal.set_wakeup_fd(-1)
+            if before != self._theirs.fileno():
+                signal.set_wakeup_fd(before)
         self._theirs.close()
 
     def _run(self) -> None:
