@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+FREE_SWEEPS, IDLE_SWEEPS = 2, 11  # sweeps from which on an unused block, a cached one, is given back
+
 
 class BlockPool:
     """Reference counts over blocks 0 … size-1, an index of cached blocks by key, and LRU order of the unused ones.
@@ -19,6 +21,34 @@ class BlockPool:
         self._by_key: dict[bytes, int] = {}
         self._free = list(range(size - 1, -1, -1))  # low numbers first: memory is touched as it is needed
         self._idle: OrderedDict[int, None] = OrderedDict()
+        self._held = 0
+        self._sweeps = 0
+        self._released: dict[int, int] = {}  # of blocks that nobody holds and whose memory is in use: the sweep before
+
+    @property
+    def touched(self) -> int:
+        """Blocks whose memory is in use: ever written to, and not given back since."""
+        return self._held + len(self._released)
+
+    def sweep(self) -> list[int]:
+        """Called now and then: the blocks that nobody has wanted for some sweeps. Their content is forgotten, their
+        memory may be given back to the system; they are handed out last.
+        """
+        self._sweeps += 1
+        stale = []
+        for block, since in self._released.items():
+            if self._sweeps - since >= (FREE_SWEEPS if self._keys[block] is None else IDLE_SWEEPS):
+                stale.append(block)
+        for block in stale:
+            del self._released[block]
+            if self._keys[block] is not None:
+                del self._idle[block]
+                self._forget(block)
+                self._free.append(block)
+        if stale:
+            untouched = sorted((b for b in self._free if b not in self._released), reverse=True)
+            self._free = untouched + [b for b in self._free if b in self._released]
+        return sorted(stale)
 
     @property
     def available(self) -> int:
@@ -33,12 +63,16 @@ class BlockPool:
             block, _ = self._idle.popitem(last=False)
             self._forget(block)
         self._refs[block] = 1
+        self._held += 1
+        self._released.pop(block, None)
         return block
 
     def hold(self, block: int) -> None:
         """One more reference, also to an idle block."""
         if self._refs[block] == 0:
             del self._idle[block]
+            self._held += 1
+            self._released.pop(block, None)
         self._refs[block] += 1
 
     def drop(self, block: int) -> None:
@@ -46,6 +80,8 @@ class BlockPool:
         self._refs[block] -= 1
         assert self._refs[block] >= 0, f"block {block} dropped more often than held"
         if self._refs[block] == 0:
+            self._held -= 1
+            self._released[block] = self._sweeps
             if self._keys[block] is None:
                 self._free.append(block)
             else:
@@ -74,6 +110,7 @@ class BlockPool:
             self._forget(block)
         self._free.extend(self._idle)
         self._idle.clear()
+        self._released.clear()
 
     def check(self, held: dict[int, int]) -> None:
         """Assert that the books are right; ``held``: references that the holders say they have, by block."""
@@ -89,6 +126,8 @@ class BlockPool:
                 assert self._by_key[key] == block, f"block {block}: its key finds another block"
             if block in idle:
                 assert key is not None
+        assert self._held == sum(r > 0 for r in self._refs)
+        assert all(self._refs[block] == 0 for block in self._released) and idle <= set(self._released)
         assert len(self._by_key) == sum(k is not None for k in self._keys)
 
     def _forget(self, block: int) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
-from toolkit.engine.block_manager import BlockManager, window_blocks
+from toolkit.engine.admission import check_request, long_rope_from, longest_request
+from toolkit.engine.block_manager import BlockManager
 from toolkit.engine.constraints import Building, Constraints
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.prefix import root_key
@@ -29,6 +31,7 @@ log = logging.getLogger(__name__)
 
 INVALID_REQUEST = 400  # error codes of EngineOutput, as HTTP has them
 INTERNAL_ERROR = 500
+SWEEP_SECONDS = 60.0  # between two looks at blocks that nobody uses
 BROKEN_AFTER = 8  # requests failed one after another, with no step in between that ran: the runner's cache is made anew
 
 
@@ -66,7 +69,10 @@ class EngineCore:
         self._steps = 0
         self._step_seconds = 0.0
         self._failures = 0  # since a step has last run
-        self._long_from = _long_rope_from(runner)
+        self._block_bytes = runner.memory().block_bytes
+        self._give_back = getattr(runner, "discard_blocks", None) if runner.device == "cpu" else None
+        self._next_sweep = time.monotonic() + SWEEP_SECONDS
+        self._long_from = long_rope_from(runner)
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -77,7 +83,9 @@ class EngineCore:
             self._outputs.append(failed)
             return
         try:
-            self._check(request)
+            if request.id in self._sequences or request.id in self._held:
+                raise UsageError(f"request id {request.id!r} is already running")
+            check_request(request, self.runner, self.max_len, self.options.session_len)
             if self.constraints.slow(request):
                 self._held[request.id] = (Building(self.constraints, request), request, list(processors))
             else:
@@ -109,6 +117,13 @@ class EngineCore:
         """Whether ``step`` has anything to do or to report."""
         return bool(self._sequences or self._outputs or self._flying or self._held)
 
+    @property
+    def patience(self) -> float | None:
+        """Seconds after which ``step`` should be called even without work, to give memory back; None = never."""
+        if self._give_back is None or not any(pool.touched for pool in self.blocks.pools):
+            return None
+        return max(0.0, self._next_sweep - time.monotonic())
+
     def _refuse(self, request: EngineRequest, error: Exception) -> None:
         code, text = INVALID_REQUEST, str(error)
         if not isinstance(error, ToolkitError):
@@ -128,35 +143,8 @@ class EngineCore:
                 except Exception as e:
                     self._refuse(request, e)
 
-    def _check(self, request: EngineRequest) -> None:
-        """Raise UsageError where the request cannot run."""
-        p, spec = request.params, self.runner.spec
-        n = len(request.token_ids)
-        if request.id in self._sequences or request.id in self._held:
-            raise UsageError(f"request id {request.id!r} is already running")
-        if not -1 <= request.adapter < (count := len(self.runner.options.adapters)):
-            raise UsageError(f"adapter: expected -1 to {count - 1}, found {request.adapter}")
-        if n == 0:
-            raise UsageError("the prompt is empty: expected at least one token")
-        for name, ids in (
-            ("prompt", request.token_ids),
-            ("logit_bias", p.logit_bias),
-            ("bad_token_ids", p.bad_token_ids),
-        ):
-            if len(ids) and not 0 <= min(ids) <= max(ids) < spec.vocab_size:
-                wrong = next(i for i in ids if not 0 <= i < spec.vocab_size)
-                raise UsageError(f"{name}: token id {wrong} is outside the model's vocabulary of {spec.vocab_size}")
-        limit = self.max_len + (1 if request.score_only else 0)
-        if n >= limit:
-            why = "" if self.max_len == self.options.session_len else " (all that the KV cache holds)"
-            raise UsageError(
-                f"the prompt has {n} tokens, but the session length is {self.max_len}{why}; "
-                "shorten the prompt or raise session_len"
-            )
-        p.stop_token_ids = [i for i in p.stop_token_ids if 0 <= i < spec.vocab_size]  # a tokenizer may know more ids
-
     def _accept(self, request: EngineRequest, processors: list[LogitsProcessor], constraints: dict[str, Any]) -> None:
-        """Queue a request that has passed ``_check``."""
+        """Queue a request that has passed its checks."""
         longest = len(request.token_ids) + request.params.max_new_tokens
         rope_set = int(self._long_from is not None and longest > self._long_from)
         shares = self.options.prefix_caching or request.session is not None
@@ -188,6 +176,8 @@ class EngineCore:
         next input depends on them by more than a token id.
         """
         started = time.perf_counter()
+        if self._give_back is not None and time.monotonic() >= self._next_sweep:
+            self._sweep(self._give_back)
         if self._held:
             self._admit_held()
         outputs, self._outputs = self._outputs, []
@@ -287,9 +277,8 @@ class EngineCore:
             group = [e for e in groups.popleft() if e.still_due]
             if not group:
                 continue
-            plan = Plan(chunks=[(e.seq, e.start, e.count) for e in group])
             try:
-                step, result = self._run(plan)
+                step, result = self._run(Plan(chunks=[(e.seq, e.start, e.count) for e in group]))
             except Exception as e:
                 if len(group) == 1:
                     self._blame(group[0].seq, e, outputs)
@@ -327,12 +316,28 @@ class EngineCore:
 
     # -- the whole ------------------------------------------------------------------------------
 
+    def _sweep(self, give_back: Callable[[int, list[int]], None]) -> None:
+        """Give the memory of blocks that nobody has wanted for a while back to the system."""
+        self._next_sweep = time.monotonic() + SWEEP_SECONDS
+        for group, pool in enumerate(self.blocks.pools):
+            if blocks := pool.sweep():
+                give_back(group, blocks)
+
+    def _cache_bytes(self) -> tuple[int, int]:
+        """(all of the KV cache, what of it is in memory)."""
+        pools = list(zip(self.blocks.pools, self._block_bytes, strict=True))
+        whole = sum(pool.size * size for pool, size in pools)
+        return whole, sum(pool.touched * size for pool, size in pools) if self._give_back else whole
+
     def stats(self) -> dict[str, Any]:
         """Gauges and counters since the start, JSON values."""
+        planned, resident = self._cache_bytes()
         return {
             "running": len(self.scheduler.running),
             "waiting": len(self.scheduler.waiting) + len(self._held),
             "kv_usage": self.blocks.usage(),
+            "kv_planned_bytes": planned,
+            "kv_resident_bytes": resident,
             "prompt_tokens": self.scheduler.looked_up_tokens,
             "generation_tokens": self._generation_tokens,
             "prefix_hit_tokens": self.scheduler.hit_tokens,
@@ -348,21 +353,3 @@ class EngineCore:
         rows = [s.row for s in self.scheduler.running]
         assert len(set(rows)) == len(rows)
         assert not any(s.row >= 0 for s in self.scheduler.waiting)
-
-
-def longest_request(runner: Runner, options: EngineOptions) -> int:
-    """Tokens that one request may have when it is alone: the session length, or less if the KV cache holds less."""
-    size, longest = runner.options.block_size, options.session_len
-    for group, blocks in zip(runner.spec.cache_groups, options.num_blocks, strict=True):
-        if group.window is None or blocks < window_blocks(group.window, 1, size):
-            longest = min(longest, blocks * size)
-    return longest
-
-
-def _long_rope_from(runner: Runner) -> int | None:
-    """Longest request in tokens that the short rope frequencies serve; None where there is one set only."""
-    for _, attention in runner.spec.attention_layers():
-        rope = attention.rope
-        if rope is not None and rope.kind in ("dynamic", "longrope") and rope.original_max_position:
-            return rope.original_max_position
-    return None

@@ -108,7 +108,7 @@ class ThreadLoop:
         """Run what others asked for, waiting for it while idle; False to stop."""
         while True:
             try:
-                command = self._inbox.get(block=not self._core.has_work)
+                command = self._inbox.get(block=not self._core.has_work, timeout=self._core.patience)
             except queue.Empty:
                 return True
             if command is None:

@@ -126,6 +126,8 @@ class _Planner:
         length, batch, blocks = self._cache(length, batch, tokens, max(0, left))
         kv = self._bytes(blocks)
         held = f"{'/'.join(map(str, blocks))} blocks of {self.size} tokens, {per_block} each"
+        if self.cpu:
+            held += "; the process grows up to it as it is used"
         loaded = "loaded already" if self.need.loaded else ""
         rows = (
             ("weights", self.weights if not self.need.loaded else 0, loaded),

@@ -60,7 +60,7 @@ def _serve(pipe: Connection, core: Any) -> None:
     sent, ready = 0.0, []
     known: set[str] = set()  # requests that have sent something
     while True:
-        while pipe.poll(0 if core.has_work else None):
+        while pipe.poll(0 if core.has_work else core.patience):
             message, _ = records.unpack(pipe.recv_bytes())
             op = message["op"]
             if op == "add":

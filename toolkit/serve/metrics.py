@@ -20,6 +20,8 @@ FROM_ENGINE = {
     "running": (GaugeMetricFamily, "num_requests_running", "Requests in the running batch"),
     "waiting": (GaugeMetricFamily, "num_requests_waiting", "Requests that wait to be scheduled"),
     "kv_usage": (GaugeMetricFamily, "kv_cache_usage_perc", "Share of KV cache blocks in use, 0 to 1"),
+    "kv_planned_bytes": (GaugeMetricFamily, "kv_cache_planned_bytes", "What the KV cache may take"),
+    "kv_resident_bytes": (GaugeMetricFamily, "kv_cache_resident_bytes", "What of it is in memory: it grows with use"),
     "preemptions": (CounterMetricFamily, "preemptions", "Requests put back for lack of KV cache blocks"),
     "prefix_hit_tokens": (CounterMetricFamily, "prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache"),
     "prefix_queried_tokens": (CounterMetricFamily, "prefix_cache_queried_tokens", "Prompt tokens looked up in it"),

@@ -1,4 +1,6 @@
 // The C boundary: models, caches and steps. Every function returns 0, or 1 with a message in tk_error().
+#include <sys/mman.h>
+
 #include <cstdlib>
 #include <cstring>
 #include <exception>
@@ -83,6 +85,19 @@ TK_EXPORT int tk_cache_allocate(tk::Model* model, const int64_t* blocks, int64_t
 }
 
 TK_EXPORT void tk_cache_release(tk::Model* model) { model->release_cache(); }
+
+// Their content becomes zeros and their whole pages go back to the system.
+TK_EXPORT int tk_cache_discard(tk::Model* model, int64_t group, const int64_t* blocks, int64_t count) {
+    return guarded([&] {
+        constexpr uintptr_t PAGE = 4096;
+        for (int64_t i = 0; i < count; i++) {
+            const tk::Group& g = group_of(model, group, blocks[i]);
+            const uintptr_t from = uintptr_t(g.data + blocks[i] * g.block_bytes), to = from + uintptr_t(g.block_bytes);
+            const uintptr_t first = (from + PAGE - 1) / PAGE * PAGE, last = to / PAGE * PAGE;
+            if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
+        }
+    });
+}
 
 TK_EXPORT int tk_block_export(tk::Model* model, int64_t group, int64_t block, uint8_t* to) {
     return guarded([&] {

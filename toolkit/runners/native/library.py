@@ -93,11 +93,12 @@ def load(path: Path) -> ctypes.CDLL:
     lib.tk_block_bytes.argtypes, lib.tk_block_bytes.restype = [c_void_p, c_int64], c_int64
     lib.tk_cache_allocate.argtypes = [c_void_p, c_void_p, c_int64]
     lib.tk_cache_release.argtypes, lib.tk_cache_release.restype = [c_void_p], None
+    lib.tk_cache_discard.argtypes = [c_void_p, c_int64, c_void_p, c_int64]
     lib.tk_block_export.argtypes = [c_void_p, c_int64, c_int64, c_void_p]
     lib.tk_block_import.argtypes = [c_void_p, c_int64, c_int64, c_char_p, c_int64]
     lib.tk_step.argtypes = [c_void_p, POINTER(StepArrays), POINTER(StepResults)]
     lib.tk_profile_print.argtypes, lib.tk_profile_print.restype = [c_void_p], None
-    for name in ("tk_cache_allocate", "tk_block_export", "tk_block_import", "tk_step"):
+    for name in ("tk_cache_allocate", "tk_cache_discard", "tk_block_export", "tk_block_import", "tk_step"):
         getattr(lib, name).restype = c_int
     return lib
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -191,6 +191,11 @@ class NativeRunner:
         self._stepper.finish()
         if self._model is not None:
             self._library.tk_cache_release(self._model)
+
+    def discard_blocks(self, group: int, blocks: Sequence[int]) -> None:
+        """Give the memory of blocks that no step uses back to the system; they are zeros then."""
+        numbers = np.asarray(blocks, np.int64)
+        self._check(self._library.tk_cache_discard(self._loaded(), group, numbers.ctypes.data, numbers.size))
 
     def _loaded(self) -> int:
         if self._model is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,12 +78,29 @@ def block_bytes(spec: DecoderSpec, block_size: int, policy: int, dtype: torch.dt
     return tuple(total)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU the pages are not touched before they are written."""
+@dataclass(frozen=True)
+class _Pages:
+    """Anonymous memory behind a tensor on a CPU; it is taken as it is written to."""
+
+    memory: mmap.mmap
+    block: int  # bytes
+
+    def discard(self, start: int, stop: int) -> None:
+        """Give the whole pages of blocks ``start`` to ``stop`` - 1 back to the system; they are zeros then."""
+        size = mmap.PAGESIZE
+        first, last = -(-start * self.block // size) * size, stop * self.block // size * size
+        if last > first:
+            self.memory.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, _Pages | None]:
+    """Zeros; on a CPU with the pages they lie in, which are not touched before they are written."""
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    raw = np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8)
-    return torch.from_numpy(raw).view(dtype).view(shape)
+        return torch.zeros(shape, dtype=dtype, device=device), None
+    size = int(np.prod(shape)) * dtype.itemsize
+    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    raw = np.frombuffer(memory, np.uint8, size)
+    return torch.from_numpy(raw).view(dtype).view(shape), _Pages(memory, size // shape[0])
 
 
 class KVCache:
@@ -103,12 +121,15 @@ class KVCache:
         self.block_size = block_size
         self.layers: dict[int, LayerCache] = {}
         self._groups: list[list[Tensor]] = [[] for _ in self.num_blocks]
+        self._pages: list[list[_Pages]] = [[] for _ in self.num_blocks]
         for index, attention in spec.attention_layers():
             blocks = self.num_blocks[attention.group] + 1
-            data, params = (
+            made = [
                 [_zeros((blocks, *shape), kind, device) for shape, kind in shapes]
                 for shapes in _shapes(attention, block_size, policy, dtype)
-            )
+            ]
+            self._pages[attention.group] += [pages for part in made for _, pages in part if pages is not None]
+            data, params = ([tensor for tensor, _ in part] for part in made)
             (k, v), (kp, vp) = data, params or (None, None)
             self.layers[index] = LayerCache(k, v, kp, vp, cache_bits(policy))
             self._groups[attention.group].extend(self.layers[index].tensors())
@@ -119,6 +140,15 @@ class KVCache:
         for tensor in map(movable, self._groups[group]):
             source, target = moves.to(tensor.device).unbind(1)
             tensor[target] = tensor[source]
+
+    def discard(self, group: int, blocks: Sequence[int]) -> None:
+        """Give the memory of blocks that no step uses back to the system, on a CPU; they are zeros then."""
+        for block in blocks:
+            self._check(group, block)
+        numbers = np.unique(blocks)  # blocks in a row go together: one alone may be smaller than a page
+        for run in np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1):
+            for pages in self._pages[group]:
+                pages.discard(int(run[0]), int(run[-1]) + 1)
 
     def export_block(self, group: int, block: int) -> bytes:
         """The block's bytes: layer after layer; keys, values, then their parameters."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -137,6 +137,10 @@ class TorchRunner:
         """Forget the cache."""
         self._cache = None
         self._empty_device()
+
+    def discard_blocks(self, group: int, blocks: Sequence[int]) -> None:
+        """On a CPU: give the memory of blocks that no step uses back to the system; they are zeros then."""
+        self._ready()[1].discard(group, blocks)
 
     def _empty_device(self) -> None:
         if self._device.type == "cuda":

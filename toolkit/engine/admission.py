@@ -1,0 +1,57 @@
+"""Which requests a model can run at all, and how long they may be."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from toolkit.engine.block_manager import window_blocks
+from toolkit.engine.options import EngineOptions
+from toolkit.engine.request import EngineRequest
+from toolkit.errors import UsageError
+
+if TYPE_CHECKING:
+    from toolkit.runners.base import Runner
+
+
+def check_request(request: EngineRequest, runner: Runner, max_len: int, session_len: int) -> None:
+    """Raise UsageError, naming the field, where the request cannot run. ``max_len``: see ``longest_request``."""
+    p, vocab = request.params, runner.spec.vocab_size
+    n = len(request.token_ids)
+    if not -1 <= request.adapter < (count := len(runner.options.adapters)):
+        raise UsageError(f"adapter: expected -1 to {count - 1}, found {request.adapter}")
+    if n == 0:
+        raise UsageError("the prompt is empty: expected at least one token")
+    for name, ids in (
+        ("prompt", request.token_ids),
+        ("logit_bias", p.logit_bias),
+        ("bad_token_ids", p.bad_token_ids),
+    ):
+        if len(ids) and not 0 <= min(ids) <= max(ids) < vocab:
+            wrong = next(i for i in ids if not 0 <= i < vocab)
+            raise UsageError(f"{name}: token id {wrong} is outside the model's vocabulary of {vocab}")
+    limit = max_len + (1 if request.score_only else 0)
+    if n >= limit:
+        why = "" if max_len == session_len else " (all that the KV cache holds)"
+        raise UsageError(
+            f"the prompt has {n} tokens, but the session length is {max_len}{why}; "
+            "shorten the prompt or raise session_len"
+        )
+    p.stop_token_ids = [i for i in p.stop_token_ids if 0 <= i < vocab]  # a tokenizer may know more ids
+
+
+def longest_request(runner: Runner, options: EngineOptions) -> int:
+    """Tokens that one request may have when it is alone: the session length, or less if the KV cache holds less."""
+    size, longest = runner.options.block_size, options.session_len
+    for group, blocks in zip(runner.spec.cache_groups, options.num_blocks, strict=True):
+        if group.window is None or blocks < window_blocks(group.window, 1, size):
+            longest = min(longest, blocks * size)
+    return longest
+
+
+def long_rope_from(runner: Runner) -> int | None:
+    """Longest request in tokens that the short rope frequencies serve; None where there is one set only."""
+    for _, attention in runner.spec.attention_layers():
+        rope = attention.rope
+        if rope is not None and rope.kind in ("dynamic", "longrope") and rope.original_max_position:
+            return rope.original_max_position
+    return None
