@@ -11,7 +11,14 @@ import pytest
 from toolkit.commands.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
-FOREIGN = {"--pure", "--args"}  # llama.cpp's and gdb's
+FOREIGN = {
+    "--pure",
+    "--args",
+    "--tasks",
+    "--model_args",
+    "--include_path",
+    "--apply_chat_template",
+}  # llama.cpp, gdb, lm-eval
 SHOWN = re.compile(r"(?<![\w-])--[a-z][a-z0-9_-]*[a-z0-9]")
 
 
