@@ -28,7 +28,7 @@ def bench_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "part, rows", [("copy_rate", 1), ("linears", 4), ("attention", 6), ("row_wise", 6), ("tune", 2)]
+    "part, rows", [("copy_rate", 1), ("linears", 4), ("attention", 6), ("row_wise", 7), ("tune", 2)]
 )
 def test_every_part_runs_dry(part, rows, bench_gpu):
     found = list(bench_gpu.rows_of(part, 0, True))
