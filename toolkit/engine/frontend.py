@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from toolkit.artifacts.tokenizer import Tokenizer
 from toolkit.engine.loop import Loop, ThreadLoop
 from toolkit.engine.memory_plan import MemoryPlan
-from toolkit.engine.outage import Outage
+from toolkit.engine.outage import PATIENCE, Outage
 from toolkit.engine.process_loop import ProcessLoop
 from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams
 from toolkit.engine.sampling_params import resolve
@@ -30,7 +30,6 @@ from toolkit.lmdeploy_options import notices
 from toolkit.messages import GenerationConfig, Response
 
 log = logging.getLogger(__name__)
-PATIENCE = 10.0  # seconds
 
 
 class AsyncEngine:

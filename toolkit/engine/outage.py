@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 RESTARTS = 5  # starts in RESTART_WINDOW after which an engine that still fails is given up
 RESTART_WINDOW = 600.0  # seconds
+PATIENCE = 10.0  # seconds without a sign of life after which an engine with work counts as hung
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from toolkit.engine.outage import PATIENCE
+
 if TYPE_CHECKING:
     from toolkit.serve.errors import ApiError
     from toolkit.serve.protocol import GenerateRequest
@@ -38,7 +40,7 @@ class Limits:
     read_timeout: float = _limit(30.0, "Seconds for a request's head to arrive; for its body, and one more a 64 KiB.")
     prompt_timeout: float = _limit(60.0, "Seconds for a request to be checked, rendered and tokenized.")
     engine_timeout: float = _limit(
-        10.0, "Seconds without a sign of life, while requests wait, after which the engine is restarted; 0 = never."
+        PATIENCE, "Seconds without a sign of life, while requests wait, after which the engine is restarted; 0 = never."
     )
 
     def check_body(self, data: Any) -> None:
