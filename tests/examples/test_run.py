@@ -16,7 +16,7 @@ import pytest
 
 from toolkit.commands.main import main
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]  # a busy machine takes long to quantize
 TOOL = [sys.executable, "-P", "-m", "toolkit"]
 SERVER = "23333"  # the port that the pages name; another one is used here
 
