@@ -30,7 +30,7 @@ TUNING = 2.5  # a step of tuning, in passes of its sample through the model in f
 TEXT = 2.0  # writing text goes through the model in 8 bits: so much faster than float32 a token
 START = 6.0  # seconds of reading, checking and writing
 SAMPLES = 8  # that auto-round tunes a block on at once, forwards and backwards
-FEW = 3  # times that something is run to know how long it takes
+FEW = 4  # times that something is run to know how long it takes
 
 
 @dataclass(frozen=True)
@@ -87,13 +87,13 @@ def measure(source: LayerSource, device: torch.device) -> Rates:
 
 
 def _seconds(run: Callable[[], Tensor]) -> float:
-    """The least that ``run`` takes, its result being looked at."""
+    """The least that ``run`` takes, its result being looked at: what other processes do for a moment is not counted."""
     found = []
-    for _ in range(FEW + 1):  # the first one makes buffers
+    for _ in range(FEW):
         begun = time.perf_counter()
         run().sum().item()
         found.append(time.perf_counter() - begun)
-    return sorted(found[1:])[FEW // 2]
+    return min(found)
 
 
 def seconds(source: LayerSource, work: Work, rates: Rates) -> dict[str, float]:
