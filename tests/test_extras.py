@@ -25,22 +25,33 @@ class Absent(importlib.abc.MetaPathFinder):
         if name.partition('.')[0] in {names}:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Absent())
-from toolkit.commands.main import main
-main(sys.argv[1:])
+"""
+TOOL = "from toolkit.commands.main import main; main(sys.argv[1:])"
+JSON_ANSWER = """
+from toolkit import GenerationConfig, pipeline
+with pipeline(sys.argv[1]) as pipe:
+    held = pipe("hello", gen_config=GenerationConfig(max_new_tokens=3, response_format={{"type": "json_object"}}))
+    print(held.error_message)
+    print(pipe("hello", gen_config=GenerationConfig(max_new_tokens=3)).finish_reason)
 """
 
 
 def optional_modules() -> set[str]:
     """Import names of what the extras for users add to the base."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = [line for name, lines in project["optional-dependencies"].items() if name != "dev" for line in lines]
+    wanted = [
+        line
+        for name, lines in project["optional-dependencies"].items()
+        if name not in ("dev", "docs")
+        for line in lines
+    ]
     names = {line.split(">")[0].split(";")[0].strip() for line in wanted if not line.startswith("toolkit[")}
     return {IMPORT_NAMES.get(name, name) for name in names}
 
 
-def bare(*args: str) -> subprocess.CompletedProcess[str]:
-    """``tool`` with ``args`` where no extra is installed."""
-    code = WITHOUT.format(names=sorted(optional_modules()))
+def bare(*args: str, program: str = TOOL) -> subprocess.CompletedProcess[str]:
+    """``program`` with ``args`` where no extra is installed."""
+    code = (WITHOUT + program).format(names=sorted(optional_modules()))
     return subprocess.run([sys.executable, "-P", "-c", code, *args], capture_output=True, text=True, timeout=120)
 
 
@@ -78,6 +89,13 @@ def test_a_missing_extra_is_named(
     assert done.stderr.splitlines()[-1].endswith(f"pip install 'toolkit[{extra}]'"), done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_an_answer_held_to_json_names_the_extra_and_the_engine_goes_on(engine: Path) -> None:
+    done = bare(str(engine), program=JSON_ANSWER)
+    assert done.stdout.splitlines()[-2:] == [extras.explain(ModuleNotFoundError(name="xgrammar")), "length"], (
+        done.stderr
+    )
 
 
 @pytest.mark.parametrize("args", [("--help",), ("list",), ("lite", "--help"), ("serve", "api_server", "--help")])

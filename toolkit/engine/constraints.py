@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from toolkit import extras
 from toolkit.box.box import Ticket
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.engine.sequence import Biases, History
@@ -70,7 +71,8 @@ class Constraints:
     def _compiler(self) -> Grammars:
         with self._lock:
             if self._grammars is None:
-                from toolkit.engine.grammar import Grammars
+                with extras.named():
+                    from toolkit.engine.grammar import Grammars
 
                 self._grammars = Grammars(self._text(), self._vocab_size)
             return self._grammars

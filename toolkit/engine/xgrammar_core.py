@@ -14,7 +14,8 @@ def _load() -> Any:
     whole, torch = sys.modules.get("xgrammar"), "torch" in sys.modules
     if whole is None:
         spec = find_spec("xgrammar")
-        assert spec is not None and spec.submodule_search_locations is not None
+        if spec is None or spec.submodule_search_locations is None:
+            raise ModuleNotFoundError("No module named 'xgrammar'", name="xgrammar")
         bare = ModuleType("xgrammar")  # in the package's place while its parts are loaded, so that it is not run
         bare.__path__ = list(spec.submodule_search_locations)
         sys.modules["xgrammar"] = bare
