@@ -171,7 +171,7 @@ def test_numbers_that_no_array_holds_end_their_request_alone(fake: Any, field: s
 def test_a_grammar_that_fails_ends_its_request_alone(fake: Any, call: str) -> None:
     class Broken:
         stops: frozenset[int] = frozenset()
-        failure = ""
+        failure: str | None = None
 
         def fill(self, mask: Any, row: int) -> None:
             if call == "fill":
