@@ -16,6 +16,10 @@ class ToolkitError(Exception):
     exit_code = 1
 
 
+class BusyError(ToolkitError):
+    """Too much else is going on: the same request may be taken later."""
+
+
 class UsageError(ToolkitError):
     """The user asked for something that cannot be: a wrong flag, option, path or value."""
 

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from toolkit.box import box
 from toolkit.box.box import Cancelled, Limits, Ticket
 from toolkit.engine import grammar
 from toolkit.engine.grammar import Grammars
 from toolkit.engine.grammar_format import check_format
-from toolkit.errors import UsageError
+from toolkit.errors import BusyError, UsageError
 
 SIZE = 300
 EOS = SIZE - 1
@@ -193,3 +194,24 @@ def test_grammars_need_no_torch_and_leave_xgrammar_whole() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
     assert done.returncode == 0, done.stderr
+
+
+def killed_by_the_kernel(child: Any, *args: Any) -> Any:
+    child.end()
+    raise EOFError
+
+
+@pytest.mark.parametrize("limits", [Limits(2 << 30, 10.0, seconds=0.2), Limits(2 << 30, 10.0, seconds=60)])
+def test_what_the_machine_is_to_blame_for_is_not_remembered(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
+    """Both boxes are taken by others, or the kernel kills one: later the same grammar is compiled."""
+    monkeypatch.setattr(grammar, "LIMITS", limits)
+    grammars = Grammars(Letters(), SIZE)  # type: ignore[arg-type]
+    if limits.seconds > 1:
+        monkeypatch.setattr(box._Child, "ask", killed_by_the_kernel)
+    else:
+        monkeypatch.setattr(grammars._box, "_free", 0)
+    with pytest.raises(BusyError, match="^response_format: the choice cannot be compiled now: .*; try again$"):
+        grammars.state({"type": "choice", "choice": ["yes"]}, [])
+    monkeypatch.undo()
+    grammars._box._free, grammars._box._limits = 2, grammar.LIMITS
+    assert follow(grammars, {"type": "choice", "choice": ["yes"]}, b"yes")

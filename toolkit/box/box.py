@@ -41,6 +41,10 @@ class LimitError(Exception):
     """A job was ended: "it takes more than …", "it crashes …". The text has no subject's name."""
 
 
+class Crowded(LimitError):
+    """What else the machine does may have ended the job: the same one may run later."""
+
+
 class Cancelled(Exception):
     """The job was called off by its ticket."""
 
@@ -98,7 +102,8 @@ class Box:
         """What the job makes of ``value`` (plain JSON) and ``data``.
 
         Raises TypeError for a value that is no plain JSON, ValueError with the job's own words where it refuses,
-        LimitError where it was ended or found no free child in time, Cancelled, RuntimeError for a fault in the job.
+        LimitError where it was ended (Crowded where time or a free child was lacking, or the machine's memory),
+        Cancelled, RuntimeError for a fault in the job.
         """
         message = frames.pack(value, data)
         deadline = time.monotonic() + self._limits.seconds
@@ -112,7 +117,7 @@ class Box:
         except (OSError, EOFError, ValueError) as e:
             if ticket is not None and ticket.cancelled:
                 raise Cancelled from None
-            raise LimitError(worker.why(e, self._limits)) from None
+            raise worker.why(e, self._limits) from None
         finally:
             if ticket is not None:
                 ticket.hold(None)
@@ -137,7 +142,7 @@ class Box:
                 if ticket is not None:
                     ticket.check()
                 if left <= 0:
-                    raise LimitError(f"nothing was free to work on it for {self._limits.seconds:.0f} s; try again")
+                    raise Crowded(f"nothing was free to work on it for {self._limits.seconds:.0f} s; try again")
                 self._changed.wait(min(left, 0.1))
             self._free -= 1
             while self._idle:
@@ -196,19 +201,21 @@ class _Child:
         (ended, value), data = frames.receive(self._sock, deadline, limits.reply)
         return ended, value, data
 
-    def why(self, error: Exception, limits: Limits) -> str:
+    def why(self, error: Exception, limits: Limits) -> LimitError:
         """Why no answer came."""
         if isinstance(error, ValueError):
-            return f"it makes more than {limits.reply >> 20} MiB"
+            return LimitError(f"it makes more than {limits.reply >> 20} MiB")
         if isinstance(error, TimeoutError):
-            return f"it takes more than {limits.seconds:.0f} s"
+            return Crowded(f"it takes more than {limits.seconds:.0f} s, waiting included; try again")
         with suppress(subprocess.TimeoutExpired):
             code = self._process.wait(timeout=5)
             if code == -signal.SIGPROF:
-                return f"it takes more than {limits.cpu_seconds:g} s of processor time"
-            if code in (-signal.SIGKILL, -signal.SIGABRT, 127):  # the kernel, or a C++ library without memory
-                return _too_much_memory(limits)
-        return "it crashes the process that works on it"
+                return LimitError(f"it takes more than {limits.cpu_seconds:g} s of processor time")
+            if code in (-signal.SIGABRT, 127):  # a C++ library without memory
+                return LimitError(_too_much_memory(limits))
+            if code == -signal.SIGKILL:  # the kernel: its limit of address space ends no child this way
+                return Crowded("the machine ran out of memory; try again")
+        return LimitError("it crashes the process that works on it")
 
     def end(self) -> None:
         """End the process, from any thread: who waits for its answer is told by the closed socket."""

@@ -20,7 +20,7 @@ from toolkit.engine.results import StepResults
 from toolkit.engine.scheduler import Plan, Scheduler
 from toolkit.engine.sequence import LogitsProcessor, Sequence
 from toolkit.engine.step_builder import Step, StepBuilder
-from toolkit.errors import ToolkitError, UsageError
+from toolkit.errors import BusyError, ToolkitError, UsageError
 
 if TYPE_CHECKING:
     from toolkit.artifacts.tokenizer import Tokenizer
@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 INVALID_REQUEST = 400  # error codes of EngineOutput, as HTTP has them
 INTERNAL_ERROR = 500
+UNAVAILABLE = 503
 SWEEP_SECONDS = 60.0  # between two looks at blocks that nobody uses
 BROKEN_AFTER = 8  # requests failed one after another, with no step in between that ran: the runner's cache is made anew
 
@@ -126,7 +127,9 @@ class EngineCore:
 
     def _refuse(self, request: EngineRequest, error: Exception) -> None:
         code, text = INVALID_REQUEST, str(error)
-        if not isinstance(error, ToolkitError):
+        if isinstance(error, BusyError):
+            code = UNAVAILABLE
+        elif not isinstance(error, ToolkitError):
             log.error("request %s cannot be taken in", request.id, exc_info=error)
             code, text = INTERNAL_ERROR, f"the engine cannot take this request in ({type(error).__name__}: {error})"
         self._outputs.append(EngineOutput(request.id, finish_reason="error", error=text, error_code=code))

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.box.box import Box, LimitError, Limits, Ticket
+from toolkit.box.box import Box, Crowded, LimitError, Limits, Ticket
 from toolkit.engine.grammar_format import check_format
 from toolkit.engine.grammar_pace import Pace
 from toolkit.engine.xgrammar_core import CORE, vocabulary
-from toolkit.errors import UsageError
+from toolkit.errors import BusyError, UsageError
 
 if TYPE_CHECKING:
     from toolkit.artifacts.tokenizer import Tokenizer
@@ -52,8 +52,8 @@ class Grammars:
     ) -> GrammarState:
         """A matcher at the start of the grammar; it allows the stop ids (else eos) where the grammar may end.
 
-        Raises UsageError, one line, for a schema, regex or grammar that is too large or does not compile, and
-        Cancelled when ``ticket`` says so.
+        Raises UsageError, one line, for a schema, regex or grammar that is too large or does not compile, BusyError
+        where others left it no time, and Cancelled when ``ticket`` says so.
         """
         check_format(response_format)
         compiled = self._get(response_format, ticket or Ticket())
@@ -84,6 +84,8 @@ class Grammars:
         kind = response_format["type"]
         try:
             _, data = self._box.run(response_format, ticket=ticket)
+        except Crowded as e:
+            raise BusyError(f"response_format: the {kind} cannot be compiled now: {e}") from e
         except (ValueError, LimitError) as e:
             why = f"cannot be compiled: {e}; use a smaller one" if isinstance(e, LimitError) else str(e)
             text = f"response_format: the {kind} {why}"

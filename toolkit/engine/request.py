@@ -68,4 +68,6 @@ class EngineOutput:
     logits: Any = None  # float32 [rows, V]
     hidden: Any = None  # float32 [rows, hidden]
     error: str | None = None
-    error_code: int | None = None  # as HTTP has them: 400 the request's fault, 500 the engine's, 503 no engine
+    error_code: int | None = (
+        None  # as HTTP has them: 400 the request's fault, 500 the engine's, 503 no engine or none free
+    )
