@@ -210,7 +210,7 @@ def test_what_the_machine_is_to_blame_for_is_not_remembered(monkeypatch: pytest.
         monkeypatch.setattr(box._Child, "ask", killed_by_the_kernel)
     else:
         monkeypatch.setattr(grammars._box, "_free", 0)
-    with pytest.raises(BusyError, match="^response_format: the choice cannot be compiled now: .*; try again$"):
+    with pytest.raises(BusyError, match=r"^response_format: the choice cannot be compiled now: .*; try again$"):
         grammars.state({"type": "choice", "choice": ["yes"]}, [])
     monkeypatch.undo()
     grammars._box._free, grammars._box._limits = 2, grammar.LIMITS
