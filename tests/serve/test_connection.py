@@ -24,13 +24,18 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 BODY = json.dumps({"model": "echo", "prompt": "hi"}).encode()
 
 
-def connect(server: Any) -> socket.socket:
+def address(server: Any) -> tuple[str, int]:
     host, port = server.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=20)
+    return host, int(port)
 
 
-def everything(connection: socket.socket) -> bytes:
-    """What comes until the server closes."""
+def connect(server: Any) -> socket.socket:
+    return socket.create_connection(address(server), timeout=20)
+
+
+def everything(connection: socket.socket, message: bytes = b"") -> bytes:
+    """What comes until the server closes; after ``message``, if there is one."""
+    connection.sendall(message)
     seen = b""
     with contextlib.suppress(ConnectionResetError):
         while part := connection.recv(65536):
@@ -118,6 +123,25 @@ def test_an_answer_takes_as_long_as_it_takes(start: Any) -> None:
     assert b"[DONE]" in everything(connection)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_does_not_read_its_answer_is_ended(start: Any, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    """And gives back its slot, its place among the bodies and its connection."""
+    monkeypatch.setattr(connection_module, "BYTES_A_SECOND", 1 << 30)
+    server = start(max_concurrent_requests=1, limits=Limits(write_timeout=0.5, max_pending_bytes=50_000))
+    asked = {"model": "echo", "prompt": "x" * 400, "n": 12, "logprobs": 20, "stream": stream, "user": "y" * 30_000}
+    body = json.dumps(asked).encode()
+    message = HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    deaf = socket.socket()
+    deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    deaf.settimeout(20)
+    deaf.connect(address(server))
+    deaf.sendall(message)
+    server.wait(lambda: len(server.engine.running) > 0)
+    server.wait(lambda: not server.engine.running and open_connections(server) == 0, timeout=15)
+    assert b" 200 " in everything(connect(server), message)[:20]
+    deaf.close()
+
+
 @pytest.mark.parametrize("method", ["requests", "chunks"])
 def test_a_body_that_is_refused_is_read_to_its_end(hasty: Any, method: str) -> None:
     """Or the client's system would drop the answer that came while it was sending."""
@@ -144,7 +168,10 @@ def test_one_connection_too_many(start: Any) -> None:
 
 def test_bodies_of_all_requests_together(start: Any) -> None:
     """What waits for its answer counts; when it has it, there is room again."""
-    server = start(engine={"delay": 0.02}, limits=Limits(max_pending_bytes=100_000))
+    server = start(engine={"delay": 0.02}, limits=Limits(max_pending_bytes=100_000, max_body_bytes=80_000))
+    for _ in range(3):
+        refused = everything(connect(server), HEAD + b"Transfer-Encoding: chunked\r\n\r\n186a0\r\n" + b"x" * 100_000)
+        assert b" 413 " in refused[:20], "and it leaves the count as it was"
     large = json.dumps({"model": "echo", "prompt": "x" * 100, "user": "y" * 60_000}).encode()
     message = HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(large) + large
     first = connect(server)

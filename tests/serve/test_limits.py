@@ -51,7 +51,14 @@ CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
     "max_values": (6000, "text", {**TEXT, "metadata": {"a": [1] * 5900}}, {**TEXT, "metadata": {"a": [12345] * 6000}}),
     "max_body_bytes": (500, "text", {**TEXT, "user": "x" * 400}, {**TEXT, "user": "x" * 500}),
 }
-HELD_ELSEWHERE = {"max_pending_bytes", "max_connections", "read_timeout", "prompt_timeout", "engine_timeout"}
+HELD_ELSEWHERE = {
+    "max_pending_bytes",
+    "max_connections",
+    "read_timeout",
+    "write_timeout",
+    "prompt_timeout",
+    "engine_timeout",
+}
 
 
 async def post(app: Any, path: str, body: bytes) -> tuple[int, dict[str, Any]]:

@@ -11,15 +11,16 @@ import orjson
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from toolkit.serve.errors import ApiError
-from toolkit.serve.intake import LINGER
+from toolkit.serve.intake import BYTES_A_SECOND, LINGER
 from toolkit.serve.limits import Limits, option
 
 logger = logging.getLogger("toolkit.serve")
 
 
 class Connection(H11Protocol):
-    """Closes itself where the head of a request does not arrive within ``read_timeout``, or the rest of one that was
-    answered early within ``LINGER``; answers what is no HTTP with 400; refuses to be one too many.
+    """Closes itself where the head of a request does not arrive within ``read_timeout``, the rest of one that was
+    answered early within ``LINGER``, or where the client does not take its answer within ``write_timeout``; answers
+    what is no HTTP with 400; refuses to be one too many.
 
     A connection that rests between requests is uvicorn's to end; it costs a timer.
     """
@@ -29,6 +30,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._deadline: asyncio.TimerHandle | None = None
         self._waits_for = ""
+        self._unread: asyncio.TimerHandle | None = None
         super().connection_made(transport)
         if len(self.connections) > self.limits.max_connections:
             most = self.limits.max_connections
@@ -38,6 +40,7 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._wait_for("")
+        self._stop_waiting_for_reader()
         self._quietly(super().connection_lost, exc)
 
     def data_received(self, data: bytes) -> None:
@@ -48,13 +51,28 @@ class Connection(H11Protocol):
         self._quietly(super().on_response_complete)
         self._watch()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._wait_for_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_waiting_for_reader()
+        self._watch()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._watch()
+
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, "the request is no valid HTTP")
 
     def _watch(self) -> None:
-        """Set or stop the clock, by what the client has yet to send."""
+        """Set or stop the clocks, by what the client has yet to send, or to take before the connection can close."""
         if self.transport.is_closing():
             self._wait_for("")
+            if self.transport.get_write_buffer_size():
+                self._wait_for_reader()
         elif self.conn.their_state is h11.SEND_BODY and self.cycle.response_complete:
             self._wait_for("rest")
         elif self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None:
@@ -73,11 +91,23 @@ class Connection(H11Protocol):
             seconds = self.limits.read_timeout if what == "head" else LINGER
             self._deadline = self.loop.call_later(seconds, self._too_late)
 
+    def _wait_for_reader(self) -> None:
+        """What is written and not taken may wait so much longer as there is more of it."""
+        if self._unread is None:
+            seconds = self.limits.write_timeout + self.transport.get_write_buffer_size() / BYTES_A_SECOND
+            self._unread = self.loop.call_later(seconds, self.transport.abort)
+
+    def _stop_waiting_for_reader(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
     def _too_late(self) -> None:
         if self._waits_for == "head" and self.conn.trailing_data[0]:
             self._refuse(408, f"the request did not arrive in time (the server's {option('read_timeout')})")
         else:
             self.transport.close()
+            self._watch()
 
     def _refuse(self, status: int, message: str) -> None:
         """Answer, where that can still be done, and close."""
@@ -91,6 +121,7 @@ class Connection(H11Protocol):
         except h11.LocalProtocolError:  # an answer is under way, or done
             logger.debug("%s: %s", self.client, message)
         self.transport.close()
+        self._watch()
 
     def _quietly(self, work: Any, *arguments: Any) -> None:
         """Do uvicorn's work; where h11 finds that a connection is beyond use, close it."""

@@ -37,8 +37,10 @@ class Intake:
 
         async def counted() -> Message:
             before = body.size
-            message = await body.next()
-            self._pending += body.size - before
+            try:
+                message = await body.next()
+            finally:  # one part too many counts too, until it is given back below
+                self._pending += body.size - before
             if self._pending > self._limits.max_pending_bytes:
                 full = option("max_pending_bytes")
                 text = f"the bodies of requests that are being answered fill the server's {full}; try again later"

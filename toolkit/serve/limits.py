@@ -38,6 +38,7 @@ class Limits:
     max_kwargs_bytes: int = _limit(1 << 16, "Bytes of chat_template_kwargs as JSON.")
     max_connections: int = _limit(2048, "Open connections.")
     read_timeout: float = _limit(30.0, "Seconds for a request's head to arrive; for its body, and one more a 64 KiB.")
+    write_timeout: float = _limit(30.0, "Seconds for an answer to be taken by its client, and one more a 64 KiB of it.")
     prompt_timeout: float = _limit(60.0, "Seconds for a request to be checked, rendered and tokenized.")
     engine_timeout: float = _limit(
         PATIENCE, "Seconds without a sign of life, while requests wait, after which the engine is restarted; 0 = never."
