@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -11,13 +12,16 @@ import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from toolkit.engine import outbox as outbox_module
+from toolkit.engine import process_loop
 from toolkit.engine.outage import RESTART_WINDOW, RESTARTS, Budget, Outage, exit_text
 from toolkit.engine.outbox import Outbox
+from toolkit.engine.process_loop import ProcessLoop
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.engine.stall import Stall
 from toolkit.engine.suspects import Suspects
@@ -79,6 +83,12 @@ def test_who_ran_in_two_crashes_is_refused_and_the_others_are_not() -> None:
     assert suspects.admit(request("a4", 1))
 
 
+def test_a_suspect_may_have_a_schema_with_integers_of_any_size() -> None:
+    asked = request("a", 1)
+    asked.params.grammar = {"type": "json_schema", "json_schema": {"schema": {"maximum": 10**20}}}
+    Suspects(Clock()).crashed([asked])
+
+
 def test_suspects_come_one_after_the_other() -> None:
     suspects = Suspects(Clock())
     suspects.crashed([request(f"{i}", i) for i in range(5)])
@@ -96,6 +106,43 @@ def test_suspects_are_forgotten_beyond_a_number() -> None:
     suspects = Suspects(Clock())
     suspects.crashed([request(f"{i}", i) for i in range(5000)])
     assert all(suspects.admit(request(f"again {i}", i)) for i in range(900))
+
+
+CHILD = """
+from multiprocessing.connection import Connection
+from toolkit.engine import records
+pipe = Connection({fd})
+pipe.recv_bytes()
+pipe.send_bytes(records.pack({{"op": "ready", "facts": {{}}}}))
+pipe.recv_bytes()
+"""
+
+
+def test_a_system_that_starts_no_process_for_a_while_is_asked_again(monkeypatch: Any) -> None:
+    starts: list[int] = []
+    popen = subprocess.Popen
+
+    def start(command: list[str], *, pass_fds: list[int], **options: Any) -> subprocess.Popen[bytes]:
+        starts.append(pass_fds[0])
+        if len(starts) == 2:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return popen([sys.executable, "-c", CHILD.format(fd=pass_fds[0])], pass_fds=pass_fds, **options)
+
+    monkeypatch.setattr(process_loop.subprocess, "Popen", start)
+    monkeypatch.setattr(process_loop.Facts, "from_json", staticmethod(lambda data: data))
+    monkeypatch.setattr(Budget, "pause", 0.01)
+    down: list[Outage] = []
+    setup: Any = SimpleNamespace(to_json=dict)
+    loop = ProcessLoop(setup, lambda outputs: None, down.append, lambda text: None, 0)
+    try:
+        os.kill(loop.pid, signal.SIGKILL)
+        end = time.monotonic() + 30
+        while loop.outage is not None or len(starts) < 3:
+            assert time.monotonic() < end, down
+            time.sleep(0.01)
+        assert [d.restarting for d in down] == [True, True] and os.strerror(errno.EAGAIN) in down[1].why
+    finally:
+        loop.close()
 
 
 @pytest.fixture

@@ -23,7 +23,9 @@ LOGPROBS = st.dictionaries(IDS, st.floats(-100, 0), min_size=1, max_size=4)
     st.integers(0, 2**64 - 1),
     st.dictionaries(IDS, st.floats(-100, 100)),
     st.lists(st.text(min_size=1), max_size=3),
-    st.one_of(st.none(), st.just({"type": "json_schema", "json_schema": {"schema": {"type": "object"}}})),
+    st.one_of(
+        st.none(), st.integers().map(lambda n: {"type": "json_schema", "json_schema": {"schema": {"maximum": n << 60}}})
+    ),
 )
 def test_requests(ids: list[int], seed: int, bias: dict[int, float], words: list[str], grammar: Any) -> None:
     words = [w for w in words if w.isprintable()]

@@ -33,9 +33,15 @@ def connect(server: Any) -> socket.socket:
     return socket.create_connection(address(server), timeout=20)
 
 
-def everything(connection: socket.socket, message: bytes = b"") -> bytes:
-    """What comes until the server closes; after ``message``, if there is one."""
+def answer_to(server: Any, message: bytes) -> bytes:
+    """What comes on a connection of its own."""
+    connection = connect(server)
     connection.sendall(message)
+    return everything(connection)
+
+
+def everything(connection: socket.socket) -> bytes:
+    """What comes until the server closes."""
     seen = b""
     with contextlib.suppress(ConnectionResetError):
         while part := connection.recv(65536):
@@ -138,7 +144,7 @@ def test_who_does_not_read_its_answer_is_ended(start: Any, monkeypatch: pytest.M
     deaf.sendall(message)
     server.wait(lambda: len(server.engine.running) > 0)
     server.wait(lambda: not server.engine.running and open_connections(server) == 0, timeout=15)
-    assert b" 200 " in everything(connect(server), message)[:20]
+    assert b" 200 " in answer_to(server, message)[:20]
     deaf.close()
 
 
@@ -170,7 +176,7 @@ def test_bodies_of_all_requests_together(start: Any) -> None:
     """What waits for its answer counts; when it has it, there is room again."""
     server = start(engine={"delay": 0.02}, limits=Limits(max_pending_bytes=100_000, max_body_bytes=80_000))
     for _ in range(3):
-        refused = everything(connect(server), HEAD + b"Transfer-Encoding: chunked\r\n\r\n186a0\r\n" + b"x" * 100_000)
+        refused = answer_to(server, HEAD + b"Transfer-Encoding: chunked\r\n\r\n186a0\r\n" + b"x" * 100_000)
         assert b" 413 " in refused[:20], "and it leaves the count as it was"
     large = json.dumps({"model": "echo", "prompt": "x" * 100, "user": "y" * 60_000}).encode()
     message = HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(large) + large

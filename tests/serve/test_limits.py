@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from toolkit.engine.outage import RESTART_WINDOW, RESTARTS
 from toolkit.request_limits import MOST, WORD_LENGTH
-from toolkit.serve import json_values
+from toolkit.serve import chat_routes, json_values
 from toolkit.serve.errors import ApiError
 from toolkit.serve.json_values import count_values
 from toolkit.serve.lanes import LARGE, Lanes
@@ -217,6 +217,17 @@ def test_large_work_does_not_wait_in_front_of_small() -> None:
 
     order = asyncio.run(run())
     assert order == ["small"] * 50 + ["large"] * 20
+
+
+def test_log_probabilities_of_a_prompt_are_not_laid_out_on_the_event_loop(
+    build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where: list[threading.Thread] = []
+    monkeypatch.setattr(chat_routes, "prompt_logprobs", lambda *_: where.append(threading.current_thread()) or [None])
+    body = json.dumps({**CHAT, "prompt_logprobs": 2}).encode()
+    status, reply = asyncio.run(post(build(), "/v1/chat/completions", body))
+    assert status == 200 and reply["prompt_logprobs"] == [None]
+    assert where and threading.current_thread() not in where
 
 
 def test_work_has_a_deadline_and_who_only_waited_is_told_so() -> None:

@@ -89,6 +89,7 @@ def test_encode_as_lmdeploy_has_it(url: str, tokenizer: Tokenizer, template: Cha
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": "b"}, "prompt"),
         ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"messages": "b", "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
         ("/detokenize", {"tokens": [1 << 30]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens.0"),
         ("/v1/encode", {"input": []}, "input.list[constrained-str]"),

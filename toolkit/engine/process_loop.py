@@ -178,39 +178,44 @@ class ProcessLoop:
             self._on_down(outage)
             if not outage.restarting or self._closing.wait(self._budget.pause):
                 return False
-            with self._lock:
-                if self._closing.is_set():
-                    return False
-                self._pipe.close()
-                self._process, self._pipe = _spawn(self._setup)
             try:
+                with self._lock:
+                    if self._closing.is_set():
+                        return False
+                    self._pipe.close()
+                    self._process, self._pipe = _spawn(self._setup)
                 self.facts = _await_ready(self._process, self._pipe, lambda text: None)
-            except ToolkitError as e:
-                self._process.kill()
+                outbox = Outbox(self._pipe)
+            except (ToolkitError, RuntimeError) as e:  # RuntimeError: no thread could be started
+                self._process.kill()  # without effect where there is no new one
                 self._process.wait()
                 why = f"it could not be started again: {e}"
                 continue
             with self._lock:
                 if self._closing.is_set():
                     return False
-                self._outbox = Outbox(self._pipe)
+                self._outbox = outbox
                 self._stall = Stall(self._process.pid, self._stall.patience)
                 self._outage = None
             return True
 
 
 def _spawn(setup: Setup) -> tuple[subprocess.Popen[bytes], Connection]:
-    mine, theirs = socket.socketpair()
-    code = f"from toolkit.engine.worker import main; main({theirs.fileno()})"
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-c", code],
-        pass_fds=[theirs.fileno()],
-        stdin=subprocess.DEVNULL,
-        stdout=2,  # standard output is the command's own
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    )
-    theirs.close()
-    pipe = Connection(mine.detach())
+    """The child and the pipe to it. Raises ToolkitError where the system has no file, process or memory for it."""
+    try:
+        mine, theirs = socket.socketpair()
+        with mine, theirs:
+            code = f"from toolkit.engine.worker import main; main({theirs.fileno()})"
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-c", code],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # standard output is the command's own
+                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            )
+            pipe = Connection(mine.detach())
+    except OSError as e:
+        raise ToolkitError(f"the engine's process cannot be started: {e}") from e
     with suppress(OSError):  # a child that died at once is noticed when its answer is read
         level = logging.getLogger("toolkit").getEffectiveLevel()
         pipe.send_bytes(records.pack({"op": "open", "setup": setup.to_json(), "log_level": level}))

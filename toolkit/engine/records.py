@@ -6,6 +6,7 @@ JSON, one behind the other.
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Iterable
 from typing import Any
@@ -34,13 +35,16 @@ def unpack(data: bytes) -> tuple[dict[str, Any], memoryview]:
 
 
 def pack_add(request: EngineRequest) -> bytes:
-    return pack({"op": "add", "request": {**vars(request), "params": vars(request.params)}})
+    # A schema's integers have any size. orjson writes 64 bits: the response format goes as text.
+    params = {**vars(request.params), "grammar": json.dumps(request.params.grammar)}
+    return pack({"op": "add", "request": {**vars(request), "params": params}})
 
 
 def read_request(message: dict[str, Any]) -> EngineRequest:
     """Inverse of ``pack_add``, from its message."""
     fields = dict(message["request"])
     params = dict(fields.pop("params"))
+    params["grammar"] = json.loads(params["grammar"])
     params["logit_bias"] = {int(k): v for k, v in params["logit_bias"].items()}
     return EngineRequest(params=SamplingParams(**params), **fields)
 

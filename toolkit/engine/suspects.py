@@ -6,10 +6,10 @@ import hashlib
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
-
-import orjson
+from dataclasses import replace
 
 from toolkit.engine.outage import RESTART_WINDOW
+from toolkit.engine.records import pack_add
 from toolkit.engine.request import EngineRequest
 from toolkit.errors import UsageError
 
@@ -101,6 +101,5 @@ class Suspects:
 
 def _content(request: EngineRequest) -> bytes:
     """The same for requests that ask for the same; seeds are mostly drawn by us and play no part."""
-    params = {**vars(request.params), "seed": 0}
-    data = orjson.dumps([request.token_ids, request.adapter, params], option=orjson.OPT_NON_STR_KEYS)
+    data = pack_add(replace(request, id="", session=None, params=replace(request.params, seed=0)))
     return hashlib.blake2b(data, digest_size=16).digest()

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -106,7 +107,9 @@ class ChatAnswer:
         told = {**self._head("chat.completion"), "choices": rows, "usage": usage.as_dict()}
         if (count := self.request.prompt_logprobs) is not None:
             entries = answers[0].prompt_logprobs or []
-            told["prompt_logprobs"] = prompt_logprobs(self.state.engine.tokenizer, choices[0].token_ids, entries, count)
+            ids = choices[0].token_ids
+            tell = partial(prompt_logprobs, self.state.engine.tokenizer, ids, entries, count)
+            told["prompt_logprobs"] = await self.state.lanes.run(tell, len(ids))
         return told
 
     def _message(self, answer: Response) -> dict[str, Any]:

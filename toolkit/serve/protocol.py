@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
 from toolkit.chat.messages import TOOL_ROLES
 from toolkit.config_checks import shown
@@ -239,25 +239,27 @@ Messages = Annotated[
 ]
 
 
+def _for_the_template(given: dict[str, Any]) -> dict[str, Any]:
+    if ours := sorted({"self", "messages", "tools", "add_generation_prompt"} & set(given)):
+        raise ValueError(f"{ours[0]!r} is the request's own; it cannot be set here")
+    return given
+
+
+TemplateVariables = Annotated[dict[str, Any], AfterValidator(_for_the_template)]
+
+
 class ChatCompletionRequest(GenerateRequest):
     messages: Messages
     max_tokens: int | None = Field(None, ge=1, le=1 << 30)
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 30, description="Goes before max_tokens")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the chat template")
+    chat_template_kwargs: TemplateVariables | None = Field(None, description="Variables for the chat template")
     add_generation_prompt: bool | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: one call at most is handed on")
     modalities: list[Literal["text"]] | None = None
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _not_ours(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
-        if ours := sorted({"self", "messages", "tools", "add_generation_prompt"} & set(given or ())):
-            raise ValueError(f"{ours[0]!r} is the request's own; it cannot be set here")
-        return given
 
     @model_validator(mode="after")
     def _tools_fit(self) -> ChatCompletionRequest:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, model_validator
 from starlette.responses import Response as HttpResponse
 
 from toolkit.serve.errors import bad_field
-from toolkit.serve.protocol import Messages, Strict, TokenId, Tool
+from toolkit.serve.protocol import Messages, Strict, TemplateVariables, TokenId, Tool
 from toolkit.serve.replies import json_response
 from toolkit.serve.requests import parse, vocab_size
 from toolkit.serve.schema import describe
@@ -26,7 +26,7 @@ class TokenizeRequest(Strict):
     messages: Messages | None = None
     add_special_tokens: bool | None = Field(None, description="Default: true for a prompt, false for messages")
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     tools: list[Tool] | None = None
     return_token_strs: bool | None = None
 
