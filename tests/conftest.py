@@ -19,6 +19,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TOOLKIT_PACK_CACHE", "0")  # never the developer's own; its tests set a home of theirs
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported: tests run its kernels on CPU tensors
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 # A job in the background may run with SIGINT ignored, and what it starts would inherit that: tests interrupt programs.

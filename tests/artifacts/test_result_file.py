@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,20 @@ def test_json_of_the_same_command_is_replaced(tmp_path: Path) -> None:
         check_json("--json", fine, KEYS)
     write_text("--json", Path("/dev/null"), "x")
     assert Path("/dev/null").is_char_device()
+
+
+def test_a_plain_file_below_dev_is_no_device(tmp_path: Path) -> None:
+    with tempfile.NamedTemporaryFile("w", dir="/dev/shm", suffix=".txt") as notes:
+        notes.write("my thesis")
+        notes.flush()
+        with pytest.raises(UsageError, match="never replaced"):
+            check_json("--json", notes.name, KEYS)
+    with (tmp_path / "notes").open("w") as notes:  # an open file, by whatever name, is written to as it is
+        for name in (f"/dev/fd/{notes.fileno()}", f"/proc/self/fd/{notes.fileno()}"):
+            check_json("--json", name, KEYS)
+            write_text("--json", Path(name), "figures")
+        assert os.fstat(notes.fileno()).st_ino == (tmp_path / "notes").stat().st_ino
+    assert (tmp_path / "notes").read_text() == "figures"
 
 
 def test_links_folders_and_files_of_an_artifact_stay(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from toolkit.artifacts import demo, source
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.manifest import read_manifest
+from toolkit.artifacts.replace import check_directory_target
 from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.weights import validate_checkpoint
 from toolkit.errors import ToolkitError, UsageError
@@ -31,6 +32,17 @@ def test_home_is_a_variable_or_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert toolkit_home() == tmp_path / "home"
     monkeypatch.delenv("TOOLKIT_HOME")
     assert toolkit_home() == Path.home() / ".cache" / "toolkit"
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def homeless(self: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("TOOLKIT_HOME")
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    with pytest.raises(UsageError, match="set TOOLKIT_HOME"):
+        toolkit_home()
+    check_directory_target(tmp_path / "new")
 
 
 def test_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

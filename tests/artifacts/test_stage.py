@@ -311,6 +311,33 @@ with open_stage(target, kind="quantized", stage="work", parent=describe_parent(s
 """
 
 
+CROWD = """
+import sys
+from contextlib import suppress
+from pathlib import Path
+from toolkit.artifacts.stage import open_stage, write_file
+from toolkit.errors import ToolkitError
+
+target = Path(sys.argv[1])
+for _ in range(100):
+    with suppress(KeyError), open_stage(target, kind="quantized", stage="t", parent={}, options={}, wait=True) as stage:
+        (stage.dir / "a").touch()
+        raise KeyError
+    try:
+        with write_file(target.with_suffix(".json")) as scratch:
+            scratch.write_text("x")
+    except ToolkitError as error:
+        assert "another process is writing it" in str(error), error
+"""
+
+
+def test_many_processes_write_one_target_in_turn(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-c", CROWD, str(tmp_path / "out")]
+    crowd = [subprocess.Popen([*command, str(i)], stderr=subprocess.PIPE, text=True) for i in range(4)]
+    assert [process.communicate(timeout=120)[1] for process in crowd] == [""] * 4
+    assert os.listdir(tmp_path) == ["out.json"]
+
+
 def test_killed_in_the_middle_the_next_run_goes_on_and_ends_bit_identical(tmp_path: Path, source: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(WORKER)

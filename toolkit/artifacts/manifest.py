@@ -178,10 +178,11 @@ def _article(kind: str) -> str:
     return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
 
 
-def describe_parent(path: Path) -> dict[str, Any]:
+def describe_parent(path: Path, digest: str | None = None) -> dict[str, Any]:
     """The ``parent`` record for a stage whose input is ``path`` (a directory or a ``.gguf`` file).
 
-    Hashes every content file. Hub id and revision are read off the path where it lies in the hub's cache.
+    Hashes every content file unless ``digest``, that of the content, is known. Hub id and revision are read off the
+    path where it lies in the hub's cache.
     """
     manifest = read_manifest(path) if path.is_dir() else None
     hub_id, revision = hub_origin(path)
@@ -189,7 +190,7 @@ def describe_parent(path: Path) -> dict[str, Any]:
         "path": str(path.resolve()) if hub_id is None else hub_id,
         "hub_id": hub_id,
         "revision": revision,
-        "digest": content_digest(path),
+        "digest": digest or content_digest(path),
         "manifest": None if manifest is None else {**manifest.to_json(), "files": []},
     }
 

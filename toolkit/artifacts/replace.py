@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from toolkit.artifacts.gguf_container import TOOL_KEY, read_container
@@ -132,7 +133,10 @@ def _check_place(shown: Path, real: Path) -> None:
             if not ancestor.is_dir():
                 raise UsageError(f"{shown}: cannot be made: {ancestor} is a file")
             break
-    for what, place in (("home", Path.home()), ("current", Path.cwd())):
+    places = [("current", Path.cwd())]
+    with suppress(RuntimeError):  # a user without a home
+        places.insert(0, ("home", Path.home()))
+    for what, place in places:
         if place.resolve().is_relative_to(real):
             raise UsageError(f"{shown}: is or holds the {what} directory, {place}; choose another directory")
     if str(real) in _mount_points():

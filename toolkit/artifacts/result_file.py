@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from toolkit.artifacts.stage import write_file
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.extras import require
 
+_OPEN_FILE = re.compile(r"/dev/(stdout|stderr|fd/\d+)|/proc/[^/]+/(task/\d+/)?fd/\d+")
 _PLOT_MARK = {"Software": f"toolkit {__version__}"}
 
 
@@ -99,8 +101,8 @@ def save_plot(option: str, figure: Any, file: Path, dpi: int) -> None:
 
 
 def _is_special(path: Path) -> bool:
-    """Whether ``path`` is a device, a pipe or the like, also by way of /dev/stdout and /dev/fd/3."""
-    return (path.is_absolute() and path.parts[1] in ("dev", "proc")) or (path.exists() and not path.is_file())
+    """Whether ``path`` is a device, a pipe or the like, or an open file by way of /dev/stdout, /dev/fd/3."""
+    return _OPEN_FILE.fullmatch(str(path)) is not None or (path.exists() and not path.is_file())
 
 
 def _check(option: str, path: Path, earlier: Callable[[Path], bool], expected: str) -> None:

@@ -20,6 +20,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -218,7 +219,7 @@ def write_file(target: Path) -> Iterator[Path]:
     finally:
         (partial / "file").unlink(missing_ok=True)
         if len(list(partial.iterdir())) == 1:  # what a killed run left for a directory of that name stays, and the lock
-            shutil.rmtree(partial, ignore_errors=True)
+            _drop_partial(partial)
         lock.close()
 
 
@@ -255,10 +256,16 @@ def _holds(target: Path, key: str) -> bool:
 
 def _lock(partial: Path, shown: Path, wait: bool) -> IO[bytes]:
     """Take the lock of a partial directory, making both if need be."""
+    partial.parent.mkdir(parents=True, exist_ok=True)
     while True:
-        _check_partial(partial)
-        partial.mkdir(parents=True, exist_ok=True)
-        file = (partial / "lock").open("ab")
+        try:
+            _check_partial(partial)
+            partial.mkdir(exist_ok=True)
+            file = (partial / "lock").open("ab")
+        except (FileNotFoundError, FileExistsError):  # the former holder removed the directory in between
+            if not partial.parent.is_dir():
+                raise
+            continue
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except OSError as error:
@@ -272,14 +279,15 @@ def _lock(partial: Path, shown: Path, wait: bool) -> IO[bytes]:
             same = False
         if same:
             return file
-        file.close()  # the former holder finished and removed the directory in between
+        file.close()  # the former holder finished and removed it in between
 
 
 def _check_partial(partial: Path) -> None:
     """Raise UsageError where something that no stage of ours has made is in the way."""
-    if not os.path.lexists(partial):
+    try:
+        inside = set(os.listdir(partial)) if stat.S_ISDIR(partial.lstat().st_mode) else {""}
+    except FileNotFoundError:
         return
-    inside = {entry.name for entry in os.scandir(partial)} if partial.is_dir() and not partial.is_symlink() else {""}
     if (inside and "lock" not in inside) or inside - _PARTS:
         raise UsageError(f"{partial}: in the way, and not written by this tool; move it")
 
@@ -293,7 +301,7 @@ def _restore(run: Stage) -> None:
 
 def _prepare(run: Stage, key: str) -> None:
     """Empty ``out``, keep ``state`` if it was saved under the same key."""
-    _drop_old(run)
+    _drop_old(run.partial)
     if (run.partial / "old").exists():
         names = ", ".join(foreign(run.partial / "old")[:5])
         raise UsageError(f"{run.partial / 'old'}: holds {names}, which this tool did not make; move it away")
@@ -313,8 +321,7 @@ def _left_by(run: Stage, key: str) -> bool:
 def _sweep(run: Stage, key: str) -> None:
     """Remove what the run that made the target has left, if it was killed when the target was in its place already."""
     if _left_by(run, key):
-        with suppress(ToolkitError, OSError), _lock(run.partial, run.target, wait=False):  # held: it is at it itself
-            _drop_partial(run)
+        discard_partial(run.target)
 
 
 def _clean(run: Stage) -> None:
@@ -322,25 +329,38 @@ def _clean(run: Stage) -> None:
     _restore(run)
     state = run.partial / "state"
     if run.finished or not state.is_dir() or not any(state.glob("*.safetensors")):
-        _drop_partial(run)
+        _drop_partial(run.partial)
     else:
         shutil.rmtree(run.dir, ignore_errors=True)
 
 
-def _drop_partial(run: Stage) -> None:
-    """Remove the partial directory, all of which is ours but for what a user put into an artifact being replaced."""
-    _drop_old(run)
-    if (run.partial / "old").exists():
-        for name in _PARTS - {"lock", "old"}:
-            shutil.rmtree(run.partial / name, ignore_errors=True)
-    else:
-        shutil.rmtree(run.partial, ignore_errors=True)
+def discard_partial(target: Path) -> None:
+    """Remove what a killed run has left for ``target``, unless another is at work on it."""
+    partial = partial_dir(target)
+    with suppress(ToolkitError, OSError), _lock(partial, target, wait=False):
+        _drop_partial(partial)
 
 
-def _drop_old(run: Stage) -> None:
+def _drop_partial(partial: Path) -> None:
+    """Remove the partial directory, all of which is ours but for what a user put into an artifact being replaced.
+
+    The lock goes last: what another process finds is a directory of ours until there is none.
+    """
+    _drop_old(partial)
+    for name in _PARTS - {"lock", "old"}:
+        shutil.rmtree(partial / name, ignore_errors=True)
+        with suppress(OSError):
+            (partial / name).unlink()
     with suppress(OSError):
-        if (run.partial / "old").is_dir():
-            remove_artifact(run.partial / "old")
+        if os.listdir(partial) == ["lock"]:
+            (partial / "lock").unlink()
+            partial.rmdir()
+
+
+def _drop_old(partial: Path) -> None:
+    with suppress(OSError):
+        if (partial / "old").is_dir():
+            remove_artifact(partial / "old")
 
 
 def _disk_full(error: BaseException) -> bool:
@@ -366,4 +386,4 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-__all__ = ["MANIFEST", "Stage", "open_stage", "partial_dir", "write_file"]
+__all__ = ["MANIFEST", "Stage", "discard_partial", "open_stage", "partial_dir", "write_file"]
