@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.engine import bad_words
-from toolkit.engine.bad_words import BadWords
+from toolkit.engine.bad_words import BadWords, BadWordState
 
 AB = st.binary(max_size=6).map(lambda b: bytes(97 + x % 3 for x in b))
 VOCABULARY = [b"", *(bytes(t) for n in (1, 2, 3) for t in itertools.product(b"abc", repeat=n)), b"abcabc", b"\xff\xff"]
@@ -31,7 +31,7 @@ def naive(vocabulary: list[bytes], words: list[bytes], text: bytes) -> set[int]:
 @settings(max_examples=200, deadline=None)
 @given(st.lists(AB.filter(bool), min_size=1, max_size=6), st.lists(st.integers(0, len(VOCABULARY) - 2), max_size=12))
 def test_equals_a_search_through_the_vocabulary(words: list[bytes], tokens: list[int]) -> None:
-    state = BadWords(VOCABULARY).state([w.decode() for w in words])
+    state = BadWordState(BadWords(VOCABULARY).list_of([w.decode() for w in words]))
     text = b""
     for token in [*tokens, 0]:
         banned = state.banned().tolist()
@@ -43,7 +43,7 @@ def test_equals_a_search_through_the_vocabulary(words: list[bytes], tokens: list
 
 def test_hashes_that_meet_ban_nothing_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bad_words, "_BASE", np.uint64(0))  # only the last byte counts
-    state = BadWords(VOCABULARY).state(["ab"])
+    state = BadWordState(BadWords(VOCABULARY).list_of(["ab"]))
     assert set(state.banned().tolist()) == naive(VOCABULARY, [b"ab"], b"")
 
 
@@ -53,24 +53,24 @@ def test_one_list_is_looked_up_once_and_few_are_kept(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(BadWords, "containing", lambda self, words: searches.append(words) or search(self, words))
     vocabulary = BadWords(VOCABULARY)
     for _ in range(5):
-        assert len(vocabulary.state(["ab", "ca"]).banned())
-    assert len(searches) == 1 and vocabulary.knows(["ca", "ab"])
+        assert len(BadWordState(vocabulary.list_of(["ab", "ca"])).banned())
+    assert len(searches) == 1 and vocabulary.find(["ca", "ab"])
     for i in range(3 * bad_words.LISTS):
-        vocabulary.state([f"x{i}"])
-    assert len(vocabulary._lists) == bad_words.LISTS and not vocabulary.knows(["ab", "ca"])
+        vocabulary.list_of([f"x{i}"])
+    assert len(vocabulary._lists) == bad_words.LISTS and not vocabulary.find(["ab", "ca"])
 
 
 def test_thousands_of_words_take_as_many_passes_as_they_have_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[int] = []
     isin = np.isin
     monkeypatch.setattr(np, "isin", lambda *a: passes.append(1) or isin(*a))
-    BadWords(VOCABULARY).state([f"{'abc'[i % 3]}{i:03d}" for i in range(4000)])
+    BadWords(VOCABULARY).list_of([f"{'abc'[i % 3]}{i:03d}" for i in range(4000)])
     assert len(passes) <= 2
 
 
 def test_what_is_kept_of_beginnings_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bad_words, "KEPT_IDS", 1000)
-    state = BadWords(VOCABULARY).state(["abc" * 80])
+    state = BadWordState(BadWords(VOCABULARY).list_of(["abc" * 80]))
     for _ in range(100):
         for token in b"abc":
             state.add(VOCABULARY.index(bytes([token])))

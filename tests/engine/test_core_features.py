@@ -472,12 +472,93 @@ def test_a_grammar_that_takes_long_to_compile_holds_nobody_else_up(fake: Any, mo
     outputs = run(core)["slow"]
     text = b"".join(LetterTokenizer().token_bytes[t] for t in tokens_of(outputs))
     assert text == b"no<eos>" and outputs[-1].finish_reason == "stop" and outputs[-1].stop_token == VOCAB - 1
-    assert not core.constraints.slow(EngineRequest("again", PROMPT, SamplingParams(9, grammar=choice)))
+    assert core.constraints.find(SamplingParams(9, grammar=choice)) is not None
     go_on.clear()
     monkeypatch.setattr(constraints, "PATIENCE", 0.01)
     (late,) = ask(core, PROMPT, 9, grammar={"type": "choice", "choice": ["yes"]})
-    assert "not compiled after" in str(late.error) and late.error_code == 400
+    assert "not compiled after" in str(late.error) and late.error_code == 503
     go_on.set()
+
+
+def test_many_choices_of_one_grammar_are_compiled_once_by_few_threads(
+    fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from toolkit.engine import constraints, grammar
+
+    compile_it, most, asked = grammar.Grammars._compile, [0], []
+
+    def counted(self: Any, key: bytes, response_format: dict[str, Any], ticket: Any) -> Any:
+        asked.append(response_format["choice"][0])
+        most.append(sum(t.name == "toolkit-constraints" for t in threading.enumerate()))
+        return compile_it(self, key, response_format, ticket)
+
+    monkeypatch.setattr(grammar.Grammars, "_compile", counted)
+    core = make_core(fake, tokenizer=LetterTokenizer(), blocks=400)
+    for i in range(200):
+        core.add(EngineRequest(f"same {i}", PROMPT, SamplingParams(9, grammar={"type": "choice", "choice": ["no"]})))
+    for i in range(9):
+        own: dict[str, Any] = {"type": "choice", "choice": ["yes", "no"] + [f"n{i}"] * i}
+        core.add(EngineRequest(f"own {i}", PROMPT, SamplingParams(9, grammar=own)))
+    outputs = run(core, limit=5000)
+    assert len(outputs) == 209 and {o[-1].finish_reason for o in outputs.values()} == {"stop"}
+    assert sorted(asked) == ["no"] + ["yes"] * 9 and max(most) <= constraints.THREADS
+
+
+def test_the_engine_s_thread_waits_for_nothing_that_others_build(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from toolkit.engine.bad_words import BadWords
+
+    core = make_core(fake, tokenizer=LetterTokenizer())
+    ask(core, PROMPT, 1, bad_words=["ab"])
+    search, go_on, began = BadWords.containing, threading.Event(), threading.Event()
+
+    def slow(self: Any, words: Any) -> Any:
+        began.set()
+        assert go_on.wait(30)
+        return search(self, words)
+
+    monkeypatch.setattr(BadWords, "containing", slow)
+    core.add(EngineRequest("new list", PROMPT, SamplingParams(3, bad_words=["bb"])))
+    assert began.wait(30)
+    threading.Timer(20, go_on.set).start()  # an engine that waits for it ends all the same
+    core.add(EngineRequest("known list", PROMPT, SamplingParams(3, bad_words=["ab"])))
+    early: list[EngineOutput] = []
+    while "known list" not in [o.id for o in early if o.finish_reason]:
+        early += core.step()
+    assert not go_on.is_set()
+    go_on.set()
+    assert run(core)["new list"][-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("process", [True, False])
+def test_requests_that_pour_in_do_not_hold_up_those_that_run(
+    fake: Any, process: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from multiprocessing import Pipe
+
+    from toolkit.engine import loop, records, worker
+
+    core, events = make_core(fake), []
+    add, step = core.add, core.step
+    monkeypatch.setattr(core, "add", lambda *args: events.append("add") or add(*args))
+    monkeypatch.setattr(core, "step", lambda: events.append("step") or step())
+    requests = [EngineRequest(str(i), PROMPT, SamplingParams(3)) for i in range(10)]
+    monkeypatch.setattr(worker if process else loop, "INTAKE_SECONDS", 0.0)
+    if process:
+        ours, theirs = Pipe()
+        for request in requests:
+            ours.send_bytes(records.pack_add(request))
+        ours.send_bytes(records.pack({"op": "close"}))
+        worker._serve(theirs, core)
+    else:
+        go_on = threading.Event()
+        thread = loop.ThreadLoop(core, lambda outputs: None, lambda outage: None)
+        thread._inbox.put(go_on.wait)
+        for request in requests:
+            thread.add(request, ())
+        go_on.set()
+        thread.close()
+    first = events.index("add")
+    assert events[first : first + 4] == ["add", "step", "add", "step"]
 
 
 def test_a_grammar_that_reads_a_text_in_too_many_ways_ends_its_request_alone(

@@ -40,14 +40,14 @@ def grammars() -> Grammars:
 
 def refusal(grammars: Grammars, response_format: dict[str, Any]) -> str:
     with pytest.raises(UsageError) as error:
-        grammars.state(response_format, [])
+        grammars.state(grammars.compiled(response_format), [])
     assert "\n" not in str(error.value) and str(error.value).startswith("response_format: "), str(error.value)
     return str(error.value)
 
 
 def follow(grammars: Grammars, response_format: dict[str, Any], text: bytes) -> bool:
     """Whether ``text`` is by the grammar from its start to a possible end."""
-    state = grammars.state(response_format, [])
+    state = grammars.state(grammars.compiled(response_format), [])
     mask = np.zeros((1, -(-SIZE // 32)), np.int32)
     for byte in text:
         state.fill(mask, 0)
@@ -71,7 +71,7 @@ def test_what_would_hold_the_engine_up_is_refused_or_soon_followed_no_further(gr
     for response_format in corpus("grammars").too_slow():
         started = time.thread_time()
         try:
-            state = grammars.state(response_format, [])
+            state = grammars.state(grammars.compiled(response_format), [])
         except UsageError as error:
             assert "takes too long to follow" in str(error) and "\n" not in str(error)
             at_once += 1
@@ -97,12 +97,12 @@ def test_what_cannot_be_compiled_within_limits_costs_this_process_nothing(
 ) -> None:
     monkeypatch.setattr(grammar, "LIMITS", Limits(512 << 20, cpu_seconds=0.4, reply=8 << 20))
     grammars = Grammars(Letters(), SIZE)  # type: ignore[arg-type]
-    grammars.state({"type": "json_object"}, [])
+    grammars.state(grammars.compiled({"type": "json_object"}), [])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     refused = 0
     for response_format in corpus("grammars").heavy():
         try:
-            grammars.state(response_format, [])
+            grammars.state(grammars.compiled(response_format), [])
         except UsageError as error:
             assert "\n" not in str(error)
             refused += 1
@@ -113,7 +113,7 @@ def test_what_cannot_be_compiled_within_limits_costs_this_process_nothing(
 
 def test_honest_formats_are_taken(grammars: Grammars, corpus: Any) -> None:
     for response_format in corpus("grammars").harmless():
-        grammars.state(response_format, [])
+        grammars.state(grammars.compiled(response_format), [])
     object_ = {
         "type": "object",
         "properties": {"b": {"type": "integer"}, "a": {"enum": ["x", 1]}},
@@ -150,7 +150,7 @@ def test_long_and_deep_texts_are_followed_without_harm(grammars: Grammars) -> No
         ({"type": "grammar", "grammar": 'root ::= "a" root "b" | ""'}, b"a"),
         ({"type": "grammar", "grammar": 'root ::= root "a" | "a"'}, b"a"),
     ):
-        state = grammars.state(response_format, [])
+        state = grammars.state(grammars.compiled(response_format), [])
         mask = np.zeros((1, -(-SIZE // 32)), np.int32)
         for _ in range(20_000):
             state.fill(mask, 0)
@@ -165,7 +165,7 @@ def test_a_request_that_leaves_frees_the_compiler(grammars: Grammars, monkeypatc
 
     def ask(ticket: Ticket) -> None:
         try:
-            grammars.state(long, [], ticket)
+            grammars.compiled(long, ticket)
         except (Cancelled, UsageError) as error:
             ends.append(type(error))
 
@@ -180,7 +180,7 @@ def test_a_request_that_leaves_frees_the_compiler(grammars: Grammars, monkeypatc
     for thread in threads:
         thread.join(20)
     assert ends == [Cancelled, Cancelled] and time.monotonic() - started < 5
-    assert not grammars.has(long) and not grammars._refused.get(grammar._key(long))
+    assert grammars.find(long) is None and not grammars._refused.get(grammar._key(long))
 
 
 def test_grammars_need_no_torch_and_leave_xgrammar_whole() -> None:
@@ -211,7 +211,7 @@ def test_what_the_machine_is_to_blame_for_is_not_remembered(monkeypatch: pytest.
     else:
         monkeypatch.setattr(grammars._box, "_free", 0)
     with pytest.raises(BusyError, match=r"^response_format: the choice cannot be compiled now: .*; try again$"):
-        grammars.state({"type": "choice", "choice": ["yes"]}, [])
+        grammars.state(grammars.compiled({"type": "choice", "choice": ["yes"]}), [])
     monkeypatch.undo()
     grammars._box._free, grammars._box._limits = 2, grammar.LIMITS
     assert follow(grammars, {"type": "choice", "choice": ["yes"]}, b"yes")

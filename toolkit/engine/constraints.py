@@ -1,13 +1,15 @@
 """What a request's parameters ask of its logits beyond plain sampling numbers, made once when it arrives.
 
 Building some of it takes long (loading xgrammar, compiling a large schema, sorting the vocabulary for bad words): that
-is done in a thread of its own, so that running requests do not wait.
+is done in a few threads of its own, so that running requests do not wait. The engine's thread only looks things up.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,37 +18,76 @@ from toolkit import extras
 from toolkit.box.box import Ticket
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.engine.sequence import Biases, History
-from toolkit.errors import UsageError
+from toolkit.errors import BusyError, UsageError
 
 if TYPE_CHECKING:
     from toolkit.artifacts.tokenizer import Tokenizer
-    from toolkit.engine.bad_words import BadWords
+    from toolkit.engine.bad_words import BadWords, WordList
     from toolkit.engine.grammar import Grammars
 
-PATIENCE = 60.0  # seconds that building a request's constraints may take
+PATIENCE = 60.0  # seconds that building a request's constraints may take, waiting for a thread included
+THREADS = 4  # that build at once
+
+
+@dataclass(frozen=True)
+class Built:
+    """What requests with the same bad words and the same response format share."""
+
+    words: WordList | None
+    grammar: Any | None  # compiled
 
 
 class Constraints:
-    """Bad words and grammars over one tokenizer, both set up when first asked for."""
+    """Bad words and grammars over one tokenizer, both set up when first asked for.
+
+    All but ``build`` is the engine thread's.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._bad_words: BadWords | None = None
         self._grammars: Grammars | None = None
-        self._lock = threading.Lock()  # over the two above
+        self._setting_up = threading.Lock()  # held by those that build, while they make the two above
+        self._under_way: dict[tuple[tuple[str, ...], str], Building] = {}  # by content: requests may join these
+        self._running: list[Building] = []
 
-    def slow(self, request: EngineRequest) -> bool:
-        """Whether ``of`` may take longer than a step should wait."""
-        p = request.params
-        if p.bad_words and (self._bad_words is None or not self._bad_words.knows(p.bad_words)):
-            return True
-        wanted = _grammar(p)
-        return wanted is not None and (self._grammars is None or not self._grammars.has(wanted))
+    def find(self, params: SamplingParams) -> Built | None:
+        """What a request needs, if all of it is there."""
+        words = grammar = None
+        if params.bad_words:
+            words = self._bad_words.find(params.bad_words) if self._bad_words else None
+            if words is None:
+                return None
+        if (wanted := _grammar(params)) is not None:
+            grammar = self._grammars.find(wanted) if self._grammars else None
+            if grammar is None:
+                return None
+        return Built(words, grammar)
 
-    def of(self, request: EngineRequest, ticket: Ticket | None = None) -> dict[str, Any]:
-        """``Sequence`` fields grammar, bad_words, history and biases. Raises UsageError for a bad grammar, Cancelled
-        when ``ticket`` says so."""
+    def begin(self, params: SamplingParams) -> Building:
+        """Have it built; requests that ask for the same share one ``Building``."""
+        content = (tuple(params.bad_words), json.dumps(_grammar(params), default=repr))
+        building = self._under_way.get(content)
+        if building is None or building.over:
+            building = self._under_way[content] = Building(self, params)
+        building.join()
+        self.proceed()
+        return building
+
+    def proceed(self) -> None:
+        """Start what waits for a thread, in order of arrival."""
+        self._under_way = {content: b for content, b in self._under_way.items() if not b.over}
+        self._running = [b for b in self._running if b.running]
+        for building in self._under_way.values():
+            if len(self._running) >= THREADS:
+                return
+            if not building.started:
+                building.start()
+                self._running.append(building)
+
+    def fields(self, request: EngineRequest, built: Built) -> dict[str, Any]:
+        """``Sequence`` fields grammar, bad_words, history and biases."""
         p = request.params
         penalised = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
         biased = p.logit_bias or p.bad_token_ids or (p.min_new_tokens and p.stop_token_ids)
@@ -54,14 +95,24 @@ class Constraints:
             "history": History(np.array(request.token_ids, np.int32)) if penalised else None,
             "biases": Biases(p) if biased else None,
         }
-        if p.bad_words:
-            found["bad_words"] = self._words().state(p.bad_words)
-        if (wanted := _grammar(p)) is not None:
-            found["grammar"] = self._compiler().state(wanted, p.stop_token_ids, ticket)
+        if built.words is not None:
+            from toolkit.engine.bad_words import BadWordState
+
+            found["bad_words"] = BadWordState(built.words)
+        if built.grammar is not None:
+            assert self._grammars is not None
+            found["grammar"] = self._grammars.state(built.grammar, p.stop_token_ids)
         return found
 
+    def build(self, params: SamplingParams, ticket: Ticket) -> Built:
+        """What ``find`` would find, by any thread. Raises UsageError for a bad grammar, BusyError where others left it
+        no time, Cancelled when ``ticket`` says so."""
+        wanted = _grammar(params)
+        words = self._words().list_of(params.bad_words) if params.bad_words else None
+        return Built(words, self._compiler().compiled(wanted, ticket) if wanted is not None else None)
+
     def _words(self) -> BadWords:
-        with self._lock:
+        with self._setting_up:
             if self._bad_words is None:
                 from toolkit.engine.bad_words import BadWords
 
@@ -69,7 +120,7 @@ class Constraints:
             return self._bad_words
 
     def _compiler(self) -> Grammars:
-        with self._lock:
+        with self._setting_up:
             if self._grammars is None:
                 with extras.named():
                     from toolkit.engine.grammar import Grammars
@@ -84,45 +135,68 @@ class Constraints:
 
 
 class Building:
-    """A request's constraints on their way, in a thread of their own."""
+    """Constraints on their way, for all requests that joined. All but ``_build`` is the engine thread's."""
 
-    def __init__(self, constraints: Constraints, request: EngineRequest) -> None:
+    def __init__(self, constraints: Constraints, params: SamplingParams) -> None:
+        self.started = False
         self._constraints = constraints
-        self._request = request
-        self._found: dict[str, Any] = {}
+        self._params = params
+        self._requests = 0
+        self._built: Built | None = None
         self._error: Exception | None = None
         self._deadline = time.monotonic() + PATIENCE
         self._ticket = Ticket()
-        self._thread = threading.Thread(target=self._build, name="toolkit-constraints", daemon=True)
-        self._thread.start()
+        self._ended = threading.Event()
 
     @property
     def done(self) -> bool:
         """Whether ``result`` has an answer: the constraints, an error, or that it took too long."""
-        return not self._thread.is_alive() or time.monotonic() > self._deadline
+        return self._ended.is_set() or time.monotonic() > self._deadline
 
-    def cancel(self) -> None:
-        """Nobody wants the result any more."""
-        self._ticket.cancel()
+    @property
+    def over(self) -> bool:
+        """Whether it is done, or nobody wants it any more."""
+        return self._ticket.cancelled or self.done
+
+    @property
+    def running(self) -> bool:
+        """Whether it has a thread."""
+        return self.started and not self._ended.is_set()
+
+    def join(self) -> None:
+        """Another request wants the result."""
+        self._requests += 1
+
+    def leave(self) -> None:
+        """One of those does not want it any more."""
+        self._requests -= 1
+        if not self._requests:
+            self._ticket.cancel()
+
+    def start(self) -> None:
+        self.started = True
+        threading.Thread(target=self._build, name="toolkit-constraints", daemon=True).start()
 
     def wait(self, seconds: float) -> None:
-        """Until it is done, at most so long."""
-        self._thread.join(seconds)
+        """Until it is built, at most so long."""
+        self._ended.wait(seconds)
 
-    def result(self) -> dict[str, Any]:
-        """What ``Constraints.of`` gives. Raises what it raises, and UsageError after ``PATIENCE`` seconds."""
-        if self._thread.is_alive():
-            self.cancel()
-            raise UsageError(f"response_format: not compiled after {PATIENCE:.0f} s; use a smaller one")
+    def result(self) -> Built:
+        """What ``Constraints.build`` gives. Raises what it raises, and BusyError after ``PATIENCE`` seconds."""
+        if not self._ended.is_set():
+            self._ticket.cancel()
+            raise BusyError(f"response_format: not compiled after {PATIENCE:.0f} s, waiting included; try again")
         if self._error is not None:
             raise self._error
-        return self._found
+        assert self._built is not None
+        return self._built
 
     def _build(self) -> None:
         try:
-            self._found = self._constraints.of(self._request, self._ticket)
+            self._built = self._constraints.build(self._params, self._ticket)
         except Exception as e:
             self._error = e
+        self._ended.set()
 
 
 def _grammar(params: SamplingParams) -> dict[str, Any] | None:

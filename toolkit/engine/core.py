@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.engine.admission import check_request, long_rope_from, longest_request
 from toolkit.engine.block_manager import BlockManager
-from toolkit.engine.constraints import Building, Constraints
+from toolkit.engine.constraints import Building, Built, Constraints
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.prefix import root_key
 from toolkit.engine.recovery import Entry, entries_of, halves, rewind
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 INVALID_REQUEST = 400  # error codes of EngineOutput, as HTTP has them
 INTERNAL_ERROR = 500
 UNAVAILABLE = 503
+INTAKE_SECONDS = 0.01  # that a loop takes requests in for, before the next step of those that run
 SWEEP_SECONDS = 60.0  # between two looks at blocks that nobody uses
 BROKEN_AFTER = 8  # requests failed one after another, with no step in between that ran: the runner's cache is made anew
 
@@ -87,10 +88,10 @@ class EngineCore:
             if request.id in self._sequences or request.id in self._held:
                 raise UsageError(f"request id {request.id!r} is already running")
             check_request(request, self.runner, self.max_len, self.options.session_len)
-            if self.constraints.slow(request):
-                self._held[request.id] = (Building(self.constraints, request), request, list(processors))
+            if (built := self.constraints.find(request.params)) is not None:
+                self._accept(request, list(processors), built)
             else:
-                self._accept(request, list(processors), self.constraints.of(request))
+                self._held[request.id] = (self.constraints.begin(request.params), request, list(processors))
         except Exception as e:
             self._refuse(request, e)
 
@@ -103,7 +104,7 @@ class EngineCore:
         """End a request and free its blocks now. Unknown ids (already finished) are ignored."""
         seq = self._sequences.get(request_id)
         if (held := self._held.pop(request_id, None)) is not None:
-            held[0].cancel()
+            held[0].leave()
             self._outputs.append(EngineOutput(request_id, finish_reason="abort"))
         elif seq is not None:
             self._outputs.append(EngineOutput(request_id, finish_reason="abort", cached_tokens=seq.cached_tokens))
@@ -136,6 +137,7 @@ class EngineCore:
 
     def _admit_held(self) -> None:
         """Queue requests whose constraints have been built meanwhile; with nothing else to do, wait a little."""
+        self.constraints.proceed()
         if not self._sequences and not self._outputs:
             next(iter(self._held.values()))[0].wait(0.005)
         for request_id, (building, request, processors) in list(self._held.items()):
@@ -146,7 +148,7 @@ class EngineCore:
                 except Exception as e:
                     self._refuse(request, e)
 
-    def _accept(self, request: EngineRequest, processors: list[LogitsProcessor], constraints: dict[str, Any]) -> None:
+    def _accept(self, request: EngineRequest, processors: list[LogitsProcessor], built: Built) -> None:
         """Queue a request that has passed its checks."""
         longest = len(request.token_ids) + request.params.max_new_tokens
         rope_set = int(self._long_from is not None and longest > self._long_from)
@@ -159,7 +161,7 @@ class EngineCore:
             rope_set=rope_set,
             keys_root=root_key(rope_set, request.adapter, owner) if shares else None,
             processors=processors,
-            **constraints,
+            **self.constraints.fields(request, built),
         )
         self._arrivals += 1
         self._sequences[request.id] = seq

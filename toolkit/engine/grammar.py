@@ -43,20 +43,25 @@ class Grammars:
         self._compiling: set[bytes] = set()
         self._changed = threading.Condition()  # over the three above
 
-    def has(self, response_format: dict[str, Any]) -> bool:
-        """Whether ``state`` finds it compiled."""
-        return _key(response_format) in self._compiled
+    def find(self, response_format: dict[str, Any]) -> Any | None:
+        """What ``compiled`` gives where it is there; waits for nothing that is being compiled."""
+        key = _key(response_format)
+        with self._changed:
+            if key in self._compiled:
+                self._compiled.move_to_end(key)
+            return self._compiled.get(key)
 
-    def state(
-        self, response_format: dict[str, Any], stop_token_ids: list[int], ticket: Ticket | None = None
-    ) -> GrammarState:
-        """A matcher at the start of the grammar; it allows the stop ids (else eos) where the grammar may end.
+    def compiled(self, response_format: dict[str, Any], ticket: Ticket | None = None) -> Any:
+        """The grammar, for ``state``.
 
         Raises UsageError, one line, for a schema, regex or grammar that is too large or does not compile, BusyError
         where others left it no time, and Cancelled when ``ticket`` says so.
         """
         check_format(response_format)
-        compiled = self._get(response_format, ticket or Ticket())
+        return self._get(response_format, ticket or Ticket())
+
+    def state(self, compiled: Any, stop_token_ids: list[int]) -> GrammarState:
+        """A matcher at the start of a grammar; it allows the stop ids (else eos) where the grammar may end."""
         stops = stop_token_ids or self._eos
         return GrammarState(CORE.GrammarMatcher(compiled, stops or None, not stops, -1, None), frozenset(stops))
 
@@ -105,7 +110,9 @@ class Grammars:
 
 
 def _key(response_format: dict[str, Any]) -> bytes:
-    return hashlib.sha256(json.dumps(response_format).encode()).digest()  # the order of properties is part of it
+    return hashlib.sha256(
+        json.dumps(response_format, default=repr).encode()
+    ).digest()  # the order of properties is part of it
 
 
 class GrammarState:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from toolkit.engine.core import EngineCore
+from toolkit.engine.core import INTAKE_SECONDS, EngineCore
 from toolkit.engine.outage import Outage
 from toolkit.engine.request import EngineOutput, EngineRequest
 from toolkit.engine.sequence import LogitsProcessor
@@ -106,11 +107,14 @@ class ThreadLoop:
 
     def _take_commands(self) -> bool:
         """Run what others asked for, waiting for it while idle; False to stop."""
-        while True:
+        until = float("inf")
+        while time.monotonic() < until:
             try:
                 command = self._inbox.get(block=not self._core.has_work, timeout=self._core.patience)
             except queue.Empty:
                 return True
             if command is None:
                 return False
+            until = min(until, time.monotonic() + INTAKE_SECONDS)
             command()
+        return True

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from toolkit.engine import records
+from toolkit.engine.core import INTAKE_SECONDS
 from toolkit.engine.setup import Setup, start
 from toolkit.errors import ToolkitError, UsageError
 
@@ -60,7 +61,9 @@ def _serve(pipe: Connection, core: Any) -> None:
     sent, ready = 0.0, []
     known: set[str] = set()  # requests that have sent something
     while True:
-        while pipe.poll(0 if core.has_work else core.patience):
+        until = float("inf")
+        while time.monotonic() < until and pipe.poll(0 if core.has_work else core.patience):
+            until = min(until, time.monotonic() + INTAKE_SECONDS)
             message, _ = records.unpack(pipe.recv_bytes())
             op = message["op"]
             if op == "add":
