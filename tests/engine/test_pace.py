@@ -132,6 +132,25 @@ def test_alone_a_prompt_takes_larger_steps(machine: Callable[..., Machine]) -> N
     assert max(seconds) < 2 * ALONE * TARGET / 1000 and np.median(seconds) > 0.5 * ALONE * TARGET / 1000
 
 
+def test_what_the_host_does_with_prompts_counts_too(machine: Callable[..., Machine], monkeypatch: Any) -> None:
+    m = machine(token=1e-6, decode=0.01)
+    take, times = m.core.results.take, []
+
+    def slow(step: Any, out: Any) -> Any:
+        seconds = 4e-4 * sum(count for _, _, count in step.plan.chunks)  # as prompt log-probabilities take
+        m.now += seconds
+        if step.plan.decodes and step.plan.chunks:
+            times.append(seconds)
+        return take(step, out)
+
+    monkeypatch.setattr(m.core.results, "take", slow)
+    m.ask("stream", 20, 5000)
+    m.run(10)
+    m.ask("long", 20_000)
+    m.run(100)
+    assert len(times) > 20 and max(times) < 0.5 and np.mean(times[5:]) < 0.2
+
+
 def test_a_machine_too_slow_for_the_target_still_gets_on(machine: Callable[..., Machine]) -> None:
     m = machine(token=0.05, decode=0.5)
     m.ask("stream", 4, 10_000)

@@ -212,10 +212,10 @@ class EngineCore:
 
     def _submit(self, plan: Plan, outputs: list[EngineOutput]) -> None:
         """Start a step and count its tokens as computed."""
-        entries = entries_of(plan, [s.computed for s in plan.sequences()])
         try:
             step, handle = self._start(plan)
         except Exception as e:
+            entries = entries_of(plan, [s.computed for s in plan.sequences()])  # before others' results are taken
             while self._flying:
                 self._collect(outputs)
             self._retry(entries, e, outputs)
@@ -256,8 +256,8 @@ class EngineCore:
             rewind([step, *later], self.scheduler, self.builder)
             self._retry(entries_of(step.plan, step.starts), e, outputs)
             return
-        self.scheduler.pace.ended(step.plan, time.perf_counter())
         self._hand_out(step, result, outputs)
+        self.scheduler.pace.ended(step.plan, time.perf_counter())  # log-probabilities of prompts are work, too
 
     def _hand_out(self, step: Step, result: StepOutput, outputs: list[EngineOutput]) -> None:
         self._failures = 0
