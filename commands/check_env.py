@@ -40,7 +40,10 @@ def run(
 
 def _summarise(found: dict[str, Any]) -> None:
     """One screen."""
-    versions = (f"{name} {found['versions'][name]}" for name in ("toolkit", "python", "torch", "transformers"))
+    versions = (
+        f"{name} {found['versions'][name] or 'not installed'}"
+        for name in ("toolkit", "python", "torch", "transformers")
+    )
     chosen = next((row["isa"] for row in found["native"] if row["chosen"]), "none")
     runs, tests = [row for row in found["kernels"] if row["runs"]], found["self_test"]
     passed = sum(test["passed"] for test in tests)
@@ -49,9 +52,13 @@ def _summarise(found: dict[str, Any]) -> None:
         ("versions", ", ".join(versions)),
         *found["environment"].items(),
         ("native runner", chosen),
-        ("kernels", f"{len(runs)} of {len(found['kernels'])} run here (--verbose: which, and why not the others)"),
-        ("self-test", f"{passed} of {len(tests)} passed in {sum(test['seconds'] for test in tests):.0f} s"),
     ]
+    if not found["no_torch"]:
+        which = "(--verbose: which, and why not the others)"
+        rows += [
+            ("kernels", f"{len(runs)} of {len(found['kernels'])} run here {which}"),
+            ("self-test", f"{passed} of {len(tests)} passed in {sum(test['seconds'] for test in tests):.0f} s"),
+        ]
     stdout().print(table("This machine", ("", "found"), rows))
 
 
@@ -67,6 +74,8 @@ def _print(found: dict[str, Any]) -> None:
         out.print(found["gpu_topology"], markup=False)
     variants = [(row["isa"], _here(row)) for row in found["native"]]
     out.print(table("Native runner", ("TOOLKIT_CPU_ISA", "on this CPU"), variants))
+    if found["no_torch"]:
+        return
     kernels = [(row["op"], row["implementation"], _here(row)) for row in found["kernels"]]
     out.print(table("Kernels", ("op", "implementation", "here"), kernels))
     tests = [("passed" if t["passed"] else "FAILED", t["name"], t["detail"], t["seconds"]) for t in found["self_test"]]

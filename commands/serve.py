@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -13,6 +14,7 @@ from toolkit.commands.sampling_options import AnswerFlags, with_answer_flags
 from toolkit.errors import UsageError
 from toolkit.serve.limits import Limits
 
+KEYS = "TOOLKIT_API_KEYS"
 SERVERS = "the server's sampling"
 app = typer.Typer(
     cls=Group,
@@ -42,7 +44,8 @@ def api_server(
     server_port: Annotated[int, typer.Option(help="Port; 0 = any free one.")] = 23333,
     model_name: Annotated[str | None, typer.Option(help="Name that requests use. Default: the model's.")] = None,
     api_keys: Annotated[
-        list[str] | None, typer.Option(help="Key that requests must carry; repeat it, or separate keys by commas.")
+        list[str] | None,
+        typer.Option(envvar=KEYS, help="Key that requests must carry; repeat it, or separate keys by commas."),
     ] = None,
     allow_origins: Annotated[
         list[str] | None, typer.Option(help="Web origin that may call (CORS); repeatable. Default: any.")
@@ -79,7 +82,9 @@ def api_server(
     config.enable_metrics = not disable_metrics
     keys = [key.strip() for entry in api_keys or () for key in entry.split(",")]
     if not all(keys):
-        raise UsageError("--api-keys: expected non-empty keys, found an empty one")
+        raise UsageError(f"--api-keys (or {KEYS}): expected non-empty keys, found an empty one")
+    if not keys and KEYS in os.environ:
+        raise UsageError(f"{KEYS} is set and empty: expected keys; unset it where none are asked for")
     if not grace_period <= 3600:
         raise UsageError(f"--grace-period: expected at most 3600 seconds, found {grace_period:g}")
     from toolkit.serve import run

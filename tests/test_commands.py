@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from toolkit.commands.main import main
+from toolkit.serve import run as serve_run
+
 COMMANDS = [
     ["chat"],
     ["serve", "api_server"],
@@ -150,6 +153,28 @@ def test_an_error_is_one_line_where_a_progress_bar_would_be(tmp_path: Path) -> N
 def test_a_session_shorter_than_the_window_of_perplexity(tmp_path: Path) -> None:
     found = tool("eval", "ppl", "nosuch", "--data", __file__, "--session-len", "512", "--window", "1024")
     refused(found, "--session-len 512", "--window")
+
+
+@pytest.mark.parametrize(("told", "flags", "keys"), [("a,b", [], ["a", "b"]), ("a", ["--api-keys", "c"], ["c"])])
+def test_keys_from_the_environment(
+    told: str, flags: list[str], keys: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr(serve_run, "serve", lambda *_, **given: found.append(given["settings"]))
+    monkeypatch.setenv("TOOLKIT_API_KEYS", told)
+    with pytest.raises(SystemExit) as left:
+        main(["serve", "api_server", "model", *flags])
+    assert left.value.code == 0 and found[0]["api_keys"] == keys
+
+
+@pytest.mark.parametrize("told", ["", " ", "a,,b"])
+def test_empty_keys_in_the_environment_open_no_server(
+    told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TOOLKIT_API_KEYS", told)
+    with pytest.raises(SystemExit) as left:
+        main(["serve", "api_server", "model"])
+    assert left.value.code == 2 and "TOOLKIT_API_KEYS" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("seconds", ["inf", "nan", "3601"])

@@ -98,9 +98,26 @@ def test_an_answer_held_to_json_names_the_extra_and_the_engine_goes_on(engine: P
     )
 
 
-@pytest.mark.parametrize("args", [("--help",), ("list",), ("lite", "--help"), ("serve", "api_server", "--help")])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--help",),
+        ("list",),
+        ("check_env",),
+        ("check_env", "--verbose"),
+        ("lite", "--help"),
+        ("serve", "api_server", "--help"),
+    ],
+)
 def test_what_looks_only_needs_no_extra(args: tuple[str, ...]) -> None:
     assert bare(*args).returncode == 0
+
+
+def test_check_env_says_what_it_left_out_and_what_works_without() -> None:
+    done = bare("check_env")
+    told = extras.explain(ModuleNotFoundError(name="torch"))
+    assert f"left out: {told}" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("next: tool chat DIR")
 
 
 def test_every_optional_package_names_an_extra() -> None:

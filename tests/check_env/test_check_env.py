@@ -99,6 +99,7 @@ def test_the_command() -> None:
         "native",
         "kernels",
         "self_test",
+        "no_torch",
     }
     assert {"op", "implementation", "runs", "chosen", "why_not"} == set(found["kernels"][0])
     names = [test["name"] for test in found["self_test"]]
@@ -117,6 +118,7 @@ FOUND: dict[str, Any] = {
     "native": [{"isa": "avx2", "runs": True, "chosen": True, "why_not": None}],
     "kernels": [{"op": "rope", "implementation": "torch", "runs": True, "chosen": True, "why_not": None}] * 80,
     "self_test": [{"name": "engine, auto", "passed": True, "detail": "", "seconds": 1.0}] * 60,
+    "no_torch": None,
 }
 
 

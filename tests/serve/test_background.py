@@ -63,13 +63,23 @@ def test_what_keeps_it_from_starting_is_told_here(model: str) -> None:
 
 
 def test_it_ends_with_the_program_that_started_it(model: str, tmp_path: Path) -> None:
-    """Also one without the guard ``if __name__ == "__main__"``, and one that is killed."""
+    """Also one without the guard ``if __name__ == "__main__"``, one that is killed, and one that has forked."""
     program = textwrap.dedent(f"""
-        import os, signal, toolkit
+        import os, signal, sys, time, toolkit
         server = toolkit.serve({model!r}, backend="pytorch", server_port=0)
         print(server._process.pid, flush=True)
+        if not (fork := os.fork()):
+            sys.exit()  # which does not end the server
+        os.waitpid(fork, 0)
+        assert server.available_models
+        if not os.fork():  # it holds what the program holds
+            os.closerange(0, 3)
+            time.sleep(15)
+            os._exit(0)
         if {{kill}}:
             os.kill(os.getpid(), signal.SIGKILL)
+        server.close()
+        assert server._process.returncode == 0, "it had to be killed"
     """)
     for kill in (False, True):
         file = tmp_path / "program.py"

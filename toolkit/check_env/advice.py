@@ -15,9 +15,11 @@ def advice(found: dict[str, Any]) -> list[str]:
     if not any(row["runs"] for row in found["native"]):
         why = found["native"][0]["why_not"]
         lines.append(f"the native runner is missing, and models run several times slower: {why}")
-    for name in ("torch", "transformers", "safetensors", "tokenizers", "fastapi", "uvicorn"):
+    for name in ("tokenizers", "fastapi", "uvicorn"):
         if name in found["versions"] and found["versions"][name] is None:
             lines.append(f"{name} is not installed: pip install {name}")
+    if found["no_torch"]:
+        lines.append(f"GPUs, kernels and the self-test were left out: {found['no_torch']}")
     if found["environment"].get("HF_HUB_OFFLINE", "0") not in ("0", ""):
         lines.append("HF_HUB_OFFLINE is set: models from the Hugging Face hub are not fetched; unset it if they should")
     if found["memory"]["free_gib"] < 2:
@@ -26,4 +28,5 @@ def advice(found: dict[str, Any]) -> list[str]:
         )
     if not lines:
         lines.append("everything that this machine can run works")
-    return [*lines, "next: tool chat demo"]
+    model = "DIR  (a model that `tool convert` packed for the CPU)" if found["no_torch"] else "demo"
+    return [*lines, f"next: tool chat {model}"]

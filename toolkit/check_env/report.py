@@ -9,6 +9,7 @@ from toolkit.check_env import machine
 from toolkit.check_env.gpu import gpu_support
 from toolkit.check_env.native import native_variants
 from toolkit.check_env.self_test import engine_self_test
+from toolkit.extras import explain
 
 KERNEL_SECONDS = 4.0  # the whole self-test stays within ten seconds
 
@@ -18,7 +19,8 @@ def report(on_step: Callable[[str], None] = lambda step: None) -> dict[str, Any]
 
     Keys: versions, cpu, memory (GiB), memory_bandwidth (GB/s), gpus, gpu_topology, gpu_support (rows of gpu, what,
     here), environment, native (rows of isa, runs, chosen, why_not), kernels (rows of op, implementation, runs, chosen,
-    why_not), self_test (rows of name, passed, detail, seconds).
+    why_not), self_test (rows of name, passed, detail, seconds), no_torch (why what needs torch was left out, None where
+    it was not: GPUs, kernels, self_test).
     """
     on_step("Measuring memory bandwidth")
     found: dict[str, Any] = {
@@ -28,13 +30,15 @@ def report(on_step: Callable[[str], None] = lambda step: None) -> dict[str, Any]
         "memory_bandwidth": machine.read_bandwidth(),
     }
     on_step("Looking for GPUs")
-    from toolkit.runners.torch.device import why_no_gpu
-
-    found["gpus"] = machine.gpus()
+    no_torch = found["no_torch"] = _no_torch()
+    found["gpus"] = [] if no_torch else machine.gpus()
     found["gpu_topology"] = machine.gpu_topology()
-    found["gpu_support"] = gpu_support(found["gpus"], why_no_gpu())
+    found["gpu_support"] = gpu_support(found["gpus"], no_torch or _why_no_gpu())
     found["environment"] = machine.environment()
     found["native"] = native_variants()
+    found["kernels"], found["self_test"] = [], []
+    if no_torch:
+        return found
     on_step("Testing kernels")
     target = _target(found["gpus"])
     found["kernels"] = kernel_rows(target)
@@ -42,6 +46,22 @@ def report(on_step: Callable[[str], None] = lambda step: None) -> dict[str, Any]
     on_step("Testing the engine")
     found["self_test"] += engine_tests()
     return found
+
+
+def _no_torch() -> str | None:
+    try:
+        import torch  # noqa: F401
+    except ModuleNotFoundError as error:
+        if (told := explain(error)) is None:
+            raise
+        return told
+    return None
+
+
+def _why_no_gpu() -> str | None:
+    from toolkit.runners.torch.device import why_no_gpu
+
+    return why_no_gpu()
 
 
 def _target(gpus: list[dict[str, Any]]) -> Any:

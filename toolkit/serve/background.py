@@ -2,6 +2,7 @@
 
 The child is ``python -P -c "from toolkit.serve.background import main; main(FD)"``; not multiprocessing, which would
 run the user's main script again. It ends with its parent: over the socket FD no word comes after the first but the end.
+A process that the parent has forked may hold that open, so the child looks whether its parent is there, too.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -26,6 +28,7 @@ from toolkit.messages import ChatTemplateConfig
 from toolkit.serve.client import APIClient
 
 STOP_S = 20.0  # that a server gets to end its requests and itself
+WATCH_S = 1.0  # how often the server looks whether its parent is there
 SETTINGS = ("allow_origins", "generation_config", "max_concurrent_requests", "max_log_len")
 
 
@@ -36,17 +39,16 @@ class Server(APIClient):
         super().__init__(url, api_key)
         self._process = process
         self._link = link
+        self._owner = os.getpid()
         atexit.register(self.close)
 
     def close(self) -> None:
-        """End the server and wait until it is gone. May be called twice."""
+        """End the server and wait until it is gone. May be called twice. A process forked since only lets go of it."""
         atexit.unregister(self.close)
-        self._link.close()
-        try:
-            self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        if os.getpid() == self._owner:
+            _end(self._process, self._link)
+        else:
+            self._link.close()
 
     def __enter__(self) -> Server:
         return self
@@ -89,6 +91,7 @@ def serve(
     if name is not None and name in MODELS:
         raise UsageError(f"chat_template_config: {name!r} is a Python class, which another process does not have")
     order = {
+        "parent": os.getpid(),
         "model": str(model_path),
         "model_name": model_name,
         "kind": kind,
@@ -112,10 +115,21 @@ def serve(
             kind_of_error = UsageError if told.get("usage") else ToolkitError
             raise kind_of_error(told.get("error", "the server ended before it was ready; its log says why"))
     except BaseException:
-        ours.close()
-        process.wait()
+        _end(process, ours)
         raise
     return Server(told["url"], keys[0] if keys else None, process, ours)
+
+
+def _end(process: subprocess.Popen[bytes], link: socket.socket) -> None:
+    """Tell the child to end, whoever else holds a copy of ``link``, and wait until it is gone."""
+    with suppress(OSError):  # closed already
+        link.shutdown(socket.SHUT_RDWR)
+    link.close()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 # -- the child ----------------------------------------------------------------------------------
@@ -132,7 +146,10 @@ def main(fd: int) -> None:
             link.sendall(json.dumps(what).encode() + b"\n")
 
     def follow() -> None:
-        lines.read()
+        end = select.poll()
+        end.register(link, select.POLLIN)
+        while os.getppid() == order["parent"] and not end.poll(WATCH_S * 1000):
+            pass
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=follow, name="toolkit-parent", daemon=True).start()
