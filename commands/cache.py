@@ -29,14 +29,16 @@ def show(
 
     Example: tool cache list
     """
+    from toolkit.artifacts.result_file import check_json
     from toolkit.convert import pack_cache
 
+    check_json("--json", json, ("name", "packed_from"))
     found = pack_cache.entries()
     rows = [
         {"name": e.path.name, "packed_from": e.source, "size_bytes": e.size, "last_used": int(e.used)} for e in found
     ]
-    write_json(json, rows)
-    if json == "-":
+    if json is not None:
+        write_json(json, rows)
         return
     total, limit = (size / pack_cache.GIB for size in (sum(e.size for e in found), pack_cache.largest_size()))
     lines = [
@@ -44,7 +46,9 @@ def show(
         for e in found
     ]
     if lines:
-        stdout().print(table("Packed models", ("name", "packed from", "size", "last used"), lines))
+        made = table("Packed models", ("name", "packed from", "size", "last used"), lines)
+        made.columns[0].no_wrap = True  # it is typed after `tool cache clear`
+        stdout().print(made)
     stdout().print(f"{total:.2f} of {limit:g} GiB in {pack_cache.cache_dir()}", soft_wrap=True)
 
 
@@ -54,7 +58,7 @@ def clear(
         list[str] | None, typer.Argument(metavar="[NAME]...", help="As `tool cache list` shows them. Default: all.")
     ] = None,
 ) -> None:
-    """Delete packed models. The checkpoints they were packed from stay, and are packed again when they are next used.
+    """Delete packed models that are not in use. What they were packed from stays, and is packed again when it is run.
 
     Example: tool cache clear
     """
@@ -63,6 +67,7 @@ def clear(
     found = {entry.path.name: entry for entry in pack_cache.entries()}
     if unknown := sorted(set(names or ()) - set(found)):
         raise UsageError(f"{unknown[0]}: no packed model of that name; `tool cache list` shows them")
+    pack_cache.sweep()
     for name in names or found:
-        pack_cache.remove(found[name])
-        stdout().print(f"deleted {name}, packed from {found[name].source}", markup=False, soft_wrap=True)
+        done = "deleted" if pack_cache.remove(found[name].path) else "in use, so it stays:"
+        stdout().print(f"{done} {name}, packed from {found[name].source}", markup=False, soft_wrap=True)

@@ -13,7 +13,6 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -22,6 +21,7 @@ from toolkit.errors import UsageError
 from toolkit.lmdeploy_options import IGNORED, NOT_BUILT, notice
 
 if TYPE_CHECKING:
+    from toolkit.engine.setup import Packed
     from toolkit.engine_configs import EngineConfig
 
 PANEL = "Engine"
@@ -119,7 +119,7 @@ class EngineFlags:
         ChatTemplate.check(self.chat_template)
         stderr().print(f"--chat-template {self.chat_template}: not used, {why}", markup=False, soft_wrap=True)
 
-    def packed(self, config: EngineConfig, tell: Callable[[str], None]) -> Callable[[Path], Path] | None:
+    def packed(self, config: EngineConfig, tell: Callable[[str], None]) -> Packed | None:
         """Where an unconverted model lies packed, for ``AsyncEngine.open``; None where it is to be read as it is."""
         if self.no_pack_cache:
             return None

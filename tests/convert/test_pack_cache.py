@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -14,9 +16,11 @@ from typing import Any
 import pytest
 
 from toolkit import GenerationConfig, Pipeline, TurbomindEngineConfig
+from toolkit.artifacts import manifest
 from toolkit.commands.main import main
 from toolkit.convert import pack_cache
-from toolkit.errors import UsageError
+from toolkit.engine.frontend import AsyncEngine
+from toolkit.errors import ToolkitError, UsageError
 from toolkit.runners.native import library
 
 pytestmark = pytest.mark.skipif(library.available() is not None, reason="there is no native runner here")
@@ -32,6 +36,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def model(tiny_models: Any, tmp_path: Path) -> Path:
     return shutil.copytree(tiny_models("llama"), tmp_path / "model")
+
+
+def where(path: Path, said: list[str] | None = None) -> Path:
+    """Where it lies packed; nobody uses it afterwards."""
+    found, lock = pack_cache.packed(path, (said if said is not None else []).append)
+    if lock is not None:
+        lock.close()
+    return found
 
 
 def age(seconds: float) -> None:
@@ -56,12 +68,12 @@ def test_a_model_is_packed_once_and_answers_as_it_did(model: Path) -> None:
 
 
 def test_a_changed_checkpoint_is_another_one(model: Path) -> None:
-    first = pack_cache.packed(model)
-    assert pack_cache.packed(model) == first != model
-    assert pack_cache.packed(first) == first  # packed already
+    first = where(model)
+    assert where(model) == first != model
+    assert where(first) == first  # packed already
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"_note": "changed"}))
-    assert pack_cache.packed(model) not in (first, model)
+    assert where(model) not in (first, model)
     assert len(pack_cache.entries()) == 2
 
 
@@ -69,29 +81,102 @@ def test_what_was_used_longest_ago_goes_first_and_what_is_in_use_stays(
     tiny_models: Any, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    first = pack_cache.packed(model)
+    first, lock = pack_cache.packed(model)
     size = pack_cache.entries()[0].size
-    monkeypatch.setenv(pack_cache.VARIABLE, str(1.5 * size / pack_cache.GIB))
-    second = pack_cache.packed(tiny_models("qwen2"))
-    assert {e.path for e in pack_cache.entries()} == {first, second}  # the first was used a moment ago
+    monkeypatch.setenv(pack_cache.VARIABLE, str(1.1 * size / pack_cache.GIB))
     age(3600)
-    pack_cache.packed(model)
-    third = pack_cache.packed(tiny_models("qwen3"))
-    assert {e.path for e in pack_cache.entries()} == {first, third}
+    assert where(tiny_models("qwen2"), said) == tiny_models("qwen2")
+    assert "in use" in said[-1] and [e.path for e in pack_cache.entries()] == [first]
+    assert lock is not None
+    lock.close()
+    second = where(tiny_models("qwen2"))
+    assert [e.path for e in pack_cache.entries()] == [second]
     monkeypatch.setenv(pack_cache.VARIABLE, "0.0000001")
-    assert pack_cache.packed(tiny_models("mistral"), said.append) == tiny_models("mistral")
+    assert where(tiny_models("mistral"), said) == tiny_models("mistral")
     assert "too large for the cache" in said[-1]
     monkeypatch.setenv(pack_cache.VARIABLE, "0")
-    assert pack_cache.packed(model) == model
+    assert where(model) == model
     monkeypatch.setenv(pack_cache.VARIABLE, "many")
     with pytest.raises(UsageError, match="TOOLKIT_PACK_CACHE: expected GiB"):
-        pack_cache.packed(model)
+        where(model)
+
+
+@pytest.mark.parametrize("harm", ["truncated", "another header", "no manifest"])
+def test_a_broken_copy_is_made_anew(model: Path, harm: str) -> None:
+    entry = where(model)
+    arrays = entry / "engine.safetensors"
+    whole = arrays.read_bytes()
+    if harm == "no manifest":
+        (entry / "manifest.json").unlink()
+    else:
+        arrays.write_bytes(whole[:-1] if harm == "truncated" else whole[:20] + b"?" + whole[21:])
+    said: list[str] = []
+    assert where(model, said) == entry and "packed once" in said[0]
+    assert arrays.read_bytes() == whole and (entry / "manifest.json").is_file()
+
+
+def test_the_layout_is_part_of_the_name(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = where(model)
+    monkeypatch.setattr(pack_cache, "LAYOUT_VERSION", 1000)
+    assert where(model) not in (first, model)
+
+
+def test_a_cache_that_may_only_be_read_is_used(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    entry = where(model)
+    monkeypatch.setattr(os, "utime", refuse)
+    assert where(model) == entry
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES])
+def test_a_copy_that_cannot_be_written_is_no_hindrance(
+    model: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr("toolkit.artifacts.engine.write_engine", fail)
+    said: list[str] = []
+    assert where(model, said) == model
+    assert "packed in memory" in said[-1] and not pack_cache.entries()
+
+
+def test_trouble_of_the_checkpoint_itself_is_told(model: Path) -> None:
+    (model / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(ToolkitError, match=r"model\.safetensors"):
+        where(model)
+
+
+def test_a_user_without_a_home_packs_in_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless(self: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("TOOLKIT_HOME")
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    said: list[str] = []
+    assert where(model, said) == model and "packed in memory" in said[0]
+
+
+def test_it_is_hashed_once_and_only_if_that_helps(
+    model: Path, tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[Path] = []
+    digest = manifest.content_digest
+    monkeypatch.setattr(manifest, "content_digest", lambda path: hashed.append(path) or digest(path))
+    monkeypatch.setenv(pack_cache.VARIABLE, "0.0000001")
+    assert where(model) == model and not hashed
+    monkeypatch.delenv(pack_cache.VARIABLE)
+    where(model)
+    where(model)
+    assert hashed == [model]
 
 
 def test_two_processes_pack_it_once(model: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from toolkit.convert.pack_cache import packed; said = []; "
-        "found = packed(Path(sys.argv[1]), said.append); "
+        "found, lock = packed(Path(sys.argv[1]), said.append); "
         "assert (found / 'engine.safetensors').is_file(); print(found)"
     )
     command = [sys.executable, "-P", "-c", script, str(model)]
@@ -104,7 +189,7 @@ def test_two_processes_pack_it_once(model: Path) -> None:
 def test_a_home_that_cannot_be_written_is_no_hindrance(model: Path, home: Path) -> None:
     home.write_text("a file")
     said: list[str] = []
-    assert pack_cache.packed(model, said.append) == model
+    assert where(model, said) == model
     assert "packed in memory" in said[0]
 
 
@@ -126,12 +211,26 @@ def tool(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]
 
 def test_the_command_lists_and_clears(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "0.00 of 20 GiB" in tool(capsys, "cache", "list")[1]
-    path = pack_cache.packed(model)
+    path, lock = pack_cache.packed(model)
     (row,) = json.loads(tool(capsys, "cache", "list", "--json", "-")[1])
     assert row["packed_from"] == str(model) and abs(row["last_used"] - time.time()) < 60
     code, _, err = tool(capsys, "cache", "clear", "nothing")
     assert code == 2 and "nothing: no packed model of that name" in err
+    notes = model / "notes.txt"
+    notes.write_text("my thesis")
+    code, _, err = tool(capsys, "cache", "list", "--json", str(notes))
+    assert code == 2 and "never replaced" in err and notes.read_text() == "my thesis"
+    assert tool(capsys, "cache", "list", "--json", str(model / "new.json"))[1] == ""
+    assert path.name in tool(capsys, "cache", "list")[1]  # not folded
+    assert "in use" in tool(capsys, "cache", "clear", path.name)[1] and path.exists()
+    assert lock is not None
+    lock.close()
+    left = [path.with_name(f".{name}") for name in ("k.partial", "k.removed-1")]
+    for folder in left:
+        folder.mkdir()
+        (folder / "lock").touch()
     assert "deleted" in tool(capsys, "cache", "clear", path.name)[1]
+    assert not path.exists() and not any(folder.exists() for folder in left)
     assert not path.exists() and model.is_dir() and not pack_cache.entries()
 
 
@@ -141,3 +240,18 @@ def test_chat_uses_it_unless_told_not_to(model: Path, capsys: pytest.CaptureFixt
     assert code == 0 and not pack_cache.entries()
     assert tool(capsys, *ask)[:2] == (0, answer)
     assert len(pack_cache.entries()) == 1
+
+
+def test_what_a_server_runs_stays_and_is_there_when_its_engine_starts_again(model: Path) -> None:
+    config = TurbomindEngineConfig(device="cpu", session_len=64)
+    with AsyncEngine.open(model, backend_config=config, process=True, packed=pack_cache.packed) as engine:
+        (entry,) = pack_cache.entries()
+        assert not pack_cache.remove(entry.path) and entry.path.is_dir()
+        os.kill(engine._loop.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        deadline = time.monotonic() + 60
+        while engine.healthy and time.monotonic() < deadline:  # until it is noticed
+            time.sleep(0.02)
+        while not engine.healthy and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert engine.healthy and not pack_cache.remove(entry.path)
+    assert pack_cache.remove(entry.path)

@@ -1,35 +1,41 @@
 """Checkpoints packed once for this processor and kept, so that a model that was never converted starts fast too.
 
 ``$TOOLKIT_HOME/packed/KEY`` is an engine artifact with the very weights that loading the checkpoint gives; KEY is made
-of the checkpoint's content digest, the target and our version. ``packed/.digests`` remembers the digests of files that
-have not changed. What was used longest ago goes first when all is larger than ``TOOLKIT_PACK_CACHE`` GiB.
+of the checkpoint's content digest, the target, its layout and our version. What was used longest ago goes first when
+all is larger than ``TOOLKIT_PACK_CACHE`` GiB. Who uses a packed model holds a shared lock on its manifest: it stays.
 """
 
 from __future__ import annotations
 
-import hashlib
+import fcntl
 import os
 import shutil
-import time
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import IO
 
 from toolkit import __version__
+from toolkit.artifacts.engine import open_engine
 from toolkit.artifacts.home import toolkit_home
-from toolkit.artifacts.manifest import MANIFEST, content_files, describe_parent, read_manifest
-from toolkit.artifacts.stage import open_stage
+from toolkit.artifacts.manifest import MANIFEST, check_files, content_files, describe_parent, read_manifest
+from toolkit.artifacts.stage import discard_partial, open_stage
+from toolkit.convert.known_digests import recall, remember
 from toolkit.engine_configs import EngineConfig, PytorchEngineConfig
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.runners.choose import gpu_is_likely
 from toolkit.runners.native import library
+from toolkit.runners.native.packed import LAYOUT_VERSION
 
 VARIABLE = "TOOLKIT_PACK_CACHE"  # GiB; 0 keeps nothing
 LARGEST = 20.0  # GiB, where the variable is not set
 TARGET = "cpu"
-IN_USE = 60.0  # seconds after a start in which nobody removes what was started
+TROUBLE = (ToolkitError, OSError)  # what keeps a packed model from being kept
 GIB = 1 << 30
+
+Place = tuple[Path, IO[bytes] | None]  # where to read a model, and the lock that keeps it there
 
 
 @dataclass(frozen=True)
@@ -67,27 +73,25 @@ def is_for(config: EngineConfig, backend: str | None) -> bool:
     return config.device == "cpu" or (config.device == "auto" and not gpu_is_likely())
 
 
-def packed(path: Path, tell: Callable[[str], None] = lambda line: None) -> Path:
-    """Where the checkpoint at ``path`` lies packed, which it is now if need be; ``path`` itself if it cannot be.
+def packed(path: Path, tell: Callable[[str], None] = lambda line: None) -> Place:
+    """Where the checkpoint at ``path`` lies packed, which it is now if need be, and a lock to be held while it is used;
+    ``path`` itself and None if it cannot be kept.
 
     ``tell``: a line that it is being packed, or why not. Two processes pack one model once. Raises ToolkitError for a
     checkpoint that is broken.
     """
     limit = largest_size()
     if not limit or library.available() is not None:
-        return path
+        return path, None
     manifest = read_manifest(path) if path.is_dir() else None
     if manifest is not None and manifest.kind == "engine":
-        return path
+        return path, None
     try:
-        target = cache_dir() / _key(path)
-        if (target / MANIFEST).is_file():
-            os.utime(target / MANIFEST)
-            return target
-        return _pack(path, target, limit, tell)
-    except OSError as error:
-        tell(f"{cache_dir()}: the packed model cannot be kept ({error.strerror or error}); it is packed in memory")
-        return path
+        cache_dir().mkdir(parents=True, exist_ok=True)
+        digest = recall(_digests(), path)
+    except TROUBLE as error:
+        return _in_memory(path, error, tell)
+    return (_open(_entry(digest)) if digest else None) or _pack(path, digest, limit, tell)
 
 
 def entries() -> list[Entry]:
@@ -96,21 +100,59 @@ def entries() -> list[Entry]:
     for folder in cache_dir().glob("[!.]*"):
         try:
             manifest, used = read_manifest(folder), (folder / MANIFEST).stat().st_mtime
-        except (ToolkitError, OSError):
+        except TROUBLE:
             continue  # removed at this moment
         if manifest is not None:
             found.append(Entry(folder, str(manifest.parent.get("path")), manifest.size_bytes, used))
     return sorted(found, key=lambda entry: -entry.used)
 
 
-def remove(entry: Entry) -> None:
-    """Delete a packed model; who has it open keeps it until the end."""
-    hidden = entry.path.with_name(f".{entry.path.name}.removed-{os.getpid()}")
-    entry.path.rename(hidden)  # at once: nobody opens half of it
+def remove(path: Path) -> bool:
+    """Delete a packed model unless it is in use; whether it is gone. Raises ToolkitError if that may not be."""
+    hidden = path.with_name(f".{path.name}.removed-{os.getpid()}")
+    try:
+        with ExitStack() as held:
+            with suppress(FileNotFoundError):
+                fcntl.flock(held.enter_context((path / MANIFEST).open("r+b")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.rename(hidden)  # at once: nobody opens half of it
+    except BlockingIOError:
+        return False
+    except FileNotFoundError:  # another process was first
+        return True
+    except OSError as error:
+        raise ToolkitError(f"{path}: cannot be deleted: {error.strerror}") from error
     shutil.rmtree(hidden, ignore_errors=True)
+    return True
 
 
-def _pack(path: Path, target: Path, limit: float, tell: Callable[[str], None]) -> Path:
+def sweep() -> None:
+    """Delete what killed packings and removals have left."""
+    for left in cache_dir().glob(".*.removed-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    for left in cache_dir().glob(".*.partial"):
+        discard_partial(left.with_name(left.name[1:].removesuffix(".partial")))
+
+
+def _open(entry: Path) -> Place | None:
+    """A packed model, locked and looked over; None where there is none. One that is broken is removed."""
+    with suppress(*TROUBLE), ExitStack() as held:
+        lock = held.enter_context((entry / MANIFEST).open("rb"))
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        if not os.path.samestat(os.fstat(lock.fileno()), (entry / MANIFEST).stat()):
+            return None  # another was put in its place at this moment
+        open_engine(entry)
+        if manifest := read_manifest(entry):
+            check_files(entry, manifest)
+        with suppress(OSError):  # a cache that may only be read
+            os.utime(entry / MANIFEST)
+        held.pop_all()
+        return entry, lock
+    with suppress(ToolkitError):
+        remove(entry)
+    return None
+
+
+def _pack(path: Path, digest: str, limit: float, tell: Callable[[str], None]) -> Place:
     from toolkit.artifacts.checkpoint import open_checkpoint
     from toolkit.artifacts.engine import write_engine
     from toolkit.artifacts.json_file import write_json_object
@@ -124,55 +166,57 @@ def _pack(path: Path, target: Path, limit: float, tell: Callable[[str], None]) -
     spec, stored = load_spec(checkpoint)
     validate_checkpoint(checkpoint, stored)
     if choose_target("auto", spec).name != TARGET:
-        return path
+        return path, None
     size = sum(file.stat().st_size for file in content_files(path))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if size > min(limit, shutil.disk_usage(target.parent).free / 2):
+    if size > min(limit, shutil.disk_usage(cache_dir()).free / 2):
         tell(f"{path}: too large for the cache of packed models; `tool convert` makes it start fast")
-        return path
-    _make_room(limit - size)
-    tell(f"{path}: packed once for this processor, into {target.parent} (`tool cache` lists and clears it)")
-    options = {"target": TARGET, "head": "as loaded"}
-    with open_stage(
-        target, kind="engine", stage="convert", parent=describe_parent(path), options=options, overwrite=True,
-        reuse=True, wait=True,
-    ) as stage:  # fmt: skip
-        if not stage.already_there:
-            params: dict[str, dict] = {}
-            weights = chain(iter_canonical(checkpoint, stored), cache_scales(checkpoint))
-            arrays = pack_cpu(spec, weights, params, head_bits=None)  # None: as a runner packs in memory
-            write_engine(stage.dir, spec, arrays, target=TARGET, params=params)
-            write_json_object(stage.dir / "config.json", checkpoint.config)
-            copy_side_files(checkpoint, stage.dir)
-            stage.finish()
-    return target
+        return path, None
+    parent = describe_parent(path, digest)
+    target, options = _entry(parent["digest"]), {"target": TARGET, "head": "as loaded"}
+    remember(_digests(), path, parent["digest"])
+    try:
+        if found := _open(target):
+            return found
+        _make_room(limit - size)
+        tell(f"{path}: packed once for this processor, into {target.parent} (`tool cache` lists and clears it)")
+        with open_stage(
+            target, kind="engine", stage="convert", parent=parent, options=options, overwrite=True, reuse=True,
+            wait=True,
+        ) as stage:  # fmt: skip
+            if not stage.already_there:
+                params: dict[str, dict] = {}
+                weights = chain(iter_canonical(checkpoint, stored), cache_scales(checkpoint))
+                arrays = pack_cpu(spec, weights, params, head_bits=None)  # None: as a runner packs in memory
+                write_engine(stage.dir, spec, arrays, target=TARGET, params=params)
+                write_json_object(stage.dir / "config.json", checkpoint.config)
+                copy_side_files(checkpoint, stage.dir)
+                stage.finish()
+        return _open(target) or (path, None)
+    except TROUBLE as error:
+        return _in_memory(path, error, tell)
 
 
 def _make_room(limit: float) -> None:
-    """Remove what was used longest ago until all takes at most ``limit`` bytes; what was used just now stays."""
+    """Remove what was used longest ago until all takes at most ``limit`` bytes. Raises ToolkitError if it cannot."""
+    sweep()
     found = entries()
     total = sum(entry.size for entry in found)
     for entry in reversed(found):
-        if total <= limit or entry.used > time.time() - IN_USE:
-            return
-        remove(entry)
-        total -= entry.size
+        if total > limit and remove(entry.path):
+            total -= entry.size
+    if total > limit:
+        raise ToolkitError(f"the others are in use, and {VARIABLE} leaves no room beside them")
 
 
-def _key(path: Path) -> str:
-    return f"{_digest(path).removeprefix('sha256:')[:24]}-{TARGET}-{__version__}"
+def _in_memory(path: Path, why: Exception, tell: Callable[[str], None]) -> Place:
+    reason = getattr(why, "strerror", None) or why
+    tell(f"{path}: the packed model cannot be kept ({reason}); it is packed in memory")
+    return path, None
 
 
-def _digest(path: Path) -> str:
-    """The content digest, read from the files only where one of them is not as it was."""
-    stats = [(file.name, (s := file.stat()).st_size, s.st_mtime_ns, s.st_ino) for file in content_files(path)]
-    facts = hashlib.sha256(repr((str(path.resolve()), stats)).encode()).hexdigest()
-    known = cache_dir() / ".digests" / facts
-    if known.is_file() and (found := known.read_text(encoding="utf-8")).startswith("sha256:"):
-        return found
-    found = describe_parent(path)["digest"]
-    known.parent.mkdir(parents=True, exist_ok=True)
-    scratch = known.with_name(f"{facts}.{os.getpid()}")
-    scratch.write_text(found, encoding="utf-8")
-    scratch.replace(known)
-    return found
+def _entry(digest: str) -> Path:
+    return cache_dir() / f"{digest.removeprefix('sha256:')[:24]}-{TARGET}{LAYOUT_VERSION}-{__version__}"
+
+
+def _digests() -> Path:
+    return cache_dir() / ".digests"

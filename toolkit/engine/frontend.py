@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -21,7 +21,7 @@ from toolkit.engine.outage import PATIENCE, Outage
 from toolkit.engine.process_loop import ProcessLoop
 from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams
 from toolkit.engine.sampling_params import resolve
-from toolkit.engine.setup import Backend, Facts, Progress, find, start
+from toolkit.engine.setup import Backend, Facts, Packed, Progress, find, start
 from toolkit.engine.stream import RequestStream, Timings
 from toolkit.engine.wakeup import Bell
 from toolkit.engine_configs import EngineConfig
@@ -51,6 +51,7 @@ class AsyncEngine:
         self._closed = False
         self._loop: Loop
         self._facts: Facts
+        self._weights_lock: IO[bytes] | None = None
 
     @classmethod
     def open(
@@ -61,7 +62,7 @@ class AsyncEngine:
         backend: Backend | None = None,
         progress: Progress | None = None,
         process: bool = False,
-        packed: Callable[[Path], Path] | None = None,
+        packed: Packed | None = None,
         patience: float = PATIENCE,
     ) -> AsyncEngine:
         """Open MODEL (directory, .gguf file, hub id, artifact, "demo") and get it ready to run.
@@ -69,7 +70,8 @@ class AsyncEngine:
         ``backend``: "turbomind" or "pytorch"; None = what ``backend_config`` is for, or what runs here. ``process``:
         run the loop in a process of its own instead of a thread; one without a sign of life for ``patience`` seconds,
         while requests wait, is restarted (0 = never). ``packed``: called with the model's path, returns where its
-        weights are to be read. ``progress`` is called with one line of text each.
+        weights are to be read, and a lock on them to be held until the end. ``progress`` is called with one line of
+        text each.
         Raises ToolkitError or UsageError, one line.
         """
         if backend not in (None, "turbomind", "pytorch"):
@@ -80,6 +82,7 @@ class AsyncEngine:
             log.warning("%s", line)
         adapters = tuple(setup.config.adapters or ())
         engine = cls(Tokenizer.open(setup.tokenizer_dir), _name_of(str(model)), adapters)
+        engine._weights_lock = setup.lock
         if process:
             loop = ProcessLoop(setup, engine._deliver, engine._lost, tell, patience)
             engine._loop, engine._facts = loop, loop.facts
@@ -246,6 +249,8 @@ class AsyncEngine:
             return
         self._closed = True
         self._loop.close()
+        if self._weights_lock is not None:
+            self._weights_lock.close()
         self._fail_all("the engine was closed")
 
     def __enter__(self) -> AsyncEngine:

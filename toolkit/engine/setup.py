@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from toolkit import extras
 from toolkit.engine.core import EngineCore
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 Progress = Callable[[str], None]
+# A model's path → where its weights are to be read, and the lock that keeps them there, held until the engine ends.
+Packed = Callable[[Path], tuple[Path, IO[bytes] | None]]
 Backend = Literal["turbomind", "pytorch"]
 CONFIGS: dict[str, type[TurbomindEngineConfig] | type[PytorchEngineConfig]] = {
     "turbomind": TurbomindEngineConfig,
@@ -31,12 +33,16 @@ CONFIGS: dict[str, type[TurbomindEngineConfig] | type[PytorchEngineConfig]] = {
 
 @dataclass(frozen=True)
 class Setup:
-    """What to open. ``path``: local directory or .gguf file with the weights; ``backend`` None: what runs here."""
+    """What to open. ``path``: local directory or .gguf file with the weights; ``backend`` None: what runs here.
+
+    ``lock``: open as long as ``path`` is to stay; not told to another process.
+    """
 
     path: Path
     tokenizer_dir: Path
     config: EngineConfig
     backend: Backend | None
+    lock: IO[bytes] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for another process."""
@@ -77,9 +83,7 @@ class Facts:
         return Facts(**{**data, "plan": MemoryPlan(**fields)})
 
 
-def find(
-    model: str, config: EngineConfig | None, backend: Backend | None, packed: Callable[[Path], Path] | None = None
-) -> Setup:
+def find(model: str, config: EngineConfig | None, backend: Backend | None, packed: Packed | None = None) -> Setup:
     """Resolve MODEL (fetching it where needed) and settle the backend. ``packed``: where a model at a path lies packed.
     Raises ToolkitError or UsageError."""
     from toolkit.artifacts.source import resolve_model
@@ -96,7 +100,8 @@ def find(
     if config.adapters:
         found = {name: str(_adapter_path(name, where)) for name, where in config.adapters.items()}
         config = replace(config, adapters=found)
-    return Setup(path if packed is None else packed(path), tokenizer_dir(path), config, backend)
+    weights, lock = (path, None) if packed is None else packed(path)
+    return Setup(weights, tokenizer_dir(path), config, backend, lock)
 
 
 def _adapter_path(name: str, where: str) -> Path:

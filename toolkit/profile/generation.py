@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from toolkit.engine.frontend import AsyncEngine
+from toolkit.engine.setup import Packed
 from toolkit.engine_configs import EngineConfig
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import GenerationConfig
@@ -59,7 +59,7 @@ def measure(
     grid: Grid,
     *,
     engine_config: EngineConfig,
-    packed: Callable[[Path], Path] | None = None,
+    packed: Packed | None = None,
     progress: Callable[[str], None] = lambda text: None,
     on_start: Callable[[AsyncEngine], None] = lambda engine: None,
     on_done: Callable[[RequestRecord], None] = lambda record: None,

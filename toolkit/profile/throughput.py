@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from toolkit.engine.frontend import AsyncEngine
+from toolkit.engine.setup import Packed
 from toolkit.engine_configs import EngineConfig
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import GenerationConfig
@@ -73,7 +74,7 @@ def measure(
     load: Load,
     *,
     engine_config: EngineConfig | None = None,
-    packed: Callable[[Path], Path] | None = None,
+    packed: Packed | None = None,
     progress: Callable[[str], None] = lambda text: None,
     on_start: Callable[[AsyncEngine], None] = lambda engine: None,
     on_done: Callable[[RequestRecord], None] = lambda record: None,

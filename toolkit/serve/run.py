@@ -21,6 +21,7 @@ from toolkit.chat.renderer import Renderer
 from toolkit.chat.settings import describe
 from toolkit.chat.template import ChatTemplate
 from toolkit.engine.frontend import AsyncEngine
+from toolkit.engine.setup import Packed
 from toolkit.engine_configs import EngineConfig
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import ChatTemplateConfig
@@ -164,7 +165,7 @@ def serve(
     *,
     model_name: str | None = None,
     engine_config: EngineConfig | None = None,
-    packed: Callable[[Path], Path] | None = None,
+    packed: Packed | None = None,
     chat_template: ChatTemplateConfig | str | None = None,
     settings: dict[str, object] | None = None,
     log_level: str = "warning",
