@@ -68,6 +68,19 @@ def test_thousands_of_words_take_as_many_passes_as_they_have_lengths(monkeypatch
     assert len(passes) <= 2
 
 
+def test_a_step_looks_at_what_is_begun_alone_and_once_for_all_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = BadWords(VOCABULARY).list_of(["abcab", "x" * 200])
+    choices = [BadWordState(words) for _ in range(64)]
+    looks: list[Any] = []
+    find = bad_words.bisect_left
+    monkeypatch.setattr(bad_words, "bisect_left", lambda *args: looks.append(1) or find(*args))
+    for token in b"abc" * 20:
+        for choice in choices:
+            choice.add(VOCABULARY.index(bytes([token])))
+            choice.banned()
+    assert len(looks) < 8 * 60 * 64
+
+
 def test_what_is_kept_of_beginnings_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bad_words, "KEPT_IDS", 1000)
     state = BadWordState(BadWords(VOCABULARY).list_of(["abc" * 80]))
