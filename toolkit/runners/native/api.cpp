@@ -1,5 +1,6 @@
 // The C boundary: models, caches and steps. Every function returns 0, or 1 with a message in tk_error().
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <cstring>
@@ -89,7 +90,7 @@ TK_EXPORT void tk_cache_release(tk::Model* model) { model->release_cache(); }
 // Their content becomes zeros and their whole pages go back to the system.
 TK_EXPORT int tk_cache_discard(tk::Model* model, int64_t group, const int64_t* blocks, int64_t count) {
     return guarded([&] {
-        constexpr uintptr_t PAGE = 4096;
+        static const uintptr_t PAGE = uintptr_t(sysconf(_SC_PAGESIZE));
         for (int64_t i = 0; i < count; i++) {
             const tk::Group& g = group_of(model, group, blocks[i]);
             const uintptr_t from = uintptr_t(g.data + blocks[i] * g.block_bytes), to = from + uintptr_t(g.block_bytes);
