@@ -529,6 +529,21 @@ def test_the_engine_s_thread_waits_for_nothing_that_others_build(fake: Any, monk
     assert run(core)["new list"][-1].finish_reason == "length"
 
 
+def test_a_grammar_is_told_how_many_share_the_step(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from toolkit.engine.grammar_pace import Pace
+
+    told: list[int] = []
+    take = Pace.next_token
+    monkeypatch.setattr(Pace, "next_token", lambda self: told.append(self.among) or take(self))
+    core = make_core(fake, tokenizer=LetterTokenizer())
+    core.add(EngineRequest("free", PROMPT, SamplingParams(30)))
+    for i in range(5):
+        format_ = {"type": "regex_schema", "regex_schema": "[ab]{20}"}
+        core.add(EngineRequest(str(i), PROMPT, SamplingParams(40, grammar=format_)))
+    run(core)
+    assert max(told) == 5
+
+
 @pytest.mark.parametrize("process", [True, False])
 def test_requests_that_pour_in_do_not_hold_up_those_that_run(
     fake: Any, process: bool, monkeypatch: pytest.MonkeyPatch

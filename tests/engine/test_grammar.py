@@ -18,6 +18,7 @@ from toolkit.box.box import Cancelled, Limits, Ticket
 from toolkit.engine import grammar
 from toolkit.engine.grammar import Grammars
 from toolkit.engine.grammar_format import check_format
+from toolkit.engine.grammar_pace import Pace
 from toolkit.errors import BusyError, UsageError
 
 SIZE = 300
@@ -194,6 +195,26 @@ def test_grammars_need_no_torch_and_leave_xgrammar_whole() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
     assert done.returncode == 0, done.stderr
+
+
+def test_grammars_of_one_step_share_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("time.thread_time", lambda: clock[0])
+
+    def lasts(among: int, seconds: float) -> int:
+        """Tokens of ``seconds`` each until the pace is lost."""
+        pace = Pace()
+        pace.among = among
+        for token in range(1000):
+            pace.next_token()
+            with pace:
+                clock[0] += seconds
+            if pace.lost:
+                return token
+        return 1000
+
+    assert lasts(1, 0.0039) == lasts(8, 0.0039) == 1000 > 100 > lasts(1, 0.0061)
+    assert lasts(64, 0.0039) < 10 and lasts(64, 0.0007) < 150 and lasts(64, 0.0004) == 1000
 
 
 def killed_by_the_kernel(child: Any, *args: Any) -> Any:

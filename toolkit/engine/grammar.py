@@ -127,8 +127,9 @@ class GrammarState:
         self.stops = stops
         self.failure: str | None = None
 
-    def fill(self, mask: NDArray[np.int32], row: int) -> None:
-        """Write the tokens that may come next into ``mask[row]``, one bit a token."""
+    def fill(self, mask: NDArray[np.int32], row: int, among: int = 1) -> None:
+        """Write the tokens that may come next into ``mask[row]``, one bit a token. ``among``: grammars of this step."""
+        self._pace.among = among
         if self.failure is None:
             self._call(self._matcher.fill_next_token_bitmask, mask, row, False)
         if self.failure is not None:

@@ -10,12 +10,17 @@ import time
 
 AT_ONCE = 0.2  # seconds that one request may take ahead of its tokens
 EACH = 0.004  # seconds that each token adds, up to AT_ONCE
+STEP = 0.032  # seconds that the grammars of one step add together: where they are many, each has less of both
 
 
 class Pace:
-    """Measures calls in the calling thread: ``with pace: …``; ``lost`` once they took too long."""
+    """Measures calls in the calling thread: ``with pace: …``; ``lost`` once they took too long.
+
+    ``among``: grammars that this step follows.
+    """
 
     def __init__(self) -> None:
+        self.among = 1
         self._left = AT_ONCE
         self._started = 0.0
 
@@ -25,7 +30,8 @@ class Pace:
 
     def next_token(self) -> None:
         """Another token's time is there."""
-        self._left = min(self._left + EACH, AT_ONCE)
+        each = min(EACH, STEP / self.among)
+        self._left = min(self._left + each, AT_ONCE * each / EACH)
 
     def __enter__(self) -> None:
         self._started = time.thread_time()

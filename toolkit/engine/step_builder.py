@@ -205,12 +205,13 @@ class StepBuilder:
         )
 
     def _grammar(self, sampled: list[Sequence]) -> NDArray[np.int32] | None:
-        if not any(s.grammar for s in sampled):
+        among = sum(s.grammar is not None for s in sampled)
+        if not among:
             return None
         mask = np.full((len(sampled), -(-self.vocab_size // 32)), -1, np.int32)
         for i, seq in enumerate(sampled):
             if seq.grammar is not None:
-                seq.grammar.fill(mask, i)
+                seq.grammar.fill(mask, i, among)
         return mask
 
     def host_sampling(self, seq: Sequence) -> SamplingBatch:
