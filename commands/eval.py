@@ -10,7 +10,7 @@ import typer
 
 from toolkit.commands.groups import Group
 from toolkit.commands.options import EngineFlags, with_engine_flags
-from toolkit.commands.output import stdout, table, write_json
+from toolkit.commands.output import stderr, stdout, table, write_json
 from toolkit.progress import Progress
 
 DATA = "A text file (UTF-8), or `heldout`: the text that `tool lite` measures on."
@@ -55,6 +55,7 @@ def ppl(
         engine.backend = "pytorch"
     if engine.dtype == "auto" and engine.backend == "pytorch":
         engine.dtype = "float32"
+    config = engine.config()
     with Progress() as bar:
         found = perplexity(
             model,
@@ -62,7 +63,8 @@ def ppl(
             window=window,
             stride=stride,
             max_tokens=max_tokens,
-            config=engine.config(),
+            config=config,
+            packed=engine.packed(config, lambda line: stderr().print(line, markup=False, soft_wrap=True)),
             progress=partial(bar.update, "scoring"),
         )
     if json != "-":

@@ -137,7 +137,7 @@ def test_a_copy_that_cannot_be_written_is_no_hindrance(
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError(error, os.strerror(error))
 
-    monkeypatch.setattr("toolkit.artifacts.engine.write_engine", fail)
+    monkeypatch.setattr("toolkit.convert.convert.write_engine", fail)
     said: list[str] = []
     assert where(model, said) == model
     assert "packed in memory" in said[-1] and not pack_cache.entries()
@@ -239,6 +239,28 @@ def test_chat_uses_it_unless_told_not_to(model: Path, capsys: pytest.CaptureFixt
     code, answer, _ = tool(capsys, *ask, "--no-pack-cache")
     assert code == 0 and not pack_cache.entries()
     assert tool(capsys, *ask)[:2] == (0, answer)
+    assert len(pack_cache.entries()) == 1
+
+
+def test_perplexity_uses_it_unless_told_not_to(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text("the quick brown fox " * 20)
+    ask = [
+        "eval",
+        "ppl",
+        str(model),
+        "--data",
+        str(tmp_path / "text.txt"),
+        "--window",
+        "32",
+        "--stride",
+        "16",
+        "--json",
+        "-",
+    ]
+    ask += ["--backend", "turbomind", "--device", "cpu", "--session-len", "64"]
+    code, found, _ = tool(capsys, *ask, "--no-pack-cache")
+    assert code == 0 and not pack_cache.entries()
+    assert tool(capsys, *ask)[:2] == (0, found)
     assert len(pack_cache.entries()) == 1
 
 

@@ -23,7 +23,7 @@ from toolkit.convert.targets import Target, choose_target
 from toolkit.engine_configs import DTYPES
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import load_spec
-from toolkit.models.spec import StoredTensor
+from toolkit.models.spec import DecoderSpec, StoredTensor
 from toolkit.runners.native.artifact import CPU_TARGET
 from toolkit.runners.native.library import explain_mapped_faults
 
@@ -95,10 +95,7 @@ def convert(
             return Converted(Path(dst_path), chosen.name, manifest, True)
         cast = _cast(_report(checkpoint, stored, progress), dtype)
         weights: Iterable[tuple[str, Weight | Tensor]] = chain(cast, cache_scales(checkpoint))
-        params: dict[str, dict] = {}
-        write_engine(stage.dir, spec, chosen.pack(spec, weights, params, head_bits), target=chosen.name, params=params)
-        write_json_object(stage.dir / "config.json", checkpoint.config)
-        copy_side_files(checkpoint, stage.dir)
+        params = write_packed(stage.dir, checkpoint, spec, weights, chosen, head_bits)
         quality = {}
         if chosen.name == CPU_TARGET and head_bits != 16:
             from toolkit.convert.head_cost import head_cost
@@ -107,6 +104,22 @@ def convert(
             figures = head_cost(artifact, checkpoint, stored)
             quality = {"head": figures} if figures else {}
         return Converted(Path(dst_path), chosen.name, stage.finish(quality), False)
+
+
+def write_packed(
+    directory: Path,
+    checkpoint: Checkpoint,
+    spec: DecoderSpec,
+    weights: Iterable[tuple[str, Weight | Tensor]],
+    target: Target,
+    head_bits: int | None,
+) -> dict[str, dict]:
+    """Write the files of an artifact but its manifest; what its arrays mean. OSError passes through."""
+    params: dict[str, dict] = {}
+    write_engine(directory, spec, target.pack(spec, weights, params, head_bits), target=target.name, params=params)
+    write_json_object(directory / "config.json", checkpoint.config)
+    copy_side_files(checkpoint, directory)
+    return params
 
 
 def _head_bits(target: Target, asked: int | None) -> int | None:

@@ -154,18 +154,16 @@ def _open(entry: Path) -> Place | None:
 
 def _pack(path: Path, digest: str, limit: float, tell: Callable[[str], None]) -> Place:
     from toolkit.artifacts.checkpoint import open_checkpoint
-    from toolkit.artifacts.engine import write_engine
-    from toolkit.artifacts.json_file import write_json_object
-    from toolkit.artifacts.side_files import copy_side_files
     from toolkit.artifacts.weights import cache_scales, iter_canonical, validate_checkpoint
+    from toolkit.convert.convert import write_packed
     from toolkit.convert.targets import choose_target
     from toolkit.models.registry import load_spec
-    from toolkit.runners.native.artifact import pack_cpu
 
     checkpoint = open_checkpoint(path)
     spec, stored = load_spec(checkpoint)
     validate_checkpoint(checkpoint, stored)
-    if choose_target("auto", spec).name != TARGET:
+    chosen = choose_target("auto", spec)
+    if chosen.name != TARGET:
         return path, None
     size = sum(file.stat().st_size for file in content_files(path))
     if size > min(limit, shutil.disk_usage(cache_dir()).free / 2):
@@ -184,12 +182,10 @@ def _pack(path: Path, digest: str, limit: float, tell: Callable[[str], None]) ->
             wait=True,
         ) as stage:  # fmt: skip
             if not stage.already_there:
-                params: dict[str, dict] = {}
                 weights = chain(iter_canonical(checkpoint, stored), cache_scales(checkpoint))
-                arrays = pack_cpu(spec, weights, params, head_bits=None)  # None: as a runner packs in memory
-                write_engine(stage.dir, spec, arrays, target=TARGET, params=params)
-                write_json_object(stage.dir / "config.json", checkpoint.config)
-                copy_side_files(checkpoint, stage.dir)
+                write_packed(
+                    stage.dir, checkpoint, spec, weights, chosen, head_bits=None
+                )  # as a runner packs in memory
                 stage.finish()
         return _open(target) or (path, None)
     except TROUBLE as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.engine.frontend import AsyncEngine
+from toolkit.engine.setup import Packed
 from toolkit.engine.windows import scoring_windows
 from toolkit.engine_configs import EngineConfig, PytorchEngineConfig
 from toolkit.errors import ToolkitError, UsageError
@@ -23,6 +24,7 @@ def perplexity(
     stride: int = 512,
     max_tokens: int | None = None,
     config: EngineConfig | None = None,
+    packed: Packed | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
     """exp of the mean negative log-likelihood of the tokens of the text file ``data`` ("heldout": the packaged text).
@@ -45,7 +47,7 @@ def perplexity(
         raise UsageError(f"--session-len {config.session_len}: expected more than --window ({window}); leave it out")
     if config.max_batch_size is None:
         config.max_batch_size = 1  # windows go one by one: the cache need hold no more
-    with AsyncEngine.open(model, backend_config=config, progress=lambda line: None) as engine:
+    with AsyncEngine.open(model, backend_config=config, progress=lambda line: None, packed=packed) as engine:
         if engine.session_len < window:
             raise UsageError(f"--window {window}: longer than the longest context here, {engine.session_len} tokens")
         ids = engine.tokenizer.encode(text)[:max_tokens]
