@@ -173,7 +173,7 @@ def test_a_grammar_that_fails_ends_its_request_alone(fake: Any, call: str) -> No
         stops: frozenset[int] = frozenset()
         failure: str | None = None
 
-        def fill(self, mask: Any, row: int) -> None:
+        def fill(self, mask: Any, row: int, among: int) -> None:
             if call == "fill":
                 raise RuntimeError("no mask")
 
