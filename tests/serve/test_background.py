@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -72,10 +73,11 @@ def test_it_ends_with_the_program_that_started_it(model: str, tmp_path: Path) ->
             sys.exit()  # which does not end the server
         os.waitpid(fork, 0)
         assert server.available_models
-        if not os.fork():  # it holds what the program holds
+        if not (fork := os.fork()):  # it holds what the program holds
             os.closerange(0, 3)
-            time.sleep(15)
+            time.sleep(40)
             os._exit(0)
+        print(fork, flush=True)
         if {{kill}}:
             os.kill(os.getpid(), signal.SIGKILL)
         server.close()
@@ -86,9 +88,10 @@ def test_it_ends_with_the_program_that_started_it(model: str, tmp_path: Path) ->
         file.write_text(program.replace("{kill}", str(kill)))
         done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=120)
         assert done.returncode == (-9 if kill else 0), done.stderr
-        pid = int(done.stdout)
+        pid, fork = map(int, done.stdout.split())
         for _ in range(200):
             if not alive(pid):
                 break
             time.sleep(0.05)
-        assert not alive(pid)
+        assert not alive(pid) and alive(fork), "it did not wait for what holds its link"
+        os.kill(fork, signal.SIGKILL)
