@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, requires
@@ -25,7 +26,7 @@ def explain(error: ModuleNotFoundError) -> str | None:
 
 def require(module: str, option: str) -> None:
     """Before long work: raise UsageError where the package that ``option`` will need at its end is not installed."""
-    if find_spec(module) is None:
+    if sys.modules.get(module) is None and find_spec(module) is None:
         told = explain(ModuleNotFoundError(name=module)) or f"{module} is not installed: pip install {module}"
         raise UsageError(f"{option}: {told}")
 

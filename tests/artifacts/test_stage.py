@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -400,7 +401,9 @@ def test_digest_is_of_content_not_of_place_or_time(tmp_path: Path, source: Path)
     before = content_digest(source)
     os.utime(source / "model.safetensors", (1, 1))
     (source / "README.md").write_text("about")
-    (source / MANIFEST).write_text("{}")
+    with open_stage(tmp_path / "ours", kind="quantized", stage="test", parent={}, options={}) as stage:
+        stage.finish()
+    shutil.copyfile(tmp_path / "ours" / MANIFEST, source / MANIFEST)
     moved = source.rename(tmp_path / "moved")
     assert content_digest(moved) == before
     (moved / "model.safetensors").write_bytes(b"weightz")

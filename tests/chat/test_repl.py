@@ -305,14 +305,22 @@ def test_a_question_alone_is_never_left_out(desk: Desk) -> None:
 
 def test_saving_over_a_file_asks_first(desk: Desk, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
-    file.write_text("precious")
-    desk.type("hello", f"/save {file}", "n")
-    assert file.read_text() == "precious"
+    desk.type("hello", f"/save {file}")
+    before = file.read_text()
+    desk.type("again", f"/save {file}", "n")
+    assert file.read_text() == before
     assert "replace it?" in desk.notes and "not saved" in desk.notes
     desk.type(f"/save {file}")  # the end of input is no yes
-    assert file.read_text() == "precious"
+    assert file.read_text() == before
     desk.type(f"/save {file}", "y")
-    assert json.loads(file.read_text())["messages"]
+    assert len(json.loads(file.read_text())["messages"]) > len(json.loads(before)["messages"])
+
+
+def test_a_file_of_another_kind_is_never_saved_over(desk: Desk, tmp_path: Path) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text("precious")
+    desk.type("hello", f"/save {file}", "y")
+    assert file.read_text() == "precious"
 
 
 def test_words_that_other_tools_know(desk: Desk) -> None:

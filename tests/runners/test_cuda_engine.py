@@ -119,7 +119,7 @@ def test_a_request_that_ends_early_frees_its_blocks_and_leaves_the_others_alone(
     assert found == {k: v for k, v in expected.items() if k != "3"}
 
 
-def test_memory_that_runs_out_fails_the_requests_of_the_step_and_the_engine_goes_on(runners):
+def test_memory_that_runs_out_once_costs_no_request_its_tokens(runners):
     runner, device, oracle = runners("llama")
     core = _core(runner)
     first, third, second, _ = _requests()
@@ -130,7 +130,6 @@ def test_memory_that_runs_out_fails_the_requests_of_the_step_and_the_engine_goes
     core.add(second)
     while core.has_work:
         outputs += core.step()
-    failed = [o for o in outputs if o.finish_reason == "error"]
-    assert {o.id for o in failed} == {"0", "2"} and all("GiB are free" in o.error for o in failed)
+    assert not [o for o in outputs if o.finish_reason == "error"], "the step was run again in parts"
     expected = _serve(_core(oracle), [third])
     assert _serve(core, [third]) == expected

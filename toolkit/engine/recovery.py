@@ -39,7 +39,8 @@ def halves(entries: list[Entry]) -> list[list[Entry]]:
 def rewind(steps: list[Step], scheduler: Scheduler, builder: StepBuilder) -> None:
     """Make the requests what they were before ``steps`` (oldest first; nothing else is in flight) were submitted.
 
-    One that has given up blocks since, which the oldest step reads, is preempted: it is computed again.
+    One that has given up blocks since, which the oldest step reads, is preempted: it is computed again, and its steps
+    are waited for from now on. A step of its that fails then is found with all of its blocks, and can be run again.
     """
     seen: set[Sequence] = set()
     for step in reversed(steps):
@@ -57,3 +58,4 @@ def rewind(steps: list[Step], scheduler: Scheduler, builder: StepBuilder) -> Non
                 builder.enter(seq)
             else:
                 scheduler.preempt(seq)
+                seq.needs_host = True
