@@ -192,7 +192,7 @@ def attention(size: Size, where: Where) -> Iterator[Row]:
 def _cache(size: Size, where: Where, dtype: str, policy: int, blocks: int) -> tuple[list[Tensor | None], int]:
     """(keys, values, their parameters; bits) of one layer, filled with anything finite."""
     from toolkit.kernels.reference.attention import key_bits
-    from toolkit.runners.torch.cache import FLOAT8, cache_bits
+    from toolkit.runners.tensor.cache import FLOAT8, cache_bits
 
     bits, shape = cache_bits(policy), (blocks, size.block, size.kv_heads)
     if bits:
@@ -215,7 +215,7 @@ def _tables(size: Size, lengths: np.ndarray) -> tuple[np.ndarray, int]:
 def _attend(
     name: str, size: Size, where: Where, dtype: str, policy: int, starts: np.ndarray, lengths: np.ndarray
 ) -> Row:
-    from toolkit.runners.torch.cache import cache_traits
+    from toolkit.runners.tensor.cache import cache_traits
 
     able = list(where.ours("paged_attention", dtype, head_dim=size.dim, **cache_traits(policy)))
     found = next((implementation for implementation, _ in able if implementation is not None), None)

@@ -63,7 +63,7 @@ class _Mark:
 
 
 class MetaDevice:
-    """A ``toolkit.runners.cuda.device.Device`` whose tensors have no memory: a step on it is its launches."""
+    """A ``toolkit.runners.tensor.device.Device`` whose tensors have no memory: a step on it is its launches."""
 
     torch = META
 
@@ -110,10 +110,10 @@ def meta_runner(config: dict[str, Any], capability: int, policy: int, block: int
     from gpu.models import dummy
 
     from toolkit.runners.base import RunnerOptions
-    from toolkit.runners.cuda import runner, staging, steps
     from toolkit.runners.dummy_weights import DummyWeights
-    from toolkit.runners.torch import linear
-    from toolkit.runners.torch.ops import Ops, ops_by
+    from toolkit.runners.tensor import cuda_runner as runner
+    from toolkit.runners.tensor import linear, staging, steps
+    from toolkit.runners.tensor.ops import Ops, ops_by
 
     def choose_ops(device: torch.device, dtype: torch.dtype, **traits: Any) -> Ops:
         return ops_by(_pick, "cuda", dtype, capability, **traits)

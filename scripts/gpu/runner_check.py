@@ -39,8 +39,8 @@ def _drivers(family: str, policy: int, device: str) -> tuple[Any, Any]:
     import torch
 
     from toolkit.runners.base import RunnerOptions
-    from toolkit.runners.cuda.runner import CudaRunner
-    from toolkit.runners.torch.runner import TorchRunner
+    from toolkit.runners.tensor.cuda_runner import CudaRunner
+    from toolkit.runners.tensor.runner import TorchRunner
 
     config = tiny(family)
     spec, weights = dummy(config, torch.device("cpu"))

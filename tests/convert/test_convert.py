@@ -37,7 +37,7 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import load_spec
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
-from toolkit.runners.torch.runner import TorchRunner
+from toolkit.runners.tensor.runner import TorchRunner
 
 convert = functools.partial(convert_for, target="torch")  # the target whose weights come back as they were
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "internlm2", "gemma2", "phi3", "mixtral", "qwen3_moe")

@@ -251,7 +251,7 @@ async def _crash(engine: AsyncEngine, ids: list[int]) -> None:
 
 def test_a_runner_that_gets_no_memory_is_told_in_one_line(tiny_models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from toolkit.runners.base import RunnerError
-    from toolkit.runners.torch.runner import TorchRunner
+    from toolkit.runners.tensor.runner import TorchRunner
 
     def refuse(self: Any, num_blocks: Any) -> None:
         raise RunnerError("out of memory")

@@ -274,7 +274,7 @@ MATTERS = [
 @pytest.mark.parametrize("family, key, value", MATTERS)
 def test_a_wrong_spec_shows(tiny_models: Any, support: Any, family: str, key: str, value: Any) -> None:
     """The comparison above would notice if a family file got this field wrong."""
-    from toolkit.runners.torch.runner import TorchRunner
+    from toolkit.runners.tensor.runner import TorchRunner
 
     path = tiny_models(family)
     opened = open_model(path)

@@ -39,7 +39,7 @@ def drive(tiny_models: Any, steps: Any, support: Any) -> Any:
     kind = os.environ.get("TOOLKIT_TEST_RUNNER", "torch")
 
     def for_gpu(path: Path, options: RunnerOptions) -> Any:
-        from toolkit.runners.cuda.runner import CudaRunner
+        from toolkit.runners.tensor.cuda_runner import CudaRunner
 
         opened = open_model(path)
         if kind == "gpu":

@@ -80,9 +80,9 @@ def test_a_ragged_batch_of_several_adapters(tiny_models, adapters, steps, tmp_pa
 def test_a_quantized_base_takes_adapters(tiny_models, adapters, steps, tmp_path, support):
     """W8A8 linears with an adapter read what a norm has not rounded; those without still take its codes."""
     from toolkit.artifacts.canonical import ChannelInt8
-    from toolkit.runners.torch import decoder
-    from toolkit.runners.torch.lora import Adapted
-    from toolkit.runners.torch.runner import TorchRunner
+    from toolkit.runners.tensor import decoder
+    from toolkit.runners.tensor.lora import Adapted
+    from toolkit.runners.tensor.runner import TorchRunner
 
     model = tiny_models("llama")
     opened = open_model(model)

@@ -14,8 +14,8 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.runners import choose
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
-from toolkit.runners.torch import device as module
-from toolkit.runners.torch.device import find_dtype
+from toolkit.runners.tensor import find as module
+from toolkit.runners.tensor.find import find_dtype
 
 
 def _open(path, backend="pytorch", **options):
@@ -63,7 +63,7 @@ def test_a_gpu_that_is_not_there_is_one_line(tiny_models, monkeypatch):
 
 def test_a_gpu_without_the_memory_is_one_line(tiny_models, monkeypatch):
     from toolkit.runners.base import RunnerError
-    from toolkit.runners.torch import runner as torch_runner
+    from toolkit.runners.tensor import runner as torch_runner
 
     def full(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation")

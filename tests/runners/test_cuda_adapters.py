@@ -8,8 +8,8 @@ import pytest
 from toolkit.artifacts.adapter import read_adapter
 from toolkit.runners.base import RunnerError, RunnerOptions
 from toolkit.runners.choose import open_model
-from toolkit.runners.cuda.runner import CudaRunner
-from toolkit.runners.torch.runner import TorchRunner
+from toolkit.runners.tensor.cuda_runner import CudaRunner
+from toolkit.runners.tensor.runner import TorchRunner
 
 ALL = r"(?:[qkvo]|gate|up|down)_proj"
 

@@ -16,8 +16,8 @@ from toolkit.convert.convert import convert
 from toolkit.errors import ToolkitError
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
-from toolkit.runners.cuda import artifact as module
-from toolkit.runners.cuda.artifact import FORM, CudaWeights, pack_cuda
+from toolkit.runners.tensor import cuda_artifact as module
+from toolkit.runners.tensor.cuda_artifact import FORM, CudaWeights, pack_cuda
 
 
 def _weight(bits=4, group=32, order=False, symmetric=False, minima=False, dtype=torch.float16):
@@ -107,7 +107,7 @@ def converted(tiny_models, tmp_path_factory):
 
 
 def test_an_artifact_for_a_gpu_gives_the_checkpoints_logits_on_any_runner(converted, steps, support):
-    from toolkit.runners.cuda.runner import CudaRunner
+    from toolkit.runners.tensor.cuda_runner import CudaRunner
 
     path, engine = converted
     assert any(e["form"] == FORM for e in open_engine(engine).params.values())
@@ -176,7 +176,7 @@ def test_a_head_in_few_bits_stands_beside_an_embedding_that_stays(family, bits, 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_a_head_in_8_bits_gives_the_torch_runners_tokens_through_graphs(family, rounded, steps, support):
-    from toolkit.runners.cuda.runner import CudaRunner
+    from toolkit.runners.tensor.cuda_runner import CudaRunner
 
     graphs, opened = support("graphs"), open_model(rounded(family, 8)[1])
     options, device = RunnerOptions(device="cpu", dtype="float32", block_size=16), graphs.CpuDevice()

@@ -13,9 +13,9 @@ from toolkit.errors import UsageError
 from toolkit.runners import choose
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
-from toolkit.runners.cuda import support as module
-from toolkit.runners.torch import device as device_module
-from toolkit.runners.torch.ops import choose_ops
+from toolkit.runners.tensor import find as device_module
+from toolkit.runners.tensor import support as module
+from toolkit.runners.tensor.ops import choose_ops
 
 
 @pytest.fixture
@@ -156,8 +156,8 @@ def test_a_device_that_is_none_is_refused_beside_a_gpu_too(gpu, tiny_models):
 @pytest.fixture
 def answers(monkeypatch):
     """``answers(reason on the GPU, likely)``: runners are mere records of their name."""
-    from toolkit.runners.cuda import runner as cuda_runner
     from toolkit.runners.native import runner as native_runner
+    from toolkit.runners.tensor import cuda_runner as cuda_runner
 
     def set_up(reason, likely=True):
         def record(name):
@@ -192,7 +192,7 @@ def test_the_gpu_runs_what_it_can(device, reason, likely, name, said, answers, t
 def test_adapters_run_on_the_gpu_and_by_torch_on_the_cpu(answers, tiny_models, monkeypatch):
     answers(None)
     monkeypatch.setattr(choose, "_read_adapters", lambda opened, options: ["one"])
-    monkeypatch.setattr("toolkit.runners.torch.runner.TorchRunner", lambda *a: SimpleNamespace(name="torch", notes=[]))
+    monkeypatch.setattr("toolkit.runners.tensor.runner.TorchRunner", lambda *a: SimpleNamespace(name="torch", notes=[]))
     options = RunnerOptions(device="cuda", adapters=(("a", "x"),))
     assert open_runner(tiny_models("llama"), backend=None, options=options)[0].adapters == ["one"]
     runner, note = open_runner(tiny_models("llama"), backend=None, options=replace(options, device="cpu"))
@@ -203,7 +203,7 @@ def test_adapters_run_on_the_gpu_and_by_torch_on_the_cpu(answers, tiny_models, m
 def test_torch_stands_in_on_a_gpu_that_the_native_runner_cannot_use(answers, tiny_models, monkeypatch):
     answers("it needs compute capability 8.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("toolkit.runners.torch.runner.TorchRunner", lambda *a: SimpleNamespace(name="torch", notes=[]))
+    monkeypatch.setattr("toolkit.runners.tensor.runner.TorchRunner", lambda *a: SimpleNamespace(name="torch", notes=[]))
     _, note = open_runner(tiny_models("llama"), backend=None, options=RunnerOptions(device="auto"))
     reason = "it needs compute capability 8.0"
     assert note == f"turbomind's native runner does not run on this GPU: {reason}; the torch runner stands in"

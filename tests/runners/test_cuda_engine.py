@@ -12,7 +12,7 @@ from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
-from toolkit.runners.cuda.runner import CudaRunner
+from toolkit.runners.tensor.cuda_runner import CudaRunner
 
 OPTIONS = RunnerOptions(device="cpu", dtype="float32", block_size=16)
 NEW = 6

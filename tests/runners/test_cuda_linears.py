@@ -11,8 +11,8 @@ import torch
 from toolkit.kernels.cuda.linear import PackedLinear, prepare
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
-from toolkit.runners.cuda.runner import CudaRunner
-from toolkit.runners.torch import linear as linears
+from toolkit.runners.tensor import linear as linears
+from toolkit.runners.tensor.cuda_runner import CudaRunner
 
 SCHEME = {"quant_method": "gptq", "bits": 4, "group_size": 64, "lm_head": True}
 HEAD = {"+:^lm_head$": {"bits": 8}}

@@ -13,11 +13,11 @@ from toolkit.errors import UsageError
 from toolkit.kernels import KernelError
 from toolkit.runners.base import RunnerError, RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
-from toolkit.runners.cuda.draws import columns, uniforms
-from toolkit.runners.cuda.idle import idle_batch
-from toolkit.runners.cuda.inputs import graph_rows
-from toolkit.runners.cuda.runner import CudaRunner
 from toolkit.runners.step import uniform
+from toolkit.runners.tensor.cuda_runner import CudaRunner
+from toolkit.runners.tensor.draws import columns, uniforms
+from toolkit.runners.tensor.idle import idle_batch
+from toolkit.runners.tensor.inputs import graph_rows
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -342,7 +342,7 @@ def test_memory_is_known_before_anything_is_loaded(pair):
 
 def test_the_stand_in_has_the_methods_of_a_device(pair):
     """The stand-in has every method of the device, and the device every method that is used."""
-    from toolkit.runners.cuda.device import CudaDevice
+    from toolkit.runners.tensor.device import CudaDevice
 
     _, device, _ = pair("llama")
     for name in ("working", "pinned", "mark", "capture", "memory", "trim", "trouble"):

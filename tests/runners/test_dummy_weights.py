@@ -138,7 +138,7 @@ def test_modules_that_a_config_leaves_out_stay_dense(family, quantization, dense
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_head_in_8_bits(tied, tiny_models, tmp_path, steps, support):
     """As GPTQModel writes it; the embedding stays as it is, and graphs give the torch runner's tokens."""
-    from toolkit.runners.cuda.runner import CudaRunner
+    from toolkit.runners.tensor.cuda_runner import CudaRunner
 
     scheme = {"quant_method": "gptq", "bits": 4, "group_size": 32, "lm_head": True}
     scheme["dynamic"] = {"+:^lm_head$": {"bits": 8, "group_size": 64}}

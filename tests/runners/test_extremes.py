@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from toolkit.runners.cuda.output import Pending
-from toolkit.runners.cuda.sampler import sample_rows as sample_rows_of_graphs
 from toolkit.runners.step import SamplingBatch
-from toolkit.runners.torch.ops import choose_ops
-from toolkit.runners.torch.output import Produced
-from toolkit.runners.torch.sampler import sample_rows
+from toolkit.runners.tensor.cuda_sampler import sample_rows as sample_rows_of_graphs
+from toolkit.runners.tensor.ops import choose_ops
+from toolkit.runners.tensor.output import Produced
+from toolkit.runners.tensor.pending import Pending
+from toolkit.runners.tensor.sampler import sample_rows
 
 _PATH = Path(__file__).parents[1] / "support" / "extremes.py"
 _SPEC = importlib.util.spec_from_file_location("toolkit_test_support_extremes", _PATH)

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from toolkit.runners.cuda.device import CudaDevice
+from toolkit.runners.tensor.device import CudaDevice
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.kernels.reference.attention import dequantize_heads, hadamard, quantize_heads
 from toolkit.models.spec import LayerSpec
 from toolkit.runners.base import RunnerError
-from toolkit.runners.torch.runner import TorchRunner
+from toolkit.runners.tensor.runner import TorchRunner
 
 
 def _prompt(length: int, seed: int = 0) -> list[int]:

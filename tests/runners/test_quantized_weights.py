@@ -14,9 +14,9 @@ from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.weights import canonical_weights
 from toolkit.models.registry import load_spec
 from toolkit.runners.base import RunnerOptions
-from toolkit.runners.torch import build, decoder
-from toolkit.runners.torch import runner as module
-from toolkit.runners.torch.runner import TorchRunner
+from toolkit.runners.tensor import build, decoder
+from toolkit.runners.tensor import runner as module
+from toolkit.runners.tensor.runner import TorchRunner
 
 
 def group_int(

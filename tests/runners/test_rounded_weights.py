@@ -94,7 +94,7 @@ def test_an_engine_artifact_is_refused(tiny_models, tmp_path):
 
 
 def test_the_runner_for_gpus_takes_them(tiny_models, steps, support):
-    from toolkit.runners.cuda.runner import CudaRunner
+    from toolkit.runners.tensor.cuda_runner import CudaRunner
 
     opened = open_model(tiny_models("llama"), load_format="int8")
     options, graphs = RunnerOptions(device="cpu", dtype="float32", block_size=16), support("graphs")

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from toolkit.kernels import registry
 from toolkit.runners.step import SamplingBatch, uniform
-from toolkit.runners.torch.ops import choose_ops
-from toolkit.runners.torch.sampler import sample_rows
+from toolkit.runners.tensor.ops import choose_ops
+from toolkit.runners.tensor.sampler import sample_rows
 
 OPS = choose_ops(torch.device("cpu"), torch.float32)
 VOCAB = 70

@@ -12,7 +12,7 @@ from toolkit.artifacts.canonical import Dense
 from toolkit.models.registry import build
 from toolkit.models.spec import AttentionSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec
 from toolkit.runners.base import RunnerOptions
-from toolkit.runners.torch.runner import TorchRunner
+from toolkit.runners.tensor.runner import TorchRunner
 
 DIMS = {
     "vocab_size": 120,

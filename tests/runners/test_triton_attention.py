@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from toolkit import kernels
-from toolkit.runners.torch import runner as torch_runner
+from toolkit.runners.tensor import runner as torch_runner
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A CPU in the place of a GPU for the runner in ``toolkit/runners/cuda``, which forbids what a GPU cannot do.
+"""A CPU in the place of a GPU for the runner in ``toolkit/runners/tensor``, which forbids what a GPU cannot do.
 
 While a step is submitted nothing may wait for the device or look at a tensor's values. ``capture`` records the calls of
 torch's operators and of Triton's kernels (which the interpreter runs); a replay does them again on the same storages,
@@ -367,7 +367,7 @@ def interpreted_ops(*triton: str) -> Any:
     from dataclasses import fields
 
     from toolkit import kernels
-    from toolkit.runners.torch.ops import Ops
+    from toolkit.runners.tensor.ops import Ops
 
     interpreted = ("paged_attention", "moe_route", "moe_experts", *triton)
     chosen: dict[str, Any] = {}

@@ -33,7 +33,7 @@ def gpu_support(gpus: list[dict[str, Any]], why_none: str | None = None) -> list
 
 
 def _runner(capability: int, named: str) -> tuple[str, str]:
-    from toolkit.runners.cuda.support import LEAST_CAPABILITY
+    from toolkit.runners.tensor.support import LEAST_CAPABILITY
 
     if capability >= LEAST_CAPABILITY:
         return "native runner", "runs"

@@ -59,7 +59,7 @@ def _no_torch() -> str | None:
 
 
 def _why_no_gpu() -> str | None:
-    from toolkit.runners.torch.device import why_no_gpu
+    from toolkit.runners.tensor.find import why_no_gpu
 
     return why_no_gpu()
 

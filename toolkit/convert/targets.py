@@ -62,7 +62,7 @@ def _cuda_pack(
     params: dict[str, dict[str, Any]],
     head_bits: int | None,
 ) -> Arrays:
-    from toolkit.runners.cuda.artifact import pack_cuda
+    from toolkit.runners.tensor.cuda_artifact import pack_cuda
 
     assert head_bits is not None
     return pack_cuda(spec, weights, params, head_bits)

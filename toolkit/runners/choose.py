@@ -91,7 +91,7 @@ def _open_dummy(path: Path, hf_overrides: dict[str, Any] | None, rope_scaling_fa
     from toolkit.models.registry import apply_overrides, build
     from toolkit.runners.dummy_scheme import check_quantization
     from toolkit.runners.dummy_weights import DummyWeights, read_config
-    from toolkit.runners.torch.device import find_device
+    from toolkit.runners.tensor.find import find_device
 
     config = apply_overrides(read_config(path), hf_overrides, rope_scaling_factor)
     check_quantization(config, f"{path / 'config.json'}")
@@ -116,8 +116,8 @@ def _open_engine(
         packed = open_packed(artifact)
         return Opened(artifact.spec, lambda: packed, artifact.target)
     if artifact.target.startswith("cuda-"):
-        from toolkit.runners.cuda.artifact import CudaWeights
-        from toolkit.runners.torch.device import find_device
+        from toolkit.runners.tensor.cuda_artifact import CudaWeights
+        from toolkit.runners.tensor.find import find_device
 
         weights = CudaWeights(artifact, find_device(device))
         return Opened(artifact.spec, lambda: weights, artifact.target)
@@ -135,7 +135,7 @@ def native_unsupported(opened: Opened, options: RunnerOptions) -> str | None:
 
 def cuda_unsupported(opened: Opened, options: RunnerOptions) -> str | None:
     """Why the native runner cannot execute the model on the GPU, or None. Imports torch."""
-    from toolkit.runners.cuda.support import unsupported
+    from toolkit.runners.tensor.support import unsupported
 
     return unsupported(opened.spec, opened.weights, options)
 
@@ -177,7 +177,7 @@ def open_runner(
         native, why = _native_runner(opened, options, told=backend == "turbomind")
         if native is not None:
             return native, why
-    from toolkit.runners.torch.runner import TorchRunner
+    from toolkit.runners.tensor.runner import TorchRunner
 
     runner = TorchRunner(opened.spec, _canonical(opened), options, _read_adapters(opened, options))
     return runner, "; ".join(n for n in (why, *runner.notes) if n)
@@ -197,7 +197,7 @@ def _native_runner(opened: Opened, options: RunnerOptions, told: bool) -> tuple[
     if options.device.startswith("cuda") or (options.device == "auto" and gpu_is_likely()):
         reason = cuda_unsupported(opened, options)
         if reason is None:
-            from toolkit.runners.cuda.runner import CudaRunner
+            from toolkit.runners.tensor.cuda_runner import CudaRunner
 
             gpu = CudaRunner(opened.spec, _canonical(opened), options, adapters=_read_adapters(opened, options))
             return gpu, "; ".join([*_packed_elsewhere(opened.target, gpu.device), *gpu.notes])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from toolkit.runners.step import SamplingBatch, uniform
-from toolkit.runners.torch.ops import Ops
+from toolkit.runners.tensor.ops import Ops
 
 
 @dataclass

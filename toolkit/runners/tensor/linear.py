@@ -15,7 +15,7 @@ from toolkit import kernels
 from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, Weight
 from toolkit.errors import UsageError
 from toolkit.kernels.reference.linear import pack_codes
-from toolkit.runners.torch.ops import Ops
+from toolkit.runners.tensor.ops import Ops
 
 log = logging.getLogger(__name__)
 

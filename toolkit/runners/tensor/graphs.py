@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from toolkit.kernels import KernelError
-from toolkit.runners.cuda.device import Device, Replay
-from toolkit.runners.cuda.inputs import DecodeArrays, GraphKey
-from toolkit.runners.cuda.staging import Layout, send
+from toolkit.runners.tensor.device import Device, Replay
+from toolkit.runners.tensor.inputs import DecodeArrays, GraphKey
+from toolkit.runners.tensor.staging import Layout, send
 
 log = logging.getLogger(__name__)
 MOST_GRAPHS = 192  # kept; the ones that were not used for longest go

@@ -17,19 +17,19 @@ from toolkit.errors import UsageError
 from toolkit.kernels import KernelError
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import QUANT_POLICIES, MemoryNeed, RunnerError, RunnerOptions, StepHandle
-from toolkit.runners.cuda import memory
-from toolkit.runners.cuda.device import CudaDevice, Device
-from toolkit.runners.cuda.steps import Steps
 from toolkit.runners.step import StepBatch
-from toolkit.runners.torch.build import build_decoder
-from toolkit.runners.torch.cache import KVCache, block_bytes, cache_traits
-from toolkit.runners.torch.decoder import Decoder, Moe
-from toolkit.runners.torch.device import find_device, find_dtype, mixed_gpus, on_device
-from toolkit.runners.torch.footprint import activation_bytes, first_linear, stored_dtype, weight_bytes
-from toolkit.runners.torch.linear import Placement
-from toolkit.runners.torch.lora import Adapters, AdapterStep
-from toolkit.runners.torch.ops import Ops, choose_ops
-from toolkit.runners.torch.output import Failed
+from toolkit.runners.tensor import gpu_memory as memory
+from toolkit.runners.tensor.build import build_decoder
+from toolkit.runners.tensor.cache import KVCache, block_bytes, cache_traits
+from toolkit.runners.tensor.decoder import Decoder, Moe
+from toolkit.runners.tensor.device import CudaDevice, Device
+from toolkit.runners.tensor.find import find_device, find_dtype, mixed_gpus, on_device
+from toolkit.runners.tensor.footprint import activation_bytes, first_linear, stored_dtype, weight_bytes
+from toolkit.runners.tensor.linear import Placement
+from toolkit.runners.tensor.lora import Adapters, AdapterStep
+from toolkit.runners.tensor.ops import Ops, choose_ops
+from toolkit.runners.tensor.output import Failed
+from toolkit.runners.tensor.steps import Steps
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from toolkit.artifacts.canonical import Weight
 from toolkit.kernels import registry
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerOptions
-from toolkit.runners.torch.cache import cache_traits
-from toolkit.runners.torch.device import capable_gpus, find_dtype, missing_gpu, on_device, why_no_gpu
-from toolkit.runners.torch.footprint import stored_dtype
+from toolkit.runners.tensor.cache import cache_traits
+from toolkit.runners.tensor.find import capable_gpus, find_dtype, missing_gpu, on_device, why_no_gpu
+from toolkit.runners.tensor.footprint import stored_dtype
 
 LEAST_CAPABILITY = 80
 NEEDED = ("paged_attention", "rope_kv_write")  # ops whose other implementations wait for the device

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit.runners.cuda.device import Device
-from toolkit.runners.cuda.sampler import sample_rows
-from toolkit.runners.cuda.staging import put
 from toolkit.runners.step import StepBatch
-from toolkit.runners.torch.decoder import Decoder
+from toolkit.runners.tensor.cuda_sampler import sample_rows
+from toolkit.runners.tensor.decoder import Decoder
+from toolkit.runners.tensor.device import Device
+from toolkit.runners.tensor.staging import put
 
 TARGET_ROWS = 256  # targets whose logits exist at one time
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from toolkit.artifacts.canonical import Dense, Fp4, GroupInt, Weight
 from toolkit.kernels.reference.linear import codes_per_byte
 from toolkit.models.spec import AttentionSpec, DecoderSpec, MlpSpec, MoeSpec
-from toolkit.runners.torch.linear import Placement, becomes_dense
-from toolkit.runners.torch.lora import Adapters, adapter_bytes
+from toolkit.runners.tensor.linear import Placement, becomes_dense
+from toolkit.runners.tensor.lora import Adapters, adapter_bytes
 
 Weights = Mapping[str, Weight | Tensor]
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from toolkit.models.spec import AttentionSpec, DecoderSpec, MoeSpec
-from toolkit.runners.torch.context import StepContext
-from toolkit.runners.torch.experts import Experts
-from toolkit.runners.torch.linear import Activations, Linear, Rounded, codes_of
-from toolkit.runners.torch.ops import Ops
+from toolkit.runners.tensor.context import StepContext
+from toolkit.runners.tensor.experts import Experts
+from toolkit.runners.tensor.linear import Activations, Linear, Rounded, codes_of
+from toolkit.runners.tensor.ops import Ops
 
 Mixer = Callable[[Activations, StepContext], Tensor]
 

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit.runners.cuda.device import Device
-from toolkit.runners.cuda.draws import columns, penalized
-from toolkit.runners.cuda.staging import put
 from toolkit.runners.step import SamplingBatch
-from toolkit.runners.torch.ops import Ops
+from toolkit.runners.tensor.device import Device
+from toolkit.runners.tensor.draws import columns, penalized
+from toolkit.runners.tensor.ops import Ops
+from toolkit.runners.tensor.staging import put
 
 
 @dataclass

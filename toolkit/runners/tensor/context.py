@@ -11,8 +11,8 @@ from torch import Tensor
 from toolkit.models.rope import inv_freq
 from toolkit.models.spec import DecoderSpec, RopeSpec
 from toolkit.runners.step import StepBatch
-from toolkit.runners.torch.cache import KVCache
-from toolkit.runners.torch.ops import Ops
+from toolkit.runners.tensor.cache import KVCache
+from toolkit.runners.tensor.ops import Ops
 
 
 @dataclass

@@ -13,11 +13,11 @@ from toolkit.errors import ToolkitError
 from toolkit.kernels.cuda.linear import PackedLinear
 from toolkit.kernels.cuda.pack import unsupported_form
 from toolkit.models.spec import AttentionSpec, DecoderSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec, Sublayer
-from toolkit.runners.torch.decoder import Attention, Decoder, Mixer, Mlp, Moe, Norm, RoundingNorm, Step
-from toolkit.runners.torch.experts import stack_experts
-from toolkit.runners.torch.linear import Bound, Linear, Placement, codes_of, make_linear
-from toolkit.runners.torch.lora import Adapters, AdapterStep, adapt
-from toolkit.runners.torch.ops import Ops
+from toolkit.runners.tensor.decoder import Attention, Decoder, Mixer, Mlp, Moe, Norm, RoundingNorm, Step
+from toolkit.runners.tensor.experts import stack_experts
+from toolkit.runners.tensor.linear import Bound, Linear, Placement, codes_of, make_linear
+from toolkit.runners.tensor.lora import Adapters, AdapterStep, adapt
+from toolkit.runners.tensor.ops import Ops
 
 Weights = Mapping[str, Weight | Tensor]
 

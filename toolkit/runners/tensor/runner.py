@@ -14,17 +14,17 @@ from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import QUANT_POLICIES, MemoryNeed, RunnerError, RunnerOptions, StepHandle
 from toolkit.runners.host_memory import free_host_bytes
 from toolkit.runners.step import StepBatch
-from toolkit.runners.torch.build import build_decoder
-from toolkit.runners.torch.cache import KVCache, block_bytes, cache_traits
-from toolkit.runners.torch.checks import check_batch, check_sampling
-from toolkit.runners.torch.context import RopeTables, make_context
-from toolkit.runners.torch.decoder import Decoder
-from toolkit.runners.torch.device import find_device, find_dtype, mixed_gpus, on_device
-from toolkit.runners.torch.footprint import activation_bytes, dense_bytes, first_linear, stored_dtype, weight_bytes
-from toolkit.runners.torch.linear import Placement, becomes_dense
-from toolkit.runners.torch.lora import Adapters, AdapterStep
-from toolkit.runners.torch.ops import Ops, choose_ops
-from toolkit.runners.torch.output import Failed, Produced, produce
+from toolkit.runners.tensor.build import build_decoder
+from toolkit.runners.tensor.cache import KVCache, block_bytes, cache_traits
+from toolkit.runners.tensor.checks import check_batch, check_sampling
+from toolkit.runners.tensor.context import RopeTables, make_context
+from toolkit.runners.tensor.decoder import Decoder
+from toolkit.runners.tensor.find import find_device, find_dtype, mixed_gpus, on_device
+from toolkit.runners.tensor.footprint import activation_bytes, dense_bytes, first_linear, stored_dtype, weight_bytes
+from toolkit.runners.tensor.linear import Placement, becomes_dense
+from toolkit.runners.tensor.lora import Adapters, AdapterStep
+from toolkit.runners.tensor.ops import Ops, choose_ops
+from toolkit.runners.tensor.output import Failed, Produced, produce
 
 
 class TorchRunner:

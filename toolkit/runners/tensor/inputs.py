@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from toolkit.models.spec import DecoderSpec
-from toolkit.runners.cuda.attention import Cut, DecodeCut, Heads
-from toolkit.runners.cuda.draws import columns
 from toolkit.runners.step import StepBatch
+from toolkit.runners.tensor.draws import columns
+from toolkit.runners.tensor.tiles import Cut, DecodeCut, Heads
 
 ADAPTER = "adapter"  # the array of tokens' adapters, where there is one
 LEAST_TABLE = 16  # entries of the shortest block tables that graphs have

@@ -10,12 +10,17 @@ from torch import Tensor
 
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerError
-from toolkit.runners.cuda.attention import AttentionPlan, DecodeCut, Heads
-from toolkit.runners.cuda.decoding import Graphs
-from toolkit.runners.cuda.device import Device
-from toolkit.runners.cuda.draws import plain
-from toolkit.runners.cuda.idle import idle_batch, idle_prompts
-from toolkit.runners.cuda.inputs import (
+from toolkit.runners.step import StepBatch
+from toolkit.runners.tensor.cache import KVCache, movable
+from toolkit.runners.tensor.checks import check_batch, check_sampling
+from toolkit.runners.tensor.context import StepContext
+from toolkit.runners.tensor.cuda_sampler import sample_rows
+from toolkit.runners.tensor.decoder import Decoder
+from toolkit.runners.tensor.device import Device
+from toolkit.runners.tensor.draws import plain
+from toolkit.runners.tensor.graphs import Graphs
+from toolkit.runners.tensor.idle import idle_batch, idle_prompts
+from toolkit.runners.tensor.inputs import (
     ADAPTER,
     DecodeArrays,
     GraphKey,
@@ -27,17 +32,12 @@ from toolkit.runners.cuda.inputs import (
     tile_name,
     token_arrays,
 )
-from toolkit.runners.cuda.output import Pending
-from toolkit.runners.cuda.rope import RopeTables
-from toolkit.runners.cuda.rows import produce
-from toolkit.runners.cuda.sampler import sample_rows
-from toolkit.runners.cuda.staging import fetch, put
-from toolkit.runners.step import StepBatch
-from toolkit.runners.torch.cache import KVCache, movable
-from toolkit.runners.torch.checks import check_batch, check_sampling
-from toolkit.runners.torch.context import StepContext
-from toolkit.runners.torch.decoder import Decoder
-from toolkit.runners.torch.lora import AdapterStep
+from toolkit.runners.tensor.lora import AdapterStep
+from toolkit.runners.tensor.pending import Pending
+from toolkit.runners.tensor.rope import RopeTables
+from toolkit.runners.tensor.rows import produce
+from toolkit.runners.tensor.staging import fetch, put
+from toolkit.runners.tensor.tiles import AttentionPlan, DecodeCut, Heads
 
 MOST_SAMPLED = 8192  # rows whose tokens the next step may refer to
 WARM_LENGTHS = (256, 512, 1024, 2048, 4096)  # tokens beyond which there are graphs from the start, with more tiles

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from toolkit.runners.base import RunnerError
-from toolkit.runners.cuda.staging import Fetched
 from toolkit.runners.step import StepOutput
+from toolkit.runners.tensor.staging import Fetched
 
 
 @dataclass

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit.runners.cuda.device import Device, Mark
+from toolkit.runners.tensor.device import Device, Mark
 
 ALIGNMENT = 16  # of every array's address: kernels are compiled for it
 _TYPES: dict[np.dtype, torch.dtype] = {

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from toolkit.runners.base import RunnerError
 from toolkit.runners.step import StepBatch, StepOutput
-from toolkit.runners.torch.decoder import Decoder
-from toolkit.runners.torch.sampler import Sampled, sample_rows
+from toolkit.runners.tensor.decoder import Decoder
+from toolkit.runners.tensor.sampler import Sampled, sample_rows
 
 TARGET_ROWS = 256  # targets whose logits exist at one time
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from toolkit.models.spec import LinearSpec
 from toolkit.runners.step import StepBatch
-from toolkit.runners.torch.linear import Activations, Linear, Placement
-from toolkit.runners.torch.ops import Ops
+from toolkit.runners.tensor.linear import Activations, Linear, Placement
+from toolkit.runners.tensor.ops import Ops
 
 if TYPE_CHECKING:
     from toolkit.artifacts.adapter import LowRank

@@ -11,8 +11,8 @@ from torch import Tensor
 from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, Weight
 from toolkit.kernels.reference.linear import pack_codes
 from toolkit.models.spec import MoeSpec
-from toolkit.runners.torch.linear import Placement, becomes_dense, fuse
-from toolkit.runners.torch.ops import Ops
+from toolkit.runners.tensor.linear import Placement, becomes_dense, fuse
+from toolkit.runners.tensor.ops import Ops
 
 Matrix = Callable[[str], Weight]  # the canonical weight of a name
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]  # (x, chosen experts, their weights) -> weighted sum
