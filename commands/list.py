@@ -42,29 +42,31 @@ def models(json: JSON = None) -> None:
     from importlib.util import find_spec
 
     from toolkit.artifacts.formats import FORMATS
-    from toolkit.artifacts.gguf_models import ARCHS, MIXTRAL
     from toolkit.artifacts.result_file import check_json
-    from toolkit.models import registry
+    from toolkit.models.gguf import Gguf
+    from toolkit.models.registry import families
 
     check_json("--json", json, ("architecture", "backends"))
-    of_gguf = {arch.class_name for arch in (*ARCHS.values(), MIXTRAL)}
+    known = families()
+    of_gguf = {family.gguf.family for family in known if isinstance(family.gguf, Gguf)}
     quantized = [("w8a8" if name == "smooth_quant" else name) for name in FORMATS if name != "gguf"]
     formats = ["hf", *quantized, "gguf", "engine"]
     backends = ["pytorch", *(["turbomind"] if find_spec("toolkit.runners.native.runner") else [])]
     rows = [
         {
             "architecture": name,
-            "family": family,
-            "known_as": known_as,
-            "formats": [f for f in formats if f != "gguf" or name in of_gguf],
+            "family": family.name,
+            "known_as": family.known_as,
+            "formats": [f for f in formats if f != "gguf" or family.name in of_gguf],
             "backends": backends,
         }
-        for name, family, known_as in registry.describe()
+        for family in known
+        for name in family.architectures
     ]
     if json is not None:
         write_json(json, rows)
         return
-    first = {family.architectures[0] for family in registry.FAMILIES}  # the others are older spellings
+    first = {family.architectures[0] for family in known}  # the others are older spellings
     lines = [
         (row["known_as"] if row["architecture"] in first else "", row["architecture"], _but(formats, row["formats"]))
         for row in rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -26,6 +27,21 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest  # noqa: E402
+
+from toolkit.models.registry import names as registry_names  # noqa: E402
+
+# What differs in the executors and stages: tests of those run on these, and `every_family` ones on the whole registry.
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "internlm2", "gemma2", "phi3", "mixtral", "qwen3_moe")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """An argument ``family`` that the test does not parametrize itself: each of FAMILIES, or of the registry."""
+    own: set[str] = set()
+    for mark in metafunc.definition.iter_markers("parametrize"):
+        own.update(re.split(r"[, ]+", mark.args[0]) if isinstance(mark.args[0], str) else mark.args[0])
+    if "family" in metafunc.fixturenames and "family" not in own:
+        every = metafunc.definition.get_closest_marker("every_family") is not None
+        metafunc.parametrize("family", registry_names() if every else FAMILIES, scope="module")
 
 
 def load_support(name: str, folder: str = "support") -> ModuleType:

@@ -32,7 +32,7 @@ GGUF_FAMILIES = {
     "mistral": {"sliding_window": None},
     "qwen2": {"use_sliding_window": False},
     "qwen3": {},
-    "internlm2": PLAIN,
+    "internlm2": {"shape": 1},
     "gemma2": {"query_pre_attn_scalar": 32},
     "phi3": {},
 }

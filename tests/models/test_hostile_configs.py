@@ -8,9 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from toolkit.errors import ToolkitError
-from toolkit.models.registry import FAMILIES, build, load_spec
-
-NAMES = [f.name for f in FAMILIES]
+from toolkit.models.registry import build, load_spec, names
 
 BAD = [
     ("hidden_size", 0),
@@ -107,7 +105,7 @@ FAMILY_BAD = [
 
 @pytest.fixture(scope="module")
 def configs(tiny_models):
-    return {name: json.loads((tiny_models(name) / "config.json").read_text()) for name in NAMES}
+    return {name: json.loads((tiny_models(name) / "config.json").read_text()) for name in names()}
 
 
 def _one_line(config, field):
@@ -121,7 +119,6 @@ def _one_line(config, field):
     assert "found" in message and "expected" in message
 
 
-@pytest.mark.parametrize("family", NAMES)
 @pytest.mark.parametrize("field, value", BAD, ids=lambda v: repr(v)[:40])
 def test_bad_value_names_the_field(configs, family, field, value):
     config = {**configs[family], field: value}
@@ -141,7 +138,7 @@ def test_bad_value_of_a_family(configs, family, field, value):
     _one_line(config, field)
 
 
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.every_family
 def test_special_tokens_and_dtypes_that_are_fine(configs, family):
     fine = {"bos_token_id": -1, "pad_token_id": -1, "eos_token_id": [2, 319], "dtype": "half", "torch_dtype": None}
     assert build({**configs[family], **fine}) == build(configs[family])
@@ -161,9 +158,11 @@ def test_not_an_object(config):
         build(config)
 
 
-def test_empty_config_lists_the_known_architectures():
-    with pytest.raises(ToolkitError, match=r"LlamaForCausalLM.*Qwen3MoeForCausalLM"):
+def test_an_unknown_architecture_brings_the_nearest():
+    with pytest.raises(ToolkitError, match=r"found nothing, expected .*`tool list models`.*LlamaForCausalLM"):
         build({})
+    with pytest.raises(ToolkitError, match=r"Qwen3MoEForCausalLM, .* Qwen3MoeForCausalLM"):
+        build({"architectures": ["Qwen3MoEForCausalLM"]})
 
 
 def test_huge_integer_prints(configs):
@@ -191,9 +190,9 @@ _json = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.every_family
 def test_any_mutation_gives_a_spec_or_a_toolkit_error(configs, family, data):
     from toolkit.models.rope import inv_freq
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.registry import ARCHITECTURES, FAMILIES, apply_overrides, build, describe, find_family, load_spec
+from toolkit.models.registry import apply_overrides, build, families, find_family, load_spec, names
 
 CONFIG = dict(
     architectures=["LlamaForCausalLM"],
@@ -20,10 +20,10 @@ CONFIG = dict(
 )
 
 
-def test_nine_families():
-    assert len(FAMILIES) == 9
-    assert {row[1] for row in describe()} == {f.name for f in FAMILIES}
-    assert {row[0] for row in describe()} == set(ARCHITECTURES)
+def test_every_file_is_a_family_and_no_architecture_has_two():
+    assert [family.name for family in families()] == names()
+    architectures = [name for family in families() for name in family.architectures]
+    assert len(set(architectures)) == len(architectures)
 
 
 def test_model_type_where_architectures_is_absent():
@@ -81,3 +81,13 @@ def test_importing_models_is_cheap():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_a_config_imports_its_family_alone():
+    code = (
+        "import sys; from toolkit.models.registry import build\n"
+        f"build({ {**CONFIG, 'model_type': 'llama'}!r})\n"
+        "print([m for m in sys.modules if m.startswith('toolkit.models.families.')])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "['toolkit.models.families.llama']"

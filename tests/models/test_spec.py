@@ -7,15 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.models.check import check_spec
-from toolkit.models.registry import FAMILIES, build
+from toolkit.models.registry import build
 from toolkit.models.spec import DecoderSpec, MoeSpec
 
-NAMES = [f.name for f in FAMILIES]
 
-
-@pytest.fixture(params=NAMES)
-def spec(request, tiny_models):
-    config = json.loads((tiny_models(request.param) / "config.json").read_text())
+@pytest.fixture
+def spec(family, tiny_models):
+    config = json.loads((tiny_models(family) / "config.json").read_text())
     return build(config)[0]
 
 

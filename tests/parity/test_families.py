@@ -1,7 +1,7 @@
 """Every family, run by our runners, against transformers on the same float32 weights.
 
-The oracle is transformers' whole forward pass over each prompt alone, with eager attention and no cache. InternLM2 has
-no class in transformers: its weights are compared as the Llama they were rearranged from. Phi-3's and InternLM2's rope
+The oracle is transformers' whole forward pass over each prompt alone, with eager attention and no cache. For a
+family without a class there its twin answers. Phi-3's and InternLM2's rope
 have two sets of frequencies: a request that may grow past the original length uses the long one from its first token,
 and so does transformers for a forward pass that is longer; lengths in these tests stay on one side.
 """
@@ -24,8 +24,6 @@ from toolkit.runners.native.runner import available
 
 RUNNERS = {"pytorch": "torch", "turbomind": "native"}  # backend → runner
 BACKENDS = ("pytorch", "turbomind") if available() is None else ("pytorch",)
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "internlm2", "gemma2", "phi3", "mixtral", "qwen3_moe")
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 BLOCK = 16
 NEW = 12
@@ -57,12 +55,9 @@ class Oracle:
         return ids[len(prompt) :]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def case(request: Any, tiny_models: Any) -> tuple[str, Path, Oracle]:
-    family = request.param
-    path = tiny_models(family)
-    twin = tiny_models("llama", rope_parameters=DYNAMIC) if family == "internlm2" else path
-    return family, path, Oracle(twin)
+@pytest.fixture(scope="module")
+def case(family: str, tiny_models: Any) -> tuple[str, Path, Oracle]:
+    return family, tiny_models(family), Oracle(tiny_models.twin(family))
 
 
 def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
@@ -137,7 +132,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"use_sliding_window": False}),
     ("qwen2", {"layer_types": ["sliding_attention", "full_attention"]}),
     ("qwen3", {"attention_bias": True, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}),
-    ("internlm2", {"attention_bias": True, "num_key_value_heads": 1}),
+    ("internlm2", {"shape": 1}),
     ("gemma2", {"tie_word_embeddings": False, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
     ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "sliding_window": 13}),
     ("phi3", {"tie_word_embeddings": True, "num_attention_heads": 4, "num_key_value_heads": 4, **PLAIN}),
@@ -153,8 +148,7 @@ def test_logits_of_config_variants(
     tiny_models: Any, support: Any, backend: str, family: str, overrides: dict[str, Any]
 ) -> None:
     path = tiny_models(family, **overrides)
-    twin = tiny_models("llama", **{"rope_parameters": DYNAMIC, **overrides}) if family == "internlm2" else path
-    oracle = Oracle(twin)
+    oracle = Oracle(tiny_models.twin(family, **overrides))
     driver = support("steps").Driver(open_backend(path, backend))
     new = {driver.add(): p for p in prompts(SHORT)}
     output = driver.step(new, want="all")

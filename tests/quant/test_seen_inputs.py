@@ -21,7 +21,6 @@ from toolkit.quant.kv import kv
 from toolkit.quant.lite import Common, auto_awq
 from toolkit.quant.sites import layer_sites
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "internlm2", "gemma2", "phi3", "mixtral", "qwen3_moe")
 FUSED = {"qkv_proj": "q_proj", "gate_up_proj": "up_proj"}
 SAMPLES, LENGTH = 8, 64
 
@@ -49,8 +48,7 @@ def seen(
     from transformers import AutoModelForCausalLM, DynamicCache
 
     path = tiny_models(family)
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    twin = tiny_models("llama", rope_parameters=rope) if family == "internlm2" else path  # which transformers lacks
+    twin = tiny_models.twin(family)
     model = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32, attn_implementation="eager")
     inputs: dict[str, torch.Tensor] = {}
 
@@ -69,7 +67,6 @@ def seen(
     return path, inputs, [(layer.keys, layer.values) for layer in cache.layers]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 def test_statistics_are_of_the_inputs(
     family: str, tiny_models: Any, tmp_path: Path, common: Common, in_float32: None
 ) -> None:
@@ -96,7 +93,6 @@ def test_statistics_are_of_the_inputs(
             assert rows == SAMPLES * LENGTH * moe.top_k, i
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 def test_statistics_are_taken_once_on_every_family(
     family: str, tiny_models: Any, tmp_path: Path, common: Common
 ) -> None:
@@ -109,7 +105,6 @@ def test_statistics_are_taken_once_on_every_family(
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 def test_scales_of_the_cache_are_of_the_keys_and_values(
     family: str, tiny_models: Any, tmp_path: Path, common: Common, in_float32: None
 ) -> None:

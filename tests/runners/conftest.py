@@ -63,7 +63,7 @@ def drive(tiny_models: Any, steps: Any, support: Any) -> Any:
 def transformers_model(tiny_models: Any) -> Any:
     """``transformers_model(family, **overrides)``: the same weights in transformers, float32.
 
-    It has no InternLM2: there the Llama whose weights were rearranged stands in.
+    Where it lacks the family, its twin stands in.
     """
 
     @functools.cache
@@ -73,10 +73,7 @@ def transformers_model(tiny_models: Any) -> Any:
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
     def make(family: str, **overrides: Any) -> Any:
-        if family == "internlm2":
-            rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-            return load(tiny_models("llama", **({"rope_parameters": rope} | overrides)))
-        return load(tiny_models(family, **overrides))
+        return load(tiny_models.twin(family, **overrides))
 
     return make
 

@@ -3,15 +3,19 @@
 Test modules cannot import this file (``tests`` is no package); ``tests/conftest.py`` loads it and offers
 
 * ``tiny_models(family, **overrides) -> Path``: a checkpoint directory, cached for the session, never to be modified;
+  ``tiny_models.twin(family, **overrides)``: the same weights as transformers knows them, most often the same directory;
 * ``tiny_checkpoint(family, path, **overrides) -> Path``: a fresh one under ``path``, yours to break.
 
-``family``: one of ``FAMILIES``. ``overrides``: config fields of the transformers class, and
+``family``: a name in the registry, whose file has the config (``toolkit.models.family.Tiny``). ``overrides``: config
+fields of the transformers class, and
 
+* ``shape`` (int, 0): which of the family's tiny models;
 * ``seed`` (int, 0): of the weights; ``dtype`` ("float32"): as stored;
 * ``tokenizer`` (bool, True): a byte-level BPE tokenizer with ChatML template goes along (needs vocab_size >= 320);
 * ``max_shard_size`` (str): to get a sharded checkpoint.
 
-Weights are far larger than a model's initial ones, so that logits differ clearly and mistakes show.
+Weights are far larger than a model's initial ones, so that logits differ clearly and mistakes show. A family without a
+class in transformers is made from its twin's weights (``Family.twin``).
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "internlm2", "gemma2", "phi3", "mixtral", "qwen3_moe")
+from toolkit.models.family import Family
+from toolkit.models.registry import build, get
 
 VOCAB = 320
 
@@ -38,51 +43,6 @@ _COMMON: dict[str, Any] = dict(
     pad_token_id=0,
 )
 
-# What each family adds, chosen so that its peculiarities matter within a few dozen tokens.
-_FAMILY: dict[str, dict[str, Any]] = {
-    "llama": dict(
-        rope_parameters=dict(
-            rope_type="llama3",
-            rope_theta=10000.0,
-            factor=8.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=64,
-        )
-    ),
-    "mistral": dict(sliding_window=24, head_dim=32),
-    "qwen2": dict(use_sliding_window=True, sliding_window=20, max_window_layers=1, tie_word_embeddings=True),
-    "qwen3": dict(head_dim=32),
-    "internlm2": dict(rope_parameters=dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0)),
-    "gemma2": dict(head_dim=32, sliding_window=16, query_pre_attn_scalar=24, num_hidden_layers=4),
-    "phi3": dict(
-        max_position_embeddings=512,
-        original_max_position_embeddings=64,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        rope_parameters=dict(
-            rope_type="longrope",
-            rope_theta=10000.0,
-            partial_rotary_factor=0.75,
-            original_max_position_embeddings=64,
-            short_factor=[1.0 + 0.02 * i for i in range(12)],
-            long_factor=[1.0 + 0.7 * i for i in range(12)],
-        ),
-    ),
-    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
-    "qwen3_moe": dict(
-        head_dim=32,
-        moe_intermediate_size=64,
-        num_experts=6,
-        num_experts_per_tok=3,
-        norm_topk_prob=True,
-        num_hidden_layers=3,
-        mlp_only_layers=[1],
-    ),
-}
-
-_TRANSFORMERS_TYPE = {"internlm2": "llama"}
-
 _TEXT = (
     "The quick brown fox jumps over the lazy dog. It was the best of times, it was the worst of times. "
     "All happy families are alike; every unhappy family is unhappy in its own way. Call me Ishmael."
@@ -96,16 +56,33 @@ _CHATML = (
 
 def tiny_checkpoint(family: str, path: Path, **overrides: Any) -> Path:
     """Write a tiny checkpoint of ``family`` to the directory ``path`` and return it."""
+    return _make(family, path, overrides)[0]
+
+
+def _make(family: str, path: Path, overrides: dict[str, Any]) -> tuple[Path, Path]:
+    """The checkpoint at ``path``, and its twin beside it or itself."""
+    known, overrides = get(family), dict(overrides)
+    tiny = known.tiny[overrides.pop("shape", 0)]
+    if known.twin is None:
+        _write(known.name, path, {**_COMMON, **tiny.fields}, overrides)
+        return path, path
+    twin = path.with_name(f"{path.name}-as-{known.twin}")
+    overrides.pop("max_shard_size", None)
+    _write(known.twin, twin, {**_COMMON, **(tiny.twin or {})}, overrides)
+    changes = {key: value for key, value in overrides.items() if key in _COMMON}
+    respell(twin, known, {**_COMMON, **tiny.fields, **changes}, path)
+    return path, twin
+
+
+def _write(model_type: str, path: Path, fields: dict[str, Any], overrides: dict[str, Any]) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    seed = overrides.pop("seed", 0)
-    dtype = overrides.pop("dtype", "float32")
-    tokenizer = overrides.pop("tokenizer", True)
-    shard = {"max_shard_size": overrides.pop("max_shard_size")} if "max_shard_size" in overrides else {}
-
-    settings = {**_COMMON, **_FAMILY[family], **overrides}
-    config = AutoConfig.for_model(_TRANSFORMERS_TYPE.get(family, family), **settings)
+    settings = {**fields, **overrides}
+    seed, dtype = settings.pop("seed", 0), settings.pop("dtype", "float32")
+    tokenizer = settings.pop("tokenizer", True)
+    shard = {"max_shard_size": settings.pop("max_shard_size")} if "max_shard_size" in settings else {}
+    config = AutoConfig.for_model(model_type, **settings)
     with torch.random.fork_rng(devices=[]):  # a test sees the same numbers whether or not a model was made before
         model = AutoModelForCausalLM.from_config(config).eval()
     _randomize(model, torch.Generator().manual_seed(seed))
@@ -114,9 +91,42 @@ def tiny_checkpoint(family: str, path: Path, **overrides: Any) -> Path:
     model.save_pretrained(path, **shard)
     if tokenizer:
         _tokenizer(settings).save_pretrained(path)
-    if family == "internlm2":
-        _to_internlm2(path)
-    return path
+
+
+def respell(twin: Path, family: Family, fields: dict[str, Any], path: Path) -> None:
+    """Write the checkpoint ``twin``, whose tensors have canonical names, as ``family`` spells and joins them."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(twin, path)
+    old = json.loads((twin / "config.json").read_text())
+    config = {
+        **fields,
+        "architectures": [family.architectures[0]],
+        "model_type": family.name,
+        "torch_dtype": old["dtype"],
+    }
+    (path / "config.json").write_text(json.dumps(config, indent=2))
+    weights = load_file(twin / "model.safetensors")
+    if family.name == "deepseek":  # has no gate before its shared expert: its twin's always gives sigmoid(0)
+        for name in weights:
+            weights[name] *= 0.0 if name.endswith("shared_expert_gate.weight") else 1.0
+        save_file(weights, twin / "model.safetensors", metadata={"format": "pt"})
+        for name in weights:
+            weights[name] *= 0.5 if name.endswith("shared_expert.down_proj.weight") else 1.0
+    tensors: dict[str, torch.Tensor] = {}
+    for item in build(config)[1]:
+        for suffix in ("weight", "bias") if item.bias else ("weight",):
+            stored = torch.empty(
+                item.shape if suffix == "weight" else item.shape[:1], dtype=getattr(torch, old["dtype"])
+            )
+            for part in item.parts:
+                at = 0
+                for start, stop in part.rows or ((0, item.shape[0]),):
+                    stored[start:stop] = weights[f"{part.name}.{suffix}"][at : at + stop - start]
+                    at += stop - start
+            tensors[f"{item.name}.{suffix}"] = stored
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
 class TinyModels:
@@ -124,12 +134,19 @@ class TinyModels:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.made: dict[str, Path] = {}
+        self.made: dict[str, tuple[Path, Path]] = {}
 
     def __call__(self, family: str, **overrides: Any) -> Path:
+        return self._both(family, overrides)[0]
+
+    def twin(self, family: str, **overrides: Any) -> Path:
+        """The same weights as a checkpoint that transformers opens."""
+        return self._both(family, overrides)[1]
+
+    def _both(self, family: str, overrides: dict[str, Any]) -> tuple[Path, Path]:
         key = json.dumps([family, overrides], sort_keys=True)
         if key not in self.made:
-            self.made[key] = tiny_checkpoint(family, self.root / f"{family}-{len(self.made)}", **overrides)
+            self.made[key] = _make(family, self.root / f"{family}-{len(self.made)}", overrides)
         return self.made[key]
 
 
@@ -137,12 +154,11 @@ def _randomize(model: Any, generator: Any) -> None:
     """Norms near their neutral value, biases and matrices with a spread that keeps activations of order one."""
     import torch
 
-    centre = 0.0 if model.config.model_type == "gemma2" else 1.0
     with torch.no_grad():
         for name, p in model.named_parameters():
             noise = torch.randn(p.shape, generator=generator)
             if "norm" in name:
-                p.copy_(centre + 0.2 * noise)
+                p.copy_(p.mean() + 0.2 * noise)  # 1, or 0 where the model adds the 1
             elif name.endswith("bias"):
                 p.copy_(0.3 * noise)
             elif "embed_tokens" in name:
@@ -175,54 +191,6 @@ def _tokenizer(settings: dict[str, Any]) -> Any:
         chat_template=_CHATML,
         model_max_length=settings["max_position_embeddings"],
     )
-
-
-def _to_internlm2(path: Path) -> None:
-    """Respell a Llama checkpoint as InternLM2's: its names, and q, k, v interleaved in one matrix per kv head."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    config = json.loads((path / "config.json").read_text())
-    kv_heads, head_dim = config["num_key_value_heads"], config["head_dim"]
-    heads_per_kv = config["num_attention_heads"] // kv_heads
-    old = load_file(path / "model.safetensors")
-    names = {
-        "model.embed_tokens.": "model.tok_embeddings.",
-        "lm_head.": "output.",
-        "self_attn.o_proj": "attention.wo",
-        "mlp.gate_proj": "feed_forward.w1",
-        "mlp.up_proj": "feed_forward.w3",
-        "mlp.down_proj": "feed_forward.w2",
-        "input_layernorm": "attention_norm",
-        "post_attention_layernorm": "ffn_norm",
-    }
-    new: dict[str, torch.Tensor] = {}
-    for name, tensor in old.items():
-        if ".k_proj." in name or ".v_proj." in name:
-            continue
-        if ".q_proj." in name:
-            rest = tensor.shape[1:]
-            q = tensor.view(kv_heads, heads_per_kv, head_dim, *rest)
-            k = old[name.replace("q_proj", "k_proj")].view(kv_heads, 1, head_dim, *rest)
-            v = old[name.replace("q_proj", "v_proj")].view(kv_heads, 1, head_dim, *rest)
-            name = name.replace("self_attn.q_proj", "attention.wqkv")
-            tensor = torch.cat([q, k, v], dim=1).reshape(-1, *rest)
-        for ours, theirs in names.items():
-            name = name.replace(ours, theirs)
-        new[name] = tensor.contiguous()
-    save_file(new, path / "model.safetensors", metadata={"format": "pt"})
-
-    rope = config.pop("rope_parameters")
-    config.update(
-        architectures=["InternLM2ForCausalLM"],
-        model_type="internlm2",
-        bias=config.pop("attention_bias", False),
-        rope_theta=rope["rope_theta"],
-        rope_scaling={"type": rope["rope_type"], "factor": rope["factor"]} if "factor" in rope else None,
-        torch_dtype=config.pop("dtype"),
-    )
-    del config["head_dim"]
-    (path / "config.json").write_text(json.dumps(config, indent=2))
 
 
 def copy_of(model: Path, path: Path) -> Path:

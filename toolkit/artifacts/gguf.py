@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.gguf_container import GgufContainer, read_container
 from toolkit.artifacts.gguf_keys import check_kinds
-from toolkit.artifacts.gguf_models import Change, arch_of, hf_config, hf_names, row_order, unstacked
+from toolkit.artifacts.gguf_models import Change, family_of, hf_config, hf_tensors, row_order
 from toolkit.artifacts.gguf_tokenizer import write_tokenizer
 from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.safetensors_file import TensorInfo
 from toolkit.errors import ToolkitError
+from toolkit.models.registry import build
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,24 +96,21 @@ def open_gguf(path: Path) -> GgufFile:
     container = read_container(path)
     metadata = container.metadata
     check_kinds(path, metadata)
-    arch = arch_of(path, metadata)
-    sources = hf_names(path, arch, container.tensors)
+    family, spelling = family_of(path, metadata)
     factors = {
         name: container.raw(name).view("<f4")
         for name in _FACTORS
         if name in container.tensors and container.tensors[name].dtype == "F32"
     }
-    config = hf_config(path, arch, metadata, container.tensors, factors)
+    config = hf_config(path, family, spelling, metadata, container.tensors, factors)
     infos: dict[str, TensorInfo] = {}
     found: dict[str, tuple[str, Change]] = {}
-    experts = config.get("num_experts", config.get("num_local_experts", 0))
-    for stem, (source, change) in sources.items():
-        info = container.tensors[source]
+    _, stored = build(config, f"{path}: config.json")
+    for name, info, source, change in hf_tensors(path, spelling, container.tensors, stored):
         heads = config["num_attention_heads" if change == "q_rows" else "num_key_value_heads"]
         if change in ("q_rows", "k_rows") and info.shape[0] % (2 * heads):
             raise ToolkitError(f"{path}: tensor {source}: {info.shape[0]} rows do not make {heads} heads")
-        for name, part in unstacked(path, stem, source, info, experts):
-            infos[name], found[name] = part, (source, change)
+        infos[name], found[name] = info, (source, change)
     return GgufFile(container, config, _generation_config(metadata), infos, found)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,16 +24,16 @@ from toolkit.artifacts.gguf_container import TOOL_KEY
 from toolkit.artifacts.gguf_fit import ORDER, fit, smallest
 from toolkit.artifacts.gguf_metadata import ModelMetadata, model_metadata
 from toolkit.artifacts.gguf_mixtures import MIXTURES, Mixture, Place, columns_of, find_mixture, type_of
-from toolkit.artifacts.gguf_models import ARCHS, row_order
+from toolkit.artifacts.gguf_models import row_order
 from toolkit.artifacts.gguf_quantize import quantize
 from toolkit.artifacts.gguf_vocabulary import vocabulary
 from toolkit.artifacts.gguf_writer import Entry, write_gguf
 from toolkit.artifacts.weights import is_present, load_stored, split_parts
 from toolkit.errors import ToolkitError
+from toolkit.models.gguf import EXPERTS, TOP, Gguf
 from toolkit.models.spec import AttentionSpec, DecoderSpec, StoredTensor
 
-_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-_EXPERTS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
+_TOP = {ours: theirs for theirs, ours in TOP.items()}
 
 Load = Callable[[StoredTensor], tuple[Weight | Tensor, Tensor | None]]
 """A stored module → (canonical weight or plain tensor, bias or None), as ``weights.load_stored`` gives it."""
@@ -114,7 +115,11 @@ def _shape(piece: Piece) -> tuple[int, ...]:
     rows = _rows(item, name)
     if len(item.shape) == 1 or piece.suffix == "bias":
         return (rows,)
-    return (len(piece.sources), rows, item.shape[1]) if piece.name.endswith("_exps.weight") else (rows, item.shape[1])
+    if not piece.place.columns:
+        return (item.shape[1],)  # the one row of a gate
+    return (
+        (len(piece.sources), rows, item.shape[1]) if piece.name.endswith(f"{EXPERTS}.weight") else (rows, item.shape[1])
+    )
 
 
 def _rows(item: StoredTensor, name: str) -> int:
@@ -170,7 +175,7 @@ def plan_export(
             f"{kind} instead of {wanted} for {names}: blocks of {columns_of(wanted)} do not divide {columns} columns"
         )
     general = {
-        "general.architecture": model.arch,
+        "general.architecture": model.gguf.arch,
         "general.type": "model",
         "general.name": checkpoint.path.stem if checkpoint.path.is_file() else checkpoint.path.name,
         "general.quantization_version": 2,
@@ -234,22 +239,22 @@ def _pieces(
     """Every tensor of the file, in the order of the checkpoint."""
     attention = dict(spec.attention_layers())
     offsets = {norm.name: norm.weight_offset for norm in spec.norms()}
-    stems = _stems(model.arch)
+    stems = {ours: theirs for theirs, ours in model.gguf.names.items()}
     experts: dict[str, Piece] = {}
     for item in stored:
         if item.optional and not is_present(checkpoint, item):
             continue
-        names = [item.name] if spec.family == "phi3" else [part.name for part in item.parts]
-        for name in names:
+        fused = len(item.parts) > 1 and item.name.split(".", 3)[-1] in stems
+        for name in [item.name] if fused else [part.name for part in item.parts]:
             if name == spec.head and spec.tied:
                 continue
-            stem, role, layer = _spell(name, stems, model.arch)
-            columns = item.shape[1] if len(item.shape) == 2 else 0
-            count = model.values.get(f"{model.arch}.expert_count", 0)
+            stem, role, layer = _spell(name, stems, model.gguf)
+            columns = item.shape[1] if len(item.shape) == 2 and item.shape[0] > 1 else 0
+            count = model.values.get(f"{model.gguf.arch}.expert_count", 0)
             place = Place(role, layer, len(spec.layers), columns, spec.tied, count)
             piece = Piece(f"{stem}.weight", [(item, name)], "weight", place, add=offsets.get(name, 0.0))
-            piece.heads = _heads(role, attention.get(layer), model.arch)
-            if role.endswith("_exps"):
+            piece.heads = _heads(role, attention.get(layer), model.gguf)
+            if role.endswith(EXPERTS):
                 known = experts.get(stem)
                 if known is not None:
                     known.sources.append((item, name))
@@ -261,26 +266,20 @@ def _pieces(
                 yield Piece(f"{stem}.bias", [(item, name)], "bias", flat, heads=piece.heads)
 
 
-def _stems(arch: str) -> dict[str, str]:
-    """Hugging Face's name inside a layer → GGUF's."""
-    return {ours: theirs for theirs, ours in ARCHS[arch].names.items()} | {"mlp.gate": "ffn_gate_inp"}
-
-
-def _spell(name: str, stems: dict[str, str], arch: str) -> tuple[str, str, int]:
+def _spell(name: str, stems: dict[str, str], gguf: Gguf) -> tuple[str, str, int]:
     """(tensor name without suffix, role, layer) of a canonical name."""
     if name in _TOP:
         return _TOP[name], _TOP[name], 0
     parts = name.split(".", 3)
     if len(parts) == 4 and parts[:2] == ["model", "layers"]:
-        rest = parts[3]
-        role = _EXPERTS.get(rest.rsplit(".", 1)[-1]) if rest.startswith("mlp.experts.") else stems.get(rest)
+        role = stems.get(re.sub(r"\.experts\.\d+\.", ".experts.{}.", parts[3]))
         if role is not None:
             return f"blk.{parts[2]}.{role}", role, int(parts[2])
-    raise ToolkitError(f"gguf: {name} has no place in llama.cpp's {arch}")
+    raise ToolkitError(f"gguf: {name} has no place in llama.cpp's {gguf.arch}")
 
 
-def _heads(role: str, attention: AttentionSpec | None, arch: str) -> int:
+def _heads(role: str, attention: AttentionSpec | None, gguf: Gguf) -> int:
     """Into how many heads rows are interleaved; 0 where they stay."""
-    if attention is None or not ARCHS[arch].interleaved_qk:
+    if attention is None or not gguf.interleaved_qk:
         return 0
     return {"attn_q": attention.heads, "attn_k": attention.kv_heads}.get(role, 0)

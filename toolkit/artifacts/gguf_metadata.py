@@ -9,31 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.errors import ToolkitError
+from toolkit.models.gguf import Gguf
+from toolkit.models.registry import get
 from toolkit.models.spec import AttentionSpec, DecoderSpec, MlpSpec, MoeSpec, RopeSpec
-
-# Our family → general.architecture. internlm2 and mistral are llamas once their tensors have a llama's names.
-ARCHITECTURES = {
-    "llama": "llama",
-    "mistral": "llama",
-    "internlm2": "llama",
-    "mixtral": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "qwen3_moe": "qwen3moe",
-    "gemma2": "gemma2",
-    "phi3": "phi3",
-}
-# Architectures without a bias on o_proj, which Hugging Face's models have as soon as q, k and v have one.
-WITHOUT_BIAS = ("qwen3", "qwen3moe", "gemma2")
 
 
 @dataclass(frozen=True)
 class ModelMetadata:
-    """``values``: metadata without ``general.*`` and tokenizer. ``factors``: rope tensors, float32, by name.
-    ``notes``: what the file cannot say, one line each.
+    """``gguf``: the architecture. ``values``: metadata without ``general.*`` and tokenizer. ``factors``: rope tensors,
+    float32, by name. ``notes``: what the file cannot say, one line each.
     """
 
-    arch: str
+    gguf: Gguf
     values: dict[str, Any]
     factors: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -44,9 +31,9 @@ def model_metadata(spec: DecoderSpec, context_length: int) -> ModelMetadata:
 
     Raises ToolkitError for what llama.cpp's architecture of that name does not compute.
     """
-    arch = ARCHITECTURES.get(spec.family)
-    if arch is None:
-        raise ToolkitError(f"gguf: no llama.cpp architecture for the {spec.family} family is known to this tool")
+    gguf = get(spec.family).gguf
+    if isinstance(gguf, str):
+        raise ToolkitError(f"gguf: {gguf}")
     layers = [attention for _, attention in spec.attention_layers()]
     first = layers[0]
     values: dict[str, Any] = {
@@ -61,17 +48,26 @@ def model_metadata(spec: DecoderSpec, context_length: int) -> ModelMetadata:
         "attention.layer_norm_rms_epsilon": float(spec.final_norm.eps),
         "vocab_size": spec.vocab_size,
     }
-    found = ModelMetadata(arch, values)
-    values.update(_experts(spec, arch))
-    if first.rope is not None:
-        _rope(first.rope, found)
-    _windows(spec, layers, found)
-    _peculiarities(spec, first)
-    _biases(spec, arch)
-    if spec.family == "gemma2":
-        values["attn_logit_softcapping"] = float(first.softcap or 0.0)
-        values["final_logit_softcapping"] = float(spec.logit_softcap or 0.0)
-    return ModelMetadata(arch, {f"{arch}.{key}": value for key, value in values.items()}, found.factors, found.notes)
+    found = ModelMetadata(gguf, values)
+    values.update(_experts(spec, gguf))
+    if (rope := _main_rope(layers)) is not None:
+        _rope(rope, found)
+    _windows(layers, found)
+    _queries(spec, gguf, first)
+    odd = next((linear.name for linear in spec.linears() if linear.bias), None)
+    if odd is not None and not gguf.biases:
+        raise ToolkitError(f"gguf: llama.cpp's {gguf.arch} has no biases, this model has {odd}.bias")
+    if gguf.write is not None:
+        values.update(gguf.write(spec))
+    return ModelMetadata(
+        gguf, {f"{gguf.arch}.{key}": value for key, value in values.items()}, found.factors, found.notes
+    )
+
+
+def _main_rope(layers: list[AttentionSpec]) -> RopeSpec | None:
+    """The rope that the file states: of the layers that see everything, where they have one."""
+    ropes = [attention.rope for attention in layers if attention.window is None] + [x.rope for x in layers]
+    return next((rope for rope in ropes if rope is not None), None)
 
 
 def _feed_forward(spec: DecoderSpec) -> int:
@@ -86,18 +82,26 @@ def _feed_forward(spec: DecoderSpec) -> int:
     )
 
 
-def _experts(spec: DecoderSpec, arch: str) -> dict[str, Any]:
+def _experts(spec: DecoderSpec, gguf: Gguf) -> dict[str, Any]:
     layers = [s.mixer for layer in spec.layers for s in layer.sublayers if isinstance(s.mixer, MoeSpec)]
     if not layers:
         return {}
-    if len(layers) != len(spec.layers):
-        raise ToolkitError(f"gguf: llama.cpp's {arch} has experts in every layer, this model in {len(layers)} of them")
-    if not layers[0].norm_topk or layers[0].shared is not None:
-        raise ToolkitError(f"gguf: llama.cpp's {arch} rescales the experts' weights to sum 1; this model does not")
-    found: dict[str, Any] = {"expert_count": len(layers[0].experts), "expert_used_count": layers[0].top_k}
-    if arch == "qwen3moe":
-        found["expert_feed_forward_length"] = layers[0].experts[0].up.out_features
-    return found
+    if len(layers) != len(spec.layers) and "ffn_gate" not in gguf.names:
+        raise ToolkitError(
+            f"gguf: llama.cpp's {gguf.arch} has experts in every layer, this model in {len(layers)} of them"
+        )
+    first = layers[0]
+    if first.norm_topk != gguf.norm_topk:
+        does = "rescales the experts' weights to sum 1" if gguf.norm_topk else "takes the experts' weights as they are"
+        raise ToolkitError(f"gguf: llama.cpp's {gguf.arch} {does}; this model does not")
+    sizes = {
+        "expert_count": len(first.experts),
+        "expert_used_count": first.top_k,
+        "expert_feed_forward_length": first.experts[0].up.out_features,
+        "expert_shared_feed_forward_length": first.shared.up.out_features if first.shared else 0,
+    }
+    stated = {"expert_count", "expert_used_count", *gguf.numbers.values()}
+    return {key: value for key, value in sizes.items() if key in stated}
 
 
 def _rope(rope: RopeSpec, found: ModelMetadata) -> None:
@@ -132,30 +136,22 @@ def _llama3_factors(rope: RopeSpec) -> NDArray[np.float32]:
     return (1.0 / ((1.0 - smooth) / rope.factor + smooth)).astype(np.float32)
 
 
-def _windows(spec: DecoderSpec, layers: list[AttentionSpec], found: ModelMetadata) -> None:
+def _windows(layers: list[AttentionSpec], found: ModelMetadata) -> None:
     windows = {attention.window for attention in layers} - {None}
     if not windows:
-        if spec.family == "phi3":  # the architecture wants the key
-            found.values["attention.sliding_window"] = found.values["context_length"]
         return
     window = windows.pop()
-    if spec.family in ("gemma2", "phi3"):
+    if found.gguf.window:
         found.values["attention.sliding_window"] = window
     else:
-        found.notes.append(f"llama.cpp's {found.arch} has no sliding window: right up to {window} tokens of context")
+        found.notes.append(
+            f"llama.cpp's {found.gguf.arch} has no sliding window: right up to {window} tokens of context"
+        )
 
 
-def _peculiarities(spec: DecoderSpec, first: AttentionSpec) -> None:
-    scale = first.head_dim**-0.5
-    if spec.family == "gemma2" and len(spec.layers) == 46:
-        scale = (spec.hidden_size // first.heads) ** -0.5
+def _queries(spec: DecoderSpec, gguf: Gguf, first: AttentionSpec) -> None:
+    scale = first.scale if gguf.scale is None else gguf.scale(spec)
     if abs(first.scale / scale - 1) > 1e-6:
         raise ToolkitError(
             f"gguf: llama.cpp scales queries of this architecture by {scale:.6g}, the model by {first.scale:.6g}"
         )
-
-
-def _biases(spec: DecoderSpec, arch: str) -> None:
-    odd = next((linear.name for linear in spec.linears() if linear.bias), None)
-    if odd is not None and arch in WITHOUT_BIAS:
-        raise ToolkitError(f"gguf: llama.cpp's {arch} has no biases, this model has {odd}.bias")

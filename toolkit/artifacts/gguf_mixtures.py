@@ -54,7 +54,7 @@ def _more_bits(more: str, *, small: str | None = None, qkv: str | None = None) -
     """The rules of the K mixtures. ``more``: for sensitive matrices; ``small``: for those of the first layers (_S)."""
 
     def exception(place: Place) -> str | None:
-        role = place.role.removesuffix("_exps")
+        role = place.role.removesuffix("_exps").removesuffix("_shexp")
         if place.is_head:
             return "Q6_K"
         if role in ("attn_v", "attn_k") and place.experts == 8:

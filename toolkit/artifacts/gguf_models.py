@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,170 +13,96 @@ from numpy.typing import NDArray
 
 from toolkit.artifacts.safetensors_file import TensorInfo
 from toolkit.errors import ToolkitError
+from toolkit.models.family import Family
+from toolkit.models.gguf import TOP, Gguf
+from toolkit.models.registry import families
+from toolkit.models.spec import StoredTensor
 
 # What has to be undone: rows of q and k interleaved for llama.cpp's rope, or 1 added to norm weights.
 Change = Literal["none", "q_rows", "k_rows", "norm"]
 
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_BLOCK = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_QK_NORM = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-_DENSE_MLP = ("ffn_gate", "ffn_up", "ffn_down")
-EXPERTS = "_exps"  # how the stem of a tensor ends that stacks all experts' matrices of a layer: [experts, out, in]
 _NOT_WEIGHTS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 
 
-@dataclass(frozen=True)
-class GgufArch:
-    """How one value of ``general.architecture`` is spelled as a Hugging Face model.
-
-    ``names``: GGUF's name inside a layer → Hugging Face's, with {} for the expert. ``fields``: constants of the config;
-    ``numbers``: its fields that the metadata states, by key.
-    """
-
-    model_type: str
-    class_name: str
-    names: dict[str, str]
-    interleaved_qk: bool = False
-    norm_plus_one: bool = False
-    fields: dict[str, Any] = field(default_factory=dict)
-    numbers: dict[str, str] = field(default_factory=dict)
-
-
-def _with_experts(prefix: str, gate: str, up: str, down: str) -> dict[str, str]:
-    """Names of a layer whose MLP is a mixture of experts."""
-    attention = {theirs: ours for theirs, ours in _BLOCK.items() if theirs not in _DENSE_MLP}
-    matrices = {"ffn_gate": gate, "ffn_up": up, "ffn_down": down}
-    stacked = {f"{theirs}{EXPERTS}": f"{prefix}.experts.{{}}.{ours}" for theirs, ours in matrices.items()}
-    return {**attention, "ffn_gate_inp": f"{prefix}.gate", **stacked}
-
-
-ARCHS: dict[str, GgufArch] = {
-    "llama": GgufArch("llama", "LlamaForCausalLM", _BLOCK, interleaved_qk=True, fields={"hidden_act": "silu"}),
-    "qwen2": GgufArch("qwen2", "Qwen2ForCausalLM", _BLOCK, fields={"hidden_act": "silu", "use_sliding_window": False}),
-    "qwen3": GgufArch(
-        "qwen3",
-        "Qwen3ForCausalLM",
-        {**_BLOCK, **_QK_NORM},
-        fields={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
-    ),
-    "qwen3moe": GgufArch(
-        "qwen3_moe",
-        "Qwen3MoeForCausalLM",
-        {**_with_experts("mlp", "gate_proj", "up_proj", "down_proj"), **_QK_NORM},
-        fields={
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "use_sliding_window": False,
-            "norm_topk_prob": True,  # llama.cpp knows no other way
-            "mlp_only_layers": [],
-            "decoder_sparse_step": 1,
-        },
-        numbers={
-            "num_experts": "expert_count",
-            "num_experts_per_tok": "expert_used_count",
-            "moe_intermediate_size": "expert_feed_forward_length",
-        },
-    ),
-    "gemma2": GgufArch(
-        "gemma2",
-        "Gemma2ForCausalLM",
-        {
-            **_BLOCK,
-            "post_attention_norm": "post_attention_layernorm",
-            "ffn_norm": "pre_feedforward_layernorm",
-            "post_ffw_norm": "post_feedforward_layernorm",
-        },
-        norm_plus_one=True,
-        fields={
-            "hidden_act": "gelu_pytorch_tanh",
-            "hidden_activation": "gelu_pytorch_tanh",
-            "attention_bias": False,
-        },
-    ),
-    "phi3": GgufArch(
-        "phi3",
-        "Phi3ForCausalLM",
-        {**_BLOCK, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-        fields={"hidden_act": "silu"},
-    ),
-}
-
-MIXTRAL = GgufArch(  # which llama.cpp takes for a llama with experts
-    "mixtral",
-    "MixtralForCausalLM",
-    _with_experts("block_sparse_moe", "w1", "w3", "w2"),
-    interleaved_qk=True,
-    fields={"hidden_act": "silu", "sliding_window": None},
-    numbers={"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
-)
-
-
-def arch_of(path: Path, metadata: Mapping[str, Any]) -> GgufArch:
-    """The architecture of a file. Raises ToolkitError for an unknown one, with those known."""
+def family_of(path: Path, metadata: Mapping[str, Any]) -> tuple[Family, Gguf]:
+    """What a file is read as. Raises ToolkitError for an unknown architecture, with those known."""
+    known = [(f, f.gguf) for f in families() if isinstance(f.gguf, Gguf) and f.gguf.family == f.name]
     name = metadata.get("general.architecture")
-    if not isinstance(name, str) or name not in ARCHS:
-        raise ToolkitError(f"{path}: general.architecture: expected one of {', '.join(ARCHS)}, found {name!r:.60}")
-    experts = metadata.get(f"{name}.expert_count", 0)
-    if ARCHS[name].numbers or (isinstance(experts, int) and not experts):
-        return ARCHS[name]
-    if name == "llama":
-        return MIXTRAL
-    raise ToolkitError(f"{path}: {name} with experts cannot be read from GGUF; give the safetensors checkpoint")
+    found = [(family, spelling) for family, spelling in known if spelling.arch == name]
+    if not found:
+        archs = ", ".join(dict.fromkeys(spelling.arch for _, spelling in known))
+        raise ToolkitError(f"{path}: general.architecture: expected one of {archs}, found {name!r:.60}")
+    count = metadata.get(f"{name}.expert_count", 0)
+    dense = isinstance(count, int) and not count
+    for family, spelling in found:
+        if spelling.experts != dense:
+            return family, spelling
+    kind = f"{name} {'without' if dense else 'with'} experts"
+    raise ToolkitError(f"{path}: {kind} cannot be read from GGUF; give the safetensors checkpoint")
 
 
-def hf_names(path: Path, arch: GgufArch, tensors: Mapping[str, TensorInfo]) -> dict[str, tuple[str, Change]]:
-    """Hugging Face name, with {} for the expert where the tensor holds all of a layer → (GGUF name, what to undo).
+def canonical_names(
+    path: Path, gguf: Gguf, tensors: Mapping[str, TensorInfo]
+) -> Iterator[tuple[str, str, str, Change]]:
+    """(GGUF name, canonical name with {} for the expert, "weight" or "bias", what to undo) of each tensor.
 
     Raises ToolkitError for a tensor that has no place.
     """
-    found: dict[str, tuple[str, Change]] = {}
     for name in tensors:
         if name in _NOT_WEIGHTS:
             continue
         stem, _, suffix = name.rpartition(".")
         parts = stem.split(".", 2)
-        if stem in _TOP:
-            target = _TOP[stem]
-        elif len(parts) == 3 and parts[0] == "blk" and parts[1].isdigit() and parts[2] in arch.names:
-            target = f"model.layers.{int(parts[1])}.{arch.names[parts[2]]}"
+        if stem in TOP:
+            target = TOP[stem]
+        elif len(parts) == 3 and parts[0] == "blk" and parts[1].isdigit() and parts[2] in gguf.names:
+            target = f"model.layers.{int(parts[1])}.{gguf.names[parts[2]]}"
         else:
-            raise ToolkitError(f"{path}: tensor {name!r:.80} has no place in {arch.class_name}")
+            raise _no_place(path, name, gguf)
         change: Change = "none"
-        if arch.interleaved_qk and parts[-1] in ("attn_q", "attn_k"):
+        if gguf.interleaved_qk and parts[-1] in ("attn_q", "attn_k"):
             change = "q_rows" if parts[-1] == "attn_q" else "k_rows"
-        elif arch.norm_plus_one and suffix == "weight" and stem.endswith("norm"):
+        elif gguf.norm_plus_one and suffix == "weight" and stem.endswith("norm"):
             change = "norm"
-        found[f"{target}.{suffix}"] = (name, change)
-    return found
+        yield name, target, suffix, change
 
 
-def unstacked(path: Path, name: str, source: str, info: TensorInfo, experts: int) -> Iterator[tuple[str, TensorInfo]]:
-    """The tensors by Hugging Face name that the tensor ``source`` of the file holds: itself, or one an expert where
-    ``name`` has {} in it. Raises ToolkitError where its dimensions are not those of ``name``.
+def _no_place(path: Path, name: str, gguf: Gguf) -> ToolkitError:
+    return ToolkitError(f"{path}: tensor {name!r:.80} has no place in {gguf.family}")
+
+
+def hf_tensors(
+    path: Path, gguf: Gguf, tensors: Mapping[str, TensorInfo], stored: Iterable[StoredTensor]
+) -> Iterator[tuple[str, TensorInfo, str, Change]]:
+    """(Hugging Face name, where it stands, GGUF name, what to undo) of each tensor, an expert's for itself.
+
+    ``stored``: the modules of the checkpoint that the file is presented as. Raises ToolkitError for a tensor that has
+    no place, or dimensions that are not those of its place.
     """
-    stacked = "{}" in name
-    flat = not stacked and len(info.shape) == 1 and info.dtype in ("F32", "F16", "BF16")
-    if not flat and len(info.shape) != (3 if stacked else 2):
-        raise ToolkitError(f"{path}: tensor {source}: {info} cannot be {name}")
-    if not stacked:
-        yield name, info
-        return
-    if info.shape[0] != experts:
-        raise ToolkitError(f"{path}: tensor {source}: expected {experts} experts, found {info}")
-    size = info.nbytes // experts
-    for i in range(experts):
-        start = info.start + i * size
-        yield name.format(i), replace(info, shape=info.shape[1:], start=start, end=start + size)
+    modules = {item.name: item for item in stored}
+    modules |= {item.parts[0].name: item for item in modules.values() if len(item.parts) == 1}
+    for source, target, suffix, change in canonical_names(path, gguf, tensors):
+        info = tensors[source]
+        count = 1
+        if "{}" in target:
+            count = info.shape[0] if len(info.shape) == 3 else 0
+            if count == 0 or target.format(count - 1) not in modules or target.format(count) in modules:
+                raise ToolkitError(f"{path}: tensor {source}: {info} cannot be {target}")
+        size = info.nbytes // count
+        for i in range(count):
+            module = modules.get(target.format(i))
+            if module is None:
+                raise _no_place(path, source, gguf)
+            part = info
+            if "{}" in target:
+                start = info.start + i * size
+                part = replace(info, shape=info.shape[1:], start=start, end=start + size)
+            elif suffix == "weight" and len(module.shape) == 2 and module.shape[0] == 1 == len(info.shape):
+                part = replace(info, shape=(1, *info.shape))  # a gate of one row is a vector there
+            flat = len(part.shape) == 1 and info.dtype in ("F32", "F16", "BF16")
+            if not flat and len(part.shape) != 2:
+                raise ToolkitError(f"{path}: tensor {source}: {info} cannot be {module.name}")
+            yield f"{module.name}.{suffix}", part, source, change
 
 
 def row_order(rows: int, heads: int) -> NDArray[np.int64]:
@@ -186,11 +112,16 @@ def row_order(rows: int, heads: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Typed access to ``<arch>.<key>`` entries."""
+    """Typed access to ``<arch>.<key>`` entries; ``toolkit.models.gguf.Metadata`` for the family files."""
 
     path: Path
     metadata: Mapping[str, Any]
     prefix: str
+    tensors: Mapping[str, TensorInfo]
+
+    def has(self, key: str) -> bool:
+        value = self.metadata.get(f"{self.prefix}.{key}")
+        return value is not None and not (isinstance(value, int) and value == 0)
 
     def whole(self, key: str, default: int | None = None) -> int:
         value = self.metadata.get(f"{self.prefix}.{key}", default)
@@ -211,7 +142,8 @@ class _Reader:
 
 def hf_config(
     path: Path,
-    arch: GgufArch,
+    family: Family,
+    gguf: Gguf,
     metadata: Mapping[str, Any],
     tensors: Mapping[str, TensorInfo],
     rope_factors: Mapping[str, NDArray[np.float32]],
@@ -220,15 +152,15 @@ def hf_config(
 
     Raises ToolkitError that names the file and the metadata key for a missing or impossible value.
     """
-    read = _Reader(path, metadata, str(metadata["general.architecture"]))
+    read = _Reader(path, metadata, gguf.arch, tensors)
     heads, hidden = read.whole("attention.head_count"), read.whole("embedding_length")
     head_dim = read.whole("attention.key_length", max(hidden // heads, 1))
     if "token_embd.weight" not in tensors:
         raise ToolkitError(f"{path}: tensor token_embd.weight is missing; fetch the file again")
     tokenizer = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "padding")}
     config: dict[str, Any] = {
-        "architectures": [arch.class_name],
-        "model_type": arch.model_type,
+        "architectures": [family.architectures[0]],
+        "model_type": family.name,
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
         "intermediate_size": read.whole("feed_forward_length"),
@@ -243,20 +175,15 @@ def hf_config(
         "bos_token_id": tokenizer["bos"],
         "eos_token_id": tokenizer["eos"],
         "pad_token_id": tokenizer["padding"],
-        **arch.fields,
-        **{name: read.whole(key) for name, key in arch.numbers.items()},
+        **gguf.fields,
+        **{name: read.whole(key) for name, key in gguf.numbers.items()},
         "torch_dtype": _dtype(tensors),
     }
-    if arch.model_type == "llama":
-        config["attention_bias"] = "blk.0.attn_q.bias" in tensors
-        config["mlp_bias"] = "blk.0.ffn_gate.bias" in tensors
     rotary = read.whole("rope.dimension_count", head_dim)
     if rotary < head_dim:
         config["partial_rotary_factor"] = rotary / head_dim
-    if arch.model_type == "phi3":
-        config["sliding_window"] = metadata.get("phi3.attention.sliding_window") or None
-    if arch.model_type == "gemma2":
-        config.update(_gemma2_fields(read, hidden, heads, head_dim))
+    if gguf.read is not None:
+        config.update(gguf.read(read, config))
     if scaling := _rope_scaling(read, config, rope_factors):
         config["rope_scaling"] = scaling
     return config
@@ -264,18 +191,8 @@ def hf_config(
 
 def _dtype(tensors: Mapping[str, TensorInfo]) -> str:
     matrices = {name: info for name, info in tensors.items() if len(info.shape) > 1}
-    kinds = {info.dtype for name, info in matrices.items() if not name.endswith("ffn_gate_inp.weight")}  # always F32
+    kinds = {info.dtype for name, info in matrices.items() if ".ffn_gate_inp" not in name}  # always F32
     return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(frozenset(kinds), "bfloat16")
-
-
-def _gemma2_fields(read: _Reader, hidden: int, heads: int, head_dim: int) -> dict[str, Any]:
-    # The file does not state the query scale; the 27B model, of 46 layers, is the one that departs from head_dim.
-    return {
-        "attn_logit_softcapping": read.number("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": read.number("final_logit_softcapping", 30.0),
-        "sliding_window": read.whole("attention.sliding_window", 4096),
-        "query_pre_attn_scalar": hidden // heads if read.whole("block_count") == 46 else head_dim,
-    }
 
 
 def _rope_scaling(

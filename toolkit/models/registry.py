@@ -1,47 +1,25 @@
-"""Which family reads which checkpoint: ``architectures`` (or ``model_type``) of ``config.json`` → family file."""
+"""Which family reads which checkpoint: ``architectures`` (or ``model_type``) of ``config.json`` → its file.
+
+Every file of ``families/`` holds one ``FAMILY``. A config names its file by ``model_type``, so that as a rule one file
+is imported; only where it does not are all of them looked through.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.models import gemma2, internlm2, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
+from toolkit.models import families as folder
 from toolkit.models.config_fields import Fields, check_dtype, check_token_ids
 from toolkit.models.decoder import Built
-
-
-@dataclass(frozen=True)
-class Family:
-    """One family file. ``architectures``: class names in ``config.json``; ``known_as``: what people call its models."""
-
-    name: str
-    build: Callable[[Fields], Built]
-    architectures: tuple[str, ...]
-    known_as: str
-
-
-FAMILIES: tuple[Family, ...] = (
-    Family(
-        "llama",
-        llama.build,
-        ("LlamaForCausalLM", "LLaMAForCausalLM"),
-        "Llama 1, 2, 3, 3.1, 3.2, 3.3; SmolLM2, Yi, Vicuna",
-    ),
-    Family("mistral", mistral.build, ("MistralForCausalLM",), "Mistral 7B"),
-    Family("qwen2", qwen2.build, ("Qwen2ForCausalLM",), "Qwen 2, 2.5; R1 distilled into Qwen"),
-    Family("qwen3", qwen3.build, ("Qwen3ForCausalLM",), "Qwen 3"),
-    Family("internlm2", internlm2.build, ("InternLM2ForCausalLM",), "InternLM 2, 2.5"),
-    Family("gemma2", gemma2.build, ("Gemma2ForCausalLM",), "Gemma 2"),
-    Family("phi3", phi3.build, ("Phi3ForCausalLM",), "Phi 3, 3.5, 4 mini"),
-    Family("mixtral", mixtral.build, ("MixtralForCausalLM",), "Mixtral 8x7B, 8x22B"),
-    Family("qwen3_moe", qwen3_moe.build, ("Qwen3MoeForCausalLM",), "Qwen 3 30B-A3B, 235B-A22B"),
-)
-ARCHITECTURES: dict[str, Family] = {a: f for f in FAMILIES for a in f.architectures}
-MODEL_TYPES: dict[str, Family] = {f.name: f for f in FAMILIES}
+from toolkit.models.family import Family
 
 
 class HasConfig(Protocol):
@@ -57,19 +35,49 @@ class HasConfig(Protocol):
     def generation_config(self) -> dict[str, Any]: ...
 
 
+def names() -> list[str]:
+    """Of the families, in alphabetical order; none is imported."""
+    return sorted(module.name for module in pkgutil.iter_modules(folder.__path__))
+
+
+def get(name: str) -> Family:
+    """The family called so; it must be one of ``names()``."""
+    family: Family = importlib.import_module(f"{folder.__name__}.{name}").FAMILY
+    assert family.name == name, name
+    return family
+
+
+def families() -> list[Family]:
+    """All of them, imported."""
+    return [get(name) for name in names()]
+
+
 def find_family(config: dict[str, Any], source: str = "config.json") -> Family:
-    """The family of a config. Raises ToolkitError that lists the known architectures."""
-    architectures = config.get("architectures")
-    known = ", ".join(f.architectures[0] for f in FAMILIES)
-    if architectures:
-        name = architectures[0] if isinstance(architectures, list) else architectures
-        if isinstance(name, str) and name in ARCHITECTURES:
-            return ARCHITECTURES[name]
-        Fields(config, source).fail("architectures", name, f"one of {known}")
+    """The family of a config. Raises ToolkitError that names those that are spelled nearly so."""
     model_type = config.get("model_type")
-    if isinstance(model_type, str) and model_type in MODEL_TYPES:
-        return MODEL_TYPES[model_type]
-    Fields(config, source).fail("architectures", model_type, f"one of {known}")
+    named = model_type if isinstance(model_type, str) and model_type in names() else None
+    architectures = config.get("architectures")
+    if not architectures:
+        if named is None:
+            _unknown(config, source, model_type)
+        return get(named)
+    architecture = architectures[0] if isinstance(architectures, list) else architectures
+    for family in _nearest_first(named):
+        if architecture in family.architectures:
+            return family
+    _unknown(config, source, architecture)
+
+
+def _nearest_first(name: str | None) -> Iterator[Family]:
+    if name is not None:
+        yield get(name)
+    yield from families()
+
+
+def _unknown(config: dict[str, Any], source: str, found: object) -> NoReturn:
+    known = [a for family in families() for a in family.architectures]
+    near = difflib.get_close_matches(str(found)[:100], known, 3, 0.75) or ["LlamaForCausalLM"]
+    Fields(config, source).fail("architectures", found, f"one that `tool list models` shows, such as {', '.join(near)}")
 
 
 def build(config: dict[str, Any], source: str = "config.json") -> Built:
@@ -81,10 +89,11 @@ def build(config: dict[str, Any], source: str = "config.json") -> Built:
     if not isinstance(config, dict):
         raise ToolkitError(f"{source}: found {type(config).__name__}, expected a JSON object")
     fields = Fields(config, source)
-    spec, stored = find_family(config, source).build(fields)
+    family = find_family(config, source)
+    spec, stored = family.build(fields)
     check_dtype(fields)
     check_token_ids(fields, spec.vocab_size)
-    return spec, stored
+    return replace(spec, family=family.name), stored
 
 
 def load_spec(checkpoint: HasConfig, config: dict[str, Any] | None = None) -> Built:
@@ -123,8 +132,3 @@ def apply_overrides(
             result.setdefault("rope_theta", old["rope_theta"])
         result["rope_scaling"] = {"rope_type": "dynamic", "factor": float(rope_scaling_factor)}
     return result
-
-
-def describe() -> list[tuple[str, str, str]]:
-    """Rows (architecture, family, what people call its models) for ``tool list models``."""
-    return [(name, family.name, family.known_as) for name, family in ARCHITECTURES.items()]

@@ -6,18 +6,9 @@
 from __future__ import annotations
 
 from toolkit.models.config_fields import Fields
-from toolkit.models.decoder import (
-    Built,
-    Dims,
-    Fused,
-    assemble,
-    attention,
-    gated_mlp,
-    pre_norm_layer,
-    read_dims,
-    stored_tensors,
-)
-from toolkit.models.rope_config import read_rope
+from toolkit.models.decoder import Built, Dims, Fused, llama_like, read_dims, renamed
+from toolkit.models.families import llama
+from toolkit.models.family import Family, Tiny
 
 NAMES = {
     "model.embed_tokens": "model.tok_embeddings",
@@ -33,27 +24,8 @@ NAMES = {
 
 def build(config: Fields) -> Built:
     dims = read_dims(config)
-    rope = read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position)
     bias = config.flag("bias", False)
-    act = config.activation("hidden_act")
-    layers = [
-        pre_norm_layer(
-            i,
-            dims,
-            attention(i, dims, rope, qkv_bias=bias, o_bias=bias),
-            gated_mlp(f"model.layers.{i}.mlp", dims.hidden, dims.intermediate, act),
-        )
-        for i in range(dims.layers)
-    ]
-    spec = assemble("internlm2", dims, layers)
-    return spec, stored_tensors(spec, _rename, [_wqkv(dims)])
-
-
-def _rename(name: str) -> str:
-    for ours, theirs in NAMES.items():
-        if name.endswith(ours):
-            return name.removesuffix(ours) + theirs
-    return name
+    return llama_like(config, dims, qkv_bias=bias, o_bias=bias, rename=renamed(NAMES), fused=[_wqkv(dims)])
 
 
 def _wqkv(dims: Dims) -> Fused:
@@ -68,3 +40,18 @@ def _wqkv(dims: Dims) -> Fused:
             "self_attn.v_proj": tuple((s + (q_per_kv + 1) * d, s + block) for s in starts),
         },
     )
+
+
+DYNAMIC = dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0)
+FAMILY = Family(
+    "internlm2",
+    "InternLM 2, 2.5",
+    ("InternLM2ForCausalLM",),
+    build,
+    (
+        Tiny(dict(rope_theta=10000.0, rope_scaling=dict(type="dynamic", factor=2.0)), dict(rope_parameters=DYNAMIC)),
+        Tiny(dict(bias=True, num_key_value_heads=1), dict(attention_bias=True, num_key_value_heads=1)),
+    ),
+    llama.GGUF,
+    twin="llama",
+)

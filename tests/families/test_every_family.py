@@ -1,0 +1,182 @@
+"""Every family of the registry, as its file describes it, through everything: a new file is tested here by itself.
+
+The oracle is transformers (or the twin that the file names) on the same float32 weights, of every tiny model:
+logits of ragged batches and greedy tokens on both runners, engine artifacts, quantizing, GGUF there and back.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from toolkit.artifacts.checkpoint import open_checkpoint
+from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
+from toolkit.convert.convert import convert
+from toolkit.convert.formats import rewrite
+from toolkit.engine.core import EngineCore
+from toolkit.engine.options import EngineOptions
+from toolkit.engine.request import EngineRequest, SamplingParams
+from toolkit.errors import ToolkitError
+from toolkit.models.gguf import Gguf
+from toolkit.models.registry import get, load_spec, names
+from toolkit.quant.lite import Common, auto_awq, auto_gptq
+from toolkit.runners.base import RunnerOptions
+from toolkit.runners.choose import open_runner
+from toolkit.runners.native.runner import available
+
+RUNNERS = {"pytorch": "torch", "turbomind": "native"}  # backend → runner
+BACKENDS = ("pytorch", "turbomind") if available() is None else ("pytorch",)
+SHAPES = [(name, shape) for name in names() for shape in range(len(get(name).tiny))]
+CLOSE = {"rtol": 2e-4, "atol": 2e-4}  # logits have a spread of about 1
+NEW = 8
+
+
+@pytest.fixture(scope="module", params=SHAPES, ids=lambda x: f"{x[0]}-{x[1]}")
+def model(request: Any, tiny_models: Any) -> tuple[str, Path, Path]:
+    """The family, its checkpoint, and the one that transformers opens."""
+    family, shape = request.param
+    return family, tiny_models(family, shape=shape), tiny_models.twin(family, shape=shape)
+
+
+@pytest.fixture(scope="module")
+def oracle(model: tuple[str, Path, Path]) -> Any:
+    """``oracle(ids) -> logits`` by transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(model[2], dtype=torch.float32, attn_implementation="eager").eval()
+
+    def logits(ids: list[int]) -> np.ndarray:
+        with torch.inference_mode():
+            return theirs(torch.tensor([ids]), use_cache=False).logits[0].numpy()
+
+    return logits
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [[int(x) for x in rng.integers(5, 320, n)] for n in lengths]
+
+
+def logits_of(path: Path, backend: Any, support: Any, texts: list[list[int]]) -> np.ndarray:
+    """Of all positions, in one ragged step and one more token of each."""
+    driver = support("steps").Driver(opened(path, backend))
+    numbers = [driver.add() for _ in texts]
+    first = driver.step({n: t[:-1] for n, t in zip(numbers, texts, strict=True)}, want="all").logits
+    second = driver.step({n: t[-1:] for n, t in zip(numbers, texts, strict=True)}, want="all").logits
+    return np.concatenate([first, second])
+
+
+def opened(path: Path, backend: Any) -> Any:
+    options = RunnerOptions(device="cpu", dtype="float32", block_size=16, threads=1)
+    runner, _ = open_runner(path, backend=backend, options=options)
+    assert runner.name == RUNNERS[backend]
+    return runner
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logits_are_transformers(model: Any, oracle: Any, support: Any, backend: str) -> None:
+    texts = prompts(2, 9, 50, 33)
+    whole = [oracle(text) for text in texts]
+    expected = np.concatenate([w[:-1] for w in whole] + [w[-1:] for w in whole])
+    assert expected.std() > 0.2, "the oracle's logits are too flat to tell anything"
+    np.testing.assert_allclose(logits_of(model[1], backend, support, texts), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_greedy_tokens_are_transformers(model: Any, oracle: Any, backend: str) -> None:
+    """Of requests that run together, in chunks, with a cache that the second half finds filled."""
+    texts = prompts(21, 3, 40)
+    texts.append(texts[2][:35])
+    runner = opened(model[1], backend)
+    runner.load_weights()
+    blocks = (32,) * len(runner.spec.cache_groups)
+    runner.allocate_cache(blocks)
+    options = EngineOptions(session_len=128, max_batch_size=4, max_prefill_token_num=17, num_blocks=blocks, check=True)
+    core, found = EngineCore(runner, options, None), {str(i): list[int]() for i in range(len(texts))}
+    for part in (texts[:3], texts[3:]):
+        for text in part:
+            core.add(EngineRequest(str(texts.index(text)), text, SamplingParams(max_new_tokens=NEW)))
+        while core.has_work:
+            for out in core.step():
+                assert out.error is None, out.error
+                found[out.id].extend(out.token_ids)
+    for i, text in enumerate(texts):
+        ids = [*text, *found[str(i)]]
+        assert len(found[str(i)]) == NEW or ids[-1] == 2  # the end of text
+        assert oracle(ids[:-1])[len(text) - 1 :].argmax(-1).tolist() == found[str(i)]
+
+
+def test_the_spec_is_whole(model: Any) -> None:
+    """Every parameter has its place once, under a name of Llama's, and the checkpoint holds those tensors alone."""
+    from toolkit.models.check import check_spec
+
+    family, path, _ = model
+    checkpoint = open_checkpoint(path)
+    spec, stored = load_spec(checkpoint)
+    check_spec(spec)
+    validate_checkpoint(checkpoint, stored)
+    assert spec.family == family
+    tensors = {f"{s.name}.weight" for s in stored} | {f"{s.name}.bias" for s in stored if s.bias}
+    assert tensors == set(checkpoint.names())
+    weights = canonical_weights(checkpoint, stored)
+    for linear in spec.linears():
+        assert tuple(weights[linear.name].shape) == (linear.out_features, linear.in_features)
+        assert linear.name.split(".", 3)[3].startswith(("self_attn.", "mlp."))
+
+
+def test_artifacts_give_the_same_logits(model: Any, support: Any, tmp_path: Path) -> None:
+    texts = prompts(30, 3)
+    for backend, target in zip(BACKENDS, ("torch", "cpu"), strict=False):
+        head = 16 if target == "cpu" else None  # fewer bits would round what is compared
+        convert(str(model[1]), tmp_path / target, target=target, dtype="float32", head_bits=head, quiet=True)
+        expected = logits_of(model[1], backend, support, texts)
+        np.testing.assert_array_equal(logits_of(tmp_path / target, backend, support, texts), expected)
+
+
+@pytest.mark.parametrize("method", [auto_awq, auto_gptq])
+def test_quantizers_take_it(model: Any, support: Any, tmp_path: Path, method: Any) -> None:
+    """All linears but routers get 4 bits, folding loses nothing, and what is written runs."""
+    text = tmp_path / "calibration.txt"
+    text.write_text("It was a bright cold day in April, and the clocks were striking thirteen times. " * 20)
+    common = Common(calib_dataset=str(text), calib_samples=4, calib_seqlen=32, eval_tokens=64, batch_size=4)
+    quality = method(str(model[1]), tmp_path / "out", w_group_size=32, tune_steps=0, common=common).quality
+    checkpoint = open_checkpoint(tmp_path / "out")
+    spec, stored = load_spec(checkpoint)
+    validate_checkpoint(checkpoint, stored)
+    assert {x["name"] for x in quality["layers"]} == {x.name for x in spec.linears()} - spec.routers()
+    assert all(x["rel_error"] < 0.3 for x in quality["layers"])
+    assert quality["perplexity_after"] / quality["perplexity_before"] < 2
+    assert np.isfinite(logits_of(tmp_path / "out", "pytorch", support, prompts(12))).all()
+
+
+@pytest.mark.every_family
+def test_gguf_and_back(family: str, tiny_models: Any, support: Any, tmp_path: Path) -> None:
+    """At least one of the tiny models is in GGUF what it was, under names that llama.cpp's architecture has."""
+    from gguf.constants import MODEL_ARCH, MODEL_ARCH_NAMES, MODEL_TENSORS, TENSOR_NAMES
+    from gguf.gguf_reader import GGUFReader
+
+    known, whole = get(family), 0
+    texts = prompts(30, 5)
+    for shape in range(len(known.tiny)):
+        path, file = tiny_models(family, shape=shape), tmp_path / f"{shape}.gguf"
+        try:
+            notes = rewrite(str(path), file, to="gguf").notes
+        except ToolkitError as error:
+            assert str(error).startswith("gguf: ")
+            assert not isinstance(known.gguf, str) or known.gguf in str(error)
+            continue
+        assert isinstance(known.gguf, Gguf)
+        arch = next(a for a in MODEL_ARCH if MODEL_ARCH_NAMES[a] == known.gguf.arch)
+        allowed = {TENSOR_NAMES[t].replace("{bid}", "0") for t in MODEL_TENSORS[arch]}
+        stems = {t.name.rsplit(".", 1)[0] for t in GGUFReader(file).tensors if not t.name.startswith("blk.1")}
+        assert {s for s in stems if not s.startswith("blk.") or s.startswith("blk.0.")} <= allowed
+        if any("no sliding window" in note or "no place" in note for note in notes):
+            continue
+        expected = logits_of(path, "pytorch", support, texts)
+        np.testing.assert_allclose(logits_of(file, "pytorch", support, texts), expected, rtol=1e-4, atol=1e-4)
+        whole += 1
+    assert whole or isinstance(known.gguf, str)

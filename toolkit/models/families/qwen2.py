@@ -1,0 +1,33 @@
+"""Qwen2 and Qwen2.5: biases on q, k and v; upper layers may slide. Source: transformers ``Qwen2ForCausalLM``."""
+
+from __future__ import annotations
+
+from toolkit.models.config_fields import MAX_LAYERS, Fields
+from toolkit.models.decoder import Built, llama_like, read_dims, read_window, read_windows
+from toolkit.models.family import Family, Tiny
+from toolkit.models.gguf import BLOCK, Gguf
+
+
+def layer_windows(config: Fields, layers: int) -> list[int | None]:
+    """Window of each layer: ``layer_types``, else every layer from ``max_window_layers`` on, where sliding is on."""
+    window = read_window(config, default=4096) if config.flag("use_sliding_window", False) else None
+    first = config.integer("max_window_layers", default=28, low=0, high=MAX_LAYERS)
+    return read_windows(config, layers, window, [i >= first for i in range(layers)])
+
+
+def build(config: Fields) -> Built:
+    dims = read_dims(config)
+    return llama_like(config, dims, windows=layer_windows(config, dims.layers), qkv_bias=True)
+
+
+FAMILY = Family(
+    "qwen2",
+    "Qwen 1.5, 2, 2.5, QwQ; R1 distilled into Qwen",
+    ("Qwen2ForCausalLM",),
+    build,
+    (
+        Tiny(dict(use_sliding_window=True, sliding_window=20, max_window_layers=1, tie_word_embeddings=True)),
+        Tiny(dict(use_sliding_window=False)),
+    ),
+    Gguf("qwen2", "qwen2", BLOCK, fields={"hidden_act": "silu", "use_sliding_window": False}),
+)

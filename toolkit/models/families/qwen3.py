@@ -1,0 +1,28 @@
+"""Qwen3: an RMS norm over each head of q and k, no biases by default. Source: transformers ``Qwen3ForCausalLM``."""
+
+from __future__ import annotations
+
+from toolkit.models.config_fields import Fields
+from toolkit.models.decoder import Built, llama_like, read_dims
+from toolkit.models.families.qwen2 import layer_windows
+from toolkit.models.family import Family, Tiny
+from toolkit.models.gguf import BLOCK, QK_NORMS, Gguf
+
+FIELDS = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
+
+
+def build(config: Fields) -> Built:
+    dims = read_dims(config, head_dim=128)
+    bias = config.flag("attention_bias", False)
+    windows = layer_windows(config, dims.layers)
+    return llama_like(config, dims, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True)
+
+
+FAMILY = Family(
+    "qwen3",
+    "Qwen 3",
+    ("Qwen3ForCausalLM",),
+    build,
+    (Tiny(dict(head_dim=32)),),
+    Gguf("qwen3", "qwen3", {**BLOCK, **QK_NORMS}, biases=False, fields=FIELDS),
+)

@@ -1,0 +1,42 @@
+"""What a file of ``families/`` says of its family: everything that the rest of the house has to know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.models.config_fields import Fields
+from toolkit.models.decoder import Built
+from toolkit.models.gguf import Gguf
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """The config of a tiny random model that tests make and run through everything.
+
+    ``fields``: what it has beside the sizes that all have (``tests/support/tiny.py``), chosen so that the family's
+    peculiarities matter within a few dozen tokens. ``twin``: the same for ``Family.twin``.
+    """
+
+    fields: Mapping[str, Any]
+    twin: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """``name``: the ``model_type`` of its ``config.json``, and the file's name.
+
+    ``architectures``: class names in ``config.json``, today's first. ``known_as``: what people call its models.
+    ``build``: the spec and the tensors of a checkpoint. ``tiny``: one model or two. ``gguf``: its spelling there, or
+    why there is none. ``twin``: for a family that transformers has no class for, the model_type of one that computes
+    the same from the same weights under canonical names.
+    """
+
+    name: str
+    known_as: str
+    architectures: tuple[str, ...]
+    build: Callable[[Fields], Built]
+    tiny: tuple[Tiny, ...]
+    gguf: Gguf | str
+    twin: str | None = None
