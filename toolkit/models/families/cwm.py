@@ -1,0 +1,39 @@
+"""Code World Model: Llama 3 of which every fourth layer, from the first, sees everything. Source: transformers
+``CwmForCausalLM``."""
+
+from __future__ import annotations
+
+from toolkit.models.config_fields import Fields
+from toolkit.models.decoder import Built, llama_like, read_dims, read_window, read_windows
+from toolkit.models.families import llama
+from toolkit.models.family import Family, Tiny
+from toolkit.models.rope_config import read_rope
+
+ROPE = {**llama.LLAMA3, "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 8192}
+
+
+def build(config: Fields) -> Built:
+    if not config.has("rope_parameters") and not config.has("rope_scaling"):
+        config = Fields({**config.values, "rope_scaling": ROPE}, config.source)
+    dims = read_dims(config, head_dim=128)
+    window = read_window(config, default=8192)
+    return llama_like(
+        config,
+        dims,
+        rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_theta=1e6),
+        windows=read_windows(config, dims.layers, window, [i % 4 != 0 for i in range(dims.layers)]),
+        mlp_bias=config.flag("mlp_bias", False),
+    )
+
+
+FAMILY = Family(
+    "cwm",
+    "CWM 32B",
+    ("CwmForCausalLM",),
+    build,
+    (
+        Tiny(dict(head_dim=24, sliding_window=16, num_hidden_layers=3, rope_parameters=llama.LLAMA3)),
+        Tiny(dict(head_dim=32, layer_types=["full_attention"] * 2)),
+    ),
+    llama.GGUF,
+)

@@ -1,0 +1,94 @@
+"""DeepSeek-MoE: Llama with experts in all but the first layers, and some that every token goes through.
+Source: arXiv 2401.06066 and the model's own ``modeling_deepseek.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from toolkit.errors import ToolkitError
+from toolkit.models.config_fields import MAX_EXPERTS, MAX_LAYERS, Fields
+from toolkit.models.decoder import Built, experts, llama_like, read_dims, read_experts
+from toolkit.models.family import Family, Tiny
+from toolkit.models.gguf import BLOCK, EXPERT_NUMBERS, SHARED_EXPERT, Gguf, Metadata, with_experts
+from toolkit.models.spec import DecoderSpec, MoeSpec
+
+
+def build(config: Fields) -> Built:
+    dims = read_dims(config)
+    act = config.activation("hidden_act")
+    count, top_k = read_experts(config, dims.layers, "n_routed_experts")
+    inner = config.integer("moe_intermediate_size", default=1407)
+    shared = inner * config.integer("n_shared_experts", default=0, low=0, high=MAX_EXPERTS)
+    first = config.integer("first_k_dense_replace", default=0, low=0, high=MAX_LAYERS)
+    every = config.integer("moe_layer_freq", default=1, high=MAX_LAYERS)
+    norm_topk = config.flag("norm_topk_prob", False)
+    config.text("scoring_func", default="softmax", choices=("softmax",))
+    bias = config.flag("attention_bias", False)
+
+    def feed_forward(i: int) -> MoeSpec | None:
+        if i < first or i % every:
+            return None
+        return experts(i, dims.hidden, inner, act, count=count, top_k=top_k, norm_topk=norm_topk, shared=shared)
+
+    return llama_like(
+        config,
+        dims,
+        qkv_bias=bias,
+        o_bias=bias,
+        feed_forward=feed_forward,
+        rename=lambda name: name.replace(".shared_expert.", ".shared_experts."),
+    )
+
+
+def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "first_k_dense_replace": file.whole("leading_dense_block_count") if file.has("leading_dense_block_count") else 0
+    }
+
+
+def _write(spec: DecoderSpec) -> dict[str, Any]:
+    sparse = [isinstance(layer.sublayers[1].mixer, MoeSpec) for layer in spec.layers]
+    first = sparse.index(True)
+    moe = spec.layers[first].sublayers[1].mixer
+    assert isinstance(moe, MoeSpec)
+    if not all(sparse[first:]) or moe.shared is None:
+        raise ToolkitError("gguf: llama.cpp's deepseek has experts in all layers after the first, some of them shared")
+    return {
+        "leading_dense_block_count": first,
+        "expert_shared_count": moe.shared.up.out_features // moe.experts[0].up.out_features,
+        "expert_weights_scale": 1.0,
+    }
+
+
+SIZES = dict(num_experts_per_tok=3, moe_intermediate_size=32)
+TWIN = dict(SIZES, num_experts=6, shared_expert_intermediate_size=64, qkv_bias=False)
+FAMILY = Family(
+    "deepseek",
+    "DeepSeek-MoE 16B",
+    ("DeepseekForCausalLM",),
+    build,
+    (
+        Tiny(
+            dict(SIZES, n_routed_experts=6, n_shared_experts=2, first_k_dense_replace=1, num_hidden_layers=3),
+            dict(TWIN, mlp_only_layers=[0], num_hidden_layers=3),
+        ),
+        Tiny(
+            dict(SIZES, n_routed_experts=6, n_shared_experts=2, norm_topk_prob=True, num_key_value_heads=4),
+            dict(TWIN, norm_topk_prob=True, num_key_value_heads=4),
+        ),
+    ),
+    Gguf(
+        "deepseek",
+        "deepseek",
+        {**BLOCK, **with_experts(BLOCK, SHARED_EXPERT)},
+        interleaved_qk=True,
+        biases=False,
+        norm_topk=False,
+        fields={"hidden_act": "silu", "moe_layer_freq": 1, "norm_topk_prob": False},
+        numbers={"n_routed_experts": "expert_count", "n_shared_experts": "expert_shared_count", **EXPERT_NUMBERS},
+        read=_read,
+        write=_write,
+    ),
+    twin="qwen2_moe",
+)

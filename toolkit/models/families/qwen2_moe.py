@@ -1,0 +1,72 @@
+"""Qwen1.5-MoE and Qwen2-MoE: Qwen2 with experts, one of them shared and weighed by a gate of its own.
+Source: transformers ``Qwen2MoeForCausalLM``."""
+
+from __future__ import annotations
+
+from toolkit.models.config_fields import MAX_LAYERS, Fields
+from toolkit.models.decoder import Built, experts, llama_like, read_dims, read_experts, read_window, read_windows
+from toolkit.models.families.qwen3_moe import EVERY_LAYER, sparse_layers
+from toolkit.models.family import Family, Tiny
+from toolkit.models.gguf import BLOCK, EXPERT_NUMBERS, SHARED_EXPERT, Gguf, with_experts
+from toolkit.models.spec import MoeSpec
+
+
+def build(config: Fields) -> Built:
+    dims = read_dims(config)
+    window = read_window(config, default=4096) if config.flag("use_sliding_window", False) else None
+    last = config.integer("max_window_layers", default=28, low=0, high=MAX_LAYERS)
+    windows = read_windows(config, dims.layers, window, [i % 2 == 0 and i < last for i in range(dims.layers)])
+    act = config.activation("hidden_act")
+    count, top_k = read_experts(config, dims.layers, "num_experts", "num_local_experts")
+    inner = config.integer("moe_intermediate_size", default=1408)
+    shared = config.integer("shared_expert_intermediate_size", default=5632)
+    norm_topk = config.flag("norm_topk_prob", False)
+    sparse = sparse_layers(config, dims.layers)
+
+    def feed_forward(i: int) -> MoeSpec | None:
+        if i not in sparse:
+            return None
+        return experts(
+            i,
+            dims.hidden,
+            inner,
+            act,
+            count=count,
+            top_k=top_k,
+            norm_topk=norm_topk,
+            shared=shared,
+            shared_gate=True,
+        )
+
+    return llama_like(config, dims, windows=windows, qkv_bias=config.flag("qkv_bias", True), feed_forward=feed_forward)
+
+
+SIZES = dict(moe_intermediate_size=32, shared_expert_intermediate_size=96, num_experts=6, num_experts_per_tok=3)
+FAMILY = Family(
+    "qwen2_moe",
+    "Qwen1.5-MoE A2.7B, Qwen 2 57B-A14B",
+    ("Qwen2MoeForCausalLM",),
+    build,
+    (
+        Tiny(dict(SIZES, num_key_value_heads=4)),
+        Tiny(
+            dict(
+                SIZES, norm_topk_prob=True, num_hidden_layers=3, mlp_only_layers=[1], use_sliding_window=True,
+                sliding_window=16, max_window_layers=2, qkv_bias=False,
+            )
+        ),
+    ),
+    Gguf(
+        "qwen2moe",
+        "qwen2_moe",
+        with_experts(BLOCK, SHARED_EXPERT, {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"}),
+        norm_topk=False,
+        fields={"hidden_act": "silu", "use_sliding_window": False, **EVERY_LAYER, "norm_topk_prob": False},
+        numbers={
+            "num_experts": "expert_count",
+            **EXPERT_NUMBERS,
+            "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+        },
+        read=lambda file, config: {"qkv_bias": "blk.0.attn_q.bias" in file.tensors},
+    ),
+)  # fmt: skip
