@@ -64,11 +64,27 @@ def api_server(
             "(greedy), or another such file or its directory."
         ),
     ] = "auto",
+    pooling: Annotated[
+        str,
+        typer.Option(
+            help="Which hidden state is a text's embedding: last (of its last token), mean (of all), or auto (as the "
+            "model's sentence-transformers config says, else last)."
+        ),
+    ] = "auto",
     ssl: Annotated[bool, typer.Option("--ssl", help="HTTPS, by the files in SSL_KEYFILE and SSL_CERTFILE.")] = False,
     disable_fastapi_docs: Annotated[
         bool, typer.Option("--disable-fastapi-docs", help="No documentation pages at / and /openapi.json.")
     ] = False,
     disable_metrics: Annotated[bool, typer.Option("--disable-metrics", help="No /metrics.")] = False,
+    allow_terminate_by_client: Annotated[
+        bool, typer.Option("--allow-terminate-by-client", help="Clients may end the server by /terminate.")
+    ] = False,
+    enable_abort_handling: Annotated[
+        bool, typer.Option("--enable-abort-handling", help="Clients may end requests by /abort_request.")
+    ] = False,
+    enable_sleep_mode: Annotated[
+        bool, typer.Option("--enable-sleep-mode", help="Clients may free the model's memory by /sleep, and /wakeup.")
+    ] = False,
     log_level: Annotated[str, typer.Option(help="critical, error, warning, info (requests too) or debug.")] = "warning",
     max_log_len: Annotated[
         int | None, typer.Option(min=0, metavar="<int>", help="Characters of a prompt in the log. Default: all.")
@@ -89,6 +105,11 @@ def api_server(
         raise UsageError(f"--grace-period: expected at most 3600 seconds, found {grace_period:g}")
     from toolkit.serve import run
 
+    allowed = {
+        "--allow-terminate-by-client": allow_terminate_by_client,
+        "--enable-abort-handling": enable_abort_handling,
+        "--enable-sleep-mode": enable_sleep_mode,
+    }
     keyfile, certfile = run.ssl_files() if ssl else (None, None)
     console = stderr()
 
@@ -115,6 +136,8 @@ def api_server(
             "docs": not disable_fastapi_docs,
             "max_concurrent_requests": max_concurrent_requests,
             "max_log_len": max_log_len,
+            "pooling": pooling,
+            "allowed": [option for option, given in allowed.items() if given],
             "limits": limits,
         },
         log_level=log_level.lower(),

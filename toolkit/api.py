@@ -18,6 +18,9 @@ from contextlib import nullcontext
 from typing import Any, TypeVar
 from uuid import uuid4
 
+import numpy as np
+from numpy.typing import NDArray
+
 from toolkit.artifacts.tokenizer import Tokenizer
 from toolkit.chat import arguments, settings
 from toolkit.chat.messages import Message
@@ -26,6 +29,8 @@ from toolkit.chat.renderer import Renderer
 from toolkit.chat.session import Session
 from toolkit.chat.template import ChatTemplate
 from toolkit.engine.frontend import AsyncEngine
+from toolkit.engine.pooling import choose as choose_pooling
+from toolkit.engine.pooling import vector
 from toolkit.engine_configs import EngineConfig
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.jobs import Job, JobRunner
@@ -248,6 +253,33 @@ class Pipeline:
         self._check_open()
         many = arguments.id_rows(input_ids, self.tokenizer.vocab_size)
         return [-float(self.engine.score(ids).mean()) for ids in many]
+
+    def get_embeddings(
+        self,
+        inputs: str | list[str] | list[int] | list[list[int]],
+        pooling: str = "auto",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        adapter_name: str | None = None,
+    ) -> NDArray[np.float32]:
+        """One vector an input, float32 [inputs, hidden]: the last hidden state of its last token, or the mean of all.
+
+        inputs: texts, which get what the tokenizer puts around them, or token ids. pooling: "last", "mean" or "auto"
+        (what the model's sentence-transformers config says, else "last"). normalize: to length 1. dimensions: keep
+        so many of the first. Raises UsageError or ToolkitError, also where one input fails.
+        """
+        self._check_open()
+        if (adapter_name := adapter_name or self.adapter_name) is not None:
+            self._check_adapter(adapter_name)
+        only = choose_pooling(pooling, self.tokenizer.path)
+        rows = arguments.embedding_rows(inputs, self.tokenizer)
+        config = GenerationConfig(max_new_tokens=1)
+        jobs = [Job((i, 0), ids, config, None, None, uuid4().hex, adapter_name, only) for i, ids in enumerate(rows)]
+        found = _wait(self._runner.submit(jobs))
+        for i, answer in enumerate(found):
+            if answer.last_hidden_state is None:
+                raise ToolkitError(f"inputs[{i}]: {answer.error_message or 'the request was aborted'}")
+        return np.stack([vector(answer.last_hidden_state[0], dimensions, normalize) for answer in found])
 
     def close(self) -> None:
         """Stop everything and free the model. May be called twice."""

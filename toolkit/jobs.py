@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from toolkit.chat.results import failed, with_tensors
 from toolkit.chat.session import Session
 from toolkit.engine.frontend import AsyncEngine
+from toolkit.engine.request import Only
 from toolkit.errors import ToolkitError
 from toolkit.messages import GenerationConfig, Response
 
@@ -25,7 +26,7 @@ Emit = Callable[[Response], None]
 class Job:
     """One answer to be generated. ``key``: where it goes in the results (prompt, choice).
 
-    ``error``: why it cannot be generated; it then ends with that.
+    ``error``: why it cannot be generated; it then ends with that. ``only``: as of ``AsyncEngine.generate``.
     """
 
     key: tuple[int, int]
@@ -35,6 +36,7 @@ class Job:
     error: ToolkitError | None
     request_id: str
     adapter: str | None = None
+    only: Only | None = None
 
 
 class JobRunner:
@@ -112,7 +114,12 @@ class JobRunner:
             if (found := len(job.token_ids)) >= (most := self._engine.session_len):
                 return self._too_long(job, found, most, emit, done)
             pieces = self._engine.generate(
-                job.token_ids, job.config, request_id=job.request_id, session=name, adapter=job.adapter
+                job.token_ids,
+                job.config,
+                request_id=job.request_id,
+                session=name,
+                adapter=job.adapter,
+                only=job.only,
             )
             async for piece in pieces:
                 _label(whole.extend(_label(piece, job)), job)
@@ -127,7 +134,7 @@ class JobRunner:
             if name and not running:
                 self._running.pop(name, None)
         done()
-        return with_tensors(whole)
+        return whole if job.only else with_tensors(whole)
 
     @staticmethod
     def _too_long(job: Job, found: int, most: int, emit: Emit, done: Callable[[], None]) -> Response:

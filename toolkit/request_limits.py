@@ -27,6 +27,7 @@ class Bounds:
 
 SEED_MAX = (1 << 64) - 1
 TOKEN_ID = Bounds(0, (1 << 31) - 1, "int32")
+PRIORITY = Bounds(-(1 << 31), (1 << 31) - 1, "int32")  # of a request in the engine
 BOUNDS = {
     "n": Bounds(1, 128, "int32"),
     "max_new_tokens": Bounds(1, 1 << 30, "int32"),

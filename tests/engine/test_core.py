@@ -34,7 +34,7 @@ def make_core(fake: Any, windows: tuple[int | None, ...] = (None,), *, blocks: i
 
 
 def request(name: str, tokens: list[int], n: int = 8, **params: Any) -> EngineRequest:
-    fields = {k: params.pop(k) for k in ("session", "score_only") if k in params}
+    fields = {k: params.pop(k) for k in ("session", "only", "priority") if k in params}
     return EngineRequest(name, tokens, SamplingParams(max_new_tokens=n, **params), **fields)
 
 
@@ -184,3 +184,44 @@ def test_any_mix_gives_each_request_the_tokens_it_gives_alone(fake: Any, s: dict
         core.end_session(name)
     assert core.blocks.usage() == 0
     core.check_integrity()
+
+
+def test_the_lowest_priority_number_goes_first(fake: Any) -> None:
+    """One row: those that wait start by priority, then by arrival."""
+    core = make_core(fake, max_batch_size=1)
+    for name, priority in (("a", 0), ("b", 5), ("c", 0), ("d", -1)):
+        core.add(request(name, [1, 2, 3], 3, priority=priority))
+    order: list[str] = []
+    while core.has_work:
+        order += [o.id for o in core.step() if o.finish_reason]
+    assert order == ["d", "a", "c", "b"]
+
+
+def test_blocks_are_taken_from_the_last_in_priority(fake: Any) -> None:
+    """Two requests that do not fit together: the later one with the better priority keeps its blocks."""
+    core = make_core(fake, blocks=10, max_batch_size=2, session_len=40)
+    core.add(request("low", list(range(8)), 20, priority=1))
+    core.step()
+    core.add(request("high", list(range(20, 28)), 20))
+    ended: list[str] = []
+    while core.has_work:
+        ended += [o.id for o in core.step() if o.finish_reason]
+    assert ended == ["high", "low"] and core.scheduler.preemptions > 0
+
+
+@pytest.mark.parametrize("only", ["last", "mean"])
+def test_pooling_survives_preemption(fake: Any, only: str) -> None:
+    """A prompt that loses its blocks half-way is pooled once, not one and a half times."""
+    prompt = [(7 * i) % 61 for i in range(30)]
+    undisturbed = make_core(fake)
+    undisturbed.add(request("a", prompt, 1, only=only))
+    whole = run(undisturbed)["a"][-1].hidden
+    core = make_core(fake, blocks=11, max_prefill_token_num=4, session_len=40)
+    core.add(request("a", prompt, 1, only=only))
+    for _ in range(3):
+        core.step()
+    core.scheduler.preempt(core.scheduler.running[0])
+    outputs = run(core)["a"]
+    assert outputs[-1].finish_reason == "length"
+    np.testing.assert_allclose(outputs[-1].hidden, whole, rtol=1e-6)
+    assert whole.shape[0] == 1

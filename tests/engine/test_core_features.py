@@ -63,7 +63,7 @@ def run(core: EngineCore, limit: int = 1000) -> dict[str, list[EngineOutput]]:
 
 
 def ask(core: EngineCore, tokens: list[int], n: int = 8, processors: Any = (), **params: Any) -> list[EngineOutput]:
-    fields = {k: params.pop(k) for k in ("session", "score_only") if k in params}
+    fields = {k: params.pop(k) for k in ("session", "only") if k in params}
     core.add(EngineRequest("r", tokens, SamplingParams(n, **params), **fields), processors)
     return run(core)["r"]
 
@@ -331,14 +331,14 @@ def test_generation_logits_and_hidden_have_a_row_for_every_drawn_token(fake: Any
 def test_scoring_draws_nothing(fake: Any, budget: int) -> None:
     core = make_core(fake, max_prefill_token_num=budget)
     for prompt in (PROMPT, [5]):
-        outputs = ask(core, prompt, 1, score_only=True)
+        outputs = ask(core, prompt, 1, only="score")
         assert not tokens_of(outputs) and outputs[-1].finish_reason == "length"
         logprobs = host_sampler.log_softmax(logits_at(fake, prompt))
         found = outputs[-1].prompt_logprobs
         assert found is not None and found[0] is None
         expected = [{t: pytest.approx(float(logprobs[p, t]))} for p, t in enumerate(prompt[1:])]
         assert found[1:] == expected
-    assert len(ask(core, [1] * 200, 1, score_only=True)[-1].prompt_logprobs) == 200
+    assert len(ask(core, [1] * 200, 1, only="score")[-1].prompt_logprobs) == 200
 
 
 # -- processors, words, grammars ----------------------------------------------------------------------

@@ -30,7 +30,7 @@ LOGPROBS = st.dictionaries(IDS, st.floats(-100, 0), min_size=1, max_size=4)
 def test_requests(ids: list[int], seed: int, bias: dict[int, float], words: list[str], grammar: Any) -> None:
     words = [w for w in words if w.isprintable()]
     params = SamplingParams(7, seed=seed, logit_bias=bias, bad_words=words, grammar=grammar, temperature=0.3)
-    request = EngineRequest("é", ids, params, session="s", score_only=True, adapter=2)
+    request = EngineRequest("é", ids, params, session="s", only="score", adapter=2)
     message, rest = records.unpack(records.pack_add(request))
     assert records.read_request(message) == request and not len(rest)
 

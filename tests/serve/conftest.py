@@ -78,9 +78,23 @@ class FakeEngine:
     aborted: set[str] = field(default_factory=set)  # every id that abort() was called for
     most_running: int = 0
     adapters: list[str | None] = field(default_factory=list)  # of each request
+    priorities: list[int] = field(default_factory=list)  # likewise
+    sessions: list[str | None] = field(default_factory=list)  # likewise
+    ended_sessions: list[str] = field(default_factory=list)
+    asleep: bool = False
 
     def stats(self) -> dict[str, float]:
         return {"running": len(self.running), "waiting": 0, "kv_usage": 0.25, "preemptions": 2}
+
+    def end_session(self, name: str) -> None:
+        self.ended_sessions.append(name)
+
+    def sleep(self) -> None:
+        assert not self.running
+        self.asleep = True
+
+    def wake(self, parts: Any) -> None:
+        self.asleep = "kv_cache" not in parts
 
     def abort(self, request_id: str) -> None:
         self.aborted.add(request_id)
@@ -93,15 +107,23 @@ class FakeEngine:
         gen_config: GenerationConfig,
         *,
         request_id: str | None = None,
-        session: Any = None,
+        session: str | None = None,
         adapter: str | None = None,
+        only: str | None = None,
+        priority: int = 0,
     ) -> AsyncIterator[Response]:
         assert request_id is not None and request_id not in self.running
         self.adapters.append(adapter)
+        self.priorities.append(priority)
+        self.sessions.append(session)
         self.seen.append((token_ids, gen_config))
         self.running[request_id] = False
         self.most_running = max(self.most_running, len(self.running))
         try:
+            if only is not None:
+                scores = [None, *({t: -0.25} for t in token_ids[1:])]
+                yield Response(finish_reason="length", input_token_len=len(token_ids), prompt_logprobs=scores)
+                return
             limit = gen_config.max_new_tokens or len(token_ids)
             answer = token_ids[:limit]
             for i, token in enumerate(answer):

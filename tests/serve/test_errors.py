@@ -227,7 +227,7 @@ def test_context_too_long_says_so(server: Any) -> None:
 
 
 def test_unknown_route(server: Any) -> None:
-    status, data = send(server, "/v1/embeddings", {})
+    status, data = send(server, "/v1/nothing", {})
     assert status == 404 and data["error"]["code"] == "route_not_found"
 
 

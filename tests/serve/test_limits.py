@@ -52,6 +52,8 @@ CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
     "max_body_bytes": (500, "text", {**TEXT, "user": "x" * 400}, {**TEXT, "user": "x" * 500}),
 }
 HELD_ELSEWHERE = {
+    "max_sessions",
+    "session_timeout",
     "max_pending_bytes",
     "max_connections",
     "read_timeout",
@@ -106,6 +108,21 @@ def test_beyond_a_limit(build: Any, name: str) -> None:
     assert status in (400, 413), reply
     assert option(name) in reply["error"]["message"] and f"{value:,}" in reply["error"]["message"]
     assert reply["error"]["code"] in ("limit_exceeded", "body_too_large")
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "body"),
+    [
+        ("/v1/embeddings", "input", {}),
+        ("/v1/rerank", "documents", {"query": "a"}),
+        ("/v1/score", "text_2", {"text_1": "a"}),
+    ],
+)
+def test_prompts_without_an_answer_are_limited_too(build: Any, path: str, field: str, body: dict[str, Any]) -> None:
+    for limits, value in (({"max_choices": 3}, ["a"] * 4), ({"max_prompt_chars": 30}, ["x" * 16] * 2)):
+        request = {"model": "echo", **body, field: value}
+        status, reply = asyncio.run(post(build(**limits), path, json.dumps(request).encode()))
+        assert status == 400 and reply["error"]["param"] == field and reply["error"]["code"] == "limit_exceeded"
 
 
 def test_no_limit_is_left_out() -> None:

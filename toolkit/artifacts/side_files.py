@@ -1,4 +1,5 @@
-"""The small files that travel with the weights from stage to stage: tokenizer, chat template, generation config."""
+"""The small files that travel with the weights from stage to stage: tokenizer, chat template, generation config, and
+how embeddings are pooled."""
 
 from __future__ import annotations
 
@@ -18,6 +19,8 @@ _TOKENIZER = (
     "merges.txt",
     "*.tiktoken",
 )
+# What sentence-transformers keeps in a folder lies flat in an artifact; the first that is there counts.
+POOLING_CONFIGS = ("pooling_config.json", "1_Pooling/config.json")
 
 
 def copy_side_files(checkpoint: Checkpoint, target: Path) -> list[str]:
@@ -28,4 +31,12 @@ def copy_side_files(checkpoint: Checkpoint, target: Path) -> list[str]:
         names.add("generation_config.json")
     for name in sorted(names):
         shutil.copyfile(source / name, target / name)
+    if (pooling := pooling_config(source)) is not None:
+        shutil.copyfile(pooling, target / POOLING_CONFIGS[0])
+        names.add(POOLING_CONFIGS[0])
     return sorted(names)
+
+
+def pooling_config(directory: Path) -> Path | None:
+    """The file of a model's directory that says how its embeddings are pooled, None where there is none."""
+    return next((file for name in POOLING_CONFIGS if (file := directory / name).is_file()), None)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolkit.chat.session import Session
 from toolkit.errors import UsageError
 from toolkit.messages import GenerationConfig
+
+if TYPE_CHECKING:
+    from toolkit.artifacts.tokenizer import Tokenizer
 
 RENAMED = {  # arguments of older releases -> what to write now
     "request_output_len": "gen_config=GenerationConfig(max_new_tokens=…)",
@@ -62,6 +65,22 @@ def id_rows(input_ids: Any, vocab_size: int) -> list[list[int]]:
             raise UsageError(
                 f"input_ids[{i}]: expected at least two token ids in [0, {vocab_size}), found {repr(ids)[:60]}"
             )
+    return rows
+
+
+def embedding_rows(inputs: Any, tokenizer: Tokenizer) -> list[list[int]]:
+    """Token ids of a text, of several, or of one or several sequences of token ids. Raises UsageError."""
+    single = isinstance(inputs, str) or (isinstance(inputs, list) and bool(inputs) and isinstance(inputs[0], int))
+    many = [inputs] if single else inputs
+    if not isinstance(many, list) or not many:
+        raise UsageError(f"inputs: expected texts or token ids, found {repr(inputs)[:60]}")
+    rows = []
+    for i, item in enumerate(many):
+        ids = tokenizer.encode(item) if isinstance(item, str) else item
+        limit = tokenizer.vocab_size
+        if not isinstance(ids, list) or not ids or not all(type(t) is int and 0 <= t < limit for t in ids):
+            raise UsageError(f"inputs[{i}]: expected a text or token ids in [0, {limit}), found {repr(item)[:60]}")
+        rows.append(ids)
     return rows
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.engine.admission import check_request, long_rope_from, longest_request
 from toolkit.engine.block_manager import BlockManager
 from toolkit.engine.constraints import Building, Built, Constraints
+from toolkit.engine.nap import ASLEEP, Nap
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.prefix import root_key
 from toolkit.engine.recovery import Entry, entries_of, halves, rewind
@@ -75,11 +76,16 @@ class EngineCore:
         self._give_back = getattr(runner, "discard_blocks", None) if runner.device == "cpu" else None
         self._next_sweep = time.monotonic() + SWEEP_SECONDS
         self._long_from = long_rope_from(runner)
+        self._nap = Nap(runner, self.blocks, options.num_blocks)
 
     # -- requests -------------------------------------------------------------------------------
 
     def add(self, request: EngineRequest, processors: Seq[LogitsProcessor] = ()) -> None:
         """Queue a request. One that cannot run ends in an error output of the next step; nothing is raised."""
+        if self._nap.gone:
+            asleep = EngineOutput(request.id, finish_reason="error", error=ASLEEP, error_code=UNAVAILABLE)
+            self._outputs.append(asleep)
+            return
         if self._damage:
             failed = EngineOutput(request.id, finish_reason="error", error=self._damage, error_code=INTERNAL_ERROR)
             self._outputs.append(failed)
@@ -114,6 +120,19 @@ class EngineCore:
         """Let the session's blocks be evicted like any other cached block."""
         self.blocks.end_session(name)
 
+    def sleep(self) -> None:
+        """Give weights and KV cache back until ``wake``. What runs or waits ends in an error."""
+        while self._flying:
+            self._collect(self._outputs)
+        for request_id in [*self._sequences, *self._held]:
+            self.abort(request_id)
+            self._outputs[-1] = EngineOutput(request_id, finish_reason="error", error=ASLEEP, error_code=UNAVAILABLE)
+        self._nap.begin()
+
+    def wake(self, *parts: str) -> None:
+        """Load what ``sleep`` gave back: "weights", "kv_cache". Raises ToolkitError where that fails."""
+        self._nap.end(parts)
+
     @property
     def has_work(self) -> bool:
         """Whether ``step`` has anything to do or to report."""
@@ -122,7 +141,7 @@ class EngineCore:
     @property
     def patience(self) -> float | None:
         """Seconds after which ``step`` should be called even without work, to give memory back; None = never."""
-        if self._give_back is None or not any(pool.touched for pool in self.blocks.pools):
+        if self._give_back is None or self._nap.gone or not any(pool.touched for pool in self.blocks.pools):
             return None
         return max(0.0, self._next_sweep - time.monotonic())
 
@@ -181,7 +200,7 @@ class EngineCore:
         next input depends on them by more than a token id.
         """
         started = time.perf_counter()
-        if self._give_back is not None and time.monotonic() >= self._next_sweep:
+        if self._give_back is not None and not self._nap.gone and time.monotonic() >= self._next_sweep:
             self._sweep(self._give_back)
         if self._held:
             self._admit_held()

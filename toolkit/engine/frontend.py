@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 from weakref import WeakKeyDictionary
@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from toolkit.artifacts.tokenizer import Tokenizer
 from toolkit.engine.loop import Loop, ThreadLoop
 from toolkit.engine.memory_plan import MemoryPlan
+from toolkit.engine.nap import ASLEEP, PARTS
 from toolkit.engine.outage import PATIENCE, Outage
 from toolkit.engine.process_loop import ProcessLoop
-from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams
+from toolkit.engine.request import EngineOutput, EngineRequest, Only
 from toolkit.engine.sampling_params import resolve
 from toolkit.engine.setup import Backend, Facts, Packed, Progress, find, start
 from toolkit.engine.stream import RequestStream, Timings
@@ -30,6 +31,7 @@ from toolkit.lmdeploy_options import notices
 from toolkit.messages import GenerationConfig, Response
 
 log = logging.getLogger(__name__)
+SCORED = GenerationConfig(max_new_tokens=1, prompt_logprobs=0)  # what a request asks for whose prompt alone is scored
 
 
 class AsyncEngine:
@@ -49,6 +51,7 @@ class AsyncEngine:
         self._names = itertools.count()
         self._bells: WeakKeyDictionary[asyncio.AbstractEventLoop, Bell] = WeakKeyDictionary()
         self._closed = False
+        self._asleep: frozenset[str] = frozenset()
         self._loop: Loop
         self._facts: Facts
         self._weights_lock: IO[bytes] | None = None
@@ -147,12 +150,16 @@ class AsyncEngine:
         session: str | None = None,
         timings: Timings | None = None,
         adapter: str | None = None,
+        only: Only | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[Response, None]:
         """Deltas of one generation; the last one has a finish_reason, "error" with a message where it failed.
 
         ``session``: its KV blocks stay in the cache for the next turn until ``end_session``. Leaving the iteration
         early aborts the request. ``timings`` is filled in as things happen. ``adapter``: one of ``adapters``, None for
-        the plain model. ``gen_config.n`` is the caller's business.
+        the plain model. ``gen_config.n`` is the caller's business. ``only``: no token is drawn; "score" gives the
+        prompt's log-probabilities (``prompt_logprobs``), "last" and "mean" its ``last_hidden_state`` as one row.
+        ``priority``: the lower, the sooner it starts.
         """
         loop = asyncio.get_running_loop()
         event = asyncio.Event()
@@ -162,7 +169,9 @@ class AsyncEngine:
         def wake() -> None:
             bell.ring(event)
 
-        stream, refused = self._begin(token_ids, gen_config, request_id, session, wake, timings, adapter)
+        stream, refused = self._begin(
+            token_ids, gen_config, request_id, session, wake, timings, adapter, only, priority
+        )
         if stream is None:
             assert refused is not None
             yield refused
@@ -188,10 +197,14 @@ class AsyncEngine:
         session: str | None = None,
         timings: Timings | None = None,
         adapter: str | None = None,
+        only: Only | None = None,
+        priority: int = 0,
     ) -> Iterator[Response]:
         """``generate`` for threads without an event loop."""
         event = threading.Event()
-        stream, refused = self._begin(token_ids, gen_config, request_id, session, event.set, timings, adapter)
+        stream, refused = self._begin(
+            token_ids, gen_config, request_id, session, event.set, timings, adapter, only, priority
+        )
         if stream is None:
             assert refused is not None
             yield refused
@@ -213,24 +226,11 @@ class AsyncEngine:
 
         Computes every position (no prefix hits). Raises ToolkitError where the request fails.
         """
-        params = SamplingParams(max_new_tokens=1, prompt_logprobs=0)
-        event = threading.Event()
-        name = self._name(None)
-        stream = RequestStream(name, token_ids, GenerationConfig(), self.tokenizer, event.set)
-        self._send(stream, EngineRequest(name, list(token_ids), params, score_only=True), [])
         found: list[dict[int, float] | None] = []
-        try:
-            while not stream.ended:
-                delta = stream.poll()
-                if delta is None:
-                    event.wait()
-                    event.clear()
-                    continue
-                if delta.finish_reason in ("error", "abort"):
-                    raise ToolkitError(delta.error_message or "the request was aborted")
-                found = delta.prompt_logprobs or found
-        finally:
-            self._retire(stream)
+        for delta in self.generate_sync(token_ids, SCORED, only="score"):
+            if delta.finish_reason in ("error", "abort"):
+                raise ToolkitError(delta.error_message or "the request was aborted")
+            found = delta.prompt_logprobs or found
         return np.array([p[t] for p, t in zip(found[1:], token_ids[1:], strict=True) if p is not None], np.float32)
 
     def abort(self, request_id: str) -> None:
@@ -242,6 +242,28 @@ class AsyncEngine:
         """Let the KV blocks kept for a session be used for others."""
         if not self._closed:
             self._loop.end_session(session)
+
+    def sleep(self) -> None:
+        """Give the model's memory back until ``wake``; what still runs ends in an error, as does what comes meanwhile.
+        Returns when it is done. Raises ToolkitError where the engine is down."""
+        self._asleep = frozenset(PARTS)
+        try:
+            self._loop.call("sleep", []).result()
+        except BaseException:
+            self._asleep = frozenset()
+            raise
+
+    def wake(self, parts: Sequence[str] = PARTS) -> None:
+        """Load what ``sleep`` gave back: "weights", "kv_cache". Raises ToolkitError where that fails; it sleeps on."""
+        if unknown := next((part for part in parts if part not in PARTS), None):
+            raise UsageError(f"tags: expected {' and '.join(PARTS)}, found {unknown!r:.40}")
+        self._loop.call("wake", list(parts)).result()
+        self._asleep -= set(parts)
+
+    @property
+    def asleep(self) -> bool:
+        """Whether ``sleep`` was called and not all of the model is back."""
+        return bool(self._asleep)
 
     def close(self) -> None:
         """End what runs and free the model. May be called twice."""
@@ -270,6 +292,8 @@ class AsyncEngine:
         wake: Callable[[], None],
         timings: Timings | None,
         adapter: str | None,
+        only: Only | None,
+        priority: int,
     ) -> tuple[RequestStream | None, Response | None]:
         """A stream whose request is on its way, or the Response that refuses it."""
         config = config or GenerationConfig()
@@ -277,7 +301,7 @@ class AsyncEngine:
         try:
             params = resolve(config, self.tokenizer, len(token_ids), self.session_len)
             number = self._adapter_number(adapter)
-            request = EngineRequest(name, list(token_ids), params, session=session, adapter=number)
+            request = EngineRequest(name, list(token_ids), params, session, only, priority, number)
             stream = RequestStream(name, request.token_ids, config, self.tokenizer, wake, timings)
             self._send(stream, request, config.logits_processors or [])
         except ToolkitError as e:
@@ -301,6 +325,8 @@ class AsyncEngine:
         with self._lock:
             if self._closed:
                 raise ToolkitError("the engine is closed")
+            if self._asleep:
+                raise ToolkitError(ASLEEP)
             if stream.id in self._streams:
                 raise UsageError(f"request id {stream.id!r} is already running")
             self._streams[stream.id] = stream
@@ -329,7 +355,8 @@ class AsyncEngine:
                 _wake(stream)
 
     def _lost(self, outage: Outage) -> None:
-        """Called by the loop's thread when the loop is gone."""
+        """Called by the loop's thread when the loop is gone. One that comes back is awake."""
+        self._asleep = frozenset()
         self._fail_all(str(outage))
 
     def _fail_all(self, text: str) -> None:

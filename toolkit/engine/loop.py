@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -41,6 +42,10 @@ class Loop(Protocol):
     def abort(self, request_id: str) -> None: ...
 
     def end_session(self, name: str) -> None: ...
+
+    def call(self, name: str, arguments: Sequence[Any]) -> Future[None]:
+        """Have the core's method ``name`` ("sleep", "wake") called between steps; the future has what it raises."""
+        ...
 
     def stats(self) -> dict[str, Any]: ...
 
@@ -81,6 +86,22 @@ class ThreadLoop:
 
     def end_session(self, name: str) -> None:
         self._inbox.put(lambda: self._core.end_session(name))
+
+    def call(self, name: str, arguments: Sequence[Any]) -> Future[None]:
+        future: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                getattr(self._core, name)(*arguments)
+            except Exception as e:
+                future.set_exception(e)
+            else:
+                future.set_result(None)
+
+        if self._outage is not None:
+            raise ToolkitError(str(self._outage))
+        self._inbox.put(run)
+        return future
 
     def stats(self) -> dict[str, Any]:
         return self._core.stats()

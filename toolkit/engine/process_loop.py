@@ -11,7 +11,9 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
@@ -49,7 +51,8 @@ class ProcessLoop:
         self._budget = Budget()
         self._suspects = Suspects()
         self._open: dict[str, EngineRequest] = {}  # sent and not ended
-        self._lock = threading.RLock()  # over the four above and below
+        self._calls: deque[Future[None]] = deque()  # sent and not answered; answers come in the same order
+        self._lock = threading.RLock()  # over those above and below
         self._closing = threading.Event()
         self._outage: Outage | None = None
         self._hung = ""  # why the watch killed the process
@@ -101,6 +104,15 @@ class ProcessLoop:
         with self._lock:
             self._outbox.put(records.pack({"op": "end_session", "name": name}))
 
+    def call(self, name: str, arguments: Sequence[Any]) -> Future[None]:
+        with self._lock:
+            if self._outage is not None:
+                raise ToolkitError(str(self._outage))
+            future: Future[None] = Future()
+            self._calls.append(future)
+            self._outbox.put(records.pack({"op": "call", "name": name, "arguments": list(arguments)}))
+            return future
+
     def stats(self) -> dict[str, Any]:
         return dict(self._stats)
 
@@ -119,6 +131,9 @@ class ProcessLoop:
             process.kill()
             process.wait()
         self._thread.join(timeout=CLOSE_SECONDS)
+        with self._lock:
+            while self._calls:
+                self._calls.popleft().set_exception(ToolkitError(str(self._outage)))
 
     # -- from the child -------------------------------------------------------------------------
 
@@ -133,6 +148,9 @@ class ProcessLoop:
                     return
                 continue
             self._stall.sign()
+            if message["op"] == "answer":
+                with self._lock:
+                    _answer(self._calls.popleft(), message)
             if message["op"] == "outputs":
                 self._stats = message["stats"]
                 if message["outputs"]:
@@ -174,6 +192,8 @@ class ProcessLoop:
                 outage = self._outage = Outage(why, restarting=self._budget.spend())
                 self._suspects.crashed(self._open.values())
                 self._open.clear()
+                while self._calls:
+                    self._calls.popleft().set_exception(ToolkitError(str(outage)))
             log.error("%s", outage)
             self._on_down(outage)
             if not outage.restarting or self._closing.wait(self._budget.pause):
@@ -198,6 +218,14 @@ class ProcessLoop:
                 self._stall = Stall(self._process.pid, self._stall.patience)
                 self._outage = None
             return True
+
+
+def _answer(future: Future[None], message: dict[str, Any]) -> None:
+    """What the core's method raised, or that it is done."""
+    if message["error"] is None:
+        future.set_result(None)
+    else:
+        future.set_exception((UsageError if message["usage"] else ToolkitError)(message["error"]))
 
 
 def _spawn(setup: Setup) -> tuple[subprocess.Popen[bytes], Connection]:

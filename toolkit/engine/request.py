@@ -7,6 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+Only = Literal["score", "last", "mean"]
+
 
 @dataclass
 class SamplingParams:
@@ -38,13 +40,16 @@ class SamplingParams:
 @dataclass
 class EngineRequest:
     """``session``: whose blocks stay pinned in the cache after the request ends (None = none). ``adapter``: which LoRA
-    adapter of the engine's, counted from 0, -1 = none."""
+    adapter of the engine's, counted from 0, -1 = none. ``only``: draw no token; "score" gives the prompt's
+    log-probabilities, "last" and "mean" one row ``hidden``, the last token's hidden state or the mean of all.
+    ``priority``: the lower, the sooner it starts and the later it gives up its blocks for others."""
 
     id: str
     token_ids: list[int]
     params: SamplingParams
     session: str | None = None
-    score_only: bool = False  # no token is drawn: prompt log-probabilities / hidden rows alone
+    only: Only | None = None
+    priority: int = 0
     adapter: int = -1
 
 

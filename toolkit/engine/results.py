@@ -133,8 +133,12 @@ class StepResults:
                 rows.setdefault(seq.id, {})["logits"] = block[skip:].copy()
         at = 0
         for seq, _, count in step.hidden:
-            rows.setdefault(seq.id, {})["hidden"] = out.hidden[at : at + count].copy()
+            block = out.hidden[at : at + count]
             at += count
+            if seq.request.only == "mean":
+                seq.hidden_sum = seq.hidden_sum + block.sum(0, np.float64)
+            else:
+                rows.setdefault(seq.id, {})["hidden"] = block.copy()
         at = 0
         for seq, start, count in step.targets:
             values = out.target_logprobs[at : at + count].tolist()
@@ -165,13 +169,13 @@ class StepResults:
         if mine is None:
             return
         output.logits, output.hidden = mine.get("logits"), mine.get("hidden")
-        seq.collected = max(seq.collected, seq.known if seq.request.score_only else seq.known - 1)
-        if seq.params.prompt_logprobs >= 0 or seq.request.score_only:
+        seq.collected = max(seq.collected, seq.known if seq.request.only else seq.known - 1)
+        if seq.params.prompt_logprobs >= 0 or seq.request.only == "score":
             if len(seq.prompt_logprobs) == seq.prompt_len:
                 output.prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, []
 
     def _rest(self, step: Step, rows: dict[str, Any]) -> Iterator[tuple[Sequence, EngineOutput]]:
-        """Requests that drew no token in this step: chunks of prompts, and prompts that are only scored."""
+        """Requests that drew no token in this step: chunks of prompts, and prompts that draw none."""
         ends = {s.id: s for s in step.plan.decodes}
         stops = {s.id: s.length for s in step.plan.decodes} | {s.id: a + n for s, a, n in step.plan.chunks}
         ends |= {s.id: s for s, _, _ in step.plan.chunks}
@@ -180,7 +184,9 @@ class StepResults:
             if seq.finished:
                 continue
             stop = stops[request_id]
-            if seq.request.score_only and stop == seq.length:
+            if seq.request.only and stop == seq.length:
+                if seq.request.only == "mean":
+                    rows[request_id]["hidden"] = (seq.hidden_sum / seq.length).astype(np.float32)[None]
                 output = EngineOutput(seq.id, finish_reason="length", cached_tokens=seq.cached_tokens)
                 self._attach(seq, output, rows)
                 yield seq, output

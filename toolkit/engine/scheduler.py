@@ -2,9 +2,9 @@
 
 There are no prefill and decode phases: a request has ``length`` tokens of which ``computed`` are in the cache, and a
 step computes some more of them under a token budget. First every request with one token left (decode), then prompts in
-chunks: half of the budget for the one that arrived first, so that each has its turn, the other half for those with the
-fewest tokens left, so that a short one need not wait for a long one. Waiting requests start in order of arrival. When
-blocks run out the latest arrival is preempted: it gives up its blocks and is computed again later.
+chunks: half of the budget for the one whose turn is first, so that each has its turn, the other half for those with the
+fewest tokens left, so that a short one need not wait for a long one. Waiting requests start in their turn: by priority,
+then by arrival. When blocks run out the last in turn is preempted: it gives up its blocks and is computed again later.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from toolkit.engine.block_manager import BlockManager, blocks_for
 from toolkit.engine.options import EngineOptions
@@ -43,6 +44,9 @@ class Plan:
             yield seq
 
 
+_turn = attrgetter("turn")
+
+
 class Scheduler:
     """Waiting and running requests, and the blocks of the running ones."""
 
@@ -52,7 +56,7 @@ class Scheduler:
         self.pace = Pace(options.target_step_ms)
         self.max_rows_per_step = max_rows_per_step  # logits rows for chunks that want one for every token
         self._rows_left = max_rows_per_step
-        self.waiting: list[Sequence] = []  # both in order of arrival
+        self.waiting: list[Sequence] = []  # both by turn
         self.running: list[Sequence] = []
         self._free_rows = list(range(options.max_batch_size - 1, -1, -1))
         self.preemptions = 0
@@ -60,7 +64,7 @@ class Scheduler:
         self.looked_up_tokens = 0
 
     def add(self, seq: Sequence) -> None:
-        self.waiting.append(seq)
+        insort(self.waiting, seq, key=_turn)
 
     def schedule(self) -> Plan:
         """The next step; empty if nothing can run (nothing is there, or all wait for a step in flight)."""
@@ -103,11 +107,11 @@ class Scheduler:
             self.blocks.label(seq.row, seq.keys, known)
 
     def preempt(self, seq: Sequence) -> None:
-        """Give up a running request's blocks and queue it again in its place by arrival."""
+        """Give up a running request's blocks and queue it again in its turn."""
         self._leave(seq)
         seq.computed = 0
         self.preemptions += 1
-        insort(self.waiting, seq, key=lambda s: s.order)
+        insort(self.waiting, seq, key=_turn)
 
     def _leave(self, seq: Sequence) -> None:
         self.blocks.release(seq.row)
@@ -116,7 +120,7 @@ class Scheduler:
         seq.row = -1
 
     def _make_room(self, seq: Sequence, count: int) -> bool:
-        """Blocks for the next ``count`` tokens, at the cost of later arrivals; False if it was preempted itself."""
+        """Blocks for the next ``count`` tokens, at the cost of those behind it; False if it was preempted itself."""
         while not self.blocks.grow(seq.row, seq.computed, seq.computed + count):
             victim = self.running[-1]
             self.preempt(victim)
@@ -138,7 +142,7 @@ class Scheduler:
             plan.chunks.append((seq, seq.computed, count))
 
     def _prompts(self, plan: Plan) -> list[Sequence]:
-        """Running requests with a prompt to compute, in order of arrival."""
+        """Running requests with a prompt to compute, by turn."""
         return [s for s in self.running if s.remaining > 1 or s in plan.started]
 
     def _budget(self, plan: Plan) -> int:
@@ -148,7 +152,7 @@ class Scheduler:
         return self.pace.budget(len(plan.decodes), before, most)
 
     def _shares(self, plan: Plan, budget: int) -> list[tuple[Sequence, int]]:
-        """The prompts of this step in order of arrival, and how many tokens each may take of ``budget``."""
+        """The prompts of this step by turn, and how many tokens each may take of ``budget``."""
         prompts = self._prompts(plan)
         if not prompts:
             return []
@@ -198,7 +202,7 @@ class Scheduler:
 
     def _start(self, seq: Sequence, row: int, hit: int) -> None:
         self.waiting.remove(seq)
-        insort(self.running, seq, key=lambda s: s.order)
+        insort(self.running, seq, key=_turn)
         seq.row = row
         seq.computed = hit * self.blocks.block_size
         if not seq.admitted:

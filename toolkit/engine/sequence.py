@@ -56,18 +56,25 @@ class Sequence:
         self.collected = 0
         self.stop_ids = frozenset(self.params.stop_token_ids)
         self.prompt_logprobs: list[dict[int, float] | None] = [None]
+        self.hidden_sum: Any = 0.0  # of a request for the mean of its hidden states: their sum so far, [hidden]
         wants_all = self.params.logits == "all" or self.params.hidden == "all" or self.params.prompt_logprobs >= 0
-        self.wants_all = wants_all or self.request.score_only
-        self.wants_rows = self.params.logits is not None or self.params.hidden is not None
+        self.wants_all = wants_all or self.request.only in ("score", "mean")
+        wants_rows = self.params.logits is not None or self.params.hidden is not None
+        self.wants_rows = wants_rows or self.request.only == "last"
         counts = self.params.ngram_size and self.params.ngram_limit
         self.repeats = RepeatedNgrams(self.params.ngram_size, self.params.ngram_limit) if counts else None
-        self.draws = not (self.request.score_only or self.processors)  # the runner draws its tokens
+        self.draws = not (self.request.only or self.processors)  # the runner draws its tokens
         # The next step's input depends on this step's token by more than its id: no running ahead of results.
         self.needs_host = bool(self.processors or self.grammar or self.bad_words or self.history)
 
     @property
     def params(self) -> SamplingParams:
         return self.request.params
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """Whose turn is first: by priority, then by arrival."""
+        return self.request.priority, self.order
 
     @property
     def id(self) -> str:

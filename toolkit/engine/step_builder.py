@@ -226,27 +226,27 @@ class StepBuilder:
         for i, seq in enumerate(step.plan.sequences()):
             start, first = seq.computed, int(cu[i])
             count = int(cu[i + 1]) - first
-            p, score = seq.params, seq.request.score_only
+            p, only = seq.params, seq.request.only
             last = count - 1 if start + count == seq.length else count
             fresh = max(0, seq.collected - start)  # rows of positions gathered before a preemption are not wanted again
             if (p.logits == "all" or p.prompt_logprobs > 0) and fresh < count:
                 step.logits.append((seq, start + fresh, count - fresh))
                 logits.append(np.arange(first + fresh, first + count))
-            elif (p.logits == "generation" or seq.processors) and last == count - 1 and not score:
+            elif (p.logits == "generation" or seq.processors) and last == count - 1 and not only:
                 step.logits.append((seq, start + last, 1))
                 logits.append(np.arange(first + last, first + count))
-            if p.hidden == "all" and fresh < count:
+            if (p.hidden == "all" or only == "mean") and fresh < count:
                 step.hidden.append((seq, start + fresh, count - fresh))
                 hidden.append(np.arange(first + fresh, first + count))
-            elif p.hidden == "generation" and last == count - 1 and not score:
+            elif (only == "last" or (p.hidden == "generation" and not only)) and last == count - 1:
                 step.hidden.append((seq, start + last, 1))
                 hidden.append(np.arange(first + last, first + count))
             stop = min(start + count, seq.prompt_len - 1)
-            if (p.prompt_logprobs == 0 or (score and p.prompt_logprobs < 0)) and start + fresh < stop:
+            if (p.prompt_logprobs == 0 or (only == "score" and p.prompt_logprobs < 0)) and start + fresh < stop:
                 step.targets.append((seq, start + fresh, stop - start - fresh))
                 targets.append(np.arange(first + fresh, first + stop - start))
                 target_ids.append(seq.tokens[start + fresh + 1 : stop + 1])
-            if seq.processors and last == count - 1 and not score:
+            if seq.processors and last == count - 1 and not only:
                 step.processed.append(seq)
         step.batch.logits_index = _joined(logits)
         step.batch.hidden_index = _joined(hidden)

@@ -72,6 +72,8 @@ def _serve(pipe: Connection, core: Any) -> None:
                 core.abort(message["id"])
             elif op == "end_session":
                 core.end_session(message["name"])
+            elif op == "call":
+                pipe.send_bytes(records.pack(_called(core, message)))
             elif op == "close":
                 return
         ready += core.step()
@@ -83,3 +85,14 @@ def _serve(pipe: Connection, core: Any) -> None:
             known |= {o.id for o in ready}
             known -= {o.id for o in ready if o.finish_reason is not None}
             sent, ready = now, []
+
+
+def _called(core: Any, message: dict[str, Any]) -> dict[str, Any]:
+    """The answer to a call of one of the core's methods."""
+    try:
+        getattr(core, message["name"])(*message["arguments"])
+    except Exception as e:
+        log.error("%s: %s", message["name"], e)
+        text = str(e) if isinstance(e, ToolkitError) else f"{type(e).__name__}: {e}"
+        return {"op": "answer", "error": text, "usage": isinstance(e, UsageError)}
+    return {"op": "answer", "error": None}

@@ -7,12 +7,23 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response as HttpResponse
 
 from toolkit import __version__
-from toolkit.serve import chat_routes, completion_routes, token_routes
+from toolkit.artifacts.side_files import pooling_config
+from toolkit.engine import pooling
+from toolkit.serve import (
+    chat_routes,
+    completion_routes,
+    control_routes,
+    generate_routes,
+    interactive_routes,
+    pooling_routes,
+    token_routes,
+)
 from toolkit.serve.auth import ApiKeyMiddleware
 from toolkit.serve.errors import ApiError, from_exception
 from toolkit.serve.intake import Intake
@@ -40,6 +51,8 @@ def create_app(engine: AsyncEngine, template: ChatTemplate, settings: ServerSett
         defaults=choose_defaults(settings.generation_config, engine.tokenizer.path),
         metrics=ServerMetrics(engine.stats),
         lanes=lanes,
+        pooling=pooling.choose(settings.pooling, engine.tokenizer.path),
+        embeds=pooling_config(engine.tokenizer.path) is not None,
         slots=asyncio.Semaphore(limit) if limit else None,
     )
     app = FastAPI(
@@ -54,11 +67,14 @@ def create_app(engine: AsyncEngine, template: ChatTemplate, settings: ServerSett
     _add_plain_routes(app, state)
     app.include_router(chat_routes.router)
     app.include_router(completion_routes.router)
-    app.include_router(token_routes.router)
-    add_schemas(app, [ChatCompletionRequest, CompletionRequest, *token_routes.BODIES])
-    app.add_exception_handler(Exception, _error_reply)
-    app.add_exception_handler(ApiError, _error_reply)
-    app.add_exception_handler(HTTPException, _http_error_reply)  # type: ignore[arg-type]
+    bodies: list[type[BaseModel]] = [ChatCompletionRequest, CompletionRequest]
+    for routes in (token_routes, pooling_routes, generate_routes, interactive_routes, control_routes):
+        app.include_router(routes.router)
+        bodies += routes.BODIES
+    add_schemas(app, bodies)
+    app.add_exception_handler(Exception, error_reply)
+    app.add_exception_handler(ApiError, error_reply)
+    app.add_exception_handler(HTTPException, http_error_reply)  # type: ignore[arg-type]
     if settings.api_keys:
         app.add_middleware(ApiKeyMiddleware, keys=list(settings.api_keys))
     app.add_middleware(Intake, limits=settings.limits, lanes=lanes)
@@ -89,6 +105,8 @@ def _add_plain_routes(app: FastAPI, state: ServerState) -> None:
     async def health() -> HttpResponse:
         if state.closing:
             return json_response({"status": "shutting down"}, 503)
+        if state.sleeping:
+            return json_response({"status": "sleeping"})
         outage = state.engine.outage
         if outage is None:
             return json_response({"status": "healthy"})
@@ -102,12 +120,13 @@ def _add_plain_routes(app: FastAPI, state: ServerState) -> None:
         return HttpResponse(state.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-async def _error_reply(request: Request, error: Exception) -> HttpResponse:
+async def error_reply(request: Request, error: Exception) -> HttpResponse:
+    """Whatever a route raises, in the envelope."""
     told = from_exception(error)
     return json_response(told.envelope(), told.status)
 
 
-async def _http_error_reply(request: Request, error: HTTPException) -> HttpResponse:
+async def http_error_reply(request: Request, error: HTTPException) -> HttpResponse:
     """Unknown routes and methods, in the envelope."""
     message = str(error.detail)
     if error.status_code in (404, 405):

@@ -68,8 +68,9 @@ class ChatAnswer:
         token_ids = await encode_chat(state, request, self.size, self.id)
         if request.must_call and state.template.tool_format is not None:
             config = replace(config, response_format=forced_format(state.template.tool_format, self.functions))
+        common: Any = {"priority": request.priority or 0, "label": request.session_id}
         adapter = state.adapter_of(request.model)
-        return [Choice(i, 0, token_ids, choice_config(config, i), adapter) for i in range(request.n or 1)]
+        return [Choice(i, 0, token_ids, choice_config(config, i), adapter, **common) for i in range(request.n or 1)]
 
     def _parser(self) -> CallParser:
         """For the answer of one choice to a request with tools."""

@@ -72,10 +72,11 @@ class CompletionAnswer:
             # Who adds up log-probabilities (lm-eval) counts on an entry for each token generated, an end token's too.
             config = replace(config, include_stop_str_in_output=True)
         choices, adapter = [], state.adapter_of(request.model)
+        common: Any = {"priority": request.priority or 0, "label": request.session_id}
         for p, prompt in enumerate(request.prompt):
             param = "prompt" if len(request.prompt) == 1 else f"prompt.{p}"
             token_ids = await encode_prompt(state, prompt, param)
-            choices += [Choice(p * n + i, p, token_ids, choice_config(config, i), adapter) for i in range(n)]
+            choices += [Choice(p * n + i, p, token_ids, choice_config(config, i), adapter, **common) for i in range(n)]
         if logger.isEnabledFor(logging.INFO):
             logger.info("%s: %s", self.id, state.shorten(request.prompt))
         return choices

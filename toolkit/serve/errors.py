@@ -17,9 +17,11 @@ MANY_FAULTS = 1000  # pydantic tells all or none, in a time that grows with them
 TYPE_OF_STATUS = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     408: "invalid_request_error",
+    409: "invalid_request_error",
     413: "invalid_request_error",
     499: "request_cancelled",
     503: "service_unavailable_error",

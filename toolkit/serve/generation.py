@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
+from toolkit.engine.request import Only
 from toolkit.errors import UsageError
 from toolkit.messages import GenerationConfig, Response
 from toolkit.serve.errors import ApiError
@@ -19,13 +20,21 @@ logger = logging.getLogger("toolkit.serve")
 
 @dataclass(frozen=True)
 class Choice:
-    """One sequence to generate: number ``index`` of the answer, from prompt number ``prompt``."""
+    """One sequence to generate: number ``index`` of the answer, from prompt number ``prompt``.
+
+    ``adapter``, ``only``, ``priority``, ``session``: as of ``AsyncEngine.generate``. ``label``: the client's
+    session_id, by which it may be aborted.
+    """
 
     index: int
     prompt: int
     token_ids: list[int]
     config: GenerationConfig
     adapter: str | None = None
+    only: Only | None = None
+    priority: int = 0
+    label: int | str | None = None
+    session: str | None = None
 
 
 class Usage:
@@ -99,8 +108,16 @@ async def run_choices(
 async def _run_one(state: ServerState, engine_id: str, choice: Choice) -> AsyncGenerator[Response, None]:
     clock = RequestClock(state.metrics, len(choice.token_ids))
     reason, cached = "abort", 0
-    state.active.add(engine_id)
-    stream = state.engine.generate(choice.token_ids, choice.config, request_id=engine_id, adapter=choice.adapter)
+    state.active[engine_id] = choice.label
+    stream = state.engine.generate(
+        choice.token_ids,
+        choice.config,
+        request_id=engine_id,
+        session=choice.session,
+        adapter=choice.adapter,
+        only=choice.only,
+        priority=choice.priority,
+    )
     try:
         async for response in stream:
             cached = response.cached_tokens
@@ -115,7 +132,7 @@ async def _run_one(state: ServerState, engine_id: str, choice: Choice) -> AsyncG
         reason = "error"
         raise
     finally:
-        state.active.discard(engine_id)
+        state.active.pop(engine_id, None)
         if reason == "abort":
             state.engine.abort(engine_id)
         with contextlib.suppress(Exception):

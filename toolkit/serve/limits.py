@@ -36,6 +36,8 @@ class Limits:
     max_tools: int = _limit(128, "Tools of a request.")
     max_tools_bytes: int = _limit(1 << 18, "Bytes of tools as JSON.")
     max_kwargs_bytes: int = _limit(1 << 16, "Bytes of chat_template_kwargs as JSON.")
+    max_sessions: int = _limit(256, "Conversations of /v1/chat/interactive that are kept.")
+    session_timeout: float = _limit(3600.0, "Seconds without a turn after which such a conversation is forgotten.")
     max_connections: int = _limit(2048, "Open connections.")
     read_timeout: float = _limit(30.0, "Seconds for a request's head to arrive; for its body, and one more a 64 KiB.")
     write_timeout: float = _limit(30.0, "Seconds for an answer to be taken by its client, and one more a 64 KiB of it.")
@@ -51,7 +53,7 @@ class Limits:
         for name, (param, unit, size) in _SIZES.items():
             if (value := data.get(param)) and (found := size(value)) > getattr(self, name):
                 raise self.refusal(name, param, found, unit)
-        for param in ("messages", "prompt"):
+        for param in _TEXTS:
             if (chars := _characters(data.get(param))) > self.max_prompt_chars:
                 raise self.refusal("max_prompt_chars", param, chars, "characters")
 
@@ -63,6 +65,11 @@ class Limits:
         tokens = choices * min(token_limit or session_len, session_len)
         if tokens > max(self.max_total_tokens, session_len):
             raise self.refusal("max_total_tokens", "max_tokens", tokens, "tokens (prompts x n x max_tokens)")
+
+    def check_prompts(self, param: str, found: int) -> None:
+        """Raise ApiError where a request has too many prompts that nothing is generated from."""
+        if found > self.max_choices:
+            raise self.refusal("max_choices", param, found, "prompts")
 
     def check_values(self, found: int, session_len: int) -> None:
         """Raise ApiError (413) for a body of ``found`` JSON values where that is too many."""
@@ -77,6 +84,7 @@ class Limits:
         return ApiError(status, f"{param}: {text}" if param else text, param=param, code="limit_exceeded")
 
 
+_TEXTS = ("messages", "prompt", "input", "query", "queries", "documents", "text_1", "text_2")  # fields that hold them
 _OTHER_VALUES = 1 << 12  # a request has besides its prompt
 
 

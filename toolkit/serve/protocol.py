@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from toolkit.chat.messages import TOOL_ROLES
 from toolkit.config_checks import shown
-from toolkit.request_limits import BOUNDS, MOST, TOKEN_ID, WORD_LENGTH
+from toolkit.request_limits import BOUNDS, MOST, PRIORITY, TOKEN_ID, WORD_LENGTH
 
 CONTENT = str | list[dict[str, Any]] | dict[str, Any]
 TokenId = Annotated[int, Field(ge=TOKEN_ID.low, le=TOKEN_ID.high)]
@@ -118,7 +118,7 @@ class Message(Strict):
         return {**message, "role": "system"} if self.role == "developer" else message
 
 
-def _as_list(value: Any) -> Any:
+def as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
@@ -162,7 +162,7 @@ class GenerateRequest(Strict):
     )
     stop: Annotated[
         StopWords | None,
-        BeforeValidator(_as_list, json_schema_input_type=str | list[str] | None),
+        BeforeValidator(as_list, json_schema_input_type=str | list[str] | None),
     ] = None
     stop_token_ids: list[TokenId] | None = Field(None, max_length=MOST["stop_token_ids"])
     bad_words: BadWords | None = None
@@ -173,9 +173,12 @@ class GenerateRequest(Strict):
     spaces_between_special_tokens: bool | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=20, description="As vLLM has it; not in a stream")
     response_format: ResponseFormat | None = None
+    priority: int | None = Field(
+        None, ge=PRIORITY.low, le=PRIORITY.high, description="The lower, the sooner it starts; default 0"
+    )
     # Accepted, without effect on the answer:
     user: str | None = None
-    session_id: int | str | None = Field(None, description="LMDeploy's; requests here do not build on one another")
+    session_id: int | str | None = Field(None, description="What /abort_request may call it by")
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
@@ -313,11 +316,14 @@ def _prompts(value: Any) -> Any:
     return value
 
 
+Prompts = Annotated[
+    list[str | list[int]],
+    BeforeValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+]
+
+
 class CompletionRequest(GenerateRequest):
-    prompt: Annotated[
-        list[str | list[int]],
-        BeforeValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
-    ]
+    prompt: Prompts
     max_tokens: int | None = Field(None, ge=0, le=1 << 30, description="0 only with echo: score the prompt")
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 30, description="Goes before max_tokens")
     logprobs: int | None = Field(None, ge=0, le=20)

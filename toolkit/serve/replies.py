@@ -101,11 +101,14 @@ class JsonReply(Reply):
 
 
 class EventReply(Reply):
-    """A stream of events ending in ``[DONE]``. ``chunks`` yields what each event holds.
+    """A stream of events ending in ``end``. ``chunks`` yields what each event holds, ``event`` spells it.
 
     The status line waits for the first chunk, so that a request that fails at once gets a proper status; a later
     error is sent as an event of its own.
     """
+
+    event = staticmethod(event)
+    end = DONE
 
     def __init__(self, chunks: AsyncGenerator[Any, None]) -> None:
         super().__init__()
@@ -124,11 +127,18 @@ class EventReply(Reply):
         try:
             async with contextlib.aclosing(self.chunks) as chunks:
                 async for chunk in chunks:
-                    await write(event(chunk))
+                    await write(self.event(chunk))
         except Exception as error:
             told = _told(error)
             if not started:
                 await send_json(send, told.status, told.envelope())
                 return
-            await write(event(told.envelope()))
-        await write(DONE, more=False)
+            await write(self.event(told.envelope()))
+        await write(self.end, more=False)
+
+
+class LineReply(EventReply):
+    """A stream of JSON objects, one a line, as /v1/chat/interactive has it."""
+
+    event = staticmethod(lambda data: orjson.dumps(data) + b"\n")
+    end = b""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import from_json
@@ -22,30 +22,40 @@ PIECE = 8  # characters for each token of the session that are tokenized at once
 SEAM = 16  # tokens by which the end of such a piece may differ from the same text in one go
 
 
-async def parse(request: Request, state: ServerState, model: type[M]) -> tuple[M, int]:
-    """The body as ``model``, and its bytes. Raises ApiError that names the first bad field or the limit."""
+async def read_body(request: Request) -> bytes:
+    """The whole body. Raises ApiError where its client goes away before."""
     parts = []
     try:
         async for part in request.stream():
             parts.append(part)
     except ClientDisconnect as error:
         raise ApiError(499, "The client went away before the request was read") from error
+    return b"".join(parts)
+
+
+def parse_body(model: type[M], body: bytes, check: Callable[[Any], None] = lambda data: None) -> M:
+    """``body`` as ``model``; ``check`` sees it before. Raises ApiError that names the first bad field."""
+    try:
+        data = from_json(body)
+    except ValueError as error:
+        raise ApiError(400, f"The request body is not valid JSON ({error})") from error
+    check(data)
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise from_validation(error) from error
+
+
+async def parse(request: Request, state: ServerState, model: type[M]) -> tuple[M, int]:
+    """The body as ``model``, and its bytes. Raises ApiError that names the first bad field or the limit."""
+    body = await read_body(request)
 
     def work() -> M:
-        body = b"".join(parts)
         if len(body) > SMALL:
             state.settings.limits.check_values(count_values(body), state.engine.session_len)
-        try:
-            data = from_json(body)
-        except ValueError as error:
-            raise ApiError(400, f"The request body is not valid JSON ({error})") from error
-        state.settings.limits.check_body(data)
-        try:
-            return model.model_validate(data)
-        except ValidationError as error:
-            raise from_validation(error) from error
+        return parse_body(model, body, state.settings.limits.check_body)
 
-    size = sum(map(len, parts))
+    size = len(body)
     return (work() if size <= SMALL else await state.lanes.run(work, size)), size
 
 
@@ -76,6 +86,11 @@ async def encode_chat(state: ServerState, request: ChatCompletionRequest, size: 
         return _encode(state, text, "messages", special=False)
 
     return await state.lanes.run(work, size)
+
+
+async def encode_text(state: ServerState, render: Callable[[], str], param: str, size: int) -> list[int]:
+    """A prompt that ``render`` writes out of a text of about ``size`` characters, as token ids."""
+    return await state.lanes.run(lambda: _encode(state, render(), param, special=False), size)
 
 
 async def encode_prompt(state: ServerState, prompt: str | Sequence[int], param: str) -> list[int]:

@@ -21,6 +21,7 @@ from toolkit.chat.renderer import Renderer
 from toolkit.chat.settings import describe
 from toolkit.chat.template import ChatTemplate
 from toolkit.engine.frontend import AsyncEngine
+from toolkit.engine.pooling import choose as choose_pooling
 from toolkit.engine.setup import Packed
 from toolkit.engine_configs import EngineConfig
 from toolkit.errors import ToolkitError, UsageError
@@ -181,6 +182,7 @@ def serve(
     if log_level not in LOG_LEVELS:
         raise UsageError(f"--log-level: expected one of {', '.join(LOG_LEVELS)}, found {log_level!r}")
     ChatTemplate.check(chat_template)
+    choose_pooling(str((settings or {}).get("pooling", "auto")), None)
     choose_defaults(str((settings or {}).get("generation_config", "auto")), None)
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     limits: Limits = (settings or {}).get("limits", Limits())  # type: ignore[assignment]

@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config_checks import shown
+from toolkit.engine.nap import ASLEEP
+from toolkit.engine.pooling import Pooling
 from toolkit.serve.errors import ApiError
 from toolkit.serve.lanes import Lanes
 from toolkit.serve.limits import Limits
 from toolkit.serve.metrics import ServerMetrics
+from toolkit.serve.talks import Talks
 
 if TYPE_CHECKING:
     from toolkit.chat.template import ChatTemplate
@@ -24,7 +27,8 @@ if TYPE_CHECKING:
 class ServerSettings:
     """``adapters``: names of LoRA adapters, which requests use in place of the model's; ``api_keys`` empty = open to
     all; ``max_log_len``: characters of a prompt in the log, None = all of it; ``generation_config``: where defaults of
-    the sampling come from, see sampling.choose_defaults."""
+    the sampling come from, see sampling.choose_defaults; ``pooling``: auto, last or mean, see pooling.choose;
+    ``allowed``: options given that let clients do what only the operator may otherwise, see control_routes."""
 
     model_name: str
     adapters: Sequence[str] = ()
@@ -35,12 +39,16 @@ class ServerSettings:
     generation_config: str = "auto"
     max_concurrent_requests: int | None = None
     max_log_len: int | None = None
+    pooling: str = "auto"
+    allowed: Sequence[str] = ()
     limits: Limits = field(default_factory=Limits)
 
 
 @dataclass
 class ServerState:
-    """``active``: ids of the engine requests in flight. ``closing``: the server is on its way down."""
+    """``pooling``: which hidden state is an embedding; ``embeds``: whether the model says so itself. ``active``: ids of
+    the engine requests in flight, each with its client's session_id. ``sleeping``: the model sleeps, or will once they
+    have ended. ``closing``: the server is on its way down."""
 
     engine: AsyncEngine
     template: ChatTemplate
@@ -48,9 +56,15 @@ class ServerState:
     defaults: GenerationConfig
     metrics: ServerMetrics
     lanes: Lanes
+    pooling: Pooling = "last"
+    embeds: bool = False
     slots: asyncio.Semaphore | None = None
-    active: set[str] = field(default_factory=set)
+    active: dict[str, int | str | None] = field(default_factory=dict)
+    sleeping: bool = False
     closing: bool = False
+
+    def __post_init__(self) -> None:
+        self.talks = Talks(self.settings.limits, self.engine.end_session)
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
@@ -67,6 +81,8 @@ class ServerState:
             raise self.not_served(model)
         if self.closing:
             raise ApiError(503, "The server is shutting down", code="shutting_down")
+        if self.sleeping:
+            raise ApiError(503, ASLEEP, code="sleeping")
         if (outage := self.engine.outage) is not None:
             raise ApiError(503, str(outage), code="engine_unavailable")
 
@@ -84,6 +100,18 @@ class ServerState:
     def adapter_of(self, model: str) -> str | None:
         """The adapter that a request's ``model`` names, None for the model itself."""
         return None if model == self.settings.model_name else model
+
+    def abort(self, request_id: str | None = None, label: int | str | None = None) -> int:
+        """End the choices of a request, or of a client's session; how many there were. Each client is told."""
+        found = [
+            engine_id
+            for engine_id, session in self.active.items()
+            if (request_id is not None and engine_id.rpartition("-")[0] == request_id)
+            or (label is not None and session == label)
+        ]
+        for engine_id in found:
+            self.engine.abort(engine_id)
+        return len(found)
 
     def abort_all(self) -> None:
         """End every request in flight; each client is told."""

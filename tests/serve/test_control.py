@@ -1,0 +1,96 @@
+"""Ending requests and the server, sleeping and waking: only where the operator lets clients do it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import urllib.error
+import urllib.request
+from typing import Any
+
+import pytest
+
+ALL = ("--allow-terminate-by-client", "--enable-abort-handling", "--enable-sleep-mode")
+
+
+def ask(url: str, path: str, body: Any = None, method: str | None = None) -> tuple[int, Any]:
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url + path, data, method=method), timeout=10) as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "option"),
+    [
+        ("/terminate", "GET", ALL[0]),
+        ("/abort_request", "POST", ALL[1]),
+        ("/sleep", "POST", ALL[2]),
+        ("/wakeup", "POST", ALL[2]),
+        ("/wake_up", "POST", ALL[2]),
+    ],
+)
+def test_nothing_is_allowed_unasked(start: Any, path: str, method: str, option: str) -> None:
+    server = start(allowed=[o for o in ALL if o != option])
+    status, told = ask(server.url, path, {} if method == "POST" else None)
+    assert status == 403 and option in told["error"]["message"]
+    assert not server.engine.asleep and ask(server.url, "/health")[0] == 200
+
+
+def long_request(server: Any, results: list[Any], **fields: Any) -> threading.Thread:
+    body = {"model": "echo", "prompt": "x" * 200, **fields}
+    thread = threading.Thread(target=lambda: results.append(ask(server.url, "/v1/completions", body)))
+    thread.start()
+    return thread
+
+
+def test_abort_by_session_and_all(start: Any) -> None:
+    server = start(engine={"delay": 0.05}, allowed=ALL)
+    results: list[Any] = []
+    threads = [long_request(server, results, session_id=s, n=2) for s in (1, 2)]
+    server.wait(lambda: len(server.engine.running) == 4)
+    assert ask(server.url, "/abort_request", {"session_id": 9})[0] == 400
+    assert ask(server.url, "/abort_request", {"session_id": 1}) == (200, {"aborted": 2})
+    threads[0].join(5)
+    server.wait(lambda: len(server.engine.running) == 2)
+    assert ask(server.url, "/abort_request", {"abort_all": True}) == (200, {"aborted": 2})
+    for thread in threads:
+        thread.join(5)
+    assert [status for status, _ in results] == [499, 499]
+
+
+def test_abort_by_the_id_of_the_answer(start: Any) -> None:
+    server = start(engine={"delay": 0.02}, allowed=ALL)
+    body = json.dumps({"model": "echo", "prompt": "x" * 200, "stream": True}).encode()
+    with urllib.request.urlopen(urllib.request.Request(server.v1 + "/completions", body), timeout=10) as reply:
+        first = json.loads(reply.readline().removeprefix(b"data: "))
+        assert ask(server.url, "/abort_request", {"rid": first["id"]}) == (200, {"aborted": 1})
+        assert b"cancelled" in reply.read()
+
+
+def test_sleep_waits_for_requests_and_refuses_new_ones(start: Any) -> None:
+    server = start(engine={"delay": 0.01}, allowed=ALL)
+    results: list[Any] = []
+    thread = long_request(server, results, max_tokens=40)
+    server.wait(lambda: bool(server.engine.running))
+    assert ask(server.url, "/sleep?level=3", method="POST")[0] == 400
+    assert ask(server.url, "/sleep?level=1", method="POST") == (200, {"is_sleeping": True})
+    thread.join(5)
+    assert results[0][0] == 200 and server.engine.asleep
+    assert ask(server.url, "/is_sleeping") == (200, {"is_sleeping": True})
+    assert ask(server.url, "/health") == (200, {"status": "sleeping"})
+    status, told = ask(server.url, "/v1/completions", {"model": "echo", "prompt": "a"})
+    assert status == 503 and told["error"]["code"] == "sleeping"
+    assert ask(server.url, "/wakeup?tags=weights", method="POST") == (200, {"is_sleeping": True})
+    assert ask(server.url, "/wakeup", method="POST") == (200, {"is_sleeping": False})
+    assert ask(server.url, "/v1/completions", {"model": "echo", "prompt": "a"})[0] == 200
+
+
+def test_terminate_is_a_gentle_signal(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr("toolkit.serve.control_routes.os.kill", lambda pid, number: sent.append(number))
+    server = start(allowed=ALL)
+    assert ask(server.url, "/terminate")[0] == 200 and sent == [signal.SIGTERM]

@@ -1,0 +1,180 @@
+"""LMDeploy's own endpoints: /generate, /get_ppl, and /v1/chat/interactive, against the stand-in engine."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from typing import Any
+
+import pytest
+
+from toolkit.serve.limits import Limits
+
+
+def ask(url: str, path: str, body: Any, key: str | None = None) -> tuple[int, Any]:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def lines(url: str, path: str, body: Any) -> list[str]:
+    with urllib.request.urlopen(urllib.request.Request(url + path, json.dumps(body).encode()), timeout=10) as reply:
+        return [line for line in reply.read().decode().split("\n") if line]
+
+
+def test_generate(start: Any) -> None:
+    server = start()
+    status, got = ask(server.url, "/generate", {"prompt": "hello", "max_tokens": 3})
+    assert status == 200 and (got["text"], got["output_ids"]) == ("hel", list(b"hel"))
+    meta = got["meta_info"]
+    assert (meta["prompt_tokens"], meta["completion_tokens"], meta["finish_reason"]) == (5, 3, {"type": "length"})
+    assert "output_token_logprobs" not in meta
+    assert server.engine.seen[-1][1].stop_words is None  # no chat template
+    _, same = ask(server.url, "/generate", {"input_ids": list(b"hello"), "max_tokens": 3})
+    assert same["text"] == "hel"
+    ask(server.url, "/generate", {"prompt": "x" * 300})
+    assert server.engine.seen[-1][1].max_new_tokens == 128
+
+
+def test_generate_streams_pieces(start: Any) -> None:
+    got = lines(start().url, "/generate", {"prompt": "hello", "stream": True, "priority": -3})
+    assert got[-1] == "data: [DONE]"
+    pieces = [json.loads(line.removeprefix("data: ")) for line in got[:-1]]
+    assert "".join(p["text"] for p in pieces) == "hello"
+    assert [i for p in pieces for i in p["output_ids"]] == list(b"hello")
+    assert pieces[-1]["meta_info"]["finish_reason"] == {"type": "stop"} and not pieces[0]["meta_info"]["finish_reason"]
+
+
+def test_generate_tells_log_probabilities(start: Any) -> None:
+    server = start()
+    body = {"prompt": "hello", "max_tokens": 2, "return_logprob": True, "logprob_start_len": 3, "top_logprobs_num": 2}
+    meta = ask(server.url, "/generate", body)[1]["meta_info"]
+    assert meta["output_token_logprobs"] == [[-0.5, ord("h")], [-0.5, ord("e")]]
+    assert meta["output_top_logprobs"][0] == [[-0.5, ord("h")], [-1.0, 0]]
+    assert meta["input_token_logprobs"] == [[-0.25, ord("l")], [-0.25, ord("o")]]
+    scored = ask(server.url, "/generate", {**body, "max_tokens": 0, "logprob_start_len": 0})[1]
+    assert scored["text"] == "" and scored["meta_info"]["completion_tokens"] == 0
+    assert scored["meta_info"]["input_token_logprobs"][0] == [None, ord("h")]
+    assert len(scored["meta_info"]["input_token_logprobs"]) == 5
+
+
+def test_perplexity(start: Any) -> None:
+    server = start()
+    assert ask(server.url, "/get_ppl", {"input": "hello"}) == (200, {"ppl": 0.25})
+    assert ask(server.url, "/get_ppl", {"input": [1, 2, 3], "model": "echo"}) == (200, {"ppl": 0.25})
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/generate", {}, "prompt"),
+        ("/generate", {"prompt": "a", "input_ids": [1]}, "prompt"),
+        ("/generate", {"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ("/generate", {"prompt": "a", "n": 2}, "n"),
+        ("/generate", {"prompt": "a", "top_logprobs_num": 2}, "return_logprob"),
+        ("/generate", {"prompt": "a", "image_data": "x"}, "image_data"),
+        ("/generate", {"prompt": "a", "priority": 1 << 40}, "priority"),
+        ("/generate", {"input_ids": [9999]}, "input_ids"),
+        ("/generate", {"prompt": "a", "tools": [1]}, "tools"),
+        ("/get_ppl", {"input": "a"}, "input"),
+        ("/get_ppl", {"input": []}, "input"),
+        ("/v1/chat/interactive", {"prompt": "a", "interactive_mode": True}, "session_id"),
+        ("/v1/chat/interactive", {"prompt": []}, "prompt"),
+        ("/v1/chat/interactive", {"prompt": "a", "image_url": "x"}, "image_url"),
+        ("/v1/chat/interactive", {"prompt": "a", "session_id": 1 << 70}, "session_id"),
+    ],
+)
+def test_bad_fields_are_named(start: Any, path: str, body: dict[str, Any], param: str) -> None:
+    status, told = ask(start().url, path, body)
+    assert status == 400 and (told["error"]["param"] or "").partition(".")[0] == param, told
+
+
+def test_an_interactive_session_remembers(start: Any) -> None:
+    server = start()
+
+    def turn(prompt: Any, **fields: Any) -> dict[str, Any]:
+        fields = {"prompt": prompt, "session_id": 7, "interactive_mode": True, **fields}
+        return ask(server.url, "/v1/chat/interactive", fields)[1]
+
+    first = turn("hi")
+    assert first == {
+        "text": "[user]hi",
+        "tokens": 8,
+        "input_tokens": 8,
+        "history_tokens": 0,
+        "finish_reason": "stop",
+    }
+    second = turn("and?")
+    assert second["text"] == "[user]hi[assistant][user]hi[user]and?" and second["history_tokens"] == 16
+    assert second["input_tokens"] == len(second["text"]) - 16
+    assert len({s for s in server.engine.sessions}) == 1 and server.engine.sessions[0]  # kept in the KV cache
+    other = turn("who", session_id=8)
+    assert other["history_tokens"] == 0 and other["text"] == "[user]who"
+    once = turn("bye", interactive_mode=False)  # starts it anew, and keeps nothing
+    assert once["text"] == "[user]bye" and server.engine.ended_sessions == [server.engine.sessions[0]]
+    assert turn("hi")["history_tokens"] == 0
+    long = turn([{"role": "system", "content": "s"}, {"role": "user", "content": "q"}], session_id=9)
+    assert long["text"] == "[system]s[user]q"
+
+
+def test_interactive_streams_lines(start: Any) -> None:
+    server = start()
+    body = {"prompt": "hi", "session_id": 3, "interactive_mode": True, "stream": True, "request_output_len": 4}
+    pieces = [json.loads(line) for line in lines(server.url, "/v1/chat/interactive", body)]
+    assert "".join(p["text"] for p in pieces) == "[use" and pieces[-1]["finish_reason"] == "length"
+    assert pieces[-1]["tokens"] == 4
+
+
+def test_sessions_of_different_keys_are_apart(start: Any) -> None:
+    server = start(api_keys=["a", "b"])
+    body = {"prompt": "hi", "session_id": 1, "interactive_mode": True}
+    ask(server.url, "/v1/chat/interactive", body, key="a")
+    assert ask(server.url, "/v1/chat/interactive", body, key="b")[1]["history_tokens"] == 0
+    assert ask(server.url, "/v1/chat/interactive", body, key="a")[1]["history_tokens"] > 0
+
+
+def test_a_busy_session_is_refused_and_can_be_cancelled(start: Any) -> None:
+    server = start(engine={"delay": 0.05})
+    body = {"prompt": "x" * 200, "session_id": 1, "interactive_mode": True}
+    got: list[Any] = []
+    thread = threading.Thread(target=lambda: got.append(ask(server.url, "/v1/chat/interactive", body)))
+    thread.start()
+    server.wait(lambda: bool(server.engine.running))
+    assert ask(server.url, "/v1/chat/interactive", {**body, "prompt": "y"})[0] == 409
+    status, told = ask(server.url, "/v1/chat/interactive", {**body, "cancel": True})
+    assert status == 200 and told["text"] == ""
+    thread.join(5)
+    assert got[0][0] == 499
+    assert ask(server.url, "/v1/chat/interactive", {**body, "prompt": "y"})[1]["history_tokens"] == 0
+
+
+def test_the_oldest_session_makes_room(start: Any) -> None:
+    server = start(limits=Limits(max_sessions=2))
+    for session in (1, 2, 1, 3):
+        ask(server.url, "/v1/chat/interactive", {"prompt": "hi", "session_id": session, "interactive_mode": True})
+    assert server.engine.ended_sessions == [server.engine.sessions[1]]
+    kept = [
+        ask(server.url, "/v1/chat/interactive", {"prompt": "hi", "session_id": s, "interactive_mode": True})[1]
+        for s in (1, 3)
+    ]
+    assert all(answer["history_tokens"] for answer in kept)
+
+
+def test_a_session_is_forgotten_in_time(start: Any) -> None:
+    server = start(limits=Limits(session_timeout=0.0))
+    body = {"prompt": "hi", "session_id": 1, "interactive_mode": True}
+    assert [ask(server.url, "/v1/chat/interactive", body)[1]["history_tokens"] for _ in range(2)] == [0, 0]
+
+
+def test_priority_reaches_the_engine(start: Any) -> None:
+    server = start()
+    ask(server.url, "/v1/completions", {"model": "echo", "prompt": "a", "priority": 5})
+    chat = {"model": "echo", "messages": "a", "priority": -5}
+    ask(server.url, "/v1/chat/completions", chat)
+    assert server.engine.priorities == [5, -5]

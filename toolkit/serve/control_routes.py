@@ -1,0 +1,96 @@
+"""What an operator may let clients do to the server: end requests or itself, put the model to sleep and wake it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import AliasChoices, BaseModel, Field
+from starlette.responses import Response as HttpResponse
+
+from toolkit.engine.nap import PARTS
+from toolkit.serve.errors import ApiError, bad_field
+from toolkit.serve.protocol import Strict
+from toolkit.serve.replies import json_response
+from toolkit.serve.requests import parse
+from toolkit.serve.schema import describe
+from toolkit.serve.state import ServerState
+
+router = APIRouter()
+DRAIN_LOOK_S = 0.02  # how often it is looked whether the last request has ended
+
+
+class AbortRequest(Strict):
+    """Which requests are to end: one by the ``id`` of its answer, those of a ``session_id``, or all."""
+
+    session_id: int | str | None = None
+    request_id: str | None = Field(None, validation_alias=AliasChoices("request_id", "rid"))
+    abort_all: bool | None = None
+
+
+BODIES: list[type[BaseModel]] = [AbortRequest]
+
+
+def _allowed(raw: Request, option: str) -> ServerState:
+    state: ServerState = raw.app.state.server
+    if option not in state.settings.allowed:
+        raise ApiError(403, f"{raw.url.path}: not allowed here; the server was started without {option}")
+    return state
+
+
+@router.post("/abort_request", **describe(AbortRequest, "End requests; needs --enable-abort-handling"))
+async def abort_request(raw: Request) -> HttpResponse:
+    state = _allowed(raw, "--enable-abort-handling")
+    request, _ = await parse(raw, state, AbortRequest)
+    if request.abort_all:
+        found = len(state.active)
+        state.abort_all()
+    elif not (found := state.abort(request.request_id, request.session_id)):
+        raise bad_field("request_id" if request.request_id else "session_id", "no request of it is running")
+    return json_response({"aborted": found})
+
+
+@router.get("/terminate", summary="End the server; needs --allow-terminate-by-client")
+@router.post("/terminate", include_in_schema=False)
+async def terminate(raw: Request) -> HttpResponse:
+    _allowed(raw, "--allow-terminate-by-client")
+    os.kill(os.getpid(), signal.SIGTERM)
+    return json_response({"status": "shutting down"})
+
+
+@router.post("/sleep", summary="Give the model's memory back once no request runs; needs --enable-sleep-mode")
+async def sleep(raw: Request, level: str = "1") -> HttpResponse:
+    state = _allowed(raw, "--enable-sleep-mode")
+    if level not in ("1", "2"):
+        raise bad_field("level", f"expected 1 or 2, found {level!r:.20}")
+    state.sleeping = True
+    while state.active:
+        await asyncio.sleep(DRAIN_LOOK_S)
+    try:
+        await asyncio.to_thread(state.engine.sleep)
+    except BaseException:
+        state.sleeping = False
+        raise
+    return _is_sleeping(state)
+
+
+@router.post("/wake_up", include_in_schema=False)
+@router.post("/wakeup", summary="Load the model again, all of it or by ?tags=weights&tags=kv_cache")
+async def wakeup(raw: Request) -> HttpResponse:
+    state = _allowed(raw, "--enable-sleep-mode")
+    await asyncio.to_thread(state.engine.wake, raw.query_params.getlist("tags") or PARTS)
+    state.sleeping = state.engine.asleep
+    return _is_sleeping(state)
+
+
+@router.get("/is_sleeping", summary="Whether the model sleeps")
+async def is_sleeping(raw: Request) -> HttpResponse:
+    return _is_sleeping(raw.app.state.server)
+
+
+def _is_sleeping(state: ServerState) -> HttpResponse:
+    told: dict[str, Any] = {"is_sleeping": state.sleeping}
+    return json_response(told)

@@ -1,0 +1,83 @@
+"""Conversations that the server keeps for its clients, by ``session_id``."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from toolkit.serve.errors import ApiError
+from toolkit.serve.limits import Limits
+
+Key = tuple[str, int]  # who, and which of theirs
+
+
+@dataclass
+class Talk:
+    """``tokens``: what the turns so far take in the cache. ``name``: of the engine's session, which keeps them there.
+    ``request_id``: of its last turn."""
+
+    name: str
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    tokens: int = 0
+    used: float = 0.0
+    busy: bool = False
+    request_id: str = ""
+
+
+class Talks:
+    """At most ``max_sessions`` of them; the one used longest ago goes first, and each after ``session_timeout`` seconds
+    without a turn. ``forget`` is called with the name of each that goes."""
+
+    def __init__(self, limits: Limits, forget: Callable[[str], None]) -> None:
+        self._limits = limits
+        self._forget = forget
+        self._talks: OrderedDict[Key, Talk] = OrderedDict()  # the one used last at the end
+        self._made = 0
+
+    def open(self, key: Key) -> Talk:
+        """The conversation ``key``, new where there is none; it is the caller's until ``close``.
+
+        Raises ApiError 409 where another request has it, 503 where all that may be kept are in use.
+        """
+        self._drop_old()
+        talk = self._talks.get(key)
+        if talk is None:
+            self._make_room()
+            self._made += 1
+            talk = self._talks[key] = Talk(f"interactive-{self._made}")
+        if talk.busy:
+            raise ApiError(409, f"session_id: {key[1]} is being answered; wait, or cancel it", param="session_id")
+        talk.busy = True
+        self._talks.move_to_end(key)
+        return talk
+
+    def find(self, key: Key) -> Talk | None:
+        """The conversation ``key``, None where there is none."""
+        return self._talks.get(key)
+
+    def close(self, key: Key, *, keep: bool) -> None:
+        """The turn has ended; ``keep``: the conversation goes on."""
+        talk = self._talks[key]
+        talk.busy, talk.used = False, time.monotonic()
+        if not keep:
+            self._end(key)
+
+    def _drop_old(self) -> None:
+        oldest_allowed = time.monotonic() - self._limits.session_timeout
+        for key, talk in list(self._talks.items()):
+            if not talk.busy and talk.used < oldest_allowed:
+                self._end(key)
+
+    def _make_room(self) -> None:
+        if len(self._talks) < self._limits.max_sessions:
+            return
+        idle = next((key for key, talk in self._talks.items() if not talk.busy), None)
+        if idle is None:
+            raise ApiError(503, f"all {len(self._talks)} sessions are being answered (the server's --max-sessions)")
+        self._end(idle)
+
+    def _end(self, key: Key) -> None:
+        self._forget(self._talks.pop(key).name)
