@@ -82,6 +82,12 @@ app = typer.Typer(
 def root(
     version: bool = typer.Option(False, "--version", "-v", help="Print the version and exit."),
     debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error (works after any command)."),
+    custom_module_map: str = typer.Option(
+        None,
+        "--custom-module-map",
+        metavar="FILE",
+        help="Run this Python file: it holds a model family of yours (docs/add-a-model.md; works after any command).",
+    ),
 ) -> None:
     """Make large language models small and fast, and serve them: quantize → convert → run.
 
@@ -116,6 +122,26 @@ def normalise(argv: list[str]) -> tuple[list[str], bool]:
     return out, debug
 
 
+def name_families(argv: list[str]) -> list[str]:
+    """``argv`` without ``--custom-module-map FILE``, which goes into the environment: of this process and its own."""
+    flag, out = "--custom-module-map", []
+    own = argv[: argv.index("--")] if "--" in argv else argv
+    given = iter(own)
+    for arg in given:
+        name, eq, value = arg.partition("=")
+        if name != flag:
+            out.append(arg)
+            continue
+        path = value if eq else next(given, "")
+        if not os.path.isfile(path):
+            raise UsageError(f"{flag}: found {path or 'nothing'}, expected a Python file (docs/add-a-model.md)")
+        from toolkit.models.registry import VARIABLE
+
+        known = [os.environ[VARIABLE]] if os.environ.get(VARIABLE) else []
+        os.environ[VARIABLE] = os.pathsep.join([os.path.abspath(path), *known])
+    return out + argv[len(own) :]
+
+
 def _explain(error: BaseException) -> tuple[str, int]:
     """One line and the exit code for an exception that ended a command."""
     if isinstance(error, ToolkitError):
@@ -143,7 +169,7 @@ def main(argv: list[str] | None = None) -> None:
     watch = Watch()
     try:
         args, debug = normalise(sys.argv[1:] if argv is None else argv)
-        code = app(args=args, prog_name="tool", standalone_mode=False)
+        code = app(args=name_families(args), prog_name="tool", standalone_mode=False)
         if code == INTERRUPTED:  # that is how Typer hands on a KeyboardInterrupt
             watch.tell()
     except (KeyboardInterrupt, typer.Abort):

@@ -132,6 +132,7 @@ class PytorchEngineConfig:
     ``device_type``: "auto", "cpu", "cuda" or "cuda:N". ``num_gpu_blocks``: KV blocks, 0 = planned from memory.
     ``target_step_ms``: as of ``TurbomindEngineConfig``.
     ``adapters``: names of LoRA adapters and where they are, a directory or hub id in PEFT's format each.
+    ``custom_module_map``: Python files that hold a model family each (docs/add-a-model.md); they are run.
     ``enable_metrics``: whether a server of this engine offers /metrics. ``eager_mode``: forbid captured graphs
     (the torch runner has none so far, so that both values mean the same). ``load_format``: "int8" rounds dense linears
     to 8 bits while it reads them, "dummy" reads config.json alone and makes random weights.
@@ -149,7 +150,7 @@ class PytorchEngineConfig:
     enable_prefix_caching: bool = True
     device_type: str = "auto"
     eager_mode: bool = False
-    custom_module_map: dict[str, str] | str | None = None
+    custom_module_map: str | list[str] | None = None
     download_dir: str | None = None
     revision: str | None = None
     quant_policy: int = 0
@@ -190,8 +191,12 @@ class PytorchEngineConfig:
         switches(self, "eager_mode")
         number("num_gpu_blocks", self.num_gpu_blocks, 0, 1 << 40, whole=True)
         _check_adapters(self.adapters)
-        if self.custom_module_map is not None:
-            raise UsageError("custom_module_map: not built yet; add a family file instead (docs/add-a-model.md)")
+        own = self.custom_module_map
+        if own is not None and not all(isinstance(path, str) for path in (own if isinstance(own, list) else [own])):
+            raise UsageError(
+                f"custom_module_map: found {own!r:.60}, expected a Python file that holds a FAMILY, or a list of such "
+                "(docs/add-a-model.md)"
+            )
 
     @property
     def device(self) -> str:

@@ -3,7 +3,9 @@
 import json
 
 import pytest
+import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from toolkit.models.registry import build
 from toolkit.models.spec import MoeSpec
@@ -64,6 +66,46 @@ def test_stored_parts_cover_every_parameter_once(tiny_models, family):
         assert rows[-1][1] == s.shape[0]
         for p in s.parts:
             assert (sum(b - a for a, b in p.rows), s.shape[1]) == sizes[p.name]
+
+
+def _both(tiny_models, family, **overrides):
+    """Tensors of a family's tiny checkpoint, and of its twin's, under canonical names."""
+    return (
+        load_file(path / "model.safetensors")
+        for path in (tiny_models(family, **overrides), tiny_models.twin(family, **overrides))
+    )
+
+
+@pytest.mark.parametrize("overrides", [{}, {"shape": 1}], ids=["two-kv-heads", "one-with-bias"])
+def test_internlm2_joins_one_kv_head_after_another(tiny_models, overrides):
+    ours, plain = _both(tiny_models, "internlm2", **overrides)
+    for suffix in ("weight", "bias") if overrides else ("weight",):
+        q, k, v = (plain[f"model.layers.1.self_attn.{x}_proj.{suffix}"].unflatten(0, (-1, 16)) for x in "qkv")
+        q = q.unflatten(0, (len(k), -1))
+        joined = torch.cat([q, k[:, None], v[:, None]], dim=1).flatten(0, 2)
+        assert torch.equal(ours[f"model.layers.1.attention.wqkv.{suffix}"], joined)
+    assert torch.equal(ours["model.layers.1.feed_forward.w3.weight"], plain["model.layers.1.mlp.up_proj.weight"])
+
+
+def test_baichuan_joins_q_k_and_v(tiny_models):
+    ours, plain = _both(tiny_models, "baichuan")
+    joined = torch.cat([plain[f"model.layers.1.self_attn.{x}_proj.weight"] for x in "qkv"])
+    assert torch.equal(ours["model.layers.1.self_attn.W_pack.weight"], joined)
+
+
+def test_names_that_no_class_of_transformers_tells(tiny_models):
+    ours, _ = _both(tiny_models, "exaone", shape=1)
+    layer = ("ln_1", "ln_2", "attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj",
+             "attn.attention.out_proj", "mlp.c_fc_0", "mlp.c_fc_1", "mlp.c_proj")  # fmt: skip
+    assert set(ours) == {"transformer.wte.weight", "transformer.ln_f.weight", "lm_head.weight"} | {
+        f"transformer.h.{i}.{name}.weight" for i in range(2) for name in layer
+    }
+    ours, _ = _both(tiny_models, "deepseek")
+    mlp = {name.removeprefix("model.layers.2.mlp.") for name in ours if name.startswith("model.layers.2.mlp.")}
+    parts = [f"{x}_proj.weight" for x in ("gate", "up", "down")]
+    assert mlp == {"gate.weight", *(f"shared_experts.{p}" for p in parts)} | {
+        f"experts.{e}.{p}" for e in range(6) for p in parts
+    }
 
 
 def test_tied_models_list_no_head(tiny_models):

@@ -136,9 +136,11 @@ def _check_tp(config: EngineConfig) -> None:
 @extras.named()
 def start(setup: Setup, tokenizer: Tokenizer | None, progress: Progress) -> tuple[EngineCore, Facts]:
     """Open the runner, plan memory, load weights, allocate the cache. Raises ToolkitError or UsageError, one line."""
+    from toolkit.models.registry import from_files
     from toolkit.runners.choose import open_runner
 
     config = setup.config
+    own = getattr(config, "custom_module_map", None) or ()
     options = RunnerOptions(
         device=config.device,
         dtype=config.dtype,
@@ -155,6 +157,7 @@ def start(setup: Setup, tokenizer: Tokenizer | None, progress: Progress) -> tupl
         rope_scaling_factor=getattr(config, "rope_scaling_factor", 0.0),
         model_format=config.model_format,
         load_format=config.load_format,
+        families=from_files([own] if isinstance(own, str) else own),
     )
     try:
         memory = plan(

@@ -1,7 +1,8 @@
 """Which family reads which checkpoint: ``architectures`` (or ``model_type``) of ``config.json`` → its file.
 
 Every file of ``families/`` holds one ``FAMILY``. A config names its file by ``model_type``, so that as a rule one file
-is imported; only where it does not are all of them looked through.
+is imported; only where it does not are all of them looked through. Families come from outside too: from Python files
+that the user names, which go before ours, and from installed packages, by entry points.
 """
 
 from __future__ import annotations
@@ -9,8 +10,12 @@ from __future__ import annotations
 import copy
 import difflib
 import importlib
+import importlib.metadata
+import importlib.util
+import itertools
+import os
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -20,6 +25,9 @@ from toolkit.models import families as folder
 from toolkit.models.config_fields import Fields, check_dtype, check_token_ids
 from toolkit.models.decoder import Built
 from toolkit.models.family import Family
+
+VARIABLE = "TOOLKIT_CUSTOM_MODULE_MAP"  # of the environment: Python files, one family each, with : between them
+GROUP = "toolkit.families"  # of entry points: name = "package.module:FAMILY"
 
 
 class HasConfig(Protocol):
@@ -36,42 +44,63 @@ class HasConfig(Protocol):
 
 
 def names() -> list[str]:
-    """Of the families, in alphabetical order; none is imported."""
+    """Of our own families, in alphabetical order; none is imported."""
     return sorted(module.name for module in pkgutil.iter_modules(folder.__path__))
 
 
 def get(name: str) -> Family:
-    """The family called so; it must be one of ``names()``."""
-    family: Family = importlib.import_module(f"{folder.__name__}.{name}").FAMILY
-    assert family.name == name, name
-    return family
+    """The family called so; there must be one."""
+    return next(family for family in _in_order(name) if family.name == name)
 
 
 def families() -> list[Family]:
-    """All of them, imported."""
-    return [get(name) for name in names()]
+    """All of them, imported; of several with one name the one that counts."""
+    return list({family.name: family for family in reversed(list(_in_order()))}.values())[::-1]
 
 
-def find_family(config: dict[str, Any], source: str = "config.json") -> Family:
-    """The family of a config. Raises ToolkitError that names those that are spelled nearly so."""
-    model_type = config.get("model_type")
-    named = model_type if isinstance(model_type, str) and model_type in names() else None
-    architectures = config.get("architectures")
-    if not architectures:
-        if named is None:
-            _unknown(config, source, model_type)
-        return get(named)
-    architecture = architectures[0] if isinstance(architectures, list) else architectures
-    for family in _nearest_first(named):
-        if architecture in family.architectures:
+def from_files(paths: Iterable[str]) -> list[Family]:
+    """The ``FAMILY`` of each Python file. A file is run, so it must be one that the user named. Raises UsageError."""
+    found = []
+    for path in paths:
+        spec = importlib.util.spec_from_file_location(f"toolkit_family_{Path(path).stem}", path)
+        if spec is None or spec.loader is None:
+            raise UsageError(f"custom_module_map: found {path}, expected a Python file (.py) that holds a FAMILY")
+        module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            raise UsageError(f"custom_module_map: {path}: {type(error).__name__}: {error}") from error
+        found.append(_checked(getattr(module, "FAMILY", None), f"custom_module_map: {path}: FAMILY"))
+    return found
+
+
+def _checked(value: object, where: str) -> Family:
+    if isinstance(value, Family):
+        return value
+    kind = "nothing" if value is None else type(value).__name__
+    raise UsageError(f"{where}: found {kind}, expected a toolkit.models.family.Family (docs/add-a-model.md)")
+
+
+def _in_order(name: str | None = None) -> Iterator[Family]:
+    """The families in the order in which they are asked, ours called ``name`` before our others."""
+    yield from from_files(path for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path)
+    own = names()
+    for each in sorted(own, key=lambda x: (x != name, x)):
+        family: Family = importlib.import_module(f"{folder.__name__}.{each}").FAMILY
+        assert family.name == each, each
+        yield family
+    for entry in importlib.metadata.entry_points(group=GROUP):
+        yield _checked(entry.load(), f"entry point {entry.name} of {entry.dist and entry.dist.name}")
+
+
+def find_family(config: dict[str, Any], source: str = "config.json", own: Iterable[Family] = ()) -> Family:
+    """The family of a config, of ``own`` before all others. Raises ToolkitError that names those spelled nearly so."""
+    model_type, architectures = config.get("model_type"), config.get("architectures")
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else architectures
+    for family in itertools.chain(own, _in_order(model_type if isinstance(model_type, str) else None)):
+        if architecture in family.architectures or (not architecture and model_type == family.name):
             return family
-    _unknown(config, source, architecture)
-
-
-def _nearest_first(name: str | None) -> Iterator[Family]:
-    if name is not None:
-        yield get(name)
-    yield from families()
+    _unknown(config, source, architecture or model_type)
 
 
 def _unknown(config: dict[str, Any], source: str, found: object) -> NoReturn:
@@ -80,28 +109,29 @@ def _unknown(config: dict[str, Any], source: str, found: object) -> NoReturn:
     Fields(config, source).fail("architectures", found, f"one that `tool list models` shows, such as {', '.join(near)}")
 
 
-def build(config: dict[str, Any], source: str = "config.json") -> Built:
+def build(config: dict[str, Any], source: str = "config.json", own: Iterable[Family] = ()) -> Built:
     """The spec of a model and the tensors its checkpoint must hold.
 
     ``config``: a parsed ``config.json``; ``quantization_config`` in it is left to the weight readers. ``source`` is
-    named in error messages. Raises ToolkitError for an unknown architecture or a value that cannot be.
+    named in error messages. ``own``: families of the caller's, asked first. Raises ToolkitError for an unknown
+    architecture or a value that cannot be.
     """
     if not isinstance(config, dict):
         raise ToolkitError(f"{source}: found {type(config).__name__}, expected a JSON object")
     fields = Fields(config, source)
-    family = find_family(config, source)
+    family = find_family(config, source, own)
     spec, stored = family.build(fields)
     check_dtype(fields)
     check_token_ids(fields, spec.vocab_size)
     return replace(spec, family=family.name), stored
 
 
-def load_spec(checkpoint: HasConfig, config: dict[str, Any] | None = None) -> Built:
+def load_spec(checkpoint: HasConfig, config: dict[str, Any] | None = None, own: Iterable[Family] = ()) -> Built:
     """``build`` for an open checkpoint, of ``config`` instead of its own where given.
 
     Token ids in its generation_config.json are checked too.
     """
-    built = build(checkpoint.config if config is None else config, f"{checkpoint.path}: config.json")
+    built = build(checkpoint.config if config is None else config, f"{checkpoint.path}: config.json", own)
     check_token_ids(
         Fields(checkpoint.generation_config, f"{checkpoint.path}: generation_config.json"), built[0].vocab_size
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +16,7 @@ from toolkit.runners.native.library import explain_mapped_faults
 
 if TYPE_CHECKING:
     from toolkit.artifacts.adapter import LowRank
+    from toolkit.models.family import Family
 
 Backend = Literal["turbomind", "pytorch"]
 BACKENDS = ("turbomind", "pytorch")
@@ -43,20 +44,21 @@ def open_model(
     model_format: str | None = None,
     load_format: str = "auto",
     device: str = "cpu",
+    families: Sequence[Family] = (),
 ) -> Opened:
     """Open and validate a checkpoint, GGUF file or engine artifact without reading its weights.
 
     ``hf_overrides`` and ``rope_scaling_factor`` change config.json's fields; ``model_format`` is checked against what
     the checkpoint holds. ``load_format`` "int8" rounds the dense linears of a checkpoint to 8 bits while they are read;
     "dummy" reads config.json alone, and makes random weights on ``device``, where weights packed for a GPU are unpacked
-    too. Raises ToolkitError or UsageError, one line.
+    too. ``families``: of the caller's, asked before the known ones. Raises ToolkitError or UsageError, one line.
     """
     from toolkit.artifacts.manifest import read_manifest
 
     if load_format not in LOAD_FORMATS:
         raise UsageError(f"--load-format: expected one of {', '.join(LOAD_FORMATS)}, found {load_format!r}")
     if load_format == "dummy":
-        return _open_dummy(path, hf_overrides, rope_scaling_factor, device)
+        return _open_dummy(path, hf_overrides, rope_scaling_factor, device, families)
     manifest = read_manifest(path) if path.is_dir() else None
     if manifest is not None and manifest.kind == "engine":
         if load_format != "auto":
@@ -77,7 +79,7 @@ def open_model(
         if found != model_format:
             raise UsageError(f"--model-format: {path} holds {found} weights, not {model_format}; leave the option out")
     config = apply_overrides(checkpoint.config, hf_overrides, rope_scaling_factor)
-    spec, stored = load_spec(checkpoint, config)
+    spec, stored = load_spec(checkpoint, config, families)
     validate_checkpoint(checkpoint, stored)
 
     def weights() -> Mapping[str, Any]:
@@ -87,7 +89,13 @@ def open_model(
     return Opened(spec, weights, None, tuple(stored))
 
 
-def _open_dummy(path: Path, hf_overrides: dict[str, Any] | None, rope_scaling_factor: float, device: str) -> Opened:
+def _open_dummy(
+    path: Path,
+    hf_overrides: dict[str, Any] | None,
+    rope_scaling_factor: float,
+    device: str,
+    families: Sequence[Family],
+) -> Opened:
     from toolkit.models.registry import apply_overrides, build
     from toolkit.runners.dummy_scheme import check_quantization
     from toolkit.runners.dummy_weights import DummyWeights, read_config
@@ -95,7 +103,7 @@ def _open_dummy(path: Path, hf_overrides: dict[str, Any] | None, rope_scaling_fa
 
     config = apply_overrides(read_config(path), hf_overrides, rope_scaling_factor)
     check_quantization(config, f"{path / 'config.json'}")
-    spec, stored = build(config, f"{path}: config.json")
+    spec, stored = build(config, f"{path}: config.json", families)
     on = find_device(device)
     return Opened(spec, lambda: DummyWeights(spec, stored, config, on), None, tuple(stored))
 
@@ -154,6 +162,7 @@ def open_runner(
     rope_scaling_factor: float = 0.0,
     model_format: str | None = None,
     load_format: str = "auto",
+    families: Sequence[Family] = (),
 ) -> tuple[Runner, str]:
     """A runner for the model at ``path`` and one line on which it is and why (empty: nothing worth saying).
 
@@ -171,6 +180,7 @@ def open_runner(
         model_format=model_format,
         load_format=load_format,
         device=_weights_device(options),
+        families=families,
     )
     why = ""
     if backend == "turbomind" or (backend is None and opened.target != "torch"):
