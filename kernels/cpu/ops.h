@@ -12,7 +12,7 @@ namespace tk {
 enum DType : int32_t { F32 = 0, BF16 = 1, F16 = 2 };
 enum Format : int32_t { DENSE = 1, INT = 2 };
 enum KvType : int32_t { KV_F32 = 0, KV_BF16 = 1, KV_F16 = 2, KV_INT8 = 3, KV_INT4 = 4 };
-enum Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3 };
+enum Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, SWIGLUOAI = 4 };
 
 constexpr int64_t LANES = 16;     // rows of a weight tile; tokens of a cache cell
 constexpr int64_t KV_TILE = 128;  // tokens of one attention tile: tiles start at multiples of it
@@ -130,6 +130,8 @@ struct Ops {
                      int32_t* sum);
     // out = x / rms(x) * w; n elements, w padded like out to a multiple of 16 with zeros
     void (*rms_norm)(const float* x, const float* w, int64_t n, float eps, float* out);
+    // out = (x - mean) / std * w + b; b null = none
+    void (*layer_norm)(const float* x, const float* w, const float* b, int64_t n, float eps, float* out);
     // y += alpha * x
     void (*add_scaled)(float* y, const float* x, float alpha, int64_t n);
     // x[:rotary] turned by cos/sin [rotary/2], half-split layout

@@ -22,6 +22,7 @@ void dense_row(const Matrix& w, int64_t row, float scale, float* out);
 void quantize(const float* x, const int32_t* perm, int64_t group, int64_t g0, int64_t g1, int8_t* q, float* scale,
               int32_t* sum);
 void rms_norm(const float* x, const float* w, int64_t n, float eps, float* out);
+void layer_norm(const float* x, const float* w, const float* b, int64_t n, float eps, float* out);
 void add_scaled(float* y, const float* x, float alpha, int64_t n);
 void rope(float* x, const float* cos, const float* sin, int64_t rotary);
 void hadamard(float* x, int64_t n);
@@ -90,7 +91,15 @@ TK_INLINE void store_tile(const Store& to, int64_t t, int64_t tile, F y) {
 TK_INLINE void store_gated(const Store& to, int64_t t, int64_t tile, F gate, F up) {
     if (to.bias) gate = fadd(gate, fload(to.bias + tile * LANES));
     if (to.bias_up) up = fadd(up, fload(to.bias_up + tile * LANES));
-    fstore(to.out + t * to.ld + tile * LANES, fmul(apply_activation(gate, to.activation), up));
+    F y;
+    if (to.activation == SWIGLUOAI) {  // NaN stays NaN: see fexp
+        gate = fmin(fset1(7.0f), gate);
+        up = fmin(fset1(7.0f), fmax(fset1(-7.0f), up));
+        y = fmul(fmul(gate, fsigmoid(fmul(gate, fset1(1.702f)))), fadd(up, fset1(1.0f)));
+    } else {
+        y = fmul(apply_activation(gate, to.activation), up);
+    }
+    fstore(to.out + t * to.ld + tile * LANES, y);
 }
 
 }  // namespace

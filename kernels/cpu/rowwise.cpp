@@ -1,4 +1,4 @@
-// Work on one row at a time: quantization of activations, RMS norm, rope, Hadamard, activations, conversions.
+// Work on one row at a time: quantization of activations, norms, rope, Hadamard, activations, conversions.
 #include "ops_isa.h"
 
 namespace tk {
@@ -78,6 +78,29 @@ void rms_norm(const float* x, const float* w, int64_t n, float eps, float* out) 
     const float r = 1.0f / sqrtf(total / float(n) + eps);
     for (k = 0; k < whole; k += 16) fstore(out + k, fmul(fmul(fload(x + k), fset1(r)), fload(w + k)));
     for (; k < n; k++) out[k] = x[k] * r * w[k];
+}
+
+void layer_norm(const float* x, const float* w, const float* b, int64_t n, float eps, float* out) {
+    const int64_t whole = n / 16 * 16;
+    F a = fzero();
+    int64_t k = 0;
+    for (; k < whole; k += 16) a = fadd(a, fload(x + k));
+    float total = hsum(a);
+    for (; k < n; k++) total += x[k];
+    const float mean = total / float(n);
+    a = fzero();
+    for (k = 0; k < whole; k += 16) {
+        const F d = fsub(fload(x + k), fset1(mean));
+        a = fma(d, d, a);
+    }
+    total = hsum(a);
+    for (; k < n; k++) total += (x[k] - mean) * (x[k] - mean);
+    const float r = 1.0f / sqrtf(total / float(n) + eps);
+    for (k = 0; k < whole; k += 16) {
+        const F y = fmul(fmul(fsub(fload(x + k), fset1(mean)), fset1(r)), fload(w + k));
+        fstore(out + k, b ? fadd(y, fload(b + k)) : y);
+    }
+    for (; k < n; k++) out[k] = (x[k] - mean) * r * w[k] + (b ? b[k] : 0.0f);
 }
 
 void add_scaled(float* y, const float* x, float alpha, int64_t n) {

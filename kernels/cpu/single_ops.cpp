@@ -59,6 +59,12 @@ TK_EXPORT int tk_op_rms_norm(const char* isa, const float* x, const float* w, in
     return !ops;
 }
 
+TK_EXPORT int tk_op_layer_norm(const char* isa, const float* x, const float* w, const float* b, int64_t n, float eps, float* out) {
+    const tk::Ops* ops = find(isa);
+    if (ops) ops->layer_norm(x, w, b, n, eps, out);
+    return !ops;
+}
+
 TK_EXPORT int tk_op_rope(const char* isa, float* x, const float* cos, const float* sin, int64_t rotary) {
     const tk::Ops* ops = find(isa);
     if (ops) ops->rope(x, cos, sin, rotary);

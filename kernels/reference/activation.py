@@ -13,10 +13,12 @@ from ..registry import Case, op
 from .linear import round_rows
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+GATED = (*ACTIVATIONS, "swigluoai")
+SLOPE, LIMIT = 1.702, 7.0  # of swigluoai
 
 
 def _cases(gated: bool) -> Iterator[Case]:
-    for kind in ACTIVATIONS:
+    for kind in GATED if gated else ACTIVATIONS:
 
         def make(dtype, device, g, kind=kind) -> dict[str, Any]:
             return {"x": (torch.randn(5, 2 * 88, generator=g) * 4).to(device, dtype), "activation": kind}
@@ -40,10 +42,20 @@ def act(x: Tensor, activation: str) -> Tensor:
     return h.to(x.dtype)
 
 
+def swigluoai(gate: Tensor, up: Tensor) -> Tensor:
+    """gpt-oss' activation: ``g · sigmoid(1.702 g) · (u + 1)``, g cut off above 7 and u beyond ±7."""
+    gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+    return gate * torch.sigmoid(gate * SLOPE) * (up + 1)
+
+
 @op(lambda: _cases(gated=True))
 def act_and_mul(x: Tensor, activation: str) -> Tensor:
-    """``activation(gate) * up`` where ``x`` [..., 2·I] holds gate then up. Returns [..., I] in x's dtype."""
+    """``activation(gate) * up`` where ``x`` [..., 2·I] holds gate then up, or ``swigluoai`` of both. Returns [..., I]
+    in x's dtype.
+    """
     gate, up = x.float().chunk(2, dim=-1)
+    if activation == "swigluoai":
+        return swigluoai(gate, up).to(x.dtype)
     return (act.reference(gate, activation) * up).to(x.dtype)
 
 

@@ -1,4 +1,7 @@
-"""Root mean square norm. Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019)."""
+"""Root mean square norm and layer norm.
+
+Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019); Ba et al., "Layer Normalization" (2016).
+"""
 
 from __future__ import annotations
 
@@ -48,6 +51,36 @@ def add_rms_norm(
     """
     total = (x.float() + residual.float()).to(residual.dtype)
     return rms_norm.reference(total.float(), weight, eps, weight_offset).to(x.dtype), total
+
+
+def _layer_cases() -> Iterator[Case]:
+    for label, heads, bias in (
+        ("row", None, False),
+        ("bias", None, True),
+        ("heads", 3, False),
+        ("heads-bias", 3, True),
+    ):
+
+        def make(dtype, device, g, heads=heads, bias=bias) -> dict[str, Any]:
+            shape = (80,) if heads is None else (heads, 40)
+            x = (torch.randn(7, *shape, generator=g) * 3 + 1).to(device, dtype)
+            weight, offset = (torch.randn(shape, generator=g).to(device) for _ in range(2))
+            return {"x": x, "weight": weight, "bias": offset if bias else None, "eps": 1e-5}
+
+        yield Case(label, make)
+
+
+@op(_layer_cases, gate=("row", "heads-bias"))
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`` over the last dimension, in float32.
+
+    ``x``: [..., size]; ``weight`` and ``bias``: [size], or [heads, size] for x [..., heads, size], of any float dtype.
+    Returns x's shape and dtype.
+    """
+    h = x.float()
+    h = h - h.mean(-1, keepdim=True)
+    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return (h if bias is None else h + bias.float()).to(x.dtype)
 
 
 def _quant_cases(add: bool) -> Iterator[Case]:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..reference import activation, embedding, norm, rope
+from ..reference.activation import swigluoai
 from ..reference.linear import round_rows
 
 
@@ -52,6 +53,16 @@ def add_rms_norm_quant(
     return *round_rows(normed, codes), total
 
 
+@norm.layer_norm.register("torch")
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """``F.layer_norm``, of rows whose weights differ without them."""
+    size, wide = (x.shape[-1],), x.float()
+    if weight.dim() == 1:
+        return F.layer_norm(wide, size, weight.float(), None if bias is None else bias.float(), eps).to(x.dtype)
+    y = F.layer_norm(wide, size, eps=eps).mul_(weight)
+    return (y if bias is None else y.add_(bias)).to(x.dtype)
+
+
 @rope.rope.register("torch")
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Few small calls: the halves are turned into one preallocated float32 result."""
@@ -84,8 +95,10 @@ def act(x: Tensor, activation: str) -> Tensor:
 @activation.act_and_mul.register("torch")
 def act_and_mul(x: Tensor, activation: str) -> Tensor:
     """torch's function in x's own dtype, multiplied in place."""
-    inner = x.shape[-1] // 2
-    return _ACTIVATIONS[activation](x[..., :inner]).mul_(x[..., inner:])
+    gate, up = x.chunk(2, dim=-1)
+    if activation == "swigluoai":
+        return swigluoai(gate.float(), up.float()).to(x.dtype)
+    return _ACTIVATIONS[activation](gate).mul_(up)
 
 
 @activation.act_and_mul_quant.register("torch")

@@ -36,14 +36,27 @@ def activate(x, KIND: tl.constexpr):
 
 
 @triton.jit
+def glu(gate, up, KIND: tl.constexpr):
+    """``KIND(gate) * up`` in float32, or swigluoai of both; NaN stays."""
+    if KIND == "swigluoai":
+        gate = tl.where(gate > 7.0, 7.0, gate)
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
+        return gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
+    else:
+        return activate(gate, KIND) * up
+
+
+@triton.jit
 def act_kernel(x, out, stride, size, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
     """BLOCK elements of a row; with GATED the second factor lies ``size`` further on."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < size
-    h = activate(tl.load(x + row * stride + column, mask=mask, other=0.0).to(tl.float32), KIND)
+    h = tl.load(x + row * stride + column, mask=mask, other=0.0).to(tl.float32)
     if GATED:
-        h = h * tl.load(x + row * stride + size + column, mask=mask, other=0.0).to(tl.float32)
+        h = glu(h, tl.load(x + row * stride + size + column, mask=mask, other=0.0).to(tl.float32), KIND)
+    else:
+        h = activate(h, KIND)
     tl.store(out + row * size + column, cast(h, out.dtype.element_ty), mask=mask)
 
 
@@ -51,8 +64,8 @@ def act_kernel(x, out, stride, size, KIND: tl.constexpr, GATED: tl.constexpr, BL
 def gated(x, size, column, KIND: tl.constexpr):
     """``KIND(gate) * up`` at ``column`` of a row whose gate starts at ``x``, rounded to x's dtype, as float32."""
     mask = column < size
-    h = activate(tl.load(x + column, mask=mask, other=0.0).to(tl.float32), KIND)
-    h = h * tl.load(x + size + column, mask=mask, other=0.0).to(tl.float32)
+    h = tl.load(x + column, mask=mask, other=0.0).to(tl.float32)
+    h = glu(h, tl.load(x + size + column, mask=mask, other=0.0).to(tl.float32), KIND)
     return cast(h, x.dtype.element_ty).to(tl.float32)
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import moe as reference
-from .activation import activate
+from .activation import glu
 from .codes import cast
 from .launch import FLOATS, capability_of, dot_dtype, launch, needs, power_of_2, shared_limit
 from .tuning import tuned
@@ -132,7 +132,7 @@ def expert_linear_kernel(
             up = tl.dot(a, tl.trans(w), up, input_precision="ieee")
     if GATED:
         acc = cast(acc, out.dtype.element_ty).to(tl.float32)
-        acc = activate(acc, KIND) * cast(up, out.dtype.element_ty).to(tl.float32)
+        acc = glu(acc, cast(up, out.dtype.element_ty).to(tl.float32), KIND)
     target = out + slot.to(tl.int64)[:, None] * n_out + column[None, :]
     tl.store(target, cast(acc, out.dtype.element_ty), mask=valid[:, None] & (column < n_out)[None, :])
 

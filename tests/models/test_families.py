@@ -23,10 +23,9 @@ def _shapes(path):
 def _expected(stored):
     shapes = {}
     for s in stored:
-        assert s.kind != "vector"
-        shapes[f"{s.name}.weight"] = s.shape
+        shapes[s.weight_name] = s.shape
         if s.bias:
-            shapes[f"{s.name}.bias"] = s.shape[:1]
+            shapes[s.bias_name] = s.bias_shape
     return shapes
 
 
@@ -38,6 +37,9 @@ VARIANTS = [
     ("mistral", {"sliding_window": None}),
     ("gemma2", {"tie_word_embeddings": False}),
     ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": []}),
+    ("cohere", {"use_qk_norm": False, "attention_bias": True}),
+    ("olmo2", {"attention_bias": True}),
+    ("gpt_oss", {"attention_bias": False}),
 ]
 
 
@@ -53,19 +55,14 @@ def test_tensors_are_those_of_the_checkpoint(tiny_models, family, overrides):
 def test_stored_parts_cover_every_parameter_once(tiny_models, family):
     spec, stored = build(_config(tiny_models(family)))
     parts = [p.name for s in stored for p in s.parts]
-    wanted = [x.name for x in spec.linears()] + [n.name for n in spec.norms()] + [spec.embed]
-    wanted += [] if spec.tied else [spec.head]
-    assert sorted(parts) == sorted(wanted)
+    wanted = [x.name for x in spec.linears()] + [spec.embed] + ([] if spec.tied else [spec.head])
+    assert sorted(parts) == sorted([*wanted, *(name for name in spec.vectors() if not name.endswith(".bias"))])
     sizes = {x.name: (x.out_features, x.in_features) for x in spec.linears()}
     for s in stored:
-        rows = sorted(r for p in s.parts for r in p.rows or ())
-        if not rows:
-            assert len(s.parts) == 1
-            continue
-        assert [a for a, _ in rows] == [0, *(b for _, b in rows[:-1])], "rows leave gaps or overlap"
-        assert rows[-1][1] == s.shape[0]
+        rows = sorted(row for p in s.parts for row in s.rows_of(p))
+        assert rows == list(range(s.matrix[0])), "rows leave gaps or overlap"
         for p in s.parts:
-            assert (sum(b - a for a, b in p.rows), s.shape[1]) == sizes[p.name]
+            assert p.name not in sizes or (len(s.rows_of(p)), s.matrix[1]) == sizes[p.name]
 
 
 def _both(tiny_models, family, **overrides):

@@ -165,6 +165,11 @@ class NativeOps:
         self._call("tk_op_rms_norm", _ptr(x), _ptr(w), c_int64(len(x)), c_float(eps), _ptr(out))
         return out
 
+    def layer_norm(self, x: np.ndarray, w: np.ndarray, b: np.ndarray | None, eps: float) -> np.ndarray:
+        out = np.zeros(len(x), np.float32)
+        self._call("tk_op_layer_norm", _ptr(x), _ptr(w), _ptr(b), c_int64(len(x)), c_float(eps), _ptr(out))
+        return out
+
     def in_place(self, name: str, x: np.ndarray, *arguments: Any) -> np.ndarray:
         y = x.copy()
         self._call(name, _ptr(y), *[_ptr(a) if isinstance(a, np.ndarray) else a for a in arguments])

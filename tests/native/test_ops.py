@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from toolkit.artifacts.canonical import ChannelInt8
+from toolkit.kernels.reference.activation import swigluoai
 from toolkit.runners.native.pack import pack_dense, pack_weight
 
 COUNTS = (1, 2, 3, 5, 8, 11, 12, 13, 20, 33)
@@ -133,15 +134,16 @@ def test_epilogues(count, ops, quantize_groups) -> None:
         close(ops.linear(packed, x, activation=3), np.maximum(plain, 0), 1e-6)
 
 
-@pytest.mark.parametrize("activation, function", enumerate(("silu", "gelu", "gelu_tanh", "relu")))
+@pytest.mark.parametrize("activation, function", enumerate(("silu", "gelu", "gelu_tanh", "relu", "swigluoai")))
 @pytest.mark.parametrize("count", [1, 5, 30])
 def test_gated_pairs(activation, function, count, ops, quantize_groups) -> None:
     x = random((count, 128), 13)
-    gate, up = (torch.from_numpy(random((48, 128), seed, 0.2)) for seed in (14, 15))
+    gate, up = (torch.from_numpy(random((48, 128), seed, 0.5)) for seed in (14, 15))  # so that swigluoai cuts off
     for make in (pack_dense, lambda w: pack_weight(quantize_groups(w, 32))):
         g, u = make(gate), make(up)
         found = ops.gated(g, u, x, activation)
-        expected = act(function, ops.linear(g, x)) * ops.linear(u, x)
+        one, two = (torch.from_numpy(ops.linear(w, x)).double() for w in (g, u))
+        expected = swigluoai(one, two).numpy() if function == "swigluoai" else act(function, one.numpy()) * two.numpy()
         close(found, expected, 2e-6)
 
 
@@ -158,6 +160,15 @@ def test_rms_norm(size, ops) -> None:
     wide = x.astype(np.float64)
     expected = wide / np.sqrt((wide**2).mean() + 1e-5) * w
     np.testing.assert_allclose(ops.rms_norm(x, w, 1e-5), expected, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [16, 64, 100, 576])
+@pytest.mark.parametrize("biased", [False, True])
+def test_layer_norm(size, biased, ops) -> None:
+    x, w, b = (random((size,), seed) for seed in (16, 17, 18))
+    wide = x.astype(np.float64) + 2
+    expected = (wide - wide.mean()) / np.sqrt(wide.var() + 1e-5) * w + (b if biased else 0)
+    np.testing.assert_allclose(ops.layer_norm(x + 2, w, b if biased else None, 1e-5), expected, rtol=1e-5, atol=5e-6)
 
 
 def test_activations_and_logit_scaling(ops) -> None:

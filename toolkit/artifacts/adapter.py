@@ -117,14 +117,9 @@ def _pairs(file: Path, infos: Mapping[str, TensorInfo]) -> dict[str, dict[str, T
 
 def _modules(spec: DecoderSpec, stored: Sequence[StoredTensor]) -> dict[str, StoredTensor]:
     """Modules that an adapter may change, by their names on disk."""
-    from toolkit.models.spec import MoeSpec, Part, StoredTensor
+    from toolkit.models.spec import Part, StoredTensor
 
-    mixers = [s.mixer for layer in spec.layers for s in layer.sublayers]
-    closed = {m.router.name for m in mixers if isinstance(m, MoeSpec)}
-    for m in mixers:
-        for expert in m.experts if isinstance(m, MoeSpec) else ():
-            closed |= {x.name for x in (expert.gate, expert.up, expert.down) if x is not None}
-    linears = {x.name: x for x in spec.linears() if x.name not in closed}
+    linears = {x.name: x for layer in spec.layers for s in layer.sublayers for x in s.mixer.adaptable()}
     found = {s.name: s for s in stored if s.kind == "linear" and all(p.name in linears for p in s.parts)}
     for name, x in linears.items():
         found.setdefault(name, StoredTensor(name, "linear", (x.out_features, x.in_features), (Part(name),)))

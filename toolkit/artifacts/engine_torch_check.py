@@ -57,16 +57,11 @@ def _check_arrays(artifact: EngineArtifact, arrays: Mapping[str, _Array]) -> Non
 
 def _wanted(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     """Shape of every parameter that the spec names."""
-    linears = spec.linears()
-    wanted: dict[str, tuple[int, ...]] = {norm.name: (norm.size,) for norm in spec.norms()}
-    wanted |= {linear.name: (linear.out_features, linear.in_features) for linear in linears}
-    wanted |= {f"{linear.name}.bias": (linear.out_features,) for linear in linears if linear.bias}
-    wanted |= {a.sinks: (a.heads,) for _, a in spec.attention_layers() if a.sinks is not None}
+    wanted: dict[str, tuple[int, ...]] = {name: (size,) for name, size in spec.vectors().items()}
+    wanted |= {linear.name: (linear.out_features, linear.in_features) for linear in spec.linears()}
     wanted[spec.embed] = (spec.vocab_size, spec.hidden_size)
     if not spec.tied:
         wanted[spec.head] = (spec.vocab_size, spec.hidden_size)
-    if spec.head_bias:
-        wanted[f"{spec.head}.bias"] = (spec.vocab_size,)
     return wanted
 
 

@@ -113,20 +113,19 @@ class Export:
 def _shape(piece: Piece) -> tuple[int, ...]:
     item, name = piece.sources[0]
     rows = _rows(item, name)
-    if len(item.shape) == 1 or piece.suffix == "bias":
+    if len(item.matrix) == 1 or piece.suffix == "bias":
         return (rows,)
+    columns = item.matrix[1]
     if not piece.place.columns:
-        return (item.shape[1],)  # the one row of a gate
-    return (
-        (len(piece.sources), rows, item.shape[1]) if piece.name.endswith(f"{EXPERTS}.weight") else (rows, item.shape[1])
-    )
+        return (columns,)  # the one row of a gate
+    return (len(piece.sources), rows, columns) if piece.name.endswith(f"{EXPERTS}.weight") else (rows, columns)
 
 
 def _rows(item: StoredTensor, name: str) -> int:
     part = next((part for part in item.parts if part.name == name), None)
     if part is None or part.rows is None:
-        return item.shape[0]
-    return sum(stop - start for start, stop in part.rows)
+        return item.matrix[0]
+    return len(item.rows_of(part))
 
 
 def load_part(load: Load, item: StoredTensor, name: str, piece: Piece) -> Weight | Tensor:
@@ -249,7 +248,7 @@ def _pieces(
             if name == spec.head and spec.tied:
                 continue
             stem, role, layer = _spell(name, stems, model.gguf)
-            columns = item.shape[1] if len(item.shape) == 2 and item.shape[0] > 1 else 0
+            columns = item.matrix[1] if len(item.matrix) == 2 and item.matrix[0] > 1 else 0
             count = model.values.get(f"{model.gguf.arch}.expert_count", 0)
             place = Place(role, layer, len(spec.layers), columns, spec.tied, count)
             piece = Piece(f"{stem}.weight", [(item, name)], "weight", place, add=offsets.get(name, 0.0))

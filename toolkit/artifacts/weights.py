@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from toolkit.artifacts.checkpoint import Checkpoint
 from toolkit.artifacts.formats import WeightFormat, format_of
 from toolkit.artifacts.formats.gguf_types import BLOCK_TYPES
-from toolkit.artifacts.formats.layout import FLOATS, Expected, dense
+from toolkit.artifacts.formats.layout import FLOATS, STACKED, Expected, dense
 from toolkit.errors import ToolkitError
 
 if TYPE_CHECKING:
@@ -87,24 +87,27 @@ def _start(checkpoint: Checkpoint, name: str) -> bytes:
 
 def _check_quantized(checkpoint: Checkpoint, form: WeightFormat, stored: list[StoredTensor]) -> None:
     linears = [item for item in stored if item.kind in ("linear", "head")]
-    if linears and not any(form.is_quantized(checkpoint, item.name) for item in linears):
+    if linears and not any(_is_quantized(checkpoint, form, item) for item in linears):
         raise ToolkitError(
             f"{checkpoint.path / 'config.json'}: quantization_config.quant_method: found {form.METHOD!r}, but every "
-            f"linear of the weights is dense ({linears[0].name}.weight …), expected {form.METHOD} tensors; "
+            f"linear of the weights is dense ({linears[0].weight_name} …), expected {form.METHOD} tensors; "
             "remove quantization_config, or fetch the quantized weights"
         )
 
 
 def _expected(checkpoint: Checkpoint, form: WeightFormat | None, item: StoredTensor) -> list[Expected]:
-    bias = [Expected(f"{item.name}.bias", item.shape[:1], FLOATS)] if item.bias else []
-    if item.kind == "vector":
-        return [dense(item.name, item.shape)]
-    if form is not None and item.kind in _MATRICES and form.is_quantized(checkpoint, item.name):
+    bias = [Expected(item.bias_name, item.bias_shape, FLOATS)] if item.bias else []
+    if form is not None and _is_quantized(checkpoint, form, item):
         try:
-            return form.expected(checkpoint.quantization or {}, item.name, item.shape) + bias
+            return form.expected(checkpoint.quantization or {}, item.name, item.straight) + bias
         except ToolkitError as error:
             raise ToolkitError(f"{checkpoint.path}: {error}") from None
-    return [dense(f"{item.name}.weight", item.shape), *bias]
+    return [dense(item.weight_name, item.shape), *bias]
+
+
+def _is_quantized(checkpoint: Checkpoint, form: WeightFormat, item: StoredTensor) -> bool:
+    stacks = len(item.shape) < 3 or form.METHOD in STACKED
+    return item.kind in _MATRICES and stacks and form.is_quantized(checkpoint, item.name)
 
 
 def _check(checkpoint: Checkpoint, want: Expected, optional: bool) -> None:
@@ -132,26 +135,35 @@ def _dtypes(want: Expected) -> str:
 
 
 def load_stored(checkpoint: Checkpoint, item: StoredTensor) -> tuple[Weight | Tensor, Tensor | None]:
-    """One stored module: (canonical weight, or the plain tensor of a norm or vector; bias or None)."""
+    """One stored module, as ``StoredTensor.matrix`` has it: (canonical weight, or the plain flat tensor of a norm or
+    vector; flat bias or None).
+    """
     from toolkit.artifacts.canonical import Dense
 
-    if item.kind == "vector":
-        return checkpoint.tensor(item.name), None
-    if item.kind == "norm":
-        return checkpoint.tensor(f"{item.name}.weight"), None
     form = format_of(checkpoint)
     weight: Weight
-    if form is not None and form.is_quantized(checkpoint, item.name):
-        weight = form.read_linear(checkpoint, item.name, item.shape)
-    else:
-        weight = Dense(checkpoint.tensor(f"{item.name}.weight"))
-    return weight, _bias(checkpoint, item)
+    if form is not None and _is_quantized(checkpoint, form, item):
+        weight = form.read_linear(checkpoint, item.name, item.straight)
+        return weight, _bias(checkpoint, item)
+    found = checkpoint.tensor(item.weight_name)
+    if len(item.matrix) == 1:
+        return found.reshape(-1), checkpoint.tensor(item.bias_name).reshape(-1) if item.bias else None
+    found = found.transpose(-1, -2) if item.transposed else found
+    return Dense(found.reshape(item.matrix)), _bias(checkpoint, item)
+
+
+def as_stored(item: StoredTensor, value: Tensor, bias: Tensor | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The dense tensors of a module by their names on disk: the inverse of ``load_stored``."""
+    shaped = value.reshape(item.straight)
+    yield item.weight_name, shaped.transpose(-1, -2).contiguous() if item.transposed else shaped
+    if bias is not None:
+        yield item.bias_name, bias.reshape(item.bias_shape)
 
 
 def _bias(checkpoint: Checkpoint, item: StoredTensor) -> Tensor | None:
-    name = f"{item.name}.bias"
+    name = item.bias_name
     if item.bias:
-        return checkpoint.tensor(name)
+        return checkpoint.tensor(name).reshape(-1)
     # Some GPTQ exporters store biases of zeros everywhere; one that is not zero would be lost in silence.
     if name in checkpoint and bool(checkpoint.tensor(name).any()):
         raise ToolkitError(
@@ -189,7 +201,7 @@ def _rows(part: Part) -> Tensor | slice | None:
         return None
     if len(part.rows) == 1:
         return slice(*part.rows[0])
-    return torch.cat([torch.arange(start, stop) for start, stop in part.rows])
+    return torch.cat([torch.arange(*rows) for rows in part.rows])
 
 
 def cache_scales(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
@@ -211,20 +223,17 @@ def iter_canonical(checkpoint: Checkpoint, stored: Iterable[StoredTensor]) -> It
 def is_present(checkpoint: Checkpoint, item: StoredTensor) -> bool:
     """Whether an optional module is in the checkpoint."""
     form = format_of(checkpoint)
-    if item.kind == "vector":
-        return item.name in checkpoint
-    quantized = form is not None and item.kind in _MATRICES and form.is_quantized(checkpoint, item.name)
-    return quantized or f"{item.name}.weight" in checkpoint
+    return (form is not None and _is_quantized(checkpoint, form, item)) or item.weight_name in checkpoint
 
 
 def any_quantized(checkpoint: Checkpoint, stored: Iterable[StoredTensor]) -> bool:
     """Whether a linear or the head is quantized, from headers alone; not so where only the KV cache has scales, nor in
     a GGUF file of float types."""
     form = format_of(checkpoint)
-    linears = [item.name for item in stored if item.kind in ("linear", "head") and is_present(checkpoint, item)]
+    linears = [item for item in stored if item.kind in ("linear", "head") and is_present(checkpoint, item)]
     if form is None or checkpoint.gguf is None:
-        return form is not None and any(form.is_quantized(checkpoint, name) for name in linears)
-    return any(checkpoint.info(f"{name}.weight").dtype in BLOCK_TYPES for name in linears)
+        return form is not None and any(_is_quantized(checkpoint, form, item) for item in linears)
+    return any(checkpoint.info(item.weight_name).dtype in BLOCK_TYPES for item in linears)
 
 
 def canonical_weights(checkpoint: Checkpoint, stored: Iterable[StoredTensor]) -> dict[str, Weight | Tensor]:

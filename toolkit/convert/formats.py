@@ -25,7 +25,15 @@ from toolkit.artifacts.replace import check_directory_target, check_file_target
 from toolkit.artifacts.side_files import copy_side_files
 from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.stage import Stage, open_stage, write_file
-from toolkit.artifacts.weights import any_quantized, cache_scales, is_present, load_stored, validate_checkpoint
+from toolkit.artifacts.weights import (
+    any_quantized,
+    as_stored,
+    cache_scales,
+    is_present,
+    load_stored,
+    split_parts,
+    validate_checkpoint,
+)
 from toolkit.engine_configs import DTYPES
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import load_spec
@@ -173,30 +181,44 @@ def _modules(work: _Work) -> Iterator[tuple[StoredTensor, Weight | Tensor, Tenso
             work.progress(i + 1, len(work.stored))
 
 
-def _plain(item: StoredTensor, value: Tensor) -> tuple[str, Tensor]:
-    return (item.name if item.kind == "vector" else f"{item.name}.weight"), value
-
-
 def _quantized_tensors(work: _Work, writer: Writer) -> Iterator[tuple[str, Tensor]]:
     import torch
 
     from toolkit.artifacts.canonical import Dense
 
     for item, value, bias in _modules(work):
-        if isinstance(value, torch.Tensor):
-            yield _plain(item, value)
+        dense = isinstance(value, (torch.Tensor, Dense)) and (work.quantized or item.kind != "linear")
+        if dense or writer.takes(item):
+            yield from _quantized_module(work, writer, item, value, bias)
             continue
-        if item.kind == "linear":
-            value = _fitting(work, item, value, writer)
-        quantized = not isinstance(value, Dense) and (item.kind == "linear" or writer.cannot_hold(value) is None)
-        if item.kind == "embed" or not quantized:
-            yield f"{item.name}.weight", _exact(work, item.name, value)
-        else:
-            yield from writer.write(item.name, value).items()
-        if item.kind in ("linear", "router", "head"):
-            work.layouts[item.name] = layout_of(value) if quantized else None
-        if bias is not None:
-            yield f"{item.name}.bias", bias
+        found = dict(split_parts(item, value, bias))
+        for part in item.alone():
+            offset = found.get(f"{part.name}.bias")
+            assert offset is None or isinstance(offset, torch.Tensor)
+            yield from _quantized_module(work, writer, part, found[part.name], offset)
+
+
+def _quantized_module(
+    work: _Work, writer: Writer, item: StoredTensor, value: Weight | Tensor, bias: Tensor | None
+) -> Iterator[tuple[str, Tensor]]:
+    import torch
+
+    from toolkit.artifacts.canonical import Dense
+
+    if isinstance(value, torch.Tensor):
+        yield from as_stored(item, value, bias)
+        return
+    if item.kind == "linear":
+        value = _fitting(work, item, value, writer)
+    quantized = not isinstance(value, Dense) and (item.kind == "linear" or writer.cannot_hold(value) is None)
+    if item.kind in ("linear", "router", "head"):
+        work.layouts[item.name] = layout_of(value) if quantized else None
+    if item.kind == "embed" or not quantized:
+        yield from as_stored(item, _exact(work, item.name, value), bias)
+        return
+    yield from writer.write_module(item, value)
+    if bias is not None:
+        yield item.bias_name, bias.reshape(item.bias_shape)
 
 
 def _fitting(work: _Work, item: StoredTensor, value: Weight, writer: Writer) -> Weight:
@@ -249,17 +271,13 @@ def _dense_tensors(work: _Work) -> Iterator[tuple[str, Tensor]]:
     from toolkit.artifacts.canonical import Dense
 
     for item, value, bias in _modules(work):
-        parts = dict([_plain(item, value)]) if isinstance(value, torch.Tensor) else None
-        if parts is None:
-            assert not isinstance(value, torch.Tensor)
-            if work.dtype == "auto":
-                parts = {f"{item.name}.weight": _exact(work, item.name, value)}
-            else:
-                dense = value.weight if isinstance(value, Dense) else value.dequantize()
-                parts = {f"{item.name}.weight": dense}
-        if bias is not None:
-            parts[f"{item.name}.bias"] = bias
-        for name, tensor in parts.items():
+        if isinstance(value, torch.Tensor):
+            dense = value
+        elif work.dtype == "auto":
+            dense = _exact(work, item.name, value)
+        else:
+            dense = value.weight if isinstance(value, Dense) else value.dequantize()
+        for name, tensor in as_stored(item, dense, bias):
             yield name, tensor if work.dtype == "auto" else _cast(name, tensor, work)
 
 

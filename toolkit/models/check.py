@@ -22,10 +22,13 @@ def check_spec(spec: DecoderSpec) -> None:
     _norm(spec.final_norm, spec.hidden_size)
     for layer in spec.layers:
         _expect("sublayers", bool(layer.sublayers), 0, "at least one in each layer")
-        for s in layer.sublayers:
+        for i, s in enumerate(layer.sublayers):
+            good = s.reads == "stream" or i <= 1 or layer.beside(i - 1)
+            _expect("reads", good, s.reads, "stream, as the sublayer before it reads")
             _sublayer(s, spec)
     _groups(spec)
     names = [spec.embed, spec.head, *(x.name for x in spec.linears()), *(n.name for n in spec.norms())]
+    names += [name for layer in spec.layers for s in layer.sublayers for name in s.mixer.vectors()]
     for name, count in Counter(names).items():
         _expect("name", bool(name) and count == 1, name, "a name that is given once")
 
@@ -63,9 +66,15 @@ def _sublayer(s: Sublayer, spec: DecoderSpec) -> None:
         _moe(s.mixer, spec.hidden_size)
 
 
-def _norm(norm: NormSpec, *sizes: int) -> None:
+def _norm(norm: NormSpec, *sizes: int, heads: int = 1) -> None:
+    """``heads``: how many may have weights of their own."""
     _expect(f"{norm.name}.size", norm.size in sizes, norm.size, " or ".join(map(str, sizes)))
     _expect(f"{norm.name}.eps", 0 < norm.eps < 1, norm.eps, "a number between 0 and 1")
+    layer = norm.kind == "layer"
+    _expect(f"{norm.name}.bias", layer or not norm.bias, norm.bias, "false for an RMS norm")
+    _expect(f"{norm.name}.weight_offset", not (layer and norm.weight_offset), norm.weight_offset, "0 for a layer norm")
+    several = heads if layer and norm.size == sizes[0] else 1
+    _expect(f"{norm.name}.heads", norm.heads in (1, several), norm.heads, f"1 or {several}" if several > 1 else "1")
 
 
 def _linear(x: LinearSpec, n_in: int, n_out: int) -> None:
@@ -81,9 +90,9 @@ def _attention(a: AttentionSpec, hidden: int) -> None:
     _linear(a.v, hidden, kv_size)
     _linear(a.o, q_size, hidden)
     if a.q_norm is not None:
-        _norm(a.q_norm, a.head_dim, q_size)
+        _norm(a.q_norm, a.head_dim, q_size, heads=a.heads)
     if a.k_norm is not None:
-        _norm(a.k_norm, a.head_dim, kv_size)
+        _norm(a.k_norm, a.head_dim, kv_size, heads=a.kv_heads)
     _expect("softcap", a.softcap is None or a.softcap > 0, a.softcap, "a number above 0")
     if a.rope is not None:
         _rope(a.rope, a.head_dim)
@@ -114,9 +123,9 @@ def _rope(rope: RopeSpec, head_dim: int) -> None:
 
 def _mlp(m: MlpSpec, hidden: int) -> None:
     inner = m.up.out_features
-    for x in (m.gate, m.up):
-        if x is not None:
-            _linear(x, hidden, inner)
+    _expect("activation", m.activation != "swigluoai" or m.gate is not None, m.activation, "one that needs no gate")
+    for x in m.readers():
+        _linear(x, hidden, inner)
     _linear(m.down, inner, hidden)
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 from toolkit.models.config_fields import MAX_EXPERTS, MAX_EXPERTS_IN_ALL, MAX_LAYERS, MAX_POSITION, MAX_VOCAB, Fields
 from toolkit.models.rope_config import LAYER_TYPES, read_rope
@@ -25,6 +26,7 @@ from toolkit.models.spec import (
     NormSpec,
     Part,
     RopeSpec,
+    Rows,
     StoredTensor,
     Sublayer,
 )
@@ -34,10 +36,15 @@ LayerNorms = tuple[tuple[str | None, str | None], tuple[str | None, str | None]]
 """Names of the norms before and after attention, and before and after the feed-forward."""
 PRE_NORMS: LayerNorms = (("input_layernorm", None), ("post_attention_layernorm", None))
 POST_NORMS: LayerNorms = ((None, "post_attention_layernorm"), (None, "post_feedforward_layernorm"))
+PARALLEL_NORM: LayerNorms = (("input_layernorm", None), ("input_layernorm", None))
 SANDWICH_NORMS: LayerNorms = (
     ("input_layernorm", "post_attention_layernorm"),
     ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
 )
+NormMaker = Callable[[str, int], NormSpec]
+"""Called with a norm's name and how many numbers it norms at once."""
+QkNorm = bool | Literal["own", "all"]
+"""Whether q and k are normed, head by head; "own": each head with weights of its own; "all": all heads at once."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,7 @@ def read_dims(config: Fields, *, eps: float = 1e-6, tied: bool = False, head_dim
         heads=heads,
         kv_heads=kv,
         head_dim=head_dim,
-        eps=config.number("rms_norm_eps", "layer_norm_epsilon", default=eps, high=0.5),
+        eps=config.number("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", default=eps, high=0.5),
         max_position=config.integer("max_position_embeddings", "max_sequence_length", high=MAX_POSITION),
         tied=config.flag("tie_word_embeddings", tied),
     )
@@ -105,26 +112,32 @@ def llama_like(
     qkv_bias: bool = False,
     o_bias: bool = False,
     mlp_bias: bool = False,
-    qk_norm: bool = False,
+    qk_norm: QkNorm = False,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: bool = False,
     activation: Activation | None = None,
     feed_forward: Callable[[int], MlpSpec | MoeSpec | None] | None = None,
     norms: LayerNorms = PRE_NORMS,
+    norm: NormMaker | None = None,
     norm_offset: float = 0.0,
+    parallel: bool = False,
     residual_scale: float = 1.0,
     rename: Callable[[str], str] = str,
     fused: Sequence[Fused] = (),
+    pairs: bool = False,
     **model: Any,
 ) -> Built:
     """Llama with the differences given.
 
     What is absent is read as Llama's config has it: ``dims``, ``rope``, ``activation`` (``hidden_act``). ``rope`` and
     ``windows``: of all layers, or a list with those of each, None for a layer without. ``feed_forward``: that of a
-    layer by its number, None for the dense gated one. ``norms``: their names; ``rename``, ``fused``: as of
-    ``stored_tensors``; ``model``: fields of ``DecoderSpec``.
+    layer by its number, None for the dense gated one. ``norms``: their names; ``norm``: what makes each, if not an RMS
+    norm with ``norm_offset``. ``parallel``: attention and feed-forward both read what the layer begins with.
+    ``rename``, ``fused``, ``pairs``: as of ``stored_tensors``; ``model``: fields of ``DecoderSpec``.
     """
     dims = dims or read_dims(config)
+    norm = norm or partial(rms_norm, eps=dims.eps, offset=norm_offset)
     rope = rope or read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position)
     act = activation or config.activation("hidden_act")
     ropes = [rope] * dims.layers if isinstance(rope, RopeSpec) else rope
@@ -139,9 +152,10 @@ def llama_like(
             qkv_bias=qkv_bias,
             o_bias=o_bias,
             qk_norm=qk_norm,
-            norm_offset=norm_offset,
+            norm=norm,
             scale=scale,
             softcap=softcap,
+            sinks=sinks,
         )
         mlp = None if feed_forward is None else feed_forward(i)
         if mlp is None:
@@ -149,17 +163,20 @@ def llama_like(
         sublayers = []
         for part, (before, after) in zip((mixer, mlp), norms, strict=True):
             pre, post = (
-                None if name is None else norm(f"model.layers.{i}.{name}", dims.hidden, dims.eps, norm_offset)
-                for name in (before, after)
+                None if name is None else norm(f"model.layers.{i}.{name}", dims.hidden) for name in (before, after)
             )
-            sublayers.append(Sublayer(part, pre, post, residual_scale))
+            sublayers.append(Sublayer(part, pre, post, residual_scale, "block" if parallel else "stream"))
         layers.append(LayerSpec(tuple(sublayers)))
-    spec = assemble(dims, layers, norm_offset=norm_offset, **model)
-    return spec, stored_tensors(spec, rename, fused)
+    spec = assemble(dims, layers, norm("model.norm", dims.hidden), **model)
+    return spec, stored_tensors(spec, rename, fused, pairs=pairs)
 
 
-def norm(name: str, size: int, eps: float, offset: float = 0.0) -> NormSpec:
+def rms_norm(name: str, size: int, eps: float, offset: float = 0.0) -> NormSpec:
     return NormSpec(name, size, eps, offset)
+
+
+def layer_norm(name: str, size: int, eps: float, bias: bool = False) -> NormSpec:
+    return NormSpec(name, size, eps, kind="layer", bias=bias)
 
 
 def attention(
@@ -170,12 +187,14 @@ def attention(
     window: int | None = None,
     qkv_bias: bool = False,
     o_bias: bool = False,
-    qk_norm: bool = False,
-    norm_offset: float = 0.0,
+    qk_norm: QkNorm = False,
+    norm: NormMaker | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: bool = False,
 ) -> AttentionSpec:
     """Attention of one layer; ``scale`` defaults to 1/sqrt(head_dim). The cache group is set by ``assemble``."""
+    norm = norm or partial(rms_norm, eps=dims.eps)
     prefix = f"model.layers.{layer}.self_attn"
     q_size, kv_size = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
     return AttentionSpec(
@@ -188,11 +207,19 @@ def attention(
         head_dim=dims.head_dim,
         scale=dims.head_dim**-0.5 if scale is None else scale,
         rope=rope,
-        q_norm=norm(f"{prefix}.q_norm", dims.head_dim, dims.eps, norm_offset) if qk_norm else None,
-        k_norm=norm(f"{prefix}.k_norm", dims.head_dim, dims.eps, norm_offset) if qk_norm else None,
+        q_norm=_head_norm(f"{prefix}.q_norm", qk_norm, norm, dims.heads, dims.head_dim),
+        k_norm=_head_norm(f"{prefix}.k_norm", qk_norm, norm, dims.kv_heads, dims.head_dim),
         window=window,
         softcap=softcap,
+        sinks=f"{prefix}.sinks" if sinks else None,
     )
+
+
+def _head_norm(name: str, kind: QkNorm, norm: NormMaker, heads: int, head_dim: int) -> NormSpec | None:
+    if not kind:
+        return None
+    made = norm(name, heads * head_dim if kind == "all" else head_dim)
+    return replace(made, heads=heads) if kind == "own" else made
 
 
 def gated_mlp(prefix: str, hidden: int, inner: int, activation: Activation, bias: bool = False) -> MlpSpec:
@@ -223,12 +250,15 @@ def experts(
     norm_topk: bool,
     shared: int = 0,
     shared_gate: bool = False,
+    bias: bool = False,
 ) -> MoeSpec:
-    """``inner``: width of an expert; ``shared``: of the one that every token goes through, 0 for none."""
+    """``inner``: width of an expert; ``shared``: of the one that every token goes through, 0 for none. ``bias``: of
+    router and experts.
+    """
     prefix = f"model.layers.{layer}.mlp"
     return MoeSpec(
-        router=LinearSpec(f"{prefix}.gate", hidden, count),
-        experts=tuple(gated_mlp(f"{prefix}.experts.{e}", hidden, inner, activation) for e in range(count)),
+        router=LinearSpec(f"{prefix}.gate", hidden, count, bias),
+        experts=tuple(gated_mlp(f"{prefix}.experts.{e}", hidden, inner, activation, bias) for e in range(count)),
         top_k=top_k,
         norm_topk=norm_topk,
         shared=gated_mlp(f"{prefix}.shared_expert", hidden, shared, activation) if shared else None,
@@ -236,8 +266,8 @@ def experts(
     )
 
 
-def assemble(dims: Dims, layers: Sequence[LayerSpec], *, norm_offset: float = 0.0, **extra: Any) -> DecoderSpec:
-    """Join the layers: cache groups (one for each window size, in order of appearance), final norm, context length.
+def assemble(dims: Dims, layers: Sequence[LayerSpec], final_norm: NormSpec, **extra: Any) -> DecoderSpec:
+    """Join the layers: cache groups (one for each window size, in order of appearance), context length.
 
     The family's name is filled in by the registry.
     """
@@ -260,7 +290,7 @@ def assemble(dims: Dims, layers: Sequence[LayerSpec], *, norm_offset: float = 0.
         vocab_size=dims.vocab,
         hidden_size=dims.hidden,
         layers=tuple(placed),
-        final_norm=norm("model.norm", dims.hidden, dims.eps, norm_offset),
+        final_norm=final_norm,
         cache_groups=tuple(
             CacheGroup("full" if w is None else "window", w, tuple(members)) for w, members in groups.items()
         ),
@@ -272,10 +302,16 @@ def assemble(dims: Dims, layers: Sequence[LayerSpec], *, norm_offset: float = 0.
 
 @dataclass(frozen=True)
 class Fused:
-    """Linears that the checkpoint stores as one matrix: the module's name inside the layer, and the rows of each."""
+    """Linears that the checkpoint stores as one: the module's name inside the layer, and the rows of each.
+
+    ``shape``: as stored where it is no matrix of all rows; it, ``transposed`` and ``bare`` as in ``StoredTensor``.
+    """
 
     name: str
-    rows: dict[str, tuple[tuple[int, int], ...]]  # canonical name inside the layer → rows
+    rows: dict[str, Rows]  # canonical name inside the layer → rows
+    shape: tuple[int, ...] = ()
+    transposed: bool = False
+    bare: bool = False
 
 
 def fused_qkv(dims: Dims, name: str) -> Fused:
@@ -308,30 +344,35 @@ def renamed(endings: Mapping[str, str]) -> Callable[[str], str]:
 
 
 def stored_tensors(
-    spec: DecoderSpec, rename: Callable[[str], str] = str, fused: Sequence[Fused] = ()
+    spec: DecoderSpec, rename: Callable[[str], str] = str, fused: Sequence[Fused] = (), *, pairs: bool = False
 ) -> list[StoredTensor]:
-    """Every tensor of the checkpoint: embedding, layer after layer (norms, then linears), final norm, head.
+    """Every tensor of the checkpoint: embedding, layer after layer (norms, vectors, linears), final norm, head.
 
     ``rename`` turns a canonical name into the checkpoint's (of a fused module: with ``Fused.name`` in place).
+    ``pairs``: the rotary embedding turns neighbouring elements of a head, so that rows of q and k change places.
     """
     member = {part: f for f in fused for part in f.rows}
     routers = spec.routers()
     found = [_whole(spec.embed, rename, "embed", (spec.vocab_size, spec.hidden_size))]
-    for i, modules in enumerate(_norms_and_linears(spec)):
+    for i, layer in enumerate(spec.layers):
         prefix = f"model.layers.{i}."
-        for m in modules:
+        modules = [_norm(n, rename) for n in layer.norms()]
+        vectors = {name: size for s in layer.sublayers for name, size in s.mixer.vectors().items()}
+        modules += [_whole(name, rename, "vector", (size,)) for name, size in vectors.items()]
+        for m in layer.linears():
             group = member.get(m.name.removeprefix(prefix))
-            if isinstance(m, NormSpec):
-                found.append(_whole(m.name, rename, "norm", (m.size,)))
-            elif group is None:
+            if group is None:
                 kind = "router" if m.name in routers else "linear"
-                found.append(_whole(m.name, rename, kind, (m.out_features, m.in_features), m.bias))
+                modules.append(_whole(m.name, rename, kind, (m.out_features, m.in_features), m.bias))
             elif m.name == prefix + next(iter(group.rows)):
-                total = max(stop for rows in group.rows.values() for _, stop in rows)
+                shape = group.shape or (max(r[1] for rows in group.rows.values() for r in rows), m.in_features)
                 parts = tuple(Part(prefix + name, rows) for name, rows in group.rows.items())
                 name = rename(prefix + group.name)
-                found.append(StoredTensor(name, "linear", (total, m.in_features), parts, m.bias))
-    found.append(_whole(spec.final_norm.name, rename, "norm", (spec.hidden_size,)))
+                modules.append(
+                    StoredTensor(name, "linear", shape, parts, m.bias, transposed=group.transposed, bare=group.bare)
+                )
+        found += [_half_split(layer, m) for m in modules] if pairs else modules
+    found.append(_norm(spec.final_norm, rename))
     if not spec.tied:
         found.append(_whole(spec.head, rename, "head", (spec.vocab_size, spec.hidden_size), spec.head_bias))
     return found
@@ -343,12 +384,27 @@ def _whole(
     return StoredTensor(rename(name), kind, shape, (Part(name),), bias)
 
 
-def _norms_and_linears(spec: DecoderSpec) -> list[list[LinearSpec | NormSpec]]:
-    """The modules of each layer."""
-    found: list[list[LinearSpec | NormSpec]] = []
-    for layer in spec.layers:
-        alone = replace(spec, layers=(layer,))
-        modules: list[LinearSpec | NormSpec] = list(alone.norms()[:-1])
-        modules.extend(alone.linears())
-        found.append(modules)
-    return found
+def _norm(n: NormSpec, rename: Callable[[str], str]) -> StoredTensor:
+    return _whole(n.name, rename, "norm", (n.heads, n.size) if n.heads > 1 else (n.size,), n.bias)
+
+
+def _half_split(layer: LayerSpec, module: StoredTensor) -> StoredTensor:
+    """``module`` whose parts for q and k, their norms included, take the even elements of every head first, then the
+    odd ones: what turned in neighbouring pairs then turns as ``RopeSpec`` has it."""
+    turned: dict[str, AttentionSpec] = {}
+    for s in layer.sublayers:
+        if isinstance(s.mixer, AttentionSpec) and s.mixer.rope is not None:
+            names = [s.mixer.q.name, s.mixer.k.name, *(n.name for n in s.mixer.norms())]
+            turned |= dict.fromkeys(names, s.mixer)
+    parts = []
+    for part in module.parts:
+        if (a := turned.get(part.name)) is not None:
+            assert a.rope is not None
+            rows: list[tuple[int, int] | tuple[int, int, int]] = []
+            for r in part.rows or ((0, module.matrix[0]),):
+                for head in range(r[0], r[1], a.head_dim):
+                    end = head + a.rope.rotary_dim
+                    rows += [(head, end, 2), (head + 1, end, 2), (end, head + a.head_dim)]
+            part = replace(part, rows=tuple(r for r in rows if range(*r)))
+        parts.append(part)
+    return replace(module, parts=tuple(parts))

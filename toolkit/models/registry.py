@@ -25,6 +25,7 @@ from toolkit.models import families as folder
 from toolkit.models.config_fields import Fields, check_dtype, check_token_ids
 from toolkit.models.decoder import Built
 from toolkit.models.family import Family
+from toolkit.models.spec import StoredTensor
 
 VARIABLE = "TOOLKIT_CUSTOM_MODULE_MAP"  # of the environment: Python files, one family each, with : between them
 GROUP = "toolkit.families"  # of entry points: name = "package.module:FAMILY"
@@ -41,6 +42,8 @@ class HasConfig(Protocol):
 
     @property
     def generation_config(self) -> dict[str, Any]: ...
+
+    def names(self) -> list[str]: ...
 
 
 def names() -> list[str]:
@@ -129,13 +132,17 @@ def build(config: dict[str, Any], source: str = "config.json", own: Iterable[Fam
 def load_spec(checkpoint: HasConfig, config: dict[str, Any] | None = None, own: Iterable[Family] = ()) -> Built:
     """``build`` for an open checkpoint, of ``config`` instead of its own where given.
 
-    Token ids in its generation_config.json are checked too.
+    Token ids in its generation_config.json are checked too. A stack of experts that the checkpoint has as single
+    linears, under their canonical names, is listed so.
     """
-    built = build(checkpoint.config if config is None else config, f"{checkpoint.path}: config.json", own)
-    check_token_ids(
-        Fields(checkpoint.generation_config, f"{checkpoint.path}: generation_config.json"), built[0].vocab_size
-    )
-    return built
+    spec, stored = build(checkpoint.config if config is None else config, f"{checkpoint.path}: config.json", own)
+    check_token_ids(Fields(checkpoint.generation_config, f"{checkpoint.path}: generation_config.json"), spec.vocab_size)
+    modules = {name.rpartition(".")[0] for name in checkpoint.names()}
+    found: list[StoredTensor] = []
+    for item in stored:
+        single = len(item.shape) > 2 and item.parts[0].name in modules
+        found += item.alone() if single else [item]
+    return spec, found
 
 
 def apply_overrides(

@@ -13,25 +13,42 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 Shard = Literal["column", "row", "vocab", "expert", "replicated"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "swigluoai"]
+
+
+def _later(default: Any) -> Any:
+    """A field that the first engine artifacts did not have: at its default it is left out of the JSON, so that
+    artifacts of models without it stay as they were, and readable by releases that do not know it."""
+    return dataclasses.field(default=default, metadata={"later": True})
 
 
 @dataclass(frozen=True)
 class NormSpec:
-    """RMS norm: ``x / rms(x) * (weight + weight_offset)``, computed in float32.
+    """RMS norm ``x / rms(x) * (weight + weight_offset)``, or layer norm ``(x - mean(x)) / std(x) * weight + bias``;
+    both in float32, ``eps`` added to the mean square or the variance.
 
-    ``name``: canonical name without ``.weight``. ``weight_offset`` is 1.0 for Gemma. ``size``: elements normed.
+    ``name``: canonical name without ``.weight``. ``weight_offset`` is 1.0 for Gemma. ``size``: elements normed at once.
+    ``heads``: how many heads are normed each by itself with weights of its own (Command-R+); the weight is
+    [heads · size].
     """
 
     name: str
     size: int
     eps: float
     weight_offset: float = 0.0
+    kind: Literal["rms", "layer"] = _later("rms")
+    bias: bool = _later(False)
+    heads: int = _later(1)
+
+    def vectors(self) -> dict[str, int]:
+        """Its parameters: name → numbers in it."""
+        count = self.heads * self.size
+        return {self.name: count} | ({f"{self.name}.bias": count} if self.bias else {})
 
 
 @dataclass(frozen=True)
@@ -47,7 +64,9 @@ class LinearSpec:
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary embedding over the first ``rotary_dim`` elements of a head (half-split layout).
+    """Rotary embedding over the first ``rotary_dim`` elements of a head: element i turns with i + rotary_dim / 2.
+
+    Of models whose elements turn in neighbouring pairs, the rows of q and k are put in this order as they are read.
 
     ``kind``: default, linear, dynamic, llama3, yarn, longrope. Frequencies come from
     ``toolkit.models.rope.inv_freq(rope, long)``, so that every runner turns by the same numbers.
@@ -110,16 +129,65 @@ class AttentionSpec:
     group: int = 0
     kind: Literal["attention"] = "attention"
 
+    def linears(self) -> tuple[LinearSpec, ...]:
+        return (*self.readers(), self.o)
+
+    def readers(self) -> tuple[LinearSpec, ...]:
+        """Those that read the sublayer's input, routers apart."""
+        return self.q, self.k, self.v
+
+    def input_name(self) -> str:
+        """What the sublayer's input is called where inputs are observed."""
+        return self.q.name
+
+    def adaptable(self) -> tuple[LinearSpec, ...]:
+        """Those that LoRA adapters may change."""
+        return self.linears()
+
+    def norms(self) -> tuple[NormSpec, ...]:
+        return tuple(n for n in (self.q_norm, self.k_norm) if n is not None)
+
+    def vectors(self) -> dict[str, int]:
+        """Parameters that are neither linear nor norm."""
+        return {} if self.sinks is None else {self.sinks: self.heads}
+
+    def routers(self) -> tuple[LinearSpec, ...]:
+        return ()
+
 
 @dataclass(frozen=True)
 class MlpSpec:
-    """``down(act(gate(x)) * up(x))``, or ``down(act(up(x)))`` where ``gate`` is None."""
+    """``down(act(gate(x)) * up(x))``, or ``down(act(up(x)))`` where ``gate`` is None.
+
+    "swigluoai" (gpt-oss, gated alone): g · sigmoid(1.702 g) · (u + 1) with g = min(gate(x), 7), u = up(x) within ±7.
+    """
 
     gate: LinearSpec | None
     up: LinearSpec
     down: LinearSpec
     activation: Activation = "silu"
     kind: Literal["mlp"] = "mlp"
+
+    def linears(self) -> tuple[LinearSpec, ...]:
+        return (*self.readers(), self.down)
+
+    def readers(self) -> tuple[LinearSpec, ...]:
+        return (self.up,) if self.gate is None else (self.gate, self.up)
+
+    def input_name(self) -> str:
+        return self.up.name
+
+    def adaptable(self) -> tuple[LinearSpec, ...]:
+        return self.linears()
+
+    def norms(self) -> tuple[NormSpec, ...]:
+        return ()
+
+    def vectors(self) -> dict[str, int]:
+        return {}
+
+    def routers(self) -> tuple[LinearSpec, ...]:
+        return ()
 
 
 @dataclass(frozen=True)
@@ -139,23 +207,83 @@ class MoeSpec:
     shared_gate: LinearSpec | None = None
     kind: Literal["moe"] = "moe"
 
+    def mlps(self) -> tuple[MlpSpec, ...]:
+        """The experts, then the shared one."""
+        return self.experts if self.shared is None else (*self.experts, self.shared)
+
+    def linears(self) -> tuple[LinearSpec, ...]:
+        gate = () if self.shared_gate is None else (self.shared_gate,)
+        return (self.router, *(x for m in self.mlps() for x in m.linears()), *gate)
+
+    def readers(self) -> tuple[LinearSpec, ...]:
+        return tuple(x for m in self.mlps() for x in m.readers())
+
+    def input_name(self) -> str:
+        return self.router.name
+
+    def adaptable(self) -> tuple[LinearSpec, ...]:
+        gate = () if self.shared_gate is None else (self.shared_gate,)
+        return () if self.shared is None else (*self.shared.linears(), *gate)
+
+    def norms(self) -> tuple[NormSpec, ...]:
+        return ()
+
+    def vectors(self) -> dict[str, int]:
+        return {}
+
+    def routers(self) -> tuple[LinearSpec, ...]:
+        """What chooses and weighs experts; no method quantizes it."""
+        return (self.router,) if self.shared_gate is None else (self.router, self.shared_gate)
+
 
 Mixer = AttentionSpec | MlpSpec | MoeSpec
 
 
 @dataclass(frozen=True)
 class Sublayer:
-    """``x = x + residual_scale * post_norm(mixer(pre_norm(x)))``; absent norms are identity."""
+    """``x = x + residual_scale * post_norm(mixer(pre_norm(y)))``; absent norms are identity.
+
+    ``reads``: y is the residual stream x as it is now ("stream"), or as it was at the beginning of the layer ("block"),
+    which makes sublayers parallel. Sublayers that read the block may share a norm: they then name the same one.
+    """
 
     mixer: Mixer
     pre_norm: NormSpec | None
     post_norm: NormSpec | None = None
     residual_scale: float = 1.0
+    reads: Literal["stream", "block"] = _later("stream")
 
 
 @dataclass(frozen=True)
 class LayerSpec:
     sublayers: tuple[Sublayer, ...]
+
+    def beside(self, index: int) -> bool:
+        """Whether sublayer ``index`` reads what the one before it read, whose output is not yet added."""
+        return index > 0 and self.sublayers[index].reads == "block"
+
+    def shares(self, index: int) -> bool:
+        """Whether it also has the norm of the one before it: both have the same input."""
+        pair = self.sublayers[index - 1 : index + 1]
+        return self.beside(index) and pair[0].pre_norm == pair[1].pre_norm
+
+    def linears(self) -> list[LinearSpec]:
+        """Every linear, router included, in execution order."""
+        return [x for s in self.sublayers for x in s.mixer.linears()]
+
+    def norms(self) -> list[NormSpec]:
+        """Every norm, q/k norms included, in execution order; a shared one once."""
+        found: list[NormSpec | None] = []
+        for i, s in enumerate(self.sublayers):
+            found += [None if self.shares(i) else s.pre_norm, *s.mixer.norms(), s.post_norm]
+        return [n for n in found if n is not None]
+
+    def vectors(self) -> dict[str, int]:
+        """Every parameter that is no matrix: name → numbers in it."""
+        found = {f"{x.name}.bias": x.out_features for x in self.linears() if x.bias}
+        for part in (*self.norms(), *(s.mixer for s in self.sublayers)):
+            found |= part.vectors()
+        return found
 
 
 @dataclass(frozen=True)
@@ -193,46 +321,27 @@ class DecoderSpec:
 
     def linears(self) -> list[LinearSpec]:
         """Every linear inside the layers (router included), in execution order; not embedding and head."""
-        found: list[LinearSpec] = []
-
-        def visit(m: Mixer | None) -> None:
-            if isinstance(m, AttentionSpec):
-                found.extend((m.q, m.k, m.v, m.o))
-            elif isinstance(m, MlpSpec):
-                found.extend(x for x in (m.gate, m.up, m.down) if x is not None)
-            elif isinstance(m, MoeSpec):
-                found.append(m.router)
-                for e in m.experts:
-                    visit(e)
-                visit(m.shared)
-                if m.shared_gate is not None:
-                    found.append(m.shared_gate)
-
-        for layer in self.layers:
-            for s in layer.sublayers:
-                visit(s.mixer)
-        return found
+        return [x for layer in self.layers for x in layer.linears()]
 
     def routers(self) -> set[str]:
         """Names of the linears inside the layers that choose and weigh experts; no method quantizes them."""
-        mixers = (s.mixer for layer in self.layers for s in layer.sublayers)
-        chosen = (x for m in mixers if isinstance(m, MoeSpec) for x in (m.router, m.shared_gate))
-        return {x.name for x in chosen if x is not None}
+        return {x.name for layer in self.layers for s in layer.sublayers for x in s.mixer.routers()}
 
     def norms(self) -> list[NormSpec]:
         """Every norm, q/k norms and the final one included, in execution order."""
-        found: list[NormSpec] = []
+        return [*(n for layer in self.layers for n in layer.norms()), self.final_norm]
+
+    def vectors(self) -> dict[str, int]:
+        """Every parameter that is no matrix: name → numbers in it."""
+        found = self.final_norm.vectors() | ({f"{self.head}.bias": self.vocab_size} if self.head_bias else {})
         for layer in self.layers:
-            for s in layer.sublayers:
-                m = s.mixer
-                extra = (m.q_norm, m.k_norm) if isinstance(m, AttentionSpec) else ()
-                found.extend(n for n in (s.pre_norm, *extra, s.post_norm) if n is not None)
-        found.append(self.final_norm)
+            found |= layer.vectors()
         return found
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values, fields by name."""
-        return dataclasses.asdict(self)
+        found: dict[str, Any] = _plain(self)
+        return found
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> DecoderSpec:
@@ -244,15 +353,19 @@ class DecoderSpec:
         return spec
 
 
+Rows = tuple[tuple[int, int] | tuple[int, int, int], ...]
+"""Arguments of ``range``, one after another."""
+
+
 @dataclass(frozen=True)
 class Part:
-    """One canonical parameter inside a stored tensor: the given rows of it, in order.
+    """One canonical parameter inside a stored tensor: the given ``rows`` of it, in order; None = all of it.
 
-    ``rows``: ((start, stop), …) half-open ranges along dim 0 of the stored tensor; None = all of it.
+    Rows alone: groups of quantized weights run along the columns, so that no format could be cut there.
     """
 
     name: str
-    rows: tuple[tuple[int, int], ...] | None = None
+    rows: Rows | None = None
 
 
 @dataclass(frozen=True)
@@ -263,6 +376,10 @@ class StoredTensor:
     (phi3 ``qkv_proj``, internlm2 ``wqkv``) has several parts. ``kind`` tells the quantizers what may be quantized:
     "linear" (a linear inside a layer), "router" (never quantized), "embed", "head", "norm", "vector" (no
     ``.weight`` suffix, e.g. sinks). ``shape``: of the dense weight as stored. ``optional`` ones may be absent.
+
+    Whatever its shape, a module is worked with as the matrix of ``matrix`` (or as a vector), a row an output feature,
+    of which parts take rows: the matrices of a stack [experts, out, in] stand one below the other. ``transposed``: the
+    stored ones are [in, out]. ``bare``: tensors are named ``name`` and ``name_bias``.
     """
 
     name: str
@@ -271,6 +388,51 @@ class StoredTensor:
     parts: tuple[Part, ...]
     bias: bool = False
     optional: bool = False
+    transposed: bool = False
+    bare: bool = False
+
+    @property
+    def straight(self) -> tuple[int, ...]:
+        """``shape`` if it were not ``transposed``."""
+        return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
+
+    @property
+    def matrix(self) -> tuple[int, ...]:
+        """Rows and columns, or for norms and vectors the numbers in it."""
+        if self.kind in ("norm", "vector"):
+            return (math.prod(self.shape),)
+        return math.prod(self.straight[:-1]), self.straight[-1]
+
+    @property
+    def weight_name(self) -> str:
+        return self.name if self.bare or self.kind == "vector" else f"{self.name}.weight"
+
+    @property
+    def bias_name(self) -> str:
+        return f"{self.name}_bias" if self.bare else f"{self.name}.bias"
+
+    @property
+    def bias_shape(self) -> tuple[int, ...]:
+        return self.shape if self.kind == "norm" else self.straight[:-1]
+
+    def rows_of(self, part: Part) -> list[int]:
+        """The numbers of a part's rows, in order."""
+        return [i for r in part.rows or ((0, self.matrix[0]),) for i in range(*r)]
+
+    def alone(self) -> list[StoredTensor]:
+        """Each part as a module of its own under its canonical name: what formats that know no stacks make of one."""
+        return [
+            StoredTensor(p.name, self.kind, (len(self.rows_of(p)), self.matrix[1]), (Part(p.name),), self.bias)
+            for p in self.parts
+        ]
+
+
+def _plain(node: Any) -> Any:
+    """Dataclasses as dicts without the ``_later`` fields that are at their defaults."""
+    if dataclasses.is_dataclass(node):
+        pairs = ((f, getattr(node, f.name)) for f in dataclasses.fields(node))
+        return {f.name: _plain(v) for f, v in pairs if not (f.metadata.get("later") and v == f.default)}
+    return tuple(map(_plain, node)) if isinstance(node, tuple) else node
 
 
 @functools.cache
@@ -328,17 +490,6 @@ def _build(tp: Any, value: Any) -> Any:
     if isinstance(tp, type) and (not isinstance(value, tp) or (isinstance(value, bool) and tp is not bool)):
         raise ValueError(f"expected {tp.__name__}, found {_short(value)}")
     return value
-
-
-@cache
-def _fields(tp: type) -> tuple[dict[str, Any], set[str]]:
-    """Types of a dataclass's fields by name, and the names of those without default."""
-    required = {
-        f.name
-        for f in dataclasses.fields(tp)
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    }
-    return get_type_hints(tp), required
 
 
 def _short(value: Any) -> str:

@@ -77,6 +77,8 @@ def fold_site(site: Site, weights: Folded, scale: Tensor) -> Tensor:
         case NormFold(norm):
             effective = weights[norm.name] + norm.weight_offset
             weights.norms[norm.name] = effective / scale - norm.weight_offset
+            if norm.bias:
+                weights.norms[f"{norm.name}.bias"] = weights[f"{norm.name}.bias"] / scale
             channels = scale
         case RowFold(linear) as rows:
             weights.rows[linear.name] = scale[:, None]

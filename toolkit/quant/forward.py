@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from toolkit.kernels.reference.activation import swigluoai
 from toolkit.kernels.torch.product import prefers_onednn, product
 from toolkit.models.rope import inv_freq
 from toolkit.models.spec import AttentionSpec, DecoderSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec, RopeSpec
@@ -65,21 +66,29 @@ def layer_forward(
     gates, which are never quantized, read it unchanged).
     """
     watch = _Watch(observe, rounding)
-    for sub in layer.sublayers:
-        x = hidden if sub.pre_norm is None else rms_norm(sub.pre_norm, weights, hidden)
-        if torch.is_autocast_enabled(x.device.type):  # once, not for every linear that reads it
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+    block = hidden
+    for i, sub in enumerate(layer.sublayers):
+        if not layer.shares(i):
+            source = block if layer.beside(i) else hidden
+            x = source if sub.pre_norm is None else normed(sub.pre_norm, weights, source)
+            if torch.is_autocast_enabled(x.device.type):  # once, not for every linear that reads it
+                x = x.to(torch.get_autocast_dtype(x.device.type))
+            seen = watch(sub.mixer.input_name(), x)
         match sub.mixer:
             case AttentionSpec() as a:
-                y = _attention(a, weights, x, watch)
+                y = _attention(a, weights, seen, watch)
             case MlpSpec() as m:
-                y = _mlp(m, weights, watch(m.up.name, x), watch)
+                y = _mlp(m, weights, seen, watch)
             case MoeSpec() as m:
-                y = _moe(m, weights, x.reshape(-1, x.shape[-1]), watch).view_as(x)
+                y = _moe(m, weights, _rows(x), _rows(seen), watch).view_as(x)
         if sub.post_norm is not None:
-            y = rms_norm(sub.post_norm, weights, y)
+            y = normed(sub.post_norm, weights, y)
         hidden = torch.add(hidden, y, alpha=sub.residual_scale)
     return hidden
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
 
 
 def all_finite(x: Tensor) -> bool:
@@ -87,9 +96,22 @@ def all_finite(x: Tensor) -> bool:
     return all(bool(torch.isfinite(extreme)) for extreme in x.aminmax())
 
 
-def rms_norm(norm: NormSpec, weights: Weights, x: Tensor) -> Tensor:
-    """RMS norm over the last dimension, with the spec's offset on the weight; in float32 also within autocast."""
-    return F.rms_norm(x.float(), (norm.size,), weights[norm.name].float() + norm.weight_offset, norm.eps)
+def normed(norm: NormSpec, weights: Weights, x: Tensor) -> Tensor:
+    """The norm over the last dimension (over heads too, where it spans them); in float32 also within autocast."""
+    weight = weights[norm.name].float()
+    if norm.kind == "rms":
+        return F.rms_norm(x.float(), (norm.size,), weight + norm.weight_offset, norm.eps)
+    y = F.layer_norm(x.float(), (norm.size,), eps=norm.eps) * weight.view(norm.heads, norm.size)
+    if norm.bias:
+        y = y + weights[f"{norm.name}.bias"].float().view(norm.heads, norm.size)
+    return y
+
+
+def _head_normed(norm: NormSpec | None, weights: Weights, x: Tensor) -> Tensor:
+    """``x`` [batch, length, heads, head_dim], each head normed by itself or all of a token at once."""
+    if norm is None:
+        return x
+    return normed(norm, weights, x) if norm.size == x.shape[-1] else normed(norm, weights, x.flatten(2)).view_as(x)
 
 
 def fast_bf16(device: torch.device) -> bool:
@@ -126,7 +148,7 @@ def embed(spec: DecoderSpec, table: Tensor, token_ids: Tensor) -> Tensor:
 def head_logits(spec: DecoderSpec, weights: Weights, hidden: Tensor) -> Tensor:
     """Logits of ``hidden`` (before the final norm). ``weights`` holds the final norm and ``spec.head``, of any float
     type; the head is widened to float32 a part at a time, except under autocast."""
-    x, head = rms_norm(spec.final_norm, weights, hidden), weights[spec.head]
+    x, head = normed(spec.final_norm, weights, hidden), weights[spec.head]
     if torch.is_autocast_enabled(x.device.type):
         logits = F.linear(x, head)
     else:
@@ -155,12 +177,10 @@ def _linear(spec: LinearSpec, weights: Weights, x: Tensor) -> Tensor:
 
 def _attention(a: AttentionSpec, weights: Weights, x: Tensor, watch: _Watch) -> Tensor:
     batch, length, _ = x.shape
-    x = watch(a.q.name, x)
     q = _linear(a.q, weights, x).view(batch, length, a.heads, a.head_dim)
     k = _linear(a.k, weights, x).view(batch, length, a.kv_heads, a.head_dim)
     v = _linear(a.v, weights, x).view(batch, length, a.kv_heads, a.head_dim)
-    q = q if a.q_norm is None else rms_norm(a.q_norm, weights, q)
-    k = k if a.k_norm is None else rms_norm(a.k_norm, weights, k)
+    q, k = _head_normed(a.q_norm, weights, q), _head_normed(a.k_norm, weights, k)
     if a.rope is not None:
         cos, sin = _angles(a.rope, length, x.device)
         q, k = _turn(q, cos, sin), _turn(k, cos, sin)
@@ -260,17 +280,20 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _mlp(m: MlpSpec, weights: Weights, x: Tensor, watch: _Watch) -> Tensor:
-    act = _ACTIVATIONS[m.activation]
     up = _linear(m.up, weights, x)
-    inner = act(up) if m.gate is None else act(_linear(m.gate, weights, x)) * up
+    if m.gate is None:
+        inner = _ACTIVATIONS[m.activation](up)
+    elif m.activation == "swigluoai":
+        inner = swigluoai(_linear(m.gate, weights, x), up)
+    else:
+        inner = _ACTIVATIONS[m.activation](_linear(m.gate, weights, x)) * up
     return _linear(m.down, weights, watch(m.down.name, inner))
 
 
-def _moe(m: MoeSpec, weights: Weights, x: Tensor, watch: _Watch) -> Tensor:
-    """``x`` [tokens, hidden]; every expert runs on the tokens routed to it."""
+def _moe(m: MoeSpec, weights: Weights, x: Tensor, seen: Tensor, watch: _Watch) -> Tensor:
+    """Every expert on the tokens routed to it. ``x``, and ``seen`` as the experts see it: [tokens, hidden]."""
     logits = _linear(m.router, weights, x).float()  # under autocast a linear gives less
     gate = None if m.shared_gate is None else torch.sigmoid(_linear(m.shared_gate, weights, x))
-    x = watch(m.router.name, x)
     scores = torch.softmax(logits, dim=-1) if m.scoring == "softmax" else torch.sigmoid(logits)
     best, chosen = torch.topk(scores, m.top_k, dim=-1)
     if m.norm_topk:
@@ -279,9 +302,9 @@ def _moe(m: MoeSpec, weights: Weights, x: Tensor, watch: _Watch) -> Tensor:
     for i, expert in enumerate(m.experts):
         token, place = torch.where(chosen == i)
         if token.numel():
-            y = _mlp(expert, weights, x[token], watch)
+            y = _mlp(expert, weights, seen[token], watch)
             out.index_add_(0, token, y * (best[token, place] * m.scale)[:, None])
     if m.shared is not None:
-        y = _mlp(m.shared, weights, x, watch)
+        y = _mlp(m.shared, weights, seen, watch)
         out = out + (y if gate is None else y * gate)
     return out

@@ -132,7 +132,7 @@ def overhead_bits(source: LayerSource) -> int:
             size += value.nbytes if isinstance(value, np.ndarray) else len(str(value).encode())
     items = [x for items in (source.outer, *source.stored) for x in items]
     wide = sum(math.prod(x.shape) for x in items if len(x.shape) == 1 or x.kind == "router")
-    return 8 * size + 16 * (wide + sum(x.shape[0] for x in items if x.bias))
+    return 8 * size + 16 * (wide + sum(math.prod(x.bias_shape) for x in items if x.bias))
 
 
 def stored_bits(value: Weight) -> int:

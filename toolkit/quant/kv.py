@@ -21,12 +21,12 @@ from toolkit.artifacts.replace import check_directory_target
 from toolkit.artifacts.side_files import copy_side_files
 from toolkit.artifacts.stage import Stage, open_stage
 from toolkit.artifacts.tokenizer import Tokenizer
-from toolkit.artifacts.weights import load_stored
+from toolkit.artifacts.weights import as_stored, load_stored
 from toolkit.models.spec import AttentionSpec, LayerSpec
 from toolkit.quant.forward import CACHE
 from toolkit.quant.layers import LayerSource
 from toolkit.quant.layerwise import Flow
-from toolkit.quant.output import cast_to, suffixed
+from toolkit.quant.output import cast_to
 from toolkit.quant.probe import Probe, heldout_text
 from toolkit.quant.run import (
     Common,
@@ -151,13 +151,13 @@ def _write(source: LayerSource, stage: Stage, scales: dict[str, Tensor], dtype: 
 
 def _tensors(source: LayerSource, scales: dict[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     for item in [*source.outer, *(x for items in source.stored for x in items)]:
-        name = suffixed(item)
-        if item.optional and name not in source.checkpoint:
+        if item.optional and item.weight_name not in source.checkpoint:
             continue
         value, bias = load_stored(source.checkpoint, item)
-        yield name, cast_to(value if isinstance(value, Tensor) else value.dequantize(), dtype, item.name)
-        if bias is not None:
-            yield f"{item.name}.bias", cast_to(bias, dtype, item.name)
+        dense = value if isinstance(value, Tensor) else value.dequantize()
+        for name, tensor in as_stored(item, dense, bias):
+            yield name, cast_to(tensor, dtype, item.name)
+        del dense
         del value, bias
         source.checkpoint.release()
     yield from scales.items()

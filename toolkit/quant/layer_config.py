@@ -89,7 +89,7 @@ def _fitting(pattern: str, modules: list[StoredTensor]) -> list[StoredTensor]:
 
 
 def _check_divides(pattern: str, item: StoredTensor, grid: Grid) -> None:
-    if grid.group_size > 0 and item.shape[1] % grid.group_size:
+    if grid.group_size > 0 and item.matrix[1] % grid.group_size:
         raise UsageError(
-            f"{OPTION}: {pattern}: groups of {grid.group_size} do not divide the {item.shape[1]} inputs of {item.name}"
+            f"{OPTION}: {pattern}: groups of {grid.group_size} do not divide the {item.matrix[1]} inputs of {item.name}"
         )

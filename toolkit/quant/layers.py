@@ -16,7 +16,7 @@ from toolkit.artifacts.formats.gguf_types import METHOD as GGUF
 from toolkit.artifacts.weights import is_present, iter_canonical, load_stored, split_parts, validate_checkpoint
 from toolkit.errors import ToolkitError
 from toolkit.models.registry import load_spec
-from toolkit.models.spec import AttentionSpec, DecoderSpec, LayerSpec, LinearSpec, NormSpec, StoredTensor
+from toolkit.models.spec import DecoderSpec, LayerSpec, LinearSpec, StoredTensor
 from toolkit.quant.heap import give_back
 from toolkit.quant.lazy import KEEP, Lazy
 from toolkit.quant.sites import layer_sites, modules
@@ -33,7 +33,8 @@ class LayerSource:
         self.spec, stored = load_spec(self.checkpoint)
         _refuse_quantized(self.checkpoint, stored)
         validate_checkpoint(self.checkpoint, stored)
-        layer_of = {name: i for i, layer in enumerate(self.spec.layers) for name in _parameter_names(layer)}
+        layers = enumerate(self.spec.layers)
+        layer_of = {name: i for i, x in layers for name in (*(m.name for m in x.linears()), *x.vectors())}
         self.stored: list[list[StoredTensor]] = [[] for _ in self.spec.layers]
         self.outer: list[StoredTensor] = []
         for item in stored:
@@ -79,7 +80,7 @@ class LayerSource:
     def check_finite(self) -> None:
         """Raise ToolkitError that names file and tensor for the first NaN or infinity among the weights."""
         for item in [x for items in self.stored for x in items] + self.outer:
-            for name in (item.name, f"{item.name}.weight", f"{item.name}.bias"):
+            for name in (item.weight_name, item.bias_name):
                 if name in self.checkpoint and not _finite(self.checkpoint.tensor(name)):
                     raise ToolkitError(
                         f"{self.checkpoint.where(name)}: tensor {name} holds NaN or infinity; nothing can be "
@@ -111,7 +112,7 @@ def plain(value: Weight | Tensor) -> Tensor:
 def _refuse_quantized(checkpoint: Checkpoint, stored: list[StoredTensor]) -> None:
     method = (checkpoint.quantization or {}).get("quant_method")
     if method == GGUF:
-        names = (f"{x.name}.weight" for x in stored if x.kind == "linear")
+        names = (x.weight_name for x in stored if x.kind == "linear")
         kind = next((t for n in names if n in checkpoint and (t := checkpoint.info(n).dtype) in BLOCK_TYPES), None)
         method = f"gguf {kind}" if kind else None
     if method is not None:
@@ -120,40 +121,15 @@ def _refuse_quantized(checkpoint: Checkpoint, stored: list[StoredTensor]) -> Non
         )
 
 
-def layer_linears(layer: LayerSpec) -> list[LinearSpec]:
-    """Every linear of one layer, router included."""
-    found = []
-    for site in layer_sites(layer):
-        found += [*site.linears, *site.followers]
-    return found
-
-
-def layer_norms(layer: LayerSpec) -> list[NormSpec]:
-    """Every norm of one layer."""
-    found: list[NormSpec | None] = []
-    for sub in layer.sublayers:
-        found += [sub.pre_norm, sub.post_norm]
-        if isinstance(sub.mixer, AttentionSpec):
-            found += [sub.mixer.q_norm, sub.mixer.k_norm]
-    return [n for n in found if n is not None]
-
-
 def module_bytes(layer: LayerSpec) -> int:
     """Bytes of the largest attention block, MLP or expert of a layer in float32."""
-    return max(_bytes(block) for block in modules(layer_linears(layer)))
+    return max(_bytes(block) for block in modules(layer.linears()))
 
 
 def linear_bytes(layer: LayerSpec) -> int:
     """Bytes of all linears of a layer in float32."""
-    return _bytes(layer_linears(layer))
+    return _bytes(layer.linears())
 
 
 def _bytes(linears: Iterable[LinearSpec]) -> int:
     return sum(4 * x.in_features * x.out_features for x in linears)
-
-
-def _parameter_names(layer: LayerSpec) -> list[str]:
-    """Canonical names of all parameters of a layer, without ``.bias``."""
-    mixers = [sub.mixer for sub in layer.sublayers]
-    sinks = [m.sinks for m in mixers if isinstance(m, AttentionSpec) and m.sinks]
-    return [x.name for x in layer_linears(layer)] + [n.name for n in layer_norms(layer)] + sinks

@@ -25,7 +25,7 @@ from toolkit.quant.forward import (
     in_bf16,
     layer_forward,
     narrow,
-    rms_norm,
+    normed,
 )
 from toolkit.quant.heap import give_back, keep_freed
 from toolkit.quant.layers import LayerSource, linear_bytes, module_bytes
@@ -136,8 +136,8 @@ class Flow:
         """Statistics of the head's input, the text being behind all layers. ``outer`` holds the final norm."""
         spec, statistics = self.source.spec, Statistics([self.source.spec.head], products)
         for x in self.hidden:
-            normed = rms_norm(spec.final_norm, outer, x.to(self.device))
-            statistics.observe(spec.head, normed.reshape(-1, spec.hidden_size))
+            rows = normed(spec.final_norm, outer, x.to(self.device))
+            statistics.observe(spec.head, rows.reshape(-1, spec.hidden_size))
         return statistics.finish()
 
     def through(self) -> None:

@@ -16,11 +16,12 @@ from toolkit.artifacts.formats.writers import Writer
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.side_files import copy_side_files
 from toolkit.artifacts.stage import Stage
-from toolkit.artifacts.weights import load_stored
+from toolkit.artifacts.weights import as_stored, load_stored
 from toolkit.errors import ToolkitError
 from toolkit.models.spec import StoredTensor
 from toolkit.quant.layers import LayerSource, plain
 from toolkit.quant.layerwise import load_head, saved_layers
+from toolkit.quant.result import LayerResult
 
 
 def write_checkpoint(
@@ -61,33 +62,22 @@ def _tensors(
     """Every tensor of the checkpoint; fills ``layouts`` on the way."""
     head = load_head(stage)
     for item in source.outer:
-        missing = item.optional and f"{item.name}.weight" not in source.checkpoint
+        missing = item.optional and item.weight_name not in source.checkpoint
         if missing or (item.kind == "head" and head is not None):
             continue
         value, bias = load_stored(source.checkpoint, item)
-        yield suffixed(item), cast_to(plain(value), dtype, item.name)
-        if bias is not None:
-            yield f"{item.name}.bias", cast_to(bias, dtype, item.name)
+        for name, tensor in as_stored(item, plain(value), bias):
+            yield name, cast_to(tensor, dtype, item.name)
         del value, bias
         source.checkpoint.release()
     for items, result in zip(source.stored, saved_layers(stage, len(source.stored)), strict=True):
         for item in items:
             if item.parts[0].name not in result.weights:
                 continue  # optional and absent
-            joined = join_parts(item, [result.weights[p.name] for p in item.parts])
-            if item.kind in ("linear", "router"):
-                layouts[item.name] = None if isinstance(joined, Tensor) else layout_of(joined)
-            if isinstance(joined, Tensor):
-                yield suffixed(item), cast_to(joined, dtype, item.name)
-            elif isinstance(joined, Dense):
-                yield f"{item.name}.weight", cast_to(joined.weight, dtype, item.name)
-            else:
-                yield from writer.write(item.name, joined).items()
-            if item.bias:
-                biases: list[Weight | Tensor] = [result.weights[f"{p.name}.bias"] for p in item.parts]
-                whole = join_parts(item, biases)
-                assert isinstance(whole, Tensor)
-                yield f"{item.name}.bias", cast_to(whole, dtype, item.name)
+            first = result.weights[item.parts[0].name]
+            quantized = not isinstance(first, (Tensor, Dense))
+            for module in item.alone() if quantized and not writer.takes(item) else [item]:
+                yield from _module(module, result, writer, dtype, layouts)
     if head is not None:
         name, weight = _head_name(source), head.weights[source.spec.head]
         assert not isinstance(weight, Tensor)
@@ -98,8 +88,25 @@ def _tensors(
             yield f"{name}.bias", cast_to(offset, dtype, name)
 
 
-def suffixed(item: StoredTensor) -> str:
-    return item.name if item.kind == "vector" else f"{item.name}.weight"
+def _module(
+    item: StoredTensor, result: LayerResult, writer: Writer, dtype: torch.dtype, layouts: dict[str, Layout | None]
+) -> Iterator[tuple[str, Tensor]]:
+    joined = join_parts(item, [result.weights[p.name] for p in item.parts])
+    joined = joined.weight if isinstance(joined, Dense) else joined
+    if item.kind in ("linear", "router"):
+        layouts[item.name] = None if isinstance(joined, Tensor) else layout_of(joined)
+    bias: Tensor | None = None
+    if item.bias:
+        joined_bias = join_parts(item, [result.weights[f"{p.name}.bias"] for p in item.parts])
+        assert isinstance(joined_bias, Tensor)
+        bias = joined_bias
+    if isinstance(joined, Tensor):
+        for name, tensor in as_stored(item, joined, bias):
+            yield name, cast_to(tensor, dtype, item.name)
+        return
+    yield from writer.write_module(item, joined)
+    if bias is not None:
+        yield item.bias_name, cast_to(bias.reshape(item.bias_shape), dtype, item.name)
 
 
 def cast_to(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
@@ -116,10 +123,7 @@ def join_parts(item: StoredTensor, parts: list[Weight | Tensor]) -> Weight | Ten
     """The stored module from its canonical parameters (in the order of ``item.parts``), every row in its place."""
     if len(parts) == 1 and item.parts[0].rows is None:
         return parts[0]
-    places = [
-        torch.cat([torch.arange(start, stop) for start, stop in part.rows or ((0, item.shape[0]),)])
-        for part in item.parts
-    ]
+    places = [torch.tensor(item.rows_of(part)) for part in item.parts]
     order = torch.argsort(torch.cat(places))
     stacked = _stack(parts)
     return stacked[order] if isinstance(stacked, Tensor) else _whole_tiles(stacked.take_rows(order))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from toolkit.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec
 from toolkit.quant.gptq import EXACT, batches
-from toolkit.quant.layers import LayerSource, layer_linears, module_bytes
+from toolkit.quant.layers import LayerSource, module_bytes
 from toolkit.quant.lazy import KEEP
 from toolkit.quant.probe import WINDOW
 from toolkit.quant.sites import Site, layer_sites
@@ -81,7 +81,7 @@ def plan_memory(
 def _layer(layer: LayerSpec, grams: bool, text: int, window: int, whole: bool) -> int:
     """What going through one layer takes: while statistics are taken, while it is rounded, while it is measured.
     ``text``, ``window``: tokens at once of calibration and held-out text."""
-    linears, sites = layer_linears(layer), layer_sites(layer)
+    linears, sites = layer.linears(), layer_sites(layer)
     size = sum(map(_bytes, linears))
     if whole:
         return WHOLE * size + max(text, window) * layer_width(layer) * FLOAT

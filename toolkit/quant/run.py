@@ -329,7 +329,7 @@ def _quantize(
 def _stored_linears(source: LayerSource, selection: Selection) -> list[LinearSpec]:
     """The linears to quantize as the checkpoint stores them, fused ones whole, by their names on disk."""
     found = [
-        LinearSpec(item.name, item.shape[1], item.shape[0])
+        LinearSpec(item.name, item.matrix[1], item.matrix[0])
         for items in source.stored
         for item in items
         if item.kind == "linear" and item.parts[0].name not in selection.dense

@@ -9,15 +9,15 @@ channels), or the up projection of a gated MLP (its rows: the gate multiplies ch
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
-from toolkit.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec
+from toolkit.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec, Sublayer
 
 
 @dataclass(frozen=True)
 class NormFold:
-    """Divide ``norm``'s effective weight, ``weight + weight_offset``."""
+    """Divide ``norm``'s effective weight, ``weight + weight_offset``, and its bias."""
 
     norm: NormSpec
 
@@ -54,25 +54,32 @@ class Site:
 
 
 def layer_sites(layer: LayerSpec) -> list[Site]:
-    """The sites of a layer in execution order."""
+    """The sites of a layer in execution order; sublayers that share their input have one for it."""
     found: list[Site] = []
-    for sub in layer.sublayers:
-        fold = NormFold(sub.pre_norm) if sub.pre_norm is not None else None
+    entry = 0
+    for i, sub in enumerate(layer.sublayers):
+        if layer.shares(i):
+            one, more = found[entry], _entry(sub)
+            linears, followers = one.linears + more.linears, one.followers + more.followers
+            found[entry] = replace(one, linears=linears, followers=followers)
+        else:
+            entry = len(found)
+            found.append(_entry(sub))
         match sub.mixer:
             case AttentionSpec() as a:
-                found.append(Site(a.q.name, a.q.in_features, (a.q, a.k, a.v), (), fold))
                 into = RowFold(a.v, width=a.head_dim, repeat=a.heads // a.kv_heads)
                 found.append(Site(a.o.name, a.o.in_features, (a.o,), (), into))
             case MlpSpec() as m:
-                found.append(Site(m.up.name, m.up.in_features, _entry(m), (), fold))
                 found.append(_down_site(m))
             case MoeSpec() as m:
-                blocks = [*m.experts, *([m.shared] if m.shared else [])]
-                entry = tuple(x for b in blocks for x in _entry(b))
-                followers = (m.router, *([m.shared_gate] if m.shared_gate else []))
-                found.append(Site(m.router.name, m.router.in_features, entry, followers, fold))
-                found.extend(_down_site(b) for b in blocks)
+                found.extend(_down_site(e) for e in m.mlps())
     return found
+
+
+def _entry(sub: Sublayer) -> Site:
+    fold = None if sub.pre_norm is None else NormFold(sub.pre_norm)
+    readers = sub.mixer.readers()
+    return Site(sub.mixer.input_name(), readers[0].in_features, readers, sub.mixer.routers(), fold)
 
 
 def modules(linears: Iterable[LinearSpec]) -> list[list[LinearSpec]]:
@@ -80,10 +87,6 @@ def modules(linears: Iterable[LinearSpec]) -> list[list[LinearSpec]]:
     return [list(group) for _, group in groupby(linears, key=lambda x: x.name.rpartition(".")[0])]
 
 
-def _entry(m: MlpSpec) -> tuple[LinearSpec, ...]:
-    return (m.up,) if m.gate is None else (m.gate, m.up)
-
-
 def _down_site(m: MlpSpec) -> Site:
-    gated = m.gate is not None or m.activation == "relu"  # relu(x / s) = relu(x) / s
-    return Site(m.down.name, m.down.in_features, (m.down,), (), RowFold(m.up) if gated else None)
+    linear = m.activation != "swigluoai" if m.gate is not None else m.activation == "relu"  # relu(x / s) = relu(x) / s
+    return Site(m.down.name, m.down.in_features, (m.down,), (), RowFold(m.up) if linear else None)

@@ -26,7 +26,7 @@ from toolkit.models.spec import NormSpec
 from toolkit.quant.activations import round_tokens
 from toolkit.quant.calibration import CalibrationPlan
 from toolkit.quant.forward import Called, Weights, embed, head_logits, in_bf16, layer_forward
-from toolkit.quant.layers import LayerSource, layer_norms
+from toolkit.quant.layers import LayerSource
 from toolkit.quant.layerwise import Flow, load_head, load_layer, replace_layer
 from toolkit.quant.plan import layer_width
 from toolkit.quant.result import LayerResult
@@ -246,7 +246,7 @@ class Student:
                 n: w if isinstance(w, Tensor) else w.dequantize() for n, w in result.weights.items() if n not in codes
             }
             self.linears.append({n: Linear.of(c, dense.get(f"{n}.bias"), device) for n, c in codes.items()})
-            self.gains.append({n.name: _gain(n, dense[n.name], device) for n in layer_norms(layer) if n.name in dense})
+            self.gains.append({n.name: _gain(n, dense[n.name], device) for n in layer.norms() if n.name in dense})
             self.fixed.append({n: w.to(device).float() for n, w in dense.items()})
 
     def parameters(self) -> list[Tensor]:

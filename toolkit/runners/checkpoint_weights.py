@@ -24,7 +24,7 @@ class CheckpointWeights(Mapping[str, "Weight | Tensor"]):
         self._checkpoint = checkpoint
         self._modules: dict[str, StoredTensor] = {}
         for item in stored:
-            if item.optional and not {item.name, f"{item.name}.weight"} & set(checkpoint.names()):
+            if item.optional and not {item.name, item.weight_name} & set(checkpoint.names()):
                 continue
             for part in item.parts:
                 self._modules[part.name] = item

@@ -58,20 +58,15 @@ class DummyWeights(Mapping[str, "Weight | Tensor"]):
             names = (x.name, stored.get(x.name, x.name))
             settings = None if x.name in routers else settings_of(self._quantization, names)
             self._add(x.name, self._linear, (x.out_features, x.in_features), settings)
-            if x.bias:
-                self._add(f"{x.name}.bias", self._vector, (x.out_features,))
+        for name, size in spec.vectors().items():
+            self._add(name, self._vector, (size,))
         for norm in spec.norms():
-            self._add(norm.name, self._ones, (norm.size,), 1.0 - norm.weight_offset)
-        for _, attention in spec.attention_layers():
-            if attention.sinks is not None:
-                self._add(attention.sinks, self._vector, (attention.heads,))
+            self._add(norm.name, self._ones, (norm.heads * norm.size,), 1.0 - norm.weight_offset)
         matrix = (spec.vocab_size, spec.hidden_size)
         self._add(spec.embed, self._dense, matrix)
         of_head = head_settings(self._quantization, spec.head)
         if not spec.tied or of_head is not None:
             self._add(spec.head, self._linear, matrix, of_head)
-        if spec.head_bias:
-            self._add(f"{spec.head}.bias", self._vector, (spec.vocab_size,))
 
     def _add(self, name: str, make: Callable[..., Weight | Tensor], *arguments: Any) -> None:
         self._make[name] = lambda name: make(name, *arguments)

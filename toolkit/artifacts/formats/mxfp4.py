@@ -1,7 +1,8 @@
-"""MXFP4 as in gpt-oss, ``quant_method`` "mxfp4", as far as linears go (its fused experts are no linears).
+"""MXFP4 as in gpt-oss, ``quant_method`` "mxfp4".
 
-``weight_blocks`` uint8 [out, in/32, 16], two e2m1 codes a byte, the first low; ``weight_scales`` uint8 [out, in/32],
-e8m0. w = value * 2 ** (scale - 127).
+``X.weight_blocks`` uint8 [out, in/32, 16], two e2m1 codes a byte, the first low; ``X.weight_scales`` uint8
+[out, in/32], e8m0. w = value * 2 ** (scale - 127). Experts of a layer are stacked, [experts, out, in/32, …], and named
+``X_blocks`` and ``X_scales``.
 """
 
 from __future__ import annotations
@@ -28,29 +29,36 @@ def check_config(quantization: dict[str, Any]) -> None:
 
 
 def is_quantized(checkpoint: Checkpoint, name: str) -> bool:
-    return f"{name}.weight_blocks" in checkpoint
+    return any(f"{name}{middle}_blocks" in checkpoint for middle in (".weight", ""))
+
+
+def _prefix(name: str, shape: tuple[int, ...]) -> str:
+    return f"{name}.weight" if len(shape) == 2 else name
 
 
 def expected(quantization: dict[str, Any], name: str, shape: tuple[int, ...]) -> list[Expected]:
-    """The tensors of a linear with dense shape [out, in]."""
-    n_out, n_in = shape
+    """The tensors of a linear with dense shape [out, in], or of experts [experts, out, in]."""
+    *rows, n_in = shape
     if n_in % GROUP:
         raise ToolkitError(f"{name}: {n_in} input features are no multiple of mxfp4's blocks of {GROUP}")
+    prefix = _prefix(name, shape)
     return [
-        Expected(f"{name}.weight_blocks", (n_out, n_in // GROUP, GROUP // 2), ("U8",)),
-        Expected(f"{name}.weight_scales", (n_out, n_in // GROUP), ("U8", "F8_E8M0")),
+        Expected(f"{prefix}_blocks", (*rows, n_in // GROUP, GROUP // 2), ("U8",)),
+        Expected(f"{prefix}_scales", (*rows, n_in // GROUP), ("U8", "F8_E8M0")),
     ]
 
 
 def read_linear(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Fp4:
-    """The linear ``name`` of dense shape [out, in] in canonical form."""
+    """The linear ``name`` of dense shape [out, in] in canonical form; experts one below the other."""
     import torch
 
     from toolkit.artifacts.canonical import Fp4
 
-    blocks = checkpoint.tensor(f"{name}.weight_blocks")
-    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).reshape(shape)
-    return Fp4(codes, checkpoint.tensor(f"{name}.weight_scales").view(torch.uint8), GROUP)
+    prefix = _prefix(name, shape)
+    blocks = checkpoint.tensor(f"{prefix}_blocks")
+    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).reshape(-1, shape[-1])
+    scales = checkpoint.tensor(f"{prefix}_scales").view(torch.uint8)
+    return Fp4(codes, scales.reshape(len(codes), -1), GROUP)
 
 
 def cannot_hold(weight: Weight) -> str | None:

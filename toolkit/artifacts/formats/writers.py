@@ -6,18 +6,20 @@ Every writer takes weights that already have a form that it holds, and may widen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.formats import auto_round, awq, blocked_fp8, compressed_tensors, gptq, mxfp4, w8a8
 from toolkit.artifacts.formats.describe import Layout
+from toolkit.artifacts.formats.layout import STACKED
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from toolkit.artifacts.canonical import Weight
+    from toolkit.models.spec import StoredTensor
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,17 @@ class Writer:
     write: Callable[[str, Weight], dict[str, Tensor]]
     config: Callable[[Mapping[str, Layout | None]], dict[str, Any]]
     bits: tuple[int, ...] = ()
+
+    def takes(self, item: StoredTensor) -> bool:
+        """Whether the format has the module as it is stored, which for stacks of experts few formats do."""
+        return len(item.shape) < 3 or self.name in STACKED
+
+    def write_module(self, item: StoredTensor, weight: Weight) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of ``weight``, which is ``item.matrix``, as ``item`` is shaped and named."""
+        for name, tensor in self.write(item.name, weight).items():
+            if item.bare:
+                name = item.name + name.removeprefix(f"{item.name}.weight")
+            yield name, tensor if len(item.shape) < 3 else tensor.reshape(*item.straight[:-1], *tensor.shape[1:])
 
 
 WRITERS: dict[str, Writer] = {

@@ -87,17 +87,10 @@ def _wanted(spec: DecoderSpec) -> Iterator[tuple[str, int, int, tuple[int, ...]]
     matrix, one = (DENSE, INT), (VECTOR,)
     for name in [spec.embed] if spec.tied else [spec.embed, spec.head]:
         yield name, spec.vocab_size, spec.hidden_size, matrix
-    if spec.head_bias:
-        yield f"{spec.head}.bias", spec.vocab_size, 1, one
     for x in spec.linears():
         yield x.name, x.out_features, x.in_features, matrix
-        if x.bias:
-            yield f"{x.name}.bias", x.out_features, 1, one
-    for norm in spec.norms():
-        yield norm.name, norm.size, 1, one
-    for _, a in spec.attention_layers():
-        if a.sinks is not None:
-            yield a.sinks, a.heads, 1, one
+    for name, size in spec.vectors().items():
+        yield name, size, 1, one
 
 
 def _read(artifact: EngineArtifact, name: str, entry: Any, arrays: Mapping[str, Any]) -> PackedTensor:

@@ -9,12 +9,14 @@ namespace tk {
 
 void Run::project(const Sublayer& s) {
     const Attention& a = s.attention;
-    Prepared x = prepare(a.in, s.pre, w.x, w.hidden_ld, count);
+    const float* from = source(s);
+    save(s);
+    Prepared x = prepare(a.in, s.pre, from, w.hidden_ld, count);
     const Linear* const parts[3] = {&a.q, &a.k, &a.v};
     int64_t total = 0;
     for (const Linear* l : parts) total += l->w.tiles();
     share(P_QKV, total, pair_unit(), [&](Range r) {
-        const InputBuffer& rows = ready(x, a.in, s.pre, w.x, w.hidden_ld, count);
+        const InputBuffer& rows = ready(x, a.in, s.pre, from, w.hidden_ld, count);
         int64_t start = 0;
         for (const Linear* l : parts) {
             const int64_t n = l->w.tiles();
@@ -32,6 +34,13 @@ const uint8_t* Run::query(const Attention& a, int64_t head, int64_t t) const {
     return w.queries + (head * CHUNK + t) * a.per_kv * a.dpad * (p.bf16 ? 2 : 4);
 }
 
+// Norms over all heads of a token at once.
+void Run::norm_wide(const Attention& a, int64_t t) const {
+    float *q = w.qkv + t * w.qkv_ld, *k = q + a.q.w.tiles() * LANES;
+    if (a.wide(a.q_norm)) norm_row(a.q_norm, q, q);
+    if (a.wide(a.k_norm)) norm_row(a.k_norm, k, k);
+}
+
 // One token's part of one kv head: its queries and key normed and turned, key and value written to the cache.
 void Run::turn_and_store(const Attention& a, int64_t t, int64_t head) {
     const int64_t flat = first + t, seq = seq_of[size_t(t)], hd = a.head_dim;
@@ -41,19 +50,19 @@ void Run::turn_and_store(const Attention& a, int64_t t, int64_t head) {
     float *row = own.head_row, *value = own.head_row + a.dpad;
     std::memset(row, 0, size_t(a.dpad) * 8);
     const int64_t half = a.rope >= 0 ? p.ropes[size_t(a.rope)].rotary / 2 : 0;
-    auto load = [&](const float* from, const Norm& norm) {
-        if (norm.present()) ops.rms_norm(from, norm.weight.data, hd, norm.eps, row);
+    auto load = [&](const float* from, const Norm& norm, int64_t of_head) {
+        if (norm.present() && !a.wide(norm)) norm_row(norm, from, row, of_head);
         else std::memcpy(row, from, size_t(hd) * 4);
         if (half) ops.rope(row, w.cos[size_t(a.rope)] + t * half, w.sin[size_t(a.rope)] + t * half, 2 * half);
         if (p.kv_type == KV_INT4) ops.hadamard(row, hd);
     };
     uint8_t* to = const_cast<uint8_t*>(query(a, head, t));
     for (int64_t i = 0; i < a.per_kv; i++, to += a.dpad * (p.bf16 ? 2 : 4)) {
-        load(q + (head * a.per_kv + i) * hd, a.q_norm);
+        load(q + (head * a.per_kv + i) * hd, a.q_norm, head * a.per_kv + i);
         if (p.bf16) ops.to_bf16(row, reinterpret_cast<uint16_t*>(to), a.dpad);
         else std::memcpy(to, row, size_t(a.dpad) * 4);
     }
-    load(k + head * hd, a.k_norm);
+    load(k + head * hd, a.k_norm, head);
     std::memcpy(value, v + head * hd, size_t(hd) * 4);
     const int64_t slot = in.slot_mapping[a.group][flat], cells = p.block_size / LANES;
     const int64_t cell = slot % p.block_size / LANES, lane = slot % LANES;
@@ -235,6 +244,10 @@ void Run::merge_split(const Attention& a) {
 void Run::attention(const Sublayer& s) {
     const Attention& a = s.attention;
     project(s);
+    if (a.wide(a.q_norm) || a.wide(a.k_norm))
+        share(P_ROPE, count, 1, [&](Range r) {
+            for (int64_t t = r.first; t < r.last; t++) norm_wide(a, t);
+        });
     share(P_ROPE, count * a.kv_heads, 1, [&](Range r) {
         for (int64_t i = r.first; i < r.last; i++) turn_and_store(a, i / a.kv_heads, i % a.kv_heads);
     });

@@ -41,9 +41,12 @@ struct Linear {
     bool present() const { return w.data != nullptr; }
 };
 
+// RMS norm, or layer norm where `layer`, of `size` elements at once; `sets` of weights where heads have their own.
 struct Norm {
-    Vector weight;
+    Vector weight, bias;
+    int64_t size = 0, sets = 1;
     float eps = 0;
+    bool layer = false;
     bool present() const { return bool(weight); }
 };
 
@@ -67,6 +70,7 @@ struct Attention {
     CellLayout cell;
     int64_t layer_offset;  // of this layer in a block
     int64_t head_bytes;    // of one head in a block
+    bool wide(const Norm& n) const { return n.present() && n.size > head_dim; }  // over all heads at once
 };
 
 struct Mlp {
@@ -90,6 +94,8 @@ struct Sublayer {
     int kind = 0;  // 0 attention, 1 mlp, 2 moe
     Norm pre, post;
     float residual_scale = 1;
+    bool beside = false;  // reads what the sublayers before it in the layer read, not what they made of it
+    bool saves = false;   // what it reads is read beside it too
     Attention attention;
     Mlp mlp;
     Moe moe;

@@ -59,8 +59,10 @@ void group_pairs(ExpertRows& r, int64_t experts) {
 void Run::route(const Sublayer& s) {
     const Moe& m = s.moe;
     // Rows are gathered for the experts afterwards, so they are always prepared in the shared buffer.
+    const float* from = source(s);
+    save(s);
     share(P_MOE, count, 1, [&](Range r) {
-        for (int64_t t = r.first; t < r.last; t++) prepare_row(m.in, s.pre, w.x + t * w.hidden_ld, w.in, t);
+        for (int64_t t = r.first; t < r.last; t++) prepare_row(m.in, s.pre, from + t * w.hidden_ld, w.in, t);
     });
     Store to;
     to.out = w.router;
@@ -160,7 +162,7 @@ void Run::combine(const Sublayer& s) {
                 const float gate = m.shared_gate.present() ? 1.0f / (1.0f + std::exp(-w.router[t * w.router_ld])) : 1.0f;
                 ops.add_scaled(y, w.tmp + t * w.hidden_ld, gate, p.hidden);
             }
-            if (s.post.present()) ops.rms_norm(y, s.post.weight.data, p.hidden, s.post.eps, y);
+            if (s.post.present()) norm_row(s.post, y, y);
             ops.add_scaled(x, y, s.residual_scale, p.hidden);
         }
     });

@@ -6,7 +6,7 @@
 namespace tk {
 namespace {
 
-constexpr int64_t MAGIC = 0x746b3031;  // "tk01"
+constexpr int64_t MAGIC = 0x746b3032;  // "tk02"
 constexpr int64_t LIMIT = int64_t(1) << 31;
 
 class Parser {
@@ -60,9 +60,19 @@ public:
         return l;
     }
 
-    Norm norm(const char* what, int64_t size) {
+    // Of `heads` times `width` elements: all at once, or each head by itself with the same weights or its own.
+    Norm norm(const char* what, int64_t width, int64_t heads = 1) {
         Norm n;
-        n.weight = vector(what, size);
+        n.size = integer(what, 0, LIMIT);
+        n.sets = integer(what, 1, LIMIT);
+        n.layer = integer(what, 0, 1) == 1;
+        const bool each = n.size == width && (n.sets == 1 || n.sets == heads), whole = n.size == width * heads && n.sets == 1;
+        if (n.size && !each && !whole)
+            throw Error(std::string("program: ") + what + ": expected " + std::to_string(heads) + " x " + std::to_string(width) +
+                        " elements, found " + std::to_string(n.sets) + " x " + std::to_string(n.size));
+        n.weight = vector(what, n.size * n.sets);
+        if (n.size && !n.weight) throw Error(std::string("program: ") + what + ": the weight is missing");
+        n.bias = vector(what, n.size * n.sets);
         n.eps = number(what);
         return n;
     }
@@ -121,11 +131,12 @@ void join(Input& in, Linear& l) {
 
 Mlp read_mlp(Parser& p, int64_t hidden, Input& in) {
     Mlp m;
-    m.activation = int32_t(p.integer("activation", SILU, RELU));
+    m.activation = int32_t(p.integer("activation", SILU, SWIGLUOAI));
     const int64_t width = p.integer("mlp width", 1, LIMIT);
     m.gate = p.linear("gate", width, hidden, false);
     m.up = p.linear("up", width, hidden);
     m.down = p.linear("down", hidden, width);
+    if (!m.gate.present() && m.activation == SWIGLUOAI) throw Error("program: an activation of two without a gate");
     if (m.gate.present() && m.gate.w.format != m.up.w.format) throw Error("program: gate and up in different formats");
     join(in, m.gate);
     join(in, m.up);
@@ -154,8 +165,8 @@ Attention read_attention(Parser& p, Program& prog) {
     a.k = p.linear("k", a.kv_heads * a.head_dim, hidden);
     a.v = p.linear("v", a.kv_heads * a.head_dim, hidden);
     a.o = p.linear("o", hidden, a.heads * a.head_dim);
-    a.q_norm = p.norm("q_norm", a.head_dim);
-    a.k_norm = p.norm("k_norm", a.head_dim);
+    a.q_norm = p.norm("q_norm", a.head_dim, a.heads);
+    a.k_norm = p.norm("k_norm", a.head_dim, a.kv_heads);
     a.sinks = p.vector("sinks", a.heads);
     a.in.width = hidden;
     join(a.in, a.q);
@@ -236,6 +247,8 @@ Program parse_program(const int64_t* ints, int64_t ints_size, const double* floa
         s.pre = p.norm("pre_norm", prog.hidden);
         s.post = p.norm("post_norm", prog.hidden);
         s.residual_scale = p.number("residual scale");
+        s.beside = p.integer("beside", 0, i ? 1 : 0) == 1;
+        if (s.beside && !prog.sublayers.back().beside) prog.sublayers.back().saves = true;
         if (s.kind == 0) s.attention = read_attention(p, prog);
         if (s.kind == 1) {
             s.mlp.in.width = prog.hidden;

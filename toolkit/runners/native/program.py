@@ -10,9 +10,28 @@ from toolkit.models.rope import inv_freq
 from toolkit.models.spec import AttentionSpec, DecoderSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec, RopeSpec, Sublayer
 from toolkit.runners.native.packed import PackedTensor, PackedWeights, vector
 
-MAGIC = 0x746B3031
+MAGIC = 0x746B3032
 KV_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, 8: 3, 4: 4}
-_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "swigluoai": 4}
+
+
+def unsupported(spec: DecoderSpec) -> str | None:
+    """Why there is no program for the spec, whatever its weights, or None: the sizes that program.cpp allows."""
+    attention = [a for _, a in spec.attention_layers()]
+    ropes = {a.rope for a in attention}
+    found = {
+        "query heads": (max((a.heads for a in attention), default=0), 4096),
+        "numbers a head": (max((a.head_dim for a in attention), default=0), 4096),
+        "rotary embeddings": (len(ropes), 64),
+        "cache groups": (len(spec.cache_groups), 64),
+        "sublayers": (sum(len(layer.sublayers) for layer in spec.layers), 1 << 16),
+    }
+    if not spec.cache_groups:
+        return "it runs no model without attention"
+    for what, (count, most) in found.items():
+        if count > most:
+            return f"it takes up to {most} {what}, the model has {count}"
+    return None
 
 
 @dataclass
@@ -48,10 +67,10 @@ class _Writer:
             self._rope(rope)
         out.floats += [spec.embed_scale, spec.head_scale, spec.logit_softcap or 0.0]
         self._matrix(spec.embed, False)
-        sublayers = [s for layer in spec.layers for s in layer.sublayers]
+        sublayers = [(s, layer.beside(i)) for layer in spec.layers for i, s in enumerate(layer.sublayers)]
         out.ints.append(len(sublayers))
-        for s in sublayers:
-            self._sublayer(s, ropes)
+        for s, beside in sublayers:
+            self._sublayer(s, beside, ropes)
         self._norm(spec.final_norm)
         self._matrix(spec.embed if spec.tied else spec.head, False)
         out.ints[-1] = self._tensor(f"{spec.head}.bias") if spec.head_bias else -1
@@ -83,7 +102,11 @@ class _Writer:
             self._matrix(linear.name, linear.bias)
 
     def _norm(self, norm: NormSpec | None) -> None:
-        self._out.ints.append(-1 if norm is None else self._norm_weight(norm))
+        if norm is None:
+            self._out.ints += [0, 1, 0, -1, -1]
+        else:
+            bias = self._tensor(f"{norm.name}.bias") if norm.bias else -1
+            self._out.ints += [norm.size, norm.heads, int(norm.kind == "layer"), self._norm_weight(norm), bias]
         self._out.floats.append(0.0 if norm is None else norm.eps)
 
     def _rope(self, rope: RopeSpec) -> None:
@@ -93,12 +116,13 @@ class _Writer:
             self._out.ints.append(self._add(vector(np.asarray(frequencies, np.float32))))
             self._out.floats.append(factor)
 
-    def _sublayer(self, s: Sublayer, ropes: list[RopeSpec]) -> None:
+    def _sublayer(self, s: Sublayer, beside: bool, ropes: list[RopeSpec]) -> None:
         kind = {"attention": 0, "mlp": 1, "moe": 2}[s.mixer.kind]
         self._out.ints.append(kind)
         self._norm(s.pre_norm)
         self._norm(s.post_norm)
         self._out.floats.append(s.residual_scale)
+        self._out.ints.append(int(beside))
         if isinstance(s.mixer, AttentionSpec):
             self._attention(s.mixer, ropes)
         elif isinstance(s.mixer, MlpSpec):

@@ -12,15 +12,16 @@ void Run::mark(Phase name) {
     if (thread == 0 && model.profile) model.profile->tick(name);
 }
 
-void Run::prepare_rows(const Input& in, const Norm& norm, Range rows) {
-    for (int64_t t = rows.first; t < rows.last; t++) prepare_row(in, norm, w.x + t * w.hidden_ld, w.in, t);
+void Run::prepare_rows(const Sublayer& s, const Input& in, Range rows) {
+    save_rows(s, rows);
+    for (int64_t t = rows.first; t < rows.last; t++) prepare_row(in, s.pre, source(s) + t * w.hidden_ld, w.in, t);
     mark(P_PREPARE);
 }
 
 // Queries, keys and values of the rows, and the keys and values into the cache.
 void Run::project_rows(const Sublayer& s, Range rows) {
     const Attention& a = s.attention;
-    prepare_rows(a.in, s.pre, rows);
+    prepare_rows(s, a.in, rows);
     Store to;
     to.ld = w.qkv_ld;
     to.out = w.qkv + rows.first * w.qkv_ld;
@@ -29,8 +30,10 @@ void Run::project_rows(const Sublayer& s, Range rows) {
         to.out += l->w.tiles() * LANES;
     }
     mark(P_QKV);
-    for (int64_t t = rows.first; t < rows.last; t++)
+    for (int64_t t = rows.first; t < rows.last; t++) {
+        norm_wide(a, t);
         for (int64_t h = 0; h < a.kv_heads; h++) turn_and_store(a, t, h);
+    }
     mark(P_ROPE);
 }
 
@@ -54,7 +57,7 @@ void Run::attend_rows(const Sublayer& s, const RowPart& part) {
 
 void Run::mlp_rows(const Sublayer& s, Range rows) {
     const Mlp& m = s.mlp;
-    prepare_rows(m.in, s.pre, rows);
+    prepare_rows(s, m.in, rows);
     gated_rows(m, w.in, rows, {0, m.up.w.tiles()}, stripes(m));
     for (int64_t t = rows.first; !stripes(m) && t < rows.last; t++) quantize_row(m.mid, w.mid, t);
     mark(P_GATED);

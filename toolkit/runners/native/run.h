@@ -55,6 +55,10 @@ private:
         InputBuffer* buffer;
         bool ready;
     };
+    void norm_row(const Norm& n, const float* from, float* out, int64_t head = 0) const;
+    const float* source(const Sublayer& s) const { return s.beside ? w.block : w.x; }
+    void save_rows(const Sublayer& s, Range rows) const;
+    void save(const Sublayer& s);
     void prepare_row(const Input& in, const Norm& norm, const float* from, InputBuffer& to, int64_t t) const;
     void quantize_row(const Input& in, InputBuffer& to, int64_t t) const;
     Prepared prepare(const Input& in, const Norm& norm, const float* from, int64_t ld, int64_t rows);
@@ -76,6 +80,7 @@ private:
     // attention_step.cpp
     void attention(const Sublayer& s);
     void project(const Sublayer& s);
+    void norm_wide(const Attention& a, int64_t t) const;
     void turn_and_store(const Attention& a, int64_t t, int64_t head);
     int64_t position_of(int64_t seq, int64_t flat) const { return in.seq_lens[seq] - (in.cu_seqlens[seq + 1] - flat); }
     Range tiles_of(const Attention& a, int64_t seq, int64_t t0, int64_t t1) const;
@@ -96,7 +101,7 @@ private:
     // rows_step.cpp
     void mark(Phase name);
     void layers_by_parts();
-    void prepare_rows(const Input& in, const Norm& norm, Range rows);
+    void prepare_rows(const Sublayer& s, const Input& in, Range rows);
     void project_rows(const Sublayer& s, Range rows);
     void attend_rows(const Sublayer& s, const RowPart& part);
     void mlp_rows(const Sublayer& s, Range rows);

@@ -16,6 +16,7 @@ from toolkit.runners.native import library
 from toolkit.runners.native.arrays import Arrays, outputs_for
 from toolkit.runners.native.packed import PackedTensor
 from toolkit.runners.native.program import Program, build_program
+from toolkit.runners.native.program import unsupported as no_program
 from toolkit.runners.native.stepper import Stepper
 from toolkit.runners.step import StepBatch, StepOutput
 from toolkit.threads import usable_cores
@@ -35,6 +36,8 @@ def available() -> str | None:
 
 def unsupported(spec: DecoderSpec, options: RunnerOptions) -> str | None:
     """Why the native runner cannot execute the model with these options here, or None."""
+    if reason := no_program(spec):
+        return reason
     if options.device not in ("auto", "cpu"):
         return f"it runs on the CPU, not on {options.device}"
     if options.quant_policy in (16, 17):

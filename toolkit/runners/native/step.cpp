@@ -31,13 +31,30 @@ void Profile::print() {
 
 int64_t phases_of(const Program& p, int64_t head_blocks) {
     int64_t n = 4 + head_blocks * 4;
-    for (const Sublayer& s : p.sublayers) n += s.kind == 0 ? 8 : s.kind == 1 ? 5 : 13;
+    for (const Sublayer& s : p.sublayers) n += s.kind == 0 ? 10 : s.kind == 1 ? 6 : 14;
     return n;
+}
+
+// `head`: whose weights, where heads have their own.
+void Run::norm_row(const Norm& n, const float* from, float* out, int64_t head) const {
+    const int64_t at = n.sets > 1 ? head * n.size : 0;
+    if (!n.layer) ops.rms_norm(from, n.weight.data + at, n.size, n.eps, out);
+    else ops.layer_norm(from, n.weight.data + at, n.bias ? n.bias.data + at : nullptr, n.size, n.eps, out);
+}
+
+// Rows of the residual that sublayers beside this one read when it has added to them.
+void Run::save_rows(const Sublayer& s, Range rows) const {
+    if (s.saves && rows.last > rows.first)
+        memcpy(w.block + rows.first * w.hidden_ld, w.x + rows.first * w.hidden_ld, size_t(rows.last - rows.first) * size_t(w.hidden_ld) * 4);
+}
+
+void Run::save(const Sublayer& s) {
+    if (s.saves) share(P_OTHER, count, 1, [&](Range r) { save_rows(s, r); });
 }
 
 void Run::prepare_row(const Input& in, const Norm& norm, const float* from, InputBuffer& to, int64_t t) const {
     float* x = to.x + t * to.ldx;
-    if (norm.present()) ops.rms_norm(from, norm.weight.data, in.width, norm.eps, x);
+    if (norm.present()) norm_row(norm, from, x);
     else if (from != x) memcpy(x, from, size_t(in.width) * 4);
     if (in.turned) ops.hadamard(x, in.width);
     quantize_row(in, to, t);
@@ -118,7 +135,7 @@ Store Run::residual(const Sublayer& s) const {
 void Run::add_post_rows(const Sublayer& s, Range rows) {
     for (int64_t t = rows.first; t < rows.last; t++) {
         float* y = w.tmp + t * w.hidden_ld;
-        ops.rms_norm(y, s.post.weight.data, p.hidden, s.post.eps, y);
+        norm_row(s.post, y, y);
         ops.add_scaled(w.x + t * w.hidden_ld, y, s.residual_scale, p.hidden);
     }
 }
@@ -191,10 +208,12 @@ void Run::gated_rows(const Mlp& m, const InputBuffer& in, Range rows, Range tile
 
 void Run::mlp(const Sublayer& s) {
     const Mlp& m = s.mlp;
-    Prepared x = prepare(m.in, s.pre, w.x, w.hidden_ld, count);
+    const float* from = source(s);
+    save(s);
+    Prepared x = prepare(m.in, s.pre, from, w.hidden_ld, count);
     const bool fused = stripes(m) && m.mid.width / m.mid.keys[0].group >= 2 * threads;
     share(P_GATED, m.up.w.tiles(), fused ? m.mid.keys[0].group / LANES : pair_unit(), [&](Range tiles) {
-        gated_rows(m, ready(x, m.in, s.pre, w.x, w.hidden_ld, count), {0, count}, tiles, fused);
+        gated_rows(m, ready(x, m.in, s.pre, from, w.hidden_ld, count), {0, count}, tiles, fused);
     });
     down(s, m.down, m.mid, fused, P_DOWN);
 }
@@ -215,8 +234,7 @@ void Run::layers() {
         for (int64_t i = r.first; i < r.last; i++) {
             const int64_t t = plan.rows[size_t(i)] - first;
             if (t >= 0 && t < count)
-                ops.rms_norm(w.x + t * w.hidden_ld, p.final_norm.weight.data, p.hidden, p.final_norm.eps,
-                             plan.hidden + i * w.hidden_ld);
+                norm_row(p.final_norm, w.x + t * w.hidden_ld, plan.hidden + i * w.hidden_ld);
         }
     });
 }

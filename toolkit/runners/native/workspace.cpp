@@ -52,6 +52,7 @@ namespace {
 struct Widths {
     int64_t in, mid, qkv = 16, queries = 16, heads = 1, dpad = 16, kv_cell = 0, scratch = 64, experts = 16, top_k = 0,
                      moe = 16;
+    bool saves = false;
     void linear(const Ops& ops, const Linear& l) {
         if (l.present()) scratch = std::max(scratch, ops.linear_scratch(l.w));
     }
@@ -66,6 +67,7 @@ Widths measure(const Program& p, const Ops& ops) {
     w.in = w.mid = p.hidden;
     w.linear(ops, p.head);
     for (const Sublayer& s : p.sublayers) {
+        w.saves |= s.saves;
         if (s.kind == 0) {
             const Attention& a = s.attention;
             for (const Linear* l : {&a.q, &a.k, &a.v, &a.o}) w.linear(ops, *l);
@@ -103,6 +105,7 @@ Workspace::Workspace(const Program& p, const Ops& ops, int thread_count) : threa
     const int64_t rows = std::max(QUERY_ROWS, w.heads);
     x = take<float>(CHUNK * hidden_ld);
     tmp = take<float>(CHUNK * hidden_ld);
+    if (w.saves) block = take<float>(CHUNK * hidden_ld);
     qkv = take<float>(CHUNK * qkv_ld);
     logits = take<float>(logit_rows * vocab_ld);
     router = take<float>(CHUNK * router_ld);

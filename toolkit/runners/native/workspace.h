@@ -69,7 +69,7 @@ struct Workspace {
     Workspace(const Program& p, const Ops& ops, int threads);
 
     int64_t hidden_ld, qkv_ld, vocab_ld, logit_rows, moe_pairs, router_ld, moe_width;
-    float *x, *tmp, *qkv, *logits, *router;
+    float *x, *tmp, *block = nullptr, *qkv, *logits, *router;
     uint8_t* queries;  // [kv_head][token][per_kv][dpad], float or bfloat16
     InputBuffer in, mid, pairs_in, pairs_mid;
     float* pairs_out;

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from toolkit.artifacts.canonical import GroupInt, Weight
 from toolkit.errors import ToolkitError
 from toolkit.kernels.cuda.linear import PackedLinear
 from toolkit.kernels.cuda.pack import unsupported_form
-from toolkit.models.spec import AttentionSpec, DecoderSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec, Sublayer
-from toolkit.runners.tensor.decoder import Attention, Decoder, Mixer, Mlp, Moe, Norm, RoundingNorm, Step
+from toolkit.models.spec import AttentionSpec, DecoderSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec, Sublayer
+from toolkit.runners.tensor.decoder import Attention, Decoder, LayerNorm, Mixer, Mlp, Moe, Norm, RoundingNorm, Step
 from toolkit.runners.tensor.experts import stack_experts
 from toolkit.runners.tensor.linear import Bound, Linear, Placement, codes_of, make_linear
 from toolkit.runners.tensor.lora import Adapters, AdapterStep, adapt
@@ -46,10 +48,15 @@ class _Builder:
         base = make_linear([w for w, _ in pairs], [b for _, b in pairs], self.place, self.ops)
         return adapt(base, specs, self.adapters, self.adapter_step, self.place, self.ops)
 
-    def norm(self, spec: NormSpec | None) -> Norm | None:
+    def norm(self, spec: NormSpec | None) -> Norm | LayerNorm | None:
         if spec is None:
             return None
-        return Norm(self.tensor(spec.name).float() + spec.weight_offset, spec.eps, self.ops)
+        weight = self.tensor(spec.name).float()
+        if spec.kind == "rms":
+            return Norm(weight + spec.weight_offset, spec.eps, self.ops)
+        shape = (spec.size,) if spec.heads == 1 else (spec.heads, spec.size)
+        bias = self.tensor(f"{spec.name}.bias").float().view(shape) if spec.bias else None
+        return LayerNorm(weight.view(shape), bias, spec.eps, self.ops)
 
     def attention(self, spec: AttentionSpec, layer: int) -> Attention:
         return Attention(
@@ -115,12 +122,25 @@ class _Builder:
             return self.attention(m, layer)
         return self.mlp(m) if isinstance(m, MlpSpec) else self.moe(m)
 
-    def step(self, s: Sublayer, layer: int) -> Step:
-        mixer, pre_norm = self.mixer(s, layer), self.norm(s.pre_norm)
-        first = mixer.qkv if isinstance(mixer, Attention) else mixer.gate_up if isinstance(mixer, Mlp) else None
-        codes = None if first is None else codes_of(first)
-        before = pre_norm if pre_norm is None or codes is None else RoundingNorm(pre_norm, codes)
-        return Step(before, mixer, self.norm(s.post_norm), s.residual_scale)
+    def steps(self, layer: LayerSpec, index: int) -> list[Step]:
+        mixers = [self.mixer(s, index) for s in layer.sublayers]
+        found = []
+        for i, (s, mixer) in enumerate(zip(layer.sublayers, mixers, strict=True)):
+            shares = layer.shares(i)
+            norm: Norm | LayerNorm | RoundingNorm | None = None if shares else self.norm(s.pre_norm)
+            following = itertools.takewhile(layer.shares, range(i + 1, len(mixers)))
+            codes = {_codes_into(m) for m in (mixer, *(mixers[j] for j in following))}
+            if isinstance(norm, Norm) and len(codes) == 1 and (only := codes.pop()) is not None:
+                norm = RoundingNorm(norm, only)
+            post = self.norm(s.post_norm)
+            found.append(Step(norm, mixer, post, s.residual_scale, layer.beside(i), shares))
+        return found
+
+
+def _codes_into(mixer: Mixer) -> torch.dtype | None:
+    """What the mixer rounds its input to, if it takes it rounded."""
+    first = mixer.qkv if isinstance(mixer, Attention) else mixer.gate_up if isinstance(mixer, Mlp) else None
+    return None if first is None else codes_of(first)
 
 
 def _for_kernels(weight: GroupInt) -> bool:
@@ -144,7 +164,7 @@ def build_decoder(
     """
     builder = _Builder(weights, place, ops, adapters, adapter_step or AdapterStep(0))
     table = builder.matrix(spec.embed).dequantize(place.dtype).to(place.device)
-    steps = tuple(builder.step(s, i) for i, layer in enumerate(spec.layers) for s in layer.sublayers)
+    steps = tuple(step for i, layer in enumerate(spec.layers) for step in builder.steps(layer, i))
     final_norm = builder.norm(spec.final_norm)
     assert final_norm is not None
     return Decoder(spec, table, steps, final_norm, builder.head(spec, table), ops)

@@ -34,8 +34,26 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class LayerNorm:
+    """``weight`` and ``bias`` float32, [size], or [heads, size] for heads normed each with its own."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    ops: Ops
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+    def after_add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of the sum in x's dtype, the sum in residual's)."""
+        total = residual + x
+        return self(total).to(x.dtype), total
+
+
+@dataclass(frozen=True)
 class RoundingNorm:
-    """A norm whose results only one W8A8 linear reads: it rounds them to that linear's ``codes`` itself."""
+    """An RMS norm whose results only one W8A8 linear reads: it rounds them to that linear's ``codes`` itself."""
 
     norm: Norm
     codes: torch.dtype
@@ -62,8 +80,8 @@ class Attention:
     layer: int
     qkv: Linear
     o: Linear
-    q_norm: Norm | None
-    k_norm: Norm | None
+    q_norm: Norm | LayerNorm | None
+    k_norm: Norm | LayerNorm | None
     sinks: Tensor | None
     scales: tuple[float, float]
     ops: Ops
@@ -71,7 +89,7 @@ class Attention:
     def __call__(self, x: Activations, step: StepContext) -> Tensor:
         spec, cache = self.spec, step.cache.layers[self.layer]
         q, k, v = self.qkv(x).unflatten(1, (-1, spec.head_dim)).split([spec.heads, spec.kv_heads, spec.kv_heads], 1)
-        eps = next((n.eps for n in (self.q_norm, self.k_norm) if n is not None), 0.0)
+        eps = next((n.eps for n in (self.q_norm, self.k_norm) if isinstance(n, Norm)), 0.0)
         q, q_weight = _norm_later(self.q_norm, q, eps)
         k, k_weight = _norm_later(self.k_norm, k, eps)
         cos, sin = (None, None) if spec.rope is None else step.rope[spec.rope]
@@ -114,15 +132,15 @@ class Attention:
         return self.o(y.flatten(1))
 
 
-def _norm_later(norm: Norm | None, x: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
-    """(heads, weight of the norm that ``rope_kv_write`` applies); what it cannot do is done here: other ``eps``, and a
-    norm over all heads at once, whose weight spans them.
+def _norm_later(norm: Norm | LayerNorm | None, x: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
+    """(heads, weight of the norm that ``rope_kv_write`` applies); what it cannot do is done here: layer norms, other
+    ``eps``, and a norm over all heads at once, whose weight spans them.
     """
     if norm is None:
         return x, None
-    if norm.weight.shape[0] != x.shape[-1]:
+    if norm.weight.shape[-1] != x.shape[-1]:
         return norm(x.flatten(1)).view(x.shape), None
-    return (x, norm.weight) if norm.eps == eps else (norm(x), None)
+    return (x, norm.weight) if isinstance(norm, Norm) and norm.eps == eps else (norm(x), None)
 
 
 @dataclass(frozen=True)
@@ -181,12 +199,20 @@ class Moe:
 
 @dataclass(frozen=True)
 class Step:
-    """A sublayer: norm, mixer, norm, scale."""
+    """A sublayer: norm, mixer, norm, scale. ``beside``: it reads what the one before it read, the same norm of it where
+    ``shares``.
+    """
 
-    pre_norm: Norm | RoundingNorm | None
+    pre_norm: Norm | LayerNorm | RoundingNorm | None
     mixer: Mixer
-    post_norm: Norm | None
+    post_norm: Norm | LayerNorm | None
     scale: float
+    beside: bool = False
+    shares: bool = False
+
+
+def _narrowed(h: Activations, dtype: torch.dtype) -> Activations:
+    return h.to(dtype) if isinstance(h, Tensor) else h
 
 
 @dataclass(frozen=True)
@@ -196,7 +222,7 @@ class Decoder:
     spec: DecoderSpec
     table: Tensor
     steps: tuple[Step, ...]
-    final_norm: Norm
+    final_norm: Norm | LayerNorm
     head: Linear
     ops: Ops
 
@@ -211,9 +237,13 @@ class Decoder:
         """
         delta: Tensor | None = None
         dtype = x.dtype
+        h: Activations = x
         for s in self.steps:
-            h: Activations
-            if delta is None:
+            beside = delta if s.beside else None  # of the sublayers that read what this one reads
+            if s.beside:
+                if not s.shares:
+                    h = _narrowed(x if s.pre_norm is None else s.pre_norm(x), dtype)
+            elif delta is None:
                 h = x if s.pre_norm is None else s.pre_norm(x)
                 x = x.float()
             elif s.pre_norm is None:
@@ -226,6 +256,8 @@ class Decoder:
                 delta = s.post_norm(delta)
             if s.scale != 1.0:
                 delta = delta * s.scale
+            if beside is not None:
+                delta = delta + beside
         return x, delta
 
     def hidden(self, x: Tensor, delta: Tensor | None, rows: Tensor | None) -> Tensor:

@@ -41,7 +41,7 @@ def weight_bytes(spec: DecoderSpec, weights: Weights, place: Placement, adapters
     """
     sample, size = first_linear(spec, weights), place.dtype.itemsize
     matrices = 1 if spec.tied and spec.head not in list(weights) else 2
-    outside = matrices * spec.vocab_size * spec.hidden_size * size + 4 * sum(n.size for n in spec.norms())
+    outside = matrices * spec.vocab_size * spec.hidden_size * size + 4 * sum(spec.vectors().values())
     if becomes_dense(sample, place):
         inside = dense_bytes(spec, place.dtype)
     else:

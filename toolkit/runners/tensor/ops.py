@@ -23,6 +23,7 @@ class Ops:
     add_rms_norm: Kernel
     rms_norm_quant: Kernel
     add_rms_norm_quant: Kernel
+    layer_norm: Kernel
     rope: Kernel
     act: Kernel
     act_and_mul: Kernel

@@ -1,0 +1,85 @@
+"""Random small specs with all that a spec can say, on every executor that takes them, against one plain reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from toolkit.models.spec import DecoderSpec
+from toolkit.quant.forward import embed, head_logits, layer_forward
+from toolkit.runners.base import RunnerOptions
+from toolkit.runners.native import runner as native
+from toolkit.runners.tensor.runner import TorchRunner
+
+OPTIONS = RunnerOptions(dtype="float32", device="cpu", block_size=16, threads=1)
+EXAMPLES = 40
+ROUNDED = 0.1  # relative error that 8-bit activations and an 8-bit head may make on the native runner
+
+
+def _by_runner(make, spec, weights, ids, support):
+    """Logits of a text in chunks of 13, 20, 1 and the rest, with another sequence beside it."""
+    runner = make(spec, lambda: weights, OPTIONS)
+    driver = support("steps").Driver(runner)
+    one, other = driver.add(), driver.add()
+    rows = [driver.step({one: ids[:13], other: [5, 6]}, "all").logits[:13]]
+    for a, b in ((13, 33), (33, 34), (34, len(ids))):
+        rows.append(driver.step({one: ids[a:b], other: [7]}, "all").logits[: b - a])
+    if hasattr(runner, "close"):
+        runner.close()
+    return np.concatenate(rows)
+
+
+def _by_torch(spec, weights, ids, support):
+    return _by_runner(TorchRunner, spec, weights, ids, support)
+
+
+def _by_native(spec, weights, ids, support):
+    return _by_runner(native.NativeRunner, spec, weights, ids, support)
+
+
+def _by_calibration(spec, weights, ids, support):
+    w = support("random_specs").dense(weights)
+    if spec.tied:
+        w[spec.head] = w[spec.embed]
+    x = embed(spec, w[spec.embed], torch.tensor([ids]))
+    for layer in spec.layers:
+        x = layer_forward(layer, w, x)
+    return head_logits(spec, w, x)[0].numpy()
+
+
+EXECUTORS = {"torch": _by_torch, "native": _by_native, "calibration": _by_calibration}
+
+
+def _accepts(executor, spec):
+    return executor != "native" or native.unsupported(spec, OPTIONS) is None
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("form", ["dense", "int4", "int8"])
+def test_every_executor_gives_the_reference_s_logits(executor, form, support):
+    models, plain = support("random_specs"), support("plain_model")
+    taken = 0
+
+    @settings(max_examples=EXAMPLES, deadline=None)
+    @given(st.data())
+    def check(data):
+        nonlocal taken
+        spec = data.draw(models.specs(quantized=form != "dense"))
+        assert DecoderSpec.from_json(spec.to_json()) == spec
+        if not _accepts(executor, spec):
+            return
+        taken += 1
+        seed = data.draw(st.integers(0, 1000))
+        weights = models.weights(spec, form, seed)
+        ids = np.random.default_rng(seed).integers(0, models.VOCAB, models.LENGTH).tolist()
+        expected = plain.logits(spec, models.dense(weights), ids).numpy()
+        found = EXECUTORS[executor](spec, weights, ids, support)
+        error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+        rounds = form != "dense" and executor != "calibration" and not (executor == "torch" and form == "int4")
+        assert error < (ROUNDED if rounds else 1e-4)
+
+    check()
+    assert taken > EXAMPLES // 2 or native.available() is not None

@@ -1,0 +1,94 @@
+"""A whole decoder of any spec written out in plain torch, in float64: what every executor is compared with.
+
+``logits(spec, weights, ids)``: of one text, no cache. ``weights``: dense tensors by canonical name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from toolkit.models.rope import inv_freq
+
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu}
+
+
+def logits(spec: Any, weights: dict[str, Tensor], ids: list[int]) -> Tensor:
+    """float64 [len(ids), vocabulary]."""
+    w = {name: tensor.double() for name, tensor in weights.items()}
+    x = w[spec.embed][torch.tensor(ids)] * spec.embed_scale
+    for layer in spec.layers:
+        block = x
+        for s in layer.sublayers:
+            y = _norm(s.pre_norm, w, block if s.reads == "block" else x)
+            y = {"attention": _attention, "mlp": _mlp, "moe": _moe}[s.mixer.kind](s.mixer, w, y)
+            x = x + s.residual_scale * _norm(s.post_norm, w, y)
+    x = _norm(spec.final_norm, w, x) @ w[spec.embed if spec.tied else spec.head].T
+    x = (x + (w[f"{spec.head}.bias"] if spec.head_bias else 0)) * spec.head_scale
+    return x if spec.logit_softcap is None else spec.logit_softcap * torch.tanh(x / spec.logit_softcap)
+
+
+def _norm(n: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Over the last ``n.size`` numbers of each row of x, a row after another of the weight where it has more."""
+    if n is None:
+        return x
+    y = x.reshape(*x.shape[:-1], -1, n.size)
+    y = y - y.mean(-1, keepdim=True) if n.kind == "layer" else y
+    y = y / (y.square().mean(-1, keepdim=True) + n.eps).sqrt() * (w[n.name].view(-1, n.size) + n.weight_offset)
+    return (y + w[f"{n.name}.bias"].view(-1, n.size) if n.bias else y).reshape(x.shape)
+
+
+def _linear(x: Any, w: dict[str, Tensor], y: Tensor) -> Tensor:
+    y = y @ w[x.name].T
+    return y + w[f"{x.name}.bias"] if x.bias else y
+
+
+def _attention(a: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
+    q, k, v = (_linear(p, w, x) for p in (a.q, a.k, a.v))
+    q, k = (_norm(n, w, y).view(len(x), -1, a.head_dim) for n, y in ((a.q_norm, q), (a.k_norm, k)))
+    v = v.view(len(x), -1, a.head_dim)
+    if a.rope is not None:
+        frequencies, factor = inv_freq(a.rope)
+        angle = torch.arange(len(x))[:, None, None] * torch.from_numpy(frequencies).double()
+        q, k = (_turn(y, angle.cos() * factor, angle.sin() * factor) for y in (q, k))
+    k, v = (y.repeat_interleave(a.heads // a.kv_heads, 1) for y in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * a.scale
+    scores = scores if a.softcap is None else a.softcap * torch.tanh(scores / a.softcap)
+    age = torch.arange(len(x))[:, None] - torch.arange(len(x))
+    unseen = (age < 0) | (age >= (len(x) if a.window is None else a.window))
+    scores = scores.masked_fill(unseen, float("-inf"))
+    sink = torch.full((a.heads,), float("-inf")) if a.sinks is None else w[a.sinks]
+    shares = torch.cat([scores, sink.view(-1, 1, 1).expand(-1, len(x), 1)], -1).softmax(-1)[..., :-1]
+    return _linear(a.o, w, torch.einsum("hqk,khd->qhd", shares, v).flatten(1))
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b, rest = x.split([cos.shape[-1], cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+
+def _mlp(m: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
+    up = _linear(m.up, w, x)
+    if m.activation == "swigluoai":
+        gate = _linear(m.gate, w, x).clamp(max=7.0)
+        inner = gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7.0, 7.0) + 1)
+    else:
+        act = ACTIVATIONS[m.activation]
+        inner = act(up) if m.gate is None else act(_linear(m.gate, w, x)) * up
+    return _linear(m.down, w, inner)
+
+
+def _moe(m: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
+    scores = _linear(m.router, w, x)
+    scores = scores.softmax(-1) if m.scoring == "softmax" else scores.sigmoid()
+    best, chosen = scores.topk(m.top_k, -1)
+    best = best / best.sum(-1, keepdim=True) if m.norm_topk else best
+    shares = torch.zeros_like(scores).scatter(1, chosen, best * m.scale)
+    y = sum(shares[:, i : i + 1] * _mlp(e, w, x) for i, e in enumerate(m.experts))
+    if m.shared is not None:
+        extra = _mlp(m.shared, w, x)
+        y = y + (extra if m.shared_gate is None else extra * torch.sigmoid(_linear(m.shared_gate, w, x)))
+    return y

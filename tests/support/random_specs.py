@@ -1,0 +1,191 @@
+"""Hypothesis strategies: small valid specs with every feature that a spec can have, and weights for them.
+
+``specs(quantized=False)``: a strategy of ``DecoderSpec``; with ``quantized`` all experts of a token are chosen, for
+what rounding does to a router's choice is no fault. ``weights(spec, form, seed)``: canonical weights, the linears of
+the layers "dense", "int4" (groups of 16) or "int8" (a scale a row).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from toolkit.artifacts.canonical import Dense
+from toolkit.artifacts.rounding import to_channel_int8, to_group_int
+from toolkit.models.check import check_spec
+from toolkit.models.decoder import Dims, assemble
+from toolkit.models.spec import (
+    AttentionSpec,
+    LayerSpec,
+    LinearSpec,
+    MlpSpec,
+    MoeSpec,
+    NormSpec,
+    RopeSpec,
+    Sublayer,
+)
+
+VOCAB, LENGTH = 96, 40
+FORMS = ("dense", "int4", "int8")
+_HEADS = ((1, 1, 32), (2, 1, 16), (4, 2, 24), (4, 4, 16), (6, 2, 8), (3, 1, 48))  # heads, kv heads, numbers a head
+_ROPES = (
+    None,
+    RopeSpec(8, 1e4),
+    RopeSpec(8, 1e4, "linear", 2.0),
+    RopeSpec(6, 1e4, "yarn", 4.0, 16, attention_factor=1.2, truncate=False),
+    RopeSpec(8, 5e3, "llama3", 8.0, 16),
+)
+
+
+def _norm(draw: Any, name: str, size: int, heads: int = 1) -> NormSpec:
+    kind = draw(st.sampled_from(("rms", "layer")))
+    eps = draw(st.sampled_from((1e-6, 1e-5)))
+    if kind == "rms":
+        return NormSpec(name, size, eps, draw(st.sampled_from((0.0, 1.0))))
+    return NormSpec(name, size, eps, kind="layer", bias=draw(st.booleans()), heads=heads)
+
+
+def _maybe_norm(draw: Any, name: str, size: int) -> NormSpec | None:
+    return _norm(draw, name, size) if draw(st.booleans()) else None
+
+
+def _head_norm(draw: Any, name: str, heads: int, head_dim: int) -> NormSpec | None:
+    span = draw(st.sampled_from((None, "each", "own", "all")))
+    if span is None:
+        return None
+    return _norm(draw, name, heads * head_dim if span == "all" else head_dim, heads if span == "own" else 1)
+
+
+def _attention(draw: Any, prefix: str, hidden: int) -> AttentionSpec:
+    heads, kv, dim = draw(st.sampled_from(_HEADS))
+    bias = draw(st.booleans())
+    return AttentionSpec(
+        q=LinearSpec(f"{prefix}.q_proj", hidden, heads * dim, bias),
+        k=LinearSpec(f"{prefix}.k_proj", hidden, kv * dim, bias),
+        v=LinearSpec(f"{prefix}.v_proj", hidden, kv * dim, bias),
+        o=LinearSpec(f"{prefix}.o_proj", heads * dim, hidden, draw(st.booleans())),
+        heads=heads,
+        kv_heads=kv,
+        head_dim=dim,
+        scale=draw(st.sampled_from((dim**-0.5, 0.1))),
+        rope=draw(st.sampled_from(_ROPES)),
+        q_norm=_head_norm(draw, f"{prefix}.q_norm", heads, dim),
+        k_norm=_head_norm(draw, f"{prefix}.k_norm", kv, dim),
+        window=draw(st.sampled_from((None, 7, 16))),
+        softcap=draw(st.sampled_from((None, 5.0))),
+        sinks=f"{prefix}.sinks" if draw(st.booleans()) else None,
+    )
+
+
+def _mlp(draw: Any, prefix: str, hidden: int, inner: int, like: MlpSpec | None = None) -> MlpSpec:
+    if like is None:
+        gated, bias = draw(st.booleans()), draw(st.booleans())
+        kinds = ("silu", "gelu", "gelu_tanh", "relu", *(("swigluoai",) if gated else ()))
+        activation = draw(st.sampled_from(kinds))
+    else:
+        gated, bias, activation = like.gate is not None, like.up.bias, like.activation
+    return MlpSpec(
+        gate=LinearSpec(f"{prefix}.gate_proj", hidden, inner, bias) if gated else None,
+        up=LinearSpec(f"{prefix}.up_proj", hidden, inner, bias),
+        down=LinearSpec(f"{prefix}.down_proj", inner, hidden, bias),
+        activation=activation,
+    )
+
+
+def _moe(draw: Any, prefix: str, hidden: int, quantized: bool) -> MoeSpec:
+    count, inner = draw(st.integers(1, 4)), draw(st.sampled_from((32, 48)))
+    first = _mlp(draw, f"{prefix}.experts.0", hidden, inner)
+    rest = (_mlp(draw, f"{prefix}.experts.{e}", hidden, inner, first) for e in range(1, count))
+    shared = _mlp(draw, f"{prefix}.shared", hidden, 64) if draw(st.booleans()) else None
+    gate = LinearSpec(f"{prefix}.shared_gate", hidden, 1) if shared is not None and draw(st.booleans()) else None
+    return MoeSpec(
+        router=LinearSpec(f"{prefix}.gate", hidden, count, draw(st.booleans())),
+        experts=(first, *rest),
+        top_k=count if quantized else draw(st.integers(1, count)),
+        scoring=draw(st.sampled_from(("softmax", "sigmoid"))),
+        norm_topk=draw(st.booleans()),
+        scale=draw(st.sampled_from((1.0, 1.5))),
+        shared=shared,
+        shared_gate=gate,
+    )
+
+
+def _layer(draw: Any, index: int, hidden: int, quantized: bool) -> LayerSpec:
+    prefix = f"model.layers.{index}"
+    kinds = draw(st.sampled_from(("am", "ae", "ma", "ame", "aem", "a")))  # attention, mlp, experts
+    parallel = draw(st.sampled_from((0, 0, len(kinds), 2)))  # how many sublayers read what the first one reads
+    shares = draw(st.booleans())
+    sublayers: list[Sublayer] = []
+    for i, kind in enumerate(kinds):
+        if kind == "a":
+            mixer: Any = _attention(draw, f"{prefix}.self_attn", hidden)
+        elif kind == "m":
+            mixer = _mlp(draw, f"{prefix}.mlp", hidden, draw(st.sampled_from((48, 80))))
+        else:
+            mixer = _moe(draw, f"{prefix}.moe", hidden, quantized)
+        before = _maybe_norm(draw, f"{prefix}.before_{i}", hidden)
+        if 0 < i < parallel and shares:
+            before = sublayers[i - 1].pre_norm
+        sublayers.append(
+            Sublayer(
+                mixer,
+                before,
+                _norm(draw, f"{prefix}.after_{i}", hidden)
+                if before is None
+                else _maybe_norm(draw, f"{prefix}.after_{i}", hidden),
+                draw(st.sampled_from((1.0, 0.5))),
+                "block" if i < parallel else "stream",
+            )
+        )
+    return LayerSpec(tuple(sublayers))
+
+
+@st.composite
+def specs(draw: Any, quantized: bool = False) -> Any:
+    hidden = draw(st.sampled_from((32, 48, 80)))
+    layers = [_layer(draw, i, hidden, quantized) for i in range(draw(st.integers(1, 2)))]
+    dims = Dims(VOCAB, hidden, 0, len(layers), 1, 1, 1, 1e-6, 256, draw(st.booleans()))
+    spec = assemble(
+        "random",
+        dims,
+        layers,
+        final_norm=_norm(draw, "model.norm", hidden),
+        head_bias=draw(st.booleans()),
+        embed_scale=draw(st.sampled_from((1.0, 2.0))),
+        head_scale=draw(st.sampled_from((1.0, 0.25))),
+        logit_softcap=draw(st.sampled_from((None, 3.0))),
+    )
+    check_spec(spec)
+    return spec
+
+
+def weights(spec: Any, form: str, seed: int) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Any:
+        return torch.randn(shape, generator=g)
+
+    centres = {n.name: 1.0 - n.weight_offset for n in spec.norms()}
+    found: dict[str, Any] = {
+        name: centres.get(name, 0.0) + (0.2 if name in centres else 0.3) * normal(size)
+        for name, size in spec.vectors().items()
+    }
+    found[spec.embed] = Dense(normal(spec.vocab_size, spec.hidden_size))
+    if not spec.tied:
+        found[spec.head] = Dense(normal(spec.vocab_size, spec.hidden_size) / spec.hidden_size**0.5)
+    routers = spec.routers()
+    for x in spec.linears():
+        w = normal(x.out_features, x.in_features) * 1.2 / x.in_features**0.5
+        found[x.name] = Dense(w)
+        if form == "int4" and x.name not in routers:
+            found[x.name] = to_group_int(w, 4, 16)
+        elif form == "int8" and x.name not in routers:
+            found[x.name] = to_channel_int8(w, x.name)
+    return found
+
+
+def dense(found: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of canonical weights."""
+    return {k: v if isinstance(v, torch.Tensor) else v.dequantize() for k, v in found.items()}

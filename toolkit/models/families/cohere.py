@@ -1,0 +1,45 @@
+"""Command-R and Aya: attention and MLP side by side, layer norms without bias, rotary pairs of neighbours, scaled
+logits. Source: transformers ``CohereForCausalLM``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from toolkit.models.config_fields import MAX_POSITION, Fields
+from toolkit.models.decoder import PARALLEL_NORM, Built, layer_norm, llama_like, read_dims
+from toolkit.models.family import Family, Tiny
+from toolkit.models.rope_config import read_rope
+
+
+def build(config: Fields) -> Built:
+    dims = read_dims(config, eps=1e-5, tied=True)
+    # Command-R was trained on what model_max_length says; its max_position_embeddings is shorter.
+    longest = config.integer("model_max_length", "max_position_embeddings", high=MAX_POSITION)
+    bias = config.flag("attention_bias", False)
+    return llama_like(
+        config,
+        replace(dims, max_position=longest),
+        rope=read_rope(config, head_dim=dims.head_dim, max_position=longest, default_theta=500_000.0),
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm="own" if config.flag("use_qk_norm", False) else False,  # Command-R+
+        norm=partial(layer_norm, eps=dims.eps),
+        norms=PARALLEL_NORM,
+        parallel=True,
+        pairs=True,
+        head_scale=config.number("logit_scale", default=0.0625),
+    )
+
+
+FAMILY = Family(
+    "cohere",
+    "Command-R, Command-R+, Aya 23, Aya Expanse",
+    ("CohereForCausalLM",),
+    build,
+    (
+        Tiny(dict(logit_scale=0.25, use_qk_norm=True)),
+        Tiny(dict(logit_scale=0.5, attention_bias=True, num_key_value_heads=1, tie_word_embeddings=False)),
+    ),
+    "its rotary pairs stand as llama.cpp's command-r has them, which this tool does not write yet",
+)

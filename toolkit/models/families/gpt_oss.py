@@ -1,0 +1,89 @@
+"""gpt-oss: experts with biases stacked in one tensor a layer, attention sinks, every other layer sliding.
+Source: transformers ``GptOssForCausalLM``."""
+
+from __future__ import annotations
+
+from toolkit.models.config_fields import Fields
+from toolkit.models.decoder import (
+    Built,
+    Dims,
+    Fused,
+    experts,
+    llama_like,
+    read_dims,
+    read_experts,
+    read_window,
+    read_windows,
+    renamed,
+)
+from toolkit.models.family import Family, Tiny
+from toolkit.models.rope_config import read_rope
+from toolkit.models.spec import MoeSpec, Rows
+
+
+def build(config: Fields) -> Built:
+    dims = read_dims(config, eps=1e-5, head_dim=64)
+    windows = read_windows(
+        config, dims.layers, read_window(config, default=128), [i % 2 == 0 for i in range(dims.layers)]
+    )
+    bias = config.flag("attention_bias", True)
+    count, top_k = read_experts(config, dims.layers, "num_local_experts", "num_experts")
+    for name, only in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
+        if (found := config.number(name, default=only)) != only:
+            config.fail(name, found, str(only))
+
+    def feed_forward(i: int) -> MoeSpec:
+        sizes = dims.hidden, dims.intermediate
+        return experts(i, *sizes, "swigluoai", count=count, top_k=top_k, norm_topk=True, bias=True)
+
+    return llama_like(
+        config,
+        dims,
+        rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_theta=150_000.0),
+        windows=windows,
+        qkv_bias=bias,
+        o_bias=bias,
+        sinks=True,
+        feed_forward=feed_forward,
+        rename=renamed({"mlp.gate": "mlp.router"}),
+        fused=_stacks(dims, count),
+    )
+
+
+def _stacks(dims: Dims, count: int) -> list[Fused]:
+    """``gate_up_proj`` [experts, in, 2 · inner], gate in the even columns and up in the odd, and ``down_proj``."""
+    inner, hidden, prefix = dims.intermediate, dims.hidden, "mlp.experts"
+    both: dict[str, Rows] = {}
+    for e in range(count):
+        start, stop = 2 * inner * e, 2 * inner * (e + 1)
+        both[f"{prefix}.{e}.gate_proj"] = ((start, stop, 2),)
+        both[f"{prefix}.{e}.up_proj"] = ((start + 1, stop, 2),)
+    down: dict[str, Rows] = {f"{prefix}.{e}.down_proj": ((hidden * e, hidden * (e + 1)),) for e in range(count)}
+    return [
+        Fused(f"{prefix}.gate_up_proj", both, (count, hidden, 2 * inner), transposed=True, bare=True),
+        Fused(f"{prefix}.down_proj", down, (count, inner, hidden), transposed=True, bare=True),
+    ]
+
+
+YARN = dict(
+    rope_type="yarn",
+    rope_theta=10000.0,
+    factor=4.0,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    truncate=False,
+    original_max_position_embeddings=64,
+)
+PLAIN = dict(rope_type="default", rope_theta=10000.0)
+SIZES = dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=16)
+FAMILY = Family(
+    "gpt_oss",
+    "gpt-oss 20B, 120B",
+    ("GptOssForCausalLM",),
+    build,
+    (
+        Tiny(dict(SIZES, rope_parameters=YARN)),
+        Tiny(dict(SIZES, rope_parameters=PLAIN, attention_bias=False, layer_types=["full_attention"] * 2)),
+    ),
+    "llama.cpp's gpt-oss has sinks and experts with biases, which this tool does not write yet",
+)
