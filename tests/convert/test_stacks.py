@@ -1,4 +1,4 @@
-"""Modules whose rows stand in another order, transposed or stacked by experts: what is read is written back as it was."""
+"""Modules with rows in another order, transposed or stacked by experts: what is read is written back as it was."""
 
 from __future__ import annotations
 

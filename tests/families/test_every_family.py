@@ -120,7 +120,7 @@ def test_the_spec_is_whole(model: Any) -> None:
     check_spec(spec)
     validate_checkpoint(checkpoint, stored)
     assert spec.family == family
-    tensors = {f"{s.name}.weight" for s in stored} | {f"{s.name}.bias" for s in stored if s.bias}
+    tensors = {s.weight_name for s in stored} | {s.bias_name for s in stored if s.bias}
     assert tensors == set(checkpoint.names())
     weights = canonical_weights(checkpoint, stored)
     for linear in spec.linears():

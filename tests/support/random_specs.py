@@ -148,10 +148,9 @@ def specs(draw: Any, quantized: bool = False) -> Any:
     layers = [_layer(draw, i, hidden, quantized) for i in range(draw(st.integers(1, 2)))]
     dims = Dims(VOCAB, hidden, 0, len(layers), 1, 1, 1, 1e-6, 256, draw(st.booleans()))
     spec = assemble(
-        "random",
         dims,
         layers,
-        final_norm=_norm(draw, "model.norm", hidden),
+        _norm(draw, "model.norm", hidden),
         head_bias=draw(st.booleans()),
         embed_scale=draw(st.sampled_from((1.0, 2.0))),
         head_scale=draw(st.sampled_from((1.0, 0.25))),
