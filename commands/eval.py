@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,11 @@ from toolkit.commands.groups import Group
 from toolkit.commands.options import EngineFlags, with_engine_flags
 from toolkit.commands.output import stderr, stdout, table, write_json
 from toolkit.progress import Progress
+
+if TYPE_CHECKING:
+    from toolkit.api import Pipeline
+    from toolkit.chat.prompts import Prompt
+    from toolkit.eval.tasks import Model
 
 DATA = "A text file (UTF-8), or `heldout`: the text that `tool lite` measures on."
 
@@ -105,3 +110,98 @@ def compare(
     if json != "-":
         stdout().print(table("Comparison", ("", "value"), [(k, v) for k, v in found.items()]))
     write_json(json, found)
+
+
+@app.command("tasks")
+@with_engine_flags
+def tasks(
+    model: Annotated[str, typer.Argument(help="A directory, a hub id, a .gguf file, an artifact, or `demo`.")],
+    engine: EngineFlags,
+    names: Annotated[
+        list[str] | None, typer.Option("--task", help="cloze, passkey, json_schema or tool_calls; repeatable.")
+    ] = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Items of each task.")] = 100,
+    json: Annotated[
+        str | None, typer.Option("--json", help="Write the figures to this file (- is standard output).")
+    ] = None,
+) -> None:
+    """Four small tasks that need no network: a book's words, a number found again, JSON by a schema, function calls.
+
+    Example: tool eval tasks demo --limit 20
+    """
+    from toolkit.api import pipeline
+    from toolkit.artifacts.result_file import check_json
+    from toolkit.errors import UsageError
+    from toolkit.eval.tasks import TASKS, run_task
+
+    check_json("--json", json, ("task", "items", "accuracy"))
+    for name in names or ():
+        if name not in TASKS:
+            raise UsageError(f"--task {name}: expected one of {', '.join(TASKS)}")
+    chosen = list(dict.fromkeys(names or TASKS))
+    rows = []
+    config = engine.config()
+    say = partial(stderr().print, markup=False, soft_wrap=True)
+    with (
+        pipeline(model, config, engine.chat_template, packed=engine.packed(config, say), progress=say) as pipe,
+        Progress() as bar,
+    ):
+        asked = _model(pipe)
+        for name in chosen:
+            tell = partial(bar.update, name, total=limit)
+            rows.append(run_task(name, asked, limit, tell))
+    if json != "-":
+        cells = [(r["task"], r["accuracy"], r["stderr"], TASKS[r["task"]].about) for r in rows]
+        stdout().print(table(f"{limit} items a task", ("task", "accuracy", "±", "what it asks for"), cells))
+    write_json(json, rows)
+
+
+def _model(pipe: Pipeline) -> Model:
+    from toolkit.eval.tasks import Model
+    from toolkit.messages import GenerationConfig
+
+    def answer(prompts: list[str], max_tokens: int) -> list[str]:
+        greedy = GenerationConfig(max_new_tokens=max_tokens, do_sample=False)
+        batch: list[Prompt] = [*prompts]
+        return [reply.text for reply in pipe.infer(batch, greedy)]
+
+    return Model(pipe.tokenizer.encode, lambda ids: pipe.engine.score(ids).tolist(), answer)
+
+
+@app.command("lm_eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def lm_eval(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="A model, which is served for as long, or the address of a server.")],
+    tasks: Annotated[
+        str, typer.Option("--tasks", help="lm-eval's tasks, separated by commas; ours are toolkit_cloze and so on.")
+    ],
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Through the chat template: for tasks whose answers are written.")
+    ] = False,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Items of each task.  [default: all]")] = None,
+    model_format: Annotated[
+        str | None, typer.Option("--model-format", help="hf, awq, gptq, w8a8, gguf or engine. Default: read.")
+    ] = None,
+) -> None:
+    """lm-evaluation-harness on a model as it is served; it needs `pip install "lm-eval[api]"`.
+
+    What follows these options goes to lm-eval as it is.
+
+    Example: tool eval lm_eval demo --tasks toolkit_cloze --limit 20
+    """
+    from toolkit.engine_configs import TurbomindEngineConfig
+    from toolkit.eval.harness import check_installed, run_lm_eval
+    from toolkit.serve.background import serve
+    from toolkit.serve.client import APIClient
+
+    check_installed()
+
+    def run(client: APIClient) -> None:
+        name = client.available_models[0]
+        run_lm_eval(client.url, name, tasks.split(","), chat=chat, limit=limit, more=context.args)
+
+    if model.startswith(("http://", "https://")):
+        run(APIClient(model.rstrip("/")))
+        return
+    with serve(model, backend_config=TurbomindEngineConfig(model_format=model_format), server_port=0) as server:
+        run(server)
