@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "check_env": {"engine", "runners", "models", "artifacts", "kernels"} | BASE,
     "jobs": {"engine", "chat"} | BASE,
     "model": {"chat"},
-    "opencompass": {"api"} | BASE,
+    "opencompass": {"api", "chat"} | BASE,
     "api": {"jobs", "engine", "chat", "artifacts"} | BASE,
     "__main__": {"commands"},
 }

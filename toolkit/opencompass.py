@@ -11,11 +11,12 @@ import numpy as np
 from opencompass.models.base import BaseModel
 
 from toolkit.api import pipeline
+from toolkit.chat.prompts import Prompt
 from toolkit.engine_configs import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.messages import GenerationConfig
 
 
-class TurboMindModel(BaseModel):  # type: ignore[misc]
+class TurboMindModel(BaseModel):
     """Answers and scores prompts as they stand: ``meta_template`` (roles and ``eos_token_id``) is what wraps them.
 
     path: what ``pipeline`` takes. engine_config and gen_config: fields of ``TurbomindEngineConfig`` (of
@@ -49,7 +50,8 @@ class TurboMindModel(BaseModel):  # type: ignore[misc]
         settings = {"max_new_tokens": max_out_len, "do_sample": False, **self.gen_config}
         if stopping_criteria:
             settings["stop_words"] = list(dict.fromkeys([*settings.get("stop_words", ()), *stopping_criteria]))
-        replies = self.pipe([*inputs], GenerationConfig(**settings), do_preprocess=False)
+        batch: list[Prompt] = [*inputs]
+        replies = self.pipe(batch, GenerationConfig(**settings), do_preprocess=False)
         return [reply.text if self.end_str is None else reply.text.split(self.end_str)[0] for reply in replies]
 
     def get_token_len(self, prompt: str) -> int:
