@@ -137,13 +137,17 @@ def test_artifacts_give_the_same_logits(model: Any, support: Any, tmp_path: Path
         np.testing.assert_array_equal(logits_of(tmp_path / target, backend, support, texts), expected)
 
 
-@pytest.mark.parametrize("method", [auto_awq, auto_gptq])
-def test_quantizers_take_it(model: Any, support: Any, tmp_path: Path, method: Any) -> None:
+@pytest.mark.every_family
+@pytest.mark.parametrize("method, shape", [(auto_awq, 0), (auto_gptq, -1)])
+def test_quantizers_take_it(
+    family: str, method: Any, shape: int, tiny_models: Any, support: Any, tmp_path: Path
+) -> None:
     """All linears but routers get 4 bits, folding loses nothing, and what is written runs."""
+    path = tiny_models(family, shape=shape % len(get(family).tiny))
     text = tmp_path / "calibration.txt"
     text.write_text("It was a bright cold day in April, and the clocks were striking thirteen times. " * 20)
     common = Common(calib_dataset=str(text), calib_samples=4, calib_seqlen=32, eval_tokens=64, batch_size=4)
-    quality = method(str(model[1]), tmp_path / "out", w_group_size=32, tune_steps=0, common=common).quality
+    quality = method(str(path), tmp_path / "out", w_group_size=32, tune_steps=0, common=common).quality
     checkpoint = open_checkpoint(tmp_path / "out")
     spec, stored = load_spec(checkpoint)
     validate_checkpoint(checkpoint, stored)

@@ -132,7 +132,7 @@ def load_part(load: Load, item: StoredTensor, name: str, piece: Piece) -> Weight
     """The weight or bias that a piece is made of, its rows as llama.cpp wants them."""
     value, bias = load(item)
     wanted = f"{name}.bias" if piece.suffix == "bias" else name
-    if name == item.name:
+    if all(part.name != name for part in item.parts):  # a matrix that stays fused
         found: Weight | Tensor | None = bias if piece.suffix == "bias" else value
     else:
         found = dict(split_parts(item, value, bias)).get(wanted)

@@ -45,7 +45,7 @@ def model_metadata(spec: DecoderSpec, context_length: int) -> ModelMetadata:
         "attention.head_count_kv": first.kv_heads,
         "attention.key_length": first.head_dim,
         "attention.value_length": first.head_dim,
-        "attention.layer_norm_rms_epsilon": float(spec.final_norm.eps),
+        gguf.eps_key: float(spec.final_norm.eps),
         "vocab_size": spec.vocab_size,
     }
     found = ModelMetadata(gguf, values)

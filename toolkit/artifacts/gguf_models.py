@@ -93,6 +93,8 @@ def hf_tensors(
             module = modules.get(target.format(i))
             if module is None:
                 raise _no_place(path, source, gguf)
+            if change in ("q_rows", "k_rows") and module.parts[0].rows is not None:
+                change = "none"  # the checkpoint has neighbours side by side too
             part = info
             if "{}" in target:
                 start = info.start + i * size
@@ -169,7 +171,7 @@ def hf_config(
         "num_key_value_heads": read.whole("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": read.whole("context_length"),
-        "rms_norm_eps": read.number("attention.layer_norm_rms_epsilon"),
+        gguf.eps: read.number(gguf.eps_key),
         "rope_theta": read.number("rope.freq_base", 10000.0),
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": tokenizer["bos"],

@@ -41,6 +41,7 @@ SANDWICH_NORMS: LayerNorms = (
     ("input_layernorm", "post_attention_layernorm"),
     ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
 )
+EPS_NAMES = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon")
 NormMaker = Callable[[str, int], NormSpec]
 """Called with a norm's name and how many numbers it norms at once."""
 QkNorm = bool | Literal["own", "all"]
@@ -83,7 +84,9 @@ def read_dims(config: Fields, *, eps: float = 1e-6, tied: bool = False, head_dim
         heads=heads,
         kv_heads=kv,
         head_dim=head_dim,
-        eps=config.number("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", default=eps, high=0.5),
+        eps=config.number(
+            "rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", default=eps, high=0.5
+        ),
         max_position=config.integer("max_position_embeddings", "max_sequence_length", high=MAX_POSITION),
         tied=config.flag("tie_word_embeddings", tied),
     )
@@ -101,6 +104,20 @@ def read_windows(config: Fields, layers: int, window: int | None, fallback: Sequ
     types = config.choices("layer_types", layers, LAYER_TYPES)
     slides = fallback if types is None else [t == "sliding_attention" for t in types]
     return [window if s else None for s in slides]
+
+
+def layer_ropes(
+    config: Fields, dims: Dims, windows: Sequence[int | None], *, theta: float, local_theta: float
+) -> list[RopeSpec]:
+    """The rope of each layer where those that slide have their own; files of before transformers 5 scale the others'
+    alone. ``theta``, ``local_theta``: of both where the file does not say."""
+    read = partial(read_rope, config, head_dim=dims.head_dim, max_position=dims.max_position)
+    everywhere = read(default_theta=theta)
+    if config.has("rope_parameters") and not config.has("rope_scaling"):
+        local = read(default_theta=local_theta, layer_type="sliding_attention")
+    else:
+        local = RopeSpec(dims.head_dim, local_theta, max_position=dims.max_position)
+    return [everywhere if window is None else local for window in windows]
 
 
 def llama_like(
@@ -227,6 +244,16 @@ def gated_mlp(prefix: str, hidden: int, inner: int, activation: Activation, bias
         gate=LinearSpec(f"{prefix}.gate_proj", hidden, inner, bias, "column"),
         up=LinearSpec(f"{prefix}.up_proj", hidden, inner, bias, "column"),
         down=LinearSpec(f"{prefix}.down_proj", inner, hidden, bias, "row"),
+        activation=activation,
+    )
+
+
+def plain_mlp(layer: int, dims: Dims, activation: Activation, bias: bool) -> MlpSpec:
+    prefix = f"model.layers.{layer}.mlp"
+    return MlpSpec(
+        gate=None,
+        up=LinearSpec(f"{prefix}.up_proj", dims.hidden, dims.intermediate, bias, "column"),
+        down=LinearSpec(f"{prefix}.down_proj", dims.intermediate, dims.hidden, bias, "row"),
         activation=activation,
     )
 

@@ -67,10 +67,11 @@ class Gguf:
     layer → the canonical one, or that of a matrix which stays fused as the checkpoint has it; {} for the expert.
     ``interleaved_qk``: rows of q and k stand as llama.cpp's rope turns them, neighbour by neighbour.
     ``norm_plus_one``: norm weights are stored with the 1 that the model adds. ``biases``, ``window``: whether the
-    architecture has them. ``norm_topk``: whether it rescales the experts' weights to sum 1. ``fields``: constants of
-    config.json. ``numbers``: its whole numbers that the metadata states, by key. ``read``: further fields, from the
-    metadata and the config so far. ``write``: further metadata; raises ToolkitError for what the architecture does not
-    compute. ``scale``: of queries, where it is not 1/sqrt(head_dim) and no key states it; None: a key does.
+    architecture has them. ``eps``: the config's name for that of its norms, layer norms if not ``rms_norm_eps``.
+    ``norm_topk``: whether it rescales the experts' weights to sum 1. ``fields``: constants of config.json. ``numbers``:
+    its whole numbers that the metadata states, by key. ``read``: further fields, from the metadata and the config so
+    far. ``write``: further metadata; raises ToolkitError for what the architecture does not compute. ``scale``: of
+    queries, where it is not 1/sqrt(head_dim) and no key states it; None: a key does.
     """
 
     arch: str
@@ -81,11 +82,16 @@ class Gguf:
     biases: bool = True
     window: bool = False
     norm_topk: bool = True
+    eps: str = "rms_norm_eps"
     fields: Mapping[str, Any] = field(default_factory=dict)
     numbers: Mapping[str, str] = field(default_factory=dict)
     read: Callable[[Metadata, Mapping[str, Any]], Mapping[str, Any]] | None = None
     write: Callable[[DecoderSpec], Mapping[str, Any]] | None = None
     scale: Callable[[DecoderSpec], float] | None = lambda spec: spec.attention_layers()[0][1].head_dim ** -0.5
+
+    @property
+    def eps_key(self) -> str:
+        return f"attention.layer_norm_{'rms_' if self.eps == 'rms_norm_eps' else ''}epsilon"
 
     @property
     def experts(self) -> bool:

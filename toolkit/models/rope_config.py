@@ -22,6 +22,7 @@ def read_rope(
     head_dim: int,
     max_position: int,
     default_theta: float = 10_000.0,
+    default_partial: float = 1.0,
     layer_type: str = "full_attention",
     aliases: dict[str, str] | None = None,
 ) -> RopeSpec:
@@ -39,7 +40,7 @@ def read_rope(
 
     partial = scaling.number("partial_rotary_factor", default=None, high=1.0)
     if partial is None:
-        partial = config.number("partial_rotary_factor", default=1.0, high=1.0)
+        partial = config.number("partial_rotary_factor", default=default_partial, high=1.0)
     rotary_dim = int(head_dim * partial)
     if rotary_dim % 2 or rotary_dim < 2:
         config.fail("head_dim", f"{rotary_dim} rotary dimensions", "an even number of them, at least 2")

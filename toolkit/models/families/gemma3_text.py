@@ -4,18 +4,16 @@ Source: arXiv 2503.19786 and transformers ``Gemma3ForCausalLM``."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.models.config_fields import MAX_LAYERS, Fields
-from toolkit.models.decoder import SANDWICH_NORMS, Built, Dims, llama_like, read_dims, read_window, read_windows
+from toolkit.models.decoder import SANDWICH_NORMS, Built, layer_ropes, llama_like, read_dims, read_window, read_windows
 from toolkit.models.families.gemma2 import FIELDS, softcap
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, QK_NORMS, Gguf, Metadata
 from toolkit.models.gguf import SANDWICH_NORMS as GGUF_NORMS
-from toolkit.models.rope_config import read_rope
-from toolkit.models.spec import DecoderSpec, RopeSpec
+from toolkit.models.spec import DecoderSpec
 
 PATTERN, LOCAL_THETA = 6, 10_000.0  # every sixth layer sees everything
 
@@ -31,12 +29,12 @@ def build(config: Fields) -> Built:
     every = config.integer("sliding_window_pattern", "_sliding_window_pattern", default=PATTERN, high=MAX_LAYERS)
     slides = [(i + 1) % every != 0 for i in range(dims.layers)]
     windows = read_windows(config, dims.layers, read_window(config, default=4096), slides)
-    everywhere, local = _ropes(config, dims)
+    local_theta = config.number("rope_local_base_freq", default=LOCAL_THETA, low=1.0)
     bias = config.flag("attention_bias", False)
     return llama_like(
         config,
         dims,
-        rope=[everywhere if window is None else local for window in windows],
+        rope=layer_ropes(config, dims, windows, theta=1e6, local_theta=local_theta),
         windows=windows,
         qkv_bias=bias,
         o_bias=bias,
@@ -48,16 +46,6 @@ def build(config: Fields) -> Built:
         embed_scale=dims.hidden**0.5,
         logit_softcap=softcap(config, "final_logit_softcapping", None),
     )
-
-
-def _ropes(config: Fields, dims: Dims) -> tuple[RopeSpec, RopeSpec]:
-    """Of layers that see everything and of those that slide; files of before transformers 5 scale the first only."""
-    read = partial(read_rope, config, head_dim=dims.head_dim, max_position=dims.max_position)
-    everywhere = read(default_theta=1e6)
-    if config.has("rope_parameters") and not config.has("rope_scaling"):
-        return everywhere, read(default_theta=LOCAL_THETA, layer_type="sliding_attention")
-    theta = config.number("rope_local_base_freq", default=LOCAL_THETA, low=1.0)
-    return everywhere, RopeSpec(dims.head_dim, theta, max_position=dims.max_position)
 
 
 def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,37 @@
+"""ERNIE 4.5 (dense): Llama whose rotary pairs are neighbours, with one flag for all biases. Source: transformers
+``Ernie4_5ForCausalLM``."""
+
+from __future__ import annotations
+
+from toolkit.models.config_fields import Fields
+from toolkit.models.decoder import Built, llama_like, read_dims
+from toolkit.models.family import Family, Tiny
+from toolkit.models.gguf import BLOCK, Gguf
+from toolkit.models.rope_config import read_rope
+
+
+def build(config: Fields) -> Built:
+    dims = read_dims(config, eps=1e-5, tied=True, head_dim=128)
+    bias = config.flag("use_bias", False)
+    return llama_like(
+        config,
+        dims,
+        rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_theta=500_000.0),
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=bias,
+        pairs=True,
+    )
+
+
+FAMILY = Family(
+    "ernie4_5",
+    "ERNIE 4.5 0.3B",
+    ("Ernie4_5ForCausalLM",),
+    build,
+    (
+        Tiny(dict(head_dim=32)),
+        Tiny(dict(head_dim=24, num_key_value_heads=1, use_bias=True, tie_word_embeddings=False)),
+    ),
+    Gguf("ernie4_5", "ernie4_5", BLOCK, interleaved_qk=True, biases=False, fields={"hidden_act": "silu"}),
+)

@@ -1,0 +1,35 @@
+"""GLM-4 9B in transformers' own form: half of each head turns, in neighbouring pairs; gate and up in one matrix.
+Source: transformers ``GlmForCausalLM``."""
+
+from __future__ import annotations
+
+from toolkit.models.config_fields import Fields
+from toolkit.models.decoder import PRE_NORMS, Built, LayerNorms, fused_gate_up, llama_like, read_dims
+from toolkit.models.family import Family, Tiny
+from toolkit.models.rope_config import read_rope
+
+
+def build(config: Fields, norms: LayerNorms = PRE_NORMS) -> Built:
+    dims = read_dims(config, eps=1.5625e-7, head_dim=128)
+    return llama_like(
+        config,
+        dims,
+        rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_partial=0.5),
+        qkv_bias=config.flag("attention_bias", True),
+        norms=norms,
+        fused=[fused_gate_up(dims, "mlp.gate_up_proj")],
+        pairs=True,
+    )
+
+
+FAMILY = Family(
+    "glm",
+    "GLM-4 9B (…-hf)",
+    ("GlmForCausalLM",),
+    build,
+    (
+        Tiny(dict(head_dim=32)),
+        Tiny(dict(head_dim=24, attention_bias=False, num_key_value_heads=1, tie_word_embeddings=True)),
+    ),
+    "llama.cpp joins the matrices of GLM in its own way, which this tool does not write yet",
+)

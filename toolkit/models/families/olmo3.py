@@ -1,0 +1,49 @@
+"""OLMo 3: OLMo 2 of which three layers in four slide; scaled rope for those that do not. Source: transformers
+``Olmo3ForCausalLM``."""
+
+from __future__ import annotations
+
+from toolkit.models.config_fields import Fields
+from toolkit.models.decoder import POST_NORMS, Built, layer_ropes, llama_like, read_dims, read_window, read_windows
+from toolkit.models.family import Family, Tiny
+
+
+def build(config: Fields) -> Built:
+    dims = read_dims(config, eps=1e-5)
+    window = read_window(config, default=4096)
+    windows = read_windows(config, dims.layers, window, [(i + 1) % 4 != 0 for i in range(dims.layers)])
+    theta = config.number("rope_theta", default=500_000.0, low=1.0)
+    bias = config.flag("attention_bias", False)
+    return llama_like(
+        config,
+        dims,
+        rope=layer_ropes(config, dims, windows, theta=theta, local_theta=theta),
+        windows=windows,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm="all",
+        norms=POST_NORMS,
+    )
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+FAMILY = Family(
+    "olmo3",
+    "OLMo 3 7B, 32B",
+    ("Olmo3ForCausalLM",),
+    build,
+    (
+        Tiny(
+            dict(
+                num_hidden_layers=4,
+                sliding_window=16,
+                rope_parameters={
+                    "full_attention": YARN,
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                },
+            )
+        ),
+        Tiny(dict(num_key_value_heads=1, layer_types=["full_attention", "sliding_attention"], sliding_window=12)),
+    ),
+    "llama.cpp reads OLMo 3 as an olmo2 with windows, which this tool does not write yet",
+)

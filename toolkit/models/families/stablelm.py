@@ -1,0 +1,52 @@
+"""StableLM 2: Llama with layer norms and partial rope, its sublayers side by side in the larger ones. Source:
+transformers ``StableLmForCausalLM``."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from toolkit.models.config_fields import Fields
+from toolkit.models.decoder import PARALLEL_NORM, PRE_NORMS, Built, layer_norm, llama_like, read_dims
+from toolkit.models.family import Family, Tiny
+from toolkit.models.gguf import BLOCK, Gguf
+from toolkit.models.rope_config import read_rope
+
+
+def build(config: Fields) -> Built:
+    dims = read_dims(config, eps=1e-5)
+    if config.flag("qk_layernorm", False):
+        config.fail("qk_layernorm", True, "false: norms that the checkpoint has one a head are not read")
+    parallel = config.flag("use_parallel_residual", False)
+    return llama_like(
+        config,
+        dims,
+        rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_partial=0.25),
+        qkv_bias=config.flag("use_qkv_bias", False),
+        norm=partial(layer_norm, eps=dims.eps, bias=True),
+        norms=PARALLEL_NORM if parallel else PRE_NORMS,
+        parallel=parallel,
+    )
+
+
+FAMILY = Family(
+    "stablelm",
+    "StableLM 3B, 2 1.6B; StableCode 3B",
+    ("StableLmForCausalLM", "StableLMEpochForCausalLM"),
+    build,
+    (
+        Tiny(dict(use_qkv_bias=True)),
+        Tiny(dict(use_parallel_residual=True, num_key_value_heads=1)),
+    ),
+    Gguf(
+        "stablelm",
+        "stablelm",
+        BLOCK,
+        eps="layer_norm_eps",
+        fields={"hidden_act": "silu"},
+        read=lambda file, config: {
+            "use_qkv_bias": "blk.0.attn_q.bias" in file.tensors,
+            "use_parallel_residual": file.has("use_parallel_residual"),
+        },
+        write=lambda spec: {"use_parallel_residual": spec.layers[0].sublayers[0].reads == "block"},
+    ),
+)
