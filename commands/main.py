@@ -27,7 +27,7 @@ COMMANDS = {
     "convert": ("Pack a checkpoint into an engine artifact that starts in milliseconds.", "Make"),
     "chat": ("Talk to a model in the terminal.", "Run"),
     "serve": ("Serve a model: api_server speaks OpenAI's API.", "Run"),
-    "profile": ("Measure speed: throughput, generation.", "Measure"),
+    "profile": ("Measure speed: throughput, generation, api_server.", "Measure"),
     "eval": ("Measure quality: ppl, compare.", "Measure"),
     "inspect": ("Show what a model directory is and where it came from.", "Look"),
     "cache": ("List or clear the models packed for this processor.", "Look"),
@@ -46,6 +46,22 @@ def _load(name: str) -> Any:
     command = typer.main.get_command(app)
     command.name = name
     return command
+
+
+# What other tools' users write -> our name, command by command; in the help they would only take room.
+ALIASES = {
+    ("profile", "api_server"): {
+        "--max-concurrency": "--concurrency",
+        "--dataset-path": "--dataset",
+        "--sharegpt-output-len": "--random-output-len",
+        "--model-name": "--model",
+        "--output-file": "--json",
+        "--extra-request-body": "--extra-body",
+    },
+    ("serve", "proxy"): {"--routing-strategy": "--strategy"},
+}
+ALIASES["profile", "restful_api"] = ALIASES["profile", "api_server"]  # LMDeploy's script is profile_restful_api.py
+SEVERAL = {"--adapters": "=", "--goodput": ":"}  # options that take several values, and what stands in each
 
 
 class LazyGroup(Group):
@@ -101,10 +117,12 @@ def root(
 def normalise(argv: list[str]) -> tuple[list[str], bool]:
     """Spell flags as the commands do, up to a bare ``--``, and take ``--debug`` out.
 
-    ``--work_dir`` is ``--work-dir``; ``--adapters a=x b=y`` is ``--adapters a=x --adapters b=y``.
+    ``--work_dir`` is ``--work-dir``; ``--adapters a=x b=y`` is ``--adapters a=x --adapters b=y``, and so is it with
+    the other options of SEVERAL; those of ALIASES get our names.
     """
     out: list[str] = []
     debug = bool(os.environ.get("TOOLKIT_DEBUG"))
+    aliases = ALIASES.get(tuple(name.replace("-", "_") for name in argv[:2]), {})
     last, values = "", 0  # the flag that stands before, and how many values it has had
     for i, arg in enumerate(argv):
         if arg == "--":
@@ -114,9 +132,10 @@ def normalise(argv: list[str]) -> tuple[list[str], bool]:
         elif arg.startswith("--"):
             name, eq, value = arg.partition("=")
             last, values = name.replace("_", "-"), bool(eq)
+            last = aliases.get(last, last)
             out.append(last + eq + value)
         else:
-            more = last == "--adapters" and values > 0 and "=" in arg
+            more = values > 0 and SEVERAL.get(last, "\0") in arg
             out += [last, arg] if more else [arg]
             values += 1
     return out, debug

@@ -1,4 +1,4 @@
-"""``tool profile``: how fast a model is in the engine."""
+"""``tool profile``: how fast a model is in the engine, and a server over HTTP."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 from toolkit.commands.groups import Group
 from toolkit.commands.options import EngineFlags, with_engine_flags
 from toolkit.commands.output import show_engine, stdout, table, write_json
+from toolkit.commands.profile_server import api_server
 from toolkit.commands.sampling_options import LoadFlags, with_load_flags
 from toolkit.errors import UsageError
 from toolkit.progress import Progress
@@ -33,7 +34,7 @@ SEED = Annotated[int, typer.Option(help="Seed of prompts and arrivals.")]
 
 @app.callback()
 def group() -> None:
-    """Measure speed: throughput under load, or latency at fixed batch sizes.
+    """Measure speed: throughput under load, latency at fixed batch sizes, or a server over HTTP.
 
     The prefix cache is off unless --enable-prefix-caching asks for it.
     """
@@ -159,6 +160,10 @@ def _print_throughput(model: str, summary: dict[str, float | int]) -> None:
         for key, label in kinds.items()
     ]
     out.print(table("Latency, ms", ("", "mean", "median", "p99"), latencies))
+
+
+app.command("api_server")(api_server)
+app.command("restful_api", hidden=True)(api_server)
 
 
 @app.command("generation")

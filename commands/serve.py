@@ -11,11 +11,12 @@ from toolkit.commands.groups import Group
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags
 from toolkit.commands.output import show_engine, stderr
 from toolkit.commands.sampling_options import AnswerFlags, with_answer_flags
+from toolkit.commands.serve_proxy import KEYS, proxy, read_keys
 from toolkit.errors import UsageError
 from toolkit.serve.limits import Limits
 
-KEYS = "TOOLKIT_API_KEYS"
 SERVERS = "the server's sampling"
+CONTROL = "What clients may do to the server"
 app = typer.Typer(
     cls=Group,
     add_completion=False,
@@ -54,6 +55,13 @@ def api_server(
         int | None,
         typer.Option(min=1, metavar="<int>", help="HTTP requests worked on at once; more wait. Default: no limit."),
     ] = None,
+    proxy_url: Annotated[str | None, typer.Option(help="Proxy (tool serve proxy) to join.")] = None,
+    node_url: Annotated[
+        str | None, typer.Option(help="This server's address as the proxy reaches it. Default: found out.")
+    ] = None,
+    proxy_key: Annotated[
+        str | None, typer.Option(envvar="TOOLKIT_PROXY_KEY", help="Key that the proxy's /nodes/* asks for.")
+    ] = None,
     grace_period: Annotated[
         float, typer.Option(min=0, metavar="<float>", help="Seconds that running requests get to finish after SIGTERM.")
     ] = 10.0,
@@ -77,13 +85,24 @@ def api_server(
     ] = False,
     disable_metrics: Annotated[bool, typer.Option("--disable-metrics", help="No /metrics.")] = False,
     allow_terminate_by_client: Annotated[
-        bool, typer.Option("--allow-terminate-by-client", help="Clients may end the server by /terminate.")
+        bool,
+        typer.Option(
+            "--allow-terminate-by-client", help="Clients may end the server by /terminate.", rich_help_panel=CONTROL
+        ),
     ] = False,
     enable_abort_handling: Annotated[
-        bool, typer.Option("--enable-abort-handling", help="Clients may end requests by /abort_request.")
+        bool,
+        typer.Option(
+            "--enable-abort-handling", help="Clients may end requests by /abort_request.", rich_help_panel=CONTROL
+        ),
     ] = False,
     enable_sleep_mode: Annotated[
-        bool, typer.Option("--enable-sleep-mode", help="Clients may free the model's memory by /sleep, and /wakeup.")
+        bool,
+        typer.Option(
+            "--enable-sleep-mode",
+            help="Clients may free the model's memory by /sleep, and /wakeup.",
+            rich_help_panel=CONTROL,
+        ),
     ] = False,
     log_level: Annotated[str, typer.Option(help="critical, error, warning, info (requests too) or debug.")] = "warning",
     max_log_len: Annotated[
@@ -96,9 +115,7 @@ def api_server(
     """
     config = engine.config()
     config.enable_metrics = not disable_metrics
-    keys = [key.strip() for entry in api_keys or () for key in entry.split(",")]
-    if not all(keys):
-        raise UsageError(f"--api-keys (or {KEYS}): expected non-empty keys, found an empty one")
+    keys = read_keys("--api-keys", KEYS, api_keys)
     if not keys and KEYS in os.environ:
         raise UsageError(f"{KEYS} is set and empty: expected keys; unset it where none are asked for")
     if not grace_period <= 3600:
@@ -110,6 +127,11 @@ def api_server(
         "--enable-abort-handling": enable_abort_handling,
         "--enable-sleep-mode": enable_sleep_mode,
     }
+    announcement = None
+    if proxy_url is not None:
+        from toolkit.serve.announce import Announcement
+
+        announcement = Announcement(proxy_url, proxy_key, node_url)
     keyfile, certfile = run.ssl_files() if ssl else (None, None)
     console = stderr()
 
@@ -140,11 +162,15 @@ def api_server(
             "allowed": [option for option, given in allowed.items() if given],
             "limits": limits,
         },
+        announcement=announcement,
         log_level=log_level.lower(),
         packed=engine.packed(config, told),
         progress=told,
         ready=ready,
     )
+
+
+app.command("proxy")(proxy)
 
 
 @app.command("api_client")

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from toolkit.engine.stream import Timings
+from toolkit.errors import ToolkitError
 from toolkit.messages import GenerationConfig, Response
 from toolkit.profile.metrics import RequestRecord
 from toolkit.profile.workload import Ask
+
+A = TypeVar("A")
 
 
 class Engine(Protocol):
@@ -58,17 +61,40 @@ async def run_all(
     once). ``sampling``: how tokens are drawn (None = greedily). A request's own clock starts when it is
     handed to the engine.
     """
+
+    def one(index: int, ask: Ask) -> Awaitable[RequestRecord]:
+        return run_one(engine, ask, f"{name}-{index}", sampling or GenerationConfig())
+
+    return await run_at(asks, one, concurrency=concurrency, starts=starts, on_done=on_done)
+
+
+async def run_at(
+    asks: Sequence[A],
+    one: Callable[[int, A], Awaitable[RequestRecord]],
+    *,
+    concurrency: int | None = None,
+    starts: Sequence[float] | None = None,
+    on_done: Callable[[RequestRecord], None] = lambda record: None,
+) -> tuple[list[RequestRecord], float]:
+    """``run_all`` for whatever ``one(index, ask)`` asks."""
     gate: contextlib.AbstractAsyncContextManager[object]
     gate = asyncio.Semaphore(concurrency) if concurrency else contextlib.nullcontext()
     begin = time.perf_counter()
 
-    async def one(index: int, ask: Ask) -> RequestRecord:
+    async def timed(index: int, ask: A) -> RequestRecord:
         if starts is not None:
             await asyncio.sleep(max(0.0, begin + starts[index] - time.perf_counter()))
         async with gate:
-            record = await run_one(engine, ask, f"{name}-{index}", sampling or GenerationConfig())
+            record = await one(index, ask)
         on_done(record)
         return record
 
-    records = await asyncio.gather(*(one(i, ask) for i, ask in enumerate(asks)))
+    records = await asyncio.gather(*(timed(i, ask) for i, ask in enumerate(asks)))
     return list(records), time.perf_counter() - begin
+
+
+def raise_if_all_failed(records: Sequence[RequestRecord]) -> None:
+    """Raise ToolkitError, with the first one's reason, where no request succeeded."""
+    errors = [record.error for record in records if record.error]
+    if len(errors) == len(records):
+        raise ToolkitError(f"all {len(records)} requests failed; the first one said: {errors[0]}")

@@ -10,7 +10,7 @@ Definitions (those of LMDeploy's and SGLang's benchmarks):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -82,6 +82,36 @@ def _statistics(values: Sequence[float]) -> tuple[float, float, float]:
     return float(data.mean()), float(np.median(data)), float(np.percentile(data, 99))
 
 
+def _series(records: Sequence[RequestRecord]) -> dict[str, list[float]]:
+    """Seconds, by LATENCIES."""
+    return {
+        "e2e_latency": [r.e2e for r in records],
+        "ttft": [r.ttft for r in records],
+        "tpot": [r.tpot for r in records if r.tpot is not None],
+        "itl": [gap for r in records for gap in r.gaps()],
+    }
+
+
+def percentiles(records: Sequence[RequestRecord], percents: Sequence[float]) -> dict[str, float]:
+    """``p90_ttft_ms`` and so on, of the requests that ended well; zeros where there are none."""
+    series = _series(completed(records))
+    return {
+        f"p{percent:g}_{name}_ms": float(np.percentile(series[name] or [0.0], percent)) * 1000
+        for percent in percents
+        for name in LATENCIES
+    }
+
+
+def goodput(records: Sequence[RequestRecord], limits: Mapping[str, float], duration: float) -> float:
+    """Requests a second that kept all ``limits``: milliseconds by LATENCIES. A request's ITL is its longest."""
+
+    def kept(record: RequestRecord) -> bool:
+        worst = {name: max(values, default=0.0) * 1000 for name, values in _series([record]).items()}
+        return all(worst[name] <= limit for name, limit in limits.items())
+
+    return sum(map(kept, completed(records))) / duration
+
+
 def throughput_summary(records: Sequence[RequestRecord], duration: float) -> dict[str, float | int]:
     """The figures of a run that took ``duration`` seconds: counts, rates a second, latencies in milliseconds."""
     good = completed(records)
@@ -95,13 +125,7 @@ def throughput_summary(records: Sequence[RequestRecord], duration: float) -> dic
         "input_throughput": inputs / duration,
         "output_throughput": outputs / duration,
     }
-    series = {
-        "e2e_latency": [r.e2e for r in good],
-        "ttft": [r.ttft for r in good],
-        "tpot": [r.tpot for r in good if r.tpot is not None],
-        "itl": [gap for r in good for gap in r.gaps()],
-    }
-    figures = {name: _statistics(series[name]) for name in LATENCIES}
+    figures = {name: _statistics(values) for name, values in _series(good).items()}
     for i, statistic in enumerate(("mean", "median", "p99")):
         for name in LATENCIES:
             summary[f"{statistic}_{name}_ms"] = figures[name][i] * 1000

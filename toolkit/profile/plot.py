@@ -80,3 +80,23 @@ def plot_generation(rows: Sequence[dict[str, Any]], title: str, file: Path) -> N
         axis.margins(y=0.2)
         axis.legend(frameon=False, loc="upper left", fontsize="small")
     save_plot("--plot", figure, file, dpi=150)
+
+
+def plot_sweep(rows: Sequence[dict[str, Any]], title: str, file: Path) -> None:
+    """Throughput and latencies of several runs of the load client against what was changed between them."""
+    figure, (left, right) = _figure(2)
+    figure.suptitle(title)
+    by = "request_rate" if len({row["request_rate"] for row in rows}) > 1 else "max_concurrency"
+    names = ["no limit" if row[by] is None else f"{row[by]:g}" for row in rows]
+    x = range(len(rows))
+    left.plot(x, [row["output_throughput"] for row in rows], "o-", color=LINES[0])
+    left.set(title="Output tokens per second", ylim=(0, None))
+    for name, color in zip(("ttft", "tpot", "itl"), LINES, strict=False):
+        right.plot(x, [row[f"median_{name}_ms"] for row in rows], "o-", color=color, label=f"{name.upper()}, median")
+        right.plot(x, [row[f"p99_{name}_ms"] for row in rows], "s--", color=color, label=f"{name.upper()}, p99")
+    right.set(title="Latency", ylabel="milliseconds", yscale="log")
+    right.legend(frameon=False, fontsize="small")
+    for axis in (left, right):
+        axis.set_xticks(list(x), names)
+        axis.set_xlabel("requests per second" if by == "request_rate" else "requests at once")
+    save_plot("--plot", figure, file, dpi=150)

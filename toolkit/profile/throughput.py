@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from toolkit.engine.frontend import AsyncEngine
 from toolkit.engine.setup import Packed
 from toolkit.engine_configs import EngineConfig
-from toolkit.errors import ToolkitError, UsageError
+from toolkit.errors import UsageError
 from toolkit.messages import GenerationConfig
-from toolkit.profile.load import run_all
+from toolkit.profile.load import raise_if_all_failed, run_all
 from toolkit.profile.metrics import RequestRecord, throughput_summary
 from toolkit.profile.workload import Ask, dataset_asks, poisson_starts, random_asks
 
@@ -100,11 +100,5 @@ def measure(
         records, duration = asyncio.run(run())
     finally:
         engine.close()
-    _raise_if_all_failed(records)
+    raise_if_all_failed(records)
     return ThroughputResult(throughput_summary(records, duration), records)
-
-
-def _raise_if_all_failed(records: Sequence[RequestRecord]) -> None:
-    errors = [record.error for record in records if record.error]
-    if len(errors) == len(records):
-        raise ToolkitError(f"all {len(records)} requests failed; the first one said: {errors[0]}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +13,15 @@ from toolkit.artifacts.json_file import parse_json
 from toolkit.errors import ToolkitError, UsageError
 
 MIN_TOKENS = 4  # shorter questions and answers of a dataset measure nothing
+# Of random texts: words that most tokenizers know as one token each.
+WORDS = (
+    "time year people way day man thing woman life child world school state family student group country problem hand "
+    "part place case week company system program question work government number night point home water room mother "
+    "area money story fact month lot right study book eye job word business issue side kind head house service friend "
+    "father power hour game line end member law car city community name president team minute idea body information "
+    "back parent face others level office door health person art war history party result change morning reason "
+    "research girl guy moment air teacher force education"
+).split()
 
 
 class Encoder(Protocol):
@@ -21,6 +30,7 @@ class Encoder(Protocol):
     @property
     def special_ids(self) -> set[int]: ...
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    def decode(self, ids: list[int]) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -53,23 +63,51 @@ def dataset_asks(
     ``output_len`` None = as long as the dataset's own answer (``.txt``, which has none: 128). Entries that do not fit
     into ``session_len`` are left out. Raises UsageError when nothing usable is found.
     """
+    return [Ask(ids, length) for _, ids, length in _drawn(file, seed, tokenizer.encode, count, session_len, output_len)]
+
+
+def dataset_texts(
+    file: Path, seed: int, tokenizer: Encoder | None, count: int, output_len: int | None
+) -> list[tuple[str, int]]:
+    """The same as texts, and how many tokens to generate from each; without a tokenizer a word is a token."""
+    encode = str.split if tokenizer is None else tokenizer.encode
+    return [(text, length) for text, _, length in _drawn(file, seed, encode, count, None, output_len)]
+
+
+def _drawn(
+    file: Path,
+    seed: int,
+    encode: Callable[[str], list[Any]],
+    count: int,
+    session_len: int | None,
+    output_len: int | None,
+) -> list[tuple[str, list[Any], int]]:
+    """(prompt, its tokens, tokens of its answer) of ``count`` entries."""
     pairs = _read_pairs(file)
     order = np.random.default_rng(seed).permutation(len(pairs))
-    asks: list[Ask] = []
+    found: list[tuple[str, list[Any], int]] = []
     for index in order:
         prompt, answer = pairs[index]
-        ids = tokenizer.encode(prompt)
-        length = output_len or (len(tokenizer.encode(answer)) if answer is not None else 128)
-        if len(ids) >= MIN_TOKENS and length >= MIN_TOKENS and len(ids) + length <= session_len:
-            asks.append(Ask(ids, length))
-        if len(asks) == count:
+        ids = encode(prompt)
+        length = output_len or (len(encode(answer)) if answer is not None else 128)
+        fits = session_len is None or len(ids) + length <= session_len
+        if len(ids) >= MIN_TOKENS and length >= MIN_TOKENS and fits:
+            found.append((prompt, ids, length))
+        if len(found) == count:
             break
-    if not asks:
-        raise UsageError(
-            f"--dataset {file}: {len(pairs)} entries, but none has {MIN_TOKENS} tokens or more and fits "
-            f"into the session of {session_len} tokens"
-        )
-    return [asks[i % len(asks)] for i in range(count)]
+    if not found:
+        room = "" if session_len is None else f" and fits into the session of {session_len} tokens"
+        raise UsageError(f"--dataset {file}: {len(pairs)} entries, but none has {MIN_TOKENS} tokens or more{room}")
+    return [found[i % len(found)] for i in range(count)]
+
+
+def random_texts(seed: int, tokenizer: Encoder | None, count: int, length: int) -> list[str]:
+    """``count`` texts of ``length`` tokens of everyday words in random order; without a tokenizer, of so many words."""
+    rng = np.random.default_rng(seed)
+    texts = [" ".join(words) for words in rng.choice(np.array(WORDS), (count, length)).tolist()]
+    if tokenizer is None:
+        return texts
+    return [tokenizer.decode(tokenizer.encode(text, False)[:length]) for text in texts]
 
 
 def poisson_starts(seed: int, count: int, rate: float) -> list[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -15,23 +15,29 @@ OPEN_PATHS = frozenset({"/health", "/", "/openapi.json"})  # liveness and the do
 
 
 class ApiKeyMiddleware:
-    """401 for every request without one of ``keys``, except to OPEN_PATHS."""
+    """401 for every request without one of ``keys`` (none: all may), except to OPEN_PATHS. ``under``: what paths that
+    begin so need instead."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], under: Mapping[str, Sequence[str]] | None = None) -> None:
         self.app = app
         self.keys = [key.encode() for key in keys]
+        self.under = {prefix: [key.encode() for key in own] for prefix, own in (under or {}).items()}
 
-    def _known(self, header: str) -> bool:
+    def _keys_for(self, path: str) -> list[bytes]:
+        return next((keys for prefix, keys in self.under.items() if path.startswith(prefix)), self.keys)
+
+    def _known(self, header: str, keys: Sequence[bytes]) -> bool:
         scheme, _, given = header.partition(" ")
         token = given.strip().encode("latin-1", "replace")
         # Every key is compared, each in constant time, so that timing tells nothing about any of them.
-        matches = [hmac.compare_digest(token, key) for key in self.keys]
+        matches = [hmac.compare_digest(token, key) for key in keys]
         return scheme.lower() == "bearer" and any(matches)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
             header = Headers(scope=scope).get("authorization", "")
-            if not self._known(header):
+            keys = self._keys_for(scope["path"])
+            if keys and not self._known(header, keys):
                 found = "an unknown API key" if header else "no API key"
                 error = ApiError(
                     401, f"Expected the header 'Authorization: Bearer KEY', found {found}", code="invalid_api_key"

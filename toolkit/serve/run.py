@@ -10,9 +10,11 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -31,6 +33,9 @@ from toolkit.serve.connection import connection_class
 from toolkit.serve.limits import Limits
 from toolkit.serve.sampling import choose_defaults
 from toolkit.serve.state import ServerSettings, ServerState
+
+if TYPE_CHECKING:
+    from toolkit.serve.announce import Announcement
 
 logger = logging.getLogger("toolkit.serve")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
@@ -131,8 +136,16 @@ class _Server(uvicorn.Server):
         asyncio.get_running_loop().call_later(self.grace_s, self.state.abort_all)
 
 
-def run_app(app: FastAPI, sock: socket.socket, address: Address, log_level: str, ready: Callable[[str], None]) -> None:
-    """Serve ``app`` on ``sock`` until SIGTERM or SIGINT. ``ready`` gets the URL just before connections are taken."""
+def run_app(
+    app: FastAPI,
+    sock: socket.socket,
+    address: Address,
+    log_level: str,
+    ready: Callable[[str], None],
+    beside: Callable[[str], Coroutine[Any, Any, None]] | None = None,
+) -> None:
+    """Serve ``app`` on ``sock`` until SIGTERM or SIGINT. ``ready`` gets the URL just before connections are taken,
+    ``beside`` too: what it returns runs meanwhile and is cancelled at the end."""
     config = uvicorn.Config(
         app,
         log_level=log_level,
@@ -148,9 +161,19 @@ def run_app(app: FastAPI, sock: socket.socket, address: Address, log_level: str,
     host, port = sock.getsockname()[:2]
     scheme = "https" if address.ssl_certfile else "http"
     listen(sock)
-    ready(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
+    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+    ready(url)
     server = _Server(config, app.state.server, address.grace_s)
-    asyncio.run(server.serve(sockets=[sock]))
+
+    async def run() -> None:
+        task = None if beside is None else asyncio.create_task(beside(url))
+        await server.serve(sockets=[sock])
+        if task is not None:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    asyncio.run(run())
 
 
 def _as_files_allow(limits: Limits) -> Limits:
@@ -169,20 +192,23 @@ def serve(
     packed: Packed | None = None,
     chat_template: ChatTemplateConfig | str | None = None,
     settings: dict[str, object] | None = None,
+    announcement: Announcement | None = None,
     log_level: str = "warning",
     progress: Callable[[str], None],
     ready: Callable[[str, AsyncEngine], None],
 ) -> None:
     """Open ``model`` in a process of its own and serve it until SIGTERM or SIGINT.
 
-    ``packed``: see ``AsyncEngine.open``. ``settings``: fields of ServerSettings but the name. ``progress`` gets
-    lines while the model loads, then ``ready`` the URL and the engine. Raises ToolkitError or UsageError for
-    whatever keeps it from starting; the port is tried first.
+    ``packed``: see ``AsyncEngine.open``. ``settings``: fields of ServerSettings but the name. ``announcement``: the
+    proxy to be told that this server is there. ``progress`` gets lines while the model loads, then ``ready`` the URL
+    and the engine. Raises ToolkitError or UsageError for whatever keeps it from starting; the port is tried first.
     """
     if log_level not in LOG_LEVELS:
         raise UsageError(f"--log-level: expected one of {', '.join(LOG_LEVELS)}, found {log_level!r}")
     ChatTemplate.check(chat_template)
     choose_pooling(str((settings or {}).get("pooling", "auto")), None)
+    if announcement is not None:
+        announcement.check()
     choose_defaults(str((settings or {}).get("generation_config", "auto")), None)
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     limits: Limits = (settings or {}).get("limits", Limits())  # type: ignore[assignment]
@@ -206,7 +232,8 @@ def serve(
             options = ServerSettings(name, engine.adapters, **chosen)  # type: ignore[arg-type]
             app = create_app(engine, template, options)
             progress(f"sampling where a request says nothing of it: {describe(app.state.server.defaults)}")
-            run_app(app, sock, address, log_level, lambda url: ready(url, engine))
+            beside = None if announcement is None else partial(announcement.repeat, app.state.server.model_names)
+            run_app(app, sock, address, log_level, lambda url: ready(url, engine), beside)
         finally:
             engine.close()
 

@@ -1,0 +1,245 @@
+"""``tool profile api_server``: load on a server over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from toolkit.commands.output import stdout, table, write_json
+from toolkit.commands.sampling_options import LoadFlags, with_load_flags
+from toolkit.errors import UsageError
+from toolkit.progress import Progress
+
+if TYPE_CHECKING:
+    from toolkit.profile.serving import Run, Traffic
+
+CHAT = ("openai-chat", "vllm-chat", "lmdeploy-chat", "sglang-oai-chat")  # --backend of other load clients
+COMPLETIONS = ("openai", "vllm", "lmdeploy", "sglang-oai", "sglang")
+LIMIT_NAMES = {"e2el": "e2e_latency"}  # as vLLM calls them
+
+
+@with_load_flags
+def api_server(
+    sampling: LoadFlags,
+    target: Annotated[
+        str | None, typer.Argument(metavar="URL|MODEL", help="A server's address, or a model to serve meanwhile.")
+    ] = None,
+    base_url: Annotated[str | None, typer.Option(help="The server's address, in place of the argument.")] = None,
+    model: Annotated[str | None, typer.Option(help="Which of its models. Default: the first.")] = None,
+    endpoint: Annotated[str | None, typer.Option(help="completions or chat. Default: completions.")] = None,
+    backend: Annotated[str | None, typer.Option(help="The same, as vLLM's and SGLang's clients name it.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Model whose tokenizer measures prompts. Default: a word is a token.")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Key that the server asks for.")] = None,
+    dataset: Annotated[
+        str,
+        typer.Option(help="random, or a file: ShareGPT .json, .jsonl, or .txt with blank lines."),
+    ] = "random",
+    num_prompts: Annotated[int, typer.Option(min=1, metavar="<int>", help="Requests to send in each run.")] = 64,
+    request_rate: Annotated[
+        str, typer.Option(help="Requests a second, arriving at random (Poisson); several by commas; inf = no waiting.")
+    ] = "inf",
+    concurrency: Annotated[
+        str | None,
+        typer.Option(help="Most requests at once; several by commas."),
+    ] = None,
+    random_input_len: Annotated[int, typer.Option(min=1, metavar="<int>", help="Tokens of a random prompt.")] = 256,
+    random_output_len: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="<int>",
+            help="Tokens to generate. Default: 128, or as a dataset's own answers.",
+        ),
+    ] = None,
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="<str>", help="NAME:MS, what a request may take to count: ttft, tpot, itl, e2el; repeatable."
+        ),
+    ] = None,
+    metric_percentiles: Annotated[str, typer.Option(help="Percentiles of the latencies to report.")] = "50,90,95,99",
+    no_ignore_eos: Annotated[
+        bool, typer.Option("--no-ignore-eos", help="Let the model end its answers. Default: they go on.")
+    ] = False,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", hidden=True)] = True,  # of vLLM's client: our default
+    extra_body: Annotated[
+        str | None,
+        typer.Option(help="JSON object of fields for every request."),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, metavar="<float>", help="Seconds of silence after which a request failed.")
+    ] = 600.0,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0,
+    json_file: Annotated[
+        str | None,
+        typer.Option("--json", help="Write a row a run as JSON to this file (- = standard output)."),
+    ] = None,
+    csv_file: Annotated[Path | None, typer.Option("--csv", help="Append a row a run to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the figures into this .png file.")] = None,
+) -> None:
+    """Send requests to any server of OpenAI's API and report throughput and latencies.
+
+    Several rates or concurrencies make a run each.
+
+    Example: tool profile api_server demo --num-prompts 16 --concurrency 1,8 --goodput ttft:500
+    """
+    from toolkit.artifacts import result_file
+    from toolkit.profile.http_client import Client
+    from toolkit.profile.serving import Traffic, measure
+
+    if (target is None) == (base_url is None):
+        raise UsageError("URL|MODEL: expected a server's address or a model, or --base-url")
+    target = target or base_url or ""
+    remote = target.startswith(("http://", "https://"))
+    traffic = Traffic(
+        dataset,
+        num_prompts,
+        _numbers("--request-rate", request_rate),
+        (None,) if concurrency is None else [_whole(n) for n in _numbers("--concurrency", concurrency)],
+        random_input_len,
+        random_output_len,
+        seed,
+        _numbers("--metric-percentiles", metric_percentiles),
+        _limits(goodput or []),
+        _tokenizer(tokenizer or (None if remote else target)),
+    )
+    traffic.check()
+    extra = {
+        "temperature": 0.0,
+        **({"ignore_eos": True} if ignore_eos and not no_ignore_eos else {}),
+        **sampling.given(),
+    }
+    extra |= _object("--extra-body", extra_body)
+    extra.pop("do_sample", None)
+    columns = traffic.columns()
+    result_file.check_json("--json", json_file, columns)
+    result_file.check_csv("--csv", csv_file, ["target", *columns])
+    result_file.check_plot("--plot", plot)
+    runs, progress = len(traffic.rates) * len(traffic.concurrency), Progress()
+    with progress, _served(target, remote, progress) as url:
+        client = Client(url, model, _endpoint(endpoint, backend), api_key, extra, timeout)
+        done = 0
+
+        def advance(record: object) -> None:
+            nonlocal done
+            done += 1
+            progress.update("requests", done, num_prompts * runs)
+
+        found = asyncio.run(measure(client, traffic, on_done=advance))
+    rows = [run.row for run in found]
+    if failed := sum(row["failed"] for row in rows):
+        first = next(record.error for run in found for record in run.records if record.error)
+        progress.console.print(f"{failed} requests failed and count in no figure; the first one said: {first}")
+    write_json(json_file, rows)
+    if csv_file is not None:
+        for row in rows:
+            result_file.append_csv("--csv", csv_file, {"target": target, **row})
+    if plot is not None:
+        _plot(found, f"{client.model} at {target}, {num_prompts} requests", plot)
+    if json_file != "-":
+        _print(f"{client.model} at {target}", traffic, rows)
+
+
+@contextlib.contextmanager
+def _served(target: str, remote: bool, progress: Progress) -> Iterator[str]:
+    """The address of the server to measure; of one that is started for it, where ``target`` is a model."""
+    if remote:
+        yield target
+        return
+    from toolkit.serve.background import serve
+
+    progress.update(f"loading {target}")
+    with serve(target, server_port=0) as server:
+        yield server.url
+
+
+def _endpoint(endpoint: str | None, backend: str | None) -> Any:
+    known = {"completions": "completions", "chat": "chat", **dict.fromkeys(CHAT, "chat")}
+    known |= dict.fromkeys(COMPLETIONS, "completions")
+    option, name = ("--backend", backend) if backend is not None else ("--endpoint", endpoint or "completions")
+    name = name.removeprefix("/v1/").replace("chat/completions", "chat")
+    if name not in known:
+        raise UsageError(f"{option}: expected completions or chat, found {name!r}")
+    return known[name]
+
+
+def _numbers(option: str, text: str) -> list[float]:
+    try:
+        return [float(number) for number in text.split(",")]
+    except ValueError:
+        raise UsageError(f"{option}: expected numbers separated by commas, found {text!r}") from None
+
+
+def _whole(number: float) -> int:
+    if number != int(number):
+        raise UsageError(f"--concurrency: expected whole numbers, found {number:g}")
+    return int(number)
+
+
+def _limits(entries: list[str]) -> dict[str, float] | None:
+    found = {}
+    for entry in (part for text in entries for part in text.split(",")):
+        name, _, value = entry.partition(":")
+        try:
+            found[LIMIT_NAMES.get(name, name)] = float(value)
+        except ValueError:
+            raise UsageError(f"--goodput: expected NAME:MILLISECONDS such as ttft:500, found {entry!r}") from None
+    return found or None
+
+
+def _object(option: str, text: str | None) -> dict[str, Any]:
+    from toolkit.artifacts.json_file import parse_json
+
+    found = {} if text is None else parse_json(text, option)
+    if not isinstance(found, dict):
+        raise UsageError(f"{option}: expected a JSON object, found {json.dumps(found)[:60]}")
+    return found
+
+
+def _tokenizer(model: str | None) -> Any:
+    if model is None:
+        return None
+    from toolkit.artifacts.tokenizer import Tokenizer
+    from toolkit.engine.setup import find
+
+    return Tokenizer.open(find(model, None, None).tokenizer_dir)
+
+
+def _plot(runs: list[Run], title: str, file: Path) -> None:
+    from toolkit.profile.plot import plot_latencies, plot_sweep
+
+    if len(runs) == 1:
+        plot_latencies(runs[0].records, title, file)
+    else:
+        plot_sweep([run.row for run in runs], title, file)
+
+
+def _print(title: str, traffic: Traffic, rows: list[dict[str, Any]]) -> None:
+    """One column a run."""
+
+    def told(value: float | None) -> str:
+        return "no limit" if value is None else f"{value:g}"
+
+    lines: list[tuple[Any, ...]] = [
+        ("requests/s wanted", *(told(row["request_rate"]) for row in rows)),
+        ("most at once", *(told(row["max_concurrency"]) for row in rows)),
+    ]
+    counts = {"completed": "requests completed", "failed": "requests failed", "duration": "duration, s"}
+    rates = {"request": "requests/s", "input": "input tokens/s", "output": "output tokens/s"}
+    keys = {**counts, **{f"{name}_throughput": label for name, label in rates.items()}}
+    if traffic.limits:
+        keys["goodput"] = "goodput, requests/s"
+    kinds = {"e2e_latency": "whole request", "ttft": "first token", "tpot": "per token", "itl": "between tokens"}
+    for name, label in kinds.items():
+        for statistic in ("mean", *(f"p{percent:g}" for percent in traffic.percents)):
+            keys[f"{statistic}_{name}_ms"] = f"{label}, ms, {statistic}"
+    lines += [(label, *(row[key] for row in rows)) for key, label in keys.items()]
+    stdout().print(table(title, ["", *(f"run {i + 1}" for i in range(len(rows)))], lines))

@@ -1,0 +1,531 @@
+"""The proxy in front of small fake nodes: spreading, streaming, retrying, and what the death of a node costs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+import uvicorn
+
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.serve.announce import Announcement
+from toolkit.serve.connection import connection_class
+from toolkit.serve.proxy import strategies
+from toolkit.serve.proxy.app import create_app
+from toolkit.serve.proxy.nodes import Node, Nodes, checked
+from toolkit.serve.proxy.state import ProxySettings
+from toolkit.serve.proxy.watch import watch
+
+
+@dataclass
+class FakeNode:
+    """Answers like a server; ``status``: of every POST; ``tokens`` and ``delay``: of a stream; ``die_at``: the piece
+    before which it drops the connection."""
+
+    models: tuple[str, ...] = ("m",)
+    status: int = 200
+    tokens: int = 5
+    delay: float = 0.001
+    die_at: int | None = None
+    healthy: bool = True
+    streaming: int = 0
+    seen: list[tuple[str, dict[str, str], Any]] = field(default_factory=list)
+    writers: set[asyncio.StreamWriter] = field(default_factory=set)
+
+    async def start(self, port: int = 0) -> FakeNode:
+        self.server = await asyncio.start_server(self.handle, "127.0.0.1", port)
+        self.port = self.server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        return self
+
+    def kill(self) -> None:
+        self.server.close()
+        for writer in list(self.writers):
+            writer.transport.abort()
+
+    @property
+    def posts(self) -> list[Any]:
+        return [body for path, _, body in self.seen if path.startswith("/v1/") and body is not None]
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.writers.add(writer)
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            while await self.one(reader, writer):
+                pass
+        self.writers.discard(writer)
+        writer.close()
+
+    async def one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        path = head[0].split()[1]
+        headers = {k.lower(): v for k, _, v in (line.partition(": ") for line in head[1:] if line)}
+        body = await reader.readexactly(int(headers.get("content-length", 0)))
+        data = json.loads(body) if body else None
+        self.seen.append((path, headers, data))
+        if path == "/health":
+            self.whole(writer, 200 if self.healthy else 503, {"status": "ok"})
+        elif path == "/v1/models":
+            self.whole(writer, 200, {"data": [{"id": name} for name in self.models]})
+        elif data is None:
+            self.whole(writer, 200, {})
+        elif self.status != 200:
+            self.whole(writer, self.status, {"error": {"message": "no"}})
+        elif not data.get("stream"):
+            await asyncio.sleep(self.delay)
+            self.whole(writer, 200, {"node": self.port})
+        else:
+            self.streaming += 1
+            try:
+                return await self.stream(writer)
+            finally:
+                self.streaming -= 1
+        await writer.drain()
+        return True
+
+    def whole(self, writer: asyncio.StreamWriter, status: int, data: Any) -> None:
+        body = json.dumps(data).encode()
+        head = f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+
+    async def stream(self, writer: asyncio.StreamWriter) -> bool:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        for i in range(self.tokens):
+            if i == self.die_at:
+                writer.transport.abort()
+                return False
+            piece = f"data: {self.port} {i}\n\n".encode()
+            writer.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
+            await writer.drain()
+            await asyncio.sleep(self.delay)
+        writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+        return True
+
+
+@dataclass
+class World:
+    """A proxy, its nodes, and a client of it."""
+
+    nodes: list[FakeNode]
+    state: Any
+    client: httpx.AsyncClient
+
+    async def up(self, count: int) -> None:
+        """Wait until so many nodes get requests."""
+        async with asyncio.timeout(10):
+            while sum(node.down is None for node in self.state.nodes) != count:
+                await asyncio.sleep(0.01)
+
+    async def ask(self, **fields: Any) -> httpx.Response:
+        return await self.client.post("/v1/completions", json={"model": "m", "prompt": "hi", **fields})
+
+
+@contextlib.asynccontextmanager
+async def world(*nodes: FakeNode, headers: Any = None, **settings: Any) -> AsyncIterator[World]:
+    for node in nodes:
+        await node.start()
+    settings = {"nodes": [node.url for node in nodes], "heartbeat": 0.2, **settings}
+    app = create_app(ProxySettings(**settings))
+    state = app.state.server
+    config = uvicorn.Config(
+        app, port=0, log_config=None, lifespan="off", http=connection_class(state.settings.limits),
+        timeout_graceful_shutdown=1,
+    )  # fmt: skip
+    server = uvicorn.Server(config)
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
+    tasks = [asyncio.create_task(server.serve()), asyncio.create_task(watch(state))]
+    while not server.started:
+        await asyncio.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=20) as client:
+            found = World(list(nodes), state, client)
+            await found.up(len(settings["nodes"]))
+            yield found
+    finally:
+        for node in nodes:
+            node.kill()
+        tasks[1].cancel()
+        server.should_exit = True
+        await asyncio.wait(tasks, timeout=5)
+        await state.http.aclose()
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_requests_are_spread_and_streams_pass_through() -> None:
+    async def go() -> None:
+        async with world(FakeNode(), FakeNode(), FakeNode()) as w:
+            replies = await asyncio.gather(*(w.ask() for _ in range(30)))
+            assert {r.status_code for r in replies} == {200}
+            assert all(len(node.posts) == 10 for node in w.nodes)  # each was the least busy ten times
+            streamed = await w.ask(stream=True)
+            lines = [line for line in streamed.text.split("\n\n") if line]
+            assert [line.split()[-1] for line in lines] == ["0", "1", "2", "3", "4", "[DONE]"]
+            assert streamed.headers["content-type"] == "text/event-stream"
+            models = (await w.client.get("/v1/models")).json()
+            assert [card["id"] for card in models["data"]] == ["m"]
+            assert (await w.client.get("/health")).json() == {"status": "healthy", "nodes": 3}
+
+    run(go)
+
+
+def test_pieces_arrive_as_they_come() -> None:
+    async def go() -> None:
+        async with world(FakeNode(delay=0.1)) as w:
+            times = []
+            body = {"model": "m", "prompt": "a", "stream": True}
+            async with w.client.stream("POST", "/v1/completions", json=body) as reply:
+                async for _ in reply.aiter_raw():
+                    times.append(asyncio.get_running_loop().time())
+            assert len(times) >= 5 and times[-1] - times[0] > 0.35
+
+    run(go)
+
+
+def test_killing_a_node_under_load_loses_only_what_it_was_sending() -> None:
+    """30 clients keep asking; one of three nodes dies; every later request is answered by the others."""
+
+    async def go() -> None:
+        async with world(*(FakeNode(tokens=20, delay=0.005) for _ in range(3))) as w:
+            told: list[tuple[bool, str]] = []  # (complete, text)
+            stop = asyncio.Event()
+            open_streams: dict[int, int] = {}
+
+            async def client(number: int) -> None:
+                while not stop.is_set():
+                    text = ""
+                    body = {"model": "m", "prompt": "a", "stream": True}
+                    async with w.client.stream("POST", "/v1/completions", json=body) as reply:
+                        assert reply.status_code == 200
+                        async for piece in reply.aiter_text():
+                            text += piece
+                            open_streams[number] = int(re.findall(r"data: (\d+)", text)[0])
+                    open_streams.pop(number, None)
+                    told.append((text.endswith("data: [DONE]\n\n"), text))
+
+            clients = [asyncio.create_task(client(i)) for i in range(30)]
+            await asyncio.sleep(0.4)
+            victim = w.nodes[0]
+            lost = sum(port == victim.port for port in open_streams.values())
+            before = len(told)
+            victim.kill()
+            await asyncio.sleep(0.8)
+            stop.set()
+            await asyncio.gather(*clients)
+            broken = [text for complete, text in told if not complete]
+            assert 0 < len(broken) <= lost and len(told) > before + 30
+            for text in broken:
+                assert {int(port) for port in re.findall(r"data: (\d+)", text)} == {victim.port}
+                error = json.loads(text.split("data: ")[-1])["error"]
+                assert error["code"] == "node_lost"
+            later = [text for _, text in told[-20:]]
+            assert all(str(victim.port) not in text for text in later)
+            status = (await w.client.get("/nodes/status")).json()
+            assert [s["healthy"] for s in status.values()] == [False, True, True]
+
+    run(go)
+
+
+@pytest.mark.parametrize("fault", [{"status": 503}, {"status": 502}, {"status": 429}, {"die_at": 0}])
+def test_a_request_goes_to_another_node_before_the_first_byte(fault: dict[str, Any]) -> None:
+    async def go() -> None:
+        bad, good = FakeNode(**fault), FakeNode()
+        async with world(bad, good, strategy="prefix_cache_aware") as w:
+            for _ in range(4):
+                reply = await w.ask(stream=True, prompt="the same")
+                assert reply.status_code == 200 and reply.text.endswith("[DONE]\n\n")
+            assert len(good.posts) == 4 and len(bad.posts) <= 4
+
+    run(go)
+
+
+def test_what_a_node_answers_itself_is_not_asked_again() -> None:
+    """400 and 500 are the request's own; nothing is retried that may have been at fault for it."""
+
+    async def go() -> None:
+        nodes = [FakeNode(status=400), FakeNode(status=400)]
+        async with world(*nodes) as w:
+            assert (await w.ask()).status_code == 400
+            assert sum(len(n.posts) for n in nodes) == 1
+
+    run(go)
+
+
+def test_a_request_that_ends_its_node_ends_two_at_most() -> None:
+    async def go() -> None:
+        nodes = [FakeNode(die_at=0) for _ in range(4)]
+        async with world(*nodes) as w:
+            reply = await w.ask(stream=True)
+            assert reply.status_code == 503 and reply.json()["error"]["code"] == "no_node"
+            assert sum(len(n.posts) for n in nodes) == 2
+
+    run(go)
+
+
+def test_a_client_that_leaves_ends_its_request_at_the_node() -> None:
+    async def go() -> None:
+        async with world(FakeNode(tokens=1000, delay=0.01)) as w:
+            body = {"model": "m", "prompt": "a", "stream": True}
+            async with w.client.stream("POST", "/v1/completions", json=body) as reply:
+                await anext(reply.aiter_raw())
+                node = w.state.nodes.find(w.nodes[0].url)
+                assert node.unfinished == 1
+            async with asyncio.timeout(5):
+                while node.unfinished or w.nodes[0].streaming:
+                    await asyncio.sleep(0.01)
+            assert node.down is None
+
+    run(go)
+
+
+def test_a_node_that_comes_back_gets_requests_again() -> None:
+    async def go() -> None:
+        node = FakeNode()
+        async with world(node) as w:
+            node.kill()
+            assert (await w.ask()).status_code == 503
+            assert (await w.client.get("/health")).status_code == 503
+            again = await FakeNode().start(node.port)
+            await w.up(1)
+            assert (await w.ask()).status_code == 200
+            again.healthy = False
+            await w.up(0)
+            again.kill()
+
+    run(go)
+
+
+def test_nodes_are_added_removed_and_ended() -> None:
+    async def go() -> None:
+        late = await FakeNode(models=("late",)).start()
+        async with world(FakeNode()) as w:
+            assert (await w.ask(model="late")).status_code == 404
+            added = await w.client.post("/nodes/add", json={"url": late.url + "/", "status": {"speed": 3}})
+            assert added.status_code == 200 and added.json()["speed"] == 3
+            await w.up(2)
+            assert (await w.ask(model="late")).json()["node"] == late.port
+            status = (await w.client.get("/nodes/status")).json()[late.url]
+            assert status["models"] == ["late"] and status["unfinished"] == 0 and len(status["latency"]) == 1
+            gone = await w.client.post(f"/nodes/terminate?node_url={late.url}")
+            assert gone.json() == {late.url: "ended"} and late.seen[-1][0] == "/terminate"
+            assert (await w.client.post(f"/nodes/remove?node_url={late.url}")).status_code == 404
+            assert (await w.client.post(f"/nodes/remove?node_url={w.nodes[0].url}")).status_code == 200
+            assert (await w.ask()).status_code == 503
+            late.kill()
+
+    run(go)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"url": "file:///etc/passwd"},
+        {"url": "http://user@host:1"},
+        {"url": "http://host/path"},
+        {"url": "http://h:1", "status": {"speed": 0}},
+        {"url": "http://h:1", "lease": -1},
+        {"url": 5},
+        {"url": "http://h:1", "other": 1},
+    ],
+)
+def test_a_node_that_cannot_be_is_refused(body: dict[str, Any]) -> None:
+    async def go() -> None:
+        async with world() as w:
+            reply = await w.client.post("/nodes/add", json=body)
+            assert reply.status_code == 400 and not list(w.state.nodes)
+
+    run(go)
+
+
+def test_only_the_operator_changes_nodes() -> None:
+    """Keys of clients do not open /nodes/* where it has its own; the node's key replaces the client's."""
+
+    async def go() -> None:
+        node = FakeNode()
+        client, operator = ({"Authorization": f"Bearer {key}"} for key in ("client", "operator"))
+        async with world(node, api_keys=["client"], node_keys=["operator"], node_key="inner") as w:
+            assert (await w.ask()).status_code == 401
+            reply = await w.client.post("/v1/completions", json={"model": "m"}, headers=client)
+            assert reply.status_code == 200 and node.seen[-1][1]["authorization"] == "Bearer inner"
+            for headers, status in ((client, 401), (operator, 200)):
+                assert (await w.client.get("/nodes/status", headers=headers)).status_code == status
+            assert (await w.client.get("/v1/models", headers=operator)).status_code == 401
+        async with world(FakeNode(), api_keys=["client"]) as w:
+            assert (await w.client.get("/nodes/status")).status_code == 401
+            assert (await w.client.get("/nodes/status", headers=client)).status_code == 200
+
+    run(go)
+
+
+def test_control_of_nodes_does_not_go_through() -> None:
+    async def go() -> None:
+        async with world(FakeNode()) as w:
+            for path in ("/terminate", "/sleep", "/abort_request", "/anything"):
+                assert (await w.client.post(path, json={})).status_code == 404
+            assert (await w.client.post("/tokenize", json={"prompt": "a"})).status_code == 200
+            text = (await w.client.get("/metrics")).text
+            assert f'toolkit_proxy:node_up{{node="{w.nodes[0].url}"}} 1.0' in text
+            assert 'status="200"' in text
+
+    run(go)
+
+
+def test_a_session_keeps_its_node() -> None:
+    async def go() -> None:
+        async with world(FakeNode(), FakeNode(), FakeNode()) as w:
+            ports = set()
+            for session in range(8):
+                found = set()
+                for _ in range(3):
+                    body = {"model": "m", "prompt": "a", "session_id": session, "interactive_mode": True}
+                    found.add((await w.client.post("/v1/chat/interactive", json=body)).json()["node"])
+                assert len(found) == 1
+                ports |= found
+            assert len(ports) > 1
+
+    run(go)
+
+
+# -- parts ------------------------------------------------------------------------------------------------
+
+
+def some(*numbers: Any) -> list[Node]:
+    return [Node(f"http://n{i}:1", ["m"], **fields) for i, fields in enumerate(numbers)]
+
+
+def test_random_goes_by_speed() -> None:
+    nodes = some({"speed": 30.0}, {"speed": 10.0}, {})  # the last counts as 20
+    counts = {node.url: 0 for node in nodes}
+    for _ in range(6000):
+        counts[strategies.at_random(nodes, None, 0.0).url] += 1
+    assert [round(n / 1000) for n in counts.values()] == [3, 1, 2]
+
+
+def test_expected_latency_is_waiting_over_speed() -> None:
+    nodes = some({"speed": 4.0, "unfinished": 5}, {"speed": 1.0, "unfinished": 1}, {"unfinished": 3})
+    assert strategies.min_expected_latency(nodes, None, 0.0) is nodes[0]  # 6/4, 2/1, 4/2.5
+    nodes[0].unfinished = 9
+    assert strategies.min_expected_latency(nodes, None, 0.0) is nodes[2]
+
+
+def test_observed_latency_forgets_what_is_old() -> None:
+    nodes = some({}, {}, {})
+    nodes[0].latency.extend([(100.0, 2.0), (101.0, 4.0)])
+    nodes[1].latency.extend([(100.0, 1.0)])
+    nodes[2].latency.extend([(100.0, 9.0)])
+    assert strategies.min_observed_latency(nodes, None, 102.0) is nodes[1]
+    nodes[1].latency.append((102.0, 99.0))
+    assert strategies.min_observed_latency(nodes, None, 103.0) is nodes[0]
+    nodes[0].latency.append((300.0, 3.0))
+    nodes[1].latency.append((300.0, 1.0))
+    assert strategies.min_observed_latency(nodes, None, 301.0) is nodes[2]  # nothing known of late: it is tried
+    nodes[2].unfinished = 1
+    assert strategies.min_observed_latency(nodes, None, 301.0) is nodes[1]
+
+
+def test_a_prompt_goes_where_its_beginning_is_cached() -> None:
+    nodes = some({}, {}, {})
+    choose = strategies.strategy("prefix_cache_aware")
+    start = [{"role": "system", "content": "x" * 3000}]
+    owners = {}
+    for talk in range(6):
+        messages = [*start, {"role": "user", "content": f"{talk} " * 500}]
+        for turn in range(4):
+            chosen = choose(nodes, {"messages": messages}, 0.0)
+            assert owners.setdefault(talk, chosen.url) == chosen.url
+            messages = [*messages, {"role": "assistant", "content": f"{turn} " * 300}]
+    first = choose(nodes, {"messages": start}, 0.0)
+    first.unfinished = 10  # far busier than the others: the cache is not worth the wait
+    assert choose(nodes, {"messages": start}, 0.0) is not first
+    assert choose([nodes[1]], {"messages": start}, 0.0) is nodes[1]  # whoever had it is gone
+    assert choose(nodes, None, 0.0) in nodes and choose(nodes, [1], 0.0) in nodes
+
+
+def test_unknown_strategies_are_refused() -> None:
+    assert strategies.strategy("cache_aware").__class__ is strategies.PrefixCacheAware
+    with pytest.raises(UsageError, match="random, min_expected_latency"):
+        strategies.strategy("best")
+
+
+def test_nodes_are_kept_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "nodes.json"
+    nodes = Nodes(file)
+    nodes.add("http://a:1", ["m"], 2.5)
+    nodes.add("http://b:1", lease=90.0)
+    nodes.add("http://c:1")
+    nodes.remove("http://c:1")
+    again = {node.url: node for node in Nodes(file)}
+    assert list(again) == ["http://a:1", "http://b:1"]
+    assert (again["http://a:1"].models, again["http://a:1"].speed) == (["m"], 2.5)
+    assert again["http://b:1"].lease == 90.0 and again["http://b:1"].down is not None
+    for bad in ('{"nodes": {"http://a:1": 5}}', '{"nodes": {"ftp://a": {"models": []}}}', "[]", "{"):
+        file.write_text(bad)
+        with pytest.raises(ToolkitError):
+            Nodes(file)
+
+
+def test_a_lease_ends() -> None:
+    now = [0.0]
+    nodes = Nodes(clock=lambda: now[0])
+    nodes.add("http://a:1", lease=10.0)
+    nodes.add("http://b:1")
+    now[0] = 9.0
+    nodes.add("http://a:1", lease=10.0)
+    now[0] = 18.0
+    nodes.drop_expired()
+    assert nodes.find("http://a:1") and nodes.find("http://b:1/")
+    now[0] = 20.0
+    nodes.drop_expired()
+    assert not nodes.find("http://a:1") and nodes.find("http://b:1")
+
+
+def test_a_node_rests_longer_the_more_often_it_fails() -> None:
+    node = Node("http://a:1")
+    pauses = []
+    for _ in range(9):
+        node.failed("x", 100.0)
+        pauses.append(node.look_at - 100.0)
+    assert pauses[:3] == [0.5, 1.0, 2.0] and pauses[-1] == 30.0
+    node.worked(1.0, 100.0)
+    node.failed("x", 100.0)
+    assert node.look_at == 100.5
+
+
+def test_a_server_announces_itself() -> None:
+    async def go() -> None:
+        async with world(node_keys=["operator"]) as w:
+            server = await FakeNode().start()
+            proxy = str(w.client.base_url).rstrip("/")
+            told = Announcement(proxy, "operator")
+            told.check()
+            task = asyncio.create_task(told.repeat(("m", "adapter"), server.url))
+            await w.up(1)
+            (node,) = w.state.nodes
+            assert node.lease and node.url == server.url
+            task.cancel()
+            await asyncio.wait([task])
+            assert not list(w.state.nodes)
+            server.kill()
+
+    run(go)
+
+
+def test_a_server_knows_its_address() -> None:
+    told = Announcement("http://127.0.0.1:8000")
+    assert told.own_address("http://127.0.0.1:5") == "http://127.0.0.1:5"
+    assert told.own_address("http://0.0.0.0:5") == "http://127.0.0.1:5"
+    assert Announcement("http://p:1", None, "https://me:2/").own_address("http://0.0.0.0:5") == "https://me:2"
+    with pytest.raises(UsageError, match="--proxy-url"):
+        Announcement("p:1").check()
+    assert checked("http://[::1]:8000/") == "http://[::1]:8000"

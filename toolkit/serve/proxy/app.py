@@ -1,0 +1,166 @@
+"""Builds the ASGI application of one proxy."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import httpx2 as httpx
+from fastapi import FastAPI, Request
+from pydantic import Field
+from pydantic_core import from_json
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response as HttpResponse
+
+from toolkit import __version__
+from toolkit.serve.app import error_reply, http_error_reply
+from toolkit.serve.auth import ApiKeyMiddleware
+from toolkit.serve.errors import ApiError
+from toolkit.serve.intake import Intake
+from toolkit.serve.protocol import Strict
+from toolkit.serve.proxy.forward import Forward, Incoming
+from toolkit.serve.proxy.state import ProxySettings, ProxyState
+from toolkit.serve.replies import json_response
+from toolkit.serve.requests import parse_body, read_body
+from toolkit.serve.schema import add_schemas, describe
+
+# What goes through besides /v1/…; not what ends, changes or shows a node itself.
+FORWARDED = ("/generate", "/get_ppl", "/tokenize", "/detokenize", "/tokenizer_info", "/rerank", "/v2/rerank", "/score")
+
+
+class NodeStatus(Strict):
+    """LMDeploy's; what a node tells by itself may be left out."""
+
+    models: list[str] | None = None
+    speed: float | None = Field(None, gt=0, description="In any measure that is the same for all nodes")
+    unfinished: int | None = Field(None, description="Without effect")
+    latency: list[float] | None = Field(None, description="Without effect")
+
+
+class AddNode(Strict):
+    url: str
+    status: NodeStatus | None = None
+    lease: float | None = Field(None, gt=0, description="Seconds after which it is forgotten unless added again")
+
+
+class NodeName(Strict):
+    url: str
+
+
+def create_app(settings: ProxySettings) -> FastAPI:
+    """The application; ``watch.watch(app.state.server)`` has to run beside it."""
+    state = ProxyState(settings)
+    app = FastAPI(
+        title="toolkit proxy",
+        version=__version__,
+        description="Several servers behind one address, as `tool serve proxy` has it",
+        docs_url="/" if settings.docs else None,
+        openapi_url="/openapi.json" if settings.docs else None,
+        redoc_url=None,
+    )
+    app.state.server = state
+    _add_node_routes(app, state)
+    _add_plain_routes(app, state)
+    add_schemas(app, [AddNode, NodeName])
+    app.add_exception_handler(Exception, error_reply)
+    app.add_exception_handler(ApiError, error_reply)
+    app.add_exception_handler(HTTPException, http_error_reply)  # type: ignore[arg-type]
+    keys, node_keys = list(settings.api_keys), list(settings.node_keys)
+    if keys or node_keys:
+        app.add_middleware(ApiKeyMiddleware, keys=keys, under={"/nodes/": node_keys or keys})
+    app.add_middleware(Intake, limits=settings.limits, lanes=state.lanes)
+    if settings.allow_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(settings.allow_origins), allow_methods=["*"], allow_headers=["*"]
+        )
+    return app
+
+
+def _add_node_routes(app: FastAPI, state: ProxyState) -> None:
+    @app.get("/nodes/status", summary="All nodes")
+    async def status() -> dict[str, Any]:
+        return {node.url: node.status() for node in state.nodes}
+
+    @app.post("/nodes/add", **describe(AddNode, "Add a node, or change what is known of it"))
+    async def add(raw: Request) -> HttpResponse:
+        request = parse_body(AddNode, await read_body(raw))
+        status = request.status or NodeStatus.model_validate({})
+        node = state.nodes.add(request.url, status.models, status.speed, request.lease)
+        return json_response({"url": node.url, **node.status()})
+
+    @app.post("/nodes/remove", summary="Forget a node: ?node_url=, or {'url': …}; what it is answering goes on")
+    async def remove(raw: Request, node_url: str | None = None) -> HttpResponse:
+        url = await _named(raw, node_url)
+        state.nodes.remove(url)
+        return json_response({"removed": url})
+
+    @app.api_route(
+        "/nodes/terminate", methods=["GET", "POST"], summary="End a node and forget it (--allow-terminate-by-client)"
+    )
+    async def terminate(raw: Request, node_url: str | None = None) -> HttpResponse:
+        return json_response(await _terminate(state, [await _named(raw, node_url)]))
+
+    @app.api_route("/nodes/terminate_all", methods=["GET", "POST"], summary="End all nodes and forget them")
+    async def terminate_all() -> HttpResponse:
+        return json_response(await _terminate(state, [node.url for node in state.nodes]))
+
+    async def _named(raw: Request, node_url: str | None) -> str:
+        url = node_url if node_url is not None else parse_body(NodeName, await read_body(raw)).url
+        if state.nodes.find(url) is None:
+            raise ApiError(404, f"node_url: no node {url!r:.200}", param="node_url", code="node_not_found")
+        return url.rstrip("/")
+
+
+async def _terminate(state: ProxyState, urls: list[str]) -> dict[str, Any]:
+    """What each node answered; those that ended are forgotten."""
+    told: dict[str, Any] = {}
+    key = state.settings.node_key
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    for url in urls:
+        try:
+            reply = await state.http.get(f"{url}/terminate", headers=headers, timeout=10.0)
+            told[url] = "ended" if reply.status_code == 200 else f"HTTP {reply.status_code}: {reply.text[:200]}"
+        except httpx.HTTPError as error:
+            told[url] = f"{type(error).__name__}: {error}"
+        if told[url] == "ended":
+            state.nodes.remove(url)
+    return told
+
+
+def _add_plain_routes(app: FastAPI, state: ProxyState) -> None:
+    started = int(time.time())
+
+    @app.get("/v1/models", summary="Names that requests may use")
+    async def models() -> dict[str, Any]:
+        common = {"object": "model", "created": started, "owned_by": "toolkit"}
+        return {"object": "list", "data": [{"id": name} | common for name in state.nodes.models()]}
+
+    @app.get("/health", summary="200 while a node gets requests; needs no key")
+    async def health() -> HttpResponse:
+        up = sum(node.down is None for node in state.nodes)
+        if state.closing or not up:
+            return json_response({"status": "shutting down" if state.closing else "no node is healthy"}, 503)
+        return json_response({"status": "healthy", "nodes": up})
+
+    @app.get("/metrics", summary="Metrics for Prometheus")
+    async def metrics() -> HttpResponse:
+        return HttpResponse(state.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.api_route("/{path:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
+    async def forward(raw: Request, path: str) -> HttpResponse:
+        if not path.startswith("v1/") and f"/{path}" not in FORWARDED:
+            raise HTTPException(404)
+        body = await read_body(raw)
+        data = await state.lanes.run(partial(_json, body), len(body)) if body else None
+        target = raw.url.path + (f"?{raw.url.query}" if raw.url.query else "")
+        return Forward(state, Incoming(raw.method, target, raw.headers.raw, body, data))
+
+
+def _json(body: bytes) -> Any:
+    """A body as far as the proxy has to know it; what is no JSON is the node's to refuse."""
+    try:
+        return from_json(body)
+    except ValueError:
+        return None

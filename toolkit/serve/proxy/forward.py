@@ -1,0 +1,180 @@
+"""A request on its way to a node and the answer on its way back, byte by byte as it comes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import httpx2 as httpx
+from starlette.types import Send
+
+from toolkit.serve.errors import ApiError
+from toolkit.serve.proxy.nodes import Node
+from toolkit.serve.proxy.strategies import sticky
+from toolkit.serve.replies import Reply, event, send_json
+
+if TYPE_CHECKING:
+    from toolkit.serve.proxy.state import ProxyState
+
+logger = logging.getLogger("toolkit.proxy")
+OWN_HEADERS = frozenset(  # of one connection, not of the request or answer; and what httpx makes itself
+    b"connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade host "
+    b"content-length expect".split()
+)
+ELSEWHERE = (429, 502, 503, 504)  # answers of a node that another may do better
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """A client's request. ``data``: its body as JSON has it, None where it is none."""
+
+    method: str
+    target: str  # path and query
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+    data: Any
+
+    @property
+    def model(self) -> str | None:
+        found = self.data.get("model") if isinstance(self.data, dict) else None
+        return found if isinstance(found, str) else None
+
+    @property
+    def session(self) -> Any:
+        """Whose history a node keeps: it has to go to the same one."""
+        kept = self.target.partition("?")[0] == "/v1/chat/interactive" and isinstance(self.data, dict)
+        return self.data.get("session_id") if kept else None
+
+
+class NodeFailed(Exception):
+    """A node did not answer. ``sent``: whether it may have begun to work on the request."""
+
+    def __init__(self, why: str, sent: bool) -> None:
+        super().__init__(why)
+        self.sent = sent
+
+
+class Forward(Reply):
+    """The answer of one node; of another where the first fails before its first byte.
+
+    A request that never reached a node goes to the next one. One that may have begun to run goes to one other, so that
+    a request which ends its node does not end them all.
+    """
+
+    def __init__(self, state: ProxyState, request: Incoming) -> None:
+        super().__init__()
+        self._state = state
+        self._request = request
+
+    async def produce(self, send: Send) -> None:
+        try:
+            await self._try_nodes(send)
+        except ApiError as error:
+            self._state.metrics.requests.labels("", str(error.status)).inc()
+            await send_json(send, error.status, error.envelope())
+
+    async def _try_nodes(self, send: Send) -> None:
+        state, request = self._state, self._request
+        left, tries, why = state.candidates(request.model), 0, ""
+        while left and tries < 2:
+            node = self._choose(left)
+            left = [other for other in left if other is not node]
+            again = bool(left) and tries == 0
+            with state.running(node) as run:
+                try:
+                    async with self._asked(node) as reply:
+                        run.answered(reply.status_code)
+                        if reply.status_code in ELSEWHERE and again:
+                            why, tries = f"HTTP {reply.status_code}", tries + 1
+                            if reply.status_code != 429:
+                                node.failed(why, state.clock())
+                            state.metrics.retries.inc()
+                            continue
+                        await self._pass_on(reply, node, send)
+                        return
+                except NodeFailed as error:
+                    run.answered(0)
+                    node.failed(str(error), state.clock())
+                    logger.warning("%s: %s", node.url, error)
+                    why, tries = str(error), tries + error.sent
+                    state.metrics.retries.inc()
+        raise ApiError(503, f"no node could answer; the last one: {why}", code="no_node")
+
+    def _choose(self, nodes: list[Node]) -> Node:
+        if (session := self._request.session) is not None:
+            return sticky(nodes, session)
+        return self._state.strategy(nodes, self._request.data, self._state.clock())
+
+    def _asked(self, node: Node) -> _Exchange:
+        headers = [(k, v) for k, v in self._request.headers if k.lower() not in OWN_HEADERS]
+        if self._state.settings.node_key:
+            headers = [(k, v) for k, v in headers if k.lower() != b"authorization"]
+            headers.append((b"authorization", b"Bearer " + self._state.settings.node_key.encode()))
+        request = self._state.http.build_request(
+            self._request.method, node.url + self._request.target, headers=headers, content=self._request.body
+        )
+        return _Exchange(self._state.http, request)
+
+    async def _pass_on(self, reply: httpx.Response, node: Node, send: Send) -> None:
+        """From the first byte on it is this node's answer, whatever happens to it."""
+        headers = [(k.lower(), v) for k, v in reply.headers.raw if k.lower() not in OWN_HEADERS]
+        streams = reply.headers.get("content-type", "").startswith("text/event-stream")
+        length = reply.headers.get("content-length")
+        if length is not None:
+            headers.append((b"content-length", length.encode()))
+        pieces = reply.aiter_raw()
+        first = await _next(pieces)
+        await send({"type": "http.response.start", "status": reply.status_code, "headers": headers})
+        try:
+            while first:
+                await send({"type": "http.response.body", "body": first, "more_body": True})
+                first = await _next(pieces)
+        except NodeFailed as error:
+            node.failed(str(error), self._state.clock())
+            self._state.metrics.broken.inc()
+            logger.warning("%s: an answer broke off: %s", node.url, error)
+            if not streams:
+                return  # the connection is closed: half an answer must not be taken for a whole one
+            told = ApiError(502, "the node that sent this answer is gone; ask again", code="node_lost")
+            await send({"type": "http.response.body", "body": b"\n\n" + event(told.envelope()), "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+class _Exchange:
+    """One request to a node, whose failures are NodeFailed."""
+
+    def __init__(self, http: httpx.AsyncClient, request: httpx.Request) -> None:
+        self._http = http
+        self._request = request
+
+    async def __aenter__(self) -> httpx.Response:
+        try:
+            self._reply = await self._http.send(self._request, stream=True)
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
+            raise NodeFailed(_why(error), sent=False) from error
+        except httpx.HTTPError as error:
+            raise NodeFailed(_why(error), sent=True) from error
+        return self._reply
+
+    async def __aexit__(self, *exc: object) -> None:
+        with suppress(httpx.HTTPError):
+            await self._reply.aclose()
+
+
+async def _next(pieces: AsyncIterator[bytes]) -> bytes:
+    """The next bytes that are any, b"" at the end."""
+    try:
+        while True:
+            if piece := await anext(pieces):
+                return piece
+    except StopAsyncIteration:
+        return b""
+    except httpx.HTTPError as error:
+        raise NodeFailed(_why(error), sent=True) from error
+
+
+def _why(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

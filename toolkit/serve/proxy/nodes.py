@@ -1,0 +1,161 @@
+"""The servers behind a proxy: which there are, what they serve, and which of them work."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import orjson
+
+from toolkit.artifacts.json_file import read_json_object
+from toolkit.artifacts.stage import write_file
+from toolkit.errors import ToolkitError, UsageError
+
+LATENCIES = 15  # of the last requests, that a node is judged by
+OLD_S = 120.0  # after which a latency says nothing any more
+FIRST_PAUSE_S = 0.5  # before a node that failed is looked at again; doubles with every failure
+LONGEST_PAUSE_S = 30.0
+
+
+@dataclass
+class Node:
+    """``speed``: how much it does in a time, in any measure that is the same for all; None = not known. ``lease``:
+    seconds after which it is forgotten unless it is added again; None = never. ``down``: why it gets no requests.
+    ``failures``: in a row; a request that works ends the row."""
+
+    url: str
+    models: list[str] = field(default_factory=list)
+    speed: float | None = None
+    lease: float | None = None
+    unfinished: int = 0
+    down: str | None = None
+    failures: int = 0
+    look_at: float = 0.0  # when its health is looked at next
+    expires: float = float("inf")
+    latency: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=LATENCIES))  # (when, seconds)
+
+    def failed(self, why: str, now: float) -> None:
+        """It gets no requests until it is found healthy, for which it has the longer the more often it failed."""
+        self.down = why
+        self.look_at = now + min(FIRST_PAUSE_S * 2 ** min(self.failures, 16), LONGEST_PAUSE_S)
+        self.failures += 1
+
+    def worked(self, seconds: float, now: float) -> None:
+        """A request to it ended well after ``seconds``."""
+        self.failures = 0
+        self.latency.append((now, seconds))
+
+    def observed(self, now: float) -> float | None:
+        """Mean seconds of its last requests, None where there were none of late."""
+        recent = [seconds for when, seconds in self.latency if now - when < OLD_S]
+        return sum(recent) / len(recent) if recent else None
+
+    def status(self) -> dict[str, Any]:
+        """LMDeploy's fields, and whether it works."""
+        latency = [round(seconds, 4) for _, seconds in self.latency]
+        told = {"models": self.models, "unfinished": self.unfinished, "latency": latency, "speed": self.speed}
+        return {**told, "healthy": self.down is None, "reason": self.down, "failures": self.failures}
+
+    def kept(self) -> dict[str, Any]:
+        return {"models": self.models, "speed": self.speed, "lease": self.lease}
+
+
+class Nodes:
+    """All nodes, by URL. ``file``: where they are kept over a restart."""
+
+    def __init__(self, file: Path | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._file = file
+        self._clock = clock
+        self._nodes: dict[str, Node] = {}
+        if file is not None and file.exists():
+            for url, kept in _read(file):
+                self._put(url, **kept)
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(list(self._nodes.values()))
+
+    def find(self, url: str) -> Node | None:
+        return self._nodes.get(url.rstrip("/"))
+
+    def add(
+        self, url: str, models: list[str] | None = None, speed: float | None = None, lease: float | None = None
+    ) -> Node:
+        """A node, new or once more; what is None stays as it was. It is looked at now. Raises UsageError."""
+        url = checked(url)
+        before = self._nodes.get(url)
+        kept = None if before is None else before.kept()
+        if before is not None:
+            models, speed = (before.models if models is None else models), (before.speed if speed is None else speed)
+        node = self._put(url, models, speed, lease)
+        if node.kept() != kept:
+            self._write()
+        return node
+
+    def remove(self, url: str) -> bool:
+        """Whether there was one."""
+        found = self._nodes.pop(url.rstrip("/"), None) is not None
+        if found:
+            self._write()
+        return found
+
+    def drop_expired(self) -> None:
+        """Forget those whose lease is over."""
+        now = self._clock()
+        for node in list(self._nodes.values()):
+            if node.expires < now:
+                self.remove(node.url)
+
+    def serving(self, model: str | None) -> list[Node]:
+        """Those that serve ``model`` (None: whatever), the ones that work; where none does, all of them."""
+        found = [n for n in self._nodes.values() if model is None or model in n.models]
+        return [n for n in found if n.down is None] or sorted(found, key=lambda n: n.failures)
+
+    def models(self) -> list[str]:
+        """What can be asked for, each name once."""
+        return list(dict.fromkeys(name for node in self._nodes.values() for name in node.models))
+
+    def _put(
+        self, url: str, models: list[str] | None = None, speed: float | None = None, lease: float | None = None
+    ) -> Node:
+        node = self._nodes.setdefault(url, Node(url, down="not looked at yet"))
+        node.models, node.speed, node.lease = models or [], speed, lease
+        node.expires = float("inf") if lease is None else self._clock() + lease
+        node.look_at = self._clock()
+        return node
+
+    def _write(self) -> None:
+        if self._file is not None:
+            kept = {"nodes": {node.url: node.kept() for node in self._nodes.values()}}
+            with write_file(self._file) as scratch:
+                scratch.write_bytes(orjson.dumps(kept, option=orjson.OPT_INDENT_2))
+
+
+def checked(url: str) -> str:
+    """A node's URL as it is kept: scheme, host and port. Raises UsageError for anything else."""
+    try:
+        parts = urlsplit(url.strip())
+        good = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+    except ValueError:
+        good = False
+    if not good or parts.path not in ("", "/") or parts.query or parts.fragment or "@" in parts.netloc:
+        raise UsageError(f"url: expected the address of a server, such as http://127.0.0.1:23333, found {url!r:.200}")
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def _read(file: Path) -> list[tuple[str, dict[str, Any]]]:
+    """(url, fields) of a state file. Raises ToolkitError."""
+    found = []
+    nodes = read_json_object(file).get("nodes")
+    for url, kept in nodes.items() if isinstance(nodes, dict) else [("nodes", None)]:
+        models = kept.get("models") if isinstance(kept, dict) else None
+        numbers = [kept.get(name) for name in ("speed", "lease")] if isinstance(kept, dict) else ["?"]
+        good = isinstance(models, list) and all(isinstance(m, str) for m in models)
+        if not good or not all(n is None or (isinstance(n, (int, float)) and n > 0) for n in numbers):
+            raise ToolkitError(f"{file}: {url}: expected a node as this tool writes it; remove the file to start anew")
+        found.append((checked(url), {"models": models, "speed": numbers[0], "lease": numbers[1]}))
+    return found

@@ -1,0 +1,110 @@
+"""What the routes of one proxy share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx2 as httpx
+
+from toolkit.config_checks import shown
+from toolkit.serve.errors import ApiError
+from toolkit.serve.lanes import Lanes
+from toolkit.serve.limits import Limits
+from toolkit.serve.proxy.forward import ELSEWHERE
+from toolkit.serve.proxy.metrics import ProxyMetrics
+from toolkit.serve.proxy.nodes import Node, Nodes
+from toolkit.serve.proxy.strategies import strategy
+
+
+@dataclass(frozen=True)
+class ProxySettings:
+    """``nodes``: URLs of those to start with. ``api_keys``: what clients need, none = open; ``node_keys``: what
+    /nodes/* needs, none = as clients. ``node_key``: sent to nodes in place of the client's own. ``heartbeat``: seconds
+    between two looks at a node."""
+
+    strategy: str = "min_expected_latency"
+    nodes: Sequence[str] = ()
+    api_keys: Sequence[str] = ()
+    node_keys: Sequence[str] = ()
+    node_key: str | None = None
+    state_file: Path | None = None
+    heartbeat: float = 5.0
+    allow_origins: Sequence[str] = ()
+    docs: bool = True
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass
+class Run:
+    """One request to one node. ``status``: what it answered, 0 = nothing."""
+
+    node: Node
+    status: int | None = None
+
+    def answered(self, status: int) -> None:
+        self.status = status
+
+
+class ProxyState:
+    """``active``: the tasks that answer clients; ``closing``: the proxy is on its way down."""
+
+    def __init__(self, settings: ProxySettings, clock: Callable[[], float] = time.monotonic) -> None:
+        self.settings = settings
+        self.clock = clock
+        self.nodes = Nodes(settings.state_file, clock)
+        for url in settings.nodes:
+            self.nodes.add(url)
+        self.strategy = strategy(settings.strategy)
+        self.metrics = ProxyMetrics(self.nodes)
+        self.lanes = Lanes(settings.limits)
+        self.http = httpx.AsyncClient(
+            timeout=httpx.Timeout(
+                None, connect=5.0
+            ),  # an answer may take its time: its client decides how long to wait
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=2.0),
+            trust_env=False,
+            follow_redirects=False,
+        )
+        self.active: set[asyncio.Task[None] | None] = set()
+        self.closing = False
+
+    def candidates(self, model: str | None) -> list[Node]:
+        """Nodes for a request. Raises ApiError 503 where there is none, 404 where none serves ``model``."""
+        if self.closing:
+            raise ApiError(503, "The proxy is shutting down", code="shutting_down")
+        found = self.nodes.serving(model)
+        if not found and not self.nodes.models():
+            raise ApiError(503, "the proxy has no nodes; add one by POST /nodes/add", code="no_node")
+        if not found:
+            names = ", ".join(map(repr, self.nodes.models()))
+            raise ApiError(
+                404, f"model: {shown(model)} is served by no node; there are {names}", code="model_not_found"
+            )
+        return found
+
+    @contextmanager
+    def running(self, node: Node) -> Iterator[Run]:
+        """Keep the books of one request to ``node``."""
+        run, began, task = Run(node), self.clock(), asyncio.current_task()
+        node.unfinished += 1
+        self.active.add(task)
+        try:
+            yield run
+            if run.status and run.status < 500 and run.status not in ELSEWHERE and node.down is None:
+                node.worked(self.clock() - began, self.clock())
+        finally:
+            node.unfinished -= 1
+            self.active.discard(task)
+            self.metrics.requests.labels(node.url, str(run.status or 0)).inc()
+            self.metrics.seconds.labels(node.url).observe(self.clock() - began)
+
+    def abort_all(self) -> None:
+        """End every answer under way."""
+        for task in list(self.active):
+            if task is not None:
+                task.cancel()

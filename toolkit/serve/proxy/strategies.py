@@ -1,0 +1,119 @@
+"""Which node gets a request."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import orjson
+
+from toolkit.errors import UsageError
+from toolkit.serve.proxy.nodes import Node
+
+PIECE = 512  # bytes of a prompt that are known as one
+MOST_PIECES = 512  # of one prompt
+KNOWN_PIECES = 1 << 17  # of all prompts, the ones used last
+UNEVEN = 2  # times as many requests as the least busy node has, and so many more, are too many for a cached prefix
+PROMPT_FIELDS = ("system", "instructions", "tools", "messages", "prompt", "input", "query")
+
+Strategy = Callable[[Sequence[Node], Any, float], Node]  # (nodes that serve the model, the body, now)
+
+
+def _speeds(nodes: Sequence[Node]) -> list[float]:
+    """Stated speeds; nodes without one count as the average."""
+    known = [node.speed for node in nodes if node.speed is not None]
+    average = sum(known) / len(known) if known else 1.0
+    return [average if node.speed is None else node.speed for node in nodes]
+
+
+def at_random(nodes: Sequence[Node], body: Any, now: float) -> Node:
+    """By speed: twice the speed, twice the requests."""
+    return random.choices(nodes, _speeds(nodes))[0]
+
+
+def min_expected_latency(nodes: Sequence[Node], body: Any, now: float) -> Node:
+    """Where the requests that are there already, and this one, are soonest done."""
+    waits = [
+        ((node.unfinished + 1) / speed, random.random(), node)
+        for node, speed in zip(nodes, _speeds(nodes), strict=True)
+    ]
+    return min(waits, key=lambda wait: wait[:2])[2]
+
+
+def min_observed_latency(nodes: Sequence[Node], body: Any, now: float) -> Node:
+    """Where the last requests took the shortest time on average; a node without any counts as the average, and is tried
+    when it has nothing to do."""
+    observed = [node.observed(now) for node in nodes]
+    known = [seconds for seconds in observed if seconds is not None]
+    average = sum(known) / len(known) if known else 0.0
+    found = []
+    for node, seconds in zip(nodes, observed, strict=True):
+        expected = seconds if seconds is not None else (average if node.unfinished else 0.0)
+        found.append((expected, node.unfinished, random.random(), node))
+    return min(found, key=lambda entry: entry[:3])[3]
+
+
+class PrefixCacheAware:
+    """Where the longest beginning of the prompt was sent before, unless that node has far more to do than another."""
+
+    def __init__(self) -> None:
+        self._sent: OrderedDict[bytes, str] = (
+            OrderedDict()
+        )  # a beginning -> the node that has it, the last used at the end
+
+    def __call__(self, nodes: Sequence[Node], body: Any, now: float) -> Node:
+        keys = list(prefixes(body))
+        by_url = {node.url: node for node in nodes}
+        least = min(node.unfinished for node in nodes)
+        chosen = None
+        for key in reversed(keys):
+            node = by_url.get(self._sent.get(key, ""))
+            if node is not None and node.unfinished <= UNEVEN * (least + 1):
+                chosen = node
+                break
+        if chosen is None:
+            chosen = min_expected_latency(nodes, body, now)
+        for key in keys:
+            self._sent[key] = chosen.url
+            self._sent.move_to_end(key)
+        while len(self._sent) > KNOWN_PIECES:
+            self._sent.popitem(last=False)
+        return chosen
+
+
+def prefixes(body: Any) -> list[bytes]:
+    """Digests of the beginnings of a request's prompt, the shortest first."""
+    if not isinstance(body, dict):
+        return []
+    text = orjson.dumps([body[name] for name in PROMPT_FIELDS if body.get(name)])
+    found, state = [], blake2b(digest_size=8)
+    for start in range(0, min(len(text), PIECE * MOST_PIECES), PIECE):
+        state.update(text[start : start + PIECE])
+        found.append(state.digest())
+    return found
+
+
+def sticky(nodes: Sequence[Node], session: Any) -> Node:
+    """Always the same node for a session, as long as it is there."""
+    return max(nodes, key=lambda node: blake2b(f"{node.url} {session}".encode(), digest_size=8).digest())
+
+
+_NAMES: dict[str, Callable[[], Strategy]] = {
+    "random": lambda: at_random,
+    "min_expected_latency": lambda: min_expected_latency,
+    "min_observed_latency": lambda: min_observed_latency,
+    "prefix_cache_aware": PrefixCacheAware,
+}
+NAMES = tuple(_NAMES)
+ALIASES = {"cache_aware": "prefix_cache_aware", "prefixaware": "prefix_cache_aware"}  # SGLang's, vLLM's
+
+
+def strategy(name: str) -> Strategy:
+    """Raises UsageError for a name that is none."""
+    known = ALIASES.get(name, name)
+    if known not in _NAMES:
+        raise UsageError(f"--strategy: expected one of {', '.join(NAMES)}, found {name!r}")
+    return _NAMES[known]()
