@@ -49,7 +49,7 @@ def _load(name: str) -> Any:
 
 
 # What other tools' users write -> our name, command by command; in the help they would only take room.
-ALIASES = {
+ALIASES: dict[tuple[str, ...], dict[str, str]] = {
     ("profile", "api_server"): {
         "--max-concurrency": "--concurrency",
         "--dataset-path": "--dataset",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.commands.main import main
+from toolkit.commands.main import ALIASES, main
 
 ROOT = Path(__file__).resolve().parents[2]
 FOREIGN = {
@@ -66,7 +66,7 @@ def test_commands_that_pages_show_exist_with_their_options(shown: Any, known: di
 
 
 def test_options_that_pages_name_exist(shown: Any, known: dict[str, set[str]]) -> None:
-    ours = set().union(*known.values()) | FOREIGN
+    ours = set().union(*known.values(), *ALIASES.values()) | FOREIGN
     scripts = [f for f in (ROOT / "scripts").rglob("*") if f.is_file() and f.suffix in ("", ".py")]
     builders = [*scripts, *(ROOT / "toolkit" / "runners" / "native").glob("build.py"), ROOT / "kernels/cuda/build.py"]
     ours |= {option for file in builders for option in SHOWN.findall(file.read_text(encoding="utf-8"))}
