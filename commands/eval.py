@@ -45,7 +45,7 @@ def ppl(
         str | None, typer.Option("--json", help="Write the figures to this file (- is standard output).")
     ] = None,
 ) -> None:
-    """Perplexity on a text, each token scored once; the torch runner in float32 unless flags say otherwise.
+    """Perplexity on a text, each token scored once; the pytorch backend in float32 unless flags say otherwise.
 
     What `tool lite` measured is measured again by: --data heldout --window 1024 --stride 1024
 

@@ -1,8 +1,8 @@
-"""Correctness on a real GPU: kernels against the reference on the CPU, the runner against the torch runner on the CPU.
+"""Correctness on a real GPU: kernels against the reference on the CPU, the runner against itself on the CPU.
 
 First a smoke stage, which ends the run where nothing works; then the CUDA linears in the shapes of served models,
 attention and the cache's writes there, one runner, and then all that is left: the other calls of the manifest, the
-runner with every family and cache, all cases of every op and dtype, the torch runner's tests where pytest and
+runner with every family and cache, all cases of every op and dtype, the tensor runner's tests where pytest and
 transformers are installed, last compute-sanitizer where it is installed. What is not compiled yet is compiled beside
 that, on all cores; ``scripts/gpu/carry.py`` does it beforehand, elsewhere.
 

@@ -71,7 +71,7 @@ class TurbomindEngineConfig:
     max_prefill_token_num, None = 150 on a CPU, 0 on a GPU. ``enable_metrics``: whether a server of this engine offers
     /metrics. ``load_format``: "int8" rounds dense linears to 8 bits while it reads them, "dummy" reads config.json
     alone and makes random weights. ``adapters`` (LMDeploy has it for ``pytorch`` alone): names of LoRA adapters and
-    where they are, a directory or hub id in PEFT's format each; on a CPU the torch runner runs them.
+    where they are, a directory or hub id in PEFT's format each; on a CPU the tensor runner runs them.
     """
 
     dtype: str = "auto"
@@ -134,7 +134,7 @@ class PytorchEngineConfig:
     ``adapters``: names of LoRA adapters and where they are, a directory or hub id in PEFT's format each.
     ``custom_module_map``: Python files that hold a model family each (docs/add-a-model.md); they are run.
     ``enable_metrics``: whether a server of this engine offers /metrics. ``eager_mode``: forbid captured graphs
-    (the torch runner has none so far, so that both values mean the same). ``load_format``: "int8" rounds dense linears
+    (the tensor runner has none so far, so that both values mean the same). ``load_format``: "int8" rounds dense linears
     to 8 bits while it reads them, "dummy" reads config.json alone and makes random weights.
     """
 

@@ -109,7 +109,7 @@ class _Rows:
 
 
 def check_tests(module: str, device: str) -> list[Row]:
-    """The tests of one module of tests/runners over the runner for GPUs; shows a row each, and returns no others."""
+    """The tests of one module of tests/runners over the runner with graphs; shows a row each, and returns no others."""
     os.environ["TOOLKIT_TEST_RUNNER"] = "gpu" if device == "cuda" else "graphs"
     if device == "cuda":
         os.environ["TRITON_INTERPRET"] = "0"

@@ -63,12 +63,9 @@ class _Mark:
 
 
 class MetaDevice:
-    """A ``toolkit.runners.tensor.device.Device`` whose tensors have no memory: a step on it is its launches."""
+    """A ``toolkit.runners.tensor.device.GraphDevice`` whose tensors have no memory: a step on it is its launches."""
 
-    torch = META
-
-    def __init__(self, capability: int) -> None:
-        self.capability: int | None = capability
+    torch, reserved, dense = META, 0, False
 
     def working(self) -> Any:
         return contextlib.nullcontext()
@@ -76,6 +73,17 @@ class MetaDevice:
     def pinned(self, size: int) -> tuple[torch.Tensor, np.ndarray]:
         raw = np.zeros(size, np.uint8)
         return torch.from_numpy(raw), raw
+
+    def put(self, arrays: Any) -> dict[str, torch.Tensor]:
+        from toolkit.runners.tensor import staging
+
+        return staging.put(arrays, self)
+
+    def fetch(self, tensors: dict[str, torch.Tensor]) -> Any:
+        from toolkit.runners.tensor import staging
+        from toolkit.runners.tensor.device import Fetched
+
+        return Fetched({n: np.zeros(tuple(t.shape), staging._BACK[t.dtype]) for n, t in tensors.items()}, _Mark())
 
     def mark(self) -> _Mark:
         return _Mark()
@@ -106,21 +114,17 @@ def _pick(op: Op, target: Target) -> tuple[Callable[..., Any], Callable[..., Any
 
 @contextlib.contextmanager
 def meta_runner(config: dict[str, Any], capability: int, policy: int, block: int) -> Iterator[Any]:
-    """The runner for GPUs with a model of ``config``'s shapes, on tensors without memory. It draws token 0 always."""
+    """The runner with graphs and a model of ``config``'s shapes, on tensors without memory. It draws token 0 always."""
     from gpu.models import dummy
 
     from toolkit.runners.base import RunnerOptions
     from toolkit.runners.dummy_weights import DummyWeights
     from toolkit.runners.tensor import cuda_runner as runner
-    from toolkit.runners.tensor import linear, staging, steps
+    from toolkit.runners.tensor import linear
     from toolkit.runners.tensor.ops import Ops, ops_by
 
     def choose_ops(device: torch.device, dtype: torch.dtype, **traits: Any) -> Ops:
         return ops_by(_pick, "cuda", dtype, capability, **traits)
-
-    def fetch(tensors: dict[str, torch.Tensor], device: MetaDevice) -> staging.Fetched:
-        back = {n: np.zeros(tuple(t.shape), staging._BACK[t.dtype]) for n, t in tensors.items()}
-        return staging.Fetched(back, device.mark())
 
     def join(biases: Any, sizes: Any, place: Any) -> torch.Tensor | None:
         some = any(b is not None for b in biases)
@@ -129,11 +133,10 @@ def meta_runner(config: dict[str, Any], capability: int, policy: int, block: int
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(DummyWeights, "_generator", lambda *_: None))
         stack.enter_context(mock.patch.object(runner, "choose_ops", choose_ops))
-        stack.enter_context(mock.patch.object(steps, "fetch", fetch))
         stack.enter_context(mock.patch.object(linear, "_fuse_biases", join))
         spec, weights = dummy(config, META)
         options = RunnerOptions(device="cuda", dtype=config["dtype"], block_size=block, quant_policy=policy)
-        yield runner.CudaRunner(spec, lambda: weights, options, MetaDevice(capability))
+        yield runner.TensorRunner(spec, lambda: weights, options, graphs=MetaDevice())
 
 
 def of_check(family: str, policy: int, capability: int) -> list[Launch]:

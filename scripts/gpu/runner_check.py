@@ -1,4 +1,4 @@
-"""The runner for GPUs against the torch runner on the CPU: the same made-up weights, step by step."""
+"""The runner with graphs against the runner without graphs on the CPU: the same made-up weights, step by step."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def support(name: str) -> ModuleType:
 
 
 def _drivers(family: str, policy: int, device: str) -> tuple[Any, Any]:
-    """(a driver over the runner for GPUs, one over the torch runner on the CPU)."""
+    """(a driver over the runner with graphs, one over the runner without graphs on the CPU)."""
     import torch
 
     from toolkit.runners.base import RunnerOptions
-    from toolkit.runners.tensor.cuda_runner import CudaRunner
-    from toolkit.runners.tensor.runner import TorchRunner
+    from toolkit.runners.tensor.cuda_device import CudaDevice
+    from toolkit.runners.tensor.runner import TensorRunner
 
     config = tiny(family)
     spec, weights = dummy(config, torch.device("cpu"))
@@ -48,11 +48,12 @@ def _drivers(family: str, policy: int, device: str) -> tuple[Any, Any]:
     if device == "cpu":
         graphs = support("graphs")
         stand_in = graphs.CpuDevice()
-        ours = stand_in.watch(CudaRunner(spec, lambda: weights, options, stand_in, graphs.interpreted_ops()))
+        made = TensorRunner(spec, lambda: weights, options, graphs=stand_in, ops=graphs.interpreted_ops())
+        ours = stand_in.watch(made)
     else:
         torch.backends.cuda.matmul.allow_tf32 = False
-        ours = CudaRunner(spec, lambda: weights, options)
-    oracle = TorchRunner(spec, lambda: weights, RunnerOptions("cpu", config["dtype"], policy, STEPS_BLOCK))
+        ours = TensorRunner(spec, lambda: weights, options, graphs=CudaDevice(torch.device("cuda")))
+    oracle = TensorRunner(spec, lambda: weights, RunnerOptions("cpu", config["dtype"], policy, STEPS_BLOCK))
     return driver_of(ours, family), driver_of(oracle, family)
 
 

@@ -168,7 +168,7 @@ def test_a_gpu_that_runs_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "fatbin_note", lambda path: {"cuda": 13000, "architectures": [90]})
     monkeypatch.setattr(driver, "driver_version", lambda: 13000)
     found = lines("9.0")
-    assert found["native runner"] == "runs" and found["CUDA kernels"] == "run"
+    assert found["turbomind"] == "runs" and found["CUDA kernels"] == "run"
     assert found["memory"].startswith("139.0 GiB free: models of about 70.")
     assert found["paged_attention, head_dim 64, 80, 96, 112, 128, 192, 256"] == "triton"
     assert found["paged_attention, head_dim 512"] == "torch (triton takes head_dim up to 256 in steps of 8, not this)"
@@ -182,7 +182,7 @@ def test_an_old_gpu_a_full_one_and_an_old_driver(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(driver, "driver_version", lambda: 12040)
     assert lines("9.0")["CUDA kernels"] == "the driver knows CUDA 12.4, the fatbin needs 13.0: update the driver"
     old = lines("7.5", 0.8)
-    assert old["native runner"].startswith("needs compute capability 8.0 or newer, this GPU has 7.5: the torch runner")
+    assert old["turbomind"] == "needs compute capability 8.0 or newer, this GPU has 7.5: pytorch runs models"
     assert old["CUDA kernels"].startswith("needs compute capability 8.0 or newer")
     assert old["memory"] == "0.8 GiB free is too little for any model: CUDA and a KV cache take 1.6 GiB"
     every = old["paged_attention, head_dim 64, 80, 96, 112, 128, 192, 256, 512"]

@@ -37,7 +37,7 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import load_spec
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
-from toolkit.runners.tensor.runner import TorchRunner
+from toolkit.runners.tensor.runner import TensorRunner
 
 convert = functools.partial(convert_for, target="torch")  # the target whose weights come back as they were
 
@@ -217,7 +217,7 @@ def test_scales_of_a_float8_cache_are_kept(tiny_checkpoint: Any, tmp_path: Path,
     convert(str(model), tmp_path / "e", target=target, dtype="float16")
     options = RunnerOptions(device="cpu", dtype="float32", quant_policy=16)
     runner, _ = open_runner(tmp_path / "e", backend=None, options=options)
-    assert isinstance(runner, TorchRunner)
+    assert isinstance(runner, TensorRunner)
     found = runner._weights()
     assert {name: (found[name].dtype, found[name].tolist()) for name in scales} == {
         name: (torch.float32, [scale.item()]) for name, scale in scales.items()

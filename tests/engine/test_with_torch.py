@@ -1,4 +1,4 @@
-"""The engine over the torch runner and tiny models: the same tokens however the work is cut, cached and mixed."""
+"""The engine over the tensor runner and tiny models: the same tokens however the work is cut, cached and mixed."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_open_tells_what_it_got(model: Path) -> None:
     said: list[str] = []
     with AsyncEngine.open(model, backend_config=config(), progress=said.append) as engine:
         assert engine.session_len == 256 and engine.max_batch_size == 8
-        assert engine.runner_name == "torch" and engine.device == "cpu" and engine.healthy
+        assert engine.runner_name == "tensor" and engine.device == "cpu" and engine.healthy
         assert [r[0] for r in engine.plan.table()][:2] == ["weights", "activations"] and said
         assert engine.model_name == model.name
         ids = engine.tokenizer.encode("hello there")
@@ -181,7 +181,7 @@ def test_grammar_and_bad_words_work_with_a_real_tokenizer(model: Path) -> None:
 def test_turbomind_is_accepted_and_says_which_runner_it_got(model: Path) -> None:
     engine_config = TurbomindEngineConfig(session_len=128, device="cpu", threads=1)
     with AsyncEngine.open(model, backend_config=engine_config) as engine:
-        assert engine.runner_name == "native" or "torch" in engine.runner_note
+        assert engine.runner_name == "native" or "pytorch" in engine.runner_note
         assert whole(engine, [5, 6], max_new_tokens=2, ignore_eos=True).generate_token_len == 2
 
 
@@ -251,12 +251,12 @@ async def _crash(engine: AsyncEngine, ids: list[int]) -> None:
 
 def test_a_runner_that_gets_no_memory_is_told_in_one_line(tiny_models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from toolkit.runners.base import RunnerError
-    from toolkit.runners.tensor.runner import TorchRunner
+    from toolkit.runners.tensor.runner import TensorRunner
 
     def refuse(self: Any, num_blocks: Any) -> None:
         raise RunnerError("out of memory")
 
-    monkeypatch.setattr(TorchRunner, "allocate_cache", refuse)
+    monkeypatch.setattr(TensorRunner, "allocate_cache", refuse)
     with pytest.raises(ToolkitError, match=r"out of memory.*cache-max-entry-count") as error:
         AsyncEngine.open(tiny_models("llama"), backend="pytorch")
     assert "\n" not in str(error.value)

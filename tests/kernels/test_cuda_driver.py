@@ -80,7 +80,7 @@ def place(monkeypatch):
 
 
 def bound(w: GroupInt, place):
-    """The linear that the torch runner makes of ``w``, on CPU tensors."""
+    """The linear that the runner without graphs makes of ``w``, on CPU tensors."""
     here = runner_linear.Placement(torch.device("cpu"), torch.float16, False)
     constants = runner_linear._bind(w, None, here, type("Ops", (), {"linear_group_int": None})).constants
     return runner_linear._group_linear(w, constants, place, None)

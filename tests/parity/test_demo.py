@@ -39,7 +39,7 @@ if (DEMO / "config.json").is_file():
         tokenizer = AutoTokenizer.from_pretrained(DEMO)
         prompts = [tokenizer(t).input_ids for t in TEXTS]
         runner, _ = open_runner(DEMO, backend=backend, options=RunnerOptions(device="cpu", dtype="float32"))
-        assert runner.name == ("native" if backend == "turbomind" else "torch")
+        assert runner.name == ("native" if backend == "turbomind" else "tensor")
         driver = support("steps").Driver(runner)
         new = {driver.add(): p for p in prompts}
         output = driver.step(new, want="all")

@@ -22,7 +22,7 @@ from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
 from toolkit.runners.native.runner import available
 
-RUNNERS = {"pytorch": "torch", "turbomind": "native"}  # backend → runner
+RUNNERS = {"pytorch": "tensor", "turbomind": "native"}  # backend → runner
 BACKENDS = ("pytorch", "turbomind") if available() is None else ("pytorch",)
 PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 BLOCK = 16
@@ -268,7 +268,7 @@ MATTERS = [
 @pytest.mark.parametrize("family, key, value", MATTERS)
 def test_a_wrong_spec_shows(tiny_models: Any, support: Any, family: str, key: str, value: Any) -> None:
     """The comparison above would notice if a family file got this field wrong."""
-    from toolkit.runners.tensor.runner import TorchRunner
+    from toolkit.runners.tensor.runner import TensorRunner
 
     path = tiny_models(family)
     opened = open_model(path)
@@ -285,7 +285,7 @@ def test_a_wrong_spec_shows(tiny_models: Any, support: Any, family: str, key: st
         assert changed != data
         data = changed
     options = RunnerOptions(device="cpu", dtype="float32", block_size=BLOCK)
-    driver = support("steps").Driver(TorchRunner(DecoderSpec.from_json(data), opened.weights, options))
+    driver = support("steps").Driver(TensorRunner(DecoderSpec.from_json(data), opened.weights, options))
     (prompt,) = prompts([60])
     found = driver.step({driver.add(): prompt}, want="all").logits
     assert np.abs(found - Oracle(path).logits(prompt)).max() > 10 * ATOL

@@ -28,30 +28,34 @@ def steps() -> Any:
 
 @pytest.fixture(scope="session")
 def drive(tiny_models: Any, steps: Any, support: Any) -> Any:
-    """``drive(family, options…, model={overrides}, **driver) -> Driver`` over the torch runner, float32 by default.
+    """``drive(family, options…, model={overrides}, **driver) -> Driver`` over the tensor runner, float32 by default.
 
-    With TOOLKIT_TEST_RUNNER=graphs it is over the runner for GPUs on a CPU (``tests/support/graphs.py``), with "gpu"
-    over it on the GPU: ``test_cuda_parity.py`` and ``scripts/gpu_check`` run modules of this folder so.
+    With TOOLKIT_TEST_RUNNER=graphs it runs with graphs on a CPU (``tests/support/graphs.py``), with "gpu" on the GPU:
+    ``test_cuda_parity.py`` and ``scripts/gpu_check`` run modules of this folder so.
     """
     from toolkit.runners.base import RunnerOptions
     from toolkit.runners.choose import open_model, open_runner
 
-    kind = os.environ.get("TOOLKIT_TEST_RUNNER", "torch")
+    kind = os.environ.get("TOOLKIT_TEST_RUNNER", "pytorch")
 
     def for_gpu(path: Path, options: RunnerOptions) -> Any:
-        from toolkit.runners.tensor.cuda_runner import CudaRunner
+        from toolkit.runners.tensor.cuda_device import CudaDevice
+        from toolkit.runners.tensor.runner import TensorRunner
 
         opened = open_model(path)
         if kind == "gpu":
-            return CudaRunner(opened.spec, opened.weights, replace(options, device="cuda"))
+            gpu = CudaDevice(torch.device("cuda"))
+            return TensorRunner(opened.spec, opened.weights, replace(options, device="cuda"), graphs=gpu)
         graphs = support("graphs")
         device = graphs.CpuDevice()
-        return device.watch(CudaRunner(opened.spec, opened.weights, options, device, graphs.interpreted_ops()))
+        return device.watch(
+            TensorRunner(opened.spec, opened.weights, options, graphs=device, ops=graphs.interpreted_ops())
+        )
 
     def make(family: str, *, model: dict[str, Any] | None = None, blocks: int = 64, scattered: bool = True, **options):
         settings = {"dtype": "float32", "block_size": 16, "device": "cpu"} | options
         path = tiny_models(family, **(model or {}))
-        if kind != "torch":
+        if kind != "pytorch":
             return steps.Driver(for_gpu(path, RunnerOptions(**settings)), blocks, scattered)
         runner, _ = open_runner(path, backend="pytorch", options=RunnerOptions(**settings))
         return steps.Driver(runner, blocks, scattered)

@@ -1,4 +1,4 @@
-"""LoRA adapters in the torch runner, against models with the adapter merged into their weights."""
+"""LoRA adapters in the runner without graphs, against models with the adapter merged into their weights."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_quantized_base_takes_adapters(tiny_models, adapters, steps, tmp_path,
     from toolkit.artifacts.canonical import ChannelInt8
     from toolkit.runners.tensor import decoder
     from toolkit.runners.tensor.lora import Adapted
-    from toolkit.runners.tensor.runner import TorchRunner
+    from toolkit.runners.tensor.runner import TensorRunner
 
     model = tiny_models("llama")
     opened = open_model(model)
@@ -93,7 +93,7 @@ def test_a_quantized_base_takes_adapters(tiny_models, adapters, steps, tmp_path,
         weights[linear.name] = ChannelInt8((w / scales[:, None]).round().char(), scales)
     made = adapters.write_adapter(tmp_path / "a", model, ATTENTION)
     pairs = [read_adapter(made, opened.spec, opened.stored)]
-    runner = TorchRunner(opened.spec, lambda: weights, RunnerOptions(device="cpu", dtype="bfloat16"), pairs)
+    runner = TensorRunner(opened.spec, lambda: weights, RunnerOptions(device="cpu", dtype="bfloat16"), pairs)
     found = logits_alone(steps, runner, ids(20, 1), adapter=0)
     attention, mlp = runner._decoder.steps[:2]
     assert isinstance(attention.mixer.qkv, Adapted) and not isinstance(attention.pre_norm, decoder.RoundingNorm)

@@ -1,4 +1,4 @@
-"""LoRA adapters in the runner for GPUs on a CPU, inside graphs, against the torch runner."""
+"""LoRA adapters in the runner with graphs on a CPU, inside graphs, against the runner without graphs."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import pytest
 from toolkit.artifacts.adapter import read_adapter
 from toolkit.runners.base import RunnerError, RunnerOptions
 from toolkit.runners.choose import open_model
-from toolkit.runners.tensor.cuda_runner import CudaRunner
-from toolkit.runners.tensor.runner import TorchRunner
+from toolkit.runners.tensor.runner import TensorRunner
 
 ALL = r"(?:[qkvo]|gate|up|down)_proj"
 
 
 @pytest.fixture(scope="module")
 def pair(tiny_models, steps, support, tmp_path_factory):
-    """``pair()``: (driver over ours, the device, driver over the torch runner), both with the same two adapters."""
+    """``pair()``: (driver over ours, the device, driver without graphs), both with the same two adapters."""
     model, made, folder = tiny_models("llama"), support("adapters"), tmp_path_factory.mktemp("adapters")
     opened, graphs = open_model(model), support("graphs")
     paths = [
@@ -31,8 +30,8 @@ def pair(tiny_models, steps, support, tmp_path_factory):
     def make():
         device = graphs.CpuDevice()
         ops = graphs.interpreted_ops("lora_shrink", "lora_expand")
-        runner = CudaRunner(opened.spec, opened.weights, options, device, ops, adapters=adapters)
-        oracle = TorchRunner(opened.spec, opened.weights, options, adapters)
+        runner = TensorRunner(opened.spec, opened.weights, options, graphs=device, ops=ops, adapters=adapters)
+        oracle = TensorRunner(opened.spec, opened.weights, options, adapters)
         return steps.Driver(device.watch(runner)), device, steps.Driver(oracle)
 
     return make
@@ -78,7 +77,7 @@ def test_memory_counts_adapters_and_an_unknown_one_fails_the_step(pair, tiny_mod
     ours, _, oracle = pair()
     opened, graphs = open_model(tiny_models("llama")), support("graphs")
     options = RunnerOptions(dtype="float32", block_size=16, device="cpu")
-    bare = CudaRunner(opened.spec, opened.weights, options, graphs.CpuDevice(), graphs.interpreted_ops())
+    bare = TensorRunner(opened.spec, opened.weights, options, graphs=graphs.CpuDevice(), ops=graphs.interpreted_ops())
     assert ours.runner.memory().weights == oracle.runner.memory().weights > bare.memory().weights
     with pytest.raises(RunnerError, match=r"adapter: expected values in \[-1, 2\), found 2"):
         ours.step({ours.add(): [5, 6]}, adapter=np.array([2], np.int32))

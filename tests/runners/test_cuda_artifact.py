@@ -18,6 +18,7 @@ from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
 from toolkit.runners.tensor import cuda_artifact as module
 from toolkit.runners.tensor.cuda_artifact import FORM, CudaWeights, pack_cuda
+from toolkit.runners.tensor.runner import TensorRunner
 
 
 def _weight(bits=4, group=32, order=False, symmetric=False, minima=False, dtype=torch.float16):
@@ -107,7 +108,6 @@ def converted(tiny_models, tmp_path_factory):
 
 
 def test_an_artifact_for_a_gpu_gives_the_checkpoints_logits_on_any_runner(converted, steps, support):
-    from toolkit.runners.tensor.cuda_runner import CudaRunner
 
     path, engine = converted
     assert any(e["form"] == FORM for e in open_engine(engine).params.values())
@@ -117,7 +117,7 @@ def test_an_artifact_for_a_gpu_gives_the_checkpoints_logits_on_any_runner(conver
         logits.append(driver.step({driver.add(): [3, 4, 5, 6]}, "all").logits)
     assert (logits[0] == logits[1]).all()
     graphs, opened = support("graphs"), open_model(engine)
-    runner = CudaRunner(opened.spec, opened.weights, options, graphs.CpuDevice(), graphs.interpreted_ops())
+    runner = TensorRunner(opened.spec, opened.weights, options, graphs=graphs.CpuDevice(), ops=graphs.interpreted_ops())
     driver = steps.Driver(runner)
     found = driver.step({driver.add(): [3, 4, 5, 6]}, "all").logits
     assert abs(found - logits[0]).max() < 1e-3
@@ -176,11 +176,9 @@ def test_a_head_in_few_bits_stands_beside_an_embedding_that_stays(family, bits, 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_a_head_in_8_bits_gives_the_torch_runners_tokens_through_graphs(family, rounded, steps, support):
-    from toolkit.runners.tensor.cuda_runner import CudaRunner
-
     graphs, opened = support("graphs"), open_model(rounded(family, 8)[1])
     options, device = RunnerOptions(device="cpu", dtype="float32", block_size=16), graphs.CpuDevice()
-    runner = CudaRunner(opened.spec, opened.weights, options, device, graphs.interpreted_ops())
+    runner = TensorRunner(opened.spec, opened.weights, options, graphs=device, ops=graphs.interpreted_ops())
     ours = steps.Driver(device.watch(runner))
     oracle = steps.Driver(open_runner(rounded(family, 8)[1], backend="pytorch", options=options)[0])
     plain = steps.Driver(open_runner(rounded(family, 8)[0], backend="pytorch", options=options)[0])

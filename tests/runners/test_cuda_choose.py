@@ -1,4 +1,4 @@
-"""When the runner for GPUs is chosen, what is said where it is not, and weights that nobody trained."""
+"""When the runner with graphs is chosen, what is said where it is not, and weights that nobody trained."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_gpus_of_several_kinds_are_told_apart(capabilities, asked, index, said, 
 )
 def test_artifacts_of_other_targets_run_with_a_notice(target, said, gpu):
     gpu((8, 0))
-    assert choose._packed_elsewhere(target, "cuda:0") == ([] if said is None else [said])
+    assert choose._packed_elsewhere(target, "cuda:0") == (said or "")
 
 
 def test_heads_that_no_kernel_takes_are_named(gpu, tiny_models):
@@ -155,20 +155,26 @@ def test_a_device_that_is_none_is_refused_beside_a_gpu_too(gpu, tiny_models):
 
 @pytest.fixture
 def answers(monkeypatch):
-    """``answers(reason on the GPU, likely)``: runners are mere records of their name."""
+    """``answers(reason on the GPU, likely)``: runners are mere records of what they are and were given."""
     from toolkit.runners.native import runner as native_runner
-    from toolkit.runners.tensor import cuda_runner as cuda_runner
+    from toolkit.runners.tensor import cuda_device
+    from toolkit.runners.tensor import runner as tensor_runner
+
+    def tensor(spec, weights, options, adapters, *, graphs=None):
+        kind, notes = ("kernels", []) if graphs is None else ("graphs", ["a note"])
+        return SimpleNamespace(name=kind, notes=notes, device=graphs, adapters=adapters)
+
+    def native(spec, weights, options):
+        return SimpleNamespace(name="native", notes=[])
 
     def set_up(reason, likely=True):
-        def record(name):
-            facts = {"name": name, "notes": ["a note"], "device": "cuda:0"}
-            return lambda spec, weights, options, **more: SimpleNamespace(**facts, **more)
-
         monkeypatch.setattr(choose, "gpu_is_likely", lambda: likely)
         monkeypatch.setattr(choose, "cuda_unsupported", lambda opened, options: reason)
         monkeypatch.setattr(choose, "native_unsupported", lambda opened, options: None)
-        monkeypatch.setattr(cuda_runner, "CudaRunner", record("gpu"))
-        monkeypatch.setattr(native_runner, "NativeRunner", record("cpu"))
+        monkeypatch.setattr(device_module, "find_device", lambda name: "cuda:0")
+        monkeypatch.setattr(cuda_device, "CudaDevice", lambda device: device)
+        monkeypatch.setattr(tensor_runner, "TensorRunner", tensor)
+        monkeypatch.setattr(native_runner, "NativeRunner", native)
 
     return set_up
 
@@ -176,11 +182,11 @@ def answers(monkeypatch):
 @pytest.mark.parametrize(
     "device, reason, likely, name, said",
     [
-        ("cuda", None, False, "gpu", "a note"),
-        ("auto", None, True, "gpu", "a note"),
-        ("auto", None, False, "cpu", ""),
-        ("cpu", None, True, "cpu", ""),
-        ("auto", "the driver is too old", True, "cpu", "the GPU is not used: the driver is too old; the CPU runs"),
+        ("cuda", None, False, "graphs", "a note"),
+        ("auto", None, True, "graphs", "a note"),
+        ("auto", None, False, "native", ""),
+        ("cpu", None, True, "native", ""),
+        ("auto", "the driver is too old", True, "native", "the GPU is not used: the driver is too old; the CPU runs"),
     ],
 )
 def test_the_gpu_runs_what_it_can(device, reason, likely, name, said, answers, tiny_models):
@@ -189,24 +195,23 @@ def test_the_gpu_runs_what_it_can(device, reason, likely, name, said, answers, t
     assert runner.name == name and note.startswith(said) and bool(note) == bool(said)
 
 
-def test_adapters_run_on_the_gpu_and_by_torch_on_the_cpu(answers, tiny_models, monkeypatch):
+def test_adapters_run_with_graphs_on_the_gpu_and_kernel_by_kernel_on_the_cpu(answers, tiny_models, monkeypatch):
     answers(None)
     monkeypatch.setattr(choose, "_read_adapters", lambda opened, options: ["one"])
-    monkeypatch.setattr("toolkit.runners.tensor.runner.TorchRunner", lambda *a: SimpleNamespace(name="torch", notes=[]))
     options = RunnerOptions(device="cuda", adapters=(("a", "x"),))
-    assert open_runner(tiny_models("llama"), backend=None, options=options)[0].adapters == ["one"]
+    runner, _ = open_runner(tiny_models("llama"), backend=None, options=options)
+    assert (runner.name, runner.adapters) == ("graphs", ["one"])
     runner, note = open_runner(tiny_models("llama"), backend=None, options=replace(options, device="cpu"))
-    assert runner.name == "torch"
-    assert note == "turbomind's native runner does not run here: it runs no LoRA adapters; the torch runner stands in"
+    assert (runner.name, runner.adapters) == ("kernels", ["one"])
+    assert note == "turbomind's native runner does not run here: it runs no LoRA adapters; pytorch stands in"
 
 
-def test_torch_stands_in_on_a_gpu_that_the_native_runner_cannot_use(answers, tiny_models, monkeypatch):
+def test_pytorch_stands_in_on_a_gpu_that_turbomind_cannot_use(answers, tiny_models, monkeypatch):
     answers("it needs compute capability 8.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("toolkit.runners.tensor.runner.TorchRunner", lambda *a: SimpleNamespace(name="torch", notes=[]))
-    _, note = open_runner(tiny_models("llama"), backend=None, options=RunnerOptions(device="auto"))
-    reason = "it needs compute capability 8.0"
-    assert note == f"turbomind's native runner does not run on this GPU: {reason}; the torch runner stands in"
+    runner, note = open_runner(tiny_models("llama"), backend=None, options=RunnerOptions(device="auto"))
+    assert runner.name == "kernels"
+    assert note == "turbomind does not run on this GPU: it needs compute capability 8.0; pytorch stands in"
 
 
 def test_most_kernels_are_tried_before_their_first_call(gpu, monkeypatch):

@@ -1,5 +1,5 @@
-"""The engine over the runner for GPUs (on a CPU, see ``tests/support/graphs.py``): the torch runner's tokens, whatever
-the way the work is done, a step ahead of what was read.
+"""The engine over the runner with graphs (on a CPU, see ``tests/support/graphs.py``): the tokens of the one without,
+whatever the way the work is done, a step ahead of what was read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
-from toolkit.runners.tensor.cuda_runner import CudaRunner
+from toolkit.runners.tensor.runner import TensorRunner
 
 OPTIONS = RunnerOptions(device="cpu", dtype="float32", block_size=16)
 NEW = 6
@@ -59,12 +59,12 @@ def _serve(core, requests, abort=None):
 
 @pytest.fixture
 def runners(tiny_models, support):
-    """``runners(family) -> (runner for GPUs, its device, torch's runner)``."""
+    """``runners(family) -> (runner with graphs, its device, torch's runner)``."""
 
     def make(family):
         graphs, path = support("graphs"), tiny_models(family)
         opened, device = open_model(path), graphs.CpuDevice()
-        runner = CudaRunner(opened.spec, opened.weights, OPTIONS, device, graphs.interpreted_ops())
+        runner = TensorRunner(opened.spec, opened.weights, OPTIONS, graphs=device, ops=graphs.interpreted_ops())
         return device.watch(runner), device, open_runner(path, backend="pytorch", options=OPTIONS)[0]
 
     return make

@@ -1,4 +1,4 @@
-"""The CUDA kernels inside the runner for GPUs, on a CPU: built by g++ and run lane by lane, kernel by kernel."""
+"""The CUDA kernels inside the runner with graphs, on a CPU: built by g++ and run lane by lane, kernel by kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from toolkit.kernels.cuda.linear import PackedLinear, prepare
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
 from toolkit.runners.tensor import linear as linears
-from toolkit.runners.tensor.cuda_runner import CudaRunner
+from toolkit.runners.tensor.runner import TensorRunner
 
 SCHEME = {"quant_method": "gptq", "bits": 4, "group_size": 64, "lm_head": True}
 HEAD = {"+:^lm_head$": {"bits": 8}}
@@ -35,7 +35,7 @@ def test_weights_in_4_bits_and_a_head_in_8_give_the_torch_runners_logits(
     options, device = RunnerOptions(device="cpu", dtype=dtype, block_size=16), graphs.CpuDevice()
     oracle = steps.Driver(open_runner(tmp_path, backend="pytorch", options=options, load_format="dummy")[0])
     monkeypatch.setattr(linears, "_group_linear", packed)
-    runner = CudaRunner(opened.spec, opened.weights, options, device, graphs.interpreted_ops())
+    runner = TensorRunner(opened.spec, opened.weights, options, graphs=device, ops=graphs.interpreted_ops())
     device.fail_captures = 99  # launches through ctypes are not recorded
     ours = steps.Driver(device.watch(runner))
     head = runner._decoder.head

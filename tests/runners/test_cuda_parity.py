@@ -1,4 +1,4 @@
-"""The torch runner's own tests, which know transformers' answers, over the runner for GPUs on a CPU."""
+"""The tensor runner's own tests, which know transformers' answers, over the runner with graphs on a CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-OTHERWISE = "not memory_is_known and not weights_and_cache"  # look into the torch runner
+OTHERWISE = "not memory_is_known and not weights_and_cache"  # look into the runner without graphs
 PARTS = (  # each some minutes of one core: Triton's interpreter runs the attention
     ("test_steps.py", OTHERWISE),
     ("test_parity.py", "odd_chunks"),

@@ -1,6 +1,6 @@
-"""The runner for GPUs on a CPU: graphs by ``tests/support/graphs.py``, Triton's kernels by its interpreter.
+"""The runner with graphs on a CPU: graphs by ``tests/support/graphs.py``, Triton's kernels by its interpreter.
 
-The oracle is the torch runner, which ``test_parity.py`` compares with transformers.
+The oracle is the runner without graphs, which ``test_parity.py`` compares with transformers.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from toolkit.kernels import KernelError
 from toolkit.runners.base import RunnerError, RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
 from toolkit.runners.step import uniform
-from toolkit.runners.tensor.cuda_runner import CudaRunner
 from toolkit.runners.tensor.draws import columns, uniforms
 from toolkit.runners.tensor.idle import idle_batch
 from toolkit.runners.tensor.inputs import graph_rows
+from toolkit.runners.tensor.runner import TensorRunner
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -29,13 +29,13 @@ def graphs(support):
 
 @pytest.fixture
 def pair(tiny_models, steps, graphs):
-    """``pair(family, triton ops …, **options)``: a driver over the runner for GPUs, its device, one over torch's."""
+    """``pair(family, triton ops …, **options)``: a driver over the runner with graphs, its device, one over torch's."""
 
     def make(family, *triton, model=None, blocks=64, **options):
         settings = RunnerOptions(**({"dtype": "float32", "block_size": 16, "device": "cpu"} | options))
         path = tiny_models(family, **(model or {}))
         opened, device = open_model(path), graphs.CpuDevice()
-        runner = CudaRunner(opened.spec, opened.weights, settings, device, graphs.interpreted_ops(*triton))
+        runner = TensorRunner(opened.spec, opened.weights, settings, graphs=device, ops=graphs.interpreted_ops(*triton))
         oracle, _ = open_runner(path, backend="pytorch", options=settings)
         return steps.Driver(device.watch(runner), blocks), device, steps.Driver(oracle, blocks)
 
@@ -308,7 +308,7 @@ def test_options_that_cannot_be(tiny_models, graphs):
     opened = open_model(tiny_models("llama"))
     with pytest.raises(UsageError, match="quant_policy"):
         options = RunnerOptions(device="cpu", quant_policy=5)
-        CudaRunner(opened.spec, opened.weights, options, graphs.CpuDevice(), graphs.interpreted_ops())
+        TensorRunner(opened.spec, opened.weights, options, graphs=graphs.CpuDevice(), ops=graphs.interpreted_ops())
 
 
 def test_uniform_numbers_are_the_boundarys():
@@ -342,7 +342,7 @@ def test_memory_is_known_before_anything_is_loaded(pair):
 
 def test_the_stand_in_has_the_methods_of_a_device(pair):
     """The stand-in has every method of the device, and the device every method that is used."""
-    from toolkit.runners.tensor.device import CudaDevice
+    from toolkit.runners.tensor.cuda_device import CudaDevice
 
     _, device, _ = pair("llama")
     for name in ("working", "pinned", "mark", "capture", "memory", "trim", "trouble"):

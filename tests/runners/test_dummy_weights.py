@@ -137,8 +137,8 @@ def test_modules_that_a_config_leaves_out_stay_dense(family, quantization, dense
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_head_in_8_bits(tied, tiny_models, tmp_path, steps, support):
-    """As GPTQModel writes it; the embedding stays as it is, and graphs give the torch runner's tokens."""
-    from toolkit.runners.tensor.cuda_runner import CudaRunner
+    """As GPTQModel writes it; the embedding stays as it is, and graphs give the plain runner's tokens."""
+    from toolkit.runners.tensor.runner import TensorRunner
 
     scheme = {"quant_method": "gptq", "bits": 4, "group_size": 32, "lm_head": True}
     scheme["dynamic"] = {"+:^lm_head$": {"bits": 8, "group_size": 64}}
@@ -148,7 +148,7 @@ def test_a_head_in_8_bits(tied, tiny_models, tmp_path, steps, support):
     assert isinstance(head, GroupInt) and (head.bits, head.group_size) == (8, 64) and isinstance(embed, Dense)
     options, graphs = RunnerOptions(device="cpu", dtype="float32", block_size=16), support("graphs")
     device = graphs.CpuDevice()
-    runner = CudaRunner(opened.spec, opened.weights, options, device, graphs.interpreted_ops())
+    runner = TensorRunner(opened.spec, opened.weights, options, graphs=device, ops=graphs.interpreted_ops())
     ours = steps.Driver(device.watch(runner))
     oracle = steps.Driver(open_runner(path, backend="pytorch", options=options, load_format="dummy")[0])
     ours.add(), oracle.add()

@@ -12,9 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from toolkit.runners.step import SamplingBatch
-from toolkit.runners.tensor.cuda_sampler import sample_rows as sample_rows_of_graphs
+from toolkit.runners.tensor.device import Cpu
 from toolkit.runners.tensor.ops import choose_ops
-from toolkit.runners.tensor.output import Produced
 from toolkit.runners.tensor.pending import Pending
 from toolkit.runners.tensor.sampler import sample_rows
 
@@ -29,12 +28,8 @@ RELAXED: Any = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
 @settings(max_examples=150, **RELAXED)
 @given(extremes.cases(vocab=70, rows=6))
-def test_the_torch_runner_s_sampler(case: tuple[np.ndarray, SamplingBatch]) -> None:
-    logits, s = case
-    ops = choose_ops(torch.device("cpu"), torch.float32)
-    none = torch.zeros(0)
-    out = Produced(sample_rows(torch.from_numpy(logits.copy()), s, ops), none, none, none).result()
-    extremes.check(logits, s, out.tokens[:, 0], set(out.bad_rows.tolist()))
+def test_the_sampler_on_a_cpu(case: tuple[np.ndarray, SamplingBatch]) -> None:
+    _check(Cpu(), choose_ops(torch.device("cpu"), torch.float32), case, saturates=False)
 
 
 @pytest.fixture(scope="session")
@@ -45,25 +40,19 @@ def graphs(support: Any) -> Any:
 @settings(max_examples=100, **RELAXED)
 @given(extremes.cases(vocab=70, rows=6))
 def test_the_sampler_for_gpus_with_reference_ops(graphs: Any, case: tuple[np.ndarray, SamplingBatch]) -> None:
-    _check_graphs(graphs, (), case)
+    _check(graphs.CpuDevice(), graphs.interpreted_ops(), case, saturates=False)
 
 
 @settings(max_examples=20, **RELAXED)
 @given(extremes.cases(vocab=70, rows=4))
 def test_the_sampler_for_gpus_with_triton_s_kernels(graphs: Any, case: tuple[np.ndarray, SamplingBatch]) -> None:
-    _check_graphs(graphs, ("sample", "penalize", "apply_bitmask"), case)
+    ops = graphs.interpreted_ops("sample", "penalize", "apply_bitmask")
+    _check(graphs.CpuDevice(), ops, case, saturates=True)
 
 
-def _check_graphs(graphs: Any, triton: tuple[str, ...], case: tuple[np.ndarray, SamplingBatch]) -> None:
+def _check(device: Any, ops: Any, case: tuple[np.ndarray, SamplingBatch], saturates: bool) -> None:
     logits, s = case
-    device = graphs.CpuDevice()
-    found = sample_rows_of_graphs(torch.from_numpy(logits.copy()), s, graphs.interpreted_ops(*triton), device)
-    arrays = {name: value.numpy() for name, value in found.tensors().items()}
-
-    class Fetched:
-        pass
-
-    Fetched.arrays = arrays  # type: ignore[attr-defined]
-    pending = Pending(Fetched, len(logits), s.senseless(), logits.shape[1], 4, RuntimeError)  # type: ignore[arg-type]
-    out = pending._read()
-    extremes.check(logits, s, out.tokens[:, 0], set(out.bad_rows.tolist()), saturates=bool(triton))
+    found = sample_rows(torch.from_numpy(logits.copy()), s, ops, device)
+    pending = Pending(device.fetch(found.tensors()), len(logits), s.senseless(), logits.shape[1], 4, RuntimeError)
+    out = pending.result()
+    extremes.check(logits, s, out.tokens[:, 0], set(out.bad_rows.tolist()), saturates=saturates)

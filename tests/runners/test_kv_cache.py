@@ -12,7 +12,7 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.kernels.reference.attention import dequantize_heads, hadamard, quantize_heads
 from toolkit.models.spec import LayerSpec
 from toolkit.runners.base import RunnerError
-from toolkit.runners.tensor.runner import TorchRunner
+from toolkit.runners.tensor.runner import TensorRunner
 
 
 def _prompt(length: int, seed: int = 0) -> list[int]:
@@ -167,7 +167,7 @@ def test_int4_needs_heads_in_steps_of_four(drive):
     odd = replace(attention, mixer=replace(attention.mixer, head_dim=18))
     spec = replace(runner.spec, layers=(LayerSpec((odd, *rest)), *runner.spec.layers[1:]))
     with pytest.raises(UsageError, match="head_dim in steps of 4"):
-        TorchRunner(spec, runner._weights, replace(runner.options, quant_policy=4))
+        TensorRunner(spec, runner._weights, replace(runner.options, quant_policy=4))
 
 
 @pytest.mark.parametrize("dim", [64, 40])
@@ -229,6 +229,6 @@ def test_scales_of_a_float8_cache_come_from_the_checkpoint(drive, tiny_models, t
 def test_a_scale_that_cannot_be_is_refused(drive, scale, words):
     runner = drive("llama").runner
     weights = dict(runner._weights()) | {"model.layers.0.self_attn.k_scale": torch.tensor(scale)}
-    broken = TorchRunner(runner.spec, lambda: weights, runner.options)
+    broken = TensorRunner(runner.spec, lambda: weights, runner.options)
     with pytest.raises(ToolkitError, match=rf"self_attn.k_scale: {words}"):
         broken.load_weights()

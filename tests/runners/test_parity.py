@@ -1,4 +1,4 @@
-"""The torch runner against transformers on the same weights, float32."""
+"""The tensor runner against transformers on the same weights, float32."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from toolkit.artifacts.weights import canonical_weights
 from toolkit.models.registry import load_spec
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.tensor import build, decoder
-from toolkit.runners.tensor import runner as module
-from toolkit.runners.tensor.runner import TorchRunner
+from toolkit.runners.tensor import device as module
+from toolkit.runners.tensor.runner import TensorRunner
 
 
 def group_int(
@@ -105,7 +105,7 @@ def logits(tiny_models, steps):
         for linear in spec.linears():
             if linear.name not in routers:
                 weights[linear.name] = convert(weights[linear.name].dequantize())
-        runner = TorchRunner(spec, lambda: weights, RunnerOptions(dtype=dtype, device="cpu", block_size=16))
+        runner = TensorRunner(spec, lambda: weights, RunnerOptions(dtype=dtype, device="cpu", block_size=16))
         driver = steps.Driver(runner)
         number = driver.add()
         prompt = np.random.default_rng(0).integers(3, 300, 25).tolist()

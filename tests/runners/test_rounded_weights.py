@@ -94,13 +94,13 @@ def test_an_engine_artifact_is_refused(tiny_models, tmp_path):
 
 
 def test_the_runner_for_gpus_takes_them(tiny_models, steps, support):
-    from toolkit.runners.tensor.cuda_runner import CudaRunner
+    from toolkit.runners.tensor.runner import TensorRunner
 
     opened = open_model(tiny_models("llama"), load_format="int8")
     options, graphs = RunnerOptions(device="cpu", dtype="float32", block_size=16), support("graphs")
     device = graphs.CpuDevice()
     ours = steps.Driver(
-        device.watch(CudaRunner(opened.spec, opened.weights, options, device, graphs.interpreted_ops()))
+        device.watch(TensorRunner(opened.spec, opened.weights, options, graphs=device, ops=graphs.interpreted_ops()))
     )
     oracle = steps.Driver(open_runner(tiny_models("llama"), backend="pytorch", options=options, load_format="int8")[0])
     ours.add(), oracle.add()

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from toolkit.kernels import registry
 from toolkit.runners.step import SamplingBatch, uniform
+from toolkit.runners.tensor.device import Cpu
 from toolkit.runners.tensor.ops import choose_ops
 from toolkit.runners.tensor.sampler import sample_rows
 
-OPS = choose_ops(torch.device("cpu"), torch.float32)
+OPS, CPU = choose_ops(torch.device("cpu"), torch.float32), Cpu()
 VOCAB = 70
 
 
@@ -101,7 +102,7 @@ def test_rows_follow_the_rules(seed, rows, steps):
     if seed % 3 == 0:
         logits = np.round(logits)  # ties
     batch = _random_batch(rng, rows, steps)
-    result = sample_rows(torch.from_numpy(logits.copy()), batch, OPS)
+    result = sample_rows(torch.from_numpy(logits.copy()), batch, OPS, CPU)
     for row in range(rows):
         token, logprobs = _walk(logits[row], batch, row)
         assert int(result.tokens[row]) == token

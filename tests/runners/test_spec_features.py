@@ -12,7 +12,7 @@ from toolkit.artifacts.canonical import Dense
 from toolkit.models.registry import build
 from toolkit.models.spec import AttentionSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec
 from toolkit.runners.base import RunnerOptions
-from toolkit.runners.tensor.runner import TorchRunner
+from toolkit.runners.tensor.runner import TensorRunner
 
 DIMS = {
     "vocab_size": 120,
@@ -51,7 +51,7 @@ def _map(spec, change):
 
 def _run(spec, weights, steps, dtype="float32"):
     """Logits of a prompt of 20 tokens in two chunks and two more steps, with a second sequence beside it."""
-    runner = TorchRunner(spec, lambda: weights, RunnerOptions(dtype=dtype, device="cpu", block_size=16))
+    runner = TensorRunner(spec, lambda: weights, RunnerOptions(dtype=dtype, device="cpu", block_size=16))
     driver, ids = steps.Driver(runner), _ids()
     one, other = driver.add(), driver.add()
     parts = [driver.step({one: ids[:13], other: [5, 6]}, "all").logits[:13]]

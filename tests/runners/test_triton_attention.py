@@ -1,4 +1,4 @@
-"""The torch runner with Triton's kernels around its cache, interpreted: the torch kernels' logits, for every cache."""
+"""The tensor runner with Triton's kernels around its cache, interpreted: the torch kernels' logits, for every cache."""
 
 from __future__ import annotations
 

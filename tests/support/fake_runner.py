@@ -8,6 +8,7 @@ tokens. On every step the arrays are also checked against each other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +102,7 @@ class FakeRunner:
     """``windows``: one entry a cache group, None = full. ``asynchronous``: steps run when their result is asked for."""
 
     name = "fake"
+    backend = "turbomind"
     device = "cpu"
     dtype = "float32"
 
@@ -116,6 +118,7 @@ class FakeRunner:
         self.spec = fake_spec(windows, vocab_size)
         self.options = RunnerOptions(block_size=block_size)
         self.asynchronous = asynchronous
+        self.notes: list[str] = []
         self.cheap = cheap  # constant tokens, no checks: for timing the engine itself
         self.queue: list[Handle] = []
         self.previous: NDArray[np.int32] = np.zeros(0, np.int32)
@@ -142,6 +145,10 @@ class FakeRunner:
 
     def release_cache(self) -> None:
         self.first, self.second = [], []
+
+    def warm_up(self, most: int, length: int, tokens: int) -> None: ...
+
+    def discard_blocks(self, group: int, blocks: Sequence[int]) -> None: ...
 
     def export_block(self, group: int, block: int) -> bytes:
         part = slice(block * self.options.block_size, (block + 1) * self.options.block_size)

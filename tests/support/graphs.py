@@ -228,8 +228,8 @@ class CpuDevice:
     memory fails; ``fail_captures``: so many captures do.
     """
 
-    capability = None
     torch = torch.device("cpu")
+    reserved, dense = 512 << 20, False
 
     def __init__(self) -> None:
         self.submitting = False
@@ -296,6 +296,16 @@ class CpuDevice:
             raise OutOfMemory("no more")
         raw = np.full(size, 0xA5, np.uint8)
         return torch.from_numpy(raw), raw
+
+    def put(self, arrays: Any) -> dict[str, Tensor]:
+        from toolkit.runners.tensor import staging
+
+        return staging.put(arrays, self)
+
+    def fetch(self, tensors: Any) -> Any:
+        from toolkit.runners.tensor import staging
+
+        return staging.fetch(tensors, self)
 
     def mark(self) -> Reached:
         return Reached(self)

@@ -59,7 +59,7 @@ class EngineArtifact:
         """
         if self.target != TORCH_TARGET:
             raise ToolkitError(
-                f"{self.path}: packed for {self.target}, which the torch runner cannot read; "
+                f"{self.path}: packed for {self.target}, expected target {TORCH_TARGET}; "
                 "convert the model again with --target torch"
             )
         from toolkit.artifacts.engine_torch import TorchWeights

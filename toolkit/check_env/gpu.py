@@ -36,8 +36,8 @@ def _runner(capability: int, named: str) -> tuple[str, str]:
     from toolkit.runners.tensor.support import LEAST_CAPABILITY
 
     if capability >= LEAST_CAPABILITY:
-        return "native runner", "runs"
-    return "native runner", f"needs compute capability 8.0 or newer, this GPU has {named}: the torch runner runs models"
+        return "turbomind", "runs"
+    return "turbomind", f"needs compute capability 8.0 or newer, this GPU has {named}: pytorch runs models"
 
 
 def _memory(free: float) -> tuple[str, str]:

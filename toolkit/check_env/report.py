@@ -106,8 +106,8 @@ def kernel_tests(target: Any) -> list[dict[str, Any]]:
 
 
 def engine_tests() -> list[dict[str, Any]]:
-    """The engine on each runner that there is: the one chosen by default, and torch where that is another."""
+    """The engine on each backend that there is: the one chosen by default, and pytorch where that is another."""
     tests = [engine_self_test()]
-    if "native runner" in tests[0]["detail"]:
+    if tests[0]["detail"].startswith("turbomind"):
         tests.append(engine_self_test("pytorch"))
     return tests

@@ -25,19 +25,19 @@ def engine_self_test(backend: Any = None, device: str = "auto") -> dict[str, Any
     """Generate in fp32, three ragged requests at once, chunked prefill. Keys: name, passed, detail, seconds."""
     begin = time.perf_counter()
     try:
-        runner_name, wrong = _run(backend, device)
+        runner, wrong = _run(backend, device)
     except Exception as error:
         passed, detail = False, f"{type(error).__name__}: {' '.join(str(error).split()) or 'no message'}"
     else:
         passed = not wrong
         total = len(PROMPT_LENGTHS) * NEW_TOKENS
-        detail = wrong or f"{runner_name} runner: {total} greedy tokens equal the numpy reference's"
+        detail = wrong or f"{runner}: {total} greedy tokens equal the numpy reference's"
     seconds = round(time.perf_counter() - begin, 2)
     return {"name": f"engine, {backend or 'auto'}", "passed": passed, "detail": detail, "seconds": seconds}
 
 
 def _run(backend: Any, device: str) -> tuple[str, str]:
-    """(runner's name, what differs or "")."""
+    """(backend and runner, what differs or "")."""
     weights = random_weights()
     rng = np.random.default_rng(1)
     prompts = {f"r{n}": rng.integers(0, CONFIG["vocab_size"], n).tolist() for n in PROMPT_LENGTHS}
@@ -45,6 +45,7 @@ def _run(backend: Any, device: str) -> tuple[str, str]:
         _write(Path(folder), weights)
         options = RunnerOptions(device=device, dtype="float32")
         runner, _ = open_runner(Path(folder), backend=backend, options=options)
+        which = f"{runner.backend}, {runner.name} runner"
         try:
             runner.load_weights()
             got = _generate(runner, prompts)
@@ -53,8 +54,8 @@ def _run(backend: Any, device: str) -> tuple[str, str]:
     for name, prompt in prompts.items():
         expected, _ = greedy(weights, prompt, NEW_TOKENS)
         if got[name] != expected:
-            return runner.name, f"{runner.name} runner: {len(prompt)} tokens in: expected {expected}, found {got[name]}"
-    return runner.name, ""
+            return which, f"{which}: {len(prompt)} tokens in: expected {expected}, found {got[name]}"
+    return which, ""
 
 
 def _write(folder: Path, weights: dict[str, Any]) -> None:

@@ -64,8 +64,7 @@ class EngineCore:
         self._held: dict[str, tuple[Building, EngineRequest, list[LogitsProcessor]]] = {}  # constraints not built yet
         self._outputs: list[EngineOutput] = []  # made between steps
         self._flying: deque[tuple[Step, StepHandle]] = deque()  # submitted, oldest first
-        asynchronous = bool(getattr(runner, "asynchronous", False))
-        self._lookahead = asynchronous if options.lookahead is None else options.lookahead
+        self._lookahead = runner.asynchronous if options.lookahead is None else options.lookahead
         self._arrivals = 0
         self._damage = ""
         self._generation_tokens = 0
@@ -73,7 +72,7 @@ class EngineCore:
         self._step_seconds = 0.0
         self._failures = 0  # since a step has last run
         self._block_bytes = runner.memory().block_bytes
-        self._give_back = getattr(runner, "discard_blocks", None) if runner.device == "cpu" else None
+        self._give_back = runner.discard_blocks if runner.device == "cpu" else None
         self._next_sweep = time.monotonic() + SWEEP_SECONDS
         self._long_from = long_rope_from(runner)
         self._nap = Nap(runner, self.blocks, options.num_blocks)

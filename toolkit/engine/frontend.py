@@ -22,13 +22,14 @@ from toolkit.engine.outage import PATIENCE, Outage
 from toolkit.engine.process_loop import ProcessLoop
 from toolkit.engine.request import EngineOutput, EngineRequest, Only
 from toolkit.engine.sampling_params import resolve
-from toolkit.engine.setup import Backend, Facts, Packed, Progress, find, start
+from toolkit.engine.setup import Facts, Packed, Progress, find, start
 from toolkit.engine.stream import RequestStream, Timings
 from toolkit.engine.wakeup import Bell
 from toolkit.engine_configs import EngineConfig
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.lmdeploy_options import notices
 from toolkit.messages import GenerationConfig, Response
+from toolkit.runners.base import Backend
 
 log = logging.getLogger(__name__)
 SCORED = GenerationConfig(max_new_tokens=1, prompt_logprobs=0)  # what a request asks for whose prompt alone is scored
@@ -118,6 +119,10 @@ class AsyncEngine:
     @property
     def runner_name(self) -> str:
         return self._facts.runner
+
+    @property
+    def backend(self) -> Backend:
+        return self._facts.backend
 
     @property
     def device(self) -> str:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import IO, TYPE_CHECKING, Any
 
 from toolkit import extras
 from toolkit.engine.core import EngineCore
@@ -15,7 +15,7 @@ from toolkit.engine.options import EngineOptions
 from toolkit.engine.verify import verify_tensors
 from toolkit.engine_configs import EngineConfig, PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.runners.base import RunnerError, RunnerOptions
+from toolkit.runners.base import Backend, RunnerError, RunnerOptions
 
 if TYPE_CHECKING:
     from toolkit.artifacts.tokenizer import Tokenizer
@@ -24,7 +24,6 @@ log = logging.getLogger(__name__)
 Progress = Callable[[str], None]
 # A model's path → where its weights are to be read, and the lock that keeps them there, held until the engine ends.
 Packed = Callable[[Path], tuple[Path, IO[bytes] | None]]
-Backend = Literal["turbomind", "pytorch"]
 CONFIGS: dict[str, type[TurbomindEngineConfig] | type[PytorchEngineConfig]] = {
     "turbomind": TurbomindEngineConfig,
     "pytorch": PytorchEngineConfig,
@@ -68,6 +67,7 @@ class Facts:
     plan: MemoryPlan
     runner_note: str
     runner: str
+    backend: Backend
     device: str
     dtype: str
     vocab_size: int
@@ -180,10 +180,9 @@ def start(setup: Setup, tokenizer: Tokenizer | None, progress: Progress) -> tupl
         progress(f"loading weights with the {runner.name} runner on {runner.device}")
         runner.load_weights()
         runner.allocate_cache(memory.num_blocks)
-        warm_up = getattr(runner, "warm_up", None)
-        if warm_up is not None:
+        if runner.device != "cpu":
             progress(f"preparing steps of up to {memory.max_batch_size} requests")
-            warm_up(memory.max_batch_size, memory.session_len, memory.max_prefill_token_num)
+        runner.warm_up(memory.max_batch_size, memory.session_len, memory.max_prefill_token_num)
     except MemoryError as e:
         runner.close()
         raise ToolkitError(f"{setup.path}: out of memory while loading ({e}); close other programs or quantize") from e
@@ -208,7 +207,7 @@ def start(setup: Setup, tokenizer: Tokenizer | None, progress: Progress) -> tupl
         tokenizer,
     )
     verify_tensors(setup.path, core.tell_damage)
-    return core, Facts(memory, note, runner.name, runner.device, runner.dtype, runner.spec.vocab_size)
+    return core, Facts(memory, note, runner.name, runner.backend, runner.device, runner.dtype, runner.spec.vocab_size)
 
 
 def _kv_wish(config: EngineConfig) -> float | int:

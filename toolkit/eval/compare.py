@@ -36,7 +36,7 @@ def compare(
     """Run both models over the text file ``data`` in windows that do not overlap, all tokens but each first scored.
 
     Returns perplexity_a, perplexity_b, kl (mean over tokens of KL(A ‖ B), nats), kl_stderr (of that mean, windows being
-    taken as independent), top1_agreement, tokens, window. ``options`` None: the torch runner in float32.
+    taken as independent), top1_agreement, tokens, window. ``options`` None: the tensor runner in float32.
     ``progress`` is called with (windows done, windows in all). Raises UsageError or ToolkitError, one line; two models
     whose tokenizers give the text different tokens cannot be compared.
     """

@@ -30,7 +30,7 @@ def perplexity(
     """exp of the mean negative log-likelihood of the tokens of the text file ``data`` ("heldout": the packaged text).
 
     Windows of ``window`` tokens start ``stride`` apart; each token is scored once. ``max_tokens``: so many from the
-    start of the text, None = all. ``config`` None: the torch runner in float32. ``progress`` is called with (tokens
+    start of the text, None = all. ``config`` None: the tensor runner in float32. ``progress`` is called with (tokens
     scored, tokens in all). Returns perplexity, tokens (scored ones), window, stride, backend, dtype. Raises UsageError
     or ToolkitError, one line.
     """
@@ -61,8 +61,7 @@ def perplexity(
             progress(stop, len(ids))
         if not math.isfinite(lost):
             raise ToolkitError(f"{model}: the model's log-probabilities are not finite; its weights are broken")
-        backend = "turbomind" if engine.runner_name == "native" else "pytorch"
-        dtype = engine.dtype
+        backend, dtype = engine.backend, engine.dtype
     mean = lost / scored
     return {
         "perplexity": math.exp(mean) if mean < 700 else math.inf,

@@ -1,14 +1,17 @@
-"""What the engine asks of a runner. Two exist: ``torch`` (any spec, any device torch has) and ``native``."""
+"""What the engine asks of a runner. Two exist: ``tensor`` (any spec, on any device of torch) and ``native``."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.step import StepBatch, StepOutput
 
 QUANT_POLICIES = (0, 4, 8, 16, 17)
+Backend = Literal["turbomind", "pytorch"]  # what users choose by: the fast way on this device, or kernel by kernel
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 
 @dataclass(frozen=True)
@@ -48,11 +51,14 @@ class RunnerError(Exception):
 class Runner(Protocol):
     """Executes the steps of one model. Not thread-safe: one engine loop owns it."""
 
-    name: str  # "torch" or "native"
+    name: str  # "tensor" or "native", as its folder is called
+    backend: Backend
     spec: DecoderSpec
     device: str
     dtype: str
     options: RunnerOptions
+    asynchronous: bool  # ``submit`` returns while the step runs, so that the caller can prepare the next one
+    notes: list[str]  # what a user should hear of how the model runs, one line each
 
     def memory(self) -> MemoryNeed: ...
 
@@ -65,6 +71,14 @@ class Runner(Protocol):
         """KV blocks for each cache group; replaces an earlier cache. ``release_cache`` undoes it."""
 
     def release_cache(self) -> None: ...
+
+    def warm_up(self, most: int, length: int, tokens: int) -> None:
+        """Prepare steps of up to ``most`` sequences of up to ``length`` tokens, with ``tokens`` new ones at most, so
+        that no request waits for it. Raises RunnerError where memory runs out.
+        """
+
+    def discard_blocks(self, group: int, blocks: Sequence[int]) -> None:
+        """Give the memory of blocks that no step uses back to the system where the device can; they are zeros then."""
 
     def submit(self, batch: StepBatch) -> StepHandle: ...
 

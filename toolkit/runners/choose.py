@@ -1,4 +1,8 @@
-"""Which runner executes a model: ``native`` (backend ``turbomind``) where it can, else ``torch`` (``pytorch``)."""
+"""Which runner executes a model.
+
+Backend ``turbomind`` is the ``native`` runner on a CPU and the ``tensor`` runner with graphs on a GPU. Where neither
+can run the model, and for ``pytorch``, it is the ``tensor`` runner without graphs.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,18 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from toolkit.engine_configs import LOAD_FORMATS
 from toolkit.errors import UsageError
 from toolkit.models.spec import DecoderSpec, StoredTensor
-from toolkit.runners.base import Runner, RunnerOptions
+from toolkit.runners.base import BACKENDS, Backend, Runner, RunnerOptions
 from toolkit.runners.native.library import explain_mapped_faults
 
 if TYPE_CHECKING:
     from toolkit.artifacts.adapter import LowRank
     from toolkit.models.family import Family
 
-Backend = Literal["turbomind", "pytorch"]
-BACKENDS = ("turbomind", "pytorch")
 _FORMATS = {None: "hf", "smooth_quant": "w8a8"}  # quant_method -> model_format, where they are spelled differently
 
 
@@ -142,7 +144,7 @@ def native_unsupported(opened: Opened, options: RunnerOptions) -> str | None:
 
 
 def cuda_unsupported(opened: Opened, options: RunnerOptions) -> str | None:
-    """Why the native runner cannot execute the model on the GPU, or None. Imports torch."""
+    """Why the tensor runner cannot capture the model's steps on the GPU, or None. Imports torch."""
     from toolkit.runners.tensor.support import unsupported
 
     return unsupported(opened.spec, opened.weights, options)
@@ -166,9 +168,9 @@ def open_runner(
 ) -> tuple[Runner, str]:
     """A runner for the model at ``path`` and one line on which it is and why (empty: nothing worth saying).
 
-    ``backend`` None picks native where it runs, else torch; an engine artifact's target decides by itself. "turbomind"
-    says in the note where torch stands in. Weights are not loaded yet. Raises ToolkitError or UsageError, one line,
-    for a model or an option that cannot be.
+    ``backend`` None picks turbomind where it runs, else pytorch; an engine artifact's target decides by itself.
+    "turbomind" says in the note where pytorch stands in. Weights are not loaded yet. Raises ToolkitError or UsageError,
+    one line, for a model or an option that cannot be.
     """
     if backend not in (None, *BACKENDS):
         raise UsageError(f"--backend: expected one of {', '.join(BACKENDS)}, found {backend!r}")
@@ -184,12 +186,12 @@ def open_runner(
     )
     why = ""
     if backend == "turbomind" or (backend is None and opened.target != "torch"):
-        native, why = _native_runner(opened, options, told=backend == "turbomind")
-        if native is not None:
-            return native, why
-    from toolkit.runners.tensor.runner import TorchRunner
+        fast, why = _fast_runner(opened, options, told=backend == "turbomind")
+        if fast is not None:
+            return fast, "; ".join(n for n in (why, *fast.notes) if n)
+    from toolkit.runners.tensor.runner import TensorRunner
 
-    runner = TorchRunner(opened.spec, _canonical(opened), options, _read_adapters(opened, options))
+    runner = TensorRunner(opened.spec, _canonical(opened), options, _read_adapters(opened, options))
     return runner, "; ".join(n for n in (why, *runner.notes) if n)
 
 
@@ -198,8 +200,8 @@ def _weights_device(options: RunnerOptions) -> str:
     return "cpu" if options.device == "auto" and not gpu_is_likely() else options.device
 
 
-def _native_runner(opened: Opened, options: RunnerOptions, told: bool) -> tuple[Runner | None, str]:
-    """(the native runner for the GPU or the CPU, or None where torch's has to stand in; one line that says why).
+def _fast_runner(opened: Opened, options: RunnerOptions, told: bool) -> tuple[Runner | None, str]:
+    """(the runner of turbomind for the GPU or the CPU, or None where pytorch's has to stand in; one line on why).
 
     ``told``: the user asked for it, and so hears where it cannot be.
     """
@@ -207,14 +209,17 @@ def _native_runner(opened: Opened, options: RunnerOptions, told: bool) -> tuple[
     if options.device.startswith("cuda") or (options.device == "auto" and gpu_is_likely()):
         reason = cuda_unsupported(opened, options)
         if reason is None:
-            from toolkit.runners.tensor.cuda_runner import CudaRunner
+            from toolkit.runners.tensor.cuda_device import CudaDevice
+            from toolkit.runners.tensor.find import find_device
+            from toolkit.runners.tensor.runner import TensorRunner
 
-            gpu = CudaRunner(opened.spec, _canonical(opened), options, adapters=_read_adapters(opened, options))
-            return gpu, "; ".join([*_packed_elsewhere(opened.target, gpu.device), *gpu.notes])
+            gpu, adapters = CudaDevice(find_device(options.device)), _read_adapters(opened, options)
+            runner = TensorRunner(opened.spec, _canonical(opened), options, adapters, graphs=gpu)
+            return runner, _packed_elsewhere(opened.target, runner.device)
         import torch
 
         if options.device != "auto" or torch.cuda.is_available():
-            return None, f"turbomind's native runner does not run on this GPU: {reason}; the torch runner stands in"
+            return None, f"turbomind does not run on this GPU: {reason}; pytorch stands in"
         why = f"the GPU is not used: {reason}; the CPU runs the model"
     reason = "it runs no LoRA adapters" if options.adapters else native_unsupported(opened, options)
     if reason is None:
@@ -224,22 +229,22 @@ def _native_runner(opened: Opened, options: RunnerOptions, told: bool) -> tuple[
             why = why or f"weights packed for {opened.target} are packed anew for this CPU"
         return NativeRunner(opened.spec, opened.weights, options), why
     if told or options.adapters:
-        why = f"turbomind's native runner does not run here: {reason}; the torch runner stands in"
+        why = f"turbomind's native runner does not run here: {reason}; pytorch stands in"
     return None, why
 
 
-def _packed_elsewhere(target: str | None, device: str) -> list[str]:
-    """One line where an artifact was packed for something else than the GPU ``device``, and what becomes of it."""
+def _packed_elsewhere(target: str | None, device: str) -> str:
+    """A line where an artifact was packed for something else than the GPU ``device``, on what becomes of it, or ""."""
     if target == "cpu":
-        return ["weights packed for cpu are unpacked for this GPU: `tool convert --target cuda-sm80` loads faster"]
+        return "weights packed for cpu are unpacked for this GPU: `tool convert --target cuda-sm80` loads faster"
     if target is None or not target.startswith("cuda-sm"):
-        return []
+        return ""
     import torch
 
     major, minor = torch.cuda.get_device_capability(device)
     if int(target.removeprefix("cuda-sm")) <= 10 * major + minor:
-        return []
-    return [f"weights packed for {target} run on this GPU of compute capability {major}.{minor}: both are packed alike"]
+        return ""
+    return f"weights packed for {target} run on this GPU of compute capability {major}.{minor}: both are packed alike"
 
 
 def _read_adapters(opened: Opened, options: RunnerOptions) -> list[dict[str, LowRank]]:

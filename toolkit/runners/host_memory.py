@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -32,6 +33,11 @@ def free_host_bytes() -> int:
             continue
         free = min(free, int(most) - used + int(fields.get(reclaimable, 0)))
     return max(free, 0)
+
+
+def host_bytes() -> int:
+    """Bytes of memory that the machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _available() -> int:

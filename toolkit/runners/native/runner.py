@@ -10,7 +10,7 @@ import numpy as np
 
 from toolkit.errors import UsageError
 from toolkit.models.spec import AttentionSpec, DecoderSpec, MlpSpec, MoeSpec
-from toolkit.runners.base import QUANT_POLICIES, MemoryNeed, RunnerError, RunnerOptions, StepHandle
+from toolkit.runners.base import QUANT_POLICIES, Backend, MemoryNeed, RunnerError, RunnerOptions, StepHandle
 from toolkit.runners.host_memory import free_host_bytes
 from toolkit.runners.native import library
 from toolkit.runners.native.arrays import Arrays, outputs_for
@@ -62,8 +62,9 @@ class NativeRunner:
     """
 
     name = "native"
+    backend: Backend = "turbomind"
     device = "cpu"
-    asynchronous = True  # submit returns while the step runs, so the caller can prepare the next one
+    asynchronous = True
 
     def __init__(
         self,
@@ -194,6 +195,9 @@ class NativeRunner:
         self._stepper.finish()
         if self._model is not None:
             self._library.tk_cache_release(self._model)
+
+    def warm_up(self, most: int, length: int, tokens: int) -> None:
+        """There is nothing to prepare: kernels are compiled beforehand."""
 
     def discard_blocks(self, group: int, blocks: Sequence[int]) -> None:
         """Give the memory of blocks that no step uses back to the system; they are zeros then."""

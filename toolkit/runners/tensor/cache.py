@@ -105,7 +105,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 class KVCache:
     """All layers' caches. Every group has one block more than asked for, which no request has: zeros to read beyond a
-    sequence's end, and where the runner for GPUs lets the sequences write that pad its steps.
+    sequence's end, and where the sequences that pad a graph's steps write.
     """
 
     def __init__(
@@ -133,13 +133,6 @@ class KVCache:
             (k, v), (kp, vp) = data, params or (None, None)
             self.layers[index] = LayerCache(k, v, kp, vp, cache_bits(policy))
             self._groups[attention.group].extend(self.layers[index].tensors())
-
-    def copy(self, group: int, pairs: np.ndarray) -> None:
-        """Copy blocks [C, 2] (source, destination); all sources are read before any destination is written."""
-        moves = torch.from_numpy(pairs.astype(np.int64))
-        for tensor in map(movable, self._groups[group]):
-            source, target = moves.to(tensor.device).unbind(1)
-            tensor[target] = tensor[source]
 
     def discard(self, group: int, blocks: Sequence[int]) -> None:
         """Give the memory of blocks that no step uses back to the system, on a CPU; they are zeros then."""

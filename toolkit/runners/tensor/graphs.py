@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from toolkit.kernels import KernelError
-from toolkit.runners.tensor.device import Device, Replay
+from toolkit.runners.tensor.device import GraphDevice, Replay
 from toolkit.runners.tensor.inputs import DecodeArrays, GraphKey
 from toolkit.runners.tensor.staging import Layout, send
 
@@ -41,7 +41,7 @@ class Graphs:
     next.
     """
 
-    device: Device
+    device: GraphDevice
     body: Body
     enabled: bool = True
     _graphs: OrderedDict[GraphKey, Graph] = field(default_factory=OrderedDict)

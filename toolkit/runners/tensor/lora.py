@@ -29,11 +29,6 @@ class AdapterStep:
         self.index: Tensor | None = None
         self.plan: object = None
 
-    def begin(self, batch: StepBatch, ops: Ops, device: torch.device) -> None:
-        """Take what the step's sequences ask for."""
-        index = self.of_tokens(batch)
-        self.use(None if index is None else torch.from_numpy(index).to(device), ops)
-
     def of_tokens(self, batch: StepBatch) -> np.ndarray | None:
         """The adapter of each token, int32 [T], -1 for none; None where no token has one."""
         if not self.count or not (batch.adapter >= 0).any():

@@ -9,7 +9,17 @@ import numpy as np
 
 from toolkit.runners.base import RunnerError
 from toolkit.runners.step import StepOutput
-from toolkit.runners.tensor.staging import Fetched
+from toolkit.runners.tensor.device import Fetched
+
+
+@dataclass
+class Failed:
+    """A step that could not run."""
+
+    error: RunnerError
+
+    def result(self) -> StepOutput:
+        raise self.error
 
 
 @dataclass

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from toolkit.runners.step import StepBatch
-from toolkit.runners.tensor.cuda_sampler import sample_rows
 from toolkit.runners.tensor.decoder import Decoder
 from toolkit.runners.tensor.device import Device
-from toolkit.runners.tensor.staging import put
+from toolkit.runners.tensor.sampler import sample_rows
 
 TARGET_ROWS = 256  # targets whose logits exist at one time
 
@@ -24,7 +23,7 @@ def produce(decoder: Decoder, x: Tensor, delta: Tensor | None, batch: StepBatch,
     names = ("sample", "logits", "hidden", "target")
     split = np.split(places.astype(np.int64), np.cumsum([len(a) for a in asked])[:-1])
     arrays = dict(zip(names, split, strict=True)) | {"rows": rows.astype(np.int64)}
-    t = put(arrays | {"target_ids": batch.target_ids.astype(np.int64)}, device)
+    t = device.put(arrays | {"target_ids": batch.target_ids.astype(np.int64)})
     h = decoder.hidden(x, delta, None if len(rows) == x.shape[0] else t["rows"])
     found: dict[str, Tensor] = {}
     if len(batch.sample_index):

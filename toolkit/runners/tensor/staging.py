@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit.runners.tensor.device import Device, Mark
+from toolkit.runners.tensor.device import Fetched, GraphDevice
 
 ALIGNMENT = 16  # of every array's address: kernels are compiled for it
 _TYPES: dict[np.dtype, torch.dtype] = {
@@ -52,7 +52,7 @@ class Layout:
         return {name: buffer[f.start : f.stop].view(_TYPES[f.dtype]).view(f.shape) for name, f in self.fields.items()}
 
 
-def send(arrays: Mapping[str, np.ndarray], layout: Layout, buffer: Tensor, device: Device) -> None:
+def send(arrays: Mapping[str, np.ndarray], layout: Layout, buffer: Tensor, device: GraphDevice) -> None:
     """Write ``arrays``, which must fit ``layout``, to ``buffer`` by one copy that is not waited for."""
     host, raw = device.pinned(layout.size)
     for name, field in layout.fields.items():
@@ -62,7 +62,7 @@ def send(arrays: Mapping[str, np.ndarray], layout: Layout, buffer: Tensor, devic
     buffer.copy_(host, non_blocking=True)
 
 
-def put(arrays: Mapping[str, np.ndarray], device: Device) -> dict[str, Tensor]:
+def put(arrays: Mapping[str, np.ndarray], device: GraphDevice) -> dict[str, Tensor]:
     """``arrays`` in fresh memory of the device, by one copy that is not waited for."""
     layout = Layout.of(arrays)
     buffer = torch.empty(layout.size, dtype=torch.uint8, device=device.torch)
@@ -70,15 +70,7 @@ def put(arrays: Mapping[str, np.ndarray], device: Device) -> dict[str, Tensor]:
     return layout.views(buffer)
 
 
-@dataclass(frozen=True)
-class Fetched:
-    """Tensors on their way to the host. ``arrays``: valid once ``mark`` is reached."""
-
-    arrays: dict[str, np.ndarray]
-    mark: Mark
-
-
-def fetch(tensors: Mapping[str, Tensor], device: Device) -> Fetched:
+def fetch(tensors: Mapping[str, Tensor], device: GraphDevice) -> Fetched:
     """Start copying contiguous ``tensors`` to one piece of pinned memory."""
     if not tensors:
         return Fetched({}, device.mark())

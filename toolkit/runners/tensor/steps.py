@@ -1,8 +1,12 @@
-"""Running steps: decode steps through graphs, all others kernel by kernel. Nothing here waits for the device."""
+"""Running steps: decode steps through graphs where the device captures them, all others kernel by kernel.
+
+With graphs nothing here waits for the device.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -14,9 +18,8 @@ from toolkit.runners.step import StepBatch
 from toolkit.runners.tensor.cache import KVCache, movable
 from toolkit.runners.tensor.checks import check_batch, check_sampling
 from toolkit.runners.tensor.context import StepContext
-from toolkit.runners.tensor.cuda_sampler import sample_rows
-from toolkit.runners.tensor.decoder import Decoder
-from toolkit.runners.tensor.device import Device
+from toolkit.runners.tensor.decoder import Decoder, Moe
+from toolkit.runners.tensor.device import Device, GraphDevice
 from toolkit.runners.tensor.draws import plain
 from toolkit.runners.tensor.graphs import Graphs
 from toolkit.runners.tensor.idle import idle_batch, idle_prompts
@@ -36,9 +39,10 @@ from toolkit.runners.tensor.lora import AdapterStep
 from toolkit.runners.tensor.pending import Pending
 from toolkit.runners.tensor.rope import RopeTables
 from toolkit.runners.tensor.rows import produce
-from toolkit.runners.tensor.staging import fetch, put
+from toolkit.runners.tensor.sampler import sample_rows
 from toolkit.runners.tensor.tiles import AttentionPlan, DecodeCut, Heads
 
+log = logging.getLogger(__name__)
 MOST_SAMPLED = 8192  # rows whose tokens the next step may refer to
 WARM_LENGTHS = (256, 512, 1024, 2048, 4096)  # tokens beyond which there are graphs from the start, with more tiles
 # Steps of more sequences than FEW_ROWS are captured for lengths beyond MANY_LENGTH when they first come.
@@ -48,8 +52,8 @@ Plans = dict[Kind, AttentionPlan]
 
 
 class Steps:
-    """One model and one cache at work. ``graphs``: whether decode steps may be captured; ``adapters``: what the
-    decoder's linears ask for the step's adapters.
+    """One model and one cache at work on ``device``. ``on_graphs``: the same device where decode steps are captured and
+    nothing may wait, else None; ``adapters``: what the decoder's linears ask for the step's adapters.
     """
 
     def __init__(
@@ -58,12 +62,12 @@ class Steps:
         decoder: Decoder,
         cache: KVCache,
         device: Device,
-        graphs: bool,
+        on_graphs: GraphDevice | None,
         adapters: AdapterStep,
     ) -> None:
         self.spec, self.decoder, self.cache, self.device = spec, decoder, cache, device
         self.adapters = adapters
-        self.graphs = Graphs(device, self._decode_body, enabled=graphs)
+        self.graphs = None if on_graphs is None else Graphs(on_graphs, self._decode_body, enabled=_capturable(decoder))
         self._rope = RopeTables({a.rope for _, a in spec.attention_layers() if a.rope is not None}, device.torch)
         self._tile_rows: dict[Kind, dict[Heads, int]] = {(a.group, a.window): {} for _, a in spec.attention_layers()}
         self._cuts: dict[tuple[Kind, Heads], DecodeCut] = {}  # of the decode step before
@@ -76,12 +80,12 @@ class Steps:
         self._check(batch)
         self._copy_blocks(batch)
         self._reach(int(batch.positions.max()))
-        if is_decode(batch):
-            tensors, capture = self._decode(batch)
+        if self.graphs is not None and is_decode(batch):
+            tensors, capture = self._decode(batch, self.graphs)
         else:
             tensors, capture = self._mixed(batch), None
         self._sampled = rows = len(batch.sample_index)
-        found = fetch(tensors, self.device)
+        found = self.device.fetch(tensors)
         if capture is not None:
             capture()
         spec = self.spec
@@ -91,26 +95,28 @@ class Steps:
     def warm_up(self, most: int, length: int, tokens: int) -> None:
         """Compile the kernels of steps of up to ``tokens`` tokens of sequences up to ``length``, and capture decode
         steps of up to ``most``, large ones first: smaller ones then fit the memory of their pool. Where there are
-        adapters, prompts and short sequences once more with them.
+        adapters, prompts and short sequences once more with them. Without graphs there is nothing to do.
         """
+        if self.graphs is None:
+            return
         self._reach(length - 1)
         spare, size = self.cache.num_blocks, self.cache.block_size
         adapters = (-1, 0) if self.adapters.count else (-1,)
         for adapter in adapters:
             for added in idle_prompts(length, tokens):
                 self._mixed(idle_batch(added, spare, size, adapter))
-            self._decode(idle_batch([(1, 1)], spare, size, adapter, self.spec.vocab_size))
+            self._decode(idle_batch([(1, 1)], spare, size, adapter, self.spec.vocab_size), self.graphs)
         for rows in sorted({graph_rows(n) for n in range(1, min(most, MOST_SAMPLED) + 1)}, reverse=True):
             beyond = (n + 1 for n in WARM_LENGTHS if n < length and (rows <= FEW_ROWS or n <= MANY_LENGTH))
             for total, adapter in (*((1, a) for a in adapters), *((n, -1) for n in beyond)):
-                _, capture = self._decode(idle_batch([(1, total)] * rows, spare, size, adapter))
+                _, capture = self._decode(idle_batch([(1, total)] * rows, spare, size, adapter), self.graphs)
                 if capture is not None:
                     capture()
         self._sampled = 0
 
     def _reach(self, position: int) -> None:
         """Have what positions up to this one need."""
-        if self._rope.reach(position):
+        if self._rope.reach(position) and self.graphs is not None:
             self.graphs.clear()
 
     def _check(self, batch: StepBatch) -> None:
@@ -125,7 +131,7 @@ class Steps:
         for group, pairs in enumerate(batch.copy_blocks):
             if not len(pairs):
                 continue
-            moves = put({"source": pairs[:, 0].astype(np.int64), "target": pairs[:, 1].astype(np.int64)}, self.device)
+            moves = self.device.put({"source": pairs[:, 0].astype(np.int64), "target": pairs[:, 1].astype(np.int64)})
             for index, attention in self.spec.attention_layers():
                 if attention.group == group:
                     for tensor in map(movable, self.cache.layers[index].tensors()):
@@ -133,14 +139,14 @@ class Steps:
 
     # -- decode steps
 
-    def _decode(self, batch: StepBatch) -> tuple[dict[str, Tensor], Callable[[], None] | None]:
+    def _decode(self, batch: StepBatch, graphs: Graphs) -> tuple[dict[str, Tensor], Callable[[], None] | None]:
         """One token for every sequence: (results on the device, what captures the step afterwards)."""
         n, draws = len(batch.seq_lens), plain(batch.sampling)
         spare, size = self.cache.num_blocks, self.cache.block_size
         adapters = self.adapters.of_tokens(batch)
         offset, tile_rows = self._rope.offset, self._tile_rows
         made = decode_arrays(batch, self.spec, spare, size, offset, tile_rows, self._cuts, draws, adapters)
-        logits, capture = self.graphs.run(made)
+        logits, capture = graphs.run(made)
         if logits is None:
             return {"tokens": self._previous[:n], "best": self._best[:n]}, capture
         sampled = sample_rows(logits[:n], batch.sampling, self.decoder.ops, self.device)
@@ -168,14 +174,17 @@ class Steps:
     def _mixed(self, batch: StepBatch) -> dict[str, Tensor]:
         """Prompts, or rows that a graph does not return: kernel by kernel."""
         adapters = self.adapters.of_tokens(batch)
-        arrays = token_arrays(batch, self.spec, self._rope.offset, adapters) | table_arrays(batch)
+        arrays = token_arrays(batch, self.spec, self._rope.offset, adapters)
+        if self.graphs is not None:
+            arrays |= table_arrays(batch)
         if batch.embeds is not None and len(batch.embed_index):
             arrays |= {"embeds": batch.embeds, "embed_index": batch.embed_index.astype(np.int64)}
-        t = put(arrays, self.device)
+        t = self.device.put(arrays)
         x = self._embed(t)
         if "embeds" in t:
             x = x.index_copy(0, t["embed_index"], t["embeds"].to(x.dtype))
-        x, delta = self._layers(x, t, self._plans(t, batch.cu_seqlens, batch.seq_lens), batch)
+        plans = self._kernels_plans(batch) if self.graphs is None else self._plans(t, batch.cu_seqlens, batch.seq_lens)
+        x, delta = self._layers(x, t, plans, batch)
         found = produce(self.decoder, x, delta, batch, self.device)
         if "tokens" in found:
             self._previous[: len(batch.sample_index)].copy_(found["tokens"])
@@ -187,16 +196,42 @@ class Steps:
         return self.decoder.embed(torch.where(source >= 0, taken, t["ids"]))
 
     def _plans(self, t: dict[str, Tensor], starts: np.ndarray, lengths: np.ndarray) -> Plans:
-        def send(arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
-            return put(arrays, self.device)
-
+        """Plans that no kernel has to wait for."""
         return {
-            kind: AttentionPlan(t[f"table{kind[0]}"], starts, lengths, kind[1], send, rows)
+            kind: AttentionPlan(t[f"table{kind[0]}"], starts, lengths, kind[1], self.device.put, rows)
             for kind, rows in self._tile_rows.items()
         }
 
-    def _layers(self, x: Tensor, t: dict[str, Tensor], plans: Plans, batch: StepBatch) -> tuple[Tensor, Tensor | None]:
+    def _kernels_plans(self, batch: StepBatch) -> dict[Kind, object]:
+        """What the attention that was chosen makes of the step by itself, None where it plans nothing."""
+        make, starts, size = self.decoder.ops.plan_attention, batch.cu_seqlens, self.cache.block_size
+        if make is None:
+            return dict.fromkeys(self._tile_rows)
+        return {
+            (group, window): make(
+                batch.block_tables[group],
+                starts,
+                batch.seq_lens,
+                size,
+                self.cache.num_blocks[group] + 1,
+                window,
+                self.device.torch,
+            )
+            for group, window in self._tile_rows
+        }
+
+    def _layers(
+        self, x: Tensor, t: dict[str, Tensor], plans: Mapping[Kind, object], batch: StepBatch
+    ) -> tuple[Tensor, Tensor | None]:
         self.adapters.use(t.get(ADAPTER), self.decoder.ops)
         slots = [t[f"slots{group}"] for group in range(len(self.spec.cache_groups))]
         context = StepContext(batch, self.cache, slots, self._rope.take(t["rope"]), dict(plans))
         return self.decoder.run(x, context)
+
+
+def _capturable(decoder: Decoder) -> bool:
+    """Whether decode steps can be graphs: experts that run one by one depend on what the router says."""
+    if not any(isinstance(s.mixer, Moe) and s.mixer.experts for s in decoder.steps):
+        return True
+    log.warning("experts of a form that no kernel runs together: decode steps run kernel by kernel")
+    return False

@@ -13,9 +13,19 @@ import numpy as np
 from torch import Tensor
 
 from toolkit.kernels.triton.attention_plan import DECODE_KEYS, Tiles, cut, kind_of, range_of
+from toolkit.models.spec import DecoderSpec
 
 Heads = tuple[int, int]  # query heads a key head, bits of the cache
 NOTHING = -1  # the sequence of a tile without work
+PART_KEYS = 256  # keys that one partial result of decode attention stands for
+PART_ROWS = 16  # rows of a partial result, padding included
+
+
+def partial_bytes(spec: DecoderSpec, block_bytes: tuple[int, ...], block_size: int, free: int) -> int:
+    """Partial results of decode attention over a cache that fills ``free`` bytes, rounded up as graphs are."""
+    tokens = free // max(1, sum(block_bytes)) * block_size
+    heads = max((a.kv_heads * a.head_dim for _, a in spec.attention_layers()), default=0)
+    return 2 * tokens // PART_KEYS * PART_ROWS * heads * 4
 
 
 @dataclass(frozen=True)
