@@ -77,13 +77,15 @@ def kind_of(new: np.ndarray, group: int) -> str:
 
 
 def borders(first: int, length: int) -> np.ndarray:
-    """Where ranges of keys begin: 0, first, 2·first … then by steps that double, up to ``length``."""
+    """Where ranges of keys begin: 0, first, 2·first … then by steps that double; up to a border that is not below
+    ``length``.
+    """
     found, step, at = [np.arange(EVEN_RANGES) * first], first, EVEN_RANGES * first
     while at < length:
         step *= 2
         found.append(at + np.arange(MORE_RANGES) * step)
         at += MORE_RANGES * step
-    return np.concatenate(found).astype(np.int64)
+    return np.concatenate([*found, [at]]).astype(np.int64)
 
 
 def range_of(keys: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:

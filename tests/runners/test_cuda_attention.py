@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from toolkit.kernels.triton.attention_plan import DECODE_KEYS
@@ -22,6 +22,7 @@ def in_order(items: np.ndarray) -> list[list[int]]:
     st.sampled_from([0, 4, 8]),
     st.integers(1, 4),
 )
+@example([16328], None, 0, 1)  # the next border is where ranges double
 def test_a_step_further_is_the_same_as_cut_anew(lengths, window, bits, group):
     at = np.array(lengths, np.int32)
     kept = DecodeCut.of(at, window, (group, bits), 16)

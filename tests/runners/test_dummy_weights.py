@@ -97,7 +97,7 @@ def test_the_flag_reaches_the_engine(tiny_models, tmp_path):
     path = _config(tiny_models, tmp_path / "shape")
     config = PytorchEngineConfig(load_format="dummy", device_type="cpu", session_len=64, max_batch_size=2)
     core, facts = start(find(str(path), config, "pytorch"), None, lambda text: None)
-    assert facts.runner == "torch" and facts.plan.session_len == 64
+    assert facts.runner == "tensor" and facts.plan.session_len == 64
     core.runner.close()
     with pytest.raises(UsageError, match="load_format"):
         PytorchEngineConfig(load_format="fast")

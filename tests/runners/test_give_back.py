@@ -22,7 +22,7 @@ def resident() -> int:
 def test_discarded_blocks_leave_memory(tiny_models: Any, backend: Any, policy: int) -> None:
     options = RunnerOptions(device="cpu", block_size=64, quant_policy=policy)
     runner, _ = open_runner(tiny_models("llama"), backend=backend, options=options)
-    assert runner.name == ("torch" if backend == "pytorch" else "native")
+    assert runner.name == ("tensor" if backend == "pytorch" else "native")
     runner.load_weights()
     size = runner.memory().block_bytes[0]
     count = (96 << 20) // size
@@ -32,7 +32,7 @@ def test_discarded_blocks_leave_memory(tiny_models: Any, backend: Any, policy: i
     for block in range(count):
         runner.import_block(0, block, content)
     full = resident()
-    runner.discard_blocks(0, list(range(1, count - 1)))  # type: ignore[attr-defined]
+    runner.discard_blocks(0, list(range(1, count - 1)))
     assert full - resident() > 0.5 * count * size
     assert runner.export_block(0, 0) == content and runner.export_block(0, count - 1) == content
     middle = runner.export_block(0, count // 2)
@@ -40,5 +40,5 @@ def test_discarded_blocks_leave_memory(tiny_models: Any, backend: Any, policy: i
     runner.import_block(0, count // 2, content)
     assert runner.export_block(0, count // 2) == content
     with pytest.raises(RunnerError):
-        runner.discard_blocks(0, [count])  # type: ignore[attr-defined]
+        runner.discard_blocks(0, [count])
     runner.close()
