@@ -97,7 +97,7 @@ def test_tokens_do_not_depend_on_how_the_work_is_done(family: str, tiny_models: 
             if way == "odd chunks":
                 assert core.stats()["prefix_hit_tokens"] > 0
         runner.close()
-    assert all(tokens == results["torch"] for tokens in results.values())
+    assert all(tokens == results["tensor"] for tokens in results.values())
 
 
 def test_the_host_draws_what_the_reference_kernel_draws() -> None:
