@@ -119,8 +119,7 @@ def meta_runner(config: dict[str, Any], capability: int, policy: int, block: int
 
     from toolkit.runners.base import RunnerOptions
     from toolkit.runners.dummy_weights import DummyWeights
-    from toolkit.runners.tensor import cuda_runner as runner
-    from toolkit.runners.tensor import linear
+    from toolkit.runners.tensor import linear, runner
     from toolkit.runners.tensor.ops import Ops, ops_by
 
     def choose_ops(device: torch.device, dtype: torch.dtype, **traits: Any) -> Ops:
