@@ -12,7 +12,7 @@ from toolkit.models.spec import DecoderSpec
 from toolkit.quant.forward import embed, head_logits, layer_forward
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.native import runner as native
-from toolkit.runners.tensor.runner import TorchRunner
+from toolkit.runners.tensor.runner import TensorRunner
 
 OPTIONS = RunnerOptions(dtype="float32", device="cpu", block_size=16, threads=1)
 EXAMPLES = 40
@@ -33,7 +33,7 @@ def _by_runner(make, spec, weights, ids, support):
 
 
 def _by_torch(spec, weights, ids, support):
-    return _by_runner(TorchRunner, spec, weights, ids, support)
+    return _by_runner(TensorRunner, spec, weights, ids, support)
 
 
 def _by_native(spec, weights, ids, support):
