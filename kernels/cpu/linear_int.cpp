@@ -321,7 +321,7 @@ void linear_pairs(const Matrix& w, const Rows& in, int64_t count, int64_t t0, in
 }
 
 bool same_shape(const Matrix& a, const Matrix& b) {
-    return a.bits == b.bits && a.group == b.group && a.minima == b.minima && a.cols == b.cols;
+    return a.bits == b.bits && a.group == b.group && a.minima == b.minima && a.dtype == b.dtype && a.cols == b.cols;
 }
 
 void gated_pairs(const Matrix& gate, const Matrix& up, const Rows& in, int64_t count, int64_t t0, int64_t t1,

@@ -58,7 +58,7 @@ def _accepts(executor, spec):
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("form", ["dense", "int4", "int8"])
+@pytest.mark.parametrize("form", ["dense", "int4", "int8", "mixed"])
 def test_every_executor_gives_the_reference_s_logits(executor, form, support):
     models, plain = support("random_specs"), support("plain_model")
     taken = 0

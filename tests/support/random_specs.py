@@ -2,17 +2,18 @@
 
 ``specs(quantized=False)``: a strategy of ``DecoderSpec``; with ``quantized`` all experts of a token are chosen, for
 what rounding does to a router's choice is no fault. ``weights(spec, form, seed)``: canonical weights, the linears of
-the layers "dense", "int4" (groups of 16) or "int8" (a scale a row).
+the layers "dense", "int4" (groups of 16), "int8" (a scale a row) or "mixed", each as chance has it.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
-from toolkit.artifacts.canonical import Dense
+from toolkit.artifacts.canonical import Dense, GroupInt
 from toolkit.artifacts.rounding import to_channel_int8, to_group_int
 from toolkit.models.check import check_spec
 from toolkit.models.decoder import Dims, assemble
@@ -28,7 +29,7 @@ from toolkit.models.spec import (
 )
 
 VOCAB, LENGTH = 96, 40
-FORMS = ("dense", "int4", "int8")
+FORMS = ("dense", "int4", "int8", "mixed")
 _HEADS = ((1, 1, 32), (2, 1, 16), (4, 2, 24), (4, 4, 16), (6, 2, 8), (3, 1, 48))  # heads, kv heads, numbers a head
 _ROPES = (
     None,
@@ -177,12 +178,24 @@ def weights(spec: Any, form: str, seed: int) -> dict[str, Any]:
     routers = spec.routers()
     for x in spec.linears():
         w = normal(x.out_features, x.in_features) * 1.2 / x.in_features**0.5
+        own = FORMS[int(torch.randint(3, (), generator=g))] if form == "mixed" else form
         found[x.name] = Dense(w)
-        if form == "int4" and x.name not in routers:
-            found[x.name] = to_group_int(w, 4, 16)
-        elif form == "int8" and x.name not in routers:
+        if own == "int4" and x.name not in routers:
+            found[x.name] = _reordered(to_group_int(w, 4, 16), g) if form == "mixed" else to_group_int(w, 4, 16)
+        elif own == "int8" and x.name not in routers:
             found[x.name] = to_channel_int8(w, x.name)
     return found
+
+
+def _reordered(weight: GroupInt, g: torch.Generator) -> GroupInt:
+    """Now and then with columns that belong to the groups in another order."""
+    columns = weight.shape[1]
+    if torch.rand((), generator=g) < 0.5:
+        return weight
+    order = torch.randperm(columns, generator=g)
+    index = torch.empty(columns, dtype=torch.int32)
+    index[order] = torch.arange(columns, dtype=torch.int32) // weight.group_size
+    return replace(weight, group_index=index)
 
 
 def dense(found: dict[str, Any]) -> dict[str, Any]:

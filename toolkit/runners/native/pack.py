@@ -18,6 +18,7 @@ from torch import Tensor
 from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8, GroupInt, Weight
 from toolkit.artifacts.rounding import to_group_int
 from toolkit.models.spec import DecoderSpec
+from toolkit.runners.native.agreement import Agreement
 from toolkit.runners.native.packed import (
     BF16,
     DENSE,
@@ -327,26 +328,28 @@ def pack_model(
     layers = {linear.name for linear in spec.linears()}
     unused = {spec.head} if spec.tied else set()
     waiting: list[tuple[str, Dense]] = []
+    out = Agreement(spec, notes)
     for name, value in weights:
         if name in unused:
             continue
         if isinstance(value, Tensor):
-            yield name, vector(value.float().numpy())
-            continue
-        if name in layers:
+            out.add(name, vector(value.float().numpy()))
+        elif name in layers:
             if head_bits is None:
                 head_bits = 16 if isinstance(value, Dense) else 8
-            yield name, pack_nearest(name, value, notes)
+            out.add_linear(name, value, pack_nearest(name, value, notes))
         elif isinstance(value, Dense):
             waiting.append((name, value))
         else:
-            yield name, pack_nearest(name, value, notes)
+            out.add(name, pack_nearest(name, value, notes))
         if head_bits is not None:
             for held, dense in waiting:
-                yield held, _pack_head(held, dense, head_bits, notes)
+                out.add(held, _pack_head(held, dense, head_bits, notes))
             waiting = []
+        yield from out.take()
     for held, dense in waiting:
-        yield held, _pack_head(held, dense, 16, notes)
+        out.add(held, _pack_head(held, dense, 16, notes))
+    yield from out.take(last=True)
 
 
 def _pack_head(name: str, w: Dense, bits: int, notes: list[str]) -> PackedTensor:
