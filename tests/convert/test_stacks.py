@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from toolkit.artifacts.canonical import Fp4
 from toolkit.artifacts.checkpoint import open_checkpoint
-from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
+from toolkit.artifacts.weights import canonical_weights, load_part, validate_checkpoint
 from toolkit.convert.formats import rewrite
 from toolkit.models.registry import load_spec
 from toolkit.quant.lite import auto_awq, mxfp4
@@ -50,6 +50,18 @@ def test_dense_tensors_come_back_bit_by_bit(family, tiny_models, tmp_path):
     ours, theirs = _tensors(tmp_path / "hf"), _tensors(source)
     assert {n: t.shape for n, t in ours.items()} == {n: t.shape for n, t in theirs.items()}
     _same(ours, theirs)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "internlm2"])
+def test_parts_read_one_by_one_are_those_read_together(family, tiny_models):
+    checkpoint = open_checkpoint(tiny_models(family))
+    _, stored = load_spec(checkpoint)
+    whole = canonical_weights(checkpoint, stored)
+    single = {name: x for item in stored for part in item.parts for name, x in load_part(checkpoint, item, part)}
+    assert single.keys() == whole.keys()
+    for name, value in single.items():
+        a, b = (x if isinstance(x, torch.Tensor) else x.weight for x in (value, whole[name]))
+        assert torch.equal(a, b), name
 
 
 @pytest.mark.parametrize("to", ["w8a8", "fp8", "mxfp4"])

@@ -50,20 +50,34 @@ def _by_calibration(spec, weights, ids, support):
     return head_logits(spec, w, x)[0].numpy()
 
 
-EXECUTORS = {"torch": _by_torch, "native": _by_native, "calibration": _by_calibration}
+def _by_graphs(spec, weights, ids, support):
+    """The runner for GPUs, on a CPU."""
+    from toolkit.runners.tensor.cuda_runner import CudaRunner
+
+    graphs = support("graphs")
+    device = graphs.CpuDevice()
+
+    def make(*args):
+        return device.watch(CudaRunner(*args, device, graphs.interpreted_ops()))
+
+    return _by_runner(make, spec, weights, ids, support)
+
+
+EXECUTORS = {"torch": _by_torch, "native": _by_native, "calibration": _by_calibration, "graphs": _by_graphs}
+SLOW = pytest.param("graphs", marks=pytest.mark.slow)  # Triton's interpreter takes ten seconds a model
 
 
 def _accepts(executor, spec):
     return executor != "native" or native.unsupported(spec, OPTIONS) is None
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("executor", ["torch", "native", "calibration", SLOW])
 @pytest.mark.parametrize("form", ["dense", "int4", "int8", "mixed"])
 def test_every_executor_gives_the_reference_s_logits(executor, form, support):
     models, plain = support("random_specs"), support("plain_model")
-    taken = 0
+    taken, examples = 0, 8 if executor == "graphs" else EXAMPLES
 
-    @settings(max_examples=EXAMPLES, deadline=None)
+    @settings(max_examples=examples, deadline=None)
     @given(st.data())
     def check(data):
         nonlocal taken
@@ -82,4 +96,4 @@ def test_every_executor_gives_the_reference_s_logits(executor, form, support):
         assert error < (ROUNDED if rounds else 1e-4)
 
     check()
-    assert taken > EXAMPLES // 2 or native.available() is not None
+    assert taken > examples // 2 or native.available() is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from toolkit.artifacts.checkpoint import Checkpoint
@@ -150,6 +151,25 @@ def load_stored(checkpoint: Checkpoint, item: StoredTensor) -> tuple[Weight | Te
         return found.reshape(-1), checkpoint.tensor(item.bias_name).reshape(-1) if item.bias else None
     found = found.transpose(-1, -2) if item.transposed else found
     return Dense(found.reshape(item.matrix)), _bias(checkpoint, item)
+
+
+def load_part(checkpoint: Checkpoint, item: StoredTensor, part: Part) -> Iterator[tuple[str, Weight | Tensor]]:
+    """One parameter of a stored module, and its bias, as ``split_parts`` gives them; of a dense stack of experts only
+    the matrix is read that it is in."""
+    one = replace(item, parts=(part,))
+    form = format_of(checkpoint)
+    if len(item.shape) < 3 or (form is not None and _is_quantized(checkpoint, form, item)):
+        yield from split_parts(one, *load_stored(checkpoint, item))
+        return
+    from toolkit.artifacts.canonical import Dense
+
+    size = item.straight[-2]
+    start = item.rows_of(part)[0] // size * size
+    inside = tuple((r[0] - start, r[1] - start, *r[2:]) for r in part.rows or ())
+    matrix = checkpoint.tensor(item.weight_name).reshape(-1, *item.shape[-2:])[start // size]
+    bias = checkpoint.tensor(item.bias_name).reshape(-1)[start : start + size] if item.bias else None
+    one = replace(item, parts=(replace(part, rows=inside),))
+    yield from split_parts(one, Dense(matrix.T if item.transposed else matrix), bias)
 
 
 def as_stored(item: StoredTensor, value: Tensor, bias: Tensor | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,7 +12,7 @@ from toolkit.artifacts.canonical import Dense, Weight
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
 from toolkit.artifacts.formats.gguf_types import BLOCK_TYPES
 from toolkit.artifacts.formats.gguf_types import METHOD as GGUF
-from toolkit.artifacts.weights import is_present, iter_canonical, load_stored, split_parts, validate_checkpoint
+from toolkit.artifacts.weights import is_present, iter_canonical, load_part, validate_checkpoint
 from toolkit.errors import ToolkitError
 from toolkit.models.registry import load_spec
 from toolkit.models.spec import DecoderSpec, LayerSpec, LinearSpec, StoredTensor
@@ -52,7 +51,7 @@ class LayerSource:
     def layer(self, index: int, device: torch.device) -> Mapping[str, Tensor]:
         """Layer ``index`` as float32 tensors by canonical name (``X``, ``X.bias``), each read when it is asked for."""
         places = {
-            name: replace(item, parts=(part,))
+            name: (item, part)
             for item in self.stored[index]
             if not item.optional or is_present(self.checkpoint, item)
             for part in item.parts
@@ -60,9 +59,8 @@ class LayerSource:
         }
 
         def read(name: str) -> Tensor:
-            item = places[name]
-            found = dict(split_parts(item, *load_stored(self.checkpoint, item)))[name]
-            value = plain(found).to(device).to(torch.float32)
+            found = dict(load_part(self.checkpoint, *places[name]))[name]
+            value = plain(found).to(device).to(torch.float32).contiguous()
             self.checkpoint.release()
             give_back(beyond=GAPS)  # experts are read one after another, and leave gaps where they were
             return value
