@@ -9,6 +9,8 @@ import typer
 from toolkit.commands.output import stdout, table, write_json
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from toolkit.artifacts.inspect import Inspection
 
 
@@ -28,19 +30,35 @@ def run(
     from toolkit.artifacts.source import resolve_model
 
     check_json("--json", json, ("kind", "stage", "parent", "quality"))
-    found = inspect(resolve_model(model), verify)
+    path = resolve_model(model)
+    found = inspect(path, verify)
     write_json(json, found.record)
     if json != "-":
-        _show(found)
+        _show(found, _refusals(path))
 
 
-def _show(found: Inspection) -> None:
+def _refusals(path: Path) -> list[tuple[str, str]]:
+    """A row for each executor that does not take the model, or one where none does."""
+    from toolkit.artifacts.checkpoint import open_checkpoint
+    from toolkit.artifacts.engine import open_engine
+    from toolkit.errors import ToolkitError
+    from toolkit.models.registry import load_spec
+    from toolkit.runners.executors import refusals
+
+    try:
+        spec = open_engine(path).spec if (path / "engine.json").is_file() else load_spec(open_checkpoint(path))[0]
+    except ToolkitError as error:
+        return [("does not run", str(error))]
+    return [("not for", f"{name}: {reason}") for name, reason in refusals(spec).items()]
+
+
+def _show(found: Inspection, refused: list[tuple[str, str]]) -> None:
     from rich.markup import escape
     from rich.tree import Tree
 
     console = stdout()
     record = found.record
-    facts = [("kind", record["kind"]), *found.facts, ("size", _bytes(record["size_bytes"]))]
+    facts = [("kind", record["kind"]), *found.facts, ("size", _bytes(record["size_bytes"])), *refused]
     if record["stage"]:
         facts += [("made by", f"{record['stage']}, version {record['tool_version']}, {record['created']}")]
     if found.checked:

@@ -56,6 +56,20 @@ def test_plain_checkpoint_and_gguf_have_all_keys(tiny_models: Any, support: Any,
     assert dict(inspect(gguf).facts)["quantization"] == "gguf"
 
 
+def test_what_cannot_take_the_model_is_said(tiny_models: Any, capsys: Any, tmp_path: Path) -> None:
+    """From the spec alone; of a model that nothing runs, why."""
+    _, plain, _ = tool(capsys, "inspect", str(tiny_models("qwen2")))
+    assert "not for" not in plain
+    _, refused, _ = tool(capsys, "inspect", str(tiny_models("cohere")))
+    assert "GGUF" in refused and "native" not in refused
+    strange = tmp_path / "strange"
+    shutil.copytree(tiny_models("qwen2"), strange)
+    config = json.loads((strange / "config.json").read_text())
+    (strange / "config.json").write_text(json.dumps(config | {"architectures": ["Strange"], "model_type": "strange"}))
+    code, told, _ = tool(capsys, "inspect", str(strange))
+    assert code == 0 and "does not run" in told and "Strange" in told
+
+
 def test_lineage_goes_back_to_the_source(engine: Path, tiny_models: Any) -> None:
     found = inspect(engine, verify=True)
     assert set(found.record) == KEYS and found.record["kind"] == "engine"

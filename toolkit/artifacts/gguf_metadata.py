@@ -64,6 +64,15 @@ def model_metadata(spec: DecoderSpec, context_length: int) -> ModelMetadata:
     )
 
 
+def unsupported(spec: DecoderSpec) -> str | None:
+    """Why llama.cpp's architectures cannot hold the model, or None."""
+    try:
+        model_metadata(spec, spec.max_position)
+    except ToolkitError as error:
+        return str(error).removeprefix("gguf: ")
+    return None
+
+
 def _main_rope(layers: list[AttentionSpec]) -> RopeSpec | None:
     """The rope that the file states: of the layers that see everything, where they have one."""
     ropes = [attention.rope for attention in layers if attention.window is None] + [x.rope for x in layers]

@@ -41,5 +41,5 @@ FAMILY = Family(
         Tiny(dict(logit_scale=0.25, use_qk_norm=True)),
         Tiny(dict(logit_scale=0.5, attention_bias=True, num_key_value_heads=1, tie_word_embeddings=False)),
     ),
-    "its rotary pairs stand as llama.cpp's command-r has them, which this tool does not write yet",
+    "GGUF files of Command-R are neither read nor written",
 )

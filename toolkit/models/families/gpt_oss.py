@@ -85,5 +85,5 @@ FAMILY = Family(
         Tiny(dict(SIZES, rope_parameters=YARN)),
         Tiny(dict(SIZES, rope_parameters=PLAIN, attention_bias=False, layer_types=["full_attention"] * 2)),
     ),
-    "llama.cpp's gpt-oss has sinks and experts with biases, which this tool does not write yet",
+    "GGUF files of gpt-oss are neither read nor written",
 )
