@@ -354,6 +354,21 @@ def fused_qkv(dims: Dims, name: str) -> Fused:
     )
 
 
+def fused_by_kv_head(dims: Dims, name: str) -> Fused:
+    """For each kv head the rows of its query heads, then of the key head, then of the value head, in ``name``."""
+    d, q_per_kv = dims.head_dim, dims.heads // dims.kv_heads
+    block = (q_per_kv + 2) * d
+    starts = [h * block for h in range(dims.kv_heads)]
+    return Fused(
+        name,
+        {
+            "self_attn.q_proj": tuple((s, s + q_per_kv * d) for s in starts),
+            "self_attn.k_proj": tuple((s + q_per_kv * d, s + (q_per_kv + 1) * d) for s in starts),
+            "self_attn.v_proj": tuple((s + (q_per_kv + 1) * d, s + block) for s in starts),
+        },
+    )
+
+
 def fused_gate_up(dims: Dims, name: str) -> Fused:
     """The rows of the gate, then of the up projection in the module ``name``."""
     n = dims.intermediate

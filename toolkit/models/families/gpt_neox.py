@@ -6,10 +6,9 @@ from __future__ import annotations
 from functools import partial
 
 from toolkit.models.config_fields import Fields
-from toolkit.models.decoder import Built, Dims, Fused, layer_norm, llama_like, plain_mlp, read_dims, renamed
+from toolkit.models.decoder import Built, fused_by_kv_head, layer_norm, llama_like, plain_mlp, read_dims, renamed
 from toolkit.models.family import Family, Tiny
 from toolkit.models.rope_config import read_rope
-from toolkit.models.spec import Rows
 
 NAMES = {
     "model.embed_tokens": "gpt_neox.embed_in",
@@ -43,18 +42,8 @@ def build(config: Fields) -> Built:
         norm=partial(layer_norm, eps=dims.eps, bias=True),
         parallel=config.flag("use_parallel_residual", True),
         rename=lambda name: endings(name).replace("model.layers.", "gpt_neox.layers."),
-        fused=[_heads(dims)],
+        fused=[fused_by_kv_head(dims, "attention.query_key_value")],
     )
-
-
-def _heads(dims: Dims) -> Fused:
-    """Of each head the rows of q, of k and of v."""
-    d = dims.head_dim
-    rows: dict[str, Rows] = {
-        f"self_attn.{name}_proj": tuple(((3 * h + part) * d, (3 * h + part + 1) * d) for h in range(dims.heads))
-        for part, name in enumerate("qkv")
-    }
-    return Fused("attention.query_key_value", rows)
 
 
 FAMILY = Family(

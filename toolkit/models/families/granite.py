@@ -18,11 +18,18 @@ def build(config: Fields) -> Built:
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=config.flag("mlp_bias", False),
-        scale=config.number("attention_multiplier", default=1.0),
-        residual_scale=config.number("residual_multiplier", default=1.0),
-        embed_scale=config.number("embedding_multiplier", default=1.0),
-        head_scale=1 / config.number("logits_scaling", default=1.0),
+        **multipliers(config),
     )
+
+
+def multipliers(config: Fields) -> dict[str, Any]:
+    """The four of ``llama_like`` that Granite states."""
+    return {
+        "scale": config.number("attention_multiplier", default=1.0),
+        "residual_scale": config.number("residual_multiplier", default=1.0),
+        "embed_scale": config.number("embedding_multiplier", default=1.0),
+        "head_scale": 1 / config.number("logits_scaling", default=1.0),
+    }
 
 
 def scales(spec: DecoderSpec) -> dict[str, Any]:

@@ -1,12 +1,10 @@
-"""InternLM2: Llama under other names, with q, k and v in one matrix. Source: the model's own ``modeling_internlm2.py``.
-
-``wqkv`` holds, for each kv head, the rows of its query heads, then of the key head, then of the value head.
-"""
+"""InternLM2: Llama under other names, with q, k and v joined kv head by kv head. Source: the model's own
+``modeling_internlm2.py``."""
 
 from __future__ import annotations
 
 from toolkit.models.config_fields import Fields
-from toolkit.models.decoder import Built, Dims, Fused, llama_like, read_dims, renamed
+from toolkit.models.decoder import Built, fused_by_kv_head, llama_like, read_dims, renamed
 from toolkit.models.families import llama
 from toolkit.models.family import Family, Tiny
 
@@ -25,20 +23,13 @@ NAMES = {
 def build(config: Fields) -> Built:
     dims = read_dims(config)
     bias = config.flag("bias", False)
-    return llama_like(config, dims, qkv_bias=bias, o_bias=bias, rename=renamed(NAMES), fused=[_wqkv(dims)])
-
-
-def _wqkv(dims: Dims) -> Fused:
-    d, q_per_kv = dims.head_dim, dims.heads // dims.kv_heads
-    block = (q_per_kv + 2) * d
-    starts = [h * block for h in range(dims.kv_heads)]
-    return Fused(
-        "attention.wqkv",
-        {
-            "self_attn.q_proj": tuple((s, s + q_per_kv * d) for s in starts),
-            "self_attn.k_proj": tuple((s + q_per_kv * d, s + (q_per_kv + 1) * d) for s in starts),
-            "self_attn.v_proj": tuple((s + (q_per_kv + 1) * d, s + block) for s in starts),
-        },
+    return llama_like(
+        config,
+        dims,
+        qkv_bias=bias,
+        o_bias=bias,
+        rename=renamed(NAMES),
+        fused=[fused_by_kv_head(dims, "attention.wqkv")],
     )
 
 

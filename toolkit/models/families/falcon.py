@@ -1,0 +1,94 @@
+"""Falcon 7B, 11B, 40B, 180B: layer norms, a plain MLP beside attention, q, k and v joined kv head by kv head. Source:
+transformers ``FalconForCausalLM``."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from toolkit.models.config_fields import MAX_LAYERS, Fields
+from toolkit.models.decoder import (
+    PARALLEL_NORM,
+    PRE_NORMS,
+    Built,
+    Dims,
+    LayerNorms,
+    fused_by_kv_head,
+    layer_norm,
+    llama_like,
+    plain_mlp,
+    read_dims,
+    renamed,
+)
+from toolkit.models.family import Family, Tiny
+
+NAMES = {
+    "model.embed_tokens": "transformer.word_embeddings",
+    "model.norm": "transformer.ln_f",
+    "self_attn.o_proj": "self_attention.dense",
+    "mlp.up_proj": "mlp.dense_h_to_4h",
+    "mlp.down_proj": "mlp.dense_4h_to_h",
+}
+TWO_NORMS: LayerNorms = (("ln_attn", None), ("ln_mlp", None))
+
+
+def build(config: Fields) -> Built:
+    if config.flag("alibi", False):
+        config.fail("alibi", True, "false: positions by ALiBi (Falcon-RW) do not run")
+    dims = _dims(config)
+    bias = config.flag("bias", False)
+    act = config.activation("activation", default="gelu")
+    norms, parallel = _arrangement(config)
+    endings = renamed(NAMES)
+    return llama_like(
+        config,
+        dims,
+        qkv_bias=bias,
+        o_bias=bias,
+        activation=act,
+        feed_forward=lambda i: plain_mlp(i, dims, act, bias),
+        norm=partial(layer_norm, eps=dims.eps, bias=True),
+        norms=norms,
+        parallel=parallel,
+        rename=lambda name: endings(name).replace("model.layers.", "transformer.h."),
+        fused=[fused_by_kv_head(dims, "self_attention.query_key_value")],
+    )
+
+
+def _dims(config: Fields) -> Dims:
+    """The sizes, of which some have names of their own; the oldest files have ``n_layer`` and ``n_head``."""
+    heads = config.integer("num_attention_heads", "n_head", high=100_000)
+    kv_heads = config.integer("num_kv_heads", "n_head_kv", default=heads, high=100_000)
+    if config.flag("multi_query", True) and not config.flag("new_decoder_architecture", False):
+        kv_heads = 1
+    usual = {
+        "num_hidden_layers": config.integer("num_hidden_layers", "n_layer", high=MAX_LAYERS),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": config.integer("ffn_hidden_size", default=4 * config.integer("hidden_size")),
+        "max_position_embeddings": config.integer("max_position_embeddings", default=2048, high=1 << 30),
+    }
+    return read_dims(Fields({**config.values, **usual}, config.source), eps=1e-5, tied=True)
+
+
+def _arrangement(config: Fields) -> tuple[LayerNorms, bool]:
+    """The norms of a layer, and whether its sublayers stand side by side."""
+    new = config.flag("new_decoder_architecture", False)
+    if not config.flag("parallel_attn", True):
+        return PRE_NORMS, False
+    two = config.integer("num_ln_in_parallel_attn", default=2 if new else 1, high=2) == 2
+    return (TWO_NORMS if new and two else PARALLEL_NORM), True
+
+
+FAMILY = Family(
+    "falcon",
+    "Falcon 7B, 2 11B, 40B, 180B",
+    ("FalconForCausalLM", "RWForCausalLM"),
+    build,
+    (
+        Tiny(dict(multi_query=True)),
+        Tiny(dict(new_decoder_architecture=True, num_kv_heads=2)),
+        Tiny(dict(new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1, bias=True)),
+        Tiny(dict(multi_query=False, parallel_attn=False, bias=True, tie_word_embeddings=False)),
+    ),
+    "llama.cpp joins q, k and v of Falcon in its own way, which this tool does not write yet",
+)

@@ -1,0 +1,61 @@
+"""Granite 3 MoE: Granite with experts that are stacked in one tensor a layer. Source: transformers
+``GraniteMoeForCausalLM``."""
+
+from __future__ import annotations
+
+from toolkit.models.config_fields import Fields
+from toolkit.models.decoder import Built, Dims, Fused, experts, llama_like, read_dims, read_experts, renamed
+from toolkit.models.families import granite
+from toolkit.models.family import Family, Tiny
+from toolkit.models.spec import Rows
+
+NAMES = {
+    "mlp.gate": "block_sparse_moe.router.layer",
+    "mlp.input_linear": "block_sparse_moe.input_linear",
+    "mlp.output_linear": "block_sparse_moe.output_linear",
+}
+
+
+def build(config: Fields) -> Built:
+    dims = read_dims(config)
+    act = config.activation("hidden_act")
+    count, top_k = read_experts(config, dims.layers, "num_local_experts", "num_experts")
+    bias = config.flag("attention_bias", False)
+    return llama_like(
+        config,
+        dims,
+        qkv_bias=bias,
+        o_bias=bias,
+        feed_forward=lambda i: experts(
+            i, dims.hidden, dims.intermediate, act, count=count, top_k=top_k, norm_topk=True
+        ),
+        rename=renamed(NAMES),
+        fused=_stacks(dims, count),
+        **granite.multipliers(config),
+    )
+
+
+def _stacks(dims: Dims, count: int) -> list[Fused]:
+    """``input_linear`` [experts, 2 · inner, in], gate before up, and ``output_linear`` [experts, in, inner]."""
+    inner, hidden = dims.intermediate, dims.hidden
+    both: dict[str, Rows] = {}
+    for e in range(count):
+        start = 2 * inner * e
+        both[f"mlp.experts.{e}.gate_proj"] = ((start, start + inner),)
+        both[f"mlp.experts.{e}.up_proj"] = ((start + inner, start + 2 * inner),)
+    down: dict[str, Rows] = {f"mlp.experts.{e}.down_proj": ((hidden * e, hidden * (e + 1)),) for e in range(count)}
+    return [
+        Fused("mlp.input_linear", both, (count, 2 * inner, hidden)),
+        Fused("mlp.output_linear", down, (count, hidden, inner)),
+    ]
+
+
+SIZES = dict(granite.MULTIPLIERS, num_local_experts=4, num_experts_per_tok=2)
+FAMILY = Family(
+    "granitemoe",
+    "Granite 3 1B-A400M, 3B-A800M",
+    ("GraniteMoeForCausalLM",),
+    build,
+    (Tiny(dict(SIZES, tie_word_embeddings=True)), Tiny(dict(SIZES, attention_bias=True, num_key_value_heads=1))),
+    "llama.cpp has Granite's stacks of experts, which this tool does not write yet",
+)
