@@ -128,17 +128,18 @@ def test_the_spec_is_whole(model: Any) -> None:
         assert linear.name.split(".", 3)[3].startswith(("self_attn.", "mlp."))
 
 
-def test_artifacts_give_the_same_logits(model: Any, support: Any, tmp_path: Path) -> None:
-    texts = prompts(30, 3)
+@pytest.mark.every_family
+def test_artifacts_give_the_same_logits(family: str, tiny_models: Any, support: Any, tmp_path: Path) -> None:
+    path, texts = tiny_models(family), prompts(30, 3)
     for backend, target in zip(BACKENDS, ("torch", "cpu"), strict=False):
         head = 16 if target == "cpu" else None  # fewer bits would round what is compared
-        convert(str(model[1]), tmp_path / target, target=target, dtype="float32", head_bits=head, quiet=True)
-        expected = logits_of(model[1], backend, support, texts)
+        convert(str(path), tmp_path / target, target=target, dtype="float32", head_bits=head, quiet=True)
+        expected = logits_of(path, backend, support, texts)
         np.testing.assert_array_equal(logits_of(tmp_path / target, backend, support, texts), expected)
 
 
 @pytest.mark.every_family
-@pytest.mark.parametrize("method, shape", [(auto_awq, 0), (auto_gptq, -1)])
+@pytest.mark.parametrize("method, shape", [(auto_awq, 0), pytest.param(auto_gptq, -1, marks=pytest.mark.slow)])
 def test_quantizers_take_it(
     family: str, method: Any, shape: int, tiny_models: Any, support: Any, tmp_path: Path
 ) -> None:
