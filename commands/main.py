@@ -29,6 +29,8 @@ COMMANDS = {
     "serve": ("Serve a model: api_server speaks OpenAI's API.", "Run"),
     "profile": ("Measure speed: throughput, generation, api_server.", "Measure"),
     "eval": ("Measure quality: ppl, compare.", "Measure"),
+    "parse": ("Show the message that a model's raw answer is: thoughts, text, tool calls.", "Look"),
+    "render": ("Show the prompt that a chat template makes of messages.", "Look"),
     "inspect": ("Show what a model directory is and where it came from.", "Look"),
     "cache": ("List or clear the models packed for this processor.", "Look"),
     "list": ("List built-in chat templates, or models.", "Look"),

@@ -150,9 +150,7 @@ class EngineFlags:
         if count is not None:
             common["cache_max_entry_count"] = int(count) if count > 1 and count == int(count) else count
         common["adapters"] = read_adapters(self.adapters or [])
-        common["hf_overrides"] = (
-            None if self.hf_overrides is None else _json_object("--hf-overrides", self.hf_overrides)
-        )
+        common["hf_overrides"] = None if self.hf_overrides is None else json_object("--hf-overrides", self.hf_overrides)
         if self.backend == "pytorch":
             if self.rope_scaling_factor is not None:
                 raise UsageError("--rope-scaling-factor: only for --backend turbomind; write it into --hf-overrides")
@@ -185,7 +183,8 @@ def read_adapters(entries: list[str]) -> dict[str, str] | None:
     return found or None
 
 
-def _json_object(option: str, text: str) -> dict[str, Any]:
+def json_object(option: str, text: str) -> dict[str, Any]:
+    """An option's value as a JSON object. Raises UsageError for anything else."""
     try:
         found = json.loads(text)
     except ValueError as e:

@@ -79,6 +79,16 @@ def api_server(
             "model's sentence-transformers config says, else last)."
         ),
     ] = "auto",
+    tool_call_parser: Annotated[
+        str | None,
+        typer.Option(help="How the model writes calls of tools, such as hermes. Default: by its chat template."),
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="How it marks thoughts, such as qwen3; none: leave them in the text. Default: by its template."
+        ),
+    ] = None,
     ssl: Annotated[bool, typer.Option("--ssl", help="HTTPS, by the files in SSL_KEYFILE and SSL_CERTFILE.")] = False,
     disable_fastapi_docs: Annotated[
         bool, typer.Option("--disable-fastapi-docs", help="No documentation pages at / and /openapi.json.")
@@ -109,7 +119,7 @@ def api_server(
         int | None, typer.Option(min=0, metavar="<int>", help="Characters of a prompt in the log. Default: all.")
     ] = None,
 ) -> None:
-    """Serve MODEL with OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics.
+    """Serve MODEL with OpenAI's API (/v1/chat/completions, /v1/responses and others) and Anthropic's (/v1/messages).
 
     Example: tool serve api_server demo --server-port 23333
     """
@@ -155,6 +165,8 @@ def api_server(
             "api_keys": keys,
             "allow_origins": allow_origins or ["*"],
             "generation_config": generation_config,
+            "tool_call_parser": tool_call_parser,
+            "reasoning_parser": reasoning_parser,
             "docs": not disable_fastapi_docs,
             "max_concurrent_requests": max_concurrent_requests,
             "max_log_len": max_log_len,

@@ -46,7 +46,8 @@ class GenerationConfig:
     uses ``random_seed + i``. ``response_format``: {"type": "json_schema" | "json_object" | "regex_schema" | "grammar" |
     "choice" | "text", …}. ``logits_processors`` (in process only): callables (token_ids, logits) -> logits.
     ``repetition_ngram_size`` and ``repetition_ngram_threshold``, where both are above 0: the answer ends as soon as its
-    last ``size`` tokens stand in it ``threshold`` times. The fields after these are LMDeploy's for what is not built
+    last ``size`` tokens stand in it ``threshold`` times. ``shown_special_tokens``: those that stay in the text though
+    others are skipped (``skip_special_tokens``). The fields after these are LMDeploy's for what is not built
     here: they take their default alone.
     """
 
@@ -79,6 +80,7 @@ class GenerationConfig:
     prompt_logprobs: int | None = None
     repetition_ngram_size: int = 0
     repetition_ngram_threshold: int = 0
+    shown_special_tokens: list[str] | None = None
     logprob_start_len: int = -1
     return_ppl: bool = False
     with_cache: bool = False
@@ -114,6 +116,7 @@ class GenerationConfig:
             words_of(name, getattr(self, name), length)
         for name in ("stop_token_ids", "bad_token_ids"):
             list_of(name, getattr(self, name), "token ids", is_token)
+        list_of("shown_special_tokens", self.shown_special_tokens, "texts", lambda text: isinstance(text, str))
         list_of("logits_processors", self.logits_processors, "functions", callable)
         switches(self, "do_sample", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens")
         switches(self, "include_stop_str_in_output")

@@ -14,6 +14,7 @@ from toolkit.chat.custom import MODELS, BaseChatTemplate
 from toolkit.chat.template import ChatTemplate
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import ChatTemplateConfig, GenerationConfig
+from toolkit.parsers.tools import hermes
 
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -209,7 +210,7 @@ def test_tools_stand_in_the_system_text_where_the_template_has_no_place_for_them
     refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
     tok = make({"own": CHATML, "refuses system": refuses}.get(name))
     template = ChatTemplate.open(tok, tok.path, None if name in ("own", "refuses system") else name)
-    assert template.tool_format == "hermes"
+    assert template.tool_format is hermes.FORMAT
     text = template.render(WITH_CALLS, tools=TOOLS)
     assert json.dumps(TOOLS[0]) in text and text.index("<tools>") < text.index("Add 1 and 2.")
     assert '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>' in text

@@ -33,6 +33,7 @@ class ByteTokenizer:
     """One token a byte, and an end token."""
 
     vocab_size = 257
+    special_ids = frozenset({EOS})
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -48,7 +49,8 @@ class ByteTokenizer:
 
 
 class PlainTemplate:
-    tool_format: str | None = None
+    tool_format: Any = None
+    reasoning_format: Any = None
 
     def with_stops(self, config: GenerationConfig) -> GenerationConfig:
         return replace(config, stop_words=[*(config.stop_words or []), "<end>"])

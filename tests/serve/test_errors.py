@@ -104,7 +104,7 @@ BAD_IN_CHAT = [
     ("max_tokens", 0),
     ("tools", [{"type": "function", "function": {"name": "f"}}]),
     ("functions", [{"name": "f"}]),
-    ("tool_choice", "auto"),
+    ("tool_choice", "required"),
     ("modalities.0", ["audio"]),
     ("chat_template_kwargs", 3),
     ("chat_template_kwargs", {"whisper": True}),

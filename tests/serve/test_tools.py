@@ -3,106 +3,29 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from toolkit.chat.origin import Origin
-from toolkit.chat.template import _tool_format
-from toolkit.errors import ToolkitError
+from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import GenerationConfig
+from toolkit.parsers import registry
+from toolkit.parsers.grammar import required_calls
+from toolkit.parsers.pieces import Answer
 from toolkit.serve.client import APIClient
-from toolkit.serve.tools import CallParser, forced_format
 
 ADD = {"name": "add", "description": "Sum.", "parameters": {"type": "object", "properties": {"a": {"type": "int"}}}}
 TOOLS = [{"type": "function", "function": ADD}, {"type": "function", "function": {"name": "now"}}]
-NAMES = ("add", "now")
 ONE = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 TWO = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
-
-
-def parse(form: Any, answer: str, cuts: list[int] | None = None, **options: Any) -> tuple[str, list[tuple[str, Any]]]:
-    parser = CallParser(form, NAMES, **options)
-    places = [0, *sorted(min(c, len(answer)) for c in cuts or ()), len(answer)]
-    shown = "".join(parser.add(answer[a:b]) for a, b in pairwise(places)) + parser.finish()
-    assert len({call["id"] for call in parser.calls}) == len(parser.calls)
-    functions = [call["function"] for call in parser.calls]
-    return shown, [(f["name"], json.loads(f["arguments"])) for f in functions]
-
-
-CASES = [
-    ("hermes", "Just text, with < and <tool and {} in it.\n", "Just text, with < and <tool and {} in it.\n", []),
-    ("hermes", ONE, "", [("add", {"a": 1})]),
-    ("hermes", f"Let me see.\n{ONE}\n{TWO}\n", "Let me see.", [("add", {"a": 1}), ("now", {})]),
-    ("hermes", f"a {ONE} b", "a b", [("add", {"a": 1})]),
-    ("hermes", '<tool_call>{"name": "now", "arguments": {}}', "", [("now", {})]),
-    ("hermes", "<tool_call>{broken</tool_call>", "<tool_call>{broken</tool_call>", []),
-    ("hermes", "x <tool_call>{broken", "x <tool_call>{broken", []),
-    ("hermes", '<tool_call>{"name": "rm"}</tool_call>', '<tool_call>{"name": "rm"}</tool_call>', []),
-    ("llama3", '{"name": "add", "parameters": {"a": 1}}', "", [("add", {"a": 1})]),
-    ("llama3", '<|python_tag|>{"type": "function", "name": "now", "parameters": {}}', "", [("now", {})]),
-    ("llama3", '{"name": "now", "parameters": {}}; {"name": "add", "parameters": {}}', "", [("now", {}), ("add", {})]),
-    ("llama3", '{"colour": "red"}', '{"colour": "red"}', []),
-    ("llama3", '{"name": "now", "parameters": {}} and text', '{"name": "now", "parameters": {}} and text', []),
-    ("llama3", 'No: {"name": "now", "parameters": {}}', 'No: {"name": "now", "parameters": {}}', []),
-    ("llama3", " \n", " \n", []),
-]
-
-
-@given(st.sampled_from(CASES), st.lists(st.integers(0, 90), max_size=8))
-def test_any_cutting_gives_the_same(case: Any, cuts: list[int]) -> None:
-    form, answer, shown, calls = case
-    assert parse(form, answer, cuts) == (shown, calls)
-
-
-def test_all_calls_in_one_list() -> None:
-    both = [("add", {"a": 1}), ("now", {})]
-    text = '<tool_call>\n[{"name": "add", "arguments": {"a": 1}}, {"name": "now", "arguments": {}}]\n</tool_call>'
-    assert parse("hermes", text, [9, 30]) == ("", both)
-    assert parse("hermes", text.replace("now", "unknown"))[1] == []
-
-
-@pytest.mark.parametrize("form", ["hermes", "llama3"])
-def test_forced_and_single(form: Any) -> None:
-    key = {"hermes": "arguments", "llama3": "parameters"}[form]
-    assert parse(form, f'{{"name": "add", "{key}": {{"a": 2}}}}', [5], forced=True) == ("", [("add", {"a": 2})])
-    both = ONE + TWO if form == "hermes" else '{"name": "add", "parameters": {"a": 1}};{"name": "now"}'
-    assert parse(form, both, single=True) == ("", [("add", {"a": 1})])
-
-
-def test_text_is_not_held_back_longer_than_it_must() -> None:
-    parser = CallParser("hermes", NAMES)
-    assert [parser.add(t) for t in ("a", " b <", "tool", "box", "\n", "c")] == ["a", " b", "", " <toolbox", "", "\nc"]
-    parser = CallParser("llama3", NAMES)
-    assert [parser.add(t) for t in (" ", "N", "o {")] == ["", " N", "o {"]
-
-
-@pytest.mark.parametrize(
-    ("source", "form"),
-    [
-        ("{% if tools %}<tool_call>{'name':…, 'arguments':…}</tool_call>{% endif %}", "hermes"),
-        ("{% if tools %}Environment: ipython {'name':…, 'parameters':…}{% endif %}", "llama3"),
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", None),
-        ("{% if tools %}<tool_call>{name}<arg_key>…</tool_call>{% endif %}", None),
-        ("{% if tools %}[TOOL_CALLS]{% endif %}", None),
-    ],
-)
-def test_the_template_says_how_calls_are_written(source: str, form: str | None) -> None:
-    plain = Origin("hf", "x", {"default": source})
-    assert _tool_format(plain) == form
-    assert _tool_format(replace(plain, pieces={})) is None
-    assert _tool_format(replace(plain, sources={"default": "", "tool_use": source})) == form
 
 
 class Echo:
     """Makes the last message the answer of the echoing engine."""
 
-    def __init__(self, form: str | None) -> None:
-        self.tool_format = form
+    def __init__(self, form: str | None, reasoning: str | None = None) -> None:
+        self.tool_format = registry.tool_format(form) if form else None
+        self.reasoning_format = registry.reasoning_format(reasoning) if reasoning else None
         self.seen: list[Any] = []
 
     def with_stops(self, config: GenerationConfig) -> GenerationConfig:
@@ -148,29 +71,88 @@ def test_a_stream_joins_to_the_same(start: Any, form: str, answer: str) -> None:
     deltas = [c["choices"][0]["delta"] for c in chunks]
     assert "".join(d.get("content") or "" for d in deltas) == ("Well." if form == "hermes" else "")
     calls = [call for d in deltas for call in d.get("tool_calls", ())]
-    assert [(c["index"], c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls] == [
-        (0, "add", {"a": 1}),
-        (1, "now", {}),
-    ]
+    assert [(c["index"], c["function"]["name"]) for c in calls if "id" in c] == [(0, "add"), (1, "now")]
+    arguments = ["".join(c["function"]["arguments"] for c in calls if c["index"] == i) for i in (0, 1)]
+    assert [json.loads(text) for text in arguments] == [{"a": 1}, {}]
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+NAMED = {"type": "function", "function": {"name": "now"}}
+CALLED = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 
 @pytest.mark.parametrize(
     ("choice", "names"),
-    [("required", ["add", "now"]), ({"type": "function", "function": {"name": "now"}}, ["now"])],
+    [
+        ("required", ["add", "now"]),
+        (NAMED, ["now"]),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}, ["now"]),
+    ],
 )
 def test_a_call_that_must_be_is_guided(start: Any, choice: Any, names: list[str]) -> None:
-    server = start(template=Echo("hermes"))
-    reply = ask(server, '{"name": "now", "arguments": {}}', tool_choice=choice)[0]["choices"][0]
+    server = start(template=(template := Echo("hermes")))
+    reply = ask(server, CALLED, tool_choice=choice)[0]["choices"][0]
     assert reply["finish_reason"] == "tool_calls" and reply["message"]["content"] is None
-    schema = server.engine.seen[0][1].response_format["json_schema"]["schema"]
-    assert [s["properties"]["name"]["const"] for s in schema.get("anyOf", [schema])] == names
+    rule = json.dumps(server.engine.seen[0][1].response_format)
+    assert [name for name in ("add", "now") if f'\\"name\\": \\"{name}\\"' in rule] == names
+    assert template.seen[0][1]["tools"] == TOOLS  # the prompt is the same for every choice
+
+
+def test_arguments_of_a_guided_call_are_streamed(start: Any) -> None:
+    answer = '<tool_call>\n{"name": "add", "arguments": {"a": 12}}\n</tool_call>'
+    chunks = ask(start(template=Echo("hermes")), answer, stream=True, tool_choice="required")
+    calls = [call for c in chunks for call in c["choices"][0]["delta"].get("tool_calls", ())]
+    assert [c["function"]["arguments"] for c in calls] == ["", *'{"a": 12}']
+    cut = ask(start(template=Echo("hermes")), answer, tool_choice="required", max_tokens=50)[0]["choices"][0]
+    assert cut["finish_reason"] == "length"
+    assert cut["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": 12}'[: 50 - answer.index('{"a"')]
+
+
+def test_allowed_tools_are_the_only_ones(start: Any) -> None:
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}
+    message = ask(start(template=Echo("hermes")), ONE + TWO, tool_choice=allowed)[0]["choices"][0]["message"]
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["now"] and message["content"] == ONE
+
+
+def test_strict_functions_are_guided_with_auto(start: Any) -> None:
+    server = start(template=Echo("hermes"))
+    strict = [{"type": "function", "function": {**ADD, "strict": True}}, TOOLS[1]]
+    reply = ask(server, ONE, tools=strict)[0]["choices"][0]
+    assert reply["finish_reason"] == "tool_calls"
+    assert server.engine.seen[0][1].response_format["structural_tag"]["format"]["type"] == "dispatch"
+    ask(server, ONE)
+    assert server.engine.seen[1][1].response_format is None
+
+
+def test_thoughts(start: Any) -> None:
+    server = start(template=Echo("hermes", "qwen3"))
+    (whole,) = ask(server, f"<think>\nHm.\n</think>\n\nWell. {ONE}")
+    message = whole["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "Well.") and len(message["tool_calls"]) == 1
+    assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": len(">\nHm.\n</think>")}
+    chunks = ask(server, "<think>\nHm.\n</think>\n\nWell.", stream=True, tools=None)
+    deltas = [c["choices"][0]["delta"] for c in chunks]
+    assert "".join(d.get("reasoning_content", "") for d in deltas) == "Hm."
+    assert "".join(d.get("content", "") for d in deltas) == "Well."
+    fields = {"reasoning_effort": "none", "response_format": {"type": "json_object"}, "tools": None}
+    ask(server, "{}", **fields)
+    seen, config = server.engine.seen[-1][0], server.engine.seen[-1][1]
+    assert config.response_format["type"] == "structural_tag" and bytes(seen) == b"{}"
+    assert server.app.state.server.template.seen[-1][1] == {"enable_thinking": False, "thinking": False}
+
+
+def test_parsers_that_are_named_and_unknown(start: Any) -> None:
+    call = '[TOOL_CALLS] [{"name": "now", "arguments": {}}]'
+    server = start(template=Echo(None), tool_call_parser="mistral", reasoning_parser="none")
+    assert ask(server, call)[0]["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "now"
+    with pytest.raises(UsageError, match="--reasoning-parser: expected one of"):
+        start(template=Echo(None), reasoning_parser="nobody")
 
 
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"tools": None, "tool_choice": "auto"}, "tool_choice: only with tools"),
+        ({"tools": None, "tool_choice": "required"}, "tool_choice: only with tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "'x' is not among the tools"),
         ({"tools": [*TOOLS, TOOLS[0]]}, "'add' is given twice"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
@@ -198,12 +180,14 @@ def test_a_guided_answer_is_a_call(form: Any, tiny_models: Any) -> None:
         "required": ["unit", "exact"],
         "additionalProperties": False,
     }
-    functions: list[dict[str, Any]] = [{"name": "now"}, {"name": "add", "parameters": parameters}]
-    chosen = GenerationConfig(
-        max_new_tokens=200, do_sample=True, random_seed=3, response_format=forced_format(form, functions[1:])
-    )
+    written = registry.tool_format(form)
+    rule = required_calls(written, {"add": parameters}, {})
+    chosen = GenerationConfig(max_new_tokens=200, do_sample=True, random_seed=3, response_format=rule)
     with pipeline(str(tiny_models("llama")), PytorchEngineConfig(dtype="float32")) as pipe:
-        answer = pipe("How warm is it?", gen_config=chosen)
-    shown, calls = parse(form, answer.text, forced=True)
-    assert shown == "" and len(calls) == 1 and calls[0][0] == "add"
-    assert calls[0][1]["unit"] in ("C", "F") and isinstance(calls[0][1]["exact"], bool)
+        text = pipe("How warm is it?", gen_config=chosen).text
+    parser = registry.open_parser(written, None, {"add": parameters}, seed="x", guided=True)
+    answer = Answer()
+    answer.take(parser.add(text) + parser.finish())
+    (call,) = answer.calls
+    arguments = json.loads(call["function"]["arguments"])
+    assert answer.content == "" and arguments["unit"] in ("C", "F") and isinstance(arguments["exact"], bool)

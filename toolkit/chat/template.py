@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from toolkit.artifacts.tokenizer import Tokenizer
 from toolkit.chat import origin
@@ -23,6 +23,9 @@ from toolkit.chat.sandbox import Sandbox, TemplateRefusal
 from toolkit.chat.tool_text import spell_out, system_in_user
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import ChatTemplateConfig, GenerationConfig
+from toolkit.parsers import registry
+from toolkit.parsers.formats import ReasoningFormat, ToolFormat
+from toolkit.parsers.tools import hermes
 
 _END = "\ue0a7\ue0a8"  # private characters that mark the end of an answer to be continued; they never reach a prompt
 
@@ -31,9 +34,9 @@ class ChatTemplate:
     """Renders conversations for one model. Thread-safe.
 
     ``name``: "hf" for the model's own template, else the built-in's or the file's. ``note``: one line, where it came
-    from. ``stop_words``: texts that end an answer. ``tool_format``: how the template has a model call tools: "hermes"
-    (in <tool_call> tags; also where the template has no place for tools: they stand in the system text then), "llama3"
-    (bare JSON), None where it has another way.
+    from. ``stop_words``: texts that end an answer. ``tool_format``: how the template has a model call tools
+    (Hermes' way where it has no place for tools: they stand in the system text then), None where that is not known;
+    ``reasoning_format``: how it has a model think, None where it does not.
     """
 
     def __init__(self, tokenizer: Tokenizer, found: origin.Origin, renderer: Renderer | None = None) -> None:
@@ -44,7 +47,8 @@ class ChatTemplate:
         self._custom = found.custom
         self.capability = found.capability
         self._spells_tools = found.custom is None and not any("tools" in source for source in found.sources.values())
-        self.tool_format: Literal["hermes", "llama3"] | None = "hermes" if self._spells_tools else _tool_format(found)
+        self.tool_format = hermes.FORMAT if self._spells_tools else _tool_format(found)
+        self.reasoning_format = _reasoning_format(found)
         self._pieces = found.pieces
         self._knows_ipython = any("ipython" in source for source in found.sources.values())
         self._tokenizer = tokenizer
@@ -221,6 +225,8 @@ class ChatTemplate:
 
         Some checkpoints forget it in generation_config.json; the model would then talk to itself.
         """
+        if self.reasoning_format is not None and self.reasoning_format.harmony:
+            return []  # an answer is several messages; its end is in the model's files
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": f"b{_END}"}]
         try:
             after = self._run(turns, None, False, {}).rpartition(_END)[2]
@@ -236,13 +242,13 @@ def _has_system(turns: list[Message]) -> bool:
     return turns[0]["role"] in ("system", "developer")
 
 
-def _tool_format(found: origin.Origin) -> Literal["hermes", "llama3"] | None:
+def _tool_format(found: origin.Origin) -> ToolFormat | None:
     source = found.sources.get("tool_use", found.sources.get("default", ""))
-    if found.pieces is not None or "tools" not in source:
-        return None
-    if "<tool_call>" in source:
-        return "hermes" if "arguments" in source else None
-    return "llama3" if "parameters" in source and ("ipython" in source or "python_tag" in source) else None
+    return None if found.pieces is not None or "tools" not in source else registry.spot_tools(source)
+
+
+def _reasoning_format(found: origin.Origin) -> ReasoningFormat | None:
+    return None if found.pieces is not None else registry.spot_reasoning(found.sources.get("default", ""))
 
 
 def _renderer(found: origin.Origin, renderer: Renderer | None = None) -> Sandbox | Renderer:

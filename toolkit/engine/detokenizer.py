@@ -18,7 +18,8 @@ _WINDOW = 16  # tokens after which unfinished text of a decoder that is not byte
 class Detokenizer:
     """The text that continues a prompt: ``decode(prompt + all) == decode(prompt) + every add() + flush()``.
 
-    A sentencepiece blank at the very start of a text is dropped, one that continues ``prompt_ids`` is kept.
+    ``shown``: special tokens that stay though others are skipped. A sentencepiece blank at the very start of a text is
+    dropped, one that continues ``prompt_ids`` is kept.
     """
 
     def __init__(
@@ -27,13 +28,15 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
         prompt_ids: Sequence[int] = (),
+        shown: Sequence[str] = (),
     ) -> None:
         self._tokenizer = tokenizer
-        self._skip: set[int] = tokenizer.special_ids if skip_special_tokens else set()
-        self._skip_special_tokens = skip_special_tokens
+        kept = {tokenizer.token_id(text) for text in shown}
+        self._skip: set[int] = tokenizer.special_ids - kept if skip_special_tokens else set()
+        self._skip_special_tokens = skip_special_tokens and not kept  # the rest is left out before
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        shown = (i for i in prompt_ids if i not in self._skip and tokenizer.bytes_of(i))
-        self._strip = tokenizer.strips_leading_space and next(shown, None) is None
+        seen = (i for i in prompt_ids if i not in self._skip and tokenizer.bytes_of(i))
+        self._strip = tokenizer.strips_leading_space and next(seen, None) is None
         self._context = [i for i in prompt_ids[-_WINDOW:] if i not in self._skip][-4:]  # a character is at most 4 bytes
         self._pending: list[int] = []
         if tokenizer.byte_exact:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from toolkit.box.box import Box, Crowded, LimitError, Limits, Ticket
 from toolkit.engine.grammar_format import check_format
 from toolkit.engine.grammar_pace import Pace
-from toolkit.engine.xgrammar_core import CORE, vocabulary
+from toolkit.engine.xgrammar_core import CORE, unreachable, vocabulary
 from toolkit.errors import BusyError, UsageError
 
 if TYPE_CHECKING:
@@ -33,8 +33,11 @@ class Grammars:
     """Compiled grammars over one vocabulary; ``vocab_size`` is the model's, which may exceed the tokenizer's."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        tokens = [b"" if i in tokenizer.special_ids else b for i, b in enumerate(tokenizer.token_bytes[:vocab_size])]
         self._eos = [i for i in tokenizer.eos_ids if i < vocab_size]
+        tokens = list(tokenizer.token_bytes[:vocab_size])
+        for i in tokenizer.special_ids:
+            if i < len(tokens):
+                tokens[i] = unreachable(tokens[i]) if i not in self._eos else b""
         self._info = vocabulary(tokens, vocab_size, self._eos)
         setup = {"lengths": [len(t) for t in tokens], "size": vocab_size, "stops": self._eos}
         self._box = Box("toolkit.engine.grammar_job:compiling", LIMITS, setup, b"".join(tokens))

@@ -5,6 +5,7 @@
 {"type": "regex_schema", "regex_schema": "…"}
 {"type": "grammar", "grammar": "root ::= …"}                            (EBNF)
 {"type": "choice", "choice": ["yes", "no"]}
+{"type": "structural_tag", "structural_tag": {"format": {…}}}          (xgrammar's, for calls; not over HTTP)
 {"type": "text"}                                                        (no constraint)
 """
 
@@ -14,7 +15,7 @@ from typing import Any
 
 from toolkit.errors import UsageError
 
-TYPES = ("text", "json_object", "json_schema", "regex_schema", "grammar", "choice")
+TYPES = ("text", "json_object", "json_schema", "regex_schema", "grammar", "choice", "structural_tag")
 MAX_TEXT = 1 << 18  # characters of a schema, regex, grammar or list of choices
 MAX_DEPTH = 128  # levels of a schema's JSON: two for each object inside an object
 MAX_PROPERTIES = 1000  # of all objects in a schema together
@@ -33,12 +34,17 @@ def check_format(response_format: Any) -> None:
     value = response_format.get(kind)
     good = {
         "json_schema": isinstance(value, dict),
+        "structural_tag": isinstance(value, dict),
         "regex_schema": isinstance(value, str) and bool(value),
         "grammar": isinstance(value, str) and bool(value),
         "choice": isinstance(value, list) and bool(value) and all(isinstance(c, str) and c for c in value),
     }[kind]
     if not good:
-        wanted = {"json_schema": "an object", "choice": "a list of non-empty strings"}.get(kind, "a non-empty string")
+        wanted = {
+            "json_schema": "an object",
+            "structural_tag": "an object",
+            "choice": "a list of non-empty strings",
+        }.get(kind, "a non-empty string")
         raise UsageError(f"response_format: field {kind!r}: expected {wanted}, found {value!r:.60}")
     _check_size(kind, value)
     if kind == "regex_schema":

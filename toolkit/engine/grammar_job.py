@@ -31,10 +31,11 @@ def compiling(setup: dict[str, Any], data: bytes) -> Job:
     tokens = [data[a:b] for a, b in pairwise(accumulate(setup["lengths"], initial=0))]
     info = vocabulary(tokens, setup["size"], setup["stops"])
     compiler = CORE.GrammarCompiler(info, 1, True, _CACHE)
+    afresh = CORE.GrammarCompiler(info, 1, False, -1)  # rules that ask for tokens by id would be taken for one another
 
     def run(response_format: dict[str, Any], data: bytes) -> tuple[None, bytes]:
         try:
-            compiled = _compile(compiler, response_format)
+            compiled = _compile(afresh if response_format["type"] == "structural_tag" else compiler, response_format)
             for seed in range(_WALKS):
                 _try_out(compiled, setup, tokens, random.Random(seed))
             return None, str(compiled.serialize_json()).encode()
@@ -54,6 +55,8 @@ def _compile(compiler: Any, response_format: dict[str, Any]) -> Any:
         return _compile_schema(compiler, {"type": "object"})
     if kind == "json_schema":
         return _compile_schema(compiler, value.get("schema", value))
+    if kind == "structural_tag":
+        return compiler.compile_structural_tag(json.dumps(value))
     if kind == "regex_schema":
         return compiler.compile_regex(value)
     if kind == "choice":

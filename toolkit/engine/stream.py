@@ -62,7 +62,11 @@ class RequestStream:
         self._prompt_len = len(token_ids)
         self._generated = 0
         self._detokenizer = Detokenizer(
-            tokenizer, config.skip_special_tokens, config.spaces_between_special_tokens, token_ids
+            tokenizer,
+            config.skip_special_tokens,
+            config.spaces_between_special_tokens,
+            token_ids,
+            config.shown_special_tokens or (),
         )
         words = config.stop_words or []
         self._stop_words = StopWords(words, config.include_stop_str_in_output) if words else None

@@ -39,3 +39,8 @@ def vocabulary(tokens: list[bytes], size: int, stops: list[int]) -> Any:
     """xgrammar's TokenizerInfo: the bytes of each token (empty: none that text is made of), padded to ``size``."""
     raw = 0  # VocabType.RAW: tokens are the bytes that they stand for
     return CORE.TokenizerInfo(tokens, raw, size, stops or None, False)
+
+
+def unreachable(token: bytes) -> bytes:
+    """The bytes of a special token, so that no text has it, and a structural tag can ask for it by its id."""
+    return b"\xff" + token

@@ -24,13 +24,17 @@ from toolkit.serve import (
     pooling_routes,
     token_routes,
 )
+from toolkit.serve.anthropic import routes as anthropic_routes
 from toolkit.serve.auth import ApiKeyMiddleware
 from toolkit.serve.errors import ApiError, from_exception
 from toolkit.serve.intake import Intake
 from toolkit.serve.lanes import Lanes
 from toolkit.serve.metrics import ServerMetrics
+from toolkit.serve.parsing import Formats
 from toolkit.serve.protocol import ChatCompletionRequest, CompletionRequest
 from toolkit.serve.replies import json_response
+from toolkit.serve.responses import routes as responses_routes
+from toolkit.serve.responses.kept import Store
 from toolkit.serve.sampling import choose_defaults
 from toolkit.serve.schema import add_schemas
 from toolkit.serve.state import ServerSettings, ServerState
@@ -53,6 +57,8 @@ def create_app(engine: AsyncEngine, template: ChatTemplate, settings: ServerSett
         lanes=lanes,
         pooling=pooling.choose(settings.pooling, engine.tokenizer.path),
         embeds=pooling_config(engine.tokenizer.path) is not None,
+        formats=Formats.choose(engine.tokenizer, template, settings.tool_call_parser, settings.reasoning_parser),
+        kept=Store(settings.limits),
         slots=asyncio.Semaphore(limit) if limit else None,
     )
     app = FastAPI(
@@ -68,7 +74,8 @@ def create_app(engine: AsyncEngine, template: ChatTemplate, settings: ServerSett
     app.include_router(chat_routes.router)
     app.include_router(completion_routes.router)
     bodies: list[type[BaseModel]] = [ChatCompletionRequest, CompletionRequest]
-    for routes in (token_routes, pooling_routes, generate_routes, interactive_routes, control_routes):
+    own = (token_routes, pooling_routes, generate_routes, interactive_routes, control_routes)
+    for routes in (*own, anthropic_routes, responses_routes):
         app.include_router(routes.router)
         bodies += routes.BODIES
     add_schemas(app, bodies)
@@ -123,7 +130,7 @@ def _add_plain_routes(app: FastAPI, state: ServerState) -> None:
 async def error_reply(request: Request, error: Exception) -> HttpResponse:
     """Whatever a route raises, in the envelope."""
     told = from_exception(error)
-    return json_response(told.envelope(), told.status)
+    return json_response(told.envelope_at(request.url.path), told.status)
 
 
 async def http_error_reply(request: Request, error: HTTPException) -> HttpResponse:
@@ -133,4 +140,4 @@ async def http_error_reply(request: Request, error: HTTPException) -> HttpRespon
         message = f"{request.method} {request.url.path}: no such route; the API lives under /v1"
     code = {404: "route_not_found", 405: "method_not_allowed"}.get(error.status_code)
     told = ApiError(error.status_code, message, code=code)
-    return json_response(told.envelope(), told.status, headers=error.headers)
+    return json_response(told.envelope_at(request.url.path), told.status, headers=error.headers)

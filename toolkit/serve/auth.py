@@ -1,4 +1,4 @@
-"""API keys: a middleware that asks for ``Authorization: Bearer KEY``."""
+"""API keys: a middleware that asks for ``Authorization: Bearer KEY``, or ``x-api-key: KEY`` as Anthropic's do."""
 
 from __future__ import annotations
 
@@ -26,22 +26,24 @@ class ApiKeyMiddleware:
     def _keys_for(self, path: str) -> list[bytes]:
         return next((keys for prefix, keys in self.under.items() if path.startswith(prefix)), self.keys)
 
-    def _known(self, header: str, keys: Sequence[bytes]) -> bool:
-        scheme, _, given = header.partition(" ")
-        token = given.strip().encode("latin-1", "replace")
-        # Every key is compared, each in constant time, so that timing tells nothing about any of them.
-        matches = [hmac.compare_digest(token, key) for key in keys]
-        return scheme.lower() == "bearer" and any(matches)
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
-            header = Headers(scope=scope).get("authorization", "")
+            headers = Headers(scope=scope)
             keys = self._keys_for(scope["path"])
-            if keys and not self._known(header, keys):
-                found = "an unknown API key" if header else "no API key"
+            if keys and not _known(headers, keys):
+                given = headers.get("authorization") or headers.get("x-api-key")
+                found = "an unknown API key" if given else "no API key"
                 error = ApiError(
                     401, f"Expected the header 'Authorization: Bearer KEY', found {found}", code="invalid_api_key"
                 )
-                await send_json(send, 401, error.envelope(), [(b"www-authenticate", b"Bearer")])
+                await send_json(send, 401, error.envelope_at(scope["path"]), [(b"www-authenticate", b"Bearer")])
                 return
         await self.app(scope, receive, send)
+
+
+def _known(headers: Headers, keys: Sequence[bytes]) -> bool:
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    tokens = [given.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "").strip()]
+    # Every key is compared, each in constant time, so that timing tells nothing about any of them.
+    matches = [hmac.compare_digest(token.encode("latin-1", "replace"), key) for token in tokens for key in keys]
+    return any(matches)

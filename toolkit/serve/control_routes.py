@@ -13,11 +13,11 @@ from starlette.responses import Response as HttpResponse
 
 from toolkit.engine.nap import PARTS
 from toolkit.serve.errors import ApiError, bad_field
-from toolkit.serve.protocol import Strict
 from toolkit.serve.replies import json_response
 from toolkit.serve.requests import parse
 from toolkit.serve.schema import describe
 from toolkit.serve.state import ServerState
+from toolkit.serve.strict import Strict
 
 router = APIRouter()
 DRAIN_LOOK_S = 0.02  # how often it is looked whether the last request has ended

@@ -1,4 +1,4 @@
-"""Errors as the OpenAI API words them: ``{"error": {message, type, param, code}}`` and a matching HTTP status."""
+"""Errors as OpenAI's API words them, ``{"error": {message, type, param, code}}``, or Anthropic's, and their status."""
 
 from __future__ import annotations
 
@@ -28,8 +28,21 @@ TYPE_OF_STATUS = {
 }
 
 
+ANTHROPIC = "/v1/messages"  # its routes begin so
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
 class ApiError(Exception):
-    """A request that is answered with ``status`` and the error envelope."""
+    """A request that is answered with ``status`` and the envelope of its API."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, type: str | None = None
@@ -43,6 +56,15 @@ class ApiError(Exception):
 
     def envelope(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def anthropic(self) -> dict[str, Any]:
+        """The envelope of Anthropic's API."""
+        kind = ANTHROPIC_TYPES.get(self.status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def envelope_at(self, path: str) -> dict[str, Any]:
+        """The envelope of the API that ``path`` belongs to."""
+        return self.anthropic() if path.startswith(ANTHROPIC) else self.envelope()
 
 
 def bad_field(param: str | None, message: str, code: str | None = None) -> ApiError:

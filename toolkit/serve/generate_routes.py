@@ -17,12 +17,13 @@ from toolkit.messages import GenerationConfig, Response
 from toolkit.serve.errors import bad_field
 from toolkit.serve.generation import Choice, run_choices
 from toolkit.serve.pooling import run_prompts
-from toolkit.serve.protocol import GenerateRequest, Strict, TokenId
+from toolkit.serve.protocol import GenerateRequest, TokenId
 from toolkit.serve.replies import EventReply, JsonReply
 from toolkit.serve.requests import encode_prompt, parse, vocab_size
 from toolkit.serve.sampling import generation_config
 from toolkit.serve.schema import describe
 from toolkit.serve.state import ServerState
+from toolkit.serve.strict import Strict
 
 router = APIRouter()
 

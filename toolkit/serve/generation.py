@@ -38,28 +38,56 @@ class Choice:
 
 
 class Usage:
-    """Token counts of an answer: a prompt counts once however many choices it has."""
+    """Token counts of an answer: a prompt counts once however many choices it has.
 
-    def __init__(self, choices: Sequence[Choice]) -> None:
+    ``thinks``: tokens of thoughts are told too.
+    """
+
+    def __init__(self, choices: Sequence[Choice], thinks: bool = False) -> None:
+        self._thinks = thinks
+        self._thought = 0
         self._prompt = {choice.prompt: len(choice.token_ids) for choice in choices}
         self._prompt_of = {choice.index: choice.prompt for choice in choices}
         self._cached: dict[int, int] = {}
         self._generated: dict[int, int] = {}
 
-    def add(self, index: int, response: Response) -> None:
+    def add(self, index: int, response: Response, thought: int = 0) -> None:
+        """Count a delta of choice ``index``; ``thought``: its tokens that belong to a thought."""
+        self._thought += thought
         prompt = self._prompt_of[index]
         # The first choice of a prompt tells what the cache had; its siblings may hit what that one has just computed.
         self._cached[prompt] = min(self._cached.get(prompt, response.cached_tokens), response.cached_tokens)
         self._generated[index] = response.generate_token_len
 
+    @property
+    def prompt(self) -> int:
+        return sum(self._prompt.values())
+
+    @property
+    def cached(self) -> int:
+        """Tokens of prompts that the prefix cache had."""
+        return sum(self._cached.values())
+
+    @property
+    def generated(self) -> int:
+        return sum(self._generated.values())
+
+    @property
+    def thought(self) -> int:
+        """Generated tokens that belong to thoughts."""
+        return self._thought
+
     def as_dict(self) -> dict[str, object]:
-        prompt, generated = sum(self._prompt.values()), sum(self._generated.values())
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": generated,
-            "total_tokens": prompt + generated,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+        """As OpenAI's chat and completions have it."""
+        told: dict[str, object] = {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.generated,
+            "total_tokens": self.prompt + self.generated,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
         }
+        if self._thinks:
+            told["completion_tokens_details"] = {"reasoning_tokens": self.thought}
+        return told
 
 
 async def run_choices(

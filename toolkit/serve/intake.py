@@ -58,7 +58,7 @@ class Intake:
         try:
             if body.declared > self._limits.max_body_bytes:
                 error = body.too_large()
-                await send_json(answer, error.status, error.envelope())
+                await send_json(answer, error.status, error.envelope_at(scope["path"]))
             else:
                 await self._app(scope, counted, answer)
         finally:

@@ -15,7 +15,7 @@ from starlette.responses import Response as HttpResponse
 from toolkit.messages import Response
 from toolkit.serve.generation import Choice, run_choices
 from toolkit.serve.protocol import GenerateRequest, Messages
-from toolkit.serve.replies import JsonReply, LineReply, json_response
+from toolkit.serve.replies import LINES, EventReply, JsonReply, json_response
 from toolkit.serve.requests import encode_text, parse, vocab_size
 from toolkit.serve.sampling import generation_config
 from toolkit.serve.schema import describe
@@ -62,7 +62,7 @@ async def interactive(raw: Request) -> HttpResponse:
     if request.cancel:
         turn.cancel()
         return json_response(turn.told(Response(), 0, 0))
-    return LineReply(turn.chunks()) if request.stream else JsonReply(turn.whole)
+    return EventReply(turn.chunks(), LINES) if request.stream else JsonReply(turn.whole)
 
 
 class Turn:

@@ -38,6 +38,9 @@ class Limits:
     max_kwargs_bytes: int = _limit(1 << 16, "Bytes of chat_template_kwargs as JSON.")
     max_sessions: int = _limit(256, "Conversations of /v1/chat/interactive that are kept.")
     session_timeout: float = _limit(3600.0, "Seconds without a turn after which such a conversation is forgotten.")
+    max_stored_responses: int = _limit(1024, "Responses kept for previous_response_id.")
+    max_stored_bytes: int = _limit(64 << 20, "Bytes of the conversations kept for previous_response_id.")
+    stored_response_seconds: float = _limit(3600.0, "Seconds for which a response is kept.")
     max_connections: int = _limit(2048, "Open connections.")
     read_timeout: float = _limit(30.0, "Seconds for a request's head to arrive; for its body, and one more a 64 KiB.")
     write_timeout: float = _limit(30.0, "Seconds for an answer to be taken by its client, and one more a 64 KiB of it.")
@@ -50,7 +53,7 @@ class Limits:
         """Raise ApiError where a field of the body (as JSON has it, not validated yet) is beyond its limit."""
         if not isinstance(data, dict):
             return
-        for name, (param, unit, size) in _SIZES.items():
+        for name, param, unit, size in _SIZES:
             if (value := data.get(param)) and (found := size(value)) > getattr(self, name):
                 raise self.refusal(name, param, found, unit)
         for param in _TEXTS:
@@ -84,7 +87,19 @@ class Limits:
         return ApiError(status, f"{param}: {text}" if param else text, param=param, code="limit_exceeded")
 
 
-_TEXTS = ("messages", "prompt", "input", "query", "queries", "documents", "text_1", "text_2")  # fields that hold them
+# Fields that hold a request's texts.
+_TEXTS = (
+    "messages",
+    "system",
+    "instructions",
+    "prompt",
+    "input",
+    "query",
+    "queries",
+    "documents",
+    "text_1",
+    "text_2",
+)  # fields that hold them
 _OTHER_VALUES = 1 << 12  # a request has besides its prompt
 
 
@@ -108,6 +123,14 @@ def _json_bytes(value: Any) -> int:
     return len(to_json(value))
 
 
+def _objects(value: Any) -> int:
+    return sum(isinstance(item, dict) for item in value) if isinstance(value, list) else 0
+
+
+def _object_bytes(value: Any) -> int:
+    return _json_bytes(value) if isinstance(value, dict) else 0
+
+
 def _characters(value: Any) -> int:
     """Characters of all strings in a JSON value."""
     found, left = 0, [value]
@@ -122,11 +145,16 @@ def _characters(value: Any) -> int:
     return found
 
 
-# limit -> (field of the request, what is counted, how)
-_SIZES: dict[str, tuple[str, str, Callable[[Any], int]]] = {
-    "max_messages": ("messages", "messages", _count),
-    "max_format_bytes": ("response_format", "bytes", _json_bytes),
-    "max_tools": ("tools", "tools", _count),
-    "max_tools_bytes": ("tools", "bytes", _json_bytes),
-    "max_kwargs_bytes": ("chat_template_kwargs", "bytes", _json_bytes),
-}
+# (limit, field of the request, what is counted, how)
+_SIZES: tuple[tuple[str, str, str, Callable[[Any], int]], ...] = (
+    ("max_messages", "messages", "messages", _count),
+    ("max_messages", "input", "items", _objects),
+    ("max_messages", "system", "blocks", _count),
+    ("max_format_bytes", "response_format", "bytes", _json_bytes),
+    ("max_format_bytes", "output_config", "bytes", _object_bytes),
+    ("max_format_bytes", "output_format", "bytes", _object_bytes),
+    ("max_format_bytes", "text", "bytes", _object_bytes),
+    ("max_tools", "tools", "tools", _count),
+    ("max_tools_bytes", "tools", "bytes", _json_bytes),
+    ("max_kwargs_bytes", "chat_template_kwargs", "bytes", _json_bytes),
+)

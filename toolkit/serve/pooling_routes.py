@@ -19,11 +19,12 @@ from toolkit.engine.pooling import vector
 from toolkit.messages import Response
 from toolkit.serve.errors import bad_field
 from toolkit.serve.pooling import POOLED, Pairs, run_prompts, usage
-from toolkit.serve.protocol import Prompts, Strict, as_list
+from toolkit.serve.protocol import Prompts, as_list
 from toolkit.serve.replies import JsonReply
 from toolkit.serve.requests import encode_prompt, parse
 from toolkit.serve.schema import describe
 from toolkit.serve.state import ServerState
+from toolkit.serve.strict import Strict
 
 router = APIRouter()
 Method = Literal["yes_no", "embedding"]

@@ -6,13 +6,15 @@ nothing about the answer (``user``, ``metadata``, ``store`` …) are accepted. `
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 
 from toolkit.chat.messages import TOOL_ROLES
 from toolkit.config_checks import shown
 from toolkit.request_limits import BOUNDS, MOST, PRIORITY, TOKEN_ID, WORD_LENGTH
+from toolkit.serve.strict import Strict
+from toolkit.serve.tool_fields import ToolFields
 
 CONTENT = str | list[dict[str, Any]] | dict[str, Any]
 TokenId = Annotated[int, Field(ge=TOKEN_ID.low, le=TOKEN_ID.high)]
@@ -20,7 +22,6 @@ StopWord = Annotated[str, Field(min_length=1, max_length=WORD_LENGTH["stop_words
 StopWords = Annotated[list[StopWord], Field(max_length=MOST["stop_words"])]
 BadWord = Annotated[str, Field(min_length=1, max_length=WORD_LENGTH["bad_words"])]
 BadWords = Annotated[list[BadWord], Field(max_length=MOST["bad_words"])]
-M = TypeVar("M", bound="Strict")
 
 # Known to OpenAI's clients, not built here: field -> what to say. An empty value (null, [], false) is let through.
 UNSUPPORTED = {
@@ -31,13 +32,9 @@ UNSUPPORTED = {
     "best_of": "not supported; ask for n choices and pick one by its logprobs",
     "suffix": "not supported; put the whole context into prompt",
     "audio": "not supported; this server handles text alone",
-    "reasoning_effort": "not supported; pass what the model's template knows in chat_template_kwargs",
+    "reasoning_effort": "only for /v1/chat/completions",
     "web_search_options": "not supported; the server has no access to the web",
 }
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True)
 
 
 class StreamOptions(Strict):
@@ -115,6 +112,8 @@ class Message(Strict):
         """As chat templates expect it; few know the role ``developer``."""
         keys = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}
         message = self.model_dump(include=keys, exclude_none=True)
+        if self.reasoning_content:
+            message["thinking"] = self.reasoning_content  # as gpt-oss's template calls it
         return {**message, "role": "system"} if self.role == "developer" else message
 
 
@@ -212,27 +211,6 @@ class GenerateRequest(Strict):
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
-class Function(Strict):
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
-    description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="A JSON schema")
-    strict: bool | None = None
-
-
-class Tool(Strict):
-    type: Literal["function"]
-    function: Function
-
-
-class FunctionName(Strict):
-    name: str
-
-
-class NamedTool(Strict):
-    type: Literal["function"]
-    function: FunctionName
-
-
 def _as_messages(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
@@ -248,10 +226,11 @@ def _for_the_template(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TemplateVariables = Annotated[dict[str, Any], AfterValidator(_for_the_template)]
 
 
-class ChatCompletionRequest(GenerateRequest):
+class ChatCompletionRequest(GenerateRequest, ToolFields):
     messages: Messages
     max_tokens: int | None = Field(None, ge=1, le=1 << 30)
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 30, description="Goes before max_tokens")
@@ -259,40 +238,37 @@ class ChatCompletionRequest(GenerateRequest):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     chat_template_kwargs: TemplateVariables | None = Field(None, description="Variables for the chat template")
     add_generation_prompt: bool | None = None
-    tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = Field(None, description="false: one call at most is handed on")
+    reasoning_effort: Effort | None = Field(None, description="For templates that know it; none: without thoughts")
+    enable_thinking: bool | None = Field(None, description="As in chat_template_kwargs")
     modalities: list[Literal["text"]] | None = None
 
     @model_validator(mode="after")
-    def _tools_fit(self) -> ChatCompletionRequest:
-        names = [tool.function.name for tool in self.tools or ()]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ValueError(f"tools: the name {twice!r} is given twice")
-        if self.tool_choice not in (None, "none") and not names:
-            raise ValueError("tool_choice: only with tools")
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise ValueError(f"tool_choice: {shown(self.tool_choice.function.name)} is not among the tools")
+    def _one_grammar(self) -> ChatCompletionRequest:
         if self.must_call and self.response_format is not None and self.response_format.rule() is not None:
             raise ValueError("response_format: not together with a tool_choice that asks for a call")
         return self
-
-    @property
-    def callable_tools(self) -> list[dict[str, Any]]:
-        """The tools that the answer may call, as the chat template takes them."""
-        none = self.tool_choice == "none"
-        return [] if none else [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
-
-    @property
-    def must_call(self) -> bool:
-        """Whether the answer has to be a call."""
-        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> ChatCompletionRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs=true")
         return self
+
+    @property
+    def logprobs_wanted(self) -> int | None:
+        """How many of the best tokens' log-probabilities each token comes with; None: not even its own."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template is given besides the messages."""
+        thinks = False if self.reasoning_effort == "none" else self.enable_thinking
+        made: dict[str, Any] = {} if thinks is None else {"enable_thinking": thinks, "thinking": thinks}
+        if self.reasoning_effort not in (None, "none"):
+            made["reasoning_effort"] = self.reasoning_effort
+        if self.told_tools:
+            made["tools"] = self.told_tools
+        return made | (self.chat_template_kwargs or {})
 
     @property
     def token_limit(self) -> int | None:

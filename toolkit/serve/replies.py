@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -41,6 +42,24 @@ def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | Non
 def event(data: Any) -> bytes:
     """One server-sent event."""
     return b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+def named_event(data: Any) -> bytes:
+    """One server-sent event that is called what ``data`` has as its "type"."""
+    return f"event: {data['type']}\n".encode() + event(data)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How an API spells an event and an error, and what ends its streams."""
+
+    event: Callable[[Any], bytes]
+    error: Callable[[ApiError], dict[str, Any]]
+    end: bytes = b""
+
+
+OPENAI = Wire(event, ApiError.envelope, DONE)
+LINES = Wire(lambda data: orjson.dumps(data) + b"\n", ApiError.envelope)  # JSON objects, one a line
 
 
 def _told(error: Exception) -> ApiError:
@@ -86,9 +105,10 @@ async def _disconnected(receive: Receive) -> None:
 class JsonReply(Reply):
     """The JSON object that ``compute`` returns, or the error it raises."""
 
-    def __init__(self, compute: Callable[[], Awaitable[Any]]) -> None:
+    def __init__(self, compute: Callable[[], Awaitable[Any]], wire: Wire = OPENAI) -> None:
         super().__init__()
         self.compute = compute
+        self.wire = wire
 
     async def produce(self, send: Send) -> None:
         status = 200
@@ -96,23 +116,21 @@ class JsonReply(Reply):
             data = await self.compute()
         except Exception as error:
             told = _told(error)
-            status, data = told.status, told.envelope()
+            status, data = told.status, self.wire.error(told)
         await send_json(send, status, data)
 
 
 class EventReply(Reply):
-    """A stream of events ending in ``end``. ``chunks`` yields what each event holds, ``event`` spells it.
+    """A stream of events. ``chunks`` yields what each of them holds.
 
     The status line waits for the first chunk, so that a request that fails at once gets a proper status; a later
     error is sent as an event of its own.
     """
 
-    event = staticmethod(event)
-    end = DONE
-
-    def __init__(self, chunks: AsyncGenerator[Any, None]) -> None:
+    def __init__(self, chunks: AsyncGenerator[Any, None], wire: Wire = OPENAI) -> None:
         super().__init__()
         self.chunks = chunks
+        self.wire = wire
 
     async def produce(self, send: Send) -> None:
         started = False
@@ -127,18 +145,11 @@ class EventReply(Reply):
         try:
             async with contextlib.aclosing(self.chunks) as chunks:
                 async for chunk in chunks:
-                    await write(self.event(chunk))
+                    await write(self.wire.event(chunk))
         except Exception as error:
             told = _told(error)
             if not started:
-                await send_json(send, told.status, told.envelope())
+                await send_json(send, told.status, self.wire.error(told))
                 return
-            await write(self.event(told.envelope()))
-        await write(self.end, more=False)
-
-
-class LineReply(EventReply):
-    """A stream of JSON objects, one a line, as /v1/chat/interactive has it."""
-
-    event = staticmethod(lambda data: orjson.dumps(data) + b"\n")
-    end = b""
+            await write(self.wire.event(self.wire.error(told)))
+        await write(self.wire.end, more=False)

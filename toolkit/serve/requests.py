@@ -12,8 +12,9 @@ from starlette.requests import ClientDisconnect, Request
 
 from toolkit.serve.errors import ApiError, bad_field, from_validation
 from toolkit.serve.json_values import count_values
-from toolkit.serve.protocol import ChatCompletionRequest, Strict
+from toolkit.serve.protocol import ChatCompletionRequest
 from toolkit.serve.state import ServerState
+from toolkit.serve.strict import Strict
 
 logger = logging.getLogger("toolkit.serve")
 M = TypeVar("M", bound=Strict)
@@ -59,31 +60,39 @@ async def parse(request: Request, state: ServerState, model: type[M]) -> tuple[M
     return (work() if size <= SMALL else await state.lanes.run(work, size)), size
 
 
+def translated(translate: Callable[[], M]) -> M:
+    """``translate()``, which makes another API's request of ours. Raises ApiError (400) for what that cannot be."""
+    try:
+        return translate()
+    except ValidationError as error:
+        raise from_validation(error) from error
+
+
 def vocab_size(state: ServerState) -> int:
     """Token ids below this exist in the model."""
     return state.engine.tokenizer.vocab_size
 
 
-async def encode_chat(state: ServerState, request: ChatCompletionRequest, size: int, name: str) -> list[int]:
-    """The messages of a body of ``size`` bytes, rendered and tokenized. Raises ApiError 400 if they cannot be.
+async def encode_chat(
+    state: ServerState, request: ChatCompletionRequest, size: int, name: str
+) -> tuple[list[int], str]:
+    """The messages of a body of ``size`` bytes, tokenized and rendered. Raises ApiError 400 if they cannot be.
 
     The log shows the rendered prompt at level INFO, as the request ``name``'s.
     """
     add_prompt = request.add_generation_prompt is not False
 
-    variables = dict(request.chat_template_kwargs or {})
-    if tools := request.callable_tools:
-        if state.template.tool_format is None:
-            what = "this model's chat template has no place for them, or a way of calling that is not read here"
-            raise bad_field("tools", f"{what}; describe them in a message and use response_format")
-        variables["tools"] = tools
+    variables = request.template_variables
+    if request.told_tools and state.formats.tools is None:
+        what = "this model's chat template has no place for them, or a way of calling that is not known"
+        raise bad_field("tools", f"{what}; name one by the server's --tool-call-parser")
 
-    def work() -> list[int]:
+    def work() -> tuple[list[int], str]:
         messages = [message.for_template() for message in request.messages]
         text = state.template.render(messages, add_generation_prompt=add_prompt, **variables)
         if logger.isEnabledFor(logging.INFO):
             logger.info("%s: prompt %r", name, state.shorten(text))
-        return _encode(state, text, "messages", special=False)
+        return _encode(state, text, "messages", special=False), text
 
     return await state.lanes.run(work, size)
 

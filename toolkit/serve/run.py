@@ -31,6 +31,7 @@ from toolkit.messages import ChatTemplateConfig
 from toolkit.serve.app import create_app
 from toolkit.serve.connection import connection_class
 from toolkit.serve.limits import Limits
+from toolkit.serve.parsing import Formats
 from toolkit.serve.sampling import choose_defaults
 from toolkit.serve.state import ServerSettings, ServerState
 
@@ -209,6 +210,7 @@ def serve(
     choose_pooling(str((settings or {}).get("pooling", "auto")), None)
     if announcement is not None:
         announcement.check()
+    Formats.check((settings or {}).get("tool_call_parser"), (settings or {}).get("reasoning_parser"))
     choose_defaults(str((settings or {}).get("generation_config", "auto")), None)
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     limits: Limits = (settings or {}).get("limits", Limits())  # type: ignore[assignment]

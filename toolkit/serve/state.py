@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from toolkit.chat.template import ChatTemplate
     from toolkit.engine.frontend import AsyncEngine
     from toolkit.messages import GenerationConfig
+    from toolkit.serve.parsing import Formats
+    from toolkit.serve.responses.kept import Store
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class ServerSettings:
     """``adapters``: names of LoRA adapters, which requests use in place of the model's; ``api_keys`` empty = open to
     all; ``max_log_len``: characters of a prompt in the log, None = all of it; ``generation_config``: where defaults of
     the sampling come from, see sampling.choose_defaults; ``pooling``: auto, last or mean, see pooling.choose;
-    ``allowed``: options given that let clients do what only the operator may otherwise, see control_routes."""
+    ``allowed``: options given that let clients do what only the operator may otherwise, see control_routes;
+    ``tool_call_parser``, ``reasoning_parser``: names, see parsing.Formats."""
 
     model_name: str
     adapters: Sequence[str] = ()
@@ -37,6 +40,8 @@ class ServerSettings:
     docs: bool = True
     metrics: bool = True
     generation_config: str = "auto"
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     max_concurrent_requests: int | None = None
     max_log_len: int | None = None
     pooling: str = "auto"
@@ -56,6 +61,8 @@ class ServerState:
     defaults: GenerationConfig
     metrics: ServerMetrics
     lanes: Lanes
+    formats: Formats
+    kept: Store
     pooling: Pooling = "last"
     embeds: bool = False
     slots: asyncio.Semaphore | None = None

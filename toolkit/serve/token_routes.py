@@ -9,11 +9,13 @@ from pydantic import BaseModel, Field, model_validator
 from starlette.responses import Response as HttpResponse
 
 from toolkit.serve.errors import bad_field
-from toolkit.serve.protocol import Messages, Strict, TemplateVariables, TokenId, Tool
+from toolkit.serve.protocol import Messages, TemplateVariables, TokenId
 from toolkit.serve.replies import json_response
 from toolkit.serve.requests import parse, vocab_size
 from toolkit.serve.schema import describe
 from toolkit.serve.state import ServerState
+from toolkit.serve.strict import Strict
+from toolkit.serve.tool_fields import Tool
 
 router = APIRouter()
 

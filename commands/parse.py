@@ -1,0 +1,75 @@
+"""``tool parse``: the OpenAI message that a model's raw answer is, for people who look into a parser."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from toolkit.commands.output import write_json
+from toolkit.errors import UsageError
+
+
+def run(
+    parser: Annotated[str | None, typer.Option(help="How calls of tools are written, such as hermes.")] = None,
+    reasoning_parser: Annotated[str | None, typer.Option(help="How thoughts are marked, such as qwen3.")] = None,
+    tools: Annotated[
+        Path | None, typer.Option(help="JSON file with the tools as requests have them; other names are no calls.")
+    ] = None,
+    enable_thinking: Annotated[
+        str | None,
+        typer.Option(
+            metavar="true|false",
+            help="Whether the prompt left a thought open (true) or closed (false). Default: as such models do.",
+        ),
+    ] = None,
+    stream_every: Annotated[
+        int, typer.Option(min=0, metavar="<int>", help="Feed the parser so many bytes at a time; 0 = all at once.")
+    ] = 0,
+) -> None:
+    """Read a model's raw answer from standard input and print the message as JSON: content, reasoning, tool calls.
+
+    Example: tool parse --parser hermes --reasoning-parser qwen3 < raw.txt
+    """
+    from toolkit.parsers import registry
+    from toolkit.parsers.pieces import Answer
+    from toolkit.parsers.thinking import Begun
+
+    if parser is None and reasoning_parser is None:
+        raise UsageError("expected --parser, --reasoning-parser, or both")
+    states: dict[str | None, Begun] = {"true": "open", "false": "closed", None: None}
+    if enable_thinking not in states:
+        raise UsageError(f"--enable-thinking: expected true or false, found {enable_thinking!r}")
+    called = registry.tool_format(parser) if parser else None
+    thought = registry.reasoning_format(reasoning_parser) if reasoning_parser else None
+    reader = registry.open_parser(called, thought, _functions(tools), seed="parse", begun=states[enable_thinking])
+    raw = sys.stdin.buffer.read()
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    answer = Answer()
+    size = stream_every or max(len(raw), 1)
+    for start in range(0, len(raw), size):
+        answer.take(reader.add(decoder.decode(raw[start : start + size])))
+    answer.take(reader.add(decoder.decode(b"", True)))
+    answer.take(reader.finish())
+    write_json("-", answer.message())
+
+
+def _functions(file: Path | None) -> dict[str, Any] | None:
+    """Name -> schema of the parameters, of tools in OpenAI's form or as bare functions."""
+    if file is None:
+        return None
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"--tools {file}: expected a JSON list of tools ({error})") from error
+    found = {}
+    for tool in data if isinstance(data, list) else [data]:
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise UsageError(f'--tools {file}: expected {{"type": "function", "function": {{"name": …}}}} in a list')
+        found[function["name"]] = function.get("parameters") or {}
+    return found

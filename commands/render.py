@@ -1,0 +1,63 @@
+"""``tool render``: the prompt that a chat template makes of messages."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from toolkit.commands.options import json_object
+from toolkit.errors import UsageError
+
+
+def run(
+    template: Annotated[
+        str,
+        typer.Option(help="A model (directory, hub id, demo), a built-in name (tool list), a .json or .jinja file."),
+    ],
+    model: Annotated[
+        str | None, typer.Option(help="The model whose tokenizer is used with a built-in template or a file.")
+    ] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Print the token ids as JSON.")] = False,
+    chat_template_kwargs: Annotated[str | None, typer.Option(help="JSON object of variables for the template.")] = None,
+    no_generation_prompt: Annotated[
+        bool, typer.Option("--no-generation-prompt", help="End behind the last message, not where an answer begins.")
+    ] = False,
+) -> None:
+    """Read messages from standard input (JSON: a list, or a request with messages and tools) and print the prompt.
+
+    Example: echo '[{"role": "user", "content": "Hello"}]' | tool render --template demo
+    """
+    from toolkit.artifacts.source import resolve_model
+    from toolkit.artifacts.tokenizer import Tokenizer
+    from toolkit.chat import builtin
+    from toolkit.chat.template import ChatTemplate
+
+    named = builtin.find(template) is not None or template.endswith((".jinja", ".jinja2", ".j2", ".json"))
+    request = _request()
+    variables: dict[str, Any] = dict(request.get("chat_template_kwargs") or {})
+    if chat_template_kwargs is not None:
+        variables |= json_object("--chat-template-kwargs", chat_template_kwargs)
+    if request.get("tools"):
+        variables["tools"] = request["tools"]
+    path = resolve_model(model or ("demo" if named else template))
+    tokenizer = Tokenizer.open(path)
+    made = ChatTemplate.open(tokenizer, path, template if named else None)
+    prompt = made.render(request["messages"], add_generation_prompt=not no_generation_prompt, **variables)
+    if tokens:
+        print(json.dumps(tokenizer.encode(prompt, add_special_tokens=False)))
+    else:
+        sys.stdout.write(prompt)
+
+
+def _request() -> dict[str, Any]:
+    try:
+        data = json.load(sys.stdin)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"standard input: expected JSON messages ({error})") from error
+    request = {"messages": data} if isinstance(data, list) else data
+    if not isinstance(request, dict) or not isinstance(request.get("messages"), (list, str)):
+        raise UsageError('standard input: expected a list of messages, or {"messages": …}')
+    return request

@@ -1,0 +1,257 @@
+# ruff: noqa: E501 (answers as models write them)
+"""Calls in answers of every format: whole, and cut at every byte and token; what is no call stays text."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolkit.errors import UsageError
+from toolkit.parsers import registry
+from toolkit.parsers.pieces import Answer
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "hours": {"type": ["array", "null"], "items": {"type": "integer"}},
+        "exact": {"type": "boolean"},
+    },
+}
+FUNCTIONS: dict[str, Any] = {"weather": WEATHER, "now": {}, "mcp__clock.now-2": {}}
+PARIS = ("weather", {"city": "Paris", "days": 2})
+NOW: tuple[str, Any] = ("now", {})
+ONE = '{"name": "weather", "arguments": {"city": "Paris", "days": 2}}'
+LLAMA = ONE.replace("arguments", "parameters")
+DS, DE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+DB, DC, DN = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+KB = "<|tool_calls_section_begin|><|tool_call_begin|>"
+KE = "<|tool_call_end|><|tool_calls_section_end|>"
+KN = "<|tool_call_argument_begin|>"
+CODER = "<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>"
+GLM = "<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n"
+INVOKE = (
+    '<invoke name="weather">\n<parameter name="city">Paris</parameter>\n<parameter name="days">2</parameter>\n</invoke>'
+)
+DSML = (
+    '<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>\n</｜DSML｜invoke>'
+)
+COHERE = '{"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "Paris", "days": 2}}'
+HEAD = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+
+Case = tuple[str, str, str, list[tuple[str, Any]]]
+CASES: list[Case] = [
+    ("hermes", "Just text, with < and <tool and {} in it.\n", "Just text, with < and <tool and {} in it.\n", []),
+    ("hermes", f"<tool_call>\n{ONE}\n</tool_call>", "", [PARIS]),
+    ("hermes", f'Let me see.\n<tool_call>{ONE}</tool_call>\n<tool_call>{{"name": "now"}}</tool_call>\n', "Let me see.",
+     [PARIS, NOW]),
+    ("hermes", f"a <tool_call>{ONE}</tool_call> b", "a b", [PARIS]),
+    ("hermes", f"<tool_call>{ONE}", "", [PARIS]),
+    ("hermes", f'<tool_call>[{ONE}, {{"name": "now", "arguments": {{}}}}]</tool_call>', "", [PARIS, NOW]),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": "{\\"days\\": 1}"}</tool_call>', "", [("weather", {"days": 1})]),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "</tool_call>\\"é"}}</tool_call>', "",
+     [("weather", {"city": '</tool_call>"é'})]),
+    ("hermes", "<tool_call>{broken</tool_call> and on", "<tool_call>{broken</tool_call> and on", []),
+    ("hermes", 'x <tool_call>{"a": "b</tool_call> y', 'x <tool_call>{"a": "b</tool_call> y', []),
+    ("hermes", f'<tool_call>{{"a: 1}}</tool_call><tool_call>{ONE}</tool_call>', '<tool_call>{"a: 1}</tool_call>', [PARIS]),
+    ("hermes", '<tool_call>{"name": "rm"}</tool_call>', '<tool_call>{"name": "rm"}</tool_call>', []),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"days": NaN}}</tool_call>',
+     '<tool_call>{"name": "weather", "arguments": {"days": NaN}}</tool_call>', []),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": [1]}</tool_call>',
+     '<tool_call>{"name": "weather", "arguments": [1]}</tool_call>', []),
+    ("hermes", "x <tool_call>{broken", "x <tool_call>{broken", []),
+    ("hermes", " \n", " \n", []),
+    ("llama3", LLAMA, "", [PARIS]),
+    ("llama3", f"<|python_tag|>{LLAMA}", "", [PARIS]),
+    ("llama3", f'{LLAMA}; {{"name": "now", "parameters": {{}}}}', "", [PARIS, NOW]),
+    ("llama3", '{"type": "function", "name": "now", "parameters": {}}', "", [NOW]),
+    ("llama3", '{"colour": "red"}', '{"colour": "red"}', []),
+    ("llama3", '{"name": "now", "parameters": {}} and text', '{"name": "now", "parameters": {}} and text', []),
+    ("llama3", 'No: {"name": "now", "parameters": {}}', 'No: {"name": "now", "parameters": {}}', []),
+    ("llama3", " \n", " \n", []),
+    ("pythonic", '[weather(city="Paris", days=2), now()]', "", [PARIS, NOW]),
+    ("pythonic", '<|python_start|>[weather(city="Paris", days=2)]<|python_end|>', "", [PARIS]),
+    ("pythonic", '[mcp__clock.now(x=open("f"))]', '[mcp__clock.now(x=open("f"))]', []),
+    ("pythonic", "[1, 2] are numbers", "[1, 2] are numbers", []),
+    ("qwen3_coder", f"Well.\n<tool_call>\n{CODER}\n</tool_call>", "Well.", [PARIS]),
+    ("qwen3_coder", CODER, "", [PARIS]),
+    ("qwen3_coder", f"<tool_call>\n{CODER}\n{CODER}\n</tool_call>", "", [PARIS, PARIS]),
+    ("qwen3_coder", "<tool_call>\n<function=now>\n</function>\n</tool_call>", "", [NOW]),
+    ("qwen3_coder", "<tool_call><function=weather><parameter=city>\n1\n\n2\n</parameter><parameter=hours>[1, 2]</parameter>"
+     "<parameter=exact>True</parameter></function></tool_call>", "",
+     [("weather", {"city": "1\n\n2", "hours": [1, 2], "exact": True})]),
+    ("qwen3_coder", "<tool_call><function=weather><parameter=days>soon</parameter></function></tool_call>", "",
+     [("weather", {"days": "soon"})]),
+    ("qwen3_coder", "<tool_call><function=weather><parameter=days>2", "<tool_call><function=weather><parameter=days>2", []),
+    ("internlm", f"Sure.<|action_start|><|plugin|>\n{LLAMA}<|action_end|>\n", "Sure.", [PARIS]),
+    ("internlm", f"<|action_start|> <|plugin|>{LLAMA}", "", [PARIS]),
+    ("internlm", "<|action_start|><|interpreter|>print(1)<|action_end|>", "<|action_start|><|interpreter|>print(1)<|action_end|>",
+     []),
+    ("mistral", f"[TOOL_CALLS] [{ONE}]", "", [PARIS]),
+    ("mistral", f'[TOOL_CALLS][{ONE}, {{"name": "now", "arguments": {{}}}}]', "", [PARIS, NOW]),
+    ("mistral", 'Yes.[TOOL_CALLS]weather[ARGS]{"city": "Paris", "days": 2}[TOOL_CALLS]now[ARGS]{}', "Yes.", [PARIS, NOW]),
+    ("mistral", '[TOOL_CALLS]weather{"city": "Paris", "days": 2}', "", [PARIS]),
+    ("mistral", "[TOOL_CALLS] [{", "[TOOL_CALLS] [{", []),
+    ("deepseek_v3", f'{DS}{DB}function{DN}weather\n```json\n{{"city": "Paris", "days": 2}}\n```{DC}\n{DB}function{DN}now\n'
+     f"```json\n{{}}\n```{DC}{DE}", "", [PARIS, NOW]),
+    ("deepseek_v3", f"Hm.{DS}{DB}function{DN}weather\n```json\n{{]\n```{DC}{DE}",
+     f"Hm.{DB}function{DN}weather\n```json\n{{]\n```{DC}", []),
+    ("deepseek_v31", f'Hm.\n\n{DS}{DB}weather{DN}{{"city": "Paris", "days": 2}}{DC}{DB}now{DN}{{}}{DC}{DE}', "Hm.",
+     [PARIS, NOW]),
+    ("deepseek_v32", f"So.\n\n<｜DSML｜function_calls>\n{DSML}\n</｜DSML｜function_calls>", "So.", [PARIS]),
+    ("deepseek_v32", "<｜DSML｜function_calls>\n<｜DSML｜invoke", "<｜DSML｜function_calls>\n<｜DSML｜invoke", []),
+    ("glm45", f"<tool_call>weather\n{GLM}</tool_call>\n<tool_call>now</tool_call>", "", [PARIS, NOW]),
+    ("glm45", f"Ah.<tool_call>weather{GLM.replace(chr(10), '')}</tool_call>", "Ah.", [PARIS]),
+    ("glm45", f"<tool_call>weather\n{GLM}", f"<tool_call>weather\n{GLM}", []),
+    ("glm45", "<tool_call>\nno words here</tool_call>", "<tool_call>\nno words here</tool_call>", []),
+    ("kimi_k2", f'Ok.{KB}functions.weather:0{KN}{{"city": "Paris", "days": 2}}<|tool_call_end|><|tool_call_begin|>'
+     f"functions.now:1{KN}{{}}{KE}", "Ok.", [PARIS, NOW]),
+    ("kimi_k2", f"{KB}functions.weather:0{KN}[{KE}", f"<|tool_call_begin|>functions.weather:0{KN}[<|tool_call_end|>", []),
+    ("minimax_m2", f"Right.\n<minimax:tool_call>\n{INVOKE}\n</minimax:tool_call>", "Right.", [PARIS]),
+    ("minimax_m2", "<minimax:tool_call>?</minimax:tool_call>", "<minimax:tool_call>?</minimax:tool_call>", []),
+    ("command_r", f"<|START_ACTION|>[\n    {COHERE}\n]<|END_ACTION|>", "", [PARIS]),
+    ("command_r", "<|START_RESPONSE|>Hello.<|END_RESPONSE|>", "Hello.", []),
+    ("command_r", f"Action: ```json\n[{COHERE}]\n```", "", [PARIS]),
+    ("phi4", f"functools[{ONE}]", "", [PARIS]),
+    ("phi4", f"<|tool_call|>[{ONE}]<|/tool_call|>", "", [PARIS]),
+    ("phi4", "import functools, then", "import functools, then", []),
+    ("granite", f"<|tool_call|>[{ONE}]", "", [PARIS]),
+    ("granite", f"<tool_call>[{ONE}]", "", [PARIS]),
+    ("granite", f"<tool_call>\n{ONE}\n</tool_call>", "", [PARIS]),
+    ("gpt_oss", "Just text.", "Just text.", []),
+    ("gpt_oss", "assistants help", "assistants help", []),
+    ("gpt_oss", "<|channel|>final<|message|>Hello <b>.", "Hello <b>.", []),
+    ("gpt_oss", f'{HEAD}{{"city": "Paris", "days": 2}}<|call|>', "", [PARIS]),
+    ("gpt_oss", f'<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{HEAD}{{"city": "Paris", "days": 2}}',
+     "I look.", [PARIS]),
+    ("gpt_oss", ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Paris", "days": 2}<|call|>', "", [PARIS]),
+    ("gpt_oss", f"{HEAD}{{", f"{HEAD}{{", []),
+]  # fmt: skip
+
+
+def read(name: str, parts: list[str], functions: Any = FUNCTIONS, **options: Any) -> Answer:
+    parser = registry.open_parser(registry.tool_format(name), None, functions, seed="x", **options)
+    answer = Answer()
+    for part in parts:
+        answer.take(parser.add(part))
+    answer.take(parser.finish())
+    return answer
+
+
+def calls_of(answer: Answer) -> list[tuple[str, Any]]:
+    assert len({call["id"] for call in answer.calls}) == len(answer.calls)
+    functions = [call["function"] for call in answer.calls]
+    return [(f["name"], json.loads(f["arguments"])) for f in functions]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}: {case[1][:40]!r}")
+def test_every_cut_in_two_and_every_size_of_part_gives_the_same(case: Case) -> None:
+    name, text, content, calls = case
+    whole = read(name, [text])
+    assert (whole.content, calls_of(whole)) == (content, calls)
+    for at in range(len(text) + 1):
+        assert read(name, [text[:at], text[at:]]) == whole, at
+    for size in (1, 2, 3, 7):
+        assert read(name, [text[i : i + size] for i in range(0, len(text), size)]) == whole, size
+
+
+@given(st.sampled_from(CASES), st.lists(st.integers(0, 200), max_size=12))
+def test_any_cutting_gives_the_same(case: Case, cuts: list[int]) -> None:
+    name, text = case[:2]
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    assert read(name, [text[a:b] for a, b in pairwise(places)]) == read(name, [text])
+
+
+MARKS = [mark for form in registry.TOOLS for mark in form.visible]
+SCRAPS = st.lists(
+    st.sampled_from([*MARKS, ONE, LLAMA, CODER, GLM, INVOKE, DSML, '"', "\\", "{", "}", "[", "\n", "é", "text", "weather", DN, KN]),
+    max_size=12,
+).map("".join)  # fmt: skip
+
+
+@given(st.sampled_from(registry.TOOLS), SCRAPS, st.integers(1, 9))
+def test_scraps_never_fail_and_cutting_never_matters(form: Any, text: str, size: int) -> None:
+    whole = read(form.name, [text])
+    assert read(form.name, [text[i : i + size] for i in range(0, len(text), size)]) == whole
+    calls_of(whole)
+    if not (whole.calls or form.harmony or form.drop):
+        assert whole.content == text
+
+
+@pytest.mark.parametrize("form", registry.TOOLS, ids=lambda form: form.name)
+def test_one_call_alone_where_only_one_is_wanted(form: Any) -> None:
+    text = {
+        "hermes": f"<tool_call>{ONE}</tool_call>" * 2, "llama3": f"{LLAMA};{LLAMA}", "pythonic": "[now(), now()]",
+        "qwen3_coder": CODER * 2, "internlm": f"<|action_start|><|plugin|>{LLAMA}<|action_end|>" * 2,
+        "mistral": f"[TOOL_CALLS][{ONE},{ONE}]", "deepseek_v31": f"{DS}{f'{DB}now{DN}{{}}{DC}' * 2}{DE}",
+        "deepseek_v3": f"{DB}function{DN}now\n```json\n{{}}\n```{DC}" * 2, "glm45": "<tool_call>now</tool_call>" * 2,
+        "deepseek_v32": f"<｜DSML｜function_calls>{DSML}{DSML}</｜DSML｜function_calls>",
+        "kimi_k2": f"{KB}functions.now:0{KN}{{}}{KE}{KB}functions.now:1{KN}{{}}{KE}",
+        "minimax_m2": f"<minimax:tool_call>{INVOKE}{INVOKE}</minimax:tool_call>",
+        "command_r": f"<|START_ACTION|>[{COHERE}, {COHERE}]<|END_ACTION|>", "phi4": f"functools[{ONE}, {ONE}]",
+        "granite": f"<tool_call>[{ONE}, {ONE}]", "gpt_oss": f"{HEAD}{{}}<|call|><|start|>assistant{HEAD}{{}}",
+    }[form.name]  # fmt: skip
+    assert len(read(form.name, [text]).calls) == 2
+    assert len(read(form.name, [text], single=True).calls) == 1
+    assert read(form.name, [text], single=True).content == ""
+
+
+def test_ids() -> None:
+    kimi = read("kimi_k2", [f"{KB}functions.now:3{KN}{{}}{KE}"])
+    assert kimi.calls[0]["id"] == "functions.now:3"
+    mistral = read("mistral", [f"[TOOL_CALLS][{ONE}]"]).calls[0]["id"]
+    assert len(mistral) == 9 and mistral.isalnum()
+    assert read("mistral", ["[TOOL_CALLS]now[CALL_ID]abc123xyz[ARGS]{}"]).calls[0]["id"] == "abc123xyz"
+
+
+def test_half_a_surrogate_pair_can_be_sent() -> None:
+    answer = read("hermes", ['<tool_call>{"name": "now", "arguments": {"a": "\\ud83d"}}</tool_call>'])
+    answer.calls[0]["function"]["arguments"].encode()
+
+
+def test_text_is_not_held_back_longer_than_it_must() -> None:
+    parser = registry.open_parser(registry.tool_format("hermes"), None, FUNCTIONS, seed="x")
+    shown = ["".join(p.text for p in parser.add(t)) for t in ("a", " b <", "tool", "box", "\n", "c")]
+    assert shown == ["a", " b", "", " <toolbox", "", "\nc"]
+    parser = registry.open_parser(registry.tool_format("llama3"), None, FUNCTIONS, seed="x")
+    assert ["".join(p.text for p in parser.add(t)) for t in (" ", "N", "o {")] == ["", " N", "o {"]
+    parser = registry.open_parser(registry.tool_format("llama3"), None, FUNCTIONS, seed="x")
+    assert ["".join(p.text for p in parser.add(t)) for t in ('{"na', 'ughty": ', "1}")] == ["", '{"naughty":', " 1}"]
+
+
+def test_names() -> None:
+    for name, found in (("qwen3coder", "qwen3_coder"), ("llama3_json", "llama3"), ("kimi-k2", "kimi_k2"), ("openai", "gpt_oss"),
+                        ("deepseek-v32", "deepseek_v32"), ("glm47", "glm45"), ("phi4_mini_json", "phi4")):  # fmt: skip
+        assert registry.tool_format(name).name == found
+    with pytest.raises(UsageError, match=r"--tool-call-parser: expected one of command_r, .*, found 'x'"):
+        registry.tool_format("x")
+    every = [n for form in registry.TOOLS for n in (form.name, *form.aliases)]
+    assert len(set(every)) == len(every)
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("<tool_call>{'name':…, 'arguments':…}</tool_call>", "hermes"),
+        ("Environment: ipython {'name':…, 'parameters':…}", "llama3"),
+        ("<tool_call>{name}<arg_key>…</tool_call>", "glm45"),
+        ("[TOOL_CALLS]", "mistral"),
+        ("<tool_call>\n<function=…>\n<parameter=…>", "qwen3_coder"),
+        (f"{DS}{DB}…```json", "deepseek_v3"),
+        (f"{DS}{DB}…{DN}", "deepseek_v31"),
+        ("<|start|>assistant<|channel|>", "gpt_oss"),
+        ("<|tool_calls_section_begin|>", "kimi_k2"),
+        ("<|start_of_role|>available_tools <tool_call>arguments", "granite"),
+        ("{{ tools }}", None),
+    ],
+)
+def test_the_template_says_how_calls_are_written(source: str, name: str | None) -> None:
+    found = registry.spot_tools(source)
+    assert (found.name if found else None) == name

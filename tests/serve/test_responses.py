@@ -1,0 +1,203 @@
+"""OpenAI's client against /v1/responses, and bodies as Codex sends them."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+
+from tests.serve.test_tools import Echo
+from toolkit.serve.limits import Limits
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+ADD = {"type": "function", "name": "add", "description": "Sum.", "parameters": SCHEMA, "strict": False}
+PATCH = {"type": "custom", "name": "patch", "description": "Edit.", "format": {"type": "grammar", "definition": "g"}}
+TOOLS: list[Any] = [
+    ADD,
+    {"type": "web_search", "external_web_access": False},
+    PATCH,
+    {"type": "namespace", "name": "clock", "tools": [{"type": "function", "name": "now", "parameters": None}]},
+]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+EDIT = '<tool_call>\n{"name": "patch", "arguments": {"input": "*** Begin"}}\n</tool_call>'
+THOUGHT = "<think>\nHm.\n</think>\n\n"
+ITEM = ["response.output_item.added", "response.content_part.added"]
+END = ["response.content_part.done", "response.output_item.done"]
+
+
+def client(server: Any) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.v1, api_key="none", max_retries=0)
+
+
+def ask(server: Any, text: Any, **fields: Any) -> Any:
+    return client(server).responses.create(**({"model": "echo", "input": text} | fields))
+
+
+def events(server: Any, text: str, **fields: Any) -> list[Any]:
+    return list(client(server).responses.create(model="echo", input=text, stream=True, **fields))
+
+
+@pytest.fixture
+def server(start: Any) -> Any:
+    return start(template=Echo("hermes", "qwen3"))
+
+
+def test_a_response(server: Any) -> None:
+    done = ask(server, "Hello.", metadata={"a": "b"})
+    assert (done.object, done.status, done.output_text, done.metadata) == (
+        "response",
+        "completed",
+        "Hello.",
+        {"a": "b"},
+    )
+    usage = done.usage
+    assert (usage.input_tokens, usage.input_tokens_details.cached_tokens, usage.output_tokens) == (6, 3, 6)
+    cut = ask(server, "Hello.", max_output_tokens=2)
+    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+
+
+def test_items_and_the_order_of_their_events(server: Any) -> None:
+    text = f"{THOUGHT}Well.{CALL}{EDIT}"
+    whole = ask(server, text, tools=TOOLS)
+    assert [item.type for item in whole.output] == ["reasoning", "message", "function_call", "custom_tool_call"]
+    thought, said, call, edit = whole.output
+    assert (thought.content[0].text, said.content[0].text) == ("Hm.", "Well.")
+    assert (call.name, json.loads(call.arguments), edit.name, edit.input) == ("add", {"a": 1}, "patch", "*** Begin")
+    told = events(server, text, tools=TOOLS)
+    assert [event.sequence_number for event in told] == list(range(len(told)))
+    kinds: list[str] = []
+    for event in told:
+        if not kinds or kinds[-1] != event.type:
+            kinds.append(event.type)
+    call_events = ["response.function_call_arguments.delta", "response.function_call_arguments.done"]
+    edit_events = ["response.custom_tool_call_input.delta", "response.custom_tool_call_input.done"]
+    assert kinds == [
+        "response.created", "response.in_progress",
+        *ITEM, "response.reasoning_text.delta", "response.reasoning_text.done", *END,
+        *ITEM, "response.output_text.delta", "response.output_text.done", *END,
+        ITEM[0], *call_events, END[1],
+        ITEM[0], *edit_events, END[1],
+        "response.completed",
+    ]  # fmt: skip
+    final = told[-1].response
+    assert [item.type for item in final.output] == [item.type for item in whole.output]
+    assert final.output_text == "Well." and final.usage == whole.usage
+    deltas = [event.delta for event in told if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == "Well."
+
+
+def test_conversations_are_kept_for_a_while(start: Any) -> None:
+    template = Echo("hermes")
+    limits = Limits(max_stored_responses=2)
+    server = start(template=template, limits=limits)
+    first = ask(server, "One.", instructions="Be brief.")
+    second = ask(server, "Two.", previous_response_id=first.id)
+    assert [(m["role"], m["content"]) for m in template.seen[-1][0]] == [
+        ("user", "One."), ("assistant", "One."), ("user", "Two."),
+    ]  # fmt: skip
+    assert client(server).responses.retrieve(second.id).output_text == "Two."
+    unkept = ask(server, "Three.", store=False)
+    ask(server, "Four.")
+    for gone in (first.id, unkept.id, "resp_unknown"):
+        with pytest.raises(openai.BadRequestError, match=r"previous_response_id: .*not known here") as refused:
+            ask(server, "x", previous_response_id=gone)
+        assert refused.value.code == "previous_response_not_found"
+    client(server).responses.delete(second.id)
+    with pytest.raises(openai.NotFoundError):
+        client(server).responses.retrieve(second.id)
+    old = start(template=template, limits=Limits(stored_response_seconds=0))
+    with pytest.raises(openai.BadRequestError):
+        ask(old, "x", previous_response_id=ask(old, "One.").id)
+    small = start(template=template, limits=Limits(max_stored_bytes=10))
+    with pytest.raises(openai.BadRequestError):
+        ask(small, "x", previous_response_id=ask(small, "One.").id)
+
+
+def test_choices_and_formats(server: Any) -> None:
+    done = ask(server, EDIT, tools=TOOLS, tool_choice={"type": "custom", "name": "patch"})
+    assert done.output[0].input == "*** Begin"
+    rule = json.dumps(server.engine.seen[-1][1].response_format)
+    assert "patch" in rule and '\\"add\\"' not in rule
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "now"}]}
+    assert ask(server, CALL, tools=TOOLS, tool_choice=allowed).output_text == CALL
+    form = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
+    ask(server, "{}", text={"format": form, "verbosity": "low"}, reasoning={"effort": "low", "summary": "auto"})
+    assert json.dumps(SCHEMA) in json.dumps(server.engine.seen[-1][1].response_format)
+    assert server.app.state.server.template.seen[-1][1] == {"reasoning_effort": "low"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"extra_body": {"bogus": 1}}, "bogus: unknown field"),
+        ({"background": True}, "background: "),
+        ({"conversation": "c1"}, "conversation: "),
+        ({"top_logprobs": 3}, "top_logprobs: not supported here"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input: item 0: expected one of"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0"),
+        ({"tool_choice": "required"}, "tool_choice: only with tools"),
+    ],
+)
+def test_refusals(server: Any, fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=says):
+        ask(server, "x", **fields)
+
+
+def test_a_failure_in_a_stream_is_told(start: Any) -> None:
+    server = start(engine={"fail_after": 2}, template=Echo("hermes"))
+    last = events(server, "Hello.")[-1]
+    assert last.type == "response.failed" and "the runner broke" in last.response.error.message
+
+
+def test_many_at_once(start: Any) -> None:
+    server = start(engine={"delay": 0.001}, template=Echo("hermes", "qwen3"))
+    with ThreadPoolExecutor(12) as pool:
+        told = list(pool.map(lambda i: events(server, f"{THOUGHT}Number {i}.{CALL}", tools=TOOLS)[-1], range(24)))
+    assert [event.response.output_text for event in told] == [f"Number {i}." for i in range(24)]
+
+
+def test_turns_as_codex_sends_them(start: Any) -> None:
+    """No field of theirs is refused, and from one turn to the next the prompt grows at its end alone."""
+    server = start(template=(template := Echo("hermes", "qwen3")), engine={"session_len": 4096})
+    talk: list[Any] = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "<permissions>"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Go."}]},
+    ]
+    for turn in range(4):
+        body = {
+            "model": "echo", "instructions": "You code.", "input": talk, "tools": TOOLS, "tool_choice": "auto",
+            "parallel_tool_calls": True, "reasoning": {"effort": "medium", "summary": "auto"}, "store": False,
+            "stream": True, "include": ["reasoning.encrypted_content"], "prompt_cache_key": "k",
+            "text": {"verbosity": "medium"}, "client_metadata": {"x": "y"}, "service_tier": "auto",
+        }  # fmt: skip
+        sent = urllib.request.Request(
+            f"{server.v1}/responses", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(sent) as reply:
+            lines = reply.read().decode().splitlines()
+        assert reply.status == 200 and lines[0] == "event: response.created"
+        talk = [
+            *talk,
+            {"type": "reasoning", "summary": [], "encrypted_content": "gAAA", "content": None},
+            {"type": "function_call", "name": "add", "arguments": '{"a": 1}', "call_id": f"c{turn}"},
+            {"type": "function_call_output", "call_id": f"c{turn}", "output": "text"},
+            {
+                "type": "custom_tool_call",
+                "name": "patch",
+                "input": "*** Begin",
+                "call_id": f"d{turn}",
+                "status": "completed",
+            },
+            {
+                "type": "custom_tool_call_output",
+                "call_id": f"d{turn}",
+                "output": [{"type": "input_text", "text": "ok"}],
+            },
+            {"type": "web_search_call", "status": "completed", "action": {"type": "search", "query": "x"}},
+        ]
+    prompts = [seen[0] for seen in template.seen]
+    assert all(prompts[i + 1][: len(prompts[i])] == prompts[i] for i in range(3)) and len(prompts) == 4

@@ -1,0 +1,83 @@
+"""How models write calls and thoughts, as data; one file of ``tools/`` each has the calls of one kind of model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+Functions = Mapping[str, Mapping[str, Any]] | None  # name -> JSON schema of its parameters; None: any name will do
+Style = Literal["json", "qwen_xml", "minimax_xml", "deepseek_xml", "glm_xml"]  # of arguments, as xgrammar calls them
+
+
+class Call(NamedTuple):
+    """``arguments``: JSON text of an object. ``id``: where the model gives one."""
+
+    name: str
+    arguments: str
+    id: str = ""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a model is made to write: ``first``, calls with ``between`` them, ``last``. A call: ``begin`` (%s its name),
+    its arguments by their schema in ``style``, ``end``. ``trigger``: that part of ``begin`` at which it is clear that a
+    call follows, with what stands before it in ``first``."""
+
+    begin: str
+    end: str
+    style: Style = "json"
+    first: str = ""
+    last: str = ""
+    between: str = "\n"
+    trigger: str = ""
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """``marks``: (begin, end) around calls; an end of "" is the answer's, or the next begin. ``read``: the calls
+    between them, none where it is anything else. ``bare``: whether an answer with this beginning may be calls without
+    marks (None: not yet clear). ``drop``: marks around several calls. ``quoted``: in JSON strings an end mark is none.
+    ``unclosed``: calls can be told to be whole without their end mark. ``signs``: what the chat templates of such
+    models have, all of one row.
+    """
+
+    name: str
+    marks: tuple[tuple[str, str], ...]
+    read: Callable[[str, Functions], list[Call]]
+    written: Written
+    signs: tuple[tuple[str, ...], ...]
+    aliases: tuple[str, ...] = ()
+    bare: Callable[[str], bool | None] | None = None
+    drop: tuple[str, ...] = ()
+    quoted: bool = True
+    unclosed: bool = True
+    short_ids: bool = False
+    harmony: bool = False
+
+    @property
+    def visible(self) -> tuple[str, ...]:
+        """Marks that have to be shown where they are special tokens."""
+        return (*(mark for pair in self.marks for mark in pair if mark), *self.drop)
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """``begins``, ``ends``: around a thought, any of them. ``open``: an answer begins within one though it does not
+    say so. ``breaks``: marks of calls, at which a thought is over too. ``drop``: marks around the answer that follows.
+    """
+
+    name: str
+    begins: tuple[str, ...]
+    ends: tuple[str, ...]
+    signs: tuple[tuple[str, ...], ...] = ()
+    aliases: tuple[str, ...] = ()
+    open: bool = False
+    breaks: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
+    harmony: bool = False
+
+    @property
+    def visible(self) -> tuple[str, ...]:
+        """Marks that have to be shown where they are special tokens."""
+        return (*self.begins, *self.ends, *self.drop)

@@ -1,0 +1,141 @@
+"""The grammar under which an answer is calls, as a ``response_format``: a structural tag, as xgrammar has it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from toolkit.parsers.formats import Functions, ReasoningFormat, ToolFormat
+from toolkit.parsers.thinking import Begun
+
+_TYPES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean", "list": "array", "dict": "object"}
+_BLANKS = 1  # at most, where JSON leaves them open: models would go on writing them
+_PAUSE = {"type": "regex", "pattern": r"\n{0,2}"}  # between a thought and the answer
+Specials = Mapping[str, int]  # special tokens -> their ids: grammars of text never meet these
+Node = dict[str, Any]
+
+
+def required_calls(
+    form: ToolFormat,
+    functions: Functions,
+    specials: Specials,
+    several: bool = False,
+    *,
+    reasoning: ReasoningFormat | None = None,
+    begun: Begun = None,
+) -> dict[str, Any]:
+    """The answer is one call of one of ``functions`` (``several``: or more), behind a thought if the model thinks."""
+    written = form.written
+    call = _any([_call(form, name, schema, specials) for name, schema in (functions or {}).items()])
+    parts = [*_literal(written.first, specials), call]
+    if several:
+        parts.append({"type": "star", "content": _row([*_literal(written.between, specials), call])})
+    parts += _literal(written.last, specials)
+    return _format(_row([*_thought(reasoning, begun, specials), *parts]))
+
+
+def guarded_calls(form: ToolFormat, functions: Functions, strict: frozenset[str], specials: Specials) -> dict[str, Any]:
+    """The answer is any text, and where it begins a call, that of one of ``functions``; arguments of those that are
+    ``strict`` by their schema, of others any."""
+    written = form.written
+    whole = written.first + written.begin
+    assert whole.startswith(written.trigger)
+    trigger = _literal(written.trigger, specials)
+    free: Any = {"type": "object"}
+    calls = []
+    for name, schema in (functions or {}).items():
+        begin = (whole % name).removeprefix(written.trigger)
+        arguments = _arguments(form, schema if name in strict else free)
+        calls.append(_row([*_literal(begin, specials), arguments, *_literal(written.end, specials)]))
+    more = [
+        _call(form, name, schema if name in strict else free, specials) for name, schema in (functions or {}).items()
+    ]
+    again = {"type": "star", "content": _row([*_literal(written.between, specials), _any(more)])}
+    chain = [] if written.first == "" else [again]
+    content = _row([*trigger[1:], _any(calls), *chain, *_literal(written.last, specials)])
+    kind = "token_dispatch" if trigger[0]["type"] == "token" else "dispatch"
+    first = trigger[0].get("token", trigger[0].get("value"))
+    return _format({"type": kind, "rules": [[first, content]]})
+
+
+def after_thought(
+    rule: dict[str, Any], reasoning: ReasoningFormat, begun: Begun, specials: Specials
+) -> dict[str, Any] | None:
+    """A ``response_format`` for the answer behind a thought; None where ``rule`` can only begin at once."""
+    kind = rule["type"]
+    value = rule.get(kind)
+    node: Node | None = None
+    if kind == "json_object":
+        node = {"type": "json_schema", "json_schema": {"type": "object"}, "max_whitespace_cnt": _BLANKS}
+    elif kind == "json_schema" and isinstance(value, Mapping):
+        schema = value.get("schema", value)
+        node = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _BLANKS}
+    elif kind == "regex_schema":
+        node = {"type": "regex", "pattern": value}
+    elif kind == "grammar":
+        node = {"type": "grammar", "grammar": value}
+    elif kind == "choice" and value:
+        node = _any([{"type": "const_string", "value": choice} for choice in value])
+    return None if node is None else _format(_row([*_thought(reasoning, begun, specials), node]))
+
+
+def _thought(reasoning: ReasoningFormat | None, begun: Begun, specials: Specials) -> list[Node]:
+    if reasoning is None or begun == "closed" or not reasoning.begins:
+        return []
+    body: Node = {"type": "any_text", "excludes": [mark for mark in reasoning.ends if mark not in specials]}
+    end = _literal(reasoning.ends[0], specials)
+    if begun == "open" or (begun is None and reasoning.open):
+        return [body, *end, _PAUSE]
+    begin = _literal(reasoning.begins[0], specials)
+    return [{"type": "optional", "content": _row([*begin, body, *end, _PAUSE])}]
+
+
+def _call(form: ToolFormat, name: str, schema: Any, specials: Specials) -> Node:
+    written = form.written
+    begin, end = _literal(written.begin % name, specials), _literal(written.end, specials)
+    return _row([*begin, _arguments(form, schema), *end])
+
+
+def _arguments(form: ToolFormat, schema: Any) -> Node:
+    made = _schema(schema) or {"type": "object", "properties": {}, "additionalProperties": False}
+    node: Node = {"type": "json_schema", "json_schema": made, "style": form.written.style}
+    return node | ({"max_whitespace_cnt": _BLANKS} if form.written.style == "json" else {})
+
+
+def _literal(text: str, specials: Specials) -> list[Node]:
+    """``text`` as it is written: special tokens in it by their ids."""
+    found = [mark for mark in specials if mark in text]
+    parts = (
+        re.split("(" + "|".join(map(re.escape, sorted(found, key=len, reverse=True))) + ")", text) if found else [text]
+    )
+    return [
+        {"type": "token", "token": specials[part]} if part in found else {"type": "const_string", "value": part}
+        for part in parts
+        if part
+    ]
+
+
+def _row(elements: list[Node]) -> Node:
+    return elements[0] if len(elements) == 1 else {"type": "sequence", "elements": elements}
+
+
+def _any(elements: list[Node]) -> Node:
+    return elements[0] if len(elements) == 1 else {"type": "or", "elements": elements}
+
+
+def _format(node: Node) -> dict[str, Any]:
+    return {"type": "structural_tag", "structural_tag": {"type": "structural_tag", "format": node}}
+
+
+def _schema(node: Any) -> Any:
+    """A JSON schema with the names that Python programmers give types in it put right."""
+    if isinstance(node, list):
+        return [_schema(x) for x in node]
+    if not isinstance(node, dict):
+        return node
+    made = {k: _schema(v) for k, v in node.items()}
+    kind = made.get("type")
+    if isinstance(kind, str) and kind in _TYPES:
+        made["type"] = _TYPES[kind]
+    return made

@@ -1,0 +1,75 @@
+"""Reads calls that are JSON: an object with a name and arguments, a list of such, or several one after the other."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from toolkit.parsers.formats import Call, Functions
+
+_NAMES, _ARGUMENTS = ("name", "tool_name"), ("arguments", "parameters")
+
+
+def read(text: str, functions: Functions) -> list[Call]:
+    """The calls that ``text`` consists of, several joined by blanks, "," or ";"; none where it is anything else."""
+    text = text.strip()
+    found: list[Call] = []
+    while text:
+        try:
+            data, end = _DECODER.raw_decode(text)
+        except (ValueError, RecursionError):
+            return []
+        for each in data if isinstance(data, list) else [data]:
+            call = _call(each, functions)
+            if call is None:
+                return []
+            found.append(call)
+        text = text[end:].lstrip(" \t\r\n;,")
+    return found
+
+
+def arguments_of(text: str) -> str | None:
+    """A JSON object as ``as_arguments`` spells it, None where ``text`` is none."""
+    try:
+        return as_arguments(_DECODER.decode(text.strip()))
+    except (ValueError, RecursionError):
+        return None
+
+
+def as_arguments(value: Any) -> str | None:
+    """An object as JSON text that any reader takes, None for what is none or has no such text."""
+    if not isinstance(value, dict):
+        return None
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return json.dumps(value, allow_nan=False)
+    except (ValueError, RecursionError):
+        return None
+    return text
+
+
+def known(name: Any, functions: Functions) -> bool:
+    """Whether there is a function of that name."""
+    return isinstance(name, str) and bool(name) and (functions is None or name in functions)
+
+
+def _call(data: Any, functions: Functions) -> Call | None:
+    if isinstance(data, dict) and isinstance(data.get("function"), dict):
+        data = data["function"]
+    if not isinstance(data, dict):
+        return None
+    name = next((data[key] for key in _NAMES if key in data), None)
+    if not known(name, functions):
+        return None
+    given: Any = next((data[key] for key in _ARGUMENTS if key in data), {})
+    arguments = arguments_of(given) if isinstance(given, str) else as_arguments(given)
+    return None if arguments is None else Call(str(name), arguments)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(name)
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)

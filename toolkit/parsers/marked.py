@@ -1,0 +1,123 @@
+"""Reads calls between marks, each when it is whole: what is no call in the end is text as it was written."""
+
+from __future__ import annotations
+
+import re
+
+from toolkit.parsers.formats import Functions, ToolFormat
+from toolkit.parsers.pieces import Ids, Piece, Words, unfinished
+
+_BARE = 128  # characters by which it is clear whether an answer may be a call without marks
+
+
+class Marked:
+    """``single``: calls after the first are dropped."""
+
+    def __init__(self, form: ToolFormat, functions: Functions, ids: Ids, single: bool = False) -> None:
+        self._form = form
+        self._functions = functions
+        self._ids = ids
+        self._single = single
+        self._ends = dict(form.marks)
+        self._marks = (*self._ends, *form.drop)
+        self._any = re.compile("|".join(map(re.escape, self._marks)) or r"(?!)")
+        self._words = Words()
+        self._held = ""
+        self._begin: str | None = None  # of the call whose body is being held
+        self._seen = 0  # characters of the body in which its end was looked for
+        self._inside = False  # a string of the body
+        self._lenient = False  # at the end of the answer: the first end mark counts, inside a string too
+        self._plain = form.bare is None  # or the answer turned out to be no call without marks
+        self._calls = 0
+
+    def add(self, text: str) -> list[Piece]:
+        self._held += text
+        return self._advance()
+
+    def finish(self) -> list[Piece]:
+        pieces: list[Piece] = []
+        if not self._plain:
+            self._plain = True
+            if (calls := self._take(self._held)) is not None:
+                return calls
+            pieces += self._advance()
+        while self._begin is not None:
+            pieces += self._give_up()
+        pieces += self._words.say(self._held)
+        self._held = ""
+        return pieces + self._words.finish()
+
+    def _advance(self) -> list[Piece]:
+        if not self._plain and self._form.bare is not None:
+            if self._form.bare(self._held[:_BARE]) is not False:
+                return []
+            self._plain = True
+        pieces: list[Piece] = []
+        while self._held:
+            if self._begin is None:
+                match = self._any.search(self._held)
+                if match is None:
+                    keep = unfinished(self._held, self._marks)
+                    shown = self._held[: len(self._held) - keep]
+                    self._held = self._held[len(shown) :]
+                    return pieces + self._words.say(shown)
+                pieces += self._words.say(self._held[: match.start()])
+                self._held = self._held[match.end() :]
+                if match.group() in self._ends:
+                    self._begin, self._seen, self._inside = match.group(), 0, False
+            elif (end := self._find_end()) < 0:
+                return pieces
+            else:
+                pieces += self._close(end)
+        return pieces
+
+    def _find_end(self) -> int:
+        """Where in the held body its end mark is, -1 if it is not there yet."""
+        assert self._begin is not None
+        end = self._ends[self._begin] or self._begin
+        if self._form.quoted and not self._lenient:
+            seen = self._seen
+            for match in re.compile(r'\\.|"|' + re.escape(end), re.DOTALL).finditer(self._held, self._seen):
+                seen = match.end()
+                if match.group() == '"':
+                    self._inside = not self._inside
+                elif match.group() == end and not self._inside:
+                    return match.start()
+            self._seen = max(seen, len(self._held) - len(end))
+            return -1
+        at = self._held.find(end, max(0, self._seen - len(end)))
+        self._seen = len(self._held)
+        return at
+
+    def _close(self, at: int) -> list[Piece]:
+        """The call (or what was meant to be one) whose body ends at ``at``."""
+        assert self._begin is not None
+        begin, end = self._begin, self._ends[self._begin]
+        body, self._held = self._held[:at], self._held[at + len(end) :]
+        self._begin = None
+        calls = self._take(body)
+        return self._words.say(begin + body + end) if calls is None else calls
+
+    def _take(self, body: str) -> list[Piece] | None:
+        """The calls of ``body``, None where it has none."""
+        pieces = []
+        found = self._form.read(body, self._functions)
+        for call in found:
+            if not (self._single and self._calls):
+                id = call.id or self._ids.next()
+                pieces += [self._words.call(call.name, id), Piece("arguments", call.arguments)]
+            self._calls += 1
+        return pieces if found else None
+
+    def _give_up(self) -> list[Piece]:
+        """The answer is over within a body: its end mark may be the token that ended it, or a string was not closed."""
+        assert self._begin is not None
+        if self._form.unclosed and not self._lenient and (calls := self._take(self._held)) is not None:
+            self._begin, self._held = None, ""
+            return calls
+        self._lenient, self._seen = True, 0
+        if (end := self._find_end()) >= 0:
+            return self._close(end) + self._advance()
+        begin, text = self._begin, self._held
+        self._begin, self._held = None, ""
+        return self._words.say(begin + text)

@@ -1,0 +1,29 @@
+"""GLM 4.5 to 4.7: ``<tool_call>name<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>``."""
+
+from __future__ import annotations
+
+import re
+
+from toolkit.parsers.formats import Call, Functions, ToolFormat, Written
+from toolkit.parsers.xml_calls import Tags
+
+_TAGS = Tags(
+    re.compile(r"\s*(?P<name>[^\s<]+)\s*(?P<body>(?:<arg_key>.*)?)", re.DOTALL),
+    re.compile(r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>", re.DOTALL),
+)
+
+
+def _read(text: str, functions: Functions) -> list[Call]:
+    return _TAGS.read(text, functions) if _TAGS.call.fullmatch(text) else []
+
+
+FORMAT = ToolFormat(
+    name="glm45",
+    aliases=("glm47", "glm4_moe", "glm46"),
+    marks=(("<tool_call>", "</tool_call>"),),
+    read=_read,
+    written=Written("<tool_call>%s\n", "\n</tool_call>", style="glm_xml", trigger="<tool_call>"),
+    signs=(("<arg_key>",),),
+    quoted=False,
+    unclosed=False,
+)

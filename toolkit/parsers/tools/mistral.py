@@ -1,0 +1,34 @@
+"""Mistral: ``[TOOL_CALLS][{"name": …, "arguments": {…}}, …]``, newer ones ``[TOOL_CALLS]name[ARGS]{…}`` for each."""
+
+from __future__ import annotations
+
+import re
+
+from toolkit.parsers import json_calls
+from toolkit.parsers.formats import Call, Functions, ToolFormat, Written
+
+_NAMED = re.compile(
+    r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\](?P<id>\w+)\s*)?(?:\[ARGS\])?\s*(?P<arguments>\{.*)", re.DOTALL
+)
+
+
+def _read(text: str, functions: Functions) -> list[Call]:
+    match = _NAMED.fullmatch(text)
+    if match is None:
+        return json_calls.read(text, functions)
+    arguments = json_calls.arguments_of(match["arguments"])
+    if arguments is None or not json_calls.known(match["name"], functions):
+        return []
+    return [Call(match["name"], arguments, match["id"] or "")]
+
+
+FORMAT = ToolFormat(
+    name="mistral",
+    marks=(("[TOOL_CALLS]", ""),),
+    read=_read,
+    written=Written(
+        '{"name": "%s", "arguments": ', "}", first="[TOOL_CALLS] [", last="]", between=", ", trigger="[TOOL_CALLS]"
+    ),
+    signs=(("[TOOL_CALLS]",),),
+    short_ids=True,
+)

@@ -1,0 +1,32 @@
+"""Qwen3-Coder, Qwen3.5: ``<tool_call><function=weather><parameter=city>Paris</parameter></function></tool_call>``."""
+
+from __future__ import annotations
+
+import re
+
+from toolkit.parsers.formats import Call, Functions, ToolFormat, Written
+from toolkit.parsers.xml_calls import Tags
+
+_TAGS = Tags(
+    re.compile(r"<function=(?P<name>[^>\n]+)>(?P<body>.*?)</function>", re.DOTALL),
+    re.compile(r"<parameter=(?P<key>[^>\n]+)>(?P<value>.*?)</parameter>", re.DOTALL),
+)
+
+
+def _read(text: str, functions: Functions) -> list[Call]:
+    if not text.lstrip().startswith("<function="):  # the tag was the mark
+        text = f"<function={text}</function>"
+    return _TAGS.read(text, functions)
+
+
+FORMAT = ToolFormat(
+    name="qwen3_coder",
+    aliases=("qwen3coder", "qwen3_xml", "qwen3_5", "interns2_preview"),
+    marks=(("<tool_call>", "</tool_call>"), ("<function=", "</function>")),
+    read=_read,
+    written=Written(
+        "<tool_call>\n<function=%s>\n", "\n</function>\n</tool_call>", style="qwen_xml", trigger="<tool_call>"
+    ),
+    signs=(("<function=", "<parameter="),),
+    quoted=False,
+)

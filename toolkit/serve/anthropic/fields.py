@@ -1,0 +1,173 @@
+"""What clients may send to /v1/messages and /v1/messages/count_tokens: Anthropic's fields.
+
+What a block has besides the fields here (cache hints, citations, callers) is stepped over, as are tools that Anthropic
+runs itself and the fields of ``MessagesRequest`` that say so; any other unknown field is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from toolkit.config_checks import shown
+from toolkit.request_limits import BOUNDS, MOST
+from toolkit.serve.protocol import StopWord
+from toolkit.serve.strict import Strict
+from toolkit.serve.tool_fields import NAME
+
+
+class Block(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class Text(Block):
+    type: Literal["text"]
+    text: str
+
+
+def _blocks(value: Any) -> Any:
+    if value is None:
+        return []
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+Texts = Annotated[list[Text], BeforeValidator(_blocks, json_schema_input_type=str | list[Text])]
+
+
+class Thinking(Block):
+    type: Literal["thinking"]
+    thinking: str
+
+
+class Redacted(Block):
+    type: Literal["redacted_thinking"]
+
+
+class ToolUse(Block):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResult(Block):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Texts = []
+    is_error: bool | None = None
+
+
+class PlainText(Block):
+    type: Literal["text"]
+    data: str
+
+
+class Document(Block):
+    type: Literal["document"]
+    source: PlainText
+    title: str | None = None
+
+
+KINDS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result", "document")
+
+
+def _known_blocks(value: Any) -> Any:
+    """As ``_blocks``; a block that is none of KINDS is told of here."""
+    blocks = _blocks(value)
+    for i, block in enumerate(blocks if isinstance(blocks, list) else ()):
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind not in KINDS:
+            raise ValueError(f"block {i}: expected one of type {', '.join(KINDS)}, found {shown(kind or block, 40)}")
+    return blocks
+
+
+def _kind(value: Any) -> Any:
+    return value["type"] if isinstance(value, dict) else value.type
+
+
+AnyBlock = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[Thinking, Tag("thinking")]
+    | Annotated[Redacted, Tag("redacted_thinking")]
+    | Annotated[ToolUse, Tag("tool_use")]
+    | Annotated[ToolResult, Tag("tool_result")]
+    | Annotated[Document, Tag("document")],
+    Discriminator(_kind),
+]
+
+
+class Message(Block):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[AnyBlock], BeforeValidator(_known_blocks, json_schema_input_type=str | list[AnyBlock])]
+
+
+class Tool(Block):
+    name: str = Field(pattern=NAME)
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+
+def _own_tools(value: Any) -> Any:
+    """Without those that Anthropic runs (web_search_20250305 …): no model here was told how to call them."""
+    if not isinstance(value, list):
+        return value
+    return [t for t in value if not (isinstance(t, dict) and t.get("type") not in (None, "custom"))]
+
+
+class ToolChoice(Strict):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _named(self) -> ToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("name: goes with type 'tool', and only with that")
+        return self
+
+
+class ThinkingConfig(Block):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=1)
+
+
+class JsonOutput(Block):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Block):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: JsonOutput | None = None
+
+
+class CountRequest(Strict):
+    model: str
+    messages: list[Message] = Field(min_length=1)
+    system: Texts | None = None
+    tools: Annotated[list[Tool], BeforeValidator(_own_tools, json_schema_input_type=list[dict[str, Any]])] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    output_format: JsonOutput | None = Field(None, description="An older name of output_config.format")
+    # Stepped over:
+    cache_control: Any = None
+    context_management: Any = None
+    speed: Any = None
+    betas: Any = None
+
+
+class MessagesRequest(CountRequest):
+    max_tokens: int = Field(ge=1, le=1 << 30)
+    stop_sequences: list[StopWord] | None = Field(None, max_length=MOST["stop_words"])
+    stream: bool | None = None
+    temperature: float | None = Field(None, ge=0, le=BOUNDS["temperature"].high)
+    top_p: float | None = Field(None, ge=BOUNDS["top_p"].low, le=BOUNDS["top_p"].high)
+    top_k: int | None = Field(None, ge=0, le=BOUNDS["top_k"].high)
+    # Stepped over:
+    metadata: Any = None
+    service_tier: Any = None
+    inference_geo: Any = None
+    diagnostics: Any = None

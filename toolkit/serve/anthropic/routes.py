@@ -1,0 +1,44 @@
+"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic has them."""
+
+from __future__ import annotations
+
+import uuid
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel
+from starlette.responses import Response as HttpResponse
+
+from toolkit.serve.anthropic import told
+from toolkit.serve.anthropic.asked import chat_request
+from toolkit.serve.anthropic.fields import CountRequest, MessagesRequest
+from toolkit.serve.chat import Chat
+from toolkit.serve.errors import ApiError
+from toolkit.serve.replies import EventReply, JsonReply, Wire, json_response, named_event
+from toolkit.serve.requests import encode_chat, parse, translated
+from toolkit.serve.schema import describe
+from toolkit.serve.state import ServerState
+
+router = APIRouter()
+BODIES: list[type[BaseModel]] = [MessagesRequest, CountRequest]
+WIRE = Wire(named_event, ApiError.anthropic)
+
+
+@router.post("/v1/messages", **describe(MessagesRequest, "Answer a conversation, as Anthropic has it"))
+async def messages(raw: Request) -> HttpResponse:
+    state: ServerState = raw.app.state.server
+    asked, size = await parse(raw, state, MessagesRequest)
+    request = translated(lambda: chat_request(asked))
+    state.check_ready(request.model)
+    state.settings.limits.check_work(request, 1, request.token_limit, state.engine.session_len)
+    chat = Chat(state, request, size, f"msg_{uuid.uuid4().hex}")
+    return EventReply(told.events(chat), WIRE) if asked.stream else JsonReply(lambda: told.whole(chat), WIRE)
+
+
+@router.post("/v1/messages/count_tokens", **describe(CountRequest, "The tokens of a conversation"))
+async def count_tokens(raw: Request) -> HttpResponse:
+    state: ServerState = raw.app.state.server
+    asked, size = await parse(raw, state, CountRequest)
+    request = translated(lambda: chat_request(asked))
+    state.check_ready(request.model)
+    token_ids, _ = await encode_chat(state, request, size, "count_tokens")
+    return json_response({"input_tokens": len(token_ids)})

@@ -1,0 +1,146 @@
+"""Answers as Anthropic's API has them: one message, or its events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from toolkit.messages import Response
+from toolkit.parsers.pieces import Answer, Piece
+from toolkit.serve.chat import Chat
+from toolkit.serve.generation import Usage
+
+SIGNATURE = "local"  # of thoughts: clients send it back, nobody checks it
+_DELTAS = {
+    "content": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "arguments": ("input_json_delta", "partial_json"),
+}
+
+
+async def whole(chat: Chat) -> dict[str, Any]:
+    """The message object."""
+    async with chat.state.slot():
+        await chat.prepare()
+        last = Response()
+        async with aclosing(chat.deltas()) as stream:
+            async for _, delta, _ in stream:
+                last = delta
+    content = _content(chat.answers[0])
+    return _message(chat) | {"content": content} | _end(chat, last) | {"usage": _usage(chat.usage)}
+
+
+async def events(chat: Chat) -> AsyncGenerator[dict[str, Any], None]:
+    """message_start, the blocks of content one after the other, message_delta, message_stop."""
+    blocks = _Blocks()
+    last: Response | None = None
+    async with chat.state.slot():
+        await chat.prepare()
+        async with aclosing(chat.deltas()) as stream:
+            async for _, delta, pieces in stream:
+                if last is None:
+                    usage = _usage(chat.usage) | {"output_tokens": 1}
+                    yield {"type": "message_start", "message": _message(chat) | {"usage": usage}}
+                    yield {"type": "ping"}
+                last = delta
+                for piece in pieces:
+                    for event in blocks.take(piece):
+                        yield event
+    for event in blocks.close():
+        yield event
+    yield {"type": "message_delta", "delta": _end(chat, last or Response()), "usage": _usage(chat.usage)}
+    yield {"type": "message_stop"}
+
+
+class _Blocks:
+    """Which block is open in a stream."""
+
+    def __init__(self) -> None:
+        self._index = -1
+        self._kind = ""  # of the open one
+
+    def take(self, piece: Piece) -> list[dict[str, Any]]:
+        told: list[dict[str, Any]] = []
+        if piece.kind == "call":
+            told += self._open("arguments", {"type": "tool_use", "id": piece.id, "name": piece.text, "input": {}})
+        elif piece.kind == "content" and self._kind != "content":
+            told += self._open("content", {"type": "text", "text": ""})
+        elif piece.kind == "reasoning" and self._kind != "reasoning":
+            told += self._open("reasoning", {"type": "thinking", "thinking": "", "signature": ""})
+        if piece.kind != "call":
+            kind, field = _DELTAS[piece.kind]
+            told.append(self._delta({"type": kind, field: piece.text}))
+        return told
+
+    def close(self) -> list[dict[str, Any]]:
+        """End the open block, if any."""
+        if not self._kind:
+            return []
+        told = []
+        if self._kind == "reasoning":
+            told.append(self._delta({"type": "signature_delta", "signature": SIGNATURE}))
+        self._kind = ""
+        return [*told, {"type": "content_block_stop", "index": self._index}]
+
+    def _open(self, kind: str, block: dict[str, Any]) -> list[dict[str, Any]]:
+        told = self.close()
+        self._index += 1
+        self._kind = kind
+        return [*told, {"type": "content_block_start", "index": self._index, "content_block": block}]
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+
+
+def _message(chat: Chat) -> dict[str, Any]:
+    return {
+        "id": chat.id,
+        "type": "message",
+        "role": "assistant",
+        "model": chat.request.model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+    }
+
+
+def _content(answer: Answer) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if answer.reasoning:
+        blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": SIGNATURE})
+    if answer.content:
+        blocks.append({"type": "text", "text": answer.content})
+    for call in answer.calls:
+        function = call["function"]
+        blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": _input(function)})
+    return blocks
+
+
+def _input(function: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return json.loads(function["arguments"])
+    except ValueError:  # max_tokens cut a guided call short
+        return {}
+
+
+def _end(chat: Chat, last: Response) -> dict[str, Any]:
+    """stop_reason and stop_sequence."""
+    if chat.answers[0].calls and last.finish_reason == "stop":
+        return {"stop_reason": "tool_use", "stop_sequence": None}
+    if last.finish_reason == "length":
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if isinstance(last.stop_reason, str) and last.stop_reason in (chat.request.stop or ()):
+        return {"stop_reason": "stop_sequence", "stop_sequence": last.stop_reason}
+    return {"stop_reason": "end_turn", "stop_sequence": None}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    """input_tokens are those that the cache did not have."""
+    return {
+        "input_tokens": usage.prompt - usage.cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached,
+        "output_tokens": usage.generated,
+    }

@@ -1,0 +1,90 @@
+"""Runs one conversation's request: prompt, grammar, parsers; for every API that has conversations."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from toolkit.errors import UsageError
+from toolkit.messages import Response
+from toolkit.parsers.grammar import after_thought
+from toolkit.parsers.pieces import Answer, Parser, Piece
+from toolkit.serve.generation import Choice, Usage, run_choices
+from toolkit.serve.protocol import ChatCompletionRequest
+from toolkit.serve.requests import encode_chat, vocab_size
+from toolkit.serve.sampling import choice_config, generation_config
+from toolkit.serve.state import ServerState
+
+
+class Chat:
+    """The answer to one request (a body of ``size`` bytes); ``id`` names it, in the log too.
+
+    While ``deltas`` is run: ``usage``, ``answers`` (one a choice) and ``choices`` grow.
+    """
+
+    def __init__(self, state: ServerState, request: ChatCompletionRequest, size: int, id: str) -> None:
+        self.state = state
+        self.request = request
+        self.size = size
+        self.id = id
+        self.choices: list[Choice] = []
+        self.answers: list[Answer] = []
+        self.usage = Usage([])
+        self._parsers: list[Parser] = []
+        self._guided = False
+
+    async def prepare(self) -> None:
+        """Render and tokenize the conversation. Raises ApiError, UsageError for what cannot be answered."""
+        state, request, formats = self.state, self.request, self.state.formats
+        token_ids, prompt = await encode_chat(state, request, self.size, self.id)
+        begun = formats.begun(prompt)
+        config = generation_config(
+            request,
+            state.defaults,
+            max_new_tokens=request.token_limit,
+            logprobs=request.logprobs_wanted,
+            vocab_size=vocab_size(state),
+            prompt_logprobs=request.prompt_logprobs,
+        )
+        config = state.template.with_stops(config)
+        rule = config.response_format
+        if (guide := formats.guide(request, begun)) is not None:
+            rule, self._guided = guide, True
+        elif rule is not None and formats.reasoning is not None and begun != "closed":
+            rule = after_thought(rule, formats.reasoning, begun, formats.specials) or rule
+        shown = formats.shown(bool(request.functions))
+        config = replace(config, response_format=rule, shown_special_tokens=shown)
+        adapter = state.adapter_of(request.model)
+        common: Any = {"priority": request.priority or 0, "label": request.session_id}
+        count = request.n or 1
+        self.choices = [Choice(i, 0, token_ids, choice_config(config, i), adapter, **common) for i in range(count)]
+        self.answers = [Answer() for _ in self.choices]
+        self.usage = Usage(self.choices, formats.reasoning is not None)
+        self._parsers = [formats.parser(request, begun, f"{self.id}-{i}", self._guided) for i in range(count)]
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, Response, list[Piece]], None]:
+        """(choice, what the engine said, what that means), after ``prepare``. A choice's last one has its
+        finish_reason."""
+        try:
+            async with aclosing(run_choices(self.state, self.id, self.choices)) as stream:
+                async for index, delta in stream:
+                    parser = self._parsers[index]
+                    thought = parser.thinking
+                    pieces = parser.add(delta.text)
+                    if delta.finish_reason is not None:
+                        pieces += parser.finish()
+                    self.usage.add(index, delta, len(delta.token_ids) if thought or parser.thinking else 0)
+                    self.answers[index].take(pieces)
+                    yield index, delta, pieces
+        except UsageError as error:
+            name, _, rest = str(error).partition(": ")
+            if self._guided and name == "response_format":
+                raise UsageError(f"tools: as a grammar for their calls, {rest}") from error
+            raise
+
+    def finish_reason(self, index: int, delta: Response) -> str | None:
+        """OpenAI's, of a choice that ended with ``delta``."""
+        called = delta.finish_reason == "stop" and self.answers[index].calls
+        return "tool_calls" if called else delta.finish_reason

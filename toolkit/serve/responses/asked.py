@@ -1,0 +1,102 @@
+"""A request to /v1/responses as one of the chat API, which is what is run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from toolkit.serve.protocol import ChatCompletionRequest
+from toolkit.serve.responses.fields import Allowed, Called, Named, Part, ResponsesRequest, Returned, Said, Thought, Tool
+
+Message = dict[str, Any]
+CUSTOM = "input"  # the parameter of the function that stands for a custom tool
+
+
+def conversation(items: Sequence[Any]) -> list[Message]:
+    """Items of an input as messages: a thought, a text and calls that follow one another are one message."""
+    told: list[Message] = []
+    for item in items:
+        if isinstance(item, Said):
+            _add(told, item.role, content="".join(_text(part) for part in item.content))
+        elif isinstance(item, Thought):
+            thought = "\n".join(_text(part) for part in (item.content or item.summary))
+            if thought:
+                _add(told, "assistant", reasoning_content=thought)
+        elif isinstance(item, Called):
+            own = item.type == "function_call"
+            arguments = item.arguments if own else json.dumps({CUSTOM: item.input}, ensure_ascii=False)
+            call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": arguments}}
+            _add(told, "assistant", tool_calls=[call])
+        elif isinstance(item, Returned):
+            output = "".join(_text(part) for part in item.output)
+            told.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
+    return told
+
+
+def chat_request(request: ResponsesRequest, before: Sequence[Message]) -> ChatCompletionRequest:
+    """``before``: the conversation that previous_response_id names. Raises pydantic's ValidationError where the chat
+    API cannot take it."""
+    instructions = [{"role": "system", "content": request.instructions}] if request.instructions else []
+    made: dict[str, Any] = {
+        "model": request.model,
+        "messages": [*instructions, *before, *conversation(request.input)],
+        "stream": request.stream,
+        "max_tokens": request.max_output_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "chat_template_kwargs": request.chat_template_kwargs,
+        "reasoning_effort": request.reasoning.effort if request.reasoning else None,
+    }
+    if request.text is not None and request.text.format is not None:
+        made["response_format"] = request.text.format.as_chat()
+    if request.tools:
+        made["tools"] = [{"type": "function", "function": _function(tool)} for tool in request.tools]
+    if request.tool_choice is not None:
+        made["tool_choice"] = _choice(request.tool_choice)
+    return ChatCompletionRequest.model_validate(made)
+
+
+def _add(told: list[Message], role: str, **fields: Any) -> None:
+    """To the last message, where an assistant's goes on; else as a new one."""
+    last = told[-1] if told else {}
+    goes_on = role == "assistant" == last.get("role") and not ("content" in fields and last.get("tool_calls"))
+    if not goes_on:
+        told.append({"role": role, "content": "", **fields})
+        return
+    for name, value in fields.items():
+        last[name] = (last[name] + value) if last.get(name) else value
+
+
+def _text(part: Part) -> str:
+    return part.refusal if part.type == "refusal" else part.text
+
+
+def _function(tool: Tool) -> dict[str, Any]:
+    made: dict[str, Any] = {"name": tool.name, "description": tool.description, "strict": tool.strict}
+    if tool.type == "custom":
+        made["parameters"] = {
+            "type": "object",
+            "properties": {CUSTOM: {"type": "string"}},
+            "required": [CUSTOM],
+            "additionalProperties": False,
+        }
+        if definition := (tool.format or {}).get("definition"):
+            made["description"] = f"{tool.description or ''}\nThe format of {CUSTOM}:\n{definition}"
+    else:
+        made["parameters"] = tool.parameters
+    return {name: value for name, value in made.items() if value is not None}
+
+
+def _choice(choice: str | Named | Allowed) -> Any:
+    if isinstance(choice, str):
+        return choice
+    if isinstance(choice, Named):
+        return _named(choice)
+    allowed = {"mode": choice.mode, "tools": [_named(tool) for tool in choice.tools]}
+    return {"type": "allowed_tools", "allowed_tools": allowed}
+
+
+def _named(choice: Named) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": choice.name}}

@@ -1,0 +1,229 @@
+"""What clients may send to /v1/responses: OpenAI's fields.
+
+Tools that OpenAI runs itself (web search, file search …) and items of the input that tell of their work are stepped
+over, as are the fields of ``ResponsesRequest`` that say so; any other unknown field is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator
+
+from toolkit.config_checks import shown
+from toolkit.request_limits import BOUNDS
+from toolkit.serve.protocol import Effort, JsonSchema, TemplateVariables
+from toolkit.serve.strict import Strict
+from toolkit.serve.tool_fields import NAME
+
+
+class Item(BaseModel):
+    """Of the input; what items have besides the fields here (ids, statuses) is stepped over."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class Part(Item):
+    type: Literal["input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text"]
+    text: str = ""
+    refusal: str = ""
+
+
+def _parts(value: Any) -> Any:
+    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
+
+
+Parts = Annotated[list[Part], BeforeValidator(_parts, json_schema_input_type=str | list[Part])]
+
+
+class Said(Item):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Parts
+
+
+class Called(Item):
+    """``input``: of a custom tool, which takes text."""
+
+    type: Literal["function_call", "custom_tool_call"]
+    call_id: str
+    name: str
+    arguments: str = ""
+    input: str = ""
+
+
+class Returned(Item):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    output: Parts
+
+
+class Thought(Item):
+    type: Literal["reasoning"]
+    summary: list[Part] = []
+    content: list[Part] | None = None
+
+
+class Skipped(Item):
+    """Of what OpenAI's own tools did."""
+
+    type: str
+
+
+_KINDS = {
+    "message": "said",
+    "function_call": "called",
+    "custom_tool_call": "called",
+    "function_call_output": "returned",
+    "custom_tool_call_output": "returned",
+    "reasoning": "thought",
+}
+SKIPPED = frozenset(
+    {
+        "web_search_call",
+        "file_search_call",
+        "computer_call",
+        "computer_call_output",
+        "image_generation_call",
+        "code_interpreter_call",
+        "local_shell_call",
+        "local_shell_call_output",
+        "shell_call",
+        "shell_call_output",
+        "tool_search_call",
+        "tool_search_output",
+        "mcp_list_tools",
+        "mcp_approval_request",
+        "mcp_approval_response",
+        "mcp_call",
+        "additional_tools",
+    }
+)
+
+
+def _kind(value: Any) -> str:
+    kind = value.get("type", "message") if isinstance(value, dict) else value.type
+    return _KINDS.get(kind, "skipped")
+
+
+AnyItem = Annotated[
+    Annotated[Said, Tag("said")]
+    | Annotated[Called, Tag("called")]
+    | Annotated[Returned, Tag("returned")]
+    | Annotated[Thought, Tag("thought")]
+    | Annotated[Skipped, Tag("skipped")],
+    Discriminator(_kind),
+]
+
+
+def _items(value: Any) -> Any:
+    items = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    for i, item in enumerate(items if isinstance(items, list) else ()):
+        kind = item.get("type", "message") if isinstance(item, dict) else None
+        if not isinstance(kind, str) or (kind not in _KINDS and kind not in SKIPPED):
+            raise ValueError(f"item {i}: expected one of type {', '.join(_KINDS)}, found {shown(kind or item, 40)}")
+    return items
+
+
+class Tool(Item):
+    """``format``: of a custom tool's text; the model is told of it."""
+
+    type: Literal["function", "custom"]
+    name: str = Field(pattern=NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    format: dict[str, Any] | None = None
+
+
+def _own_tools(value: Any) -> Any:
+    """Functions and custom tools, those of namespaces among them; without what OpenAI runs."""
+    if not isinstance(value, list):
+        return value
+    found: list[Any] = []
+    for tool in value:
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind == "namespace" and isinstance(tool.get("tools"), list):
+            found += _own_tools(tool["tools"])
+        elif not isinstance(kind, str) or kind in ("function", "custom"):
+            found.append(tool)
+    return found
+
+
+class Named(Strict):
+    type: Literal["function", "custom"]
+    name: str
+
+
+class Allowed(Strict):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[Named] = Field(min_length=1)
+
+
+class TextFormat(Item):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+    def as_chat(self) -> dict[str, Any]:
+        """As the chat API's response_format."""
+        if self.type != "json_schema":
+            return {"type": self.type}
+        schema = JsonSchema(schema=self.schema_ or {}, name=self.name)
+        return {"type": self.type, "json_schema": schema.model_dump(by_alias=True, exclude_none=True)}
+
+
+class TextConfig(Item):
+    format: TextFormat | None = None
+
+
+class Reasoning(Item):
+    effort: Effort | None = None
+
+
+class ResponsesRequest(Strict):
+    model: str
+    input: Annotated[
+        list[AnyItem], BeforeValidator(_items, json_schema_input_type=str | list[AnyItem]), Field(min_length=1)
+    ]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    max_output_tokens: int | None = Field(None, ge=1, le=1 << 30)
+    temperature: float | None = Field(None, ge=BOUNDS["temperature"].low, le=BOUNDS["temperature"].high)
+    top_p: float | None = Field(None, ge=BOUNDS["top_p"].low, le=BOUNDS["top_p"].high)
+    tools: Annotated[list[Tool], BeforeValidator(_own_tools, json_schema_input_type=list[dict[str, Any]])] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Named | Allowed | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    # Not here; an empty value is let through:
+    background: Literal[False] | None = None
+    conversation: None = None
+    prompt: None = None
+    # Stepped over:
+    include: Any = None
+    stream_options: Any = None
+    truncation: Any = None
+    top_logprobs: Any = None
+    max_tool_calls: Any = None
+    service_tier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    safety_identifier: Any = None
+    client_metadata: Any = None
+    context_management: Any = None
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _no_logprobs(cls, value: Any) -> Any:
+        if value not in (None, 0):
+            raise ValueError("not supported here; /v1/chat/completions has log-probabilities")
+        return value
