@@ -52,6 +52,9 @@ CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
     "max_body_bytes": (500, "text", {**TEXT, "user": "x" * 400}, {**TEXT, "user": "x" * 500}),
 }
 HELD_ELSEWHERE = {
+    "max_stored_responses",
+    "max_stored_bytes",
+    "stored_response_seconds",
     "max_sessions",
     "session_timeout",
     "max_pending_bytes",

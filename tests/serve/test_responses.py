@@ -33,11 +33,11 @@ def client(server: Any) -> openai.OpenAI:
     return openai.OpenAI(base_url=server.v1, api_key="none", max_retries=0)
 
 
-def ask(server: Any, text: Any, **fields: Any) -> Any:
+def ask(server: Any, text: Any, /, **fields: Any) -> Any:
     return client(server).responses.create(**({"model": "echo", "input": text} | fields))
 
 
-def events(server: Any, text: str, **fields: Any) -> list[Any]:
+def events(server: Any, text: str, /, **fields: Any) -> list[Any]:
     return list(client(server).responses.create(model="echo", input=text, stream=True, **fields))
 
 
