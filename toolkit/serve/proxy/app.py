@@ -19,12 +19,12 @@ from toolkit.serve.app import error_reply, http_error_reply
 from toolkit.serve.auth import ApiKeyMiddleware
 from toolkit.serve.errors import ApiError
 from toolkit.serve.intake import Intake
-from toolkit.serve.protocol import Strict
 from toolkit.serve.proxy.forward import Forward, Incoming
 from toolkit.serve.proxy.state import ProxySettings, ProxyState
 from toolkit.serve.replies import json_response
 from toolkit.serve.requests import parse_body, read_body
 from toolkit.serve.schema import add_schemas, describe
+from toolkit.serve.strict import Strict
 
 # What goes through besides /v1/…; not what ends, changes or shows a node itself.
 FORWARDED = ("/generate", "/get_ppl", "/tokenize", "/detokenize", "/tokenizer_info", "/rerank", "/v2/rerank", "/score")
