@@ -47,6 +47,8 @@ def perplexity(
         raise UsageError(f"--session-len {config.session_len}: expected more than --window ({window}); leave it out")
     if config.max_batch_size is None:
         config.max_batch_size = 1  # windows go one by one: the cache need hold no more
+    if config.target_step_ms is None:
+        config.target_step_ms = 0.0  # nobody waits for a step's end
     with AsyncEngine.open(model, backend_config=config, progress=lambda line: None, packed=packed) as engine:
         if engine.session_len < window:
             raise UsageError(f"--window {window}: longer than the longest context here, {engine.session_len} tokens")
