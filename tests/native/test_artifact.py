@@ -21,7 +21,7 @@ from toolkit.runners.choose import open_runner
 
 def logits(path: Path, steps: Any, backend: str | None = None) -> np.ndarray:
     runner, _ = open_runner(path, backend=backend, options=RunnerOptions(block_size=16, dtype="float32"))
-    assert runner.name == ("torch" if backend == "pytorch" else "native")
+    assert runner.name == ("tensor" if backend == "pytorch" else "native")
     driver = steps.Driver(runner)
     return driver.step({driver.add(): list(range(5, 45))}, "all").logits
 

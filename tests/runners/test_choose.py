@@ -77,7 +77,7 @@ def test_memory_that_runs_out_is_one_line_with_the_numbers(tiny_models, monkeypa
 
 def test_auto_dtype_is_the_checkpoints(tiny_models, monkeypatch):
     runner, note = _open(tiny_models("llama", dtype="bfloat16"))
-    assert runner.dtype == "bfloat16" and note == "dtype auto is bfloat16"
+    assert (runner.dtype, runner.notes, note) == ("bfloat16", ["dtype auto is bfloat16"], "")
     cpu = torch.device("cpu")
     for native, expected in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setattr(module, "bf16_is_native", lambda native=native: native)
@@ -138,7 +138,7 @@ def native(monkeypatch):
     def answer(reason):
         monkeypatch.setattr(choose, "native_unsupported", lambda opened, options: reason)
         monkeypatch.setattr(
-            native_runner, "NativeRunner", lambda spec, weights, options: SimpleNamespace(name="native", notes=[])
+            native_runner, "NativeRunner", lambda spec, weights, options: SimpleNamespace(name="native")
         )
 
     return answer

@@ -161,11 +161,10 @@ def answers(monkeypatch):
     from toolkit.runners.tensor import runner as tensor_runner
 
     def tensor(spec, weights, options, adapters, *, graphs=None):
-        kind, notes = ("kernels", []) if graphs is None else ("graphs", ["a note"])
-        return SimpleNamespace(name=kind, notes=notes, device=graphs, adapters=adapters)
+        return SimpleNamespace(name="kernels" if graphs is None else "graphs", device=graphs, adapters=adapters)
 
     def native(spec, weights, options):
-        return SimpleNamespace(name="native", notes=[])
+        return SimpleNamespace(name="native")
 
     def set_up(reason, likely=True):
         monkeypatch.setattr(choose, "gpu_is_likely", lambda: likely)
@@ -182,8 +181,8 @@ def answers(monkeypatch):
 @pytest.mark.parametrize(
     "device, reason, likely, name, said",
     [
-        ("cuda", None, False, "graphs", "a note"),
-        ("auto", None, True, "graphs", "a note"),
+        ("cuda", None, False, "graphs", ""),
+        ("auto", None, True, "graphs", ""),
         ("auto", None, False, "native", ""),
         ("cpu", None, True, "native", ""),
         ("auto", "the driver is too old", True, "native", "the GPU is not used: the driver is too old; the CPU runs"),

@@ -111,6 +111,8 @@ def unpack_codes(packed: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
     import numpy as np
     import torch
 
+    if packed.is_meta:
+        return torch.empty(shape, dtype=torch.uint8, device=packed.device)
     if bits > 4:
         return packed.view(shape)
     # A table of byte → two codes is twice as fast as shifting and interleaving.
@@ -136,6 +138,10 @@ class TorchWeights(Mapping[str, "Weight | Tensor"]):
         from toolkit.artifacts.mapped import view_tensor
 
         return view_tensor(self._mapped, self._artifact.infos[name])
+
+    def info(self, name: str) -> Weight | Tensor:
+        """``self[name]`` as headers tell it: matrices are without memory."""
+        return _Outlines(self._artifact)[name]
 
     def __getitem__(self, name: str) -> Weight | Tensor:
         from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8
@@ -226,3 +232,13 @@ class TorchWeights(Mapping[str, "Weight | Tensor"]):
 
     def __len__(self) -> int:
         return len(self._artifact.params)
+
+
+class _Outlines(TorchWeights):
+    """The weights of which only what decides about a form is read."""
+
+    def _array(self, name: str) -> Tensor:
+        from toolkit.artifacts.outline import without_memory
+
+        decides = name.endswith((".group_index", ".row_blocks", ".global_scale"))
+        return super()._array(name) if decides else without_memory(self._artifact.infos[name])

@@ -149,7 +149,7 @@ def start(setup: Setup, tokenizer: Tokenizer | None, progress: Progress) -> tupl
         threads=config.threads or 0,
         adapters=tuple((config.adapters or {}).items()),
     )
-    runner, note = open_runner(
+    runner, why = open_runner(
         setup.path,
         backend=setup.backend,
         options=options,
@@ -207,6 +207,7 @@ def start(setup: Setup, tokenizer: Tokenizer | None, progress: Progress) -> tupl
         tokenizer,
     )
     verify_tensors(setup.path, core.tell_damage)
+    note = "; ".join(line for line in (why, *runner.notes) if line)
     return core, Facts(memory, note, runner.name, runner.backend, runner.device, runner.dtype, runner.spec.vocab_size)
 
 

@@ -58,7 +58,7 @@ class Runner(Protocol):
     dtype: str
     options: RunnerOptions
     asynchronous: bool  # ``submit`` returns while the step runs, so that the caller can prepare the next one
-    notes: list[str]  # what a user should hear of how the model runs, one line each
+    notes: list[str]  # what a user should hear of how the model runs, one line each; whole once weights are loaded
 
     def memory(self) -> MemoryNeed: ...
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from toolkit.artifacts.canonical import Weight
     from toolkit.artifacts.checkpoint import Checkpoint
+    from toolkit.artifacts.outline import Outlines
     from toolkit.models.spec import StoredTensor
 
 
@@ -30,6 +31,7 @@ class CheckpointWeights(Mapping[str, "Weight | Tensor"]):
                 self._modules[part.name] = item
                 if item.bias:
                     self._modules[f"{part.name}.bias"] = item
+        self._outlines: Outlines | None = None
         self._last: StoredTensor | None = None
         self._loaded: dict[str, Weight | Tensor] = {}
 
@@ -43,6 +45,17 @@ class CheckpointWeights(Mapping[str, "Weight | Tensor"]):
             self._loaded = dict(split_parts(item, *load_stored(self._checkpoint, item)))
             self._last = item
         return self._loaded[name]
+
+    def info(self, name: str) -> Weight | Tensor:
+        """``self[name]`` as headers tell it: its form, shapes and dtypes, without memory."""
+        from toolkit.artifacts.outline import Outlines
+        from toolkit.artifacts.weights import CACHE_SCALES
+
+        if name.endswith(CACHE_SCALES):
+            return self[name]
+        if self._outlines is None:
+            self._outlines = Outlines(self._checkpoint)
+        return self._outlines.of(self._modules[name], name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._modules)

@@ -188,11 +188,11 @@ def open_runner(
     if backend == "turbomind" or (backend is None and opened.target != "torch"):
         fast, why = _fast_runner(opened, options, told=backend == "turbomind")
         if fast is not None:
-            return fast, "; ".join(n for n in (why, *fast.notes) if n)
+            return fast, why
     from toolkit.runners.tensor.runner import TensorRunner
 
     runner = TensorRunner(opened.spec, _canonical(opened), options, _read_adapters(opened, options))
-    return runner, "; ".join(n for n in (why, *runner.notes) if n)
+    return runner, why
 
 
 def _weights_device(options: RunnerOptions) -> str:

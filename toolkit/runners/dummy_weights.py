@@ -45,7 +45,8 @@ class DummyWeights(Mapping[str, "Weight | Tensor"]):
     ) -> None:
         import torch
 
-        self._device = device
+        self._device, self._model = device, (spec, stored, config)
+        self._outlines: DummyWeights | None = None
         name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
         self._dtype: torch.dtype = getattr(torch, name if name in DTYPES else "bfloat16")
         self._quantization: dict[str, Any] = config.get("quantization_config") or {}
@@ -74,6 +75,14 @@ class DummyWeights(Mapping[str, "Weight | Tensor"]):
     def __getitem__(self, name: str) -> Weight | Tensor:
         return self._make[name](name)
 
+    def info(self, name: str) -> Weight | Tensor:
+        """``self[name]`` without memory."""
+        import torch
+
+        if self._outlines is None:
+            self._outlines = DummyWeights(*self._model, torch.device("meta"))
+        return self._outlines[name]
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._make)
 
@@ -82,9 +91,11 @@ class DummyWeights(Mapping[str, "Weight | Tensor"]):
 
     # -- tensors
 
-    def _generator(self, name: str) -> torch.Generator:
+    def _generator(self, name: str) -> torch.Generator | None:
         import torch
 
+        if self._device.type == "meta":
+            return None
         return torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
 
     def _normal(self, name: str, shape: tuple[int, ...], deviation: float, dtype: torch.dtype) -> Tensor:

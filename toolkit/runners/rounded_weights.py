@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from toolkit.runners.weight_info import info_of
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -27,10 +29,31 @@ class RoundedWeights(Mapping[str, "Weight | Tensor"]):
         from toolkit.artifacts.rounding import to_group_int
 
         found = self._weights[name]
-        if name not in self._linears or not isinstance(found, Dense):
+        group = self._group(name, found)
+        return to_group_int(found.weight, 8, group) if group is not None and isinstance(found, Dense) else found
+
+    def info(self, name: str) -> Weight | Tensor:
+        """``self[name]`` as headers tell it: its matrices are without memory."""
+        import torch
+
+        from toolkit.artifacts.canonical import GroupInt
+
+        found = info_of(self._weights, name)
+        group = self._group(name, found)
+        if group is None:
             return found
-        group = next((g for g in GROUPS if found.shape[1] % g == 0), None)
-        return found if group is None else to_group_int(found.weight, 8, group)
+        rows, columns = found.shape
+        codes = torch.empty(rows, columns, dtype=torch.uint8, device="meta")
+        scales = torch.empty(rows, columns // group, dtype=torch.float16, device="meta")
+        return GroupInt(codes, scales, torch.full((1, 1), 128, dtype=torch.uint8).expand(scales.shape), 8, group)
+
+    def _group(self, name: str, found: Weight | Tensor) -> int | None:
+        """Inputs that share a scale, None for a weight that stays as it is."""
+        from toolkit.artifacts.canonical import Dense
+
+        if name not in self._linears or not isinstance(found, Dense):
+            return None
+        return next((g for g in GROUPS if found.shape[1] % g == 0), None)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)

@@ -17,6 +17,8 @@ def unpack_words(words: Tensor, bits: int, order: Sequence[int] | None = None) -
     """
     import torch
 
+    if words.is_meta:  # an outline
+        return torch.empty(*words.shape[:-1], words.shape[-1] * 32 // bits, dtype=torch.uint8, device=words.device)
     raw = words.contiguous().view(torch.uint8)
     if bits == 8:
         codes = raw
@@ -58,5 +60,7 @@ def unpack_whole_words(words: Tensor, bits: int) -> Tensor:
     """
     import torch
 
+    if words.is_meta:  # an outline
+        return torch.empty(*words.shape[:-1], words.shape[-1] * (32 // bits), dtype=torch.uint8, device=words.device)
     shifts = torch.arange(0, 32 // bits * bits, bits, dtype=torch.int32)
     return ((words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(-2)

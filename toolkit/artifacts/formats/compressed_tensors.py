@@ -149,6 +149,8 @@ def _check_no_zero_points(checkpoint: Checkpoint, name: str, bits: int) -> None:
     if tensor not in checkpoint:
         return
     stored = checkpoint.tensor(tensor)
+    if stored.is_meta:  # an outline: what is looked for shows when the weight is read
+        return
     codes = stored if stored.dtype == torch.int8 else unpack_words(stored.t().contiguous(), bits)
     middle = 0 if stored.dtype == torch.int8 else 1 << (bits - 1)
     if bool(((codes != middle) & (codes != 0)).any()):

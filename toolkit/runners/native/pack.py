@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8, GroupInt, Weight
+from toolkit.artifacts.outline import taller
 from toolkit.artifacts.rounding import to_group_int
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.native.agreement import Agreement
@@ -58,10 +59,8 @@ def _tiles(a: NDArray[Any]) -> NDArray[Any]:
 
 def pack_dense(weight: Tensor) -> PackedTensor:
     """[out, in] float to tiles [in][16 rows]."""
-    if weight.dtype not in _OURS:
-        weight = weight.float()
-    data = np.ascontiguousarray(_tiles(_bits_of(weight)).transpose(0, 2, 1))
-    meta = PackedMeta(DENSE, weight.shape[0], weight.shape[1], _OURS[weight.dtype], origin={"form": "dense"})
+    meta = packed_meta(Dense(weight))
+    data = np.ascontiguousarray(_tiles(_bits_of(weight.to(_TORCH[meta.dtype]))).transpose(0, 2, 1))
     return PackedTensor(data.reshape(-1).view(np.uint8), meta)
 
 
@@ -95,15 +94,9 @@ def _unpack_codes(data: U8, rows: int, cols: int, bits: int) -> U8:
     return np.ascontiguousarray(quads.transpose(0, 2, 1, 3, 4)).reshape(-1, cols)[:rows]
 
 
-def _assemble(codes: U8, scales: Tensor, offsets: U8 | Tensor, bits: int, group: int) -> PackedTensor:
-    """Headers and codes interleaved. ``offsets``: uint8 zeros or a float tensor of minima, both [rows, groups]."""
-    rows, cols = codes.shape
-    minima = isinstance(offsets, Tensor)
-    if isinstance(offsets, Tensor) and offsets.dtype != scales.dtype:
-        scales, offsets = scales.float(), offsets.float()
-    if scales.dtype not in _OURS:
-        scales = scales.float()
-    meta = PackedMeta(INT, rows, cols, _OURS[scales.dtype], bits, group, minima)
+def _assemble(codes: U8, scales: Tensor, offsets: U8 | Tensor, meta: PackedMeta) -> U8:
+    """Headers and codes interleaved. ``offsets``: uint8 zeros, or minima in the type of ``scales``; [rows, groups]."""
+    cols, group, bits = meta.cols, meta.group, meta.bits
     out = np.zeros((meta.tiles, cols // group, meta.group_bytes), np.uint8)
     out[:, :, meta.header_bytes :] = _pack_codes(codes, bits).reshape(meta.tiles, cols // group, -1)
     half = 64 if meta.dtype == F32 else 32
@@ -115,7 +108,7 @@ def _assemble(codes: U8, scales: Tensor, offsets: U8 | Tensor, bits: int, group:
     out[:, :, :half] = lanes(_bits_of(scales))
     second = lanes(_bits_of(offsets) if isinstance(offsets, Tensor) else offsets)
     out[:, :, half : half + second.shape[2]] = second
-    return PackedTensor(out.reshape(-1), meta)
+    return out.reshape(-1)
 
 
 def _split(group_size: int) -> int:
@@ -139,40 +132,24 @@ def _permutation(w: GroupInt) -> NDArray[np.int32] | None:
 
 def pack_group_int(w: GroupInt) -> PackedTensor:
     """Codes below 16 in 4 bits, others in 8. ValueError where the groups do not fit the kernels."""
-    group = _split(w.group_size)
-    cols = w.shape[1]
-    if group % 16 or cols % group:
-        raise ValueError(f"groups of {w.group_size} in {cols} columns")
+    meta = packed_meta(w)
     perm = _permutation(w)
     codes = w.codes.numpy() if perm is None else w.codes.numpy()[:, perm]
-    bits = 4 if w.bits <= 4 else 8
-    scales = w.scales
+    scales = w.scales.to(_TORCH[meta.dtype])
     offsets: U8 | Tensor
     if w.minima is not None:
-        offsets = w.minima
+        offsets = w.minima.to(scales.dtype)
     else:
         assert w.zeros is not None
-        offsets = w.zeros.numpy()
-        if bits == 8 and (offsets != 128).any():
-            # exact: the product of a zero below 2^8 and a 16-bit float's scale fits float32
-            scales, offsets = scales.float(), -w.zeros.float() * scales.float()
-    if group != w.group_size:
-        times = w.group_size // group
+        # exact: the product of a zero below 2^8 and a 16-bit float's scale fits float32
+        offsets = -w.zeros.float() * scales if meta.minima else w.zeros.numpy()
+    if meta.group != w.group_size:
+        times = w.group_size // meta.group
         scales = scales.repeat_interleave(times, dim=1)
         offsets = (
             offsets.repeat_interleave(times, dim=1) if isinstance(offsets, Tensor) else offsets.repeat(times, axis=1)
         )
-    packed = _assemble(codes, scales, offsets, bits, group)
-    origin = {
-        "form": "group_int",
-        "bits": w.bits,
-        "group_size": w.group_size,
-        "zeros": w.zeros is not None,
-        "act_order": w.group_index is not None,
-        "scales": str(w.scales.dtype).removeprefix("torch."),
-        "minima": "" if w.minima is None else str(w.minima.dtype).removeprefix("torch."),
-    }
-    return PackedTensor(packed.data, replace(packed.meta, origin=origin), perm)
+    return PackedTensor(_assemble(codes, scales, offsets, meta), meta, perm)
 
 
 def _unpack_group_int(p: PackedTensor) -> GroupInt:
@@ -218,12 +195,42 @@ def _unpack_group_int(p: PackedTensor) -> GroupInt:
 
 def pack_channel_int8(w: ChannelInt8) -> PackedTensor:
     """One group as long as the row: activations are quantized per token. ValueError where it does not fit."""
-    cols = w.shape[1]
-    if cols % 16 or cols >= 65536:
-        raise ValueError(f"{cols} columns")
+    meta = packed_meta(w)
     codes = (w.weight.numpy().astype(np.int16) + 128).astype(np.uint8)
-    packed = _assemble(codes, w.scales.float()[:, None], np.full((codes.shape[0], 1), 128, np.uint8), 8, cols)
-    return PackedTensor(packed.data, replace(packed.meta, origin={"form": "channel_int8"}))
+    zeros = np.full((codes.shape[0], 1), 128, np.uint8)
+    return PackedTensor(_assemble(codes, w.scales.float()[:, None], zeros, meta), meta)
+
+
+def packed_meta(w: Weight) -> PackedMeta:
+    """How ``pack_weight`` packs ``w``, whose matrices need not have memory. ValueError where it has no packed form."""
+    rows, cols = w.shape
+    if isinstance(w, Dense):
+        return PackedMeta(DENSE, rows, cols, _OURS.get(w.weight.dtype, F32), origin={"form": "dense"})
+    if isinstance(w, ChannelInt8):
+        if cols % 16 or cols >= 65536:
+            raise ValueError(f"{cols} columns")
+        return PackedMeta(INT, rows, cols, F32, 8, cols, origin={"form": "channel_int8"})
+    if not isinstance(w, GroupInt):
+        raise ValueError(type(w).__name__)
+    group = _split(w.group_size)
+    if group % 16 or cols % group:
+        raise ValueError(f"groups of {w.group_size} in {cols} columns")
+    bits, own_zeros = (4 if w.bits <= 4 else 8), False
+    if w.minima is None and bits == 8:
+        assert w.zeros is not None
+        own_zeros = w.zeros.is_meta or bool((w.zeros != 128).any())
+    odd = own_zeros or (w.minima is not None and w.minima.dtype != w.scales.dtype)
+    origin = {
+        "form": "group_int",
+        "bits": w.bits,
+        "group_size": w.group_size,
+        "zeros": w.zeros is not None,
+        "act_order": w.group_index is not None,
+        "scales": str(w.scales.dtype).removeprefix("torch."),
+        "minima": "" if w.minima is None else str(w.minima.dtype).removeprefix("torch."),
+    }
+    dtype = F32 if odd else _OURS.get(w.scales.dtype, F32)
+    return PackedMeta(INT, rows, cols, dtype, bits, group, own_zeros or w.minima is not None, origin=origin)
 
 
 def pack_weight(w: Weight) -> PackedTensor:
@@ -305,13 +312,37 @@ def quantize_head(w: Dense, bits: int) -> GroupInt | None:
 
 
 def pack_nearest(name: str, w: Weight, notes: list[str]) -> PackedTensor:
-    """Pack ``w``; where it has no packed form, dense in bfloat16, said in ``notes``."""
+    """Pack ``w``; where it has no packed form, dense in bfloat16. What grows so, or by codes in more bits than they
+    have, is said in ``notes``.
+    """
     try:
-        return pack_weight(w)
+        packed = pack_weight(w)
     except ValueError as reason:
         what = "float8" if isinstance(w, Fp8) else str(reason)
         notes.append(f"{name}: {what} has no kernel here; held as bfloat16")
         return pack_dense(w.dequantize(torch.bfloat16))
+    if isinstance(w, GroupInt) and packed.meta.bits > w.bits:
+        notes.append(f"{name}: codes of {w.bits} bits have no kernel here; held in {packed.meta.bits}")
+    return packed
+
+
+def nearest_meta(w: Weight) -> PackedMeta:
+    """How ``pack_nearest`` packs ``w``, whose matrices need not have memory."""
+    try:
+        if isinstance(w, GroupInt):
+            _permutation(w)
+        return packed_meta(w)
+    except ValueError:
+        return PackedMeta(DENSE, *w.shape, BF16)
+
+
+def gathered(notes: list[str]) -> list[str]:
+    """``notes`` with those that say the same of several weights as one."""
+    names: dict[str, list[str]] = {}
+    for note in notes:
+        name, _, what = note.partition(": ")
+        names.setdefault(what, []).append(name)
+    return [f"{n[0]}{f' and {len(n) - 1} more' if n[1:] else ''}: {what}" for what, n in names.items()]
 
 
 def pack_model(
@@ -377,6 +408,18 @@ class UnpackedWeights(Mapping[str, "Weight | Tensor"]):
         if p.meta.turned and stored is not None:
             return Dense(found.dequantize(getattr(torch, stored)))
         return found
+
+    def info(self, name: str) -> Weight | Tensor:
+        """``self[name]`` as its meta tells it: matrices are without memory, but with act-order."""
+        p = self._packed[name]
+        m = p.meta
+        if m.kind == VECTOR or (m.origin.get("act_order") and not m.turned):
+            return self[name]
+        stored = getattr(torch, m.origin.get("stored", "float32")) if m.turned else _TORCH[m.dtype]
+        if m.kind == DENSE or m.turned:
+            return Dense(torch.empty(m.rows, m.cols, dtype=stored, device="meta"))
+        one = unpack(PackedTensor(p.data[: m.tile_bytes], replace(m, rows=1)))
+        return taller(one, m.rows)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._packed)

@@ -104,16 +104,9 @@ class NativeRunner:
         spec = self.spec
         if isinstance(found[spec.embed], PackedTensor):
             return sum(found[name].meta.nbytes for name in found)
-        sample: Any = found[spec.linears()[0].name] if spec.linears() else found[spec.embed]
-        bits, group = getattr(sample, "bits", None), getattr(sample, "group_size", 0)
-        if bits is not None:
-            each = (0.5 if bits <= 4 else 1.0) + 4 / max(min(group, 128), 16)
-        else:
-            dense = getattr(sample, "weight", None)
-            each = 4.0 if dense is None else float(dense.element_size())
-        inside = sum(x.in_features * x.out_features for x in spec.linears())
-        outside = spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2)
-        return int(inside * each + outside * (each if bits is None else 1.1))
+        from toolkit.runners.native.estimate import packed_bytes
+
+        return packed_bytes(spec, found)
 
     def _activation_bytes(self) -> int:
         """Of each token of a step, at its widest: float32 rows and int8 copies. Buffers hold 512 tokens at most."""
@@ -172,10 +165,12 @@ class NativeRunner:
         found: Mapping[str, Any] = self._weights()
         if isinstance(found[self.spec.embed], PackedTensor):
             return found
-        from toolkit.runners.native.pack import pack_model
+        from toolkit.runners.native.pack import gathered, pack_model
 
-        self.notes = []
-        return dict(pack_model(self.spec, found.items(), None, self.notes))
+        notes: list[str] = []
+        packed = dict(pack_model(self.spec, found.items(), None, notes))
+        self.notes = gathered(notes)
+        return packed
 
     def release_weights(self) -> None:
         """Forget the model and its cache; ``load_weights`` brings the model back."""

@@ -109,7 +109,7 @@ class _Builder:
         """
         place, stored = self.place, self.weights.get(spec.head)
         bias = self.tensor(f"{spec.head}.bias") if spec.head_bias else None
-        if isinstance(stored, GroupInt) and not place.dequantize and _for_kernels(stored):
+        if isinstance(stored, GroupInt) and not place.dequantize and for_kernels(stored):
             linear = make_linear([stored], [bias], place, self.ops)
             return cast(Linear, replace(linear, wide=True)) if isinstance(linear, PackedLinear) else linear
         own = not spec.tied or isinstance(stored, GroupInt)
@@ -143,7 +143,7 @@ def _codes_into(mixer: Mixer) -> torch.dtype | None:
     return None if first is None else codes_of(first)
 
 
-def _for_kernels(weight: GroupInt) -> bool:
+def for_kernels(weight: GroupInt) -> bool:
     """Whether the CUDA kernels take codes of this form, which the others then take too."""
     group, minima = weight.shape[1] // weight.scales.shape[1], weight.minima is not None
     scales = weight.scales.dtype

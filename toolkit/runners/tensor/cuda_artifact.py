@@ -133,6 +133,19 @@ class CudaWeights(TorchWeights):
                         "convert the model again"
                     )
 
+    def info(self, name: str) -> Weight | Tensor:
+        """``self[name]`` as headers tell it: matrices are without memory."""
+        entry = self._artifact.params[name]
+        if entry["form"] != FORM:
+            return super().info(name)
+        n_out, n_in = entry["shape"]
+        size, meta = entry["group_size"], torch.device("meta")
+        scales = torch.empty(n_out, n_in // size, dtype=getattr(torch, entry["scale_dtype"]), device=meta)
+        codes = torch.empty(n_out, n_in, dtype=torch.uint8, device=meta)
+        index = torch.arange(n_in, dtype=torch.int32) // size if "order" in entry["arrays"] else None
+        zeros = torch.empty(scales.shape, dtype=torch.uint8, device=meta)
+        return GroupInt(codes, scales, zeros, entry["bits"], size, None, index)
+
     def __getitem__(self, name: str) -> Weight | Tensor:
         entry = self._artifact.params[name]
         if entry["form"] != FORM:

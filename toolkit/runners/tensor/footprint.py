@@ -7,11 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.canonical import Dense, Fp4, GroupInt, Weight
-from toolkit.kernels.reference.linear import codes_per_byte
+from toolkit.artifacts.canonical import Dense, Weight
 from toolkit.models.spec import AttentionSpec, DecoderSpec, MlpSpec, MoeSpec
-from toolkit.runners.tensor.linear import Placement, becomes_dense
-from toolkit.runners.tensor.lora import Adapters, adapter_bytes
 
 Weights = Mapping[str, Weight | Tensor]
 
@@ -33,26 +30,6 @@ def stored_dtype(weight: Weight | Tensor) -> torch.dtype:
 def dense_bytes(spec: DecoderSpec, dtype: torch.dtype) -> int:
     """Of all linears inside the layers, dense."""
     return sum(x.in_features * x.out_features for x in spec.linears()) * dtype.itemsize
-
-
-def weight_bytes(spec: DecoderSpec, weights: Weights, place: Placement, adapters: Adapters) -> int:
-    """Bytes of all weights as ``place`` holds them, where the layers' linears are of the first one's form. Embedding
-    and head are counted dense, also a head of its own beside an embedding that could be it.
-    """
-    sample, size = first_linear(spec, weights), place.dtype.itemsize
-    matrices = 1 if spec.tied and spec.head not in list(weights) else 2
-    outside = matrices * spec.vocab_size * spec.hidden_size * size + 4 * sum(spec.vectors().values())
-    if becomes_dense(sample, place):
-        inside = dense_bytes(spec, place.dtype)
-    else:
-        each = 1.0
-        if isinstance(sample, GroupInt):
-            scale = sample.scales.element_size() + (1 if sample.minima is None else sample.minima.element_size())
-            each = 1 / codes_per_byte(sample.bits) + scale / sample.group_size
-        elif isinstance(sample, Fp4):
-            each = 0.5 + 1 / sample.group_size
-        inside = int(sum(x.in_features * x.out_features for x in spec.linears()) * each)
-    return inside + outside + adapter_bytes(adapters, size)
 
 
 def activation_bytes(spec: DecoderSpec, size: int) -> int:

@@ -25,7 +25,8 @@ from toolkit.runners.tensor.cuda_device import CudaDevice
 from toolkit.runners.tensor.decoder import Decoder
 from toolkit.runners.tensor.device import Cpu, Device, GraphDevice
 from toolkit.runners.tensor.find import find_device, find_dtype, mixed_gpus, on_device
-from toolkit.runners.tensor.footprint import activation_bytes, dense_bytes, first_linear, stored_dtype, weight_bytes
+from toolkit.runners.tensor.footprint import activation_bytes, dense_bytes, first_linear, stored_dtype
+from toolkit.runners.tensor.held import weight_bytes
 from toolkit.runners.tensor.linear import Placement, becomes_dense
 from toolkit.runners.tensor.lora import Adapters, AdapterStep
 from toolkit.runners.tensor.ops import Ops, choose_ops

@@ -1,0 +1,58 @@
+"""What a model's weights will take once they are held, told from their headers."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from toolkit.artifacts.canonical import BlockFp8, Dense, Fp4, GroupInt, Weight
+from toolkit.kernels.reference.linear import codes_per_byte
+from toolkit.models.spec import DecoderSpec
+from toolkit.runners.tensor.build import Weights, for_kernels
+from toolkit.runners.tensor.linear import Placement, becomes_dense
+from toolkit.runners.tensor.lora import Adapters, adapter_bytes
+from toolkit.runners.weight_info import info_of
+
+
+def weight_bytes(spec: DecoderSpec, weights: Weights, place: Placement, adapters: Adapters) -> int:
+    """Bytes of all weights as ``place`` holds them, adapters included. Of those that a CUDA kernel packs for itself it
+    is what they take before, which is no less.
+    """
+    size = place.dtype.itemsize
+    biases = {f"{linear.name}.bias" for linear in spec.linears()} | {f"{spec.head}.bias"}
+    total = adapter_bytes(adapters, size)
+    for name in weights:
+        found = info_of(weights, name)
+        if isinstance(found, Tensor):
+            total += found.numel() * (size if name in biases else 4)
+        elif name == spec.embed or name == spec.head:
+            total += _outer_bytes(name == spec.head, spec.tied, found, place)
+        else:
+            total += linear_bytes(found, place)
+    return total
+
+
+def _outer_bytes(head: bool, tied: bool, weight: Weight, place: Placement) -> int:
+    """Of the embedding, which is held dense, or of the head: see ``build_decoder``."""
+    if head and isinstance(weight, GroupInt):
+        kept = not place.dequantize and for_kernels(weight)
+        return linear_bytes(weight, place) if kept else _dense_bytes(weight, place)
+    return 0 if head and tied else _dense_bytes(weight, place)
+
+
+def linear_bytes(weight: Weight, place: Placement) -> int:
+    """Of one linear, its bias aside."""
+    if becomes_dense(weight, place):
+        return _dense_bytes(weight, place)
+    rows, columns = weight.shape
+    if isinstance(weight, GroupInt):
+        parts = [weight.scales, weight.zeros if weight.minima is None else weight.minima, weight.group_index]
+        return rows * -(-columns // codes_per_byte(weight.bits)) + sum(t.nbytes for t in parts if t is not None)
+    if isinstance(weight, Fp4):
+        return rows * columns // 2 + weight.scales.nbytes + (0 if weight.global_scale is None else 4 * rows)
+    assert not isinstance(weight, Dense) and hasattr(weight, "weight")
+    return weight.weight.nbytes + weight.scales.nbytes + (4 * rows if isinstance(weight, BlockFp8) else 0)
+
+
+def _dense_bytes(weight: Weight, place: Placement) -> int:
+    rows, columns = weight.shape
+    return rows * columns * place.dtype.itemsize
