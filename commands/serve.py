@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,6 +17,7 @@ from toolkit.errors import UsageError
 from toolkit.serve.limits import Limits
 
 SERVERS = "the server's sampling"
+SEVERAL = "Several models"
 CONTROL = "What clients may do to the server"
 app = typer.Typer(
     cls=Group,
@@ -36,9 +38,12 @@ def group() -> None:
 @with_engine_flags
 @with_flags("limits", Limits)
 def api_server(
-    model: Annotated[str, typer.Argument(help="Local directory, hub id, .gguf file, artifact, or demo.")],
     engine: EngineFlags,
     limits: Limits,
+    model: Annotated[
+        list[str] | None,
+        typer.Argument(help="Local directory, hub id, .gguf file, artifact, or demo; several are loaded on demand."),
+    ] = None,
     server_name: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 = reachable from outside.")
     ] = "127.0.0.1",
@@ -54,6 +59,26 @@ def api_server(
     max_concurrent_requests: Annotated[
         int | None,
         typer.Option(min=1, metavar="<int>", help="HTTP requests worked on at once; more wait. Default: no limit."),
+    ] = None,
+    models_dir: Annotated[
+        Path | None, typer.Option(help="Directory of more models and adapters.", rich_help_panel=SEVERAL)
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="What loaded models may take together, such as 12GB.", rich_help_panel=SEVERAL),
+    ] = None,
+    idle_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            metavar="<float>",
+            help="Seconds after which an unused model's process ends; 0 = never.",
+            rich_help_panel=SEVERAL,
+        ),
+    ] = 0.0,
+    alias: Annotated[
+        list[str] | None,
+        typer.Option(help="OTHER=NAME: another name of a model; repeatable.", rich_help_panel=SEVERAL),
     ] = None,
     proxy_url: Annotated[str | None, typer.Option(help="Proxy (tool serve proxy) to join.")] = None,
     node_url: Annotated[
@@ -155,25 +180,46 @@ def api_server(
             console.print(f"HINT:    The server is ready; {hint}{url}", markup=False, soft_wrap=True)
         console.print(f"INFO:    Uvicorn running on {url} (Press CTRL+C to quit)", markup=False, soft_wrap=True)
 
+    settings = {
+        "api_keys": keys,
+        "allow_origins": allow_origins or ["*"],
+        "generation_config": generation_config,
+        "tool_call_parser": tool_call_parser,
+        "reasoning_parser": reasoning_parser,
+        "docs": not disable_fastapi_docs,
+        "metrics": config.enable_metrics,
+        "max_concurrent_requests": max_concurrent_requests,
+        "max_log_len": max_log_len,
+        "pooling": pooling,
+        "allowed": [option for option, given in allowed.items() if given],
+        "aliases": [entry.partition("=")[0] for entry in alias or ()],
+        "limits": limits,
+    }
+    address = run.Address(server_name, server_port, grace_period, keyfile, certfile)
+    if models_dir is not None or len(model or ()) != 1:
+        one_model = {"--model-name": model_name, "--proxy-url": proxy_url, "--adapters": engine.adapters}
+        one_model |= {option: given or None for option, given in allowed.items()}
+        if wrong := next((option for option, value in one_model.items() if value is not None), None):
+            raise UsageError(f"{wrong}: only for a server of one model")
+        from toolkit.commands.serve_fleet import serve_several
+
+        several = {
+            "models": model or [],
+            "models_dir": models_dir,
+            "aliases": alias or [],
+            "idle_timeout": idle_timeout,
+        }
+        serve_several(several, memory, address, config, engine.chat_template, settings, log_level.lower())
+        return
+    if memory is not None or idle_timeout:
+        raise UsageError("--memory and --idle-timeout: only for a server of several models")
     run.serve(
-        model,
-        run.Address(server_name, server_port, grace_period, keyfile, certfile),
+        (model or [""])[0],
+        address,
         model_name=model_name,
         engine_config=config,
         chat_template=engine.chat_template,
-        settings={
-            "api_keys": keys,
-            "allow_origins": allow_origins or ["*"],
-            "generation_config": generation_config,
-            "tool_call_parser": tool_call_parser,
-            "reasoning_parser": reasoning_parser,
-            "docs": not disable_fastapi_docs,
-            "max_concurrent_requests": max_concurrent_requests,
-            "max_log_len": max_log_len,
-            "pooling": pooling,
-            "allowed": [option for option, given in allowed.items() if given],
-            "limits": limits,
-        },
+        settings=settings,
         announcement=announcement,
         log_level=log_level.lower(),
         packed=engine.packed(config, told),

@@ -18,7 +18,7 @@ import sys
 import threading
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from toolkit.chat.custom import MODELS
 from toolkit.engine.setup import CONFIGS
@@ -26,6 +26,7 @@ from toolkit.engine_configs import EngineConfig
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import ChatTemplateConfig
 from toolkit.serve.client import APIClient
+from toolkit.serve.limits import Limits
 
 STOP_S = 20.0  # that a server gets to end its requests and itself
 WATCH_S = 1.0  # how often the server looks whether its parent is there
@@ -57,6 +58,9 @@ class Server(APIClient):
         self.close()
 
 
+S = TypeVar("S", bound=Server)
+
+
 def serve(
     model_path: str,
     model_name: str | None = None,
@@ -83,26 +87,49 @@ def serve(
         raise UsageError(f"backend: expected {' or '.join(CONFIGS)}, found {backend!r}")
     keys = [api_keys] if isinstance(api_keys, str) else list(api_keys or ())
     config = backend_config if backend_config is not None else CONFIGS[backend]()
-    kind = next((name for name, cls in CONFIGS.items() if isinstance(config, cls)), None)
-    if kind is None:
+    if not isinstance(config, tuple(CONFIGS.values())):
         raise UsageError(f"backend_config: expected an engine config, found {type(config).__name__}")
     template = chat_template_config
     name = template.model_name if isinstance(template, ChatTemplateConfig) else template
     if name is not None and name in MODELS:
         raise UsageError(f"chat_template_config: {name!r} is a Python class, which another process does not have")
-    order = {
+    spelled = template.to_json() if isinstance(template, ChatTemplateConfig) else template
+    settings = {"api_keys": keys, **kwargs}
+    asked = order(
+        str(model_path), config, model_name, spelled, server_name, server_port, settings, log_level.lower(), ssl
+    )
+    return launch(asked, Server)[0]
+
+
+def order(
+    model: str,
+    config: EngineConfig,
+    model_name: str | None,
+    chat_template: str | None,
+    host: str,
+    port: int,
+    settings: dict[str, Any],
+    log_level: str,
+    ssl: bool = False,
+) -> dict[str, Any]:
+    """What a child is told to do, as JSON. ``settings``: of ServerSettings, its limits as a dict."""
+    return {
         "parent": os.getpid(),
-        "model": str(model_path),
+        "model": model,
         "model_name": model_name,
-        "kind": kind,
+        "kind": next(name for name, cls in CONFIGS.items() if isinstance(config, cls)),
         "config": asdict(config),
-        "chat_template": template.to_json() if isinstance(template, ChatTemplateConfig) else template,
-        "host": server_name,
-        "port": server_port,
+        "chat_template": chat_template,
+        "host": host,
+        "port": port,
         "ssl": ssl,
-        "settings": {"api_keys": keys, **kwargs},
-        "log_level": log_level.lower(),
+        "settings": settings,
+        "log_level": log_level,
     }
+
+
+def launch(order: dict[str, Any], kind: type[S]) -> tuple[S, dict[str, Any]]:
+    """Start a child and wait until it answers: its client, and what it has told (url, memory). Raises ToolkitError."""
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-P", "-c", f"from toolkit.serve.background import main; main({theirs.fileno()})"]
     with theirs:
@@ -117,7 +144,8 @@ def serve(
     except BaseException:
         _end(process, ours)
         raise
-    return Server(told["url"], keys[0] if keys else None, process, ours)
+    keys = order["settings"].get("api_keys")
+    return kind(told["url"], keys[0] if keys else None, process, ours), told
 
 
 def _end(process: subprocess.Popen[bytes], link: socket.socket) -> None:
@@ -168,14 +196,17 @@ def _serve(order: dict[str, Any], tell: Any) -> None:
 
     keyfile, certfile = run.ssl_files() if order["ssl"] else (None, None)
     kind = CONFIGS[order["kind"]]
+    settings = dict(order["settings"])
+    if "limits" in settings:
+        settings["limits"] = Limits(**settings["limits"])
     run.serve(
         order["model"],
         run.Address(order["host"], order["port"], ssl_keyfile=keyfile, ssl_certfile=certfile),
         model_name=order["model_name"],
         engine_config=kind(**order["config"]),
         chat_template=order["chat_template"],
-        settings=order["settings"],
+        settings=settings,
         log_level=order["log_level"],
         progress=lambda line: None,
-        ready=lambda url, engine: tell({"url": url}),
+        ready=lambda url, engine: tell({"url": url, "memory": engine.plan.total}),
     )

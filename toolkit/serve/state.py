@@ -27,14 +27,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """``adapters``: names of LoRA adapters, which requests use in place of the model's; ``api_keys`` empty = open to
-    all; ``max_log_len``: characters of a prompt in the log, None = all of it; ``generation_config``: where defaults of
-    the sampling come from, see sampling.choose_defaults; ``pooling``: auto, last or mean, see pooling.choose;
-    ``allowed``: options given that let clients do what only the operator may otherwise, see control_routes;
-    ``tool_call_parser``, ``reasoning_parser``: names, see parsing.Formats."""
+    """``adapters``: names of LoRA adapters, which requests use in place of the model's; ``aliases``: other names of it;
+    ``api_keys`` empty = open to all; ``max_log_len``: characters of a prompt in the log, None = all of it;
+    ``generation_config``: where defaults of the sampling come from, see sampling.choose_defaults; ``pooling``: auto,
+    last or mean, see pooling.choose; ``allowed``: options given that let clients do what only the operator may
+    otherwise, see control_routes; ``tool_call_parser``, ``reasoning_parser``: names, see parsing.Formats."""
 
     model_name: str
     adapters: Sequence[str] = ()
+    aliases: Sequence[str] = ()
     api_keys: Sequence[str] = ()
     allow_origins: Sequence[str] = ("*",)
     docs: bool = True
@@ -95,8 +96,8 @@ class ServerState:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """What a request's ``model`` may be: the model, and each of its adapters."""
-        return self.settings.model_name, *self.settings.adapters
+        """What a request's ``model`` may be: the model by any of its names, and each of its adapters."""
+        return self.settings.model_name, *self.settings.aliases, *self.settings.adapters
 
     def not_served(self, model: str) -> ApiError:
         """The answer to a request for another model."""
@@ -106,7 +107,7 @@ class ServerState:
 
     def adapter_of(self, model: str) -> str | None:
         """The adapter that a request's ``model`` names, None for the model itself."""
-        return None if model == self.settings.model_name else model
+        return model if model in self.settings.adapters else None
 
     def abort(self, request_id: str | None = None, label: int | str | None = None) -> int:
         """End the choices of a request, or of a client's session; how many there were. Each client is told."""

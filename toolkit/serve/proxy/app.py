@@ -153,12 +153,12 @@ def _add_plain_routes(app: FastAPI, state: ProxyState) -> None:
         if not path.startswith("v1/") and f"/{path}" not in FORWARDED:
             raise HTTPException(404)
         body = await read_body(raw)
-        data = await state.lanes.run(partial(_json, body), len(body)) if body else None
+        data = await state.lanes.run(partial(json_or_none, body), len(body)) if body else None
         target = raw.url.path + (f"?{raw.url.query}" if raw.url.query else "")
         return Forward(state, Incoming(raw.method, target, raw.headers.raw, body, data))
 
 
-def _json(body: bytes) -> Any:
+def json_or_none(body: bytes) -> Any:
     """A body as far as the proxy has to know it; what is no JSON is the node's to refuse."""
     try:
         return from_json(body)

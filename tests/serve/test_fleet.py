@@ -1,0 +1,282 @@
+"""Several models on one port: what is loaded when, what goes for what, and what the front says of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import psutil
+import pytest
+
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.serve.errors import ApiError
+from toolkit.serve.fleet.catalog import Listed, listed, read_size
+from toolkit.serve.fleet.fleet import Fleet
+
+COMMAND = [sys.executable, "-c", "import sys; from toolkit.commands.main import main; main(sys.argv[1:])"]
+
+
+class FakeServer:
+    """Notes what is done to it."""
+
+    def __init__(self, name: str, memory: int, log: list[str]) -> None:
+        self.url, self.memory, self._name, self._log = f"http://{name}:1", memory, name, log
+        self.up = True
+
+    def alive(self) -> bool:
+        return self.up
+
+    def sleep(self) -> None:
+        self._log.append(f"sleep {self._name}")
+
+    def wake(self) -> None:
+        self._log.append(f"wake {self._name}")
+
+    def close(self) -> None:
+        self._log.append(f"close {self._name}")
+
+
+def fleet(tmp_path: Path, *names: str, fail: str = "", **options: Any) -> tuple[Fleet, list[str]]:
+    """Models of 10 bytes of files each, that take 40 once they are loaded."""
+    models, log = [], []
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"0123456789")
+        models.append(Listed(name, str(tmp_path / name), {f"{name}-adapter": "x"}, (f"{name}-alias",)))
+
+    def launch(model: Listed) -> FakeServer:
+        assert threading.current_thread() is not threading.main_thread()
+        log.append(f"load {model.name}")
+        if model.name == fail:
+            raise ToolkitError("broken")
+        return FakeServer(model.name, 40, log)
+
+    return Fleet(models, launch, **options), log
+
+
+def run(go: Callable[[], Any]) -> None:
+    asyncio.run(asyncio.wait_for(go(), 20))
+
+
+async def use(found: Fleet, name: str | None, seconds: float = 0.0) -> str:
+    async with found.using(name) as server:
+        await asyncio.sleep(seconds)
+        return server.url
+
+
+def test_models_are_loaded_once_and_when_asked_for(tmp_path: Path) -> None:
+    found, log = fleet(tmp_path, "a", "b")
+
+    async def go() -> None:
+        assert [card["state"] for card in found.cards()] == ["unloaded"] * 6
+        urls = await asyncio.gather(*(use(found, name) for name in ("a", "a-alias", "a-adapter", None, "a")))
+        assert set(urls) == {"http://a:1"} and log == ["load a"]
+        assert {card["id"]: card["state"] for card in found.cards()}["a-alias"] == "loaded"
+        assert next(card for card in found.cards() if card["id"] == "a-adapter")["parent"] == "a"
+        with pytest.raises(ApiError, match="this server has 'a', 'a-alias', 'a-adapter', 'b'"):
+            await use(found, "c")
+        await found.close()
+        assert log == ["load a", "close a"]
+
+    run(go)
+
+
+def test_the_one_used_longest_ago_makes_room(tmp_path: Path) -> None:
+    found, log = fleet(tmp_path, "a", "b", "c", budget=85)
+
+    async def go() -> None:
+        for name in ("a", "b", "a", "c", "a", "b"):
+            await use(found, name)
+        assert log == ["load a", "load b", "sleep b", "load c", "sleep c", "wake b"]
+        assert [card["state"] for card in found.cards()[::3]] == ["loaded", "loaded", "sleeping"]
+
+    run(go)
+
+
+def test_what_a_model_takes_counts_once_it_is_known(tmp_path: Path) -> None:
+    found, log = fleet(tmp_path, "a", "b", budget=60)  # 40 and 10, by its files; and then 40 and 40
+
+    async def go() -> None:
+        await use(found, "a")
+        await use(found, "b")
+        assert log == ["load a", "load b", "sleep a"]
+
+    run(go)
+
+
+def test_what_runs_ends_before_its_model_sleeps(tmp_path: Path) -> None:
+    found, log = fleet(tmp_path, "a", "b", budget=45)
+
+    async def go() -> None:
+        await use(found, "a")
+        long = asyncio.create_task(use(found, "a", 0.3))
+        await asyncio.sleep(0.05)
+        other = asyncio.create_task(use(found, "b"))
+        await asyncio.sleep(0.1)
+        assert log == ["load a"] and not other.done()
+        late = asyncio.create_task(use(found, "a"))  # comes while a is leaving: waits for its turn
+        await asyncio.gather(long, other, late)
+        assert log == ["load a", "sleep a", "load b", "sleep b", "wake a"]
+
+    run(go)
+
+
+def test_an_unused_model_is_ended_in_time(tmp_path: Path) -> None:
+    found, log = fleet(tmp_path, "a", "b", idle_timeout=0.2)
+
+    async def go() -> None:
+        watching = asyncio.create_task(found.watch())
+        busy = asyncio.create_task(use(found, "b", 0.6))
+        await use(found, "a")
+        await asyncio.sleep(0.5)
+        assert log.count("close a") == 1 and "close b" not in log
+        await busy
+        await use(found, "a")
+        assert log.count("load a") == 2
+        watching.cancel()
+
+    run(go)
+
+
+def test_a_model_that_cannot_be_loaded_is_a_503_and_is_tried_again(tmp_path: Path) -> None:
+    found, log = fleet(tmp_path, "a", fail="a")
+
+    async def go() -> None:
+        for _ in range(2):
+            with pytest.raises(ApiError, match="a: cannot be loaded: broken") as raised:
+                await use(found, "a")
+            assert raised.value.status == 503
+        assert log == ["load a", "load a"] and found.models[0].users == 0
+
+    run(go)
+
+
+def test_a_model_whose_process_died_is_loaded_anew(tmp_path: Path) -> None:
+    found, log = fleet(tmp_path, "a")
+
+    async def go() -> None:
+        await use(found, "a")
+        found.models[0].server.up = False  # type: ignore[union-attr]
+        await use(found, "a")
+        assert log == ["load a", "close a", "load a"]
+
+    run(go)
+
+
+# -- which models there are -------------------------------------------------------------------------------
+
+
+def model(path: Path) -> Path:
+    path.mkdir(parents=True)
+    (path / "config.json").write_text("{}")
+    return path
+
+
+def test_what_lies_in_a_directory(tmp_path: Path) -> None:
+    one, two = model(tmp_path / "one"), model(tmp_path / "dir" / "two")
+    model(tmp_path / "dir" / ".hidden")
+    (tmp_path / "dir" / "three.gguf").write_bytes(b"x" * 7)
+    (tmp_path / "dir" / "notes").mkdir()
+    for name, base in (("tales", "owner/two"), ("verse", str(two)), ("lost", "owner/other")):
+        (tmp_path / "dir" / name).mkdir()
+        (tmp_path / "dir" / name / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    found = listed([str(one)], tmp_path / "dir", ["gpt-4", "mini=two"])
+    assert [m.name for m in found] == ["one", "three", "two"]
+    assert found[0].names == ("one", "gpt-4") and found[2].names == ("two", "mini", "tales", "verse")
+    assert found[1].weight_bytes() == 7
+
+
+@pytest.mark.parametrize(
+    ("models", "aliases", "says"),
+    [
+        ([], [], "at least one model"),
+        (["one", "other/one"], [], "another model is called one"),
+        (["one"], ["x=two"], "--alias x=two"),
+        (["one"], ["one"], "--alias one"),
+        (["one"], ["=one"], "--alias"),
+        (["missing"], [], "missing"),
+    ],
+)
+def test_lists_that_cannot_be(tmp_path: Path, models: list[str], aliases: list[str], says: str) -> None:
+    model(tmp_path / "one")
+    model(tmp_path / "other" / "one")
+    with pytest.raises(UsageError, match=says):
+        listed([str(tmp_path / m) for m in models], None, aliases)
+
+
+def test_sizes() -> None:
+    assert [read_size("--memory", t) for t in ("12GB", "900mb", "2GiB", "5", "1.5k")] == [
+        12 * 10**9, 900 * 10**6, 2 << 30, 5, 1500,
+    ]  # fmt: skip
+    for text in ("", "GB", "-1GB", "12XB", "nan"):
+        with pytest.raises(UsageError, match="--memory"):
+            read_size("--memory", text)
+
+
+# -- the command ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def serving(*arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [*COMMAND, "serve", "api_server", *arguments, "--server-port", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd="/", env=env)
+    try:
+        assert process.stderr is not None
+        seen = ""
+        for line in process.stderr:
+            seen += line
+            if found := re.search(r"http://[0-9.]+:\d+", line):
+                break
+        else:
+            raise AssertionError(f"the server ended: {seen}")
+        yield found[0], process
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+
+
+def test_two_models_on_one_port(tiny_checkpoint: Any, tmp_path: Path) -> None:
+    """A real server: two tiny models that do not fit together, loaded by name, put to sleep and woken."""
+    for i, name in enumerate(("first", "second")):
+        tiny_checkpoint("llama", tmp_path / name, seed=i)
+    flags = ["--models-dir", str(tmp_path), "--memory", "3MB", "--alias", "gpt=second", "--session-len", "128"]
+    flags += ["--max-batch-size", "2", "--api-keys", "secret", "--backend", "pytorch", "--device", "cpu"]
+    with serving(str(tmp_path / "first"), *flags) as (url, process):
+        with httpx.Client(base_url=url, headers={"Authorization": "Bearer secret"}, timeout=100) as client:
+            assert httpx.get(f"{url}/v1/models").status_code == 401
+
+            def states() -> dict[str, str]:
+                return {card["id"]: card["state"] for card in client.get("/v1/models").json()["data"]}
+
+            assert states() == {"first": "unloaded", "second": "unloaded", "gpt": "unloaded"}
+
+            def ask(name: str) -> str:
+                body = {"model": name, "prompt": "Hello", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+                reply = client.post("/v1/completions", json=body)
+                assert reply.status_code == 200 and reply.json()["model"] == name, reply.text
+                return reply.json()["choices"][0]["text"]
+
+            first, second = ask("first"), ask("gpt")
+            assert first != second and states() == {"first": "sleeping", "second": "loaded", "gpt": "loaded"}
+            assert ask("first") == first and states()["second"] == "sleeping"
+            assert ask("second") == second
+            assert client.post("/v1/completions", json={"model": "third", "prompt": "a"}).status_code == 404
+            assert client.post("/tokenize", json={"prompt": "a"}).status_code == 200  # the first is meant
+            assert client.post("/terminate", json={}).status_code == 404
+            children = psutil.Process(process.pid).children(recursive=True)
+            assert len(children) >= 4
+        process.terminate()
+        process.communicate(timeout=30)
+        _, alive = psutil.wait_procs(children, 10)
+        assert process.returncode == 0 and not alive

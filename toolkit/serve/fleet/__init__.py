@@ -1,0 +1,1 @@
+"""Several models on one port, each a server of its own that is started when it is asked for."""

@@ -1,0 +1,106 @@
+"""Builds the ASGI application in front of several models."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response as HttpResponse
+from starlette.types import Send
+
+from toolkit import __version__
+from toolkit.serve.app import error_reply, http_error_reply
+from toolkit.serve.auth import ApiKeyMiddleware
+from toolkit.serve.errors import ApiError
+from toolkit.serve.fleet.fleet import Fleet
+from toolkit.serve.intake import Intake
+from toolkit.serve.proxy.app import FORWARDED, json_or_none
+from toolkit.serve.proxy.forward import Forward, Incoming, NodeFailed
+from toolkit.serve.proxy.nodes import Node
+from toolkit.serve.proxy.state import ProxySettings, ProxyState
+from toolkit.serve.replies import json_response
+from toolkit.serve.requests import read_body
+
+
+class ToModel(Forward):
+    """The answer of one model, which is loaded first where it is not."""
+
+    def __init__(self, state: ProxyState, fleet: Fleet, request: Incoming) -> None:
+        super().__init__(state, request)
+        self._fleet = fleet
+
+    async def _try_nodes(self, send: Send) -> None:
+        if self._state.closing:
+            raise ApiError(503, "The server is shutting down", code="shutting_down")
+        async with self._fleet.using(self._request.model) as server:
+            node = self._state.nodes.find(server.url) or self._state.nodes.add(server.url)
+            node.down = None
+            try:
+                await self._ask(node, send)
+            except NodeFailed as error:
+                raise ApiError(
+                    503, f"the model's server failed ({error}); ask again", code="engine_unavailable"
+                ) from error
+
+    async def _ask(self, node: Node, send: Send) -> None:
+        with self._state.running(node) as run:
+            async with self._asked(node) as reply:
+                run.answered(reply.status_code)
+                await self._pass_on(reply, node, send)
+
+
+def create_app(fleet: Fleet, settings: ProxySettings, *, metrics: bool = True) -> FastAPI:
+    """The application; ``fleet.watch()`` has to run beside it."""
+    state = ProxyState(settings)
+    app = FastAPI(title="toolkit", version=__version__, docs_url=None, openapi_url=None, redoc_url=None)
+    app.state.server = state
+    _add_plain_routes(app, state, fleet, metrics)
+    app.add_exception_handler(Exception, error_reply)
+    app.add_exception_handler(ApiError, error_reply)
+    app.add_exception_handler(HTTPException, http_error_reply)  # type: ignore[arg-type]
+    if settings.api_keys:
+        app.add_middleware(ApiKeyMiddleware, keys=list(settings.api_keys))
+    app.add_middleware(Intake, limits=settings.limits, lanes=state.lanes)
+    if settings.allow_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(settings.allow_origins), allow_methods=["*"], allow_headers=["*"]
+        )
+    return app
+
+
+def _add_plain_routes(app: FastAPI, state: ProxyState, fleet: Fleet, metrics: bool) -> None:
+    common = {"object": "model", "created": int(time.time()), "owned_by": "toolkit"}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [card | common for card in fleet.cards()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        fleet.find(name)
+        return next(card for card in fleet.cards() if card["id"] == name) | common
+
+    @app.get("/health")
+    async def health() -> HttpResponse:
+        if state.closing:
+            return json_response({"status": "shutting down"}, 503)
+        return json_response({"status": "healthy"})
+
+    if metrics:
+
+        @app.get("/metrics")
+        async def told() -> HttpResponse:
+            return HttpResponse(state.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.api_route("/{path:path}", methods=["GET", "POST", "DELETE"])
+    async def forward(raw: Request, path: str) -> HttpResponse:
+        if not path.startswith("v1/") and f"/{path}" not in FORWARDED:
+            raise HTTPException(404)
+        body = await read_body(raw)
+        data = await state.lanes.run(partial(json_or_none, body), len(body)) if body else None
+        target = raw.url.path + (f"?{raw.url.query}" if raw.url.query else "")
+        return ToModel(state, fleet, Incoming(raw.method, target, raw.headers.raw, body, data))

@@ -1,0 +1,117 @@
+"""Which models a server of several has: those named, those that lie in a directory, and their adapters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from toolkit.artifacts.json_file import read_json_object
+from toolkit.artifacts.source import resolve_model
+from toolkit.errors import ToolkitError, UsageError
+
+WEIGHTS = (".safetensors", ".gguf")
+MODEL_MARKS = ("config.json", "engine.json")
+ADAPTER_MARK = "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One model. ``adapters``: name -> directory; ``aliases``: other names of it."""
+
+    name: str
+    path: str
+    adapters: dict[str, str] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a request's ``model`` may be to be answered by it."""
+        return self.name, *self.aliases, *self.adapters
+
+    def weight_bytes(self) -> int:
+        """Bytes of its files of weights."""
+        path = Path(self.path)
+        files = [path] if path.is_file() else list(path.iterdir())
+        return sum(file.stat().st_size for file in files if file.suffix in WEIGHTS)
+
+
+def listed(models: Sequence[str], models_dir: Path | None, aliases: Sequence[str] = ()) -> list[Listed]:
+    """The named ``models``, then those in ``models_dir`` by name. ``aliases``: OTHER=NAME each; an OTHER alone is the
+    first model's. Raises UsageError for what is none, and for two of one name."""
+    found = {}
+    for model in models:
+        path = resolve_model(model)
+        name = path.resolve().name.removesuffix(".gguf") if Path(model).expanduser().exists() else model
+        if name in found:
+            raise UsageError(f"MODEL {model}: another model is called {name}, too; rename one of the directories")
+        found[name] = Listed(name, str(path.resolve()))
+    in_dir, adapters = _scanned(models_dir) if models_dir is not None else ({}, {})
+    for name, path in in_dir.items():
+        found.setdefault(name, Listed(name, str(path)))
+    for name, (path, base) in adapters.items():
+        owner = next((m for m in found.values() if base in (m.name, m.path)), None)
+        if owner is not None and name not in found:
+            owner.adapters[name] = str(path)
+    if not found:
+        raise UsageError("MODEL: expected at least one model, or --models-dir with models in it")
+    return _with_aliases(found, aliases)
+
+
+def _with_aliases(found: dict[str, Listed], aliases: Sequence[str]) -> list[Listed]:
+    more: dict[str, list[str]] = {name: [] for name in found}
+    taken = {name for model in found.values() for name in model.names}
+    for entry in aliases:
+        other, equals, name = entry.partition("=")
+        name = name if equals else next(iter(found))
+        if not other or name not in found:
+            raise UsageError(f"--alias {entry}: expected OTHER=NAME, NAME one of {', '.join(found)}")
+        if other in taken:
+            raise UsageError(f"--alias {entry}: {other} is the name of a model or adapter already")
+        taken.add(other)
+        more[name].append(other)
+    return [Listed(m.name, m.path, m.adapters, tuple(more[m.name])) for m in found.values()]
+
+
+def _scanned(directory: Path) -> tuple[dict[str, Path], dict[str, tuple[Path, str]]]:
+    """(models by name, adapters by name with the name or path of their base) in a directory, hidden files left out."""
+    if not directory.is_dir():
+        raise UsageError(f"--models-dir {directory}: expected a directory")
+    models: dict[str, Path] = {}
+    adapters: dict[str, tuple[Path, str]] = {}
+    for path in sorted(directory.iterdir()):
+        if path.name.startswith("."):
+            continue
+        if path.is_file() and path.suffix == ".gguf":
+            models[path.stem] = path.resolve()
+        elif (path / ADAPTER_MARK).is_file():
+            adapters[path.name] = (path.resolve(), _base_of(path / ADAPTER_MARK))
+        elif any((path / mark).is_file() for mark in MODEL_MARKS):
+            models[path.name] = path.resolve()
+    return models, adapters
+
+
+def _base_of(config: Path) -> str:
+    """The model that an adapter is for: a path as it is, of OWNER/NAME the name."""
+    try:
+        base = str(read_json_object(config).get("base_model_name_or_path") or "")
+    except ToolkitError:
+        return ""
+    return str(Path(base).resolve()) if Path(base).is_dir() else base.rpartition("/")[2]
+
+
+def read_size(option: str, text: str) -> int:
+    """Bytes of "12GB", "900MB", "2GiB" or a plain number. Raises UsageError."""
+    units = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+    plain = text.strip().lower().removesuffix("b")
+    binary = plain.endswith("i")
+    number = plain.removesuffix("i").rstrip("kmgt")
+    unit = plain.removesuffix("i")[len(number) :]
+    try:
+        size = float(number) * (1024 ** ("kmgt".index(unit) + 1) if binary and unit else units[unit])
+    except (ValueError, KeyError):
+        size = 0.0
+    if not 0 < size < 1 << 60:
+        raise UsageError(f"{option}: expected a size such as 12GB or 900MB, found {json.dumps(text)[:40]}")
+    return int(size)

@@ -1,0 +1,180 @@
+"""Models that are loaded when they are asked for, and give their memory back to others."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from toolkit.config_checks import shown
+from toolkit.errors import ToolkitError
+from toolkit.serve.errors import ApiError
+from toolkit.serve.fleet.catalog import Listed
+
+logger = logging.getLogger("toolkit.serve")
+LOOK_S = 0.02  # how often it is looked whether a model's last request has ended
+TICK_S = 1.0
+State = Literal["unloaded", "loading", "loaded", "sleeping"]
+
+
+class Running(Protocol):
+    """A model's server. ``memory``: bytes that it may take."""
+
+    url: str
+    memory: int
+
+    def alive(self) -> bool: ...
+    def sleep(self) -> None: ...
+    def wake(self) -> None: ...
+    def close(self) -> None: ...
+
+
+Launch = Callable[[Listed], Running]  # starts a model's server and returns when it answers; in a thread
+
+
+@dataclass
+class Model:
+    """``memory``: what it took when it was loaded last, before that its files. ``users``: requests it is answering.
+    ``leaving``: it goes to sleep as soon as they are done; who asks for it waits for its turn."""
+
+    listed: Listed
+    memory: int
+    state: State = "unloaded"
+    server: Running | None = None
+    users: int = 0
+    used: float = 0.0
+    leaving: bool = False
+
+
+class Fleet:
+    """``budget``: bytes that loaded models may take together, None = no limit. The one used longest ago goes to sleep
+    first: its process stays, so that it is soon there again. ``idle_timeout``: seconds after which an unused model's
+    process ends; 0 = never."""
+
+    def __init__(
+        self,
+        models: Sequence[Listed],
+        launch: Launch,
+        *,
+        budget: int | None = None,
+        idle_timeout: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._launch = launch
+        self._budget = budget
+        self._idle_timeout = idle_timeout
+        self._clock = clock
+        self._turn = asyncio.Lock()  # models come and go one at a time
+        self.models = [Model(listed, listed.weight_bytes()) for listed in models]
+
+    def find(self, name: str | None) -> Model:
+        """The model that answers to ``name``, the first for None. Raises ApiError 404."""
+        for model in self.models:
+            if name is None or name in model.listed.names:
+                return model
+        names = ", ".join(repr(name) for model in self.models for name in model.listed.names)
+        raise ApiError(
+            404,
+            f"model: {shown(name)} is not served here; this server has {names}",
+            param="model",
+            code="model_not_found",
+        )
+
+    @asynccontextmanager
+    async def using(self, name: str | None) -> AsyncIterator[Running]:
+        """The server of a model, loaded where it is not; it stays meanwhile. Raises ApiError."""
+        model = self.find(name)
+        if model.state != "loaded" or model.leaving or model.server is None or not model.server.alive():
+            async with self._turn:
+                await self._load(model)
+                model.users += 1
+        else:
+            model.users += 1
+        try:
+            assert model.server is not None
+            yield model.server
+        finally:
+            model.users -= 1
+            model.used = self._clock()
+
+    async def watch(self) -> None:
+        """End the processes of models that nobody has used for long, until cancelled."""
+        while True:
+            await asyncio.sleep(min(TICK_S, self._idle_timeout / 2 or TICK_S))
+            for model in self.models:
+                idle = self._clock() - model.used
+                if self._idle_timeout and model.server is not None and not model.users and idle > self._idle_timeout:
+                    async with self._turn:
+                        if not model.users:
+                            logger.warning("%s: unloaded, unused for %.0f s", model.listed.name, idle)
+                            await self._end(model)
+
+    async def close(self) -> None:
+        """End all processes."""
+        async with self._turn:
+            for model in self.models:
+                await self._end(model)
+
+    async def _load(self, model: Model) -> None:
+        if model.server is not None and not model.server.alive():
+            await self._end(model)
+        if model.state == "loaded":
+            return
+        await self._make_room(model)
+        began = self._clock()
+        try:
+            if model.state == "sleeping" and model.server is not None:
+                await asyncio.to_thread(model.server.wake)
+            else:
+                model.state = "loading"
+                model.server = await asyncio.to_thread(self._launch, model.listed)
+        except ToolkitError as error:
+            await self._end(model)
+            raise ApiError(503, f"{model.listed.name}: cannot be loaded: {error}", code="model_not_loaded") from error
+        except BaseException:
+            await self._end(model)
+            raise
+        model.memory, model.state, model.used = model.server.memory, "loaded", self._clock()
+        logger.warning("%s: loaded in %.2f s", model.listed.name, model.used - began)
+        await self._make_room(model)  # it may take more than its files
+
+    async def _make_room(self, wanted: Model) -> None:
+        """Put others to sleep, those used longest ago first, until ``wanted`` fits or is alone."""
+        while self._budget is not None:
+            loaded = [m for m in self.models if m.state == "loaded" and m is not wanted]
+            if not loaded or sum(m.memory for m in loaded) + wanted.memory <= self._budget:
+                return
+            await self._put_to_sleep(min(loaded, key=lambda m: (m.users > 0, m.used)))
+
+    async def _put_to_sleep(self, model: Model) -> None:
+        model.leaving = True
+        try:
+            while model.users:
+                await asyncio.sleep(LOOK_S)
+            assert model.server is not None
+            await asyncio.to_thread(model.server.sleep)
+            model.state = "sleeping"
+            logger.warning("%s: sleeps", model.listed.name)
+        except ToolkitError as error:
+            logger.error("%s: cannot sleep, so it is ended: %s", model.listed.name, error)
+            await self._end(model)
+        finally:
+            model.leaving = False
+
+    async def _end(self, model: Model) -> None:
+        server, model.server, model.state = model.server, None, "unloaded"
+        if server is not None:
+            await asyncio.to_thread(server.close)
+
+    def cards(self) -> list[dict[str, Any]]:
+        """For /v1/models: each name, what it is of, and how it is."""
+        found = []
+        for model in self.models:
+            for name in model.listed.names:
+                parent = {"parent": model.listed.name} if name != model.listed.name else {}
+                found.append({"id": name, "state": model.state, **parent})
+        return found
