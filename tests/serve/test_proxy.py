@@ -357,7 +357,15 @@ def test_only_the_operator_changes_nodes() -> None:
         async with world(node, api_keys=["client"], node_keys=["operator"], node_key="inner") as w:
             assert (await w.ask()).status_code == 401
             reply = await w.client.post("/v1/completions", json={"model": "m"}, headers=client)
-            assert reply.status_code == 200 and node.seen[-1][1]["authorization"] == "Bearer inner"
+            sent = node.seen[-1][1]
+            assert reply.status_code == 200 and sent["authorization"] == "Bearer inner"
+            forged = {"x-api-key": "client", "x-session-owner": "somebody else"}
+            assert (await w.client.post("/v1/completions", json={"model": "m"}, headers=forged)).status_code == 200
+            other = node.seen[-1][1]
+            assert "x-api-key" not in other and other["x-session-owner"] not in (
+                "somebody else",
+                sent["x-session-owner"],
+            )
             for headers, status in ((client, 401), (operator, 200)):
                 assert (await w.client.get("/nodes/status", headers=headers)).status_code == status
             assert (await w.client.get("/v1/models", headers=operator)).status_code == 401

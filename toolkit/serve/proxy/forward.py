@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -12,6 +13,7 @@ import httpx2 as httpx
 from starlette.types import Send
 
 from toolkit.serve.errors import ApiError
+from toolkit.serve.interactive_routes import OWNER
 from toolkit.serve.proxy.nodes import Node
 from toolkit.serve.proxy.strategies import sticky
 from toolkit.serve.replies import Reply, event, send_json
@@ -24,6 +26,7 @@ OWN_HEADERS = frozenset(  # of one connection, not of the request or answer; and
     b"connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade host "
     b"content-length expect".split()
 )
+KEY_HEADERS = (b"authorization", b"x-api-key")
 ELSEWHERE = (429, 502, 503, 504)  # answers of a node that another may do better
 
 
@@ -43,9 +46,13 @@ class Incoming:
         return found if isinstance(found, str) else None
 
     @property
+    def path(self) -> str:
+        return self.target.partition("?")[0]
+
+    @property
     def session(self) -> Any:
         """Whose history a node keeps: it has to go to the same one."""
-        kept = self.target.partition("?")[0] == "/v1/chat/interactive" and isinstance(self.data, dict)
+        kept = self.path == "/v1/chat/interactive" and isinstance(self.data, dict)
         return self.data.get("session_id") if kept else None
 
 
@@ -74,7 +81,7 @@ class Forward(Reply):
             await self._try_nodes(send)
         except ApiError as error:
             self._state.metrics.requests.labels("", str(error.status)).inc()
-            await send_json(send, error.status, error.envelope())
+            await send_json(send, error.status, error.envelope_at(self._request.path))
 
     async def _try_nodes(self, send: Send) -> None:
         state, request = self._state, self._request
@@ -110,9 +117,10 @@ class Forward(Reply):
 
     def _asked(self, node: Node) -> _Exchange:
         headers = [(k, v) for k, v in self._request.headers if k.lower() not in OWN_HEADERS]
-        if self._state.settings.node_key:
-            headers = [(k, v) for k, v in headers if k.lower() != b"authorization"]
-            headers.append((b"authorization", b"Bearer " + self._state.settings.node_key.encode()))
+        if key := self._state.settings.node_key:
+            owner = hashlib.sha256(b"\n".join(v for k, v in headers if k.lower() in KEY_HEADERS)).hexdigest()
+            headers = [(k, v) for k, v in headers if k.lower() not in (*KEY_HEADERS, OWNER)]
+            headers += [(b"authorization", b"Bearer " + key.encode()), (OWNER, owner.encode())]
         request = self._state.http.build_request(
             self._request.method, node.url + self._request.target, headers=headers, content=self._request.body
         )
@@ -139,7 +147,13 @@ class Forward(Reply):
             if not streams:
                 return  # the connection is closed: half an answer must not be taken for a whole one
             told = ApiError(502, "the node that sent this answer is gone; ask again", code="node_lost")
-            await send({"type": "http.response.body", "body": b"\n\n" + event(told.envelope()), "more_body": True})
+            await send(
+                {
+                    "type": "http.response.body",
+                    "body": b"\n\n" + event(told.envelope_at(self._request.path)),
+                    "more_body": True,
+                }
+            )
         await send({"type": "http.response.body", "body": b""})
 
 
