@@ -180,7 +180,7 @@ def api_server(
             console.print(f"HINT:    The server is ready; {hint}{url}", markup=False, soft_wrap=True)
         console.print(f"INFO:    Uvicorn running on {url} (Press CTRL+C to quit)", markup=False, soft_wrap=True)
 
-    settings = {
+    settings: dict[str, object] = {
         "api_keys": keys,
         "allow_origins": allow_origins or ["*"],
         "generation_config": generation_config,
@@ -197,7 +197,11 @@ def api_server(
     }
     address = run.Address(server_name, server_port, grace_period, keyfile, certfile)
     if models_dir is not None or len(model or ()) != 1:
-        one_model = {"--model-name": model_name, "--proxy-url": proxy_url, "--adapters": engine.adapters}
+        one_model: dict[str, object] = {
+            "--model-name": model_name,
+            "--proxy-url": proxy_url,
+            "--adapters": engine.adapters,
+        }
         one_model |= {option: given or None for option, given in allowed.items()}
         if wrong := next((option for option, value in one_model.items() if value is not None), None):
             raise UsageError(f"{wrong}: only for a server of one model")

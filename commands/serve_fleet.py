@@ -17,7 +17,7 @@ def serve_several(
     address: Address,
     config: EngineConfig,
     chat_template: str | None,
-    settings: dict[str, Any],
+    settings: dict[str, object],
     log_level: str,
 ) -> None:
     """``holdings``: of run.Holdings, the budget apart, which ``memory`` spells."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def serve(
     *,
     engine_config: EngineConfig,
     chat_template: str | None,
-    settings: dict[str, Any],
+    settings: Mapping[str, Any],
     log_level: str,
     ready: Callable[[str, list[str]], None],
 ) -> None:
