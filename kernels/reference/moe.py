@@ -42,6 +42,20 @@ def moe_route(logits: Tensor, top_k: int, scoring: str, norm_topk: bool, scale: 
     return experts, weights * scale
 
 
+def _with_biases(cases: Iterator[Case]) -> Iterator[Case]:
+    """The cases, and those of many tokens once more with a bias for each output of each expert."""
+    for case in cases:
+        yield case
+        if case.label.startswith("many"):
+
+            def make(dtype, device, g, case=case) -> dict[str, Any]:
+                args = case.make(dtype, device, g)
+                biases = {f"{n}_bias": torch.randn(args[n].shape[:2], generator=g) for n in ("gate_up", "down")}
+                return args | {name: bias.to(device, dtype) for name, bias in biases.items()}
+
+            yield Case(f"{case.label}-bias", make, case.traits)
+
+
 def _expert_cases(hidden: int = 32, inner: int = 48) -> Iterator[Case]:
     for label, tokens in (("one", 1), ("few", 6), ("many", 40)):
 
@@ -61,19 +75,31 @@ def _expert_cases(hidden: int = 32, inner: int = 48) -> Iterator[Case]:
         yield Case(label, make)
 
 
-@op(_expert_cases, gate=("one", "many"))
-def moe_experts(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
+@op(lambda: _with_biases(_expert_cases()), gate=("one", "many", "many-bias"))
+def moe_experts(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: str,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> Tensor:
     """``sum_k weights[t, k] · down_e(act(gate_e(x_t)) · up_e(x_t))`` with e = experts[t, k], summed in float32.
 
     ``x``: [T, hidden]; ``experts``: int64 [T, k]; ``weights``: float32 [T, k]; ``gate_up``: [experts, 2·I, hidden],
-    gate rows first; ``down``: [experts, hidden, I]. Returns [T, hidden] in x's dtype.
+    gate rows first; ``down``: [experts, hidden, I]; biases: [experts, rows] of x's dtype. Returns [T, hidden] in x's
+    dtype.
     """
-    return _weighted_sum(
-        x,
-        experts,
-        weights,
-        lambda e, row: linear.reference(act_and_mul.reference(linear.reference(row, gate_up[e]), activation), down[e]),
-    )
+
+    def run(e: int, row: Tensor) -> Tensor:
+        first, second = (None if b is None else b[e] for b in (gate_up_bias, down_bias))
+        return linear.reference(
+            act_and_mul.reference(linear.reference(row, gate_up[e], first), activation), down[e], second
+        )
+
+    return _weighted_sum(x, experts, weights, run)
 
 
 def _weighted_sum(x: Tensor, experts: Tensor, weights: Tensor, run: Callable[[int, Tensor], Tensor]) -> Tensor:
@@ -254,7 +280,7 @@ def _fp4_cases() -> Iterator[Case]:
             yield Case(f"{case.label}-{kind}", make)
 
 
-@op(_fp4_cases, gate=("one-mxfp4", "many-mxfp4", "one-nvfp4", "many-nvfp4"))
+@op(lambda: _with_biases(_fp4_cases()), gate=("one-mxfp4", "many-mxfp4", "one-nvfp4", "many-nvfp4", "many-mxfp4-bias"))
 def moe_experts_fp4(
     x: Tensor,
     experts: Tensor,
@@ -266,6 +292,8 @@ def moe_experts_fp4(
     activation: str,
     gate_up_factors: Tensor | None = None,
     down_factors: Tensor | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
     """``moe_experts`` by ``linear_fp4``: mxfp4 and nvfp4 weights, by experts.
 
@@ -274,8 +302,10 @@ def moe_experts_fp4(
     """
 
     def run(e: int, row: Tensor) -> Tensor:
-        first, second = (None if f is None else f[e] for f in (gate_up_factors, down_factors))
-        inner = linear_fp4.reference(row, gate_up[e], gate_up_scales[e], first)
-        return linear_fp4.reference(act_and_mul.reference(inner, activation), down[e], down_scales[e], second)
+        more = (gate_up_factors, gate_up_bias, down_factors, down_bias)
+        factors, bias, down_factor, offset = (None if t is None else t[e] for t in more)
+        inner = linear_fp4.reference(row, gate_up[e], gate_up_scales[e], factors, bias)
+        inner = act_and_mul.reference(inner, activation)
+        return linear_fp4.reference(inner, down[e], down_scales[e], down_factor, offset)
 
     return _weighted_sum(x, experts, weights, run)

@@ -30,14 +30,23 @@ def _by_expert(x: Tensor, experts: Tensor, weights: Tensor, run: Callable[[int, 
 
 
 @moe.moe_experts.register("torch")
-def moe_experts(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
+def moe_experts(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: str,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> Tensor:
     """One pair of products for each expert that got tokens."""
-    return _by_expert(
-        x,
-        experts,
-        weights,
-        lambda e, rows: F.linear(act_and_mul(F.linear(rows, gate_up[e]), activation), down[e]),
-    )
+
+    def run(e: int, rows: Tensor) -> Tensor:
+        first, second = (None if b is None else b[e] for b in (gate_up_bias, down_bias))
+        return F.linear(act_and_mul(F.linear(rows, gate_up[e], first), activation), down[e], second)
+
+    return _by_expert(x, experts, weights, run)
 
 
 @moe.moe_experts_group_int.register("torch")
@@ -138,12 +147,15 @@ def moe_experts_fp4(
     activation: str,
     gate_up_factors: Tensor | None = None,
     down_factors: Tensor | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
     """One pair of products with dequantized weights for each expert that got tokens."""
 
     def run(e: int, rows: Tensor) -> Tensor:
-        first, second = (None if f is None else f[e] for f in (gate_up_factors, down_factors))
-        inner = act_and_mul(linear_fp4.reference(rows, gate_up[e], gate_up_scales[e], first), activation)
-        return linear_fp4.reference(inner, down[e], down_scales[e], second)
+        more = (gate_up_factors, gate_up_bias, down_factors, down_bias)
+        factors, bias, down_factor, offset = (None if t is None else t[e] for t in more)
+        inner = act_and_mul(linear_fp4.reference(rows, gate_up[e], gate_up_scales[e], factors, bias), activation)
+        return linear_fp4.reference(inner, down[e], down_scales[e], down_factor, offset)
 
     return _by_expert(x, experts, weights, run)

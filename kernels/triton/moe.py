@@ -92,6 +92,7 @@ def place_kernel(
 def expert_linear_kernel(
     x,
     weight,
+    bias,
     order,
     tile_expert,
     out,
@@ -108,7 +109,8 @@ def expert_linear_kernel(
 ):
     """One tile of an expert's slots by COLS outputs. ``x`` has a row for every SHARE slots.
 
-    GATED: ``weight`` [experts, 2·n_out, n_in] holds gate rows, then up rows; out = KIND(gate) * up.
+    GATED: ``weight`` [experts, 2·n_out, n_in] holds gate rows, then up rows; out = KIND(gate) * up. ``bias``: of its
+    rows, or None.
     """
     expert = tl.load(tile_expert + tl.program_id(0)).to(tl.int64)
     if expert < 0:
@@ -130,6 +132,11 @@ def expert_linear_kernel(
         if GATED:
             w = tl.load(matrix + (safe + n_out)[:, None] * n_in + k[None, :], mask=inside, other=0.0).to(DOT)
             up = tl.dot(a, tl.trans(w), up, input_precision="ieee")
+    if bias is not None:
+        offsets = bias + expert * n_out * (2 if GATED else 1) + safe
+        acc += tl.load(offsets).to(tl.float32)[None, :]
+        if GATED:
+            up += tl.load(offsets + n_out).to(tl.float32)[None, :]
     if GATED:
         acc = cast(acc, out.dtype.element_ty).to(tl.float32)
         acc = glu(acc, cast(up, out.dtype.element_ty).to(tl.float32), KIND)
@@ -205,7 +212,15 @@ def _choice(rows: int, x: Tensor, gated: bool) -> dict[str, int]:
 
 
 def _products(
-    x: Tensor, weight: Tensor, order: Tensor, tile_expert: Tensor, slots: int, rows: int, share: int, kind: str
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    order: Tensor,
+    tile_expert: Tensor,
+    slots: int,
+    rows: int,
+    share: int,
+    kind: str,
 ) -> Tensor:
     """Every slot through its expert: [slots, out]; gated by ``kind`` unless it is empty."""
     n_out, n_in = weight.shape[1] // (2 if kind else 1), weight.shape[2]
@@ -216,6 +231,7 @@ def _products(
         (tile_expert.shape[0], triton.cdiv(n_out, choice["cols"])),
         x,
         weight,
+        bias,
         order,
         tile_expert,
         out,
@@ -244,13 +260,22 @@ def weighted_sum(y: Tensor, weights: Tensor, x: Tensor) -> Tensor:
 
 
 @reference.moe_experts.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs())
-def moe_experts(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
+def moe_experts(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: str,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> Tensor:
     """Five launches: count, place, gate·up with the activation, down, weighted sum."""
     x, (tokens, top_k) = x.contiguous(), experts.shape
     slots, count = tokens * top_k, gate_up.shape[0]
     each = -(-slots // count)  # slots an expert gets on average
     rows = 16 if x.dtype == torch.float32 else max(16, min(128, power_of_2(each)))
     order, tile_expert = gather_by_expert(experts.contiguous(), count, rows)
-    inner = _products(x, gate_up, order, tile_expert, slots, rows, top_k, activation)
-    y = _products(inner, down, order, tile_expert, slots, rows, 1, "")
+    inner = _products(x, gate_up, gate_up_bias, order, tile_expert, slots, rows, top_k, activation)
+    y = _products(inner, down, down_bias, order, tile_expert, slots, rows, 1, "")
     return weighted_sum(y, weights, x)

@@ -24,6 +24,7 @@ def expert_fp4_kernel(
     packed,
     scales,
     factors,
+    bias,
     order,
     tile_expert,
     out,
@@ -40,7 +41,7 @@ def expert_fp4_kernel(
     ASM: tl.constexpr,
 ):
     """One tile of an expert's slots by COLS outputs, K inputs at a time; GROUP divides K. ``x`` has a row for every
-    SHARE slots; ``factors``: float32 [experts, n_out] or None.
+    SHARE slots; ``factors``: float32 [experts, n_out] or None, likewise ``bias``, of any float type.
     """
     expert = tl.load(tile_expert + tl.program_id(0)).to(tl.int64)
     if expert < 0:
@@ -66,12 +67,20 @@ def expert_fp4_kernel(
         acc = tl.dot(odd, tl.trans(fp4(w, 1, DOT, ASM) * s), acc, input_precision="ieee")
     if factors is not None:
         acc *= tl.load(factors + safe)[None, :]
+    if bias is not None:
+        acc += tl.load(bias + safe).to(tl.float32)[None, :]
     target = out + slot.to(tl.int64)[:, None] * n_out + column[None, :]
     tl.store(target, cast(acc, out.dtype.element_ty), mask=valid[:, None] & (column < n_out)[None, :])
 
 
 def _product(
-    x: Tensor, packed: Tensor, scales: Tensor, factors: Tensor | None, tiles: tuple[Tensor, Tensor, int], slots: int
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    factors: Tensor | None,
+    bias: Tensor | None,
+    tiles: tuple[Tensor, Tensor, int],
+    slots: int,
 ) -> Tensor:
     """Every slot through its expert's weight: [slots, out]."""
     order, tile_expert, rows = tiles
@@ -90,6 +99,7 @@ def _product(
         packed,
         bits,
         factors,
+        bias,
         order,
         tile_expert,
         out,
@@ -122,11 +132,13 @@ def moe_experts_fp4(
     activation: str,
     gate_up_factors: Tensor | None = None,
     down_factors: Tensor | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
     """Six launches: count, place, gate·up, activation, down, weighted sum."""
     x, slots, count = x.contiguous(), experts.numel(), gate_up.shape[0]
     rows = 16 if x.dtype == torch.float32 else tile_rows(experts, count, 64)
     tiles = (*gather_by_expert(experts.contiguous(), count, rows), rows)
-    inner = _product(x, gate_up, gate_up_scales, gate_up_factors, tiles, slots)
-    y = _product(act_and_mul(inner, activation), down, down_scales, down_factors, tiles, slots)
+    inner = _product(x, gate_up, gate_up_scales, gate_up_factors, gate_up_bias, tiles, slots)
+    y = _product(act_and_mul(inner, activation), down, down_scales, down_factors, down_bias, tiles, slots)
     return weighted_sum(y, weights, x)

@@ -92,7 +92,7 @@ class _Builder:
         return Mlp(self.linear(*first), self.linear(spec.down), spec.gate is not None, spec.activation, self.ops)
 
     def moe(self, spec: MoeSpec) -> Moe:
-        stacked = stack_experts(spec, self.matrix, self.place, self.ops)
+        stacked = stack_experts(spec, self.matrix, self.tensor, self.place, self.ops)
         return Moe(
             spec=spec,
             router=self.linear(spec.router),

@@ -16,18 +16,24 @@ from toolkit.runners.tensor.ops import Ops
 
 Matrix = Callable[[str], Weight]  # the canonical weight of a name
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]  # (x, chosen experts, their weights) -> weighted sum
+WITH_BIASES = ("dense", "fp4")  # kinds whose kernels add them
 LEAST_GROUP = 32  # inputs of a group that the grouped kernels take, and multiples of it
 
 
-def stack_experts(spec: MoeSpec, matrix: Matrix, place: Placement, ops: Ops) -> Experts | None:
-    """What runs all experts at once; None where they are not gated, have biases, or are of forms it does not take.
+def stack_experts(
+    spec: MoeSpec, matrix: Matrix, vector: Callable[[str], Tensor], place: Placement, ops: Ops
+) -> Experts | None:
+    """What runs all experts at once; None where they are not gated, or are of forms it does not take.
 
-    Weights are read expert by expert and put into stacks that are made beforehand.
+    Weights are read expert by expert and put into stacks that are made beforehand. ``vector``: the bias of a name.
     """
     first = spec.experts[0]
-    if first.gate is None or first.gate.bias or first.up.bias or first.down.bias:
+    if first.gate is None:
         return None
     kind = _kind(matrix(first.up.name), place)
+    biased = {x.bias for expert in spec.experts for x in expert.linears()}
+    if len(biased) > 1 or (True in biased and kind is not None and kind[0] not in WITH_BIASES):
+        return None
     stacks: dict[str, Tensor] = {}
     for i, expert in enumerate(spec.experts):
         assert expert.gate is not None
@@ -44,6 +50,13 @@ def stack_experts(spec: MoeSpec, matrix: Matrix, place: Placement, ops: Ops) -> 
                 if stacks[key].shape[1:] != part.shape:
                     return None
                 stacks[key][i] = part.to(place.device)
+    if True in biased:
+        for stack, parts in (
+            ("gate_up", [e.readers() for e in spec.experts]),
+            ("down", [(e.down,) for e in spec.experts]),
+        ):
+            rows = [torch.cat([vector(f"{x.name}.bias") for x in linears]) for linears in parts]
+            stacks[f"{stack}_bias"] = torch.stack(rows).to(place.dtype)
     return _bind(stacks, matrix(first.up.name), first.activation, ops)
 
 
