@@ -10,9 +10,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from toolkit.parsers import registry
+from toolkit.serve.anthropic.fields import KINDS, MessagesRequest
 from toolkit.serve.protocol import UNSUPPORTED, ChatCompletionRequest, CompletionRequest
+from toolkit.serve.responses.fields import ResponsesRequest
 
-FIELDS = sorted({*ChatCompletionRequest.model_fields, *CompletionRequest.model_fields, *UNSUPPORTED, "mystery"})
+MODELS = (ChatCompletionRequest, CompletionRequest, MessagesRequest, ResponsesRequest)
+PARTS = ("role", "content", "name", "input", "call_id", "arguments", "output", "source", "data", "function", "mode")
+FIELDS = sorted({*(name for model in MODELS for name in model.model_fields), *UNSUPPORTED, *PARTS, "mystery"})
+PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"]
 SCALARS = st.one_of(
     st.none(),
     st.booleans(),
@@ -20,7 +26,9 @@ SCALARS = st.one_of(
     st.integers(-2, 300),
     st.floats(allow_nan=False),
     st.text(max_size=8),
-    st.sampled_from(["echo", "user", "hi", "json_object", "type", "text"]),
+    st.sampled_from(
+        ["echo", "user", "hi", "json_object", "type", "text", "function", "function_call", "message", *KINDS]
+    ),
 )
 VALUES = st.recursive(
     SCALARS,
@@ -34,6 +42,12 @@ BODIES = st.one_of(
     ),
     st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=5).map(
         lambda extra: {"model": "echo", "prompt": "hi", **extra}
+    ),
+    st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=5).map(
+        lambda extra: {"model": "echo", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}], **extra}
+    ),
+    st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=5).map(
+        lambda extra: {"model": "echo", "input": [{"role": "user", "content": "hi"}], **extra}
     ),
 )
 
@@ -62,10 +76,12 @@ async def call(app: Any, path: str, body: bytes) -> tuple[int, bytes]:
 def app(tmp_path_factory: Any, request: Any) -> Any:
     conftest = request.config.pluginmanager.get_plugin(str(request.path.parent / "conftest.py"))
     engine = conftest.FakeEngine(conftest.ByteTokenizer(tmp_path_factory.mktemp("model")))
-    return conftest.create_app(engine, conftest.PlainTemplate(), conftest.ServerSettings(model_name="echo"))
+    template = conftest.PlainTemplate()
+    template.tool_format, template.reasoning_format = registry.TOOLS[0], registry.REASONING[-1]
+    return conftest.create_app(engine, template, conftest.ServerSettings(model_name="echo"))
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("path", PATHS)
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=BODIES)
 def test_any_json(app: Any, path: str, body: Any) -> None:
@@ -73,11 +89,12 @@ def test_any_json(app: Any, path: str, body: Any) -> None:
     assert status in (200, 400, 404), data
     if status != 200:
         error = json.loads(data)["error"]
-        assert set(error) == {"message", "type", "param", "code"} and "\n" not in error["message"]
+        keys = {"message", "type"} if path.startswith("/v1/messages") else {"message", "type", "param", "code"}
+        assert set(error) == keys and "\n" not in error["message"]
         assert len(error["message"]) < 600
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("path", PATHS)
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=st.binary(max_size=40))
 def test_any_bytes(app: Any, path: str, body: bytes) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.serve.test_tools import Echo
 from toolkit.commands.main import main
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import GenerationConfig
@@ -29,6 +30,12 @@ def client(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
         return left.value.code, *capsys.readouterr()
 
     return run
+
+
+def test_thoughts_are_shown_as_models_write_them(start: Any, client: Any) -> None:
+    server = start(template=Echo(None, "qwen3"))
+    answer = "<think>\nHm.\n</think>\n\nWell."
+    assert client(server.url, "-p", answer)[1] == f"{answer}\n"
 
 
 def test_one_answer(start: Any, client: Any, tmp_path: Path) -> None:

@@ -140,11 +140,18 @@ def test_choices_and_formats(server: Any) -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input: item 0: expected one of"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0"),
         ({"tool_choice": "required"}, "tool_choice: only with tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "name": ""}}, "tool_choice: '' is not among the tools"),
     ],
 )
 def test_refusals(server: Any, fields: dict[str, Any], says: str) -> None:
     with pytest.raises(openai.BadRequestError, match=says):
         ask(server, "x", **fields)
+
+
+def test_numbers_of_any_size_come_back(server: Any) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 1 << 80}}}
+    done = ask(server, "Hello.", tools=[{**ADD, "parameters": schema}])
+    assert done.tools[0].parameters == schema
 
 
 def test_a_failure_in_a_stream_is_told(start: Any) -> None:

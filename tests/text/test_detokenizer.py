@@ -55,6 +55,19 @@ def test_continuing_a_prompt(tok: Tokenizer, text: str, at: int) -> None:
     assert prompt + answer == tok.decode(ids)
 
 
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+def test_special_tokens_that_are_to_be_shown(kind: str, tokenizer_dirs: dict[str, Path]) -> None:
+    """The others stay out, whatever the decoder."""
+    tok = Tokenizer.open(tokenizer_dirs[kind])
+    shown, *hidden = sorted(tok.special_ids)
+    mark = tok.decode([shown], skip_special_tokens=False)
+    words = tok.encode("a b", add_special_tokens=False)
+    ids = [*words, shown, *hidden, *words]
+    text = "".join(stream(Detokenizer(tok, shown=[mark]), ids, [1, 3, 4]))
+    assert text.count(mark) == 1 and all(tok.decode([i], False) not in text for i in hidden)
+    assert text.replace(mark, "") == tok.decode([*words, *words])
+
+
 def test_a_character_split_over_tokens_is_held_back(tokenizer_dirs: dict[str, Path]) -> None:
     tok = Tokenizer.open(tokenizer_dirs["sentencepiece"])
     ids = tok.encode("好", add_special_tokens=False)

@@ -28,14 +28,22 @@ class RemoteModel:
     def stream_infer(
         self, prompts: list[dict[str, Any]], *, gen_config: GenerationConfig | None = None
     ) -> Iterator[Response]:
-        """Deltas of one answer. Token counts are those of pieces until the server has told its own at the end."""
+        """Deltas of one answer, thoughts in <think> tags as models write them. Token counts are those of pieces until
+        the server has told its own at the end."""
         fields = {} if gen_config is None else as_fields(gen_config)
         ended: FinishReason | None = None
-        pieces, usage = 0, {"include_usage": True}
+        pieces, usage, thinks = 0, {"include_usage": True}, False
         for chunk in self.client.chat_completions_v1(self.name, prompts, True, stream_options=usage, **fields):
             counts = chunk.get("usage") or {}
             for choice in chunk.get("choices") or []:
-                text = choice.get("delta", {}).get("content") or ""
+                delta = choice.get("delta", {})
+                text, thought = delta.get("content") or "", delta.get("reasoning_content") or ""
+                if thought and not thinks:
+                    text, thinks = f"<think>\n{thought}", True
+                elif thought:
+                    text = thought
+                elif thinks and text:
+                    text, thinks = f"\n</think>\n\n{text}", False
                 pieces += bool(text)
                 reason = choice.get("finish_reason")
                 if reason:

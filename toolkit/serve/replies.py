@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -26,9 +27,17 @@ _EVENT_HEADERS = [
 ]
 
 
+def as_json(data: Any) -> bytes:
+    """``data`` as JSON text, whatever a client has sent and gets back: integers of any size too."""
+    try:
+        return orjson.dumps(data)
+    except TypeError:
+        return json.dumps(data).encode()
+
+
 async def send_json(send: Send, status: int, data: Any, headers: list[tuple[bytes, bytes]] | None = None) -> None:
     """Send ``data`` as a whole JSON response."""
-    body = orjson.dumps(data)
+    body = as_json(data)
     length = (b"content-length", str(len(body)).encode())
     await send({"type": "http.response.start", "status": status, "headers": [_JSON_HEADER, length, *(headers or [])]})
     await send({"type": "http.response.body", "body": body})
@@ -36,12 +45,12 @@ async def send_json(send: Send, status: int, data: Any, headers: list[tuple[byte
 
 def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """``data`` as a response for a route to return."""
-    return Response(orjson.dumps(data), status, headers, "application/json")
+    return Response(as_json(data), status, headers, "application/json")
 
 
 def event(data: Any) -> bytes:
     """One server-sent event."""
-    return b"data: " + orjson.dumps(data) + b"\n\n"
+    return b"data: " + as_json(data) + b"\n\n"
 
 
 def named_event(data: Any) -> bytes:
@@ -59,7 +68,7 @@ class Wire:
 
 
 OPENAI = Wire(event, ApiError.envelope, DONE)
-LINES = Wire(lambda data: orjson.dumps(data) + b"\n", ApiError.envelope)  # JSON objects, one a line
+LINES = Wire(lambda data: as_json(data) + b"\n", ApiError.envelope)  # JSON objects, one a line
 
 
 def _told(error: Exception) -> ApiError:

@@ -55,8 +55,8 @@ class ToolFields(Strict):
             raise ValueError(f"tools: the name {twice!r} is given twice")
         if self.tool_choice not in (None, "none", "auto") and not names:
             raise ValueError("tool_choice: only with tools")
-        if strange := next((name for name in self._chosen or () if name not in names), None):
-            raise ValueError(f"tool_choice: {shown(strange)} is not among the tools")
+        if strange := [name for name in self._chosen or () if name not in names]:
+            raise ValueError(f"tool_choice: {shown(strange[0])} is not among the tools")
         return self
 
     @property
