@@ -203,6 +203,11 @@ def test_a_model_that_is_opened_otherwise_is_not_kept(config: dict[str, Any]) ->
     assert not pack_cache.is_for(TurbomindEngineConfig(device="cpu"), "pytorch")
 
 
+def test_what_a_family_of_the_users_reads_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLKIT_CUSTOM_MODULE_MAP", "mine.py")
+    assert not pack_cache.is_for(TurbomindEngineConfig(device="cpu"), None)
+
+
 def tool(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as left:
         main(list(args))

@@ -6,6 +6,7 @@ logits of ragged batches and greedy tokens on both runners, engine artifacts, qu
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,26 @@ from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.errors import ToolkitError
 from toolkit.models.gguf import Gguf
 from toolkit.models.registry import get, load_spec, names
-from toolkit.quant.lite import Common, auto_awq, auto_gptq
+from toolkit.quant.kv import kv
+from toolkit.quant.lite import Common, auto_awq, auto_gptq, auto_round, blocked_fp8, mxfp4, search, smooth_quant
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
 from toolkit.runners.native.runner import available
 
-RUNNERS = {"pytorch": "torch", "turbomind": "native"}  # backend → runner
+RUNNERS = {"pytorch": "tensor", "turbomind": "native"}  # backend → runner
 BACKENDS = ("pytorch", "turbomind") if available() is None else ("pytorch",)
 SHAPES = [(name, shape) for name in names() for shape in range(len(get(name).tiny))]
+METHODS: dict[str, Any] = {
+    "awq": partial(auto_awq, w_group_size=32, tune_steps=0),
+    "gptq": partial(auto_gptq, w_group_size=32, tune_steps=0),
+    "auto_round": partial(auto_round, w_group_size=32, iters=1),
+    "search": partial(search, bits=5.0, tune_steps=0),
+    "int8": smooth_quant,
+    "fp8": partial(smooth_quant, quant_dtype="fp8"),
+    "tiles": blocked_fp8,
+    "mxfp4": mxfp4,
+    "kv": kv,
+}
 CLOSE = {"rtol": 2e-4, "atol": 2e-4}  # logits have a spread of about 1
 NEW = 8
 
@@ -139,22 +152,23 @@ def test_artifacts_give_the_same_logits(family: str, tiny_models: Any, support: 
 
 
 @pytest.mark.every_family
-@pytest.mark.parametrize("method, shape", [(auto_awq, 0), pytest.param(auto_gptq, -1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method, shape", [("awq", 0), *(pytest.param(m, -1, marks=pytest.mark.slow) for m in METHODS)])
 def test_quantizers_take_it(
-    family: str, method: Any, shape: int, tiny_models: Any, support: Any, tmp_path: Path
+    family: str, method: str, shape: int, tiny_models: Any, support: Any, tmp_path: Path
 ) -> None:
-    """All linears but routers get 4 bits, folding loses nothing, and what is written runs."""
+    """Every linear but routers is rounded, folding loses nothing, and what is written runs."""
     path = tiny_models(family, shape=shape % len(get(family).tiny))
     text = tmp_path / "calibration.txt"
     text.write_text("It was a bright cold day in April, and the clocks were striking thirteen times. " * 20)
     common = Common(calib_dataset=str(text), calib_samples=4, calib_seqlen=32, eval_tokens=64, batch_size=4)
-    quality = method(str(path), tmp_path / "out", w_group_size=32, tune_steps=0, common=common).quality
+    quality = METHODS[method](str(path), tmp_path / "out", common=common).quality
     checkpoint = open_checkpoint(tmp_path / "out")
     spec, stored = load_spec(checkpoint)
     validate_checkpoint(checkpoint, stored)
-    assert {x["name"] for x in quality["layers"]} == {x.name for x in spec.linears()} - spec.routers()
-    assert all(x["rel_error"] < 0.3 for x in quality["layers"])
-    assert quality["perplexity_after"] / quality["perplexity_before"] < 2
+    if method != "kv":
+        assert {x["name"] for x in quality["layers"]} == {x.name for x in spec.linears()} - spec.routers()
+        assert all(x["rel_error"] < 0.4 for x in quality["layers"])
+        assert quality["perplexity_after"] / quality["perplexity_before"] < 2
     assert np.isfinite(logits_of(tmp_path / "out", "pytorch", support, prompts(12))).all()
 
 

@@ -25,6 +25,7 @@ from toolkit.artifacts.stage import discard_partial, open_stage
 from toolkit.convert.known_digests import recall, remember
 from toolkit.engine_configs import EngineConfig, PytorchEngineConfig
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.models import registry
 from toolkit.runners.choose import gpu_is_likely
 from toolkit.runners.native import library
 from toolkit.runners.native.packed import LAYOUT_VERSION
@@ -65,8 +66,10 @@ def largest_size() -> float:
 
 
 def is_for(config: EngineConfig, backend: str | None) -> bool:
-    """Whether a model opened so is packed for the CPU in the way that is kept here."""
+    """Whether a model opened so is packed for the CPU in the way that is kept here: not if a file of the user's may
+    say what it is, which can change."""
     plain = (config.model_format, config.load_format, config.adapters) == (None, "auto", None)
+    plain = plain and not os.environ.get(registry.VARIABLE)
     plain = plain and not config.hf_overrides and not getattr(config, "rope_scaling_factor", 0.0)
     if not plain or backend == "pytorch" or isinstance(config, PytorchEngineConfig):
         return False
@@ -157,10 +160,9 @@ def _pack(path: Path, digest: str, limit: float, tell: Callable[[str], None]) ->
     from toolkit.artifacts.weights import cache_scales, iter_canonical, validate_checkpoint
     from toolkit.convert.convert import write_packed
     from toolkit.convert.targets import choose_target
-    from toolkit.models.registry import load_spec
 
     checkpoint = open_checkpoint(path)
-    spec, stored = load_spec(checkpoint)
+    spec, stored = registry.load_spec(checkpoint)
     validate_checkpoint(checkpoint, stored)
     chosen = choose_target("auto", spec)
     if chosen.name != TARGET:

@@ -81,7 +81,7 @@ def _arrangement(config: Fields) -> tuple[LayerNorms, bool]:
 
 FAMILY = Family(
     "falcon",
-    "Falcon 7B, 2 11B, 40B, 180B",
+    "Falcon 7B, 40B, 180B; Falcon 2 11B",
     ("FalconForCausalLM", "RWForCausalLM"),
     build,
     (
