@@ -128,6 +128,14 @@ def test_families(family: str, tiny_models: Any, tmp_path: Path, common: Common)
     assert all(weights[x["name"]].bits == 4 for x in result.quality["layers"])
 
 
+def test_what_the_library_would_leave_dense_is_refused(tiny_models: Any, tmp_path: Path, common: Common) -> None:
+    model = str(tiny_models("llama", head_dim=24, num_key_value_heads=1))
+    with pytest.raises(UsageError, match=r"layers.0.self_attn.k_proj: found 24 x 64 weights.*32; leave it out"):
+        auto_round(model, tmp_path / "out", iters=1, common=common)
+    done = auto_round(model, tmp_path / "out", iters=1, common=dataclasses.replace(common, skip=("k_proj", "v_proj")))
+    assert {row["name"].rsplit(".", 1)[-1] for row in done.quality["layers"]}.isdisjoint({"k_proj", "v_proj"})
+
+
 def test_tuning_loses_less_than_rounding_to_nearest(tiny_models: Any, tmp_path: Path, common: Common) -> None:
     options: dict[str, Any] = {"w_bits": 2, "w_group_size": 32, "common": common}
     model = str(tiny_models("llama"))

@@ -38,7 +38,7 @@ def tiles_method(stored: Sequence[StoredTensor], *, powers_of_two: bool, dtype: 
                 continue
             item = items.get(name)
             codes: dict[str, Weight | Tensor]
-            if item is None or len(item.parts) == 1:
+            if item is None or (len(item.parts) == 1 and item.parts[0].rows is None):
                 codes = {name: rounded(weights[name])}
             else:
                 whole = join_parts(item, [weights[p.name] for p in item.parts])

@@ -186,6 +186,12 @@ def auto_round(
         common = replace(common, skip=(*common.skip, *(f"^{re.escape(name)}$" for name in sorted(dense))))
     tuning = autoround.Tuning(grid, iters, common.batch_size, common.seed, own)
     selection = choose(source, common)
+    odd = next((x for x in targets(source, selection) if x.in_features % 32 or x.out_features % 32), None)
+    if odd is not None:  # the library would leave it as it is
+        raise UsageError(
+            f"{odd.name}: found {odd.out_features} x {odd.in_features} weights, and auto-round takes multiples of 32; "
+            "leave it out with --skip"
+        )
 
     def prepare(run: Prepared) -> dict[str, Any]:
         autoround.tune(source, selection, run, tuning)
@@ -341,7 +347,12 @@ def blocked_fp8(
         raise UsageError(f"--scale-fmt: expected ue8m0, or leave it out, found {scale_fmt!r}")
     common = common or Common()
     source = open_source(model, common, "blocked_fp8")
-    stored = [item for items in source.stored for item in items]
+    stored = [
+        module  # stacks of experts are written one by one
+        for items in source.stored
+        for item in items
+        for module in (item.alone() if len(item.shape) > 2 else [item])
+    ]
 
     def sample(rows: int, columns: int) -> Weight:
         codes = torch.zeros(1, 1, dtype=torch.float8_e4m3fn).expand(rows, columns)

@@ -85,7 +85,7 @@ FAMILY = Family(
     ("FalconForCausalLM", "RWForCausalLM"),
     build,
     (
-        Tiny(dict(multi_query=True)),
+        Tiny(dict(multi_query=True, num_attention_heads=2)),
         Tiny(dict(new_decoder_architecture=True, num_kv_heads=2)),
         Tiny(dict(new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1, bias=True)),
         Tiny(dict(multi_query=False, parallel_attn=False, bias=True, tie_word_embeddings=False)),
