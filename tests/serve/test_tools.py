@@ -141,6 +141,28 @@ def test_thoughts(start: Any) -> None:
     assert server.app.state.server.template.seen[-1][1] == {"enable_thinking": False, "thinking": False}
 
 
+def test_a_thought_within_its_budget(start: Any) -> None:
+    server = start(template=Echo("hermes", "qwen3"))
+    budget = {"thinking_token_budget": 6, "thinking_budget_message": "Enough.", "tools": None}
+    (whole,) = ask(server, "<think>0123456789</think>Well.", **budget)
+    choice = whole["choices"][0]
+    # Behind the closing sentence the engine echoes what it was then given: the prompt and all that was written.
+    assert choice["message"]["reasoning_content"] == "01234\n\nEnough."
+    first, rest = (bytes(ids).decode() for ids, _ in server.engine.seen)
+    assert rest == f"{first}<think>01234\n\nEnough.\n</think>\n\n"
+    assert choice["message"]["content"] == rest
+    assert whole["usage"]["completion_tokens"] == len(rest.removeprefix(first)) + len(rest)
+    assert whole["usage"]["prompt_tokens"] == len(first)
+    (cut,) = ask(server, "<think>0123456789</think>Well.", **budget, max_tokens=20)
+    assert cut["choices"][0]["finish_reason"] == "length" and len(server.engine.seen) == 3
+    (short,) = ask(server, "<think>0123</think>Well.", **budget | {"thinking_token_budget": 30})
+    assert short["choices"][0]["message"]["content"] == "Well." and len(server.engine.seen) == 4
+    fields = {"response_format": {"type": "json_object"}, **budget}
+    ask(server, "<think>0123456789</think>{}", **fields)
+    rules = [config.response_format["type"] for _, config in server.engine.seen[-2:]]
+    assert rules == ["structural_tag", "json_object"]  # behind the thought, then at once
+
+
 def test_parsers_that_are_named_and_unknown(start: Any) -> None:
     call = '[TOOL_CALLS] [{"name": "now", "arguments": {}}]'
     server = start(template=Echo(None), tool_call_parser="mistral", reasoning_parser="none")

@@ -8,9 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from toolkit.errors import UsageError
-from toolkit.messages import Response
+from toolkit.messages import GenerationConfig, Response
 from toolkit.parsers.grammar import after_thought
 from toolkit.parsers.pieces import Answer, Parser, Piece
+from toolkit.parsers.thinking import Begun
+from toolkit.serve.budget import Budget, closing_text
 from toolkit.serve.generation import Choice, Usage, run_choices
 from toolkit.serve.protocol import ChatCompletionRequest
 from toolkit.serve.requests import encode_chat, vocab_size
@@ -48,21 +50,40 @@ class Chat:
             vocab_size=vocab_size(state),
             prompt_logprobs=request.prompt_logprobs,
         )
-        config = state.template.with_stops(config)
-        rule = config.response_format
-        if (guide := formats.guide(request, begun)) is not None:
-            rule, self._guided = guide, True
-        elif rule is not None and formats.reasoning is not None and begun != "closed":
-            rule = after_thought(rule, formats.reasoning, begun, formats.specials) or rule
         shown = formats.shown(bool(request.functions))
-        config = replace(config, response_format=rule, shown_special_tokens=shown)
+        bare = replace(state.template.with_stops(config), shown_special_tokens=shown)
+        self._guided = formats.guide(request, begun) is not None
+        config = self._ruled(bare, begun)
         adapter = state.adapter_of(request.model)
         common: Any = {"priority": request.priority or 0, "label": request.session_id}
-        count = request.n or 1
-        self.choices = [Choice(i, 0, token_ids, choice_config(config, i), adapter, **common) for i in range(count)]
+        self.choices = [
+            Choice(i, 0, token_ids, choice_config(config, i), adapter, **common, budget=self._budget(bare, begun, i))
+            for i in range(request.n or 1)
+        ]
         self.answers = [Answer() for _ in self.choices]
         self.usage = Usage(self.choices, formats.reasoning is not None)
-        self._parsers = [formats.parser(request, begun, f"{self.id}-{i}", self._guided) for i in range(count)]
+        self._parsers = [
+            formats.parser(request, begun, f"{self.id}-{i}", self._guided) for i in range(len(self.choices))
+        ]
+
+    def _ruled(self, config: GenerationConfig, begun: Begun) -> GenerationConfig:
+        """``config`` with the grammar that an answer follows whose prompt ended as ``begun`` says."""
+        formats, rule = self.state.formats, config.response_format
+        if self._guided:
+            rule = formats.guide(self.request, begun)
+        elif rule is not None and formats.reasoning is not None and begun != "closed":
+            rule = after_thought(rule, formats.reasoning, begun, formats.specials) or rule
+        return replace(config, response_format=rule)
+
+    def _budget(self, config: GenerationConfig, begun: Begun, index: int) -> Budget | None:
+        """The limit of choice ``index``'s thoughts."""
+        tokens, form = self.request.thinking_token_budget, self.state.formats.reasoning
+        if tokens is None or form is None or form.harmony or begun == "closed":
+            return None
+        text = closing_text(form, self.request.thinking_budget_message)
+        token_ids = self.state.engine.tokenizer.encode(text, add_special_tokens=False)
+        after = choice_config(self._ruled(config, "closed"), index)
+        return Budget(tokens, form, begun, text, token_ids, after, self.state.engine.session_len)
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Response, list[Piece]], None]:
         """(choice, what the engine said, what that means), after ``prepare``. A choice's last one has its

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from toolkit.engine.request import Only
 from toolkit.errors import UsageError
 from toolkit.messages import GenerationConfig, Response
+from toolkit.serve.budget import Budget, within
 from toolkit.serve.errors import ApiError
 from toolkit.serve.metrics import RequestClock
 from toolkit.serve.state import ServerState
@@ -23,7 +24,7 @@ class Choice:
     """One sequence to generate: number ``index`` of the answer, from prompt number ``prompt``.
 
     ``adapter``, ``only``, ``priority``, ``session``: as of ``AsyncEngine.generate``. ``label``: the client's
-    session_id, by which it may be aborted.
+    session_id, by which it may be aborted. ``budget``: the limit of its thoughts.
     """
 
     index: int
@@ -35,6 +36,7 @@ class Choice:
     priority: int = 0
     label: int | str | None = None
     session: str | None = None
+    budget: Budget | None = None
 
 
 class Usage:
@@ -98,7 +100,7 @@ async def run_choices(
     Closing the generator aborts what still runs. Raises ApiError when a choice fails: the rest is aborted.
     """
     if len(choices) == 1:
-        stream = _run_one(state, f"{request_id}-0", choices[0])
+        stream = _run(state, f"{request_id}-0", choices[0])
         async with contextlib.aclosing(stream):
             async for response in stream:
                 yield choices[0].index, response
@@ -107,7 +109,7 @@ async def run_choices(
 
     async def pump(choice: Choice) -> None:
         try:
-            async for response in _run_one(state, f"{request_id}-{choice.index}", choice):
+            async for response in _run(state, f"{request_id}-{choice.index}", choice):
                 queue.put_nowait((choice.index, response))
             queue.put_nowait((choice.index, None))
         except Exception as error:
@@ -131,6 +133,12 @@ async def run_choices(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _run(state: ServerState, engine_id: str, choice: Choice) -> AsyncGenerator[Response, None]:
+    if choice.budget is None:
+        return _run_one(state, engine_id, choice)
+    return within(choice.budget, choice, lambda part, mark: _run_one(state, engine_id + mark, part))
 
 
 async def _run_one(state: ServerState, engine_id: str, choice: Choice) -> AsyncGenerator[Response, None]:

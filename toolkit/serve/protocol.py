@@ -240,6 +240,10 @@ class ChatCompletionRequest(GenerateRequest, ToolFields):
     add_generation_prompt: bool | None = None
     reasoning_effort: Effort | None = Field(None, description="For templates that know it; none: without thoughts")
     enable_thinking: bool | None = Field(None, description="As in chat_template_kwargs")
+    thinking_token_budget: int | None = Field(None, ge=0, le=1 << 30, description="Most tokens of a thought")
+    thinking_budget_message: str | None = Field(
+        None, max_length=WORD_LENGTH["stop_words"], description="What ends a thought that reaches its budget"
+    )
     modalities: list[Literal["text"]] | None = None
 
     @model_validator(mode="after")

@@ -22,6 +22,7 @@ def chat_request(request: CountRequest) -> ChatCompletionRequest:
         made |= _choice(request.tool_choice)
     if request.thinking is not None:
         made["enable_thinking"] = request.thinking.type != "disabled"
+        made["thinking_token_budget"] = request.thinking.budget_tokens
     output = request.output_config
     if output is not None and output.effort is not None:
         made["reasoning_effort"] = output.effort
