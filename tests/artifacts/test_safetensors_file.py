@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from toolkit.artifacts.safetensors_file import (
     PAGE,
+    forget_pages,
     map_arrays,
     read_header,
     read_metadata,
@@ -178,3 +179,19 @@ def test_no_mutation_of_a_file_gets_past_as_anything_but_an_error_line(
         return
     assert all(info.end <= path.stat().st_size for info in infos.values())
     map_arrays(path)
+
+
+def test_pages_of_a_mapped_file_are_forgotten_and_read_again(tmp_path: Path) -> None:
+    def mapped_mib() -> float:
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("RssFile:")[1].split()[0]) / 1024
+
+    size = 64 << 20
+    write_arrays(tmp_path / "x", [("a", np.arange(size // 4, dtype=np.int32), None)])
+    arrays = map_arrays(tmp_path / "x")
+    own = np.arange(5)
+    before, total = mapped_mib(), int(arrays["a"].sum(dtype=np.int64))
+    assert mapped_mib() > before + 50
+    forget_pages([arrays["a"], own])
+    assert mapped_mib() < before + 10
+    assert int(arrays["a"].sum(dtype=np.int64)) == total and own.tolist() == [0, 1, 2, 3, 4]

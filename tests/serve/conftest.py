@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import uvicorn
 
@@ -56,7 +57,7 @@ class PlainTemplate:
         return replace(config, stop_words=[*(config.stop_words or []), "<end>"])
 
     def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any) -> str:
-        if unknown := set(kwargs) - {"shout"}:
+        if unknown := set(kwargs) - {"shout", "enable_thinking"}:
             raise UsageError(f"chat_template_kwargs: unknown {unknown}")
         text = "".join(f"[{m['role']}]{self.join(m.get('content', ''))}" for m in messages)
         return text.upper() if kwargs.get("shout") else text
@@ -124,7 +125,12 @@ class FakeEngine:
         try:
             if only is not None:
                 scores = [None, *({t: -0.25} for t in token_ids[1:])]
-                yield Response(finish_reason="length", input_token_len=len(token_ids), prompt_logprobs=scores)
+                whole = Response(finish_reason="length", input_token_len=len(token_ids))
+                if only == "score":
+                    whole.prompt_logprobs = scores
+                else:
+                    whole.last_hidden_state = np.ones((1, 4), np.float32)
+                yield whole
                 return
             limit = gen_config.max_new_tokens or len(token_ids)
             answer = token_ids[:limit]
@@ -146,7 +152,7 @@ class FakeEngine:
                     finish_reason=("length" if limit < len(token_ids) else "stop") if last else None,
                 )
                 if gen_config.logprobs is not None:
-                    others = range(gen_config.logprobs)
+                    others = gen_config.logit_bias or range(gen_config.logprobs)
                     reply.logprobs = [{token: -0.5, **{o: -1.0 - o for o in others if o != token}}]
                 if i == 0 and gen_config.prompt_logprobs is not None:
                     reply.prompt_logprobs = [None, *({t: -0.25} for t in token_ids[1:])]

@@ -11,14 +11,26 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from toolkit.parsers import registry
+from toolkit.serve import control_routes, generate_routes, interactive_routes, pooling_routes
 from toolkit.serve.anthropic.fields import KINDS, MessagesRequest
 from toolkit.serve.protocol import UNSUPPORTED, ChatCompletionRequest, CompletionRequest
 from toolkit.serve.responses.fields import ResponsesRequest
 
-MODELS = (ChatCompletionRequest, CompletionRequest, MessagesRequest, ResponsesRequest)
+OTHERS = (*pooling_routes.BODIES, *generate_routes.BODIES, *interactive_routes.BODIES, *control_routes.BODIES)
+MODELS = (ChatCompletionRequest, CompletionRequest, MessagesRequest, ResponsesRequest, *OTHERS)
 PARTS = ("role", "content", "name", "input", "call_id", "arguments", "output", "source", "data", "function", "mode")
 FIELDS = sorted({*(name for model in MODELS for name in model.model_fields), *UNSUPPORTED, *PARTS, "mystery"})
 PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"]
+PATHS += [
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/v1/score",
+    "/generate",
+    "/get_ppl",
+    "/v1/chat/interactive",
+    "/abort_request",
+]
+TEXTS = {"input": "hi", "query": "a", "documents": ["b", {"text": "c"}], "text_1": "a", "text_2": ["b", "c"]}
 SCALARS = st.one_of(
     st.none(),
     st.booleans(),
@@ -49,6 +61,10 @@ BODIES = st.one_of(
     st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=5).map(
         lambda extra: {"model": "echo", "input": [{"role": "user", "content": "hi"}], **extra}
     ),
+    st.tuples(
+        st.lists(st.sampled_from(sorted(TEXTS)), min_size=1, max_size=2, unique=True),
+        st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=3),
+    ).map(lambda both: {"model": "echo", **{name: TEXTS[name] for name in both[0]}, **both[1]}),
 )
 
 
@@ -78,7 +94,9 @@ def app(tmp_path_factory: Any, request: Any) -> Any:
     engine = conftest.FakeEngine(conftest.ByteTokenizer(tmp_path_factory.mktemp("model")))
     template = conftest.PlainTemplate()
     template.tool_format, template.reasoning_format = registry.TOOLS[0], registry.REASONING[-1]
-    return conftest.create_app(engine, template, conftest.ServerSettings(model_name="echo"))
+    return conftest.create_app(
+        engine, template, conftest.ServerSettings(model_name="echo", allowed=["--enable-abort-handling"])
+    )
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -178,6 +179,19 @@ def map_arrays(path: Path) -> dict[str, NDArray[Any]]:
         name: base[info.start : info.end].view(NUMPY_DTYPES[info.dtype]).reshape(info.shape)
         for name, info in infos.items()
     }
+
+
+def forget_pages(arrays: Iterable[NDArray[Any]]) -> None:
+    """Let the memory behind views of mapped files go: it is read again when it is touched. Other arrays stay."""
+    files = {}
+    for array in arrays:
+        base: Any = array
+        while isinstance(base, np.ndarray):
+            base = base.base
+        if isinstance(base, mmap.mmap):
+            files[id(base)] = base
+    for file in files.values():
+        file.madvise(mmap.MADV_DONTNEED)
 
 
 def array_bytes(array: Any) -> tuple[NDArray[np.uint8], tuple[int, ...], str]:

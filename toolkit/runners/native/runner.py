@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from toolkit.artifacts.safetensors_file import forget_pages
 from toolkit.errors import UsageError
 from toolkit.models.spec import AttentionSpec, DecoderSpec, MlpSpec, MoeSpec
 from toolkit.runners.base import QUANT_POLICIES, Backend, MemoryNeed, RunnerError, RunnerOptions, StepHandle
@@ -173,10 +174,12 @@ class NativeRunner:
         return packed
 
     def release_weights(self) -> None:
-        """Forget the model and its cache; ``load_weights`` brings the model back."""
+        """Forget the model and its cache; ``load_weights`` brings the model back. Of a mapped file the pages go."""
         self._stepper.finish()
         if self._model is not None:
             self._library.tk_model_free(self._model)
+        if self._program is not None:
+            forget_pages(tensor.data for tensor in self._program.tensors)
         self._model = self._program = None
 
     def allocate_cache(self, num_blocks: tuple[int, ...]) -> None:
