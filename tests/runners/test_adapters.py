@@ -55,6 +55,21 @@ def test_an_adapter_gives_what_merged_weights_give(family, targets, tiny_models,
     assert np.abs(found - base).max() > 0.1
 
 
+@pytest.mark.parametrize("family", ["cohere", "internlm2", "phi3"])
+def test_an_artifact_takes_what_its_checkpoint_takes(family, tiny_models, adapters, steps, tmp_path):
+    """Rows that the checkpoint has in another order, and names of its own."""
+    from toolkit.convert.convert import convert
+
+    model = tiny_models(family)
+    made = adapters.write_adapter(tmp_path / "one", model, ALL)
+    engine = tmp_path / "engine"
+    convert(model, engine, target="torch")
+    expected = logits_alone(steps, runner_for(model, made), ids(23, 0), adapter=0)
+    found = logits_alone(steps, runner_for(engine, made), ids(23, 0), adapter=0)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    assert np.abs(found - logits_alone(steps, runner_for(model), ids(23, 0))).max() > 0.1
+
+
 def test_a_ragged_batch_of_several_adapters(tiny_models, adapters, steps, tmp_path):
     model = tiny_models("llama")
     made = [

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.engine_configs import LOAD_FORMATS
-from toolkit.errors import UsageError
+from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.spec import DecoderSpec, StoredTensor
 from toolkit.runners.base import BACKENDS, Backend, Runner, RunnerOptions
 from toolkit.runners.native.library import explain_mapped_faults
@@ -29,13 +29,15 @@ _FORMATS = {None: "hf", "smooth_quant": "w8a8"}  # quant_method -> model_format,
 class Opened:
     """A model on disk: its spec, and its weights whenever they are loaded (packed ones for target "cpu").
 
-    ``target``: of an engine artifact. ``stored``: of a checkpoint, the tensors it holds.
+    ``target``: of an engine artifact. ``stored``: of a checkpoint, the tensors it holds; of an artifact, those of the
+    checkpoint that its ``config`` describes, which adapters go by, are found when they are needed.
     """
 
     spec: DecoderSpec
     weights: Callable[[], Mapping[str, Any]]
     target: str | None
     stored: tuple[StoredTensor, ...] = ()
+    config: Path | None = None
 
 
 def open_model(
@@ -120,18 +122,19 @@ def _open_engine(
     if model_format not in (None, "engine"):
         raise UsageError(f"--model-format: {path} is an engine artifact, not {model_format}; leave the option out")
     artifact = open_engine(path)
+    config = path / "config.json"
     if artifact.target == "cpu":
         from toolkit.runners.native.artifact import open_packed
 
         packed = open_packed(artifact)
-        return Opened(artifact.spec, lambda: packed, artifact.target)
+        return Opened(artifact.spec, lambda: packed, artifact.target, config=config)
     if artifact.target.startswith("cuda-"):
         from toolkit.runners.tensor.cuda_artifact import CudaWeights
         from toolkit.runners.tensor.find import find_device
 
         weights = CudaWeights(artifact, find_device(device))
-        return Opened(artifact.spec, lambda: weights, artifact.target)
-    return Opened(artifact.spec, artifact.weights, artifact.target)
+        return Opened(artifact.spec, lambda: weights, artifact.target, config=config)
+    return Opened(artifact.spec, artifact.weights, artifact.target, config=config)
 
 
 def native_unsupported(opened: Opened, options: RunnerOptions) -> str | None:
@@ -253,7 +256,19 @@ def _read_adapters(opened: Opened, options: RunnerOptions) -> list[dict[str, Low
         return []
     from toolkit.artifacts.adapter import read_adapter
 
-    return [read_adapter(Path(path), opened.spec, opened.stored) for _, path in options.adapters]
+    stored = opened.stored if opened.config is None else _stored_as(opened.config, opened.spec)
+    return [read_adapter(Path(path), opened.spec, stored) for _, path in options.adapters]
+
+
+def _stored_as(config: Path, spec: DecoderSpec) -> list[StoredTensor]:
+    """How the checkpoint that an artifact was made from names its tensors and orders their rows, as adapters do too."""
+    from toolkit.artifacts.json_file import read_json_object
+    from toolkit.models.registry import build
+
+    found, stored = build(read_json_object(config), f"{config}")
+    if [x.name for x in found.linears()] != [x.name for x in spec.linears()]:
+        raise ToolkitError(f"{config}: describes another model than the artifact's spec; convert the model again")
+    return stored
 
 
 def _canonical(opened: Opened) -> Callable[[], Mapping[str, Any]]:
