@@ -20,7 +20,7 @@ from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
 from toolkit.runners.native import runner as native
 
-FAMILIES = ("cohere", "gpt_oss")
+FAMILIES = ("cohere", "gpt_oss", "granitemoe")
 EXPERTS = "model.layers.0.mlp.experts"
 BACKENDS = ("pytorch", "turbomind") if native.available() is None else ("pytorch",)
 

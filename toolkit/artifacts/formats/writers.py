@@ -41,7 +41,7 @@ class Writer:
     def write_module(self, item: StoredTensor, weight: Weight) -> Iterator[tuple[str, Tensor]]:
         """The tensors of ``weight``, which is ``item.matrix``, as ``item`` is shaped and named."""
         for name, tensor in self.write(item.name, weight).items():
-            if item.bare:
+            if len(item.shape) > 2:  # as gpt-oss names its stacks, whatever this one is called while dense
                 name = item.name + name.removeprefix(f"{item.name}.weight")
             yield name, tensor if len(item.shape) < 3 else tensor.reshape(*item.straight[:-1], *tensor.shape[1:])
 
