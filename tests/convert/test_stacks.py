@@ -77,6 +77,7 @@ def test_rounded_weights_are_read_as_they_were_rounded(family, to, tiny_models, 
         assert (found[name].float() - exact[name].float()).norm() < limit * exact[name].norm(), name
     rewrite(str(tmp_path / to), tmp_path / "hf", to="hf", quiet=True)
     _same(_canonical(tmp_path / "hf"), found)
+    assert _tensors(tmp_path / "hf").keys() == _tensors(source).keys()  # stacks are stacks again
 
 
 def test_mxfp4_experts_are_stacked_as_gpt_oss_ships_them(tiny_models, tmp_path):

@@ -36,7 +36,7 @@ from toolkit.artifacts.weights import (
 )
 from toolkit.engine_configs import DTYPES
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.registry import load_spec
+from toolkit.models.registry import build, load_spec
 from toolkit.models.spec import DecoderSpec, StoredTensor
 from toolkit.runners.native.library import explain_mapped_faults
 
@@ -64,13 +64,14 @@ class Rewritten:
 
 @dataclass
 class _Work:
-    """A conversion under way. ``quantized``: whether linears were so to begin with; ``layouts``: of every linear
-    written so far; ``errors``: of those rounded.
+    """A conversion under way. ``whole``: ``stored`` as the family has it, stacks as stacks. ``quantized``: whether
+    linears were so to begin with; ``layouts``: of every linear written so far; ``errors``: of those rounded.
     """
 
     checkpoint: Checkpoint
     spec: DecoderSpec
     stored: list[StoredTensor]
+    whole: list[StoredTensor]
     quantized: bool
     to: str
     dtype: str
@@ -129,7 +130,7 @@ def rewrite(
     with open_stage(target, kind=kind, stage="convert", parent=parent, options=options, overwrite=overwrite) as stage:
         if stage.already_there:
             return Rewritten(target, to, [], read_manifest(stage.target), True)
-        work = _Work(checkpoint, spec, stored, quantized, to, dtype, progress)
+        work = _Work(checkpoint, spec, stored, build(checkpoint.config)[1], quantized, to, dtype, progress)
         _write(work, stage)
         return Rewritten(target, to, _notes(work), stage.finish(_quality(work)))
 
@@ -270,6 +271,9 @@ def _dense_tensors(work: _Work) -> Iterator[tuple[str, Tensor]]:
 
     from toolkit.artifacts.canonical import Dense
 
+    # what the checkpoint has as single linears, as formats without stacks have it, and its family as a stack
+    single = {part.name: item for item in work.whole if len(item.shape) > 2 for part in item.parts}
+    held: list[tuple[Tensor, Tensor | None]] = []
     for item, value, bias in _modules(work):
         if isinstance(value, torch.Tensor):
             dense = value
@@ -277,6 +281,15 @@ def _dense_tensors(work: _Work) -> Iterator[tuple[str, Tensor]]:
             dense = _exact(work, item.name, value)
         else:
             dense = value.weight if isinstance(value, Dense) else value.dequantize()
+        if item.name in single:
+            item = single[item.name]
+            held.append((dense, bias))
+            if len(held) < len(item.parts):
+                continue
+            order = torch.argsort(torch.tensor([row for part in item.parts for row in item.rows_of(part)]))
+            dense = torch.cat([rows for rows, _ in held])[order]
+            bias = torch.cat([b for _, b in held if b is not None])[order] if item.bias else None
+            held.clear()
         for name, tensor in as_stored(item, dense, bias):
             yield name, tensor if work.dtype == "auto" else _cast(name, tensor, work)
 
