@@ -293,15 +293,22 @@ def test_statistics_are_taken_once_and_give_the_same_result(tiny_models: Any, tm
         auto_awq(model, tmp_path / "x", common=quick(text, calibration=str(tmp_path / "awq")))
 
 
-def test_scales_of_the_cache(tiny_models: Any, tmp_path: Path, text: Path) -> None:
+@pytest.mark.parametrize(("family", "attention"), [("gemma2", "self_attn"), ("internlm2", "attention")])
+def test_scales_of_the_cache(family: str, attention: str, tiny_models: Any, tmp_path: Path, text: Path) -> None:
+    """Beside the attention as the family names it, where the runner finds them."""
     from toolkit.engine.frontend import AsyncEngine
     from toolkit.engine_configs import PytorchEngineConfig
+    from toolkit.runners.choose import open_model
 
-    model = tiny_models("gemma2")
+    model = tiny_models(family)
+    layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
     result = kv(str(model), tmp_path / "out", common=quick(text))
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     scales = {k: float(v) for k, v in tensors.items() if k.endswith(("k_scale", "v_scale"))}
-    assert set(scales) == {f"model.layers.{i}.self_attn.{x}_scale" for i in range(4) for x in "kv"}
+    assert set(scales) == {f"model.layers.{i}.{attention}.{x}_scale" for i in range(layers) for x in "kv"}
+    read = open_model(tmp_path / "out").weights()
+    for name, value in scales.items():
+        assert float(read[name.replace(f".{attention}.", ".self_attn.")]) == value
     assert all(1e-4 < v < 0.2 for v in scales.values())
     assert 0 < result.quality["kl"] < 0.05
     config = json.loads((tmp_path / "out" / "config.json").read_text())

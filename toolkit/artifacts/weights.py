@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -224,11 +225,28 @@ def _rows(part: Part) -> Tensor | slice | None:
     return torch.cat([torch.arange(*rows) for rows in part.rows])
 
 
-def cache_scales(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """The scales of a float8 KV cache, which no spec names, as they are stored but float32 and flat."""
+def cache_scale_names(stored: Iterable[StoredTensor]) -> dict[str, str]:
+    """How scales of a float8 KV cache would be spelled in a checkpoint, beside a linear of an attention or under it, by
+    what they are called in canonical names.
+    """
+    found: dict[str, str] = {}
+    for item in stored:
+        if item.kind == "linear":
+            for part, end in itertools.product(item.parts, CACHE_SCALES):
+                beside = part.name.rpartition(".")[0] + end
+                found.setdefault(beside, item.name.rpartition(".")[0] + end)
+                found[part.name + end] = item.name + end
+    return found
+
+
+def cache_scales(checkpoint: Checkpoint, stored: Iterable[StoredTensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The scales of a float8 KV cache, which no spec names, float32 and flat: as they are spelled in the checkpoint, or
+    where its ``stored`` modules are given by canonical names.
+    """
+    names = {} if stored is None else {disk: name for name, disk in cache_scale_names(stored).items()}
     for name in checkpoint.names():
         if name.endswith(CACHE_SCALES):
-            yield name, checkpoint.tensor(name).float().reshape(-1)
+            yield names.get(name, name), checkpoint.tensor(name).float().reshape(-1)
 
 
 def iter_canonical(checkpoint: Checkpoint, stored: Iterable[StoredTensor]) -> Iterator[tuple[str, Weight | Tensor]]:

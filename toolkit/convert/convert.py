@@ -94,7 +94,7 @@ def convert(
             assert manifest is not None
             return Converted(Path(dst_path), chosen.name, manifest, True)
         cast = _cast(_report(checkpoint, stored, progress), dtype)
-        weights: Iterable[tuple[str, Weight | Tensor]] = chain(cast, cache_scales(checkpoint))
+        weights: Iterable[tuple[str, Weight | Tensor]] = chain(cast, cache_scales(checkpoint, stored))
         params = write_packed(stage.dir, checkpoint, spec, weights, chosen, head_bits)
         quality = {}
         if chosen.name == CPU_TARGET and head_bits != 16:

@@ -184,7 +184,7 @@ def _pack(path: Path, digest: str, limit: float, tell: Callable[[str], None]) ->
             wait=True,
         ) as stage:  # fmt: skip
             if not stage.already_there:
-                weights = chain(iter_canonical(checkpoint, stored), cache_scales(checkpoint))
+                weights = chain(iter_canonical(checkpoint, stored), cache_scales(checkpoint, stored))
                 write_packed(
                     stage.dir, checkpoint, spec, weights, chosen, head_bits=None
                 )  # as a runner packs in memory

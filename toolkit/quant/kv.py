@@ -21,7 +21,7 @@ from toolkit.artifacts.replace import check_directory_target
 from toolkit.artifacts.side_files import copy_side_files
 from toolkit.artifacts.stage import Stage, open_stage
 from toolkit.artifacts.tokenizer import Tokenizer
-from toolkit.artifacts.weights import as_stored, load_stored
+from toolkit.artifacts.weights import as_stored, cache_scale_names, load_stored
 from toolkit.models.spec import AttentionSpec, LayerSpec
 from toolkit.quant.forward import CACHE
 from toolkit.quant.layers import LayerSource
@@ -124,10 +124,11 @@ def _scales(
             return _round(x, near[name]) if name in near else x
 
         probe.advance(i, layer, weights, weights, rounding)
+        spelled = cache_scale_names(source.stored[i])
         for a in _attention(layer):
             base = a.k.name.rsplit(".", 1)[0]
-            found[f"{base}.k_scale"] = scales[a.k.name + CACHE]
-            found[f"{base}.v_scale"] = scales[a.v.name + CACHE]
+            found[spelled[f"{base}.k_scale"]] = scales[a.k.name + CACHE]
+            found[spelled[f"{base}.v_scale"]] = scales[a.v.name + CACHE]
     progress("reading keys and values", len(layers), len(layers))
     return found
 

@@ -32,14 +32,17 @@ class CheckpointWeights(Mapping[str, "Weight | Tensor"]):
                 if item.bias:
                     self._modules[f"{part.name}.bias"] = item
         self._outlines: Outlines | None = None
+        self._scales: dict[str, Tensor] | None = None
         self._last: StoredTensor | None = None
         self._loaded: dict[str, Weight | Tensor] = {}
 
     def __getitem__(self, name: str) -> Weight | Tensor:
-        from toolkit.artifacts.weights import CACHE_SCALES, load_stored, split_parts
+        from toolkit.artifacts.weights import CACHE_SCALES, cache_scales, load_stored, split_parts
 
-        if name.endswith(CACHE_SCALES) and name in self._checkpoint:
-            return self._checkpoint.tensor(name)
+        if name.endswith(CACHE_SCALES):
+            if self._scales is None:
+                self._scales = dict(cache_scales(self._checkpoint, self._modules.values()))
+            return self._scales[name]
         item = self._modules[name]
         if item is not self._last:
             self._loaded = dict(split_parts(item, *load_stored(self._checkpoint, item)))
