@@ -144,6 +144,10 @@ class AttentionSpec:
         """Those that LoRA adapters may change."""
         return self.linears()
 
+    def mlps(self) -> tuple[MlpSpec, ...]:
+        """The MLPs inside."""
+        return ()
+
     def norms(self) -> tuple[NormSpec, ...]:
         return tuple(n for n in (self.q_norm, self.k_norm) if n is not None)
 
@@ -179,6 +183,9 @@ class MlpSpec:
 
     def adaptable(self) -> tuple[LinearSpec, ...]:
         return self.linears()
+
+    def mlps(self) -> tuple[MlpSpec, ...]:
+        return (self,)
 
     def norms(self) -> tuple[NormSpec, ...]:
         return ()
@@ -237,6 +244,7 @@ class MoeSpec:
 
 
 Mixer = AttentionSpec | MlpSpec | MoeSpec
+"""Each says itself which linears, norms and vectors it has, and what reads its input; executors ask its kind."""
 
 
 @dataclass(frozen=True)

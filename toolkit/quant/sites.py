@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from toolkit.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec, Sublayer
+from toolkit.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, NormSpec, Sublayer
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,10 @@ def layer_sites(layer: LayerSpec) -> list[Site]:
         else:
             entry = len(found)
             found.append(_entry(sub))
-        match sub.mixer:
-            case AttentionSpec() as a:
-                into = RowFold(a.v, width=a.head_dim, repeat=a.heads // a.kv_heads)
-                found.append(Site(a.o.name, a.o.in_features, (a.o,), (), into))
-            case MlpSpec() as m:
-                found.append(_down_site(m))
-            case MoeSpec() as m:
-                found.extend(_down_site(e) for e in m.mlps())
+        if isinstance(a := sub.mixer, AttentionSpec):
+            into = RowFold(a.v, width=a.head_dim, repeat=a.heads // a.kv_heads)
+            found.append(Site(a.o.name, a.o.in_features, (a.o,), (), into))
+        found.extend(_down_site(m) for m in sub.mixer.mlps())
     return found
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from toolkit.artifacts.canonical import Weight
-from toolkit.models.spec import DecoderSpec, MlpSpec, MoeSpec
+from toolkit.models.spec import DecoderSpec
 from toolkit.runners.native.packed import INT, PackedTensor
 
 WAYS = 3  # MAX_KEYS of model.h
@@ -36,7 +36,7 @@ class Agreement:
         for i, s in enumerate(s for layer in spec.layers for s in layer.sublayers):
             m = s.mixer
             self.input |= dict.fromkeys((x.name for x in (*m.readers(), *m.routers())), i)
-            for mlp in (m,) if isinstance(m, MlpSpec) else m.mlps() if isinstance(m, MoeSpec) else ():
+            for mlp in m.mlps():
                 if mlp.gate is not None:
                     self.partner |= {mlp.gate.name: mlp.up.name, mlp.up.name: mlp.gate.name}
 
