@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -160,6 +161,20 @@ def test_other_errors(start: Any) -> None:
     broken = start(engine={"fail_after": 2}, template=Echo("hermes"))
     with pytest.raises(anthropic.APIStatusError, match="the runner broke"):
         events(broken, "Hello.")
+
+
+def test_the_documentation_tells_the_apis_apart(server: Any) -> None:
+    """Two of them call something a Message."""
+    document = server.app.openapi()
+    schemas = document["components"]["schemas"]
+
+    def message_of(request: str) -> Any:
+        given = json.dumps(schemas[request]["properties"]["messages"])
+        return schemas[given.partition("#/components/schemas/")[2].partition('"')[0]]
+
+    assert "tool_call_id" in message_of("ChatCompletionRequest")["properties"]
+    assert sorted(message_of("MessagesRequest")["properties"]) == ["content", "role"]
+    assert set(re.findall(r'#/components/schemas/([^"]+)', json.dumps(document))) <= set(schemas)
 
 
 def test_many_at_once(start: Any) -> None:

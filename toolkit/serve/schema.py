@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 
 REF = "#/components/schemas/{model}"
 
@@ -24,10 +25,8 @@ def add_schemas(app: FastAPI, models: list[type[BaseModel]]) -> None:
     def openapi() -> dict[str, Any]:
         document = generate()
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        for model in models:
-            schema = model.model_json_schema(ref_template=REF)
-            schemas.update(schema.pop("$defs", {}))
-            schemas[model.__name__] = schema
+        _, made = models_json_schema([(model, "validation") for model in models], ref_template=REF)
+        schemas.update(made["$defs"])  # models of one name are told apart by their modules
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
