@@ -14,7 +14,7 @@ from toolkit.chat.custom import MODELS, BaseChatTemplate
 from toolkit.chat.template import ChatTemplate
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import ChatTemplateConfig, GenerationConfig
-from toolkit.parsers.tools import hermes
+from toolkit.parsers.tools import hermes, internlm
 
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -218,6 +218,22 @@ def test_tools_stand_in_the_system_text_where_the_template_has_no_place_for_them
     assert "<tools>" not in template.render(WITH_CALLS) and '"arguments": {"a": 1}' in template.render(WITH_CALLS)
     brief = template.render([{"role": "system", "content": "Be brief."}, *WITH_CALLS], tools=TOOLS)
     assert brief.index("Be brief.") < brief.index("<tools>")
+
+
+def test_internlm_is_told_of_tools_in_its_own_way(make: Any, monkeypatch: Any) -> None:
+    tok = make(CHATML)
+    special, known = next(iter(tok.special_ids)), tok.token_id
+    monkeypatch.setattr(tok, "token_id", lambda text: special if text == "<|plugin|>" else known(text))
+    template = ChatTemplate.open(tok, tok.path)
+    assert template.tool_format is internlm.FORMAT
+    text = template.render([{"role": "system", "content": "Be brief."}, *WITH_CALLS], tools=TOOLS)
+    told = json.dumps([tool["function"] for tool in TOOLS])
+    assert f"Be brief.<|im_end|>\n<|im_start|>system name=<|plugin|>\n{told}<|im_end|>\n" in text
+    call = '<|action_start|><|plugin|>\n{"name": "f", "parameters": {"a": 1}}<|action_end|>'
+    assert f"<|im_start|>assistant\n{call}<|im_end|>" in text
+    assert '<|im_start|>environment name=<|plugin|>\n{"sum": 3}<|im_end|>' in text
+    pieces = ChatTemplate.open(tok, tok.path, "vicuna")
+    assert pieces.tool_format is hermes.FORMAT
 
 
 def test_stop_words_are_found_in_the_model_s_own_template(make: Any) -> None:

@@ -20,12 +20,12 @@ from toolkit.chat import origin
 from toolkit.chat.messages import Message, normalise
 from toolkit.chat.renderer import Renderer
 from toolkit.chat.sandbox import Sandbox, TemplateRefusal
-from toolkit.chat.tool_text import spell_out, system_in_user
+from toolkit.chat.tool_text import PLUGIN, PLUGIN_ROLE, spell_for_internlm, spell_out, system_in_user
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import ChatTemplateConfig, GenerationConfig
 from toolkit.parsers import registry
 from toolkit.parsers.formats import ReasoningFormat, ToolFormat
-from toolkit.parsers.tools import hermes
+from toolkit.parsers.tools import hermes, internlm
 
 _END = "\ue0a7\ue0a8"  # private characters that mark the end of an answer to be continued; they never reach a prompt
 
@@ -48,6 +48,7 @@ class ChatTemplate:
         self.capability = found.capability
         self._spells_tools = found.custom is None and not any("tools" in source for source in found.sources.values())
         self.tool_format = hermes.FORMAT if self._spells_tools else _tool_format(found)
+        self._spell = spell_out
         self.reasoning_format = _reasoning_format(found)
         self._pieces = found.pieces
         self._knows_ipython = any("ipython" in source for source in found.sources.values())
@@ -55,6 +56,8 @@ class ChatTemplate:
         self._sources = found.sources
         self._renderer = _renderer(found, renderer)
         self.stop_words = list(found.stop_words) or self._turn_end()
+        if self._spells_tools and self._prints_plugin_turns():
+            self.tool_format, self._spell = internlm.FORMAT, spell_for_internlm
 
     @property
     def meta_instruction(self) -> str | None:
@@ -110,7 +113,7 @@ class ChatTemplate:
         if self._meta_instruction is not None and self._custom is None and not _has_system(turns):
             turns.insert(0, {"role": "system", "content": self._meta_instruction})
         if self._spells_tools and (tools or any(turn.get("tool_calls") for turn in turns)):
-            turns = spell_out(turns, tools)
+            turns = self._spell(turns, tools)
             try:
                 return self._end(turns, None, add_generation_prompt, variables)
             except UsageError:
@@ -219,6 +222,15 @@ class ChatTemplate:
 
     def _start(self) -> str:
         return self._tokenizer.start_text
+
+    def _prints_plugin_turns(self) -> bool:
+        """Whether this is a model of InternLM's with a template that prints any role."""
+        if self._tokenizer.token_id(PLUGIN) not in self._tokenizer.special_ids:
+            return False
+        try:
+            return PLUGIN_ROLE in self._run([{"role": PLUGIN_ROLE, "content": "a"}], None, False, {})
+        except ToolkitError:
+            return False
 
     def _turn_end(self) -> list[str]:
         """The special token that a model's own template puts behind an answer, found by rendering one.

@@ -1,6 +1,7 @@
 """Tools for templates that have no place for them: told in the system text, called in <tool_call> tags.
 
-The tags are those of Hermes and Qwen2.5, which many models have seen.
+The tags are those of Hermes and Qwen2.5, which many models have seen. InternLM2 and 2.5 were trained on a way of their
+own, which their templates do not tell.
 """
 
 from __future__ import annotations
@@ -41,6 +42,31 @@ def spell_out(turns: list[Message], tools: list[dict[str, Any]] | None) -> list[
         first = told[0]
         return [{**first, "content": "\n\n".join(filter(None, (first["content"], how)))}, *told[1:]]
     return [{"role": "system", "content": how}, *told]
+
+
+PLUGIN = "<|plugin|>"  # a special token of InternLM's
+PLUGIN_ROLE = f"system name={PLUGIN}"  # of the turn that tells of the tools; such templates print any role
+
+
+def spell_for_internlm(turns: list[Message], tools: list[dict[str, Any]] | None) -> list[Message]:
+    """As ``spell_out``, as InternLM2 and 2.5 know it: tools and results are turns of their own."""
+    told: list[Message] = []
+    for turn in turns:
+        if turn["role"] in TOOL_ROLES:
+            told.append({"role": f"environment name={PLUGIN}", "content": turn["content"]})
+        elif turn.get("tool_calls"):
+            given = [
+                {"name": c["function"]["name"], "parameters": c["function"]["arguments"]} for c in turn["tool_calls"]
+            ]
+            calls = [f"<|action_start|>{PLUGIN}\n{json.dumps(c, ensure_ascii=False)}<|action_end|>" for c in given]
+            told.append({"role": "assistant", "content": "".join((turn["content"], *calls))})
+        else:
+            told.append(turn)
+    if tools:
+        functions = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+        place = int(told[0]["role"] in ("system", "developer"))
+        told.insert(place, {"role": PLUGIN_ROLE, "content": functions})
+    return told
 
 
 def system_in_user(turns: list[Message]) -> list[Message]:

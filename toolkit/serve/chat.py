@@ -50,8 +50,7 @@ class Chat:
             vocab_size=vocab_size(state),
             prompt_logprobs=request.prompt_logprobs,
         )
-        shown = formats.shown(bool(request.functions))
-        bare = replace(state.template.with_stops(config), shown_special_tokens=shown)
+        bare = replace(state.template.with_stops(config), shown_special_tokens=formats.shown)
         self._guided = formats.guide(request, begun) is not None
         config = self._ruled(bare, begun)
         adapter = state.adapter_of(request.model)

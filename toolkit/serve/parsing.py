@@ -51,11 +51,10 @@ class Formats:
         texts = {self.tokenizer.decode([i], skip_special_tokens=False): i for i in sorted(self.tokenizer.special_ids)}
         return {text: i for text, i in texts.items() if text}
 
-    def shown(self, with_tools: bool) -> list[str] | None:
-        """Special tokens that the parser has to see."""
-        marks = self.reasoning.visible if self.reasoning else ()
-        if self.tools and (with_tools or self.tools.harmony):
-            marks += self.tools.visible
+    @cached_property
+    def shown(self) -> list[str] | None:
+        """Special tokens that parsers have to see; a call that nobody asked for is text with its marks."""
+        marks = (*(self.reasoning.visible if self.reasoning else ()), *(self.tools.visible if self.tools else ()))
         found = [token for token in self.specials if any(token in mark for mark in marks)]
         return found or None
 
