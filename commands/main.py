@@ -26,7 +26,7 @@ COMMANDS = {
     "lite": ("Quantize: auto_awq, auto_gptq, auto_round, smooth_quant …", "Make"),
     "convert": ("Pack a checkpoint into an engine artifact that starts in milliseconds.", "Make"),
     "chat": ("Talk to a model in the terminal.", "Run"),
-    "serve": ("Serve a model: api_server speaks OpenAI's API.", "Run"),
+    "serve": ("Serve models: api_server speaks OpenAI's API, proxy joins servers.", "Run"),
     "profile": ("Measure speed: throughput, generation, api_server.", "Measure"),
     "eval": ("Measure quality: ppl, compare.", "Measure"),
     "parse": ("Show the message that a model's raw answer is: thoughts, text, tool calls.", "Look"),

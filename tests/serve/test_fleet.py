@@ -133,6 +133,8 @@ def test_what_runs_ends_before_its_model_sleeps(tmp_path: Path) -> None:
 
 def test_an_unused_model_is_ended_in_time(tmp_path: Path) -> None:
     found, log = fleet(tmp_path, "a", "b", idle_timeout=0.2)
+    gone: list[str] = []
+    found.on_end = gone.append
 
     async def go() -> None:
         watching = asyncio.create_task(found.watch())
@@ -142,7 +144,7 @@ def test_an_unused_model_is_ended_in_time(tmp_path: Path) -> None:
         assert log.count("close a") == 1 and "close b" not in log
         await busy
         await use(found, "a")
-        assert log.count("load a") == 2
+        assert log.count("load a") == 2 and gone == ["http://a:1"]
         watching.cancel()
 
     run(go)
@@ -274,6 +276,7 @@ def test_two_models_on_one_port(tiny_checkpoint: Any, tmp_path: Path) -> None:
             assert client.post("/v1/completions", json={"model": "third", "prompt": "a"}).status_code == 404
             assert client.post("/tokenize", json={"prompt": "a"}).status_code == 200  # the first is meant
             assert client.post("/terminate", json={}).status_code == 404
+            assert 'toolkit_proxy:node_up{node="second"} 1.0' in client.get("/metrics").text
             children = psutil.Process(process.pid).children(recursive=True)
             assert len(children) >= 4
         process.terminate()

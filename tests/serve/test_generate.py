@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from toolkit.serve.client import APIClient
 from toolkit.serve.limits import Limits
 
 
@@ -129,6 +130,14 @@ def test_interactive_streams_lines(start: Any) -> None:
     pieces = [json.loads(line) for line in lines(server.url, "/v1/chat/interactive", body)]
     assert "".join(p["text"] for p in pieces) == "[use" and pieces[-1]["finish_reason"] == "length"
     assert pieces[-1]["tokens"] == 4
+
+
+def test_lmdeploy_s_client_has_it(start: Any) -> None:
+    client = APIClient(start().url)
+    (whole,) = client.chat_interactive_v1("hi", session_id=1, interactive_mode=True)
+    assert whole["text"] == "[user]hi"
+    pieces = list(client.chat_interactive_v1("hi", session_id=1, interactive_mode=True, stream=True))
+    assert "".join(p["text"] for p in pieces) == "[user]hi[assistant][user]hi[user]hi"
 
 
 def test_sessions_of_different_keys_are_apart(start: Any) -> None:

@@ -49,6 +49,18 @@ class APIClient:
         """POST /v1/completions; ``fields`` as in the server's CompletionRequest."""
         return self._post("/v1/completions", {"model": model, "prompt": prompt, "stream": stream, **fields})
 
+    def chat_interactive_v1(
+        self,
+        prompt: str | list[dict[str, Any]],
+        session_id: int = -1,
+        interactive_mode: bool = False,
+        stream: bool = False,
+        **fields: Any,
+    ) -> Iterator[dict[str, Any]]:
+        """POST /v1/chat/interactive: the server keeps the conversation; ``fields`` as in its InteractiveRequest."""
+        talk = {"session_id": session_id, "interactive_mode": interactive_mode}
+        return self._post("/v1/chat/interactive", {"prompt": prompt, "stream": stream, **talk, **fields})
+
     def encode(
         self, input: str | list[str], do_preprocess: bool = False, add_bos: bool = True
     ) -> tuple[list[Any], int | list[int]]:

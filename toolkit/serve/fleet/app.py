@@ -38,7 +38,7 @@ class ToModel(Forward):
             raise ApiError(503, "The server is shutting down", code="shutting_down")
         async with self._fleet.using(self._request.model) as server:
             node = self._state.nodes.find(server.url) or self._state.nodes.add(server.url)
-            node.down = None
+            node.name, node.down = self._fleet.find(self._request.model).listed.name, None
             try:
                 await self._ask(node, send)
             except NodeFailed as error:
@@ -56,6 +56,7 @@ class ToModel(Forward):
 def create_app(fleet: Fleet, settings: ProxySettings, *, metrics: bool = True) -> FastAPI:
     """The application; ``fleet.watch()`` has to run beside it."""
     state = ProxyState(settings)
+    fleet.on_end = state.nodes.remove
     app = FastAPI(title="toolkit", version=__version__, docs_url=None, openapi_url=None, redoc_url=None)
     app.state.server = state
     _add_plain_routes(app, state, fleet, metrics)

@@ -69,6 +69,7 @@ class Fleet:
         self._idle_timeout = idle_timeout
         self._clock = clock
         self._turn = asyncio.Lock()  # models come and go one at a time
+        self.on_end: Callable[[str], object] = lambda url: None  # gets the URL of each server that has ended
         self.models = [Model(listed, listed.weight_bytes()) for listed in models]
 
     def find(self, name: str | None) -> Model:
@@ -169,6 +170,7 @@ class Fleet:
         server, model.server, model.state = model.server, None, "unloaded"
         if server is not None:
             await asyncio.to_thread(server.close)
+            self.on_end(server.url)
 
     def cards(self) -> list[dict[str, Any]]:
         """For /v1/models: each name, what it is of, and how it is."""

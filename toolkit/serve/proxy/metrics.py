@@ -24,8 +24,8 @@ class _NodeCollector(Collector):
         up = GaugeMetricFamily(PREFIX + "node_up", "1 while a node gets requests", labels=["node"])
         running = GaugeMetricFamily(PREFIX + "node_requests_running", "Requests a node is answering", labels=["node"])
         for node in self._nodes:
-            up.add_metric([node.url], float(node.down is None))
-            running.add_metric([node.url], node.unfinished)
+            up.add_metric([node.label], float(node.down is None))
+            running.add_metric([node.label], node.unfinished)
         return [up, running]
 
 

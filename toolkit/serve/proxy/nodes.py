@@ -24,12 +24,13 @@ LONGEST_PAUSE_S = 30.0
 
 @dataclass
 class Node:
-    """``speed``: how much it does in a time, in any measure that is the same for all; None = not known. ``lease``:
-    seconds after which it is forgotten unless it is added again; None = never. ``down``: why it gets no requests.
-    ``failures``: in a row; a request that works ends the row."""
+    """``name``: what metrics call it, "" = its URL. ``speed``: how much it does in a time, in any measure that is the
+    same for all; None = not known. ``lease``: seconds after which it is forgotten unless it is added again; None =
+    never. ``down``: why it gets no requests. ``failures``: in a row; a request that works ends the row."""
 
     url: str
     models: list[str] = field(default_factory=list)
+    name: str = ""
     speed: float | None = None
     lease: float | None = None
     unfinished: int = 0
@@ -38,6 +39,10 @@ class Node:
     look_at: float = 0.0  # when its health is looked at next
     expires: float = float("inf")
     latency: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=LATENCIES))  # (when, seconds)
+
+    @property
+    def label(self) -> str:
+        return self.name or self.url
 
     def failed(self, why: str, now: float) -> None:
         """It gets no requests until it is found healthy, for which it has the longer the more often it failed."""

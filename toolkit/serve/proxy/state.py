@@ -100,8 +100,8 @@ class ProxyState:
         finally:
             node.unfinished -= 1
             self.active.discard(task)
-            self.metrics.requests.labels(node.url, str(run.status or 0)).inc()
-            self.metrics.seconds.labels(node.url).observe(self.clock() - began)
+            self.metrics.requests.labels(node.label, str(run.status or 0)).inc()
+            self.metrics.seconds.labels(node.label).observe(self.clock() - began)
 
     def abort_all(self) -> None:
         """End every answer under way."""
