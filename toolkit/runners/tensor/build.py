@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -88,8 +88,16 @@ class _Builder:
         return 1.0
 
     def mlp(self, spec: MlpSpec) -> Mlp:
-        first = [spec.up] if spec.gate is None else [spec.gate, spec.up]
-        return Mlp(self.linear(*first), self.linear(spec.down), spec.gate is not None, spec.activation, self.ops)
+        return self.mlps((spec,))[0]
+
+    def mlps(self, specs: Sequence[MlpSpec]) -> tuple[Mlp, ...]:
+        """Made side by side: a checkpoint may have the same linears of all in one tensor, which is then read once."""
+        inner = [self.linear(*spec.readers()) for spec in specs]
+        outer = [self.linear(spec.down) for spec in specs]
+        return tuple(
+            Mlp(first, down, spec.gate is not None, spec.activation, self.ops)
+            for first, down, spec in zip(inner, outer, specs, strict=True)
+        )
 
     def moe(self, spec: MoeSpec) -> Moe:
         stacked = stack_experts(spec, self.matrix, self.tensor, self.place, self.ops)
@@ -97,7 +105,7 @@ class _Builder:
             spec=spec,
             router=self.linear(spec.router),
             stacked=stacked,
-            experts=() if stacked is not None else tuple(self.mlp(e) for e in spec.experts),
+            experts=() if stacked is not None else self.mlps(spec.experts),
             shared=None if spec.shared is None else self.mlp(spec.shared),
             shared_gate=None if spec.shared_gate is None else self.linear(spec.shared_gate),
             ops=self.ops,

@@ -25,39 +25,39 @@ def stack_experts(
 ) -> Experts | None:
     """What runs all experts at once; None where they are not gated, or are of forms it does not take.
 
-    Weights are read expert by expert and put into stacks that are made beforehand. ``vector``: the bias of a name.
+    Weights are read expert by expert, all of one stack before the next, for a checkpoint may have stacks too, and put
+    into stacks that are made beforehand. ``vector``: the bias of a name.
     """
     first = spec.experts[0]
     if first.gate is None:
         return None
-    kind = _kind(matrix(first.up.name), place)
+    sample = matrix(first.up.name)
+    kind = _kind(sample, place)
     biased = {x.bias for expert in spec.experts for x in expert.linears()}
     if len(biased) > 1 or (True in biased and kind is not None and kind[0] not in WITH_BIASES):
         return None
     stacks: dict[str, Tensor] = {}
-    for i, expert in enumerate(spec.experts):
-        assert expert.gate is not None
-        for stack, names in (("gate_up", (expert.gate.name, expert.up.name)), ("down", (expert.down.name,))):
-            weights = [matrix(name) for name in names]
+    for stack, linears in (
+        ("gate_up", [e.readers() for e in spec.experts]),
+        ("down", [(e.down,) for e in spec.experts]),
+    ):
+        for i, together in enumerate(linears):
+            weights = [matrix(x.name) for x in together]
             if kind is None or any(_kind(w, place) != kind for w in weights):
                 return None
             if kind == ("dense",):
                 weights = [Dense(w.dequantize(place.dtype)) for w in weights]
-            for suffix, part in _parts(weights).items():
+            parts = _parts(weights)
+            if True in biased:
+                parts["_bias"] = torch.cat([vector(f"{x.name}.bias") for x in together]).to(place.dtype)
+            for suffix, part in parts.items():
                 key = stack + suffix
                 if key not in stacks:
                     stacks[key] = torch.empty(len(spec.experts), *part.shape, dtype=part.dtype, device=place.device)
                 if stacks[key].shape[1:] != part.shape:
                     return None
                 stacks[key][i] = part.to(place.device)
-    if True in biased:
-        for stack, parts in (
-            ("gate_up", [e.readers() for e in spec.experts]),
-            ("down", [(e.down,) for e in spec.experts]),
-        ):
-            rows = [torch.cat([vector(f"{x.name}.bias") for x in linears]) for linears in parts]
-            stacks[f"{stack}_bias"] = torch.stack(rows).to(place.dtype)
-    return _bind(stacks, matrix(first.up.name), first.activation, ops)
+    return _bind(stacks, sample, first.activation, ops)
 
 
 def _kind(weight: Weight, place: Placement) -> tuple[object, ...] | None:
