@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.registry import apply_overrides, build, families, find_family, load_spec, names
+from toolkit.models.registry import apply_overrides, build, families, find_family, get, load_spec, names
 
 CONFIG = dict(
     architectures=["LlamaForCausalLM"],
@@ -64,6 +64,32 @@ def test_rope_scaling_factor_means_dynamic_ntk(theta):
     rope = spec.attention_layers()[0][1].rope
     assert (rope.kind, rope.factor, rope.theta) == ("dynamic", 2.0, 5e5)
     assert spec.max_position == 512
+
+
+def test_rope_scaling_factor_keeps_what_does_not_scale():
+    old = {"rope_theta": 5e5, "partial_rotary_factor": 0.5, "rope_type": "yarn", "factor": 8.0}
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = build(apply_overrides({**CONFIG, name: old}, None, 2.0))[0].attention_layers()[0][1].rope
+        assert (rope.kind, rope.factor, rope.theta) == ("dynamic", 2.0, 5e5)
+        assert rope.rotary_dim == CONFIG["hidden_size"] // CONFIG["num_attention_heads"] // 2
+
+
+def test_rope_scaling_factor_leaves_the_rope_of_layers_that_slide():
+    gemma = {**CONFIG, "architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 2}
+    gemma["layer_types"] = ["sliding_attention", "full_attention"]
+    by_type = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 3e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    }
+    spec, _ = build(apply_overrides({**gemma, "rope_parameters": by_type}, None, 2.0))
+    local, everywhere = (attention.rope for _, attention in spec.attention_layers())
+    assert (local.kind, local.theta) == ("default", 2e4)
+    assert (everywhere.kind, everywhere.factor, everywhere.theta) == ("dynamic", 2.0, 3e5)
+
+
+def test_a_family_that_is_no_longer_named_is_one_line():
+    with pytest.raises(ToolkitError, match=r"^model family: found 'gone', expected .* --custom-module-map"):
+        get("gone")
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,14 @@ def test_partial_rotary():
     np.testing.assert_allclose(inv_freq(rope)[0], expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("head_dim", [80, 88, 96, 120, 128, 192])
+def test_a_share_that_is_a_quotient_loses_no_dimension(head_dim):
+    for rotary in range(2, head_dim, 2):
+        read = read_rope(Fields({"partial_rotary_factor": rotary / head_dim}), head_dim=head_dim, max_position=64)
+        assert read.rotary_dim == rotary
+    assert read_rope(Fields({"partial_rotary_factor": 0.3}), head_dim=88, max_position=64).rotary_dim == 26
+
+
 def test_spellings_agree():
     old = {"rope_theta": 500000.0, "rope_scaling": {**LLAMA3, "type": "llama3"}}
     del old["rope_scaling"]["rope_type"]

@@ -41,7 +41,7 @@ SANDWICH_NORMS: LayerNorms = (
     ("input_layernorm", "post_attention_layernorm"),
     ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
 )
-EPS_NAMES = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon")
+EPS_NAMES = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
 NormMaker = Callable[[str, int], NormSpec]
 """Called with a norm's name and how many numbers it norms at once."""
 QkNorm = bool | Literal["own", "all"]
@@ -64,14 +64,27 @@ class Dims:
     tied: bool
 
 
-def read_dims(config: Fields, *, eps: float = 1e-6, tied: bool = False, head_dim: int | None = None) -> Dims:
-    """Read and check the dimensions; the arguments are the family's defaults (``head_dim`` None: hidden / heads)."""
+def read_dims(
+    config: Fields,
+    *,
+    eps: float = 1e-6,
+    tied: bool = False,
+    head_dim: int | None = None,
+    kv_heads: int | None = None,
+) -> Dims:
+    """Read and check the dimensions; the arguments are the family's defaults: what an absent field means. ``head_dim``
+    None: hidden / heads, ``kv_heads`` None: as many as heads; an explicit null means so in every family."""
     hidden = config.integer("hidden_size")
     heads = config.integer("num_attention_heads", high=100_000)
-    kv = config.integer("num_key_value_heads", default=heads, high=100_000)
+    stated = config.values
+    kv = config.integer(
+        "num_key_value_heads",
+        default=heads if kv_heads is None or "num_key_value_heads" in stated else kv_heads,
+        high=100_000,
+    )
     if heads % kv:
         config.fail("num_key_value_heads", kv, f"a divisor of num_attention_heads ({heads})")
-    head_dim = config.integer("head_dim", default=head_dim, high=65_536)
+    head_dim = config.integer("head_dim", default=None if "head_dim" in stated else head_dim, high=65_536)
     if head_dim is None:
         if hidden % heads:
             config.fail("num_attention_heads", heads, f"a divisor of hidden_size ({hidden}), or head_dim to be given")
@@ -84,9 +97,7 @@ def read_dims(config: Fields, *, eps: float = 1e-6, tied: bool = False, head_dim
         heads=heads,
         kv_heads=kv,
         head_dim=head_dim,
-        eps=config.number(
-            "rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", default=eps, high=0.5
-        ),
+        eps=config.number(*EPS_NAMES, default=eps, high=0.5),
         max_position=config.integer("max_position_embeddings", "max_sequence_length", high=MAX_POSITION),
         tied=config.flag("tie_word_embeddings", tied),
     )

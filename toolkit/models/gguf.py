@@ -68,9 +68,10 @@ class Gguf:
     ``interleaved_qk``: rows of q and k stand as llama.cpp's rope turns them, neighbour by neighbour.
     ``norm_plus_one``: norm weights are stored with the 1 that the model adds. ``biases``, ``window``: whether the
     architecture has them. ``eps``: the config's name for that of its norms, layer norms if not ``rms_norm_eps``.
-    ``norm_topk``: whether it rescales the experts' weights to sum 1. ``fields``: constants of config.json. ``numbers``:
-    its whole numbers that the metadata states, by key. ``read``: further fields, from the metadata and the config so
-    far. ``write``: further metadata; raises ToolkitError for what the architecture does not compute. ``scale``: of
+    ``norm_topk``: whether it rescales the experts' weights to sum 1. ``fields``: what config.json says of every file
+    that is read; a model is written only if its activation is the one there, as no key states it. ``numbers``: the
+    config's whole numbers that the metadata states, by key. ``read``: further fields, from the metadata and the config
+    so far. ``write``: further metadata; raises ToolkitError for what the architecture does not compute. ``scale``: of
     queries, where it is not 1/sqrt(head_dim) and no key states it; None: a key does.
     """
 

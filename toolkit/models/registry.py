@@ -25,6 +25,7 @@ from toolkit.models import families as folder
 from toolkit.models.config_fields import Fields, check_dtype, check_token_ids
 from toolkit.models.decoder import Built
 from toolkit.models.family import Family
+from toolkit.models.rope_config import LAYER_TYPES
 from toolkit.models.spec import StoredTensor
 
 VARIABLE = "TOOLKIT_CUSTOM_MODULE_MAP"  # of the environment: Python files, one family each, with : between them
@@ -52,8 +53,14 @@ def names() -> list[str]:
 
 
 def get(name: str) -> Family:
-    """The family called so; there must be one."""
-    return next(family for family in _in_order(name) if family.name == name)
+    """The family called so. Raises ToolkitError where there is none: a file of the user's may no longer be named."""
+    found = next((family for family in _in_order(name) if family.name == name), None)
+    if found is None:
+        raise ToolkitError(
+            f"model family: found {name!r:.60}, expected one that `tool list models` shows; if it is of your own, name "
+            f"its file with --custom-module-map or in {VARIABLE}"
+        )
+    return found
 
 
 def families() -> list[Family]:
@@ -151,7 +158,8 @@ def apply_overrides(
     """A copy of ``config`` with the user's changes.
 
     ``hf_overrides`` replaces fields; objects are merged key by key. ``rope_scaling_factor`` above 0 switches to dynamic
-    NTK rope with that factor. Raises UsageError for arguments that cannot be.
+    NTK rope with that factor; where layers that slide have their own rope, that one stays. Raises UsageError for
+    arguments that cannot be.
     """
     if hf_overrides is not None and not isinstance(hf_overrides, dict):
         raise UsageError(f"hf_overrides: found {type(hf_overrides).__name__}, expected a dict of config fields")
@@ -164,8 +172,15 @@ def apply_overrides(
         old = result.get(key)
         result[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else copy.deepcopy(value)
     if rope_scaling_factor:
-        old = result.pop("rope_parameters", None)
-        if isinstance(old, dict) and "rope_theta" in old:
-            result.setdefault("rope_theta", old["rope_theta"])
-        result["rope_scaling"] = {"rope_type": "dynamic", "factor": float(rope_scaling_factor)}
+        name = "rope_parameters" if result.get("rope_parameters") and not result.get("rope_scaling") else "rope_scaling"
+        result[name] = _dynamic(result.get(name), float(rope_scaling_factor))
     return result
+
+
+def _dynamic(rope: Any, factor: float) -> dict[str, Any]:
+    """A config's rope, flat or by layer type, with dynamic scaling in place of what scales it."""
+    old = rope if isinstance(rope, dict) else {}
+    if any(kind in old for kind in LAYER_TYPES):
+        return {**old, "full_attention": _dynamic(old.get("full_attention"), factor)}
+    kept = {key: old[key] for key in ("rope_theta", "partial_rotary_factor") if key in old}
+    return {**kept, "rope_type": "dynamic", "factor": factor}

@@ -41,7 +41,7 @@ def read_rope(
     partial = scaling.number("partial_rotary_factor", default=None, high=1.0)
     if partial is None:
         partial = config.number("partial_rotary_factor", default=default_partial, high=1.0)
-    rotary_dim = int(head_dim * partial)
+    rotary_dim = int(head_dim * partial + 1e-6)  # 88 · (30 / 88) is a little less than 30
     if rotary_dim % 2 or rotary_dim < 2:
         config.fail("head_dim", f"{rotary_dim} rotary dimensions", "an even number of them, at least 2")
 

@@ -1,6 +1,6 @@
 """What a decoder is, as data.
 
-A family file (``toolkit/models/<family>.py``) maps ``config.json`` and the checkpoint's tensor names to
+A family file (``toolkit/models/families/<family>.py``) maps ``config.json`` and the checkpoint's tensor names to
 a ``DecoderSpec`` and a list of ``StoredTensor``; it is the only place that knows the family. Both runners execute
 any spec; the engine artifact carries it as JSON (``to_json`` / ``from_json``).
 

@@ -11,7 +11,7 @@ from toolkit.models.rope_config import read_rope
 
 
 def build(config: Fields) -> Built:
-    dims = read_dims(config, eps=1e-5, tied=True, head_dim=128)
+    dims = read_dims(config, eps=1e-5, tied=True, head_dim=128, kv_heads=2)
     bias = config.flag("use_bias", False)
     return llama_like(
         config,
@@ -27,7 +27,7 @@ def build(config: Fields) -> Built:
 FAMILY = Family(
     "ernie4_5",
     "ERNIE 4.5 0.3B",
-    ("Ernie4_5ForCausalLM",),
+    ("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"),
     build,
     (
         Tiny(dict(head_dim=32)),

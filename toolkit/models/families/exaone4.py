@@ -17,7 +17,7 @@ POST_NORM_NAMES = {"post_attention_norm": "post_attention_layernorm", "post_ffw_
 
 
 def build(config: Fields) -> Built:
-    dims = read_dims(config, eps=1e-5)
+    dims = read_dims(config, eps=1e-5, kv_heads=32)
     window = read_window(config, default=4096)
     windows = read_windows(config, dims.layers, window, _slides(config, dims.layers, window))
     rope = read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position)

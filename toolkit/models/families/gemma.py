@@ -11,7 +11,7 @@ from toolkit.models.gguf import BLOCK, Gguf
 
 
 def build(config: Fields) -> Built:
-    dims = read_dims(config, tied=True, head_dim=256)
+    dims = read_dims(config, tied=True, head_dim=256, kv_heads=16)
     if config.flag("use_bidirectional_attention", False):
         config.fail("use_bidirectional_attention", True, "false (a decoder is causal)")
     bias = config.flag("attention_bias", False)

@@ -26,7 +26,7 @@ FIELDS = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_
 
 
 def build(config: Fields, norms: LayerNorms = SANDWICH_NORMS) -> Built:
-    dims = read_dims(config, tied=True, head_dim=256)
+    dims = read_dims(config, tied=True, head_dim=256, kv_heads=4)
     if config.flag("use_bidirectional_attention", False):
         config.fail("use_bidirectional_attention", True, "false (a decoder is causal)")
     window = read_window(config, default=4096)

@@ -10,7 +10,7 @@ from toolkit.models.rope_config import read_rope
 
 
 def build(config: Fields, norms: LayerNorms = PRE_NORMS) -> Built:
-    dims = read_dims(config, eps=1.5625e-7, head_dim=128)
+    dims = read_dims(config, eps=1.5625e-7, head_dim=128, kv_heads=2)
     return llama_like(
         config,
         dims,

@@ -20,9 +20,20 @@ from toolkit.models.family import Family, Tiny
 from toolkit.models.rope_config import read_rope
 from toolkit.models.spec import MoeSpec, Rows
 
+ROPE = dict(
+    rope_type="yarn",
+    factor=32.0,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    truncate=False,
+    original_max_position_embeddings=4096,
+)
+
 
 def build(config: Fields) -> Built:
-    dims = read_dims(config, eps=1e-5, head_dim=64)
+    if not config.has("rope_parameters") and not config.has("rope_scaling"):
+        config = Fields({**config.values, "rope_scaling": ROPE}, config.source)
+    dims = read_dims(config, eps=1e-5, head_dim=64, kv_heads=8)
     windows = read_windows(
         config, dims.layers, read_window(config, default=128), [i % 2 == 0 for i in range(dims.layers)]
     )
@@ -65,15 +76,7 @@ def _stacks(dims: Dims, count: int) -> list[Fused]:
     ]
 
 
-YARN = dict(
-    rope_type="yarn",
-    rope_theta=10000.0,
-    factor=4.0,
-    beta_fast=32.0,
-    beta_slow=1.0,
-    truncate=False,
-    original_max_position_embeddings=64,
-)
+YARN = dict(ROPE, rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64)
 PLAIN = dict(rope_type="default", rope_theta=10000.0)
 SIZES = dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=16)
 FAMILY = Family(

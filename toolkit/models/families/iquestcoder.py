@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from toolkit.models.config_fields import Fields
-from toolkit.models.decoder import Built
+from toolkit.models.decoder import Built, read_dims
 from toolkit.models.families import llama
 from toolkit.models.family import Family, Tiny
 
@@ -12,7 +12,7 @@ def build(config: Fields) -> Built:
     for name in ("clip_qkv", "use_sliding_window"):
         if config.values.get(name):
             config.fail(name, config.values[name], "none: no released model has it")
-    return llama.build(config)
+    return llama.build(config, read_dims(config, eps=1e-5, head_dim=128, kv_heads=8))
 
 
 FAMILY = Family(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from toolkit.models.config_fields import Fields
-from toolkit.models.decoder import Built, llama_like
+from toolkit.models.decoder import Built, Dims, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, Gguf
 
 
-def build(config: Fields) -> Built:
+def build(config: Fields, dims: Dims | None = None) -> Built:
     bias = config.flag("attention_bias", False)
-    return llama_like(config, qkv_bias=bias, o_bias=bias, mlp_bias=config.flag("mlp_bias", False))
+    return llama_like(config, dims, qkv_bias=bias, o_bias=bias, mlp_bias=config.flag("mlp_bias", False))
 
 
 GGUF = Gguf(

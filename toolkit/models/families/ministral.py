@@ -9,7 +9,7 @@ from toolkit.models.family import Family, Tiny
 
 
 def build(config: Fields) -> Built:
-    dims = read_dims(config)
+    dims = read_dims(config, kv_heads=8)
     window = read_window(config, default=4096)
     return llama_like(config, dims, windows=read_windows(config, dims.layers, window, [True] * dims.layers))
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from toolkit.models.config_fields import Fields
-from toolkit.models.decoder import Built, llama_like, read_window
+from toolkit.models.decoder import Built, llama_like, read_dims, read_window
 from toolkit.models.families import llama
 from toolkit.models.family import Family, Tiny
 
 
 def build(config: Fields) -> Built:
-    return llama_like(config, windows=read_window(config, default=4096))
+    return llama_like(config, read_dims(config, kv_heads=8), windows=read_window(config, default=4096))
 
 
 FAMILY = Family(

@@ -12,7 +12,7 @@ EXPERT_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 def build(config: Fields) -> Built:
-    dims = read_dims(config, eps=1e-5)
+    dims = read_dims(config, eps=1e-5, kv_heads=8)
     act = config.activation("hidden_act")
     count, top_k = read_experts(config, dims.layers, "num_local_experts", "num_experts")
     return llama_like(

@@ -24,6 +24,8 @@ def build(config: Fields) -> Built:
     dims = read_dims(config, eps=1e-5)
     if config.flag("qk_layernorm", False):
         config.fail("qk_layernorm", True, "false, as in all released models")
+    if dims.tied:
+        config.fail("tie_word_embeddings", True, "false, as in all released models: the head has a bias")
     act = config.activation("hidden_act", default="gelu_new")
     return llama_like(
         config,

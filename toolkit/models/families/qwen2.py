@@ -16,7 +16,7 @@ def layer_windows(config: Fields, layers: int) -> list[int | None]:
 
 
 def build(config: Fields) -> Built:
-    dims = read_dims(config)
+    dims = read_dims(config, kv_heads=32)
     return llama_like(config, dims, windows=layer_windows(config, dims.layers), qkv_bias=True)
 
 

@@ -12,7 +12,7 @@ from toolkit.models.spec import MoeSpec
 
 
 def build(config: Fields) -> Built:
-    dims = read_dims(config)
+    dims = read_dims(config, kv_heads=16)
     window = read_window(config, default=4096) if config.flag("use_sliding_window", False) else None
     last = config.integer("max_window_layers", default=28, low=0, high=MAX_LAYERS)
     windows = read_windows(config, dims.layers, window, [i % 2 == 0 and i < last for i in range(dims.layers)])

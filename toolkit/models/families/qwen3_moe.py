@@ -13,7 +13,7 @@ EVERY_LAYER = {"mlp_only_layers": [], "decoder_sparse_step": 1}
 
 
 def build(config: Fields) -> Built:
-    dims = read_dims(config)
+    dims = read_dims(config, kv_heads=4)
     window = read_window(config, default=4096) if config.flag("use_sliding_window", False) else None
     bias = config.flag("attention_bias", False)
     act = config.activation("hidden_act")

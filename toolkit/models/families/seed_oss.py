@@ -11,7 +11,7 @@ from toolkit.models.gguf import BLOCK, Gguf
 def build(config: Fields) -> Built:
     return llama_like(
         config,
-        read_dims(config, head_dim=128),
+        read_dims(config, head_dim=128, kv_heads=8),
         qkv_bias=config.flag("attention_bias", True),
         o_bias=config.flag("attention_out_bias", False),
         mlp_bias=config.flag("mlp_bias", False),

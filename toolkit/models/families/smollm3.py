@@ -16,7 +16,7 @@ INTERVAL = 4
 
 
 def build(config: Fields) -> Built:
-    dims = read_dims(config, tied=True)
+    dims = read_dims(config, tied=True, kv_heads=4)
     turns = _layers_with_rope(config, dims.layers)
     rope = read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_theta=2e6)
     window = read_window(config) if config.flag("use_sliding_window", False) else None

@@ -13,14 +13,15 @@ from toolkit.models.rope_config import read_rope
 
 
 def build(config: Fields) -> Built:
-    dims = read_dims(config, eps=1e-5)
+    rotary = config.number("rope_pct", default=0.25, high=1.0)  # as the first 3B's file has it, with norm_eps
+    dims = read_dims(config, eps=1e-5, kv_heads=32)
     if config.flag("qk_layernorm", False):
         config.fail("qk_layernorm", True, "false: norms that the checkpoint has one a head are not read")
     parallel = config.flag("use_parallel_residual", False)
     return llama_like(
         config,
         dims,
-        rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_partial=0.25),
+        rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_partial=rotary),
         qkv_bias=config.flag("use_qkv_bias", False),
         norm=partial(layer_norm, eps=dims.eps, bias=True),
         norms=PARALLEL_NORM if parallel else PRE_NORMS,
@@ -45,7 +46,7 @@ FAMILY = Family(
         fields={"hidden_act": "silu"},
         read=lambda file, config: {
             "use_qkv_bias": "blk.0.attn_q.bias" in file.tensors,
-            "use_parallel_residual": file.has("use_parallel_residual"),
+            "use_parallel_residual": "blk.0.ffn_norm.weight" not in file.tensors,  # the key says true of others too
         },
         write=lambda spec: {"use_parallel_residual": spec.layers[0].sublayers[0].reads == "block"},
     ),

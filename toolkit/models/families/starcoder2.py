@@ -13,7 +13,7 @@ PLAIN_BLOCK = {theirs: ours for theirs, ours in BLOCK.items() if theirs != "ffn_
 
 
 def build(config: Fields) -> Built:
-    dims = read_dims(config, eps=1e-5, tied=True)
+    dims = read_dims(config, eps=1e-5, tied=True, kv_heads=2)
     bias = config.flag("use_bias", True)
     act = config.activation("hidden_act", default="gelu_pytorch_tanh")
     return llama_like(

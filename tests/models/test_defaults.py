@@ -1,0 +1,76 @@
+"""What a field means that a config does not state: what transformers' config class says."""
+
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from toolkit.errors import ToolkitError
+from toolkit.models.registry import build, get, names
+
+SIZES = dict(
+    vocab_size=1000,
+    hidden_size=1024,
+    intermediate_size=256,
+    num_hidden_layers=6,
+    num_attention_heads=64,  # every default number of kv heads divides it
+    max_position_embeddings=512,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
+EXPERTS = dict(num_local_experts=4, num_experts=4, num_experts_per_tok=2)
+
+
+@pytest.mark.parametrize("family", [name for name in names() if name in CONFIG_MAPPING])
+def test_absent_fields_mean_what_transformers_takes_for_them(family):
+    known = CONFIG_MAPPING[family]().to_dict()
+    sizes = {**SIZES, **{name: count for name, count in EXPERTS.items() if name in known}}
+    stated = CONFIG_MAPPING[family](**sizes).to_dict()
+    named = {"architectures": [get(family).architectures[0]], "model_type": family}
+    assert build({**named, **sizes})[0] == build({**stated, **named})[0]
+
+
+@pytest.mark.parametrize("family", ["cwm", "mistral", "starcoder2"])
+def test_null_means_as_many_kv_heads_as_heads_and_their_share_of_the_width(family):
+    named = {"architectures": [get(family).architectures[0]]}
+    spec, _ = build({**named, **SIZES, "num_key_value_heads": None, "head_dim": None})
+    attention = spec.attention_layers()[0][1]
+    assert (attention.heads, attention.kv_heads, attention.head_dim) == (64, 64, 16)
+
+
+def test_gpt_oss_turns_by_yarn_where_the_config_does_not_say():
+    config = {"architectures": ["GptOssForCausalLM"], **SIZES, **EXPERTS}
+    rope = build({**config, "rope_theta": 5000.0})[0].attention_layers()[0][1].rope
+    assert (rope.kind, rope.theta, rope.factor, rope.original_max_position, rope.truncate) == (
+        "yarn", 5000.0, 32.0, 4096, False,
+    )  # fmt: skip
+
+
+def test_stablelm_epoch_spells_eps_and_the_rotary_share_in_its_own_way():
+    config = {"architectures": ["StableLMEpochForCausalLM"], **SIZES, "num_key_value_heads": 64}
+    spec, _ = build({**config, "norm_eps": 1e-3, "rope_pct": 0.5})
+    assert spec.final_norm.eps == 1e-3
+    assert spec.attention_layers()[0][1].rope.rotary_dim == 8
+
+
+@pytest.mark.parametrize(
+    "flags, has",
+    [
+        ({"attention_bias": True, "mlp_bias": False}, (True, True, False)),
+        ({"attention_bias": False, "mlp_bias": True}, (False, False, True)),
+        ({"qkv_bias": True, "bias": False}, (True, False, False)),
+        ({"qkv_bias": False, "bias": True}, (False, True, True)),
+    ],
+)
+def test_internlm3_s_biases_in_both_spellings(flags, has):
+    spec, _ = build({"architectures": ["InternLM3ForCausalLM"], **SIZES, **flags})
+    attention, mlp = (sublayer.mixer for sublayer in spec.layers[0].sublayers)
+    assert (attention.q.bias, attention.o.bias, mlp.up.bias) == has
+
+
+def test_a_tied_phi_would_lose_a_bias():
+    with pytest.raises(ToolkitError, match=r"config\.json: tie_word_embeddings: found True, expected false"):
+        build({"architectures": ["PhiForCausalLM"], **SIZES, "tie_word_embeddings": True})
+
+
+def test_ernie_under_its_first_name():
+    assert build({"architectures": ["Ernie4_5_ForCausalLM"], **SIZES})[0].family == "ernie4_5"
