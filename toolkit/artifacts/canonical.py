@@ -7,15 +7,32 @@ number of output features (rows), ``in`` the number of input features. Weights a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 
+class ByRow:
+    """A form whose tensors named in ``BY_ROW`` have a row for each row of the weight; the others are of all rows."""
+
+    BY_ROW: ClassVar[tuple[str, ...]]
+
+    def take_rows(self, rows: Tensor | slice) -> Self:
+        """The weight of some rows."""
+        found = {name: getattr(self, name) for name in self.BY_ROW}
+        taken = {n: x.take_rows(rows) if isinstance(x, ByRow) else x[rows] for n, x in found.items() if x is not None}
+        return replace(self, **taken)  # type: ignore[type-var]
+
+
 @dataclass(frozen=True)
-class Dense:
+class Dense(ByRow):
     """Plain floating point weight. ``weight``: [out, in], float32 / float16 / bfloat16."""
+
+    BY_ROW = ("weight",)
 
     weight: Tensor
 
@@ -26,18 +43,17 @@ class Dense:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.weight.to(dtype)
 
-    def take_rows(self, rows: Tensor | slice) -> Dense:
-        return Dense(self.weight[rows])
-
 
 @dataclass(frozen=True)
-class SuperScales:
+class SuperScales(ByRow):
     """What the scales and minima of a ``GroupInt`` or ``Codebook`` were computed from (GGUF's K-quants and IQ4_XS):
     small integers times one float a super-block, kept so that a file can be written again bit by bit.
 
     ``d``, ``dmin``: float16 [out, super-blocks]; ``codes``, ``min_codes``: int8 [out, groups].
         scale = d * code, minimum = -(dmin * min_code), in float32
     """
+
+    BY_ROW = ("d", "codes", "dmin", "min_codes")
 
     d: Tensor
     codes: Tensor
@@ -54,14 +70,6 @@ class SuperScales:
             return None
         return -_spread(self.dmin, self.min_codes)
 
-    def take_rows(self, rows: Tensor | slice) -> SuperScales:
-        return SuperScales(
-            self.d[rows],
-            self.codes[rows],
-            None if self.dmin is None else self.dmin[rows],
-            None if self.min_codes is None else self.min_codes[rows],
-        )
-
 
 def _spread(floats: Tensor, codes: Tensor) -> Tensor:
     each = floats.float().repeat_interleave(codes.shape[1] // floats.shape[1], dim=1)
@@ -69,7 +77,7 @@ def _spread(floats: Tensor, codes: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class GroupInt:
+class GroupInt(ByRow):
     """Integers in groups along the input dimension, one scale (and offset) a group.
 
     ``codes``: uint8 [out, in], each below ``2**bits``, one code a byte.
@@ -82,6 +90,8 @@ class GroupInt:
     consecutive (GPTQ act-order).
     ``super_scales``: what ``scales`` and ``minima`` (then float32) were computed from, for K-quants, else None.
     """
+
+    BY_ROW = ("codes", "scales", "zeros", "minima", "super_scales")
 
     codes: Tensor
     scales: Tensor
@@ -118,24 +128,16 @@ class GroupInt:
             codes.sub_(self.zeros.float()[..., None]).mul_(scale)
         return codes.view(out, n_in).to(dtype)
 
-    def take_rows(self, rows: Tensor | slice) -> GroupInt:
-        return replace(
-            self,
-            codes=self.codes[rows],
-            scales=self.scales[rows],
-            zeros=None if self.zeros is None else self.zeros[rows],
-            minima=None if self.minima is None else self.minima[rows],
-            super_scales=None if self.super_scales is None else self.super_scales.take_rows(rows),
-        )
-
 
 @dataclass(frozen=True)
-class ChannelInt8:
+class ChannelInt8(ByRow):
     """W8A8: int8 weight with one float32 scale a row; activations are quantized per token at run time.
 
     ``weight``: int8 [out, in]; ``scales``: float32 [out]. w = weight * scale.
     """
 
+    BY_ROW = ("weight", "scales")
+
     weight: Tensor
     scales: Tensor
 
@@ -146,14 +148,13 @@ class ChannelInt8:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return (self.weight.float() * self.scales[:, None]).to(dtype)
 
-    def take_rows(self, rows: Tensor | slice) -> ChannelInt8:
-        return ChannelInt8(self.weight[rows], self.scales[rows])
-
 
 @dataclass(frozen=True)
-class Fp8:
+class Fp8(ByRow):
     """W8A8 in floating point: float8_e4m3fn or float8_e5m2 [out, in], float32 scales [out] (multiply)."""
 
+    BY_ROW = ("weight", "scales")
+
     weight: Tensor
     scales: Tensor
 
@@ -164,18 +165,17 @@ class Fp8:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return (self.weight.float() * self.scales[:, None]).to(dtype)
 
-    def take_rows(self, rows: Tensor | slice) -> Fp8:
-        return Fp8(self.weight[rows], self.scales[rows])
-
 
 @dataclass(frozen=True)
-class BlockFp8:
+class BlockFp8(ByRow):
     """float8 weights with one scale a tile of rows and columns (DeepSeek's blocked fp8).
 
     ``weight``: float8_e4m3fn [out, in]; ``scales``: float32 [row blocks, ceil(in / block[1])], w = weight * scale;
     ``block``: rows and columns of a tile, those at the border may be smaller. ``row_blocks``: int32 [out], the row
     block of every row where rows were taken out of their tiles, None for row // block[0].
     """
+
+    BY_ROW = ("weight", "row_blocks")
 
     weight: Tensor
     scales: Tensor
@@ -191,7 +191,8 @@ class BlockFp8:
         return (self.weight.float() * each[:, : self.weight.shape[1]]).to(dtype)
 
     def take_rows(self, rows: Tensor | slice) -> BlockFp8:
-        return replace(self, weight=self.weight[rows], row_blocks=self.block_of_rows()[rows])
+        """The weight of some rows, which stay in their tiles."""
+        return super(BlockFp8, replace(self, row_blocks=self.block_of_rows())).take_rows(rows)
 
     def block_of_rows(self) -> Tensor:
         """int32 [out], the row of ``scales`` for each row of the weight."""
@@ -205,12 +206,14 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2
 
 
 @dataclass(frozen=True)
-class Fp4:
+class Fp4(ByRow):
     """4-bit floats (e2m1) in blocks along the input dimension: MXFP4 and NVFP4.
 
     ``codes``: uint8 [out, in], each below 16, indices into ``FP4_VALUES``. ``scales``: [out, in/group_size], uint8
     (e8m0: 2 ** (scale - 127)) or float8_e4m3fn. ``global_scale``: float32 [1] that scales are *divided* by, or None.
     """
+
+    BY_ROW = ("codes", "scales")
 
     codes: Tensor
     scales: Tensor
@@ -234,17 +237,16 @@ class Fp4:
         values = table[self.codes.long()].unflatten(1, (-1, self.group_size))
         return (values * self.float_scales()[..., None]).flatten(1).to(dtype)
 
-    def take_rows(self, rows: Tensor | slice) -> Fp4:
-        return replace(self, codes=self.codes[rows], scales=self.scales[rows])
-
 
 @dataclass(frozen=True)
-class Codebook:
+class Codebook(ByRow):
     """Codes that index a table of values: GGUF's IQ4_NL and IQ4_XS. w = table[code] * scale.
 
     ``codes``: uint8 [out, in]; ``table``: float32 [2**bits]; ``scales``: [out, in/group_size] float;
     ``super_scales`` as in ``GroupInt``.
     """
+
+    BY_ROW = ("codes", "scales", "super_scales")
 
     codes: Tensor
     table: Tensor
@@ -261,9 +263,48 @@ class Codebook:
         values = self.table[self.codes.long()].unflatten(1, (-1, self.group_size))
         return (values * self.scales.float()[..., None]).flatten(1).to(dtype)
 
-    def take_rows(self, rows: Tensor | slice) -> Codebook:
-        taken = None if self.super_scales is None else self.super_scales.take_rows(rows)
-        return replace(self, codes=self.codes[rows], scales=self.scales[rows], super_scales=taken)
-
 
 Weight = Dense | GroupInt | ChannelInt8 | Fp8 | BlockFp8 | Fp4 | Codebook
+
+
+def join_rows(parts: Sequence[Weight]) -> Weight | None:
+    """The weights one below the other, or None where they are not of one form, or differ in what all rows share."""
+    if len(parts) == 1:
+        return parts[0]
+    if any(type(part) is not type(parts[0]) for part in parts):
+        return None
+    tiles = [part for part in parts if isinstance(part, BlockFp8)]
+    if len({tile.block for tile in tiles}) > 1:
+        return None
+    return _below(_under_one_table(tiles) if tiles else parts)
+
+
+def _below(parts: Sequence[Any]) -> Any:
+    """``join_rows`` of parts of one class."""
+    first = parts[0]
+    shared = [f.name for f in fields(first) if f.name not in first.BY_ROW]
+    if not all(_same(getattr(first, name), getattr(part, name)) for name in shared for part in parts):
+        return None
+    joined: dict[str, Any] = {}
+    for name in first.BY_ROW:
+        values = [value for part in parts if (value := getattr(part, name)) is not None]
+        if values and (len(values) < len(parts) or len({getattr(value, "dtype", None) for value in values}) > 1):
+            return None
+        if values:
+            joined[name] = _below(values) if isinstance(values[0], ByRow) else torch.cat(values)
+    return replace(first, **joined)
+
+
+def _same(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b or a == b
+
+
+def _under_one_table(parts: Sequence[BlockFp8]) -> list[BlockFp8]:
+    """The parts with the scales of them all, where they have not the same ones already: rows that were taken out of one
+    weight have."""
+    first = parts[0].scales
+    if all(part.row_blocks is not None and _same(part.scales, first) for part in parts):
+        return list(parts)
+    scales = torch.cat([part.scales for part in parts])
+    starts = itertools.accumulate((len(part.scales) for part in parts), initial=0)
+    return [replace(p, scales=scales, row_blocks=p.block_of_rows() + n) for p, n in zip(parts, starts, strict=False)]

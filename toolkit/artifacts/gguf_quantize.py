@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.canonical import Dense, GroupInt, SuperScales, Weight
+from toolkit.artifacts.canonical import Dense, GroupInt, SuperScales, Weight, join_rows
 from toolkit.artifacts.gguf_blocks import BLOCKS, BlockType
 from toolkit.errors import ToolkitError
 
@@ -43,7 +43,8 @@ def quantize(weight: Tensor, kind: str, importance: Tensor | None = None, name: 
         importance = importance / importance.mean().clamp(min=1e-30)
     rows = max(1, _CHUNK // weight.shape[1])
     parts = [_quantize_rows(part.float(), block, importance) for part in weight.split(rows)]
-    found = _join(parts)
+    found = join_rows(parts)
+    assert isinstance(found, GroupInt)
     floats = found.scales if found.super_scales is None else found.super_scales.d
     if not bool(torch.isfinite(floats).all()):
         raise ToolkitError(f"{name}: weights up to {float(weight.abs().max()):.3g} need a scale beyond float16")
@@ -244,32 +245,3 @@ def _from_supers(codes: Tensor, supers: SuperScales, block: BlockType, n_out: in
     zeros = None if block.zero is None else torch.full(scales.shape, block.zero, dtype=torch.uint8)
     flat = codes.to(torch.uint8).reshape(n_out, -1)
     return GroupInt(flat, scales, zeros, block.bits, block.group, supers.minima(), super_scales=supers)
-
-
-def _join(parts: list[GroupInt]) -> GroupInt:
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    supers = [part.super_scales for part in parts if part.super_scales is not None]
-    above = None
-    if supers:
-        above = SuperScales(
-            torch.cat([x.d for x in supers]),
-            torch.cat([x.codes for x in supers]),
-            _below([x.dmin for x in supers]),
-            _below([x.min_codes for x in supers]),
-        )
-    return GroupInt(
-        torch.cat([part.codes for part in parts]),
-        torch.cat([part.scales for part in parts]),
-        _below([part.zeros for part in parts]),
-        first.bits,
-        first.group_size,
-        _below([part.minima for part in parts]),
-        super_scales=above,
-    )
-
-
-def _below(tensors: list[Tensor | None]) -> Tensor | None:
-    found = [tensor for tensor in tensors if tensor is not None]
-    return torch.cat(found) if found else None

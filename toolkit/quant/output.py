@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, SuperScales, Weight
+from toolkit.artifacts.canonical import BlockFp8, Dense, Weight, join_rows
 from toolkit.artifacts.checkpoint_writer import write_model
 from toolkit.artifacts.formats.describe import Layout, layout_of
 from toolkit.artifacts.formats.writers import Writer
@@ -125,55 +125,12 @@ def join_parts(item: StoredTensor, parts: list[Weight | Tensor]) -> Weight | Ten
         return parts[0]
     places = [torch.tensor(item.rows_of(part)) for part in item.parts]
     order = torch.argsort(torch.cat(places))
-    stacked = _stack(parts)
-    return stacked[order] if isinstance(stacked, Tensor) else _whole_tiles(stacked.take_rows(order))
-
-
-def _stack(parts: list[Weight | Tensor]) -> Weight | Tensor:
-    """Rows of all the parts, one after another; the parts are of one form."""
-    first = parts[0]
-
-    def join(field: str) -> Tensor:
-        return torch.cat([getattr(p, field) for p in parts])
-
-    match first:
-        case Tensor():
-            return torch.cat([p for p in parts if isinstance(p, Tensor)])
-        case GroupInt():
-            same = all(_same(first.group_index, getattr(p, "group_index", None)) for p in parts)
-            assert same, "parts of a module share their input, so also its order"
-            found = replace(first, codes=join("codes"), scales=join("scales"))
-            if first.zeros is not None:
-                found = replace(found, zeros=join("zeros"))
-            if first.minima is not None:
-                found = replace(found, minima=join("minima"))
-            if first.super_scales is None:
-                return found
-            above = [p.super_scales for p in parts if isinstance(p, GroupInt) and p.super_scales is not None]
-            return replace(found, super_scales=_stack_supers(above))
-        case ChannelInt8():
-            return ChannelInt8(join("weight"), join("scales"))
-        case Fp8():
-            return Fp8(join("weight"), join("scales"))
-        case BlockFp8():  # all parts hold the scales of the whole module
-            return replace(first, weight=join("weight"), row_blocks=join("row_blocks"))
-        case Fp4():
-            return replace(first, codes=join("codes"), scales=join("scales"))
-        case Dense():
-            return Dense(join("weight"))
-        case _:
-            raise AssertionError(f"no method makes {type(first).__name__}")
-
-
-def _stack_supers(parts: list[SuperScales]) -> SuperScales:
-    d, codes = torch.cat([p.d for p in parts]), torch.cat([p.codes for p in parts])
-    lows = [(p.dmin, p.min_codes) for p in parts]
-    dmin, min_codes = ([x for x in column if x is not None] for column in zip(*lows, strict=True))
-    return SuperScales(d, codes, torch.cat(dmin), torch.cat(min_codes)) if dmin else SuperScales(d, codes)
-
-
-def _same(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is b or (a is not None and b is not None and torch.equal(a, b))
+    vectors = [part for part in parts if isinstance(part, Tensor)]
+    if vectors:
+        return torch.cat(vectors)[order]
+    joined = join_rows([part for part in parts if not isinstance(part, Tensor)])
+    assert joined is not None, "the parts of a module are of one form"
+    return _whole_tiles(joined.take_rows(order))
 
 
 def _whole_tiles(weight: Weight) -> Weight:

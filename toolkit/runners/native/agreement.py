@@ -8,9 +8,7 @@ each with an order of columns of their own) are held as bfloat16 where they do n
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-
-import torch
+from collections.abc import Callable, Iterator
 
 from toolkit.artifacts.canonical import Weight
 from toolkit.models.spec import DecoderSpec
@@ -23,11 +21,11 @@ Key = tuple[int, bytes]  # group of activations, order of columns
 class Agreement:
     """Packed tensors on their way out, in the order in which they came; a gate waits for its up projection.
 
-    ``widen``: a weight held as bfloat16, told in ``notes``.
+    ``widen``: makes a weight one that is held as bfloat16, which is told in ``notes``.
     """
 
-    def __init__(self, spec: DecoderSpec, notes: list[str]) -> None:
-        self.notes = notes
+    def __init__(self, spec: DecoderSpec, notes: list[str], widen: Callable[[Weight], PackedTensor]) -> None:
+        self.notes, self.widen = notes, widen
         self.partner: dict[str, str] = {}
         self.input: dict[str, int] = {}
         self.ways: dict[int, set[Key]] = defaultdict(set)
@@ -80,10 +78,8 @@ class Agreement:
             self.out[name] = packed
 
     def _widened(self, name: str, value: Weight, why: str) -> PackedTensor:
-        from toolkit.runners.native.pack import pack_dense
-
         self.notes.append(f"{name}: held as bfloat16, for {why}")
-        return pack_dense(value.dequantize(torch.bfloat16))
+        return self.widen(value)
 
 
 def _key(packed: PackedTensor) -> Key | None:

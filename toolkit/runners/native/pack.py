@@ -7,7 +7,7 @@ dense, a head or embedding can be quantized to 8 or 4 bits. ``pack_model`` lists
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from toolkit.runners.native.packed import (
     PackedWeights,
     vector,
 )
+from toolkit.runners.weight_info import info_of
 
 U8 = NDArray[np.uint8]
 _TORCH = {F32: torch.float32, BF16: torch.bfloat16, F16: torch.float16}
@@ -54,12 +55,19 @@ def _tiles(a: NDArray[Any]) -> NDArray[Any]:
     return a.reshape(-1, LANES, *a.shape[1:])
 
 
+def _without_memory(meta: PackedMeta, perm: NDArray[np.int32] | None = None) -> PackedTensor:
+    """What an outline is packed to: as many bytes as it will have, of which none is there."""
+    return PackedTensor(np.broadcast_to(np.uint8(0), (meta.nbytes,)), meta, perm)
+
+
 # -- dense
 
 
 def pack_dense(weight: Tensor) -> PackedTensor:
     """[out, in] float to tiles [in][16 rows]."""
     meta = packed_meta(Dense(weight))
+    if weight.is_meta:
+        return _without_memory(meta)
     data = np.ascontiguousarray(_tiles(_bits_of(weight.to(_TORCH[meta.dtype]))).transpose(0, 2, 1))
     return PackedTensor(data.reshape(-1).view(np.uint8), meta)
 
@@ -134,6 +142,8 @@ def pack_group_int(w: GroupInt) -> PackedTensor:
     """Codes below 16 in 4 bits, others in 8. ValueError where the groups do not fit the kernels."""
     meta = packed_meta(w)
     perm = _permutation(w)
+    if w.codes.is_meta:
+        return _without_memory(meta, perm)
     codes = w.codes.numpy() if perm is None else w.codes.numpy()[:, perm]
     scales = w.scales.to(_TORCH[meta.dtype])
     offsets: U8 | Tensor
@@ -196,6 +206,8 @@ def _unpack_group_int(p: PackedTensor) -> GroupInt:
 def pack_channel_int8(w: ChannelInt8) -> PackedTensor:
     """One group as long as the row: activations are quantized per token. ValueError where it does not fit."""
     meta = packed_meta(w)
+    if w.weight.is_meta:
+        return _without_memory(meta)
     codes = (w.weight.numpy().astype(np.int16) + 128).astype(np.uint8)
     zeros = np.full((codes.shape[0], 1), 128, np.uint8)
     return PackedTensor(_assemble(codes, w.scales.float()[:, None], zeros, meta), meta)
@@ -305,6 +317,8 @@ def quantize_head(w: Dense, bits: int) -> GroupInt | None:
     group = _head_group(cols) if bits == 8 else 32 if cols % 32 == 0 else None
     if group is None:
         return None
+    if w.weight.is_meta:
+        return taller(to_group_int(torch.zeros(1, cols), bits, group), w.shape[0])
     return to_group_int(w.weight, bits, group, turn if bits == 8 else None)
 
 
@@ -320,20 +334,18 @@ def pack_nearest(name: str, w: Weight, notes: list[str]) -> PackedTensor:
     except ValueError as reason:
         what = "float8" if isinstance(w, Fp8) else str(reason)
         notes.append(f"{name}: {what} has no kernel here; held as bfloat16")
-        return pack_dense(w.dequantize(torch.bfloat16))
+        return pack_as_bfloat16(w)
     if isinstance(w, GroupInt) and packed.meta.bits > w.bits:
         notes.append(f"{name}: codes of {w.bits} bits have no kernel here; held in {packed.meta.bits}")
     return packed
 
 
-def nearest_meta(w: Weight) -> PackedMeta:
-    """How ``pack_nearest`` packs ``w``, whose matrices need not have memory."""
-    try:
-        if isinstance(w, GroupInt):
-            _permutation(w)
-        return packed_meta(w)
-    except ValueError:
-        return PackedMeta(DENSE, *w.shape, BF16)
+def pack_as_bfloat16(w: Weight) -> PackedTensor:
+    """Dense, whatever it was."""
+    outline = any(isinstance(t := getattr(w, f.name), Tensor) and t.is_meta for f in fields(w))
+    if outline:
+        return pack_dense(torch.empty(w.shape, dtype=torch.bfloat16, device="meta"))
+    return pack_dense(w.dequantize(torch.bfloat16))
 
 
 def gathered(notes: list[str]) -> list[str]:
@@ -359,12 +371,15 @@ def pack_model(
     layers = {linear.name for linear in spec.linears()}
     unused = {spec.head} if spec.tied else set()
     waiting: list[tuple[str, Dense]] = []
-    out = Agreement(spec, notes)
+    out = Agreement(spec, notes, pack_as_bfloat16)
     for name, value in weights:
         if name in unused:
             continue
         if isinstance(value, Tensor):
-            out.add(name, vector(value.float().numpy()))
+            there = not value.is_meta
+            out.add(
+                name, vector(value.float().numpy()) if there else _without_memory(PackedMeta(VECTOR, value.numel()))
+            )
         elif name in layers:
             if head_bits is None:
                 head_bits = 16 if isinstance(value, Dense) else 8
@@ -381,6 +396,14 @@ def pack_model(
     for held, dense in waiting:
         out.add(held, _pack_head(held, dense, 16, notes))
     yield from out.take(last=True)
+
+
+def packed_bytes(spec: DecoderSpec, weights: Mapping[str, Weight | Tensor]) -> int:
+    """Bytes of what ``pack_model`` makes of canonical weights, told from their headers. Of 8-bit codes with stored zero
+    points, which may all be in the middle, it is what they take at most.
+    """
+    outlines = ((name, info_of(weights, name)) for name in weights)
+    return sum(packed.data.nbytes for _, packed in pack_model(spec, outlines, None, []))
 
 
 def _pack_head(name: str, w: Dense, bits: int, notes: list[str]) -> PackedTensor:

@@ -105,7 +105,7 @@ class NativeRunner:
         spec = self.spec
         if isinstance(found[spec.embed], PackedTensor):
             return sum(found[name].meta.nbytes for name in found)
-        from toolkit.runners.native.estimate import packed_bytes
+        from toolkit.runners.native.pack import packed_bytes
 
         return packed_bytes(spec, found)
 

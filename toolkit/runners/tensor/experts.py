@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, Weight
+from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, Weight, join_rows
 from toolkit.kernels.reference.linear import pack_codes
 from toolkit.models.spec import MoeSpec
-from toolkit.runners.tensor.linear import Placement, becomes_dense, fuse
+from toolkit.runners.tensor.linear import Placement, becomes_dense
 from toolkit.runners.tensor.ops import Ops
 
 Matrix = Callable[[str], Weight]  # the canonical weight of a name
@@ -78,15 +79,12 @@ def _kind(weight: Weight, place: Placement) -> tuple[object, ...] | None:
 
 def _parts(weights: Sequence[Weight]) -> dict[str, Tensor]:
     """The tensors to be stacked, by their suffixes, of weights of one kind that share their input."""
-    floats = [weight for weight in weights if isinstance(weight, Fp4)]
-    if floats:  # each with a global scale of its own
-        found = {
-            "": pack_codes(torch.cat([w.codes for w in floats]), 4),
-            "_scales": torch.cat([w.scales for w in floats]),
-        }
-        factors = [(1 / w.global_scale.float()).expand(w.shape[0]) for w in floats if w.global_scale is not None]
+    floats = [weight for weight in weights if isinstance(weight, Fp4)]  # each with a global scale of its own
+    factors = [(1 / w.global_scale.float()).expand(w.shape[0]) for w in floats if w.global_scale is not None]
+    weight = join_rows([replace(w, global_scale=None) for w in floats] or weights)
+    if isinstance(weight, Fp4):
+        found = {"": pack_codes(weight.codes, 4), "_scales": weight.scales}
         return found | ({"_factors": torch.cat(factors)} if factors else {})
-    weight = fuse(weights) if len(weights) > 1 else weights[0]
     if isinstance(weight, Dense):
         return {"": weight.weight}
     if isinstance(weight, GroupInt):

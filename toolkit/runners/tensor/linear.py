@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from toolkit import kernels
-from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, Weight
+from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, Weight, join_rows
 from toolkit.errors import UsageError
 from toolkit.kernels.reference.linear import pack_codes
 from toolkit.runners.tensor.ops import Ops
@@ -89,7 +88,8 @@ def make_linear(weights: Sequence[Weight], biases: Sequence[Tensor | None], plac
     """One callable for linears that share their input; their outputs stand one after another."""
     prepared = [_prepare(w, place) for w in weights]
     sizes = [w.shape[0] for w in prepared]
-    whole = prepared[0] if len(prepared) == 1 else fuse(prepared)
+    ordered = len(prepared) > 1 and any(isinstance(w, GroupInt) and w.group_index is not None for w in prepared)
+    whole = None if ordered else join_rows(prepared)
     bias = _fuse_biases(biases, sizes, place)
     if whole is None:
         each = [None] * len(sizes) if bias is None else bias.split(sizes)
@@ -115,58 +115,6 @@ def even_block(block: int) -> bool:
 
 def _prepare(weight: Weight, place: Placement) -> Weight:
     return Dense(weight.dequantize(place.dtype)) if becomes_dense(weight, place) else weight
-
-
-def fuse(weights: Sequence[Weight]) -> Weight | None:
-    """The weights one below the other, or None where their forms differ."""
-    first = weights[0]
-    if any(type(w) is not type(first) for w in weights):
-        return None
-    if isinstance(first, GroupInt):
-        same = {
-            (w.bits, w.group_size, w.minima is None, w.scales.dtype, w.group_index is None)
-            for w in weights
-            if isinstance(w, GroupInt)
-        }
-        if len(same) > 1 or first.group_index is not None:
-            return None
-
-    def below(name: str) -> Any:
-        parts = [getattr(w, name) for w in weights]
-        return None if parts[0] is None else torch.cat(parts)
-
-    if isinstance(first, Dense):
-        return Dense(below("weight"))
-    if isinstance(first, GroupInt):
-        return GroupInt(below("codes"), below("scales"), below("zeros"), first.bits, first.group_size, below("minima"))
-    if isinstance(first, ChannelInt8):
-        return ChannelInt8(below("weight"), below("scales"))
-    if isinstance(first, BlockFp8):
-        return _fuse_tiles([w for w in weights if isinstance(w, BlockFp8)])
-    if isinstance(first, Fp4):
-        return _fuse_fp4([w for w in weights if isinstance(w, Fp4)])
-    if isinstance(first, Fp8) and len({w.weight.dtype for w in weights if isinstance(w, Fp8)}) == 1:
-        return Fp8(below("weight"), below("scales"))
-    return None
-
-
-def _fuse_tiles(weights: Sequence[BlockFp8]) -> BlockFp8 | None:
-    if len({w.block for w in weights}) > 1:
-        return None
-    starts = itertools.accumulate((w.scales.shape[0] for w in weights), initial=0)
-    rows = torch.cat([w.block_of_rows() + start for w, start in zip(weights, starts, strict=False)])
-    scales = torch.cat([w.scales for w in weights])
-    return BlockFp8(torch.cat([w.weight for w in weights]), scales, weights[0].block, rows)
-
-
-def _fuse_fp4(weights: Sequence[Fp4]) -> Fp4 | None:
-    """None where global scales differ."""
-    first = weights[0]
-    factors = {None if w.global_scale is None else w.global_scale.item() for w in weights}
-    if len(factors) > 1 or len({(w.group_size, w.scales.dtype) for w in weights}) > 1:
-        return None
-    codes, scales = torch.cat([w.codes for w in weights]), torch.cat([w.scales for w in weights])
-    return Fp4(codes, scales, first.group_size, first.global_scale)
 
 
 def _fuse_biases(biases: Sequence[Tensor | None], sizes: Sequence[int], place: Placement) -> Tensor | None:
