@@ -116,3 +116,20 @@ def test_what_is_no_number_is_refused() -> None:
         vector(np.array([1.0, np.nan], np.float32), None, True)
     with pytest.raises(UsageError):
         vector(np.ones(3, np.float32), 4, True)
+
+
+def test_a_model_saved_without_its_head(tiny_checkpoint: Any, tmp_path: Path) -> None:
+    """As embedding models are: another class in config.json, names of tensors without "model."."""
+    import torch
+    from transformers import AutoModel
+
+    path = tiny_checkpoint("qwen3", tmp_path / "model", tie_word_embeddings=True)
+    config = TurbomindEngineConfig(device="cpu", dtype="float32")
+    with pipeline(str(path), config) as pipe:
+        whole = pipe.get_embeddings(PROMPTS)
+    model = AutoModel.from_pretrained(path, dtype=torch.float32)
+    model.save_pretrained(path)
+    assert json.loads((path / "config.json").read_text())["architectures"] == ["Qwen3Model"]
+    assert "embed_tokens.weight" in model.state_dict()
+    with pipeline(str(path), config) as pipe:
+        assert pipe.get_embeddings(PROMPTS) == pytest.approx(whole, abs=1e-6)

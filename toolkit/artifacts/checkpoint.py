@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from toolkit.artifacts.gguf import GgufFile
 
 INDEX = "model.safetensors.index.json"
+HEADLESS_MARK = "embed_tokens.weight"
 _PICKLES = ("*.bin", "*.pth", "*.pt", "*.ckpt", "*.pkl")
 
 
@@ -107,7 +108,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
             "give the directory it was converted from (tool inspect shows it)"
         )
     config = _read_config(path)
-    infos, files = _read_headers(path)
+    infos, files = _with_prefix(*_read_headers(path))
     manifest = read_manifest(path)
     if manifest is not None:
         check_tensors(path, manifest)
@@ -162,6 +163,15 @@ def _read_headers(path: Path) -> tuple[dict[str, TensorInfo], dict[str, Path]]:
         if name not in infos:
             raise ToolkitError(f"{path / file_name}: tensor {name} is missing, though {index.name} lists it")
     return infos, files
+
+
+def _with_prefix(infos: dict[str, TensorInfo], files: dict[str, Path]) -> tuple[dict[str, TensorInfo], dict[str, Path]]:
+    """The same by the names of a whole model: those of one saved without its head, as embedding models are, lack
+    "model."."""
+    if HEADLESS_MARK not in infos:
+        return infos, files
+    whole = {name: name if name.startswith("lm_head.") else f"model.{name}" for name in infos}
+    return {whole[name]: info for name, info in infos.items()}, {whole[name]: file for name, file in files.items()}
 
 
 def _read_index(index: Path) -> dict[str, str]:

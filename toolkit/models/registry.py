@@ -107,8 +107,12 @@ def find_family(config: dict[str, Any], source: str = "config.json", own: Iterab
     """The family of a config, of ``own`` before all others. Raises ToolkitError that names those spelled nearly so."""
     model_type, architectures = config.get("model_type"), config.get("architectures")
     architecture = architectures[0] if isinstance(architectures, list) and architectures else architectures
+    spelled = {architecture} if isinstance(architecture, str) else set()
+    spelled |= {
+        name.removesuffix("Model") + "ForCausalLM" for name in spelled if name.endswith("Model")
+    }  # no head saved
     for family in itertools.chain(own, _in_order(model_type if isinstance(model_type, str) else None)):
-        if architecture in family.architectures or (not architecture and model_type == family.name):
+        if spelled.intersection(family.architectures) or (not architecture and model_type == family.name):
             return family
     _unknown(config, source, architecture or model_type)
 
