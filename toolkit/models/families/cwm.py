@@ -32,8 +32,8 @@ FAMILY = Family(
     ("CwmForCausalLM",),
     build,
     (
-        Tiny(dict(head_dim=24, sliding_window=16, num_hidden_layers=3, rope_parameters=llama.LLAMA3)),
-        Tiny(dict(head_dim=32, layer_types=["full_attention"] * 2)),
+        Tiny(dict(head_dim=32, sliding_window=16, num_hidden_layers=3, rope_parameters=llama.LLAMA3)),
+        Tiny(dict(head_dim=24, layer_types=["full_attention"] * 2)),
     ),
     llama.GGUF,
 )

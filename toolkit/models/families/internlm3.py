@@ -25,11 +25,11 @@ FAMILY = Family(
     ("InternLM3ForCausalLM",),
     build,
     (
-        Tiny(dict(head_dim=24, qkv_bias=True, bias=True), dict(head_dim=24, **BIASES)),
         Tiny(
             dict(rope_theta=50000.0, rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
             dict(rope_parameters=DYNAMIC),
         ),
+        Tiny(dict(head_dim=24, qkv_bias=True, bias=True), dict(head_dim=24, **BIASES)),
     ),
     llama.GGUF,
     twin="llama",
