@@ -118,6 +118,25 @@ def test_gpt_oss_in_mxfp4_gives_transformers_logits(backend, tiny_models, suppor
     assert (errors.max() if backend == "pytorch" else np.median(errors)) < {"pytorch": 1e-4, "turbomind": 0.05}[backend]
 
 
+@pytest.mark.slow  # Triton's interpreter
+def test_gpt_oss_in_mxfp4_decodes_by_graphs(tiny_models, support, tmp_path):
+    """Its experts with their biases run together, so that a decode step is captured as on a GPU."""
+    from toolkit.runners.choose import open_model
+    from toolkit.runners.tensor.runner import TensorRunner
+
+    rewrite(str(tiny_models("gpt_oss")), tmp_path / "mx", to="mxfp4", quiet=True)
+    opened, graphs = open_model(tmp_path / "mx"), support("graphs")
+    device, ops = graphs.CpuDevice(), graphs.interpreted_ops("moe_experts_fp4", "act_and_mul")
+    options = RunnerOptions(device="cpu", dtype="float32", block_size=16, threads=1)
+    runner = device.watch(TensorRunner(opened.spec, opened.weights, options, graphs=device, ops=ops))
+    driver, ids = support("steps").Driver(runner), np.random.default_rng(0).integers(5, 320, 24).tolist()
+    one, other = driver.add(), driver.add()
+    driver.step({one: ids[:-1], other: [5, 6]})
+    found = driver.step({one: ids[-1:], other: [7]}).tokens[0, 0]
+    weights = support("random_specs").dense(dict(opened.weights()))
+    assert found == support("plain_model").logits(opened.spec, weights, ids)[-1].argmax()
+
+
 @pytest.mark.parametrize("family", ["cohere", "olmo2", "gpt_oss"])
 @pytest.mark.parametrize("method", ["awq", "mxfp4"])
 def test_quantized_models_stay_near_what_they_were(family, method, tiny_models, tmp_path, support):

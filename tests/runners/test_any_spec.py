@@ -51,14 +51,12 @@ def _by_calibration(spec, weights, ids, support):
 
 
 def _by_graphs(spec, weights, ids, support):
-    """The runner for GPUs, on a CPU."""
-    from toolkit.runners.tensor.cuda_runner import CudaRunner
-
+    """As on a GPU, on a CPU."""
     graphs = support("graphs")
     device = graphs.CpuDevice()
 
     def make(*args):
-        return device.watch(CudaRunner(*args, device, graphs.interpreted_ops()))
+        return device.watch(TensorRunner(*args, graphs=device, ops=graphs.interpreted_ops()))
 
     return _by_runner(make, spec, weights, ids, support)
 
