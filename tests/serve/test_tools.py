@@ -134,6 +134,10 @@ def test_thoughts(start: Any) -> None:
     deltas = [c["choices"][0]["delta"] for c in chunks]
     assert "".join(d.get("reasoning_content", "") for d in deltas) == "Hm."
     assert "".join(d.get("content", "") for d in deltas) == "Well."
+    (cut,) = ask(server, "<think>\nHm.", tools=None)
+    alone = cut["choices"][0]["message"]
+    assert alone == {"role": "assistant", "content": None, "reasoning_content": "Hm."}
+    list(APIClient(server.url).chat_completions_v1("echo", [alone, {"role": "user", "content": "And?"}]))
     fields = {"reasoning_effort": "none", "response_format": {"type": "json_object"}, "tools": None}
     ask(server, "{}", **fields)
     seen, config = server.engine.seen[-1][0], server.engine.seen[-1][1]

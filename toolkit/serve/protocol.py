@@ -102,7 +102,8 @@ class Message(Strict):
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
-        if self.content is None and not (self.role == "assistant" and (self.tool_calls or self.refusal)):
+        said = self.tool_calls or self.refusal or self.reasoning_content
+        if self.content is None and not (self.role == "assistant" and said):
             raise ValueError(f"a {self.role} message needs content")
         if isinstance(self.content, dict) and self.role not in TOOL_ROLES:
             raise ValueError(f"content: expected a string or a list of parts, found {shown(self.content, 40)}")
