@@ -173,11 +173,14 @@ def test_enable_metrics_of_the_engine_decides(kind: Any, wanted: bool, tmp_path:
         adapters=(),
         session_len=9,
         stats=dict,
+        end_session=lambda name: None,
         close=lambda: None,
     )
     apps: list[Any] = []
     monkeypatch.setattr(run.AsyncEngine, "open", lambda *args, **options: engine)
-    monkeypatch.setattr(run.ChatTemplate, "open", lambda *args: None)
+    monkeypatch.setattr(
+        run.ChatTemplate, "open", lambda *args: SimpleNamespace(tool_format=None, reasoning_format=None)
+    )
     monkeypatch.setattr(run, "run_app", lambda app, *rest: apps.append(app))
     address = run.Address(port=0)
     run.serve("m", address, engine_config=kind(enable_metrics=wanted), progress=print, ready=lambda url, engine: None)
