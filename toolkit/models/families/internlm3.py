@@ -17,6 +17,7 @@ def build(config: Fields) -> Built:
     return llama_like(config, dims, qkv_bias=config.flag("qkv_bias", False), o_bias=bias, mlp_bias=bias)
 
 
+SIZES = {"rms_norm_eps": 1e-5}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 50000.0, "factor": 2.0}
 FAMILY = Family(
@@ -26,10 +27,10 @@ FAMILY = Family(
     build,
     (
         Tiny(
-            dict(rope_theta=50000.0, rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
-            dict(rope_parameters=DYNAMIC),
+            dict(SIZES, head_dim=16, rope_theta=50000.0, rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
+            dict(SIZES, rope_parameters=DYNAMIC),
         ),
-        Tiny(dict(head_dim=24, qkv_bias=True, bias=True), dict(head_dim=24, **BIASES)),
+        Tiny(dict(SIZES, head_dim=24, qkv_bias=True, bias=True), dict(SIZES, head_dim=24, **BIASES)),
     ),
     llama.GGUF,
     twin="llama",

@@ -20,7 +20,7 @@ FAMILY = Family(
     "IQuest-Coder V1",
     ("IQuestCoderForCausalLM",),
     build,
-    (Tiny(dict(head_dim=32), dict(head_dim=32)),),
+    (Tiny(dict(head_dim=32, rms_norm_eps=1e-5), dict(head_dim=32, rms_norm_eps=1e-5)),),
     llama.GGUF,
     twin="llama",
 )
