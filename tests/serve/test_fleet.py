@@ -119,7 +119,7 @@ def test_what_runs_ends_before_its_model_sleeps(tmp_path: Path) -> None:
 
     async def go() -> None:
         await use(found, "a")
-        long = asyncio.create_task(use(found, "a", 0.3))
+        long = asyncio.create_task(use(found, "a", 1.0))
         await asyncio.sleep(0.05)
         other = asyncio.create_task(use(found, "b"))
         await asyncio.sleep(0.1)
@@ -138,7 +138,7 @@ def test_an_unused_model_is_ended_in_time(tmp_path: Path) -> None:
 
     async def go() -> None:
         watching = asyncio.create_task(found.watch())
-        busy = asyncio.create_task(use(found, "b", 0.6))
+        busy = asyncio.create_task(use(found, "b", 2.0))
         await use(found, "a")
         await asyncio.sleep(0.5)
         assert log.count("close a") == 1 and "close b" not in log

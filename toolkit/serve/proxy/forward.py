@@ -87,6 +87,8 @@ class Forward(Reply):
         state, request = self._state, self._request
         left, tries, why = state.candidates(request.model), 0, ""
         while left and tries < 2:
+            if why:
+                state.metrics.retries.inc()
             node = self._choose(left)
             left = [other for other in left if other is not node]
             again = bool(left) and tries == 0
@@ -98,7 +100,6 @@ class Forward(Reply):
                             why, tries = f"HTTP {reply.status_code}", tries + 1
                             if reply.status_code != 429:
                                 node.failed(why, state.clock())
-                            state.metrics.retries.inc()
                             continue
                         await self._pass_on(reply, node, send)
                         return
@@ -107,7 +108,6 @@ class Forward(Reply):
                     node.failed(str(error), state.clock())
                     logger.warning("%s: %s", node.url, error)
                     why, tries = str(error), tries + error.sent
-                    state.metrics.retries.inc()
         raise ApiError(503, f"no node could answer; the last one: {why}", code="no_node")
 
     def _choose(self, nodes: list[Node]) -> Node:
