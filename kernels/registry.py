@@ -181,6 +181,8 @@ def _forced() -> str | None:
     value = os.environ.get("TOOLKIT_KERNELS", "").strip()
     if value and value not in FAMILIES:
         raise KernelError(f"TOOLKIT_KERNELS: expected one of {', '.join(FAMILIES)}, found {value!r}")
+    if value and not any(value in op.implementations for op in load().values()):
+        raise KernelError(f"TOOLKIT_KERNELS: {value!r} selects nothing, for no op has such a kernel here; leave it out")
     return value or None
 
 

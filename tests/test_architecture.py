@@ -105,6 +105,72 @@ def test_imports_point_one_way() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+# Modules that still import one another, from within functions. Nothing may be added.
+CIRCLES = {
+    frozenset({"models.check", "models.config_fields", "models.rope_config", "models.spec"}),
+    frozenset(
+        {"kernels.reference.attention", "kernels.reference.sampling", "kernels.registry", "kernels.rounding"}
+        | {"kernels.tolerances"}
+    ),
+    frozenset({"artifacts.engine", "artifacts.engine_torch", "artifacts.engine_torch_check"}),
+}
+
+
+def test_no_modules_import_one_another() -> None:
+    """Neither at the top nor later; what only type checkers see does not count."""
+    paths = {module_name(p): p for p in sources() if p.relative_to(ROOT).parts[0] not in ("tests", "scripts")}
+    arrows = {name: running_imports(name, path, set(paths)) - {name, ""} for name, path in paths.items()}
+    while ends := {name for name, targets in arrows.items() if not targets & set(arrows)}:
+        arrows = {name: targets for name, targets in arrows.items() if name not in ends}
+    found = set()
+    for name in arrows:
+        circle = frozenset(other for other in reach(arrows, name) if name in reach(arrows, other))
+        found |= {circle} if circle else set()
+    assert {frozenset(c) for c in found} == CIRCLES
+
+
+def module_name(path: Path) -> str:
+    """As it is imported, without "toolkit."; the package itself is ""."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(part for part in (parts[1:] if parts[0] == "toolkit" else parts) if part != "__init__")
+
+
+def running_imports(name: str, path: Path, known: set[str]) -> set[str]:
+    """The ``known`` modules that are imported when ``path``'s code runs; of a package one of whose modules is meant,
+    that module alone.
+    """
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        if isinstance(node, ast.Import):
+            found.update(alias.name.removeprefix("toolkit.") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])]).removeprefix("toolkit").lstrip(".")
+            for full in (f"{base}.{alias.name}".lstrip(".") for alias in node.names):
+                found.add(full if full in known else base)
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text(encoding="utf-8")))
+    return found & known
+
+
+def reach(arrows: dict[str, set[str]], start: str) -> set[str]:
+    """Everything that can be come to along the arrows, in one step or more."""
+    seen: set[str] = set()
+    waiting = list(arrows.get(start, ()))
+    while waiting:
+        name = waiting.pop()
+        if name not in seen:
+            seen.add(name)
+            waiting += arrows.get(name, ())
+    return seen
+
+
 def test_every_room_has_a_rule() -> None:
     rooms = {room(p) for p in sources() if p.relative_to(ROOT).parts[0] in ("toolkit", "kernels", "templates")}
     assert rooms - {"__init__"} <= set(MAY_IMPORT)

@@ -75,6 +75,9 @@ def test_the_environment_forces_a_family(toy, monkeypatch):
         choose(toy, CPU)
     monkeypatch.setenv("TOOLKIT_KERNELS", "cuda")  # does not implement it: the priority list stands
     assert choose(toy, CPU).family == "torch"
+    monkeypatch.setenv("TOOLKIT_KERNELS", "cpu")  # there are no such kernels
+    with pytest.raises(KernelError, match="'cpu' selects nothing"):
+        choose(toy, CPU)
     monkeypatch.setenv("TOOLKIT_KERNELS", "fast")
     with pytest.raises(KernelError, match="TOOLKIT_KERNELS: expected one of"):
         choose(toy, CPU)

@@ -115,6 +115,13 @@ def test_an_unusable_kernel_family_is_a_usage_error(tiny_models, monkeypatch):
         _open(tiny_models("llama"))
 
 
+def test_kernels_that_are_asked_for_run(tiny_models, monkeypatch):
+    """The native runner has none to choose from, so that the wish would be lost."""
+    monkeypatch.setenv("TOOLKIT_KERNELS", "reference")
+    runner, note = _open(tiny_models("llama"), None)
+    assert runner.name == "tensor" and "TOOLKIT_KERNELS=reference chooses kernels that it has not" in note
+
+
 def test_reference_kernels_alone_run_a_model(tiny_models, steps, monkeypatch):
     torch_logits = []
     for forced in ("", "reference"):

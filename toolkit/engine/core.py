@@ -14,11 +14,12 @@ from toolkit.engine.block_manager import BlockManager
 from toolkit.engine.constraints import Building, Built, Constraints
 from toolkit.engine.nap import ASLEEP, Nap
 from toolkit.engine.options import EngineOptions
+from toolkit.engine.plan import Plan
 from toolkit.engine.prefix import root_key
 from toolkit.engine.recovery import Entry, entries_of, halves, rewind
 from toolkit.engine.request import EngineOutput, EngineRequest
 from toolkit.engine.results import StepResults
-from toolkit.engine.scheduler import Plan, Scheduler
+from toolkit.engine.scheduler import Scheduler
 from toolkit.engine.sequence import LogitsProcessor, Sequence
 from toolkit.engine.step_builder import Step, StepBuilder
 from toolkit.errors import BusyError, ToolkitError, UsageError

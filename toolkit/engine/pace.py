@@ -7,12 +7,9 @@ processes, other adapters and longer contexts.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-if TYPE_CHECKING:
-    from toolkit.engine.scheduler import Plan
+from toolkit.engine.plan import Plan
 
 FIRST_GUESS = 128  # prompt tokens of a step as long as nothing has been measured
 LEAST = 16  # prompt tokens that a step may always take: it reads all weights, whatever it computes

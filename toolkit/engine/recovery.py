@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from toolkit.engine.scheduler import Plan, Scheduler
+from toolkit.engine.plan import Plan
+from toolkit.engine.scheduler import Scheduler
 from toolkit.engine.sequence import Sequence
 from toolkit.engine.step_builder import Step, StepBuilder
 

@@ -10,38 +10,16 @@ then by arrival. When blocks run out the last in turn is preempted: it gives up 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from operator import attrgetter
 
 from toolkit.engine.block_manager import BlockManager, blocks_for
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.pace import Pace
+from toolkit.engine.plan import Plan
 from toolkit.engine.prefix import extend_keys
 from toolkit.engine.sequence import Sequence
 
 SIDE_BY_SIDE = 8  # prompts that are begun while those begun before them use up the budget
-
-
-@dataclass
-class Plan:
-    """One step: the decoding requests, then (request, first position, tokens) of each chunk of a prompt.
-
-    ``started``: those that were given a row for it. ``submitted``: when the runner got it (``time.perf_counter``).
-    """
-
-    decodes: list[Sequence] = field(default_factory=list)
-    chunks: list[tuple[Sequence, int, int]] = field(default_factory=list)
-    started: list[Sequence] = field(default_factory=list)
-    submitted: float = 0.0
-
-    def __bool__(self) -> bool:
-        return bool(self.decodes or self.chunks)
-
-    def sequences(self) -> Iterator[Sequence]:
-        yield from self.decodes
-        for seq, _, _ in self.chunks:
-            yield seq
 
 
 _turn = attrgetter("turn")

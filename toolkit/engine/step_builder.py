@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.engine.block_manager import BlockManager
-from toolkit.engine.scheduler import Plan
+from toolkit.engine.plan import Plan
 from toolkit.engine.sequence import Sequence
 from toolkit.runners.step import SamplingBatch, StepBatch
 

@@ -7,6 +7,7 @@ can run the model, and for ``pytorch``, it is the ``tensor`` runner without grap
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -224,14 +225,17 @@ def _fast_runner(opened: Opened, options: RunnerOptions, told: bool) -> tuple[Ru
         if options.device != "auto" or torch.cuda.is_available():
             return None, f"turbomind does not run on this GPU: {reason}; pytorch stands in"
         why = f"the GPU is not used: {reason}; the CPU runs the model"
+    asked = os.environ.get("TOOLKIT_KERNELS", "").strip()
     reason = "it runs no LoRA adapters" if options.adapters else native_unsupported(opened, options)
+    if asked and reason is None:
+        reason = f"TOOLKIT_KERNELS={asked} chooses kernels that it has not"
     if reason is None:
         from toolkit.runners.native.runner import NativeRunner
 
         if opened.target is not None and opened.target.startswith("cuda-"):
             why = why or f"weights packed for {opened.target} are packed anew for this CPU"
         return NativeRunner(opened.spec, opened.weights, options), why
-    if told or options.adapters:
+    if told or options.adapters or asked:
         why = f"turbomind's native runner does not run here: {reason}; pytorch stands in"
     return None, why
 

@@ -9,7 +9,6 @@ dtype stated.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,7 +85,6 @@ class StepBatch:
     hidden_index: I32  # flat tokens whose last hidden state (after the final norm) comes back
     target_index: I32  # flat tokens t for which log p(target) comes back …
     target_ids: I32  # … of this token
-    mask_kind: Literal["causal"] = "causal"
     embeds: F32 | None = None  # [E, hidden] rows that replace the embedding of …
     embed_index: I32 = field(default_factory=lambda: np.zeros(0, np.int32))  # … these flat tokens
     copy_blocks: tuple[NDArray[np.int32], ...] = ()  # per group [C, 2] (source, destination), done before the step

@@ -27,8 +27,6 @@ class Arrays:
         self.structure = s = StepArrays()
         tokens, seqs = len(batch.token_ids), len(batch.seq_lens)
         rows, groups = len(batch.sample_index), len(batch.block_tables)
-        if batch.mask_kind != "causal":
-            raise RunnerError(f"mask_kind: this runner knows 'causal', found {batch.mask_kind!r}")
         if len(batch.adapter) and batch.adapter.max() >= 0:
             raise RunnerError("adapter: this runner has no adapters")
         if batch.positions.shape != (1, tokens):

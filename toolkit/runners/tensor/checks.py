@@ -32,8 +32,6 @@ def check_batch(
         raise RunnerError(f"cu_seqlens: expected rising starts from 0 to {tokens} tokens, found {cu.tolist()}")
     if (lens < new).any():
         raise RunnerError("seq_lens: a sequence has fewer tokens in all than new ones")
-    if batch.mask_kind != "causal":
-        raise RunnerError(f"mask_kind: this runner knows 'causal', found {batch.mask_kind!r}")
     if len(batch.adapter) != len(lens):
         raise RunnerError(f"adapter: expected {len(lens)} entries, found {len(batch.adapter)}")
     _within("adapter", batch.adapter, -1, adapters)

@@ -1,0 +1,29 @@
+"""What a step is to compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from toolkit.engine.sequence import Sequence
+
+
+@dataclass
+class Plan:
+    """One step: the decoding requests, then (request, first position, tokens) of each chunk of a prompt.
+
+    ``started``: those that were given a row for it. ``submitted``: when the runner got it (``time.perf_counter``).
+    """
+
+    decodes: list[Sequence] = field(default_factory=list)
+    chunks: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    started: list[Sequence] = field(default_factory=list)
+    submitted: float = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self.decodes or self.chunks)
+
+    def sequences(self) -> Iterator[Sequence]:
+        yield from self.decodes
+        for seq, _, _ in self.chunks:
+            yield seq
