@@ -233,12 +233,31 @@ def test_layers_and_experts_left_over(model: Path, tiny_models: Any, tmp_path: P
     refused(mixture, "mlp.experts.3.", "expected 3 experts in model.layers.0.mlp.experts")
 
 
+@pytest.mark.parametrize(
+    "family, layers", [("falcon", "transformer.h"), ("exaone", "transformer.h"), ("gpt_neox", "gpt_neox.layers")]
+)
+def test_layers_left_over_under_a_family_s_own_names(
+    tiny_models: Any, tmp_path: Path, family: str, layers: str
+) -> None:
+    path = Path(shutil.copytree(tiny_models(family), tmp_path / family))
+    edit_config(path, num_hidden_layers=1)
+    refused(path, f"{layers}.1.", f"expected 1 layers in {layers}")
+
+
 def test_a_head_beside_a_tied_embedding(model: Path) -> None:
     edit_config(model, tie_word_embeddings=True)
     refused(model, "lm_head.weight", "differs from model.embed_tokens.weight", "tie_word_embeddings")
     edit_tensors(model, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     checkpoint = open_checkpoint(model)
     validate_checkpoint(checkpoint, load_spec(checkpoint)[1])
+
+
+def test_a_head_beside_a_tied_embedding_under_a_family_s_own_name(tiny_models: Any, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(tiny_models("gpt_neox"), tmp_path / "neox"))
+    edit_config(path, tie_word_embeddings=True)
+    refused(path, "embed_out.weight", "differs from gpt_neox.embed_in.weight", "tie_word_embeddings")
+    edit_tensors(path, lambda t: t.update({"my_head.weight": t.pop("embed_out.weight")}))
+    refused(path, "my_head.weight", "differs from gpt_neox.embed_in.weight")
 
 
 @pytest.mark.parametrize("method", ["bitsandbytes", "AQLM", ""])

@@ -24,7 +24,7 @@ from toolkit.artifacts.gguf_container import TOOL_KEY
 from toolkit.artifacts.gguf_fit import ORDER, fit, smallest
 from toolkit.artifacts.gguf_metadata import ModelMetadata, model_metadata
 from toolkit.artifacts.gguf_mixtures import MIXTURES, Mixture, Place, columns_of, find_mixture, type_of
-from toolkit.artifacts.gguf_models import row_order
+from toolkit.artifacts.gguf_models import row_order, turns_neighbours
 from toolkit.artifacts.gguf_quantize import quantize
 from toolkit.artifacts.gguf_vocabulary import vocabulary
 from toolkit.artifacts.gguf_writer import Entry, write_gguf
@@ -237,6 +237,7 @@ def _pieces(
 ) -> Iterator[Piece]:
     """Every tensor of the file, in the order of the checkpoint."""
     attention = dict(spec.attention_layers())
+    neighbours = turns_neighbours(stored)
     offsets = {norm.name: norm.weight_offset for norm in spec.norms()}
     stems = {ours: theirs for theirs, ours in model.gguf.names.items()}
     experts: dict[str, Piece] = {}
@@ -252,7 +253,7 @@ def _pieces(
             count = model.values.get(f"{model.gguf.arch}.expert_count", 0)
             place = Place(role, layer, len(spec.layers), columns, spec.tied, count)
             piece = Piece(f"{stem}.weight", [(item, name)], "weight", place, add=offsets.get(name, 0.0))
-            piece.heads = _heads(role, attention.get(layer), model.gguf)
+            piece.heads = _heads(role, attention.get(layer), model.gguf, neighbours)
             if role.endswith(EXPERTS):
                 known = experts.get(stem)
                 if known is not None:
@@ -277,8 +278,9 @@ def _spell(name: str, stems: dict[str, str], gguf: Gguf) -> tuple[str, str, int]
     raise ToolkitError(f"gguf: {name} has no place in llama.cpp's {gguf.arch}")
 
 
-def _heads(role: str, attention: AttentionSpec | None, gguf: Gguf) -> int:
-    """Into how many heads rows are interleaved; 0 where they stay."""
-    if attention is None or not gguf.interleaved_qk:
+def _heads(role: str, attention: AttentionSpec | None, gguf: Gguf, neighbours: bool) -> int:
+    """Into how many heads rows are interleaved; 0 where they stay. ``neighbours``: the checkpoint has them so, and only
+    layers with rope were read in another order."""
+    if attention is None or not gguf.interleaved_qk or (neighbours and attention.rope is None):
         return 0
     return {"attn_q": attention.heads, "attn_k": attention.kv_heads}.get(role, 0)

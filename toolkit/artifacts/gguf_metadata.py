@@ -54,6 +54,7 @@ def model_metadata(spec: DecoderSpec, context_length: int) -> ModelMetadata:
         _rope(rope, found)
     _windows(layers, found)
     _queries(spec, gguf, first)
+    _activation(spec, gguf)
     odd = next((linear.name for linear in spec.linears() if linear.bias), None)
     if odd is not None and not gguf.biases:
         raise ToolkitError(f"gguf: llama.cpp's {gguf.arch} has no biases, this model has {odd}.bias")
@@ -155,6 +156,16 @@ def _windows(layers: list[AttentionSpec], found: ModelMetadata) -> None:
     else:
         found.notes.append(
             f"llama.cpp's {found.gguf.arch} has no sliding window: right up to {window} tokens of context"
+        )
+
+
+def _activation(spec: DecoderSpec, gguf: Gguf) -> None:
+    mixers = [s.mixer for layer in spec.layers for s in layer.sublayers]
+    mlps = [mlp for x in mixers for mlp in (x.mlps() if isinstance(x, MoeSpec) else [x]) if isinstance(mlp, MlpSpec)]
+    odd = next((mlp.activation for mlp in mlps if mlp.activation != gguf.activation), None)
+    if gguf.activation is not None and odd is not None:
+        raise ToolkitError(
+            f"gguf: llama.cpp's {gguf.arch} has {gguf.activation} for the activation of its MLPs, this model {odd}"
         )
 
 

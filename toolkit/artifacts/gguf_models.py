@@ -80,6 +80,7 @@ def hf_tensors(
     no place, or dimensions that are not those of its place.
     """
     modules = {item.name: item for item in stored}
+    neighbours = turns_neighbours(modules.values())
     modules |= {item.parts[0].name: item for item in modules.values() if len(item.parts) == 1}
     for source, target, suffix, change in canonical_names(path, gguf, tensors):
         info = tensors[source]
@@ -93,8 +94,8 @@ def hf_tensors(
             module = modules.get(target.format(i))
             if module is None:
                 raise _no_place(path, source, gguf)
-            if change in ("q_rows", "k_rows") and module.parts[0].rows is not None:
-                change = "none"  # the checkpoint has neighbours side by side too
+            if change in ("q_rows", "k_rows") and neighbours:
+                change = "none"
             part = info
             if "{}" in target:
                 start = info.start + i * size
@@ -105,6 +106,13 @@ def hf_tensors(
             if not flat and len(part.shape) != 2:
                 raise ToolkitError(f"{path}: tensor {source}: {info} cannot be {module.name}")
             yield f"{module.name}.{suffix}", part, source, change
+
+
+def turns_neighbours(stored: Iterable[StoredTensor]) -> bool:
+    """Whether the checkpoint has q and k as llama.cpp's files do, in layers without rope too: what turns together side
+    by side."""
+    queries = (part for item in stored for part in item.parts if part.name.endswith(".self_attn.q_proj"))
+    return any(len(rows) == 3 for part in queries for rows in part.rows or ())
 
 
 def row_order(rows: int, heads: int) -> NDArray[np.int64]:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from toolkit.artifacts.canonical import Weight
     from toolkit.models.spec import Part, StoredTensor
 
-_COUNTED = re.compile(r"\.(layers|experts)\.\d+(?=\.)")
-_HEADS = ("lm_head.weight", "output.weight")
+_COUNTED = re.compile(r"\.\d+(?=\.)")
+_HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
 _MATRICES = ("linear", "router", "embed", "head")
 CACHE_SCALES = (".k_scale", ".v_scale")  # how names of a float8 KV cache's scales end
 
@@ -54,21 +54,27 @@ def _check_left_over(checkpoint: Checkpoint, stored: list[StoredTensor]) -> None
             parent = place.rpartition(".")[0]
             if place not in known and parent in lists:
                 count = sum(k.rpartition(".")[0] == parent for k in known)
+                kind = "experts" if parent.endswith("experts") else "layers"
                 raise ToolkitError(
                     f"{checkpoint.where(name)}: found tensor {name}, but by config.json expected {count} "
-                    f"{m[1]} in {parent}; config.json and weights disagree"
+                    f"{kind} in {parent}; config.json and weights disagree"
                 )
 
 
 def _check_tied(checkpoint: Checkpoint, stored: list[StoredTensor]) -> None:
-    """Without a head of its own a model uses its embedding; a head in the weights must then be a copy of it."""
+    """Without a head of its own a model uses its embedding; a head in the weights must then be a copy of it.
+
+    A head is what is called so, or has the embedding's shape and stands outside the layers.
+    """
     embed = next((f"{item.name}.weight" for item in stored if item.kind == "embed"), None)
-    if checkpoint.gguf is not None or embed is None or any(item.kind == "head" for item in stored):
+    if checkpoint.gguf is not None or embed not in checkpoint or any(item.kind == "head" for item in stored):
         return
-    head = next((n for n in _HEADS if n in checkpoint), None)
+    theirs = checkpoint.info(embed)
+    others = (n for n in checkpoint.names() if n != embed and not _COUNTED.search(n))
+    head = next((n for n in others if n in _HEADS or checkpoint.info(n).shape == theirs.shape), None)
     if head is None:
         return
-    mine, theirs = checkpoint.info(head), checkpoint.info(embed)
+    mine = checkpoint.info(head)
     same = mine.shape == theirs.shape
     if same and mine.dtype == theirs.dtype:  # one that was trained apart differs within any few rows
         same = _start(checkpoint, head) == _start(checkpoint, embed)

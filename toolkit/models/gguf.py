@@ -9,7 +9,8 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from toolkit.models.spec import DecoderSpec
+from toolkit.models.config_fields import ACTIVATIONS
+from toolkit.models.spec import Activation, DecoderSpec
 
 # GGUF's names → canonical ones; inside a layer without ``blk.N.`` and ``model.layers.N.``.
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -93,6 +94,12 @@ class Gguf:
     @property
     def eps_key(self) -> str:
         return f"attention.layer_norm_{'rms_' if self.eps == 'rms_norm_eps' else ''}epsilon"
+
+    @property
+    def activation(self) -> Activation | None:
+        """Of the MLPs, where ``fields`` have it."""
+        names = ("hidden_act", "hidden_activation", "activation_function")
+        return next((ACTIVATIONS[self.fields[name]] for name in names if name in self.fields), None)
 
     @property
     def experts(self) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from toolkit.errors import ToolkitError
 from toolkit.models.config_fields import Fields
 from toolkit.models.decoder import (
     SANDWICH_NORMS,
@@ -75,10 +76,13 @@ def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(spec: DecoderSpec) -> dict[str, Any]:
-    return {
-        "attn_logit_softcapping": float(spec.attention_layers()[0][1].softcap or 0.0),
-        "final_logit_softcapping": float(spec.logit_softcap or 0.0),
-    }
+    layers = spec.attention_layers()
+    scores = layers[0][1].softcap
+    if scores is None or spec.logit_softcap is None:
+        raise ToolkitError("gguf: llama.cpp's gemma2 caps scores and logits, this model does not cap both")
+    if any((a.window is None) != (i % 2 == 1) for i, a in layers):
+        raise ToolkitError("gguf: llama.cpp's gemma2 slides in every other layer from the first, this model does not")
+    return {"attn_logit_softcapping": scores, "final_logit_softcapping": spec.logit_softcap}
 
 
 def _scale(spec: DecoderSpec) -> float:
