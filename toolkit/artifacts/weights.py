@@ -67,7 +67,9 @@ def _check_tied(checkpoint: Checkpoint, stored: list[StoredTensor]) -> None:
     A head is what is called so, or has the embedding's shape and stands outside the layers.
     """
     embed = next((f"{item.name}.weight" for item in stored if item.kind == "embed"), None)
-    if checkpoint.gguf is not None or embed not in checkpoint or any(item.kind == "head" for item in stored):
+    if embed is None or embed not in checkpoint or checkpoint.gguf is not None:
+        return
+    if any(item.kind == "head" for item in stored):
         return
     theirs = checkpoint.info(embed)
     others = (n for n in checkpoint.names() if n != embed and not _COUNTED.search(n))
