@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 from pathlib import Path
+from time import monotonic  # tests may put a clock of theirs in its module
 from types import ModuleType
 from typing import Any
 
@@ -30,6 +31,7 @@ import pytest  # noqa: E402
 
 from toolkit.models.registry import names as registry_names  # noqa: E402
 
+BEGUN = monotonic()
 # What differs in the executors and stages: tests of those run on these, and `every_family` ones on the whole registry.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "internlm2", "gemma2", "phi3", "mixtral", "qwen3_moe")
 
@@ -42,6 +44,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "family" in metafunc.fixturenames and "family" not in own:
         every = metafunc.definition.get_closest_marker("every_family") is not None
         metafunc.parametrize("family", registry_names() if every else FAMILIES, scope="module")
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """With TOOLKIT_TEST_SECONDS (``scripts/test --fast``) no test begins once so many seconds are over."""
+    most = float(os.environ.get("TOOLKIT_TEST_SECONDS", "inf"))
+    if nextitem is not None and monotonic() - BEGUN > most:
+        item.session.shouldstop = f"{most:.0f} seconds are over; what is left: without --fast"
 
 
 def load_support(name: str, folder: str = "support") -> ModuleType:
