@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -80,6 +81,15 @@ CASES: list[Case] = [
     ("pythonic", '<|python_start|>[weather(city="Paris", days=2)]<|python_end|>', "", [PARIS]),
     ("pythonic", '[mcp__clock.now(x=open("f"))]', '[mcp__clock.now(x=open("f"))]', []),
     ("pythonic", "[1, 2] are numbers", "[1, 2] are numbers", []),
+    *(("pythonic", f"[weather(city={value})]", f"[weather(city={value})]", []) for value in ('{"Paris"}', 'b"x"', "...", "{[]: 1}", "1j")),
+    ("qwen3_coder", "<tool_call><function=weather><parameter=city>a </function></tool_call> b</parameter></function></tool_call>c",
+     "c", [("weather", {"city": "a </function></tool_call> b"})]),
+    ("qwen3_coder", "<function=weather><parameter=city></function></parameter></function>", "",
+     [("weather", {"city": "</function>"})]),
+    ("minimax_m2", '<minimax:tool_call><invoke name="weather"><parameter name="city"></invoke></minimax:tool_call></parameter>'
+     "</invoke></minimax:tool_call>", "", [("weather", {"city": "</invoke></minimax:tool_call>"})]),
+    ("glm45", "<tool_call>weather<arg_key>city</arg_key><arg_value></tool_call></arg_value></tool_call>", "",
+     [("weather", {"city": "</tool_call>"})]),
     ("qwen3_coder", f"Well.\n<tool_call>\n{CODER}\n</tool_call>", "Well.", [PARIS]),
     ("qwen3_coder", CODER, "", [PARIS]),
     ("qwen3_coder", f"<tool_call>\n{CODER}\n{CODER}\n</tool_call>", "", [PARIS, PARIS]),
@@ -185,6 +195,80 @@ def test_scraps_never_fail_and_cutting_never_matters(form: Any, text: str, size:
         assert whole.content == text
 
 
+PYTHON = [
+    "weather(",
+    "city=",
+    ")",
+    "{",
+    "}",
+    "[",
+    "]",
+    ",",
+    ":",
+    "'a'",
+    'b"x"',
+    "...",
+    "1j",
+    "{1}",
+    "{[]: 1}",
+    "1e999",
+    "None",
+    "\0",
+    "9" * 5000,
+]
+JSON = [
+    '{"name": "weather", "arguments": ',
+    "{",
+    "}",
+    "[",
+    "]",
+    ",",
+    ":",
+    '"a"',
+    "NaN",
+    "1e999",
+    "9" * 5000,
+    '"\\ud83d"',
+    "[" * 3000,
+]
+DEBRIS = st.lists(st.sampled_from(PYTHON + JSON), max_size=12).map("".join)
+
+
+@given(DEBRIS)
+def test_no_reader_fails_on_debris_of_python_and_json(text: str) -> None:
+    for form in registry.TOOLS:
+        for body in (text, f"[weather(city={text})]", f'{{"name": "weather", "arguments": {text}}}', f"weather{text}"):
+            form.read(body, FUNCTIONS)
+            begin, end = form.marks[0] if form.marks else (HEAD, "")
+            calls_of(read(form.name, [begin + body + end]))
+
+
+@pytest.mark.parametrize(
+    ("name", "begin", "part", "end"),
+    [
+        ("qwen3_coder", "<tool_call>", "<function=weather>", "</tool_call>"),
+        ("qwen3_coder", "<tool_call>", "<function=", "</tool_call>"),
+        ("qwen3_coder", "<tool_call><function=weather>", "<parameter=city>", "</function></tool_call>"),
+        ("minimax_m2", "<minimax:tool_call>", '<invoke name="weather">', "</minimax:tool_call>"),
+        (
+            "minimax_m2",
+            '<minimax:tool_call><invoke name="weather">',
+            '<parameter name="',
+            "</invoke></minimax:tool_call>",
+        ),
+        ("deepseek_v32", "<｜DSML｜function_calls>", '<｜DSML｜invoke name="weather">', "</｜DSML｜function_calls>"),
+        ("glm45", "<tool_call>weather", "<arg_key>", "</tool_call>"),
+        ("hermes", "<tool_call>", '{"name": "now"};', "</tool_call>"),
+    ],
+)
+def test_work_does_not_grow_with_the_square_of_an_answer(name: str, begin: str, part: str, end: str) -> None:
+    text = begin + part * 20_000 + end
+    seconds = time.process_time()
+    answer = read(name, [text])
+    assert time.process_time() - seconds < 1
+    assert answer.content == text or len(answer.calls) == 20_000
+
+
 @pytest.mark.parametrize("form", registry.TOOLS, ids=lambda form: form.name)
 def test_one_call_alone_where_only_one_is_wanted(form: Any) -> None:
     text = {
@@ -206,6 +290,10 @@ def test_one_call_alone_where_only_one_is_wanted(form: Any) -> None:
 def test_ids() -> None:
     kimi = read("kimi_k2", [f"{KB}functions.now:3{KN}{{}}{KE}"])
     assert kimi.calls[0]["id"] == "functions.now:3"
+    twice = read(
+        "kimi_k2", [f"{KB}functions.now:0{KN}{{}}<|tool_call_end|><|tool_call_begin|>functions.now:0{KN}{{}}{KE}"]
+    )
+    assert len({call["id"] for call in twice.calls}) == len(twice.calls) == 2
     mistral = read("mistral", [f"[TOOL_CALLS][{ONE}]"]).calls[0]["id"]
     assert len(mistral) == 9 and mistral.isalnum()
     assert read("mistral", ["[TOOL_CALLS]now[CALL_ID]abc123xyz[ARGS]{}"]).calls[0]["id"] == "abc123xyz"

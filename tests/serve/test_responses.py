@@ -90,6 +90,14 @@ def test_items_and_the_order_of_their_events(server: Any) -> None:
     assert "".join(deltas) == "Well."
 
 
+def test_an_error_after_the_first_event_is_an_event(server: Any, monkeypatch: Any) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("lost")
+
+    monkeypatch.setattr(server.app.state.server.kept, "put", broken)
+    assert events(server, "Hello.")[-1].type in ("error", "response.failed")
+
+
 def test_conversations_are_kept_for_a_while(start: Any) -> None:
     template = Echo("hermes")
     limits = Limits(max_stored_responses=2)

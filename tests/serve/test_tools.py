@@ -124,6 +124,26 @@ def test_strict_functions_are_guided_with_auto(start: Any) -> None:
     assert server.engine.seen[1][1].response_format is None
 
 
+@pytest.mark.parametrize(
+    ("form", "answer"),
+    [
+        ("llama3", '{"name":"add","parameters":{}};{"name":"add","parameters":{}}'),
+        ("pythonic", "[add(a=1), add(a=2)]"),
+        ("granite", '<tool_call>{"name": "add"}</tool_call><tool_call>{"name": "add"}</tool_call>'),
+        ("phi4", '<|tool_call|>[{"name": "add"}, {"name": "add"}]<|/tool_call|>'),
+        ("hermes", ONE + ONE),
+    ],
+)
+def test_calls_beside_strict_functions_may_be_spelled_in_any_way(start: Any, form: str, answer: str) -> None:
+    """Their grammar guides what follows one exact beginning alone."""
+    server = start(template=Echo(form))
+    fields: Any = {"tools": [{"type": "function", "function": {**ADD, "strict": True}}]}
+    for parallel, count in ((None, 2), (True, 2), (False, 1)):
+        message = ask(server, answer, **fields, parallel_tool_calls=parallel)[0]["choices"][0]["message"]
+        assert [call["function"]["name"] for call in message["tool_calls"]] == ["add"] * count
+        assert message["content"] is None
+
+
 def test_thoughts(start: Any) -> None:
     server = start(template=Echo("hermes", "qwen3"))
     (whole,) = ask(server, f"<think>\nHm.\n</think>\n\nWell. {ONE}")

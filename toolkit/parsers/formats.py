@@ -37,7 +37,8 @@ class Written:
 class ToolFormat:
     """``marks``: (begin, end) around calls; an end of "" is the answer's, or the next begin. ``read``: the calls
     between them, none where it is anything else. ``bare``: whether an answer with this beginning may be calls without
-    marks (None: not yet clear). ``drop``: marks around several calls. ``quoted``: in JSON strings an end mark is none.
+    marks (None: not yet clear). ``drop``: marks around several calls. ``quoted``: in JSON strings an end mark is none,
+    nor is it between ``value``, marks around an argument.
     ``unclosed``: calls can be told to be whole without their end mark. ``signs``: what the chat templates of such
     models have, all of one row.
     """
@@ -51,6 +52,7 @@ class ToolFormat:
     bare: Callable[[str], bool | None] | None = None
     drop: tuple[str, ...] = ()
     quoted: bool = True
+    value: tuple[str, str] | None = None
     unclosed: bool = True
     short_ids: bool = False
     harmony: bool = False

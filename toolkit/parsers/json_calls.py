@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from toolkit.parsers.formats import Call, Functions
 
+_BETWEEN = re.compile(r"[ \t\r\n;,]*")
 _NAMES, _ARGUMENTS = ("name", "tool_name"), ("arguments", "parameters")
 
 
@@ -14,9 +16,10 @@ def read(text: str, functions: Functions) -> list[Call]:
     """The calls that ``text`` consists of, several joined by blanks, "," or ";"; none where it is anything else."""
     text = text.strip()
     found: list[Call] = []
-    while text:
+    at = 0
+    while at < len(text):
         try:
-            data, end = _DECODER.raw_decode(text)
+            data, at = _DECODER.raw_decode(text, at)
         except (ValueError, RecursionError):
             return []
         for each in data if isinstance(data, list) else [data]:
@@ -24,7 +27,7 @@ def read(text: str, functions: Functions) -> list[Call]:
             if call is None:
                 return []
             found.append(call)
-        text = text[end:].lstrip(" \t\r\n;,")
+        at = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]
     return found
 
 
@@ -45,7 +48,7 @@ def as_arguments(value: Any) -> str | None:
         text.encode()
     except UnicodeEncodeError:  # half of a surrogate pair
         return json.dumps(value, allow_nan=False)
-    except (ValueError, RecursionError):
+    except (TypeError, ValueError, RecursionError):  # a set, bytes and the like, as calls in Python may have
         return None
     return text
 

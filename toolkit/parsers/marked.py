@@ -29,6 +29,7 @@ class Marked:
         self._lenient = False  # at the end of the answer: the first end mark counts, inside a string too
         self._plain = form.bare is None  # or the answer turned out to be no call without marks
         self._calls = 0
+        self._given: set[str] = set()  # ids of calls that the model gave
 
     def add(self, text: str) -> list[Piece]:
         self._held += text
@@ -75,6 +76,8 @@ class Marked:
         """Where in the held body its end mark is, -1 if it is not there yet."""
         assert self._begin is not None
         end = self._ends[self._begin] or self._begin
+        if self._form.value and not self._lenient:
+            return self._find_end_outside_values(end, *self._form.value)
         if self._form.quoted and not self._lenient:
             seen = self._seen
             for match in re.compile(r'\\.|"|' + re.escape(end), re.DOTALL).finditer(self._held, self._seen):
@@ -88,6 +91,18 @@ class Marked:
         at = self._held.find(end, max(0, self._seen - len(end)))
         self._seen = len(self._held)
         return at
+
+    def _find_end_outside_values(self, end: str, begin: str, close: str) -> int:
+        seen = self._seen
+        marks = (end, begin, close)
+        for match in re.compile("|".join(map(re.escape, marks))).finditer(self._held, self._seen):
+            seen = match.end()
+            if match.group() != end:
+                self._inside = match.group() == begin
+            elif not self._inside:
+                return match.start()
+        self._seen = max(seen, len(self._held) - max(map(len, marks)))
+        return -1
 
     def _close(self, at: int) -> list[Piece]:
         """The call (or what was meant to be one) whose body ends at ``at``."""
@@ -104,7 +119,8 @@ class Marked:
         found = self._form.read(body, self._functions)
         for call in found:
             if not (self._single and self._calls):
-                id = call.id or self._ids.next()
+                id = call.id if call.id and call.id not in self._given else self._ids.next()
+                self._given.add(id)
                 pieces += [self._words.call(call.name, id), Piece("arguments", call.arguments)]
             self._calls += 1
         return pieces if found else None

@@ -93,7 +93,7 @@ def open_parser(
     """A parser for one answer. ``tools`` None: calls are text; ``reasoning`` None: thoughts are.
 
     ``seed``: what the ids of calls follow from. ``begun``: how the prompt ended. ``single``: calls after the first are
-    dropped. ``guided``: a grammar has every call written as ``tools.written`` says.
+    dropped. ``guided``: a grammar leaves no other answer than calls written as ``tools.written`` says.
     """
     ids = Ids(seed, short=tools is not None and tools.short_ids)
     if (tools is not None and tools.harmony) or (reasoning is not None and reasoning.harmony):

@@ -29,40 +29,73 @@ _TYPES = {
 _LITERALS = {"true": True, "false": False, "none": None}  # as Python writes them
 
 
+class Element:
+    """What stands between a begin tag (a pattern that does not go on behind the next "<") and an end tag."""
+
+    def __init__(self, begin: str, end: str) -> None:
+        self._begin = re.compile(begin)
+        self._end = end
+        self._seam = re.compile(rf"{re.escape(end)}\s*(?={begin})")
+
+    def split(self, text: str) -> list[tuple[re.Match[str], str]] | None:
+        """(begin tag, body) of the elements that ``text`` consists of; None where there is anything else. An end tag
+        that neither another element nor the end of ``text`` follows is part of the body."""
+        text = text.strip()
+        found: list[tuple[re.Match[str], str]] = []
+        at = 0
+        while at < len(text):
+            head = self._begin.match(text, at)
+            if head is None:
+                return None
+            if seam := self._seam.search(text, head.end()):
+                end, at = seam.span()
+            elif text.endswith(self._end, head.end()):
+                end, at = len(text) - len(self._end), len(text)
+            else:
+                return None
+            found.append((head, text[head.end() : end]))
+        return found
+
+
 @dataclass(frozen=True)
 class Tags:
-    """``call``: groups ``name`` and ``body``; ``parameter``: ``key``, ``value`` and, where it is told, ``string`` (true
-    or false). One line end on either side of a value is none of it."""
+    """Group ``name`` of ``call``; ``key`` and, where it is told, ``string`` (true or false) of ``parameter``. One line
+    end on either side of a value is none of it."""
 
-    call: re.Pattern[str]
-    parameter: re.Pattern[str]
+    call: Element
+    parameter: Element
 
     def read(self, text: str, functions: Functions) -> list[Call]:
         """The calls that ``text`` consists of; none where there is anything else between them."""
         found: list[Call] = []
-        for match in self.call.finditer(text):
-            name, values = match["name"].strip(), self._values(match["body"])
-            if values is None or not known(name, functions):
+        for head, body in self.call.split(text) or ():
+            call = read_call(head["name"].strip(), body, self.parameter, functions)
+            if call is None:
                 return []
-            schema = (functions or {}).get(name, {})
-            arguments = as_arguments({key: _typed(value, told, schema, key) for key, (value, told) in values.items()})
-            if arguments is None:
-                return []
-            found.append(Call(name, arguments))
-        return [] if self.call.sub("", text).strip() else found
+            found.append(call)
+        return found
 
-    def _values(self, body: str) -> dict[str, tuple[str, str | None]] | None:
-        if (whole := body.strip()).startswith("{"):  # some models write JSON after all
-            return None if arguments_of(whole) is None else {k: (v, None) for k, v in _texts(whole).items()}
-        if self.parameter.sub("", body).strip():
-            return None
-        return {
-            match["key"].strip(): (
-                match["value"].removeprefix("\n").removesuffix("\n"),
-                match.groupdict().get("string"),
-            )
-            for match in self.parameter.finditer(body)
-        }
+
+def read_call(name: str, body: str, parameter: Element, functions: Functions) -> Call | None:
+    """The call of ``name`` whose parameters are ``body``; None where it is none."""
+    values = _values(body, parameter) if known(name, functions) else None
+    if values is None:
+        return None
+    schema = (functions or {}).get(name, {})
+    arguments = as_arguments({key: _typed(value, told, schema, key) for key, (value, told) in values.items()})
+    return None if arguments is None else Call(name, arguments)
+
+
+def _values(body: str, parameter: Element) -> dict[str, tuple[str, str | None]] | None:
+    if (whole := body.strip()).startswith("{"):  # some models write JSON after all
+        return None if arguments_of(whole) is None else {k: (v, None) for k, v in _texts(whole).items()}
+    elements = parameter.split(body)
+    if elements is None:
+        return None
+    return {
+        head["key"].strip(): (value.removeprefix("\n").removesuffix("\n"), head.groupdict().get("string"))
+        for head, value in elements
+    }
 
 
 def _texts(whole: str) -> dict[str, str]:

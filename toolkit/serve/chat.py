@@ -61,9 +61,7 @@ class Chat:
         ]
         self.answers = [Answer() for _ in self.choices]
         self.usage = Usage(self.choices, formats.reasoning is not None)
-        self._parsers = [
-            formats.parser(request, begun, f"{self.id}-{i}", self._guided) for i in range(len(self.choices))
-        ]
+        self._parsers = [formats.parser(request, begun, f"{self.id}-{i}") for i in range(len(self.choices))]
 
     def _ruled(self, config: GenerationConfig, begun: Begun) -> GenerationConfig:
         """``config`` with the grammar that an answer follows whose prompt ended as ``begun`` says."""

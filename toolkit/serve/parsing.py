@@ -67,13 +67,13 @@ class Formats:
             return "open"
         return "closed" if any(end.endswith(mark) for mark in self.reasoning.ends) else None
 
-    def parser(self, request: ChatCompletionRequest, begun: Begun, seed: str, guided: bool) -> Parser:
-        """For one answer; ``guided``: the request's grammar was made by ``guide``."""
+    def parser(self, request: ChatCompletionRequest, begun: Begun, seed: str) -> Parser:
+        """For one answer. Only the grammar of an answer that has to be a call leaves no other spelling of one."""
         functions = request.functions
         tools = self.tools if functions else None
         single = request.parallel_tool_calls is False
         return registry.open_parser(
-            tools, self.reasoning, functions, seed=seed, begun=begun, single=single, guided=guided
+            tools, self.reasoning, functions, seed=seed, begun=begun, single=single, guided=request.must_call
         )
 
     def guide(self, request: ChatCompletionRequest, begun: Begun) -> dict[str, Any] | None:

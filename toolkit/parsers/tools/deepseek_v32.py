@@ -1,17 +1,11 @@
 """DeepSeek V3.2: invocations in tags whose names begin with ``｜DSML｜``; each parameter says if it is a string."""
 
-import re
-
 from toolkit.parsers.formats import ToolFormat, Written
-from toolkit.parsers.xml_calls import Tags
+from toolkit.parsers.xml_calls import Element, Tags
 
 _TAGS = Tags(
-    re.compile(r'<｜DSML｜invoke name="(?P<name>[^"]+)">(?P<body>.*?)</｜DSML｜invoke>', re.DOTALL),
-    re.compile(
-        r'<｜DSML｜parameter name="(?P<key>[^"]+)"(?: string="(?P<string>true|false)")?>'
-        r"(?P<value>.*?)</｜DSML｜parameter>",
-        re.DOTALL,
-    ),
+    Element(r'<｜DSML｜invoke name="(?P<name>[^"<]+)">', "</｜DSML｜invoke>"),
+    Element(r'<｜DSML｜parameter name="(?P<key>[^"<]+)"(?: string="(?P<string>true|false)")?>', "</｜DSML｜parameter>"),
 )
 FORMAT = ToolFormat(
     name="deepseek_v32",
@@ -31,4 +25,5 @@ FORMAT = ToolFormat(
     ),
     signs=(("｜DSML｜",), ("function_calls", "dsml_token")),
     quoted=False,
+    value=("<｜DSML｜parameter name=", "</｜DSML｜parameter>"),
 )

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 
 from toolkit.parsers.formats import Call, Functions, ToolFormat, Written
-from toolkit.parsers.xml_calls import Tags
+from toolkit.parsers.xml_calls import Element, read_call
 
-_TAGS = Tags(
-    re.compile(r"\s*(?P<name>[^\s<]+)\s*(?P<body>(?:<arg_key>.*)?)", re.DOTALL),
-    re.compile(r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>", re.DOTALL),
-)
+_CALL = re.compile(r"\s*(?P<name>[^\s<]+)\s*(?P<body>(?:<arg_key>.*)?)", re.DOTALL)
+_PARAMETER = Element(r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>", "</arg_value>")
 
 
 def _read(text: str, functions: Functions) -> list[Call]:
-    return _TAGS.read(text, functions) if _TAGS.call.fullmatch(text) else []
+    match = _CALL.fullmatch(text)
+    call = read_call(match["name"], match["body"], _PARAMETER, functions) if match else None
+    return [] if call is None else [call]
 
 
 FORMAT = ToolFormat(
@@ -25,5 +25,6 @@ FORMAT = ToolFormat(
     written=Written("<tool_call>%s\n", "\n</tool_call>", style="glm_xml", trigger="<tool_call>"),
     signs=(("<arg_key>",),),
     quoted=False,
+    value=("<arg_value>", "</arg_value>"),
     unclosed=False,
 )

@@ -1,13 +1,11 @@
 """MiniMax M2: ``<minimax:tool_call><invoke name="weather"><parameter name="city">Paris</parameter></invoke>…``."""
 
-import re
-
 from toolkit.parsers.formats import ToolFormat, Written
-from toolkit.parsers.xml_calls import Tags
+from toolkit.parsers.xml_calls import Element, Tags
 
 _TAGS = Tags(
-    re.compile(r'<invoke name="?(?P<name>[^">]+)"?>(?P<body>.*?)</invoke>', re.DOTALL),
-    re.compile(r'<parameter name="?(?P<key>[^">]+)"?>(?P<value>.*?)</parameter>', re.DOTALL),
+    Element(r'<invoke name="?(?P<name>[^"<>]+)"?>', "</invoke>"),
+    Element(r'<parameter name="?(?P<key>[^"<>]+)"?>', "</parameter>"),
 )
 FORMAT = ToolFormat(
     name="minimax_m2",
@@ -24,4 +22,5 @@ FORMAT = ToolFormat(
     ),
     signs=(("<minimax:tool_call>",), ("minimax:tool_call",)),
     quoted=False,
+    value=("<parameter name=", "</parameter>"),
 )

@@ -28,7 +28,7 @@ def _read(text: str, functions: Functions) -> list[Call]:
         tree = ast.parse(text.strip(), mode="eval").body
         calls = tree.elts if isinstance(tree, ast.List) else [tree]
         found = [_call(call, functions) for call in calls]
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
+    except (TypeError, ValueError, SyntaxError, RecursionError, MemoryError):
         return []
     return found
 

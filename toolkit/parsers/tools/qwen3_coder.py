@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
 from toolkit.parsers.formats import Call, Functions, ToolFormat, Written
-from toolkit.parsers.xml_calls import Tags
+from toolkit.parsers.xml_calls import Element, Tags
 
 _TAGS = Tags(
-    re.compile(r"<function=(?P<name>[^>\n]+)>(?P<body>.*?)</function>", re.DOTALL),
-    re.compile(r"<parameter=(?P<key>[^>\n]+)>(?P<value>.*?)</parameter>", re.DOTALL),
+    Element(r"<function=(?P<name>[^<>\n]+)>", "</function>"),
+    Element(r"<parameter=(?P<key>[^<>\n]+)>", "</parameter>"),
 )
 
 
@@ -29,4 +27,5 @@ FORMAT = ToolFormat(
     ),
     signs=(("<function=", "<parameter="),),
     quoted=False,
+    value=("<parameter=", "</parameter>"),
 )

@@ -22,7 +22,17 @@ from toolkit.serve.state import ServerState
 
 router = APIRouter()
 BODIES: list[type[BaseModel]] = [ResponsesRequest]
-WIRE = Wire(named_event, ApiError.envelope)
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    """An event; of the envelope of an error that comes after others, OpenAI's event of an error."""
+    if "type" not in data:
+        error = data["error"]
+        data = {"type": "error", "code": error["code"], "message": error["message"], "param": error["param"]}
+    return named_event(data)
+
+
+WIRE = Wire(_event, ApiError.envelope)
 
 
 @router.post("/v1/responses", **describe(ResponsesRequest, "Answer a conversation, as OpenAI's newer API has it"))
