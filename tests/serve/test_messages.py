@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +14,8 @@ import anthropic
 import pytest
 
 from tests.serve.test_tools import Echo
+from toolkit.serve.limits import Limits
+from toolkit.serve.protocol import ChatCompletionRequest
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TOOLS: list[Any] = [
@@ -111,6 +115,33 @@ def test_what_the_template_is_given(server: Any) -> None:
     assert answer["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
     assert variables["enable_thinking"] is False and [t["function"]["name"] for t in variables["tools"]] == ["add"]
     assert "!" in server.engine.seen[-1][1].stop_words
+
+
+def test_results_of_tools_count_as_messages(start: Any) -> None:
+    server = start(template=Echo("hermes"), limits=Limits(max_messages=2))
+    results = [{"type": "tool_result", "tool_use_id": f"t{i}", "content": ""} for i in range(3)]
+    with pytest.raises(anthropic.BadRequestError, match="messages: found 3 messages, expected at most 2"):
+        ask(server, "x", messages=[{"role": "user", "content": results}])
+
+
+@pytest.mark.parametrize("path", ["messages", "messages/count_tokens", "responses"])
+def test_large_requests_are_translated_beside_the_loop(server: Any, path: str, monkeypatch: Any) -> None:
+    places: list[str] = []
+    validate = ChatCompletionRequest.model_validate
+    monkeypatch.setattr(
+        ChatCompletionRequest,
+        "model_validate",
+        lambda given: places.append(threading.current_thread().name) or validate(given),
+    )
+    talk = [{"role": "user", "content": "x" * 20_000}]
+    body: dict[str, Any] = {"model": "echo", "input" if path == "responses" else "messages": talk}
+    body |= {"max_tokens": 5} if path == "messages" else {}
+    sent = urllib.request.Request(
+        f"{server.url}/v1/{path}", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with pytest.raises(urllib.error.HTTPError, match="400"):  # longer than the session
+        urllib.request.urlopen(sent)
+    assert len(places) == 1 and places[0].startswith("toolkit-requests")
 
 
 def test_structured_output(server: Any) -> None:

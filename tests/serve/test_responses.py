@@ -90,6 +90,33 @@ def test_items_and_the_order_of_their_events(server: Any) -> None:
     assert "".join(deltas) == "Well."
 
 
+def test_a_response_that_was_cut_within_its_thought_goes_on(server: Any) -> None:
+    first = ask(server, "<think>Hm. And so on", max_output_tokens=10)
+    assert first.status == "incomplete" and [item.type for item in first.output] == ["reasoning"]
+    assert ask(server, "Well?", previous_response_id=first.id).output_text == "Well?"
+    back = [item.model_dump() for item in first.output]
+    assert ask(server, [*back, {"role": "user", "content": "Well?"}]).output_text == "Well?"
+
+
+def test_one_system_message_leads(start: Any) -> None:
+    server = start(template=(template := Echo(None)))
+    said = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi."}]
+    first = ask(server, said, instructions="Be kind.")
+    ask(server, "And?", instructions="Be rude.", previous_response_id=first.id)
+    leads = [[(m["role"], m["content"]) for m in seen if m["role"] == "system"] for seen, _ in template.seen]
+    assert leads == [[("system", "Be kind.\n\nBe brief.")], [("system", "Be rude.\n\nBe brief.")]]
+
+
+def test_tools_of_namespaces_count(start: Any) -> None:
+    server = start(template=Echo("hermes"), limits=Limits(max_tools=2, max_messages=3))
+    tools = [{"type": "function", "name": f"f{i}"} for i in range(3)]
+    with pytest.raises(openai.BadRequestError, match=r"tools: found 3 tools, expected at most 2 .*--max-tools"):
+        ask(server, "x", tools=[{"type": "namespace", "name": "n", "tools": tools}])
+    first = ask(server, "x")
+    with pytest.raises(openai.BadRequestError, match=r"messages: found 4 messages, .*--max-messages"):
+        ask(server, [{"role": "user", "content": "x"}] * 2, previous_response_id=first.id)
+
+
 def test_an_error_after_the_first_event_is_an_event(server: Any, monkeypatch: Any) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("lost")

@@ -13,6 +13,7 @@ from toolkit.parsers import registry
 from toolkit.parsers.grammar import required_calls
 from toolkit.parsers.pieces import Answer
 from toolkit.serve.client import APIClient
+from toolkit.serve.parsing import Formats
 
 ADD = {"name": "add", "description": "Sum.", "parameters": {"type": "object", "properties": {"a": {"type": "int"}}}}
 TOOLS = [{"type": "function", "function": ADD}, {"type": "function", "function": {"name": "now"}}]
@@ -187,6 +188,35 @@ def test_a_thought_within_its_budget(start: Any) -> None:
     assert rules == ["structural_tag", "json_object"]  # behind the thought, then at once
 
 
+@pytest.mark.parametrize("form", ["minimax_m2", "deepseek_r1", "qwen3"])
+@pytest.mark.parametrize(
+    ("said", "thought", "content"),
+    [
+        ("{", "", "{"),
+        ("<think>Hm.</think>{", "", "<think>Hm.</think>{"),
+        ("<think>H", "H", ""),
+    ],
+)
+def test_an_answer_that_goes_on_is_a_thought_only_where_one_is_open(
+    start: Any, form: str, said: str, thought: str, content: str
+) -> None:
+    talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": said}]
+    (whole,) = APIClient(start(template=Echo("hermes", form)).url).chat_completions_v1("echo", talk)
+    message = whole["choices"][0]["message"]
+    assert (message.get("reasoning_content", ""), message["content"] or "") == (thought, content)
+
+
+def test_a_grammar_is_made_once_for_all_choices(start: Any, monkeypatch: Any) -> None:
+    made: list[str] = []
+    guide = Formats.guide
+    monkeypatch.setattr(Formats, "guide", lambda *of: made.append("") or guide(*of))
+    counts = []
+    for n in (1, 8):
+        ask(start(template=Echo("hermes", "qwen3")), CALLED, tool_choice="required", thinking_token_budget=50, n=n)
+        counts.append(len(made))
+    assert counts[1] == 2 * counts[0]
+
+
 def test_parsers_that_are_named_and_unknown(start: Any) -> None:
     call = '[TOOL_CALLS] [{"name": "now", "arguments": {}}]'
     server = start(template=Echo(None), tool_call_parser="mistral", reasoning_parser="none")
@@ -209,6 +239,11 @@ def test_parsers_that_are_named_and_unknown(start: Any) -> None:
 def test_requests_that_cannot_be(start: Any, fields: dict[str, Any], says: str) -> None:
     with pytest.raises(ToolkitError, match=f"400: .*{says}"):
         ask(start(template=Echo("hermes")), "x", **fields)
+
+
+def test_an_answer_of_nothing_is_refused(start: Any) -> None:
+    with pytest.raises(ToolkitError, match="an assistant message needs content"):
+        list(APIClient(start(template=Echo(None)).url).chat_completions_v1("echo", [{"role": "assistant"}]))
 
 
 def test_a_template_without_a_place_for_tools(start: Any) -> None:

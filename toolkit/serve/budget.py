@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from toolkit.messages import GenerationConfig, Response
 from toolkit.parsers.formats import ReasoningFormat
 from toolkit.parsers.thinking import Begun, Thinking
+from toolkit.serve.sampling import choice_config
 
 if TYPE_CHECKING:
     from toolkit.serve.generation import Choice
@@ -32,6 +33,10 @@ class Budget:
     token_ids: list[int]
     after: GenerationConfig
     session_len: int
+
+    def of_choice(self, index: int) -> Budget:
+        """The same for another choice than the first."""
+        return replace(self, after=choice_config(self.after, index))
 
 
 def closing_text(form: ReasoningFormat, message: str | None) -> str:

@@ -15,7 +15,7 @@ from toolkit.parsers.thinking import Begun
 from toolkit.serve.budget import Budget, closing_text
 from toolkit.serve.generation import Choice, Usage, run_choices
 from toolkit.serve.protocol import ChatCompletionRequest
-from toolkit.serve.requests import encode_chat, vocab_size
+from toolkit.serve.requests import encode_chat, run_sized, vocab_size
 from toolkit.serve.sampling import choice_config, generation_config
 from toolkit.serve.state import ServerState
 
@@ -41,7 +41,7 @@ class Chat:
         """Render and tokenize the conversation. Raises ApiError, UsageError for what cannot be answered."""
         state, request, formats = self.state, self.request, self.state.formats
         token_ids, prompt = await encode_chat(state, request, self.size, self.id)
-        begun = formats.begun(prompt)
+        begun = formats.begun(prompt, request.continued)
         config = generation_config(
             request,
             state.defaults,
@@ -52,11 +52,13 @@ class Chat:
         )
         bare = replace(state.template.with_stops(config), shown_special_tokens=formats.shown)
         self._guided = formats.guide(request, begun) is not None
-        config = self._ruled(bare, begun)
+        config, budget = await run_sized(
+            state, lambda: (self._ruled(bare, begun), self._budget(bare, begun)), self.size
+        )
         adapter = state.adapter_of(request.model)
         common: Any = {"priority": request.priority or 0, "label": request.session_id}
         self.choices = [
-            Choice(i, 0, token_ids, choice_config(config, i), adapter, **common, budget=self._budget(bare, begun, i))
+            Choice(i, 0, token_ids, choice_config(config, i), adapter, **common, budget=budget and budget.of_choice(i))
             for i in range(request.n or 1)
         ]
         self.answers = [Answer() for _ in self.choices]
@@ -72,14 +74,14 @@ class Chat:
             rule = after_thought(rule, formats.reasoning, begun, formats.specials) or rule
         return replace(config, response_format=rule)
 
-    def _budget(self, config: GenerationConfig, begun: Begun, index: int) -> Budget | None:
-        """The limit of choice ``index``'s thoughts."""
+    def _budget(self, config: GenerationConfig, begun: Begun) -> Budget | None:
+        """The limit of the thoughts of the first choice."""
         tokens, form = self.request.thinking_token_budget, self.state.formats.reasoning
         if tokens is None or form is None or form.harmony or begun == "closed":
             return None
         text = closing_text(form, self.request.thinking_budget_message)
         token_ids = self.state.engine.tokenizer.encode(text, add_special_tokens=False)
-        after = choice_config(self._ruled(config, "closed"), index)
+        after = self._ruled(config, "closed")
         return Budget(tokens, form, begun, text, token_ids, after, self.state.engine.session_len)
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Response, list[Piece]], None]:

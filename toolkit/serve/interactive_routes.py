@@ -16,7 +16,7 @@ from toolkit.messages import Response
 from toolkit.serve.generation import Choice, run_choices
 from toolkit.serve.protocol import GenerateRequest, Messages
 from toolkit.serve.replies import LINES, EventReply, JsonReply, json_response
-from toolkit.serve.requests import encode_text, parse, vocab_size
+from toolkit.serve.requests import encode_text, parse, run_sized, vocab_size
 from toolkit.serve.sampling import generation_config
 from toolkit.serve.schema import describe
 from toolkit.serve.state import ServerState
@@ -129,8 +129,6 @@ class Turn:
 
     async def _answer(self, talk: Talk, kept: bool) -> AsyncGenerator[tuple[Response, int, int], None]:
         state, request = self.state, self.request
-        asked = [message.for_template() for message in request.prompt]
-        messages, before = [*talk.messages, *asked], talk.tokens
         config = generation_config(
             request,
             state.defaults,
@@ -139,6 +137,8 @@ class Turn:
             vocab_size=vocab_size(state),
         )
         async with state.slot():
+            asked = await run_sized(state, lambda: [message.for_template() for message in request.prompt], self.size)
+            messages, before = [*talk.messages, *asked], talk.tokens
             ids = await encode_text(state, lambda: state.template.render(messages), "prompt", self.size)
             before = min(before, len(ids))
             choice = Choice(

@@ -60,6 +60,13 @@ class Limits:
             if (chars := _characters(data.get(param))) > self.max_prompt_chars:
                 raise self.refusal("max_prompt_chars", param, chars, "characters")
 
+    def check_counts(self, messages: int, tools: int) -> None:
+        """Raise ApiError where a request that another API's became has too many of them."""
+        if messages > self.max_messages:
+            raise self.refusal("max_messages", "messages", messages, "messages")
+        if tools > self.max_tools:
+            raise self.refusal("max_tools", "tools", tools, "tools")
+
     def check_work(self, request: GenerateRequest, prompts: int, token_limit: int | None, session_len: int) -> None:
         """Raise ApiError where a valid request asks for too many tokens; one full session is never too much."""
         choices = prompts * (request.n or 1)
@@ -149,6 +156,7 @@ def _characters(value: Any) -> int:
 _SIZES: tuple[tuple[str, str, str, Callable[[Any], int]], ...] = (
     ("max_messages", "messages", "messages", _count),
     ("max_messages", "input", "items", _objects),
+    ("max_messages", "prompt", "messages", _objects),
     ("max_messages", "system", "blocks", _count),
     ("max_format_bytes", "response_format", "bytes", _json_bytes),
     ("max_format_bytes", "output_config", "bytes", _object_bytes),

@@ -58,11 +58,17 @@ class Formats:
         found = [token for token in self.specials if any(token in mark for mark in marks)]
         return found or None
 
-    def begun(self, prompt: str) -> Begun:
-        """Whether ``prompt`` ends within a thought, or behind one."""
+    def begun(self, prompt: str, continued: str) -> Begun:
+        """Whether ``prompt`` ends within a thought, or behind one. ``continued``: the message that the answer goes on
+        with, if it does."""
         end = prompt.rstrip()
         if self.reasoning is None:
             return None
+        if continued:
+            first, last = (
+                max(map(continued.rfind, m), default=-1) for m in (self.reasoning.begins, self.reasoning.ends)
+            )
+            return "open" if first > last else "closed"
         if any(end.endswith(mark) for mark in self.reasoning.begins):
             return "open"
         return "closed" if any(end.endswith(mark) for mark in self.reasoning.ends) else None

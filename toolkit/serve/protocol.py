@@ -104,7 +104,8 @@ class Message(Strict):
     def _has_content(self) -> Message:
         said = self.tool_calls or self.refusal or self.reasoning_content
         if self.content is None and not (self.role == "assistant" and said):
-            raise ValueError(f"a {self.role} message needs content")
+            article = "an" if self.role in ("assistant", "ipython") else "a"
+            raise ValueError(f"{article} {self.role} message needs content")
         if isinstance(self.content, dict) and self.role not in TOOL_ROLES:
             raise ValueError(f"content: expected a string or a list of parts, found {shown(self.content, 40)}")
         return self
@@ -258,6 +259,14 @@ class ChatCompletionRequest(GenerateRequest, ToolFields):
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs=true")
         return self
+
+    @property
+    def continued(self) -> str:
+        """The text of the assistant's message that the answer goes on with; "" where it begins a new one."""
+        last = self.messages[-1]
+        if last.role != "assistant" or last.tool_calls or self.add_generation_prompt is False:
+            return ""
+        return last.content if isinstance(last.content, str) else "".join(part["text"] for part in last.content or ())
 
     @property
     def logprobs_wanted(self) -> int | None:

@@ -18,6 +18,7 @@ from toolkit.serve.strict import Strict
 
 logger = logging.getLogger("toolkit.serve")
 M = TypeVar("M", bound=Strict)
+T = TypeVar("T")
 SMALL = 1 << 14  # bytes of a body that are not worth a thread
 PIECE = 8  # characters for each token of the session that are tokenized at once; few texts have as many
 SEAM = 16  # tokens by which the end of such a piece may differ from the same text in one go
@@ -56,16 +57,29 @@ async def parse(request: Request, state: ServerState, model: type[M]) -> tuple[M
             state.settings.limits.check_values(count_values(body), state.engine.session_len)
         return parse_body(model, body, state.settings.limits.check_body)
 
-    size = len(body)
-    return (work() if size <= SMALL else await state.lanes.run(work, size)), size
+    return await run_sized(state, work, len(body)), len(body)
 
 
-def translated(translate: Callable[[], M]) -> M:
-    """``translate()``, which makes another API's request of ours. Raises ApiError (400) for what that cannot be."""
-    try:
-        return translate()
-    except ValidationError as error:
-        raise from_validation(error) from error
+async def run_sized(state: ServerState, work: Callable[[], T], size: int) -> T:
+    """``work()``, whose time grows with the ``size`` of a request: in a thread where that is worth one."""
+    return work() if size <= SMALL else await state.lanes.run(work, size)
+
+
+async def translated(
+    state: ServerState, translate: Callable[[], ChatCompletionRequest], size: int
+) -> ChatCompletionRequest:
+    """``translate()``, which makes our request of another API's of ``size`` bytes. Raises ApiError (400) for what that
+    cannot be, and where it has become too much."""
+
+    def work() -> ChatCompletionRequest:
+        try:
+            request = translate()
+        except ValidationError as error:
+            raise from_validation(error) from error
+        state.settings.limits.check_counts(len(request.messages), len(request.tools or ()))
+        return request
+
+    return await run_sized(state, work, size)
 
 
 def vocab_size(state: ServerState) -> int:

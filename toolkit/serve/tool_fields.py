@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -50,8 +51,8 @@ class ToolFields(Strict):
 
     @model_validator(mode="after")
     def _tools_fit(self) -> ToolFields:
-        names = [tool.function.name for tool in self.tools or ()]
-        if twice := next((name for name in names if names.count(name) > 1), None):
+        names = Counter(tool.function.name for tool in self.tools or ())
+        if twice := next((name for name, count in names.items() if count > 1), None):
             raise ValueError(f"tools: the name {twice!r} is given twice")
         if self.tool_choice not in (None, "none", "auto") and not names:
             raise ValueError("tool_choice: only with tools")

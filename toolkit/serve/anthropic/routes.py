@@ -27,7 +27,7 @@ WIRE = Wire(named_event, ApiError.anthropic)
 async def messages(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     asked, size = await parse(raw, state, MessagesRequest)
-    request = translated(lambda: chat_request(asked))
+    request = await translated(state, lambda: chat_request(asked), size)
     state.check_ready(request.model)
     state.settings.limits.check_work(request, 1, request.token_limit, state.engine.session_len)
     chat = Chat(state, request, size, f"msg_{uuid.uuid4().hex}")
@@ -38,7 +38,7 @@ async def messages(raw: Request) -> HttpResponse:
 async def count_tokens(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     asked, size = await parse(raw, state, CountRequest)
-    request = translated(lambda: chat_request(asked))
+    request = await translated(state, lambda: chat_request(asked), size)
     state.check_ready(request.model)
     token_ids, _ = await encode_chat(state, request, size, "count_tokens")
     return json_response({"input_tokens": len(token_ids)})

@@ -34,13 +34,12 @@ def conversation(items: Sequence[Any]) -> list[Message]:
     return told
 
 
-def chat_request(request: ResponsesRequest, before: Sequence[Message]) -> ChatCompletionRequest:
-    """``before``: the conversation that previous_response_id names. Raises pydantic's ValidationError where the chat
-    API cannot take it."""
-    instructions = [{"role": "system", "content": request.instructions}] if request.instructions else []
+def chat_request(request: ResponsesRequest, talk: Sequence[Message]) -> ChatCompletionRequest:
+    """``talk``: the conversation so far, without the instructions, which hold for one response alone. Raises
+    pydantic's ValidationError where the chat API cannot take it."""
     made: dict[str, Any] = {
         "model": request.model,
-        "messages": [*instructions, *before, *conversation(request.input)],
+        "messages": _led(request.instructions, talk),
         "stream": request.stream,
         "max_tokens": request.max_output_tokens,
         "temperature": request.temperature,
@@ -56,6 +55,14 @@ def chat_request(request: ResponsesRequest, before: Sequence[Message]) -> ChatCo
     if request.tool_choice is not None:
         made["tool_choice"] = _choice(request.tool_choice)
     return ChatCompletionRequest.model_validate(made)
+
+
+def _led(instructions: str | None, talk: Sequence[Message]) -> list[Message]:
+    """``talk`` behind one system message: many templates refuse a second."""
+    count = next((i for i, message in enumerate(talk) if message["role"] not in ("system", "developer")), len(talk))
+    texts = [text for text in (instructions, *(message["content"] for message in talk[:count])) if text]
+    system = [{"role": "system", "content": "\n\n".join(texts)}] if texts else []
+    return [*system, *talk[count:]]
 
 
 def _add(told: list[Message], role: str, **fields: Any) -> None:

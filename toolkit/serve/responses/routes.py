@@ -12,9 +12,10 @@ from starlette.responses import Response as HttpResponse
 from toolkit.config_checks import shown
 from toolkit.serve.chat import Chat
 from toolkit.serve.errors import ApiError
+from toolkit.serve.protocol import ChatCompletionRequest
 from toolkit.serve.replies import EventReply, JsonReply, Wire, json_response, named_event
 from toolkit.serve.requests import parse, translated
-from toolkit.serve.responses.asked import chat_request
+from toolkit.serve.responses.asked import chat_request, conversation
 from toolkit.serve.responses.fields import ResponsesRequest
 from toolkit.serve.responses.told import Told
 from toolkit.serve.schema import describe
@@ -45,7 +46,13 @@ async def responses(raw: Request) -> HttpResponse:
         if kept is None:
             raise _unknown(400, asked.previous_response_id, "previous_response_id")
         before, size = kept.messages, size + kept.size
-    request = translated(lambda: chat_request(asked, before))
+    talk: list[dict[str, Any]] = []
+
+    def translate() -> ChatCompletionRequest:
+        talk.extend((*before, *conversation(asked.input)))
+        return chat_request(asked, talk)
+
+    request = await translated(state, translate, size)
     state.check_ready(request.model)
     state.settings.limits.check_work(request, 1, request.token_limit, state.engine.session_len)
     chat = Chat(state, request, size, f"resp_{uuid.uuid4().hex}")
@@ -53,8 +60,6 @@ async def responses(raw: Request) -> HttpResponse:
     def keep(response: dict[str, Any]) -> None:
         if asked.store is False:
             return
-        said = [message.model_dump(exclude_none=True) for message in request.messages]
-        talk = said[1:] if asked.instructions else said  # they hold for one response alone
         answer = chat.answers[0]
         more = sum(map(len, (answer.content, answer.reasoning, *(str(call) for call in answer.calls))))
         state.kept.put(response, [*talk, answer.message()], size + more)
