@@ -92,6 +92,31 @@ def test_what_is_forced_is_read(form: Any) -> None:
             assert check(answer, text) and answer.content == "", text
 
 
+@pytest.mark.parametrize("form", registry.TOOLS, ids=lambda form: form.name)
+def test_an_answer_of_another_format_may_be_a_call_instead(form: Any) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    formats: list[dict[str, Any]] = [
+        {"type": "json_schema", "json_schema": {"schema": schema}},
+        {"type": "json_object"},
+        {"type": "regex_schema", "regex_schema": "yes|no"},
+        {"type": "choice", "choice": ["yes", "no"]},
+        {"type": "grammar", "grammar": 'root ::= "yes" | "no"'},
+    ]
+    for rule in formats:
+        made = grammar.calls_or_answer(form, FUNCTIONS, rule, IDS)
+        check_format(made)
+        matcher = CORE.GrammarMatcher(_compile(COMPILER, made), [EOS], False, -1, None)
+        answer = '{"a": 1}' if rule["type"].startswith("json") else "yes"
+        for call in (False, True):
+            text = form.written.first + form.written.begin % "weather" if call else answer
+            for node in grammar._literal(text, IDS):
+                tokens = [node["token"]] if node["type"] == "token" else list(node["value"].encode())
+                assert all(matcher.accept_token(token, False) for token in tokens), (rule, text)
+            assert call or matcher.accept_token(EOS, False)
+            matcher.reset()
+        assert not matcher.accept_token(ord("#"), False)
+
+
 @pytest.mark.parametrize("begun", ["open", None])
 def test_a_thought_comes_first(begun: Any) -> None:
     form, thinks = registry.tool_format("hermes"), registry.reasoning_format("qwen3")

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from tests.serve.test_tools import Echo
+from toolkit.serve import replies
 from toolkit.serve.limits import Limits
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -115,6 +116,35 @@ def test_tools_of_namespaces_count(start: Any) -> None:
     first = ask(server, "x")
     with pytest.raises(openai.BadRequestError, match=r"messages: found 4 messages, .*--max-messages"):
         ask(server, [{"role": "user", "content": "x"}] * 2, previous_response_id=first.id)
+
+
+def test_an_item_that_was_cut_says_so(server: Any) -> None:
+    told = events(server, "Hello.", max_output_tokens=2)
+    done = [event for event in told if event.type == "response.output_item.done"]
+    assert [event.item.status for event in done] == ["incomplete"] and told[-1].type == "response.incomplete"
+    assert ask(server, "Hello.", max_output_tokens=2).output[0].status == "incomplete"
+
+
+def test_a_stream_begins_before_the_answer_and_is_pinged(start: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(replies, "SILENCE", 0.05)
+    server = start(template=Echo(None), engine={"delay": 0.3})
+    for path, first, ping in (
+        ("responses", "response.created", ": ping"),
+        ("messages", "message_start", "event: ping"),
+    ):
+        asked = {"model": "echo", "stream": True}
+        asked |= (
+            {"input": "Hi"}
+            if path == "responses"
+            else {"max_tokens": 2, "messages": [{"role": "user", "content": "Hi"}]}
+        )
+        sent = urllib.request.Request(
+            f"{server.v1}/{path}", json.dumps(asked).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(sent) as reply:
+            lines = [line for line in reply.read().decode().splitlines() if line.startswith(("event", ": "))]
+        text = next(i for i, line in enumerate(lines) if "delta" in line)
+        assert lines[0] == f"event: {first}" and lines[:text].count(ping) > 1
 
 
 def test_an_error_after_the_first_event_is_an_event(server: Any, monkeypatch: Any) -> None:

@@ -145,6 +145,18 @@ def test_calls_beside_strict_functions_may_be_spelled_in_any_way(start: Any, for
         assert message["content"] is None
 
 
+def test_a_format_of_answers_does_not_forbid_calls(start: Any) -> None:
+    server = start(template=Echo("hermes"))
+    form = {"response_format": {"type": "json_object"}}
+    assert ask(server, ONE, **form)[0]["choices"][0]["message"]["tool_calls"]
+    assert ask(server, "{}", **form)[0]["choices"][0]["message"]["content"] == "{}"
+    for _, config in server.engine.seen:
+        kinds = [node["type"] for node in config.response_format["structural_tag"]["format"]["elements"]]
+        assert config.response_format["structural_tag"]["format"]["type"] == "or" and kinds[-1] == "json_schema"
+    ask(server, "{}", **form, tool_choice="none")
+    assert server.engine.seen[-1][1].response_format["type"] == "json_object"
+
+
 def test_thoughts(start: Any) -> None:
     server = start(template=Echo("hermes", "qwen3"))
     (whole,) = ask(server, f"<think>\nHm.\n</think>\n\nWell. {ONE}")

@@ -26,13 +26,33 @@ def required_calls(
     begun: Begun = None,
 ) -> dict[str, Any]:
     """The answer is one call of one of ``functions`` (``several``: or more), behind a thought if the model thinks."""
+    return _format(_row([*_thought(reasoning, begun, specials), _calls(form, functions, specials, several)]))
+
+
+def calls_or_answer(
+    form: ToolFormat,
+    functions: Functions,
+    rule: dict[str, Any],
+    specials: Specials,
+    several: bool = False,
+    *,
+    reasoning: ReasoningFormat | None = None,
+    begun: Begun = None,
+) -> dict[str, Any]:
+    """The answer is calls as ``required_calls`` has them, or follows the response_format ``rule``."""
+    answer = _answer(rule)
+    assert answer is not None  # of a request whose fields were checked
+    either = _any([_calls(form, functions, specials, several), answer])
+    return _format(_row([*_thought(reasoning, begun, specials), either]))
+
+
+def _calls(form: ToolFormat, functions: Functions, specials: Specials, several: bool) -> Node:
     written = form.written
     call = _any([_call(form, name, schema, specials) for name, schema in (functions or {}).items()])
     parts = [*_literal(written.first, specials), call]
     if several:
         parts.append({"type": "star", "content": _row([*_literal(written.between, specials), call])})
-    parts += _literal(written.last, specials)
-    return _format(_row([*_thought(reasoning, begun, specials), *parts]))
+    return _row([*parts, *_literal(written.last, specials)])
 
 
 def guarded_calls(form: ToolFormat, functions: Functions, strict: frozenset[str], specials: Specials) -> dict[str, Any]:
@@ -63,21 +83,25 @@ def after_thought(
     rule: dict[str, Any], reasoning: ReasoningFormat, begun: Begun, specials: Specials
 ) -> dict[str, Any] | None:
     """A ``response_format`` for the answer behind a thought; None where ``rule`` can only begin at once."""
+    node = _answer(rule)
+    return None if node is None else _format(_row([*_thought(reasoning, begun, specials), node]))
+
+
+def _answer(rule: dict[str, Any]) -> Node | None:
     kind = rule["type"]
     value = rule.get(kind)
-    node: Node | None = None
     if kind == "json_object":
-        node = {"type": "json_schema", "json_schema": {"type": "object"}, "max_whitespace_cnt": _BLANKS}
-    elif kind == "json_schema" and isinstance(value, Mapping):
+        return {"type": "json_schema", "json_schema": {"type": "object"}, "max_whitespace_cnt": _BLANKS}
+    if kind == "json_schema" and isinstance(value, Mapping):
         schema = value.get("schema", value)
-        node = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _BLANKS}
-    elif kind == "regex_schema":
-        node = {"type": "regex", "pattern": value}
-    elif kind == "grammar":
-        node = {"type": "grammar", "grammar": value}
-    elif kind == "choice" and value:
-        node = _any([{"type": "const_string", "value": choice} for choice in value])
-    return None if node is None else _format(_row([*_thought(reasoning, begun, specials), node]))
+        return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _BLANKS}
+    if kind == "regex_schema":
+        return {"type": "regex", "pattern": value}
+    if kind == "grammar":
+        return {"type": "grammar", "grammar": value}
+    if kind == "choice" and value:
+        return _any([{"type": "const_string", "value": choice} for choice in value])
+    return None
 
 
 def _thought(reasoning: ReasoningFormat | None, begun: Begun, specials: Specials) -> list[Node]:

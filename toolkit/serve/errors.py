@@ -67,6 +67,24 @@ class ApiError(Exception):
         return self.anthropic() if path.startswith(ANTHROPIC) else self.envelope()
 
 
+class TooLong(ApiError):
+    """400 for a prompt of ``found`` tokens (or more, as ``text`` says) where there may be ``most``."""
+
+    def __init__(self, param: str, found: int, most: int, text: str) -> None:
+        message = (
+            f"{param}: found {text}, expected at most {most} (the session length less one to generate);"
+            " shorten it or start the server with a larger --session-len"
+        )
+        super().__init__(400, message, param=param, code="context_length_exceeded")
+        self.found = found
+        self.most = most
+
+    def anthropic(self) -> dict[str, Any]:
+        """In Anthropic's own words, by which its clients know that they have to shorten a conversation."""
+        words = f"prompt is too long: {self.found} tokens > {self.most} maximum"
+        return ApiError(self.status, words).anthropic()
+
+
 def bad_field(param: str | None, message: str, code: str | None = None) -> ApiError:
     """400 for the field ``param`` (dotted path, list positions as numbers)."""
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)

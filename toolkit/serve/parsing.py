@@ -87,10 +87,13 @@ class Formats:
         functions = request.functions
         if self.tools is None or not functions:
             return None
+        behind: Any = {"reasoning": self.reasoning, "begun": begun}
+        several = request.may_call_again
         if request.must_call:
-            return grammar.required_calls(
-                self.tools, functions, self.specials, request.may_call_again, reasoning=self.reasoning, begun=begun
-            )
-        if request.strict_functions and request.response_format is None:
+            return grammar.required_calls(self.tools, functions, self.specials, several, **behind)
+        rule = request.response_format.rule() if request.response_format is not None else None
+        if rule is not None:
+            return grammar.calls_or_answer(self.tools, functions, rule, self.specials, several, **behind)
+        if request.strict_functions:
             return grammar.guarded_calls(self.tools, functions, request.strict_functions, self.specials)
         return None

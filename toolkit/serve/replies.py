@@ -18,6 +18,7 @@ from toolkit.errors import ToolkitError
 from toolkit.serve.errors import ApiError, from_exception
 
 logger = logging.getLogger("toolkit.serve")
+SILENCE = 10.0  # seconds after which a stream is pinged
 DONE = b"data: [DONE]\n\n"
 _JSON_HEADER = (b"content-type", b"application/json")
 _EVENT_HEADERS = [
@@ -60,11 +61,12 @@ def named_event(data: Any) -> bytes:
 
 @dataclass(frozen=True)
 class Wire:
-    """How an API spells an event and an error, and what ends its streams."""
+    """How an API spells an event and an error, what ends its streams, and what is sent while nothing is said."""
 
     event: Callable[[Any], bytes]
     error: Callable[[ApiError], dict[str, Any]]
     end: bytes = b""
+    ping: bytes = b""
 
 
 OPENAI = Wire(event, ApiError.envelope, DONE)
@@ -143,14 +145,24 @@ class EventReply(Reply):
 
     async def produce(self, send: Send) -> None:
         started = False
+        clock = asyncio.get_running_loop().time
+        spoke = clock()
 
         async def write(body: bytes, more: bool = True) -> None:
-            nonlocal started
+            nonlocal started, spoke
+            spoke = clock()
             if not started:
                 started = True
                 await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
             await send({"type": "http.response.body", "body": body, "more_body": more})
 
+        async def ping() -> None:
+            while True:
+                await asyncio.sleep(max(spoke + SILENCE - clock(), SILENCE / 10))
+                if started and clock() - spoke >= SILENCE:
+                    await write(self.wire.ping)
+
+        pings = asyncio.create_task(ping()) if self.wire.ping else None
         try:
             async with contextlib.aclosing(self.chunks) as chunks:
                 async for chunk in chunks:
@@ -161,4 +173,7 @@ class EventReply(Reply):
                 await send_json(send, told.status, self.wire.error(told))
                 return
             await write(self.wire.event(self.wire.error(told)))
+        finally:
+            if pings is not None:
+                pings.cancel()
         await write(self.wire.end, more=False)

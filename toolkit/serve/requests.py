@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
-from toolkit.serve.errors import ApiError, bad_field, from_validation
+from toolkit.serve.errors import ApiError, TooLong, bad_field, from_validation
 from toolkit.serve.json_values import count_values
 from toolkit.serve.protocol import ChatCompletionRequest
 from toolkit.serve.state import ServerState
@@ -88,9 +88,10 @@ def vocab_size(state: ServerState) -> int:
 
 
 async def encode_chat(
-    state: ServerState, request: ChatCompletionRequest, size: int, name: str
+    state: ServerState, request: ChatCompletionRequest, size: int, name: str, *, limited: bool = True
 ) -> tuple[list[int], str]:
-    """The messages of a body of ``size`` bytes, tokenized and rendered. Raises ApiError 400 if they cannot be.
+    """The messages of a body of ``size`` bytes, tokenized and rendered. Raises ApiError 400 if they cannot be, or,
+    where the prompt is ``limited``, do not fit the session.
 
     The log shows the rendered prompt at level INFO, as the request ``name``'s.
     """
@@ -106,6 +107,8 @@ async def encode_chat(
         text = state.template.render(messages, add_generation_prompt=add_prompt, **variables)
         if logger.isEnabledFor(logging.INFO):
             logger.info("%s: prompt %r", name, state.shorten(text))
+        if not limited:
+            return state.engine.tokenizer.encode(text, add_special_tokens=False), text
         return _encode(state, text, "messages", special=False), text
 
     return await state.lanes.run(work, size)
@@ -137,7 +140,7 @@ def _encode(state: ServerState, text: str, param: str, special: bool) -> list[in
         for start in range(0, len(text), size):
             found += max(len(tokenizer.encode(text[start : start + size], add_special_tokens=False)) - SEAM, 0)
             if found >= limit:
-                raise _too_long(state, f"more than {found} tokens in {len(text):,} characters", param)
+                raise TooLong(param, found, limit - 1, f"more than {found} tokens in {len(text):,} characters")
     token_ids = tokenizer.encode(text, add_special_tokens=special)
     check_prompt(state, len(token_ids), param)
     return token_ids
@@ -148,13 +151,4 @@ def check_prompt(state: ServerState, length: int, param: str) -> None:
     if not length:
         raise bad_field(param, "expected at least one token, found an empty prompt")
     if length >= state.engine.session_len:
-        raise _too_long(state, f"{length} tokens", param)
-
-
-def _too_long(state: ServerState, found: str, param: str) -> ApiError:
-    most = state.engine.session_len - 1
-    text = (
-        f"found {found}, expected at most {most} (the session length less one to generate);"
-        " shorten it or start the server with a larger --session-len"
-    )
-    return bad_field(param, text, "context_length_exceeded")
+        raise TooLong(param, length, state.engine.session_len - 1, f"{length} tokens")

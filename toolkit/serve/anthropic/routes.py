@@ -12,7 +12,6 @@ from toolkit.serve.anthropic import told
 from toolkit.serve.anthropic.asked import chat_request
 from toolkit.serve.anthropic.fields import CountRequest, MessagesRequest
 from toolkit.serve.chat import Chat
-from toolkit.serve.errors import ApiError
 from toolkit.serve.replies import EventReply, JsonReply, Wire, json_response, named_event
 from toolkit.serve.requests import encode_chat, parse, translated
 from toolkit.serve.schema import describe
@@ -20,7 +19,7 @@ from toolkit.serve.state import ServerState
 
 router = APIRouter()
 BODIES: list[type[BaseModel]] = [MessagesRequest, CountRequest]
-WIRE = Wire(named_event, ApiError.anthropic)
+WIRE = Wire(named_event, lambda error: error.anthropic(), ping=named_event(told.PING))
 
 
 @router.post("/v1/messages", **describe(MessagesRequest, "Answer a conversation, as Anthropic has it"))
@@ -40,5 +39,5 @@ async def count_tokens(raw: Request) -> HttpResponse:
     asked, size = await parse(raw, state, CountRequest)
     request = await translated(state, lambda: chat_request(asked), size)
     state.check_ready(request.model)
-    token_ids, _ = await encode_chat(state, request, size, "count_tokens")
+    token_ids, _ = await encode_chat(state, request, size, "count_tokens", limited=False)
     return json_response({"input_tokens": len(token_ids)})

@@ -13,6 +13,7 @@ from toolkit.serve.chat import Chat
 from toolkit.serve.generation import Usage
 
 SIGNATURE = "local"  # of thoughts: clients send it back, nobody checks it
+PING = {"type": "ping"}
 _DELTAS = {
     "content": ("text_delta", "text"),
     "reasoning": ("thinking_delta", "thinking"),
@@ -35,22 +36,20 @@ async def whole(chat: Chat) -> dict[str, Any]:
 async def events(chat: Chat) -> AsyncGenerator[dict[str, Any], None]:
     """message_start, the blocks of content one after the other, message_delta, message_stop."""
     blocks = _Blocks()
-    last: Response | None = None
+    last = Response()
     async with chat.state.slot():
         await chat.prepare()
+        yield {"type": "message_start", "message": _message(chat) | {"usage": _usage(chat.usage)}}
+        yield PING
         async with aclosing(chat.deltas()) as stream:
             async for _, delta, pieces in stream:
-                if last is None:
-                    usage = _usage(chat.usage) | {"output_tokens": 1}
-                    yield {"type": "message_start", "message": _message(chat) | {"usage": usage}}
-                    yield {"type": "ping"}
                 last = delta
                 for piece in pieces:
                     for event in blocks.take(piece):
                         yield event
     for event in blocks.close():
         yield event
-    yield {"type": "message_delta", "delta": _end(chat, last or Response()), "usage": _usage(chat.usage)}
+    yield {"type": "message_delta", "delta": _end(chat, last), "usage": _usage(chat.usage)}
     yield {"type": "message_stop"}
 
 

@@ -33,7 +33,7 @@ def _event(data: dict[str, Any]) -> bytes:
     return named_event(data)
 
 
-WIRE = Wire(_event, ApiError.envelope)
+WIRE = Wire(_event, ApiError.envelope, ping=b": ping\n\n")
 
 
 @router.post("/v1/responses", **describe(ResponsesRequest, "Answer a conversation, as OpenAI's newer API has it"))

@@ -43,27 +43,26 @@ class Told:
                     last = delta
                     for piece in pieces:
                         self._take(piece)
-        self._close()
+        self._close(_was_cut(last))
         return self._done(last)
 
     async def events(self) -> AsyncGenerator[Event, None]:
         """response.created, response.in_progress, the items, then how it ended. An error after the first event is one
         too."""
-        last: Response | None = None
+        last = Response()
         try:
             async with self._chat.state.slot():
                 await self._chat.prepare()
+                for kind in ("created", "in_progress"):
+                    yield self._event(f"response.{kind}", response=self._response("in_progress"))
                 async with aclosing(self._chat.deltas()) as stream:
                     async for _, delta, pieces in stream:
-                        if last is None:
-                            for kind in ("created", "in_progress"):
-                                yield self._event(f"response.{kind}", response=self._response("in_progress"))
                         last = delta
                         for piece in pieces:
                             for event in self._take(piece):
                                 yield event
         except Exception as error:
-            if last is None:
+            if not self._count:
                 raise
             if not isinstance(error, (ApiError, ToolkitError)):
                 logger.error("request failed", exc_info=error)
@@ -71,9 +70,9 @@ class Told:
             failure = {"code": told.code or "server_error", "message": told.message}
             yield self._event("response.failed", response=self._response("failed") | {"error": failure})
             return
-        for event in self._close():
+        for event in self._close(_was_cut(last)):
             yield event
-        done = self._done(last or Response())
+        done = self._done(last)
         yield self._event(f"response.{done['status']}", response=done)
 
     def _event(self, kind: str, **fields: Any) -> Event:
@@ -127,12 +126,12 @@ class Told:
             told.append(self._event("response.content_part.added", **place, part=part))
         return told
 
-    def _close(self) -> list[Event]:
-        """End the open item, if any."""
+    def _close(self, cut: bool = False) -> list[Event]:
+        """End the open item, if any; ``cut``: it is not whole."""
         item, self._open = self._open, None
         if item is None:
             return []
-        item["status"] = "completed"
+        item["status"] = "incomplete" if cut else "completed"
         index = len(self._items) - 1
         place = {"item_id": item["id"], "output_index": index}
         told = []
@@ -153,9 +152,7 @@ class Told:
 
     def _done(self, last: Response) -> Event:
         """The response that is whole, or was cut short."""
-        cut = last.finish_reason == "length"
-        if cut and self._items:
-            self._items[-1]["status"] = "incomplete"
+        cut = _was_cut(last)
         usage = self._chat.usage
         done = self._response("incomplete" if cut else "completed") | {
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
@@ -173,6 +170,10 @@ class Told:
 
     def _response(self, status: str) -> Event:
         return self._fields | {"status": status, "output": [_shown(item) for item in self._items]}
+
+
+def _was_cut(last: Response) -> bool:
+    return last.finish_reason == "length"
 
 
 def _goes_on(item: Event, piece: Piece) -> bool:
