@@ -43,11 +43,18 @@ def proxy(
     ] = None,
     node_keys: Annotated[
         list[str] | None,
-        typer.Option(envvar=NODE_KEYS, help="Key that /nodes/* asks for. Default: those of --api-keys."),
+        typer.Option(envvar=NODE_KEYS, help="Key that /nodes/* asks for, and without which it changes nothing."),
     ] = None,
+    allow_nodes_by_client: Annotated[
+        bool,
+        typer.Option(
+            "--allow-nodes-by-client",
+            help="Without --node-keys, let whoever may ask the proxy add, remove and end nodes.",
+        ),
+    ] = False,
     node_key: Annotated[
         str | None,
-        typer.Option(envvar=NODE_KEY, help="Key that the nodes ask for. Default: what the client has sent."),
+        typer.Option(envvar=NODE_KEY, help="Key that the operator's nodes ask for. Default: what the client has sent."),
     ] = None,
     allow_origins: Annotated[
         list[str] | None, typer.Option(help="Web origin that may call (CORS); repeatable. Default: any.")
@@ -61,7 +68,7 @@ def proxy(
     ] = False,
     log_level: Annotated[str, typer.Option(help="critical, error, warning, info or debug.")] = "warning",
 ) -> None:
-    """Spread requests over several servers. They join by --proxy-url, --node, or POST /nodes/add.
+    """Spread requests over several servers. They join by --node, or with --node-keys by --proxy-url.
 
     Example: tool serve proxy --server-port 8000 --strategy prefix_cache_aware
     """
@@ -77,6 +84,7 @@ def proxy(
         nodes=[checked(url) for url in node or ()],
         api_keys=read_keys("--api-keys", KEYS, api_keys),
         node_keys=read_keys("--node-keys", NODE_KEYS, node_keys),
+        nodes_by_client=allow_nodes_by_client,
         node_key=node_key,
         state_file=state_file,
         heartbeat=heartbeat,

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import httpx2 as httpx
 import psutil
@@ -20,8 +21,10 @@ import pytest
 
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.errors import ApiError
+from toolkit.serve.fleet.app import create_app
 from toolkit.serve.fleet.catalog import Listed, listed, read_size
 from toolkit.serve.fleet.fleet import Fleet
+from toolkit.serve.proxy.state import ProxySettings
 
 COMMAND = [sys.executable, "-c", "import sys; from toolkit.commands.main import main; main(sys.argv[1:])"]
 
@@ -171,6 +174,26 @@ def test_a_model_whose_process_died_is_loaded_anew(tmp_path: Path) -> None:
         found.models[0].server.up = False  # type: ignore[union-attr]
         await use(found, "a")
         assert log == ["load a", "close a", "load a"]
+
+    run(go)
+
+
+@pytest.mark.parametrize("target", ["/v1/../terminate", "/v1/%2e%2e/terminate", "/v1/%252e%252e/sleep", "/v1/a%3fb"])
+def test_no_path_hides_another(tmp_path: Path, target: str) -> None:
+    found, log = fleet(tmp_path, "a")
+
+    async def go() -> None:
+        path, sent = unquote(target), []
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await create_app(found, ProxySettings())(scope, receive, send)
+        assert sent[0]["status"] == 404 and log == []
 
     run(go)
 

@@ -308,7 +308,7 @@ def test_a_node_that_comes_back_gets_requests_again() -> None:
 def test_nodes_are_added_removed_and_ended() -> None:
     async def go() -> None:
         late = await FakeNode(models=("late",)).start()
-        async with world(FakeNode()) as w:
+        async with world(FakeNode(), nodes_by_client=True, headers={"Content-Type": "application/json"}) as w:
             assert (await w.ask(model="late")).status_code == 404
             added = await w.client.post("/nodes/add", json={"url": late.url + "/", "status": {"speed": 3}})
             assert added.status_code == 200 and added.json()["speed"] == 3
@@ -333,6 +333,8 @@ def test_nodes_are_added_removed_and_ended() -> None:
         {"url": "file:///etc/passwd"},
         {"url": "http://user@host:1"},
         {"url": "http://host/path"},
+        {"url": "http://a b:1"},
+        {"url": "http://[v1.x]:1"},
         {"url": "http://h:1", "status": {"speed": 0}},
         {"url": "http://h:1", "lease": -1},
         {"url": 5},
@@ -341,7 +343,7 @@ def test_nodes_are_added_removed_and_ended() -> None:
 )
 def test_a_node_that_cannot_be_is_refused(body: dict[str, Any]) -> None:
     async def go() -> None:
-        async with world() as w:
+        async with world(nodes_by_client=True) as w:
             reply = await w.client.post("/nodes/add", json=body)
             assert reply.status_code == 400 and not list(w.state.nodes)
 
@@ -372,6 +374,96 @@ def test_only_the_operator_changes_nodes() -> None:
         async with world(FakeNode(), api_keys=["client"]) as w:
             assert (await w.client.get("/nodes/status")).status_code == 401
             assert (await w.client.get("/nodes/status", headers=client)).status_code == 200
+
+    run(go)
+
+
+CHANGES = ["/nodes/add", "/nodes/remove", "/nodes/terminate", "/nodes/terminate_all"]
+
+
+@pytest.mark.parametrize("path", CHANGES)
+@pytest.mark.parametrize("keys", [[], ["client"]])
+def test_clients_change_no_nodes_unless_an_option_lets_them(path: str, keys: list[str]) -> None:
+    async def go() -> None:
+        headers = {"Authorization": "Bearer client"}
+        async with world(FakeNode(), api_keys=keys, headers=headers) as w:
+            reply = await w.client.post(path, json={"url": w.nodes[0].url})
+            assert reply.status_code == 403 and "--allow-nodes-by-client" in reply.json()["error"]["message"]
+            assert [node.url for node in w.state.nodes] == [w.nodes[0].url]
+            assert not any(seen[0] == "/terminate" for seen in w.nodes[0].seen)
+
+    run(go)
+
+
+@pytest.mark.parametrize("path", CHANGES)
+def test_web_pages_change_no_nodes(path: str) -> None:
+    """A page may send what is no JSON without asking; before JSON its browser asks, and gets no leave."""
+
+    async def go() -> None:
+        headers = {"Origin": "http://evil.example"}
+        async with world(FakeNode(), nodes_by_client=True, allow_origins=["*"], headers=headers) as w:
+            url = w.nodes[0].url
+            plain = {"Content-Type": "text/plain"}
+            for method in ("POST", "GET") if "terminate" in path else ("POST",):
+                reply = await w.client.request(
+                    method, f"{path}?node_url={url}", content=json.dumps({"url": url}), headers=plain
+                )
+                assert reply.status_code == 415 and "access-control-allow-origin" not in reply.headers
+            asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+            assert "access-control-allow-origin" not in (await w.client.options(path, headers=asks)).headers
+            assert "access-control-allow-origin" in (await w.client.options("/v1/models", headers=asks)).headers
+            assert not any(seen[0] == "/terminate" for seen in w.nodes[0].seen) and len(list(w.state.nodes)) == 1
+
+    run(go)
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_the_operators_key_goes_to_the_operators_nodes_alone(trusted: bool, tmp_path: Path) -> None:
+    async def go() -> None:
+        late = await FakeNode(models=("late",)).start()
+        who: dict[str, Any] = {"node_keys": ["operator"]} if trusted else {"nodes_by_client": True}
+        headers = {"Authorization": "Bearer operator"}
+        file = tmp_path / "nodes.json"
+        async with world(FakeNode(), node_key="inner", headers=headers, state_file=file, **who) as w:
+            assert (await w.client.post("/nodes/add", json={"url": late.url})).status_code == 200
+            await w.up(2)
+            assert (await w.ask(model="late")).status_code == 200
+            await w.client.post("/nodes/terminate", json={"url": late.url})
+            assert "/terminate" in [path for path, _, _ in late.seen]
+            keyed = {headers.get("authorization") for path, headers, _ in late.seen if path != "/health"}
+            assert keyed == ({"Bearer inner"} if trusted else {None})
+            await w.client.post("/nodes/add", json={"url": late.url})
+            assert {node.url: node.trusted for node in Nodes(file)} == {w.nodes[0].url: True, late.url: trusted}
+        late.kill()
+
+    run(go)
+
+
+async def raw_status(url: httpx.URL, target: str) -> int:
+    """What is answered to a target that no client library would send."""
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(f"POST {target} HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{{}}".encode())
+    status = int((await reader.readline()).split()[1])
+    writer.close()
+    return status
+
+
+HIDDEN = [
+    "/v1/../terminate", "/v1/%2e%2e/terminate", "/v1/.%2E/sleep", "/v1/..%2fterminate", "/v1/x/../../terminate",
+    "/v1/%252e%252e/terminate", "/v1/a%3fb", "/v1/a%23b", "/v1/..%5cterminate", "/v1/./models", "/v1/a%0a",
+    "/v1/%2e%2e", "/generate/../terminate", "//v1/../terminate",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("target", HIDDEN)
+def test_no_path_hides_another(target: str) -> None:
+    async def go() -> None:
+        async with world(FakeNode()) as w:
+            assert await raw_status(w.client.base_url, target) == 404
+            assert {path for path, _, _ in w.nodes[0].seen} <= {"/health", "/v1/models"}
+            for good in ("/v1/responses/resp_1?a=%2e%2e", "/v1/models/a%20b", "/v1/models/a/b"):
+                assert await raw_status(w.client.base_url, good) == 200
+                assert w.nodes[0].seen[-1][0] == good
 
     run(go)
 

@@ -56,15 +56,20 @@ class Announcement:
         """Tell the proxy of this server, which listens at ``url`` and serves ``models``, until cancelled; then that it
         is gone. A proxy that is away is tried again."""
         proxy, own, told = checked(self.proxy_url), self.own_address(url), False
-        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        headers = {"Content-Type": "application/json"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
         body = {"url": own, "status": {"models": list(models)}, "lease": LEASE_S}
         async with httpx.AsyncClient(headers=headers, timeout=PATIENCE_S, trust_env=False) as http:
             try:
                 while True:
                     before = told
                     try:
-                        told = (await http.post(f"{proxy}/nodes/add", json=body)).raise_for_status().is_success
-                        if not before:
+                        reply = await http.post(f"{proxy}/nodes/add", json=body)
+                        told = reply.is_success
+                        if not told:
+                            logger.warning("--proxy-url %s: refuses this server: %.500s", proxy, reply.text)
+                        elif not before:
                             logger.warning("%s gets requests from the proxy %s", own, proxy)
                     except httpx.HTTPError as error:
                         told = False

@@ -18,9 +18,10 @@ from toolkit.serve.auth import ApiKeyMiddleware
 from toolkit.serve.errors import ApiError
 from toolkit.serve.fleet.fleet import Fleet
 from toolkit.serve.intake import Intake
-from toolkit.serve.proxy.app import FORWARDED, json_or_none
+from toolkit.serve.proxy.app import json_or_none
 from toolkit.serve.proxy.forward import Forward, Incoming, NodeFailed
 from toolkit.serve.proxy.nodes import Node
+from toolkit.serve.proxy.paths import forwarded
 from toolkit.serve.proxy.state import ProxySettings, ProxyState
 from toolkit.serve.replies import json_response
 from toolkit.serve.requests import read_body
@@ -37,7 +38,7 @@ class ToModel(Forward):
         if self._state.closing:
             raise ApiError(503, "The server is shutting down", code="shutting_down")
         async with self._fleet.using(self._request.model) as server:
-            node = self._state.nodes.find(server.url) or self._state.nodes.add(server.url)
+            node = self._state.nodes.find(server.url) or self._state.nodes.add(server.url, trusted=True)
             node.name, node.down = self._fleet.find(self._request.model).listed.name, None
             try:
                 await self._ask(node, send)
@@ -99,9 +100,7 @@ def _add_plain_routes(app: FastAPI, state: ProxyState, fleet: Fleet, metrics: bo
 
     @app.api_route("/{path:path}", methods=["GET", "POST", "DELETE"])
     async def forward(raw: Request, path: str) -> HttpResponse:
-        if not path.startswith("v1/") and f"/{path}" not in FORWARDED:
-            raise HTTPException(404)
+        target = forwarded(raw.scope)
         body = await read_body(raw)
         data = await state.lanes.run(partial(json_or_none, body), len(body)) if body else None
-        target = raw.url.path + (f"?{raw.url.query}" if raw.url.query else "")
         return ToModel(state, fleet, Incoming(raw.method, target, raw.headers.raw, body, data))

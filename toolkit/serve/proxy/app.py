@@ -13,6 +13,7 @@ from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response as HttpResponse
+from starlette.types import Receive, Scope, Send
 
 from toolkit import __version__
 from toolkit.serve.app import error_reply, http_error_reply
@@ -20,14 +21,15 @@ from toolkit.serve.auth import ApiKeyMiddleware
 from toolkit.serve.errors import ApiError
 from toolkit.serve.intake import Intake
 from toolkit.serve.proxy.forward import Forward, Incoming
+from toolkit.serve.proxy.nodes import Node
+from toolkit.serve.proxy.paths import forwarded
 from toolkit.serve.proxy.state import ProxySettings, ProxyState
 from toolkit.serve.replies import json_response
 from toolkit.serve.requests import parse_body, read_body
 from toolkit.serve.schema import add_schemas, describe
 from toolkit.serve.strict import Strict
 
-# What goes through besides /v1/…; not what ends, changes or shows a node itself.
-FORWARDED = ("/generate", "/get_ppl", "/tokenize", "/detokenize", "/tokenizer_info", "/rerank", "/v2/rerank", "/score")
+BY_CLIENT = "--allow-nodes-by-client"
 
 
 class NodeStatus(Strict):
@@ -47,6 +49,14 @@ class AddNode(Strict):
 
 class NodeName(Strict):
     url: str
+
+
+class OuterCors(CORSMiddleware):
+    """None for /nodes/, which no web page has to do with."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        at_nodes = scope["type"] == "http" and scope["path"].startswith("/nodes/")
+        await (self.app(scope, receive, send) if at_nodes else super().__call__(scope, receive, send))
 
 
 def create_app(settings: ProxySettings) -> FastAPI:
@@ -73,7 +83,7 @@ def create_app(settings: ProxySettings) -> FastAPI:
     app.add_middleware(Intake, limits=settings.limits, lanes=state.lanes)
     if settings.allow_origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=list(settings.allow_origins), allow_methods=["*"], allow_headers=["*"]
+            OuterCors, allow_origins=list(settings.allow_origins), allow_methods=["*"], allow_headers=["*"]
         )
     return app
 
@@ -85,16 +95,19 @@ def _add_node_routes(app: FastAPI, state: ProxyState) -> None:
 
     @app.post("/nodes/add", **describe(AddNode, "Add a node, or change what is known of it"))
     async def add(raw: Request) -> HttpResponse:
+        _check_may_change(raw, state.settings)
         request = parse_body(AddNode, await read_body(raw))
         status = request.status or NodeStatus.model_validate({})
-        node = state.nodes.add(request.url, status.models, status.speed, request.lease)
+        node = state.nodes.add(
+            request.url, status.models, status.speed, request.lease, trusted=bool(state.settings.node_keys)
+        )
         return json_response({"url": node.url, **node.status()})
 
     @app.post("/nodes/remove", summary="Forget a node: ?node_url=, or {'url': …}; what it is answering goes on")
     async def remove(raw: Request, node_url: str | None = None) -> HttpResponse:
-        url = await _named(raw, node_url)
-        state.nodes.remove(url)
-        return json_response({"removed": url})
+        node = await _named(raw, node_url)
+        state.nodes.remove(node.url)
+        return json_response({"removed": node.url})
 
     @app.api_route(
         "/nodes/terminate", methods=["GET", "POST"], summary="End a node and forget it (--allow-terminate-by-client)"
@@ -103,24 +116,39 @@ def _add_node_routes(app: FastAPI, state: ProxyState) -> None:
         return json_response(await _terminate(state, [await _named(raw, node_url)]))
 
     @app.api_route("/nodes/terminate_all", methods=["GET", "POST"], summary="End all nodes and forget them")
-    async def terminate_all() -> HttpResponse:
-        return json_response(await _terminate(state, [node.url for node in state.nodes]))
+    async def terminate_all(raw: Request) -> HttpResponse:
+        _check_may_change(raw, state.settings)
+        return json_response(await _terminate(state, list(state.nodes)))
 
-    async def _named(raw: Request, node_url: str | None) -> str:
+    async def _named(raw: Request, node_url: str | None) -> Node:
+        _check_may_change(raw, state.settings)
         url = node_url if node_url is not None else parse_body(NodeName, await read_body(raw)).url
-        if state.nodes.find(url) is None:
+        if (node := state.nodes.find(url)) is None:
             raise ApiError(404, f"node_url: no node {url!r:.200}", param="node_url", code="node_not_found")
-        return url.rstrip("/")
+        return node
 
 
-async def _terminate(state: ProxyState, urls: list[str]) -> dict[str, Any]:
+def _check_may_change(raw: Request, settings: ProxySettings) -> None:
+    """Raise ApiError where a request must not change nodes. One with a node key was let in by ApiKeyMiddleware.
+
+    No web page can send JSON here unasked: a browser would first ask this server, which does not answer such questions.
+    """
+    if not settings.node_keys and not settings.nodes_by_client:
+        text = f"{raw.url.path}: not allowed here; start the proxy with --node-keys and send one (or with {BY_CLIENT})"
+        raise ApiError(403, text, code="node_keys_missing")
+    kind = raw.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (raw.method == "GET" and settings.node_keys):
+        text = f"{raw.url.path}: expected the header 'Content-Type: application/json', found {kind or 'none'!r:.100}"
+        raise ApiError(415, text, code="not_json")
+
+
+async def _terminate(state: ProxyState, nodes: list[Node]) -> dict[str, Any]:
     """What each node answered; those that ended are forgotten."""
     told: dict[str, Any] = {}
-    key = state.settings.node_key
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    for url in urls:
+    for node in nodes:
+        url = node.url
         try:
-            reply = await state.http.get(f"{url}/terminate", headers=headers, timeout=10.0)
+            reply = await state.http.get(f"{url}/terminate", headers=state.key_headers(node), timeout=10.0)
             told[url] = "ended" if reply.status_code == 200 else f"HTTP {reply.status_code}: {reply.text[:200]}"
         except httpx.HTTPError as error:
             told[url] = f"{type(error).__name__}: {error}"
@@ -150,11 +178,9 @@ def _add_plain_routes(app: FastAPI, state: ProxyState) -> None:
 
     @app.api_route("/{path:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
     async def forward(raw: Request, path: str) -> HttpResponse:
-        if not path.startswith("v1/") and f"/{path}" not in FORWARDED:
-            raise HTTPException(404)
+        target = forwarded(raw.scope)
         body = await read_body(raw)
         data = await state.lanes.run(partial(json_or_none, body), len(body)) if body else None
-        target = raw.url.path + (f"?{raw.url.query}" if raw.url.query else "")
         return Forward(state, Incoming(raw.method, target, raw.headers.raw, body, data))
 
 

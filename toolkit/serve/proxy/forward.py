@@ -117,10 +117,11 @@ class Forward(Reply):
 
     def _asked(self, node: Node) -> _Exchange:
         headers = [(k, v) for k, v in self._request.headers if k.lower() not in OWN_HEADERS]
-        if key := self._state.settings.node_key:
+        if self._state.settings.node_key:
             owner = hashlib.sha256(b"\n".join(v for k, v in headers if k.lower() in KEY_HEADERS)).hexdigest()
             headers = [(k, v) for k, v in headers if k.lower() not in (*KEY_HEADERS, OWNER)]
-            headers += [(b"authorization", b"Bearer " + key.encode()), (OWNER, owner.encode())]
+            own = self._state.key_headers(node)
+            headers += [(OWNER, owner.encode()), *((k.lower().encode(), v.encode()) for k, v in own.items())]
         request = self._state.http.build_request(
             self._request.method, node.url + self._request.target, headers=headers, content=self._request.body
         )

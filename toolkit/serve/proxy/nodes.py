@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx2 as httpx
 import orjson
 
 from toolkit.artifacts.json_file import read_json_object
@@ -26,13 +27,15 @@ LONGEST_PAUSE_S = 30.0
 class Node:
     """``name``: what metrics call it, "" = its URL. ``speed``: how much it does in a time, in any measure that is the
     same for all; None = not known. ``lease``: seconds after which it is forgotten unless it is added again; None =
-    never. ``down``: why it gets no requests. ``failures``: in a row; a request that works ends the row."""
+    never. ``trusted``: the operator has named it, not a client. ``down``: why it gets no requests. ``failures``: in a
+    row; a request that works ends the row."""
 
     url: str
     models: list[str] = field(default_factory=list)
     name: str = ""
     speed: float | None = None
     lease: float | None = None
+    trusted: bool = False
     unfinished: int = 0
     down: str | None = None
     failures: int = 0
@@ -67,7 +70,7 @@ class Node:
         return {**told, "healthy": self.down is None, "reason": self.down, "failures": self.failures}
 
     def kept(self) -> dict[str, Any]:
-        return {"models": self.models, "speed": self.speed, "lease": self.lease}
+        return {"models": self.models, "speed": self.speed, "lease": self.lease, "trusted": self.trusted}
 
 
 class Nodes:
@@ -88,15 +91,24 @@ class Nodes:
         return self._nodes.get(url.rstrip("/"))
 
     def add(
-        self, url: str, models: list[str] | None = None, speed: float | None = None, lease: float | None = None
+        self,
+        url: str,
+        models: list[str] | None = None,
+        speed: float | None = None,
+        lease: float | None = None,
+        trusted: bool = False,
     ) -> Node:
-        """A node, new or once more; what is None stays as it was. It is looked at now. Raises UsageError."""
+        """A node, new or once more; what is None stays as it was, and so does trust. It is looked at now.
+
+        Raises UsageError.
+        """
         url = checked(url)
         before = self._nodes.get(url)
         kept = None if before is None else before.kept()
         if before is not None:
             models, speed = (before.models if models is None else models), (before.speed if speed is None else speed)
-        node = self._put(url, models, speed, lease)
+            trusted = trusted or before.trusted
+        node = self._put(url, models, speed, lease, trusted)
         if node.kept() != kept:
             self._write()
         return node
@@ -124,11 +136,9 @@ class Nodes:
         """What can be asked for, each name once."""
         return list(dict.fromkeys(name for node in self._nodes.values() for name in node.models))
 
-    def _put(
-        self, url: str, models: list[str] | None = None, speed: float | None = None, lease: float | None = None
-    ) -> Node:
+    def _put(self, url: str, models: list[str] | None, speed: float | None, lease: float | None, trusted: bool) -> Node:
         node = self._nodes.setdefault(url, Node(url, down="not looked at yet"))
-        node.models, node.speed, node.lease = models or [], speed, lease
+        node.models, node.speed, node.lease, node.trusted = models or [], speed, lease, trusted
         node.expires = float("inf") if lease is None else self._clock() + lease
         node.look_at = self._clock()
         return node
@@ -145,7 +155,8 @@ def checked(url: str) -> str:
     try:
         parts = urlsplit(url.strip())
         good = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
-    except ValueError:
+        good = good and httpx.URL(url.strip()).host == parts.hostname  # it refuses hosts that urlsplit takes
+    except (ValueError, httpx.InvalidURL):
         good = False
     if not good or parts.path not in ("", "/") or parts.query or parts.fragment or "@" in parts.netloc:
         raise UsageError(f"url: expected the address of a server, such as http://127.0.0.1:23333, found {url!r:.200}")
@@ -162,5 +173,6 @@ def _read(file: Path) -> list[tuple[str, dict[str, Any]]]:
         good = isinstance(models, list) and all(isinstance(m, str) for m in models)
         if not good or not all(n is None or (isinstance(n, (int, float)) and n > 0) for n in numbers):
             raise ToolkitError(f"{file}: {url}: expected a node as this tool writes it; remove the file to start anew")
-        found.append((checked(url), {"models": models, "speed": numbers[0], "lease": numbers[1]}))
+        trusted = not isinstance(kept, dict) or kept.get("trusted") is not False  # absent: the operator's
+        found.append((checked(url), {"models": models, "speed": numbers[0], "lease": numbers[1], "trusted": trusted}))
     return found

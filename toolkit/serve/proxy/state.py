@@ -24,13 +24,14 @@ from toolkit.serve.proxy.strategies import strategy
 @dataclass(frozen=True)
 class ProxySettings:
     """``nodes``: URLs of those to start with. ``api_keys``: what clients need, none = open; ``node_keys``: what
-    /nodes/* needs, none = as clients. ``node_key``: sent to nodes in place of the client's own. ``heartbeat``: seconds
-    between two looks at a node."""
+    /nodes/* needs, none = as clients, who change nothing there unless ``nodes_by_client``. ``node_key``: sent to
+    trusted nodes in place of the client's own. ``heartbeat``: seconds between two looks at a node."""
 
     strategy: str = "min_expected_latency"
     nodes: Sequence[str] = ()
     api_keys: Sequence[str] = ()
     node_keys: Sequence[str] = ()
+    nodes_by_client: bool = False
     node_key: str | None = None
     state_file: Path | None = None
     heartbeat: float = 5.0
@@ -58,7 +59,7 @@ class ProxyState:
         self.clock = clock
         self.nodes = Nodes(settings.state_file, clock)
         for url in settings.nodes:
-            self.nodes.add(url)
+            self.nodes.add(url, trusted=True)
         self.strategy = strategy(settings.strategy)
         self.metrics = ProxyMetrics(self.nodes)
         self.lanes = Lanes(settings.limits)
@@ -86,6 +87,11 @@ class ProxyState:
                 404, f"model: {shown(model)} is served by no node; there are {names}", code="model_not_found"
             )
         return found
+
+    def key_headers(self, node: Node) -> dict[str, str]:
+        """The operator's own key, for a node that the operator has named."""
+        key = self.settings.node_key
+        return {"Authorization": f"Bearer {key}"} if key and node.trusted else {}
 
     @contextmanager
     def running(self, node: Node) -> Iterator[Run]:

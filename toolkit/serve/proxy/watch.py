@@ -50,9 +50,7 @@ async def look(state: ProxyState, node: Node) -> None:
 
 async def _models(state: ProxyState, node: Node) -> list[str] | None:
     """What a node says it serves; None where it does not say (it may ask for a key)."""
-    key = state.settings.node_key
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    reply = await state.http.get(f"{node.url}/v1/models", headers=headers, timeout=PATIENCE_S)
+    reply = await state.http.get(f"{node.url}/v1/models", headers=state.key_headers(node), timeout=PATIENCE_S)
     try:
         names = [card["id"] for card in reply.json()["data"]][:MOST_MODELS] if reply.status_code == 200 else []
     except (ValueError, LookupError, TypeError):
