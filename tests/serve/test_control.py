@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
+import time
 import urllib.error
 import urllib.request
 from typing import Any
@@ -87,6 +88,41 @@ def test_sleep_waits_for_requests_and_refuses_new_ones(start: Any) -> None:
     assert ask(server.url, "/wakeup?tags=weights", method="POST") == (200, {"is_sleeping": True})
     assert ask(server.url, "/wakeup", method="POST") == (200, {"is_sleeping": False})
     assert ask(server.url, "/v1/completions", {"model": "echo", "prompt": "a"})[0] == 200
+
+
+def test_waking_waits_for_a_sleep_that_waits(start: Any) -> None:
+    server = start(engine={"delay": 0.02}, allowed=ALL)
+    results: list[Any] = []
+    thread = long_request(server, results, max_tokens=40)
+    server.wait(lambda: bool(server.engine.running))
+    told: list[Any] = []
+    sleeper = threading.Thread(target=lambda: told.append(ask(server.url, "/sleep", method="POST")))
+    sleeper.start()
+    server.wait(lambda: ask(server.url, "/is_sleeping")[1]["is_sleeping"])
+    assert ask(server.url, "/wakeup", method="POST") == (200, {"is_sleeping": False})
+    assert not sleeper.join(5) and told[0][0] == 200
+    thread.join(5)
+    assert results[0][0] == 200 and not server.engine.asleep
+    assert ask(server.url, "/v1/completions", {"model": "echo", "prompt": "a"})[0] == 200
+
+
+def test_sleep_waits_for_prompts_that_are_no_tokens_yet(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start(allowed=ALL)
+    encode, order, results = server.engine.tokenizer.encode, [], []
+
+    def slowly(*args: Any, **options: Any) -> Any:
+        order.append("encode")
+        time.sleep(0.4)
+        return encode(*args, **options)
+
+    monkeypatch.setattr(server.engine.tokenizer, "encode", slowly)
+    thread = long_request(server, results, max_tokens=5)
+    server.wait(lambda: bool(order))
+    begun = time.monotonic()
+    assert ask(server.url, "/sleep", method="POST") == (200, {"is_sleeping": True})
+    assert time.monotonic() - begun > 0.2
+    thread.join(5)
+    assert results[0][0] == 200
 
 
 def test_terminate_is_a_gentle_signal(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,24 +33,29 @@ COMMAND = [sys.executable, "-c", "import sys; from toolkit.commands.main import 
 class FakeServer:
     """Notes what is done to it."""
 
-    def __init__(self, name: str, memory: int, log: list[str]) -> None:
+    def __init__(self, name: str, memory: int, log: list[str], slow: str = "") -> None:
         self.url, self.memory, self._name, self._log = f"http://{name}:1", memory, name, log
+        self._slow = slow
         self.up = True
 
     def alive(self) -> bool:
         return self.up
 
     def sleep(self) -> None:
-        self._log.append(f"sleep {self._name}")
+        self._do("sleep")
 
     def wake(self) -> None:
-        self._log.append(f"wake {self._name}")
+        self._do("wake")
+
+    def _do(self, what: str) -> None:
+        self._log.append(f"{what} {self._name}")
+        time.sleep(0.3 * (self._slow == self._log[-1]))
 
     def close(self) -> None:
         self._log.append(f"close {self._name}")
 
 
-def fleet(tmp_path: Path, *names: str, fail: str = "", **options: Any) -> tuple[Fleet, list[str]]:
+def fleet(tmp_path: Path, *names: str, fail: str = "", slow: str = "", **options: Any) -> tuple[Fleet, list[str]]:
     """Models of 10 bytes of files each, that take 40 once they are loaded."""
     models, log = [], []
     for name in names:
@@ -60,9 +66,10 @@ def fleet(tmp_path: Path, *names: str, fail: str = "", **options: Any) -> tuple[
     def launch(model: Listed) -> FakeServer:
         assert threading.current_thread() is not threading.main_thread()
         log.append(f"load {model.name}")
+        time.sleep(0.3 * (slow == log[-1]))
         if model.name == fail:
             raise ToolkitError("broken")
-        return FakeServer(model.name, 40, log)
+        return FakeServer(model.name, 40, log, slow)
 
     return Fleet(models, launch, **options), log
 
@@ -130,6 +137,48 @@ def test_what_runs_ends_before_its_model_sleeps(tmp_path: Path) -> None:
         late = asyncio.create_task(use(found, "a"))  # comes while a is leaving: waits for its turn
         await asyncio.gather(long, other, late)
         assert log == ["load a", "sleep a", "load b", "sleep b", "wake a"]
+
+    run(go)
+
+
+@pytest.mark.parametrize("during", ["load b", "sleep a", "wake a"])
+def test_a_client_that_leaves_breaks_nothing(tmp_path: Path, during: str) -> None:
+    """What is told of each model is true after a client has gone in the middle of a load, a sleep or a waking."""
+    found, log = fleet(tmp_path, "a", "b", budget=45, slow=during)
+
+    async def go() -> None:
+        await use(found, "a")
+        if during == "wake a":
+            await use(found, "b")
+        leaver = asyncio.create_task(use(found, during[-1] if during != "sleep a" else "b"))
+        async with asyncio.timeout(5):
+            while during not in log:
+                await asyncio.sleep(0.005)
+        leaver.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaver
+        await asyncio.gather(use(found, "a"), use(found, "b"))
+        assert log.count("load a") == log.count("load b") == 1 and not any("close" in line for line in log)
+        assert [model.users for model in found.models] == [0, 0]
+        for model in found.models:
+            last = [line.split()[0] for line in log if line.endswith(model.listed.name)][-1]
+            assert (model.state == "sleeping") == (last == "sleep")
+        await found.close()
+        assert log.count("close a") == log.count("close b") == 1
+
+    run(go)
+
+
+def test_a_client_that_leaves_does_not_end_the_load_of_others(tmp_path: Path) -> None:
+    found, _log = fleet(tmp_path, "a", fail="a", slow="load a")
+
+    async def go() -> None:
+        leaver = asyncio.create_task(use(found, "a"))
+        await asyncio.sleep(0.1)
+        leaver.cancel()
+        with pytest.raises(ApiError, match="cannot be loaded"):
+            await use(found, "a")
+        assert found.models[0].users == 0 and found.models[0].state == "unloaded"
 
     run(go)
 

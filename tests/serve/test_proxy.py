@@ -552,6 +552,14 @@ def test_a_prompt_goes_where_its_beginning_is_cached() -> None:
     assert choose(nodes, None, 0.0) in nodes and choose(nodes, [1], 0.0) in nodes
 
 
+def test_prompts_with_huge_numbers_and_huge_prompts_have_prefixes() -> None:
+    assert strategies.prefixes({"prompt": [1, 10**40]}) and strategies.prefixes({"prompt": {"a": [{"b": 10**40}]}})
+    long = [{"role": "user", "content": "x" * 1000, "n": 1}] * 400
+    same = strategies.prefixes({"messages": long})
+    assert len(same) == strategies.MOST_PIECES
+    assert same == strategies.prefixes({"messages": [*long, {"content": ["y" * 100, object()]}]})  # not looked at
+
+
 def test_unknown_strategies_are_refused() -> None:
     assert strategies.strategy("cache_aware").__class__ is strategies.PrefixCacheAware
     with pytest.raises(UsageError, match="random, min_expected_latency"):

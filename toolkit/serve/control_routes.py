@@ -66,14 +66,15 @@ async def sleep(raw: Request, level: str = "1") -> HttpResponse:
     state = _allowed(raw, "--enable-sleep-mode")
     if level not in ("1", "2"):
         raise bad_field("level", f"expected 1 or 2, found {level!r:.20}")
-    state.sleeping = True
-    while state.active:
-        await asyncio.sleep(DRAIN_LOOK_S)
-    try:
-        await asyncio.to_thread(state.engine.sleep)
-    except BaseException:
-        state.sleeping = False
-        raise
+    async with state.nap:
+        state.sleeping = True
+        try:
+            while state.admitted:
+                await asyncio.sleep(DRAIN_LOOK_S)
+            await asyncio.to_thread(state.engine.sleep)
+        except BaseException:
+            state.sleeping = state.engine.asleep
+            raise
     return _is_sleeping(state)
 
 
@@ -81,8 +82,9 @@ async def sleep(raw: Request, level: str = "1") -> HttpResponse:
 @router.post("/wakeup", summary="Load the model again, all of it or by ?tags=weights&tags=kv_cache")
 async def wakeup(raw: Request) -> HttpResponse:
     state = _allowed(raw, "--enable-sleep-mode")
-    await asyncio.to_thread(state.engine.wake, raw.query_params.getlist("tags") or PARTS)
-    state.sleeping = state.engine.asleep
+    async with state.nap:
+        await asyncio.to_thread(state.engine.wake, raw.query_params.getlist("tags") or PARTS)
+        state.sleeping = state.engine.asleep
     return _is_sleeping(state)
 
 

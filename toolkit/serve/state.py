@@ -53,8 +53,9 @@ class ServerSettings:
 @dataclass
 class ServerState:
     """``pooling``: which hidden state is an embedding; ``embeds``: whether the model says so itself. ``active``: ids of
-    the engine requests in flight, each with its client's session_id. ``sleeping``: the model sleeps, or will once they
-    have ended. ``closing``: the server is on its way down."""
+    the engine requests in flight, each with its client's session_id. ``admitted``: HTTP requests under way,
+    those whose prompts are not tokens yet too. ``nap``: held while the model goes to sleep or wakes. ``sleeping``: the
+    model sleeps, or will once they have ended. ``closing``: the server is on its way down."""
 
     engine: AsyncEngine
     template: ChatTemplate
@@ -68,6 +69,8 @@ class ServerState:
     embeds: bool = False
     slots: asyncio.Semaphore | None = None
     active: dict[str, int | str | None] = field(default_factory=dict)
+    admitted: set[asyncio.Task[Any]] = field(default_factory=set)
+    nap: asyncio.Lock = field(default_factory=asyncio.Lock)
     sleeping: bool = False
     closing: bool = False
 
@@ -84,7 +87,7 @@ class ServerState:
             yield
 
     def check_ready(self, model: str) -> None:
-        """Raise ApiError unless ``model`` is served here and the engine can take requests."""
+        """Raise ApiError unless ``model`` is served here and the engine can take requests; else let the request in."""
         if model not in self.model_names:
             raise self.not_served(model)
         if self.closing:
@@ -93,6 +96,9 @@ class ServerState:
             raise ApiError(503, ASLEEP, code="sleeping")
         if (outage := self.engine.outage) is not None:
             raise ApiError(503, str(outage), code="engine_unavailable")
+        if (task := asyncio.current_task()) is not None:  # that of the HTTP request, up to the end of its answer
+            self.admitted.add(task)
+            task.add_done_callback(self.admitted.discard)
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -69,6 +69,7 @@ class Fleet:
         self._idle_timeout = idle_timeout
         self._clock = clock
         self._turn = asyncio.Lock()  # models come and go one at a time
+        self._tasks: set[asyncio.Task[None]] = set()  # loads under way
         self.on_end: Callable[[str], object] = lambda url: None  # gets the URL of each server that has ended
         self.models = [Model(listed, listed.weight_bytes()) for listed in models]
 
@@ -90,9 +91,7 @@ class Fleet:
         """The server of a model, loaded where it is not; it stays meanwhile. Raises ApiError."""
         model = self.find(name)
         if model.state != "loaded" or model.leaving or model.server is None or not model.server.alive():
-            async with self._turn:
-                await self._load(model)
-                model.users += 1
+            await self._in_turn(model)
         else:
             model.users += 1
         try:
@@ -101,6 +100,28 @@ class Fleet:
         finally:
             model.users -= 1
             model.used = self._clock()
+
+    async def _in_turn(self, model: Model) -> None:
+        """Load a model and count its user, as a task of the fleet: a client that leaves ends its waiting alone."""
+        left = False
+
+        async def load() -> None:
+            async with self._turn:
+                if left:  # before anything was begun
+                    return
+                await self._load(model)
+                model.users += not left
+
+        task = asyncio.create_task(load())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            left = True
+            if task.done() and not task.cancelled() and task.exception() is None:
+                model.users -= 1  # it had been counted already
+            raise
 
     async def watch(self) -> None:
         """End the processes of models that nobody has used for long, until cancelled."""

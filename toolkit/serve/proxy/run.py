@@ -18,7 +18,7 @@ def serve(address: Address, settings: ProxySettings, log_level: str, ready: Call
     if log_level not in LOG_LEVELS:
         raise UsageError(f"--log-level: expected one of {', '.join(LOG_LEVELS)}, found {log_level!r}")
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells every request
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # it tells every request
     with contextlib.closing(bind(address.host, address.port)) as sock:
         app = create_app(settings)
         run_app(app, sock, address, log_level, ready, beside=lambda _: watch(app.state.server))

@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any
 
-import orjson
-
 from toolkit.errors import UsageError
 from toolkit.serve.proxy.nodes import Node
+from toolkit.serve.replies import as_json
 
 PIECE = 512  # bytes of a prompt that are known as one
 MOST_PIECES = 512  # of one prompt
@@ -88,12 +87,35 @@ def prefixes(body: Any) -> list[bytes]:
     """Digests of the beginnings of a request's prompt, the shortest first."""
     if not isinstance(body, dict):
         return []
-    text = orjson.dumps([body[name] for name in PROMPT_FIELDS if body.get(name)])
+    most = PIECE * MOST_PIECES
+    text = as_json(_beginning([body[name] for name in PROMPT_FIELDS if body.get(name)], most)[0])
     found, state = [], blake2b(digest_size=8)
-    for start in range(0, min(len(text), PIECE * MOST_PIECES), PIECE):
+    for start in range(0, min(len(text), most), PIECE):
         state.update(text[start : start + PIECE])
         found.append(state.digest())
     return found
+
+
+def _beginning(value: Any, room: int) -> tuple[Any, int]:
+    """As much of a JSON value as ``room`` characters of its text have, or a little more; and the room that is left."""
+    if isinstance(value, str):
+        return value[: max(room, 0)], room - len(value)
+    if isinstance(value, dict):
+        kept = {}
+        for name, item in value.items():
+            if room <= 0:
+                break
+            kept[name], room = _beginning(item, room - len(name))
+        return kept, room
+    if isinstance(value, list):
+        items = []
+        for item in value:
+            if room <= 0:
+                break
+            part, room = _beginning(item, room)
+            items.append(part)
+        return items, room
+    return value, room - 1
 
 
 def sticky(nodes: Sequence[Node], session: Any) -> Node:
