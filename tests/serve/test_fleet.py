@@ -227,13 +227,25 @@ def test_a_model_whose_process_died_is_loaded_anew(tmp_path: Path) -> None:
     run(go)
 
 
-@pytest.mark.parametrize("target", ["/v1/../terminate", "/v1/%2e%2e/terminate", "/v1/%252e%252e/sleep", "/v1/a%3fb"])
-def test_no_path_hides_another(tmp_path: Path, target: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "target"),
+    [
+        ("POST", "/v1/../terminate"),
+        ("POST", "/v1/%2e%2e/terminate"),
+        ("POST", "/v1/%252e%252e/sleep"),
+        ("POST", "/v1/a%3fb"),
+        ("GET", "/v1/responses/resp_1"),
+        ("DELETE", "/v1/responses/resp_1"),
+        ("GET", "/v1/nonsense"),
+    ],
+)
+def test_what_does_not_go_through_loads_nothing(tmp_path: Path, method: str, target: str) -> None:
+    """Paths that hide another one, and what names no model."""
     found, log = fleet(tmp_path, "a")
 
     async def go() -> None:
         path, sent = unquote(target), []
-        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
+        scope = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": []}
 
         async def receive() -> dict[str, Any]:
             return {"type": "http.request"}

@@ -101,6 +101,8 @@ def _add_plain_routes(app: FastAPI, state: ProxyState, fleet: Fleet, metrics: bo
     @app.api_route("/{path:path}", methods=["GET", "POST", "DELETE"])
     async def forward(raw: Request, path: str) -> HttpResponse:
         target = forwarded(raw.scope)
+        if raw.method != "POST" and path != "tokenizer_info":
+            raise HTTPException(404)  # it names no model: kept responses are looked up at a server of one model
         body = await read_body(raw)
         data = await state.lanes.run(partial(json_or_none, body), len(body)) if body else None
         return ToModel(state, fleet, Incoming(raw.method, target, raw.headers.raw, body, data))
