@@ -8,9 +8,12 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from toolkit.serve.state import ServerState
 
 ALL = ("--allow-terminate-by-client", "--enable-abort-handling", "--enable-sleep-mode")
 
@@ -130,3 +133,11 @@ def test_terminate_is_a_gentle_signal(start: Any, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("toolkit.serve.control_routes.os.kill", lambda pid, number: sent.append(number))
     server = start(allowed=ALL)
     assert ask(server.url, "/terminate")[0] == 200 and sent == [signal.SIGTERM]
+
+
+def test_what_follows_a_cut_thought_is_aborted_by_its_request() -> None:
+    ended: list[str] = []
+    running = {"chatcmpl-1-0-answer": None, "chatcmpl-1-1": None, "chatcmpl-10-0": None}
+    state: Any = SimpleNamespace(active=running, engine=SimpleNamespace(abort=ended.append))
+    assert ServerState.abort(state, "chatcmpl-1") == 2 and ended == ["chatcmpl-1-0-answer", "chatcmpl-1-1"]
+    assert ServerState.abort(state, "chatcmpl") == 0

@@ -11,6 +11,7 @@ from toolkit.messages import GenerationConfig, Response
 from toolkit.parsers.formats import ReasoningFormat
 from toolkit.parsers.thinking import Begun, Thinking
 from toolkit.serve.sampling import choice_config
+from toolkit.serve.state import AGAIN
 
 if TYPE_CHECKING:
     from toolkit.serve.generation import Choice
@@ -74,7 +75,7 @@ async def within(
         return
     config = replace(budget.after, max_new_tokens=left, min_new_tokens=None)
     rest = replace(choice, token_ids=[*choice.token_ids, *token_ids, *budget.token_ids], config=config, budget=None)
-    async with aclosing(run(rest, "-answer")) as stream:
+    async with aclosing(run(rest, AGAIN)) as stream:
         async for delta in stream:
             delta.generate_token_len += before
             delta.cached_tokens = cached

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from toolkit.serve.responses.kept import Store
 
 
+AGAIN = "-answer"  # how the engine's id of a choice ends where it goes on behind a thought that was cut
+
+
 @dataclass(frozen=True)
 class ServerSettings:
     """``adapters``: names of LoRA adapters, which requests use in place of the model's; ``aliases``: other names of it;
@@ -120,7 +123,7 @@ class ServerState:
         found = [
             engine_id
             for engine_id, session in self.active.items()
-            if (request_id is not None and engine_id.rpartition("-")[0] == request_id)
+            if (request_id is not None and engine_id.removesuffix(AGAIN).rpartition("-")[0] == request_id)
             or (label is not None and session == label)
         ]
         for engine_id in found:
