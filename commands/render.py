@@ -28,7 +28,7 @@ def run(
 ) -> None:
     """Read messages from standard input (JSON: a list, or a request with messages and tools) and print the prompt.
 
-    Example: echo '[{"role": "user", "content": "Hello"}]' | tool render --template demo
+    Example: tool render --template demo < messages.json
     """
     from toolkit.artifacts.source import resolve_model
     from toolkit.artifacts.tokenizer import Tokenizer

@@ -59,7 +59,7 @@ def test_help_shows_every_engine_flag_whole_at_80_columns(command: list[str]) ->
 def test_table_of_models_keeps_its_words_whole_at_80_columns() -> None:
     lines = tool("list", "models").stdout.splitlines()
     assert lines[1].split() == "known as architecture weight formats".split()
-    assert any("Qwen 2, 2.5" in line and line.split()[-2:] == ["Qwen2ForCausalLM", "all"] for line in lines)
+    assert any("EXAONE 4.0" in line and line.split()[-2:] == ["Exaone4ForCausalLM", "all"] for line in lines)
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c != ["chat"] and c[0] != "serve"], ids=" ".join)

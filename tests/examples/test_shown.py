@@ -69,6 +69,7 @@ def test_options_that_pages_name_exist(shown: Any, known: dict[str, set[str]]) -
     ours = set().union(*known.values(), *ALIASES.values()) | FOREIGN
     scripts = [f for f in (ROOT / "scripts").rglob("*") if f.is_file() and f.suffix in ("", ".py")]
     builders = [*scripts, *(ROOT / "toolkit" / "runners" / "native").glob("build.py"), ROOT / "kernels/cuda/build.py"]
+    builders.append(ROOT / "commands" / "main.py")  # options that any command takes
     ours |= {option for file in builders for option in SHOWN.findall(file.read_text(encoding="utf-8"))}
     wrong = {
         f"{page.relative_to(ROOT)}: {option}"
