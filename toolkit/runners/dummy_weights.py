@@ -102,7 +102,8 @@ class DummyWeights(Mapping[str, "Weight | Tensor"]):
         import torch
 
         x = torch.empty(shape, dtype=dtype, device=self._device)
-        return x.normal_(0.0, deviation, generator=self._generator(name))
+        # without memory there is nothing to draw, and torch would load its compiler to say so
+        return x if x.is_meta else x.normal_(0.0, deviation, generator=self._generator(name))
 
     def _integers(self, name: str, shape: tuple[int, ...], low: int, high: int, dtype: torch.dtype) -> Tensor:
         import torch
