@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from gpu.faults import answers, said
 from gpu.process import end_with_parent, run_limited
 
 PROBE_SECONDS = 60.0
@@ -74,23 +75,6 @@ def check_op(
                 return
             if smoke and reason is None:
                 break
-
-
-def said(error: Exception) -> str:
-    """What an exception says, on one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
-def answers(device: str) -> bool:
-    """Whether anything can still be run in this process: an illegal access ends its CUDA context."""
-    import torch
-
-    try:
-        if device == "cuda":
-            torch.cuda.synchronize()
-    except Exception:  # torch.AcceleratorError, RuntimeError
-        return False
-    return True
 
 
 class _Rows:

@@ -4,40 +4,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
-from toolkit.messages import GenerationConfig, Response
+from toolkit.messages import Response
 from toolkit.parsers.formats import ReasoningFormat
-from toolkit.parsers.thinking import Begun, Thinking
-from toolkit.serve.sampling import choice_config
+from toolkit.parsers.thinking import Thinking
+from toolkit.serve.choice import Budget, Choice
 from toolkit.serve.state import AGAIN
 
-if TYPE_CHECKING:
-    from toolkit.serve.generation import Choice
-
 CLOSING = "I have thought about this for long enough and answer now."
-
-
-@dataclass(frozen=True)
-class Budget:
-    """``tokens`` of a thought that ``form`` marks, in an answer to a prompt that ended as ``begun`` says.
-
-    ``text``, ``token_ids``: what closes it. ``after``: the config of what comes then, whose grammar begins there.
-    ``session_len``: tokens that prompt and answer may have.
-    """
-
-    tokens: int
-    form: ReasoningFormat
-    begun: Begun
-    text: str
-    token_ids: list[int]
-    after: GenerationConfig
-    session_len: int
-
-    def of_choice(self, index: int) -> Budget:
-        """The same for another choice than the first."""
-        return replace(self, after=choice_config(self.after, index))
 
 
 def closing_text(form: ReasoningFormat, message: str | None) -> str:

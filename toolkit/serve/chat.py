@@ -12,8 +12,9 @@ from toolkit.messages import GenerationConfig, Response
 from toolkit.parsers.grammar import after_thought
 from toolkit.parsers.pieces import Answer, Parser, Piece
 from toolkit.parsers.thinking import Begun
-from toolkit.serve.budget import Budget, closing_text
-from toolkit.serve.generation import Choice, Usage, run_choices
+from toolkit.serve.budget import closing_text
+from toolkit.serve.choice import Budget, Choice
+from toolkit.serve.generation import Usage, run_choices
 from toolkit.serve.protocol import ChatCompletionRequest
 from toolkit.serve.requests import encode_chat, run_sized, vocab_size
 from toolkit.serve.sampling import choice_config, generation_config

@@ -15,7 +15,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response as HttpResponse
 
 from toolkit.messages import Response
-from toolkit.serve.generation import Choice, Usage, run_choices
+from toolkit.serve.choice import Choice
+from toolkit.serve.generation import Usage, run_choices
 from toolkit.serve.logprobs import CompletionLogprobs, prompt_logprobs
 from toolkit.serve.protocol import CompletionRequest
 from toolkit.serve.replies import EventReply, JsonReply

@@ -14,8 +14,9 @@ from pydantic import BaseModel, Field, model_validator
 from starlette.responses import Response as HttpResponse
 
 from toolkit.messages import GenerationConfig, Response
+from toolkit.serve.choice import Choice
 from toolkit.serve.errors import bad_field
-from toolkit.serve.generation import Choice, run_choices
+from toolkit.serve.generation import run_choices
 from toolkit.serve.pooling import run_prompts
 from toolkit.serve.protocol import GenerateRequest, TokenId
 from toolkit.serve.replies import EventReply, JsonReply

@@ -6,37 +6,16 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
 
-from toolkit.engine.request import Only
 from toolkit.errors import UsageError
-from toolkit.messages import GenerationConfig, Response
-from toolkit.serve.budget import Budget, within
+from toolkit.messages import Response
+from toolkit.serve.budget import within
+from toolkit.serve.choice import Choice
 from toolkit.serve.errors import ApiError
 from toolkit.serve.metrics import RequestClock
 from toolkit.serve.state import ServerState
 
 logger = logging.getLogger("toolkit.serve")
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One sequence to generate: number ``index`` of the answer, from prompt number ``prompt``.
-
-    ``adapter``, ``only``, ``priority``, ``session``: as of ``AsyncEngine.generate``. ``label``: the client's
-    session_id, by which it may be aborted. ``budget``: the limit of its thoughts.
-    """
-
-    index: int
-    prompt: int
-    token_ids: list[int]
-    config: GenerationConfig
-    adapter: str | None = None
-    only: Only | None = None
-    priority: int = 0
-    label: int | str | None = None
-    session: str | None = None
-    budget: Budget | None = None
 
 
 class Usage:

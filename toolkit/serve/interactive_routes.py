@@ -13,7 +13,8 @@ from pydantic import BaseModel, Field, model_validator
 from starlette.responses import Response as HttpResponse
 
 from toolkit.messages import Response
-from toolkit.serve.generation import Choice, run_choices
+from toolkit.serve.choice import Choice
+from toolkit.serve.generation import run_choices
 from toolkit.serve.protocol import GenerateRequest, Messages
 from toolkit.serve.replies import LINES, EventReply, JsonReply, json_response
 from toolkit.serve.requests import encode_text, parse, run_sized, vocab_size

@@ -13,8 +13,9 @@ from toolkit.engine.pooling import vector
 from toolkit.engine.request import Only
 from toolkit.errors import ToolkitError
 from toolkit.messages import GenerationConfig, Response
+from toolkit.serve.choice import Choice
 from toolkit.serve.errors import ApiError
-from toolkit.serve.generation import Choice, run_choices
+from toolkit.serve.generation import run_choices
 from toolkit.serve.requests import encode_prompt, encode_text
 from toolkit.serve.state import ServerState
 

@@ -14,7 +14,7 @@ from starlette.types import Send
 
 from toolkit.serve.errors import ApiError
 from toolkit.serve.interactive_routes import OWNER
-from toolkit.serve.proxy.nodes import Node
+from toolkit.serve.proxy.nodes import ELSEWHERE, Node
 from toolkit.serve.proxy.strategies import sticky
 from toolkit.serve.replies import Reply, event, send_json
 
@@ -27,7 +27,6 @@ OWN_HEADERS = frozenset(  # of one connection, not of the request or answer; and
     b"content-length expect".split()
 )
 KEY_HEADERS = (b"authorization", b"x-api-key")
-ELSEWHERE = (429, 502, 503, 504)  # answers of a node that another may do better
 
 
 @dataclass(frozen=True)

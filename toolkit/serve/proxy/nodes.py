@@ -17,6 +17,7 @@ from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.stage import write_file
 from toolkit.errors import ToolkitError, UsageError
 
+ELSEWHERE = (429, 502, 503, 504)  # answers of a node that another may do better
 LATENCIES = 15  # of the last requests, that a node is judged by
 OLD_S = 120.0  # after which a latency says nothing any more
 FIRST_PAUSE_S = 0.5  # before a node that failed is looked at again; doubles with every failure

@@ -15,9 +15,8 @@ from toolkit.config_checks import shown
 from toolkit.serve.errors import ApiError
 from toolkit.serve.lanes import Lanes
 from toolkit.serve.limits import Limits
-from toolkit.serve.proxy.forward import ELSEWHERE
 from toolkit.serve.proxy.metrics import ProxyMetrics
-from toolkit.serve.proxy.nodes import Node, Nodes
+from toolkit.serve.proxy.nodes import ELSEWHERE, Node, Nodes
 from toolkit.serve.proxy.strategies import strategy
 
 
