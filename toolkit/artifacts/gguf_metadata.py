@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from toolkit.errors import ToolkitError
 from toolkit.models.gguf import Gguf
 from toolkit.models.registry import get
-from toolkit.models.spec import AttentionSpec, DecoderSpec, MlpSpec, MoeSpec, RopeSpec
+from toolkit.models.spec import AttentionSpec, DecoderSpec, RopeSpec
 
 
 @dataclass(frozen=True)
@@ -81,19 +81,13 @@ def _main_rope(layers: list[AttentionSpec]) -> RopeSpec | None:
 
 
 def _feed_forward(spec: DecoderSpec) -> int:
-    dense = [s.mixer for layer in spec.layers for s in layer.sublayers if isinstance(s.mixer, MlpSpec)]
-    if dense:
-        return dense[0].up.out_features
-    return next(
-        s.mixer.experts[0].up.out_features
-        for layer in spec.layers
-        for s in layer.sublayers
-        if isinstance(s.mixer, MoeSpec)
-    )
+    mixers = [m for _, m in spec.mixers() if m.mlps()]
+    first = next((m for m in mixers if m.kind == "mlp"), mixers[0])
+    return first.mlps()[0].up.out_features
 
 
 def _experts(spec: DecoderSpec, gguf: Gguf) -> dict[str, Any]:
-    layers = [s.mixer for layer in spec.layers for s in layer.sublayers if isinstance(s.mixer, MoeSpec)]
+    layers = [m for _, m in spec.mixers() if m.kind == "moe"]
     if not layers:
         return {}
     if len(layers) != len(spec.layers) and "ffn_gate" not in gguf.names:
@@ -160,8 +154,7 @@ def _windows(layers: list[AttentionSpec], found: ModelMetadata) -> None:
 
 
 def _activation(spec: DecoderSpec, gguf: Gguf) -> None:
-    mixers = [s.mixer for layer in spec.layers for s in layer.sublayers]
-    mlps = [mlp for x in mixers for mlp in (x.mlps() if isinstance(x, MoeSpec) else [x]) if isinstance(mlp, MlpSpec)]
+    mlps = [mlp for _, mixer in spec.mixers() for mlp in mixer.mlps()]
     odd = next((mlp.activation for mlp in mlps if mlp.activation != gguf.activation), None)
     if gguf.activation is not None and odd is not None:
         raise ToolkitError(

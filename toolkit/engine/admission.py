@@ -50,8 +50,7 @@ def longest_request(runner: Runner, options: EngineOptions) -> int:
 
 def long_rope_from(runner: Runner) -> int | None:
     """Longest request in tokens that the short rope frequencies serve; None where there is one set only."""
-    for _, attention in runner.spec.attention_layers():
-        rope = attention.rope
-        if rope is not None and rope.kind in ("dynamic", "longrope") and rope.original_max_position:
+    for rope in runner.spec.ropes():
+        if rope.kind in ("dynamic", "longrope") and rope.original_max_position:
             return rope.original_max_position
     return None

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from toolkit.errors import ToolkitError
-from toolkit.models.spec import Activation
+from toolkit.models.spec.parts import Activation
 
 MAX_LAYERS = 1000
 MAX_WIDTH = 1_000_000

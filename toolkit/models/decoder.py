@@ -30,6 +30,7 @@ from toolkit.models.spec import (
     StoredTensor,
     Sublayer,
 )
+from toolkit.models.spec.keeps import Rule
 
 Built = tuple[DecoderSpec, list[StoredTensor]]
 LayerNorms = tuple[tuple[str | None, str | None], tuple[str | None, str | None]]
@@ -305,22 +306,21 @@ def experts(
 
 
 def assemble(dims: Dims, layers: Sequence[LayerSpec], final_norm: NormSpec, **extra: Any) -> DecoderSpec:
-    """Join the layers: cache groups (one for each window size, in order of appearance), context length.
+    """Join the layers: cache groups (one for each rule, in order of appearance), context length.
 
     The family's name is filled in by the registry.
     """
-    groups: dict[int | None, list[int]] = {}
+    groups: dict[Rule, list[int]] = {}
     placed: list[LayerSpec] = []
     max_position = dims.max_position
     for i, layer in enumerate(layers):
         sublayers = []
         for s in layer.sublayers:
-            if isinstance(s.mixer, AttentionSpec):
-                groups.setdefault(s.mixer.window, []).append(i)
-                group = list(groups).index(s.mixer.window)
-                if s.mixer.rope is not None:
-                    max_position = max(max_position, s.mixer.rope.max_position)
-                s = replace(s, mixer=replace(s.mixer, group=group))
+            max_position = max([max_position, *(rope.max_position for rope in s.mixer.ropes())])
+            if (kept := s.mixer.keeps()) is not None:
+                groups.setdefault(kept.rule, []).append(i)
+                mixer: Any = s.mixer
+                s = replace(s, mixer=replace(mixer, group=list(groups).index(kept.rule)))
             sublayers.append(s)
         placed.append(LayerSpec(tuple(sublayers)))
     return DecoderSpec(
@@ -329,9 +329,7 @@ def assemble(dims: Dims, layers: Sequence[LayerSpec], final_norm: NormSpec, **ex
         hidden_size=dims.hidden,
         layers=tuple(placed),
         final_norm=final_norm,
-        cache_groups=tuple(
-            CacheGroup("full" if w is None else "window", w, tuple(members)) for w, members in groups.items()
-        ),
+        cache_groups=tuple(CacheGroup(*rule, tuple(members)) for rule, members in groups.items()),
         max_position=max_position,
         tied=dims.tied,
         **extra,
@@ -442,22 +440,17 @@ def _norm(n: NormSpec, rename: Callable[[str], str]) -> StoredTensor:
 
 
 def _half_split(layer: LayerSpec, module: StoredTensor) -> StoredTensor:
-    """``module`` whose parts for q and k, their norms included, take the even elements of every head first, then the
-    odd ones: what turned in neighbouring pairs then turns as ``RopeSpec`` has it."""
-    turned: dict[str, AttentionSpec] = {}
-    for s in layer.sublayers:
-        if isinstance(s.mixer, AttentionSpec) and s.mixer.rope is not None:
-            names = [s.mixer.q.name, s.mixer.k.name, *(n.name for n in s.mixer.norms())]
-            turned |= dict.fromkeys(names, s.mixer)
+    """``module`` whose parts for what turns with the position, its norms included, take the even elements of every head
+    first, then the odd ones: what turned in neighbouring pairs then turns as ``RopeSpec`` has it."""
+    turned = {name: rows for s in layer.sublayers for name, rows in s.mixer.rotary().items()}
     parts = []
     for part in module.parts:
-        if (a := turned.get(part.name)) is not None:
-            assert a.rope is not None
+        if (rotary := turned.get(part.name)) is not None:
             rows: list[tuple[int, int] | tuple[int, int, int]] = []
             for r in part.rows or ((0, module.matrix[0]),):
-                for head in range(r[0], r[1], a.head_dim):
-                    end = head + a.rope.rotary_dim
-                    rows += [(head, end, 2), (head + 1, end, 2), (end, head + a.head_dim)]
+                for head in range(r[0], r[1], rotary.period):
+                    start, end = head + rotary.start, head + rotary.start + rotary.count
+                    rows += [(head, start), (start, end, 2), (start + 1, end, 2), (end, head + rotary.period)]
             part = replace(part, rows=tuple(r for r in rows if range(*r)))
         parts.append(part)
     return replace(module, parts=tuple(parts))

@@ -11,7 +11,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.models.spec import RopeSpec
+from toolkit.models.spec.parts import RopeSpec
 
 F32 = NDArray[np.float32]
 

@@ -10,9 +10,8 @@ import math
 from dataclasses import replace
 
 from toolkit.models.config_fields import MAX_POSITION, Fields
-from toolkit.models.spec import RopeSpec
+from toolkit.models.spec.parts import ROPE_KINDS, RopeSpec
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -45,7 +44,7 @@ def read_rope(
     if rotary_dim % 2 or rotary_dim < 2:
         config.fail("head_dim", f"{rotary_dim} rotary dimensions", "an even number of them, at least 2")
 
-    known = (*KINDS, *(aliases or {}))
+    known = (*ROPE_KINDS, *(aliases or {}))
     kind = scaling.text("rope_type", "type", default="default", choices=known)
     kind = (aliases or {}).get(kind, kind)
     rope = RopeSpec(rotary_dim=rotary_dim, theta=theta, kind=kind, max_position=max_position)

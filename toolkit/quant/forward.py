@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -74,13 +75,7 @@ def layer_forward(
             if torch.is_autocast_enabled(x.device.type):  # once, not for every linear that reads it
                 x = x.to(torch.get_autocast_dtype(x.device.type))
             seen = watch(sub.mixer.input_name(), x)
-        match sub.mixer:
-            case AttentionSpec() as a:
-                y = _attention(a, weights, seen, watch)
-            case MlpSpec() as m:
-                y = _mlp(m, weights, seen, watch)
-            case MoeSpec() as m:
-                y = _moe(m, weights, _rows(x), _rows(seen), watch).view_as(x)
+        y = MIXERS[sub.mixer.kind](sub.mixer, weights, x, seen, watch)
         if sub.post_norm is not None:
             y = normed(sub.post_norm, weights, y)
         hidden = torch.add(hidden, y, alpha=sub.residual_scale)
@@ -175,7 +170,7 @@ def _linear(spec: LinearSpec, weights: Weights, x: Tensor) -> Tensor:
     return product(x, weights[spec.name], weights.get(f"{spec.name}.bias"))
 
 
-def _attention(a: AttentionSpec, weights: Weights, x: Tensor, watch: _Watch) -> Tensor:
+def _attention(a: AttentionSpec, weights: Weights, raw: Tensor, x: Tensor, watch: _Watch) -> Tensor:
     batch, length, _ = x.shape
     q = _linear(a.q, weights, x).view(batch, length, a.heads, a.head_dim)
     k = _linear(a.k, weights, x).view(batch, length, a.kv_heads, a.head_dim)
@@ -279,7 +274,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _mlp(m: MlpSpec, weights: Weights, x: Tensor, watch: _Watch) -> Tensor:
+def _mlp(m: MlpSpec, weights: Weights, raw: Tensor, x: Tensor, watch: _Watch) -> Tensor:
     up = _linear(m.up, weights, x)
     if m.gate is None:
         inner = _ACTIVATIONS[m.activation](up)
@@ -290,21 +285,31 @@ def _mlp(m: MlpSpec, weights: Weights, x: Tensor, watch: _Watch) -> Tensor:
     return _linear(m.down, weights, watch(m.down.name, inner))
 
 
-def _moe(m: MoeSpec, weights: Weights, x: Tensor, seen: Tensor, watch: _Watch) -> Tensor:
-    """Every expert on the tokens routed to it. ``x``, and ``seen`` as the experts see it: [tokens, hidden]."""
-    logits = _linear(m.router, weights, x).float()  # under autocast a linear gives less
-    gate = None if m.shared_gate is None else torch.sigmoid(_linear(m.shared_gate, weights, x))
+def _moe(m: MoeSpec, weights: Weights, raw: Tensor, x: Tensor, watch: _Watch) -> Tensor:
+    """Every expert on the tokens routed to it."""
+    shape, raw, seen = x.shape, _rows(raw), _rows(x)
+    logits = _linear(m.router, weights, raw).float()  # under autocast a linear gives less
+    gate = None if m.shared_gate is None else torch.sigmoid(_linear(m.shared_gate, weights, raw))
     scores = torch.softmax(logits, dim=-1) if m.scoring == "softmax" else torch.sigmoid(logits)
     best, chosen = torch.topk(scores, m.top_k, dim=-1)
     if m.norm_topk:
         best = best / best.sum(dim=-1, keepdim=True)
-    out = torch.zeros_like(x, dtype=torch.float32)
+    out = torch.zeros_like(raw, dtype=torch.float32)
     for i, expert in enumerate(m.experts):
         token, place = torch.where(chosen == i)
         if token.numel():
-            y = _mlp(expert, weights, seen[token], watch)
+            y = _mlp(expert, weights, raw, seen[token], watch)
             out.index_add_(0, token, y * (best[token, place] * m.scale)[:, None])
     if m.shared is not None:
-        y = _mlp(m.shared, weights, seen, watch)
+        y = _mlp(m.shared, weights, raw, seen, watch)
         out = out + (y if gate is None else y * gate)
-    return out
+    return out.view(shape)
+
+
+MIXERS: dict[str, Callable[[Any, Weights, Tensor, Tensor, _Watch], Tensor]] = {
+    "attention": _attention,
+    "mlp": _mlp,
+    "moe": _moe,
+}
+"""By kind. Called with the mixer, the layer's weights, its input [batch, length, hidden], the same as linears read it
+(rounded, where activations are), and what watches the inputs inside. Returns [batch, length, hidden]."""

@@ -138,7 +138,7 @@ def _round(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _attention(layer: LayerSpec) -> list[AttentionSpec]:
-    return [sub.mixer for sub in layer.sublayers if isinstance(sub.mixer, AttentionSpec)]
+    return [sub.mixer for sub in layer.sublayers if sub.mixer.kind == "attention"]
 
 
 def _write(source: LayerSource, stage: Stage, scales: dict[str, Tensor], dtype: torch.dtype) -> None:

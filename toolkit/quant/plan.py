@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from toolkit.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec
+from toolkit.models.spec import LayerSpec, LinearSpec
 from toolkit.quant.gptq import EXACT, batches
 from toolkit.quant.layers import LayerSource, module_bytes
 from toolkit.quant.lazy import KEEP
@@ -124,14 +124,7 @@ def _bytes(linear: LinearSpec) -> int:
 
 
 def layer_width(layer: LayerSpec) -> int:
-    """Numbers a token that a forward pass holds at once, at most."""
-    widths = []
-    for sub in layer.sublayers:
-        match sub.mixer:
-            case AttentionSpec() as a:
-                widths.append(2 * (a.q.out_features + a.k.out_features + a.v.out_features) + 3 * a.q.in_features)
-            case MlpSpec() as m:
-                widths.append(4 * m.up.out_features + 3 * m.up.in_features)
-            case m:
-                widths.append(4 * m.experts[0].up.out_features + 4 * m.router.in_features)
-    return max(widths)
+    """Numbers a token that a forward pass holds at once, at most: of experts, which run one by one, of one."""
+    hidden = layer.sublayers[0].mixer.readers()[0].in_features
+    parts = (part for sub in layer.sublayers for part in sub.mixer.mlps() or (sub.mixer,))
+    return max(part.width(hidden) for part in parts) * 4 // 3 + 4 * hidden

@@ -8,9 +8,10 @@ channels), or the up projection of a gated MLP (its rows: the gate multiplies ch
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 from toolkit.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, NormSpec, Sublayer
 
@@ -65,10 +66,9 @@ def layer_sites(layer: LayerSpec) -> list[Site]:
         else:
             entry = len(found)
             found.append(_entry(sub))
-        if isinstance(a := sub.mixer, AttentionSpec):
-            into = RowFold(a.v, width=a.head_dim, repeat=a.heads // a.kv_heads)
-            found.append(Site(a.o.name, a.o.in_features, (a.o,), (), into))
-        found.extend(_down_site(m) for m in sub.mixer.mlps())
+        if sub.mixer.kind in INNER:
+            found += INNER[sub.mixer.kind](sub.mixer)
+        found += [_down_site(m) for m in sub.mixer.mlps()]
     return found
 
 
@@ -76,6 +76,15 @@ def _entry(sub: Sublayer) -> Site:
     fold = None if sub.pre_norm is None else NormFold(sub.pre_norm)
     readers = sub.mixer.readers()
     return Site(sub.mixer.input_name(), readers[0].in_features, readers, sub.mixer.routers(), fold)
+
+
+def _attention_sites(a: AttentionSpec) -> list[Site]:
+    into = RowFold(a.v, width=a.head_dim, repeat=a.heads // a.kv_heads)
+    return [Site(a.o.name, a.o.in_features, (a.o,), (), into)]
+
+
+INNER: dict[str, Callable[[Any], list[Site]]] = {"attention": _attention_sites}
+"""By kind of mixer: its sites behind the entry, MLPs apart."""
 
 
 def modules(linears: Iterable[LinearSpec]) -> list[list[LinearSpec]]:

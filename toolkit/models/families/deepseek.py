@@ -48,10 +48,10 @@ def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(spec: DecoderSpec) -> dict[str, Any]:
-    sparse = [isinstance(layer.sublayers[1].mixer, MoeSpec) for layer in spec.layers]
+    sparse = [layer.sublayers[1].mixer.kind == "moe" for layer in spec.layers]
     first = sparse.index(True)
     moe = spec.layers[first].sublayers[1].mixer
-    assert isinstance(moe, MoeSpec)
+    assert moe.kind == "moe"
     if not all(sparse[first:]) or moe.shared is None:
         raise ToolkitError("gguf: llama.cpp's deepseek has experts in all layers after the first, some of them shared")
     return {

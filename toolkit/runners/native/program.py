@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -18,11 +20,12 @@ _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "swigluoai": 4}
 def unsupported(spec: DecoderSpec) -> str | None:
     """Why there is no program for the spec, whatever its weights, or None: the sizes that program.cpp allows."""
     attention = [a for _, a in spec.attention_layers()]
-    ropes = {a.rope for a in attention}
+    if unknown := {mixer.kind for _, mixer in spec.mixers()} - set(_Writer.MIXERS):
+        return f"it runs no {min(unknown)} layers"
     found = {
         "query heads": (max((a.heads for a in attention), default=0), 4096),
         "numbers a head": (max((a.head_dim for a in attention), default=0), 4096),
-        "rotary embeddings": (len(ropes), 64),
+        "rotary embeddings": (len(spec.ropes()), 64),
         "cache groups": (len(spec.cache_groups), 64),
         "sublayers": (sum(len(layer.sublayers) for layer in spec.layers), 1 << 16),
     }
@@ -61,16 +64,15 @@ class _Writer:
         kv = KV_TYPES[quant_policy] if quant_policy else KV_TYPES[dtype]
         out.ints += [MAGIC, spec.vocab_size, spec.hidden_size, block_size, kv, int(dtype == "bfloat16")]
         out.ints += [len(spec.cache_groups), *(g.window or 0 for g in spec.cache_groups)]
-        ropes = list(dict.fromkeys(a.rope for _, a in spec.attention_layers() if a.rope is not None))
-        out.ints.append(len(ropes))
-        for rope in ropes:
+        out.ints.append(len(spec.ropes()))
+        for rope in spec.ropes():
             self._rope(rope)
         out.floats += [spec.embed_scale, spec.head_scale, spec.logit_softcap or 0.0]
         self._matrix(spec.embed, False)
         sublayers = [(s, layer.beside(i)) for layer in spec.layers for i, s in enumerate(layer.sublayers)]
         out.ints.append(len(sublayers))
         for s, beside in sublayers:
-            self._sublayer(s, beside, ropes)
+            self._sublayer(s, beside)
         self._norm(spec.final_norm)
         self._matrix(spec.embed if spec.tied else spec.head, False)
         out.ints[-1] = self._tensor(f"{spec.head}.bias") if spec.head_bias else -1
@@ -116,22 +118,17 @@ class _Writer:
             self._out.ints.append(self._add(vector(np.asarray(frequencies, np.float32))))
             self._out.floats.append(factor)
 
-    def _sublayer(self, s: Sublayer, beside: bool, ropes: list[RopeSpec]) -> None:
-        kind = {"attention": 0, "mlp": 1, "moe": 2}[s.mixer.kind]
-        self._out.ints.append(kind)
+    def _sublayer(self, s: Sublayer, beside: bool) -> None:
+        number, write = self.MIXERS[s.mixer.kind]
+        self._out.ints.append(number)
         self._norm(s.pre_norm)
         self._norm(s.post_norm)
         self._out.floats.append(s.residual_scale)
         self._out.ints.append(int(beside))
-        if isinstance(s.mixer, AttentionSpec):
-            self._attention(s.mixer, ropes)
-        elif isinstance(s.mixer, MlpSpec):
-            self._mlp(s.mixer)
-        else:
-            self._moe(s.mixer)
+        write(self, s.mixer)
 
-    def _attention(self, a: AttentionSpec, ropes: list[RopeSpec]) -> None:
-        rope = -1 if a.rope is None else ropes.index(a.rope)
+    def _attention(self, a: AttentionSpec) -> None:
+        rope = -1 if a.rope is None else self._spec.ropes().index(a.rope)
         self._out.ints += [a.heads, a.kv_heads, a.head_dim, rope, a.window or 0, a.group]
         self._out.floats += [a.scale, a.softcap or 0.0]
         for linear in (a.q, a.k, a.v, a.o):
@@ -155,3 +152,9 @@ class _Writer:
         if m.shared is not None:
             self._mlp(m.shared)
             self._linear(m.shared_gate)
+
+    MIXERS: ClassVar[dict[str, tuple[int, Callable[[_Writer, Any], None]]]] = {
+        "attention": (0, _attention),
+        "mlp": (1, _mlp),
+        "moe": (2, _moe),
+    }  # by kind: its number in program.cpp, and what writes it

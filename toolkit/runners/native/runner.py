@@ -10,7 +10,7 @@ import numpy as np
 
 from toolkit.artifacts.safetensors_file import forget_pages
 from toolkit.errors import UsageError
-from toolkit.models.spec import AttentionSpec, DecoderSpec, MlpSpec, MoeSpec
+from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import QUANT_POLICIES, Backend, MemoryNeed, RunnerError, RunnerOptions, StepHandle
 from toolkit.runners.host_memory import free_host_bytes
 from toolkit.runners.native import library
@@ -45,14 +45,7 @@ def unsupported(spec: DecoderSpec, options: RunnerOptions) -> str | None:
         return f"its KV cache knows no float8 (quant_policy {options.quant_policy}), only 0, 8 and 4"
     if options.block_size % 16:
         return f"it needs blocks of a multiple of 16 tokens, not {options.block_size}"
-    for group in spec.cache_groups:
-        if group.kind == "window" and any(_window(spec, i) > (group.window or 0) for i in group.layers):
-            return "a layer sees further back than its cache group keeps"
     return library.available()
-
-
-def _window(spec: DecoderSpec, layer: int) -> int:
-    return max((a.window or 1 << 40) for i, a in spec.attention_layers() if i == layer)
 
 
 class NativeRunner:
@@ -111,27 +104,18 @@ class NativeRunner:
 
     def _activation_bytes(self) -> int:
         """Of each token of a step, at its widest: float32 rows and int8 copies. Buffers hold 512 tokens at most."""
-        widest = self.spec.hidden_size * 4
-        for layer in self.spec.layers:
-            for s in layer.sublayers:
-                m = s.mixer
-                if isinstance(m, AttentionSpec):
-                    widest = max(widest, (3 * m.heads + 2 * m.kv_heads) * m.head_dim)
-                elif isinstance(m, MlpSpec):
-                    widest = max(widest, 2 * m.up.out_features)
-                elif isinstance(m, MoeSpec):
-                    widest = max(widest, (2 * m.experts[0].up.out_features + 3 * self.spec.hidden_size) * m.top_k)
-        return (4 * self.spec.hidden_size + widest) * 4
+        hidden = self.spec.hidden_size
+        return (4 * hidden + max(4 * hidden, *(mixer.width(hidden) for _, mixer in self.spec.mixers()))) * 4
 
     def _block_bytes(self) -> tuple[int, ...]:
         total = [0] * len(self.spec.cache_groups)
         bits = self.options.quant_policy or (32 if self.dtype == "float32" else 16)
-        for _, a in self.spec.attention_layers():
-            width = -(-a.head_dim // 16) * 16
+        for _, group, kept in self.spec.keepers():
+            width = -(-kept.head_dim // 16) * 16
             token = 2 * width * bits // 8 + (8 if self.options.quant_policy else 0)
             if bits == 4:
                 token += width // 4  # keys have 6 bits
-            total[a.group] += a.kv_heads * token * self.options.block_size
+            total[group] += kept.heads * token * self.options.block_size
         return tuple(total)
 
     # -- weights and cache

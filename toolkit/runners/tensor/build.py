@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from toolkit.artifacts.canonical import GroupInt, Weight
 from toolkit.errors import ToolkitError
 from toolkit.kernels.cuda.linear import PackedLinear
 from toolkit.kernels.cuda.pack import unsupported_form
-from toolkit.models.spec import AttentionSpec, DecoderSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec, Sublayer
+from toolkit.models.spec import AttentionSpec, DecoderSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec
 from toolkit.runners.tensor.decoder import Attention, Decoder, LayerNorm, Mixer, Mlp, Moe, Norm, RoundingNorm, Step
 from toolkit.runners.tensor.experts import stack_experts
 from toolkit.runners.tensor.linear import Bound, Linear, Placement, codes_of, make_linear
@@ -87,7 +87,7 @@ class _Builder:
                 return scale
         return 1.0
 
-    def mlp(self, spec: MlpSpec) -> Mlp:
+    def mlp(self, spec: MlpSpec, layer: int = 0) -> Mlp:
         return self.mlps((spec,))[0]
 
     def mlps(self, specs: Sequence[MlpSpec]) -> tuple[Mlp, ...]:
@@ -99,7 +99,7 @@ class _Builder:
             for first, down, spec in zip(inner, outer, specs, strict=True)
         )
 
-    def moe(self, spec: MoeSpec) -> Moe:
+    def moe(self, spec: MoeSpec, layer: int) -> Moe:
         stacked = stack_experts(spec, self.matrix, self.tensor, self.place, self.ops)
         return Moe(
             spec=spec,
@@ -124,14 +124,8 @@ class _Builder:
         matrix = self.matrix(spec.head).dequantize(place.dtype).to(place.device) if own else table
         return Bound(self.ops.linear, (matrix, None if bias is None else bias.to(place.dtype)))
 
-    def mixer(self, sublayer: Sublayer, layer: int) -> Mixer:
-        m = sublayer.mixer
-        if isinstance(m, AttentionSpec):
-            return self.attention(m, layer)
-        return self.mlp(m) if isinstance(m, MlpSpec) else self.moe(m)
-
     def steps(self, layer: LayerSpec, index: int) -> list[Step]:
-        mixers = [self.mixer(s, index) for s in layer.sublayers]
+        mixers = [MIXERS[s.mixer.kind](self, s.mixer, index) for s in layer.sublayers]
         found = []
         for i, (s, mixer) in enumerate(zip(layer.sublayers, mixers, strict=True)):
             shares = layer.shares(i)
@@ -143,6 +137,14 @@ class _Builder:
             post = self.norm(s.post_norm)
             found.append(Step(norm, mixer, post, s.residual_scale, layer.beside(i), shares))
         return found
+
+
+MIXERS: dict[str, Callable[[_Builder, Any, int], Mixer]] = {
+    "attention": _Builder.attention,
+    "mlp": _Builder.mlp,
+    "moe": _Builder.moe,
+}
+"""By kind; called with a mixer's spec and the number of its layer."""
 
 
 def _codes_into(mixer: Mixer) -> torch.dtype | None:

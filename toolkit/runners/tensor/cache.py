@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from toolkit.kernels.reference.attention import key_bits
-from toolkit.models.spec import AttentionSpec, DecoderSpec
+from toolkit.models.spec import DecoderSpec, Paged
 from toolkit.runners.base import RunnerError
 
 FLOAT8 = {16: torch.float8_e4m3fn, 17: torch.float8_e5m2}  # by quant_policy
@@ -56,13 +56,11 @@ def cache_traits(policy: int) -> dict[str, Any]:
     return {"bits": cache_bits(policy), "cache": kind}
 
 
-def _shapes(
-    attention: AttentionSpec, block_size: int, policy: int, dtype: torch.dtype
-) -> tuple[list[Shape], list[Shape]]:
+def _shapes(kept: Paged, block_size: int, policy: int, dtype: torch.dtype) -> tuple[list[Shape], list[Shape]]:
     """Shape and dtype of one block of keys and of values, and of their (scale, zero) pairs where they have some."""
-    dim, bits = attention.head_dim, cache_bits(policy)
+    dim, bits = kept.head_dim, cache_bits(policy)
     widths = [dim * key_bits(bits) // 8, dim * bits // 8] if bits else [dim, dim]
-    row = (block_size, attention.kv_heads)
+    row = (block_size, kept.heads)
     kind = torch.uint8 if bits else FLOAT8.get(policy, dtype)
     data: list[Shape] = [((*row, width), kind) for width in widths]
     params: list[Shape] = [((*row, 2), torch.float16)] * 2 if bits else []
@@ -72,9 +70,9 @@ def _shapes(
 def block_bytes(spec: DecoderSpec, block_size: int, policy: int, dtype: torch.dtype) -> tuple[int, ...]:
     """Bytes of one block of each cache group, over all its layers; ``policy``: see ``RunnerOptions.quant_policy``."""
     total = [0] * len(spec.cache_groups)
-    for _, attention in spec.attention_layers():
-        for shapes in _shapes(attention, block_size, policy, dtype):
-            total[attention.group] += sum(int(np.prod(shape)) * kind.itemsize for shape, kind in shapes)
+    for _, group, kept in spec.keepers():
+        for shapes in _shapes(kept, block_size, policy, dtype):
+            total[group] += sum(int(np.prod(shape)) * kind.itemsize for shape, kind in shapes)
     return tuple(total)
 
 
@@ -119,20 +117,25 @@ class KVCache:
     ) -> None:
         self.num_blocks = tuple(num_blocks)
         self.block_size = block_size
-        self.layers: dict[int, LayerCache] = {}
+        self.layers: dict[tuple[int, int], LayerCache] = {}  # by layer and group
         self._groups: list[list[Tensor]] = [[] for _ in self.num_blocks]
         self._pages: list[list[_Pages]] = [[] for _ in self.num_blocks]
-        for index, attention in spec.attention_layers():
-            blocks = self.num_blocks[attention.group] + 1
+        for layer, group, kept in spec.keepers():
+            blocks = self.num_blocks[group] + 1
             made = [
                 [_zeros((blocks, *shape), kind, device) for shape, kind in shapes]
-                for shapes in _shapes(attention, block_size, policy, dtype)
+                for shapes in _shapes(kept, block_size, policy, dtype)
             ]
-            self._pages[attention.group] += [pages for part in made for _, pages in part if pages is not None]
+            self._pages[group] += [pages for part in made for _, pages in part if pages is not None]
             data, params = ([tensor for tensor, _ in part] for part in made)
             (k, v), (kp, vp) = data, params or (None, None)
-            self.layers[index] = LayerCache(k, v, kp, vp, cache_bits(policy))
-            self._groups[attention.group].extend(self.layers[index].tensors())
+            self.layers[layer, group] = LayerCache(k, v, kp, vp, cache_bits(policy))
+            self._groups[group].extend(self.layers[layer, group].tensors())
+
+    def copy(self, group: int, source: Tensor, target: Tensor) -> None:
+        """Blocks ``source`` to blocks ``target`` (int64); all are read before any is written."""
+        for tensor in map(movable, self._groups[group]):
+            tensor.index_copy_(0, target, tensor.index_select(0, source))
 
     def discard(self, group: int, blocks: Sequence[int]) -> None:
         """Give the memory of blocks that no step uses back to the system, on a CPU; they are zeros then."""

@@ -87,7 +87,7 @@ class Attention:
     ops: Ops
 
     def __call__(self, x: Activations, step: StepContext) -> Tensor:
-        spec, cache = self.spec, step.cache.layers[self.layer]
+        spec, cache = self.spec, step.cache.layers[self.layer, self.spec.group]
         q, k, v = self.qkv(x).unflatten(1, (-1, spec.head_dim)).split([spec.heads, spec.kv_heads, spec.kv_heads], 1)
         eps = next((n.eps for n in (self.q_norm, self.k_norm) if isinstance(n, Norm)), 0.0)
         q, q_weight = _norm_later(self.q_norm, q, eps)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from toolkit.artifacts.canonical import Dense, Weight
-from toolkit.models.spec import AttentionSpec, DecoderSpec, MlpSpec, MoeSpec
+from toolkit.models.spec import DecoderSpec
 
 Weights = Mapping[str, Weight | Tensor]
 
@@ -36,15 +36,5 @@ def activation_bytes(spec: DecoderSpec, size: int) -> int:
     """Of one token at the widest moment of a layer, ``size`` bytes an element; the residual stream and what is added
     to it are float32.
     """
-    widest = 0
-    for layer in spec.layers:
-        for s in layer.sublayers:
-            m = s.mixer
-            if isinstance(m, AttentionSpec):
-                widest = max(widest, (4 * m.heads + 4 * m.kv_heads) * m.head_dim * size)
-            elif isinstance(m, MlpSpec):
-                widest = max(widest, 3 * m.up.out_features * size)
-            elif isinstance(m, MoeSpec):
-                inner = 3 * m.experts[0].up.out_features + 2 * spec.hidden_size
-                widest = max(widest, m.top_k * (inner * size + 4 * spec.hidden_size))
-    return 12 * spec.hidden_size + 2 * spec.hidden_size * size + widest
+    widest = max(mixer.width(spec.hidden_size) for _, mixer in spec.mixers())
+    return 12 * spec.hidden_size + (2 * spec.hidden_size + widest) * size

@@ -81,7 +81,7 @@ class TensorRunner:
         self._steps: Steps | None = None  # where there are weights and a cache
 
     def _choose_ops(self, sample: Weight) -> Ops:
-        dims = {a.head_dim for _, a in self.spec.attention_layers()}
+        dims = {kept.head_dim for _, _, kept in self.spec.keepers()}
         codes = "int8" if isinstance(sample, ChannelInt8) else "fp8"
         cache = cache_traits(self.options.quant_policy)
         return choose_ops(self._on.torch, self._dtype, head_dim=max(dims), codes=codes, **cache)
@@ -231,7 +231,6 @@ def _open(name: str) -> Device:
 def _check(spec: DecoderSpec, options: RunnerOptions) -> None:
     if options.quant_policy not in QUANT_POLICIES:
         raise UsageError(f"quant_policy: expected 0, 4, 8, 16 or 17, found {options.quant_policy!r}")
-    for _, attention in spec.attention_layers():
-        if options.quant_policy == 4 and attention.head_dim % 4:
-            dim = attention.head_dim
-            raise UsageError(f"quant_policy: 4 needs a head_dim in steps of 4, the model has {dim}; use 8")
+    for _, _, kept in spec.keepers():
+        if reason := kept.refuses(options.quant_policy):
+            raise UsageError(f"quant_policy: {reason}")

@@ -15,7 +15,7 @@ from torch import Tensor
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerError
 from toolkit.runners.step import StepBatch
-from toolkit.runners.tensor.cache import KVCache, movable
+from toolkit.runners.tensor.cache import KVCache
 from toolkit.runners.tensor.checks import check_batch, check_sampling
 from toolkit.runners.tensor.context import StepContext
 from toolkit.runners.tensor.decoder import Decoder, Moe
@@ -68,8 +68,8 @@ class Steps:
         self.spec, self.decoder, self.cache, self.device = spec, decoder, cache, device
         self.adapters = adapters
         self.graphs = None if on_graphs is None else Graphs(on_graphs, self._decode_body, enabled=_capturable(decoder))
-        self._rope = RopeTables({a.rope for _, a in spec.attention_layers() if a.rope is not None}, device.torch)
-        self._tile_rows: dict[Kind, dict[Heads, int]] = {(a.group, a.window): {} for _, a in spec.attention_layers()}
+        self._rope = RopeTables(set(spec.ropes()), device.torch)
+        self._tile_rows: dict[Kind, dict[Heads, int]] = {(group, kept.window): {} for _, group, kept in spec.keepers()}
         self._cuts: dict[tuple[Kind, Heads], DecodeCut] = {}  # of the decode step before
         self._previous = torch.zeros(MOST_SAMPLED, dtype=torch.int64, device=device.torch)
         self._best = torch.zeros(MOST_SAMPLED, dtype=torch.float32, device=device.torch)
@@ -127,15 +127,11 @@ class Steps:
             raise RunnerError(f"sample_index: expected at most {MOST_SAMPLED} rows, found {len(batch.sample_index)}")
 
     def _copy_blocks(self, batch: StepBatch) -> None:
-        """All sources are read before any destination is written."""
         for group, pairs in enumerate(batch.copy_blocks):
             if not len(pairs):
                 continue
             moves = self.device.put({"source": pairs[:, 0].astype(np.int64), "target": pairs[:, 1].astype(np.int64)})
-            for index, attention in self.spec.attention_layers():
-                if attention.group == group:
-                    for tensor in map(movable, self.cache.layers[index].tensors()):
-                        tensor.index_copy_(0, moves["target"], tensor.index_select(0, moves["source"]))
+            self.cache.copy(group, moves["source"], moves["target"])
 
     # -- decode steps
 

@@ -59,7 +59,7 @@ def kernels_missing(
 ) -> str | None:
     """Why the kernels that cannot be replaced do not take the model, or fail their self-test; or None."""
     ops, name = registry.load(), str(dtype).removeprefix("torch.")
-    for dim in sorted({a.head_dim for _, a in spec.attention_layers()}):
+    for dim in sorted({kept.head_dim for _, _, kept in spec.keepers()}):
         traits = {"head_dim": dim, **cache_traits(options.quant_policy)}
         target = registry.Target("cuda", name, capability, traits)
         for needed in NEEDED:

@@ -1,0 +1,42 @@
+"""What a decoder is, as data.
+
+A family file (``toolkit/models/families/<family>.py``) maps ``config.json`` and the checkpoint's tensor names to
+a ``DecoderSpec`` and a list of ``StoredTensor``; it is the only place that knows the family. Both runners execute
+any spec; the engine artifact carries it as JSON (``to_json`` / ``from_json``).
+
+Names: every parameter has one stable canonical name, spelled as in a Hugging Face Llama checkpoint
+(``model.layers.3.self_attn.q_proj``), whatever the family calls it on disk. LoRA, ``--skip`` patterns,
+per-layer precision and error messages use these names.
+
+A mixer is one file here: a dataclass that answers for itself what ``mixer.MixerSpec`` lists.
+"""
+
+from toolkit.models.spec.attention import AttentionSpec
+from toolkit.models.spec.decoder import DecoderSpec, LayerSpec, Mixer, Sublayer
+from toolkit.models.spec.keeps import CacheGroup, Kept, Paged
+from toolkit.models.spec.mixer import Rotary
+from toolkit.models.spec.mlp import MlpSpec
+from toolkit.models.spec.moe import MoeSpec
+from toolkit.models.spec.parts import Activation, LinearSpec, NormSpec, RopeSpec
+from toolkit.models.spec.stored import Part, Rows, StoredTensor
+
+__all__ = [
+    "Activation",
+    "AttentionSpec",
+    "CacheGroup",
+    "DecoderSpec",
+    "Kept",
+    "LayerSpec",
+    "LinearSpec",
+    "Mixer",
+    "MlpSpec",
+    "MoeSpec",
+    "NormSpec",
+    "Paged",
+    "Part",
+    "RopeSpec",
+    "Rotary",
+    "Rows",
+    "StoredTensor",
+    "Sublayer",
+]

@@ -1,0 +1,80 @@
+"""Multi-head attention with grouped keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from toolkit.models.spec import sound
+from toolkit.models.spec.keeps import Paged
+from toolkit.models.spec.mixer import MixerSpec, Rotary
+from toolkit.models.spec.parts import LinearSpec, NormSpec, RopeSpec
+
+
+@dataclass(frozen=True)
+class AttentionSpec(MixerSpec):
+    """Multi-head attention with grouped keys and values.
+
+    ``scale`` multiplies q·k; ``softcap`` c turns scores s into c·tanh(s/c); ``window`` w lets position p see
+    keys in (p - w, p]; ``sinks`` names a per-head logit added to the softmax denominator (or None).
+    ``group`` indexes ``DecoderSpec.cache_groups``.
+    """
+
+    q: LinearSpec
+    k: LinearSpec
+    v: LinearSpec
+    o: LinearSpec
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    rope: RopeSpec | None
+    q_norm: NormSpec | None = None
+    k_norm: NormSpec | None = None
+    window: int | None = None
+    softcap: float | None = None
+    sinks: str | None = None
+    group: int = 0
+    kind: Literal["attention"] = "attention"
+
+    def linears(self) -> tuple[LinearSpec, ...]:
+        return (*self.readers(), self.o)
+
+    def readers(self) -> tuple[LinearSpec, ...]:
+        return self.q, self.k, self.v
+
+    def width(self, hidden: int) -> int:
+        return (4 * self.heads + 4 * self.kv_heads) * self.head_dim
+
+    def norms(self) -> tuple[NormSpec, ...]:
+        return tuple(n for n in (self.q_norm, self.k_norm) if n is not None)
+
+    def vectors(self) -> dict[str, int]:
+        return {} if self.sinks is None else {self.sinks: self.heads}
+
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        return () if self.rope is None else (self.rope,)
+
+    def rotary(self) -> dict[str, Rotary]:
+        if self.rope is None:
+            return {}
+        names = (self.q.name, self.k.name, *(n.name for n in self.norms()))
+        return dict.fromkeys(names, Rotary(self.head_dim, 0, self.rope.rotary_dim))
+
+    def keeps(self) -> Paged:
+        return Paged(self.kv_heads, self.head_dim, self.window)
+
+    def check(self, hidden: int) -> None:
+        q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        sound.expect("kv_heads", self.heads % self.kv_heads == 0, self.kv_heads, f"a divisor of {self.heads}")
+        sound.linear(self.q, hidden, q_size)
+        sound.linear(self.k, hidden, kv_size)
+        sound.linear(self.v, hidden, kv_size)
+        sound.linear(self.o, q_size, hidden)
+        if self.q_norm is not None:
+            sound.norm(self.q_norm, self.head_dim, q_size, heads=self.heads)
+        if self.k_norm is not None:
+            sound.norm(self.k_norm, self.head_dim, kv_size, heads=self.kv_heads)
+        sound.expect("softcap", self.softcap is None or self.softcap > 0, self.softcap, "a number above 0")
+        if self.rope is not None:
+            sound.rope(self.rope, self.head_dim)

@@ -1,0 +1,144 @@
+"""A whole decoder: layers of sublayers, a mixer each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from toolkit.models.check import check_spec
+from toolkit.models.spec.as_json import build, plain
+from toolkit.models.spec.attention import AttentionSpec
+from toolkit.models.spec.keeps import CacheGroup, Kept
+from toolkit.models.spec.mlp import MlpSpec
+from toolkit.models.spec.moe import MoeSpec
+from toolkit.models.spec.parts import LinearSpec, NormSpec, RopeSpec, later
+
+Mixer = AttentionSpec | MlpSpec | MoeSpec
+
+
+class Keeper(NamedTuple):
+    """One that keeps something of each request: in which layer, in which cache group, what."""
+
+    layer: int
+    group: int
+    kept: Kept
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """``x = x + residual_scale * post_norm(mixer(pre_norm(y)))``; absent norms are identity.
+
+    ``reads``: y is the residual stream x as it is now ("stream"), or as it was at the beginning of the layer ("block"),
+    which makes sublayers parallel. Sublayers that read the block may share a norm: they then name the same one.
+    """
+
+    mixer: Mixer
+    pre_norm: NormSpec | None
+    post_norm: NormSpec | None = None
+    residual_scale: float = 1.0
+    reads: Literal["stream", "block"] = later("stream")
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    sublayers: tuple[Sublayer, ...]
+
+    def beside(self, index: int) -> bool:
+        """Whether sublayer ``index`` reads what the one before it read, whose output is not yet added."""
+        return index > 0 and self.sublayers[index].reads == "block"
+
+    def shares(self, index: int) -> bool:
+        """Whether it also has the norm of the one before it: both have the same input."""
+        pair = self.sublayers[index - 1 : index + 1]
+        return self.beside(index) and pair[0].pre_norm == pair[1].pre_norm
+
+    def linears(self) -> list[LinearSpec]:
+        """Every linear, router included, in execution order."""
+        return [x for s in self.sublayers for x in s.mixer.linears()]
+
+    def norms(self) -> list[NormSpec]:
+        """Every norm, q/k norms included, in execution order; a shared one once."""
+        found: list[NormSpec | None] = []
+        for i, s in enumerate(self.sublayers):
+            found += [None if self.shares(i) else s.pre_norm, *s.mixer.norms(), s.post_norm]
+        return [n for n in found if n is not None]
+
+    def vectors(self) -> dict[str, int]:
+        """Every parameter that is no matrix: name → numbers in it."""
+        found = {f"{x.name}.bias": x.out_features for x in self.linears() if x.bias}
+        for part in (*self.norms(), *(s.mixer for s in self.sublayers)):
+            found |= part.vectors()
+        return found
+
+
+@dataclass(frozen=True)
+class DecoderSpec:
+    """A whole decoder-only language model.
+
+    ``embed`` and ``head`` are canonical names without ``.weight``; ``tied`` means the head uses the embedding's
+    matrix. ``embed_scale`` multiplies embeddings; logits are ``softcap·tanh(logits·head_scale/softcap)``.
+    ``max_position``: longest context the checkpoint states.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerSpec, ...]
+    final_norm: NormSpec
+    cache_groups: tuple[CacheGroup, ...]
+    max_position: int
+    tied: bool
+    embed: str = "model.embed_tokens"
+    head: str = "lm_head"
+    head_bias: bool = False
+    embed_scale: float = 1.0
+    head_scale: float = 1.0
+    logit_softcap: float | None = None
+
+    def mixers(self) -> Iterator[tuple[int, Mixer]]:
+        """(layer index, mixer) in execution order."""
+        return ((i, s.mixer) for i, layer in enumerate(self.layers) for s in layer.sublayers)
+
+    def attention_layers(self) -> list[tuple[int, AttentionSpec]]:
+        """(layer index, attention) in order; one attention a layer."""
+        return [(i, m) for i, m in self.mixers() if m.kind == "attention"]
+
+    def keepers(self) -> list[Keeper]:
+        """What the layers keep of a request, in execution order."""
+        return [Keeper(i, m.group, kept) for i, m in self.mixers() if (kept := m.keeps()) is not None]
+
+    def ropes(self) -> list[RopeSpec]:
+        """The different rotary embeddings, in order of appearance."""
+        return list(dict.fromkeys(rope for _, m in self.mixers() for rope in m.ropes()))
+
+    def linears(self) -> list[LinearSpec]:
+        """Every linear inside the layers (router included), in execution order; not embedding and head."""
+        return [x for layer in self.layers for x in layer.linears()]
+
+    def routers(self) -> set[str]:
+        """Names of the linears inside the layers that choose and weigh experts; no method quantizes them."""
+        return {x.name for _, mixer in self.mixers() for x in mixer.routers()}
+
+    def norms(self) -> list[NormSpec]:
+        """Every norm, q/k norms and the final one included, in execution order."""
+        return [*(n for layer in self.layers for n in layer.norms()), self.final_norm]
+
+    def vectors(self) -> dict[str, int]:
+        """Every parameter that is no matrix: name → numbers in it."""
+        found = self.final_norm.vectors() | ({f"{self.head}.bias": self.vocab_size} if self.head_bias else {})
+        for layer in self.layers:
+            found |= layer.vectors()
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values, fields by name."""
+        found: dict[str, Any] = plain(self)
+        return found
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> DecoderSpec:
+        """Inverse of ``to_json``. Raises ValueError for unknown or missing fields and for impossible numbers."""
+        spec: DecoderSpec = build(DecoderSpec, data)
+        check_spec(spec)
+        return spec

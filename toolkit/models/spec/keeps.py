@@ -1,0 +1,50 @@
+"""What a layer keeps of a request between steps, as data.
+
+Each mixer answers ``keeps()`` with one of these, or None. The engine (block manager, memory plan, prefix cache,
+preemption) asks for the ``rule`` alone, by which layers are joined to cache groups; a runner lays out the numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Rule = tuple[Literal["full", "window"], int | None]
+"""Kind of a cache group, and its window."""
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """Layers whose caches live by one rule and share one block table.
+
+    ``kind``: "full" keeps every token, and a prefix is reused from any of its blocks on; "window" keeps the last
+    ``window`` tokens, and a prefix is reused where the blocks are there that the token behind it sees.
+    """
+
+    kind: Literal["full", "window"]
+    window: int | None
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Paged:
+    """Of each token ``heads`` keys and as many values of ``head_dim`` numbers; with a ``window`` w those that position
+    p sees: (p - w, p]."""
+
+    heads: int
+    head_dim: int
+    window: int | None = None
+    kind: Literal["paged"] = "paged"
+
+    @property
+    def rule(self) -> Rule:
+        return ("full", None) if self.window is None else ("window", self.window)
+
+    def refuses(self, quant_policy: int) -> str | None:
+        """Why its numbers cannot be stored by this policy, with what can be done, or None."""
+        if quant_policy == 4 and self.head_dim % 4:
+            return f"4 needs a head_dim in steps of 4, the model has {self.head_dim}; use 8"
+        return None
+
+
+Kept = Paged

@@ -1,0 +1,46 @@
+"""The feed-forward part of a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from toolkit.models.spec import sound
+from toolkit.models.spec.mixer import MixerSpec
+from toolkit.models.spec.parts import Activation, LinearSpec
+
+
+@dataclass(frozen=True)
+class MlpSpec(MixerSpec):
+    """``down(act(gate(x)) * up(x))``, or ``down(act(up(x)))`` where ``gate`` is None.
+
+    "swigluoai" (gpt-oss, gated alone): g · sigmoid(1.702 g) · (u + 1) with g = min(gate(x), 7), u = up(x) within ±7.
+    """
+
+    gate: LinearSpec | None
+    up: LinearSpec
+    down: LinearSpec
+    activation: Activation = "silu"
+    kind: Literal["mlp"] = "mlp"
+
+    def linears(self) -> tuple[LinearSpec, ...]:
+        return (*self.readers(), self.down)
+
+    def readers(self) -> tuple[LinearSpec, ...]:
+        return (self.up,) if self.gate is None else (self.gate, self.up)
+
+    def input_name(self) -> str:
+        return self.up.name
+
+    def width(self, hidden: int) -> int:
+        return 3 * self.up.out_features
+
+    def mlps(self) -> tuple[MlpSpec, ...]:
+        return (self,)
+
+    def check(self, hidden: int) -> None:
+        inner, gated = self.up.out_features, self.gate is not None
+        sound.expect("activation", self.activation != "swigluoai" or gated, self.activation, "one that needs no gate")
+        for x in self.readers():
+            sound.linear(x, hidden, inner)
+        sound.linear(self.down, inner, hidden)

@@ -1,0 +1,81 @@
+"""What mixers are made of: linears, norms, rotary embeddings."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Shard = Literal["column", "row", "vocab", "expert", "replicated"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "swigluoai"]
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+
+
+def later(default: Any) -> Any:
+    """A field that the first engine artifacts did not have: at its default it is left out of the JSON, so that
+    artifacts of models without it stay as they were, and readable by releases that do not know it."""
+    return dataclasses.field(default=default, metadata={"later": True})
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """RMS norm ``x / rms(x) * (weight + weight_offset)``, or layer norm ``(x - mean(x)) / std(x) * weight + bias``;
+    both in float32, ``eps`` added to the mean square or the variance.
+
+    ``name``: canonical name without ``.weight``. ``weight_offset`` is 1.0 for Gemma. ``size``: elements normed at once.
+    ``heads``: how many heads are normed each by itself with weights of its own (Command-R+); the weight is
+    [heads · size].
+    """
+
+    name: str
+    size: int
+    eps: float
+    weight_offset: float = 0.0
+    kind: Literal["rms", "layer"] = later("rms")
+    bias: bool = later(False)
+    heads: int = later(1)
+
+    def vectors(self) -> dict[str, int]:
+        """Its parameters: name → numbers in it."""
+        count = self.heads * self.size
+        return {self.name: count} | ({f"{self.name}.bias": count} if self.bias else {})
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """``y = x @ W.T (+ b)``; ``name`` is canonical, without ``.weight``."""
+
+    name: str
+    in_features: int
+    out_features: int
+    bias: bool = False
+    shard: Shard = "replicated"
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary embedding over the first ``rotary_dim`` elements of a head: element i turns with i + rotary_dim / 2.
+
+    Of models whose elements turn in neighbouring pairs, the rows of q and k are put in this order as they are read.
+
+    ``kind``: default, linear, dynamic, llama3, yarn, longrope. Frequencies come from
+    ``toolkit.models.rope.inv_freq(rope, long)``, so that every runner turns by the same numbers.
+    ``dynamic`` and ``longrope`` have two sets: the *short* one for requests whose whole length
+    (prompt + new tokens allowed) fits ``original_max_position``, the *long* one for the others. The choice is
+    made once a request (``StepBatch.rope_set``), so that cached keys never change their rotation.
+    """
+
+    rotary_dim: int
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    attention_factor: float | None = None
+    max_position: int = 0
+    truncate: bool = True
