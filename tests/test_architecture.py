@@ -128,6 +128,25 @@ def test_no_modules_import_one_another() -> None:
     assert {frozenset(c) for c in found} == CIRCLES
 
 
+def test_nobody_asks_which_class_a_mixer_has() -> None:
+    """It answers for itself, or stands in an executor's table by its kind."""
+    from toolkit.models.spec.mixer import MixerSpec
+
+    mixers = {cls.__name__ for cls in MixerSpec.__subclasses__()}
+    assert {"AttentionSpec", "MlpSpec", "MoeSpec"} <= mixers
+    wrong = []
+    for path in sources():
+        if path.relative_to(ROOT).parts[0] != "toolkit":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            asked = [node.cls] if isinstance(node, ast.MatchClass) else []
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+                asked = [node.args[1]]
+            if any(isinstance(x, ast.Name) and x.id in mixers for cls in asked for x in ast.walk(cls)):
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not wrong
+
+
 def module_name(path: Path) -> str:
     """As it is imported, without "toolkit."; the package itself is ""."""
     parts = path.relative_to(ROOT).with_suffix("").parts
