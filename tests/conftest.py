@@ -28,8 +28,13 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 from toolkit.models.registry import names as registry_names  # noqa: E402
+
+# The same examples in every run, and no limit of time for any: a slow machine is no fault. scripts/fuzz looks further.
+settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 
 BEGUN = monotonic()
 # What differs in the executors and stages: tests of those run on these, and `every_family` ones on the whole registry.

@@ -15,7 +15,7 @@ import pytest
 
 from toolkit.commands.interrupt import WITHIN
 
-SLACK = 6.0  # seconds on top, for machines that do much else
+SLACK = 30.0  # seconds on top, for machines that do much else
 SMALL = ("--calib-dataset", "{text}", "--calib-samples", "64", "--calib-seqlen", "64", "--eval-tokens", "20000")
 QUICK = {
     "auto_awq": ("lite", "auto_awq", "{model}", "--work-dir", "{out}", *SMALL),
@@ -93,14 +93,14 @@ def lose(**options):
     thing = Thing()
     watched = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))
     del thing
-    time.sleep(60)
+    time.sleep(600)
 main.app = lose
 main.main([])
 """
 
 
 def test_an_interrupt_that_python_swallows() -> None:
-    done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=50)
+    done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
@@ -121,7 +121,7 @@ def test_a_call_that_never_looks_at_signals_is_left_behind() -> None:
     process.send_signal(signal.SIGINT)
     sent = time.monotonic()
     try:
-        err = process.communicate(timeout=30)[1]
+        err = process.communicate(timeout=60)[1]
     finally:
         process.kill()
     assert (process.returncode, err) == (130, "interrupted\n")

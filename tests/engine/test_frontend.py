@@ -91,7 +91,7 @@ def whole(engine: AsyncEngine, tokens: list[int], **config: Any) -> Response:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end, "the condition never came true"
         time.sleep(0.002)
@@ -151,12 +151,12 @@ def test_a_stop_word_that_is_a_special_token_stops_by_its_id(open_engine: Any) -
 
 @pytest.mark.parametrize("include", [False, True])
 def test_a_stop_word_across_tokens_cuts_text_tokens_and_the_engines_work(open_engine: Any, include: bool) -> None:
-    engine = open_engine(delay=0.002)
+    engine = open_engine(delay=0.006)
     base: dict[str, Any] = {"max_new_tokens": 150, "ignore_eos": True, "bad_token_ids": [EOS, EOS - 1]}
     free = whole(engine, PROMPT, **base)
     word = free.text[10:13]
     end = free.text.index(word)
-    started = time.monotonic()
+    before = engine.stats()["steps"]
     deltas = list(
         engine.generate_sync(
             PROMPT, GenerationConfig(**base, stop_words=[word, "123456789"], include_stop_str_in_output=include)
@@ -167,7 +167,7 @@ def test_a_stop_word_across_tokens_cuts_text_tokens_and_the_engines_work(open_en
     assert deltas[-1].finish_reason == "stop" and deltas[-1].stop_reason == word
     assert deltas[-1].generate_token_len == end + 3 == sum(len(d.token_ids) for d in deltas)
     wait_for(lambda: engine.stats()["running"] == 0)
-    assert time.monotonic() - started < 140 * 0.002 and engine.stats()["kv_usage"] == 0
+    assert engine.stats()["steps"] - before < 140 and engine.stats()["kv_usage"] == 0
 
 
 def test_no_character_of_a_stop_word_is_shown_early(open_engine: Any) -> None:

@@ -120,7 +120,7 @@ def test_leaving_a_stream_stops_the_request(pipe: Pipeline) -> None:
     stream.close()  # type: ignore[attr-defined]
     assert pipe("the fox", gen_config=SHORT).finish_reason == "length"
     waited = threading.Event()
-    for _ in range(100):
+    for _ in range(1200):
         if pipe.engine.stats()["requests"] == 0:
             break
         waited.wait(0.05)

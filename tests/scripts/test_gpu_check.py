@@ -91,10 +91,10 @@ def test_a_process_that_dies_or_hangs_is_one_row(gpu_check):
     (row,) = run(dies, "cpu")
     assert row["error"].startswith("exit code -6") and "nothing: 0 of 1 agree" in report(dies, [row])
     # one that starts another, which holds its output and would end later
-    code = "import subprocess, sys, time; subprocess.Popen(['sleep', '60']); time.sleep(60)"
+    code = "import subprocess, sys, time; subprocess.Popen(['sleep', '600']); time.sleep(600)"
     start = time.perf_counter()
     assert "took longer than 1 s" in run(process(code, limit=1.0), "cpu")[0]["error"]
-    assert time.perf_counter() - start < 20
+    assert time.perf_counter() - start < 200
     assert "printed no result" in run(process("print('nothing')"), "cpu")[0]["error"]
     found = 'print(\'{"what": "x", "case": "y", "error": null}\'); raise SystemExit(99)'  # as the sanitizer does
     rows = run(process(found, stage="sanitizer"), "cpu")
@@ -117,13 +117,13 @@ for case in "abcd":
 """
 
 
-@pytest.mark.parametrize("broken, said", [("time.sleep(60)", "wrote nothing for 2 s"), ("sys.exit(3)", "exit code 3")])
+@pytest.mark.parametrize("broken, said", [("time.sleep(600)", "wrote nothing for 2 s"), ("sys.exit(3)", "exit code 3")])
 def test_a_case_that_hangs_or_dies_costs_itself_alone(gpu_check, broken, said):
     from gpu.running import run
 
     start = time.perf_counter()
     rows = run(process(CASES.replace("BROKEN", broken), silence=2.0, cases=True), "cpu")
-    assert [row["case"] for row in rows] == list("abcd") and time.perf_counter() - start < 20
+    assert [row["case"] for row in rows] == list("abcd") and time.perf_counter() - start < 200
     assert [said in str(row["error"]) for row in rows] == [False, True, False, False]
 
 

@@ -174,7 +174,7 @@ class Running:
     def v1(self) -> str:
         return f"{self.url}/v1"
 
-    def wait(self, condition: Callable[[], bool], timeout: float = 5.0) -> None:
+    def wait(self, condition: Callable[[], bool], timeout: float = 60.0) -> None:
         end = time.monotonic() + timeout
         while not condition():
             assert time.monotonic() < end, "the condition never came true"

@@ -75,7 +75,7 @@ def test_it_ends_with_the_program_that_started_it(model: str, tmp_path: Path) ->
         assert server.available_models
         if not (fork := os.fork()):  # it holds what the program holds
             os.closerange(0, 3)
-            time.sleep(40)
+            time.sleep(400)
             os._exit(0)
         print(fork, flush=True)
         if {{kill}}:
@@ -89,7 +89,7 @@ def test_it_ends_with_the_program_that_started_it(model: str, tmp_path: Path) ->
         done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=120)
         assert done.returncode == (-9 if kill else 0), done.stderr
         pid, fork = map(int, done.stdout.split())
-        for _ in range(200):
+        for _ in range(1200):
             if not alive(pid):
                 break
             time.sleep(0.05)

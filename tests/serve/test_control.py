@@ -21,7 +21,7 @@ ALL = ("--allow-terminate-by-client", "--enable-abort-handling", "--enable-sleep
 def ask(url: str, path: str, body: Any = None, method: str | None = None) -> tuple[int, Any]:
     data = None if body is None else json.dumps(body).encode()
     try:
-        with urllib.request.urlopen(urllib.request.Request(url + path, data, method=method), timeout=10) as reply:
+        with urllib.request.urlopen(urllib.request.Request(url + path, data, method=method), timeout=60) as reply:
             return reply.status, json.load(reply)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
@@ -58,31 +58,31 @@ def test_abort_by_session_and_all(start: Any) -> None:
     server.wait(lambda: len(server.engine.running) == 4)
     assert ask(server.url, "/abort_request", {"session_id": 9})[0] == 400
     assert ask(server.url, "/abort_request", {"session_id": 1}) == (200, {"aborted": 2})
-    threads[0].join(5)
+    threads[0].join(60)
     server.wait(lambda: len(server.engine.running) == 2)
     assert ask(server.url, "/abort_request", {"abort_all": True}) == (200, {"aborted": 2})
     for thread in threads:
-        thread.join(5)
+        thread.join(60)
     assert [status for status, _ in results] == [499, 499]
 
 
 def test_abort_by_the_id_of_the_answer(start: Any) -> None:
     server = start(engine={"delay": 0.02}, allowed=ALL)
     body = json.dumps({"model": "echo", "prompt": "x" * 200, "stream": True}).encode()
-    with urllib.request.urlopen(urllib.request.Request(server.v1 + "/completions", body), timeout=10) as reply:
+    with urllib.request.urlopen(urllib.request.Request(server.v1 + "/completions", body), timeout=60) as reply:
         first = json.loads(reply.readline().removeprefix(b"data: "))
         assert ask(server.url, "/abort_request", {"rid": first["id"]}) == (200, {"aborted": 1})
         assert b"cancelled" in reply.read()
 
 
 def test_sleep_waits_for_requests_and_refuses_new_ones(start: Any) -> None:
-    server = start(engine={"delay": 0.01}, allowed=ALL)
+    server = start(engine={"delay": 0.03}, allowed=ALL)
     results: list[Any] = []
     thread = long_request(server, results, max_tokens=40)
     server.wait(lambda: bool(server.engine.running))
     assert ask(server.url, "/sleep?level=3", method="POST")[0] == 400
     assert ask(server.url, "/sleep?level=1", method="POST") == (200, {"is_sleeping": True})
-    thread.join(5)
+    thread.join(60)
     assert results[0][0] == 200 and server.engine.asleep
     assert ask(server.url, "/is_sleeping") == (200, {"is_sleeping": True})
     assert ask(server.url, "/health") == (200, {"status": "sleeping"})
@@ -103,8 +103,8 @@ def test_waking_waits_for_a_sleep_that_waits(start: Any) -> None:
     sleeper.start()
     server.wait(lambda: ask(server.url, "/is_sleeping")[1]["is_sleeping"])
     assert ask(server.url, "/wakeup", method="POST") == (200, {"is_sleeping": False})
-    assert not sleeper.join(5) and told[0][0] == 200
-    thread.join(5)
+    assert not sleeper.join(60) and told[0][0] == 200
+    thread.join(60)
     assert results[0][0] == 200 and not server.engine.asleep
     assert ask(server.url, "/v1/completions", {"model": "echo", "prompt": "a"})[0] == 200
 
@@ -116,15 +116,15 @@ def test_sleep_waits_for_prompts_that_are_no_tokens_yet(start: Any, monkeypatch:
     def slowly(*args: Any, **options: Any) -> Any:
         order.append("encode")
         time.sleep(0.4)
+        order.append("encoded")
         return encode(*args, **options)
 
     monkeypatch.setattr(server.engine.tokenizer, "encode", slowly)
     thread = long_request(server, results, max_tokens=5)
     server.wait(lambda: bool(order))
-    begun = time.monotonic()
     assert ask(server.url, "/sleep", method="POST") == (200, {"is_sleeping": True})
-    assert time.monotonic() - begun > 0.2
-    thread.join(5)
+    assert order == ["encode", "encoded"]
+    thread.join(60)
     assert results[0][0] == 200
 
 

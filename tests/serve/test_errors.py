@@ -23,7 +23,7 @@ def server(tmp_path_factory: Any, request: Any) -> Any:
 
 
 def send(server: Any, path: str, body: Any, method: str = "POST", headers: dict[str, str] | None = None) -> Any:
-    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=10)
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
     raw = body if isinstance(body, (str, bytes)) or body is None else json.dumps(body)
     connection.request(method, path, raw, headers or {})
     reply = connection.getresponse()
@@ -197,7 +197,7 @@ class TestBothRoutes:
         assert refused(server, path, "x" * 20_001, 413)["code"] == "body_too_large"
 
     def test_body_too_large_without_a_length(self, server: Any, path: str, good: dict) -> None:
-        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=10)
+        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
         connection.request("POST", path, (b"x" * 3000 for _ in range(10)), {}, encode_chunked=True)
         assert connection.getresponse().status == 413
         connection.close()
@@ -209,7 +209,7 @@ class TestBothRoutes:
 
 def test_hints_within_options_and_empty_session_ids(server: Any) -> None:
     options = {"include_usage": True, "include_obfuscation": False}
-    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=10)
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
     body = {**TEXT, "stream": True, "stream_options": options, "session_id": ""}
     connection.request("POST", "/v1/completions", json.dumps(body))
     assert connection.getresponse().status == 200
@@ -251,7 +251,7 @@ def test_failure_before_the_first_token_has_a_status(start: Any) -> None:
 
 def test_failure_in_mid_stream_is_an_event(start: Any) -> None:
     server = start(engine={"fail_after": 1})
-    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=10)
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
     connection.request("POST", "/v1/completions", json.dumps({**TEXT, "stream": True}))
     events = [line[6:] for line in connection.getresponse().read().decode().split("\n\n") if line]
     connection.close()

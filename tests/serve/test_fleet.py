@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,31 +32,33 @@ COMMAND = [sys.executable, "-c", "import sys; from toolkit.commands.main import 
 class FakeServer:
     """Notes what is done to it."""
 
-    def __init__(self, name: str, memory: int, log: list[str], slow: str = "") -> None:
-        self.url, self.memory, self._name, self._log = f"http://{name}:1", memory, name, log
-        self._slow = slow
+    def __init__(self, name: str, memory: int, note: Callable[[str], None]) -> None:
+        self.url, self.memory, self._name, self._note = f"http://{name}:1", memory, name, note
         self.up = True
 
     def alive(self) -> bool:
         return self.up
 
     def sleep(self) -> None:
-        self._do("sleep")
+        self._note(f"sleep {self._name}")
 
     def wake(self) -> None:
-        self._do("wake")
-
-    def _do(self, what: str) -> None:
-        self._log.append(f"{what} {self._name}")
-        time.sleep(0.3 * (self._slow == self._log[-1]))
+        self._note(f"wake {self._name}")
 
     def close(self) -> None:
-        self._log.append(f"close {self._name}")
+        self._note(f"close {self._name}")
 
 
-def fleet(tmp_path: Path, *names: str, fail: str = "", slow: str = "", **options: Any) -> tuple[Fleet, list[str]]:
-    """Models of 10 bytes of files each, that take 40 once they are loaded."""
+def fleet(
+    tmp_path: Path, *names: str, fail: str = "", slow: str = "", go_on: Any = None, **options: Any
+) -> tuple[Fleet, list[str]]:
+    """Models of 10 bytes of files each, that take 40 once they are loaded; ``slow`` waits for the event ``go_on``."""
     models, log = [], []
+
+    def note(what: str) -> None:
+        log.append(what)
+        assert what != slow or go_on.wait(60)
+
     for name in names:
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(b"0123456789")
@@ -65,23 +66,29 @@ def fleet(tmp_path: Path, *names: str, fail: str = "", slow: str = "", **options
 
     def launch(model: Listed) -> FakeServer:
         assert threading.current_thread() is not threading.main_thread()
-        log.append(f"load {model.name}")
-        time.sleep(0.3 * (slow == log[-1]))
+        note(f"load {model.name}")
         if model.name == fail:
             raise ToolkitError("broken")
-        return FakeServer(model.name, 40, log, slow)
+        return FakeServer(model.name, 40, note)
 
     return Fleet(models, launch, **options), log
 
 
 def run(go: Callable[[], Any]) -> None:
-    asyncio.run(asyncio.wait_for(go(), 20))
+    asyncio.run(asyncio.wait_for(go(), 100))
 
 
-async def use(found: Fleet, name: str | None, seconds: float = 0.0) -> str:
+async def use(found: Fleet, name: str | None, over: asyncio.Event | None = None) -> str:
     async with found.using(name) as server:
-        await asyncio.sleep(seconds)
+        if over is not None:
+            await over.wait()
         return server.url
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.005)
 
 
 def test_models_are_loaded_once_and_when_asked_for(tmp_path: Path) -> None:
@@ -129,12 +136,15 @@ def test_what_runs_ends_before_its_model_sleeps(tmp_path: Path) -> None:
 
     async def go() -> None:
         await use(found, "a")
-        long = asyncio.create_task(use(found, "a", 1.0))
+        over = asyncio.Event()
+        long = asyncio.create_task(use(found, "a", over))
         await asyncio.sleep(0.05)
         other = asyncio.create_task(use(found, "b"))
         await asyncio.sleep(0.1)
         assert log == ["load a"] and not other.done()
         late = asyncio.create_task(use(found, "a"))  # comes while a is leaving: waits for its turn
+        await asyncio.sleep(0.05)
+        over.set()
         await asyncio.gather(long, other, late)
         assert log == ["load a", "sleep a", "load b", "sleep b", "wake a"]
 
@@ -144,19 +154,19 @@ def test_what_runs_ends_before_its_model_sleeps(tmp_path: Path) -> None:
 @pytest.mark.parametrize("during", ["load b", "sleep a", "wake a"])
 def test_a_client_that_leaves_breaks_nothing(tmp_path: Path, during: str) -> None:
     """What is told of each model is true after a client has gone in the middle of a load, a sleep or a waking."""
-    found, log = fleet(tmp_path, "a", "b", budget=45, slow=during)
+    go_on = threading.Event()
+    found, log = fleet(tmp_path, "a", "b", budget=45, slow=during, go_on=go_on)
 
     async def go() -> None:
         await use(found, "a")
         if during == "wake a":
             await use(found, "b")
         leaver = asyncio.create_task(use(found, during[-1] if during != "sleep a" else "b"))
-        async with asyncio.timeout(5):
-            while during not in log:
-                await asyncio.sleep(0.005)
+        await until(lambda: during in log)
         leaver.cancel()
         with pytest.raises(asyncio.CancelledError):
             await leaver
+        asyncio.get_running_loop().call_later(0.1, go_on.set)
         await asyncio.gather(use(found, "a"), use(found, "b"))
         assert log.count("load a") == log.count("load b") == 1 and not any("close" in line for line in log)
         assert [model.users for model in found.models] == [0, 0]
@@ -170,12 +180,14 @@ def test_a_client_that_leaves_breaks_nothing(tmp_path: Path, during: str) -> Non
 
 
 def test_a_client_that_leaves_does_not_end_the_load_of_others(tmp_path: Path) -> None:
-    found, _log = fleet(tmp_path, "a", fail="a", slow="load a")
+    go_on = threading.Event()
+    found, log = fleet(tmp_path, "a", fail="a", slow="load a", go_on=go_on)
 
     async def go() -> None:
         leaver = asyncio.create_task(use(found, "a"))
-        await asyncio.sleep(0.1)
+        await until(lambda: bool(log))
         leaver.cancel()
+        asyncio.get_running_loop().call_later(0.1, go_on.set)
         with pytest.raises(ApiError, match="cannot be loaded"):
             await use(found, "a")
         assert found.models[0].users == 0 and found.models[0].state == "unloaded"
@@ -190,10 +202,13 @@ def test_an_unused_model_is_ended_in_time(tmp_path: Path) -> None:
 
     async def go() -> None:
         watching = asyncio.create_task(found.watch())
-        busy = asyncio.create_task(use(found, "b", 2.0))
+        over = asyncio.Event()
+        busy = asyncio.create_task(use(found, "b", over))
         await use(found, "a")
+        await until(lambda: bool(gone))
         await asyncio.sleep(0.5)
         assert log.count("close a") == 1 and "close b" not in log
+        over.set()
         await busy
         await use(found, "a")
         assert log.count("load a") == 2 and gone == ["http://a:1"]
@@ -329,7 +344,7 @@ def serving(*arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
         yield found[0], process
     finally:
         process.terminate()
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
 
 
 def test_two_models_on_one_port(tiny_checkpoint: Any, tmp_path: Path) -> None:
@@ -364,6 +379,6 @@ def test_two_models_on_one_port(tiny_checkpoint: Any, tmp_path: Path) -> None:
             children = psutil.Process(process.pid).children(recursive=True)
             assert len(children) >= 4
         process.terminate()
-        process.communicate(timeout=30)
-        _, alive = psutil.wait_procs(children, 10)
+        process.communicate(timeout=60)
+        _, alive = psutil.wait_procs(children, 60)
         assert process.returncode == 0 and not alive

@@ -84,7 +84,7 @@ async def call(app: Any, path: str, body: bytes) -> tuple[int, bytes]:
 
     scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
     scope |= {"headers": [], "http_version": "1.1", "scheme": "http", "root_path": ""}
-    await asyncio.wait_for(app(scope, receive, send), 10)
+    await asyncio.wait_for(app(scope, receive, send), 60)
     return sent[0]["status"], b"".join(m.get("body", b"") for m in sent[1:])
 
 

@@ -19,7 +19,7 @@ from toolkit.serve.run import bind, listen
 
 
 def fetch(url: str, headers: dict[str, str] | None = None) -> tuple[Any, str]:
-    with urllib.request.urlopen(urllib.request.Request(url, headers=headers or {}), timeout=10) as reply:
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers or {}), timeout=60) as reply:
         return reply, reply.read().decode()
 
 
@@ -27,7 +27,7 @@ def post(server: Any, path: str, body: dict[str, Any]) -> socket.socket:
     """Send a request and leave the connection open."""
     data = json.dumps({"model": "echo", **body}).encode()
     host, port = server.url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)), timeout=10)
+    connection = socket.create_connection((host, int(port)), timeout=60)
     connection.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
     return connection
 
@@ -35,13 +35,13 @@ def post(server: Any, path: str, body: dict[str, Any]) -> socket.socket:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
 def test_disconnect_aborts_every_choice(start: Any, stream: bool, n: int) -> None:
-    server = start(engine={"delay": 0.02})
+    server = start(engine={"delay": 0.05})
     connection = post(server, "/v1/completions", {"prompt": "x" * 400, "stream": stream, "n": n})
     server.wait(lambda: len(server.engine.running) == n)
     if stream:
         assert b"200 OK" in connection.recv(1000)
     connection.close()
-    server.wait(lambda: not server.engine.running, timeout=1.0)
+    server.wait(lambda: not server.engine.running)
     assert len(server.engine.aborted) == n
     server.wait(lambda: f'finished_reason="abort"}} {n}.0' in fetch(f"{server.url}/metrics")[1])
 
@@ -50,7 +50,7 @@ def test_a_failing_choice_ends_its_siblings_only(start: Any) -> None:
     server = start(engine={"delay": 0.005, "fail_after": 5})
     bad = post(server, "/v1/completions", {"prompt": ["x" * 300, "y" * 4]})
     assert b"500 Internal" in bad.recv(4000)
-    server.wait(lambda: not server.engine.running, timeout=1.0)
+    server.wait(lambda: not server.engine.running)
     good = post(server, "/v1/completions", {"prompt": "abc"})
     assert b"200 OK" in good.recv(4000)
     bad.close()

@@ -255,7 +255,7 @@ def test_work_has_a_deadline_and_who_only_waited_is_told_so() -> None:
 
     async def run() -> list[int]:
         lanes = Lanes(Limits(prompt_timeout=0.3))
-        work = [lanes.run(lambda: release.wait(20), LARGE + 1) for _ in range(3)]
+        work = [lanes.run(lambda: release.wait(100), LARGE + 1) for _ in range(3)]
         found = await asyncio.gather(*work, return_exceptions=True)
         release.set()
         assert await lanes.run(lambda: 5, LARGE + 1) == 5, "what was given up never ran"
@@ -263,7 +263,7 @@ def test_work_has_a_deadline_and_who_only_waited_is_told_so() -> None:
 
     started = time.monotonic()
     assert asyncio.run(run()) == [400, 503, 503]
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60, "it waited for what it gave up"
 
 
 @pytest.mark.parametrize("field", ["response_format", "tools", "chat_template_kwargs"])

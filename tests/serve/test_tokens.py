@@ -37,7 +37,7 @@ def url(tokenizer: Tokenizer, template: ChatTemplate, request: Any) -> Iterator[
 def ask(url: str, path: str, body: Any = None) -> tuple[int, Any]:
     data = None if body is None else json.dumps(body).encode()
     try:
-        with urllib.request.urlopen(urllib.request.Request(url + path, data), timeout=10) as reply:
+        with urllib.request.urlopen(urllib.request.Request(url + path, data), timeout=60) as reply:
             return reply.status, json.load(reply)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)

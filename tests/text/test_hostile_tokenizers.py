@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import resource
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,10 @@ def directory(tmp_path: Path, definition: dict[str, Any]) -> Path:
     return tmp_path
 
 
-def test_what_can_only_do_harm_is_not_opened(definition: dict[str, Any], corpus: Any, tmp_path: Path) -> None:
+def test_what_can_only_do_harm_is_not_opened(
+    definition: dict[str, Any], corpus: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_box.BoxedEncoder.__init__, "__defaults__", (Limits(1 << 30, cpu_seconds=1.0),))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for what, bad in corpus("tokenizers").refused(definition):
         with pytest.raises(ToolkitError, match=r"tokenizer\.json") as error:
@@ -44,10 +46,9 @@ def test_a_text_that_takes_for_ever_is_one_line(
     monkeypatch.setattr(tokenizer_box.BoxedEncoder.__init__, "__defaults__", (Limits(1 << 30, cpu_seconds=1.0),))
     for bad, text in corpus("tokenizers").slow(definition):
         tokenizer = Tokenizer.open(directory(tmp_path / "bad", bad))
-        started = time.monotonic()
         with pytest.raises(ToolkitError, match="cannot encode this text") as error:
             tokenizer.encode(text)
-        assert "\n" not in str(error.value) and time.monotonic() - started < 30
+        assert "\n" not in str(error.value)
         assert tokenizer.encode("ab\ud800") == tokenizer.encode("ab?")
 
 
