@@ -115,8 +115,9 @@ def api_server(
         ),
     ] = None,
     ssl: Annotated[bool, typer.Option("--ssl", help="HTTPS, by the files in SSL_KEYFILE and SSL_CERTFILE.")] = False,
+    no_page: Annotated[bool, typer.Option("--no-page", help="No page to chat at /.")] = False,
     disable_fastapi_docs: Annotated[
-        bool, typer.Option("--disable-fastapi-docs", help="No documentation pages at / and /openapi.json.")
+        bool, typer.Option("--disable-fastapi-docs", help="No documentation of the API at /docs and /openapi.json.")
     ] = False,
     disable_metrics: Annotated[bool, typer.Option("--disable-metrics", help="No /metrics.")] = False,
     allow_terminate_by_client: Annotated[
@@ -175,7 +176,7 @@ def api_server(
 
     def ready(url: str, opened: run.AsyncEngine) -> None:
         show_engine(console, opened)
-        hint = "listening at " if disable_fastapi_docs else "open it in a browser to see the API: "
+        hint = "listening at " if no_page else "open it in a browser to chat: "
         for _ in range(3):
             console.print(f"HINT:    The server is ready; {hint}{url}", markup=False, soft_wrap=True)
         console.print(f"INFO:    Uvicorn running on {url} (Press CTRL+C to quit)", markup=False, soft_wrap=True)
@@ -187,6 +188,7 @@ def api_server(
         "tool_call_parser": tool_call_parser,
         "reasoning_parser": reasoning_parser,
         "docs": not disable_fastapi_docs,
+        "page": not no_page,
         "metrics": config.enable_metrics,
         "max_concurrent_requests": max_concurrent_requests,
         "max_log_len": max_log_len,

@@ -63,8 +63,9 @@ def proxy(
         float, typer.Option(min=0, metavar="<float>", help="Seconds that running requests get to finish after SIGTERM.")
     ] = 10.0,
     ssl: Annotated[bool, typer.Option("--ssl", help="HTTPS, by the files in SSL_KEYFILE and SSL_CERTFILE.")] = False,
+    no_page: Annotated[bool, typer.Option("--no-page", help="No page to chat at /.")] = False,
     disable_fastapi_docs: Annotated[
-        bool, typer.Option("--disable-fastapi-docs", help="No documentation pages at / and /openapi.json.")
+        bool, typer.Option("--disable-fastapi-docs", help="No documentation of the API at /docs and /openapi.json.")
     ] = False,
     log_level: Annotated[str, typer.Option(help="critical, error, warning, info or debug.")] = "warning",
 ) -> None:
@@ -90,6 +91,7 @@ def proxy(
         heartbeat=heartbeat,
         allow_origins=allow_origins or ["*"],
         docs=not disable_fastapi_docs,
+        page=not no_page,
         limits=limits,
     )
     keyfile, certfile = ssl_files() if ssl else (None, None)

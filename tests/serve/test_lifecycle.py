@@ -138,14 +138,14 @@ def test_two_servers_have_their_own_metrics(start: Any) -> None:
 
 def test_documentation(start: Any) -> None:
     server = start()
-    assert "swagger" in fetch(f"{server.url}/")[1].lower()
+    assert "swagger" in fetch(f"{server.url}/docs")[1].lower()
     document = json.loads(fetch(f"{server.url}/openapi.json")[1])
     schemas = document["components"]["schemas"]
     assert {"temperature", "messages"} <= set(schemas["ChatCompletionRequest"]["properties"])
     used = json.dumps(document).split('"#/components/schemas/')[1:]
     assert {ref.split('"')[0] for ref in used} <= set(schemas)
     bare = start(docs=False)
-    for path in ("/", "/openapi.json"):
+    for path in ("/docs", "/openapi.json"):
         with pytest.raises(urllib.error.HTTPError, match="404"):
             fetch(bare.url + path)
 

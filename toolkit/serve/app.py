@@ -30,6 +30,7 @@ from toolkit.serve.errors import ApiError, from_exception
 from toolkit.serve.intake import Intake
 from toolkit.serve.lanes import Lanes
 from toolkit.serve.metrics import ServerMetrics
+from toolkit.serve.page.routes import add_page, docs_url
 from toolkit.serve.parsing import Formats
 from toolkit.serve.protocol import ChatCompletionRequest, CompletionRequest
 from toolkit.serve.replies import json_response
@@ -65,11 +66,13 @@ def create_app(engine: AsyncEngine, template: ChatTemplate, settings: ServerSett
         title="toolkit",
         version=__version__,
         description="OpenAI-compatible API of `tool serve api_server`",
-        docs_url="/" if settings.docs else None,
+        docs_url=docs_url(settings.docs, settings.page),
         openapi_url="/openapi.json" if settings.docs else None,
         redoc_url=None,
     )
     app.state.server = state
+    if settings.page:
+        add_page(app)
     _add_plain_routes(app, state)
     app.include_router(chat_routes.router)
     app.include_router(completion_routes.router)

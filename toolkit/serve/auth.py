@@ -9,9 +9,11 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from toolkit.serve.errors import ApiError
+from toolkit.serve.page.routes import FILES
 from toolkit.serve.replies import send_json
 
-OPEN_PATHS = frozenset({"/health", "/", "/openapi.json"})  # liveness and the documentation carry no user's data
+# Liveness, the page and the documentation carry no user's data.
+OPEN_PATHS = frozenset({"/health", "/", "/docs", "/openapi.json", *FILES})
 
 
 class ApiKeyMiddleware:

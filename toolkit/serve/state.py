@@ -42,6 +42,7 @@ class ServerSettings:
     api_keys: Sequence[str] = ()
     allow_origins: Sequence[str] = ("*",)
     docs: bool = True
+    page: bool = True
     metrics: bool = True
     generation_config: str = "auto"
     tool_call_parser: str | None = None

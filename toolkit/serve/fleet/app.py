@@ -18,6 +18,7 @@ from toolkit.serve.auth import ApiKeyMiddleware
 from toolkit.serve.errors import ApiError
 from toolkit.serve.fleet.fleet import Fleet
 from toolkit.serve.intake import Intake
+from toolkit.serve.page.routes import add_page
 from toolkit.serve.proxy.app import json_or_none
 from toolkit.serve.proxy.forward import Forward, Incoming, NodeFailed
 from toolkit.serve.proxy.nodes import Node
@@ -60,6 +61,8 @@ def create_app(fleet: Fleet, settings: ProxySettings, *, metrics: bool = True) -
     fleet.on_end = state.nodes.remove
     app = FastAPI(title="toolkit", version=__version__, docs_url=None, openapi_url=None, redoc_url=None)
     app.state.server = state
+    if settings.page:
+        add_page(app)
     _add_plain_routes(app, state, fleet, metrics)
     app.add_exception_handler(Exception, error_reply)
     app.add_exception_handler(ApiError, error_reply)

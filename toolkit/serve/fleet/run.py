@@ -76,6 +76,7 @@ def serve(
         node_key=key,
         allow_origins=settings.get("allow_origins", ()),
         limits=limits,
+        page=settings.get("page", True),
     )
     with contextlib.closing(bind(address.host, address.port)) as sock:
         fleet = Fleet(models, launcher, budget=holdings.budget, idle_timeout=holdings.idle_timeout)

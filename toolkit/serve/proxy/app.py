@@ -20,6 +20,7 @@ from toolkit.serve.app import error_reply, http_error_reply
 from toolkit.serve.auth import ApiKeyMiddleware
 from toolkit.serve.errors import ApiError
 from toolkit.serve.intake import Intake
+from toolkit.serve.page.routes import add_page, docs_url
 from toolkit.serve.proxy.forward import Forward, Incoming
 from toolkit.serve.proxy.nodes import Node
 from toolkit.serve.proxy.paths import forwarded
@@ -66,11 +67,13 @@ def create_app(settings: ProxySettings) -> FastAPI:
         title="toolkit proxy",
         version=__version__,
         description="Several servers behind one address, as `tool serve proxy` has it",
-        docs_url="/" if settings.docs else None,
+        docs_url=docs_url(settings.docs, settings.page),
         openapi_url="/openapi.json" if settings.docs else None,
         redoc_url=None,
     )
     app.state.server = state
+    if settings.page:
+        add_page(app)
     _add_node_routes(app, state)
     _add_plain_routes(app, state)
     add_schemas(app, [AddNode, NodeName])

@@ -36,6 +36,7 @@ class ProxySettings:
     heartbeat: float = 5.0
     allow_origins: Sequence[str] = ()
     docs: bool = True
+    page: bool = True
     limits: Limits = field(default_factory=Limits)
 
 

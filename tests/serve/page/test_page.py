@@ -1,0 +1,277 @@
+"""The page in a real browser (conftest.py), against the server around a model that says what it is told to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.parsers import registry
+
+TEXT = "document.querySelector('#log').innerText"
+DONE = "document.querySelector('#stop').hidden"
+
+
+class Parrot:
+    """A chat template with which the echoing engine says what the last message says."""
+
+    tool_format = registry.tool_format("hermes")
+    reasoning_format = registry.reasoning_format("qwen3")
+
+    def __init__(self) -> None:
+        self.seen: list[list[dict[str, Any]]] = []
+
+    def with_stops(self, config: Any) -> Any:
+        return config
+
+    def render(self, messages: list[dict[str, Any]], **variables: Any) -> str:
+        self.seen.append(messages)
+        return str(messages[-1]["content"])
+
+
+class Talk:
+    """A browser at a server of its own, with an empty store."""
+
+    def __init__(self, page: Any, server: Any, template: Parrot) -> None:
+        self.page, self.server, self.template = page, server, template
+        page.errors.clear()
+        page.look(1200, 800)
+        page.open(server.url)
+        page.wait("document.querySelector('#model').value || !document.querySelector('#notice').hidden")
+
+    def say(self, text: str) -> None:
+        self.page.run("document.querySelector('#input').focus()")
+        self.page.type(text)
+        self.page.key("Enter")
+
+    def ask(self, text: str) -> str:
+        """The conversation as it is shown once the answer is whole."""
+        count = self.page.run("document.querySelectorAll('.message').length")
+        self.say(text)
+        self.page.wait(f"document.querySelectorAll('.message').length > {count} && {DONE}")
+        return str(self.page.run(TEXT))
+
+    def press(self, label: str, nth: int = -1) -> None:
+        """The button of this name in the conversation, the last one unless told otherwise."""
+        self.page.run(
+            f"[...document.querySelectorAll('#log button')].filter(b => b.textContent == {label!r}).at({nth}).click()"
+        )
+
+    def set(self, name: str, value: str) -> None:
+        """A field of the settings."""
+        field = f"document.querySelector('#settings [name={name}]')"
+        self.page.run(f"{field}.value = {json.dumps(value)}; {field}.dispatchEvent(new Event('change'))")
+
+
+@pytest.fixture
+def talk(chromium: Any, start: Callable[..., Any]) -> Callable[..., Talk]:
+    def begin(engine: dict[str, Any] | None = None, **settings: Any) -> Talk:
+        template = Parrot()
+        return Talk(chromium, start(engine=engine, template=template, **settings), template)
+
+    return begin
+
+
+def test_a_conversation_is_shown_measured_and_kept(talk: Callable[..., Talk]) -> None:
+    one = talk()
+    shown = one.ask("Say **this**")
+    assert "Say this" in shown and "tokens/s" in shown and "12 tokens" in shown
+    assert one.page.run("document.querySelector('.assistant strong').textContent") == "this"
+    one.ask("and that")
+    said = [m["content"] for m in one.template.seen[-1]]
+    assert said == ["Say **this**", "Say **this**", "and that"]
+    one.page.open(one.server.url)  # again, as after a restart of the browser
+    one.page.click("#list .item button")
+    assert "and that" in one.page.wait(TEXT)
+    one.page.key("o", 2 | 8)
+    assert one.page.run(TEXT) == "Ask something."
+    one.page.key("k", 2)
+    one.page.type("nowhere")
+    assert one.page.run("document.querySelectorAll('#list .item').length") == 0
+    assert one.page.errors == []
+
+
+def test_stop_ends_the_request_and_keeps_what_came(talk: Callable[..., Talk]) -> None:
+    one = talk(engine={"delay": 0.02})
+    one.say("x" * 400)
+    one.page.wait("document.querySelector('.assistant > .text').textContent.length > 3")
+    one.page.key("Escape")
+    one.page.wait(DONE)
+    one.server.wait(lambda: not one.server.engine.running)
+    assert "stopped" in one.page.run(TEXT)
+    kept = one.page.run("document.querySelector('.assistant > .text').textContent")
+    assert 3 < len(kept) < 400
+    one.press("Go on")
+    one.page.wait(f"{DONE} && document.querySelector('.assistant > .text').textContent.length > {len(kept)}")
+    assert one.template.seen[-1][-1] == {"role": "assistant", "content": kept}
+
+
+def test_edit_and_retry_begin_again_from_there(talk: Callable[..., Talk]) -> None:
+    one = talk()
+    for text in ("first", "second"):
+        one.ask(text)
+    one.press("Retry", 0)
+    one.page.wait(f"document.querySelectorAll('.message').length == 2 && {DONE}")
+    assert [m["content"] for m in one.template.seen[-1]] == ["first"]
+    one.press("Edit", 0)
+    one.page.run("document.querySelector('.edit textarea').value = 'other'")
+    one.page.key("Enter")
+    one.page.wait(f"{TEXT}.includes('other') && {DONE}")
+    assert [m["content"] for m in one.template.seen[-1]] == ["other"]
+    one.page.key("ArrowUp")
+    assert one.page.run("document.activeElement.value") == "other"
+    one.page.key("Escape")
+    assert one.page.run("document.querySelector('.edit')") is None
+
+
+def test_thoughts_and_calls_are_shown_and_results_go_back(talk: Callable[..., Talk]) -> None:
+    one = talk()
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    one.set("tools", json.dumps(tools))
+    one.ask('<think>\nhm\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>')
+    folded = one.page.run("[...document.querySelectorAll('.assistant .aside')].map(e => e.textContent)")
+    assert folded == ["Thinking…hm", 'Calls add{\n  "a": 1\n}'] or folded == ["Thoughtshm", 'Calls add{\n  "a": 1\n}']
+    one.page.run("document.querySelector('.assistant textarea').value = 'two'")
+    one.press("Send results")
+    one.page.wait(f"document.querySelectorAll('.message').length == 4 && {DONE}")
+    called, result = one.template.seen[-1][-2:]
+    assert called["tool_calls"][0]["function"]["name"] == "add" and called["reasoning_content"].strip() == "hm"
+    assert result["content"] == "two" and result["tool_call_id"] == called["tool_calls"][0]["id"]
+    one.set("tools", "")
+
+
+def test_what_is_refused_leaves_all_as_it_was(talk: Callable[..., Talk]) -> None:
+    one = talk(api_keys=["secret"])
+    assert "API key" in one.page.run("document.querySelector('#notice').textContent")
+    one.say("mine")
+    one.page.wait("document.querySelector('#input').value == 'mine'")
+    assert one.page.run(TEXT) == "Ask something." and one.server.engine.seen == []
+    one.set("key", "secret")
+    one.page.wait("document.querySelector('#model').value == 'echo'")
+    one.set("tools", "no list")
+    one.page.key("Enter")
+    assert "JSON" in one.page.wait("document.querySelector('#notice').textContent")
+    one.set("tools", "")
+    one.page.run("document.querySelector('#input').focus()")
+    one.page.key("Enter")
+    one.page.wait(f"document.querySelectorAll('.message').length == 2 && {DONE}")
+    assert "secret" not in one.page.run("JSON.stringify(localStorage)")
+    one.set("key", "")
+
+
+def test_settings_reach_the_model_and_what_is_empty_is_left_out(talk: Callable[..., Talk]) -> None:
+    one = talk()
+    values = {
+        "temperature": "0.3",
+        "top_k": "7",
+        "seed": "5",
+        "max_completion_tokens": "9",
+        "stop": "END",
+        "system": "Be.",
+    }
+    for name, value in values.items():
+        one.set(name, value)
+    one.ask("a long enough question")
+    config = one.server.engine.seen[-1][1]
+    assert (config.temperature, config.top_k, config.random_seed, config.max_new_tokens) == (0.3, 7, 5, 9)
+    assert config.stop_words == ["END"] and one.template.seen[-1][0] == {"role": "system", "content": "Be."}
+    assert "cut at its length" in one.page.run(TEXT)
+    one.set("temperature", "3")  # out of range: not taken
+    for name in values.keys() - {"temperature"}:
+        one.set(name, "")
+    one.ask("another")
+    assert one.server.engine.seen[-1][1].temperature == 0.3 and one.server.engine.seen[-1][1].stop_words is None
+
+
+def test_conversations_go_out_and_come_back(talk: Callable[..., Talk], tmp_path: Path) -> None:
+    one = talk()
+    one.ask("remember")
+    text = one.page.run("import('/page/store.js').then((store) => store.exported())")
+    one.page.run("localStorage.clear()")
+    one.page.open(one.server.url)
+    assert one.page.run("document.querySelectorAll('#list .item').length") == 0
+    for name, content, says in (("bad.json", '{"a": 1}', "expected a file"), ("good.json", text, "1 conversations")):
+        file = tmp_path / name
+        file.write_text(content)
+        node = one.page.call("Runtime.evaluate", expression="document.querySelector('#file')")["result"]["objectId"]
+        one.page.call("DOM.setFileInputFiles", files=[str(file)], objectId=node)
+        one.page.wait(f"document.querySelector('#notice').textContent.includes({says!r})")
+    one.page.click("#list .item button")
+    assert "remember" in one.page.run(TEXT)
+
+
+def test_what_a_model_writes_stays_text(talk: Callable[..., Talk]) -> None:
+    one = talk()
+    hostile = (
+        "<img src=x onerror=alert(1)> <script>alert(2)</script> [a](javascript:alert(3)) ![b](http://e.vil/p.png) `<b>`"
+    )
+    one.ask(hostile)
+    made = one.page.run("[...document.querySelectorAll('.assistant > .text *')].map(e => e.tagName)")
+    assert set(made) <= {"P", "A", "CODE"}
+    links = one.page.run("[...document.querySelectorAll('.assistant a')].map(e => e.href + e.rel)")
+    assert links == ["http://e.vil/p.pngnoopener noreferrer"]
+    assert "<img src=x onerror=alert(1)> <script>alert(2)</script> [a](javascript:alert(3))" in one.page.run(TEXT)
+    assert one.page.errors == []
+
+
+MARKDOWN = [
+    (
+        "a *b* **c _d_** ~~e~~ `f*g*`",
+        "<p>a <em>b</em> <strong>c <em>d</em></strong> <del>e</del> <code>f*g*</code></p>",
+    ),
+    ("2 * 3 * 4, snake_case_name", "<p>2 * 3 * 4, snake_case_name</p>"),
+    ("# One\ntext\n\n---", "<h1>One</h1><p>text</p><hr>"),
+    (
+        "- a\n- b\n  1. c\n  2. d\n\n- e",
+        '<ul><li>a</li><li>b<ol start="1"><li>c</li><li>d</li></ol></li><li>e</li></ul>',
+    ),
+    ("3. x\n4. y", '<ol start="3"><li>x</li><li>y</li></ol>'),
+    ("> q\n> *r*", "<blockquote><p>q\n<em>r</em></p></blockquote>"),
+    ("| a | b |\n|:-:|--:|\n| 1 | 2 |", None),
+    ("a & b < c", "<p>a &amp; b &lt; c</p>"),
+]
+
+
+def test_markdown(talk: Callable[..., Talk]) -> None:
+    page = talk().page
+    show = (
+        "import('/page/markdown.js').then(({show}) => {const e = document.createElement('div'); %s return e.innerHTML})"
+    )
+    for source, expected in MARKDOWN:
+        found = page.run(show % f"show(e, {json.dumps(source)});")
+        if expected is not None:
+            assert found == expected
+        pieces = json.dumps([source[:end] for end in range(len(source) + 1)])
+        assert page.run(show % f"for (const part of {pieces}) show(e, part);") == found, (
+            "as it is written, piece by piece"
+        )
+    cells = page.run(show % f"show(e, {json.dumps(MARKDOWN[-2][0])});")
+    assert '<th class="center">a</th>' in cells and '<td class="right">2</td>' in cells
+    code = page.run(show % "show(e, '```py\\nx = \"<b>\"\\n```\\nafter');")
+    assert "<span>py</span>" in code and '<code>x = "&lt;b&gt;"</code>' in code and code.endswith("<p>after</p>")
+
+
+def test_markdown_takes_time_by_its_length(talk: Callable[..., Talk]) -> None:
+    page = talk().page
+    for piece in ("**a ", "`a ", "[a](", "> ", "- ", "~~", "| ", "1. ", "_a *b "):
+        page.run(
+            "import('/page/markdown.js').then(({show}) => show(document.createElement('div'), "
+            f"{json.dumps(piece)}.repeat({20000 // len(piece)})))"
+        )
+
+
+def test_a_phone_sees_the_conversation_first(talk: Callable[..., Talk]) -> None:
+    one = talk()
+    one.page.look(390, 844, phone=True, dark=True)
+    one.ask("wide `" + "x" * 300 + "`")
+    assert one.page.run("document.documentElement.scrollWidth <= innerWidth")
+    one.page.wait("getComputedStyle(document.querySelector('#side')).visibility == 'hidden'")
+    one.page.click("#side-open")
+    one.page.wait("getComputedStyle(document.querySelector('#side')).visibility == 'visible'")
+    dark = one.page.run("getComputedStyle(document.body).backgroundColor")
+    for _ in range(2):  # dark, then light
+        one.page.click("#theme")
+    assert one.page.run("getComputedStyle(document.body).backgroundColor") != dark
