@@ -52,7 +52,7 @@ def ppl(
     Example: tool eval ppl demo --data book.txt
     """
     from toolkit.artifacts.result_file import check_json
-    from toolkit.eval.perplexity import perplexity
+    from toolkit.measure.perplexity import perplexity
 
     check_json("--json", json, ("perplexity", "tokens", "stride"))
     engine.check_unused_template("perplexity takes the text as it is")
@@ -94,7 +94,7 @@ def compare(
     Example: tool eval compare demo demo-awq --data book.txt
     """
     from toolkit.artifacts.result_file import check_json
-    from toolkit.eval.compare import compare as measure
+    from toolkit.measure.compare import compare as measure
     from toolkit.runners.base import RunnerOptions
 
     check_json("--json", json, ("perplexity_a", "perplexity_b"))

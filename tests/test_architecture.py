@@ -45,9 +45,10 @@ MAY_IMPORT = {
     "runners": {"artifacts", "models", "kernels"} | BASE,
     "chat": {"artifacts", "templates", "parsers", "box"} | BASE,
     "engine": {"runners", "models", "artifacts", "kernels", "box"} | BASE,
-    "convert": {"runners", "models", "artifacts"} | BASE,
-    "eval": {"engine", "runners", "models", "artifacts", "kernels", "chat"} | BASE,
-    "quant": {"engine", "runners", "models", "artifacts", "kernels", "chat"} | BASE,
+    "measure": {"engine", "runners", "artifacts", "kernels"} | BASE,
+    "convert": {"measure", "runners", "models", "artifacts"} | BASE,
+    "eval": {"measure"} | BASE,
+    "quant": {"measure", "engine", "runners", "models", "artifacts", "kernels", "chat"} | BASE,
     "serve": {"engine", "chat", "parsers", "artifacts", "config_checks"} | BASE,
     "profile": {"engine", "chat", "artifacts"} | BASE,
     "check_env": {"engine", "runners", "models", "artifacts", "kernels"} | BASE,
@@ -74,7 +75,8 @@ def room(path: Path) -> str:
 
 
 def imports(path: Path) -> list[str]:
-    """Every absolute module name that ``path`` imports, at any depth, TYPE_CHECKING blocks included."""
+    """Every absolute module name that ``path`` imports, at any depth, TYPE_CHECKING blocks included; packages whose
+    resources it reads count too."""
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -83,6 +85,8 @@ def imports(path: Path) -> list[str]:
             found.append(node.module)
             if node.module == "toolkit":
                 found += [f"toolkit.{a.name}" for a in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("files", "import_module"):
+            found += [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
     return found
 
 

@@ -62,7 +62,7 @@ def test_items_are_the_same_each_time_and_differ(name: str) -> None:
 
 
 def test_choices_stand_in_the_book() -> None:
-    text = " ".join(Path("toolkit/eval/heldout.txt").read_text(encoding="utf-8").split())
+    text = " ".join(Path("toolkit/measure/heldout.txt").read_text(encoding="utf-8").split())
     for number in range(40):
         item = TASKS["cloze"].item(number)
         assert isinstance(item, Choice)

@@ -18,12 +18,12 @@ from toolkit.artifacts.tokenizer import Tokenizer
 from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
 from toolkit.convert.formats import rewrite
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.measure.text import heldout_text
 from toolkit.models.registry import load_spec
 from toolkit.quant import search as finder
 from toolkit.quant.calibrate import calibrate
 from toolkit.quant.forward import embed, head_logits, layer_forward
 from toolkit.quant.lite import Common, auto_awq, auto_gptq, auto_round, search
-from toolkit.quant.probe import heldout_text
 
 METHODS: dict[str, tuple[Any, str]] = {
     "awq": (lambda m, d, c: auto_awq(m, d, common=c), "Q4_1"),

@@ -121,9 +121,9 @@ def check(path: Path, quality: dict[str, Any]) -> dict[str, Any]:
 def perplexity(spec: Any, weights: dict[str, Any], tokenizer: Path, tokens: int) -> float:
     """Of the held-out text by our layers in float32."""
     from toolkit.artifacts.tokenizer import Tokenizer
+    from toolkit.measure.text import heldout_text
     from toolkit.quant.activations import input_rounding
     from toolkit.quant.forward import embed, head_logits, layer_forward
-    from toolkit.quant.probe import heldout_text
     from toolkit.quant.sites import layer_sites
 
     dense = {k: (v if isinstance(v, torch.Tensor) else v.dequantize()).float() for k, v in weights.items()}

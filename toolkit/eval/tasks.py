@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.eval.perplexity import HELDOUT, read_text
+from toolkit.measure.text import heldout_text
 
 COUNT = 100  # items of a task where no limit is given
 BATCH = 16  # answers asked for at once
@@ -58,7 +58,7 @@ class Task:
 
 def cloze(number: int) -> Choice:
     """A sentence of the packaged book without its last word, and three other words of the same length or nearly."""
-    words = read_text(Path(HELDOUT)).split()
+    words = heldout_text().split()
     draw = random.Random(f"cloze {number}")
     while True:
         end = draw.randrange(80, len(words))

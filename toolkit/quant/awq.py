@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from toolkit.kernels.torch.product import product
+from toolkit.measure.errors import PIECE, output_error, relative_error
 from toolkit.quant.folding import Folded, expand, fold_site, shrink, storable
 from toolkit.quant.forward import fast_bf16
 from toolkit.quant.grid import fake_quantize, grid_of, group_range, quantize, round_to
-from toolkit.quant.result import PIECE, LinearReport, Made, Method, relative_error, stay_dense
+from toolkit.quant.result import LinearReport, Made, Method, stay_dense
 from toolkit.quant.sites import RowFold, Site
 from toolkit.quant.statistics import Gram
 
@@ -35,14 +35,6 @@ class Grid:
     group_size: int = 128
     symmetric: bool = False
     ggml: str | None = None
-
-
-def output_error(difference: Tensor, xtx: Tensor) -> Tensor:
-    """Sum over tokens of the squared error of a linear's output: tr(D XᵀX Dᵀ) for D = W − Ŵ [out, in].
-
-    ``xtx`` in bfloat16 is good enough to compare candidates by, and several times faster where ``fast_bf16``.
-    """
-    return (product(difference.to(xtx.dtype), xtx) * difference).sum()
 
 
 def scale_candidates(activation: Tensor, share: Tensor) -> Iterator[Tensor]:

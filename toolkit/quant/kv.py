@@ -22,12 +22,13 @@ from toolkit.artifacts.side_files import copy_side_files
 from toolkit.artifacts.stage import Stage, open_stage
 from toolkit.artifacts.tokenizer import Tokenizer
 from toolkit.artifacts.weights import as_stored, cache_scale_names, load_stored
+from toolkit.measure.text import heldout_text
 from toolkit.models.spec import AttentionSpec, LayerSpec
 from toolkit.quant.forward import CACHE
 from toolkit.quant.layers import LayerSource
 from toolkit.quant.layerwise import Flow
 from toolkit.quant.output import cast_to
-from toolkit.quant.probe import Probe, heldout_text
+from toolkit.quant.probe import Probe
 from toolkit.quant.run import (
     Common,
     Progress,

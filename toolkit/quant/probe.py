@@ -5,15 +5,14 @@ Two copies of the hidden states go along, one through the layers as they were, o
 
 from __future__ import annotations
 
-import math
-from importlib import resources
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from toolkit.engine.windows import scoring_windows
 from toolkit.errors import ToolkitError
+from toolkit.measure.predictions import Before
+from toolkit.measure.windows import scoring_windows
 from toolkit.models.spec import DecoderSpec, LayerSpec
 from toolkit.quant.forward import Rounding, Weights, all_finite, embed, head_logits, layer_forward
 from toolkit.quant.lazy import KEEP
@@ -21,11 +20,6 @@ from toolkit.quant.spill import Spill, Tensors
 
 WINDOW = 1024
 ROWS, LOGITS = 256, 1 << 23  # positions whose logits are held at once; logits held at once
-
-
-def heldout_text() -> str:
-    """The held-out text that the package ships; see its source in docs/quantization.md."""
-    return resources.files("toolkit.eval").joinpath("heldout.txt").read_text(encoding="utf-8")
 
 
 class Probe:
@@ -59,11 +53,9 @@ class Probe:
     def figures(self, weights: Weights, quantized: Weights | None = None) -> dict[str, Any]:
         """After the last layer. ``weights``: final norm and head; ``quantized``: those of the second copy, if others.
 
-        Returns perplexity_before, perplexity_after, kl (mean over tokens of KL(before ‖ after), nats),
-        top1_agreement (share of tokens where both prefer the same next one) and how they were taken.
+        Returns ``Before.figures`` and how they were taken.
         """
-        lost = [0.0, 0.0]
-        kl = agreed = 0.0
+        found = Before()
         weights = _widened(weights, self.spec.head)
         quantized = None if quantized is None else _widened(quantized, self.spec.head)
         step = min(ROWS, max(16, LOGITS // self.spec.vocab_size))
@@ -76,36 +68,14 @@ class Probe:
                     p, q = head_logits(self.spec, weights, torch.cat([x, y])).chunk(2)
                 else:
                     p, q = head_logits(self.spec, weights, x), head_logits(self.spec, quantized, y)
-                (shares, norm_p, best_p), (_, norm_q, best_q) = _distribution(p), _distribution(q)
-                lost[0] += float((norm_p - p.gather(1, targets[:, None])[:, 0]).sum())
-                lost[1] += float((norm_q - q.gather(1, targets[:, None])[:, 0]).sum())
-                agreed += int((best_p == best_q).sum())
-                kl += float(torch.dot(shares.flatten(), p.sub_(q).flatten()))  # in place: it is the largest by far
-                kl += float((norm_q - norm_p).sum())
-        scored = sum(len(row) - 1 for row in self.ids)
-        return {
-            "perplexity_before": _exp(lost[0] / scored),
-            "perplexity_after": _exp(lost[1] / scored),
-            "kl": kl / scored,
-            "top1_agreement": agreed / scored,
-            "tokens": scored,
+                found.add(p, q, targets)
+        return found.figures() | {
             "window": self.window,
             "stride": self.window,
             "dtype": "float32",
         }
 
 
-def _distribution(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of ``logits`` [n, vocab]: probabilities, logarithms of their norms [n], the likeliest tokens [n]. The likeliest
-    has the share 1 / norm of exp(logit - largest logit): no second pass of exponentials for the logarithm."""
-    shares, (largest, best) = logits.softmax(-1), logits.max(-1)
-    return shares, largest - shares.gather(1, best[:, None])[:, 0].log(), best
-
-
 def _widened(weights: Weights, head: str) -> Weights:
     """``weights`` with the head in float32 where that takes no more than ``KEEP`` bytes: it is used many times."""
     return {**weights, head: weights[head].float()} if 4 * weights[head].numel() <= KEEP else weights
-
-
-def _exp(x: float) -> float:
-    return math.exp(x) if x < 700 else math.inf

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, SuperScales, Weight
-from toolkit.kernels.torch.product import product
 from toolkit.quant.lazy import KEEP, Lazy
 from toolkit.quant.sites import Site
 from toolkit.quant.statistics import Gram
 
 _FORMS: dict[str, Any] = {c.__name__: c for c in (Dense, GroupInt, ChannelInt8, Fp8, BlockFp8, Fp4)}
-PIECE = 1 << 23  # numbers of a weight that are worked on at once where copies of all of it would be many
 
 
 @dataclass(frozen=True)
@@ -82,29 +80,6 @@ def stay_dense(sites: Sequence[Site], weights: Mapping[str, Tensor], dtype: torc
         if name not in quantized:
             value = weights[name].to(dtype).cpu()
             yield Made(name, Dense(value) if name in followers else value)
-
-
-def relative_error(weight: Tensor, code: Weight, xtx: Tensor) -> float:
-    """‖X(W−Ŵ)ᵀ‖ / ‖XWᵀ‖ for the inputs behind ``xtx``, Ŵ being what ``code`` holds; 0 where the exact output is all
-    zeros."""
-    return _share_lost(weight, code, lambda rows: product(rows, xtx).mul_(rows).sum())
-
-
-def sampled_error(weight: Tensor, code: Weight, inputs: Tensor | None) -> float:
-    """``relative_error`` for some inputs themselves, ``inputs`` [rows, in]; None: for inputs that do not depend on each
-    other."""
-    return _share_lost(weight, code, lambda rows: (rows if inputs is None else product(inputs, rows)).square().sum())
-
-
-def _share_lost(weight: Tensor, code: Weight, size: Callable[[Tensor], Tensor]) -> float:
-    """Root of what the rows of W−Ŵ come to by ``size``, a squared output, over what those of W do; 0 if that is 0."""
-    lost = whole = torch.zeros((), device=weight.device)
-    step = max(1, PIECE // weight.shape[1])
-    for a in range(0, len(weight), step):
-        rows = weight[a : a + step]
-        lost = lost + size(code.take_rows(slice(a, a + step)).dequantize().to(weight.device) - rows)
-        whole = whole + size(rows)
-    return float((lost.clamp(min=0) / whole).sqrt()) if whole > 0 else 0.0
 
 
 def warnings(layers: Sequence[Mapping[str, Any]], most: int = 20) -> list[str]:

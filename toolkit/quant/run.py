@@ -19,6 +19,7 @@ from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.stage import Stage, open_stage
 from toolkit.artifacts.tokenizer import Tokenizer
 from toolkit.errors import UsageError
+from toolkit.measure.text import heldout_text
 from toolkit.models.spec import LinearSpec
 from toolkit.quant import estimate, gguf
 from toolkit.quant.calibration import CalibrationPlan, make_plan
@@ -29,7 +30,7 @@ from toolkit.quant.layerwise import Flow, Setting, load_head, probe_layers, quan
 from toolkit.quant.output import write_checkpoint
 from toolkit.quant.plan import plan_memory
 from toolkit.quant.presets import USUAL
-from toolkit.quant.probe import Probe, heldout_text
+from toolkit.quant.probe import Probe
 from toolkit.quant.result import Method, storable_bits
 from toolkit.quant.selection import Selection, select
 from toolkit.quant.selftext import is_written

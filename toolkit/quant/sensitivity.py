@@ -10,11 +10,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from toolkit.artifacts.safetensors_file import write_tensors
 from toolkit.artifacts.tensor_file import TensorFile
+from toolkit.measure.predictions import kl_divergence
 from toolkit.models.spec import DecoderSpec, LayerSpec
 from toolkit.quant.forward import Weights, head_logits, layer_forward
 from toolkit.quant.spill import Spill, Tensors
@@ -59,7 +59,7 @@ class Copies:
             p = head_logits(spec, outer, rows[a : a + step].to(self.device)).log_softmax(-1)
             for name, held in self._states.items():
                 q = head_logits(spec, outer, held[0].flatten(0, 1)[a : a + step].to(self.device)).log_softmax(-1)
-                lost[name] += float(F.kl_div(q, p, reduction="sum", log_target=True))
+                lost[name] += float(kl_divergence(p, q))
         return {name: total / len(rows) for name, total in lost.items()}
 
     def _hold(self, states: dict[str, Tensor]) -> None:

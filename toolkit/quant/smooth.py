@@ -15,10 +15,11 @@ from torch import Tensor
 
 from toolkit.artifacts.canonical import ChannelInt8, Fp8
 from toolkit.kernels.torch.product import int8_product, prefers_int8, product
+from toolkit.measure.errors import sampled_error
 from toolkit.quant.activations import token_codes
 from toolkit.quant.awq import Readers
 from toolkit.quant.folding import Folded, expand, fold_site, storable
-from toolkit.quant.result import LinearReport, Made, Method, sampled_error, stay_dense
+from toolkit.quant.result import LinearReport, Made, Method, stay_dense
 from toolkit.quant.sites import RowFold, Site
 from toolkit.quant.statistics import Gram
 

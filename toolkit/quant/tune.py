@@ -22,6 +22,7 @@ from torch import Tensor
 from toolkit.artifacts.canonical import ChannelInt8, Fp8, GroupInt
 from toolkit.artifacts.stage import Stage
 from toolkit.errors import UsageError
+from toolkit.measure.predictions import kl_divergence
 from toolkit.models.spec import NormSpec
 from toolkit.quant.activations import round_tokens
 from toolkit.quant.calibration import CalibrationPlan
@@ -287,7 +288,7 @@ class Student:
             with torch.no_grad():
                 p = head_logits(self.spec, self.outer, exact[a : a + ROWS].to(self.device)).float().log_softmax(-1)
             q = head_logits(self.spec, self.own, hidden[0, a : a + ROWS]).float().log_softmax(-1)
-            yield F.kl_div(q, p, reduction="sum", log_target=True)
+            yield kl_divergence(p, q)
 
 
 def _gain(norm: NormSpec, weight: Tensor, device: torch.device) -> Gain:

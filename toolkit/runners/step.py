@@ -53,6 +53,29 @@ class SamplingBatch:
     logprobs: I32  # [N] how many top log-probabilities to return; -1 = none, 0 = the chosen token's alone
     grammar: NDArray[np.int32] | None = None  # [N, ceil(V/32)] all ones = no grammar
 
+    @classmethod
+    def greedy(cls, rows: int) -> SamplingBatch:
+        """``rows`` rows that take their likeliest token, and nothing else."""
+        zeros, ones, none = np.zeros(rows, np.float32), np.ones(rows, np.float32), np.zeros(0, np.int32)
+        return cls(
+            temperature=zeros,
+            top_k=np.zeros(rows, np.int32),
+            top_p=ones,
+            min_p=zeros,
+            repetition_penalty=ones,
+            presence_penalty=zeros,
+            frequency_penalty=zeros,
+            seed=np.zeros(rows, np.uint64),
+            position=np.zeros(rows, np.int64),
+            history_ptr=np.zeros(rows + 1, np.int32),
+            history_ids=none,
+            history_count=none,
+            bias_ptr=np.zeros(rows + 1, np.int32),
+            bias_ids=none,
+            bias_values=np.zeros(0, np.float32),
+            logprobs=np.full(rows, -1, np.int32),
+        )
+
     def senseless(self) -> NDArray[np.bool_]:
         """Rows [N] whose parameters cannot be drawn by: NaN, infinite or below their ranges. A runner gives them any
         token and names them in ``bad_rows``."""

@@ -38,7 +38,7 @@ def idle_batch(
         rope_set=np.zeros(sequences, np.int8),
         adapter=np.full(sequences, adapter, np.int32),
         sample_index=last - 1,
-        sampling=_ruled(sequences, vocab) if vocab else _greedy(sequences),
+        sampling=_ruled(sequences, vocab) if vocab else SamplingBatch.greedy(sequences),
         logits_index=none,
         hidden_index=none,
         target_index=none,
@@ -68,7 +68,7 @@ def _ruled(rows: int, vocab: int) -> SamplingBatch:
     every, ones = np.arange(rows + 1, dtype=np.int32), np.ones(rows, np.float32)
     ids = np.zeros(rows, np.int32)
     return replace(
-        _greedy(rows),
+        SamplingBatch.greedy(rows),
         repetition_penalty=2 * ones,
         history_ptr=every,
         history_ids=ids,
@@ -77,26 +77,4 @@ def _ruled(rows: int, vocab: int) -> SamplingBatch:
         bias_ids=ids,
         bias_values=ones,
         grammar=np.full((rows, -(-vocab // 32)), -1, np.int32),
-    )
-
-
-def _greedy(rows: int) -> SamplingBatch:
-    zeros, ones, none = np.zeros(rows, np.float32), np.ones(rows, np.float32), np.zeros(0, np.int32)
-    return SamplingBatch(
-        temperature=zeros,
-        top_k=np.zeros(rows, np.int32),
-        top_p=ones,
-        min_p=zeros,
-        repetition_penalty=ones,
-        presence_penalty=zeros,
-        frequency_penalty=zeros,
-        seed=np.zeros(rows, np.uint64),
-        position=np.zeros(rows, np.int64),
-        history_ptr=np.zeros(rows + 1, np.int32),
-        history_ids=none,
-        history_count=none,
-        bias_ptr=np.zeros(rows + 1, np.int32),
-        bias_ids=none,
-        bias_values=np.zeros(0, np.float32),
-        logprobs=np.full(rows, -1, np.int32),
     )

@@ -9,11 +9,11 @@ from typing import Any
 
 from toolkit.engine.frontend import AsyncEngine
 from toolkit.engine.setup import Packed
-from toolkit.engine.windows import scoring_windows
 from toolkit.engine_configs import EngineConfig, PytorchEngineConfig
 from toolkit.errors import ToolkitError, UsageError
-
-HELDOUT = "heldout"
+from toolkit.measure.divergence import perplexity_of
+from toolkit.measure.text import read_text
+from toolkit.measure.windows import scoring_windows
 
 
 def perplexity(
@@ -64,30 +64,11 @@ def perplexity(
         if not math.isfinite(lost):
             raise ToolkitError(f"{model}: the model's log-probabilities are not finite; its weights are broken")
         backend, dtype = engine.backend, engine.dtype
-    mean = lost / scored
     return {
-        "perplexity": math.exp(mean) if mean < 700 else math.inf,
+        "perplexity": perplexity_of(lost / scored),
         "tokens": scored,
         "window": window,
         "stride": stride,
         "backend": backend,
         "dtype": dtype,
     }
-
-
-def read_text(path: Path) -> str:
-    """The text file behind ``--data``; ``heldout``, where no such file exists, is the text that the package ships.
-
-    Raises UsageError for one that cannot be read, is no UTF-8 or empty.
-    """
-    if str(path) == HELDOUT and not path.exists():
-        path = Path(__file__).with_name("heldout.txt")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"--data {path}: expected UTF-8 text, found other bytes at {error.start}") from error
-    except OSError as error:
-        raise UsageError(f"--data {path}: cannot be read: {error.strerror or error}") from error
-    if not text.strip():
-        raise UsageError(f"--data {path}: the file is empty")
-    return text

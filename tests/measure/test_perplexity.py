@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.engine.windows import scoring_windows
 from toolkit.errors import UsageError
-from toolkit.eval.perplexity import perplexity
-from toolkit.quant.probe import heldout_text
+from toolkit.measure.perplexity import perplexity
+from toolkit.measure.text import heldout_text
+from toolkit.measure.windows import scoring_windows
 
 
 @given(st.integers(0, 300), st.integers(1, 60), st.integers(1, 60))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from toolkit.errors import UsageError
-from toolkit.eval.compare import compare
+from toolkit.measure.compare import compare
 
 
 @pytest.fixture

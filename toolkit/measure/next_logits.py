@@ -1,0 +1,49 @@
+"""Logits of a text straight from a runner, without an engine around it."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.errors import ToolkitError
+from toolkit.runners.base import Runner, RunnerError
+from toolkit.runners.step import SamplingBatch, StepBatch
+
+
+def make_ready(runner: Runner, tokens: int) -> None:
+    """Load the weights, and a cache for one text of ``tokens`` tokens."""
+    runner.load_weights()
+    runner.allocate_cache((-(-tokens // runner.options.block_size),) * len(runner.spec.cache_groups))
+
+
+def next_logits(
+    runner: Runner, ids: NDArray[np.int32], cached: int = 0, rows: int | None = None
+) -> NDArray[np.float32]:
+    """Run ``ids`` in one step behind ``cached`` tokens of the same text that were run before. Logits [rows, vocabulary]
+    of the first ``rows`` of them, None = of all. Raises ToolkitError where the runner cannot.
+    """
+    count, groups = len(ids), len(runner.spec.cache_groups)
+    stop = cached + count
+    blocks = np.arange(-(-stop // runner.options.block_size), dtype=np.int32)[None]
+    none = np.zeros(0, np.int32)
+    batch = StepBatch(
+        token_ids=np.ascontiguousarray(ids),
+        from_previous=np.full(count, -1, np.int32),
+        positions=np.arange(cached, stop, dtype=np.int32)[None],
+        cu_seqlens=np.array([0, count], np.int32),
+        seq_lens=np.array([stop], np.int32),
+        block_tables=(blocks,) * groups,
+        slot_mapping=(np.arange(cached, stop, dtype=np.int64),) * groups,
+        rope_set=np.zeros(1, np.int8),
+        adapter=np.full(1, -1, np.int32),
+        sample_index=none,
+        sampling=SamplingBatch.greedy(0),
+        logits_index=np.arange(count if rows is None else rows, dtype=np.int32),
+        hidden_index=none,
+        target_index=none,
+        target_ids=none,
+    )
+    try:
+        return runner.submit(batch).result().logits
+    except RunnerError as error:
+        raise ToolkitError(f"the model failed on the text: {error}") from error
