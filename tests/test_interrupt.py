@@ -15,6 +15,7 @@ import pytest
 
 from toolkit.commands.interrupt import WITHIN
 
+pytestmark = pytest.mark.alone  # a promise in seconds
 SLACK = 30.0  # seconds on top, for machines that do much else
 SMALL = ("--calib-dataset", "{text}", "--calib-samples", "64", "--calib-seqlen", "64", "--eval-tokens", "20000")
 QUICK = {

@@ -20,6 +20,7 @@ from toolkit.serve import connection as connection_module
 from toolkit.serve import intake
 from toolkit.serve.limits import Limits
 
+pytestmark = pytest.mark.alone  # servers of little patience
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 BODY = json.dumps({"model": "echo", "prompt": "hi"}).encode()
 
@@ -177,8 +178,9 @@ def test_one_connection_too_many(start: Any) -> None:
     assert well(server)
 
 
-def test_bodies_of_all_requests_together(start: Any) -> None:
+def test_bodies_of_all_requests_together(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits for its answer counts; when it has it, there is room again."""
+    monkeypatch.setattr(intake, "LINGER", 0.2)
     server = start(engine={"delay": 0.02}, limits=Limits(max_pending_bytes=100_000, max_body_bytes=80_000))
     for _ in range(3):
         refused = answer_to(server, HEAD + b"Transfer-Encoding: chunked\r\n\r\n186a0\r\n" + b"x" * 100_000)

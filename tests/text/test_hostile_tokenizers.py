@@ -31,7 +31,7 @@ def directory(tmp_path: Path, definition: dict[str, Any]) -> Path:
 def test_what_can_only_do_harm_is_not_opened(
     definition: dict[str, Any], corpus: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizer_box.BoxedEncoder.__init__, "__defaults__", (Limits(1 << 30, cpu_seconds=1.0),))
+    monkeypatch.setattr(tokenizer_box.BoxedEncoder.__init__, "__defaults__", (Limits(256 << 20, cpu_seconds=1.0),))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for what, bad in corpus("tokenizers").refused(definition):
         with pytest.raises(ToolkitError, match=r"tokenizer\.json") as error:
