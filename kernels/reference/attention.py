@@ -91,6 +91,13 @@ def to_cache(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     return (x.float() / scale).clamp(-top, top).to(dtype)
 
 
+def oldest(at: Any, window: int | None, chunked: bool) -> Any:
+    """Position of the oldest key that queries at ``at`` (one or several) may see; it may lie before the first."""
+    if window is None:
+        return at * 0
+    return at // window * window if chunked else at + 1 - window
+
+
 def slots_of(cache: Tensor) -> Tensor:
     """[slots, kv_heads, width], float8 as bytes: what indexing functions take."""
     return (cache.view(torch.uint8) if is_float8(cache.dtype) else cache).flatten(0, 1)
@@ -175,6 +182,7 @@ def _attention_cases() -> Iterator[Case]:
         ("mixed", mixed, 6, 2, 96, 0, {}),
         ("wide", mixed, 2, 1, 256, 0, {}),
         ("window", mixed, 4, 2, 64, 0, {"window": 7}),
+        ("chunked", mixed, 4, 2, 64, 0, {"window": 7, "chunked": True}),
         ("softcap", mixed, 4, 2, 64, 0, softcap),
         ("sinks", mixed, 4, 2, 64, 0, sinks | {"window": 19}),
         ("int8", mixed, 4, 2, 64, 8, {}),
@@ -204,7 +212,7 @@ def _attention_cases() -> Iterator[Case]:
             for i, n in enumerate(lens):
                 used = -(-n // 16)
                 tables[i, :used] = order[i * 4 : i * 4 + used]
-                if first := max(0, n - q_lens[i] + 1 - options.get("window", n)) // 16:
+                if first := max(0, oldest(n - q_lens[i], options.get("window"), "chunked" in options)) // 16:
                     tables[i, :first] = -1
             sinks = torch.randn(heads, generator=g).to(device) if options.get("sinks") else None
             return {
@@ -219,7 +227,8 @@ def _attention_cases() -> Iterator[Case]:
                 "sinks": sinks,
             }
 
-        yield Case(label, make, cache_traits(bits, dim, options.get("cache")))
+        more = {name: True for name in ("chunked",) if name in options}
+        yield Case(label, make, cache_traits(bits, dim, options.get("cache")) | more)
 
 
 @op(
@@ -247,12 +256,14 @@ def paged_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     turned: bool = False,
+    chunked: bool = False,
 ) -> Tensor:
     """Causal attention of prefill chunks and decode tokens mixed; keys and values are read from the cache alone.
 
     ``q``: [T, heads, head_dim], sequence after sequence; sequence s has the tokens cu_seqlens[s]:cu_seqlens[s+1], the
     last of its seq_lens[s] cached ones. ``block_table``: int32 [S, B] on the host, as are ``cu_seqlens`` [S+1] and
-    ``seq_lens`` [S]. Scores s = scale·q·k; ``softcap`` c: c·tanh(s/c); ``window`` w: position p sees (p - w, p];
+    ``seq_lens`` [S]. Scores s = scale·q·k; ``softcap`` c: c·tanh(s/c); ``window`` w: position p sees (p - w, p], or
+    where ``chunked`` what stands from the last multiple of w on;
     ``sinks``: float [heads], a logit each that joins the softmax's denominator. ``plan``: what an implementation's
     own planner made of the three host arrays, so that the layers of a step share it; the reference has no use for it.
     ``turned``: queries for a cache of 4 bits are turned by the Hadamard matrix already (``rope_kv_write`` does).
@@ -262,7 +273,7 @@ def paged_attention(
     queries = hadamard(q.float()) if bits == 4 and not turned else q.float()
     for s in range(len(seq_lens)):
         start, stop, total = int(cu_seqlens[s]), int(cu_seqlens[s + 1]), int(seq_lens[s])
-        first = 0 if window is None else max(0, total - (stop - start) + 1 - window)
+        first = max(0, oldest(total - (stop - start), window, chunked))
         where = np.arange(first, total)
         slots = torch.from_numpy(block_table[s][where // size].astype(np.int64) * size + where % size).to(q.device)
         k, v = (slots_of(cache)[slots].view(cache.dtype) for cache in (k_cache, v_cache))
@@ -277,7 +288,7 @@ def paged_attention(
             scores = softcap * torch.tanh(scores / softcap)
         at = torch.arange(total - (stop - start), total, device=q.device)[:, None]
         key = torch.from_numpy(where).to(q.device)[None, :]
-        seen = key <= at if window is None else (key <= at) & (key > at - window)
+        seen = (key <= at) & (key >= oldest(at, window, chunked))
         scores = scores.masked_fill(~seen, float("-inf"))
         if sinks is not None:
             scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, stop - start, 1)], dim=-1)

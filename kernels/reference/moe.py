@@ -17,29 +17,77 @@ from .linear_blocks import linear_block_fp8, linear_fp4
 
 
 def _route_cases() -> Iterator[Case]:
-    for scoring, norm, k in (("softmax", True, 2), ("softmax", False, 4), ("sigmoid", True, 3)):
+    grouped = {"groups": 4, "top_groups": 2}
+    table: tuple[tuple[str, bool, int, dict[str, Any]], ...] = (
+        ("softmax", True, 2, {}),
+        ("softmax", False, 4, {}),
+        ("sigmoid", True, 3, {}),
+        ("softmax", False, 3, grouped),
+        ("sigmoid", True, 3, grouped | {"correction": True, "group_score": "two"}),
+        ("sparsemixer", False, 2, {"jitter": 0.1}),
+    )
+    for scoring, norm, k, more in table:
 
-        def make(dtype, device, g, scoring=scoring, norm=norm, k=k) -> dict[str, Any]:
+        def make(dtype, device, g, scoring=scoring, norm=norm, k=k, more=more) -> dict[str, Any]:
             logits = torch.randn(9, 8, generator=g).to(device, dtype)
-            return {"logits": logits, "top_k": k, "scoring": scoring, "norm_topk": norm, "scale": 1.5}
+            found = {"logits": logits, "top_k": k, "scoring": scoring, "norm_topk": norm, "scale": 1.5} | more
+            return found | ({"correction": torch.randn(8, generator=g).to(device)} if "correction" in more else {})
 
-        yield Case(f"{scoring}-{k}", make)
+        yield Case(f"{scoring}-{k}{'-more' if more else ''}", make, {"routing": "more"} if more else {})
 
 
 @op(_route_cases, gate=("softmax-2", "sigmoid-3"))
-def moe_route(logits: Tensor, top_k: int, scoring: str, norm_topk: bool, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+def moe_route(
+    logits: Tensor,
+    top_k: int,
+    scoring: str,
+    norm_topk: bool,
+    scale: float = 1.0,
+    correction: Tensor | None = None,
+    groups: int = 1,
+    top_groups: int = 1,
+    group_score: str = "best",
+    jitter: float = 0.0,
+) -> tuple[Tensor, Tensor]:
     """The ``top_k`` best experts of each token and their weights.
 
     ``logits``: [T, experts]; scores are softmax or sigmoid of them in float32; the weights are the chosen scores,
     rescaled to sum 1 where ``norm_topk``, times ``scale``. Ties go to the lower expert. Returns (int64 [T, k],
     float32 [T, k]), best first.
+
+    ``correction`` [experts] is added where experts are chosen. ``groups`` of experts, as good as their "best" or their
+    "two" best together: the ``top_groups`` of them are chosen from. "sparsemixer": see ``_mixed``.
     """
+    if scoring == "sparsemixer":
+        experts, weights = _mixed(logits.float(), top_k, jitter)
+        return experts, weights * scale
     scores = logits.float().softmax(-1) if scoring == "softmax" else logits.float().sigmoid()
-    weights, experts = scores.sort(dim=-1, descending=True, stable=True)
-    weights, experts = weights[:, :top_k], experts[:, :top_k]
+    ranks = scores if correction is None else scores + correction
+    if groups > 1:
+        grouped = ranks.unflatten(-1, (groups, -1))
+        best = grouped.topk(2 if group_score == "two" else 1, dim=-1).values.sum(-1)
+        kept = best.sort(dim=-1, descending=True, stable=True).indices[:, :top_groups]
+        lost = torch.ones_like(best, dtype=torch.bool).scatter(-1, kept, False)
+        ranks = grouped.masked_fill(lost[..., None], float("-inf")).flatten(-2)
+    experts = ranks.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = scores.gather(-1, experts)
     if norm_topk:
         weights = weights / weights.sum(-1, keepdim=True)
     return experts, weights * scale
+
+
+def _mixed(logits: Tensor, top_k: int, jitter: float) -> tuple[Tensor, Tensor]:
+    """One expert after another, the best of those left, weighed by the softmax over those left that are at most
+    2·jitter of their size below it. Liu et al., "GRIN: GRadient-INformed MoE" (2024)."""
+    left, found = logits, []
+    for _ in range(top_k):
+        best, expert = left.max(-1, keepdim=True)
+        far = (best - logits) / logits.abs().clamp(min=best) > 2 * jitter
+        weight = left.masked_fill(far, float("-inf")).softmax(-1).gather(-1, expert)
+        found.append((expert, weight))
+        left = left.scatter(-1, expert, float("-inf"))
+    experts, weights = (torch.cat(part, -1) for part in zip(*found, strict=True))
+    return experts, weights
 
 
 def _with_biases(cases: Iterator[Case]) -> Iterator[Case]:

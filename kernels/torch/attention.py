@@ -49,6 +49,7 @@ class Plan:
     window: int | None
     pieces: list[Piece]
     keep_masks: bool
+    chunked: bool
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class _Batch:
     block_size: int
     spare: int
     window: int | None
+    chunked: bool
     device: torch.device
 
 
@@ -73,11 +75,12 @@ def make_plan(
     num_blocks: int,
     window: int | None,
     device: torch.device,
+    chunked: bool = False,
 ) -> Plan:
     """Plan a step. ``num_blocks``: blocks of the cache, the spare one included."""
     new = np.diff(cu_seqlens)
     spare = (num_blocks - 1) * block_size
-    batch = _Batch(block_table, cu_seqlens, seq_lens, new, block_size, spare, window, device)
+    batch = _Batch(block_table, cu_seqlens, seq_lens, new, block_size, spare, window, chunked, device)
     pieces = [_piece(batch, group, 0, 1) for group in _by_length(np.flatnonzero(new == 1), seq_lens)]
     for s in np.flatnonzero(new > 1):
         whole = window is None and new[s] == seq_lens[s]  # causal without a mask
@@ -85,7 +88,7 @@ def make_plan(
         for begin in range(0, int(new[s]), step):
             pieces.append(_piece(batch, np.asarray([s]), begin, min(step, int(new[s]) - begin)))
     size = sum(p.sequences * p.rows * p.keys for p in pieces)
-    return Plan(window, pieces, size <= KEEP_MASKS)
+    return Plan(window, pieces, size <= KEEP_MASKS, chunked)
 
 
 def _by_length(sequences: np.ndarray, seq_lens: np.ndarray) -> list[np.ndarray]:
@@ -100,7 +103,7 @@ def _piece(batch: _Batch, group: np.ndarray, begin: int, rows: int) -> Piece:
     """The piece of ``rows`` new tokens from ``begin`` of every sequence in ``group``."""
     at = batch.seq_lens[group].astype(np.int64) - batch.new[group] + begin
     end = at + rows
-    first = np.zeros_like(at) if batch.window is None else np.maximum(0, at + 1 - batch.window)
+    first = np.maximum(0, reference.oldest(at, batch.window, batch.chunked))
     keys = int((end - first).max())
     flat = batch.cu_seqlens[group] + begin
     adjacent = len(group) == 1 or bool((np.diff(flat) == 1).all())
@@ -114,15 +117,15 @@ def _piece(batch: _Batch, group: np.ndarray, begin: int, rows: int) -> Piece:
     return Piece(int(flat[0]), rows, len(group), keys, index, kept, first, at)
 
 
-def _mask(piece: Piece, window: int | None, repeat: int, device: torch.device) -> Tensor | None:
+def _mask(piece: Piece, plan: Plan, repeat: int, device: torch.device) -> Tensor | None:
     """Bool [sequences, 1, repeat·rows, keys], True where a row sees a key; None where every row sees every key."""
     if piece.rows == 1 and bool((piece.at + 1 - piece.first == piece.keys).all()):
         return None
     key = torch.from_numpy(piece.first).to(device)[:, None, None] + torch.arange(piece.keys, device=device)
     at = torch.from_numpy(piece.at).to(device)[:, None, None] + torch.arange(piece.rows, device=device)[:, None]
     seen = key <= at
-    if window is not None:
-        seen &= key > at - window
+    if plan.window is not None:
+        seen &= key >= reference.oldest(at, plan.window, plan.chunked)
     return seen.repeat(1, repeat, 1)[:, None]
 
 
@@ -163,13 +166,15 @@ def paged_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     turned: bool = False,
+    chunked: bool = False,
 ) -> Tensor:
     """See the module; without a ``plan`` one is made here, against a copy of the cache with a spare block."""
     if plan is None:
         k_cache, v_cache = _with_spare(k_cache), _with_spare(v_cache)
         if k_params is not None and v_params is not None:
             k_params, v_params = _with_spare(k_params), _with_spare(v_params)
-        plan = make_plan(block_table, cu_seqlens, seq_lens, k_cache.shape[1], k_cache.shape[0], window, q.device)
+        shape = k_cache.shape[1], k_cache.shape[0]
+        plan = make_plan(block_table, cu_seqlens, seq_lens, *shape, window, q.device, chunked)
     repeat = q.shape[1] // k_cache.shape[2]
     if bits == 4 and not turned:
         q = reference.hadamard(q)
@@ -225,7 +230,7 @@ def _attend(
     if key in piece.masks:
         mask = piece.masks[key]
     else:
-        mask = _mask(piece, plan.window, repeat, q.device)
+        mask = _mask(piece, plan, repeat, q.device)
         if mask is not None:
             mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, float("-inf"))
         if plan.keep_masks:

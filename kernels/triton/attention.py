@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import attention as reference
+from ..registry import Target
 from .attention_kernel import attend_kernel
 from .attention_merge import merge
 from .attention_plan import Plan, make_plan
@@ -145,8 +146,14 @@ def _registers(kind: str, dim: int, form: _Form, choice: dict[str, int], q: Tens
     return 168 if decodes and dim > 64 else None
 
 
+def _reason(target: Target) -> str | None:
+    if target.traits.get("chunked"):
+        return "knows windows that slide, not chunks"
+    return head_dim_reason(target)
+
+
 @reference.paged_attention.register(
-    "triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80, head_dim_reason), plan=make_plan
+    "triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80, _reason), plan=make_plan
 )
 def paged_attention(
     q: Tensor,

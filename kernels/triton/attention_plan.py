@@ -64,8 +64,9 @@ def make_plan(
     num_blocks: int,
     window: int | None,
     device: torch.device,
+    chunked: bool = False,
 ) -> Plan:
-    """See ``Plan``; ``block_size`` and ``num_blocks`` are other implementations' needs."""
+    """See ``Plan``; ``block_size``, ``num_blocks`` and ``chunked`` are other implementations' needs."""
     table = torch.from_numpy(np.ascontiguousarray(block_table, np.int32)).to(device)
     return Plan(table, cu_seqlens, seq_lens, window, device)
 

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import moe as reference
+from ..registry import Target
 from .activation import glu
 from .codes import cast
 from .launch import FLOATS, capability_of, dot_dtype, launch, needs, power_of_2, shared_limit
@@ -157,7 +158,11 @@ def combine_kernel(y, weights, out, size, TOP_K: tl.constexpr, BLOCK: tl.constex
     tl.store(out + token * size + column, cast(total, out.dtype.element_ty), mask=column < size)
 
 
-@reference.moe_route.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs())
+def _routing_reason(target: Target) -> str | None:
+    return None if target.traits.get("routing") is None else "knows neither groups nor corrections of experts"
+
+
+@reference.moe_route.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80, _routing_reason))
 def moe_route(logits: Tensor, top_k: int, scoring: str, norm_topk: bool, scale: float = 1.0) -> tuple[Tensor, Tensor]:
     """One launch."""
     tokens, count = logits.shape

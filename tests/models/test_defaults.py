@@ -17,7 +17,7 @@ SIZES = dict(
     eos_token_id=2,
     pad_token_id=0,
 )
-EXPERTS = dict(num_local_experts=4, num_experts=4, num_experts_per_tok=2)
+EXPERTS = dict(num_local_experts=4, num_experts=4, n_routed_experts=4, num_experts_per_tok=2)
 
 
 @pytest.mark.parametrize("family", [name for name in names() if name in CONFIG_MAPPING])

@@ -13,6 +13,7 @@ from toolkit.quant.forward import embed, head_logits, layer_forward
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.native import runner as native
 from toolkit.runners.tensor.runner import TensorRunner
+from toolkit.runners.tensor.traits import model_traits
 
 OPTIONS = RunnerOptions(dtype="float32", device="cpu", block_size=16, threads=1)
 EXAMPLES = 40
@@ -66,6 +67,8 @@ SLOW = pytest.param("graphs", marks=pytest.mark.slow)  # Triton's interpreter ta
 
 
 def _accepts(executor, spec):
+    if executor == "graphs":
+        return not model_traits(spec)  # what the kernels behind them lack
     return executor != "native" or native.unsupported(spec, OPTIONS) is None
 
 

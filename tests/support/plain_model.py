@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toolkit.models.rope import inv_freq
+from toolkit.models.rope import inv_freq, query_scale
 
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu}
 
@@ -37,7 +38,8 @@ def _norm(n: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
         return x
     y = x.reshape(*x.shape[:-1], -1, n.size)
     y = y - y.mean(-1, keepdim=True) if n.kind == "layer" else y
-    y = y / (y.square().mean(-1, keepdim=True) + n.eps).sqrt() * (w[n.name].view(-1, n.size) + n.weight_offset)
+    weight = w[n.name].view(-1, n.size) + n.weight_offset if n.weight else 1
+    y = y / (y.square().mean(-1, keepdim=True) + n.eps).sqrt() * weight
     return (y + w[f"{n.name}.bias"].view(-1, n.size) if n.bias else y).reshape(x.shape)
 
 
@@ -48,17 +50,25 @@ def _linear(x: Any, w: dict[str, Tensor], y: Tensor) -> Tensor:
 
 def _attention(a: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
     q, k, v = (_linear(p, w, x) for p in (a.q, a.k, a.v))
-    q, k = (_norm(n, w, y).view(len(x), -1, a.head_dim) for n, y in ((a.q_norm, q), (a.k_norm, k)))
-    v = v.view(len(x), -1, a.head_dim)
-    if a.rope is not None:
-        frequencies, factor = inv_freq(a.rope)
-        angle = torch.arange(len(x))[:, None, None] * torch.from_numpy(frequencies).double()
-        q, k = (_turn(y, angle.cos() * factor, angle.sin() * factor) for y in (q, k))
+    if a.clip is not None:
+        q, k, v = (y.clamp(-a.clip, a.clip) for y in (q, k, v))
+    q, k, v = (y.view(len(x), -1, a.head_dim) for y in (q, k, v))
+    for normed in (not a.norm_last, a.norm_last):
+        if normed:
+            q, k = (_norm(n, w, y.flatten(1)).view(y.shape) for n, y in ((a.q_norm, q), (a.k_norm, k)))
+        elif a.rope is not None:
+            frequencies, factor = inv_freq(a.rope)
+            angle = torch.arange(len(x))[:, None, None] * torch.from_numpy(frequencies).double()
+            q, k = (_turn(y, angle.cos() * factor, angle.sin() * factor) for y in (q, k))
+    if a.q_scale is not None:
+        q = q * torch.from_numpy(query_scale(a.q_scale, np.arange(len(x)))).double().view(-1, 1, 1)
     k, v = (y.repeat_interleave(a.heads // a.kv_heads, 1) for y in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * a.scale
     scores = scores if a.softcap is None else a.softcap * torch.tanh(scores / a.softcap)
     age = torch.arange(len(x))[:, None] - torch.arange(len(x))
-    unseen = (age < 0) | (age >= (len(x) if a.window is None else a.window))
+    reach = torch.full((len(x),), len(x) if a.window is None else a.window)
+    reach = torch.arange(len(x)) % a.window + 1 if a.chunked else reach
+    unseen = (age < 0) | (age >= reach[:, None])
     scores = scores.masked_fill(unseen, float("-inf"))
     sink = torch.full((a.heads,), float("-inf")) if a.sinks is None else w[a.sinks]
     shares = torch.cat([scores, sink.view(-1, 1, 1).expand(-1, len(x), 1)], -1).softmax(-1)[..., :-1]
@@ -81,13 +91,40 @@ def _mlp(m: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
     return _linear(m.down, w, inner)
 
 
+def _shares(m: Any, w: dict[str, Tensor], row: Tensor) -> Tensor:
+    """Of one token's logits, a number an expert: what it is weighed by, 0 for those that are not chosen."""
+    if m.scoring == "sparsemixer":
+        return m.scale * _mixed_shares(m, row)
+    scores = row.softmax(-1) if m.scoring == "softmax" else row.sigmoid()
+    ranks = scores if m.correction is None else scores + w[m.correction]
+    each = len(row) // m.groups
+    by_group = [sorted(g, reverse=True) for g in ranks.view(m.groups, each).tolist()]
+    goods = [sum(g[: 2 if m.group_score == "two" else 1]) for g in by_group]
+    groups = sorted(range(m.groups), key=lambda g: -goods[g])[: m.top_groups]
+    open_to = [e for g in groups for e in range(g * each, (g + 1) * each)]
+    chosen = sorted(open_to, key=lambda e: -float(ranks[e]))[: m.top_k]
+    total = sum(float(scores[e]) for e in chosen) if m.norm_topk else 1.0
+    return torch.tensor([m.scale * float(s) / total if e in chosen else 0.0 for e, s in enumerate(scores)]).double()
+
+
+def _mixed_shares(m: Any, row: Tensor) -> Tensor:
+    found, left = torch.zeros_like(row), row.clone()
+    for _ in range(m.top_k):
+        best = left.max()
+        near = [s for s, mine in zip(row.tolist(), left, strict=True) if mine > -torch.inf
+                and (best - s) / max(abs(s), float(best)) <= 2 * m.jitter]  # fmt: skip
+        found[left.argmax()] = 1 / sum((torch.tensor(near).double() - best).exp())
+        left[left.argmax()] = -torch.inf
+    return found
+
+
 def _moe(m: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
-    scores = _linear(m.router, w, x)
-    scores = scores.softmax(-1) if m.scoring == "softmax" else scores.sigmoid()
-    best, chosen = scores.topk(m.top_k, -1)
-    best = best / best.sum(-1, keepdim=True) if m.norm_topk else best
-    shares = torch.zeros_like(scores).scatter(1, chosen, best * m.scale)
-    y = sum(shares[:, i : i + 1] * _mlp(e, w, x) for i, e in enumerate(m.experts))
+    shares = torch.stack([_shares(m, w, row) for row in _linear(m.router, w, x)])
+    if m.weigh_input:
+        weighed = (_mlp(e, w, x * shares[:, i : i + 1]) * (shares[:, i : i + 1] != 0) for i, e in enumerate(m.experts))
+    else:
+        weighed = (_mlp(e, w, x) * shares[:, i : i + 1] for i, e in enumerate(m.experts))
+    y = sum(weighed)
     if m.shared is not None:
         extra = _mlp(m.shared, w, x)
         y = y + (extra if m.shared_gate is None else extra * torch.sigmoid(_linear(m.shared_gate, w, x)))

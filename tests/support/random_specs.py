@@ -24,6 +24,7 @@ from toolkit.models.spec import (
     MlpSpec,
     MoeSpec,
     NormSpec,
+    QueryScale,
     RopeSpec,
     Sublayer,
 )
@@ -56,12 +57,14 @@ def _head_norm(draw: Any, name: str, heads: int, head_dim: int) -> NormSpec | No
     span = draw(st.sampled_from((None, "each", "own", "all")))
     if span is None:
         return None
+    if span == "each" and draw(st.integers(0, 3)) == 0:
+        return NormSpec(name, head_dim, 1e-6, weight=False)
     return _norm(draw, name, heads * head_dim if span == "all" else head_dim, heads if span == "own" else 1)
 
 
 def _attention(draw: Any, prefix: str, hidden: int) -> AttentionSpec:
     heads, kv, dim = draw(st.sampled_from(_HEADS))
-    bias = draw(st.booleans())
+    bias, window = draw(st.booleans()), draw(st.sampled_from((None, 7, 16)))
     return AttentionSpec(
         q=LinearSpec(f"{prefix}.q_proj", hidden, heads * dim, bias),
         k=LinearSpec(f"{prefix}.k_proj", hidden, kv * dim, bias),
@@ -74,9 +77,13 @@ def _attention(draw: Any, prefix: str, hidden: int) -> AttentionSpec:
         rope=draw(st.sampled_from(_ROPES)),
         q_norm=_head_norm(draw, f"{prefix}.q_norm", heads, dim),
         k_norm=_head_norm(draw, f"{prefix}.k_norm", kv, dim),
-        window=draw(st.sampled_from((None, 7, 16))),
+        window=window,
+        chunked=window is not None and draw(st.booleans()),
         softcap=draw(st.sampled_from((None, 5.0))),
         sinks=f"{prefix}.sinks" if draw(st.booleans()) else None,
+        clip=draw(st.sampled_from((None, None, 0.8))),
+        norm_last=draw(st.booleans()),
+        q_scale=draw(st.sampled_from((None, None, QueryScale("floor", 8, 0.5, 1), QueryScale("log", 12)))),
     )
 
 
@@ -104,13 +111,26 @@ def _moe(draw: Any, prefix: str, hidden: int, quantized: bool) -> MoeSpec:
     return MoeSpec(
         router=LinearSpec(f"{prefix}.gate", hidden, count, draw(st.booleans())),
         experts=(first, *rest),
-        top_k=count if quantized else draw(st.integers(1, count)),
-        scoring=draw(st.sampled_from(("softmax", "sigmoid"))),
-        norm_topk=draw(st.booleans()),
+        **_routing(draw, prefix, count, quantized),
         scale=draw(st.sampled_from((1.0, 1.5))),
         shared=shared,
         shared_gate=gate,
+        weigh_input=draw(st.sampled_from((False, False, True))),
     )
+
+
+def _routing(draw: Any, prefix: str, count: int, quantized: bool) -> dict[str, Any]:
+    """How many of ``count`` experts are chosen, and how; ``quantized``: all."""
+    kind = draw(st.sampled_from(("plain", "plain", "correction", "groups", "mixed")))
+    if kind == "mixed" and count > 1 and not quantized:
+        return {"top_k": 2, "scoring": "sparsemixer", "norm_topk": False, "jitter": draw(st.sampled_from((0.0, 0.2)))}
+    found = {"scoring": draw(st.sampled_from(("softmax", "sigmoid"))), "norm_topk": draw(st.booleans())}
+    if kind == "correction":
+        found["correction"] = f"{prefix}.gate.e_score_correction_bias"
+    if kind == "groups" and count == 4 and not quantized:
+        best = draw(st.sampled_from(("best", "two")))
+        return found | {"groups": 2, "top_groups": 1, "group_score": best, "top_k": draw(st.integers(1, 2))}
+    return found | {"top_k": count if quantized else draw(st.integers(1, count))}
 
 
 def _layer(draw: Any, index: int, hidden: int, quantized: bool) -> LayerSpec:

@@ -157,7 +157,7 @@ def _randomize(model: Any, generator: Any) -> None:
     with torch.no_grad():
         for name, p in model.named_parameters():
             noise = torch.randn(p.shape, generator=generator)
-            if "norm" in name:
+            if "norm" in name.split(".")[-2]:
                 p.copy_(p.mean() + 0.2 * noise)  # 1, or 0 where the model adds the 1
             elif name.endswith("bias"):
                 p.copy_(0.3 * noise)
@@ -165,6 +165,9 @@ def _randomize(model: Any, generator: Any) -> None:
                 p.copy_(0.5 * noise)
             else:
                 p.copy_(noise * 1.2 / p.shape[-1] ** 0.5)
+        for name, b in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                b.copy_(0.3 * torch.randn(b.shape, generator=generator))
 
 
 def _tokenizer(settings: dict[str, Any]) -> Any:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _COUNTED = re.compile(r"\.\d+(?=\.)")
 _HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
+FURTHER = "num_nextn_predict_layers"  # config.json's count of layers for multi-token prediction, which do not run
 _MATRICES = ("linear", "router", "embed", "head")
 CACHE_SCALES = (".k_scale", ".v_scale")  # how names of a float8 KV cache's scales end
 
@@ -45,7 +46,10 @@ def validate_checkpoint(checkpoint: Checkpoint, stored: Iterable[StoredTensor]) 
 
 
 def _check_left_over(checkpoint: Checkpoint, stored: list[StoredTensor]) -> None:
-    """A layer or expert that config.json does not count would be dropped, and the rest make another model."""
+    """A layer or expert that config.json does not count would be dropped, and the rest make another model. Layers that
+    predict further tokens (``FURTHER``) are none of the model's; they stand behind its own."""
+    further = checkpoint.config.get(FURTHER)
+    further = further if isinstance(further, int) else 0
     known = {item.name[: m.end()] for item in stored for m in _COUNTED.finditer(item.name)}
     lists = {name.rpartition(".")[0] for name in known}
     for name in checkpoint.names():
@@ -54,6 +58,8 @@ def _check_left_over(checkpoint: Checkpoint, stored: list[StoredTensor]) -> None
             parent = place.rpartition(".")[0]
             if place not in known and parent in lists:
                 count = sum(k.rpartition(".")[0] == parent for k in known)
+                if not parent.endswith("experts") and count <= int(place.rpartition(".")[2]) < count + further:
+                    continue
                 kind = "experts" if parent.endswith("experts") else "layers"
                 raise ToolkitError(
                     f"{checkpoint.where(name)}: found tensor {name}, but by config.json expected {count} "
@@ -112,7 +118,7 @@ def _expected(checkpoint: Checkpoint, form: WeightFormat | None, item: StoredTen
             return form.expected(checkpoint.quantization or {}, item.name, item.straight) + bias
         except ToolkitError as error:
             raise ToolkitError(f"{checkpoint.path}: {error}") from None
-    return [dense(item.weight_name, item.shape), *bias]
+    return [dense(item.weight_name, item.disk_shape), *bias]
 
 
 def _is_quantized(checkpoint: Checkpoint, form: WeightFormat, item: StoredTensor) -> bool:
@@ -158,7 +164,7 @@ def load_stored(checkpoint: Checkpoint, item: StoredTensor) -> tuple[Weight | Te
     found = checkpoint.tensor(item.weight_name)
     if len(item.matrix) == 1:
         return found.reshape(-1), checkpoint.tensor(item.bias_name).reshape(-1) if item.bias else None
-    found = found.transpose(-1, -2) if item.transposed else found
+    found = found.reshape(item.shape).transpose(-1, -2) if item.transposed else found
     return Dense(found.reshape(item.matrix)), _bias(checkpoint, item)
 
 
@@ -184,7 +190,8 @@ def load_part(checkpoint: Checkpoint, item: StoredTensor, part: Part) -> Iterato
 def as_stored(item: StoredTensor, value: Tensor, bias: Tensor | None = None) -> Iterator[tuple[str, Tensor]]:
     """The dense tensors of a module by their names on disk: the inverse of ``load_stored``."""
     shaped = value.reshape(item.straight)
-    yield item.weight_name, shaped.transpose(-1, -2).contiguous() if item.transposed else shaped
+    shaped = shaped.transpose(-1, -2).contiguous() if item.transposed else shaped
+    yield item.weight_name, shaped.reshape(item.disk_shape)
     if bias is not None:
         yield item.bias_name, bias.reshape(item.bias_shape)
 

@@ -38,7 +38,7 @@ class BlockManager:
         self, groups: Sequence[CacheGroup], num_blocks: Sequence[int], block_size: int, rows: int, max_len: int
     ) -> None:
         self.block_size = block_size
-        self.windows = [g.window if g.kind == "window" else None for g in groups]
+        self.windows = [g.window for g in groups]
         self.pools = [BlockPool(n) for n in num_blocks]
         self.tables = [np.full((rows, blocks_for(max_len, block_size)), -1, np.int32) for _ in groups]
         self._first = [[0] * rows for _ in groups]  # first entry not given back

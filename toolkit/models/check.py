@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from toolkit.models.spec.decoder import DecoderSpec, Sublayer
 
 # Integer fields that may be zero; every other one is a size or a count.
-_MAY_BE_ZERO = {"group", "original_max_position", "max_position"}
+_MAY_BE_ZERO = {"group", "original_max_position", "max_position", "offset"}
 
 
 def check_spec(spec: DecoderSpec) -> None:

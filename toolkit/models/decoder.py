@@ -146,6 +146,7 @@ def llama_like(
     softcap: float | None = None,
     sinks: bool = False,
     activation: Activation | None = None,
+    change: Callable[[int, AttentionSpec], AttentionSpec] | None = None,
     feed_forward: Callable[[int], MlpSpec | MoeSpec | None] | None = None,
     norms: LayerNorms = PRE_NORMS,
     norm: NormMaker | None = None,
@@ -160,9 +161,10 @@ def llama_like(
     """Llama with the differences given.
 
     What is absent is read as Llama's config has it: ``dims``, ``rope``, ``activation`` (``hidden_act``). ``rope`` and
-    ``windows``: of all layers, or a list with those of each, None for a layer without. ``feed_forward``: that of a
-    layer by its number, None for the dense gated one. ``norms``: their names; ``norm``: what makes each, if not an RMS
-    norm with ``norm_offset``. ``parallel``: attention and feed-forward both read what the layer begins with.
+    ``windows``: of all layers, or a list with those of each, None for a layer without. ``change``: the attention of a
+    layer by its number, from what it would be. ``feed_forward``: that of a layer by its number, None for the dense
+    gated one. ``norms``: their names; ``norm``: what makes each, if not an RMS norm with ``norm_offset``.
+    ``parallel``: attention and feed-forward both read what the layer begins with.
     ``rename``, ``fused``, ``pairs``: as of ``stored_tensors``; ``model``: fields of ``DecoderSpec``.
     """
     dims = dims or read_dims(config)
@@ -186,6 +188,7 @@ def llama_like(
             softcap=softcap,
             sinks=sinks,
         )
+        mixer = mixer if change is None else change(i, mixer)
         mlp = None if feed_forward is None else feed_forward(i)
         if mlp is None:
             mlp = gated_mlp(f"model.layers.{i}.mlp", dims.hidden, dims.intermediate, act, mlp_bias)
@@ -290,9 +293,11 @@ def experts(
     shared: int = 0,
     shared_gate: bool = False,
     bias: bool = False,
+    correction: bool = False,
+    **routing: Any,
 ) -> MoeSpec:
     """``inner``: width of an expert; ``shared``: of the one that every token goes through, 0 for none. ``bias``: of
-    router and experts.
+    router and experts. ``correction``: whether there is one; ``routing``: further fields of ``MoeSpec``.
     """
     prefix = f"model.layers.{layer}.mlp"
     return MoeSpec(
@@ -302,6 +307,8 @@ def experts(
         norm_topk=norm_topk,
         shared=gated_mlp(f"{prefix}.shared_expert", hidden, shared, activation) if shared else None,
         shared_gate=LinearSpec(f"{prefix}.shared_expert_gate", hidden, 1) if shared_gate else None,
+        correction=f"{prefix}.gate.e_score_correction_bias" if correction else None,
+        **routing,
     )
 
 
@@ -340,7 +347,7 @@ def assemble(dims: Dims, layers: Sequence[LayerSpec], final_norm: NormSpec, **ex
 class Fused:
     """Linears that the checkpoint stores as one: the module's name inside the layer, and the rows of each.
 
-    ``shape``: as stored where it is no matrix of all rows; it, ``transposed`` and ``bare`` as in ``StoredTensor``.
+    ``shape``: where it is no matrix of all rows; it, ``transposed``, ``bare`` and ``flat`` as in ``StoredTensor``.
     """
 
     name: str
@@ -348,6 +355,7 @@ class Fused:
     shape: tuple[int, ...] = ()
     transposed: bool = False
     bare: bool = False
+    flat: bool = False
 
 
 def fused_qkv(dims: Dims, name: str) -> Fused:
@@ -407,7 +415,7 @@ def stored_tensors(
     found = [_whole(spec.embed, rename, "embed", (spec.vocab_size, spec.hidden_size))]
     for i, layer in enumerate(spec.layers):
         prefix = f"model.layers.{i}."
-        modules = [_norm(n, rename) for n in layer.norms()]
+        modules = [_norm(n, rename) for n in layer.norms() if n.weight]
         vectors = {name: size for s in layer.sublayers for name, size in s.mixer.vectors().items()}
         modules += [_whole(name, rename, "vector", (size,)) for name, size in vectors.items()]
         for m in layer.linears():
@@ -418,10 +426,8 @@ def stored_tensors(
             elif m.name == prefix + next(iter(group.rows)):
                 shape = group.shape or (max(r[1] for rows in group.rows.values() for r in rows), m.in_features)
                 parts = tuple(Part(prefix + name, rows) for name, rows in group.rows.items())
-                name = rename(prefix + group.name)
-                modules.append(
-                    StoredTensor(name, "linear", shape, parts, m.bias, transposed=group.transposed, bare=group.bare)
-                )
+                forms = {"transposed": group.transposed, "bare": group.bare, "flat": group.flat}
+                modules.append(StoredTensor(rename(prefix + group.name), "linear", shape, parts, m.bias, **forms))
         found += [_half_split(layer, m) for m in modules] if pairs else modules
     found.append(_norm(spec.final_norm, rename))
     if not spec.tied:

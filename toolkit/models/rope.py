@@ -1,4 +1,4 @@
-"""Rotary frequencies from a ``RopeSpec``: the one place where every runner gets its angles.
+"""Rotary frequencies from a ``RopeSpec``, and factors of queries by position: where every runner gets its numbers.
 
 The arithmetic follows transformers' (powers of float32 exponents, float32 afterwards), so that the result is equal
 to within one unit in the last place.
@@ -11,7 +11,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.models.spec.parts import RopeSpec
+from toolkit.models.spec.parts import QueryScale, RopeSpec
 
 F32 = NDArray[np.float32]
 
@@ -35,8 +35,18 @@ def inv_freq(rope: RopeSpec, long: bool = False) -> tuple[F32, float]:
     if rope.kind == "longrope":
         factors = np.asarray(rope.long_factor if long else rope.short_factor, np.float32)
         scaled = factors * _powers(rope.theta, rope.rotary_dim)
-        return np.float32(1.0) / scaled, 1.0 if rope.attention_factor is None else rope.attention_factor
+        own = rope.long_attention_factor if long else None
+        factor = rope.attention_factor if own is None else own
+        return np.float32(1.0) / scaled, 1.0 if factor is None else factor
     raise ValueError(f"unknown rope kind {rope.kind!r}")
+
+
+def query_scale(scale: QueryScale, positions: NDArray[np.int64]) -> F32:
+    """What queries at ``positions`` are multiplied by, float32."""
+    if scale.form == "log":
+        return np.maximum(1.0, np.log(positions + 1.0) / math.log(scale.length)).astype(np.float32)
+    found = 1.0 + scale.factor * np.log1p((positions + scale.offset) // scale.length)
+    return np.asarray(found, np.float32)
 
 
 def _powers(theta: float, dim: int) -> F32:

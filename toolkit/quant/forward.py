@@ -10,13 +10,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from toolkit.kernels.reference.activation import swigluoai
+from toolkit.kernels.reference.attention import oldest
+from toolkit.kernels.reference.moe import moe_route
 from toolkit.kernels.torch.product import prefers_onednn, product
-from toolkit.models.rope import inv_freq
+from toolkit.models.rope import inv_freq, query_scale
 from toolkit.models.spec import AttentionSpec, DecoderSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec, RopeSpec
 from toolkit.quant.lazy import KEEP, Lazy
 
@@ -93,6 +96,8 @@ def all_finite(x: Tensor) -> bool:
 
 def normed(norm: NormSpec, weights: Weights, x: Tensor) -> Tensor:
     """The norm over the last dimension (over heads too, where it spans them); in float32 also within autocast."""
+    if not norm.weight:
+        return F.rms_norm(x.float(), (norm.size,), eps=norm.eps)
     weight = weights[norm.name].float()
     if norm.kind == "rms":
         return F.rms_norm(x.float(), (norm.size,), weight + norm.weight_offset, norm.eps)
@@ -175,13 +180,20 @@ def _attention(a: AttentionSpec, weights: Weights, raw: Tensor, x: Tensor, watch
     q = _linear(a.q, weights, x).view(batch, length, a.heads, a.head_dim)
     k = _linear(a.k, weights, x).view(batch, length, a.kv_heads, a.head_dim)
     v = _linear(a.v, weights, x).view(batch, length, a.kv_heads, a.head_dim)
-    q, k = _head_normed(a.q_norm, weights, q), _head_normed(a.k_norm, weights, k)
+    if a.clip is not None:
+        q, k, v = (t.clamp(-a.clip, a.clip) for t in (q, k, v))
+    if not a.norm_last:
+        q, k = _head_normed(a.q_norm, weights, q), _head_normed(a.k_norm, weights, k)
     if a.rope is not None:
         cos, sin = _angles(a.rope, length, x.device)
         q, k = _turn(q, cos, sin), _turn(k, cos, sin)
+    if a.norm_last:
+        q, k = _head_normed(a.q_norm, weights, q), _head_normed(a.k_norm, weights, k)
+    if a.q_scale is not None:
+        q = q * torch.from_numpy(query_scale(a.q_scale, np.arange(length)))[:, None, None].to(x.device)
     k, v = watch(a.k.name + CACHE, k), watch(a.v.name + CACHE, v)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    mask = None if a.window is None or a.window >= length else _mask(length, a.window, x.device)
+    mask = None if a.window is None or a.window >= length else _mask(a, length, x.device)
     faster = torch.is_autocast_enabled("cpu") or (prefers_onednn() and not q.requires_grad)
     if a.softcap is not None or a.sinks is not None:
         out = torch.cat([_capped(a, weights, *(t[i : i + 1] for t in (q, k, v))) for i in range(batch)])
@@ -236,19 +248,18 @@ def _capped(a: AttentionSpec, weights: Weights, q: Tensor, k: Tensor, v: Tensor)
     scores = (q @ k.transpose(-1, -2)) * a.scale
     if a.softcap is not None:
         scores = a.softcap * torch.tanh(scores / a.softcap)
-    scores = scores.masked_fill(~_mask(q.shape[2], a.window, q.device), float("-inf"))
+    scores = scores.masked_fill(~_mask(a, q.shape[2], q.device), float("-inf"))
     if a.sinks is not None:
         sink = weights[a.sinks].view(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)
         return torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1] @ v
     return torch.softmax(scores, dim=-1) @ v
 
 
-def _mask(length: int, window: int | None, device: torch.device) -> Tensor:
+def _mask(a: AttentionSpec, length: int, device: torch.device) -> Tensor:
     """True where the query (row) may see the key (column)."""
     row = torch.arange(length, device=device)[:, None]
     column = torch.arange(length, device=device)[None, :]
-    seen = column <= row
-    return seen if window is None else seen & (column > row - window)
+    return (column <= row) & (column >= oldest(row, a.window, a.chunked))
 
 
 def _angles(rope: RopeSpec, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -290,16 +301,19 @@ def _moe(m: MoeSpec, weights: Weights, raw: Tensor, x: Tensor, watch: _Watch) ->
     shape, raw, seen = x.shape, _rows(raw), _rows(x)
     logits = _linear(m.router, weights, raw).float()  # under autocast a linear gives less
     gate = None if m.shared_gate is None else torch.sigmoid(_linear(m.shared_gate, weights, raw))
-    scores = torch.softmax(logits, dim=-1) if m.scoring == "softmax" else torch.sigmoid(logits)
-    best, chosen = torch.topk(scores, m.top_k, dim=-1)
-    if m.norm_topk:
-        best = best / best.sum(dim=-1, keepdim=True)
+    correction = None if m.correction is None else weights[m.correction].float()
+    groups = m.groups, m.top_groups, m.group_score
+    chosen, best = moe_route.reference(
+        logits, m.top_k, m.scoring, m.norm_topk, m.scale, correction, *groups, jitter=m.jitter
+    )
     out = torch.zeros_like(raw, dtype=torch.float32)
     for i, expert in enumerate(m.experts):
         token, place = torch.where(chosen == i)
         if token.numel():
-            y = _mlp(expert, weights, raw, seen[token], watch)
-            out.index_add_(0, token, y * (best[token, place] * m.scale)[:, None])
+            share = best[token, place][:, None]
+            rows = seen[token] * share.to(seen.dtype) if m.weigh_input else seen[token]
+            y = _mlp(expert, weights, raw, rows, watch)
+            out.index_add_(0, token, (y if m.weigh_input else y * share).float())
     if m.shared is not None:
         y = _mlp(m.shared, weights, raw, seen, watch)
         out = out + (y if gate is None else y * gate)

@@ -80,7 +80,7 @@ def _entry(sub: Sublayer) -> Site:
 
 def _attention_sites(a: AttentionSpec) -> list[Site]:
     into = RowFold(a.v, width=a.head_dim, repeat=a.heads // a.kv_heads)
-    return [Site(a.o.name, a.o.in_features, (a.o,), (), into)]
+    return [Site(a.o.name, a.o.in_features, (a.o,), (), into if a.clip is None else None)]
 
 
 INNER: dict[str, Callable[[Any], list[Site]]] = {"attention": _attention_sites}

@@ -23,11 +23,12 @@ def build(config: Fields) -> Built:
         feed_forward=lambda i: experts(
             i, dims.hidden, dims.intermediate, act, count=count, top_k=top_k, norm_topk=True
         ),
-        rename=_rename,
+        rename=rename,
     )
 
 
-def _rename(name: str) -> str:
+def rename(name: str) -> str:
+    """A canonical name as Mixtral's checkpoints spell it."""
     prefix, dot, rest = name.partition(".mlp.")
     if not dot:
         return name

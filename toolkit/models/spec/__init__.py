@@ -17,7 +17,7 @@ from toolkit.models.spec.keeps import CacheGroup, Kept, Paged
 from toolkit.models.spec.mixer import Rotary
 from toolkit.models.spec.mlp import MlpSpec
 from toolkit.models.spec.moe import MoeSpec
-from toolkit.models.spec.parts import Activation, LinearSpec, NormSpec, RopeSpec
+from toolkit.models.spec.parts import Activation, LinearSpec, NormSpec, QueryScale, RopeSpec
 from toolkit.models.spec.stored import Part, Rows, StoredTensor
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "NormSpec",
     "Paged",
     "Part",
+    "QueryScale",
     "RopeSpec",
     "Rotary",
     "Rows",

@@ -8,7 +8,7 @@ from typing import Literal
 from toolkit.models.spec import sound
 from toolkit.models.spec.keeps import Paged
 from toolkit.models.spec.mixer import MixerSpec, Rotary
-from toolkit.models.spec.parts import LinearSpec, NormSpec, RopeSpec
+from toolkit.models.spec.parts import LinearSpec, NormSpec, QueryScale, RopeSpec, later
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,10 @@ class AttentionSpec(MixerSpec):
     """Multi-head attention with grouped keys and values.
 
     ``scale`` multiplies q·k; ``softcap`` c turns scores s into c·tanh(s/c); ``window`` w lets position p see
-    keys in (p - w, p]; ``sinks`` names a per-head logit added to the softmax denominator (or None).
-    ``group`` indexes ``DecoderSpec.cache_groups``.
+    keys in (p - w, p], or where ``chunked`` those from the last multiple of w on (Llama 4); ``sinks`` names a per-head
+    logit added to the softmax denominator (or None). ``group`` indexes ``DecoderSpec.cache_groups``. ``clip`` c keeps
+    projections within ±c, before anything else; ``norm_last``: q and k are normed when they are turned, not before
+    (Hunyuan).
     """
 
     q: LinearSpec
@@ -35,6 +37,10 @@ class AttentionSpec(MixerSpec):
     softcap: float | None = None
     sinks: str | None = None
     group: int = 0
+    chunked: bool = later(False)
+    clip: float | None = later(None)
+    norm_last: bool = later(False)
+    q_scale: QueryScale | None = later(None)  # noqa: RUF009 (a field, as the others are)
     kind: Literal["attention"] = "attention"
 
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -62,7 +68,7 @@ class AttentionSpec(MixerSpec):
         return dict.fromkeys(names, Rotary(self.head_dim, 0, self.rope.rotary_dim))
 
     def keeps(self) -> Paged:
-        return Paged(self.kv_heads, self.head_dim, self.window)
+        return Paged(self.kv_heads, self.head_dim, self.window, self.chunked)
 
     def check(self, hidden: int) -> None:
         q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -75,6 +81,11 @@ class AttentionSpec(MixerSpec):
             sound.norm(self.q_norm, self.head_dim, q_size, heads=self.heads)
         if self.k_norm is not None:
             sound.norm(self.k_norm, self.head_dim, kv_size, heads=self.kv_heads)
-        sound.expect("softcap", self.softcap is None or self.softcap > 0, self.softcap, "a number above 0")
+        for name, limit in (("softcap", self.softcap), ("clip", self.clip)):
+            sound.expect(name, limit is None or limit > 0, limit, "a number above 0")
+        sound.expect("chunked", not self.chunked or self.window is not None, self.chunked, "false without a window")
+        if (q := self.q_scale) is not None:
+            sound.expect("q_scale", q.form == "floor" or q.length > 1, q.length, "a length above 1")
+            sound.expect("q_scale", q.factor >= 0, q.factor, "a factor of 0 or more")
         if self.rope is not None:
             sound.rope(self.rope, self.head_dim)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Rule = tuple[Literal["full", "window"], int | None]
+Rule = tuple[Literal["full", "window", "chunk"], int | None]
 """Kind of a cache group, and its window."""
 
 
@@ -18,10 +18,11 @@ class CacheGroup:
     """Layers whose caches live by one rule and share one block table.
 
     ``kind``: "full" keeps every token, and a prefix is reused from any of its blocks on; "window" keeps the last
-    ``window`` tokens, and a prefix is reused where the blocks are there that the token behind it sees.
+    ``window`` tokens, and a prefix is reused where the blocks are there that the token behind it sees; "chunk" does as
+    "window" does, though of these tokens some may be seen no more.
     """
 
-    kind: Literal["full", "window"]
+    kind: Literal["full", "window", "chunk"]
     window: int | None
     layers: tuple[int, ...]
 
@@ -29,16 +30,17 @@ class CacheGroup:
 @dataclass(frozen=True)
 class Paged:
     """Of each token ``heads`` keys and as many values of ``head_dim`` numbers; with a ``window`` w those that position
-    p sees: (p - w, p]."""
+    p sees: (p - w, p], or where ``chunked`` those from the last multiple of w on."""
 
     heads: int
     head_dim: int
     window: int | None = None
+    chunked: bool = False
     kind: Literal["paged"] = "paged"
 
     @property
     def rule(self) -> Rule:
-        return ("full", None) if self.window is None else ("window", self.window)
+        return ("full", None) if self.window is None else ("chunk" if self.chunked else "window", self.window)
 
     def refuses(self, quant_policy: int) -> str | None:
         """Why its numbers cannot be stored by this policy, with what can be done, or None."""

@@ -8,7 +8,7 @@ from typing import Literal
 from toolkit.models.spec import sound
 from toolkit.models.spec.mixer import MixerSpec
 from toolkit.models.spec.mlp import MlpSpec
-from toolkit.models.spec.parts import LinearSpec
+from toolkit.models.spec.parts import LinearSpec, later
 
 
 @dataclass(frozen=True)
@@ -16,16 +16,28 @@ class MoeSpec(MixerSpec):
     """Router and experts. Scores are softmax or sigmoid of the router's logits in float32; the ``top_k`` best
     experts are weighted by their scores, rescaled to sum 1 where ``norm_topk``, times ``scale``.
     ``shared`` runs on every token; its output is weighted by sigmoid(shared_gate(x)) where given.
+
+    ``correction``: a number an expert, added to its score where experts are chosen, not where they are weighed.
+    ``groups``: experts stand in so many equal groups, of which the ``top_groups`` best alone are chosen from, each as
+    good as its best expert or its two best together (``group_score``). "sparsemixer" (Phi-3.5-MoE, ``top_k`` 2): each
+    choice is weighed by the softmax over the logits left that are at most 2 · ``jitter`` of their size below the best.
+    ``weigh_input``: weights multiply what an expert reads, not what it gives (Llama 4).
     """
 
     router: LinearSpec
     experts: tuple[MlpSpec, ...]
     top_k: int
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    scoring: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
     norm_topk: bool = True
     scale: float = 1.0
     shared: MlpSpec | None = None
     shared_gate: LinearSpec | None = None
+    correction: str | None = later(None)
+    groups: int = later(1)
+    top_groups: int = later(1)
+    group_score: Literal["best", "two"] = later("best")
+    jitter: float = later(0.0)
+    weigh_input: bool = later(False)
     kind: Literal["moe"] = "moe"
 
     def mlps(self) -> tuple[MlpSpec, ...]:
@@ -52,10 +64,14 @@ class MoeSpec(MixerSpec):
     def routers(self) -> tuple[LinearSpec, ...]:
         return (self.router,) if self.shared_gate is None else (self.router, self.shared_gate)
 
+    def vectors(self) -> dict[str, int]:
+        return {} if self.correction is None else {self.correction: len(self.experts)}
+
     def check(self, hidden: int) -> None:
         sound.expect("experts", bool(self.experts), 0, "at least one")
         sound.expect("top_k", self.top_k <= len(self.experts), self.top_k, f"at most {len(self.experts)}")
         sound.linear(self.router, hidden, len(self.experts))
+        self._check_routing()
         for expert in self.experts:
             expert.check(hidden)
             inner, found = self.experts[0].up.out_features, expert.up.out_features
@@ -64,3 +80,19 @@ class MoeSpec(MixerSpec):
             self.shared.check(hidden)
         if self.shared_gate is not None:
             sound.linear(self.shared_gate, hidden, 1)
+
+    def _check_routing(self) -> None:
+        count = len(self.experts)
+        sound.expect("groups", count % self.groups == 0, self.groups, f"a divisor of {count}")
+        sound.expect("top_groups", self.top_groups <= self.groups, self.top_groups, f"at most {self.groups}")
+        each = count // self.groups
+        enough = self.top_k <= self.top_groups * each
+        sound.expect("top_groups", enough, self.top_groups, f"groups that hold {self.top_k} experts")
+        good = self.group_score == "best" or each >= 2
+        sound.expect("group_score", good, self.group_score, "best, with one expert a group")
+        sound.expect("jitter", self.jitter >= 0, self.jitter, "a number of 0 or more")
+        if self.scoring == "sparsemixer":
+            sound.expect("top_k", self.top_k == 2 and count > 1, self.top_k, "2 for sparsemixer, of several experts")
+            plain = self.correction is None and self.groups == 1 and not self.norm_topk
+            expected = "another: sparsemixer has no groups, correction or norm_topk"
+            sound.expect("scoring", plain, self.scoring, expected)

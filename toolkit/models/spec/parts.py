@@ -24,7 +24,7 @@ class NormSpec:
 
     ``name``: canonical name without ``.weight``. ``weight_offset`` is 1.0 for Gemma. ``size``: elements normed at once.
     ``heads``: how many heads are normed each by itself with weights of its own (Command-R+); the weight is
-    [heads · size].
+    [heads · size]. ``weight`` False: none is stored, all are 1 (Llama 4's q and k).
     """
 
     name: str
@@ -34,11 +34,12 @@ class NormSpec:
     kind: Literal["rms", "layer"] = later("rms")
     bias: bool = later(False)
     heads: int = later(1)
+    weight: bool = later(True)
 
     def vectors(self) -> dict[str, int]:
         """Its parameters: name → numbers in it."""
         count = self.heads * self.size
-        return {self.name: count} | ({f"{self.name}.bias": count} if self.bias else {})
+        return ({self.name: count} if self.weight else {}) | ({f"{self.name}.bias": count} if self.bias else {})
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ class RopeSpec:
     ``toolkit.models.rope.inv_freq(rope, long)``, so that every runner turns by the same numbers.
     ``dynamic`` and ``longrope`` have two sets: the *short* one for requests whose whole length
     (prompt + new tokens allowed) fits ``original_max_position``, the *long* one for the others. The choice is
-    made once a request (``StepBatch.rope_set``), so that cached keys never change their rotation.
+    made once a request (``StepBatch.rope_set``), so that cached keys never change their rotation. cos and sin are
+    multiplied by ``attention_factor``, those of the long set by ``long_attention_factor`` where it is given.
     """
 
     rotary_dim: int
@@ -79,3 +81,18 @@ class RopeSpec:
     attention_factor: float | None = None
     max_position: int = 0
     truncate: bool = True
+    long_attention_factor: float | None = later(None)
+
+
+@dataclass(frozen=True)
+class QueryScale:
+    """What a query at position p is multiplied by, whatever scores are scaled by; ``toolkit.models.rope.query_scale``.
+
+    "floor": 1 + factor · ln(1 + ⌊(p + offset) / length⌋) (Llama 4, Ministral 3); "log": max(1, ln(p + 1) / ln(length))
+    (Qwen 1).
+    """
+
+    form: Literal["floor", "log"]
+    length: int
+    factor: float = 1.0
+    offset: int = 0

@@ -32,7 +32,8 @@ class StoredTensor:
 
     Whatever its shape, a module is worked with as the matrix of ``matrix`` (or as a vector), a row an output feature,
     of which parts take rows: the matrices of a stack [experts, out, in] stand one below the other. ``transposed``: the
-    stored ones are [in, out]. ``bare``: tensors are named ``name`` and ``name_bias``.
+    stored ones are [in, out]. ``flat``: a stack stored as one matrix, one of its own below the other. ``bare``: tensors
+    are named ``name`` and ``name_bias``.
     """
 
     name: str
@@ -43,6 +44,12 @@ class StoredTensor:
     optional: bool = False
     transposed: bool = False
     bare: bool = False
+    flat: bool = False
+
+    @property
+    def disk_shape(self) -> tuple[int, ...]:
+        """Of the dense weight's tensor."""
+        return (self.shape[0] * self.shape[1], *self.shape[2:]) if self.flat else self.shape
 
     @property
     def straight(self) -> tuple[int, ...]:

@@ -34,11 +34,29 @@ const uint8_t* Run::query(const Attention& a, int64_t head, int64_t t) const {
     return w.queries + (head * CHUNK + t) * a.per_kv * a.dpad * (p.bf16 ? 2 : 4);
 }
 
-// Norms over all heads of a token at once.
-void Run::norm_wide(const Attention& a, int64_t t) const {
+// What is done to all heads of a token at once: its projections clipped, and norms that span heads.
+void Run::settle_row(const Attention& a, int64_t t) const {
     float *q = w.qkv + t * w.qkv_ld, *k = q + a.q.w.tiles() * LANES;
+    if (a.clip > 0)
+        for (float* x = q; x < k + (a.k.w.tiles() + a.v.w.tiles()) * LANES; x++) *x = std::min(std::max(*x, -a.clip), a.clip);
+    if (a.norm_last) turn_row(a, t, q, k);
     if (a.wide(a.q_norm)) norm_row(a.q_norm, q, q);
     if (a.wide(a.k_norm)) norm_row(a.k_norm, k, k);
+}
+
+void Run::turn_row(const Attention& a, int64_t t, float* q, float* k) const {
+    if (a.rope < 0) return;
+    const int64_t half = p.ropes[size_t(a.rope)].rotary / 2;
+    const float *cos = w.cos[size_t(a.rope)] + t * half, *sin = w.sin[size_t(a.rope)] + t * half;
+    for (int64_t h = 0; h < a.heads; h++) ops.rope(q + h * a.head_dim, cos, sin, 2 * half);
+    for (int64_t h = 0; h < a.kv_heads; h++) ops.rope(k + h * a.head_dim, cos, sin, 2 * half);
+}
+
+// What the queries of a position are multiplied by; see QueryScale.
+static float query_scale(const Attention& a, int64_t position) {
+    if (a.q_form == 0) return 1.0f;
+    if (a.q_form == 1) return 1.0f + a.q_factor * std::log1p(float((position + a.q_offset) / a.q_length));
+    return std::max(1.0f, std::log(float(position) + 1.0f) / std::log(float(a.q_length)));
 }
 
 // One token's part of one kv head: its queries and key normed and turned, key and value written to the cache.
@@ -49,7 +67,8 @@ void Run::turn_and_store(const Attention& a, int64_t t, int64_t head) {
     const float* v = k + a.k.w.tiles() * LANES;
     float *row = own.head_row, *value = own.head_row + a.dpad;
     std::memset(row, 0, size_t(a.dpad) * 8);
-    const int64_t half = a.rope >= 0 ? p.ropes[size_t(a.rope)].rotary / 2 : 0;
+    const int64_t half = a.rope >= 0 && !a.norm_last ? p.ropes[size_t(a.rope)].rotary / 2 : 0;
+    const float factor = query_scale(a, position_of(seq, flat));
     auto load = [&](const float* from, const Norm& norm, int64_t of_head) {
         if (norm.present() && !a.wide(norm)) norm_row(norm, from, row, of_head);
         else std::memcpy(row, from, size_t(hd) * 4);
@@ -59,6 +78,7 @@ void Run::turn_and_store(const Attention& a, int64_t t, int64_t head) {
     uint8_t* to = const_cast<uint8_t*>(query(a, head, t));
     for (int64_t i = 0; i < a.per_kv; i++, to += a.dpad * (p.bf16 ? 2 : 4)) {
         load(q + (head * a.per_kv + i) * hd, a.q_norm, head * a.per_kv + i);
+        if (a.q_form) std::for_each(row, row + hd, [&](float& x) { x *= factor; });
         if (p.bf16) ops.to_bf16(row, reinterpret_cast<uint16_t*>(to), a.dpad);
         else std::memcpy(to, row, size_t(a.dpad) * 4);
     }
@@ -78,8 +98,7 @@ void Run::turn_and_store(const Attention& a, int64_t t, int64_t head) {
 
 // Tiles that tokens [t0, t1) of a sequence see.
 Range Run::tiles_of(const Attention& a, int64_t seq, int64_t t0, int64_t t1) const {
-    const int64_t from = a.window ? std::max<int64_t>(0, position_of(seq, t0) - a.window + 1) : 0;
-    return {from / KV_TILE, position_of(seq, t1 - 1) / KV_TILE + 1};
+    return {a.oldest(position_of(seq, t0)) / KV_TILE, position_of(seq, t1 - 1) / KV_TILE + 1};
 }
 
 // Where a tile's cells lie in the cache; only cells with tokens in `tokens` (absolute) are looked up.
@@ -124,7 +143,7 @@ void Run::load_cells(const Attention& a, int64_t tile, Range tokens, const KvTil
 
 // Tokens that tokens [t0, t1) of a sequence see, as absolute positions.
 Range Run::seen(const Attention& a, int64_t seq, int64_t t0, int64_t t1) const {
-    return {a.window ? std::max<int64_t>(0, position_of(seq, t0) - a.window + 1) : 0, position_of(seq, t1 - 1) + 1};
+    return {a.oldest(position_of(seq, t0)), position_of(seq, t1 - 1) + 1};
 }
 
 // One piece of attention into a fresh state; `next` is the one that this thread takes on afterwards, or null.
@@ -139,7 +158,7 @@ void Run::attend_tile(const Attention& a, const Piece& piece, const Piece* next,
     if (p.bf16 ? p.kv_type == KV_BF16 : p.kv_type == KV_F32) kv.next = next ? &ahead : nullptr;
     else load_cells(a, tile, tokens, next && t1 - t0 == 1 ? &ahead : nullptr, &kv);
     for (int64_t t = t0; t < t1; t++) {
-        const int64_t pos = position_of(seq, t), low = a.window ? pos - a.window + 1 - base : 0;
+        const int64_t pos = position_of(seq, t), low = a.oldest(pos) - base;
         for (int64_t i = 0; i < a.per_kv; i++) {
             const int64_t r = (t - t0) * a.per_kv + i;
             s.lo[r] = int32_t(std::clamp<int64_t>(low, 0, KV_TILE));
@@ -244,9 +263,9 @@ void Run::merge_split(const Attention& a) {
 void Run::attention(const Sublayer& s) {
     const Attention& a = s.attention;
     project(s);
-    if (a.wide(a.q_norm) || a.wide(a.k_norm))
+    if (a.settles())
         share(P_ROPE, count, 1, [&](Range r) {
-            for (int64_t t = r.first; t < r.last; t++) norm_wide(a, t);
+            for (int64_t t = r.first; t < r.last; t++) settle_row(a, t);
         });
     share(P_ROPE, count * a.kv_heads, 1, [&](Range r) {
         for (int64_t i = r.first; i < r.last; i++) turn_and_store(a, i / a.kv_heads, i % a.kv_heads);

@@ -63,14 +63,26 @@ struct Attention {
     int64_t heads, kv_heads, head_dim, dpad, per_kv;
     int64_t rope;    // index into Program::ropes or -1
     int64_t window;  // 0 = none
+    bool chunked = false;  // windows begin at multiples of `window`, they do not slide
     int64_t group;
     float scale, softcap;
+    float clip = 0;          // projections stay within it; 0 = none
+    bool norm_last = false;  // q and k are normed when they are turned
+    int q_form = 0;          // what queries are multiplied by, by position: 0 nothing, 1 "floor", 2 "log" (QueryScale)
+    int64_t q_length = 0, q_offset = 0;
+    float q_factor = 0;
     Norm q_norm, k_norm;
     Vector sinks;
     CellLayout cell;
     int64_t layer_offset;  // of this layer in a block
     int64_t head_bytes;    // of one head in a block
+    // The oldest position that one at `position` sees.
+    int64_t oldest(int64_t position) const {
+        if (!window) return 0;
+        return chunked ? position / window * window : position < window ? 0 : position - window + 1;
+    }
     bool wide(const Norm& n) const { return n.present() && n.size > head_dim; }  // over all heads at once
+    bool settles() const { return clip > 0 || norm_last || wide(q_norm) || wide(k_norm); }  // all heads before each
 };
 
 struct Mlp {
@@ -85,8 +97,11 @@ struct Moe {
     Mlp shared;
     bool has_shared = false;
     int64_t top_k = 0;
-    bool sigmoid = false, norm_topk = true;
-    float scale = 1;
+    int scoring = 0;  // 0 softmax, 1 sigmoid, 2 sparsemixer
+    bool norm_topk = true, weigh_input = false;
+    float scale = 1, jitter = 0;
+    Vector correction;  // added to scores where experts are chosen
+    int64_t groups = 1, top_groups = 1, group_best = 1;  // a group is as good as so many of its best
     Input in;
 };
 

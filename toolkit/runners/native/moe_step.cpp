@@ -2,16 +2,66 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 
 #include "run.h"
 
 namespace tk {
 namespace {
 
+// The `n` best of `order`, which come first then, best first; ties go to the lower.
+void best_first(const std::vector<float>& rank, std::vector<int32_t>& order, int64_t n) {
+    std::partial_sort(order.begin(), order.begin() + n, order.end(), [&](int32_t a, int32_t b) {
+        const float x = rank[size_t(a)], y = rank[size_t(b)];
+        return x > y || (x == y && a < b);
+    });
+}
+
+std::vector<int32_t> counted(int64_t n) {
+    std::vector<int32_t> order(size_t(n), 0);
+    for (int64_t i = 0; i < n; i++) order[size_t(i)] = int32_t(i);
+    return order;
+}
+
+// The experts of the groups that may be chosen from.
+std::vector<int32_t> eligible(const Moe& m, const std::vector<float>& rank) {
+    const int64_t n = int64_t(rank.size()), each = n / m.groups;
+    if (m.groups == 1) return counted(n);
+    std::vector<float> good(size_t(m.groups), 0);
+    for (int64_t g = 0; g < m.groups; g++) {
+        std::vector<float> of(rank.begin() + g * each, rank.begin() + (g + 1) * each);
+        std::partial_sort(of.begin(), of.begin() + m.group_best, of.end(), std::greater<float>());
+        for (int64_t i = 0; i < m.group_best; i++) good[size_t(g)] += of[size_t(i)];
+    }
+    std::vector<int32_t> order = counted(m.groups), found;
+    best_first(good, order, m.top_groups);
+    for (int64_t i = 0; i < m.top_groups; i++)
+        for (int64_t e = order[size_t(i)] * each; e < (order[size_t(i)] + 1) * each; e++) found.push_back(int32_t(e));
+    return found;
+}
+
+// One expert after another, each weighed by the softmax over those left that are near it (MoeSpec's "sparsemixer").
+void mix(const Moe& m, const float* logits, int64_t n, int32_t* expert, float* weight) {
+    std::vector<float> left(logits, logits + n);
+    for (int64_t k = 0; k < m.top_k; k++) {
+        const int64_t at = std::max_element(left.begin(), left.end()) - left.begin();
+        const float best = left[size_t(at)];
+        float total = 0;
+        for (int64_t e = 0; e < n; e++)
+            if (left[size_t(e)] > -INFINITY && !((best - logits[e]) / std::max(std::fabs(logits[e]), best) > 2 * m.jitter))
+                total += std::exp(left[size_t(e)] - best);
+        expert[k] = int32_t(at);
+        weight[k] = m.scale / total;
+        left[size_t(at)] = -INFINITY;
+    }
+    if (expert[0] > expert[1]) std::swap(expert[0], expert[1]), std::swap(weight[0], weight[1]);
+}
+
 // The top_k experts of one token, ascending by expert, and their weights.
 void pick(const Moe& m, const float* logits, int64_t n, int32_t* expert, float* weight) {
+    if (m.scoring == 2) return mix(m, logits, n, expert, weight);
     std::vector<float> score(logits, logits + n);
-    if (m.sigmoid) {
+    if (m.scoring == 1) {
         for (float& s : score) s = 1.0f / (1.0f + std::exp(-s));
     } else {
         const float max = *std::max_element(score.begin(), score.end());
@@ -19,12 +69,10 @@ void pick(const Moe& m, const float* logits, int64_t n, int32_t* expert, float* 
         for (float& s : score) total += s = std::exp(s - max);
         for (float& s : score) s /= total;
     }
-    std::vector<int32_t> order(size_t(n), 0);
-    for (int64_t e = 0; e < n; e++) order[size_t(e)] = int32_t(e);
-    std::partial_sort(order.begin(), order.begin() + m.top_k, order.end(), [&](int32_t a, int32_t b) {
-        const float x = score[size_t(a)], y = score[size_t(b)];
-        return x > y || (x == y && a < b);
-    });
+    std::vector<float> rank = score;
+    for (int64_t e = 0; m.correction && e < n; e++) rank[size_t(e)] += m.correction.data[e];
+    std::vector<int32_t> order = eligible(m, rank);
+    best_first(rank, order, m.top_k);
     std::sort(order.begin(), order.begin() + m.top_k);
     float total = 0;
     for (int64_t k = 0; k < m.top_k; k++) total += score[size_t(order[size_t(k)])];
@@ -83,12 +131,20 @@ void Run::gather_pairs(const Moe& m) {
     share(P_MOE, count * m.top_k, 1, [&](Range r) {
         for (int64_t i = r.first; i < r.last; i++) {
             const int64_t t = w.experts.pair[size_t(i)] / m.top_k;
-            std::memcpy(w.pairs_in.x + i * w.pairs_in.ldx, x.x + t * x.ldx, size_t(m.in.width) * 4);
+            float* row = w.pairs_in.x + i * w.pairs_in.ldx;
+            std::memcpy(row, x.x + t * x.ldx, size_t(m.in.width) * 4);
             for (size_t k = 0; k < m.in.keys.size(); k++) {
                 const size_t groups = size_t(m.in.width / m.in.keys[k].group);
                 std::memcpy(w.pairs_in.q[k] + i * w.pairs_in.ldq, x.q[k] + t * x.ldq, size_t(m.in.width));
                 std::memcpy(w.pairs_in.scale[k] + i * w.pairs_in.lds, x.scale[k] + t * x.lds, groups * 4);
                 std::memcpy(w.pairs_in.sum[k] + i * w.pairs_in.lds, x.sum[k] + t * x.lds, groups * 4);
+            }
+            if (!m.weigh_input) continue;
+            const float weight = w.experts.weight[size_t(w.experts.pair[size_t(i)])];  // above 0: codes stay as they are
+            std::for_each(row, row + m.in.width, [&](float& v) { v *= weight; });
+            for (size_t k = 0; k < m.in.keys.size(); k++) {
+                float* scale = w.pairs_in.scale[k] + i * w.pairs_in.lds;
+                std::for_each(scale, scale + m.in.width / m.in.keys[k].group, [&](float& v) { v *= weight; });
             }
         }
     });
@@ -156,7 +212,8 @@ void Run::combine(const Sublayer& s) {
             std::memset(y, 0, size_t(p.hidden) * 4);
             for (int64_t k = 0; k < m.top_k; k++) {
                 const int64_t i = t * m.top_k + k;
-                ops.add_scaled(y, w.pairs_out + w.experts.place[size_t(i)] * w.hidden_ld, w.experts.weight[size_t(i)], p.hidden);
+                const float weight = m.weigh_input ? 1.0f : w.experts.weight[size_t(i)];
+                ops.add_scaled(y, w.pairs_out + w.experts.place[size_t(i)] * w.hidden_ld, weight, p.hidden);
             }
             if (m.has_shared) {
                 const float gate = m.shared_gate.present() ? 1.0f / (1.0f + std::exp(-w.router[t * w.router_ld])) : 1.0f;

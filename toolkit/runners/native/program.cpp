@@ -6,7 +6,7 @@
 namespace tk {
 namespace {
 
-constexpr int64_t MAGIC = 0x746b3032;  // "tk02"
+constexpr int64_t MAGIC = 0x746b3033;  // "tk03"
 constexpr int64_t LIMIT = int64_t(1) << 31;
 
 class Parser {
@@ -157,9 +157,16 @@ Attention read_attention(Parser& p, Program& prog) {
     a.rope = p.integer("rope", -1, int64_t(prog.ropes.size()) - 1);
     if (a.rope >= 0 && prog.ropes[a.rope].rotary > a.head_dim) throw Error("program: rope turns more than the head");
     a.window = p.integer("window", 0, LIMIT);
+    a.chunked = p.integer("chunked", 0, a.window ? 1 : 0) == 1;
     a.group = p.integer("cache group", 0, int64_t(prog.groups.size()) - 1);
     a.scale = p.number("attention scale");
     a.softcap = p.number("attention softcap");
+    a.clip = p.number("clip");
+    a.norm_last = p.integer("norms last", 0, 1) == 1;
+    a.q_form = int(p.integer("query scale", 0, 2));
+    a.q_length = p.integer("query scale's length", 1, LIMIT);
+    a.q_offset = p.integer("query scale's offset", 0, LIMIT);
+    a.q_factor = p.number("query scale's factor");
     const int64_t hidden = prog.hidden;
     a.q = p.linear("q", a.heads * a.head_dim, hidden);
     a.k = p.linear("k", a.kv_heads * a.head_dim, hidden);
@@ -189,9 +196,17 @@ Moe read_moe(Parser& p, int64_t hidden) {
     m.in.width = hidden;
     const int64_t experts = p.integer("experts", 1, 65536);
     m.top_k = p.integer("top_k", 1, experts);
-    m.sigmoid = p.integer("scoring", 0, 1) == 1;
+    m.scoring = int(p.integer("scoring", 0, 2));
     m.norm_topk = p.integer("norm_topk", 0, 1) == 1;
     m.scale = p.number("moe scale");
+    m.correction = p.vector("correction", experts);
+    m.groups = p.integer("groups", 1, experts);
+    m.top_groups = p.integer("top_groups", 1, m.groups);
+    m.group_best = p.integer("group_score", 1, 2);
+    const int64_t each = experts / m.groups;
+    if (experts % m.groups || m.top_k > m.top_groups * each || m.group_best > each) throw Error("program: groups of experts do not fit");
+    m.jitter = p.number("jitter");
+    m.weigh_input = p.integer("weigh_input", 0, 1) == 1;
     m.router = p.linear("router", experts, hidden);
     join(m.in, m.router);
     for (int64_t e = 0; e < experts; e++) m.experts.push_back(read_mlp(p, hidden, m.in));

@@ -12,8 +12,11 @@ from toolkit.models.rope import inv_freq
 from toolkit.models.spec import AttentionSpec, DecoderSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec, RopeSpec, Sublayer
 from toolkit.runners.native.packed import PackedTensor, PackedWeights, vector
 
-MAGIC = 0x746B3032
+MAGIC = 0x746B3033
 KV_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, 8: 3, 4: 4}
+_QUERY_SCALES = {"floor": 1, "log": 2}
+_SCORINGS = {"softmax": 0, "sigmoid": 1, "sparsemixer": 2}
+_GROUP_SCORES = {"best": 1, "two": 2}  # how many of its experts a group is as good as
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "swigluoai": 4}
 
 
@@ -88,6 +91,8 @@ class _Writer:
         return self._index[name]
 
     def _norm_weight(self, norm: NormSpec) -> int:
+        if not norm.weight:
+            return self._add(vector(np.ones(norm.size, np.float32)))
         stored = self._weights[norm.name]
         if norm.weight_offset == 0:
             return self._tensor(norm.name)
@@ -129,8 +134,12 @@ class _Writer:
 
     def _attention(self, a: AttentionSpec) -> None:
         rope = -1 if a.rope is None else self._spec.ropes().index(a.rope)
-        self._out.ints += [a.heads, a.kv_heads, a.head_dim, rope, a.window or 0, a.group]
-        self._out.floats += [a.scale, a.softcap or 0.0]
+        self._out.ints += [a.heads, a.kv_heads, a.head_dim, rope, a.window or 0, int(a.chunked), a.group]
+        self._out.floats += [a.scale, a.softcap or 0.0, a.clip or 0.0]
+        self._out.ints.append(int(a.norm_last))
+        scale = a.q_scale
+        self._out.ints += [0, 1, 0] if scale is None else [_QUERY_SCALES[scale.form], scale.length, scale.offset]
+        self._out.floats.append(0.0 if scale is None else scale.factor)
         for linear in (a.q, a.k, a.v, a.o):
             self._linear(linear)
         self._norm(a.q_norm)
@@ -143,8 +152,10 @@ class _Writer:
             self._linear(linear)
 
     def _moe(self, m: MoeSpec) -> None:
-        self._out.ints += [len(m.experts), m.top_k, int(m.scoring == "sigmoid"), int(m.norm_topk)]
-        self._out.floats.append(m.scale)
+        self._out.ints += [len(m.experts), m.top_k, _SCORINGS[m.scoring], int(m.norm_topk)]
+        self._out.ints.append(-1 if m.correction is None else self._tensor(m.correction))
+        self._out.ints += [m.groups, m.top_groups, _GROUP_SCORES[m.group_score], int(m.weigh_input)]
+        self._out.floats += [m.scale, m.jitter]
         self._linear(m.router)
         for expert in m.experts:
             self._mlp(expert)

@@ -31,7 +31,7 @@ void Run::project_rows(const Sublayer& s, Range rows) {
     }
     mark(P_QKV);
     for (int64_t t = rows.first; t < rows.last; t++) {
-        norm_wide(a, t);
+        settle_row(a, t);
         for (int64_t h = 0; h < a.kv_heads; h++) turn_and_store(a, t, h);
     }
     mark(P_ROPE);

@@ -80,7 +80,8 @@ private:
     // attention_step.cpp
     void attention(const Sublayer& s);
     void project(const Sublayer& s);
-    void norm_wide(const Attention& a, int64_t t) const;
+    void settle_row(const Attention& a, int64_t t) const;
+    void turn_row(const Attention& a, int64_t t, float* q, float* k) const;
     void turn_and_store(const Attention& a, int64_t t, int64_t head);
     int64_t position_of(int64_t seq, int64_t flat) const { return in.seq_lens[seq] - (in.cu_seqlens[seq + 1] - flat); }
     Range tiles_of(const Attention& a, int64_t seq, int64_t t0, int64_t t1) const;

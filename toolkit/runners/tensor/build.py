@@ -20,6 +20,7 @@ from toolkit.runners.tensor.experts import stack_experts
 from toolkit.runners.tensor.linear import Bound, Linear, Placement, codes_of, make_linear
 from toolkit.runners.tensor.lora import Adapters, AdapterStep, adapt
 from toolkit.runners.tensor.ops import Ops
+from toolkit.runners.tensor.traits import routes_specially
 
 Weights = Mapping[str, Weight | Tensor]
 
@@ -51,7 +52,7 @@ class _Builder:
     def norm(self, spec: NormSpec | None) -> Norm | LayerNorm | None:
         if spec is None:
             return None
-        weight = self.tensor(spec.name).float()
+        weight = self.tensor(spec.name).float() if spec.weight else torch.ones(spec.size, device=self.place.device)
         if spec.kind == "rms":
             return Norm(weight + spec.weight_offset, spec.eps, self.ops)
         shape = (spec.size,) if spec.heads == 1 else (spec.heads, spec.size)
@@ -104,12 +105,20 @@ class _Builder:
         return Moe(
             spec=spec,
             router=self.linear(spec.router),
+            routing=self.routing(spec),
             stacked=stacked,
             experts=() if stacked is not None else self.mlps(spec.experts),
             shared=None if spec.shared is None else self.mlp(spec.shared),
             shared_gate=None if spec.shared_gate is None else self.linear(spec.shared_gate),
             ops=self.ops,
         )
+
+    def routing(self, spec: MoeSpec) -> dict[str, Any]:
+        if not routes_specially(spec):
+            return {}
+        correction = None if spec.correction is None else self.tensor(spec.correction).float()
+        groups = {"groups": spec.groups, "top_groups": spec.top_groups, "group_score": spec.group_score}
+        return {"correction": correction, "jitter": spec.jitter, **groups}
 
     def head(self, spec: DecoderSpec, table: Tensor) -> Linear:
         """The head, in integers where it is stored so in a form of the CUDA kernels (which then give logits in

@@ -6,19 +6,20 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from toolkit.models.spec import RopeSpec
+from toolkit.models.spec import QueryScale, RopeSpec
 from toolkit.runners.step import StepBatch
 from toolkit.runners.tensor.cache import KVCache
 
 
 @dataclass
 class StepContext:
-    """``rope``: cos and sin of the step's tokens [T, rotary_dim/2] for each rope; ``plans`` of attention by (cache
-    group, window).
+    """``rope``: cos and sin of the step's tokens [T, rotary_dim/2] for each rope; ``q_scales``: what their queries are
+    multiplied by, [T, 1, 1]; ``plans`` of attention by (cache group, window).
     """
 
     batch: StepBatch
     cache: KVCache
     slots: list[Tensor]
     rope: dict[RopeSpec, tuple[Tensor, Tensor]]
+    q_scales: dict[QueryScale, Tensor]
     plans: dict[tuple[int, int | None], object]

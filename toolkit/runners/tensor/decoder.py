@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,7 +72,7 @@ class RoundingNorm:
 
 @dataclass(frozen=True)
 class Attention:
-    """Projections, qk-norm, rope, cache write, attention, output projection.
+    """Projections, qk-norm and rope, cache write, attention, output projection.
 
     ``scales``: what keys and values are divided by in a float8 cache.
     """
@@ -88,11 +89,15 @@ class Attention:
 
     def __call__(self, x: Activations, step: StepContext) -> Tensor:
         spec, cache = self.spec, step.cache.layers[self.layer, self.spec.group]
-        q, k, v = self.qkv(x).unflatten(1, (-1, spec.head_dim)).split([spec.heads, spec.kv_heads, spec.kv_heads], 1)
+        qkv = self.qkv(x)
+        qkv = qkv if spec.clip is None else qkv.clamp(-spec.clip, spec.clip)
+        q, k, v = qkv.unflatten(1, (-1, spec.head_dim)).split([spec.heads, spec.kv_heads, spec.kv_heads], 1)
+        cos, sin = (None, None) if spec.rope is None else step.rope[spec.rope]
+        if spec.norm_last and cos is not None:
+            q, k, cos, sin = self.ops.rope(q, cos, sin), self.ops.rope(k, cos, sin), None, None
         eps = next((n.eps for n in (self.q_norm, self.k_norm) if isinstance(n, Norm)), 0.0)
         q, q_weight = _norm_later(self.q_norm, q, eps)
         k, k_weight = _norm_later(self.k_norm, k, eps)
-        cos, sin = (None, None) if spec.rope is None else step.rope[spec.rope]
         scales = self.scales if cache.is_float8 else (1.0, 1.0)
         q = self.ops.rope_kv_write(
             q,
@@ -111,6 +116,8 @@ class Attention:
             cache.v_params,
             *scales,
         )
+        if spec.q_scale is not None:
+            q = (q * step.q_scales[spec.q_scale]).to(q.dtype)
         y = self.ops.paged_attention(
             q,
             cache.k,
@@ -128,6 +135,7 @@ class Attention:
             step.plans[spec.group, spec.window],
             *scales,
             turned=True,
+            **({"chunked": True} if spec.chunked else {}),
         )
         return self.o(y.flatten(1))
 
@@ -164,10 +172,14 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Moe:
-    """Router, experts (run together where they can be stacked, one ``Mlp`` each where not) and shared expert."""
+    """Router, experts (run together where they can be stacked, one ``Mlp`` each where not) and shared expert.
+
+    ``routing``: of ``moe_route``, what most models leave as it is.
+    """
 
     spec: MoeSpec
     router: Linear
+    routing: Mapping[str, Any]
     stacked: Experts | None
     experts: tuple[Mlp, ...]
     shared: Mlp | None
@@ -177,17 +189,24 @@ class Moe:
     def __call__(self, x: Activations, step: StepContext) -> Tensor:
         assert isinstance(x, Tensor), "the router and the experts read the same input"
         spec = self.spec
-        chosen, weights = self.ops.moe_route(self.router(x), spec.top_k, spec.scoring, spec.norm_topk, spec.scale)
-        if self.stacked is not None:
-            y = self.stacked(x, chosen, weights)
+        first = self.router(x), spec.top_k, spec.scoring, spec.norm_topk, spec.scale
+        chosen, weights = self.ops.moe_route(*first, **self.routing)
+        if spec.weigh_input:  # a row for every choice, and each row one choice
+            rows = (x[:, None] * weights[..., None]).to(x.dtype).flatten(0, 1)
+            y = self._routed(rows, chosen.reshape(-1, 1), weights.new_ones(len(rows), 1))
+            y = y.view(len(x), spec.top_k, -1).sum(1)
         else:
-            y = self._one_by_one(x, chosen, weights)
+            y = self._routed(x, chosen, weights)
         if self.shared is not None:
             extra = self.shared(x)
             if self.shared_gate is not None:
                 extra = extra * torch.sigmoid(self.shared_gate(x).float()).to(x.dtype)
             y = y + extra
         return y
+
+    def _routed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        run = self._one_by_one if self.stacked is None else self.stacked
+        return run(x, chosen, weights)
 
     def _one_by_one(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)

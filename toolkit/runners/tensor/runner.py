@@ -33,6 +33,7 @@ from toolkit.runners.tensor.ops import Ops, choose_ops
 from toolkit.runners.tensor.pending import Failed
 from toolkit.runners.tensor.steps import Steps
 from toolkit.runners.tensor.tiles import partial_bytes
+from toolkit.runners.tensor.traits import model_traits
 
 
 class TensorRunner:
@@ -83,8 +84,8 @@ class TensorRunner:
     def _choose_ops(self, sample: Weight) -> Ops:
         dims = {kept.head_dim for _, _, kept in self.spec.keepers()}
         codes = "int8" if isinstance(sample, ChannelInt8) else "fp8"
-        cache = cache_traits(self.options.quant_policy)
-        return choose_ops(self._on.torch, self._dtype, head_dim=max(dims), codes=codes, **cache)
+        traits = cache_traits(self.options.quant_policy) | model_traits(self.spec)
+        return choose_ops(self._on.torch, self._dtype, head_dim=max(dims), codes=codes, **traits)
 
     def _placement(self, sample: Weight) -> Placement:
         """Integer weights become dense where that is faster and they then take at most half of the free memory."""

@@ -37,7 +37,7 @@ from toolkit.runners.tensor.inputs import (
 )
 from toolkit.runners.tensor.lora import AdapterStep
 from toolkit.runners.tensor.pending import Pending
-from toolkit.runners.tensor.rope import RopeTables
+from toolkit.runners.tensor.positions import PositionTables
 from toolkit.runners.tensor.rows import produce
 from toolkit.runners.tensor.sampler import sample_rows
 from toolkit.runners.tensor.tiles import AttentionPlan, DecodeCut, Heads
@@ -68,7 +68,7 @@ class Steps:
         self.spec, self.decoder, self.cache, self.device = spec, decoder, cache, device
         self.adapters = adapters
         self.graphs = None if on_graphs is None else Graphs(on_graphs, self._decode_body, enabled=_capturable(decoder))
-        self._rope = RopeTables(set(spec.ropes()), device.torch)
+        self._positions = PositionTables((a for _, a in spec.attention_layers()), device.torch)
         self._tile_rows: dict[Kind, dict[Heads, int]] = {(group, kept.window): {} for _, group, kept in spec.keepers()}
         self._cuts: dict[tuple[Kind, Heads], DecodeCut] = {}  # of the decode step before
         self._previous = torch.zeros(MOST_SAMPLED, dtype=torch.int64, device=device.torch)
@@ -116,7 +116,7 @@ class Steps:
 
     def _reach(self, position: int) -> None:
         """Have what positions up to this one need."""
-        if self._rope.reach(position) and self.graphs is not None:
+        if self._positions.reach(position) and self.graphs is not None:
             self.graphs.clear()
 
     def _check(self, batch: StepBatch) -> None:
@@ -140,7 +140,7 @@ class Steps:
         n, draws = len(batch.seq_lens), plain(batch.sampling)
         spare, size = self.cache.num_blocks, self.cache.block_size
         adapters = self.adapters.of_tokens(batch)
-        offset, tile_rows = self._rope.offset, self._tile_rows
+        offset, tile_rows = self._positions.offset, self._tile_rows
         made = decode_arrays(batch, self.spec, spare, size, offset, tile_rows, self._cuts, draws, adapters)
         logits, capture = graphs.run(made)
         if logits is None:
@@ -170,7 +170,7 @@ class Steps:
     def _mixed(self, batch: StepBatch) -> dict[str, Tensor]:
         """Prompts, or rows that a graph does not return: kernel by kernel."""
         adapters = self.adapters.of_tokens(batch)
-        arrays = token_arrays(batch, self.spec, self._rope.offset, adapters)
+        arrays = token_arrays(batch, self.spec, self._positions.offset, adapters)
         if self.graphs is not None:
             arrays |= table_arrays(batch)
         if batch.embeds is not None and len(batch.embed_index):
@@ -212,6 +212,7 @@ class Steps:
                 self.cache.num_blocks[group] + 1,
                 window,
                 self.device.torch,
+                self.spec.cache_groups[group].kind == "chunk",
             )
             for group, window in self._tile_rows
         }
@@ -221,7 +222,8 @@ class Steps:
     ) -> tuple[Tensor, Tensor | None]:
         self.adapters.use(t.get(ADAPTER), self.decoder.ops)
         slots = [t[f"slots{group}"] for group in range(len(self.spec.cache_groups))]
-        context = StepContext(batch, self.cache, slots, self._rope.take(t["rope"]), dict(plans))
+        angles, q_scales = self._positions.angles(t["rope"]), self._positions.q_scales(t["rope"])
+        context = StepContext(batch, self.cache, slots, angles, q_scales, dict(plans))
         return self.decoder.run(x, context)
 
 

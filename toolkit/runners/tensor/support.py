@@ -15,6 +15,7 @@ from toolkit.runners.base import RunnerOptions
 from toolkit.runners.tensor.cache import cache_traits
 from toolkit.runners.tensor.find import capable_gpus, find_dtype, missing_gpu, on_device, why_no_gpu
 from toolkit.runners.tensor.footprint import stored_dtype
+from toolkit.runners.tensor.traits import model_traits
 
 LEAST_CAPABILITY = 80
 NEEDED = ("paged_attention", "rope_kv_write")  # ops whose other implementations wait for the device
@@ -60,7 +61,7 @@ def kernels_missing(
     """Why the kernels that cannot be replaced do not take the model, or fail their self-test; or None."""
     ops, name = registry.load(), str(dtype).removeprefix("torch.")
     for dim in sorted({kept.head_dim for _, _, kept in spec.keepers()}):
-        traits = {"head_dim": dim, **cache_traits(options.quant_policy)}
+        traits = {"head_dim": dim, **cache_traits(options.quant_policy), **model_traits(spec)}
         target = registry.Target("cuda", name, capability, traits)
         for needed in NEEDED:
             implementation = ops[needed].implementations["triton"]

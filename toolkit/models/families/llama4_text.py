@@ -1,0 +1,130 @@
+"""Llama 4's text model: most layers turn q and k, norm them and see their own chunk of the text alone; the others see
+everything without rope, with queries that grow with their position. Experts weigh what they read. Source: transformers
+``Llama4ForCausalLM``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from toolkit.models.config_fields import MAX_LAYERS, MAX_POSITION, Fields
+from toolkit.models.decoder import Built, Dims, Fused, experts, gated_mlp, llama_like, read_dims, read_experts, renamed
+from toolkit.models.family import Family, Tiny
+from toolkit.models.rope_config import read_rope
+from toolkit.models.spec import AttentionSpec, MlpSpec, MoeSpec, NormSpec, QueryScale, Rows
+
+CHUNKED = "chunked_attention"
+
+
+def build(config: Fields) -> Built:
+    dims = read_dims(config, eps=1e-5, head_dim=128, kv_heads=8)
+    act = config.activation("hidden_act")
+    count, top_k = read_experts(config, dims.layers, "num_local_experts")
+    dense = config.integer("intermediate_size_mlp", default=16384)
+    sparse = _sparse_layers(config, dims.layers)
+    turned = _turned_layers(config, dims.layers)
+    types = config.choices("layer_types", dims.layers, (CHUNKED, "full_attention"))
+    types = types or [CHUNKED if x else "full_attention" for x in turned]
+    chunk = config.integer("attention_chunk_size", default=None, high=MAX_POSITION)
+    if chunk is None and "attention_chunk_size" not in config.values:
+        chunk = 8192
+    windows = [chunk if kind == CHUNKED else None for kind in types]
+    rope = read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_theta=500_000.0)
+    normed, grows = config.flag("use_qk_norm", True), _growth(config)
+    bias = config.flag("attention_bias", False)
+
+    def change(i: int, a: AttentionSpec) -> AttentionSpec:
+        chunked = a.window is not None
+        if not turned[i]:
+            return replace(a, chunked=chunked, q_scale=grows)
+        if not normed:
+            return replace(a, chunked=chunked)
+        q, k = (NormSpec(f"model.layers.{i}.self_attn.{x}_norm", a.head_dim, dims.eps, weight=False) for x in "qk")
+        return replace(a, chunked=chunked, q_norm=q, k_norm=k)
+
+    def feed_forward(i: int) -> MlpSpec | MoeSpec:
+        if i not in sparse:
+            return gated_mlp(f"model.layers.{i}.mlp", dims.hidden, dense, act)
+        sizes: dict[str, Any] = dict(count=count, top_k=top_k, shared=dims.intermediate)
+        routing: dict[str, Any] = dict(norm_topk=False, scoring="sigmoid", weigh_input=True)
+        return experts(i, dims.hidden, dims.intermediate, act, **sizes, **routing)
+
+    endings = renamed({"mlp.gate": "mlp.router"})
+    return llama_like(
+        config,
+        dims,
+        rope=[rope if x else None for x in turned],
+        windows=windows,
+        qkv_bias=bias,
+        o_bias=bias,
+        change=change,
+        feed_forward=feed_forward,
+        rename=lambda name: endings(name).replace(".mlp.", ".feed_forward."),
+        fused=_stacks(dims, count),
+        pairs=True,
+    )
+
+
+def _sparse_layers(config: Fields, layers: int) -> frozenset[int]:
+    if config.has("moe_layers"):
+        return config.indices("moe_layers", layers)
+    step = config.integer("interleave_moe_layer_step", default=1, high=MAX_LAYERS)
+    return frozenset(range(step - 1, layers, step))
+
+
+def _turned_layers(config: Fields, layers: int) -> list[bool]:
+    """``no_rope_layers`` has a 1 for those that do turn."""
+    stated = config.values.get("no_rope_layers")
+    if not stated:
+        every = config.integer("no_rope_layer_interval", default=4, high=MAX_LAYERS)
+        return [(i + 1) % every != 0 for i in range(layers)]
+    if not isinstance(stated, list) or len(stated) < layers or any(x not in (0, 1) for x in stated):
+        config.fail("no_rope_layers", stated, f"a list of 0 or 1 for each of the {layers} layers")
+    return [x == 1 for x in stated[:layers]]
+
+
+def _growth(config: Fields) -> QueryScale | None:
+    if not config.flag("attn_temperature_tuning", True):
+        return None
+    length = config.integer("floor_scale", default=8192, high=MAX_POSITION)
+    return QueryScale("floor", length, config.number("attn_scale", default=0.1, high=100.0), 1)
+
+
+def _stacks(dims: Dims, count: int) -> list[Fused]:
+    """``gate_up_proj`` [experts, in, 2 · inner], gate in the first columns and up in the others, and ``down_proj``."""
+    inner, hidden, prefix = dims.intermediate, dims.hidden, "mlp.experts"
+    both: dict[str, Rows] = {}
+    for e in range(count):
+        start = 2 * inner * e
+        both[f"{prefix}.{e}.gate_proj"] = ((start, start + inner),)
+        both[f"{prefix}.{e}.up_proj"] = ((start + inner, start + 2 * inner),)
+    down: dict[str, Rows] = {f"{prefix}.{e}.down_proj": ((hidden * e, hidden * (e + 1)),) for e in range(count)}
+    return [
+        Fused(f"{prefix}.gate_up_proj", both, (count, hidden, 2 * inner), transposed=True, bare=True),
+        Fused(f"{prefix}.down_proj", down, (count, inner, hidden), transposed=True, bare=True),
+    ]
+
+
+SIZES = dict(head_dim=16, intermediate_size=64, intermediate_size_mlp=128, num_local_experts=4, attention_chunk_size=12)
+FAMILY = Family(
+    "llama4_text",
+    "Llama 4 Scout, Maverick (text)",
+    ("Llama4ForCausalLM",),
+    build,
+    (
+        Tiny(dict(SIZES, num_hidden_layers=4, floor_scale=8, attn_scale=0.5, interleave_moe_layer_step=2)),
+        Tiny(
+            dict(
+                SIZES,
+                head_dim=24,
+                num_key_value_heads=1,
+                num_experts_per_tok=2,
+                no_rope_layers=[0, 1],
+                floor_scale=16,
+                use_qk_norm=False,
+                tie_word_embeddings=True,
+            )
+        ),
+    ),
+    "GGUF files of Llama 4 are neither read nor written",
+)

@@ -1,0 +1,83 @@
+"""Phi-3.5-MoE: layer norms, biases in attention and of the head, two experts a token that are weighed apart. Source:
+arXiv 2409.12136, the model's own ``modeling_phimoe.py`` and transformers ``PhimoeForCausalLM``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from toolkit.models.config_fields import Fields
+from toolkit.models.decoder import Built, experts, layer_norm, llama_like, read_dims, read_experts, read_window
+from toolkit.models.families import mixtral
+from toolkit.models.family import Family, Tiny
+from toolkit.models.rope_config import read_rope
+from toolkit.models.spec import RopeSpec
+
+
+def build(config: Fields) -> Built:
+    dims = read_dims(config, eps=1e-5, kv_heads=8)
+    act = config.activation("hidden_act")
+    count, top_k = read_experts(config, dims.layers, "num_local_experts", "num_experts")
+    if top_k != 2:
+        config.fail("num_experts_per_tok", top_k, "2, as in all released models")
+    head_bias = config.flag("lm_head_bias", False)
+    if head_bias and dims.tied:
+        config.fail("tie_word_embeddings", True, "false: the head has a bias")
+    jitter = config.number("router_jitter_noise", default=0.01, low=-1.0, high=1.0)
+    bias = config.flag("attention_bias", False)
+    return llama_like(
+        config,
+        dims,
+        rope=_rope(config, dims.head_dim, dims.max_position),
+        windows=read_window(config),
+        qkv_bias=bias,
+        o_bias=bias,
+        feed_forward=lambda i: experts(
+            i,
+            dims.hidden,
+            dims.intermediate,
+            act,
+            count=count,
+            top_k=top_k,
+            norm_topk=False,
+            scoring="sparsemixer",
+            jitter=max(jitter, 0.0),
+        ),
+        norm=partial(layer_norm, eps=dims.eps, bias=True),
+        rename=mixtral.rename,
+        head_bias=head_bias,
+    )
+
+
+def _rope(config: Fields, head_dim: int, max_position: int) -> RopeSpec:
+    """Each set of frequencies has a factor of its own."""
+    rope = read_rope(config, head_dim=head_dim, max_position=max_position, default_theta=1e6)
+    if rope.kind == "default":
+        return rope
+    scaling = config.nested("rope_scaling") or config.nested("rope_parameters")
+    assert scaling is not None
+    short, long = (scaling.number(f"{name}_mscale", default=rope.attention_factor) for name in ("short", "long"))
+    return replace(rope, attention_factor=short, long_attention_factor=long)
+
+
+LONG = dict(
+    rope_type="longrope",
+    rope_theta=10000.0,
+    short_factor=[1.0 + 0.2 * i for i in range(16)],
+    long_factor=[1.0 + 0.5 * i for i in range(16)],
+    short_mscale=1.2,
+    long_mscale=1.3,
+    original_max_position_embeddings=64,
+)
+SIZES = dict(num_local_experts=6, num_experts_per_tok=2, router_jitter_noise=0.1)
+FAMILY = Family(
+    "phimoe",
+    "Phi 3.5 MoE",
+    ("PhimoeForCausalLM", "PhiMoEForCausalLM"),
+    build,
+    (
+        Tiny(dict(SIZES, head_dim=32, rope_parameters=LONG, attention_bias=True, lm_head_bias=True)),
+        Tiny(dict(SIZES, num_key_value_heads=1, router_jitter_noise=0.5, tie_word_embeddings=True)),
+    ),
+    "llama.cpp's phimoe weighs experts otherwise than the model does",
+)

@@ -1,0 +1,62 @@
+"""cos, sin and factors of queries of all positions, on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toolkit.models.rope import inv_freq, query_scale
+from toolkit.models.spec import AttentionSpec, QueryScale, RopeSpec
+
+LEAST = 4096  # positions that the tables have at first
+_TWO_SETS = ("dynamic", "longrope")
+
+
+class PositionTables:
+    """float32 [positions, rotary_dim/2] for each rope; where a rope has a long set of frequencies it comes behind.
+    [positions, 1, 1] for what else queries are multiplied by, likewise as often as there are sets.
+    """
+
+    def __init__(self, attention: Iterable[AttentionSpec], device: torch.device) -> None:
+        found = list(attention)
+        self._ropes = {a.rope for a in found if a.rope is not None}
+        self._q_scales = {a.q_scale for a in found if a.q_scale is not None}
+        self._device = device
+        self._sets = (False, True) if any(r.kind in _TWO_SETS for r in self._ropes) else (False,)
+        self._tables: dict[RopeSpec, tuple[Tensor, Tensor]] = {}
+        self._factors: dict[QueryScale, Tensor] = {}
+        self._length = 0
+
+    @property
+    def offset(self) -> int:
+        """Rows from a position's short frequencies to its long ones."""
+        return self._length if len(self._sets) == 2 else 0
+
+    def reach(self, position: int) -> bool:
+        """Have tables that hold ``position``; True where there are new ones for it."""
+        if position < self._length:
+            return False
+        self._length = max(LEAST, 1 << position.bit_length())
+        positions = torch.arange(self._length, dtype=torch.float32)
+        for rope in self._ropes:
+            parts = []
+            for long in self._sets:
+                frequencies, factor = inv_freq(rope, long)
+                angle = torch.outer(positions, torch.from_numpy(np.ascontiguousarray(frequencies)))
+                parts.append((angle.cos() * factor, angle.sin() * factor))
+            self._tables[rope] = tuple(torch.cat(p).to(self._device) for p in zip(*parts, strict=True))  # type: ignore[assignment]
+        for scale in self._q_scales:
+            factors = torch.from_numpy(query_scale(scale, np.arange(self._length)))
+            self._factors[scale] = factors.repeat(len(self._sets)).view(-1, 1, 1).to(self._device)
+        return True
+
+    def angles(self, rows: Tensor) -> dict[RopeSpec, tuple[Tensor, Tensor]]:
+        """For each rope the given rows, int64 [T], of cos and sin."""
+        return {r: (cos.index_select(0, rows), sin.index_select(0, rows)) for r, (cos, sin) in self._tables.items()}
+
+    def q_scales(self, rows: Tensor) -> dict[QueryScale, Tensor]:
+        """The given rows, int64 [T], of each."""
+        return {scale: factors.index_select(0, rows) for scale, factors in self._factors.items()}
