@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 
@@ -12,17 +14,32 @@ from toolkit.chat import builtin
 from toolkit.chat.template import ChatTemplate
 
 ALL = builtin.load()
-LMDEPLOY = (
-    "base llama2 llama3 llama3_1 llama3_2 vicuna llava-v1 internlm internlm2 internlm3 qwen qwen2d5 mistral mixtral "
-    "gemma phi-3 deepseek deepseek-r1 deepseek-coder yi chatglm3 glm4 baichuan baichuan2 codellama solar falcon "
-    "ultracm ultralm wizardlm llama4 qwq minicpm3"
-).split()
+# What LMDeploy 0.6.5 and 0.18 make of one question, and of a system text with two turns.
+PROMPTS = json.loads((Path(__file__).parent / "lmdeploy_prompts.json").read_text(encoding="utf-8"))
+QUESTION = [{"role": "user", "content": "Hello"}]
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    *QUESTION,
+    {"role": "assistant", "content": "Hi there."},
+    {"role": "user", "content": "What is 2+2?"},
+]
 
 
-def test_names_are_unique_and_lmdeploy_s_are_there() -> None:
+def test_names_are_unique() -> None:
     names = [n for b in ALL for n in (b.name, *b.aliases)]
     assert len(names) == len(set(names))
-    assert set(LMDEPLOY) <= set(names)
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts_are_lmdeploy_s(tokenizer_dirs: dict[str, object], name: str) -> None:
+    tok = Tokenizer.open(tokenizer_dirs["byte_level"])  # type: ignore[arg-type]
+    template = ChatTemplate.open(tok, "x", name)
+    for talk, expected in ((QUESTION, "question"), (CONVERSATION, "conversation")):
+        assert template.render(talk).removeprefix(tok.start_text) == PROMPTS[name][expected]
+    answered = template.render(CONVERSATION[:3])
+    assert answered.endswith("Hi there.") and PROMPTS[name]["conversation"].startswith(
+        answered.removeprefix(tok.start_text)
+    )
 
 
 @pytest.mark.parametrize("entry", ALL, ids=lambda b: b.name)

@@ -82,27 +82,12 @@ def test_base_joins_texts_behind_bos(make: Any) -> None:
     assert template.encode("x")[0] == tok.bos_id
 
 
-# Expected texts are the model authors' published formats.
-L3 = "<|start_header_id|>"
+# Expected texts are the model authors' published formats; those of LMDeploy's names stand in test_builtin.py.
 FORMATS = {
     "chatml": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n Hi <|im_end|>\n<|im_start|>assistant\n"
     "Hello!<|im_end|>\n<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n",
-    "llama2": "[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] Hello! </s><s>[INST] Who are you? [/INST]",
-    "llama3": f"{L3}system<|end_header_id|>\n\nBe brief.<|eot_id|>{L3}user<|end_header_id|>\n\nHi<|eot_id|>"
-    f"{L3}assistant<|end_header_id|>\n\nHello!<|eot_id|>{L3}user<|end_header_id|>\n\nWho are you?<|eot_id|>"
-    f"{L3}assistant<|end_header_id|>\n\n",
-    "vicuna": "Be brief. USER:  Hi  ASSISTANT: Hello!</s>USER: Who are you? ASSISTANT:",
-    "gemma": "<start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\nHello!<end_of_turn>\n"
-    "<start_of_turn>user\nWho are you?<end_of_turn>\n<start_of_turn>model\n",
-    "mistral": "[INST] Be brief.\n\nHi [/INST] Hello!</s>[INST] Who are you? [/INST]",
-    "phi-3": "<|system|>\nBe brief.<|end|>\n<|user|>\n Hi <|end|>\n<|assistant|>\nHello!<|end|>\n<|user|>\n"
-    "Who are you?<|end|>\n<|assistant|>\n",
     "deepseek-r1": "Be brief.<｜User｜> Hi <｜Assistant｜>Hello!<｜end▁of▁sentence｜><｜User｜>Who are you?"
     "<｜Assistant｜><think>\n",
-    "chatglm3": "<|system|>\n Be brief.<|user|>\n  Hi <|assistant|>\n Hello!<|user|>\n Who are you?<|assistant|>",
-    "deepseek": "Be brief.\n\nUser:  Hi \n\nAssistant: Hello!<｜end▁of▁sentence｜>User: Who are you?\n\nAssistant:",
-    "internlm": "<|System|>:Be brief.\n<|User|>: Hi \n<|Bot|>:Hello!<eoa>\n<|User|>:Who are you?\n<|Bot|>:",
-    "baichuan2": "Be brief.<reserved_106> Hi <reserved_107>Hello!<reserved_106>Who are you?<reserved_107>",
 }
 
 

@@ -20,7 +20,8 @@ PIECES = ("system", "eosys", "user", "eoh", "assistant", "eoa", "tool", "eotool"
 
 @dataclass(frozen=True)
 class Builtin:
-    """One entry. ``match``: patterns of model names; ``generation``: what opens the answer, if not ``assistant``."""
+    """One entry. ``match``: patterns of model names; ``start``: what a prompt begins with, if not what the tokenizer puts
+    there; ``generation``: what opens the answer, if not ``assistant``."""
 
     name: str
     example: str
@@ -29,6 +30,7 @@ class Builtin:
     template: str = "pieces.jinja"
     meta_instruction: str | None = None
     stop_words: tuple[str, ...] = ()
+    start: str | None = None
     system: str = ""
     eosys: str = ""
     user: str = ""
@@ -52,7 +54,7 @@ class Builtin:
 
     def variables(self) -> dict[str, Any]:
         """What the generic template calls ``pieces``. Tool answers look like user turns unless told otherwise."""
-        made = {name: getattr(self, name) for name in (*PIECES, "generation", "system_in_user", "trim")}
+        made = {name: getattr(self, name) for name in (*PIECES, "start", "generation", "system_in_user", "trim")}
         made["tool"] = self.user if self.tool is None else self.tool
         made["eotool"] = self.eoh if self.eotool is None else self.eotool
         made["generation"] = self.assistant if self.generation is None else self.generation
