@@ -20,8 +20,8 @@ PIECES = ("system", "eosys", "user", "eoh", "assistant", "eoa", "tool", "eotool"
 
 @dataclass(frozen=True)
 class Builtin:
-    """One entry. ``match``: patterns of model names; ``start``: what a prompt begins with, if not what the tokenizer puts
-    there; ``generation``: what opens the answer, if not ``assistant``."""
+    """One entry. ``match``: patterns of model names; ``start``: what a prompt begins with, if not as the tokenizer has
+    it; ``generation``: what opens the answer, if not ``assistant``."""
 
     name: str
     example: str
