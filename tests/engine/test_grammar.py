@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import resource
 import subprocess
 import sys
@@ -12,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from toolkit.box import box
 from toolkit.box.box import Cancelled, Limits, Ticket
 from toolkit.engine import grammar
-from toolkit.engine.grammar import Grammars
+from toolkit.engine.grammar import Grammars, GrammarState
 from toolkit.engine.grammar_format import check_format
 from toolkit.engine.grammar_pace import Pace
 from toolkit.errors import BusyError, UsageError
@@ -133,6 +135,65 @@ def test_json_has_one_blank_after_commas_and_colons_and_no_more(grammars: Gramma
     assert follow(grammars, chosen, json.dumps(value).encode())
     for loose in ('{"a":  1}', '{ "a": 1}', '{"a": 1 }', ' {"a": 1}', '{"a" : 1}', '{"a": 1,\n "b": 2}', '{"a": 1}\n'):
         assert not follow(grammars, chosen, loose.encode()), loose
+
+
+def schema(**properties: Any) -> dict[str, Any]:
+    asked = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    return {"type": "json_schema", "json_schema": {"schema": asked}}
+
+
+PERSON = {"type": "object", "properties": {"id": {"type": "integer"}}, "required": ["id"]}
+FORMATS = {
+    "strings": schema(city={"type": "string"}, country={"type": "string"}),
+    "numbers": schema(age={"type": "integer"}, size={"type": "number"}, good={"type": "boolean"}),
+    "lists": schema(of={"type": "array", "items": {"type": "string"}, "minItems": 1}, kind={"enum": ["aaa", "bbb"]}),
+    "objects": schema(people={"type": "array", "items": PERSON}),
+    "anything": {"type": "json_object"},
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("most", [60, 150])
+def test_json_comes_to_its_end_before_it_is_cut(grammars: Grammars, name: str, most: int) -> None:
+    """Whatever is drawn: here by something that hardly ever ends a string, a number or a list."""
+    for seed in range(12):
+        draw, text = random.Random(seed), b""
+        state = grammars.state(grammars.compiled(FORMATS[name]), [])
+        for left in range(most, 0, -1):
+            mask = np.zeros((1, -(-SIZE // 32)), np.int32)
+            state.fill(mask, 0, left=left)
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:SIZE])
+            on = [i for i in allowed if i != EOS and Letters.token_bytes[i] not in (b'"', b"}", b"]")]
+            token = state.meant(int(draw.choice(on if on and draw.random() < 0.98 else list(allowed))))
+            if state.accept(token):
+                break
+            text += Letters.token_bytes[token]
+        else:
+            raise AssertionError(f"cut: {text!r}")
+        assert isinstance(json.loads(text), dict)
+
+
+def test_a_wish_to_end_within_a_string_ends_the_string(grammars: Grammars) -> None:
+    quote_and_more = Letters.token_bytes.index(b'":')
+
+    def after(text: bytes, wanted: dict[str, Any] = FORMATS["strings"]) -> tuple[NDArray[np.uint8], GrammarState]:
+        state = grammars.state(grammars.compiled(wanted), [])
+        mask = np.zeros((1, -(-SIZE // 32)), np.int32)
+        for byte in text:
+            state.fill(mask, 0)
+            assert not state.accept(byte)
+        state.fill(mask, 0)
+        return np.unpackbits(mask.view(np.uint8), bitorder="little"), state
+
+    allowed, state = after(b'{"city": "Paris')
+    for token in (EOS, quote_and_more):
+        assert allowed[token] and state.meant(token) == ord('"')
+    assert state.meant(ord("x")) == ord("x") and state.meant(ord('"')) == ord('"')
+    for text in (b"{", b'{"city": ', b'{"city": "Paris"', b'{"city": "Paris", "cou', b'{"city": "Par\\'):
+        allowed, state = after(text)
+        assert not allowed[EOS] and state.meant(EOS) == EOS, text
+    allowed, state = after(b'"a', {"type": "grammar", "grammar": 'root ::= "\\"" [a-z\\"]* "!"'})
+    assert not allowed[EOS] and state.meant(EOS) == EOS  # no JSON
 
 
 def test_the_order_of_properties_is_the_schema_s(grammars: Grammars) -> None:

@@ -173,9 +173,12 @@ def test_a_grammar_that_fails_ends_its_request_alone(fake: Any, call: str) -> No
         stops: frozenset[int] = frozenset()
         failure: str | None = None
 
-        def fill(self, mask: Any, row: int, among: int) -> None:
+        def fill(self, mask: Any, row: int, among: int, left: int) -> None:
             if call == "fill":
                 raise RuntimeError("no mask")
+
+        def meant(self, token: int) -> int:
+            return token
 
         def accept(self, token: int) -> bool:
             raise RuntimeError("no state")

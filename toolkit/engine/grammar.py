@@ -10,6 +10,7 @@ import hashlib
 import json
 import threading
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from toolkit.box.box import Box, Crowded, LimitError, Limits, Ticket
 from toolkit.engine.grammar_format import check_format
 from toolkit.engine.grammar_pace import Pace
+from toolkit.engine.json_tokens import JsonTokens, has
 from toolkit.engine.xgrammar_core import CORE, unreachable, vocabulary
 from toolkit.errors import BusyError, UsageError
 
@@ -26,7 +28,17 @@ if TYPE_CHECKING:
 
 LIMITS = Limits(memory=2 << 30, cpu_seconds=10.0, seconds=50.0, reply=128 << 20, nice=5)
 _KEPT, _KEPT_BYTES = 64, 256 << 20  # compiled grammars
+_JSON = ("json_object", "json_schema", "structural_tag")  # formats whose texts are JSON, or have it in them
+SPARE = 32  # tokens, or an eighth of what a text may have: so much longer a token may make the way to its end
 _REMEMBERED = 1024  # grammars that were refused: they are not tried again
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """``grammar``: xgrammar's. ``json``: whether its texts are JSON, or have it in them."""
+
+    grammar: Any
+    json: bool
 
 
 class Grammars:
@@ -35,18 +47,19 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._eos = [i for i in tokenizer.eos_ids if i < vocab_size]
         tokens = list(tokenizer.token_bytes[:vocab_size])
+        self._json = JsonTokens.of(tokens, self._eos, vocab_size)
         for i in tokenizer.special_ids:
             if i < len(tokens):
                 tokens[i] = unreachable(tokens[i]) if i not in self._eos else b""
         self._info = vocabulary(tokens, vocab_size, self._eos)
         setup = {"lengths": [len(t) for t in tokens], "size": vocab_size, "stops": self._eos}
         self._box = Box("toolkit.engine.grammar_job:compiling", LIMITS, setup, b"".join(tokens))
-        self._compiled: OrderedDict[bytes, Any] = OrderedDict()  # the one used last is last
+        self._compiled: OrderedDict[bytes, Compiled] = OrderedDict()  # the one used last is last
         self._refused: OrderedDict[bytes, str] = OrderedDict()
         self._compiling: set[bytes] = set()
         self._changed = threading.Condition()  # over the three above
 
-    def find(self, response_format: dict[str, Any]) -> Any | None:
+    def find(self, response_format: dict[str, Any]) -> Compiled | None:
         """What ``compiled`` gives where it is there; waits for nothing that is being compiled."""
         key = _key(response_format)
         with self._changed:
@@ -54,7 +67,7 @@ class Grammars:
                 self._compiled.move_to_end(key)
             return self._compiled.get(key)
 
-    def compiled(self, response_format: dict[str, Any], ticket: Ticket | None = None) -> Any:
+    def compiled(self, response_format: dict[str, Any], ticket: Ticket | None = None) -> Compiled:
         """The grammar, for ``state``.
 
         Raises UsageError, one line, for a schema, regex or grammar that is too large or does not compile, BusyError
@@ -63,12 +76,13 @@ class Grammars:
         check_format(response_format)
         return self._get(response_format, ticket or Ticket())
 
-    def state(self, compiled: Any, stop_token_ids: list[int]) -> GrammarState:
+    def state(self, compiled: Compiled, stop_token_ids: list[int]) -> GrammarState:
         """A matcher at the start of a grammar; it allows the stop ids (else eos) where the grammar may end."""
         stops = stop_token_ids or self._eos
-        return GrammarState(CORE.GrammarMatcher(compiled, stops or None, not stops, -1, None), frozenset(stops))
+        matcher = CORE.GrammarMatcher(compiled.grammar, stops or None, not stops, -1, None)
+        return GrammarState(matcher, frozenset(stops), self._json if compiled.json else None)
 
-    def _get(self, response_format: dict[str, Any], ticket: Ticket) -> Any:
+    def _get(self, response_format: dict[str, Any], ticket: Ticket) -> Compiled:
         key = _key(response_format)
         with self._changed:
             while key in self._compiling:  # another request asked for the same
@@ -88,7 +102,7 @@ class Grammars:
                 self._changed.notify_all()
         return compiled
 
-    def _compile(self, key: bytes, response_format: dict[str, Any], ticket: Ticket) -> Any:
+    def _compile(self, key: bytes, response_format: dict[str, Any], ticket: Ticket) -> Compiled:
         kind = response_format["type"]
         try:
             _, data = self._box.run(response_format, ticket=ticket)
@@ -102,11 +116,12 @@ class Grammars:
                 if len(self._refused) > _REMEMBERED:
                     self._refused.popitem(last=False)
             raise UsageError(text) from e
-        compiled = CORE.CompiledGrammar.deserialize_json(data.decode(), self._info)
+        compiled = Compiled(CORE.CompiledGrammar.deserialize_json(data.decode(), self._info), kind in _JSON)
         with self._changed:
             self._compiled[key] = compiled
             while len(self._compiled) > 1 and (
-                len(self._compiled) > _KEPT or sum(c.memory_size_bytes() for c in self._compiled.values()) > _KEPT_BYTES
+                len(self._compiled) > _KEPT
+                or sum(c.grammar.memory_size_bytes() for c in self._compiled.values()) > _KEPT_BYTES
             ):
                 self._compiled.popitem(last=False)
         return compiled
@@ -121,28 +136,68 @@ def _key(response_format: dict[str, Any]) -> bytes:
 class GrammarState:
     """How far one request's output has got in its grammar. ``stops``: tokens that may end it, no part of it.
 
-    ``failure``: why the grammar can be followed no further; from then on no token is allowed.
+    ``failure``: why the grammar can be followed no further; from then on no token is allowed. ``json``: None where the
+    text is no JSON.
     """
 
-    def __init__(self, matcher: Any, stops: frozenset[int]) -> None:
+    def __init__(self, matcher: Any, stops: frozenset[int], json: JsonTokens | None = None) -> None:
         self._matcher = matcher
+        self._json = json
+        self._meant: NDArray[np.int32] | None = None  # tokens that stand for the quote that ends a string
+        self._spare = -1  # not known yet
+        self._look = 0  # the end is looked for when so many tokens are left
+        self._end: list[int] = []  # tokens that have to come, the last first
         self._pace = Pace()
         self.stops = stops
         self.failure: str | None = None
 
-    def fill(self, mask: NDArray[np.int32], row: int, among: int = 1) -> None:
-        """Write the tokens that may come next into ``mask[row]``, one bit a token. ``among``: grammars of this step."""
+    def fill(self, mask: NDArray[np.int32], row: int, among: int = 1, left: int = 1 << 30) -> None:
+        """Write the tokens that may come next into ``mask[row]``, one bit a token. ``among``: grammars of this step.
+        ``left``: tokens that the output may still have."""
         self._pace.among = among
+        self._meant = None
+        if self._json is not None and self.failure is None and not self._end:
+            self._look_for_end(self._json, left)
+        if self._end:
+            mask[row] = 0
+            mask[row, self._end[-1] >> 5] = np.uint32(1 << (self._end[-1] & 31)).astype(np.int32)
+            return
         if self.failure is None:
             self._call(self._matcher.fill_next_token_bitmask, mask, row, False)
         if self.failure is not None:
             mask[row] = 0
+        elif self._json is not None:
+            self._meant = self._json.open_string(mask[row])
+            if self._meant is not None:
+                mask[row] |= self._meant
+
+    def meant(self, token: int) -> int:
+        """The token that a drawn one stands for."""
+        if self._meant is not None and self._json is not None and has(self._meant, token):
+            return self._json.quote
+        return token
 
     def accept(self, token: int) -> bool:
         """Take a generated token; True once the output is complete."""
         self._pace.next_token()
+        if self._end:
+            self._end.pop()
         accepted = self._call(self._matcher.accept_token, token, False)
         return self.failure is None and (not accepted or self._matcher.is_terminated())
+
+    def _look_for_end(self, json: JsonTokens, left: int) -> None:
+        """Before max_tokens cuts a JSON text, bring it to its end: close what is open, make short what has to come."""
+        if self._spare < 0:
+            self._spare, self._look = min(SPARE, left // 8), left * 3 // 4
+        if left > self._look:
+            return
+        way = self._call(json.way_out, self._matcher, self.stops, left - 1)
+        if way is None:
+            self._look = left // 2  # nearer to the end it may be simpler
+        elif (slack := left - 1 - len(way) - self._spare) > 0:
+            self._look = left - (slack + 1) // 2
+        else:
+            self._end = way[::-1]
 
     def _call(self, function: Any, *args: Any) -> Any:
         try:

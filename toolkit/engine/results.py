@@ -39,7 +39,8 @@ class StepResults:
     def take(self, step: Step, out: StepOutput) -> Iterator[tuple[Sequence, EngineOutput]]:
         """What each request produced; a request that ended meanwhile produces nothing."""
         bad = set(out.bad_rows.tolist())
-        tokens = out.tokens[:, 0].tolist() if len(step.sampled) else []
+        drawn = out.tokens[:, 0].tolist() if len(step.sampled) else []
+        tokens = [t if s.grammar is None else s.grammar.meant(t) for s, t in zip(step.sampled, drawn, strict=True)]
         rows = self._rows(step, out) if step.has_rows else {}
         live = [(s, t) for s, t in zip(step.sampled, tokens, strict=True) if s.row >= 0 and s.pending == 1]
         self.builder.arrived([s.row for s, _ in live], [t for _, t in live])
@@ -72,15 +73,14 @@ class StepResults:
         """Take a token into the request; sets the finish reason."""
         seq.arrive(token)
         output = EngineOutput(seq.id, [token], cached_tokens=seq.cached_tokens, time=time.perf_counter())
-        known = seq.known
         circling = seq.repeats is not None and seq.repeats.add(token)
         if token in seq.stop_ids or (seq.grammar is not None and token in seq.grammar.stops):
             output.finish_reason, output.stop_token = "stop", token
         elif seq.grammar is not None and seq.grammar.accept(token):
             output.finish_reason = "stop"
-        elif circling and known - seq.prompt_len >= seq.params.min_new_tokens:
+        elif circling and seq.known - seq.prompt_len >= seq.params.min_new_tokens:
             output.finish_reason = "stop"
-        elif known - seq.prompt_len >= seq.params.max_new_tokens or known >= seq.max_len:
+        elif seq.left <= 0:
             output.finish_reason = "length"
         return output
 
@@ -105,6 +105,7 @@ class StepResults:
         if not host_sampler.drawable(x, sampling, 0):
             return _error(seq, "logits_processors: what they return holds NaN or infinity, or rules every token out")
         token = host_sampler.draw(x, sampling, 0)
+        token = token if seq.grammar is None else seq.grammar.meant(token)
         logprobs = host_sampler.log_softmax(x) if seq.params.logprobs >= 0 else None
         seq.expect()
         self.builder.advance([seq.row])

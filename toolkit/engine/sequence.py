@@ -105,6 +105,11 @@ class Sequence:
         """Tokens whose ids are known."""
         return self.length - self.pending
 
+    @property
+    def left(self) -> int:
+        """Tokens that it may still have."""
+        return min(self.params.max_new_tokens - (self.known - self.prompt_len), self.max_len - self.known)
+
     def expect(self) -> None:
         """A step in flight draws the next token."""
         if self.length == len(self.tokens):

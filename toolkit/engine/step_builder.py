@@ -211,7 +211,7 @@ class StepBuilder:
         mask = np.full((len(sampled), -(-self.vocab_size // 32)), -1, np.int32)
         for i, seq in enumerate(sampled):
             if seq.grammar is not None:
-                seq.grammar.fill(mask, i, among)
+                seq.grammar.fill(mask, i, among, seq.left)
         return mask
 
     def host_sampling(self, seq: Sequence) -> SamplingBatch:
