@@ -10,7 +10,7 @@ import typer
 from toolkit.commands.interrupt import answered
 from toolkit.commands.options import EngineFlags, with_engine_flags
 from toolkit.commands.output import show_engine, stderr
-from toolkit.commands.sampling_options import AnswerFlags, with_answer_flags
+from toolkit.commands.sampling_options import SamplingFlags, with_answer_flags
 from toolkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def run(
     model: Annotated[str, typer.Argument(help="Local directory, hub id, .gguf file, artifact, or demo.")],
     engine: EngineFlags,
-    sampling: AnswerFlags,
+    sampling: SamplingFlags,
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", help="Answer this and leave; the answer alone is on stdout.")
     ] = None,

@@ -12,7 +12,7 @@ from toolkit.commands.groups import Group
 from toolkit.commands.options import EngineFlags, with_engine_flags
 from toolkit.commands.output import show_engine, stdout, table, write_json
 from toolkit.commands.profile_server import api_server
-from toolkit.commands.sampling_options import LoadFlags, with_load_flags
+from toolkit.commands.sampling_options import SamplingFlags, with_load_flags
 from toolkit.errors import UsageError
 from toolkit.progress import Progress
 
@@ -69,7 +69,7 @@ def _config(engine: EngineFlags) -> Any:
     return engine.config()
 
 
-def _drawing(sampling: LoadFlags) -> GenerationConfig:
+def _drawing(sampling: SamplingFlags) -> GenerationConfig:
     """How tokens are drawn; greedily where no flag asks for more."""
     from toolkit.chat import settings
 
@@ -82,7 +82,7 @@ def _drawing(sampling: LoadFlags) -> GenerationConfig:
 def throughput(
     model: MODEL,
     engine: EngineFlags,
-    sampling: LoadFlags,
+    sampling: SamplingFlags,
     dataset: Annotated[
         str, typer.Option(help="random, or a file: ShareGPT .json, .jsonl, or .txt with blank lines between prompts.")
     ] = "random",
@@ -172,7 +172,7 @@ app.command("restful_api", hidden=True)(api_server)
 def generation(
     model: MODEL,
     engine: EngineFlags,
-    sampling: LoadFlags,
+    sampling: SamplingFlags,
     concurrency: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8,32",
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
     completion_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each.")] = 128,

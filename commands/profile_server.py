@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from toolkit.commands.output import stdout, table, write_json
-from toolkit.commands.sampling_options import LoadFlags, with_load_flags
+from toolkit.commands.sampling_options import SamplingFlags, with_load_flags
 from toolkit.errors import UsageError
 from toolkit.progress import Progress
 
@@ -26,7 +26,7 @@ LIMIT_NAMES = {"e2el": "e2e_latency"}  # as vLLM calls them
 
 @with_load_flags
 def api_server(
-    sampling: LoadFlags,
+    sampling: SamplingFlags,
     target: Annotated[
         str | None, typer.Argument(metavar="URL|MODEL", help="A server's address, or a model to serve meanwhile.")
     ] = None,

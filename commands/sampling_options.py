@@ -1,68 +1,47 @@
-"""The sampling flags of commands that generate: one parameter ``sampling``, and a decorator."""
+"""The sampling flags of commands that generate: one parameter ``sampling``, and a decorator. They are the fields of
+GenerationConfig that users type.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
 
 from toolkit.commands.options import with_flags
+from toolkit.generation_config import TYPED, Parameter
 
 
-def _flag(*names: str, help: str) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel="Sampling")
-
-
-@dataclass
-class DrawingFlags:
-    """How tokens are drawn; None = not given."""
-
-    do_sample: Annotated[
-        bool | None, _flag("--do-sample/--greedy", help="Draw tokens, or take the likeliest. Default: the model's.")
-    ] = None
-    temperature: Annotated[float | None, _flag("--temperature", help="0 to 2; 0 is greedy.")] = None
-    top_p: Annotated[float | None, _flag("--top-p", help="Keep the likeliest tokens of this mass.")] = None
-    top_k: Annotated[int | None, _flag("--top-k", help="Keep this many likeliest tokens; 0 = all.")] = None
-    min_p: Annotated[
-        float | None, _flag("--min-p", help="Keep tokens of at least this share of the likeliest one's.")
-    ] = None
-    repetition_penalty: Annotated[float | None, _flag("--repetition-penalty", help="Above 1 discourages repeats.")] = (
-        None
-    )
-    presence_penalty: Annotated[
-        float | None, _flag("--presence-penalty", help="-2 to 2, once for every token used before.")
-    ] = None
-    frequency_penalty: Annotated[
-        float | None, _flag("--frequency-penalty", help="-2 to 2, for every time a token was used before.")
-    ] = None
+class SamplingFlags:
+    """A field for each flag; None = not given."""
 
     def given(self) -> dict[str, Any]:
         """The flags that were given, by the names of ``toolkit.chat.settings``."""
-        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
         return {name: value for name, value in found.items() if value not in (None, [])}
 
 
-@dataclass
-class AnswerFlags(DrawingFlags):
-    """The same, and how long an answer is."""
-
-    max_new_tokens: Annotated[int | None, _flag("--max-new-tokens", help="Longest answer. Default: 512.")] = None
-    min_new_tokens: Annotated[int | None, _flag("--min-new-tokens", help="Shortest answer.")] = None
-    seed: Annotated[int | None, _flag("--seed", help="The same seed draws the same answer.")] = None
-    stop: Annotated[list[str] | None, _flag("--stop", help="Text that ends the answer; repeatable.")] = None
-    ignore_eos: Annotated[bool | None, _flag("--ignore-eos", help="Go on where the model would end its answer.")] = None
+def _flag(parameter: Parameter, help: str) -> tuple[str, Any, Any]:
+    """Of ``dataclasses.make_dataclass``."""
+    kind: Any = list[str] if parameter.type is list else parameter.type
+    name = "--do-sample/--greedy" if parameter.name == "do_sample" else f"--{parameter.spelled.replace('_', '-')}"
+    option = typer.Option(name, help=help, rich_help_panel="Sampling")
+    return parameter.spelled, Annotated[kind | None, option], dataclasses.field(default=None)
 
 
-@dataclass
-class LoadFlags(DrawingFlags):
-    """The same for load that is measured, greedy unless told otherwise."""
-
-    do_sample: Annotated[
-        bool | None, _flag("--do-sample/--greedy", help="Draw tokens, or take the likeliest. Default: greedy.")
-    ] = None
+def _flags(parameters: Iterable[Parameter], **helps: str) -> type:
+    fields = [_flag(p, helps.get(p.name, p.help)) for p in parameters]
+    return dataclasses.make_dataclass("Flags", fields, bases=(SamplingFlags,))
 
 
-with_answer_flags = with_flags("sampling", AnswerFlags)
-with_load_flags = with_flags("sampling", LoadFlags)
+with_answer_flags = with_flags("sampling", _flags(TYPED.values()))
+# of load that is measured: how tokens are drawn, greedily unless told otherwise
+with_load_flags = with_flags(
+    "sampling",
+    _flags(
+        (p for p in TYPED.values() if p.neutral is not None or p.name == "do_sample"),
+        do_sample="Draw tokens, or take the likeliest. Default: greedy.",
+    ),
+)

@@ -11,7 +11,7 @@ import typer
 from toolkit.commands.groups import Group
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags
 from toolkit.commands.output import show_engine, stderr
-from toolkit.commands.sampling_options import AnswerFlags, with_answer_flags
+from toolkit.commands.sampling_options import SamplingFlags, with_answer_flags
 from toolkit.commands.serve_proxy import KEYS, proxy, read_keys
 from toolkit.errors import UsageError
 from toolkit.serve.limits import Limits
@@ -240,7 +240,7 @@ app.command("proxy")(proxy)
 @app.command("api_client")
 @with_answer_flags
 def api_client(
-    sampling: AnswerFlags,
+    sampling: SamplingFlags,
     url: Annotated[
         str, typer.Argument(help="The server: scheme, host and port, with or without /v1.")
     ] = "http://127.0.0.1:23333",

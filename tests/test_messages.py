@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from toolkit import GenerationConfig, PytorchEngineConfig, TurbomindEngineConfig, pipeline
 from toolkit.errors import UsageError
+from toolkit.generation_config import PARAMETERS
 from toolkit.lmdeploy_options import IGNORED, NOT_BUILT, notices
-from toolkit.request_limits import BOUNDS, MOST, SEED_MAX, TEMPLATE_STOPS, WORD_LENGTH
+from toolkit.request_limits import MOST, SEED_MAX, TEMPLATE_STOPS, WORD_LENGTH
 
 FIELDS = sorted(GenerationConfig.__dataclass_fields__)
 ANYTHING = st.recursive(
@@ -59,9 +60,9 @@ def test_values_of_a_wrong_type(name: str, value: Any) -> None:
         GenerationConfig(**{name: value})
 
 
-@pytest.mark.parametrize("name", sorted(BOUNDS))
+@pytest.mark.parametrize("name", sorted(name for name, p in PARAMETERS.items() if p.bounds))
 def test_every_number_is_held_by_the_type_that_computes_with_it(name: str) -> None:
-    bounds = BOUNDS[name]
+    bounds = PARAMETERS[name].bounds
     kind = np.dtype(bounds.kind)
     for value in (bounds.low, bounds.high):
         stored = np.array(value & SEED_MAX if kind == np.uint64 else value).astype(kind)

@@ -1,4 +1,4 @@
-"""What one request may ask for: the one table that GenerationConfig, the engine and the HTTP server check against.
+"""How much one request may ask for. Bounds of numbers stand at the fields of ``GenerationConfig``.
 
 Bounds are such that the type that computes with a number (``kind``) holds every value within them: what it cannot hold
 is refused where it arrives, not in the midst of a step that others share.
@@ -28,24 +28,7 @@ class Bounds:
 SEED_MAX = (1 << 64) - 1
 TOKEN_ID = Bounds(0, (1 << 31) - 1, "int32")
 PRIORITY = Bounds(-(1 << 31), (1 << 31) - 1, "int32")  # of a request in the engine
-BOUNDS = {
-    "n": Bounds(1, 128, "int32"),
-    "max_new_tokens": Bounds(1, 1 << 30, "int32"),
-    "min_new_tokens": Bounds(0, 1 << 30, "int32"),
-    "top_p": Bounds(0, 1),
-    "top_k": Bounds(0, 1 << 30, "int32"),
-    "min_p": Bounds(0, 1),
-    "temperature": Bounds(0, 2),
-    "repetition_penalty": Bounds(0.01, 100),
-    "presence_penalty": Bounds(-2, 2),
-    "frequency_penalty": Bounds(-2, 2),
-    "repetition_ngram_size": Bounds(0, 1 << 20, "int32"),
-    "repetition_ngram_threshold": Bounds(0, 1 << 30, "int32"),
-    "random_seed": Bounds(-(1 << 63), SEED_MAX, "uint64"),  # a negative one stands for its 64 bits
-    "logprobs": Bounds(0, 1024, "int32"),
-    "prompt_logprobs": Bounds(0, 1024, "int32"),
-    "logit_bias": Bounds(-100, 100),
-}
+LOGIT_BIAS = Bounds(-100, 100)
 GREEDY_BELOW = 1e-5  # a temperature: logits that differ by 0.001 are then e^100 apart, so the best one is taken at once
 
 # How long the lists of a request may be, and the words in them (in characters).

@@ -15,6 +15,7 @@ from toolkit.chat.conversation import Conversation
 from toolkit.chat.repl import Repl, Speed, answer
 from toolkit.chat.terminal import TerminalScreen
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.generation_config import TYPED
 from toolkit.messages import GenerationConfig, Response
 
 
@@ -141,7 +142,7 @@ def test_set(desk: Desk) -> None:
     desk.type("/set temperature 0")
     assert desk.talk.config.greedy
     desk.type("/set")
-    assert all(name in desk.notes for name in settings.SETTINGS)
+    assert all(name in desk.notes for name in TYPED)
 
 
 @pytest.mark.parametrize(

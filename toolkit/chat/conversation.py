@@ -11,7 +11,7 @@ from toolkit.artifacts.result_file import check_json, write_text
 from toolkit.chat import settings
 from toolkit.chat.messages import Message, normalise
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.messages import GenerationConfig
+from toolkit.generation_config import TYPED, GenerationConfig
 
 
 @dataclass
@@ -72,8 +72,8 @@ class Conversation:
         system, turns, given = data.get("system"), data.get("messages"), data.get("settings", {})
         if system is not None and not isinstance(system, str):
             raise ToolkitError(f"{file}: system: expected text, found {type(system).__name__}")
-        if not isinstance(given, dict) or set(given) - set(settings.SETTINGS):
-            raise ToolkitError(f"{file}: settings: expected an object of {', '.join(settings.SETTINGS)}")
+        if not isinstance(given, dict) or set(given) - set(TYPED):
+            raise ToolkitError(f"{file}: settings: expected an object of {', '.join(TYPED)}")
         try:
             checked = normalise(turns) if turns else []
             config = settings.change(self.config, **given)

@@ -11,28 +11,11 @@ from typing import Any
 
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.messages import GenerationConfig
+from toolkit.generation_config import PARAMETERS, TYPED, GenerationConfig
 
-# What a user may set, and how it is written: name -> type.
-SETTINGS: dict[str, type] = {
-    "do_sample": bool,
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-    "repetition_penalty": float,
-    "presence_penalty": float,
-    "frequency_penalty": float,
-    "max_new_tokens": int,
-    "min_new_tokens": int,
-    "seed": int,
-    "stop": list,
-    "ignore_eos": bool,
-}
-_FIELDS = {"seed": "random_seed", "stop": "stop_words"}  # names that GenerationConfig spells otherwise
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 GREEDY = GenerationConfig(temperature=1.0)  # the temperature that holds once sampling is asked for
-_OF_MODEL = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_OF_MODEL = tuple(p.name for p in PARAMETERS.values() if p.of_model)
+_DRAWS = (*(p.name for p in TYPED.values() if p.draws), "seed")
 
 
 def of_model(directory: Path) -> GenerationConfig:
@@ -59,18 +42,18 @@ def of_file(file: Path) -> GenerationConfig:
 
 
 def change(config: GenerationConfig, **values: Any) -> GenerationConfig:
-    """A copy with other values, by the names of ``SETTINGS``; None means unchanged.
+    """A copy with other values, by the names of ``TYPED``; None means unchanged.
 
-    Setting a temperature above 0, top_p, top_k, min_p or a seed turns sampling on, a temperature of 0 turns it off,
-    unless ``do_sample`` itself is given. Raises UsageError for values out of range.
+    Setting a seed or what changes how tokens are drawn turns sampling on, a temperature of 0 turns it off, unless
+    ``do_sample`` itself is given. Raises UsageError for values out of range.
     """
     given = {name: value for name, value in values.items() if value is not None}
     for name, value in given.items():
-        if SETTINGS[name] is bool and not isinstance(value, bool):
+        if TYPED[name].type is bool and not isinstance(value, bool):
             raise UsageError(f"{name}: expected true or false, found {value!r:.40}")
-    if "do_sample" not in given and any(name in given for name in _SAMPLING):
+    if "do_sample" not in given and any(name in given for name in _DRAWS):
         given["do_sample"] = given.get("temperature", 1.0) != 0
-    return dataclasses.replace(config, **{_FIELDS.get(name, name): value for name, value in given.items()})
+    return dataclasses.replace(config, **{TYPED[name].name: value for name, value in given.items()})
 
 
 def is_open(config: GenerationConfig) -> bool:
@@ -84,17 +67,17 @@ def describe(config: GenerationConfig, where_open: str = "greedy") -> str:
         return where_open
     if config.greedy:
         return "greedy"
-    narrowed = {"top_p": (config.top_p, 1.0), "top_k": (config.top_k, 0), "min_p": (config.min_p, 0.0)}
-    more = [f"{name} {value:g}" for name, (value, neutral) in narrowed.items() if value != neutral]
+    drawn = {p: getattr(config, p.name) for p in PARAMETERS.values() if p.draws and p.name != "temperature"}
+    more = [f"{p.name} {value:g}" for p, value in drawn.items() if value != p.neutral]
     return ", ".join([f"temperature {config.temperature:g}", *more])
 
 
 def parse(name: str, text: str) -> Any:
     """The value that ``/set NAME TEXT`` means. Raises UsageError."""
     name = name.replace("-", "_")
-    if name not in SETTINGS:
-        raise UsageError(f"/set: no setting {name!r}; there are {', '.join(SETTINGS)}")
-    kind = SETTINGS[name]
+    if name not in TYPED:
+        raise UsageError(f"/set: no setting {name!r}; there are {', '.join(TYPED)}")
+    kind = TYPED[name].type
     try:
         if kind is bool:
             return {
@@ -117,4 +100,4 @@ def parse(name: str, text: str) -> Any:
 
 def show(config: GenerationConfig) -> dict[str, Any]:
     """Setting -> value, as ``/set`` alone prints them."""
-    return {name: getattr(config, _FIELDS.get(name, name)) for name in SETTINGS}
+    return {name: getattr(config, p.name) for name, p in TYPED.items()}

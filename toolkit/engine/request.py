@@ -7,23 +7,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from toolkit.runners.step import Draw
+
 Only = Literal["score", "last", "mean"]
 
 
 @dataclass
-class SamplingParams:
-    """Resolved numbers of one request (from a GenerationConfig; greedy is temperature 0)."""
+class SamplingParams(Draw):
+    """Resolved numbers of one request (from a GenerationConfig; greedy is temperature 0), and how its tokens are
+    chosen."""
 
     max_new_tokens: int
     min_new_tokens: int = 0
-    temperature: float = 0.0
-    top_k: int = 0  # 0 = all
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int = 0  # 0 … 2^64-1
     stop_token_ids: list[int] = field(default_factory=list)  # eos included unless ignored
     bad_token_ids: list[int] = field(default_factory=list)
     bad_words: list[str] = field(default_factory=list)  # any number of tokens each

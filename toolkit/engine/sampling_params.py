@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
 from toolkit.engine.grammar_format import check_format
 from toolkit.engine.request import SamplingParams
 from toolkit.errors import UsageError
-from toolkit.messages import GenerationConfig
+from toolkit.generation_config import PARAMETERS, GenerationConfig
 from toolkit.request_limits import SEED_MAX
+from toolkit.runners.step import Draw
 
 if TYPE_CHECKING:
     from toolkit.artifacts.tokenizer import Tokenizer
@@ -27,18 +29,10 @@ def resolve(config: GenerationConfig, tokenizer: Tokenizer, prompt_len: int, ses
     if config.logits_processors and not all(callable(p) for p in config.logits_processors):
         raise UsageError("logits_processors: expected a list of callables (token_ids, logits) -> logits")
     left = max(1, session_len - prompt_len)
-    greedy = config.greedy
     return SamplingParams(
         max_new_tokens=left if config.max_new_tokens is None else config.max_new_tokens,
         min_new_tokens=config.min_new_tokens or 0,
-        temperature=0.0 if greedy else float(config.temperature),
-        top_k=0 if greedy else config.top_k,
-        top_p=1.0 if greedy else float(config.top_p),
-        min_p=0.0 if greedy else float(config.min_p),
-        repetition_penalty=float(config.repetition_penalty),
-        presence_penalty=float(config.presence_penalty),
-        frequency_penalty=float(config.frequency_penalty),
-        seed=_seed(config, greedy),
+        **_draw(config),
         stop_token_ids=stop_ids(config, tokenizer),
         bad_token_ids=list(config.bad_token_ids or ()),
         bad_words=list(config.bad_words or ()),
@@ -72,7 +66,15 @@ def stop_ids(config: GenerationConfig, tokenizer: Tokenizer) -> list[int]:
     return list(dict.fromkeys([*eos, *(config.stop_token_ids or ()), *words]))
 
 
-def _seed(config: GenerationConfig, greedy: bool) -> int:
+def _draw(config: GenerationConfig) -> dict[str, Any]:
+    """The fields of ``Draw``; of a greedy request those alone that hold for it."""
+    greedy = config.greedy
+    found: dict[str, Any] = {f.name: f.default for f in fields(Draw)}
+    for name in found.keys() & PARAMETERS.keys():
+        if not (greedy and PARAMETERS[name].draws):
+            found[name] = type(found[name])(getattr(config, name))
     if config.random_seed is not None:
-        return config.random_seed & SEED_MAX
-    return 0 if greedy else secrets.randbits(64)
+        found["seed"] = config.random_seed & SEED_MAX
+    elif not greedy:
+        found["seed"] = secrets.randbits(64)
+    return found

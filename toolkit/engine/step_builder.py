@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from toolkit.engine.block_manager import BlockManager
 from toolkit.engine.plan import Plan
 from toolkit.engine.sequence import Sequence
-from toolkit.runners.step import SamplingBatch, StepBatch
+from toolkit.runners.step import COLUMNS, Draw, SamplingBatch, StepBatch
 
 _EMPTY_I32 = np.zeros(0, np.int32)
 _EMPTY_F32 = np.zeros(0, np.float32)
@@ -57,14 +57,7 @@ class StepBuilder:
         self._source = np.full(rows, -1, np.int32)  # the sampled row of the step in flight that draws the last token
         self._rope_set = np.zeros(rows, np.int8)
         self._adapter = np.full(rows, -1, np.int32)
-        self._temperature = np.zeros(rows, np.float32)
-        self._top_k = np.zeros(rows, np.int32)
-        self._top_p = np.ones(rows, np.float32)
-        self._min_p = np.zeros(rows, np.float32)
-        self._repetition = np.ones(rows, np.float32)
-        self._presence = np.zeros(rows, np.float32)
-        self._frequency = np.zeros(rows, np.float32)
-        self._seed = np.zeros(rows, np.uint64)
+        self._columns = {name: np.full(rows, getattr(Draw, name), dtype) for name, dtype in COLUMNS.items()}
         self._logprobs = np.full(rows, -1, np.int32)
         self._host_fields = np.zeros(rows, bool)  # has penalties, biases or a grammar
 
@@ -77,14 +70,8 @@ class StepBuilder:
         self._source[row] = -1
         self._rope_set[row] = seq.rope_set
         self._adapter[row] = seq.request.adapter
-        self._temperature[row] = p.temperature
-        self._top_k[row] = p.top_k
-        self._top_p[row] = p.top_p
-        self._min_p[row] = p.min_p
-        self._repetition[row] = p.repetition_penalty
-        self._presence[row] = p.presence_penalty
-        self._frequency[row] = p.frequency_penalty
-        self._seed[row] = p.seed
+        for name, column in self._columns.items():
+            column[row] = getattr(p, name)
         self._logprobs[row] = p.logprobs
         self._host_fields[row] = any(x is not None for x in (seq.history, seq.biases, seq.bad_words, seq.grammar))
 
@@ -185,14 +172,7 @@ class StepBuilder:
             bias_ptr, (bias_ids, bias_values) = _csr([biases_of(s) for s in sampled], (np.int32, np.float32))
             grammar = self._grammar(sampled)
         return SamplingBatch(
-            temperature=self._temperature[rows],
-            top_k=self._top_k[rows],
-            top_p=self._top_p[rows],
-            min_p=self._min_p[rows],
-            repetition_penalty=self._repetition[rows],
-            presence_penalty=self._presence[rows],
-            frequency_penalty=self._frequency[rows],
-            seed=self._seed[rows],
+            **{name: column[rows] for name, column in self._columns.items()},
             position=self._generated[rows],
             history_ptr=history_ptr,
             history_ids=history_ids,

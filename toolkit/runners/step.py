@@ -8,7 +8,7 @@ dtype stated.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,27 @@ from numpy.typing import NDArray
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
 F32 = NDArray[np.float32]
+
+
+@dataclass(kw_only=True)
+class Draw:
+    """How one row chooses its token, see ``SamplingBatch``. The defaults take the likeliest, and change nothing."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0  # 0 … 2^64-1
+
+
+# The arrays of SamplingBatch that are a Draw a row: name -> type.
+COLUMNS = {
+    f.name: np.dtype(np.uint64 if f.name == "seed" else np.int32 if isinstance(f.default, int) else np.float32)
+    for f in fields(Draw)
+}
 
 
 @dataclass
@@ -56,16 +77,9 @@ class SamplingBatch:
     @classmethod
     def greedy(cls, rows: int) -> SamplingBatch:
         """``rows`` rows that take their likeliest token, and nothing else."""
-        zeros, ones, none = np.zeros(rows, np.float32), np.ones(rows, np.float32), np.zeros(0, np.int32)
+        none = np.zeros(0, np.int32)
         return cls(
-            temperature=zeros,
-            top_k=np.zeros(rows, np.int32),
-            top_p=ones,
-            min_p=zeros,
-            repetition_penalty=ones,
-            presence_penalty=zeros,
-            frequency_penalty=zeros,
-            seed=np.zeros(rows, np.uint64),
+            **{name: np.full(rows, getattr(Draw, name), dtype) for name, dtype in COLUMNS.items()},
             position=np.zeros(rows, np.int64),
             history_ptr=np.zeros(rows + 1, np.int32),
             history_ids=none,

@@ -12,7 +12,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, mod
 
 from toolkit.chat.messages import TOOL_ROLES
 from toolkit.config_checks import shown
-from toolkit.request_limits import BOUNDS, MOST, PRIORITY, TOKEN_ID, WORD_LENGTH
+from toolkit.generation_config import PARAMETERS
+from toolkit.request_limits import LOGIT_BIAS, MOST, PRIORITY, TOKEN_ID, WORD_LENGTH
+from toolkit.serve.parameters import parameter, with_parameters
 from toolkit.serve.strict import Strict
 from toolkit.serve.tool_fields import ToolFields
 
@@ -123,43 +125,27 @@ def as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+@with_parameters(
+    *(p.name for p in PARAMETERS.values() if p.draws and p.name != "top_k"),
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_ngram_size",
+    "repetition_ngram_threshold",
+    "random_seed",
+    "min_new_tokens",
+    "ignore_eos",
+    top_k=parameter("top_k", ge=-1, description="Keep this many likeliest tokens; 0 or -1 = all."),
+)
 class GenerateRequest(Strict):
     """What both endpoints share."""
 
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = Field(
-        None, ge=BOUNDS["n"].low, le=BOUNDS["n"].high, description="Choices; choice i draws with seed + i"
-    )
-    seed: int | None = Field(None, ge=BOUNDS["random_seed"].low, le=BOUNDS["random_seed"].high)
-    temperature: float | None = Field(
-        None, ge=BOUNDS["temperature"].low, le=BOUNDS["temperature"].high, description="0 = greedy"
-    )
-    top_p: float | None = Field(None, ge=BOUNDS["top_p"].low, le=BOUNDS["top_p"].high)
-    top_k: int | None = Field(None, ge=-1, le=BOUNDS["top_k"].high, description="0 or -1 = all")
-    min_p: float | None = Field(None, ge=BOUNDS["min_p"].low, le=BOUNDS["min_p"].high)
-    repetition_penalty: float | None = Field(
-        None, ge=BOUNDS["repetition_penalty"].low, le=BOUNDS["repetition_penalty"].high
-    )
-    repetition_ngram_size: int | None = Field(
-        None,
-        ge=BOUNDS["repetition_ngram_size"].low,
-        le=BOUNDS["repetition_ngram_size"].high,
-        description="See repetition_ngram_threshold",
-    )
-    repetition_ngram_threshold: int | None = Field(
-        None,
-        ge=BOUNDS["repetition_ngram_threshold"].low,
-        le=BOUNDS["repetition_ngram_threshold"].high,
-        description="End the answer when its last ngram_size tokens are in it so many times",
-    )
-    presence_penalty: float | None = Field(None, ge=BOUNDS["presence_penalty"].low, le=BOUNDS["presence_penalty"].high)
-    frequency_penalty: float | None = Field(
-        None, ge=BOUNDS["frequency_penalty"].low, le=BOUNDS["frequency_penalty"].high
-    )
-    logit_bias: dict[str, Annotated[float, Field(ge=BOUNDS["logit_bias"].low, le=BOUNDS["logit_bias"].high)]] | None = (
-        Field(None, max_length=MOST["logit_bias"])
+    n: int | None = parameter("n")
+    logit_bias: dict[str, Annotated[float, Field(ge=LOGIT_BIAS.low, le=LOGIT_BIAS.high)]] | None = Field(
+        None, max_length=MOST["logit_bias"]
     )
     stop: Annotated[
         StopWords | None,
@@ -168,8 +154,6 @@ class GenerateRequest(Strict):
     stop_token_ids: list[TokenId] | None = Field(None, max_length=MOST["stop_token_ids"])
     bad_words: BadWords | None = None
     include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    min_new_tokens: int | None = Field(None, ge=BOUNDS["min_new_tokens"].low, le=BOUNDS["min_new_tokens"].high)
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=20, description="As vLLM has it; not in a stream")

@@ -7,10 +7,9 @@ from typing import Any
 
 from toolkit.chat import settings
 from toolkit.errors import ToolkitError
-from toolkit.messages import FinishReason, GenerationConfig, Response
+from toolkit.generation_config import TYPED, GenerationConfig
+from toolkit.messages import FinishReason, Response
 from toolkit.serve.client import APIClient
-
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class RemoteModel:
@@ -61,19 +60,9 @@ class RemoteModel:
 def as_fields(config: GenerationConfig) -> dict[str, Any]:
     """The fields of a chat request that mean the same; of sampling none where nothing was said of it, so that the
     server's own default holds, else all."""
-    fields = {
-        "temperature": 0.0 if config.greedy else config.temperature,
-        "top_p": config.top_p,
-        "top_k": config.top_k,
-        "min_p": config.min_p,
-        "repetition_penalty": config.repetition_penalty,
-        "presence_penalty": config.presence_penalty,
-        "frequency_penalty": config.frequency_penalty,
-        "max_tokens": config.max_new_tokens,
-        "min_new_tokens": config.min_new_tokens,
-        "seed": config.random_seed,
-        "stop": config.stop_words,
-        "ignore_eos": config.ignore_eos,
-    }
-    open_ones = SAMPLING if settings.is_open(config) else ()
-    return {name: value for name, value in fields.items() if value is not None and name not in open_ones}
+    hidden = {"do_sample", *(p.spelled for p in TYPED.values() if p.of_model and settings.is_open(config))}
+    fields = {name: getattr(config, p.name) for name, p in TYPED.items() if name not in hidden}
+    if config.greedy and "temperature" in fields:
+        fields["temperature"] = 0.0
+    fields["max_tokens"] = fields.pop("max_new_tokens")
+    return {name: value for name, value in fields.items() if value is not None}

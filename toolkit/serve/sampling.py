@@ -9,9 +9,10 @@ from pathlib import Path
 from toolkit.chat import settings
 from toolkit.config_checks import shown
 from toolkit.errors import UsageError
-from toolkit.messages import GenerationConfig
+from toolkit.generation_config import TYPED, GenerationConfig
 from toolkit.request_limits import SEED_MAX
 from toolkit.serve.errors import bad_field
+from toolkit.serve.parameters import given_parameters
 from toolkit.serve.protocol import GenerateRequest
 
 
@@ -46,35 +47,27 @@ def generation_config(
 
     Raises ApiError (400) for token ids past ``vocab_size``, UsageError for what GenerationConfig itself refuses.
     """
-    top_k = None if request.top_k is None else max(request.top_k, 0)
-    several = (request.n or 1) > 1 and request.temperature is None  # greedy choices would be one and the same
-    sampling = settings.change(
-        replace(defaults, do_sample=True) if several else defaults,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=top_k,
-        min_p=request.min_p,
-        repetition_penalty=request.repetition_penalty,
-        seed=request.seed,
-    )
+    given = given_parameters(request)
+    several = (request.n or 1) > 1 and "temperature" not in given  # greedy choices would be one and the same
+    if "top_k" in given:
+        given["top_k"] = max(given["top_k"], 0)
+    typed = {name: given[name] for name in given.keys() & TYPED.keys() - {"stop", "min_new_tokens"}}
+    sampling = settings.change(replace(defaults, do_sample=True) if several else defaults, **typed)
     for token in request.stop_token_ids or ():
         if token >= vocab_size:
             raise bad_field("stop_token_ids", f"expected ids below {vocab_size}, found {token}")
     return replace(
         sampling,
         max_new_tokens=max_new_tokens,
-        min_new_tokens=request.min_new_tokens,
+        min_new_tokens=given.get("min_new_tokens"),
         stop_words=request.stop,
         stop_token_ids=request.stop_token_ids,
         bad_words=request.bad_words,
-        ignore_eos=bool(request.ignore_eos),
         skip_special_tokens=_or(request.skip_special_tokens, True),
         spaces_between_special_tokens=_or(request.spaces_between_special_tokens, True),
         include_stop_str_in_output=bool(request.include_stop_str_in_output),
-        repetition_ngram_size=request.repetition_ngram_size or 0,
-        repetition_ngram_threshold=request.repetition_ngram_threshold or 0,
-        presence_penalty=request.presence_penalty or 0.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_ngram_size=given.get("repetition_ngram_size", 0),
+        repetition_ngram_threshold=given.get("repetition_ngram_threshold", 0),
         logit_bias=_logit_bias(request.logit_bias, vocab_size),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,

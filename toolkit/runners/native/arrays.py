@@ -10,10 +10,10 @@ import numpy as np
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerError
 from toolkit.runners.native.library import StepArrays, StepResults, address
-from toolkit.runners.step import SamplingBatch, StepBatch, StepOutput
+from toolkit.runners.step import COLUMNS, SamplingBatch, StepBatch, StepOutput
 
 I32, I64, F32 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32)
-U64, I8 = np.dtype(np.uint64), np.dtype(np.int8)
+I8 = np.dtype(np.int8)
 
 
 class Arrays:
@@ -83,14 +83,8 @@ class Arrays:
 
     def _sampling(self, b: SamplingBatch, rows: int, vocab: int) -> None:
         s, put = self.structure, self._put
-        s.temperature = put("sampling.temperature", b.temperature, F32, rows)
-        s.top_k = put("sampling.top_k", b.top_k, I32, rows)
-        s.top_p = put("sampling.top_p", b.top_p, F32, rows)
-        s.min_p = put("sampling.min_p", b.min_p, F32, rows)
-        s.repetition = put("sampling.repetition_penalty", b.repetition_penalty, F32, rows)
-        s.presence = put("sampling.presence_penalty", b.presence_penalty, F32, rows)
-        s.frequency = put("sampling.frequency_penalty", b.frequency_penalty, F32, rows)
-        s.seed = put("sampling.seed", b.seed, U64, rows)
+        for name, dtype in COLUMNS.items():
+            setattr(s, name, put(f"sampling.{name}", getattr(b, name), dtype, rows))
         s.position = put("sampling.position", b.position, I64, rows)
         s.logprobs = put("sampling.logprobs", b.logprobs, I32, rows)
         s.history_size, s.bias_size = len(b.history_ids), len(b.bias_ids)

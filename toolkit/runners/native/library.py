@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.errors import UsageError
+from toolkit.runners.step import COLUMNS
 
 ISA_VARIABLE = "TOOLKIT_CPU_ISA"
 ISAS = ("avx512vnni", "avxvnni", "avx2", "generic")
@@ -41,9 +42,8 @@ class TensorRecord(Structure):
 _STEP_FIELDS = (
     "tokens! seqs! rows! groups! token_ids from_previous positions cu_seqlens seq_lens block_tables table_width "
     "slot_mapping rope_set sample_index logits_size! logits_index hidden_size! hidden_index target_size! target_index "
-    "target_ids embeds_size! embeds embed_index copies_size copies temperature top_k top_p min_p repetition presence "
-    "frequency seed position history_size! history_ptr history_ids history_count bias_size! bias_ptr bias_ids "
-    "bias_values logprobs grammar"
+    f"target_ids embeds_size! embeds embed_index copies_size copies {' '.join(COLUMNS)} position history_size! "
+    "history_ptr history_ids history_count bias_size! bias_ptr bias_ids bias_values logprobs grammar"
 )
 _RESULT_FIELDS = "top_width! tokens logprob top_ids top_logprobs logits hidden target_logprobs bad"
 

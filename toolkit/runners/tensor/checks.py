@@ -6,12 +6,7 @@ import numpy as np
 
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerError
-from toolkit.runners.step import StepBatch
-
-_PARAMETERS = (
-    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
-    "position", "logprobs",
-)  # fmt: skip
+from toolkit.runners.step import COLUMNS, StepBatch
 
 
 def check_batch(
@@ -74,7 +69,7 @@ def _check_table(batch: StepBatch, group: int, window: int | None, blocks: int, 
 def check_sampling(batch: StepBatch, vocab: int) -> None:
     """Raise RunnerError where the sampling arrays do not fit ``sample_index``, or name ids that do not exist."""
     s, rows = batch.sampling, len(batch.sample_index)
-    for name in _PARAMETERS:
+    for name in (*COLUMNS, "position", "logprobs"):
         if len(getattr(s, name)) != rows:
             raise RunnerError(f"sampling.{name}: expected {rows} entries, found {len(getattr(s, name))}")
     _check_pointers("sampling.history_ptr", s.history_ptr, rows, (s.history_ids, s.history_count))

@@ -20,8 +20,11 @@ def uniforms(seed: np.ndarray, position: np.ndarray) -> np.ndarray:
 COLDEST = 1e-6  # temperatures below it are greedy: logits divided by them may be too large for float32
 
 
+DRAWN_BY = ("temperature", "top_k", "top_p", "min_p", "u")  # what the op ``sample`` takes a row, in its order
+
+
 def columns(s: SamplingBatch) -> dict[str, np.ndarray]:
-    """What ``sample`` takes a row: temperature, top_k, top_p, min_p and u."""
+    """The arrays that ``DRAWN_BY`` names."""
     return {
         "temperature": np.where(s.temperature < COLDEST, np.float32(0), s.temperature),
         "top_k": s.top_k.astype(np.int64),

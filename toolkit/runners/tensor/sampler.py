@@ -10,7 +10,7 @@ from torch import Tensor
 
 from toolkit.runners.step import SamplingBatch
 from toolkit.runners.tensor.device import Device
-from toolkit.runners.tensor.draws import columns, penalized
+from toolkit.runners.tensor.draws import DRAWN_BY, columns, penalized
 from toolkit.runners.tensor.ops import Ops
 
 
@@ -69,7 +69,7 @@ def sample_rows(logits: Tensor, s: SamplingBatch, ops: Ops, device: Device) -> S
         logits.index_put_((t["bias_rows"], t["bias_ids"]), t["bias_values"], accumulate=True)
     if "grammar" in t:
         ops.apply_bitmask(logits, t["grammar"])
-    tokens = ops.sample(logits, *(t[name] for name in ("temperature", "top_k", "top_p", "min_p", "u")))
+    tokens = ops.sample(logits, *(t[name] for name in DRAWN_BY))
     result = Sampled(tokens, logits.amax(-1))
     if "logprobs" in t:
         _log_probabilities(logits, t["logprobs"], int(s.logprobs.max()), result)

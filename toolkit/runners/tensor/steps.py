@@ -20,7 +20,7 @@ from toolkit.runners.tensor.checks import check_batch, check_sampling
 from toolkit.runners.tensor.context import StepContext
 from toolkit.runners.tensor.decoder import Decoder, Moe
 from toolkit.runners.tensor.device import Device, GraphDevice
-from toolkit.runners.tensor.draws import plain
+from toolkit.runners.tensor.draws import DRAWN_BY, plain
 from toolkit.runners.tensor.graphs import Graphs
 from toolkit.runners.tensor.idle import idle_batch, idle_prompts
 from toolkit.runners.tensor.inputs import (
@@ -160,7 +160,7 @@ class Steps:
         self.adapters.use(None, self.decoder.ops)  # what it holds may lie in a graph's memory, which may go
         if not made.draws:
             return logits
-        columns = (t[name] for name in ("temperature", "top_k", "top_p", "min_p", "u"))
+        columns = (t[name] for name in DRAWN_BY)
         self._previous[: key.rows].copy_(self.decoder.ops.sample(logits, *columns))
         torch.amax(logits, -1, out=self._best[: key.rows])
         return None

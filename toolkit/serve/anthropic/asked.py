@@ -8,6 +8,7 @@ from typing import Any
 
 from toolkit.serve.anthropic import fields
 from toolkit.serve.anthropic.fields import CountRequest, MessagesRequest
+from toolkit.serve.parameters import given_parameters
 from toolkit.serve.protocol import ChatCompletionRequest
 
 VOLATILE = "x-anthropic-"  # Claude Code's first block of system text: a header that is new in every request
@@ -32,10 +33,8 @@ def chat_request(request: CountRequest) -> ChatCompletionRequest:
         made |= {
             "max_tokens": request.max_tokens,
             "stop": request.stop_sequences,
-            "temperature": request.temperature,
-            "top_p": request.top_p,
-            "top_k": request.top_k,
             "stream": request.stream,
+            **given_parameters(request),
         }
     return ChatCompletionRequest.model_validate(made)
 

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from toolkit.config_checks import shown
-from toolkit.request_limits import BOUNDS, MOST
+from toolkit.request_limits import MOST
+from toolkit.serve.parameters import with_parameters
 from toolkit.serve.protocol import StopWord
 from toolkit.serve.strict import Strict
 from toolkit.serve.tool_fields import NAME
@@ -159,13 +160,11 @@ class CountRequest(Strict):
     betas: Any = None
 
 
+@with_parameters("temperature", "top_p", "top_k")
 class MessagesRequest(CountRequest):
     max_tokens: int = Field(ge=1, le=1 << 30)
     stop_sequences: list[StopWord] | None = Field(None, max_length=MOST["stop_words"])
     stream: bool | None = None
-    temperature: float | None = Field(None, ge=0, le=BOUNDS["temperature"].high)
-    top_p: float | None = Field(None, ge=BOUNDS["top_p"].low, le=BOUNDS["top_p"].high)
-    top_k: int | None = Field(None, ge=0, le=BOUNDS["top_k"].high)
     # Stepped over:
     metadata: Any = None
     service_tier: Any = None

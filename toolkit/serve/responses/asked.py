@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from toolkit.serve.parameters import given_parameters
 from toolkit.serve.protocol import ChatCompletionRequest
 from toolkit.serve.responses.fields import Allowed, Called, Named, Part, ResponsesRequest, Returned, Said, Thought, Tool
 
@@ -42,8 +43,7 @@ def chat_request(request: ResponsesRequest, talk: Sequence[Message]) -> ChatComp
         "messages": _led(request.instructions, talk),
         "stream": request.stream,
         "max_tokens": request.max_output_tokens,
-        "temperature": request.temperature,
-        "top_p": request.top_p,
+        **given_parameters(request),
         "parallel_tool_calls": request.parallel_tool_calls,
         "chat_template_kwargs": request.chat_template_kwargs,
         "reasoning_effort": request.reasoning.effort if request.reasoning else None,

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator
 
 from toolkit.config_checks import shown
-from toolkit.request_limits import BOUNDS
+from toolkit.serve.parameters import with_parameters
 from toolkit.serve.protocol import Effort, JsonSchema, TemplateVariables
 from toolkit.serve.strict import Strict
 from toolkit.serve.tool_fields import NAME
@@ -184,6 +184,7 @@ class Reasoning(Item):
     effort: Effort | None = None
 
 
+@with_parameters("temperature", "top_p")
 class ResponsesRequest(Strict):
     model: str
     input: Annotated[
@@ -194,8 +195,6 @@ class ResponsesRequest(Strict):
     store: bool | None = None
     stream: bool | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=1 << 30)
-    temperature: float | None = Field(None, ge=BOUNDS["temperature"].low, le=BOUNDS["temperature"].high)
-    top_p: float | None = Field(None, ge=BOUNDS["top_p"].low, le=BOUNDS["top_p"].high)
     tools: Annotated[list[Tool], BeforeValidator(_own_tools, json_schema_input_type=list[dict[str, Any]])] | None = None
     tool_choice: Literal["none", "auto", "required"] | Named | Allowed | None = None
     parallel_tool_calls: bool | None = None

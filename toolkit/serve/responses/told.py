@@ -14,6 +14,7 @@ from toolkit.messages import Response
 from toolkit.parsers.pieces import Piece
 from toolkit.serve.chat import Chat
 from toolkit.serve.errors import ApiError, from_exception
+from toolkit.serve.parameters import given_parameters
 from toolkit.serve.responses.asked import CUSTOM
 from toolkit.serve.responses.fields import ResponsesRequest
 
@@ -202,6 +203,7 @@ def _echo(request: ResponsesRequest) -> Event:
     text = request.text.format if request.text else None
     reasoning = request.reasoning.effort if request.reasoning else None
     choice = request.tool_choice or "auto"
+    given = given_parameters(request)
     return {
         "object": "response",
         "background": False,
@@ -214,11 +216,11 @@ def _echo(request: ResponsesRequest) -> Event:
         "previous_response_id": request.previous_response_id,
         "reasoning": {"effort": reasoning, "summary": None},
         "store": request.store is not False,
-        "temperature": request.temperature,
+        "temperature": given.get("temperature"),
         "text": {"format": text.model_dump(exclude_none=True, by_alias=True) if text else {"type": "text"}},
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
         "tools": [tool.model_dump(exclude_none=True, by_alias=True) for tool in request.tools or ()],
-        "top_p": request.top_p,
+        "top_p": given.get("top_p"),
         "truncation": "disabled",
         "usage": None,
         "user": request.user,
