@@ -83,8 +83,7 @@ def attention_inputs(new, total, heads, kv_heads, dim, bits, page, seed=0, windo
 
 
 @pytest.mark.parametrize("bits, kind", [(0, torch.float32), (8, torch.float32), (4, torch.float32), (0, E4M3)])
-@pytest.mark.parametrize("page", [16, 64])
-@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("page, window", [(16, 70), (64, None)])
 def test_attention_over_several_ranges_is_merged(monkeypatch, bits, kind, page, window):
     monkeypatch.setattr(attention_plan, "DECODE_KEYS", {0: 64, 8: 64, 4: 64})
     monkeypatch.setattr(attention_plan, "PROMPT_KEYS", 128)
@@ -269,9 +268,14 @@ def filters(rows, k=0, p=1.0, least=0.0, temperature=1.0):
 
 
 @pytest.mark.parametrize(
-    "k, p, least", [(7, 1.0, 0.0), (3000, 1.0, 0.0), (0, 0.5, 0.0), (0, 1.0, 0.3), (60, 0.9, 0.01)]
+    "k, p, least, vocab",
+    [
+        *((k, 1.0, 0.0, vocab) for k, vocab in ((7, 300), (7, 5200), (3000, 5200))),
+        *((0, 0.5, 0.0, vocab) for vocab in (300, 5200)),
+        *((0, 1.0, 0.3, vocab) for vocab in (300, 5200)),
+        (60, 0.9, 0.01, 300),
+    ],
 )
-@pytest.mark.parametrize("vocab", [300, 9001])
 def test_draws_are_the_same_whether_candidates_fit_their_list_or_not(monkeypatch, k, p, least, vocab):
     """Rows of every kind: steep, flat, equal, stepped, banned but for few, one alone."""
     monkeypatch.setattr(sampling, "LISTED", 256)  # 256 for the only chunk, or 32 a chunk for four and 8 for the others

@@ -22,6 +22,8 @@ from toolkit.quant.lite import Common, auto_awq, auto_gptq, auto_round, blocked_
 from toolkit.quant.run import find_device
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "internlm2", "gemma2", "phi3", "mixtral", "qwen3_moe")
+# Whose linears, or what these can be folded into, differ; the others go through all methods with the slow tests.
+APART = ("llama", "qwen2", "internlm2", "gemma2", "phi3", "mixtral", "qwen3_moe")
 METHODS: dict[str, Any] = {
     "awq": lambda m, d, c: auto_awq(m, d, common=c),
     "awq-sym": lambda m, d, c: auto_awq(m, d, w_sym=True, common=c),
@@ -84,7 +86,7 @@ def covering(cases: list[Case]) -> list[Case]:
     return chosen
 
 
-PAIRWISE = covering(CASES)
+PAIRWISE = covering([case for case in CASES if case[2] in APART])
 
 
 @pytest.fixture(scope="module")
@@ -157,11 +159,11 @@ def test_every_two_are_together_once() -> None:
     """Every method on every family, in every format, and every format on every family."""
     for choices, place in (
         ({(m, form) for m, forms in FORMATS.items() for form in forms}, (0, 1)),
-        (set(product(METHODS, FAMILIES)), (0, 2)),
-        (set(product(EVERY_FORMAT, FAMILIES)), (1, 2)),
+        (set(product(METHODS, APART)), (0, 2)),
+        (set(product(EVERY_FORMAT, APART)), (1, 2)),
     ):
         assert choices == {(case[place[0]], case[place[1]]) for case in PAIRWISE}
-    assert len(PAIRWISE) < 1.2 * len(METHODS) * len(FAMILIES), "hardly more than methods x families, which it takes"
+    assert len(PAIRWISE) < 1.2 * len(METHODS) * len(APART), "hardly more than methods x families, which it takes"
 
 
 @pytest.mark.parametrize("method", METHODS)
