@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from toolkit.quant.folding import Folded, expand, fold_site, storable
+from toolkit.models.sites import RowFold, layer_sites
 from toolkit.quant.forward import embed, head_logits, layer_forward
 from toolkit.quant.layers import LayerSource
-from toolkit.quant.sites import RowFold, layer_sites
+from toolkit.runners.folding import Folded, expand, fold_site, storable
 
 CPU = torch.device("cpu")
 

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from toolkit.models.sites import Site
 from toolkit.models.spec import LinearSpec
 from toolkit.quant import gptq, layers, layerwise, search, statistics
 from toolkit.quant.calibrate import calibrate
@@ -23,7 +24,6 @@ from toolkit.quant.layers import LayerSource
 from toolkit.quant.lazy import Lazy
 from toolkit.quant.lite import Common, auto_awq, auto_gptq, blocked_fp8, mxfp4, smooth_quant
 from toolkit.quant.lite import search as search_
-from toolkit.quant.sites import Site
 from toolkit.quant.statistics import Gram, Taken, in_turns
 
 METHODS: dict[str, Any] = {

@@ -124,9 +124,9 @@ def perplexity(spec: Any, weights: dict[str, Any], tokenizer: Path, tokens: int)
     """Of the held-out text by our layers in float32."""
     from toolkit.artifacts.tokenizer import Tokenizer
     from toolkit.measure.text import heldout_text
+    from toolkit.models.sites import layer_sites
     from toolkit.quant.activations import input_rounding
     from toolkit.quant.forward import embed, head_logits, layer_forward
-    from toolkit.quant.sites import layer_sites
 
     dense = {k: (v if isinstance(v, torch.Tensor) else v.dequantize()).float() for k, v in weights.items()}
     if spec.tied:

@@ -15,11 +15,11 @@ import toolkit.quant.forward
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.tokenizer import Tokenizer
 from toolkit.models.registry import load_spec
+from toolkit.models.sites import layer_sites
 from toolkit.quant.calibrate import calibrate
 from toolkit.quant.calibration import make_plan, read_samples
 from toolkit.quant.kv import kv
 from toolkit.quant.lite import Common, auto_awq
-from toolkit.quant.sites import layer_sites
 
 FUSED = {"qkv_proj": "q_proj", "gate_up_proj": "up_proj"}
 SAMPLES, LENGTH = 8, 64

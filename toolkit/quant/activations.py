@@ -9,8 +9,8 @@ from torch import Tensor
 
 from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Fp8, Weight
 from toolkit.kernels.torch.product import int8_product
+from toolkit.models.sites import Site
 from toolkit.quant.lazy import Lazy
-from toolkit.quant.sites import Site
 
 EPS = 1e-7  # smallest scale, as LMDeploy's kernels have it
 

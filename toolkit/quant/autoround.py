@@ -25,18 +25,18 @@ from toolkit.artifacts.canonical import GroupInt
 from toolkit.artifacts.safetensors_file import map_arrays, write_tensors
 from toolkit.errors import ToolkitError
 from toolkit.measure.errors import relative_error
+from toolkit.models.sites import Site
 from toolkit.models.spec import LayerSpec
 from toolkit.quant import gptq
 from toolkit.quant.awq import Grid, inputs_after
-from toolkit.quant.folding import Folded
 from toolkit.quant.forward import Called, Weights, layer_forward
 from toolkit.quant.layers import LayerSource
 from toolkit.quant.result import LinearReport, Made, Method, stay_dense
 from toolkit.quant.run import Prepared
 from toolkit.quant.selection import Selection
-from toolkit.quant.sites import Site
 from toolkit.quant.spill import Tensors
 from toolkit.quant.statistics import Gram
+from toolkit.runners.folding import Folded
 
 
 @dataclass(frozen=True)

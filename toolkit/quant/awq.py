@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from toolkit.measure.errors import PIECE, output_error, relative_error
-from toolkit.quant.folding import Folded, expand, fold_site, shrink, storable
+from toolkit.models.sites import RowFold, Site
 from toolkit.quant.forward import fast_bf16
 from toolkit.quant.grid import fake_quantize, grid_of, group_range, quantize, round_to
 from toolkit.quant.result import LinearReport, Made, Method, stay_dense
-from toolkit.quant.sites import RowFold, Site
 from toolkit.quant.statistics import Gram
+from toolkit.runners.folding import Folded, expand, fold_site, shrink, storable
 
 SCALE_STEPS = 20
 SEARCH_ROWS = 512  # of each linear: scales are compared by the loss of evenly spaced rows, which is much the same

@@ -11,6 +11,7 @@ from toolkit.artifacts.manifest import describe_parent
 from toolkit.artifacts.replace import check_directory_target
 from toolkit.artifacts.stage import Stage, open_stage
 from toolkit.artifacts.tokenizer import Tokenizer
+from toolkit.models.sites import layer_sites
 from toolkit.quant.layers import LayerSource
 from toolkit.quant.layerwise import Flow
 from toolkit.quant.run import (
@@ -24,7 +25,6 @@ from toolkit.quant.run import (
     spill_of,
     tell_plan,
 )
-from toolkit.quant.sites import layer_sites
 from toolkit.quant.spill import Spill
 from toolkit.quant.statistics import Gram
 from toolkit.quant.statistics_file import KIND, PARTS, file_name, planned_bytes, write_statistics

@@ -16,10 +16,10 @@ from toolkit.artifacts.formats.mxfp4 import GROUP
 from toolkit.artifacts.rounding import nearest_fp4, to_block_fp8
 from toolkit.artifacts.weights import split_parts
 from toolkit.measure.errors import sampled_error
+from toolkit.models.sites import Site
 from toolkit.models.spec import StoredTensor
 from toolkit.quant.output import join_parts
 from toolkit.quant.result import LinearReport, Made, Method, stay_dense
-from toolkit.quant.sites import Site
 from toolkit.quant.statistics import Gram
 
 

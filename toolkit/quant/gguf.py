@@ -22,12 +22,12 @@ from toolkit.artifacts.gguf_vocabulary import vocabulary
 from toolkit.artifacts.manifest import content_digest
 from toolkit.artifacts.stage import Stage
 from toolkit.artifacts.weights import load_stored
+from toolkit.models.sites import Site, layer_sites
 from toolkit.models.spec import Part, StoredTensor
 from toolkit.quant.layers import LayerSource, plain
 from toolkit.quant.layerwise import load_head, load_layer
 from toolkit.quant.output import cast_to, join_parts
 from toolkit.quant.result import LayerResult, Made, Method
-from toolkit.quant.sites import Site, layer_sites
 from toolkit.quant.statistics import Gram
 from toolkit.quant.statistics_file import open_statistics
 

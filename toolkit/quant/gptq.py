@@ -18,13 +18,13 @@ from toolkit.artifacts.canonical import GroupInt
 from toolkit.errors import ToolkitError
 from toolkit.kernels.torch.product import product
 from toolkit.measure.errors import relative_error
+from toolkit.models.sites import Site, modules
 from toolkit.models.spec import LinearSpec
 from toolkit.quant.awq import Grid, inputs_after, search_clip
-from toolkit.quant.folding import Folded
 from toolkit.quant.grid import grid_of, group_range, no_scale, round_to
 from toolkit.quant.result import LinearReport, Made, Method, stay_dense
-from toolkit.quant.sites import Site, modules
 from toolkit.quant.statistics import Gram
+from toolkit.runners.folding import Folded
 
 ROWS = 16384  # rows of one input's linears that are rounded together …
 ACROSS_BYTES = 32 << 20  # … and of more than one module (several experts) so many bytes

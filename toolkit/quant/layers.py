@@ -15,10 +15,10 @@ from toolkit.artifacts.formats.gguf_types import METHOD as GGUF
 from toolkit.artifacts.weights import is_present, iter_canonical, load_part, validate_checkpoint
 from toolkit.errors import ToolkitError
 from toolkit.models.registry import load_spec
+from toolkit.models.sites import layer_sites, modules
 from toolkit.models.spec import DecoderSpec, LayerSpec, LinearSpec, StoredTensor
 from toolkit.quant.heap import give_back
 from toolkit.quant.lazy import KEEP, Lazy
-from toolkit.quant.sites import layer_sites, modules
 
 GAPS = 64 << 20  # bytes that a process may grow by while weights are read, before it gives back what it does not use
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from toolkit.artifacts.stage import Stage
 from toolkit.errors import ToolkitError
 from toolkit.kernels.torch.product import prefers_int8
+from toolkit.models.sites import Site
 from toolkit.models.spec import LayerSpec
 from toolkit.quant.activations import Int8Linears, input_rounding
 from toolkit.quant.forward import (
@@ -33,7 +34,6 @@ from toolkit.quant.lazy import KEEP
 from toolkit.quant.probe import Probe
 from toolkit.quant.result import LayerResult, LinearReport, Made, Method, from_state, to_state
 from toolkit.quant.selection import Selection, head_site
-from toolkit.quant.sites import Site
 from toolkit.quant.spill import Spill, Tensors
 from toolkit.quant.statistics import PANEL, Gram, Statistics, Taken, in_turns
 

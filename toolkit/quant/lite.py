@@ -16,6 +16,7 @@ from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Fp4, Fp8, GroupIn
 from toolkit.artifacts.formats.blocked_fp8 import BLOCK
 from toolkit.errors import UsageError
 from toolkit.extras import require
+from toolkit.models.sites import Site
 from toolkit.quant import autoround, awq, floats, gguf, gptq, smooth
 from toolkit.quant import search as finder
 from toolkit.quant.grid import choose_group_size
@@ -24,7 +25,6 @@ from toolkit.quant.presets import USUAL
 from toolkit.quant.run import Common, Prepared, Progress, Recipe, Result, choose, open_source, run, store_dtype, targets
 from toolkit.quant.selection import head_site
 from toolkit.quant.sensitivity import SAMPLES
-from toolkit.quant.sites import Site
 from toolkit.quant.statistics import Gram
 
 __all__ = ["Common", "Result", "auto_awq", "auto_gptq", "auto_round", "blocked_fp8", "mxfp4", "search", "smooth_quant"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from toolkit.models.sites import Site, layer_sites
 from toolkit.models.spec import LayerSpec, LinearSpec
 from toolkit.quant.gptq import EXACT, batches
 from toolkit.quant.layers import LayerSource, module_bytes
 from toolkit.quant.lazy import KEEP
 from toolkit.quant.probe import WINDOW
-from toolkit.quant.sites import Site, layer_sites
 from toolkit.quant.statistics import in_turns
 
 BASE = 350 << 20  # the interpreter with torch and the libraries that it loads

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, SuperScales, Weight
+from toolkit.models.sites import Site
 from toolkit.quant.lazy import KEEP, Lazy
-from toolkit.quant.sites import Site
 from toolkit.quant.statistics import Gram
 
 _FORMS: dict[str, Any] = {c.__name__: c for c in (Dense, GroupInt, ChannelInt8, Fp8, BlockFp8, Fp4)}

@@ -27,9 +27,9 @@ from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.safetensors_file import read_metadata, write_tensors
 from toolkit.artifacts.tensor_file import TensorFile
 from toolkit.errors import UsageError
+from toolkit.models.sites import Site
 from toolkit.models.spec import LayerSpec, LinearSpec
 from toolkit.quant.awq import Grid, inputs_after, site_scale
-from toolkit.quant.folding import Folded
 from toolkit.quant.forward import Weights, layer_forward
 from toolkit.quant.gptq import Rounding, inverse_factor, round_site
 from toolkit.quant.layers import LayerSource
@@ -38,9 +38,9 @@ from toolkit.quant.lazy import KEEP, Lazy
 from toolkit.quant.result import Made, from_state, to_state
 from toolkit.quant.selection import Selection
 from toolkit.quant.sensitivity import SAMPLES, Copies
-from toolkit.quant.sites import Site
 from toolkit.quant.spill import Spill
 from toolkit.quant.statistics import Gram
+from toolkit.runners.folding import Folded
 
 BITS = (2, 3, 4, 8)
 GROUPS = (128, 64, 32)

@@ -16,12 +16,12 @@ from torch import Tensor
 from toolkit.artifacts.canonical import ChannelInt8, Fp8
 from toolkit.kernels.torch.product import int8_product, prefers_int8, product
 from toolkit.measure.errors import sampled_error
+from toolkit.models.sites import RowFold, Site
 from toolkit.quant.activations import token_codes
 from toolkit.quant.awq import Readers
-from toolkit.quant.folding import Folded, expand, fold_site, storable
 from toolkit.quant.result import LinearReport, Made, Method, stay_dense
-from toolkit.quant.sites import RowFold, Site
 from toolkit.quant.statistics import Gram
+from toolkit.runners.folding import Folded, expand, fold_site, storable
 
 TINY = 1e-12  # of a squared error, where logarithms are taken
 STRENGTHS = tuple(i / 20 for i in range(21))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from toolkit.kernels.torch.product import product
+from toolkit.models.sites import Site
 from toolkit.quant.heap import give_back
-from toolkit.quant.sites import Site
 
 SAMPLE = 256  # rows that are kept …
 SAMPLE_EACH = 16  # … at most so many of one call

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from toolkit.artifacts.manifest import content_digest, read_manifest
 from toolkit.artifacts.safetensors_file import write_tensors
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.models.sites import layer_sites
 from toolkit.quant.layers import LayerSource
 from toolkit.quant.lazy import Lazy
-from toolkit.quant.sites import layer_sites
 from toolkit.quant.statistics import SAMPLE, Gram
 
 if TYPE_CHECKING:

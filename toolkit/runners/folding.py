@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from toolkit.quant.sites import NormFold, RowFold, Site
+from toolkit.models.sites import NormFold, RowFold, Site
 
 
 def expand(fold: RowFold, scale: Tensor) -> Tensor:
