@@ -71,6 +71,12 @@ def test_a_job_that_passes_a_limit_is_ended_and_the_next_one_runs(one: Box, work
         os.kill(first, 0)
 
 
+def test_a_job_may_have_less_time_than_the_limit() -> None:
+    one = box(Limits(memory=256 << 20, cpu_seconds=60, seconds=60), size=1)
+    with pytest.raises(LimitError, match=r"0\.2 s of processor time"):
+        one.run("[0 for _ in iter(int, 1)]", cpu_seconds=0.2)
+
+
 def test_a_job_that_waits_is_ended_by_the_clock() -> None:
     one = box(Limits(memory=256 << 20, cpu_seconds=5, seconds=1), size=1)
     with ThreadPoolExecutor(2) as pool:

@@ -113,6 +113,22 @@ def test_what_cannot_be_compiled_within_limits_costs_this_process_nothing(
     assert follow(grammars, {"type": "json_object"}, b"{}")
 
 
+def test_a_client_s_format_has_less_time_than_many_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    def run(self: Any, value: Any, ticket: Any = None, cpu_seconds: float = 0.0) -> Any:
+        asked.append(cpu_seconds)
+        raise ValueError("is not valid")
+
+    grammars = Grammars(Letters(), SIZE)  # type: ignore[arg-type]
+    monkeypatch.setattr(grammar.Box, "run", run)
+    tools = {"type": "structural_tag", "structural_tag": {"format": "x" * 40_000}}
+    for response_format in ({"type": "json_object"}, {"type": "regex_schema", "regex_schema": "[abc]+"}, tools):
+        with pytest.raises(UsageError):
+            grammars.compiled(response_format)
+    assert asked[0] == asked[1] == 1.5 and 5 < asked[2] < 10
+
+
 def test_honest_formats_are_taken(grammars: Grammars, corpus: Any) -> None:
     for response_format in corpus("grammars").harmless():
         grammars.state(grammars.compiled(response_format), [])

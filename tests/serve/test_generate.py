@@ -163,6 +163,30 @@ def test_a_busy_session_is_refused_and_can_be_cancelled(start: Any) -> None:
     assert ask(server.url, "/v1/chat/interactive", {**body, "prompt": "y"})[1]["history_tokens"] == 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_session_that_waits_for_its_turn_can_be_cancelled(start: Any, stream: bool) -> None:
+    server = start(engine={"delay": 0.05}, max_concurrent_requests=1)
+    first = {"prompt": "x" * 400, "session_id": 1, "interactive_mode": True}
+    second = {"prompt": "y", "session_id": 2, "interactive_mode": True}
+    got: list[Any] = []
+    holds = threading.Thread(target=lambda: ask(server.url, "/v1/chat/interactive", first))
+    holds.start()
+    server.wait(lambda: bool(server.engine.running))
+    waits = threading.Thread(
+        target=lambda: got.append(ask(server.url, "/v1/chat/interactive", {**second, "stream": stream}))
+    )
+    waits.start()
+    talks = server.app.state.server.talks
+    server.wait(lambda: any(key[1] == 2 and talk.waiting for key, talk in talks._talks.items()))
+    assert ask(server.url, "/v1/chat/interactive", {**second, "cancel": True})[0] == 200
+    waits.join(30)
+    assert got and (got[0][0] == 499 or "aborted" in str(got[0])), got
+    assert server.engine.running and len(server.engine.seen) == 1
+    ask(server.url, "/v1/chat/interactive", {**first, "cancel": True})
+    holds.join(60)
+    assert ask(server.url, "/v1/chat/interactive", second)[0] == 200
+
+
 def test_the_oldest_session_makes_room(start: Any) -> None:
     server = start(limits=Limits(max_sessions=2))
     for session in (1, 2, 1, 3):

@@ -128,6 +128,20 @@ def test_prompts_without_an_answer_are_limited_too(build: Any, path: str, field:
         assert status == 400 and reply["error"]["param"] == field and reply["error"]["code"] == "limit_exceeded"
 
 
+@pytest.mark.parametrize("body", [{"input": ["x" * 299]}, {"query": "q", "documents": ["x" * 299]}])
+def test_tokens_of_texts_that_are_only_read_count_too(build: Any, body: dict[str, Any]) -> None:
+    app = build(max_total_tokens=600)
+    path, field = ("/v1/embeddings", "input") if "input" in body else ("/v1/rerank", "documents")
+    method = {} if "input" in body else {"method": "embedding"}
+    seen = app.state.server.engine.seen
+    for count, expected in ((2, 200), (3, 400)):
+        before = len(seen)
+        request = {"model": "echo", **body, **method, field: body[field] * count}
+        status, reply = asyncio.run(post(app, path, json.dumps(request).encode()))
+        assert status == expected, reply
+    assert "--max-total-tokens" in reply["error"]["message"] and len(seen) == before
+
+
 def test_no_limit_is_left_out() -> None:
     assert {f.name for f in fields(Limits)} == CASES.keys() | HELD_ELSEWHERE
 

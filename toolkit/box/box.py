@@ -7,6 +7,7 @@ end with their ``Box`` or with this process.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ import time
 import weakref
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from toolkit.box import child, frames
@@ -25,8 +26,8 @@ from toolkit.box import child, frames
 
 @dataclass(frozen=True)
 class Limits:
-    """``memory``: bytes of address space of a child. ``cpu_seconds``: processor time of one job. ``seconds``: from the
-    call to the answer, waiting for a free child included. ``reply``: bytes of an answer. ``nice``: how far a child
+    """``memory``: bytes of address space of a child. ``cpu_seconds``: most processor time of one job. ``seconds``: from
+    the call to the answer, waiting for a free child included. ``reply``: bytes of an answer. ``nice``: how far a child
     stands back for others."""
 
     memory: int
@@ -84,7 +85,7 @@ class Box:
 
     def __init__(self, job: str, limits: Limits, setup: Any = None, data: bytes = b"", size: int = 2) -> None:
         first = {"job": job, "setup": setup, "memory": limits.memory, "nice": limits.nice}
-        first |= {"cpu_seconds": limits.cpu_seconds, "start_seconds": limits.start_seconds}
+        first["start_seconds"] = limits.start_seconds
         self._first = frames.pack(first, data)
         self._limits = limits
         self._idle: deque[_Child] = deque()  # the one used last is taken first
@@ -98,26 +99,30 @@ class Box:
             if not self._idle:
                 self._idle.append(self._new())
 
-    def run(self, value: Any, data: bytes = b"", ticket: Ticket | None = None) -> tuple[Any, bytes]:
-        """What the job makes of ``value`` (plain JSON) and ``data``.
+    def run(
+        self, value: Any, data: bytes = b"", ticket: Ticket | None = None, cpu_seconds: float = math.inf
+    ) -> tuple[Any, bytes]:
+        """What the job makes of ``value`` (plain JSON) and ``data``. ``cpu_seconds``: where this one is to have less
+        than the limit.
 
         Raises TypeError for a value that is no plain JSON, ValueError with the job's own words where it refuses,
         LimitError where it was ended (Crowded where time or a free child was lacking, or the machine's memory),
         Cancelled, RuntimeError for a fault in the job.
         """
-        message = frames.pack(value, data)
+        limits = replace(self._limits, cpu_seconds=min(cpu_seconds, self._limits.cpu_seconds))
+        message = frames.pack([value, limits.cpu_seconds], data)
         deadline = time.monotonic() + self._limits.seconds
         worker = self._take(deadline, ticket)
         healthy = False
         try:
             if ticket is not None:
                 ticket.hold(worker)
-            ended, value, data = worker.ask(message, deadline, self._limits)
+            ended, value, data = worker.ask(message, deadline, limits)
             healthy = ended != child.MEMORY
         except (OSError, EOFError, ValueError) as e:
             if ticket is not None and ticket.cancelled:
                 raise Cancelled from None
-            raise worker.why(e, self._limits) from None
+            raise worker.why(e, limits) from None
         finally:
             if ticket is not None:
                 ticket.hold(None)

@@ -39,8 +39,8 @@ def main(fd: int) -> None:
         ended = DONE
         while ended != MEMORY:  # a heap that was full is not used again
             _allow(0)
-            value, data = frames.receive(sock)
-            _allow(first["cpu_seconds"])
+            (value, seconds), data = frames.receive(sock)
+            _allow(seconds)
             ended, value, data = _attempt(run, value, data)
             frames.send(sock, frames.pack([ended, value], data))
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from toolkit.artifacts.tokenizer import Tokenizer
 
 LIMITS = Limits(memory=2 << 30, cpu_seconds=10.0, seconds=50.0, reply=128 << 20, nice=5)
+_SECONDS = 1.5  # of processor time for a format that a client has written
+_BYTES_A_SECOND = 8 << 10  # one made of tools may take so much longer as there are more of them
 _KEPT, _KEPT_BYTES = 64, 256 << 20  # compiled grammars
 _JSON = ("json_object", "json_schema", "structural_tag")  # formats whose texts are JSON, or have it in them
 SPARE = 32  # tokens, or an eighth of what a text may have: so much longer a token may make the way to its end
@@ -105,7 +107,7 @@ class Grammars:
     def _compile(self, key: bytes, response_format: dict[str, Any], ticket: Ticket) -> Compiled:
         kind = response_format["type"]
         try:
-            _, data = self._box.run(response_format, ticket=ticket)
+            _, data = self._box.run(response_format, ticket=ticket, cpu_seconds=_seconds(response_format))
         except Crowded as e:
             raise BusyError(f"response_format: the {kind} cannot be compiled now: {e}") from e
         except (ValueError, LimitError) as e:
@@ -125,6 +127,12 @@ class Grammars:
             ):
                 self._compiled.popitem(last=False)
         return compiled
+
+
+def _seconds(response_format: dict[str, Any]) -> float:
+    """The processor time that compiling may take."""
+    made_of_tools = response_format["type"] == "structural_tag"
+    return _SECONDS + (len(json.dumps(response_format, default=repr)) / _BYTES_A_SECOND if made_of_tools else 0.0)
 
 
 def _key(response_format: dict[str, Any]) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -83,6 +83,7 @@ class Turn:
     def cancel(self) -> None:
         """End what runs for this session."""
         if (talk := self.state.talks.find(self.key)) is not None:
+            talk.cancel()
             self.state.abort(talk.request_id)
 
     async def whole(self) -> dict[str, Any]:
@@ -137,10 +138,12 @@ class Turn:
             logprobs=None,
             vocab_size=vocab_size(state),
         )
-        async with state.slot():
-            asked = await run_sized(state, lambda: [message.for_template() for message in request.prompt], self.size)
-            messages, before = [*talk.messages, *asked], talk.tokens
-            ids = await encode_text(state, lambda: state.template.render(messages), "prompt", self.size)
+        async with AsyncExitStack() as held:
+            with talk.until_started():
+                await held.enter_async_context(state.slot())
+                asked = await run_sized(state, lambda: [m.for_template() for m in request.prompt], self.size)
+                messages, before = [*talk.messages, *asked], talk.tokens
+                ids = await encode_text(state, lambda: state.template.render(messages), "prompt", self.size)
             before = min(before, len(ids))
             choice = Choice(
                 0,

@@ -31,7 +31,7 @@ class Limits:
     max_prompt_chars: int = _limit(1 << 22, "Characters of a request's prompts or messages together.")
     max_messages: int = _limit(4096, "Messages of a request.")
     max_choices: int = _limit(2048, "Prompts x n of a request.")
-    max_total_tokens: int = _limit(1 << 24, "Prompts x n x max_tokens of a request.")
+    max_total_tokens: int = _limit(1 << 24, "Prompts x n x max_tokens of a request; tokens of texts to embed or rank.")
     max_format_bytes: int = _limit(1 << 16, "Bytes of response_format as JSON.")
     max_tools: int = _limit(128, "Tools of a request.")
     max_tools_bytes: int = _limit(1 << 18, "Bytes of tools as JSON.")
@@ -80,6 +80,11 @@ class Limits:
         """Raise ApiError where a request has too many prompts that nothing is generated from."""
         if found > self.max_choices:
             raise self.refusal("max_choices", param, found, "prompts")
+
+    def check_read(self, tokens: int, session_len: int) -> None:
+        """Raise ApiError where the prompts of a request are too many tokens; one full session is never too much."""
+        if tokens > max(self.max_total_tokens, session_len):
+            raise self.refusal("max_total_tokens", None, tokens, "tokens of prompts")
 
     def check_values(self, found: int, session_len: int) -> None:
         """Raise ApiError (413) for a body of ``found`` JSON values where that is too many."""

@@ -41,11 +41,17 @@ async def run_prompts(
     adapter: str | None,
     only: Only | None = None,
 ) -> list[Response]:
-    """The whole answers to prompts 0 … ``count`` - 1, whose token ids ``encode`` gives, in order."""
+    """The whole answers to prompts 0 … ``count`` - 1, whose token ids ``encode`` gives, in order.
+
+    Raises ApiError, before the engine has them, for prompts that are too many tokens together.
+    """
     answers: list[Response] = []
+    tokens = 0
     for start in range(0, count, WAVE):
         numbers = range(start, min(start + WAVE, count))
         choices = [Choice(i, i, await encode(i), config, adapter, only) for i in numbers]
+        tokens += sum(len(choice.token_ids) for choice in choices)
+        state.settings.limits.check_read(tokens, state.engine.session_len)
         wave = {i: Response() for i in numbers}
         async with aclosing(run_choices(state, name, choices)) as stream:
             async for index, delta in stream:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +19,7 @@ Key = tuple[str, int]  # who, and which of theirs
 @dataclass
 class Talk:
     """``tokens``: what the turns so far take in the cache. ``name``: of the engine's session, which keeps them there.
-    ``request_id``: of its last turn."""
+    ``request_id``: of its last turn, "" before the engine has it; ``waiting``: the turn's task until then."""
 
     name: str
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -25,6 +27,29 @@ class Talk:
     used: float = 0.0
     busy: bool = False
     request_id: str = ""
+    waiting: asyncio.Task[Any] | None = None
+
+    @contextmanager
+    def until_started(self) -> Iterator[None]:
+        """Work that ``cancel`` may end, as long as the engine has nothing of it. Raises ApiError 499 then."""
+        self.request_id, self.waiting = "", asyncio.current_task()
+        try:
+            yield
+        except asyncio.CancelledError as error:
+            if self.waiting is not None:  # its client went away
+                raise
+            if (task := asyncio.current_task()) is not None:
+                task.uncancel()
+            text = "The request was aborted: its session was cancelled"
+            raise ApiError(499, text, code="request_cancelled") from error
+        finally:
+            self.waiting = None
+
+    def cancel(self) -> None:
+        """End a turn that the engine does not have yet."""
+        if self.waiting is not None:
+            task, self.waiting = self.waiting, None
+            task.cancel()
 
 
 class Talks:
