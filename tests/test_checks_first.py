@@ -37,7 +37,7 @@ print(json.dumps(done))
 def refused(absent: list[str], *commands: Iterable[str | Path]) -> list[str]:
     """What commands that end as misuse say, in one line each."""
     given = json.dumps(absent), json.dumps([[str(part) for part in command] for command in commands])
-    done = subprocess.run([sys.executable, "-c", RUN_ALL, *given], capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, "-c", RUN_ALL, *given], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     told = []
     for command, (code, out, err) in zip(commands, json.loads(done.stdout), strict=True):
@@ -110,7 +110,7 @@ def test_an_artifact_that_cannot_be_written(
     (tmp_path / "file").touch()
     option = "--dst-path" if command == ("convert",) else "--work-dir"
     started = [sys.executable, "-m", "toolkit", *command, tiny_models("llama"), option, tmp_path / "file" / "out"]
-    done = subprocess.run([str(x) for x in started], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([str(x) for x in started], capture_output=True, text=True, timeout=500)
     assert done.returncode in (1, 2) and done.stdout == "" and "file" in done.stderr
     assert done.stderr.count("\n") == 1, "nothing was begun"
 
@@ -121,6 +121,6 @@ def test_a_port_that_is_taken() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         command = [sys.executable, "-m", "toolkit", "serve", "api_server", "nosuch", "--server-port", str(port)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.returncode == 1 and f"--server-port {port}: in use" in done.stderr
     assert done.stderr.count("\n") == 1

@@ -52,7 +52,7 @@ def optional_modules() -> set[str]:
 def bare(*args: str, program: str = TOOL) -> subprocess.CompletedProcess[str]:
     """``program`` with ``args`` where no extra is installed."""
     code = (WITHOUT + program).format(names=sorted(optional_modules()))
-    return subprocess.run([sys.executable, "-P", "-c", code, *args], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-P", "-c", code, *args], capture_output=True, text=True, timeout=500)
 
 
 @pytest.fixture(scope="module")

@@ -166,7 +166,7 @@ def test_commands_leave_no_cursor_movements_in_a_log(name: str, tiny_models: Any
     places = {"MODEL": tiny_models("llama"), "OUT": tmp_path / "out", "TEXT": text}
     arguments = [str(places.get(a, a)) for a in [*COMMANDS[name], "--json", "-"]]
     code = "from toolkit.commands.main import main; main()"
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stderr and "\r" not in done.stderr
     assert done.stdout.lstrip()[0] in "[{"

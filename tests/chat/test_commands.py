@@ -143,7 +143,7 @@ def test_an_interrupt_ends_the_one_answer(model: str) -> None:
     assert process.stdout is not None
     process.stdout.read(1)  # the answer has begun
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=500)
     assert process.returncode == 130 and b"Traceback" not in err
 
 

@@ -181,7 +181,7 @@ def test_two_processes_pack_it_once(model: Path) -> None:
     )
     command = [sys.executable, "-P", "-c", script, str(model)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    found = {process.communicate(timeout=120)[0] for process in running}
+    found = {process.communicate(timeout=500)[0] for process in running}
     assert [process.returncode for process in running] == [0, 0, 0] and len(found) == 1
     assert len(pack_cache.entries()) == 1
 

@@ -41,7 +41,7 @@ def gpu_check(monkeypatch):
 def test_a_dry_run_writes_rows_that_agree(tmp_path):
     report = tmp_path / "report.json"
     command = [sys.executable, "-P", str(ROOT / "scripts/gpu_check.py"), "--dry-run", "--smoke", "--only", "sample"]
-    done = subprocess.run([*command, "--json", str(report)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*command, "--json", str(report)], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     rows = json.loads(report.read_text())["rows"]
     assert rows and all(r["error"] is None for r in rows if r["skipped"] is None)
@@ -224,7 +224,7 @@ def test_a_run_that_is_killed_leaves_what_it_found_and_can_go_on(tmp_path):
                 process.kill()
     first = json.loads(report.read_text())
     assert len(first["done"]) == 1 and first["rows"] and len(first["running"]) <= 1
-    done = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     last = json.loads(report.read_text())
     assert len(last["done"]) == 5 and last["rows"][: len(first["rows"])] == first["rows"]
