@@ -214,6 +214,7 @@ def test_a_sanitizer_that_does_not_work_is_found_out_first(gpu_check):
     assert "exit code 9: no such driver" in sanitizer_fails(("sh", "-c", "echo no such driver >&2; exit 9"))
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_leaves_what_it_found_and_can_go_on(tmp_path):
     report = tmp_path / "report.json"
     script = [sys.executable, "-P", str(ROOT / "scripts/gpu_check.py"), "--dry-run", "--smoke", "--only", "[torch]"]
@@ -223,7 +224,7 @@ def test_a_run_that_is_killed_leaves_what_it_found_and_can_go_on(tmp_path):
             if line.startswith("smoke:"):
                 process.kill()
     first = json.loads(report.read_text())
-    assert len(first["done"]) == 1 and first["rows"] and len(first["running"]) <= 1
+    assert 1 <= len(first["done"]) < 5 and first["rows"] and len(first["running"]) <= 1
     done = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     last = json.loads(report.read_text())
