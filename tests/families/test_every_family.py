@@ -58,9 +58,10 @@ def model(request: Any, tiny_models: Any) -> tuple[str, Path, Path]:
 def oracle(model: tuple[str, Path, Path]) -> Any:
     """``oracle(ids) -> logits`` by transformers."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    theirs = AutoModelForCausalLM.from_pretrained(model[2], dtype=torch.float32, attn_implementation="eager").eval()
+    kind = AutoModelForCausalLM if get(model[0]).recipe is None else AutoModelForImageTextToText
+    theirs = kind.from_pretrained(model[2], dtype=torch.float32, attn_implementation="eager").eval()
 
     def logits(ids: list[int]) -> np.ndarray:
         with torch.inference_mode():

@@ -25,7 +25,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from toolkit.models.family import Family
+from toolkit.models.family import Family, Tiny
 from toolkit.models.registry import build, get
 
 VOCAB = 320
@@ -63,6 +63,9 @@ def _make(family: str, path: Path, overrides: dict[str, Any]) -> tuple[Path, Pat
     """The checkpoint at ``path``, and its twin beside it or itself."""
     known, overrides = get(family), dict(overrides)
     tiny = known.tiny[overrides.pop("shape", 0)]
+    if known.recipe is not None:
+        _write_seeing(known, tiny, path, overrides)
+        return path, path
     if known.twin is None:
         _write(known.name, path, {**_COMMON, **tiny.fields}, overrides)
         return path, path
@@ -74,9 +77,11 @@ def _make(family: str, path: Path, overrides: dict[str, Any]) -> tuple[Path, Pat
     return path, twin
 
 
-def _write(model_type: str, path: Path, fields: dict[str, Any], overrides: dict[str, Any]) -> None:
+def _write(
+    model_type: str, path: Path, fields: dict[str, Any], overrides: dict[str, Any], tokens: tuple[str, ...] = ()
+) -> None:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     settings = {**fields, **overrides}
     seed, dtype = settings.pop("seed", 0), settings.pop("dtype", "float32")
@@ -84,13 +89,30 @@ def _write(model_type: str, path: Path, fields: dict[str, Any], overrides: dict[
     shard = {"max_shard_size": settings.pop("max_shard_size")} if "max_shard_size" in settings else {}
     config = AutoConfig.for_model(model_type, **settings)
     with torch.random.fork_rng(devices=[]):  # a test sees the same numbers whether or not a model was made before
-        model = AutoModelForCausalLM.from_config(config).eval()
+        kind = AutoModelForImageTextToText if tokens else AutoModelForCausalLM
+        model = kind.from_config(config).eval()
     _randomize(model, torch.Generator().manual_seed(seed))
     model = model.to(getattr(torch, dtype))
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path, **shard)
     if tokenizer:
-        _tokenizer(settings).save_pretrained(path)
+        _tokenizer(settings.get("text_config", settings), tokens).save_pretrained(path)
+
+
+def _write_seeing(family: Family, tiny: Tiny, path: Path, overrides: dict[str, Any]) -> None:
+    """One that sees: overrides are for its language model, and the files of its processor go along."""
+    whole = dict(tiny.fields)
+    whole["text_config"] = {
+        **_COMMON,
+        **whole.get("text_config", {}),
+        **{k: overrides.pop(k) for k in _COMMON if k in overrides},
+    }
+    _write(family.name, path, whole, overrides, tiny.tokens)
+    config = json.loads((path / "config.json").read_text())
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        config[name] = _COMMON[name]
+    (path / "config.json").write_text(json.dumps(config, indent=2))
+    (path / "preprocessor_config.json").write_text(json.dumps(dict(tiny.preprocessor)))
 
 
 def respell(twin: Path, family: Family, fields: dict[str, Any], path: Path) -> None:
@@ -170,14 +192,14 @@ def _randomize(model: Any, generator: Any) -> None:
                 b.copy_(0.3 * torch.randn(b.shape, generator=generator))
 
 
-def _tokenizer(settings: dict[str, Any]) -> Any:
+def _tokenizer(settings: dict[str, Any], tokens: tuple[str, ...] = ()) -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     tok = Tokenizer(models.BPE())
     tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tok.decoder = decoders.ByteLevel()
-    special = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    special = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", *tokens]
     trainer = trainers.BpeTrainer(
         vocab_size=min(VOCAB, settings["vocab_size"]),
         special_tokens=[AddedToken(t, special=True) for t in special],

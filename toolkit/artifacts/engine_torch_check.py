@@ -9,6 +9,7 @@ from typing import Any
 from toolkit.artifacts.engine import ENGINE_JSON, EngineArtifact
 from toolkit.errors import ToolkitError
 from toolkit.models.spec import DecoderSpec
+from toolkit.models.vision import sizes
 
 _FLOATS = ("F32", "F16", "BF16")
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
@@ -57,7 +58,8 @@ def _check_arrays(artifact: EngineArtifact, arrays: Mapping[str, _Array]) -> Non
 
 def _wanted(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     """Shape of every parameter that the spec names."""
-    wanted: dict[str, tuple[int, ...]] = {name: (size,) for name, size in spec.vectors().items()}
+    vectors = spec.vectors() | (sizes(spec.vision) if spec.vision is not None else {})
+    wanted: dict[str, tuple[int, ...]] = {name: (size,) for name, size in vectors.items()}
     wanted |= {linear.name: (linear.out_features, linear.in_features) for linear in spec.linears()}
     wanted[spec.embed] = (spec.vocab_size, spec.hidden_size)
     if not spec.tied:

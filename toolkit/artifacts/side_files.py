@@ -1,5 +1,5 @@
-"""The small files that travel with the weights from stage to stage: tokenizer, chat template, generation config, and
-how embeddings are pooled."""
+"""The small files that travel with the weights from stage to stage: tokenizer, chat template, generation config, how
+pictures are prepared, and how embeddings are pooled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from toolkit.artifacts.checkpoint import Checkpoint
 
-_TOKENIZER = (
+_TEXTS_AND_PICTURES = (
     "tokenizer*.json",
     "tokenizer.model",
     "special_tokens_map.json",
@@ -18,15 +18,18 @@ _TOKENIZER = (
     "vocab.txt",
     "merges.txt",
     "*.tiktoken",
+    "preprocessor_config.json",
+    "processor_config.json",
 )
 # What sentence-transformers keeps in a folder lies flat in an artifact; the first that is there counts.
 POOLING_CONFIGS = ("pooling_config.json", "1_Pooling/config.json")
 
 
 def copy_side_files(checkpoint: Checkpoint, target: Path) -> list[str]:
-    """Copy tokenizer, chat template and generation config to ``target`` (not config.json); return the names copied."""
+    """Copy tokenizer, chat template, preprocessor and generation config to ``target`` (not config.json); return their
+    names."""
     source = checkpoint.tokenizer_dir
-    names = {file.name for pattern in _TOKENIZER for file in source.glob(pattern) if file.is_file()}
+    names = {file.name for pattern in _TEXTS_AND_PICTURES for file in source.glob(pattern) if file.is_file()}
     if (source / "generation_config.json").is_file():
         names.add("generation_config.json")
     for name in sorted(names):

@@ -7,24 +7,27 @@ from collections.abc import Sequence
 from typing import Any
 
 from toolkit.errors import UsageError
+from toolkit.vision.parts import IMAGE_TOKEN, is_picture
 
 Message = dict[str, Any]
+PICTURE = "\ue0a9"  # a private character that stands for a picture; it never reaches a prompt
 TOOL_ROLES = ("tool", "ipython")  # of a tool's result; Llama 3 calls it ipython
 
 
-def normalise(messages: Sequence[Message]) -> list[Message]:
+def normalise(messages: Sequence[Message], sees: bool = False) -> list[Message]:
     """Copies with ``content`` as a string (text parts joined by line ends) and tool-call arguments as objects.
 
-    A tool's result may be an object; it becomes JSON text.
+    A tool's result may be an object; it becomes JSON text. ``sees``: pictures may be parts, for which PICTURE stands
+    then where they stood, or where the message's texts say IMAGE_TOKEN.
 
     Raises UsageError that names the message for anything a language model cannot take.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise UsageError(f"messages: expected a list of at least one message, found {_short(messages)}")
-    return [_message(i, message) for i, message in enumerate(messages)]
+    return [_message(i, message, sees) for i, message in enumerate(messages)]
 
 
-def _message(i: int, message: Message) -> Message:
+def _message(i: int, message: Message, sees: bool) -> Message:
     if not isinstance(message, dict):
         raise UsageError(f'messages[{i}]: expected {{"role": …, "content": …}}, found {_short(message)}')
     role = message.get("role")
@@ -36,33 +39,48 @@ def _message(i: int, message: Message) -> Message:
         made.pop("tool_calls", None)
     else:
         made["tool_calls"] = _tool_calls(i, calls)
-    made["content"] = _content(i, message, has_calls=bool(calls))
+    made["content"] = _content(i, message, bool(calls), sees)
     return made
 
 
-def _content(i: int, message: Message, *, has_calls: bool) -> str:
+def _content(i: int, message: Message, has_calls: bool, sees: bool) -> str:
+    text = _text(i, message, has_calls, sees)
+    if not sees or IMAGE_TOKEN not in text:
+        return text
+    if (named := text.count(IMAGE_TOKEN)) != (found := text.count(PICTURE)):
+        raise UsageError(
+            f"messages[{i}].content: expected one {IMAGE_TOKEN} an image, found {named} for {found} images"
+        )
+    return text.replace(PICTURE, "").replace(IMAGE_TOKEN, PICTURE)
+
+
+def _text(i: int, message: Message, has_calls: bool, sees: bool) -> str:
     content = message.get("content")
     if isinstance(content, str):
-        return content
+        return content.replace(PICTURE, "") if sees else content
     if content is None and (has_calls or message["role"] == "assistant"):
         return ""
     if isinstance(content, dict) and message["role"] in TOOL_ROLES:
         return json.dumps(content, ensure_ascii=False)
     if not isinstance(content, list | tuple):
         raise UsageError(f"messages[{i}].content: expected text or a list of parts, found {_short(content)}")
-    texts = []
+    whole = ""
     for j, part in enumerate(content):
         where = f"messages[{i}].content[{j}]"
         kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(part, str):
-            texts.append(part)
-        elif kind in ("text", "input_text") and isinstance(part.get("text"), str):
-            texts.append(part["text"])
+        text = part.get("text") if kind in ("text", "input_text") else part
+        if is_picture(part) and sees:
+            whole += PICTURE
+        elif is_picture(part):
+            raise UsageError(f"{where}: {kind}: this model reads text alone; leave it out, or load a model that sees")
+        elif isinstance(text, str):
+            text = text.replace(PICTURE, "") if sees else text
+            whole += text if not whole or whole.endswith(PICTURE) else f"\n{text}"
         elif isinstance(kind, str) and kind not in ("text", "input_text"):
-            raise UsageError(f"{where}: {kind} is not supported, the models here take text only")
+            raise UsageError(f"{where}: {kind} is not supported, models here take text, and images where they see")
         else:
             raise UsageError(f'{where}: expected {{"type": "text", "text": …}}, found {_short(part)}')
-    return "\n".join(texts)
+    return whole
 
 
 def _tool_calls(i: int, calls: Any) -> list[dict[str, Any]]:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.tokenizer import Tokenizer
 from toolkit.chat import origin
-from toolkit.chat.messages import Message, normalise
+from toolkit.chat.messages import PICTURE, Message, normalise
 from toolkit.chat.renderer import Renderer
 from toolkit.chat.sandbox import Sandbox, TemplateRefusal
 from toolkit.chat.tool_text import PLUGIN, PLUGIN_ROLE, spell_for_internlm, spell_out, system_in_user
@@ -36,10 +37,18 @@ class ChatTemplate:
     ``name``: "hf" for the model's own template, else the built-in's or the file's. ``note``: one line, where it came
     from. ``stop_words``: texts that end an answer. ``tool_format``: how the template has a model call tools
     (Hermes' way where it has no place for tools: they stand in the system text then), None where that is not known;
-    ``reasoning_format``: how it has a model think, None where it does not.
+    ``reasoning_format``: how it has a model think, None where it does not. ``picture``: what is written for a picture
+    where the template itself writes nothing; None: the model reads text alone.
     """
 
-    def __init__(self, tokenizer: Tokenizer, found: origin.Origin, renderer: Renderer | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        found: origin.Origin,
+        renderer: Renderer | None = None,
+        picture: str | None = None,
+    ) -> None:
+        self.picture = picture
         self.name = found.name
         self.note = found.what
         self._meta_instruction = found.meta_instruction
@@ -75,13 +84,14 @@ class ChatTemplate:
         model_path: str | Path,
         config: ChatTemplateConfig | str | None = None,
         renderer: Renderer | None = None,
+        picture: str | None = None,
     ) -> ChatTemplate:
         """The template of a model. ``config``: a built-in name, a .json or .jinja file, a ChatTemplateConfig, or None.
         ``renderer``: one that has been started already, for a template that is not built in.
 
         Raises UsageError for a name or file that is none, ToolkitError for a template that does not compile.
         """
-        return cls(tokenizer, origin.choose(tokenizer, model_path, config), renderer)
+        return cls(tokenizer, origin.choose(tokenizer, model_path, config), renderer, picture)
 
     @staticmethod
     def check(config: ChatTemplateConfig | str | None) -> None:
@@ -109,7 +119,7 @@ class ChatTemplate:
             if self.capability == "infilling":
                 return self._start() + _infilling(messages)
             messages = [{"role": "user", "content": messages}]
-        turns = normalise(messages)
+        turns = normalise(messages, self.picture is not None)
         if self._meta_instruction is not None and self._custom is None and not _has_system(turns):
             turns.insert(0, {"role": "system", "content": self._meta_instruction})
         if self._spells_tools and (tools or any(turn.get("tool_calls") for turn in turns)):
@@ -188,6 +198,7 @@ class ChatTemplate:
         self, turns: list[Message], tools: list[dict[str, Any]] | None, open_answer: bool, variables: dict[str, Any]
     ) -> str:
         self._custom.meta_instruction = self._meta_instruction  # it may have been changed since
+        turns = self._with_pictures(turns, parts=False)
         given = {"tools": tools, "add_generation_prompt": open_answer, **variables}
         try:
             text = self._custom.messages2prompt(turns, True, **given)
@@ -201,8 +212,24 @@ class ChatTemplate:
         chosen = self._sources["default"]
         if tools:
             chosen = self._sources.get("tool_use", chosen)
+        turns = self._with_pictures(turns, parts=self.picture is not None and self._takes_parts)
         if not self._knows_ipython:
             turns = [{**turn, "role": "tool"} if turn["role"] == "ipython" else turn for turn in turns]
+        try:
+            return self._rendered(chosen, turns, tools, open_answer, variables)
+        except TemplateRefusal as e:
+            raise UsageError(f"messages: the model's chat template refuses them: {e}") from e
+        except ValueError as e:
+            raise ToolkitError(f"chat template ({self.note}) fails: {e}; choose another by --chat-template") from e
+
+    def _rendered(
+        self,
+        chosen: str,
+        turns: list[Message],
+        tools: list[dict[str, Any]] | None,
+        open_answer: bool,
+        variables: dict[str, Any],
+    ) -> str:
         values = {
             **self._tokenizer.special_tokens,
             "start": self._start(),
@@ -213,12 +240,33 @@ class ChatTemplate:
             "add_generation_prompt": open_answer,
             **variables,
         }
+        return self._renderer.render(chosen, values)
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template reads a message's content part by part, found by rendering one: it then writes itself
+        what stands for pictures."""
+        content = [{"type": "text", "text": _END}]
         try:
-            return self._renderer.render(chosen, values)
-        except TemplateRefusal as e:
-            raise UsageError(f"messages: the model's chat template refuses them: {e}") from e
-        except ValueError as e:
-            raise ToolkitError(f"chat template ({self.note}) fails: {e}; choose another by --chat-template") from e
+            text = self._rendered(self._sources["default"], [{"role": "user", "content": content}], None, False, {})
+        except (TemplateRefusal, ValueError):
+            return False
+        return _END in text
+
+    def _with_pictures(self, turns: list[Message], parts: bool) -> list[Message]:
+        """``turns`` with what stands for pictures as the template wants it: every content in ``parts``, or as text."""
+        if self.picture is None:
+            return turns
+        made = []
+        for turn in turns:
+            texts = turn["content"].split(PICTURE)
+            content: Any = self.picture.join(texts)
+            if parts:
+                pieces = [[{"type": "image"}, {"type": "text", "text": text}] for text in texts]
+                content = [p for piece in pieces for p in piece][1:]
+                content = [p for p in content if p != {"type": "text", "text": ""}] or content[:1]
+            made.append({**turn, "content": content})
+        return made
 
     def _start(self) -> str:
         return self._tokenizer.start_text

@@ -29,6 +29,8 @@ def check_request(request: EngineRequest, runner: Runner, max_len: int, session_
         if len(ids) and not 0 <= min(ids) <= max(ids) < vocab:
             wrong = next(i for i in ids if not 0 <= i < vocab)
             raise UsageError(f"{name}: token id {wrong} is outside the model's vocabulary of {vocab}")
+    if request.pictures and runner.spec.vision is None:
+        raise UsageError("image: this model reads text alone; leave the pictures out, or load a model that sees")
     limit = max_len + (1 if request.only else 0)
     if n >= limit:
         why = "" if max_len == session_len else " (all that the KV cache holds)"

@@ -21,6 +21,8 @@ from toolkit.engine.request import EngineOutput, EngineRequest
 from toolkit.engine.results import StepResults
 from toolkit.engine.scheduler import Scheduler
 from toolkit.engine.sequence import LogitsProcessor, Sequence
+from toolkit.engine.sight import Sight
+from toolkit.engine.spans import axes_of, find_spans
 from toolkit.engine.step_builder import Step, StepBuilder
 from toolkit.errors import BusyError, ToolkitError, UsageError
 
@@ -58,7 +60,9 @@ class EngineCore:
         )
         rows = max(1, options.max_logit_bytes // (4 * spec.vocab_size))
         self.scheduler = Scheduler(self.blocks, options, rows)
-        self.builder = StepBuilder(self.blocks, options.max_batch_size, spec.vocab_size)
+        self._axes = spec.vision is not None and spec.vision.axes
+        self.builder = StepBuilder(self.blocks, options.max_batch_size, spec.vocab_size, 3 if self._axes else 1)
+        self.sight = Sight(runner, options.pictures_together)
         self.results = StepResults(spec.vocab_size, self.builder)
         self.constraints = Constraints(tokenizer, spec.vocab_size)
         self._sequences: dict[str, Sequence] = {}
@@ -127,6 +131,7 @@ class EngineCore:
         for request_id in [*self._sequences, *self._held]:
             self.abort(request_id)
             self._outputs[-1] = EngineOutput(request_id, finish_reason="error", error=ASLEEP, error_code=UNAVAILABLE)
+        self.sight.forget()
         self._nap.begin()
 
     def wake(self, *parts: str) -> None:
@@ -173,6 +178,10 @@ class EngineCore:
         rope_set = int(self._long_from is not None and longest > self._long_from)
         shares = self.options.prefix_caching or request.session is not None
         owner = "" if self.options.prefix_caching else f"session {request.session}"
+        vision, spans = self.runner.spec.vision, []
+        if vision is not None and request.pictures:
+            spans = find_spans(request.token_ids, request.pictures, vision.image_token)
+        axes, shift = axes_of(len(request.token_ids), spans) if self._axes else (None, 0)
         seq = Sequence(
             request,
             order=self._arrivals,
@@ -180,6 +189,9 @@ class EngineCore:
             rope_set=rope_set,
             keys_root=root_key(rope_set, request.adapter, owner) if shares else None,
             processors=processors,
+            spans=spans,
+            axes=axes,
+            shift=shift,
             **self.constraints.fields(request, built),
         )
         self._arrivals += 1
@@ -246,6 +258,7 @@ class EngineCore:
         step = self.builder.build(plan)
         plan.submitted = time.perf_counter()
         try:
+            self.sight.show(step)
             return step, self.runner.submit(step.batch)
         except Exception:
             self.blocks.put_back(step.batch.copy_blocks)
@@ -369,6 +382,7 @@ class EngineCore:
             "preemptions": self.scheduler.preemptions,
             "steps": self._steps,
             "step_seconds": self._step_seconds,
+            "pictures_encoded": self.sight.encoded,
         }
 
     def check_integrity(self) -> None:

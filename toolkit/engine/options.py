@@ -16,6 +16,7 @@ class EngineOptions:
     ``max_logit_bytes``: float32 logits rows that one step may return to the host (it limits the chunks of requests
     that want a row for every token).
     ``lookahead``: schedule the next step while one runs; None = where the runner's ``submit`` returns at once.
+    ``pictures_together``: pictures that are encoded at once, at most.
     ``check``: verify the block manager's books whenever the engine falls idle (debugging).
     """
 
@@ -27,4 +28,5 @@ class EngineOptions:
     prefix_caching: bool = True
     max_logit_bytes: int = 64 << 20
     lookahead: bool | None = None
+    pictures_together: int = 1
     check: bool = False

@@ -1,16 +1,19 @@
 """Names for the content of KV blocks: chained digests of the tokens up to a block's end.
 
-The key of block j digests the key of block j-1 and the block's token ids, so equal keys mean equal prefixes (BLAKE2b,
-256 bits: a collision is out of reach). Whatever else changes keys and values — the rope set, the adapter, and the
-session where requests may not share — is in the root.
+The key of block j digests the key of block j-1, the block's token ids and the pictures that stand in it, so equal keys
+mean equal prefixes (BLAKE2b, 256 bits: a collision is out of reach). Whatever else changes keys and values — the rope
+set, the adapter, and the session where requests may not share — is in the root.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
+
+from toolkit.engine.spans import Span
 
 
 def root_key(rope_set: int, adapter: int, owner: str) -> bytes:
@@ -18,9 +21,19 @@ def root_key(rope_set: int, adapter: int, owner: str) -> bytes:
     return blake2b(f"{rope_set}/{adapter}/{owner}".encode(), digest_size=32).digest()
 
 
-def extend_keys(keys: list[bytes], root: bytes, tokens: NDArray[np.int32], length: int, block_size: int) -> None:
-    """Append to ``keys`` those of the blocks that ``tokens[:length]`` fill and that are not in it yet."""
+def extend_keys(
+    keys: list[bytes],
+    root: bytes,
+    tokens: NDArray[np.int32],
+    length: int,
+    block_size: int,
+    spans: Sequence[Span] = (),
+) -> None:
+    """Append to ``keys`` those of the blocks that ``tokens[:length]`` fill and that are not in it yet. ``spans``: the
+    pictures of the request, whose tokens are all alike."""
     parent = keys[-1] if keys else root
     for start in range(len(keys) * block_size, length - block_size + 1, block_size):
-        parent = blake2b(tokens[start : start + block_size].tobytes(), key=parent, digest_size=32).digest()
+        stop = start + block_size
+        seen = b"".join(s.picture.digest for s in spans if s.places[0] < stop and s.places[-1] >= start)
+        parent = blake2b(tokens[start:stop].tobytes() + seen, key=parent, digest_size=32).digest()
         keys.append(parent)

@@ -7,6 +7,7 @@ JSON, one behind the other.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Iterable
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 import orjson
 
 from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams
+from toolkit.models.vision import Picture
 
 ARRAYS = ("logits", "hidden")  # float32 fields of EngineOutput
 _HEAD = struct.Struct("<I")
@@ -37,16 +39,25 @@ def unpack(data: bytes) -> tuple[dict[str, Any], memoryview]:
 def pack_add(request: EngineRequest) -> bytes:
     # A schema's integers have any size. orjson writes 64 bits: the response format goes as text.
     params = {**vars(request.params), "grammar": json.dumps(request.params.grammar)}
-    return pack({"op": "add", "request": {**vars(request), "params": params}})
+    pictures = [{**vars(p), "pixels": p.pixels.shape, "digest": p.digest.hex()} for p in request.pictures]
+    fields = {**vars(request), "params": params, "pictures": pictures}
+    return pack({"op": "add", "request": fields}, (p.pixels for p in request.pictures))
 
 
-def read_request(message: dict[str, Any]) -> EngineRequest:
-    """Inverse of ``pack_add``, from its message."""
+def read_request(message: dict[str, Any], data: memoryview) -> EngineRequest:
+    """Inverse of ``pack_add``."""
     fields = dict(message["request"])
+    pictures, at = [], 0
+    for told in fields.pop("pictures"):
+        count = math.prod(told["pixels"])
+        pixels = np.frombuffer(data, np.float32, count, at).reshape(told["pixels"]).copy()
+        at += 4 * count
+        grid, size = tuple(told["grid"]), tuple(told["size"])
+        pictures.append(Picture(pixels, grid, size, told["tokens"], bytes.fromhex(told["digest"])))
     params = dict(fields.pop("params"))
     params["grammar"] = json.loads(params["grammar"])
     params["logit_bias"] = {int(k): v for k, v in params["logit_bias"].items()}
-    return EngineRequest(params=SamplingParams(**params), **fields)
+    return EngineRequest(params=SamplingParams(**params), pictures=pictures, **fields)
 
 
 def pack_outputs(outputs: Iterable[EngineOutput], stats: dict[str, Any]) -> bytes:

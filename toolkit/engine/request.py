@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from toolkit.models.vision import Picture
 from toolkit.runners.step import Draw
 
 Only = Literal["score", "last", "mean"]
@@ -37,7 +38,8 @@ class EngineRequest:
     """``session``: whose blocks stay pinned in the cache after the request ends (None = none). ``adapter``: which LoRA
     adapter of the engine's, counted from 0, -1 = none. ``only``: draw no token; "score" gives the prompt's
     log-probabilities, "last" and "mean" one row ``hidden``, the last token's hidden state or the mean of all.
-    ``priority``: the lower, the sooner it starts and the later it gives up its blocks for others."""
+    ``priority``: the lower, the sooner it starts and the later it gives up its blocks for others. ``pictures``: in the
+    order in which their places stand in the prompt."""
 
     id: str
     token_ids: list[int]
@@ -46,6 +48,7 @@ class EngineRequest:
     only: Only | None = None
     priority: int = 0
     adapter: int = -1
+    pictures: list[Picture] = field(default_factory=list)
 
 
 @dataclass

@@ -81,7 +81,7 @@ class Scheduler:
         if seq.keys_root is not None and seq.row >= 0:
             known = min(stored, seq.computed, seq.known)
             if known // self.blocks.block_size > len(seq.keys):
-                extend_keys(seq.keys, seq.keys_root, seq.tokens, known, self.blocks.block_size)
+                extend_keys(seq.keys, seq.keys_root, seq.tokens, known, self.blocks.block_size, seq.spans)
             self.blocks.label(seq.row, seq.keys, known)
 
     def preempt(self, seq: Sequence) -> None:
@@ -175,7 +175,7 @@ class Scheduler:
         assert not seq.pending, "a preempted request's last token is known before it is looked at again"
         if seq.keys_root is None:
             return 0
-        extend_keys(seq.keys, seq.keys_root, seq.tokens, seq.length, self.blocks.block_size)
+        extend_keys(seq.keys, seq.keys_root, seq.tokens, seq.length, self.blocks.block_size, seq.spans)
         return self.blocks.match(seq.keys, min(seq.length - 1, seq.collected) if seq.wants_all else seq.length - 1)
 
     def _start(self, seq: Sequence, row: int, hit: int) -> None:

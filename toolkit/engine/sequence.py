@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from toolkit.engine.ngrams import RepeatedNgrams
 from toolkit.engine.request import EngineRequest, SamplingParams
+from toolkit.engine.spans import Span
 
 if TYPE_CHECKING:
     from toolkit.engine.bad_words import BadWordState
@@ -26,7 +27,9 @@ class Sequence:
     While steps are in flight, the last ``pending`` of ``length`` tokens are not known yet (at most 2).
     ``row`` is the place in the block tables while it runs, else -1. ``order``: by arrival. ``max_len``: where
     generation is cut. ``collected``: positions whose all-position results (logits, hidden, prompt log-probabilities)
-    have been gathered; they are not asked for again after a preemption.
+    have been gathered; they are not asked for again after a preemption. ``spans``: the pictures of the prompt;
+    ``axes``: the positions of its tokens, [3, prompt], None: their places; ``shift``: what is added to the
+    places of tokens behind it.
     """
 
     request: EngineRequest
@@ -39,6 +42,9 @@ class Sequence:
     bad_words: BadWordState | None = None
     history: History | None = None
     biases: Biases | None = None
+    spans: list[Span] = field(default_factory=list)
+    axes: NDArray[np.int32] | None = None
+    shift: int = 0
 
     def __post_init__(self) -> None:
         prompt = self.request.token_ids
@@ -109,6 +115,15 @@ class Sequence:
     def left(self) -> int:
         """Tokens that it may still have."""
         return min(self.params.max_new_tokens - (self.known - self.prompt_len), self.max_len - self.known)
+
+    def positions(self, start: int, count: int) -> NDArray[np.int32]:
+        """Of ``count`` tokens from place ``start`` on, [count], or [3, count] where they differ by axis."""
+        places = np.arange(start, start + count, dtype=np.int32)
+        if self.axes is None:
+            return places
+        known = self.axes[:, start : start + count]
+        behind = places[known.shape[1] :] + self.shift
+        return np.concatenate([known, np.tile(behind, (3, 1))], 1)
 
     def expect(self) -> None:
         """A step in flight draws the next token."""

@@ -46,11 +46,14 @@ class Step:
 
 
 class StepBuilder:
-    """Arrays by row, and the batches made from them. ``vocab_size`` is the model's."""
+    """Arrays by row, and the batches made from them. ``vocab_size`` is the model's; ``axes``: numbers that a token's
+    position has."""
 
-    def __init__(self, blocks: BlockManager, rows: int, vocab_size: int) -> None:
+    def __init__(self, blocks: BlockManager, rows: int, vocab_size: int, axes: int = 1) -> None:
         self.blocks = blocks
         self.vocab_size = vocab_size
+        self.axes = axes
+        self._shift = np.zeros(rows, np.int32)
         self._length = np.zeros(rows, np.int32)
         self._generated = np.zeros(rows, np.int64)
         self._last = np.zeros(rows, np.int32)
@@ -69,6 +72,7 @@ class StepBuilder:
         self._last[row] = seq.tokens[seq.length - 1]
         self._source[row] = -1
         self._rope_set[row] = seq.rope_set
+        self._shift[row] = seq.shift
         self._adapter[row] = seq.request.adapter
         for name, column in self._columns.items():
             column[row] = getattr(p, name)
@@ -101,14 +105,17 @@ class StepBuilder:
         seq_lens[decodes:] = [start + count for _, start, count in plan.chunks]
 
         token_ids = np.empty(cu[-1], np.int32)
-        positions = np.empty((1, cu[-1]), np.int32)
+        places = np.empty(cu[-1], np.int32)
+        positions = np.empty((self.axes, cu[-1]), np.int32)
         previous = np.full(cu[-1], -1, np.int32)
         token_ids[:decodes] = self._last[rows[:decodes]]
-        positions[0, :decodes] = seq_lens[:decodes] - 1
+        places[:decodes] = seq_lens[:decodes] - 1
+        positions[:, :decodes] = places[:decodes] + self._shift[rows[:decodes]]
         previous[:decodes] = self._source[rows[:decodes]]
         for i, (seq, start, count) in enumerate(plan.chunks, start=decodes):
             token_ids[cu[i] : cu[i + 1]] = seq.tokens[start : start + count]
-            positions[0, cu[i] : cu[i + 1]] = np.arange(start, start + count, dtype=np.int32)
+            places[cu[i] : cu[i + 1]] = np.arange(start, start + count, dtype=np.int32)
+            positions[:, cu[i] : cu[i + 1]] = seq.positions(start, count)
         sampled, sample_index = self._sampled(plan, cu)
         batch = StepBatch(
             token_ids=token_ids,
@@ -117,7 +124,7 @@ class StepBuilder:
             cu_seqlens=cu,
             seq_lens=seq_lens,
             block_tables=self._block_tables(rows, seq_lens),
-            slot_mapping=self._slots(rows, counts, positions[0]),
+            slot_mapping=self._slots(rows, counts, places),
             rope_set=self._rope_set[rows],
             adapter=self._adapter[rows],
             sample_index=sample_index,
@@ -138,11 +145,11 @@ class StepBuilder:
         return tuple(np.ascontiguousarray(table[rows, :longest]) for table in self.blocks.tables)
 
     def _slots(
-        self, rows: NDArray[np.intp], counts: NDArray[np.int32], positions: NDArray[np.int32]
+        self, rows: NDArray[np.intp], counts: NDArray[np.int32], places: NDArray[np.int32]
     ) -> tuple[NDArray[np.int64], ...]:
         size = self.blocks.block_size
-        owner = rows if len(rows) == len(positions) else np.repeat(rows, counts)
-        entry, offset = positions // size, positions % size
+        owner = rows if len(rows) == len(places) else np.repeat(rows, counts)
+        entry, offset = places // size, places % size
         return tuple(table[owner, entry].astype(np.int64) * size + offset for table in self.blocks.tables)
 
     @staticmethod

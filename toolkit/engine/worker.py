@@ -64,10 +64,10 @@ def _serve(pipe: Connection, core: Any) -> None:
         until = float("inf")
         while time.monotonic() < until and pipe.poll(0 if core.has_work else core.patience):
             until = min(until, time.monotonic() + INTAKE_SECONDS)
-            message, _ = records.unpack(pipe.recv_bytes())
+            message, data = records.unpack(pipe.recv_bytes())
             op = message["op"]
             if op == "add":
-                core.add(records.read_request(message))
+                core.add(records.read_request(message, data))
             elif op == "abort":
                 core.abort(message["id"])
             elif op == "end_session":

@@ -5,20 +5,25 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Set
 from typing import TYPE_CHECKING, Any
 
 from toolkit.models.spec import sound
 
 if TYPE_CHECKING:
     from toolkit.models.spec.decoder import DecoderSpec, Sublayer
+    from toolkit.models.vision import VisionSpec
 
 # Integer fields that may be zero; every other one is a size or a count.
 _MAY_BE_ZERO = {"group", "original_max_position", "max_position", "offset"}
+_MAY_BE_ZERO_IN_VISION = {"grid", "window", "full", "inputs", "outputs", "image_token", "most_tiles"}
 
 
 def check_spec(spec: DecoderSpec) -> None:
     """Raise ValueError, one line, where numbers of the spec are impossible or contradict one another."""
-    _numbers(spec, "")
+    _numbers(dataclasses.replace(spec, vision=None), "", _MAY_BE_ZERO)
+    if spec.vision is not None:
+        _vision(spec.vision, spec)
     sound.expect("max_position", spec.max_position >= 1, spec.max_position, "at least 1")
     sound.expect("layers", bool(spec.layers), 0, "at least one")
     sound.norm(spec.final_norm, spec.hidden_size)
@@ -35,19 +40,37 @@ def check_spec(spec: DecoderSpec) -> None:
         sound.expect("name", bool(name) and count == 1, name, "a name that is given once")
 
 
-def _numbers(node: Any, field: str) -> None:
+def _numbers(node: Any, field: str, may_be_zero: Set[str]) -> None:
     """Every integer positive (or zero where that has a meaning), every float finite."""
     if dataclasses.is_dataclass(node):
         for f in dataclasses.fields(node):
-            _numbers(getattr(node, f.name), f.name)
+            _numbers(getattr(node, f.name), f.name, may_be_zero)
     elif isinstance(node, tuple):
         for x in node:
-            _numbers(x, "" if field == "layers" else field)
+            _numbers(x, "" if field == "layers" else field, may_be_zero)
     elif isinstance(node, float):
         sound.expect(field, math.isfinite(node), node, "a finite number")
     elif isinstance(node, int) and not isinstance(node, bool):
-        low = 0 if field in _MAY_BE_ZERO or not field else 1
+        low = 0 if field in may_be_zero or not field else 1
         sound.expect(field, low <= node < 1 << 40, node, f"an integer from {low} up")
+
+
+def _vision(vision: VisionSpec, spec: DecoderSpec) -> None:
+    """The tower's rows fit the projector, and those of the projector the language model."""
+    _numbers(vision, "", _MAY_BE_ZERO_IN_VISION)
+    tower, width, learned = vision.tower, vision.tower.hidden, vision.tower.positions == "learned"
+    sound.expect("taken", tower.taken <= tower.layers, tower.taken, f"at most {tower.layers}")
+    sound.expect("grid", not learned or min(tower.grid) > 0, tower.grid, "rows and columns")
+    sound.expect("head_dim", learned or tower.head_dim % 4 == 0, tower.head_dim, "a multiple of 4")
+    sound.expect("window", not (tower.window and tower.class_token), tower.window, "none with a class token")
+    for stage in vision.projector:
+        if stage.kind in ("merge", "merge_channels"):
+            width *= stage.factor**2
+        elif stage.kind in ("linear", "rms", "layer"):
+            sound.expect(stage.name, bool(stage.name) and stage.inputs == width, stage.inputs, f"{width} inputs")
+            width = stage.outputs if stage.kind == "linear" else width
+    sound.expect("projector", width == spec.hidden_size, width, f"{spec.hidden_size} outputs, the hidden size")
+    sound.expect("image_token", vision.image_token < spec.vocab_size, vision.image_token, f"below {spec.vocab_size}")
 
 
 def _sublayer(s: Sublayer, hidden: int) -> None:

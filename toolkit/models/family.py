@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from toolkit.models.config_fields import Fields
 from toolkit.models.decoder import Built
 from toolkit.models.gguf import Gguf
+from toolkit.models.vision import Recipe
 
 
 @dataclass(frozen=True)
@@ -16,11 +17,15 @@ class Tiny:
     """The config of a tiny random model that tests make and run through everything.
 
     ``fields``: what it has beside the sizes that all have (``tests/support/tiny.py``), chosen so that the family's
-    peculiarities matter within a few dozen tokens. ``twin``: the same for ``Family.twin``.
+    peculiarities matter within a few dozen tokens. ``twin``: the same for ``Family.twin``. Of a family that sees:
+    ``preprocessor``, its preprocessor_config.json, and ``tokens``, the special tokens that its prompts have for
+    pictures; their ids are 5, 6, …
     """
 
     fields: Mapping[str, Any]
     twin: Mapping[str, Any] | None = None
+    preprocessor: Mapping[str, Any] = field(default_factory=dict)
+    tokens: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,9 @@ class Family:
     ``architectures``: class names in ``config.json``, today's first. ``known_as``: what people call its models.
     ``build``: the spec and the tensors of a checkpoint. ``tiny``: one model or two. ``gguf``: its spelling there, or
     why there is none. ``twin``: for a family that transformers has no class for, the model_type of one that computes
-    the same from the same weights under canonical names.
+    the same from the same weights under canonical names. ``recipe``: how pictures are prepared, from config.json and
+    preprocessor_config.json; None: the family does not see. ``spellings``: how names of tensors begin, first as
+    ``build`` has it, then as other files have it.
     """
 
     name: str
@@ -40,3 +47,5 @@ class Family:
     tiny: tuple[Tiny, ...]
     gguf: Gguf | str
     twin: str | None = None
+    recipe: Callable[[Fields, Fields], Recipe] | None = None
+    spellings: tuple[tuple[str, ...], ...] = ()

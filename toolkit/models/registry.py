@@ -15,7 +15,7 @@ import importlib.util
 import itertools
 import os
 import pkgutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -146,14 +146,31 @@ def load_spec(checkpoint: HasConfig, config: dict[str, Any] | None = None, own: 
     Token ids in its generation_config.json are checked too. A stack of experts that the checkpoint has as single
     linears, under their canonical names, is listed so.
     """
-    spec, stored = build(checkpoint.config if config is None else config, f"{checkpoint.path}: config.json", own)
+    source = f"{checkpoint.path}: config.json"
+    config = checkpoint.config if config is None else config
+    spec, stored = build(config, source, own)
     check_token_ids(Fields(checkpoint.generation_config, f"{checkpoint.path}: generation_config.json"), spec.vocab_size)
-    modules = {name.rpartition(".")[0] for name in checkpoint.names()}
+    names = checkpoint.names()
+    modules = {name.rpartition(".")[0] for name in names}
     found: list[StoredTensor] = []
-    for item in stored:
+    for item in _respelled(stored, find_family(config, source, own).spellings, names):
         single = len(item.shape) > 2 and item.parts[0].name in modules
         found += item.alone() if single else [item]
     return spec, found
+
+
+def _respelled(
+    stored: list[StoredTensor], spellings: Sequence[tuple[str, ...]], names: Sequence[str]
+) -> list[StoredTensor]:
+    """``stored`` with the names that begin as one of ``spellings`` spelled as those of the checkpoint begin."""
+    chosen = {}
+    for ours, *others in spellings:
+        chosen[ours] = next((begin for begin in (ours, *others) if any(n.startswith(begin) for n in names)), ours)
+    found = []
+    for item in stored:
+        begin = next((begin for begin in chosen if item.name.startswith(begin)), "")
+        found.append(replace(item, name=chosen.get(begin, "") + item.name.removeprefix(begin)))
+    return found
 
 
 def apply_overrides(

@@ -44,10 +44,11 @@ def read_rope(
     if rotary_dim % 2 or rotary_dim < 2:
         config.fail("head_dim", f"{rotary_dim} rotary dimensions", "an even number of them, at least 2")
 
-    known = (*ROPE_KINDS, *(aliases or {}))
-    kind = scaling.text("rope_type", "type", default="default", choices=known)
-    kind = (aliases or {}).get(kind, kind)
-    rope = RopeSpec(rotary_dim=rotary_dim, theta=theta, kind=kind, max_position=max_position)
+    aliases = {"mrope": "default"} | (aliases or {})
+    kind = scaling.text("rope_type", "type", default="default", choices=(*ROPE_KINDS, *aliases))
+    kind = aliases.get(kind, kind)
+    sections = _sections(scaling, rotary_dim)
+    rope = RopeSpec(rotary_dim=rotary_dim, theta=theta, kind=kind, max_position=max_position, sections=sections)
     if kind == "default":
         return rope
 
@@ -64,6 +65,16 @@ def read_rope(
         return replace(rope, original_max_position=max_position, max_position=_stretched(max_position, rope.factor))
     rope = replace(rope, original_max_position=_original(scaling, config, max_position))
     return _llama3(rope, scaling) if kind == "llama3" else _yarn(rope, scaling)
+
+
+def _sections(scaling: Fields, rotary_dim: int) -> tuple[int, ...]:
+    """How many frequencies turn by a token's time, row and column; () where it has one position."""
+    if not scaling.has("mrope_section"):
+        return ()
+    found = tuple(int(x) for x in scaling.numbers("mrope_section", 3))
+    if sum(found) != rotary_dim // 2 or scaling.flag("mrope_interleaved", False):
+        scaling.fail("mrope_section", found, f"three numbers that sum up to {rotary_dim // 2}, not interleaved")
+    return found
 
 
 def _original(scaling: Fields, config: Fields, default: int) -> int:

@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
+import numpy as np
+from numpy.typing import NDArray
+
 from toolkit.models.spec import DecoderSpec
+from toolkit.models.vision import Picture
 from toolkit.runners.step import StepBatch, StepOutput
 
 QUANT_POLICIES = (0, 4, 8, 16, 17)
@@ -79,6 +83,9 @@ class Runner(Protocol):
 
     def discard_blocks(self, group: int, blocks: Sequence[int]) -> None:
         """Give the memory of blocks that no step uses back to the system where the device can; they are zeros then."""
+
+    def encode(self, pictures: Sequence[Picture]) -> list[NDArray[np.float32]]:
+        """The rows that pictures become in a prompt, [tokens, hidden] each. Raises RunnerError where it fails."""
 
     def submit(self, batch: StepBatch) -> StepHandle: ...
 

@@ -13,6 +13,7 @@ from toolkit.models.spec.keeps import CacheGroup, Kept
 from toolkit.models.spec.mlp import MlpSpec
 from toolkit.models.spec.moe import MoeSpec
 from toolkit.models.spec.parts import LinearSpec, NormSpec, RopeSpec, later
+from toolkit.models.vision import VisionSpec
 
 Mixer = AttentionSpec | MlpSpec | MoeSpec
 
@@ -78,7 +79,7 @@ class DecoderSpec:
 
     ``embed`` and ``head`` are canonical names without ``.weight``; ``tied`` means the head uses the embedding's
     matrix. ``embed_scale`` multiplies embeddings; logits are ``softcap·tanh(logits·head_scale/softcap)``.
-    ``max_position``: longest context the checkpoint states.
+    ``max_position``: longest context the checkpoint states. ``vision``: what it sees with, if it does.
     """
 
     family: str
@@ -95,6 +96,7 @@ class DecoderSpec:
     embed_scale: float = 1.0
     head_scale: float = 1.0
     logit_softcap: float | None = None
+    vision: VisionSpec | None = later(None)  # noqa: RUF009 (a field, as the others are)
 
     def mixers(self) -> Iterator[tuple[int, Mixer]]:
         """(layer index, mixer) in execution order."""

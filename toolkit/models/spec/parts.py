@@ -65,6 +65,9 @@ class RopeSpec:
     (prompt + new tokens allowed) fits ``original_max_position``, the *long* one for the others. The choice is
     made once a request (``StepBatch.rope_set``), so that cached keys never change their rotation. cos and sin are
     multiplied by ``attention_factor``, those of the long set by ``long_attention_factor`` where it is given.
+
+    ``sections``: tokens have three positions, in time, rows and columns; so many of the frequencies turn by each of
+    them, in this order. () = one position.
     """
 
     rotary_dim: int
@@ -82,6 +85,7 @@ class RopeSpec:
     max_position: int = 0
     truncate: bool = True
     long_attention_factor: float | None = later(None)
+    sections: tuple[int, ...] = later(())
 
 
 @dataclass(frozen=True)

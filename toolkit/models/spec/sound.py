@@ -37,6 +37,8 @@ def rope(rope: RopeSpec, head_dim: int) -> None:
     expect("kind", rope.kind in ROPE_KINDS, rope.kind, f"one of {', '.join(ROPE_KINDS)}")
     expect("theta", rope.theta > 1, rope.theta, "a number above 1")
     expect("factor", rope.factor > 0, rope.factor, "a number above 0")
+    good = len(rope.sections) in (0, 3) and sum(rope.sections) in (0, dim // 2)
+    expect("sections", good, rope.sections, f"three numbers that sum up to {dim // 2}")
     if rope.kind in ("dynamic", "llama3", "yarn", "longrope"):
         expect("original_max_position", rope.original_max_position > 0, rope.original_max_position, "at least 1")
     if rope.kind == "dynamic":

@@ -28,7 +28,8 @@ class StoredTensor:
     ``name`` is the module's name on disk without ``.weight`` / ``.bias`` / ``.qweight`` …; a fused one
     (phi3 ``qkv_proj``, internlm2 ``wqkv``) has several parts. ``kind`` tells the quantizers what may be quantized:
     "linear" (a linear inside a layer), "router" (never quantized), "embed", "head", "norm", "vector" (no
-    ``.weight`` suffix, e.g. sinks). ``shape``: of the dense weight as stored. ``optional`` ones may be absent.
+    ``.weight`` suffix, e.g. sinks), "vision" (any tensor of what a model sees with, by its whole name; its rows are
+    numbers of the flat tensor). ``shape``: of the dense weight as stored. ``optional`` ones may be absent.
 
     Whatever its shape, a module is worked with as the matrix of ``matrix`` (or as a vector), a row an output feature,
     of which parts take rows: the matrices of a stack [experts, out, in] stand one below the other. ``transposed``: the
@@ -37,7 +38,7 @@ class StoredTensor:
     """
 
     name: str
-    kind: Literal["linear", "router", "embed", "head", "norm", "vector"]
+    kind: Literal["linear", "router", "embed", "head", "norm", "vector", "vision"]
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
     bias: bool = False
@@ -59,13 +60,13 @@ class StoredTensor:
     @property
     def matrix(self) -> tuple[int, ...]:
         """Rows and columns, or for norms and vectors the numbers in it."""
-        if self.kind in ("norm", "vector"):
+        if self.kind in ("norm", "vector", "vision"):
             return (math.prod(self.shape),)
         return math.prod(self.straight[:-1]), self.straight[-1]
 
     @property
     def weight_name(self) -> str:
-        return self.name if self.bare or self.kind == "vector" else f"{self.name}.weight"
+        return self.name if self.bare or self.kind in ("vector", "vision") else f"{self.name}.weight"
 
     @property
     def bias_name(self) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 from toolkit.artifacts.engine import ENGINE_JSON, Arrays, EngineArtifact
 from toolkit.errors import ToolkitError
 from toolkit.models.spec import DecoderSpec
+from toolkit.models.vision import sizes
 from toolkit.runners.native.packed import (
     DENSE,
     INT,
@@ -89,7 +90,7 @@ def _wanted(spec: DecoderSpec) -> Iterator[tuple[str, int, int, tuple[int, ...]]
         yield name, spec.vocab_size, spec.hidden_size, matrix
     for x in spec.linears():
         yield x.name, x.out_features, x.in_features, matrix
-    for name, size in spec.vectors().items():
+    for name, size in (spec.vectors() | (sizes(spec.vision) if spec.vision is not None else {})).items():
         yield name, size, 1, one
 
 

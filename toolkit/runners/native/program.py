@@ -34,6 +34,8 @@ def unsupported(spec: DecoderSpec) -> str | None:
     }
     if not spec.cache_groups:
         return "it runs no model without attention"
+    if any(rope.sections for rope in spec.ropes()):
+        return "it knows one position of a token, not one in time, rows and columns"
     for what, (count, most) in found.items():
         if count > most:
             return f"it takes up to {most} {what}, the model has {count}"

@@ -11,6 +11,7 @@ import numpy as np
 from toolkit.artifacts.safetensors_file import forget_pages
 from toolkit.errors import UsageError
 from toolkit.models.spec import DecoderSpec
+from toolkit.models.vision import PREFIX, Picture
 from toolkit.runners.base import QUANT_POLICIES, Backend, MemoryNeed, RunnerError, RunnerOptions, StepHandle
 from toolkit.runners.host_memory import free_host_bytes
 from toolkit.runners.native import library
@@ -23,9 +24,11 @@ from toolkit.runners.step import StepBatch, StepOutput
 from toolkit.threads import usable_cores
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from toolkit.artifacts.canonical import Weight
+    from toolkit.runners.tensor.vision import Encoder
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -84,6 +87,7 @@ class NativeRunner:
         self._model: int | None = None
         self._program: Program | None = None  # holds the tensors that the model points into
         self._weight_bytes = 0
+        self._encoder: Encoder | None = None  # made of torch when the first picture comes
 
     # -- memory
 
@@ -153,7 +157,8 @@ class NativeRunner:
         from toolkit.runners.native.pack import gathered, pack_model
 
         notes: list[str] = []
-        packed = dict(pack_model(self.spec, found.items(), None, notes))
+        language = ((name, found[name]) for name in found if not name.startswith(PREFIX))
+        packed = dict(pack_model(self.spec, language, None, notes))
         self.notes = gathered(notes)
         return packed
 
@@ -164,7 +169,7 @@ class NativeRunner:
             self._library.tk_model_free(self._model)
         if self._program is not None:
             forget_pages(tensor.data for tensor in self._program.tensors)
-        self._model = self._program = None
+        self._model = self._program = self._encoder = None
 
     def allocate_cache(self, num_blocks: tuple[int, ...]) -> None:
         """A fresh cache of ``num_blocks`` for each group. Raises RunnerError for counts that cannot be."""
@@ -196,6 +201,34 @@ class NativeRunner:
             raise RunnerError(library.error(self._library))
 
     # -- steps
+
+    def encode(self, pictures: Sequence[Picture]) -> list[NDArray[np.float32]]:
+        """The rows that pictures become in a prompt, [tokens, hidden] each. Imports torch, which computes them in
+        bfloat16 where the CPU multiplies that, else in float32. Raises RunnerError where it fails."""
+        self._stepper.finish()
+        if self._encoder is None:
+            self._encoder = self._open_encoder()
+        try:
+            return [rows.float().numpy() for rows in self._encoder.encode(pictures)]
+        except (RuntimeError, MemoryError) as e:
+            raise RunnerError(f"{len(pictures)} pictures cannot be encoded: {e}") from e
+
+    def _open_encoder(self) -> Encoder:
+        import torch
+
+        from toolkit.runners.tensor.find import find_dtype
+        from toolkit.runners.tensor.vision import Encoder
+
+        if self.spec.vision is None:
+            raise RunnerError("the model does not see")
+        weights: Mapping[str, Any] = self._weights()
+        if isinstance(weights[self.spec.embed], PackedTensor):
+            from toolkit.runners.native.pack import UnpackedWeights
+
+            weights = UnpackedWeights(weights)
+        device = torch.device("cpu")
+        name = "float32" if self.dtype == "float32" else "auto"
+        return Encoder(self.spec.vision, weights, device, find_dtype(name, torch.float16, device))
 
     def submit(self, batch: StepBatch) -> StepHandle:
         """Start a step and return; steps run one after the other. ``result`` raises RunnerError where it failed."""

@@ -7,6 +7,7 @@ from torch import Tensor
 from toolkit.artifacts.canonical import BlockFp8, Dense, Fp4, GroupInt, Weight
 from toolkit.kernels.reference.linear import codes_per_byte
 from toolkit.models.spec import DecoderSpec
+from toolkit.models.vision import PREFIX
 from toolkit.runners.tensor.build import Weights, for_kernels
 from toolkit.runners.tensor.linear import Placement, becomes_dense
 from toolkit.runners.tensor.lora import Adapters, adapter_bytes
@@ -23,7 +24,7 @@ def weight_bytes(spec: DecoderSpec, weights: Weights, place: Placement, adapters
     for name in weights:
         found = info_of(weights, name)
         if isinstance(found, Tensor):
-            total += found.numel() * (size if name in biases else 4)
+            total += found.numel() * (size if name in biases or name.startswith(PREFIX) else 4)
         elif name == spec.embed or name == spec.head:
             total += _outer_bytes(name == spec.head, spec.tied, found, place)
         else:

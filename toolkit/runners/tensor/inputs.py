@@ -66,6 +66,11 @@ def token_arrays(
     return arrays if adapters is None else arrays | {ADAPTER: adapters}
 
 
+def axes_array(batch: StepBatch) -> dict[str, np.ndarray]:
+    """The positions in time, rows and columns of each token, where it has three, int64 [3, T]."""
+    return {"axes": batch.positions.astype(np.int64)} if len(batch.positions) > 1 else {}
+
+
 def table_arrays(batch: StepBatch) -> dict[str, np.ndarray]:
     """The block table of each group."""
     return {f"table{group}": table for group, table in enumerate(batch.block_tables)}

@@ -53,10 +53,23 @@ class PositionTables:
             self._factors[scale] = factors.repeat(len(self._sets)).view(-1, 1, 1).to(self._device)
         return True
 
-    def angles(self, rows: Tensor) -> dict[RopeSpec, tuple[Tensor, Tensor]]:
-        """For each rope the given rows, int64 [T], of cos and sin."""
-        return {r: (cos.index_select(0, rows), sin.index_select(0, rows)) for r, (cos, sin) in self._tables.items()}
+    def angles(self, rows: Tensor, axes: Tensor | None = None) -> dict[RopeSpec, tuple[Tensor, Tensor]]:
+        """For each rope the given rows, int64 [T], of cos and sin. ``axes``: of ropes that turn by three positions the
+        rows for each of them, int64 [3, T]; None where all three are ``rows``.
+        """
+        found = {}
+        for rope, (cos, sin) in self._tables.items():
+            if rope.sections and axes is not None:
+                found[rope] = (_by_axis(cos, axes, rope.sections), _by_axis(sin, axes, rope.sections))
+            else:
+                found[rope] = (cos.index_select(0, rows), sin.index_select(0, rows))
+        return found
 
     def q_scales(self, rows: Tensor) -> dict[QueryScale, Tensor]:
         """The given rows, int64 [T], of each."""
         return {scale: factors.index_select(0, rows) for scale, factors in self._factors.items()}
+
+
+def _by_axis(table: Tensor, axes: Tensor, sections: tuple[int, ...]) -> Tensor:
+    parts = table.split(sections, 1)
+    return torch.cat([part.index_select(0, rows) for part, rows in zip(parts, axes, strict=True)], 1)

@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, GroupInt, Weight
 from toolkit.errors import UsageError
 from toolkit.kernels import KernelError
 from toolkit.models.spec import DecoderSpec
+from toolkit.models.vision import Picture
 from toolkit.runners.base import QUANT_POLICIES, Backend, MemoryNeed, RunnerError, RunnerOptions, StepHandle
 from toolkit.runners.step import StepBatch
 from toolkit.runners.tensor.build import build_decoder
@@ -34,6 +37,7 @@ from toolkit.runners.tensor.pending import Failed
 from toolkit.runners.tensor.steps import Steps
 from toolkit.runners.tensor.tiles import partial_bytes
 from toolkit.runners.tensor.traits import model_traits
+from toolkit.runners.tensor.vision import Encoder
 
 
 class TensorRunner:
@@ -78,6 +82,7 @@ class TensorRunner:
         self._weight_bytes = weight_bytes(spec, stored, self._place, adapters)
         self.notes = self._describe(sample)
         self._decoder: Decoder | None = None
+        self._encoder: Encoder | None = None
         self._cache: KVCache | None = None
         self._steps: Steps | None = None  # where there are weights and a cache
 
@@ -124,13 +129,16 @@ class TensorRunner:
         """Build the model; does nothing where it is there. Raises RunnerError where memory runs out."""
         if self._decoder is None:
             with self._working("while loading weights"):
+                weights = self._weights()
                 self._decoder = build_decoder(
-                    self.spec, self._weights(), self._place, self._ops, self._adapters, self._adapter_step
+                    self.spec, weights, self._place, self._ops, self._adapters, self._adapter_step
                 )
+                if self.spec.vision is not None:
+                    self._encoder = Encoder(self.spec.vision, weights, self._on.torch, self._dtype)
 
     def release_weights(self) -> None:
         """Forget the model; ``load_weights`` brings it back."""
-        self._steps = self._decoder = None
+        self._steps = self._decoder = self._encoder = None
         self._on.trim()
 
     def allocate_cache(self, num_blocks: tuple[int, ...]) -> None:
@@ -178,6 +186,13 @@ class TensorRunner:
                 raise RunnerError(self._out_of_memory(what)) from error
 
     # -- steps
+
+    def encode(self, pictures: Sequence[Picture]) -> list[NDArray[np.float32]]:
+        """The rows that pictures become in a prompt, [tokens, hidden] each. Raises RunnerError where it fails."""
+        if self._encoder is None:
+            raise RunnerError("the runner has no weights, or the model does not see")
+        with self._working(f"while {len(pictures)} pictures were encoded"):
+            return [rows.float().cpu().numpy() for rows in self._encoder.encode(pictures)]
 
     def submit(self, batch: StepBatch) -> StepHandle:
         """Run a step, or with graphs queue it and return. ``result`` raises RunnerError where it failed."""

@@ -28,6 +28,7 @@ from toolkit.runners.tensor.inputs import (
     DecodeArrays,
     GraphKey,
     Kind,
+    axes_array,
     decode_arrays,
     graph_rows,
     is_decode,
@@ -170,7 +171,7 @@ class Steps:
     def _mixed(self, batch: StepBatch) -> dict[str, Tensor]:
         """Prompts, or rows that a graph does not return: kernel by kernel."""
         adapters = self.adapters.of_tokens(batch)
-        arrays = token_arrays(batch, self.spec, self._positions.offset, adapters)
+        arrays = token_arrays(batch, self.spec, self._positions.offset, adapters) | axes_array(batch)
         if self.graphs is not None:
             arrays |= table_arrays(batch)
         if batch.embeds is not None and len(batch.embed_index):
@@ -222,7 +223,7 @@ class Steps:
     ) -> tuple[Tensor, Tensor | None]:
         self.adapters.use(t.get(ADAPTER), self.decoder.ops)
         slots = [t[f"slots{group}"] for group in range(len(self.spec.cache_groups))]
-        angles, q_scales = self._positions.angles(t["rope"]), self._positions.q_scales(t["rope"])
+        angles, q_scales = self._positions.angles(t["rope"], t.get("axes")), self._positions.q_scales(t["rope"])
         context = StepContext(batch, self.cache, slots, angles, q_scales, dict(plans))
         return self.decoder.run(x, context)
 

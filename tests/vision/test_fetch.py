@@ -1,0 +1,124 @@
+"""URLs are fetched from public hosts alone, a limited number of bytes in a limited time."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from toolkit.errors import UsageError
+from toolkit.vision.fetch import Fetching, fetch
+
+LOCAL = Fetching(private=True)
+
+
+class Pages(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        name, _, number = self.path.strip("/").partition("-")
+        if name == "to":  # redirects
+            self.send_response(302)
+            self.send_header("Location", f"/to-{int(number) - 1}" if number != "0" else "/bytes-5")
+            self.end_headers()
+        elif name == "away":
+            self.send_response(307)
+            self.send_header("Location", "http://127.0.0.1:1/inner")
+            self.end_headers()
+        elif name == "bytes":
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"x" * int(number))
+        elif name == "slow":
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"x")
+            self.wfile.flush()
+            self.server.wait.wait(30)  # type: ignore[attr-defined]
+        else:
+            self.send_error(404)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Pages)
+    server.wait = threading.Event()  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.wait.set()  # type: ignore[attr-defined]
+    server.shutdown()
+    server.server_close()
+
+
+def test_bytes_and_redirects(site: str) -> None:
+    assert fetch(f"{site}/bytes-100", 100, LOCAL) == b"x" * 100
+    assert fetch(f"{site}/to-1", 100, LOCAL) == b"xxxxx"
+    for path, message in (("bytes-101", "at most 100 bytes"), ("to-9", "more than 3 redirects"), ("a", "answers 404")):
+        with pytest.raises(UsageError, match=message):
+            fetch(f"{site}/{path}", 100, LOCAL)
+
+
+def test_time_is_limited(site: str) -> None:
+    with pytest.raises(UsageError, match="cannot be fetched"):
+        fetch(f"{site}/slow", 100, Fetching(seconds=0.5, private=True))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1:9/a.png",
+        "http://localhost:9/a.png",
+        "http://[::1]:9/a.png",
+        "http://[::ffff:10.0.0.1]/a.png",
+        "http://0.0.0.0/a.png",
+        "http://169.254.169.254/latest/meta-data",
+        "http://10.1.2.3/a.png",
+        "http://2130706433/a.png",
+        "https://192.168.0.1/a.png",
+    ],
+)
+def test_private_addresses_are_not_asked(url: str) -> None:
+    with pytest.raises(UsageError, match=r"not public|cannot be fetched") as caught:
+        fetch(url, 100, Fetching())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_redirect_into_the_own_network_is_not_followed(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The public host is this machine, by another name; what it points at is looked at as well."""
+    asked: list[Any] = []
+    port = int(site.rpartition(":")[2])
+    connect, resolve = socket.create_connection, socket.getaddrinfo
+
+    def resolved(host: str, *args: Any, **options: Any) -> Any:
+        public = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("93.184.215.14", port))]
+        return public if host == "public.example" else resolve(host, *args, **options)
+
+    def connected(address: Any, *args: Any) -> Any:
+        asked.append(address)
+        return connect(("127.0.0.1", port), *args)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    monkeypatch.setattr(socket, "create_connection", connected)
+    with pytest.raises(UsageError, match="not public"):
+        fetch(f"http://public.example:{port}/away", 100, Fetching())
+    assert asked == [("93.184.215.14", port)]
+    assert fetch(f"http://public.example:{port}/bytes-3", 100, Fetching()) == b"xxx"
+
+
+@pytest.mark.parametrize("url", ["ftp://a/b", "http://", "https:///a", "http://a b/", "http://[::1/"])
+def test_no_url_is_one_line(url: str) -> None:
+    with pytest.raises(UsageError, match=r"^image ") as caught:
+        fetch(url, 100, LOCAL)
+    assert "\n" not in str(caught.value)
+
+
+def test_hosts_may_be_listed(site: str) -> None:
+    with pytest.raises(UsageError, match=r"fetches from a.example alone"):
+        fetch(f"{site}/bytes-1", 100, Fetching(private=True, hosts=("a.example",)))
+    assert fetch(f"{site}/bytes-1", 100, Fetching(private=True, hosts=("127.0.0.1",))) == b"x"

@@ -1,0 +1,79 @@
+"""Pictures are prepared as the authors' processors do it: those of transformers on the same picture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from toolkit.errors import UsageError
+from toolkit.models.config_fields import Fields
+from toolkit.models.registry import families, get
+from toolkit.vision.recipes import prepare
+
+SIZES = ((1, 1), (50, 37), (37, 50), (61, 61), (300, 10), (10, 300), (640, 480), (29, 1000))  # width, height
+SEEING = [family.name for family in families() if family.recipe is not None]
+# What differs from a family's own preprocessor config, and is in its spirit.
+VARIANTS: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in SEEING] + [("llava", {"do_pad": True})]
+
+
+def picture(width: int, height: int) -> Image.Image:
+    rng = np.random.default_rng(width * 1000 + height)
+    coarse = rng.integers(0, 256, (4, 4, 3), np.uint8)
+    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def processor(name: str, changes: dict[str, Any]) -> Any:
+    import transformers
+
+    given = {**get(name).tiny[0].preprocessor, **changes}
+    kind = given.pop("image_processor_type")
+    return getattr(transformers, f"{kind}Pil")(**given)
+
+
+@pytest.mark.parametrize(("name", "changes"), VARIANTS, ids=lambda x: x if isinstance(x, str) else "-".join(x))
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_numbers_are_the_authors(name: str, changes: dict[str, Any], size: tuple[int, int]) -> None:
+    tiny = get(name).tiny[0]
+    make = get(name).recipe
+    assert make is not None
+    recipe = make(Fields(tiny.fields), Fields({**tiny.preprocessor, **changes}))
+    if recipe.kind == "area" and max(size) > 200 * min(size):
+        pytest.skip("no picture of such sides is taken")
+    mine = prepare(recipe, picture(*size))
+    extra = {"crop_to_patches": True} if recipe.kind == "tiles" else {}
+    if recipe.kind == "fit":
+        extra = {"patch_size": {"height": recipe.unit, "width": recipe.unit}}
+    theirs = processor(name, changes)(images=[picture(*size)], return_tensors="np", **extra)
+    pixels = np.asarray(theirs["pixel_values"], np.float32)
+    if recipe.kind == "area":
+        pixels = unfolded(pixels, theirs["image_grid_thw"][0], tiny.preprocessor.get("patch_size", 14))
+    np.testing.assert_allclose(mine.pixels, pixels.reshape(-1, *pixels.shape[-3:]), atol=1e-3, rtol=0)
+    assert mine.size == (size[1], size[0])
+
+
+def unfolded(patches: np.ndarray, grid: np.ndarray, side: int) -> np.ndarray:
+    """The picture of flat patches in the order of blocks of two by two."""
+    _, rows, columns = grid
+    blocks = patches.reshape(rows // 2, columns // 2, 2, 2, 3, 2, side, side)[:, :, :, :, :, 0]
+    return blocks.transpose(4, 0, 2, 5, 1, 3, 6).reshape(1, 3, rows * side, columns * side)
+
+
+def test_digests_tell_pictures_and_options_apart() -> None:
+    make = get("llava").recipe
+    assert make is not None
+    tiny = get("llava").tiny[0]
+    plain, padded = (make(Fields(tiny.fields), Fields({**tiny.preprocessor, "do_pad": pad})) for pad in (False, True))
+    one, other = picture(50, 37), picture(37, 50)
+    digests = [prepare(r, p).digest for r in (plain, padded) for p in (one, other)]
+    assert len(set(digests)) == 4 and prepare(plain, one.copy()).digest == digests[0]
+
+
+@pytest.mark.skipif("qwen2_vl" not in SEEING, reason="no such family")
+def test_a_line_is_no_picture_for_a_model_of_areas() -> None:
+    make = get("qwen2_vl").recipe
+    assert make is not None
+    with pytest.raises(UsageError, match="ratio of at most 200"):
+        prepare(make(Fields({}), Fields({})), picture(1000, 3))

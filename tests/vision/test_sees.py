@@ -1,0 +1,236 @@
+"""Every family that sees, from a file with a picture to logits and tokens: the oracle is transformers, its processor
+and its class on the same float32 weights."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from toolkit.artifacts.tokenizer import Tokenizer
+from toolkit.convert.convert import convert
+from toolkit.engine.core import EngineCore
+from toolkit.engine.options import EngineOptions
+from toolkit.engine.request import EngineRequest, SamplingParams
+from toolkit.engine.spans import axes_of, find_spans
+from toolkit.errors import UsageError
+from toolkit.models.registry import families, get
+from toolkit.models.vision import Picture
+from toolkit.runners.base import RunnerOptions
+from toolkit.runners.choose import open_runner
+from toolkit.runners.native.runner import available
+from toolkit.vision.eyes import Eyes
+
+SEEING = [(f.name, shape) for f in families() if f.recipe is not None for shape in range(len(f.tiny))]
+BACKENDS = ("pytorch", "turbomind") if available() is None else ("pytorch",)
+NEW = 5
+
+
+def png(width: int, height: int) -> bytes:
+    rng = np.random.default_rng(width)
+    coarse = Image.fromarray(rng.integers(0, 256, (5, 5, 3), np.uint8))
+    file = io.BytesIO()
+    coarse.resize((width, height), Image.Resampling.BICUBIC).save(file, "PNG")
+    return file.getvalue()
+
+
+PICTURES = (png(75, 40), png(31, 62))
+
+
+class Seeing:
+    """A tiny model and transformers' answer to prompts about pictures."""
+
+    def __init__(self, family: str, shape: int, path: Path) -> None:
+        import torch
+        from transformers import AutoModelForImageTextToText
+
+        self.path, self.family, self.tiny = path, family, get(family).tiny[shape]
+        found = Eyes.open(path)
+        assert found is not None
+        self.eyes = found
+        self.tokenizer = Tokenizer.open(path)
+        self.model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+
+    def prompt(self, files: tuple[bytes, ...], text: str = "a") -> tuple[list[int], list[Any]]:
+        messages = [{"role": "user", "content": [{"type": "image", "image": file} for file in files]}]
+        pictures = self.eyes.look(messages)
+        whole = f"b{text}".join([self.eyes.recipe.mark] * len(files)) + "what is it"
+        return self.tokenizer.encode(self.eyes.spell(whole, pictures), add_special_tokens=False), pictures
+
+    def inputs(self, files: tuple[bytes, ...]) -> dict[str, Any]:
+        import transformers
+
+        given = dict(self.tiny.preprocessor)
+        processor = getattr(transformers, given.pop("image_processor_type") + "Pil")(**given)
+        recipe = self.eyes.recipe
+        extra: dict[str, Any] = {"crop_to_patches": True} if recipe.kind == "tiles" else {}
+        if recipe.kind == "fit":
+            extra = {"patch_size": {"height": recipe.unit, "width": recipe.unit}}
+        images = [Image.open(io.BytesIO(file)) for file in files]
+        nested = [images] if "batch_num_images" in processor.model_input_names and len(images) > 1 else images
+        nested = [images] if recipe.kind == "split" else nested
+        found = dict(processor(images=nested, return_tensors="pt", **extra))
+        for name in ("num_patches", "rows", "cols"):
+            found.pop(name, None)
+        return found
+
+    def logits(self, ids: list[int], inputs: dict[str, Any]) -> np.ndarray:
+        import torch
+
+        config = self.model.config
+        if "image_grid_thw" in inputs:
+            inputs = {**inputs, "mm_token_type_ids": (torch.tensor([ids]) == config.image_token_id).int()}
+        with torch.inference_mode():
+            return self.model(input_ids=torch.tensor([ids]), use_cache=False, **inputs).logits[0].numpy()
+
+
+@pytest.fixture(scope="module", params=SEEING, ids=lambda x: f"{x[0]}-{x[1]}")
+def seeing(request: Any, tiny_models: Any) -> Seeing:
+    family, shape = request.param
+    return Seeing(family, shape, tiny_models(family, shape=shape))
+
+
+def opened(path: Path, backend: Any, budget: int = 64, **options: Any) -> EngineCore:
+    runner, _ = open_runner(
+        path, backend=backend, options=RunnerOptions(device="cpu", dtype="float32", block_size=16, threads=1)
+    )
+    runner.load_weights()
+    blocks = (options.pop("blocks", 64),) * len(runner.spec.cache_groups)
+    runner.allocate_cache(blocks)
+    limits: Any = {"session_len": 512, "max_batch_size": 4, "max_prefill_token_num": budget, "num_blocks": blocks}
+    return EngineCore(runner, EngineOptions(**limits, check=True, **options), None)
+
+
+def run(core: EngineCore, *requests: EngineRequest) -> dict[str, Any]:
+    """Tokens and logits of each request."""
+    found: dict[str, Any] = {r.id: ([], []) for r in requests}
+    for request in requests:
+        core.add(request)
+    while core.has_work:
+        for out in core.step():
+            assert out.error is None, out.error
+            found[out.id][0].extend(out.token_ids)
+            found[out.id][1].extend([] if out.logits is None else [out.logits])
+    return found
+
+
+def request(name: str, ids: list[int], pictures: list[Any], **more: Any) -> EngineRequest:
+    return EngineRequest(name, ids, SamplingParams(max_new_tokens=NEW, **more), pictures=pictures)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logits_and_tokens_are_transformers(seeing: Seeing, backend: str) -> None:
+    """In chunks that cut pictures, beside a text and another order of the pictures."""
+    core = opened(seeing.path, backend, budget=13)
+    ids, pictures = seeing.prompt(PICTURES)
+    turned, others = seeing.prompt(PICTURES[::-1])
+    found = run(
+        core, request("a", ids, pictures, logits="all"), request("b", [7, 8, 9], []), request("c", turned, others)
+    )
+    for name, prompt, files in (("a", ids, PICTURES), ("c", turned, PICTURES[::-1])):
+        inputs, whole = seeing.inputs(files), list(prompt)
+        whole += found[name][0][:-1]
+        expected = seeing.logits(whole, inputs)
+        if name == "a":
+            assert expected.std() > 0.2
+            np.testing.assert_allclose(
+                np.concatenate(found[name][1])[: len(ids)], expected[: len(ids)], rtol=3e-4, atol=3e-4
+            )
+        assert expected[len(prompt) - 1 :].argmax(-1).tolist() == found[name][0]
+
+
+def test_a_second_question_encodes_nothing(seeing: Seeing) -> None:
+    """Nor does it compute the picture's part of the prompt again; another picture of the same size is told apart."""
+    core = opened(seeing.path, "pytorch")
+    ids, pictures = seeing.prompt(PICTURES[:1])
+    first = run(core, request("a", ids, pictures))["a"][0]
+    again = run(core, request("a", [*ids, 9], pictures))
+    stats = core.stats()
+    assert stats["pictures_encoded"] == 1 and stats["prefix_hit_tokens"] >= len(ids) // 16 * 16
+    assert len(again["a"][0]) == NEW
+    other = Image.open(io.BytesIO(PICTURES[0])).transpose(Image.Transpose.FLIP_TOP_BOTTOM)
+    file = io.BytesIO()
+    other.save(file, "PNG")
+    flipped, more = seeing.prompt((file.getvalue(),))
+    assert flipped == ids
+    got = run(core, request("a", flipped, more))["a"][0]
+    whole = [*ids, *got[:-1]]
+    assert seeing.logits(whole, seeing.inputs((file.getvalue(),)))[len(ids) - 1 :].argmax(-1).tolist() == got
+    assert core.stats()["pictures_encoded"] == 2 and first is not got
+
+
+def test_preempted_requests_see_the_same(seeing: Seeing) -> None:
+    ids, pictures = seeing.prompt(PICTURES)
+    long = SamplingParams(max_new_tokens=40, stop_token_ids=[])
+    alone = run(opened(seeing.path, "pytorch"), EngineRequest("a", ids, long, pictures=pictures))["a"][0]
+    tight = opened(seeing.path, "pytorch", blocks=2 * (len(ids) // 16 + 1) + 2, prefix_caching=False)
+    found = run(tight, *(EngineRequest(name, ids, long, pictures=pictures) for name in "abc"))
+    assert all(found[name][0] == alone for name in "abc")
+    assert tight.stats()["preemptions"]
+
+
+def test_artifacts_see_the_same(seeing: Seeing, tmp_path: Path) -> None:
+    ids, pictures = seeing.prompt(PICTURES)
+    for backend, target in zip(BACKENDS, ("torch", "cpu"), strict=False):
+        if target == "cpu" and seeing.eyes.recipe.kind == "area":
+            continue  # three positions a token: the native runner does not take it
+        convert(
+            str(seeing.path),
+            tmp_path / target,
+            target=target,
+            dtype="float32",
+            head_bits=16 if target == "cpu" else None,
+            quiet=True,
+        )
+        expected = run(opened(seeing.path, backend), request("a", ids, pictures, logits="all"))["a"]
+        core = opened(tmp_path / target, backend)
+        found = run(core, request("a", ids, pictures, logits="all"))["a"]
+        assert found[0] == expected[0]
+        np.testing.assert_array_equal(np.concatenate(found[1]), np.concatenate(expected[1]))
+        eyes = Eyes.open(tmp_path / target)
+        assert eyes is not None and eyes.recipe == seeing.eyes.recipe
+
+
+def test_places_and_pictures_are_counted(tiny_models: Any) -> None:
+    seeing = Seeing("llava", 0, tiny_models("llava"))
+    core = opened(seeing.path, "pytorch")
+    ids, pictures = seeing.prompt(PICTURES)
+    for wrong in (ids[1:], [*ids, ids[0]]):
+        core.add(request("a", wrong, pictures))
+        (output,) = core.step()
+        assert output.error_code == 400 and "image tokens" in str(output.error)
+    with pytest.raises(UsageError, match="found 2 images and 1 places"):
+        seeing.eyes.spell("<image> what", pictures)
+
+
+def test_positions_of_pictures_are_transformers() -> None:
+    """Two pictures, text around them: positions in time, rows and columns, and where an answer goes on."""
+    import torch
+    from transformers import Qwen2VLConfig, Qwen2VLModel
+
+    grids = ((2, 3), (4, 1))
+    pictures = [Picture(np.zeros((1, 3, 1, 1), np.float32), g, (1, 1), g[0] * g[1], b"") for g in grids]
+    ids = [1, 2, *[5] * 6, 3, *[5] * 4, 4, 4]
+    axes, shift = axes_of(len(ids), find_spans(ids, pictures, 5))
+    model = Qwen2VLModel.__new__(Qwen2VLModel)
+    torch.nn.Module.__init__(model)
+    model.config = Qwen2VLConfig(vision_config={"spatial_merge_size": 2})
+    thw = torch.tensor([[1, 2 * rows, 2 * columns] for rows, columns in grids])
+    kinds = (torch.tensor([ids]) == 5).int()
+    expected, delta = model.get_rope_index(torch.tensor([ids]), kinds, image_grid_thw=thw)
+    np.testing.assert_array_equal(axes, expected[:, 0].numpy())
+    assert shift == int(delta)
+
+
+def test_a_model_without_eyes_says_so(tiny_models: Any) -> None:
+    seeing = Seeing("llava", 0, tiny_models("llava"))
+    ids, pictures = seeing.prompt(PICTURES[:1])
+    core = opened(tiny_models("llama"), "pytorch")
+    core.add(request("a", ids, pictures))
+    (output,) = core.step()
+    assert output.error_code == 400 and "reads text alone" in str(output.error)
+    assert Eyes.open(tiny_models("llama")) is None

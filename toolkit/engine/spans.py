@@ -1,0 +1,56 @@
+"""Where the pictures of a request stand among its tokens, and what positions its tokens have for that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.errors import UsageError
+from toolkit.models.vision import Picture
+
+I32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A picture and the places in the prompt that its rows take, rising."""
+
+    picture: Picture
+    places: NDArray[np.int64]
+
+
+def find_spans(token_ids: Sequence[int], pictures: Sequence[Picture], image_token: int) -> list[Span]:
+    """Raises UsageError where the prompt has more or fewer places than the pictures take."""
+    places = np.flatnonzero(np.asarray(token_ids) == image_token)
+    if len(places) != (needed := sum(picture.tokens for picture in pictures)):
+        raise UsageError(
+            f"prompt: expected {needed} image tokens (id {image_token}) for {len(pictures)} pictures, found "
+            f"{len(places)}; write no image tokens of the model's own, and as many {'<IMAGE_TOKEN>'} as pictures"
+        )
+    ends = np.cumsum([picture.tokens for picture in pictures])
+    return [Span(p, places[end - p.tokens : end]) for p, end in zip(pictures, ends.tolist(), strict=True)]
+
+
+def axes_of(length: int, spans: Sequence[Span]) -> tuple[I32, int]:
+    """Positions in time, rows and columns of a prompt's ``length`` tokens, int32 [3, length], and by how much those
+    of later tokens differ from their places.
+
+    Text has three equal positions, one after another. A picture's tokens have one time, their rows and their columns;
+    what follows goes on behind the longer of its sides. Source: arXiv 2409.12191, section 2.1.
+    """
+    found = np.empty((3, length), np.int32)
+    at, place = 0, 0
+    for span in spans:
+        first = int(span.places[0])
+        found[:, place:first] = np.arange(at, at + first - place)
+        at += first - place
+        rows, columns = span.picture.grid
+        found[0, first : first + rows * columns] = at
+        found[1, first : first + rows * columns] = at + np.repeat(np.arange(rows), columns)
+        found[2, first : first + rows * columns] = at + np.tile(np.arange(columns), rows)
+        at, place = at + max(rows, columns), first + rows * columns
+    found[:, place:] = np.arange(at, at + length - place)
+    return found, at - place

@@ -1,0 +1,102 @@
+"""LLaVA 1.5 and what has its form: a CLIP or SigLIP tower, two linears, any language model; Pixtral in this form too.
+Source: transformers ``LlavaForConditionalGeneration``, arXiv 2310.03744."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toolkit.models.config_fields import Fields
+from toolkit.models.decoder import Built
+from toolkit.models.family import Family, Tiny
+from toolkit.models.preprocessor import clip_recipe, fit_recipe
+from toolkit.models.spec import DecoderSpec, StoredTensor
+from toolkit.models.towers import (
+    CLIP,
+    PIXTRAL,
+    activation,
+    clip_tower,
+    language_of,
+    mlp,
+    pixtral_tower,
+    seeing,
+    siglip_tower,
+    stored_vision,
+    taken_layers,
+)
+from toolkit.models.vision import Recipe, VisionSpec
+
+TOWERS = {
+    "clip_vision_model": (clip_tower, CLIP),
+    "siglip_vision_model": (siglip_tower, CLIP),
+    "pixtral": (pixtral_tower, PIXTRAL),
+}
+LANGUAGE = {"model.": "language_model.model.", "lm_head": "language_model.lm_head"}
+SPELLINGS = (
+    ("language_model.model.", "model.language_model."),
+    ("language_model.lm_head", "lm_head"),
+    ("vision_tower.vision_model.", "model.vision_tower.vision_model.", "vision_tower.", "model.vision_tower."),
+    ("multi_modal_projector.", "model.multi_modal_projector."),
+    ("image_newline", "model.image_newline"),
+)
+
+
+def parts(config: Fields, spec: DecoderSpec, layer: int = -2, **changes: Any) -> tuple[VisionSpec, list[StoredTensor]]:
+    """Tower and projector; ``layer``: what an absent vision_feature_layer means; ``changes``: to the ``VisionSpec``."""
+    inner = config.nested("vision_config") or Fields({}, config.source)
+    kind = inner.text("model_type", default="clip_vision_model", choices=tuple(TOWERS))
+    make, spelling = TOWERS[kind]
+    tower = make(inner)
+    taken = taken_layers(config, tower.layers, layer)
+    strategy = config.text("vision_feature_select_strategy", default="default", choices=("default", "full"))
+    if tower.class_token != (strategy == "default") and kind != "pixtral":
+        config.fail("vision_feature_select_strategy", strategy, "default with a class token, full without")
+    bias = config.flag("multimodal_projector_bias", True)
+    act = activation(config, "gelu", "projector_hidden_act")
+    token = config.integer("image_token_index", "image_token_id", default=32000, high=spec.vocab_size - 1)
+    made = VisionSpec(
+        tower=type(tower)(**{**vars(tower), "taken": taken}),
+        projector=mlp(tower.hidden, spec.hidden_size, act, bias),
+        image_token=token,
+        **changes,
+    )
+    begin = "vision_tower." if kind == "pixtral" else "vision_tower.vision_model."
+    spelled = {**spelling, "newline": "image_newline"}
+    return made, stored_vision(made, begin, "multi_modal_projector", spelled)
+
+
+def build(config: Fields) -> Built:
+    language = language_of(config)
+    return seeing(language, *parts(config, language[0]), LANGUAGE)
+
+
+def recipe(config: Fields, preprocessor: Fields) -> Recipe:
+    inner = config.nested("vision_config") or Fields({}, config.source)
+    if inner.values.get("model_type") == "pixtral":
+        return fit_recipe(inner, preprocessor, merge=1)
+    return clip_recipe(inner, preprocessor)
+
+
+TINY_TOWER = dict(
+    model_type="clip_vision_model", hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2,
+    image_size=28, patch_size=7,
+)  # fmt: skip
+FAMILY = Family(
+    "llava",
+    "LLaVA 1.5, LLaVA-Interleave, Pixtral 12B (in the form of transformers)",
+    ("LlavaForConditionalGeneration",),
+    build,
+    (
+        Tiny(
+            dict(text_config=dict(model_type="llama"), vision_config=TINY_TOWER, image_token_index=5),
+            preprocessor=dict(
+                image_processor_type="LlavaImageProcessor",
+                size={"shortest_edge": 28},
+                crop_size={"height": 28, "width": 28},
+            ),
+            tokens=("<image>",),
+        ),
+    ),
+    "llama.cpp keeps the tower in a file of its own, which is not written here",
+    recipe=recipe,
+    spellings=SPELLINGS,
+)

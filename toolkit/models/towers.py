@@ -1,0 +1,212 @@
+"""Pieces that the files of families that see are put together from: towers as ``vision_config`` describes them, how
+checkpoints spell them, and the language model inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from toolkit.models.config_fields import MAX_LAYERS, Fields
+from toolkit.models.decoder import Built
+from toolkit.models.registry import find_family
+from toolkit.models.spec import Part, StoredTensor
+from toolkit.models.vision import Stage, Tower, VisionSpec, tensors
+
+Spelling = Mapping[str, str]
+"""Part of a canonical name → how checkpoints spell it; ``{}`` is the layer's number."""
+PLAIN = {"norm1": "layer_norm1", "norm2": "layer_norm2", "up": "mlp.fc1", "down": "mlp.fc2"} | {
+    name: f"self_attn.{theirs}_proj" for name, theirs in (("q", "q"), ("k", "k"), ("v", "v"), ("o", "out"))
+}
+CLIP: Spelling = PLAIN | {
+    "patch": "embeddings.patch_embedding",
+    "class": "embeddings.class_embedding",
+    "position": "embeddings.position_embedding.weight",
+    "pre_norm": "pre_layrnorm",
+    "post_norm": "post_layernorm",
+    "layers": "encoder.layers.{}",
+}
+PIXTRAL: Spelling = {
+    "patch": "patch_conv",
+    "pre_norm": "ln_pre",
+    "layers": "transformer.layers.{}",
+    "norm1": "attention_norm",
+    "norm2": "ffn_norm",
+    **{name: f"attention.{name}_proj" for name in "qkvo"},
+    **{name: f"feed_forward.{name}_proj" for name in ("gate", "up", "down")},
+}
+ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "quick_gelu": "quick_gelu", "silu": "silu"}
+# What transformers' configs mean by an absent field; files of LLaVA leave out what is so.
+LLAMA = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+    "vocab_size": 32000,
+    "rms_norm_eps": 1e-6,
+}
+ABSENT: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "mistral": LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+    "qwen2": LLAMA | {"intermediate_size": 22016, "max_position_embeddings": 32768, "vocab_size": 151936},
+}
+
+
+def side(config: Fields, name: str, default: int | None = None) -> int:
+    """A number of pixels, which may be given for both sides, if they are equal."""
+    value = config.values.get(name)
+    if isinstance(value, list) and len(value) == 2 and value[0] == value[1]:
+        config = Fields({name: value[0]}, config.source, config.prefix)
+    return config.integer(name, default=default, high=1 << 16)
+
+
+def clip_tower(config: Fields, **changes: Any) -> Tower:
+    """CLIP's, or with ``changes`` what is like it, such as SigLIP's. Absent fields are those of CLIP-L/14 at 336."""
+    hidden = config.integer("hidden_size", default=1024, high=1 << 16)
+    heads = config.integer("num_attention_heads", default=16, high=1024)
+    if hidden % heads:
+        config.fail("num_attention_heads", heads, f"a divisor of hidden_size ({hidden})")
+    layers = config.integer("num_hidden_layers", default=24, high=MAX_LAYERS)
+    patch = side(config, "patch_size", 14)
+    grid = side(config, "image_size", 336) // patch
+    made: dict[str, Any] = {
+        "layers": layers,
+        "taken": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "head_dim": hidden // heads,
+        "inner": config.integer("intermediate_size", default=4096, high=1 << 18),
+        "patch": patch,
+        "activation": activation(config, "quick_gelu"),
+        "norm": "layer",
+        "eps": config.number("layer_norm_eps", default=1e-5, high=0.5),
+        "positions": "learned",
+        "grid": (grid, grid),
+        "patch_bias": False,
+        "class_token": True,
+        "pre_norm": True,
+        "post_norm": "stored",
+    }
+    return Tower(**(made | changes))
+
+
+def siglip_tower(config: Fields, **changes: Any) -> Tower:
+    eps = config.number("layer_norm_eps", default=1e-6, high=0.5)
+    found = {"activation": activation(config, "gelu_pytorch_tanh"), "eps": eps}
+    return clip_tower(config, **found, **{"patch_bias": True, "class_token": False, "pre_norm": False, **changes})
+
+
+def pixtral_tower(config: Fields, **changes: Any) -> Tower:
+    head_dim = config.integer("head_dim", default=64, high=1024)
+    theta = (config.nested("rope_parameters") or config).number("rope_theta", default=10_000.0)
+    none = dict.fromkeys(("patch_bias", "qkv_bias", "o_bias", "mlp_bias", "class_token"), False)
+    own = {
+        "norm": "rms",
+        "eps": 1e-5,
+        "positions": "interlaced",
+        "grid": (0, 0),
+        "gated": True,
+        "post_norm": "none",
+        "activation": activation(config, "gelu"),
+        "head_dim": head_dim,
+        "theta": theta,
+    }
+    return clip_tower(config, **none, **own, **changes)
+
+
+def activation(config: Fields, default: str, name: str = "hidden_act") -> str:
+    return ACTIVATIONS[config.text(name, default=default, choices=tuple(ACTIVATIONS))]
+
+
+def taken_layers(config: Fields, layers: int, default: int) -> int:
+    """How many layers run for the hidden state that ``vision_feature_layer`` names: -1 is the last one's."""
+    value = config.values.get("vision_feature_layer", default)
+    index = value[0] if isinstance(value, list) and len(value) == 1 else value
+    if isinstance(index, bool) or not isinstance(index, int) or not -layers <= index <= layers or index == 0:
+        config.fail("vision_feature_layer", value, f"one layer, from {-layers} to {layers}")
+    return index if index > 0 else layers + 1 + index
+
+
+def mlp(inputs: int, outputs: int, act: str, bias: bool = True) -> tuple[Stage, ...]:
+    """Two linears as ``multi_modal_projector`` has them."""
+    first = Stage("linear", "vision.projector.linear_1", inputs, outputs, bias)
+    second = Stage("linear", "vision.projector.linear_2", outputs, outputs, bias)
+    return first, Stage(_gelu(act)), second
+
+
+def _gelu(act: str) -> Any:
+    return "gelu_tanh" if act == "gelu_tanh" else "gelu"
+
+
+def stored_vision(
+    spec: VisionSpec,
+    tower: str,
+    projector: str,
+    spelling: Spelling,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> list[StoredTensor]:
+    """The tensors of a checkpoint. ``tower``, ``projector``: what their names begin with; ``shapes``: of canonical
+    parameters that are stored in others. Parameters that are spelled alike lie one behind another in one tensor.
+    """
+    found: dict[str, list[str]] = {}
+    ours = tensors(spec)
+    for name in ours:
+        found.setdefault(_spelled(name, tower, projector, spelling), []).append(name)
+    patch = (spec.tower.hidden, 3, *([spec.tower.frames] * (spec.tower.frames > 1)), *(spec.tower.patch,) * 2)
+    given = {"vision.patch.weight": patch} | dict(shapes or {})
+    unused = spec.tower.post_norm == "stored"
+    made = []
+    for theirs, names in found.items():
+        optional = unused and names[0].startswith("vision.post_norm")
+        shape = given.get(names[0], ours[names[0]])
+        if len(names) == 1:
+            made.append(StoredTensor(theirs, "vision", shape, (Part(names[0]),), optional=optional))
+            continue
+        parts, at = [], 0
+        for name in names:
+            size = ours[name][0] * (ours[name][1] if len(ours[name]) > 1 else 1)
+            parts.append(Part(name, ((at, at + size),)))
+            at += size
+        rows = sum(ours[name][0] for name in names)
+        made.append(StoredTensor(theirs, "vision", (rows, *shape[1:]), tuple(parts)))
+    return made
+
+
+def _spelled(name: str, tower: str, projector: str, spelling: Spelling) -> str:
+    _, part, *rest = name.split(".")
+    if part == "projector":
+        return ".".join([projector, *rest])
+    if part == "newline":
+        return spelling[part]
+    if part == "layers":
+        number, part, *rest = rest
+        return ".".join([tower + spelling["layers"].format(number), spelling[part], *rest])
+    return ".".join([tower + spelling[part], *rest])
+
+
+def language_of(config: Fields, text: str = "text_config", default: str = "llama", **changes: Any) -> Built:
+    """The language model that ``config`` holds under ``text``, as its own family builds it. ``changes``: to its config.
+    Where the whole says that embedding and head are one it counts, else what the part says.
+    """
+    own = dict((config.nested(text) or Fields({}, config.source)).values)
+    kind = own.get("model_type") or default
+    values = ABSENT.get(kind, {}) | {"model_type": kind} | own | changes
+    if config.has("tie_word_embeddings"):
+        values["tie_word_embeddings"] = config.flag("tie_word_embeddings", False) or own.get(
+            "tie_word_embeddings", False
+        )
+    inner = Fields(values, config.source, f"{text}.")
+    return find_family(values, f"{config.source}: {text}").build(inner)
+
+
+def seeing(language: Built, spec: VisionSpec, stored: list[StoredTensor], spelled: Mapping[str, str]) -> Built:
+    """A language model with eyes. ``spelled``: how names of the language model begin → how they begin in the whole."""
+    decoder, text = language
+
+    def whole(name: str) -> str:
+        begin = next((begin for begin in spelled if name.startswith(begin)), "")
+        return spelled.get(begin, "") + name.removeprefix(begin)
+
+    return replace(decoder, vision=spec), [*(replace(x, name=whole(x.name)) for x in text), *stored]

@@ -1,0 +1,138 @@
+"""What a front end needs for a model that sees: the pictures of a conversation, and their places in its prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from toolkit.artifacts.json_file import read_json_object
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.models.config_fields import Fields
+from toolkit.models.registry import find_family
+from toolkit.models.vision import Picture, Recipe
+from toolkit.vision.images import Rules, open_image
+from toolkit.vision.parts import is_picture, parts_of
+from toolkit.vision.recipes import prepare
+
+DETAIL = {"low": 6, "medium": 12, "high": 24}  # tiles, as LMDeploy has them
+# Options of a single picture → kind of recipe that knows them, its field, the highest value.
+OPTIONS = {
+    "max_dynamic_patch": ("tiles", "most", 1 << 8),
+    "min_pixels": ("area", "least", 1 << 28),
+    "max_pixels": ("area", "most", 1 << 28),
+}
+
+
+@dataclass(frozen=True)
+class Eyes:
+    """``recipe``: how the model has its pictures prepared; ``rules``: what may be read."""
+
+    recipe: Recipe
+    rules: Rules = field(default_factory=Rules)
+
+    @classmethod
+    def open(cls, directory: Path, rules: Rules | None = None) -> Eyes | None:
+        """Those of the model in a directory; None where it reads text alone. Raises ToolkitError for a config that
+        cannot be."""
+        recipe = open_recipe(directory)
+        return None if recipe is None else cls(recipe, rules or Rules())
+
+    def look(self, messages: Any) -> list[Picture]:
+        """The pictures of OpenAI messages, in order. Raises UsageError that names the part at fault."""
+        found = [
+            (f"messages[{i}].content[{j}]", part)
+            for i, message in enumerate(messages if isinstance(messages, list) else ())
+            for j, part in enumerate(parts_of(message))
+            if is_picture(part)
+        ]
+        if len(found) > self.rules.max_images:
+            raise UsageError(f"messages: expected at most {self.rules.max_images} images, found {len(found)}")
+        pictures = []
+        for where, part in found:
+            try:
+                source, options = _source(part)
+                image = open_image(source, self.rules)
+                pictures.append(prepare(_adjusted(self.recipe, options), image, alone=len(found) == 1))
+            except UsageError as e:
+                raise UsageError(f"{where}: {e}") from e
+        return pictures
+
+    def spell(self, text: str, pictures: Sequence[Picture]) -> str:
+        """A prompt whose marks are spelled as the tokens of the pictures they stand for. Raises UsageError where there
+        are more or fewer of them."""
+        between = text.split(self.recipe.mark)
+        if len(between) != len(pictures) + 1:
+            raise UsageError(
+                f"messages: expected as many images as places for them, found {len(pictures)} images and "
+                f"{len(between) - 1} places ({self.recipe.mark} in the prompt)"
+            )
+        spelled = [_tokens(self.recipe, picture) for picture in pictures]
+        return between[0] + "".join(a + b for a, b in zip(spelled, between[1:], strict=True))
+
+
+def open_recipe(directory: Path) -> Recipe | None:
+    """By the model's family and its own preprocessor config; None where it reads text alone."""
+    path = directory / "config.json"
+    if not path.is_file():
+        return None
+    config = read_json_object(path)
+    try:
+        family = find_family(config, str(path))
+    except ToolkitError:  # one that the user has brought along
+        return None
+    if family.recipe is None:
+        return None
+    name, values = "preprocessor_config.json", {}
+    if (directory / name).is_file():
+        values = read_json_object(directory / name)
+    elif (directory / (name := "processor_config.json")).is_file():
+        inner = read_json_object(directory / name).get("image_processor")
+        values = inner if isinstance(inner, dict) else {}
+    return family.recipe(Fields(config, str(path)), Fields(values, str(directory / name)))
+
+
+def _source(part: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+    """(what names the picture, its options): OpenAI's ``image_url``, transformers' ``image``, LMDeploy's
+    ``image_data``."""
+    kind = part["type"]
+    given = part.get(kind, part.get("url"))
+    if not isinstance(given, Mapping):
+        return given, {}
+    options = {name: value for name, value in given.items() if name not in ("url", "data")}
+    return given.get("url", given.get("data")), options
+
+
+def _adjusted(recipe: Recipe, options: Mapping[str, Any]) -> Recipe:
+    """With the options of one picture. One that this model does not know is stepped over, as LMDeploy does; a
+    ``detail`` of "auto" too."""
+    changes: dict[str, Any] = {}
+    if (detail := options.get("detail")) is not None and recipe.kind == "tiles":
+        if detail not in (*DETAIL, "auto"):
+            raise UsageError(f"detail: expected auto, {', '.join(DETAIL)}, found {detail!r:.40}")
+        changes |= {} if detail == "auto" else {"most": DETAIL[detail]}
+    for name, (kind, changed, most) in OPTIONS.items():
+        value = options.get(name)
+        if value is None or recipe.kind != kind:
+            continue
+        if type(value) is not int or not 1 <= value <= most:
+            raise UsageError(f"{name}: expected a whole number from 1 to {most}, found {value!r:.40}")
+        changes[changed] = value
+    made = replace(recipe, **changes)
+    if made.kind == "area" and not max(made.unit**2, made.least) <= made.most:
+        raise UsageError(f"max_pixels: expected at least {max(made.unit**2, made.least)}, found {made.most}")
+    return made
+
+
+def _tokens(recipe: Recipe, picture: Picture) -> str:
+    if recipe.spelled == "plain":
+        return recipe.before + recipe.token * picture.tokens + recipe.after
+    rows, columns = picture.grid
+    if recipe.spelled == "lines":
+        return recipe.before.join([recipe.token * columns] * rows) + recipe.after
+    tile = recipe.token * recipe.per_tile
+    lines = [
+        "".join(f"{recipe.before}<row_{r + 1}_col_{c + 1}>{tile}" for c in range(columns)) + "\n" for r in range(rows)
+    ]
+    return "".join(lines) + ("\n" if lines else "") + f"{recipe.before}{recipe.after}{tile}{recipe.before}"

@@ -1,0 +1,126 @@
+"""Fetching a picture by its URL, for clients who may not be trusted.
+
+A server that fetches what it is told could be made to ask its own network. So a host must have public addresses alone,
+the connection goes to an address that was looked at (a name may have another a moment later), every redirect is looked
+at anew, and bytes, time and redirects are limited. Proxies of the environment are not used: they would hide addresses.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ipaddress
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from urllib.parse import urljoin, urlsplit
+
+from toolkit.errors import UsageError
+
+REDIRECTS = 3
+PIECE = 1 << 16
+AGENT = "toolkit"
+
+
+@dataclass(frozen=True)
+class Fetching:
+    """``private``: addresses that are not public may be asked too. ``hosts``: those alone, None = any."""
+
+    seconds: float = 10.0
+    private: bool = False
+    hosts: tuple[str, ...] | None = None
+
+
+def fetch(url: str, most_bytes: int, rules: Fetching) -> bytes:
+    """What is at an http or https URL. Raises UsageError, one line, for one that may not or cannot be fetched."""
+    shown = shortened(url)
+    until = time.monotonic() + rules.seconds
+    for _ in range(REDIRECTS + 1):
+        try:
+            status, where, body = _ask(url, most_bytes, rules, until, shown)
+        except (OSError, http.client.HTTPException, ValueError) as e:
+            raise UsageError(f"image {shown}: cannot be fetched: {str(e) or type(e).__name__}") from e
+        if status == 200:
+            return body
+        if status not in (301, 302, 303, 307, 308) or not where:
+            raise UsageError(f"image {shown}: cannot be fetched: the server answers {status}")
+        url = urljoin(url, where)
+    raise UsageError(f"image {shown}: cannot be fetched: more than {REDIRECTS} redirects")
+
+
+def shortened(text: str) -> str:
+    """A URL or path for a message: one line that is not too long."""
+    text = "".join(c if c.isprintable() else "?" for c in text)
+    return text if len(text) <= 80 else text[:77] + "…"
+
+
+def _ask(url: str, most_bytes: int, rules: Fetching, until: float, shown: str) -> tuple[int, str | None, bytes]:
+    parts = urlsplit(url)
+    host = parts.hostname
+    if parts.scheme not in ("http", "https") or not host:
+        raise UsageError(f"image {shown}: expected an http or https URL")
+    if rules.hosts is not None and host not in rules.hosts:
+        raise UsageError(f"image {shown}: the server fetches from {', '.join(rules.hosts) or 'no host'} alone")
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    address = _address(host, port, rules, shown)
+    connection = http.client.HTTPConnection(host, port)
+    stream = socket.create_connection(address, _left(until))
+    if parts.scheme == "https":
+        stream = ssl.create_default_context().wrap_socket(stream, server_hostname=host)
+    with stream, _cut_off(stream, _left(until)):
+        connection.sock = stream
+        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        connection.request("GET", path, headers={"User-Agent": AGENT, "Accept": "image/*", "Connection": "close"})
+        answer = connection.getresponse()
+        if answer.status != 200:
+            return answer.status, answer.getheader("Location"), b""
+        pieces, found = [], 0
+        while piece := answer.read1(PIECE):
+            found += len(piece)
+            if found > most_bytes:
+                raise UsageError(f"image {shown}: expected at most {most_bytes:,} bytes, found more")
+            pieces.append(piece)
+        _left(until)
+        return 200, None, b"".join(pieces)
+
+
+@contextmanager
+def _cut_off(connected: socket.socket, seconds: float) -> Iterator[None]:
+    """Inside, for ``seconds`` at most: a host that sends byte by byte would outlast a limit on single reads."""
+
+    def cut() -> None:
+        with suppress(OSError):
+            connected.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, cut)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _left(until: float) -> float:
+    if (left := until - time.monotonic()) <= 0:
+        raise TimeoutError("it takes too long")
+    return left
+
+
+def _address(host: str, port: int, rules: Fetching, shown: str) -> tuple[str, int]:
+    """The host's first address, where all of them may be asked."""
+    found = [info[4] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    for address in found:
+        if not rules.private and not _public(str(address[0])):
+            raise UsageError(f"image {shown}: its host has an address that is not public, which is not fetched from")
+    return str(found[0][0]), int(found[0][1])
+
+
+def _public(text: str) -> bool:
+    address = ipaddress.ip_address(text.partition("%")[0])
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return address.is_global and not address.is_multicast

@@ -1,0 +1,138 @@
+"""From what a user names to a picture in RGB: data URL, URL, file, bytes or a Pillow image.
+
+Pictures come from anyone: the kinds of files that are read are few, sizes are looked at before anything is decoded, and
+whatever is wrong is one line. Pillow is imported when the first picture comes.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+from urllib.request import url2pathname
+
+from toolkit import extras
+from toolkit.errors import UsageError
+from toolkit.vision.fetch import Fetching, fetch, shortened
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+STILLS = ("MPO",)  # a JPEG with more pictures behind it, which cameras make: the first is meant
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What may be read, and how much. ``files``: folders whose files may be; None = any, () = none."""
+
+    files: tuple[Path, ...] | None = None
+    fetching: Fetching | None = field(default_factory=Fetching)  # None: no URL is fetched
+    max_bytes: int = 20 << 20
+    max_pixels: int = 64 << 20
+    max_images: int = 64
+
+
+def open_image(source: Any, rules: Rules) -> Image:
+    """A picture in RGB, turned as its EXIF data say. ``source``: URL, data URL, path, bytes or Pillow image.
+
+    Raises UsageError, one line, for one that may not be read, is broken, too large, or moves.
+    """
+    with extras.named():
+        from PIL import Image as pillow
+
+    if isinstance(source, pillow.Image):
+        return to_rgb(source, rules, "image")
+    if isinstance(source, str | Path):
+        data, shown = _read(str(source), rules)
+    elif isinstance(source, bytes):
+        data, shown = source, "image"
+    else:
+        raise UsageError(f"image: expected a URL, a path, bytes or a Pillow image, found {type(source).__name__}")
+    if len(data) > rules.max_bytes:
+        raise UsageError(f"{shown}: expected at most {rules.max_bytes:,} bytes, found {len(data):,}")
+    try:
+        image = pillow.open(io.BytesIO(data), formats=FORMATS)
+    except pillow.DecompressionBombError as e:
+        raise UsageError(f"{shown}: expected at most {rules.max_pixels:,} pixels, found far more") from e
+    except Exception as e:  # a broken header raises whatever its reader stumbles on
+        raise UsageError(f"{shown}: expected a picture ({', '.join(FORMATS)}), found {_kind(data)}") from e
+    frames = getattr(image, "n_frames", 1)
+    if frames > 1 and image.format not in STILLS:
+        raise UsageError(f"{shown}: expected one picture, found {frames} in it; save the one that is meant by itself")
+    return to_rgb(image, rules, shown)
+
+
+def to_rgb(image: Image, rules: Rules, shown: str) -> Image:
+    """8 bits a colour, what is transparent over white, upright."""
+    from PIL import Image as pillow
+    from PIL import ImageOps
+
+    if not image.width or not image.height:
+        raise UsageError(f"{shown}: expected a picture, found {image.width} x {image.height} pixels")
+    if (pixels := image.width * image.height) > rules.max_pixels:
+        size = f"{image.width} x {image.height} = {pixels:,}"
+        raise UsageError(f"{shown}: expected at most {rules.max_pixels:,} pixels, found {size}")
+    try:
+        image = ImageOps.exif_transpose(image)
+        if image.mode.startswith("I"):  # 16 bits of grey, which Pillow would cut off instead of scaling
+            import numpy as np
+
+            return pillow.fromarray((np.asarray(image) / 257).clip(0, 255).round().astype(np.uint8)).convert("RGB")
+        if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+            clear = image.convert("RGBA")
+            return pillow.alpha_composite(pillow.new("RGBA", clear.size, "white"), clear).convert("RGB")
+        return image.convert("RGB")
+    except Exception as e:
+        raise UsageError(f"{shown}: the picture is broken or cut off: {str(e) or type(e).__name__}") from e
+
+
+def _read(source: str, rules: Rules) -> tuple[bytes, str]:
+    """(the file's bytes, what messages call it)."""
+    scheme = source[:8].partition(":")[0].lower()
+    if scheme == "data":
+        return _decoded(source, rules), "image (data URL)"
+    shown = f"image {shortened(source)}"
+    if scheme in ("http", "https"):
+        if rules.fetching is None:
+            raise UsageError(f"{shown}: URLs are not fetched here; send the picture as a data URL")
+        return fetch(source, rules.max_bytes, rules.fetching), shown
+    path = Path(url2pathname(urlsplit(source).path) if scheme == "file" else source).expanduser()
+    return _of_file(path, rules, shown), shown
+
+
+def _decoded(source: str, rules: Rules) -> bytes:
+    head, comma, body = source.partition(",")
+    if not comma:
+        raise UsageError("image: expected data:image/…;base64,…, found a data URL without a comma")
+    if len(body) > 2 * rules.max_bytes:
+        raise UsageError(f"image (data URL): expected at most {rules.max_bytes:,} bytes, found more")
+    if not head.lower().endswith(";base64"):
+        return unquote(body).encode("latin-1", "replace")
+    try:
+        return base64.b64decode("".join(unquote(body).split()), validate=True)
+    except (binascii.Error, ValueError) as e:
+        raise UsageError(f"image (data URL): expected base64, found something else ({e})") from e
+
+
+def _of_file(path: Path, rules: Rules, shown: str) -> bytes:
+    if rules.files is not None:
+        where = path.resolve()
+        if not any(where.is_relative_to(folder.resolve()) for folder in rules.files):
+            raise UsageError(f"{shown}: files are not read here; send the picture as a data URL")
+    try:
+        if not path.is_file():
+            raise UsageError(f"{shown}: no such file")
+        if (size := path.stat().st_size) > rules.max_bytes:
+            raise UsageError(f"{shown}: expected at most {rules.max_bytes:,} bytes, found {size:,}")
+        return path.read_bytes()
+    except (OSError, ValueError) as e:
+        raise UsageError(f"{shown}: cannot be read: {getattr(e, 'strerror', None) or e}") from e
+
+
+def _kind(data: bytes) -> str:
+    return "no bytes" if not data else f"{len(data):,} bytes that are none, or a broken one"

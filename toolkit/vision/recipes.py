@@ -1,0 +1,220 @@
+"""Preparing a picture for a model's tower, by its ``Recipe``: the numbers that the model's authors trained on.
+
+Resizing is Pillow's, with its filters and its rounding to 8 bits, as the authors' processors have it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.errors import UsageError
+from toolkit.models.vision import Picture, Recipe, shrunk, unpadded
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Size = tuple[int, int]
+LONGEST = 4096  # side that "split" never goes beyond
+STEEPEST = 200  # ratio of the sides that "area" takes
+
+
+def prepare(recipe: Recipe, image: Image, alone: bool = True) -> Picture:
+    """``image`` (RGB) as the tower wants it. ``alone``: it is the only one of its conversation, and may be cut into
+    tiles where the recipe has that for single pictures. Raises UsageError for a shape that the model does not take.
+    """
+    size = (image.height, image.width)
+    tiles, grid = _KINDS[recipe.kind](recipe, image, alone)
+    mean, std = (np.array(x, np.float32).reshape(3, 1, 1) for x in (recipe.mean, recipe.std))
+    pixels = np.stack([(_array(tile) / np.float32(255) - mean) / std for tile in tiles])
+    tokens = _tokens(recipe, grid, size, len(tiles))
+    shape = repr((recipe.kind, grid, size, pixels.shape)).encode()
+    digest = blake2b(shape + np.ascontiguousarray(pixels).tobytes(), digest_size=32).digest()
+    return Picture(pixels, grid, size, tokens, digest)
+
+
+def _array(tile: Image) -> NDArray[np.float32]:
+    """float32 [3, height, width]."""
+    return np.asarray(tile, np.float32).transpose(2, 0, 1)
+
+
+def _tokens(recipe: Recipe, grid: Size, size: Size, tiles: int) -> int:
+    if recipe.kind in ("fit", "area"):
+        return grid[0] * grid[1]
+    if recipe.kind != "anyres":
+        return tiles * recipe.per_tile
+    if tiles == 1:
+        return recipe.per_tile + 1
+    side = math.isqrt(recipe.per_tile)
+    (top, bottom), (left, right) = unpadded(size, (grid[0] * side, grid[1] * side))
+    lines = (bottom - top, right - left)
+    rows, columns = shrunk(lines, side, recipe.most_tiles) or lines
+    return recipe.per_tile + rows * (columns + 1)
+
+
+def _resized(image: Image, size: Size, resample: int) -> Image:
+    from PIL.Image import Resampling
+
+    return image if (image.height, image.width) == size else image.resize((size[1], size[0]), Resampling(resample))
+
+
+def _cut(image: Image, tile: Size) -> Iterator[Image]:
+    """Its tiles, line by line."""
+    for top in range(0, image.height, tile[0]):
+        for left in range(0, image.width, tile[1]):
+            yield image.crop((left, top, left + tile[1], top + tile[0]))
+
+
+def _square(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
+    return [_resized(image, recipe.size, recipe.resample)], (1, 1)
+
+
+def _crop(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
+    if recipe.pad:
+        image = _padded(image, recipe)
+    return [_middle(recipe, image)], (1, 1)
+
+
+def _middle(recipe: Recipe, image: Image) -> Image:
+    short, long = sorted((image.height, image.width))
+    other = int(recipe.short * long / short)
+    size = (other, recipe.short) if image.height > image.width else (recipe.short, other)
+    image = _resized(image, size, recipe.resample)
+    top, left = (size[0] - recipe.size[0]) // 2, (size[1] - recipe.size[1]) // 2
+    return image.crop((left, top, left + recipe.size[1], top + recipe.size[0]))
+
+
+def _padded(image: Image, recipe: Recipe) -> Image:
+    """Square, the picture in the middle of the mean colour."""
+    from PIL import Image as pillow
+
+    side = max(image.height, image.width)
+    canvas = pillow.new("RGB", (side, side), tuple(int(m * 255) for m in recipe.mean))
+    canvas.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
+    return canvas
+
+
+def _anyres(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
+    from PIL import Image as pillow
+
+    if recipe.pad and not alone:
+        return [_resized(_padded(image, recipe), recipe.size, recipe.resample)], (1, 1)
+    height, width = _canvas(recipe.canvases, image)
+    across, down = width / image.width, height / image.height
+    if across < down:
+        size = (min(math.ceil(image.height * across), height), width)
+    else:
+        size = (height, min(math.ceil(image.width * down), width))
+    canvas = pillow.new("RGB", (width, height))
+    canvas.paste(_resized(image, size, recipe.resample), ((width - size[1]) // 2, (height - size[0]) // 2))
+    whole = _resized(image, recipe.size, recipe.resample)
+    return [whole, *_cut(canvas, recipe.size)], (height // recipe.size[0], width // recipe.size[1])
+
+
+def _canvas(canvases: tuple[Size, ...], image: Image) -> Size:
+    """The one that keeps most of the picture's pixels, of those the smallest."""
+
+    def worth(canvas: Size) -> tuple[int, int]:
+        scale = min(canvas[1] / image.width, canvas[0] / image.height)
+        kept = min(int(image.width * scale) * int(image.height * scale), image.width * image.height)
+        return kept, kept - canvas[0] * canvas[1]
+
+    return max(canvases, key=worth)
+
+
+def _tiles(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
+    rows, columns = _nearest_grid(recipe, image)
+    size = (rows * recipe.size[0], columns * recipe.size[1])
+    found = list(_cut(_resized(image, size, recipe.resample), recipe.size))
+    if len(found) > 1:
+        found.append(_resized(image, recipe.size, recipe.resample))
+    return found, (rows, columns)
+
+
+def _nearest_grid(recipe: Recipe, image: Image) -> Size:
+    """Rows and columns nearest in ratio; of equal ones the larger, while the picture fills more than half of it."""
+    count = range(1, recipe.most + 1)
+    grids = [(rows, columns) for columns in count for rows in count if recipe.least <= rows * columns <= recipe.most]
+    best, nearest = (1, 1), math.inf
+    for rows, columns in sorted(grids, key=lambda grid: grid[0] * grid[1]):
+        off = abs(image.width / image.height - columns / rows)
+        large = image.width * image.height > 0.5 * recipe.size[0] * recipe.size[1] * rows * columns
+        if off < nearest or (off == nearest and large):
+            best, nearest = (rows, columns), off
+    return best
+
+
+def _split(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
+    tile = recipe.size
+    image = _resized(image, _longest(image, recipe.long), recipe.resample)
+    if not recipe.most:
+        return [_resized(image, tile, recipe.resample)], (0, 0)
+    image = _resized(image, _whole_tiles(image, tile[0]), recipe.resample)
+    if (image.height, image.width) == tile:
+        return [image], (0, 0)
+    whole = _resized(image, tile, recipe.resample)
+    return [*_cut(image, tile), whole], (image.height // tile[0], image.width // tile[1])
+
+
+def _longest(image: Image, long: int) -> Size:
+    """The long side to ``long``, the other even, neither beyond LONGEST."""
+    ratio = image.width / image.height
+    if image.width >= image.height:
+        other = int(long / ratio)
+        height, width = max(other + other % 2, 1), long
+    else:
+        other = int(long * ratio)
+        height, width = long, max(other + other % 2, 1)
+    ratio = width / height
+    if width >= height and width > LONGEST:
+        height, width = int(LONGEST / ratio), LONGEST
+    elif height > width and height > LONGEST:
+        height, width = LONGEST, int(LONGEST * ratio)
+    return max(height, 1), max(width, 1)
+
+
+def _whole_tiles(image: Image, tile: int) -> Size:
+    ratio = image.width / image.height
+    if image.width >= image.height:
+        width = math.ceil(image.width / tile) * tile
+        return math.ceil(int(width / ratio) / tile) * tile, width
+    height = math.ceil(image.height / tile) * tile
+    return height, math.ceil(int(height * ratio) / tile) * tile
+
+
+def _fit(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
+    height, width = image.height, image.width
+    if (ratio := max(height, width) / recipe.long) > 1:
+        height, width = max(int(height / ratio), 1), max(int(width / ratio), 1)
+    grid = (-(-height // recipe.unit), -(-width // recipe.unit))
+    return [_resized(image, (grid[0] * recipe.unit, grid[1] * recipe.unit), recipe.resample)], grid
+
+
+def _area(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
+    height, width, unit = image.height, image.width, recipe.unit
+    if max(height, width) / min(height, width) > STEEPEST:
+        raise UsageError(f"image: found {width} x {height} pixels, expected sides of a ratio of at most {STEEPEST}")
+    rows, columns = round(height / unit), round(width / unit)
+    if rows * columns * unit**2 > recipe.most:
+        scale = math.sqrt(height * width / recipe.most)
+        rows, columns = (max(1, math.floor(side / scale / unit)) for side in (height, width))
+    elif rows * columns * unit**2 < recipe.least:
+        scale = math.sqrt(recipe.least / (height * width))
+        rows, columns = (math.ceil(side * scale / unit) for side in (height, width))
+    return [_resized(image, (rows * unit, columns * unit), recipe.resample)], (rows, columns)
+
+
+_KINDS: dict[str, Callable[[Recipe, Image, bool], tuple[list[Image], Size]]] = {
+    "square": _square,
+    "crop": _crop,
+    "anyres": _anyres,
+    "tiles": _tiles,
+    "split": _split,
+    "fit": _fit,
+    "area": _area,
+}
