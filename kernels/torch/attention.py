@@ -183,7 +183,8 @@ def paged_attention(
         count = piece.sequences * piece.rows
         mine = q[piece.start : piece.start + count] if piece.index is None else q.index_select(0, piece.index)
         k = _gather(k_cache, k_params, piece, reference.key_bits(bits), k_scale, q.dtype)
-        v = _gather(v_cache, v_params, piece, bits, v_scale, q.dtype)
+        same = v_cache is k_cache and bits != 4  # rows that are keys and values at once
+        v = k if same else _gather(v_cache, v_params, piece, bits, v_scale, q.dtype)
         y = _attend(mine, k, v, piece, plan, scale, softcap, sinks, repeat)
         if piece.index is None:
             out[piece.start : piece.start + count] = y

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.models.check import check_spec
 from toolkit.models.registry import build
 from toolkit.models.spec import DecoderSpec, MoeSpec
+from toolkit.models.spec.check import check_spec
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ def logits(spec: Any, weights: dict[str, Tensor], ids: list[int]) -> Tensor:
         block = x
         for s in layer.sublayers:
             y = _norm(s.pre_norm, w, block if s.reads == "block" else x)
-            y = {"attention": _attention, "mlp": _mlp, "moe": _moe}[s.mixer.kind](s.mixer, w, y)
+            y = MIXERS[s.mixer.kind](s.mixer, w, y)
             x = x + s.residual_scale * _norm(s.post_norm, w, y)
     x = _norm(spec.final_norm, w, x) @ w[spec.embed if spec.tied else spec.head].T
     x = (x + (w[f"{spec.head}.bias"] if spec.head_bias else 0)) * spec.head_scale
@@ -73,6 +73,23 @@ def _attention(a: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
     sink = torch.full((a.heads,), float("-inf")) if a.sinks is None else w[a.sinks]
     shares = torch.cat([scores, sink.view(-1, 1, 1).expand(-1, len(x), 1)], -1).softmax(-1)[..., :-1]
     return _linear(a.o, w, torch.einsum("hqk,khd->qhd", shares, v).flatten(1))
+
+
+def _latent(a: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
+    queries = x if a.q_a is None else _norm(a.q_a_norm, w, _linear(a.q_a, w, x))
+    q = _linear(a.q, w, queries).view(len(x), a.heads, -1)
+    latent, shared = _linear(a.kv_a, w, x).split([a.kv_rank, a.rope_dim], -1)
+    both = _linear(a.kv_b, w, _norm(a.kv_a_norm, w, latent)).view(len(x), a.heads, -1)
+    frequencies, factor = inv_freq(a.rope)
+    angle = torch.arange(len(x))[:, None, None] * torch.from_numpy(frequencies).double()
+    turned, shared = (
+        _turn(y, angle.cos() * factor, angle.sin() * factor) for y in (q[..., a.nope_dim :], shared[:, None])
+    )
+    scores = torch.einsum("qhd,khd->hqk", q[..., : a.nope_dim], both[..., : a.nope_dim])
+    scores = (scores + torch.einsum("qhd,kd->hqk", turned, shared[:, 0])) * a.scale
+    later = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+    shares = scores.masked_fill(later, float("-inf")).softmax(-1)
+    return _linear(a.o, w, torch.einsum("hqk,khd->qhd", shares, both[..., a.nope_dim :]).flatten(1))
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -129,3 +146,6 @@ def _moe(m: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
         extra = _mlp(m.shared, w, x)
         y = y + (extra if m.shared_gate is None else extra * torch.sigmoid(_linear(m.shared_gate, w, x)))
     return y
+
+
+MIXERS = {"attention": _attention, "latent": _latent, "mlp": _mlp, "moe": _moe}

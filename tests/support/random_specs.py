@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from toolkit.artifacts.canonical import Dense, GroupInt
 from toolkit.artifacts.rounding import to_channel_int8, to_group_int
-from toolkit.models.check import check_spec
 from toolkit.models.decoder import Dims, assemble
 from toolkit.models.spec import (
     AttentionSpec,
+    LatentSpec,
     LayerSpec,
     LinearSpec,
     MlpSpec,
@@ -28,6 +28,7 @@ from toolkit.models.spec import (
     RopeSpec,
     Sublayer,
 )
+from toolkit.models.spec.check import check_spec
 
 VOCAB, LENGTH = 96, 40
 FORMS = ("dense", "int4", "int8", "mixed")
@@ -87,6 +88,28 @@ def _attention(draw: Any, prefix: str, hidden: int) -> AttentionSpec:
     )
 
 
+def _latent(draw: Any, prefix: str, hidden: int) -> LatentSpec:
+    heads, nope, turned, v, rank = draw(st.sampled_from(((2, 16, 8, 16, 32), (3, 8, 16, 32, 48), (1, 24, 8, 48, 16))))
+    q_rank = draw(st.sampled_from((None, 32)))
+    bias = draw(st.booleans())
+    return LatentSpec(
+        q_a=None if q_rank is None else LinearSpec(f"{prefix}.q_a_proj", hidden, q_rank, bias),
+        q_a_norm=None if q_rank is None else NormSpec(f"{prefix}.q_a_layernorm", q_rank, 1e-6),
+        q=LinearSpec(f"{prefix}.q_b_proj", q_rank or hidden, heads * (nope + turned)),
+        kv_a=LinearSpec(f"{prefix}.kv_a_proj", hidden, rank + turned, bias),
+        kv_a_norm=NormSpec(f"{prefix}.kv_a_layernorm", rank, 1e-6),
+        kv_b=LinearSpec(f"{prefix}.kv_b_proj", rank, heads * (nope + v)),
+        o=LinearSpec(f"{prefix}.o_proj", heads * v, hidden, bias),
+        heads=heads,
+        nope_dim=nope,
+        rope_dim=turned,
+        v_dim=v,
+        kv_rank=rank,
+        scale=draw(st.sampled_from(((nope + turned) ** -0.5, 0.1))),
+        rope=draw(st.sampled_from(_ROPES[1:])),
+    )
+
+
 def _mlp(draw: Any, prefix: str, hidden: int, inner: int, like: MlpSpec | None = None) -> MlpSpec:
     if like is None:
         gated, bias = draw(st.booleans()), draw(st.booleans())
@@ -135,13 +158,16 @@ def _routing(draw: Any, prefix: str, count: int, quantized: bool) -> dict[str, A
 
 def _layer(draw: Any, index: int, hidden: int, quantized: bool) -> LayerSpec:
     prefix = f"model.layers.{index}"
-    kinds = draw(st.sampled_from(("am", "ae", "ma", "ame", "aem", "a")))  # attention, mlp, experts
+    # attention, latent attention, mlp, experts
+    kinds = draw(st.sampled_from(("am", "ae", "am", "ma", "ame", "aem", "a", "lm", "le")))
     parallel = draw(st.sampled_from((0, 0, len(kinds), 2)))  # how many sublayers read what the first one reads
     shares = draw(st.booleans())
     sublayers: list[Sublayer] = []
     for i, kind in enumerate(kinds):
         if kind == "a":
             mixer: Any = _attention(draw, f"{prefix}.self_attn", hidden)
+        elif kind == "l":
+            mixer = _latent(draw, f"{prefix}.self_attn", hidden)
         elif kind == "m":
             mixer = _mlp(draw, f"{prefix}.mlp", hidden, draw(st.sampled_from((48, 80))))
         else:

@@ -21,6 +21,7 @@ from toolkit.models.spec import (
     DecoderSpec,
     LayerSpec,
     LinearSpec,
+    Mixer,
     MlpSpec,
     MoeSpec,
     NormSpec,
@@ -146,7 +147,7 @@ def llama_like(
     softcap: float | None = None,
     sinks: bool = False,
     activation: Activation | None = None,
-    change: Callable[[int, AttentionSpec], AttentionSpec] | None = None,
+    change: Callable[[int, AttentionSpec], Mixer] | None = None,
     feed_forward: Callable[[int], MlpSpec | MoeSpec | None] | None = None,
     norms: LayerNorms = PRE_NORMS,
     norm: NormMaker | None = None,
@@ -161,11 +162,11 @@ def llama_like(
     """Llama with the differences given.
 
     What is absent is read as Llama's config has it: ``dims``, ``rope``, ``activation`` (``hidden_act``). ``rope`` and
-    ``windows``: of all layers, or a list with those of each, None for a layer without. ``change``: the attention of a
-    layer by its number, from what it would be. ``feed_forward``: that of a layer by its number, None for the dense
-    gated one. ``norms``: their names; ``norm``: what makes each, if not an RMS norm with ``norm_offset``.
-    ``parallel``: attention and feed-forward both read what the layer begins with.
-    ``rename``, ``fused``, ``pairs``: as of ``stored_tensors``; ``model``: fields of ``DecoderSpec``.
+    ``windows``: of all layers, or a list with those of each, None for a layer without. ``change``: what stands
+    in the place of a layer's attention, by its number and what that would be. ``feed_forward``: that of a layer by its
+    number, None for the dense gated one. ``norms``: their names; ``norm``: what makes each, if not an RMS norm with
+    ``norm_offset``. ``parallel``: attention and feed-forward both read what the layer begins with. ``rename``,
+    ``fused``, ``pairs``: as of ``stored_tensors``; ``model``: fields of ``DecoderSpec``.
     """
     dims = dims or read_dims(config)
     norm = norm or partial(rms_norm, eps=dims.eps, offset=norm_offset)
@@ -175,7 +176,7 @@ def llama_like(
     seen = windows if isinstance(windows, Sequence) else [windows] * dims.layers
     layers = []
     for i in range(dims.layers):
-        mixer = attention(
+        own = attention(
             i,
             dims,
             ropes[i],
@@ -188,7 +189,7 @@ def llama_like(
             softcap=softcap,
             sinks=sinks,
         )
-        mixer = mixer if change is None else change(i, mixer)
+        mixer = own if change is None else change(i, own)
         mlp = None if feed_forward is None else feed_forward(i)
         if mlp is None:
             mlp = gated_mlp(f"model.layers.{i}.mlp", dims.hidden, dims.intermediate, act, mlp_bias)

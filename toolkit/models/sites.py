@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from toolkit.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec, NormSpec, Sublayer
+from toolkit.models.spec import AttentionSpec, LatentSpec, LayerSpec, LinearSpec, MlpSpec, NormSpec, Sublayer
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,15 @@ class NormFold:
 class RowFold:
     """Divide the rows (and bias) of ``linear``.
 
-    Its row ``h * width + d`` feeds the site's channels ``(h * repeat + r) * width + d`` for every r < repeat: under
-    grouped-query attention ``repeat`` query heads read one kv head, so they share its scale. ``repeat`` 1: one to one.
+    Its row ``h * (skip + width) + skip + d`` feeds the site's channels ``(h * repeat + r) * width + d`` for every
+    r < repeat: under grouped-query attention ``repeat`` query heads read one kv head, so they share its scale.
+    ``repeat`` 1: one to one. ``skip``: rows of each head that feed something else, and stay.
     """
 
     linear: LinearSpec
     width: int = 1
     repeat: int = 1
+    skip: int = 0
 
 
 Fold = NormFold | RowFold
@@ -83,7 +85,16 @@ def _attention_sites(a: AttentionSpec) -> list[Site]:
     return [Site(a.o.name, a.o.in_features, (a.o,), (), into if a.clip is None else None)]
 
 
-INNER: dict[str, Callable[[Any], list[Site]]] = {"attention": _attention_sites}
+def _latent_sites(a: LatentSpec) -> list[Site]:
+    """What queries and keys with values are made from, each behind a norm of its own, and the heads' values."""
+    made = [] if a.q_a_norm is None else [(a.q_a_norm, a.q)]
+    made.append((a.kv_a_norm, a.kv_b))
+    found = [Site(x.name, x.in_features, (x,), (), NormFold(norm)) for norm, x in made]
+    into = RowFold(a.kv_b, width=a.v_dim, skip=a.nope_dim)
+    return [*found, Site(a.o.name, a.o.in_features, (a.o,), (), into)]
+
+
+INNER: dict[str, Callable[[Any], list[Site]]] = {"attention": _attention_sites, "latent": _latent_sites}
 """By kind of mixer: its sites behind the entry, MLPs apart."""
 
 

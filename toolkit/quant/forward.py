@@ -20,7 +20,17 @@ from toolkit.kernels.reference.attention import oldest
 from toolkit.kernels.reference.moe import moe_route
 from toolkit.kernels.torch.product import prefers_onednn, product
 from toolkit.models.rope import inv_freq, query_scale
-from toolkit.models.spec import AttentionSpec, DecoderSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec, RopeSpec
+from toolkit.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    LatentSpec,
+    LayerSpec,
+    LinearSpec,
+    MlpSpec,
+    MoeSpec,
+    NormSpec,
+    RopeSpec,
+)
 from toolkit.quant.lazy import KEEP, Lazy
 
 Weights = Mapping[str, Tensor]
@@ -175,6 +185,25 @@ def _linear(spec: LinearSpec, weights: Weights, x: Tensor) -> Tensor:
     return product(x, weights[spec.name], weights.get(f"{spec.name}.bias"))
 
 
+def _latent(a: LatentSpec, weights: Weights, raw: Tensor, x: Tensor, watch: _Watch) -> Tensor:
+    """In expanded form: keys and values of each head."""
+    batch, length, _ = x.shape
+    queries = x
+    if a.q_a is not None and a.q_a_norm is not None:
+        queries = watch(a.q.name, normed(a.q_a_norm, weights, _linear(a.q_a, weights, x)))
+    q = _linear(a.q, weights, queries).view(batch, length, a.heads, a.qk_dim)
+    latent, shared = _linear(a.kv_a, weights, x).split([a.kv_rank, a.rope_dim], dim=-1)
+    latent = watch(a.kv_b.name, normed(a.kv_a_norm, weights, latent))
+    k, v = _linear(a.kv_b, weights, latent).view(batch, length, a.heads, -1).split([a.nope_dim, a.v_dim], dim=-1)
+    cos, sin = _angles(a.rope, length, x.device)
+    shared = _turn(shared[:, :, None], cos, sin).to(k.dtype).expand(-1, -1, a.heads, -1)
+    k = torch.cat([k, shared], dim=-1)
+    q = torch.cat([q[..., : a.nope_dim], _turn(q[..., a.nope_dim :], cos, sin).to(q.dtype)], dim=-1)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    out = _attend(q, k, v, None, a.scale).transpose(1, 2).flatten(2)
+    return _linear(a.o, weights, watch(a.o.name, out))
+
+
 def _attention(a: AttentionSpec, weights: Weights, raw: Tensor, x: Tensor, watch: _Watch) -> Tensor:
     batch, length, _ = x.shape
     q = _linear(a.q, weights, x).view(batch, length, a.heads, a.head_dim)
@@ -194,17 +223,24 @@ def _attention(a: AttentionSpec, weights: Weights, raw: Tensor, x: Tensor, watch
     k, v = watch(a.k.name + CACHE, k), watch(a.v.name + CACHE, v)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     mask = None if a.window is None or a.window >= length else _mask(a, length, x.device)
-    faster = torch.is_autocast_enabled("cpu") or (prefers_onednn() and not q.requires_grad)
     if a.softcap is not None or a.sinks is not None:
         out = torch.cat([_capped(a, weights, *(t[i : i + 1] for t in (q, k, v))) for i in range(batch)])
-    elif mask is None and x.device.type == "cpu" and faster:
-        out = _blocked(a.scale, q, k, v)
     else:
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=a.scale, enable_gqa=a.heads != a.kv_heads
-        )
+        out = _attend(q, k, v, mask, a.scale)
     out = out.transpose(1, 2).reshape(batch, length, a.heads * a.head_dim)
     return _linear(a.o, weights, watch(a.o.name, out))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Attention of q [batch, heads, length, head_dim] to k and v [batch, kv_heads, …], causal without a ``mask``; heads
+    of v may have a size of their own."""
+    faster = torch.is_autocast_enabled("cpu") or (prefers_onednn() and not q.requires_grad)
+    if mask is None and q.device.type == "cpu" and faster:
+        return _blocked(scale, q, k, v)
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
 
 
 def _blocked(scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -212,13 +248,13 @@ def _blocked(scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     call takes longer, up to four times. q [batch, heads, length, head_dim], k and v [batch, kv_heads, …]."""
     narrowed = torch.is_autocast_enabled("cpu")
     dtype = torch.get_autocast_dtype("cpu") if narrowed else torch.float32
-    batch, heads, length, size = q.shape
+    batch, heads, length, _ = q.shape
     repeat = heads // k.shape[1]
-    q = (q * scale).to(dtype).reshape(-1, repeat, length, size)
-    k, v = (t.to(dtype).reshape(-1, length, size) for t in (k, v))
+    q = (q * scale).to(dtype).flatten(0, 1).unflatten(0, (-1, repeat))
+    k, v = (t.to(dtype).flatten(0, 1) for t in (k, v))
     each = len(q) if narrowed else 1  # float32 stays in the caches where heads come one by one
     parts = [_blocks(*part) for part in zip(*(t.split(each) for t in (q, k, v)), strict=True)]
-    return torch.cat(parts).view(batch, heads, length, size)
+    return torch.cat(parts).view(batch, heads, length, -1)
 
 
 def _blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -232,7 +268,7 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = _products(rows.flatten(1, 2), k[:, :seen]).view(*rows.shape[:3], seen)
         scores[..., start:].masked_fill_(later[:count, :count], float("-inf"))
         shares = scores.softmax(-1, dtype=q.dtype).flatten(1, 2)
-        found.append(_products(shares, v[:, :seen].transpose(1, 2)).view(rows.shape))
+        found.append(_products(shares, v[:, :seen].transpose(1, 2)).view(*rows.shape[:3], -1))
     return torch.cat(found, 2)
 
 
@@ -322,6 +358,7 @@ def _moe(m: MoeSpec, weights: Weights, raw: Tensor, x: Tensor, watch: _Watch) ->
 
 MIXERS: dict[str, Callable[[Any, Weights, Tensor, Tensor, _Watch], Tensor]] = {
     "attention": _attention,
+    "latent": _latent,
     "mlp": _mlp,
     "moe": _moe,
 }

@@ -22,6 +22,7 @@ from toolkit.artifacts.side_files import copy_side_files
 from toolkit.artifacts.stage import Stage, open_stage
 from toolkit.artifacts.tokenizer import Tokenizer
 from toolkit.artifacts.weights import as_stored, cache_scale_names, load_stored
+from toolkit.errors import ToolkitError
 from toolkit.measure.text import heldout_text
 from toolkit.models.spec import AttentionSpec, LayerSpec
 from toolkit.quant.forward import CACHE
@@ -61,6 +62,11 @@ def kv(
     common = common or Common()
     check_common(common)
     source = open_source(model, common, "kv")
+    if odd := next((kept.kind for _, _, kept in source.spec.keepers() if kept.kind != "paged"), None):
+        raise ToolkitError(
+            f"{source.path}: lite kv finds scales of keys and values, this model keeps {odd} rows instead; "
+            "--quant-policy 8 or 16 needs none"
+        )
     device, dtype, text = find_device(common.device), store_dtype(common.dtype, source), read_text(source, common)
     tell_plan(source, common, text.plan, eval_tokens=common.eval_tokens)
     check_directory_target(work_dir, [source.path], common.overwrite)

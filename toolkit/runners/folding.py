@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from toolkit.models.sites import NormFold, RowFold, Site
@@ -71,7 +72,8 @@ class Folded(Mapping[str, Tensor]):
 def fold_site(site: Site, weights: Folded, scale: Tensor) -> Tensor:
     """Fold ``scale`` into ``weights``.
 
-    ``scale``: [site.size] for a NormFold, [rows of the producer] for a RowFold. Returns the scale of each site channel.
+    ``scale``: [site.size] for a NormFold, [rows of the producer that feed the site] for a RowFold. Returns the scale of
+    each site channel.
     """
     match site.fold:
         case NormFold(norm):
@@ -81,9 +83,10 @@ def fold_site(site: Site, weights: Folded, scale: Tensor) -> Tensor:
                 weights.norms[f"{norm.name}.bias"] = weights[f"{norm.name}.bias"] / scale
             channels = scale
         case RowFold(linear) as rows:
-            weights.rows[linear.name] = scale[:, None]
+            divisor = F.pad(scale.view(-1, rows.width), (rows.skip, 0), value=1.0).reshape(-1)
+            weights.rows[linear.name] = divisor[:, None]
             if linear.bias:
-                weights.rows[f"{linear.name}.bias"] = scale
+                weights.rows[f"{linear.name}.bias"] = divisor
             channels = expand(rows, scale)
         case None:
             raise AssertionError(f"{site.name} takes no scale")

@@ -3,39 +3,21 @@ head turns. Source: transformers ``Glm4MoeForCausalLM``."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from toolkit.models.config_fields import MAX_EXPERTS, MAX_LAYERS, Fields
-from toolkit.models.decoder import Built, experts, llama_like, read_dims, read_experts
+from toolkit.models.config_fields import MAX_LAYERS, Fields
+from toolkit.models.decoder import Built, llama_like, read_dims
 from toolkit.models.family import Family, Tiny
 from toolkit.models.rope_config import read_rope
+from toolkit.models.routing import on_disk, read_corrected, read_routed
 from toolkit.models.spec import MoeSpec
 
 
 def build(config: Fields) -> Built:
     dims = read_dims(config, eps=1e-5, kv_heads=8)
-    act = config.activation("hidden_act")
-    count, top_k = read_experts(config, dims.layers, "n_routed_experts", "num_local_experts")
-    inner = config.integer("moe_intermediate_size", default=1408)
-    shared = inner * config.integer("n_shared_experts", default=1, low=0, high=MAX_EXPERTS)
     first = config.integer("first_k_dense_replace", default=1, low=0, high=MAX_LAYERS)
-    routing: dict[str, Any] = dict(
-        norm_topk=config.flag("norm_topk_prob", True),
-        scale=config.number("routed_scaling_factor", default=1.0),
-        groups=config.integer("n_group", default=1, high=count),
-        top_groups=config.integer("topk_group", default=1, high=count),
-        scoring="sigmoid",
-        group_score="two",
-    )
-    if routing["groups"] == 1:
-        routing |= dict(top_groups=1, group_score="best")
-    elif count % routing["groups"]:
-        config.fail("n_group", routing["groups"], f"a divisor of the {count} experts")
+    make = read_routed(config, dims, inner=1408, shared=1, norm_topk=True, **read_corrected(config))
 
     def feed_forward(i: int) -> MoeSpec | None:
-        if i < first:
-            return None
-        return experts(i, dims.hidden, inner, act, count=count, top_k=top_k, shared=shared, correction=True, **routing)
+        return None if i < first else make(i)
 
     return llama_like(
         config,
@@ -44,7 +26,7 @@ def build(config: Fields) -> Built:
         qkv_bias=config.flag("attention_bias", False),
         qk_norm=config.flag("use_qk_norm", False),
         feed_forward=feed_forward,
-        rename=lambda name: name.replace(".shared_expert.", ".shared_experts."),
+        rename=on_disk,
     )
 
 

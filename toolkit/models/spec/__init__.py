@@ -13,7 +13,8 @@ A mixer is one file here: a dataclass that answers for itself what ``mixer.Mixer
 
 from toolkit.models.spec.attention import AttentionSpec
 from toolkit.models.spec.decoder import DecoderSpec, LayerSpec, Mixer, Sublayer
-from toolkit.models.spec.keeps import CacheGroup, Kept, Paged
+from toolkit.models.spec.keeps import CacheGroup, Kept, Latent, Paged
+from toolkit.models.spec.latent import LatentSpec
 from toolkit.models.spec.mixer import Rotary
 from toolkit.models.spec.mlp import MlpSpec
 from toolkit.models.spec.moe import MoeSpec
@@ -26,6 +27,8 @@ __all__ = [
     "CacheGroup",
     "DecoderSpec",
     "Kept",
+    "Latent",
+    "LatentSpec",
     "LayerSpec",
     "LinearSpec",
     "Mixer",

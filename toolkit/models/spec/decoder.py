@@ -6,16 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from toolkit.models.check import check_spec
 from toolkit.models.spec.as_json import build, plain
 from toolkit.models.spec.attention import AttentionSpec
+from toolkit.models.spec.check import check_spec
 from toolkit.models.spec.keeps import CacheGroup, Kept
+from toolkit.models.spec.latent import LatentSpec
 from toolkit.models.spec.mlp import MlpSpec
 from toolkit.models.spec.moe import MoeSpec
 from toolkit.models.spec.parts import LinearSpec, NormSpec, RopeSpec, later
 from toolkit.models.vision import VisionSpec
 
-Mixer = AttentionSpec | MlpSpec | MoeSpec
+Mixer = AttentionSpec | LatentSpec | MlpSpec | MoeSpec
 
 
 class Keeper(NamedTuple):

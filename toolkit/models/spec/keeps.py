@@ -49,4 +49,24 @@ class Paged:
         return None
 
 
-Kept = Paged
+@dataclass(frozen=True)
+class Latent:
+    """One row of ``head_dim`` numbers of each token, which serves all heads as key and as value."""
+
+    head_dim: int
+    heads: Literal[1] = 1
+    window: None = None
+    kind: Literal["latent"] = "latent"
+
+    @property
+    def rule(self) -> Rule:
+        return "full", None
+
+    def refuses(self, quant_policy: int) -> str | None:
+        """As of ``Paged``."""
+        if quant_policy == 4:
+            return "4 stores keys and values differently, the model keeps one row for both; use 8"
+        return None
+
+
+Kept = Paged | Latent

@@ -53,6 +53,10 @@ class MixerSpec:
         """Those that LoRA adapters may change."""
         return self.linears()
 
+    def matrices(self) -> tuple[LinearSpec, ...]:
+        """Those that runners hold as floating point matrices, whatever form they are stored in."""
+        return ()
+
     def routers(self) -> tuple[LinearSpec, ...]:
         """What chooses and weighs experts; no method quantizes it."""
         return ()

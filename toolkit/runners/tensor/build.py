@@ -14,9 +14,19 @@ from toolkit.artifacts.canonical import GroupInt, Weight
 from toolkit.errors import ToolkitError
 from toolkit.kernels.cuda.linear import PackedLinear
 from toolkit.kernels.cuda.pack import unsupported_form
-from toolkit.models.spec import AttentionSpec, DecoderSpec, LayerSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec
+from toolkit.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    LatentSpec,
+    LayerSpec,
+    LinearSpec,
+    MlpSpec,
+    MoeSpec,
+    NormSpec,
+)
 from toolkit.runners.tensor.decoder import Attention, Decoder, LayerNorm, Mixer, Mlp, Moe, Norm, RoundingNorm, Step
 from toolkit.runners.tensor.experts import stack_experts
+from toolkit.runners.tensor.latent import LatentAttention
 from toolkit.runners.tensor.linear import Bound, Linear, Placement, codes_of, make_linear
 from toolkit.runners.tensor.lora import Adapters, AdapterStep, adapt
 from toolkit.runners.tensor.ops import Ops
@@ -69,6 +79,24 @@ class _Builder:
             k_norm=self.norm(spec.k_norm),
             sinks=None if spec.sinks is None else self.tensor(spec.sinks).float(),
             scales=(self.cache_scale(spec.k, "k_scale"), self.cache_scale(spec.v, "v_scale")),
+            ops=self.ops,
+        )
+
+    def latent(self, spec: LatentSpec, layer: int) -> LatentAttention:
+        kv_norm, whole = self.norm(spec.kv_a_norm), self.matrix(spec.kv_b.name).dequantize(self.place.dtype)
+        assert kv_norm is not None
+        by_head = whole.to(self.place.device).view(spec.heads, spec.nope_dim + spec.v_dim, spec.kv_rank)
+        keys, values = by_head.split([spec.nope_dim, spec.v_dim], dim=1)
+        return LatentAttention(
+            spec=spec,
+            layer=layer,
+            entry=self.linear(*spec.readers()),
+            q_norm=self.norm(spec.q_a_norm),
+            q=None if spec.q_a is None else self.linear(spec.q),
+            kv_norm=kv_norm,
+            keys=keys,
+            values=values,
+            o=self.linear(spec.o),
             ops=self.ops,
         )
 
@@ -150,6 +178,7 @@ class _Builder:
 
 MIXERS: dict[str, Callable[[_Builder, Any, int], Mixer]] = {
     "attention": _Builder.attention,
+    "latent": _Builder.latent,
     "mlp": _Builder.mlp,
     "moe": _Builder.moe,
 }
@@ -158,8 +187,14 @@ MIXERS: dict[str, Callable[[_Builder, Any, int], Mixer]] = {
 
 def _codes_into(mixer: Mixer) -> torch.dtype | None:
     """What the mixer rounds its input to, if it takes it rounded."""
-    first = mixer.qkv if isinstance(mixer, Attention) else mixer.gate_up if isinstance(mixer, Mlp) else None
-    return None if first is None else codes_of(first)
+    match mixer:
+        case Attention():
+            return codes_of(mixer.qkv)
+        case LatentAttention():
+            return codes_of(mixer.entry)
+        case Mlp():
+            return codes_of(mixer.gate_up)
+    return None
 
 
 def for_kernels(weight: GroupInt) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from toolkit.kernels.reference.attention import key_bits
-from toolkit.models.spec import DecoderSpec, Paged
+from toolkit.models.spec import DecoderSpec, Kept
 from toolkit.runners.base import RunnerError
 
 FLOAT8 = {16: torch.float8_e4m3fn, 17: torch.float8_e5m2}  # by quant_policy
@@ -20,7 +20,9 @@ FLOAT8 = {16: torch.float8_e4m3fn, 17: torch.float8_e5m2}  # by quant_policy
 
 @dataclass(frozen=True)
 class LayerCache:
-    """Keys and values of a layer as the ops lay them out; ``*_params`` (scale, zero) where ``bits`` is 8 or 4."""
+    """Keys and values of a layer as the ops lay them out; ``*_params`` (scale, zero) where ``bits`` is 8 or 4. A row
+    that is key and value at once stands in one tensor, which is both.
+    """
 
     k: Tensor
     v: Tensor
@@ -34,7 +36,8 @@ class LayerCache:
         return self.k.dtype in FLOAT8.values()
 
     def tensors(self) -> list[Tensor]:
-        return [t for t in (self.k, self.v, self.k_params, self.v_params) if t is not None]
+        found = {id(t): t for t in (self.k, self.v, self.k_params, self.v_params) if t is not None}
+        return list(found.values())
 
 
 Shape = tuple[tuple[int, ...], torch.dtype]
@@ -56,15 +59,17 @@ def cache_traits(policy: int) -> dict[str, Any]:
     return {"bits": cache_bits(policy), "cache": kind}
 
 
-def _shapes(kept: Paged, block_size: int, policy: int, dtype: torch.dtype) -> tuple[list[Shape], list[Shape]]:
-    """Shape and dtype of one block of keys and of values, and of their (scale, zero) pairs where they have some."""
+def _shapes(kept: Kept, block_size: int, policy: int, dtype: torch.dtype) -> tuple[list[Shape], list[Shape]]:
+    """Shape and dtype of one block of keys and of values, or of rows that are both, and of their (scale, zero) pairs
+    where they have some.
+    """
     dim, bits = kept.head_dim, cache_bits(policy)
     widths = [dim * key_bits(bits) // 8, dim * bits // 8] if bits else [dim, dim]
     row = (block_size, kept.heads)
     kind = torch.uint8 if bits else FLOAT8.get(policy, dtype)
     data: list[Shape] = [((*row, width), kind) for width in widths]
     params: list[Shape] = [((*row, 2), torch.float16)] * 2 if bits else []
-    return data, params
+    return (data[:1], params[:1]) if kept.kind == "latent" else (data, params)
 
 
 def block_bytes(spec: DecoderSpec, block_size: int, policy: int, dtype: torch.dtype) -> tuple[int, ...]:
@@ -128,8 +133,8 @@ class KVCache:
             ]
             self._pages[group] += [pages for part in made for _, pages in part if pages is not None]
             data, params = ([tensor for tensor, _ in part] for part in made)
-            (k, v), (kp, vp) = data, params or (None, None)
-            self.layers[layer, group] = LayerCache(k, v, kp, vp, cache_bits(policy))
+            kp, vp = (params[0], params[-1]) if params else (None, None)
+            self.layers[layer, group] = LayerCache(data[0], data[-1], kp, vp, cache_bits(policy))
             self._groups[group].extend(self.layers[layer, group].tensors())
 
     def copy(self, group: int, source: Tensor, target: Tensor) -> None:

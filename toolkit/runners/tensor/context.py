@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -14,7 +15,8 @@ from toolkit.runners.tensor.cache import KVCache
 @dataclass
 class StepContext:
     """``rope``: cos and sin of the step's tokens [T, rotary_dim/2] for each rope; ``q_scales``: what their queries are
-    multiplied by, [T, 1, 1]; ``plans`` of attention by (cache group, window).
+    multiplied by, [T, 1, 1]; ``plans`` of attention by (cache group, window); ``shared``: what the first mixer of a
+    kind found out for those after it.
     """
 
     batch: StepBatch
@@ -23,3 +25,4 @@ class StepContext:
     rope: dict[RopeSpec, tuple[Tensor, Tensor]]
     q_scales: dict[QueryScale, Tensor]
     plans: dict[tuple[int, int | None], object]
+    shared: dict[Any, Any] = field(default_factory=dict)

@@ -20,6 +20,7 @@ def weight_bytes(spec: DecoderSpec, weights: Weights, place: Placement, adapters
     """
     size = place.dtype.itemsize
     biases = {f"{linear.name}.bias" for linear in spec.linears()} | {f"{spec.head}.bias"}
+    matrices = {linear.name for _, mixer in spec.mixers() for linear in mixer.matrices()}
     total = adapter_bytes(adapters, size)
     for name in weights:
         found = info_of(weights, name)
@@ -27,6 +28,8 @@ def weight_bytes(spec: DecoderSpec, weights: Weights, place: Placement, adapters
             total += found.numel() * (size if name in biases or name.startswith(PREFIX) else 4)
         elif name == spec.embed or name == spec.head:
             total += _outer_bytes(name == spec.head, spec.tied, found, place)
+        elif name in matrices:
+            total += _dense_bytes(found, place)
         else:
             total += linear_bytes(found, place)
     return total

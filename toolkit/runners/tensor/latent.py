@@ -1,0 +1,185 @@
+"""Latent attention over the rows in the paged cache: expanded for the many tokens of a prompt, absorbed for few.
+
+Sequences that bring few tokens go through ``paged_attention`` as one key head of ``kv_rank + rope_dim`` numbers, whose
+values are its own keys; what lies behind the latent is cut off afterwards. For more tokens it costs less to make the
+keys and values of each head once (``LatentAttention.break_even``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from toolkit.kernels.reference.attention import dequantize_heads, is_float8, slots_of
+from toolkit.models.spec import LatentSpec
+from toolkit.runners.tensor.cache import LayerCache
+from toolkit.runners.tensor.context import StepContext
+from toolkit.runners.tensor.decoder import LayerNorm, Norm
+from toolkit.runners.tensor.linear import Activations, Linear
+from toolkit.runners.tensor.ops import Ops
+
+EXPANDED = 1 << 26  # numbers of keys and values that are made at once, head by head where these are more
+QUERIES = 512  # rows that attend at once where there is something before them
+
+
+@dataclass(frozen=True)
+class Part:
+    """The sequences of a step that go one way. ``tokens``: their rows of the flat batch, or None for all."""
+
+    sequences: np.ndarray
+    tokens: Tensor | None
+    table: np.ndarray
+    cu_seqlens: np.ndarray
+    seq_lens: np.ndarray
+    plan: object
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """``entry`` gives queries (or what they are made from by ``q_norm`` and ``q``), the latent and the shared key.
+
+    ``keys`` [heads, nope_dim, kv_rank] and ``values`` [heads, v_dim, kv_rank] are the parts of ``kv_b``.
+    """
+
+    spec: LatentSpec
+    layer: int
+    entry: Linear
+    q_norm: Norm | LayerNorm | None
+    q: Linear | None
+    kv_norm: Norm | LayerNorm
+    keys: Tensor
+    values: Tensor
+    o: Linear
+    ops: Ops
+
+    def __call__(self, x: Activations, step: StepContext) -> Tensor:
+        spec, cache = self.spec, step.cache.layers[self.layer, self.spec.group]
+        queries, latent, shared = self.entry(x).split_with_sizes(
+            [(spec.q if spec.q_a is None else spec.q_a).out_features, spec.kv_rank, spec.rope_dim], dim=1
+        )
+        if self.q is not None and self.q_norm is not None:
+            queries = self.q(self.q_norm(queries.contiguous()))
+        nope, turning = queries.view(len(queries), spec.heads, -1).split([spec.nope_dim, spec.rope_dim], dim=-1)
+        cos, sin = step.rope[spec.rope]
+        both = self.ops.rope(torch.cat([turning, shared[:, None]], dim=1), cos, sin)
+        turned, shared = both[:, :-1], both[:, -1]
+        rows = torch.cat([self.kv_norm(latent.contiguous()), shared], dim=-1)[:, None]
+        slots = step.slots[spec.group]
+        self.ops.kv_write(rows, rows, cache.k, cache.v, slots, cache.bits, cache.k_params, cache.v_params)
+        few, many = self._parts(step)
+        out = torch.empty(len(rows), spec.heads, spec.v_dim, dtype=rows.dtype, device=rows.device)
+        if few is not None:
+            take = slice(None) if few.tokens is None else few.tokens
+            out[take] = self._absorbed(nope[take], turned[take], cache, few)
+        for sequence in many:
+            start, stop = step.batch.cu_seqlens[sequence : sequence + 2].tolist()
+            q = torch.cat([nope[start:stop], turned[start:stop]], dim=-1)
+            out[start:stop] = self._expanded(q, self._context(cache, step, sequence, rows.dtype))
+        return self.o(out.flatten(1))
+
+    @property
+    def break_even(self) -> float:
+        """New tokens from which a sequence costs less expanded: by the products of a query and a key in either form,
+        and those that make a key and its value."""
+        spec = self.spec
+        saved = 2 * spec.kv_rank - spec.nope_dim - spec.v_dim
+        return spec.kv_rank * (spec.nope_dim + spec.v_dim) / saved if saved > 0 else float("inf")
+
+    def _parts(self, step: StepContext) -> tuple[Part | None, list[int]]:
+        """(the sequences with few new tokens, the numbers of the others); found once a step for all layers alike."""
+        kind = (self.spec.group, None)
+        found = step.shared.get((kind, self.break_even))
+        if found is None:
+            batch, new = step.batch, np.diff(step.batch.cu_seqlens)
+            many = np.flatnonzero(new > self.break_even) if self.ops.plan_attention is not None else new[:0]
+            few = np.setdiff1d(np.arange(len(new)), many)
+            if not len(many):
+                table, plan = batch.block_tables[kind[0]], step.plans[kind]
+                part: Part | None = Part(few, None, table, batch.cu_seqlens, batch.seq_lens, plan)
+            else:
+                part = self._part(step, few, new) if len(few) else None
+            found = step.shared[kind, self.break_even] = (part, many.tolist())
+        return found
+
+    def _part(self, step: StepContext, few: np.ndarray, new: np.ndarray) -> Part:
+        batch, group = step.batch, self.spec.group
+        device = step.slots[group].device
+        tokens = np.flatnonzero(np.isin(np.repeat(np.arange(len(new)), new), few))
+        cu = np.concatenate([[0], np.cumsum(new[few])]).astype(np.int32)
+        table, lens = batch.block_tables[group][few], batch.seq_lens[few]
+        blocks = step.cache.num_blocks[group] + 1
+        assert self.ops.plan_attention is not None
+        plan = self.ops.plan_attention(table, cu, lens, step.cache.block_size, blocks, None, device)
+        return Part(few, torch.from_numpy(tokens).to(device), table, cu, lens, plan)
+
+    def _absorbed(self, nope: Tensor, turned: Tensor, cache: LayerCache, part: Part) -> Tensor:
+        """[tokens, heads, v_dim]."""
+        inner = torch.bmm(nope.transpose(0, 1), self.keys).transpose(0, 1)
+        y = self.ops.paged_attention(
+            torch.cat([inner, turned], dim=-1),
+            cache.k,
+            cache.v,
+            part.table,
+            part.cu_seqlens,
+            part.seq_lens,
+            self.spec.scale,
+            None,
+            None,
+            None,
+            cache.bits,
+            cache.k_params,
+            cache.v_params,
+            part.plan,
+        )[..., : self.spec.kv_rank]
+        return torch.bmm(y.transpose(0, 1), self.values.transpose(1, 2)).transpose(0, 1)
+
+    def _context(self, cache: LayerCache, step: StepContext, sequence: int, dtype: torch.dtype) -> Tensor:
+        """The rows of a sequence so far, [keys, kv_rank + rope_dim]."""
+        batch, size = step.batch, step.cache.block_size
+        at = np.arange(int(batch.seq_lens[sequence]))
+        slots = batch.block_tables[self.spec.group][sequence][at // size].astype(np.int64) * size + at % size
+        index = torch.from_numpy(slots).to(cache.k.device)
+        rows = slots_of(cache.k).index_select(0, index)
+        if cache.bits:
+            assert cache.k_params is not None
+            rows = dequantize_heads(rows, cache.k_params.flatten(0, 1).index_select(0, index), cache.bits, dtype)
+        elif is_float8(cache.k.dtype):
+            rows = rows.view(cache.k.dtype).to(dtype)
+        return rows[:, 0]
+
+    def _expanded(self, q: Tensor, rows: Tensor) -> Tensor:
+        """Attention of the last tokens of a sequence, ``q`` [tokens, heads, qk_dim]. Returns [tokens, heads, v_dim]."""
+        spec, out = self.spec, []
+        latent, shared = rows[:, : spec.kv_rank], rows[:, spec.kv_rank :]
+        width = max(spec.qk_dim, spec.v_dim)
+        step = max(1, EXPANDED // (2 * width * len(rows)))
+        for first in range(0, spec.heads, step):
+            heads = slice(first, first + step)
+            k = torch.matmul(latent, self.keys[heads].transpose(1, 2))
+            k = torch.cat([k, shared.expand(len(k), *shared.shape)], dim=-1)
+            v = torch.matmul(latent, self.values[heads].transpose(1, 2))
+            mine = q[:, heads].transpose(0, 1)
+            # torch's fused attention takes heads of one size
+            mine, k, v = (F.pad(t, (0, width - t.shape[-1])) for t in (mine, k, v))
+            out.append(_causal(mine, k, v, spec.scale)[..., : spec.v_dim])
+        return torch.cat(out).transpose(0, 1)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Attention of the last positions, ``q`` [heads, tokens, width], to ``k`` and ``v`` [heads, keys, width]."""
+    before = k.shape[1] - q.shape[1]
+    if before == 0:
+        return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scale)[0]
+    out = []
+    for start in range(0, q.shape[1], QUERIES):
+        rows = q[:, start : start + QUERIES]
+        keys = before + start + rows.shape[1]
+        at = torch.arange(before + start, keys, device=q.device)[:, None]
+        seen = torch.arange(keys, device=q.device) <= at
+        parts = (rows[None], k[None, :, :keys], v[None, :, :keys])
+        out.append(F.scaled_dot_product_attention(*parts, attn_mask=seen, scale=scale)[0])
+    return torch.cat(out, dim=1)
