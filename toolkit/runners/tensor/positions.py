@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from toolkit.models.rope import inv_freq, query_scale
-from toolkit.models.spec import AttentionSpec, QueryScale, RopeSpec
+from toolkit.models.spec import QueryScale, RopeSpec
 
 LEAST = 4096  # positions that the tables have at first
 _TWO_SETS = ("dynamic", "longrope")
@@ -20,10 +20,8 @@ class PositionTables:
     [positions, 1, 1] for what else queries are multiplied by, likewise as often as there are sets.
     """
 
-    def __init__(self, attention: Iterable[AttentionSpec], device: torch.device) -> None:
-        found = list(attention)
-        self._ropes = {a.rope for a in found if a.rope is not None}
-        self._q_scales = {a.q_scale for a in found if a.q_scale is not None}
+    def __init__(self, ropes: Iterable[RopeSpec], q_scales: Iterable[QueryScale], device: torch.device) -> None:
+        self._ropes, self._q_scales = set(ropes), set(q_scales)
         self._device = device
         self._sets = (False, True) if any(r.kind in _TWO_SETS for r in self._ropes) else (False,)
         self._tables: dict[RopeSpec, tuple[Tensor, Tensor]] = {}

@@ -69,7 +69,8 @@ class Steps:
         self.spec, self.decoder, self.cache, self.device = spec, decoder, cache, device
         self.adapters = adapters
         self.graphs = None if on_graphs is None else Graphs(on_graphs, self._decode_body, enabled=_capturable(decoder))
-        self._positions = PositionTables((a for _, a in spec.attention_layers()), device.torch)
+        q_scales = (a.q_scale for _, a in spec.attention_layers() if a.q_scale is not None)
+        self._positions = PositionTables(spec.ropes(), q_scales, device.torch)
         self._tile_rows: dict[Kind, dict[Heads, int]] = {(group, kept.window): {} for _, group, kept in spec.keepers()}
         self._cuts: dict[tuple[Kind, Heads], DecodeCut] = {}  # of the decode step before
         self._previous = torch.zeros(MOST_SAMPLED, dtype=torch.int64, device=device.torch)
