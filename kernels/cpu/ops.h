@@ -110,6 +110,11 @@ struct AttnParams {
     float scale;
     float softcap;  // 0 = none
     int32_t bf16;   // cells and queries are bfloat16
+    // ALiBi; null = none. Row r's score of token t of the tile is raised by slope[r] * (from[r] + t), before it is scaled, or
+    // where `rounded` by rounded * bfloat16(slope[r] * bfloat16(from[r] + t)).
+    const float* slope = nullptr;
+    const int32_t* from = nullptr;
+    float rounded = 0.0f;
 };
 
 struct Ops {

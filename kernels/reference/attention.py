@@ -98,6 +98,17 @@ def oldest(at: Any, window: int | None, chunked: bool) -> Any:
     return at // window * window if chunked else at + 1 - window
 
 
+def raised(slopes: Tensor, scale: float, rounded: bool, key: Tensor, at: Tensor) -> Tensor:
+    """What ALiBi adds to the scores of ``key`` [..., keys] (positions), but for a number a query, for ``slopes`` of
+    heads: float32 [..., heads, 1, keys]. ``at`` [...]: a position near which the numbers are small. ``rounded``:
+    positions, and what slopes make of them, are rounded to bfloat16. Press et al., "Train Short, Test Long" (2022)."""
+    by_head = slopes.float().view(-1, 1, 1)
+    if not rounded:
+        return scale * by_head * (key - at[..., None])[..., None, None, :].float()
+    found = (by_head * key[..., None, None, :].bfloat16().float()).bfloat16().float()
+    return scale * (found - by_head * at[..., None, None, None].float())
+
+
 def slots_of(cache: Tensor) -> Tensor:
     """[slots, kv_heads, width], float8 as bytes: what indexing functions take."""
     return (cache.view(torch.uint8) if is_float8(cache.dtype) else cache).flatten(0, 1)
@@ -183,6 +194,8 @@ def _attention_cases() -> Iterator[Case]:
         ("wide", mixed, 2, 1, 256, 0, {}),
         ("window", mixed, 4, 2, 64, 0, {"window": 7}),
         ("chunked", mixed, 4, 2, 64, 0, {"window": 7, "chunked": True}),
+        ("alibi", mixed, 4, 2, 64, 0, {"alibi": True}),
+        ("alibi-rounded", mixed, 4, 2, 64, 0, {"alibi": True, "alibi_scale": 0.25, "alibi_rounded": True}),
         ("softcap", mixed, 4, 2, 64, 0, softcap),
         ("sinks", mixed, 4, 2, 64, 0, sinks | {"window": 19}),
         ("int8", mixed, 4, 2, 64, 8, {}),
@@ -215,6 +228,8 @@ def _attention_cases() -> Iterator[Case]:
                 if first := max(0, oldest(n - q_lens[i], options.get("window"), "chunked" in options)) // 16:
                     tables[i, :first] = -1
             sinks = torch.randn(heads, generator=g).to(device) if options.get("sinks") else None
+            if "alibi" in options:
+                options["alibi"] = (torch.rand(heads, generator=g) / 4).to(device)
             return {
                 "q": torch.randn(sum(q_lens), heads, dim, generator=g).to(device, dtype),
                 "block_table": tables.numpy(),
@@ -227,7 +242,7 @@ def _attention_cases() -> Iterator[Case]:
                 "sinks": sinks,
             }
 
-        more = {name: True for name in ("chunked",) if name in options}
+        more = {name: True for name in ("chunked", "alibi") if name in options}
         yield Case(label, make, cache_traits(bits, dim, options.get("cache")) | more)
 
 
@@ -257,13 +272,16 @@ def paged_attention(
     v_scale: float = 1.0,
     turned: bool = False,
     chunked: bool = False,
+    alibi: Tensor | None = None,
+    alibi_scale: float = 1.0,
+    alibi_rounded: bool = False,
 ) -> Tensor:
     """Causal attention of prefill chunks and decode tokens mixed; keys and values are read from the cache alone.
 
     ``q``: [T, heads, head_dim], sequence after sequence; sequence s has the tokens cu_seqlens[s]:cu_seqlens[s+1], the
     last of its seq_lens[s] cached ones. ``block_table``: int32 [S, B] on the host, as are ``cu_seqlens`` [S+1] and
     ``seq_lens`` [S]. Scores s = scale·q·k; ``softcap`` c: c·tanh(s/c); ``window`` w: position p sees (p - w, p], or
-    where ``chunked`` what stands from the last multiple of w on;
+    where ``chunked`` what stands from the last multiple of w on; ``alibi``: float [heads], slopes, see ``raised``;
     ``sinks``: float [heads], a logit each that joins the softmax's denominator. ``plan``: what an implementation's
     own planner made of the three host arrays, so that the layers of a step share it; the reference has no use for it.
     ``turned``: queries for a cache of 4 bits are turned by the Hadamard matrix already (``rope_kv_write`` does).
@@ -288,6 +306,8 @@ def paged_attention(
             scores = softcap * torch.tanh(scores / softcap)
         at = torch.arange(total - (stop - start), total, device=q.device)[:, None]
         key = torch.from_numpy(where).to(q.device)[None, :]
+        if alibi is not None:
+            scores = scores + raised(alibi, alibi_scale, alibi_rounded, key[0], at[0, 0])
         seen = (key <= at) & (key >= oldest(at, window, chunked))
         scores = scores.masked_fill(~seen, float("-inf"))
         if sinks is not None:

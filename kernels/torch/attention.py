@@ -167,6 +167,9 @@ def paged_attention(
     v_scale: float = 1.0,
     turned: bool = False,
     chunked: bool = False,
+    alibi: Tensor | None = None,
+    alibi_scale: float = 1.0,
+    alibi_rounded: bool = False,
 ) -> Tensor:
     """See the module; without a ``plan`` one is made here, against a copy of the cache with a spare block."""
     if plan is None:
@@ -185,12 +188,20 @@ def paged_attention(
         k = _gather(k_cache, k_params, piece, reference.key_bits(bits), k_scale, q.dtype)
         same = v_cache is k_cache and bits != 4  # rows that are keys and values at once
         v = k if same else _gather(v_cache, v_params, piece, bits, v_scale, q.dtype)
-        y = _attend(mine, k, v, piece, plan, scale, softcap, sinks, repeat)
+        more = None if alibi is None else _raised(piece, alibi, alibi_scale, alibi_rounded)
+        y = _attend(mine, k, v, piece, plan, scale, softcap, sinks, more, repeat)
         if piece.index is None:
             out[piece.start : piece.start + count] = y
         else:
             out.index_copy_(0, piece.index, y)
     return out
+
+
+def _raised(piece: Piece, slopes: Tensor, scale: float, rounded: bool) -> Tensor:
+    """What ALiBi adds to the scores of a piece, float32 [sequences, heads, 1, keys]."""
+    key = torch.from_numpy(piece.first)[:, None] + torch.arange(piece.keys)
+    where = key.to(slopes.device), torch.from_numpy(piece.at).to(slopes.device)
+    return reference.raised(slopes, scale, rounded, *where)
 
 
 def _with_spare(t: Tensor) -> Tensor:
@@ -207,6 +218,7 @@ def _attend(
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
+    more: Tensor | None,
     repeat: int,
 ) -> Tensor:
     """One piece: ``q`` [sequences·rows, heads, head_dim] against [sequences, kv_heads, keys, head_dim]. Returns q's
@@ -216,7 +228,7 @@ def _attend(
     grouped = q.view(piece.sequences, rows, kv_heads, repeat, -1).permute(0, 2, 3, 1, 4)
     # [sequences, kv_heads, repeat·rows, head_dim]: the heads of a group are rows of one product
     grouped = grouped.flatten(2, 3)
-    plain = softcap is None and sinks is None
+    plain = softcap is None and sinks is None and more is None
     if plain and rows > 1 and piece.keys == rows and plan.window is None:
         y = F.scaled_dot_product_attention(
             q.view(piece.sequences, rows, -1, q.shape[-1]).transpose(1, 2),
@@ -239,7 +251,7 @@ def _attend(
     if plain:
         y = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
     else:
-        y = _explicit(grouped, k, v, mask, scale, softcap, sinks, repeat, rows)
+        y = _explicit(grouped, k, v, mask, scale, softcap, sinks, more, repeat, rows)
     return y.unflatten(2, (repeat, rows)).permute(0, 3, 1, 2, 4).reshape(q.shape)
 
 
@@ -251,11 +263,14 @@ def _explicit(
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
+    more: Tensor | None,
     repeat: int,
     rows: int,
 ) -> Tensor:
-    """Attention with the scores spelled out, for softcap and sinks; softmax in float32."""
+    """Attention with the scores spelled out, for softcap, sinks and ALiBi (``more``); softmax in float32."""
     scores = (q @ k.transpose(-1, -2)).float() * scale
+    if more is not None:
+        scores.unflatten(2, (repeat, rows)).add_(more.unflatten(1, (-1, repeat)))
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:

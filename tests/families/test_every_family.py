@@ -61,12 +61,22 @@ def oracle(model: tuple[str, Path, Path]) -> Any:
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    spec = load_spec(open_checkpoint(model[1]))[0]
+    alibi = next((a.alibi for _, a in spec.attention_layers() if a.alibi is not None), None)
+    form = "eager" if alibi is None else "sdpa"  # in the eager form Falcon adds it twice
     kind = AutoModelForCausalLM if get(model[0]).recipe is None else AutoModelForImageTextToText
-    theirs = kind.from_pretrained(model[2], dtype=torch.float32, attn_implementation="eager").eval()
+    theirs = kind.from_pretrained(model[2], dtype=torch.float32, attn_implementation=form).eval()
+    twin = alibi is not None and model[1] != model[2]  # without ALiBi of its own: without rope, and a mask with it
 
     def logits(ids: list[int]) -> np.ndarray:
+        where = torch.arange(len(ids))
+        extra = {}
+        if twin:
+            risen = torch.tensor(alibi.slopes)[:, None, None] * (where - where[:, None])
+            mask = risen.masked_fill(where > where[:, None], torch.finfo(torch.float32).min)
+            extra = {"position_ids": torch.zeros_like(where)[None], "attention_mask": mask[None]}
         with torch.inference_mode():
-            return theirs(torch.tensor([ids]), use_cache=False).logits[0].numpy()
+            return theirs(torch.tensor([ids]), use_cache=False, **extra).logits[0].numpy()
 
     return logits
 

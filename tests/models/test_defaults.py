@@ -74,3 +74,11 @@ def test_a_tied_phi_would_lose_a_bias():
 
 def test_ernie_under_its_first_name():
     assert build({"architectures": ["Ernie4_5_ForCausalLM"], **SIZES})[0].family == "ernie4_5"
+
+
+def test_which_baichuan_it_is_stands_in_the_sizes():
+    named = {"architectures": ["BaichuanForCausalLM"], **SIZES, "num_attention_heads": 64}
+    v1 = {**named, "vocab_size": 64000, "max_position_embeddings": None, "model_max_length": 4096}
+    for config, alibi, unit in ((v1, True, False), ({**named, "vocab_size": 125696}, False, True)):
+        spec, stored = build(config)
+        assert (spec.attention_layers()[0][1].alibi is not None, stored[-1].unit_rows) == (alibi, unit)

@@ -4,10 +4,13 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from toolkit.models.config_fields import Fields
-from toolkit.models.rope import inv_freq
+from toolkit.models.positions import alibi_slopes, to_bfloat16
+from toolkit.models.rope import inv_freq, query_scale
 from toolkit.models.rope_config import read_rope
+from toolkit.models.spec import QueryScale
 
 LLAMA3 = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
@@ -151,3 +154,22 @@ def test_context_length_follows_the_scaling():
     assert _spec(CASES["yarn"], 1e4, 32768).max_position == 32768
     assert _spec(CASES["linear"], 1e4, 2048).max_position == 5120
     assert _spec(LLAMA3, 1e4, 131072).max_position == 131072
+
+
+def test_slopes_of_alibi_where_heads_are_a_power_of_two_and_where_not():
+    assert alibi_slopes(8) == tuple(2.0**-i for i in range(1, 9))
+    assert alibi_slopes(6) == tuple(2.0**-i for i in (2, 4, 6, 8, 1, 3))
+    assert len(alibi_slopes(40)) == 40 and alibi_slopes(40)[31] == 2.0**-8  # Baichuan-13B
+
+
+def test_bfloat16_is_torch_s():
+    for x in (0.3, 2.0**-0.25, 1.00390625, 1.01171875):
+        assert to_bfloat16(x) == torch.tensor(x).bfloat16().item()
+
+
+def test_queries_grow_with_their_position():
+    positions = np.array([0, 7, 8, 40])
+    floor = query_scale(QueryScale("floor", 8, 0.1), positions)
+    np.testing.assert_allclose(floor, [1, 1, 1 + 0.1 * np.log(2), 1 + 0.1 * np.log(6)], rtol=1e-6)
+    log = query_scale(QueryScale("log", 8), positions)
+    np.testing.assert_allclose(log, [1, 1, np.log(9) / np.log(8), np.log(41) / np.log(8)], rtol=1e-6)

@@ -65,6 +65,10 @@ def _attention(a: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
     k, v = (y.repeat_interleave(a.heads // a.kv_heads, 1) for y in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * a.scale
     scores = scores if a.softcap is None else a.softcap * torch.tanh(scores / a.softcap)
+    if a.alibi is not None:
+        kept = (lambda y: y.bfloat16().double()) if a.alibi.rounded else (lambda y: y)
+        risen = kept(torch.tensor(a.alibi.slopes).double()[:, None] * kept(torch.arange(len(x)).double()))
+        scores = scores + a.alibi.scale * risen[:, None]
     age = torch.arange(len(x))[:, None] - torch.arange(len(x))
     reach = torch.full((len(x),), len(x) if a.window is None else a.window)
     reach = torch.arange(len(x)) % a.window + 1 if a.chunked else reach

@@ -17,6 +17,7 @@ from toolkit.artifacts.canonical import Dense, GroupInt
 from toolkit.artifacts.rounding import to_channel_int8, to_group_int
 from toolkit.models.decoder import Dims, assemble
 from toolkit.models.spec import (
+    AlibiSpec,
     AttentionSpec,
     LatentSpec,
     LayerSpec,
@@ -66,6 +67,10 @@ def _head_norm(draw: Any, name: str, heads: int, head_dim: int) -> NormSpec | No
 def _attention(draw: Any, prefix: str, hidden: int) -> AttentionSpec:
     heads, kv, dim = draw(st.sampled_from(_HEADS))
     bias, window = draw(st.booleans()), draw(st.sampled_from((None, 7, 16)))
+    alibi = None
+    if draw(st.integers(0, 3)) == 0:
+        slopes = tuple(2.0 ** -(h + 1) for h in range(heads))
+        alibi = AlibiSpec(slopes, *draw(st.sampled_from(((), (0.5, True)))))
     return AttentionSpec(
         q=LinearSpec(f"{prefix}.q_proj", hidden, heads * dim, bias),
         k=LinearSpec(f"{prefix}.k_proj", hidden, kv * dim, bias),
@@ -80,8 +85,9 @@ def _attention(draw: Any, prefix: str, hidden: int) -> AttentionSpec:
         k_norm=_head_norm(draw, f"{prefix}.k_norm", kv, dim),
         window=window,
         chunked=window is not None and draw(st.booleans()),
-        softcap=draw(st.sampled_from((None, 5.0))),
-        sinks=f"{prefix}.sinks" if draw(st.booleans()) else None,
+        softcap=None if alibi is not None else draw(st.sampled_from((None, 5.0))),
+        alibi=alibi,
+        sinks=f"{prefix}.sinks" if alibi is None and draw(st.booleans()) else None,
         clip=draw(st.sampled_from((None, None, 0.8))),
         norm_last=draw(st.booleans()),
         q_scale=draw(st.sampled_from((None, None, QueryScale("floor", 8, 0.5, 1), QueryScale("log", 12)))),

@@ -137,7 +137,13 @@ def respell(twin: Path, family: Family, fields: dict[str, Any], path: Path) -> N
         for name in weights:
             weights[name] *= 0.5 if name.endswith("shared_expert.down_proj.weight") else 1.0
     tensors: dict[str, torch.Tensor] = {}
-    for item in build(config)[1]:
+    modules = build(config)[1]
+    if any(item.unit_rows for item in modules):  # as its twin must have them
+        head = weights["lm_head.weight"]
+        weights["lm_head.weight"] = head / head.norm(dim=-1, keepdim=True)
+        save_file(weights, twin / "model.safetensors", metadata={"format": "pt"})
+        weights["lm_head.weight"] = head
+    for item in modules:
         for suffix in ("weight", "bias") if item.bias else ("weight",):
             stored = torch.empty(
                 item.shape if suffix == "weight" else item.shape[:1], dtype=getattr(torch, old["dtype"])

@@ -52,6 +52,8 @@ def model_metadata(spec: DecoderSpec, context_length: int) -> ModelMetadata:
     values.update(_experts(spec, gguf))
     if (rope := _main_rope(layers)) is not None:
         _rope(rope, found)
+    if any(attention.alibi is not None for attention in layers):
+        raise ToolkitError(f"gguf: llama.cpp's {gguf.arch} turns q and k, this model has ALiBi instead")
     _windows(layers, found)
     _queries(spec, gguf, first)
     _activation(spec, gguf)

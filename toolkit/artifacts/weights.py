@@ -165,7 +165,10 @@ def load_stored(checkpoint: Checkpoint, item: StoredTensor) -> tuple[Weight | Te
     if len(item.matrix) == 1:
         return found.reshape(-1), checkpoint.tensor(item.bias_name).reshape(-1) if item.bias else None
     found = found.reshape(item.shape).transpose(-1, -2) if item.transposed else found
-    return Dense(found.reshape(item.matrix)), _bias(checkpoint, item)
+    found = found.reshape(item.matrix)
+    if item.unit_rows:
+        found = (found / found.float().norm(dim=-1, keepdim=True).clamp(min=1e-12)).to(found.dtype)
+    return Dense(found), _bias(checkpoint, item)
 
 
 def load_part(checkpoint: Checkpoint, item: StoredTensor, part: Part) -> Iterator[tuple[str, Weight | Tensor]]:

@@ -157,6 +157,7 @@ def llama_like(
     rename: Callable[[str], str] = str,
     fused: Sequence[Fused] = (),
     pairs: bool = False,
+    unit_head: bool = False,
     **model: Any,
 ) -> Built:
     """Llama with the differences given.
@@ -166,7 +167,7 @@ def llama_like(
     in the place of a layer's attention, by its number and what that would be. ``feed_forward``: that of a layer by its
     number, None for the dense gated one. ``norms``: their names; ``norm``: what makes each, if not an RMS norm with
     ``norm_offset``. ``parallel``: attention and feed-forward both read what the layer begins with. ``rename``,
-    ``fused``, ``pairs``: as of ``stored_tensors``; ``model``: fields of ``DecoderSpec``.
+    ``fused``, ``pairs``, ``unit_head``: as of ``stored_tensors``; ``model``: fields of ``DecoderSpec``.
     """
     dims = dims or read_dims(config)
     norm = norm or partial(rms_norm, eps=dims.eps, offset=norm_offset)
@@ -201,7 +202,7 @@ def llama_like(
             sublayers.append(Sublayer(part, pre, post, residual_scale, "block" if parallel else "stream"))
         layers.append(LayerSpec(tuple(sublayers)))
     spec = assemble(dims, layers, norm("model.norm", dims.hidden), **model)
-    return spec, stored_tensors(spec, rename, fused, pairs=pairs)
+    return spec, stored_tensors(spec, rename, fused, pairs=pairs, unit_head=unit_head)
 
 
 def rms_norm(name: str, size: int, eps: float, offset: float = 0.0) -> NormSpec:
@@ -404,12 +405,18 @@ def renamed(endings: Mapping[str, str]) -> Callable[[str], str]:
 
 
 def stored_tensors(
-    spec: DecoderSpec, rename: Callable[[str], str] = str, fused: Sequence[Fused] = (), *, pairs: bool = False
+    spec: DecoderSpec,
+    rename: Callable[[str], str] = str,
+    fused: Sequence[Fused] = (),
+    *,
+    pairs: bool = False,
+    unit_head: bool = False,
 ) -> list[StoredTensor]:
     """Every tensor of the checkpoint: embedding, layer after layer (norms, vectors, linears), final norm, head.
 
     ``rename`` turns a canonical name into the checkpoint's (of a fused module: with ``Fused.name`` in place).
     ``pairs``: the rotary embedding turns neighbouring elements of a head, so that rows of q and k change places.
+    ``unit_head``: rows of the head are divided by their length.
     """
     member = {part: f for f in fused for part in f.rows}
     routers = spec.routers()
@@ -432,7 +439,8 @@ def stored_tensors(
         found += [_half_split(layer, m) for m in modules] if pairs else modules
     found.append(_norm(spec.final_norm, rename))
     if not spec.tied:
-        found.append(_whole(spec.head, rename, "head", (spec.vocab_size, spec.hidden_size), spec.head_bias))
+        head = _whole(spec.head, rename, "head", (spec.vocab_size, spec.hidden_size), spec.head_bias)
+        found.append(replace(head, unit_rows=unit_head))
     return found
 
 

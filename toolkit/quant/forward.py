@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toolkit.kernels.reference.activation import swigluoai
-from toolkit.kernels.reference.attention import oldest
+from toolkit.kernels.reference.attention import oldest, raised
 from toolkit.kernels.reference.moe import moe_route
 from toolkit.kernels.torch.product import prefers_onednn, product
 from toolkit.models.rope import inv_freq, query_scale
@@ -223,7 +223,7 @@ def _attention(a: AttentionSpec, weights: Weights, raw: Tensor, x: Tensor, watch
     k, v = watch(a.k.name + CACHE, k), watch(a.v.name + CACHE, v)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     mask = None if a.window is None or a.window >= length else _mask(a, length, x.device)
-    if a.softcap is not None or a.sinks is not None:
+    if a.softcap is not None or a.sinks is not None or a.alibi is not None:
         out = torch.cat([_capped(a, weights, *(t[i : i + 1] for t in (q, k, v))) for i in range(batch)])
     else:
         out = _attend(q, k, v, mask, a.scale)
@@ -278,12 +278,16 @@ def _products(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _capped(a: AttentionSpec, weights: Weights, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention written out, for what the fused call lacks: soft-capped scores and sinks."""
+    """Attention written out, for what the fused call lacks: soft-capped scores, ALiBi and sinks."""
     repeat = a.heads // a.kv_heads
     k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
     scores = (q @ k.transpose(-1, -2)) * a.scale
     if a.softcap is not None:
         scores = a.softcap * torch.tanh(scores / a.softcap)
+    if (alibi := a.alibi) is not None:
+        key = torch.arange(q.shape[2], device=q.device)
+        slopes = torch.tensor(alibi.slopes, device=q.device)
+        scores = scores + raised(slopes, alibi.scale, alibi.rounded, key, key[-1] // 2)
     scores = scores.masked_fill(~_mask(a, q.shape[2], q.device), float("-inf"))
     if a.sinks is not None:
         sink = weights[a.sinks].view(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)

@@ -1,6 +1,6 @@
 """Baichuan-7B: Llama with q, k and v in one matrix. Source: the model's own ``modeling_baichuan.py``.
 
-Only the first release's class: later ones, with another spelling of the name, normalise the head or have ALiBi.
+Only the first release's class: later ones, with another spelling of the name, are in ``baichuan2.py``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Falcon 7B, 11B, 40B, 180B: layer norms, a plain MLP beside attention, q, k and v joined kv head by kv head. Source:
-transformers ``FalconForCausalLM``."""
+"""Falcon 7B, 11B, 40B, 180B: layer norms, a plain MLP beside attention, q, k and v joined kv head by kv head. Falcon-RW
+has ALiBi. Source: transformers ``FalconForCausalLM``."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from toolkit.models.config_fields import MAX_LAYERS, Fields
@@ -20,6 +21,8 @@ from toolkit.models.decoder import (
     renamed,
 )
 from toolkit.models.family import Family, Tiny
+from toolkit.models.positions import alibi_slopes, to_bfloat16
+from toolkit.models.spec import AlibiSpec
 
 NAMES = {
     "model.embed_tokens": "transformer.word_embeddings",
@@ -32,9 +35,11 @@ TWO_NORMS: LayerNorms = (("ln_attn", None), ("ln_mlp", None))
 
 
 def build(config: Fields) -> Built:
-    if config.flag("alibi", False):
-        config.fail("alibi", True, "false: positions by ALiBi (Falcon-RW) do not run")
     dims = _dims(config)
+    alibi = None
+    if config.flag("alibi", False):  # added before scores are scaled
+        slopes = tuple(to_bfloat16(x) for x in alibi_slopes(dims.heads))
+        alibi = AlibiSpec(slopes, dims.head_dim**-0.5, rounded=True)
     bias = config.flag("bias", False)
     act = config.activation("activation", default="gelu")
     norms, parallel = _arrangement(config)
@@ -45,6 +50,7 @@ def build(config: Fields) -> Built:
         qkv_bias=bias,
         o_bias=bias,
         activation=act,
+        change=lambda i, a: a if alibi is None else replace(a, rope=None, alibi=alibi),
         feed_forward=lambda i: plain_mlp(i, dims, act, bias),
         norm=partial(layer_norm, eps=dims.eps, bias=True),
         norms=norms,
@@ -81,7 +87,7 @@ def _arrangement(config: Fields) -> tuple[LayerNorms, bool]:
 
 FAMILY = Family(
     "falcon",
-    "Falcon 7B, 40B, 180B; Falcon 2 11B",
+    "Falcon 7B, 40B, 180B; Falcon RW 1B, 7B; Falcon 2 11B",
     ("FalconForCausalLM", "RWForCausalLM"),
     build,
     (
@@ -89,6 +95,9 @@ FAMILY = Family(
         Tiny(dict(new_decoder_architecture=True, num_kv_heads=2)),
         Tiny(dict(new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1, bias=True)),
         Tiny(dict(multi_query=False, parallel_attn=False, bias=True, tie_word_embeddings=False)),
+        Tiny(
+            dict(alibi=True, multi_query=False, num_attention_heads=6, hidden_size=96, parallel_attn=False, bias=True)
+        ),
     ),
     "llama.cpp joins q, k and v of Falcon in its own way, which this tool does not write yet",
 )

@@ -18,11 +18,12 @@ from toolkit.models.spec.latent import LatentSpec
 from toolkit.models.spec.mixer import Rotary
 from toolkit.models.spec.mlp import MlpSpec
 from toolkit.models.spec.moe import MoeSpec
-from toolkit.models.spec.parts import Activation, LinearSpec, NormSpec, QueryScale, RopeSpec
+from toolkit.models.spec.parts import Activation, AlibiSpec, LinearSpec, NormSpec, QueryScale, RopeSpec
 from toolkit.models.spec.stored import Part, Rows, StoredTensor
 
 __all__ = [
     "Activation",
+    "AlibiSpec",
     "AttentionSpec",
     "CacheGroup",
     "DecoderSpec",

@@ -8,7 +8,7 @@ from typing import Literal
 from toolkit.models.spec import sound
 from toolkit.models.spec.keeps import Paged
 from toolkit.models.spec.mixer import MixerSpec, Rotary
-from toolkit.models.spec.parts import LinearSpec, NormSpec, QueryScale, RopeSpec, later
+from toolkit.models.spec.parts import AlibiSpec, LinearSpec, NormSpec, QueryScale, RopeSpec, later
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class AttentionSpec(MixerSpec):
 
     ``scale`` multiplies q·k; ``softcap`` c turns scores s into c·tanh(s/c); ``window`` w lets position p see
     keys in (p - w, p], or where ``chunked`` those from the last multiple of w on (Llama 4); ``sinks`` names a per-head
-    logit added to the softmax denominator (or None). ``group`` indexes ``DecoderSpec.cache_groups``. ``clip`` c keeps
-    projections within ±c, before anything else; ``norm_last``: q and k are normed when they are turned, not before
-    (Hunyuan).
+    logit added to the softmax denominator (or None). ``group`` indexes ``DecoderSpec.cache_groups``. ``alibi`` raises
+    scores by the distance of keys. ``clip`` c keeps projections within ±c, before anything else; ``norm_last``: q and k
+    are normed when they are turned, not before (Hunyuan).
     """
 
     q: LinearSpec
@@ -38,6 +38,7 @@ class AttentionSpec(MixerSpec):
     sinks: str | None = None
     group: int = 0
     chunked: bool = later(False)
+    alibi: AlibiSpec | None = later(None)  # noqa: RUF009 (a field, as the others are)
     clip: float | None = later(None)
     norm_last: bool = later(False)
     q_scale: QueryScale | None = later(None)  # noqa: RUF009 (a field, as the others are)
@@ -84,6 +85,11 @@ class AttentionSpec(MixerSpec):
         for name, limit in (("softcap", self.softcap), ("clip", self.clip)):
             sound.expect(name, limit is None or limit > 0, limit, "a number above 0")
         sound.expect("chunked", not self.chunked or self.window is not None, self.chunked, "false without a window")
+        if self.alibi is not None:
+            count = len(self.alibi.slopes)
+            sound.expect("alibi", count == self.heads, f"{count} slopes", f"{self.heads}, one a head")
+            for name, other in (("softcap", self.softcap), ("sinks", self.sinks)):
+                sound.expect(name, other is None, other, "none beside alibi")
         if (q := self.q_scale) is not None:
             sound.expect("q_scale", q.form == "floor" or q.length > 1, q.length, "a length above 1")
             sound.expect("q_scale", q.factor >= 0, q.factor, "a factor of 0 or more")

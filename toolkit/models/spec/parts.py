@@ -89,6 +89,19 @@ class RopeSpec:
 
 
 @dataclass(frozen=True)
+class AlibiSpec:
+    """Positions without rope: the score of key k for head h's query at p is raised by scale · slopes[h] · (k − p), but
+    for a number that is the same for all keys: no softmax sees it.
+
+    ``rounded``: k, and then slope · k, count as bfloat16 has them (Falcon-RW).
+    """
+
+    slopes: tuple[float, ...]
+    scale: float = 1.0
+    rounded: bool = False
+
+
+@dataclass(frozen=True)
 class QueryScale:
     """What a query at position p is multiplied by, whatever scores are scaled by; ``toolkit.models.rope.query_scale``.
 

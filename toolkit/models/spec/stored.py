@@ -34,7 +34,8 @@ class StoredTensor:
     Whatever its shape, a module is worked with as the matrix of ``matrix`` (or as a vector), a row an output feature,
     of which parts take rows: the matrices of a stack [experts, out, in] stand one below the other. ``transposed``: the
     stored ones are [in, out]. ``flat``: a stack stored as one matrix, one of its own below the other. ``bare``: tensors
-    are named ``name`` and ``name_bias``.
+    are named ``name`` and ``name_bias``. ``unit_rows``: rows are divided by their length as they are read (Baichuan 2's
+    head); where they are quantized they were already.
     """
 
     name: str
@@ -46,6 +47,7 @@ class StoredTensor:
     transposed: bool = False
     bare: bool = False
     flat: bool = False
+    unit_rows: bool = False
 
     @property
     def disk_shape(self) -> tuple[int, ...]:

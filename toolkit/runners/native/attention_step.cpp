@@ -163,9 +163,13 @@ void Run::attend_tile(const Attention& a, const Piece& piece, const Piece* next,
             const int64_t r = (t - t0) * a.per_kv + i;
             s.lo[r] = int32_t(std::clamp<int64_t>(low, 0, KV_TILE));
             s.hi[r] = int32_t(std::clamp<int64_t>(pos + 1 - base, 0, KV_TILE));
+            if (!a.alibi) continue;
+            s.slope[r] = a.alibi.data[head * a.per_kv + i];
+            s.from[r] = int32_t(a.alibi_rounded != 0.0f ? base : base - pos);
         }
     }
-    const AttnParams params{a.dpad, a.scale, a.softcap, p.bf16};
+    AttnParams params{a.dpad, a.scale, a.softcap, p.bf16};
+    if (a.alibi) params.slope = s.slope, params.from = s.from, params.rounded = a.alibi_rounded;
     ops.attn_tile(params, kv, query(a, head, t0 - first), (t1 - t0) * a.per_kv, s.lo, s.hi, to, s.scores);
 }
 

@@ -66,6 +66,8 @@ struct Attention {
     bool chunked = false;  // windows begin at multiples of `window`, they do not slide
     int64_t group;
     float scale, softcap;
+    Vector alibi;            // slopes of heads, divided by `scale` unless rounded
+    float alibi_rounded = 0; // what rounded products are multiplied by; 0 = they are not rounded
     float clip = 0;          // projections stay within it; 0 = none
     bool norm_last = false;  // q and k are normed when they are turned
     int q_form = 0;          // what queries are multiplied by, by position: 0 nothing, 1 "floor", 2 "log" (QueryScale)

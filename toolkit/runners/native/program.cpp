@@ -6,7 +6,7 @@
 namespace tk {
 namespace {
 
-constexpr int64_t MAGIC = 0x746b3033;  // "tk03"
+constexpr int64_t MAGIC = 0x746b3034;  // "tk04"
 constexpr int64_t LIMIT = int64_t(1) << 31;
 
 class Parser {
@@ -162,6 +162,9 @@ Attention read_attention(Parser& p, Program& prog) {
     a.scale = p.number("attention scale");
     a.softcap = p.number("attention softcap");
     a.clip = p.number("clip");
+    a.alibi = p.vector("alibi", a.heads);
+    a.alibi_rounded = p.number("alibi rounded");
+    if (a.alibi && a.softcap > 0) throw Error("program: alibi beside a softcap");
     a.norm_last = p.integer("norms last", 0, 1) == 1;
     a.q_form = int(p.integer("query scale", 0, 2));
     a.q_length = p.integer("query scale's length", 1, LIMIT);

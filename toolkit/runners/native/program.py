@@ -12,7 +12,7 @@ from toolkit.models.rope import inv_freq
 from toolkit.models.spec import AttentionSpec, DecoderSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec, RopeSpec, Sublayer
 from toolkit.runners.native.packed import PackedTensor, PackedWeights, vector
 
-MAGIC = 0x746B3033
+MAGIC = 0x746B3034
 KV_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, 8: 3, 4: 4}
 _QUERY_SCALES = {"floor": 1, "log": 2}
 _SCORINGS = {"softmax": 0, "sigmoid": 1, "sparsemixer": 2}
@@ -138,6 +138,7 @@ class _Writer:
         rope = -1 if a.rope is None else self._spec.ropes().index(a.rope)
         self._out.ints += [a.heads, a.kv_heads, a.head_dim, rope, a.window or 0, int(a.chunked), a.group]
         self._out.floats += [a.scale, a.softcap or 0.0, a.clip or 0.0]
+        self._alibi(a)
         self._out.ints.append(int(a.norm_last))
         scale = a.q_scale
         self._out.ints += [0, 1, 0] if scale is None else [_QUERY_SCALES[scale.form], scale.length, scale.offset]
@@ -152,6 +153,16 @@ class _Writer:
         self._out.ints += [_ACTIVATIONS[m.activation], m.up.out_features]
         for linear in (m.gate, m.up, m.down):
             self._linear(linear)
+
+    def _alibi(self, a: AttentionSpec) -> None:
+        if a.alibi is None:
+            self._out.ints.append(-1)
+            self._out.floats.append(0.0)
+            return
+        factor = a.alibi.scale / a.scale  # scores are scaled afterwards
+        slopes = np.asarray(a.alibi.slopes, np.float32) * np.float32(1.0 if a.alibi.rounded else factor)
+        self._out.ints.append(self._add(vector(slopes)))
+        self._out.floats.append(factor if a.alibi.rounded else 0.0)
 
     def _moe(self, m: MoeSpec) -> None:
         self._out.ints += [len(m.experts), m.top_k, _SCORINGS[m.scoring], int(m.norm_topk)]

@@ -136,6 +136,8 @@ Workspace::Workspace(const Program& p, const Ops& ops, int thread_count) : threa
             *s = {take<float>(rows), take<float>(rows), take<float>(rows * w.dpad)};
         a.lo = take<int32_t>(rows);
         a.hi = take<int32_t>(rows);
+        a.from = take<int32_t>(rows);
+        a.slope = take<float>(rows);
         a.scores = take<float>(rows * KV_TILE * 2);
         a.keys = take<uint8_t>(KV_TILE * w.dpad * 4);
         a.values = take<uint8_t>(KV_TILE * w.dpad * 4);

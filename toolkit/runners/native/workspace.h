@@ -18,7 +18,8 @@ constexpr int64_t LOGIT_BYTES = 16 << 20;  // buffer of logits rows (at least 8 
 struct AttnScratch {
     int64_t rows;
     AttnState running, part;
-    int32_t *lo, *hi;
+    int32_t *lo, *hi, *from;
+    float* slope;
     float* scores;
     uint8_t *keys, *values;  // loaded cells
     float* row;              // [dpad]

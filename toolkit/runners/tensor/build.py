@@ -78,6 +78,7 @@ class _Builder:
             q_norm=self.norm(spec.q_norm),
             k_norm=self.norm(spec.k_norm),
             sinks=None if spec.sinks is None else self.tensor(spec.sinks).float(),
+            more=self.attention_options(spec),
             scales=(self.cache_scale(spec.k, "k_scale"), self.cache_scale(spec.v, "v_scale")),
             ops=self.ops,
         )
@@ -99,6 +100,13 @@ class _Builder:
             o=self.linear(spec.o),
             ops=self.ops,
         )
+
+    def attention_options(self, spec: AttentionSpec) -> dict[str, Any]:
+        found: dict[str, Any] = {"chunked": True} if spec.chunked else {}
+        if (alibi := spec.alibi) is not None:
+            slopes = torch.tensor(alibi.slopes, dtype=torch.float32, device=self.place.device)
+            found |= {"alibi": slopes, "alibi_scale": alibi.scale, "alibi_rounded": alibi.rounded}
+        return found
 
     def cache_scale(self, linear: LinearSpec, name: str) -> float:
         """The scale of a float8 cache that a checkpoint gives beside the attention or its projection, else 1."""

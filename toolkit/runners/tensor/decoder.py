@@ -74,7 +74,8 @@ class RoundingNorm:
 class Attention:
     """Projections, qk-norm and rope, cache write, attention, output projection.
 
-    ``scales``: what keys and values are divided by in a float8 cache.
+    ``more``: of ``paged_attention``, what most models leave as it is. ``scales``: what keys and values are divided by
+    in a float8 cache.
     """
 
     spec: AttentionSpec
@@ -84,6 +85,7 @@ class Attention:
     q_norm: Norm | LayerNorm | None
     k_norm: Norm | LayerNorm | None
     sinks: Tensor | None
+    more: Mapping[str, Any]
     scales: tuple[float, float]
     ops: Ops
 
@@ -135,7 +137,7 @@ class Attention:
             step.plans[spec.group, spec.window],
             *scales,
             turned=True,
-            **({"chunked": True} if spec.chunked else {}),
+            **self.more,
         )
         return self.o(y.flatten(1))
 
