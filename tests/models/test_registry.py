@@ -37,6 +37,11 @@ def test_architectures_win_over_model_type():
         find_family({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]})
 
 
+def test_what_no_runner_computes_is_named():
+    with pytest.raises(ToolkitError, match=r"config\.json: architectures: DeepseekV32ForCausalLM needs attention to"):
+        find_family({"model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"]})
+
+
 def test_load_spec_names_the_directory(tmp_path):
     checkpoint = SimpleNamespace(path=tmp_path, config={**CONFIG, "hidden_size": 0})
     with pytest.raises(ToolkitError, match=f"{tmp_path}: config.json: hidden_size: found 0"):

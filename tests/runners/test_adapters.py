@@ -13,6 +13,7 @@ from toolkit.runners.base import RunnerError, RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
 
 ATTENTION, ALL = "q_proj|v_proj", r"(?:[qkvo]|gate|up|down|qkv|gate_up|wqkv|wo)_?(?:proj)?|w[123]"
+LATENT = "q_[ab]_proj|kv_a_proj_with_mqa|o_proj"
 
 
 @pytest.fixture
@@ -41,7 +42,8 @@ def logits_alone(steps, runner, prompt, adapter=-1):
 
 
 @pytest.mark.parametrize(
-    "family, targets", [("llama", ATTENTION), ("llama", ALL), ("phi3", ALL), ("internlm2", ALL), ("gemma2", ALL)]
+    "family, targets",
+    [("llama", ATTENTION), ("llama", ALL), ("phi3", ALL), ("internlm2", ALL), ("gemma2", ALL), ("deepseek_v3", LATENT)],
 )
 def test_an_adapter_gives_what_merged_weights_give(family, targets, tiny_models, adapters, steps, tmp_path):
     model = tiny_models(family)
@@ -164,9 +166,12 @@ def test_modules_and_shapes_that_do_not_fit(tiny_models, adapters, tmp_path):
     assert "the adapter is of another model" in refusal(other, adapters.write_adapter(tmp_path / "a", llama, ATTENTION))
     embed = adapters.write_adapter(tmp_path / "b", llama, "embed_tokens")
     assert "it changes model.embed_tokens" in refusal(llama, embed)
-    assert "no embedding, head, router or expert" in refusal(
+    assert "no embedding, head, router, expert or kv_b_proj" in refusal(
         mixtral, adapters.write_adapter(tmp_path / "c", mixtral, "gate|router")
     )
+    latent = tiny_models("minicpm3")
+    both_sides = adapters.write_adapter(tmp_path / "e", latent, "kv_b_proj")
+    assert "it changes model.layers.0.self_attn.kv_b_proj" in refusal(latent, both_sides)
     (tmp_path / "d").mkdir()
     assert "found no adapter_config.json" in refusal(llama, tmp_path / "d")
     (embed / "adapter_model.safetensors").rename(embed / "adapter_model.bin")

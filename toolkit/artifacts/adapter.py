@@ -68,7 +68,7 @@ def read_adapter(path: Path, spec: DecoderSpec, stored: Sequence[StoredTensor] =
         if target is None:
             raise ToolkitError(
                 f"{file}: it changes {module}, expected linears of attention or feed-forward layers alone "
-                "(no embedding, head, router or expert); merge the adapter into the checkpoint instead"
+                "(no embedding, head, router, expert or kv_b_proj); merge the adapter into the checkpoint instead"
             )
         _check_shapes(file, module, sides, target.shape)
         found |= _split(target, _load(file, sides, _scale(path, config, module, sides["A"].shape[0])))

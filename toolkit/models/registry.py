@@ -29,6 +29,12 @@ from toolkit.models.rope_config import LAYER_TYPES
 from toolkit.models.spec import StoredTensor
 
 VARIABLE = "TOOLKIT_CUSTOM_MODULE_MAP"  # of the environment: Python files, one family each, with : between them
+PICKED = "attention to the tokens that an indexer picks"
+LACKING = {  # architectures that a spec cannot say → what is missing
+    "DeepseekV32ForCausalLM": PICKED,
+    "GlmMoeDsaForCausalLM": PICKED,
+    "DeepseekV4ForCausalLM": "hyper-connections and compressed attention",
+}
 GROUP = "toolkit.families"  # of entry points: name = "package.module:FAMILY"
 
 
@@ -118,6 +124,8 @@ def find_family(config: dict[str, Any], source: str = "config.json", own: Iterab
 
 
 def _unknown(config: dict[str, Any], source: str, found: object) -> NoReturn:
+    if isinstance(found, str) and found in LACKING:
+        raise ToolkitError(f"{source}: architectures: {found} needs {LACKING[found]}, which no runner here computes")
     known = [a for family in families() for a in family.architectures]
     near = difflib.get_close_matches(str(found)[:100], known, 3, 0.75) or ["LlamaForCausalLM"]
     Fields(config, source).fail("architectures", found, f"one that `tool list models` shows, such as {', '.join(near)}")

@@ -22,7 +22,7 @@ from toolkit.runners.tensor.decoder import LayerNorm, Norm
 from toolkit.runners.tensor.linear import Activations, Linear
 from toolkit.runners.tensor.ops import Ops
 
-EXPANDED = 1 << 26  # numbers of keys and values that are made at once, head by head where these are more
+EXPANDED = 1 << 24  # numbers of keys and values that are made at once, head by head where these are more
 QUERIES = 512  # rows that attend at once where there is something before them
 
 
