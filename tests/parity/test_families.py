@@ -192,8 +192,7 @@ def run_engine(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("caching", [True, False], ids=["prefix-cache", "no-prefix-cache"])
-@pytest.mark.parametrize("budget", [7, 37, 512])
+@pytest.mark.parametrize("budget, caching", [(7, True), (37, False), (512, True)])
 def test_greedy_tokens_through_the_engine(case: Any, backend: str, caching: bool, budget: int) -> None:
     _, path, oracle = case
     texts = prompts([40, 3, 50, 21, 1, 33], seed=2)

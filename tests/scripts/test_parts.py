@@ -1,0 +1,60 @@
+"""scripts/test with tools that only write down what they are asked: which tests run together and which alone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = """#!/bin/sh
+echo "${0##*/} $OMP_NUM_THREADS $*" >>"$LOG"
+case "$*" in
+    *"not alone"*) exit $BESIDE ;;
+    *"alone and"*) exit $ALONE ;;
+esac
+"""
+
+
+def ran(tmp_path: Path, *arguments: str, beside: int = 0, alone: int = 0) -> tuple[int, str, list[list[str]]]:
+    """Exit code, what is said at the end, and the calls: name, threads, arguments."""
+    for folder in ("scripts", ".venv/bin", "tests/a"):
+        (tmp_path / folder).mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "test", tmp_path / "scripts" / "test")
+    (tmp_path / "scripts" / "setup").write_text("")
+    for name in ("ruff", "mypy", "pytest"):
+        (tmp_path / ".venv" / "bin" / name).write_text(TOOL)
+        (tmp_path / ".venv" / "bin" / name).chmod(0o755)
+    (tmp_path / "tests" / "a" / "test_x.py").write_text("pytestmark = pytest.mark.alone")
+    (tmp_path / "tests" / "a" / "test_y.py").write_text("")
+    env = {"PATH": os.environ["PATH"], "LOG": str(tmp_path / "log"), "BESIDE": str(beside), "ALONE": str(alone)}
+    done = subprocess.run(
+        ["bash", "scripts/test", *arguments], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    calls = [line.split(" ", 2) for line in (tmp_path / "log").read_text().splitlines()]
+    return done.returncode, (done.stdout + done.stderr).strip(), calls
+
+
+def test_all_tests_run_in_two_parts(tmp_path: Path) -> None:
+    code, said, calls = ran(tmp_path)
+    assert code == 0 and said.startswith("lint, types and all tests passed")
+    assert [name for name, *_ in calls] == ["ruff", "ruff", "mypy", "pytest", "pytest"]
+    (_, threads, beside), (_, _, alone) = calls[3:]
+    assert threads == "1" and "-n 2" in beside and beside.endswith("-m not slow and not alone")
+    assert alone.endswith("-m alone and not slow tests/a/test_x.py"), "files with such tests are collected, no others"
+
+
+@pytest.mark.parametrize("beside, alone", [(1, 0), (0, 1), (2, 1)])
+def test_either_part_fails_the_whole_and_both_run(tmp_path: Path, beside: int, alone: int) -> None:
+    code, said, calls = ran(tmp_path, beside=beside, alone=alone)
+    assert code == 1 and len(calls) == 5 and said.startswith("tests failed after")
+    assert ("two processes" in said, "run alone" in said) == (bool(beside), bool(alone))
+
+
+def test_arguments_go_to_pytest(tmp_path: Path) -> None:
+    code, said, calls = ran(tmp_path, "-m", "slow and not alone", "tests/a", beside=5)
+    assert (code, said) == (5, "")
+    assert calls == [["pytest", "2", "-m slow and not alone tests/a"]]
