@@ -25,6 +25,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._told = threading.Lock()
+        self._came = threading.Event()
         self._mine, self._theirs = socket.socketpair()
         self._theirs.setblocking(False)
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is somebody's
@@ -40,6 +41,11 @@ class Watch:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
             with suppress(OSError, ValueError):
                 print("interrupted", file=sys.stderr, flush=True)
+
+    def came(self) -> bool:
+        """Whether a SIGINT has come. What fails then fails of it: a KeyboardInterrupt that hits a library while it is
+        imported comes out as another error."""
+        return self._came.wait(0.05)  # the thread may not have seen it yet
 
     def _lost(self, found: sys.UnraisableHookArgs) -> None:
         """Where Python must swallow an exception, in a callback of its own, it prints it. Not a KeyboardInterrupt: the
@@ -60,6 +66,7 @@ class Watch:
         while signal.SIGINT not in (numbers := self._mine.recv(64)):
             if not numbers:
                 return
+        self._came.set()
         time.sleep(WITHIN)
         with suppress(OSError, ValueError):
             if sys.stderr.isatty():

@@ -203,6 +203,9 @@ def main(argv: list[str] | None = None) -> None:
     except Exception as e:
         if type(e).__name__ == "NoArgsIsHelpError":  # Typer has printed the help already
             sys.exit(2)
+        if watch.came():
+            watch.tell()
+            sys.exit(INTERRUPTED)
         if debug:
             raise
         message, code = _explain(e)

@@ -99,6 +99,9 @@ class EngineFlags:
     rope_scaling_factor: Annotated[
         float | None, _flag("--rope-scaling-factor", help="Dynamic NTK scaling of positions (turbomind only).")
     ] = None
+    async_: Annotated[
+        int | None, _flag("--async", help="0: schedule a step when the one before has ended (turbomind only).")
+    ] = None
     hf_overrides: Annotated[
         str | None, _flag("--hf-overrides", help="JSON object that goes over the model's config.json.")
     ] = None
@@ -154,12 +157,15 @@ class EngineFlags:
         if self.backend == "pytorch":
             if self.rope_scaling_factor is not None:
                 raise UsageError("--rope-scaling-factor: only for --backend turbomind; write it into --hf-overrides")
+            if self.async_ is not None:
+                raise UsageError("--async: only for --backend turbomind; leave it out")
             return PytorchEngineConfig(block_size=self.cache_block_seq_len, device_type=self.device, **common)
         if self.backend in (None, "turbomind"):
             return TurbomindEngineConfig(
                 cache_block_seq_len=self.cache_block_seq_len,
                 device=self.device,
                 rope_scaling_factor=self.rope_scaling_factor or 0.0,
+                async_=1 if self.async_ is None else self.async_,
                 **common,
             )
         raise UsageError(f"--backend: expected turbomind or pytorch, found {self.backend!r}")

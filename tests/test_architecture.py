@@ -58,6 +58,7 @@ MAY_IMPORT = {
     "jobs": {"engine", "chat", "vision"} | BASE,
     "vl": {"vision"} | BASE,
     "model": {"chat"},
+    "pytorch": {"artifacts", "models"} | BASE,
     "opencompass": {"api", "chat"} | BASE,
     "api": {"jobs", "engine", "chat", "vision", "artifacts"} | BASE,
     "__main__": {"commands"},

@@ -92,17 +92,17 @@ def test_overrides_reach_the_config() -> None:
     assert isinstance(other, PytorchEngineConfig) and other.hf_overrides == {"rope_theta": 5000.0}
     with pytest.raises(UsageError, match="--rope-scaling-factor: only for --backend turbomind"):
         engine_flags("--backend", "pytorch", "--rope-scaling-factor", "2").config()
+    assert engine_flags("--async", "0").config() == TurbomindEngineConfig(async_=0)
     for text in ("[]", "{", "5"):
         with pytest.raises(UsageError, match="--hf-overrides: expected a JSON object"):
             engine_flags("--hf-overrides", text).config()
 
 
 def test_options_without_effect_are_taken_with_one_notice_each(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--eager-mode", "--cache-chunk-size", "4", "--async", "0", "--communicator", "native", "--dp", "1"]
+    given = ["--eager-mode", "--cache-chunk-size", "4", "--communicator", "native", "--dp", "1"]
     assert engine_flags(*given).config() == engine_flags().config()
     said = capsys.readouterr().err.splitlines()
     assert sorted(line.partition(":")[0] for line in said) == [
-        "--async",
         "--cache-chunk-size",
         "--communicator",
         "--eager-mode",

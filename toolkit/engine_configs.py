@@ -68,7 +68,8 @@ class TurbomindEngineConfig:
     ``cache_max_entry_count``: share of free memory for the KV cache, or (an integer) its number of blocks.
     ``device``: "auto", "cpu", "cuda" or "cuda:N". ``threads``: CPU threads, None = all. ``target_step_ms``: a step
     takes as many tokens of prompts as fit this time while other requests decode; 0 = no limit but
-    max_prefill_token_num, None = 150 on a CPU, 0 on a GPU. ``enable_metrics``: whether a server of this engine offers
+    max_prefill_token_num, None = 150 on a CPU, 0 on a GPU. ``async_``: 1 schedules the next step while one runs, where
+    the runner can; 0 when its results are there. ``enable_metrics``: whether a server of this engine offers
     /metrics. ``load_format``: "int8" rounds dense linears to 8 bits while it reads them, "dummy" reads config.json
     alone and makes random weights. ``adapters`` (LMDeploy has it for ``pytorch`` alone): names of LoRA adapters and
     where they are, a directory or hub id in PEFT's format each; on a CPU the tensor runner runs them.
@@ -119,6 +120,7 @@ class TurbomindEngineConfig:
         _check_engine(self, "cache_block_seq_len")
         _check_adapters(self.adapters)
         number("rope_scaling_factor", self.rope_scaling_factor, 0, 1e4)
+        number("async_", self.async_, 0, 1, whole=True)
 
     @property
     def block_size(self) -> int:

@@ -1,6 +1,6 @@
 """LMDeploy's options that have no counterpart here: those that are taken without effect, and those that are not built.
 
-Names are those of its engine configs; on the command line they have dashes (``async_`` is ``--async``).
+Names are those of its engine configs; on the command line they have dashes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from toolkit.config_checks import shown
 
 # Nothing that a user asks for gets lost when these are stepped over: name -> why. One notice tells it.
 IGNORED = {
-    "async_": "the runner overlaps steps where it can",
     "cache_checkpoint_interval": "no cached state needs checkpoints",
     "cache_chunk_size": "blocks of the KV cache are handed out one by one",
     "cache_generation": "answers are cached as prompts are",

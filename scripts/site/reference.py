@@ -86,17 +86,30 @@ def python() -> Iterator[str]:
 
 
 def http() -> Iterator[str]:
-    from toolkit.serve import protocol
+    from toolkit.serve.app import ROUTES
 
-    yield "# HTTP\n\nWhat a request body may hold. [The server](../server.md) says what the fields do.\n"
-    for model in (protocol.ChatCompletionRequest, protocol.CompletionRequest):
-        schema = model.model_json_schema()
+    yield "# HTTP\n\nEvery route, and what its body may hold. [The server](../server.md) says what the fields do.\n"
+    yield "| route | | body |\n|---|---|---|"
+    for routes in ROUTES:
+        for route in routes.router.routes:
+            if route.include_in_schema:
+                body = _body(route.openapi_extra or {})
+                link = f"[`{body}`](#{body.lower()})" if body else ""
+                yield f"| `{' '.join(route.methods)} {route.path}` | {_cell(route.summary or '')} | {link} |"
+    yield ""
+    for model in (model for routes in ROUTES for model in routes.BODIES):
         yield f"## {model.__name__}\n\n| field | type | default | |\n|---|---|---|---|"
-        for name, field in schema["properties"].items():
+        for name, field in model.model_json_schema()["properties"].items():
             default = field.get("default")
             told = "" if default is None else f"`{default}`"
             yield f"| `{name}` | {_cell(_type(field))} | {told} | {_cell(field.get('description', ''))} |"
         yield ""
+
+
+def _body(extra: dict[str, Any]) -> str:
+    """The name of a route's body."""
+    content = extra.get("requestBody", {}).get("content", {}).get("application/json", {})
+    return str(content.get("schema", {}).get("$ref", "")).rpartition("/")[2]
 
 
 def _type(field: dict[str, Any]) -> str:

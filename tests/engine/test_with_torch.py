@@ -18,6 +18,7 @@ from toolkit.engine.core import EngineCore
 from toolkit.engine.frontend import AsyncEngine
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineRequest, SamplingParams
+from toolkit.engine.setup import Setup, start
 from toolkit.engine_configs import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import GenerationConfig, Response
@@ -260,3 +261,14 @@ def test_a_runner_that_gets_no_memory_is_told_in_one_line(tiny_models: Any, monk
     with pytest.raises(ToolkitError, match=r"out of memory.*cache-max-entry-count") as error:
         AsyncEngine.open(tiny_models("llama"), backend="pytorch")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("asked", [1, 0])
+def test_async_0_schedules_no_step_ahead(asked: int, tiny_models: Callable[..., Path]) -> None:
+    path = tiny_models("llama")
+    config = TurbomindEngineConfig(async_=asked, session_len=64, device="cpu")
+    core, _ = start(Setup(path, path, config, None), None, lambda line: None)
+    try:
+        assert core.options.lookahead is (None if asked else False)
+    finally:
+        core.runner.close()

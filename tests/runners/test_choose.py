@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.models.registry import apply_overrides
 from toolkit.runners import choose
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
@@ -177,11 +180,35 @@ def test_an_artifacts_target_decides(native, tiny_models, tmp_path, monkeypatch)
     assert _open(path, "turbomind")[0].name == "native"
     with pytest.raises(UsageError, match="is an engine artifact"):
         open_model(path, model_format="awq")
-    with pytest.raises(UsageError, match="config is fixed"):
+    with pytest.raises(UsageError, match="packed for its config"):
         open_model(path, hf_overrides={"rms_norm_eps": 0.25})
     opened = replace(open_model(path), target="cpu")
     monkeypatch.setattr(choose, "open_model", lambda path, **options: opened)
     assert _open(path, None)[0].name == "native"
+
+
+NAMES = {"torch": "pytorch", "cpu": "turbomind"}
+
+
+@pytest.mark.parametrize("target", NAMES)
+def test_an_artifact_takes_other_positions(target, tiny_models, tmp_path, steps):
+    """It then computes what an artifact does that was made of the changed checkpoint."""
+    from toolkit.convert.convert import convert
+
+    longer = {"rope_scaling_factor": 4.0, "hf_overrides": {"max_position_embeddings": 48}}
+    changed = tmp_path / "changed"
+    shutil.copytree(model := tiny_models("llama", max_position_embeddings=16), changed)
+    config = json.loads((changed / "config.json").read_text())
+    (changed / "config.json").write_text(json.dumps(apply_overrides(config, longer["hf_overrides"], 4.0)))
+    logits = []
+    for path, options in ((model, longer), (changed, {})):
+        engine = tmp_path / f"engine-{len(logits)}"
+        convert(str(path), engine, target=target)
+        asked = RunnerOptions(device="cpu", dtype="float32", block_size=16)
+        driver = steps.Driver(open_runner(engine, backend=NAMES[target], options=asked, **options)[0])
+        assert driver.runner.spec.max_position == 4 * 48
+        logits.append(driver.step({driver.add(): list(range(3, 40))}, "all").logits)
+    assert (logits[0] == logits[1]).all()
 
 
 def test_an_artifact_gives_the_checkpoints_logits(tiny_models, tmp_path, steps):

@@ -28,5 +28,6 @@ def test_the_site_is_built_without_a_broken_link(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "reference" / "cli.html").read_text(encoding="utf-8")
     assert "tool lite auto_awq" in page and "--work-dir" in page
-    assert "max_tokens" in (tmp_path / "reference" / "http.html").read_text(encoding="utf-8")
+    http = (tmp_path / "reference" / "http.html").read_text(encoding="utf-8")
+    assert all(word in http for word in ("max_tokens", "POST /v1/messages", "EmbeddingsRequest"))
     assert not re.search(r"(src|href)=\"https?://[^\"]*\.(css|js|woff2?)", page), "something is fetched from elsewhere"

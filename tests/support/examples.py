@@ -23,14 +23,15 @@ def blocks(page: Path, *languages: str) -> list[str]:
     return [re.sub(f"^{indent}", "", body, flags=re.M) for indent, language, body in found if language in languages]
 
 
+def whole_lines(block: str) -> list[str]:
+    """The lines of a shell block, those that end in a backslash joined, without comments and empty ones."""
+    joined = (line.strip() for line in block.replace("\\\n", " ").splitlines())
+    return [line for line in joined if line and not line.startswith("#")]
+
+
 def lines(block: str) -> list[list[str]]:
-    """The commands of a shell block as words, lines that end in a backslash joined, comments gone."""
-    found = []
-    for line in block.replace("\\\n", " ").splitlines():
-        words = shlex.split(line, comments=True)
-        if words:
-            found.append(words)
-    return found
+    """The commands of a shell block as words."""
+    return [words for line in whole_lines(block) if (words := shlex.split(line, comments=True))]
 
 
 def spans(page: Path) -> list[str]:

@@ -202,6 +202,7 @@ def start(setup: Setup, tokenizer: Tokenizer | None, progress: Progress) -> tupl
             num_blocks=memory.num_blocks,
             target_step_ms=memory.target_step_ms,
             prefix_caching=config.enable_prefix_caching,
+            lookahead=None if getattr(config, "async_", 1) else False,
             check=log.isEnabledFor(logging.DEBUG),
         ),
         tokenizer,

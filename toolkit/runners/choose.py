@@ -68,7 +68,7 @@ def open_model(
     if manifest is not None and manifest.kind == "engine":
         if load_format != "auto":
             raise UsageError(f"--load-format {load_format}: {path} is packed already; leave the option out")
-        return _open_engine(path, hf_overrides, rope_scaling_factor, model_format, device)
+        return _open_engine(path, hf_overrides, rope_scaling_factor, model_format, device, families)
     from toolkit.artifacts.checkpoint import open_checkpoint
     from toolkit.artifacts.weights import validate_checkpoint
     from toolkit.models.registry import apply_overrides, load_spec
@@ -114,28 +114,62 @@ def _open_dummy(
 
 
 def _open_engine(
-    path: Path, hf_overrides: dict[str, Any] | None, rope_scaling_factor: float, model_format: str | None, device: str
+    path: Path,
+    hf_overrides: dict[str, Any] | None,
+    rope_scaling_factor: float,
+    model_format: str | None,
+    device: str,
+    families: Sequence[Family],
 ) -> Opened:
     from toolkit.artifacts.engine import open_engine
 
-    if hf_overrides or rope_scaling_factor:
-        raise UsageError(f"{path}: an engine artifact's config is fixed; give the option with the checkpoint instead")
     if model_format not in (None, "engine"):
         raise UsageError(f"--model-format: {path} is an engine artifact, not {model_format}; leave the option out")
     artifact = open_engine(path)
-    config = path / "config.json"
+    spec, config = artifact.spec, path / "config.json"
+    if hf_overrides or rope_scaling_factor:
+        spec = _with_positions(spec, config, hf_overrides, rope_scaling_factor, families)
     if artifact.target == "cpu":
         from toolkit.runners.native.artifact import open_packed
 
         packed = open_packed(artifact)
-        return Opened(artifact.spec, lambda: packed, artifact.target, config=config)
+        return Opened(spec, lambda: packed, artifact.target, config=config)
     if artifact.target.startswith("cuda-"):
         from toolkit.runners.tensor.cuda_artifact import CudaWeights
         from toolkit.runners.tensor.find import find_device
 
         weights = CudaWeights(artifact, find_device(device))
-        return Opened(artifact.spec, lambda: weights, artifact.target, config=config)
-    return Opened(artifact.spec, artifact.weights, artifact.target, config=config)
+        return Opened(spec, lambda: weights, artifact.target, config=config)
+    return Opened(spec, artifact.weights, artifact.target, config=config)
+
+
+def _with_positions(
+    spec: DecoderSpec,
+    config: Path,
+    hf_overrides: dict[str, Any] | None,
+    rope_scaling_factor: float,
+    families: Sequence[Family],
+) -> DecoderSpec:
+    """An artifact's spec with rope and longest context as the user's changes of config.json have them: nothing that was
+    packed depends on those. Raises UsageError where more would change."""
+    from toolkit.artifacts.json_file import read_json_object
+    from toolkit.models.registry import apply_overrides, build
+
+    before = read_json_object(config)
+    after, _ = build(apply_overrides(before, hf_overrides, rope_scaling_factor), str(config), families)
+    if _packed_part(after.to_json()) != _packed_part(spec.to_json()):
+        raise UsageError(
+            f"{config.parent}: an engine artifact is packed for its config, of it only positions can change; "
+            "give the option with the checkpoint instead"
+        )
+    return after
+
+
+def _packed_part(value: Any) -> Any:
+    """A spec's JSON without positions."""
+    if isinstance(value, dict):
+        return {key: _packed_part(inner) for key, inner in value.items() if key not in ("rope", "max_position")}
+    return [_packed_part(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def native_unsupported(opened: Opened, options: RunnerOptions) -> str | None:

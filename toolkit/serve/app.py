@@ -7,7 +7,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response as HttpResponse
@@ -32,7 +31,6 @@ from toolkit.serve.lanes import Lanes
 from toolkit.serve.metrics import ServerMetrics
 from toolkit.serve.page.routes import add_page, docs_url
 from toolkit.serve.parsing import Formats
-from toolkit.serve.protocol import ChatCompletionRequest, CompletionRequest
 from toolkit.serve.replies import json_response
 from toolkit.serve.responses import routes as responses_routes
 from toolkit.serve.responses.kept import Store
@@ -43,6 +41,18 @@ from toolkit.serve.state import ServerSettings, ServerState
 if TYPE_CHECKING:
     from toolkit.chat.template import ChatTemplate
     from toolkit.engine.frontend import AsyncEngine
+
+ROUTES = (
+    chat_routes,
+    completion_routes,
+    responses_routes,
+    anthropic_routes,
+    token_routes,
+    pooling_routes,
+    generate_routes,
+    interactive_routes,
+    control_routes,
+)
 
 
 def create_app(engine: AsyncEngine, template: ChatTemplate, settings: ServerSettings) -> FastAPI:
@@ -74,14 +84,9 @@ def create_app(engine: AsyncEngine, template: ChatTemplate, settings: ServerSett
     if settings.page:
         add_page(app)
     _add_plain_routes(app, state)
-    app.include_router(chat_routes.router)
-    app.include_router(completion_routes.router)
-    bodies: list[type[BaseModel]] = [ChatCompletionRequest, CompletionRequest]
-    own = (token_routes, pooling_routes, generate_routes, interactive_routes, control_routes)
-    for routes in (*own, anthropic_routes, responses_routes):
+    for routes in ROUTES:
         app.include_router(routes.router)
-        bodies += routes.BODIES
-    add_schemas(app, bodies)
+    add_schemas(app, [body for routes in ROUTES for body in routes.BODIES])
     app.add_exception_handler(Exception, error_reply)
     app.add_exception_handler(ApiError, error_reply)
     app.add_exception_handler(HTTPException, http_error_reply)  # type: ignore[arg-type]

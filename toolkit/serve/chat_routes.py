@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
+from pydantic import BaseModel
 from starlette.responses import Response as HttpResponse
 
 from toolkit.messages import Response
@@ -23,6 +24,7 @@ from toolkit.serve.schema import describe
 from toolkit.serve.state import ServerState
 
 router = APIRouter()
+BODIES: list[type[BaseModel]] = [ChatCompletionRequest]
 
 
 @router.post("/v1/chat/completions", **describe(ChatCompletionRequest, "Answer a conversation"))

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
+from pydantic import BaseModel
 from starlette.responses import Response as HttpResponse
 
 from toolkit.messages import Response
@@ -27,6 +28,7 @@ from toolkit.serve.state import ServerState
 
 logger = logging.getLogger("toolkit.serve")
 router = APIRouter()
+BODIES: list[type[BaseModel]] = [CompletionRequest]
 NOTHING: dict[str, Any] = {"text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
 
 

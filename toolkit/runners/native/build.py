@@ -1,5 +1,6 @@
 """Build the native library with the C++ compiler at hand: ``python -m toolkit.runners.native.build``.
 
+With ``--commands`` it writes ``compile_commands.json``, for clangd and the like, to the current directory instead.
 ``setup.py`` runs it too, by file name, so this file imports nothing of the toolkit. The op families of
 ``kernels/cpu`` are compiled once for every instruction set, the executor once; objects that are newer than all sources
 and headers are kept. ``TOOLKIT_NATIVE_ISAS=here`` compiles for this processor alone, a quarter of the work. The library
@@ -9,6 +10,7 @@ links to the C++ standard library only.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import shutil
@@ -58,6 +60,9 @@ SANITIZE = [
 ]
 
 
+Unit = tuple[Path, str, list[str]]  # source, object name, extra flags
+
+
 class BuildError(Exception):
     """No compiler, or it failed; the message holds its first lines."""
 
@@ -78,8 +83,8 @@ def kernel_folder() -> Path:
     raise BuildError(f"{HERE}: the kernel sources (kernels/cpu) are missing")
 
 
-def _units(kernels: Path, isas: tuple[str, ...]) -> list[tuple[Path, str, list[str]]]:
-    """(source, object name, extra flags) of every compilation."""
+def _units(kernels: Path, isas: tuple[str, ...]) -> list[Unit]:
+    """Every compilation."""
     # The longest first, so that no core waits for the last one: compilers without vector instructions unroll a lot.
     slowest_first = sorted(((f, i) for f in FAMILIES for i in isas), key=lambda unit: unit[1] != "generic")
     units = [(kernels / f"{f}.cpp", f"{f}.{i}", [f"-DTK_ISA={i}", *ISA_FLAGS[i].split()]) for f, i in slowest_first]
@@ -110,7 +115,7 @@ def build(target: Path | None = None, objects: Path | None = None, *, sanitize: 
         raise BuildError("no C++ compiler found (set CXX or install g++)")
     kernels = kernel_folder()
     target = target or HERE / LIBRARY
-    flags = [*COMMON, *(SANITIZE if sanitize else []), f"-I{kernels}", f"-I{HERE}"]
+    flags = [*COMMON, *(SANITIZE if sanitize else []), *_includes(kernels)]
     if objects is None:
         key = hashlib.sha256(f"{kernels} {cxx} {flags}".encode()).hexdigest()[:12]
         objects = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "toolkit" / "build" / key
@@ -118,12 +123,12 @@ def build(target: Path | None = None, objects: Path | None = None, *, sanitize: 
     headers = max(h.stat().st_mtime for h in [*kernels.glob("*.h"), *HERE.glob("*.h"), Path(__file__)])
     units = _units(kernels, wanted_isas())
 
-    def compile_one(unit: tuple[Path, str, list[str]]) -> Path:
-        source, name, extra = unit
+    def compile_one(unit: Unit) -> Path:
+        source, name, _ = unit
         out = objects / f"{name}.o"
         if not out.exists() or out.stat().st_mtime < max(headers, source.stat().st_mtime):
             partial = objects / f"{name}.{os.getpid()}.o"
-            _run([*cxx.split(), *flags, *extra, "-c", str(source), "-o", str(partial)])
+            _run(_command(cxx, flags, unit, partial))
             partial.replace(out)
         return out
 
@@ -136,6 +141,27 @@ def build(target: Path | None = None, objects: Path | None = None, *, sanitize: 
     return target
 
 
+def _includes(kernels: Path) -> list[str]:
+    return [f"-I{kernels}", f"-I{HERE}"]
+
+
+def _command(cxx: str, flags: list[str], unit: Unit, out: Path) -> list[str]:
+    source, _, extra = unit
+    return [*cxx.split(), *flags, *extra, "-c", str(source), "-o", str(out)]
+
+
+def write_commands(file: Path) -> None:
+    """The database of compilations, one for each source: that of the first instruction set."""
+    kernels, cxx = kernel_folder(), compiler() or "c++"
+    flags = [*COMMON, *_includes(kernels)]
+    first = {unit[0]: unit for unit in reversed(_units(kernels, wanted_isas()))}
+    entries = [
+        {"directory": str(HERE), "file": str(unit[0]), "arguments": _command(cxx, flags, unit, Path(f"{unit[1]}.o"))}
+        for unit in first.values()
+    ]
+    file.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+
+
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.stderr.strip():
@@ -145,5 +171,8 @@ def _run(command: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    if "--commands" in sys.argv[1:]:
+        write_commands(Path("compile_commands.json"))
+        sys.exit()
     asan = "--sanitize" in sys.argv[1:]
     print(build(HERE / "_native_sanitized.so" if asan else None, sanitize=asan))

@@ -1,0 +1,1 @@
+"""LMDeploy's path of what concerns its pytorch engine."""
