@@ -4,7 +4,7 @@ import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from toolkit.errors import ToolkitError
-from toolkit.models.registry import build, get, names
+from toolkit.models.registry import apply_overrides, build, get, names
 
 SIZES = dict(
     vocab_size=1000,
@@ -17,13 +17,18 @@ SIZES = dict(
     eos_token_id=2,
     pad_token_id=0,
 )
-EXPERTS = dict(num_local_experts=4, num_experts=4, n_routed_experts=4, num_experts_per_tok=2)
+EXPERTS = dict(num_local_experts=4, num_experts=4, n_routed_experts=16, num_experts_per_tok=2)
+OWN = {
+    "deepseek_v3": dict(num_attention_heads=128),
+    "glm4_moe_lite": dict(num_attention_heads=20),
+    "minicpm3": dict(num_attention_heads=40, hidden_size=1280),
+}
 
 
-@pytest.mark.parametrize("family", [name for name in names() if name in CONFIG_MAPPING])
+@pytest.mark.parametrize("family", [x for x in names() if x in CONFIG_MAPPING and get(x).recipe is None])
 def test_absent_fields_mean_what_transformers_takes_for_them(family):
     known = CONFIG_MAPPING[family]().to_dict()
-    sizes = {**SIZES, **{name: count for name, count in EXPERTS.items() if name in known}}
+    sizes = {**SIZES, **{name: count for name, count in EXPERTS.items() if name in known}, **OWN.get(family, {})}
     stated = CONFIG_MAPPING[family](**sizes).to_dict()
     named = {"architectures": [get(family).architectures[0]], "model_type": family}
     assert build({**named, **sizes})[0] == build({**stated, **named})[0]
@@ -82,3 +87,21 @@ def test_which_baichuan_it_is_stands_in_the_sizes():
     for config, alibi, unit in ((v1, True, False), ({**named, "vocab_size": 125696}, False, True)):
         spec, stored = build(config)
         assert (spec.attention_layers()[0][1].alibi is not None, stored[-1].unit_rows) == (alibi, unit)
+
+
+def test_absent_fields_mean_what_the_models_own_code_takes_for_them():
+    assert build({"architectures": ["InternLM2ForCausalLM"], **SIZES})[0].layers[0].sublayers[0].mixer.q.bias
+    assert build({"architectures": ["ExaoneForCausalLM"], **SIZES, "num_layers": 2})[0].tied
+
+
+@pytest.mark.parametrize("name", ["Gemma2ForCausalLM", "Gemma3ForCausalLM"])
+def test_gemma_s_activation_is_no_other_field(name):
+    mlp = build({"architectures": [name], **SIZES, "hidden_act": "silu"})[0].layers[0].sublayers[1].mixer
+    assert mlp.activation == "gelu_tanh"
+
+
+def test_a_rope_factor_goes_before_internlm_s_rotary():
+    rotary = {"base": 20000, "type": "dynamic", "scaling_factor": 2.0}
+    config = apply_overrides({"architectures": ["InternLMForCausalLM"], **SIZES, "rotary": rotary}, None, 4.0)
+    rope = build(config)[0].attention_layers()[0][1].rope
+    assert (rope.kind, rope.theta, rope.factor) == ("dynamic", 20000.0, 4.0)

@@ -16,7 +16,8 @@ def build(config: Fields) -> Built:
     dims = read_latent_dims(config)
     first = config.integer("first_k_dense_replace", default=3, low=0, high=MAX_LAYERS)
     every = config.integer("moe_layer_freq", default=1, high=MAX_LAYERS)
-    make = read_routed(config, dims, inner=2048, shared=1, norm_topk=True, **read_corrected(config, groups=8))
+    routing = read_corrected(config, groups=8, kept=4)
+    make = read_routed(config, dims, inner=2048, shared=1, norm_topk=True, scale=2.5, **routing)
 
     def feed_forward(layer: int) -> MoeSpec | None:
         return None if layer < first or layer % every else make(layer)

@@ -27,7 +27,7 @@ def build(config: Fields) -> Built:
     endings = renamed(NAMES)
     return llama_like(
         config,
-        read_dims(config, eps=1e-5),
+        read_dims(config, eps=1e-5, tied=True),
         activation=config.activation("activation_function"),
         rename=lambda name: endings(name).replace("model.layers.", "transformer.h."),
     )
@@ -47,7 +47,7 @@ FAMILY = Family(
             dict(rope_parameters=LLAMA3, rms_norm_eps=1e-5, tie_word_embeddings=True),
         ),
         Tiny(
-            dict(head_dim=24, num_key_value_heads=1, layer_norm_epsilon=1e-6),
+            dict(head_dim=24, num_key_value_heads=1, layer_norm_epsilon=1e-6, tie_word_embeddings=False),
             dict(head_dim=24, num_key_value_heads=1, rms_norm_eps=1e-6),
         ),
     ),

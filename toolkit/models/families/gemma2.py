@@ -47,7 +47,7 @@ def build(config: Fields, norms: LayerNorms = SANDWICH_NORMS) -> Built:
         o_bias=bias,
         scale=config.number("query_pre_attn_scalar", default=256.0) ** -0.5,
         softcap=softcap(config, "attn_logit_softcapping", 50.0),
-        activation=config.activation("hidden_activation", "hidden_act", default="gelu_pytorch_tanh"),
+        activation=config.activation("hidden_activation", default="gelu_pytorch_tanh"),
         norms=norms,
         norm_offset=1.0,
         embed_scale=dims.hidden**0.5,

@@ -40,7 +40,7 @@ def build(config: Fields) -> Built:
         o_bias=bias,
         qk_norm=True,
         scale=config.number("query_pre_attn_scalar", default=256.0) ** -0.5,
-        activation=config.activation("hidden_activation", "hidden_act", default="gelu_pytorch_tanh"),
+        activation=config.activation("hidden_activation", default="gelu_pytorch_tanh"),
         norms=SANDWICH_NORMS,
         norm_offset=1.0,
         embed_scale=dims.hidden**0.5,

@@ -17,7 +17,7 @@ def build(config: Fields) -> Built:
     first = config.integer("first_k_dense_replace", default=1, low=0, high=MAX_LAYERS)
     types = config.choices("mlp_layer_types", dims.layers, ("dense", "sparse"))
     sparse = [i >= first for i in range(dims.layers)] if types is None else [kind == "sparse" for kind in types]
-    make = read_routed(config, dims, inner=1536, shared=1, norm_topk=True, **read_corrected(config))
+    make = read_routed(config, dims, inner=1536, shared=1, norm_topk=True, scale=1.8, **read_corrected(config))
 
     def feed_forward(layer: int) -> MoeSpec | None:
         return make(layer) if sparse[layer] else None

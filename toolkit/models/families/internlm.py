@@ -19,7 +19,8 @@ def _rope_fields(config: Fields) -> Fields:
     if rotary is None:
         return config
     values = {**config.values, "rope_theta": rotary.number("base", default=10000.0, low=1.0)}
-    if rotary.text("type", default="origin", choices=("origin", "dynamic")) == "dynamic":
+    kind = rotary.text("type", default="origin", choices=("origin", "dynamic"))
+    if kind == "dynamic" and not config.has("rope_scaling"):  # else the user asked for another
         values["rope_scaling"] = {"type": "dynamic", "factor": rotary.number("scaling_factor", default=1.0)}
     return Fields(values, config.source)
 

@@ -22,7 +22,7 @@ NAMES = {
 
 def build(config: Fields) -> Built:
     dims = read_dims(config)
-    bias = config.flag("bias", False)
+    bias = config.flag("bias", True)
     return llama_like(
         config,
         dims,
@@ -40,7 +40,10 @@ FAMILY = Family(
     ("InternLM2ForCausalLM",),
     build,
     (
-        Tiny(dict(rope_theta=10000.0, rope_scaling=dict(type="dynamic", factor=2.0)), dict(rope_parameters=DYNAMIC)),
+        Tiny(
+            dict(bias=False, rope_theta=10000.0, rope_scaling=dict(type="dynamic", factor=2.0)),
+            dict(rope_parameters=DYNAMIC),
+        ),
         Tiny(dict(bias=True, num_key_value_heads=1), dict(attention_bias=True, num_key_value_heads=1)),
     ),
     llama.GGUF,
