@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from toolkit.models.sites import RowFold, layer_sites
@@ -54,6 +55,13 @@ def test_forward_equals_transformers(family: str, tiny_models: Any) -> None:
         theirs = model(ids).logits
     ours = logits(source, ids)
     assert (ours - theirs).abs().max() < 2e-4 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "minicpm3"])
+def test_latent_attention_folds_at_all_its_sites(name: str, tiny_models: Any) -> None:
+    """Of what makes keys and values, the rows of values take the scale of what reads them, those of keys stay."""
+    test_forward_equals_transformers(name, tiny_models)
+    test_folding_changes_nothing(name, tiny_models)
 
 
 def test_storable_scales_fold_into_bfloat16_norms_without_rounding(tiny_models: Any) -> None:
