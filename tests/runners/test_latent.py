@@ -8,6 +8,7 @@ import pytest
 from toolkit.errors import UsageError
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
+from toolkit.runners.tensor import latent
 from toolkit.runners.tensor.cache import block_bytes
 
 FAMILY = "deepseek_v3"
@@ -21,17 +22,20 @@ def prompt(n):
     return np.random.default_rng(n).integers(5, 320, n).tolist()
 
 
-def test_both_forms_give_the_same(tiny_models, steps):
-    """Many new tokens are expanded, single ones absorbed; the rows in the cache serve both."""
+def test_both_forms_give_the_same(tiny_models, steps, monkeypatch):
+    """Many new tokens are expanded, also a head and some queries at a time; single ones are absorbed. The rows in the
+    cache serve both."""
     ids, logits = prompt(90), {}
-    for chunk in (90, 60, 1):
+    monkeypatch.setattr(latent, "EXPANDED", 1 << 12)
+    monkeypatch.setattr(latent, "QUERIES", 16)
+    for chunk in (90, 45, 1):
         driver = steps.Driver(opened(tiny_models(FAMILY)))
         one, other = driver.add(), driver.add()
         driver.step({other: ids[:3]})
         parts = [ids[i : i + chunk] for i in range(0, len(ids), chunk)]
         logits[chunk] = np.concatenate([driver.step({one: p, other: [7]}, "all").logits[: len(p)] for p in parts])
     np.testing.assert_allclose(logits[90], logits[1], rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(logits[60], logits[1], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(logits[45], logits[1], rtol=1e-4, atol=1e-4)
 
 
 def test_a_token_takes_one_row(tiny_models):
