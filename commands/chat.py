@@ -28,6 +28,9 @@ def run(
         str | None, typer.Option("--prompt", "-p", help="Answer this and leave; the answer alone is on stdout.")
     ] = None,
     system: Annotated[str | None, typer.Option(help="System text, instead of the chat template's own.")] = None,
+    image: Annotated[
+        list[str] | None, typer.Option(help="A picture that the first question is about: file or URL. Repeatable.")
+    ] = None,
     keep: Annotated[
         int, typer.Option(min=0, metavar="<int>", help="Messages from the start that stay when the context is full.")
     ] = 0,
@@ -62,6 +65,8 @@ def run(
         )
     with pipe:
         talk = Conversation(settings.change(pipe.gen_config, **given), system, keep=keep)
+        for source in image or ():
+            talk.show(pipe.checked_image(source))
         if question is None:
             show_engine(console, pipe.engine)
             facts = f"chat template: {pipe.chat_template.note}", f" · context {pipe.engine.session_len}"

@@ -114,6 +114,15 @@ def api_server(
             help="How it marks thoughts, such as qwen3; none: leave them in the text. Default: by its template."
         ),
     ] = None,
+    vision_max_batch_size: Annotated[
+        int, typer.Option(min=1, metavar="<int>", help="Images that are encoded at once, at most.")
+    ] = 1,
+    allowed_local_media_path: Annotated[
+        str | None, typer.Option(help="Folder whose files requests may name as images. Default: none may be.")
+    ] = None,
+    allowed_media_domains: Annotated[
+        list[str] | None, typer.Option(help="Hosts that images are fetched from. Default: all that are public.")
+    ] = None,
     ssl: Annotated[bool, typer.Option("--ssl", help="HTTPS, by the files in SSL_KEYFILE and SSL_CERTFILE.")] = False,
     no_page: Annotated[bool, typer.Option("--no-page", help="No page to chat at /.")] = False,
     disable_fastapi_docs: Annotated[
@@ -187,6 +196,9 @@ def api_server(
         "generation_config": generation_config,
         "tool_call_parser": tool_call_parser,
         "reasoning_parser": reasoning_parser,
+        "vision_max_batch_size": vision_max_batch_size,
+        "allowed_local_media_path": allowed_local_media_path,
+        "allowed_media_domains": allowed_media_domains,
         "docs": not disable_fastapi_docs,
         "page": not no_page,
         "metrics": config.enable_metrics,

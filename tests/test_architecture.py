@@ -55,12 +55,12 @@ MAY_IMPORT = {
     "serve": {"engine", "chat", "vision", "parsers", "artifacts", "config_checks"} | BASE,
     "profile": {"engine", "chat", "artifacts"} | BASE,
     "check_env": {"engine", "runners", "models", "artifacts", "kernels"} | BASE,
-    "jobs": {"engine", "chat", "vision"} | BASE,
+    "jobs": {"engine", "chat", "models"} | BASE,
     "vl": {"vision"} | BASE,
     "model": {"chat"},
     "pytorch": {"artifacts", "models"} | BASE,
     "opencompass": {"api", "chat"} | BASE,
-    "api": {"jobs", "engine", "chat", "vision", "artifacts"} | BASE,
+    "api": {"jobs", "engine", "chat", "vision", "models", "artifacts"} | BASE,
     "__main__": {"commands"},
 }
 # Of another room only these: the contract and what the registry says, no family by its name.

@@ -31,12 +31,15 @@ from toolkit.chat.template import ChatTemplate
 from toolkit.engine.frontend import AsyncEngine
 from toolkit.engine.pooling import choose as choose_pooling
 from toolkit.engine.pooling import vector
-from toolkit.engine_configs import EngineConfig
+from toolkit.engine_configs import EngineConfig, VisionConfig
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.jobs import Job, JobRunner
 from toolkit.lmdeploy_options import notice
 from toolkit.messages import ChatTemplateConfig, GenerationConfig, Response
+from toolkit.models.vision import Picture
 from toolkit.progress import Progress
+from toolkit.vision.eyes import Eyes
+from toolkit.vision.images import as_url
 
 __all__ = ["Pipeline", "Session", "pipeline"]
 
@@ -89,8 +92,8 @@ class Pipeline:
         progress = kwargs.pop("progress", None)
         packed = kwargs.pop("packed", None)
         self.adapter_name: str | None = kwargs.pop("adapter_name", None)
-        ignored = [("vision_max_batch_size", "vision_config"), ("trust_remote_code", "trust_remote_code")]
-        ignored = [(name, spelled) for name, spelled in ignored if kwargs.pop(spelled, None)]
+        vision = kwargs.pop("vision_config", None) or VisionConfig()
+        ignored = ["trust_remote_code"] if kwargs.pop("trust_remote_code", None) else []
         arguments.refuse_unknown("pipeline()", kwargs)
         if speculative_config is not None:
             raise UsageError("speculative_config: speculative decoding is not built yet; leave it out")
@@ -100,23 +103,35 @@ class Pipeline:
             raise UsageError(f"max_log_len: expected a number of characters, found {max_log_len!r}")
         ChatTemplate.check(chat_template_config)
         _set_log_level(log_level)
-        for name, spelled in ignored:
-            logger.warning("%s", notice(name, spelled))
+        if not isinstance(vision, VisionConfig):
+            raise UsageError(f"vision_config: expected a VisionConfig, found {type(vision).__name__}")
+        for name in ignored:
+            logger.warning("%s", notice(name, name))
         self.model_path = str(model_path)
         self._max_log_len = max_log_len
         self._closed = False
         renderer = Renderer()
         renderer.start()  # it comes up while the model loads
         self.engine = AsyncEngine.open(
-            self.model_path, backend_config=backend_config, backend=backend, progress=progress, packed=packed
+            self.model_path,
+            backend_config=backend_config,
+            backend=backend,
+            progress=progress,
+            packed=packed,
+            pictures_together=vision.max_batch_size,
         )
         if self.engine.runner_note:
             logger.info("%s", self.engine.runner_note)
         try:
             if self.adapter_name is not None:
                 self._check_adapter(self.adapter_name)
+            self._eyes = Eyes.open(self.tokenizer.path)
             self.chat_template = ChatTemplate.open(
-                self.engine.tokenizer, self.model_path, chat_template_config, renderer
+                self.engine.tokenizer,
+                self.model_path,
+                chat_template_config,
+                renderer,
+                None if self._eyes is None else self._eyes.recipe.written,
             )
             self.gen_config: GenerationConfig = default or settings.of_model(self.tokenizer.path)
         except BaseException:
@@ -143,7 +158,8 @@ class Pipeline:
     ) -> Any:
         """Answer prompts: one Response for one prompt, a list in input order for a list.
 
-        prompts: text, OpenAI messages, or a list of either. gen_config: one for all, or a list with one a prompt; with
+        prompts: text, (text, images), OpenAI messages, or a list of these; an image is a URL, a path or a Pillow image.
+        gen_config: one for all, or a list with one a prompt; with
         ``n`` > 1 a prompt's result is the list of its n Responses, choice i drawn with ``random_seed + i``.
         do_preprocess=False takes texts as they are, without chat template. use_tqdm shows progress on standard error.
         ``adapter_name``: one of the engine config's ``adapters``, None for the plain model.
@@ -201,7 +217,7 @@ class Pipeline:
 
     def chat(
         self,
-        prompt: str,
+        prompt: str | tuple[Any, ...],
         session: Session | None = None,
         gen_config: GenerationConfig | None = None,
         stream_response: bool = False,
@@ -209,20 +225,20 @@ class Pipeline:
         **kwargs: Any,
     ) -> Session | Iterator[Response]:
         """One turn of a conversation: the session, updated, or with stream_response an iterator over the answer.
+        ``prompt``: text, or (text, images).
 
         The turn enters the history when its answer ends; what was read of a stream that is left early counts too.
         An answer that fails (``session.response.finish_reason == "error"``) leaves the history as it was.
         """
-        if isinstance(prompt, tuple):
-            as_batch(prompt)
-        if not isinstance(prompt, str):
-            raise UsageError(f"prompt: expected text, found {type(prompt).__name__}")
+        if not isinstance(prompt, str | tuple):
+            raise UsageError(f"prompt: expected text or (text, images), found {type(prompt).__name__}")
+        asked: Prompt = prompt if isinstance(prompt, str) else as_batch(prompt)[0][0]
         session = self.session() if session is None else session
         if session.closed:
             raise UsageError("session: it is closed; start another with pipe.session()")
         if gen_config is not None:
             session.gen_config = gen_config
-        jobs = self._jobs([prompt], session.gen_config, True, adapter_name, [session], kwargs)
+        jobs = self._jobs([asked], session.gen_config, True, adapter_name, [session], kwargs)
         if len(jobs) > 1:
             raise UsageError("n: expected 1 in a conversation, found more")
         pieces = self._turn(session, prompt, jobs)
@@ -245,8 +261,15 @@ class Pipeline:
 
     def context(self, messages: list[Message]) -> tuple[int, int]:
         """(tokens that a conversation takes once templated, tokens that fit). Raises ToolkitError."""
-        text = self.chat_template.render(messages)
+        _, text = self._seen(messages, self.chat_template.render(messages))
         return len(self.tokenizer.encode(text, add_special_tokens=False)), self.engine.session_len
+
+    def checked_image(self, source: str) -> str:
+        """The URL by which messages may name the picture in a file or at a URL: of a file one that holds it. Raises
+        UsageError where it cannot be read, or the model reads text alone."""
+        if self._eyes is None:
+            raise UsageError(f"image: {self.model_path} reads text alone; load a model that sees")
+        return as_url(source)
 
     def get_ppl(self, input_ids: list[int] | list[list[int]]) -> list[float]:
         """Mean cross-entropy (natural logarithm, not exponentiated) of each sequence of at least two token ids."""
@@ -321,16 +344,18 @@ class Pipeline:
         jobs = []
         for i, (prompt, config) in enumerate(zip(prompts, configs, strict=True)):
             session = sessions[i] if sessions else None
-            token_ids, error = self._encode(i, prompt, session, do_preprocess, options)
+            token_ids, pictures, error = self._encode(i, prompt, session, do_preprocess, options)
             config = self.chat_template.with_stops(config) if do_preprocess else config
             for choice, one in enumerate(arguments.choices(config)):
-                jobs.append(Job((i, choice), token_ids, one, session, error, uuid4().hex, adapter_name))
+                name = uuid4().hex
+                jobs.append(Job((i, choice), token_ids, one, session, error, name, adapter_name, pictures=pictures))
         return jobs
 
     def _encode(
         self, i: int, prompt: Prompt, session: Session | None, do_preprocess: bool, options: dict[str, Any]
-    ) -> tuple[list[int], ToolkitError | None]:
-        """Token ids of a prompt, or the error that this one request ends with."""
+    ) -> tuple[list[int], list[Picture], ToolkitError | None]:
+        """Token ids of a prompt and its pictures, or the error that this one request ends with."""
+        pictures: list[Picture] = []
         try:
             if not do_preprocess:
                 if not isinstance(prompt, str):
@@ -341,13 +366,21 @@ class Pipeline:
                     before = session.messages()
                     prompt = before + ([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
                 text = self.chat_template.render(prompt, **options)
-                ids = self.tokenizer.encode(text, add_special_tokens=False)
+                pictures, whole = self._seen(prompt, text)
+                ids = self.tokenizer.encode(whole, add_special_tokens=False)
         except ToolkitError as e:
-            return [], e
+            return [], [], e
         logger.info("prompt %d, %d tokens: %r", i, len(ids), text[: self._max_log_len])
-        return ids, None
+        return ids, pictures, None
 
-    def _turn(self, session: Session, prompt: str, jobs: list[Job]) -> Iterator[Response]:
+    def _seen(self, prompt: Prompt, text: str) -> tuple[list[Picture], str]:
+        """The pictures of a prompt, and its rendered ``text`` with their places spelled out."""
+        if self._eyes is None:
+            return [], text
+        pictures = self._eyes.look(prompt)
+        return pictures, self._eyes.spell(text, pictures)
+
+    def _turn(self, session: Session, prompt: str | tuple[Any, ...], jobs: list[Job]) -> Iterator[Response]:
         session.prompt, session.response = prompt, Response()
         try:
             for piece in self._runner.stream(jobs, True):

@@ -207,10 +207,13 @@ class PytorchEngineConfig:
 
 @dataclass
 class VisionConfig:
-    """LMDeploy's options of a vision encoder. There is none here yet: ``pipeline`` says so of one that it is given."""
+    """How pictures are encoded: ``max_batch_size`` of them at once, at most. ``thread_safe``: without effect."""
 
     max_batch_size: int = 1
     thread_safe: bool = False
+
+    def __post_init__(self) -> None:
+        number("max_batch_size", self.max_batch_size, 1, 1 << 16, whole=True)
 
 
 EngineConfig = TurbomindEngineConfig | PytorchEngineConfig

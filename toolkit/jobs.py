@@ -17,6 +17,7 @@ from toolkit.engine.frontend import AsyncEngine
 from toolkit.engine.request import Only
 from toolkit.errors import ToolkitError
 from toolkit.messages import GenerationConfig, Response
+from toolkit.models.vision import Picture
 
 logger = logging.getLogger("toolkit")
 Emit = Callable[[Response], None]
@@ -37,6 +38,7 @@ class Job:
     request_id: str
     adapter: str | None = None
     only: Only | None = None
+    pictures: Sequence[Picture] = ()
 
 
 class JobRunner:
@@ -120,6 +122,7 @@ class JobRunner:
                 session=name,
                 adapter=job.adapter,
                 only=job.only,
+                pictures=job.pictures,
             )
             async for piece in pieces:
                 _label(whole.extend(_label(piece, job)), job)

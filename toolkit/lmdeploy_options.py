@@ -42,7 +42,6 @@ IGNORED = {
     "prefix_cache_state_budget": "no cached state needs checkpoints",
     "thread_safe": "an engine may be used from any thread",
     "trust_remote_code": "code that comes with a model is never run",
-    "vision_max_batch_size": "models here read text alone",
 }
 # These ask for something that is not there: they take their default alone. Name -> what is so instead.
 NOT_BUILT = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.result_file import check_json, write_text
@@ -27,6 +28,7 @@ class Conversation:
     turns: list[Message] = field(default_factory=list)
     keep: int = 0
     left_out: int = 0
+    shown: list[str] = field(default_factory=list)  # URLs of pictures for the next question
 
     def messages(self) -> list[Message]:
         """What goes to the model."""
@@ -44,8 +46,17 @@ class Conversation:
         """Forget what was said."""
         self.turns, self.left_out = [], 0
 
+    def show(self, url: str) -> None:
+        """A picture that the next question is about."""
+        self.shown.append(url)
+
     def say(self, role: str, text: str) -> None:
-        self.turns.append({"role": role, "content": text})
+        """``role`` says ``text``, about the pictures that were shown since."""
+        content: Any = text
+        if self.shown and role == "user":
+            pictures = [{"type": "image_url", "image_url": {"url": url}} for url in self.shown]
+            content, self.shown = [*pictures, {"type": "text", "text": text}], []
+        self.turns.append({"role": role, "content": content})
 
     def take_back_answer(self) -> None:
         """Drop the last answer, so that the question before it stands open. Raises UsageError if there is none."""
@@ -75,7 +86,8 @@ class Conversation:
         if not isinstance(given, dict) or set(given) - set(TYPED):
             raise ToolkitError(f"{file}: settings: expected an object of {', '.join(TYPED)}")
         try:
-            checked = normalise(turns) if turns else []
+            normalise(turns or [{"role": "user", "content": ""}], sees=True)
+            checked = turns or []
             config = settings.change(self.config, **given)
         except (UsageError, TypeError) as e:
             raise ToolkitError(f"{file}: not a saved conversation: {e}") from e

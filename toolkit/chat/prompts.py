@@ -5,35 +5,39 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit.errors import UsageError
+from toolkit.vision.parts import user_content
 
 Prompt = str | list[dict[str, Any]]
 
 
 def as_batch(prompts: Any) -> tuple[list[Prompt], bool]:
-    """(prompts, whether it was a single one) from a string, OpenAI messages, or a list of either.
+    """(prompts, whether it was a single one) from a string, a pair of text and images, OpenAI messages, or a list of
+    these. A pair becomes a message.
 
-    Raises UsageError for anything else; pairs with images among them.
+    Raises UsageError for anything else.
     """
-    if isinstance(prompts, str) or _is_messages(prompts):
-        return [prompts], True
-    if isinstance(prompts, tuple):
-        raise _images(prompts)
+    if isinstance(prompts, str | tuple) or _is_messages(prompts):
+        return [_one(prompts, "prompts")], True
     if not isinstance(prompts, list):
         raise UsageError(f"prompts: expected text, OpenAI messages or a list of these, found {type(prompts).__name__}")
-    for i, prompt in enumerate(prompts):
-        if isinstance(prompt, tuple):
-            raise _images(prompt)
-        if not isinstance(prompt, str) and not _is_messages(prompt):
-            raise UsageError(f"prompts[{i}]: expected text or OpenAI messages, found {repr(prompt)[:60]}")
-    return list(prompts), False
+    return [_one(prompt, f"prompts[{i}]") for i, prompt in enumerate(prompts)], False
+
+
+def _one(prompt: Any, where: str) -> Prompt:
+    if isinstance(prompt, tuple):
+        return [{"role": "user", "content": content_of(prompt, where)}]
+    if not isinstance(prompt, str) and not _is_messages(prompt):
+        raise UsageError(f"{where}: expected text, OpenAI messages or (text, images), found {repr(prompt)[:60]}")
+    return prompt
+
+
+def content_of(prompt: str | tuple[Any, ...], where: str) -> str | list[dict[str, Any]]:
+    """The content of the user's message. Raises UsageError for a pair that is none."""
+    try:
+        return user_content(prompt)
+    except ValueError as e:
+        raise UsageError(f"{where}: {e}") from e
 
 
 def _is_messages(prompt: Any) -> bool:
     return isinstance(prompt, list) and bool(prompt) and all(isinstance(m, dict) for m in prompt)
-
-
-def _images(prompt: tuple[Any, ...]) -> UsageError:
-    return UsageError(
-        f"prompts: a tuple pairs a text with images, which no model here takes yet; pass the text alone "
-        f"(found {repr(prompt)[:60]})"
-    )

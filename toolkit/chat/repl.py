@@ -19,6 +19,7 @@ from toolkit.messages import GenerationConfig, Response
 HELP = """\
 /help                show this (also: /?)
 /system [TEXT]       show or set the system text; /system - drops it
+/image FILE          show a picture (file or URL); the next question is about it
 /set [NAME VALUE]    show or change sampling settings, e.g. /set temperature 0.7
 /clear               forget the conversation (also: end)
 /save FILE           write the conversation to a JSON file
@@ -34,7 +35,7 @@ LEAST_TIME = 0.001  # seconds; a speed measured over less is noise
 WORDS = {"end": "/clear", "/?": "/help"}  # "end": LMDeploy's word for the end of a session
 QUOTES = '"""'  # around a question of several lines
 ROOM = 4  # an answer is to have this part of the context, or max_new_tokens where that is less
-COMMANDS = ("/help", "/system", "/set", "/clear", "/save", "/load", "/retry", "/exit")
+COMMANDS = ("/help", "/system", "/image", "/set", "/clear", "/save", "/load", "/retry", "/exit")
 
 
 class Model(Protocol):
@@ -46,6 +47,10 @@ class Model(Protocol):
 
     def context(self, messages: list[Message]) -> tuple[int, int] | None:
         """(tokens that ``messages`` take, tokens that fit); None where nobody knows."""
+
+    def checked_image(self, source: str) -> str:
+        """The URL by which messages may name the picture in a file or at a URL. Raises ToolkitError where it cannot be
+        read, or the model does not see."""
 
 
 class Screen(Protocol):
@@ -206,6 +211,7 @@ class Repl:
         handlers: dict[str, Callable[[str], None]] = {
             "/help": self._help,
             "/system": self._system,
+            "/image": self._image,
             "/set": self._set,
             "/clear": self._clear,
             "/save": self._save,
@@ -224,6 +230,12 @@ class Repl:
             self.conversation.system = None if rest == "-" else rest
         text = self.conversation.system
         self.screen.note("no system text but the chat template's" if text is None else f"system: {text}")
+
+    def _image(self, rest: str) -> None:
+        if not rest:
+            raise UsageError("/image: expected a file name or a URL")
+        self.conversation.show(self.model.checked_image(rest))
+        self.screen.note(f"the next question is about {len(self.conversation.shown)} image(s)")
 
     def _set(self, rest: str) -> None:
         if not rest:

@@ -8,22 +8,24 @@ from typing import Any
 from uuid import uuid4
 
 from toolkit.messages import GenerationConfig, Response
+from toolkit.vision.parts import user_content
 
 
 @dataclass
 class Session:
     """The handle of a conversation with a Pipeline. Pass it back to ``chat`` for the next turn.
 
-    ``prompt`` and ``response``: the last turn's; ``history``: (user, assistant) texts of all turns; ``system``: the
+    ``prompt`` and ``response``: the last turn's; ``history``: what the user (a text, or a pair of text and images) and
+    the assistant said in all turns; ``system``: the
     system text, None for the template's own. The whole history is sent each turn; the KV cache keeps its prefix, so
     only what is new is computed. ``close`` (or leaving ``with``) gives that cache back, ``abort`` stops the answer
     that is being written.
     """
 
     session_id: str = field(default_factory=lambda: uuid4().hex)
-    prompt: str | None = None
+    prompt: str | tuple[Any, ...] | None = None
     response: Response | None = None
-    history: list[tuple[str, str]] = field(default_factory=list)
+    history: list[tuple[str | tuple[Any, ...], str]] = field(default_factory=list)
     gen_config: GenerationConfig | None = None
     system: str | None = None
     closed: bool = False
@@ -34,7 +36,7 @@ class Session:
         """The conversation as OpenAI messages, with ``prompt`` as the next question."""
         made: list[dict[str, Any]] = [] if self.system is None else [{"role": "system", "content": self.system}]
         for user, assistant in self.history:
-            made += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+            made += [{"role": "user", "content": user_content(user)}, {"role": "assistant", "content": assistant}]
         return made if prompt is None else [*made, {"role": "user", "content": prompt}]
 
     def abort(self) -> None:

@@ -260,7 +260,7 @@ class ChatTemplate:
         made = []
         for turn in turns:
             texts = turn["content"].split(PICTURE)
-            content: Any = self.picture.join(texts)
+            content: Any = self.picture.join([texts[0], *(text.removeprefix("\n") for text in texts[1:])])
             if parts:
                 pieces = [[{"type": "image"}, {"type": "text", "text": text}] for text in texts]
                 content = [p for piece in pieces for p in piece][1:]

@@ -7,6 +7,7 @@ import itertools
 import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 from weakref import WeakKeyDictionary
@@ -29,6 +30,7 @@ from toolkit.engine_configs import EngineConfig
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.lmdeploy_options import notices
 from toolkit.messages import GenerationConfig, Response
+from toolkit.models.vision import Picture
 from toolkit.runners.base import Backend
 
 log = logging.getLogger(__name__)
@@ -68,6 +70,7 @@ class AsyncEngine:
         process: bool = False,
         packed: Packed | None = None,
         patience: float = PATIENCE,
+        pictures_together: int = 1,
     ) -> AsyncEngine:
         """Open MODEL (directory, .gguf file, hub id, artifact, "demo") and get it ready to run.
 
@@ -81,7 +84,7 @@ class AsyncEngine:
         if backend not in (None, "turbomind", "pytorch"):
             raise UsageError(f"backend: expected turbomind or pytorch, found {backend!r}")
         tell = progress or log.info
-        setup = find(str(model), backend_config, backend, packed)
+        setup = replace(find(str(model), backend_config, backend, packed), pictures_together=pictures_together)
         for line in notices(setup.config):
             log.warning("%s", line)
         adapters = tuple(setup.config.adapters or ())
@@ -157,6 +160,7 @@ class AsyncEngine:
         adapter: str | None = None,
         only: Only | None = None,
         priority: int = 0,
+        pictures: Sequence[Picture] = (),
     ) -> AsyncGenerator[Response, None]:
         """Deltas of one generation; the last one has a finish_reason, "error" with a message where it failed.
 
@@ -164,7 +168,7 @@ class AsyncEngine:
         early aborts the request. ``timings`` is filled in as things happen. ``adapter``: one of ``adapters``, None for
         the plain model. ``gen_config.n`` is the caller's business. ``only``: no token is drawn; "score" gives the
         prompt's log-probabilities (``prompt_logprobs``), "last" and "mean" its ``last_hidden_state`` as one row.
-        ``priority``: the lower, the sooner it starts.
+        ``priority``: the lower, the sooner it starts. ``pictures``: in the order of their places in the prompt.
         """
         loop = asyncio.get_running_loop()
         event = asyncio.Event()
@@ -175,7 +179,7 @@ class AsyncEngine:
             bell.ring(event)
 
         stream, refused = self._begin(
-            token_ids, gen_config, request_id, session, wake, timings, adapter, only, priority
+            token_ids, gen_config, request_id, session, wake, timings, adapter, only, priority, pictures
         )
         if stream is None:
             assert refused is not None
@@ -299,6 +303,7 @@ class AsyncEngine:
         adapter: str | None,
         only: Only | None,
         priority: int,
+        pictures: Sequence[Picture] = (),
     ) -> tuple[RequestStream | None, Response | None]:
         """A stream whose request is on its way, or the Response that refuses it."""
         config = config or GenerationConfig()
@@ -306,7 +311,7 @@ class AsyncEngine:
         try:
             params = resolve(config, self.tokenizer, len(token_ids), self.session_len)
             number = self._adapter_number(adapter)
-            request = EngineRequest(name, list(token_ids), params, session, only, priority, number)
+            request = EngineRequest(name, list(token_ids), params, session, only, priority, number, list(pictures))
             stream = RequestStream(name, request.token_ids, config, self.tokenizer, wake, timings)
             self._send(stream, request, config.logits_processors or [])
         except ToolkitError as e:

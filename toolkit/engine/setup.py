@@ -34,7 +34,8 @@ CONFIGS: dict[str, type[TurbomindEngineConfig] | type[PytorchEngineConfig]] = {
 class Setup:
     """What to open. ``path``: local directory or .gguf file with the weights; ``backend`` None: what runs here.
 
-    ``lock``: open as long as ``path`` is to stay; not told to another process.
+    ``lock``: open as long as ``path`` is to stay; not told to another process. ``pictures_together``: as of
+    ``EngineOptions``.
     """
 
     path: Path
@@ -42,6 +43,7 @@ class Setup:
     config: EngineConfig
     backend: Backend | None
     lock: IO[bytes] | None = None
+    pictures_together: int = 1
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for another process."""
@@ -52,12 +54,14 @@ class Setup:
             "kind": kind,
             "config": asdict(self.config),
             "backend": self.backend,
+            "pictures_together": self.pictures_together,
         }
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Setup:
         config = CONFIGS[data["kind"]](**data["config"])
-        return Setup(Path(data["path"]), Path(data["tokenizer_dir"]), config, data["backend"])
+        paths = Path(data["path"]), Path(data["tokenizer_dir"])
+        return Setup(*paths, config, data["backend"], pictures_together=data["pictures_together"])
 
 
 @dataclass(frozen=True)
@@ -203,6 +207,7 @@ def start(setup: Setup, tokenizer: Tokenizer | None, progress: Progress) -> tupl
             target_step_ms=memory.target_step_ms,
             prefix_caching=config.enable_prefix_caching,
             lookahead=None if getattr(config, "async_", 1) else False,
+            pictures_together=setup.pictures_together,
             check=log.isEnabledFor(logging.DEBUG),
         ),
         tokenizer,

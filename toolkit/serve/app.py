@@ -37,6 +37,7 @@ from toolkit.serve.responses.kept import Store
 from toolkit.serve.sampling import choose_defaults
 from toolkit.serve.schema import add_schemas
 from toolkit.serve.state import ServerSettings, ServerState
+from toolkit.vision.eyes import Eyes
 
 if TYPE_CHECKING:
     from toolkit.chat.template import ChatTemplate
@@ -68,6 +69,7 @@ def create_app(engine: AsyncEngine, template: ChatTemplate, settings: ServerSett
         lanes=lanes,
         pooling=pooling.choose(settings.pooling, engine.tokenizer.path),
         embeds=pooling_config(engine.tokenizer.path) is not None,
+        eyes=Eyes.open(engine.tokenizer.path, settings.image_rules),
         formats=Formats.choose(engine.tokenizer, template, settings.tool_call_parser, settings.reasoning_parser),
         kept=Store(settings.limits),
         slots=asyncio.Semaphore(limit) if limit else None,

@@ -41,7 +41,7 @@ class Chat:
     async def prepare(self) -> None:
         """Render and tokenize the conversation. Raises ApiError, UsageError for what cannot be answered."""
         state, request, formats = self.state, self.request, self.state.formats
-        token_ids, prompt = await encode_chat(state, request, self.size, self.id)
+        token_ids, prompt, pictures = await encode_chat(state, request, self.size, self.id)
         begun = formats.begun(prompt, request.continued)
         config = generation_config(
             request,
@@ -57,7 +57,7 @@ class Chat:
             state, lambda: (self._ruled(bare, begun), self._budget(bare, begun)), self.size
         )
         adapter = state.adapter_of(request.model)
-        common: Any = {"priority": request.priority or 0, "label": request.session_id}
+        common: Any = {"priority": request.priority or 0, "label": request.session_id, "pictures": pictures}
         self.choices = [
             Choice(i, 0, token_ids, choice_config(config, i), adapter, **common, budget=budget and budget.of_choice(i))
             for i in range(request.n or 1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.engine.request import Only
 from toolkit.messages import GenerationConfig
+from toolkit.models.vision import Picture
 from toolkit.parsers.formats import ReasoningFormat
 from toolkit.parsers.thinking import Begun
 from toolkit.serve.sampling import choice_config
@@ -36,8 +38,8 @@ class Budget:
 class Choice:
     """One sequence to generate: number ``index`` of the answer, from prompt number ``prompt``.
 
-    ``adapter``, ``only``, ``priority``, ``session``: as of ``AsyncEngine.generate``. ``label``: the client's
-    session_id, by which it may be aborted. ``budget``: the limit of its thoughts.
+    ``adapter``, ``only``, ``priority``, ``session``, ``pictures``: as of ``AsyncEngine.generate``. ``label``: the
+    client's session_id, by which it may be aborted. ``budget``: the limit of its thoughts.
     """
 
     index: int
@@ -50,3 +52,4 @@ class Choice:
     label: int | str | None = None
     session: str | None = None
     budget: Budget | None = None
+    pictures: Sequence[Picture] = ()

@@ -132,6 +132,7 @@ async def _run_one(state: ServerState, engine_id: str, choice: Choice) -> AsyncG
         adapter=choice.adapter,
         only=choice.only,
         priority=choice.priority,
+        pictures=choice.pictures,
     )
     try:
         async for response in stream:

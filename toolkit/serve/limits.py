@@ -36,6 +36,10 @@ class Limits:
     max_tools: int = _limit(128, "Tools of a request.")
     max_tools_bytes: int = _limit(1 << 18, "Bytes of tools as JSON.")
     max_kwargs_bytes: int = _limit(1 << 16, "Bytes of chat_template_kwargs as JSON.")
+    max_images: int = _limit(32, "Images of a request.")
+    max_image_bytes: int = _limit(16 << 20, "Bytes of an image's file.")
+    max_image_pixels: int = _limit(64 << 20, "Pixels of an image.")
+    image_timeout: float = _limit(10.0, "Seconds for an image to be fetched by its URL.")
     max_sessions: int = _limit(256, "Conversations of /v1/chat/interactive that are kept.")
     session_timeout: float = _limit(3600.0, "Seconds without a turn after which such a conversation is forgotten.")
     max_stored_responses: int = _limit(1024, "Responses kept for previous_response_id.")
@@ -112,6 +116,7 @@ _TEXTS = (
     "text_1",
     "text_2",
 )  # fields that hold them
+_IMAGES = ("image_url", "source")  # of OpenAI's parts and Anthropic's blocks
 _OTHER_VALUES = 1 << 12  # a request has besides its prompt
 
 
@@ -144,7 +149,7 @@ def _object_bytes(value: Any) -> int:
 
 
 def _characters(value: Any) -> int:
-    """Characters of all strings in a JSON value."""
+    """Characters of all strings in a JSON value but images, which have a limit of their own."""
     found, left = 0, [value]
     while left:
         item = left.pop()
@@ -153,7 +158,7 @@ def _characters(value: Any) -> int:
         elif isinstance(item, list):
             left += [i for i in item if not isinstance(i, int)]
         elif isinstance(item, dict):
-            left += item.values()
+            left += (value for name, value in item.items() if name not in _IMAGES)
     return found
 
 

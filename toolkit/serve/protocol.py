@@ -76,16 +76,26 @@ class ResponseFormat(Strict):
 
 
 def _text_parts(value: Any) -> Any:
-    """A message's content: a string, OpenAI's list of parts, all of them text, or the object a tool has returned."""
+    """A message's content: a string, OpenAI's list of parts, text or images, or the object a tool has returned."""
     if isinstance(value, dict):
         return value
     if not isinstance(value, (str, list)):
         raise ValueError(f"expected a string or a list of parts, found {shown(value, 40)}")
     for i, part in enumerate(value if isinstance(value, list) else ()):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
+        if kind == "image_url":
+            _image_url(i, part)
+        elif kind != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f"part {i}: expected {{'type': 'text', 'text': …}}, found {shown(kind or part, 40)}")
     return value
+
+
+def _image_url(i: int, part: dict[str, Any]) -> None:
+    given = part.get("image_url")
+    if not isinstance(given.get("url") if isinstance(given, dict) else given, str):
+        raise ValueError(
+            f"part {i}: expected {{'type': 'image_url', 'image_url': {{'url': …}}}}, found {shown(given, 40)}"
+        )
 
 
 class Message(Strict):
@@ -250,7 +260,11 @@ class ChatCompletionRequest(GenerateRequest, ToolFields):
         last = self.messages[-1]
         if last.role != "assistant" or last.tool_calls or self.add_generation_prompt is False:
             return ""
-        return last.content if isinstance(last.content, str) else "".join(part["text"] for part in last.content or ())
+        return (
+            last.content
+            if isinstance(last.content, str)
+            else "".join(part.get("text", "") for part in last.content or ())
+        )
 
     @property
     def logprobs_wanted(self) -> int | None:

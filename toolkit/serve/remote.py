@@ -10,6 +10,7 @@ from toolkit.errors import ToolkitError
 from toolkit.generation_config import TYPED, GenerationConfig
 from toolkit.messages import FinishReason, Response
 from toolkit.serve.client import APIClient
+from toolkit.vision.images import as_url
 
 
 class RemoteModel:
@@ -52,6 +53,11 @@ class RemoteModel:
             if counts:
                 total, prompt = counts.get("completion_tokens", pieces), counts.get("prompt_tokens", 0)
                 yield Response(generate_token_len=total, input_token_len=prompt, finish_reason=ended)
+
+    def checked_image(self, source: str) -> str:
+        """The URL by which messages may name the picture in a file or at a URL: of a file one that holds it. Raises
+        UsageError where it cannot be read."""
+        return as_url(source)
 
     def context(self, messages: list[dict[str, Any]]) -> None:
         """What a conversation takes there is not known here: the server itself says where it is too long."""

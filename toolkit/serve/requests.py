@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
+from toolkit.models.vision import Picture
 from toolkit.serve.errors import ApiError, TooLong, bad_field, from_validation
 from toolkit.serve.json_values import count_values
 from toolkit.serve.protocol import ChatCompletionRequest
@@ -89,9 +90,9 @@ def vocab_size(state: ServerState) -> int:
 
 async def encode_chat(
     state: ServerState, request: ChatCompletionRequest, size: int, name: str, *, limited: bool = True
-) -> tuple[list[int], str]:
-    """The messages of a body of ``size`` bytes, tokenized and rendered. Raises ApiError 400 if they cannot be, or,
-    where the prompt is ``limited``, do not fit the session.
+) -> tuple[list[int], str, list[Picture]]:
+    """The messages of a body of ``size`` bytes, tokenized and rendered, and their pictures. Raises ApiError 400 if they
+    cannot be, or, where the prompt is ``limited``, do not fit the session.
 
     The log shows the rendered prompt at level INFO, as the request ``name``'s.
     """
@@ -102,14 +103,18 @@ async def encode_chat(
         what = "this model's chat template has no place for them, or a way of calling that is not known"
         raise bad_field("tools", f"{what}; name one by the server's --tool-call-parser")
 
-    def work() -> tuple[list[int], str]:
+    def work() -> tuple[list[int], str, list[Picture]]:
         messages = [message.for_template() for message in request.messages]
         text = state.template.render(messages, add_generation_prompt=add_prompt, **variables)
         if logger.isEnabledFor(logging.INFO):
             logger.info("%s: prompt %r", name, state.shorten(text))
+        pictures, whole = [], text
+        if state.eyes is not None:
+            pictures = state.eyes.look(messages)
+            whole = state.eyes.spell(text, pictures)
         if not limited:
-            return state.engine.tokenizer.encode(text, add_special_tokens=False), text
-        return _encode(state, text, "messages", special=False), text
+            return state.engine.tokenizer.encode(whole, add_special_tokens=False), text, pictures
+        return _encode(state, whole, "messages", special=False), text, pictures
 
     return await state.lanes.run(work, size)
 

@@ -34,6 +34,7 @@ from toolkit.serve.limits import Limits
 from toolkit.serve.parsing import Formats
 from toolkit.serve.sampling import choose_defaults
 from toolkit.serve.state import ServerSettings, ServerState
+from toolkit.vision.eyes import open_recipe
 
 if TYPE_CHECKING:
     from toolkit.serve.announce import Announcement
@@ -224,9 +225,13 @@ def serve(
             process=True,
             packed=packed,
             patience=limits.engine_timeout,
+            pictures_together=int((settings or {}).get("vision_max_batch_size", 1)),  # type: ignore[call-overload]
         )
         try:
-            template = ChatTemplate.open(engine.tokenizer, engine.tokenizer.path, chat_template, renderer)
+            directory = engine.tokenizer.path
+            recipe = open_recipe(directory)
+            picture = None if recipe is None else recipe.written
+            template = ChatTemplate.open(engine.tokenizer, directory, chat_template, renderer, picture)
             chosen = {"metrics": engine_config is None or engine_config.enable_metrics} | (settings or {})
             name = model_name or engine.model_name
             if name in engine.adapters:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config_checks import shown
@@ -16,6 +17,8 @@ from toolkit.serve.lanes import Lanes
 from toolkit.serve.limits import Limits
 from toolkit.serve.metrics import ServerMetrics
 from toolkit.serve.talks import Talks
+from toolkit.vision.fetch import Fetching
+from toolkit.vision.images import Rules
 
 if TYPE_CHECKING:
     from toolkit.chat.template import ChatTemplate
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from toolkit.messages import GenerationConfig
     from toolkit.serve.parsing import Formats
     from toolkit.serve.responses.kept import Store
+    from toolkit.vision.eyes import Eyes
 
 
 AGAIN = "-answer"  # how the engine's id of a choice ends where it goes on behind a thought that was cut
@@ -34,7 +38,9 @@ class ServerSettings:
     ``api_keys`` empty = open to all; ``max_log_len``: characters of a prompt in the log, None = all of it;
     ``generation_config``: where defaults of the sampling come from, see sampling.choose_defaults; ``pooling``: auto,
     last or mean, see pooling.choose; ``allowed``: options given that let clients do what only the operator may
-    otherwise, see control_routes; ``tool_call_parser``, ``reasoning_parser``: names, see parsing.Formats."""
+    otherwise, see control_routes; ``tool_call_parser``, ``reasoning_parser``: names, see parsing.Formats;
+    ``vision_max_batch_size``: images that are encoded at once; ``allowed_local_media_path``: folder whose files they
+    may be; ``allowed_media_domains``: hosts that they are fetched from, None = all that are public."""
 
     model_name: str
     adapters: Sequence[str] = ()
@@ -52,14 +58,31 @@ class ServerSettings:
     pooling: str = "auto"
     allowed: Sequence[str] = ()
     limits: Limits = field(default_factory=Limits)
+    vision_max_batch_size: int = 1
+    allowed_local_media_path: str | None = None
+    allowed_media_domains: Sequence[str] | None = None
+
+    @property
+    def image_rules(self) -> Rules:
+        """What requests may name as pictures."""
+        limits, path = self.limits, self.allowed_local_media_path
+        hosts = None if self.allowed_media_domains is None else tuple(self.allowed_media_domains)
+        return Rules(
+            files=() if path is None else (Path(path),),
+            fetching=Fetching(limits.image_timeout, hosts=hosts),
+            max_bytes=limits.max_image_bytes,
+            max_pixels=limits.max_image_pixels,
+            max_images=limits.max_images,
+        )
 
 
 @dataclass
 class ServerState:
-    """``pooling``: which hidden state is an embedding; ``embeds``: whether the model says so itself. ``active``: ids of
-    the engine requests in flight, each with its client's session_id. ``admitted``: HTTP requests under way,
-    those whose prompts are not tokens yet too. ``nap``: held while the model goes to sleep or wakes. ``sleeping``: the
-    model sleeps, or will once they have ended. ``closing``: the server is on its way down."""
+    """``pooling``: which hidden state is an embedding; ``embeds``: whether the model says so itself. ``eyes``: None
+    where it reads text alone. ``active``: ids of the engine requests in flight, each with its client's session_id.
+    ``admitted``: HTTP requests under way, those whose prompts are not tokens yet too. ``nap``: held while the model
+    goes to sleep or wakes. ``sleeping``: the model sleeps, or will once they have ended. ``closing``: the server is on
+    its way down."""
 
     engine: AsyncEngine
     template: ChatTemplate
@@ -71,6 +94,7 @@ class ServerState:
     kept: Store
     pooling: Pooling = "last"
     embeds: bool = False
+    eyes: Eyes | None = None
     slots: asyncio.Semaphore | None = None
     active: dict[str, int | str | None] = field(default_factory=dict)
     admitted: set[asyncio.Task[Any]] = field(default_factory=set)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import mimetypes
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,6 +66,17 @@ def open_image(source: Any, rules: Rules) -> Image:
     if frames > 1 and image.format not in STILLS:
         raise UsageError(f"{shown}: expected one picture, found {frames} in it; save the one that is meant by itself")
     return to_rgb(image, rules, shown)
+
+
+def as_url(source: str) -> str:
+    """A URL as it is, once it has been read; of a file a data URL that holds it. Raises UsageError, one line."""
+    rules = Rules()
+    open_image(source, rules)
+    if source[:8].partition(":")[0].lower() in ("http", "https", "data"):
+        return source
+    data, _ = _read(source, rules)
+    kind = mimetypes.guess_type(source)[0] or "image/png"
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def to_rgb(image: Image, rules: Rules, shown: str) -> Image:

@@ -88,10 +88,17 @@ def _asked(role: str, blocks: Sequence[Any]) -> list[dict[str, Any]]:
         }
         for block in results
     ]
-    texts = _texts(blocks)
-    if texts or not results:
+    texts, images = _texts(blocks), [_image(block.source) for block in blocks if block.type == "image"]
+    if images:
+        told.append({"role": role, "content": [*images, {"type": "text", "text": "\n\n".join(texts)}]})
+    elif texts or not results:
         told.append({"role": role, "content": "\n\n".join(texts)})
     return told
+
+
+def _image(source: fields.ImageData | fields.ImageUrl) -> dict[str, Any]:
+    url = source.url if source.type == "url" else f"data:{source.media_type};base64,{source.data}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _texts(blocks: Sequence[Any]) -> list[str]:

@@ -70,7 +70,23 @@ class Document(Block):
     title: str | None = None
 
 
-KINDS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result", "document")
+class ImageData(Block):
+    type: Literal["base64"]
+    media_type: str
+    data: str
+
+
+class ImageUrl(Block):
+    type: Literal["url"]
+    url: str
+
+
+class Image(Block):
+    type: Literal["image"]
+    source: ImageData | ImageUrl = Field(discriminator="type")
+
+
+KINDS = ("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result", "document")
 
 
 def _known_blocks(value: Any) -> Any:
@@ -89,6 +105,7 @@ def _kind(value: Any) -> Any:
 
 AnyBlock = Annotated[
     Annotated[Text, Tag("text")]
+    | Annotated[Image, Tag("image")]
     | Annotated[Thinking, Tag("thinking")]
     | Annotated[Redacted, Tag("redacted_thinking")]
     | Annotated[ToolUse, Tag("tool_use")]

@@ -23,7 +23,17 @@ from toolkit.serve.limits import Limits
 from toolkit.serve.proxy.state import ProxySettings
 from toolkit.serve.run import LOG_LEVELS, Address, bind, run_app
 
-OF_EACH = ("generation_config", "max_log_len", "pooling", "tool_call_parser", "reasoning_parser")  # a model's server
+# What each model's server is told, too.
+OF_EACH = (
+    "generation_config",
+    "max_log_len",
+    "pooling",
+    "tool_call_parser",
+    "reasoning_parser",
+    "vision_max_batch_size",
+    "allowed_local_media_path",
+    "allowed_media_domains",
+)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,179 @@
+"""Pictures through every front: pipeline, server, terminal."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from starlette.testclient import TestClient
+
+from toolkit import GenerationConfig, PytorchEngineConfig, VisionConfig, pipeline
+from toolkit.api import Pipeline
+from toolkit.chat.conversation import Conversation
+from toolkit.errors import UsageError
+from toolkit.serve.app import create_app
+from toolkit.serve.state import ServerSettings
+from toolkit.vl import load_image
+from toolkit.vl.constants import IMAGE_TOKEN
+from toolkit.vl.utils import encode_image_base64
+
+CONFIG = PytorchEngineConfig(session_len=400, max_batch_size=4, dtype="float32", device_type="cpu", block_size=16)
+SHORT = GenerationConfig(max_new_tokens=4)
+TOKENS = 16  # of a picture of the tiny model
+
+
+def picture(seed: int) -> Image.Image:
+    rng = np.random.default_rng(seed)
+    return Image.fromarray(rng.integers(0, 256, (20, 30, 3), np.uint8))
+
+
+@pytest.fixture(scope="module")
+def pipe(tiny_models: Any) -> Any:
+    with pipeline(str(tiny_models("llava")), CONFIG, vision_config=VisionConfig(max_batch_size=2)) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("pictures")
+    found = [folder / f"{seed}.png" for seed in range(2)]
+    for seed, file in enumerate(found):
+        picture(seed).save(file)
+    return found
+
+
+def test_pairs_lists_and_messages(pipe: Pipeline, files: list[Path]) -> None:
+    one, two = (load_image(str(file)) for file in files)
+    data = f"data:image/png;base64,{encode_image_base64(one, 'PNG')}"
+    parts = [{"type": "image_url", "image_url": {"url": data}}, {"type": "text", "text": "What is it?"}]
+    forms: list[Any] = [
+        ("What is it?", one),
+        (one, "What is it?"),
+        ("What is it?", [str(files[0])]),
+        [{"role": "user", "content": parts}],
+        (f"{IMAGE_TOKEN}\nWhat is it?", one),
+    ]
+    answers = pipe(forms, gen_config=SHORT)
+    assert {a.finish_reason for a in answers} <= {"length", "stop"}
+    assert len({tuple(a.token_ids) for a in answers}) == 1
+    assert len({a.input_token_len for a in answers}) == 1 and answers[0].input_token_len > TOKENS
+    both = pipe(("What is it?", [one, two]), gen_config=SHORT)
+    assert both.input_token_len == answers[0].input_token_len + TOKENS + 1
+    assert pipe(("What is it?", two), gen_config=SHORT).token_ids != answers[0].token_ids
+
+
+def test_logits_and_hidden_states_come_with_pictures(pipe: Pipeline, files: list[Path]) -> None:
+    config = GenerationConfig(max_new_tokens=2, output_logits="generation", output_last_hidden_state="generation")
+    answer = pipe(("What is it?", str(files[0])), gen_config=config)
+    assert answer.logits.shape == (2, 320) and answer.last_hidden_state.shape == (2, 64)
+
+
+def test_conversations_go_on_about_a_picture(pipe: Pipeline, files: list[Path]) -> None:
+    session = pipe.chat(("What is it?", str(files[0])), gen_config=SHORT)
+    assert not hasattr(session, "__next__")
+    first = session.response.input_token_len
+    again = pipe.chat("And why?", session)
+    assert again.response.input_token_len > first
+    assert len(again.history) == 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (("a", "/nowhere.png"), "no such file"),
+        (("a <image> b", picture(0)), "found 1 images and 2 places"),
+        ((f"{IMAGE_TOKEN} {IMAGE_TOKEN} b", picture(0)), "found 2 for 1 images"),
+        (f"{IMAGE_TOKEN} b", "found 1 for 0 images"),
+        (("a", [None]), "expected a URL, a path"),
+    ],
+    ids=lambda x: str(x)[:30],
+)
+def test_what_is_wrong_is_one_line(pipe: Pipeline, prompt: Any, message: str) -> None:
+    answer = pipe(prompt, gen_config=SHORT)
+    assert answer.finish_reason == "error" and message in answer.error_message and "\n" not in answer.error_message
+
+
+def test_pairs_that_are_none(pipe: Pipeline) -> None:
+    for wrong in ((1, 2), ("a",), ("a", "b", "c")):
+        with pytest.raises(UsageError, match="prompts: expected"):
+            pipe(wrong)
+
+
+def test_a_model_of_texts_says_so(tiny_models: Any, files: list[Path]) -> None:
+    with pipeline(str(tiny_models("llama")), CONFIG) as texts:
+        answer = texts(("What?", str(files[0])), gen_config=SHORT)
+        assert "this model reads text alone" in answer.error_message
+        with pytest.raises(UsageError, match="reads text alone"):
+            texts.checked_image(str(files[0]))
+
+
+def test_the_terminal_shows_pictures(pipe: Pipeline, files: list[Path], tmp_path: Path) -> None:
+    talk = Conversation(SHORT)
+    talk.show(pipe.checked_image(str(files[0])))
+    talk.say("user", "What is it?")
+    expected = pipe(("What is it?", str(files[0])), gen_config=SHORT)
+    assert pipe(talk.messages(), gen_config=SHORT).token_ids == expected.token_ids
+    assert pipe.context(talk.messages()) == (expected.input_token_len, pipe.engine.session_len)
+    talk.save(tmp_path / "talk.json", "m")
+    other = Conversation(SHORT)
+    other.load(tmp_path / "talk.json")
+    assert other.messages() == talk.messages()
+
+
+@pytest.fixture(scope="module")
+def client(pipe: Pipeline) -> Any:
+    settings = ServerSettings("tiny", allowed_local_media_path="/nowhere")
+    with TestClient(create_app(pipe.engine, pipe.chat_template, settings)) as opened:
+        yield opened
+
+
+def asked(*urls: Any, text: str = "What is it?") -> dict[str, Any]:
+    parts = [{"type": "image_url", "image_url": url} for url in urls] + [{"type": "text", "text": text}]
+    return {"model": "tiny", "max_tokens": 4, "temperature": 0, "messages": [{"role": "user", "content": parts}]}
+
+
+def data_url(seed: int) -> str:
+    file = io.BytesIO()
+    picture(seed).save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def test_the_server_takes_images(client: Any, pipe: Pipeline) -> None:
+    found = client.post("/v1/chat/completions", json=asked({"url": data_url(0), "detail": "low"})).json()
+    expected = pipe(("What is it?", picture(0)), gen_config=SHORT)
+    assert found["choices"][0]["message"]["content"] == expected.text
+    assert found["usage"]["prompt_tokens"] == expected.input_token_len
+    two = client.post("/v1/chat/completions", json=asked(data_url(0), {"url": data_url(1)})).json()
+    assert two["usage"]["prompt_tokens"] == expected.input_token_len + TOKENS + 1
+
+
+def test_anthropic_blocks(client: Any, pipe: Pipeline) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": data_url(0).partition(",")[2]}
+    blocks = [{"type": "image", "source": source}, {"type": "text", "text": "What is it?"}]
+    body = {"model": "tiny", "max_tokens": 4, "temperature": 0, "messages": [{"role": "user", "content": blocks}]}
+    usage = client.post("/v1/messages", json=body).json()["usage"]
+    whole = usage["input_tokens"] + usage["cache_read_input_tokens"]
+    assert whole == pipe(("What is it?", picture(0)), gen_config=SHORT).input_token_len
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ({"url": "http://127.0.0.1:9/a.png"}, "not public"),
+        ({"url": "file:///etc/passwd"}, "files are not read here"),
+        ({"url": "/etc/passwd"}, "files are not read here"),
+        ({"url": "data:image/png;base64,aGVsbG8="}, "expected a picture"),
+        ({"link": 1}, "image_url"),
+        (7, "image_url"),
+    ],
+    ids=str,
+)
+def test_the_server_refuses_in_one_line(client: Any, url: Any, message: str) -> None:
+    found = client.post("/v1/chat/completions", json=asked(url))
+    assert found.status_code == 400, found.text
+    assert message in found.json()["error"]["message"] and "\n" not in found.json()["error"]["message"]
