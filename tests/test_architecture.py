@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "convert": {"measure", "runners", "models", "artifacts"} | BASE,
     "eval": {"measure"} | BASE,
     "quant": {"measure", "engine", "runners", "models", "artifacts", "kernels", "chat"} | BASE,
-    "serve": {"engine", "chat", "vision", "parsers", "artifacts", "config_checks"} | BASE,
+    "serve": {"engine", "chat", "vision", "models", "parsers", "artifacts", "config_checks"} | BASE,
     "profile": {"engine", "chat", "artifacts"} | BASE,
     "check_env": {"engine", "runners", "models", "artifacts", "kernels"} | BASE,
     "jobs": {"engine", "chat", "models"} | BASE,

@@ -327,8 +327,8 @@ def test_a_path_that_does_not_exist() -> None:
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
-        ({"prompts": ("text", "image.png")}, "images"),
-        ({"prompts": ["a", ("text", "image.png")]}, "images"),
+        ({"prompts": ("text",)}, "images"),
+        ({"prompts": ["a", (1, 2)]}, "images"),
         ({"prompts": 3}, "prompts"),
         ({"prompts": ["a", 3]}, r"prompts\[1\]"),
         ({"prompts": ["a", []]}, r"prompts\[1\]"),

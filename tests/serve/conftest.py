@@ -11,7 +11,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,7 @@ class FakeEngine:
         adapter: str | None = None,
         only: str | None = None,
         priority: int = 0,
+        pictures: Sequence[Any] = (),
     ) -> AsyncIterator[Response]:
         assert request_id is not None and request_id not in self.running
         self.adapters.append(adapter)

@@ -16,6 +16,7 @@ from toolkit.serve.json_values import count_values
 from toolkit.serve.protocol import ChatCompletionRequest
 from toolkit.serve.state import ServerState
 from toolkit.serve.strict import Strict
+from toolkit.vision.parts import is_picture, parts_of
 
 logger = logging.getLogger("toolkit.serve")
 M = TypeVar("M", bound=Strict)
@@ -105,6 +106,9 @@ async def encode_chat(
 
     def work() -> tuple[list[int], str, list[Picture]]:
         messages = [message.for_template() for message in request.messages]
+        for i, message in enumerate(messages if state.eyes is None else ()):
+            if any(is_picture(part) for part in parts_of(message)):
+                raise bad_field(f"messages.{i}.content", "this model reads text alone; leave the images out")
         text = state.template.render(messages, add_generation_prompt=add_prompt, **variables)
         if logger.isEnabledFor(logging.INFO):
             logger.info("%s: prompt %r", name, state.shorten(text))
