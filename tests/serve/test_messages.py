@@ -170,8 +170,8 @@ def test_counting(server: Any) -> None:
         ({"extra_body": {"bogus": 1}}, "bogus: unknown field"),
         ({"messages": []}, "messages: List should have at least 1 item"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "block 0: expected one of .*'image'",
+            {"messages": [{"role": "user", "content": [{"type": "video", "source": {}}]}]},
+            "block 0: expected one of .*'video'",
         ),
         ({"extra_body": {"temperature": 3}}, "temperature: "),
         (
