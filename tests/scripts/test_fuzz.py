@@ -40,7 +40,7 @@ def test_a_little(tmp_path: Path) -> None:
 def test_two_minutes_with_another_seed(tmp_path: Path) -> None:
     rows = fuzz(tmp_path, 120, "--seed", "2")
     assert_nothing_found(rows)
-    assert sum(row["cases"] for row in rows.values()) > 2000  # 100,000 an hour on two cores is 3,300
+    assert sum(row["cases"] for row in rows.values()) > 300  # a tenth of what two idle cores do
 
 
 PLANTED = """
