@@ -150,6 +150,11 @@ def api_server(
         ),
     ] = False,
     log_level: Annotated[str, typer.Option(help="critical, error, warning, info (requests too) or debug.")] = "warning",
+    log_format: Annotated[str, typer.Option(help="text, or json: one object a line.")] = "text",
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(help="OpenTelemetry collector (OTLP over HTTP), such as http://localhost:4318/v1/traces."),
+    ] = None,
     max_log_len: Annotated[
         int | None, typer.Option(min=0, metavar="<int>", help="Characters of a prompt in the log. Default: all.")
     ] = None,
@@ -204,6 +209,7 @@ def api_server(
         "metrics": config.enable_metrics,
         "max_concurrent_requests": max_concurrent_requests,
         "max_log_len": max_log_len,
+        "otlp_traces_endpoint": otlp_traces_endpoint,
         "pooling": pooling,
         "allowed": [option for option, given in allowed.items() if given],
         "aliases": [entry.partition("=")[0] for entry in alias or ()],
@@ -227,7 +233,7 @@ def api_server(
             "aliases": alias or [],
             "idle_timeout": idle_timeout,
         }
-        serve_several(several, memory, address, config, engine.chat_template, settings, log_level.lower())
+        serve_several(several, memory, address, config, engine.chat_template, settings, log_level.lower(), log_format)
         return
     if memory is not None or idle_timeout:
         raise UsageError("--memory and --idle-timeout: only for a server of several models")
@@ -240,6 +246,7 @@ def api_server(
         settings=settings,
         announcement=announcement,
         log_level=log_level.lower(),
+        log_format=log_format,
         packed=engine.packed(config, told),
         progress=told,
         ready=ready,

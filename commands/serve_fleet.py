@@ -19,6 +19,7 @@ def serve_several(
     chat_template: str | None,
     settings: dict[str, object],
     log_level: str,
+    log_format: str,
 ) -> None:
     """``holdings``: of run.Holdings, the budget apart, which ``memory`` spells."""
     from toolkit.serve.fleet import run
@@ -38,5 +39,6 @@ def serve_several(
         chat_template=chat_template,
         settings=settings,
         log_level=log_level,
+        log_format=log_format,
         ready=ready,
     )

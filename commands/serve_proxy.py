@@ -68,6 +68,7 @@ def proxy(
         bool, typer.Option("--disable-fastapi-docs", help="No documentation of the API at /docs and /openapi.json.")
     ] = False,
     log_level: Annotated[str, typer.Option(help="critical, error, warning, info or debug.")] = "warning",
+    log_format: Annotated[str, typer.Option(help="text, or json: one object a line.")] = "text",
 ) -> None:
     """Spread requests over several servers. They join by --node, or with --node-keys by --proxy-url.
 
@@ -100,7 +101,8 @@ def proxy(
     def ready(url: str) -> None:
         console.print(f"HINT:    The proxy is ready at {url}", markup=False, soft_wrap=True)
 
-    run.serve(Address(server_name, server_port, grace_period, keyfile, certfile), settings, log_level.lower(), ready)
+    address = Address(server_name, server_port, grace_period, keyfile, certfile)
+    run.serve(address, settings, log_level.lower(), ready, log_format)
 
 
 def read_keys(option: str, variable: str, entries: list[str] | None) -> list[str]:

@@ -15,7 +15,12 @@ from toolkit import extras
 from toolkit.errors import ToolkitError
 
 ROOT = Path(__file__).resolve().parent.parent
-IMPORT_NAMES = {"protobuf": "google", "auto-round": "auto_round"}
+IMPORT_NAMES = {
+    "protobuf": "google",
+    "auto-round": "auto_round",
+    "opentelemetry-sdk": "opentelemetry",
+    "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
+}
 
 # A finder that knows none of the packages that only extras bring, in front of all others.
 WITHOUT = """

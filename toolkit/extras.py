@@ -11,7 +11,10 @@ from importlib.util import find_spec
 
 from toolkit.errors import ToolkitError, UsageError
 
-_MODULES = {"google": "protobuf"}  # import names that are not their distribution's
+_MODULES = {
+    "google": "protobuf",
+    "opentelemetry": "opentelemetry-sdk",
+}  # import names that are not their distribution's
 
 
 def explain(error: ModuleNotFoundError) -> str | None:

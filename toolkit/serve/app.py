@@ -32,11 +32,13 @@ from toolkit.serve.metrics import ServerMetrics
 from toolkit.serve.page.routes import add_page, docs_url
 from toolkit.serve.parsing import Formats
 from toolkit.serve.replies import json_response
+from toolkit.serve.request_ids import RequestIds
 from toolkit.serve.responses import routes as responses_routes
 from toolkit.serve.responses.kept import Store
 from toolkit.serve.sampling import choose_defaults
 from toolkit.serve.schema import add_schemas
 from toolkit.serve.state import ServerSettings, ServerState
+from toolkit.serve.traces import Traces
 from toolkit.vision.eyes import Eyes
 
 if TYPE_CHECKING:
@@ -65,7 +67,7 @@ def create_app(engine: AsyncEngine, template: ChatTemplate, settings: ServerSett
         template=template,
         settings=settings,
         defaults=choose_defaults(settings.generation_config, engine.tokenizer.path),
-        metrics=ServerMetrics(engine.stats),
+        metrics=ServerMetrics(engine.stats, _traces(settings)),
         lanes=lanes,
         pooling=pooling.choose(settings.pooling, engine.tokenizer.path),
         embeds=pooling_config(engine.tokenizer.path) is not None,
@@ -99,7 +101,13 @@ def create_app(engine: AsyncEngine, template: ChatTemplate, settings: ServerSett
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.allow_origins), allow_methods=["*"], allow_headers=["*"]
         )
+    app.add_middleware(RequestIds)
     return app
+
+
+def _traces(settings: ServerSettings) -> Traces | None:
+    endpoint = settings.otlp_traces_endpoint
+    return None if endpoint is None else Traces(endpoint, settings.model_name)
 
 
 def _add_plain_routes(app: FastAPI, state: ServerState) -> None:

@@ -207,6 +207,7 @@ def _serve(order: dict[str, Any], tell: Any) -> None:
         chat_template=order["chat_template"],
         settings=settings,
         log_level=order["log_level"],
+        log_format=order.get("log_format", "text"),
         progress=lambda line: None,
         ready=lambda url, engine: tell({"url": url, "memory": engine.plan.total}),
     )

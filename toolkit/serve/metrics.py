@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from toolkit.serve.request_ids import current
+
+if TYPE_CHECKING:
+    from toolkit.serve.traces import Traces
 
 PREFIX = "toolkit:"
 _TTFT = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -44,9 +49,10 @@ class _EngineCollector(Collector):
 
 
 class ServerMetrics:
-    """Counters and histograms of requests, and the engine's gauges."""
+    """Counters and histograms of requests, and the engine's gauges; ``traces``: where spans of requests go."""
 
-    def __init__(self, stats: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, stats: Callable[[], Mapping[str, Any]], traces: Traces | None = None) -> None:
+        self.traces = traces
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(stats))
         make: dict[str, Any] = {"registry": self.registry}
@@ -76,6 +82,7 @@ class RequestClock:
         self.metrics = metrics
         self.prompt_tokens = prompt_tokens
         self.start = time.perf_counter()
+        self.request = current()
         self.first: float | None = None
         self.tokens = 0
 
@@ -92,6 +99,16 @@ class RequestClock:
         """Book the end; ``reason`` is the choice's finish_reason (``abort`` for a client that went away)."""
         end = time.perf_counter()
         self.metrics.finished.labels(reason).inc()
+        if self.metrics.traces is not None:
+            self.metrics.traces.record(
+                self.request,
+                self.start,
+                self.first,
+                usage__prompt_tokens=self.prompt_tokens,
+                usage__completion_tokens=self.tokens,
+                usage__cached_tokens=cached_tokens,
+                response__finish_reason=reason,
+            )
         if self.first is None:
             self._book_prompt(cached_tokens)
         if reason in ("stop", "length"):

@@ -31,16 +31,17 @@ from toolkit.messages import ChatTemplateConfig
 from toolkit.serve.app import create_app
 from toolkit.serve.connection import connection_class
 from toolkit.serve.limits import Limits
+from toolkit.serve.log import begin as begin_log
 from toolkit.serve.parsing import Formats
 from toolkit.serve.sampling import choose_defaults
 from toolkit.serve.state import ServerSettings, ServerState
+from toolkit.serve.traces import check as check_traces
 from toolkit.vision.eyes import open_recipe
 
 if TYPE_CHECKING:
     from toolkit.serve.announce import Announcement
 
 logger = logging.getLogger("toolkit.serve")
-LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 OTHER_FILES = 128  # besides connections
 CLIENT_GRACE_S = 2.0  # after the requests were ended: time to write the last bytes
 
@@ -196,6 +197,7 @@ def serve(
     settings: dict[str, object] | None = None,
     announcement: Announcement | None = None,
     log_level: str = "warning",
+    log_format: str = "text",
     progress: Callable[[str], None],
     ready: Callable[[str, AsyncEngine], None],
 ) -> None:
@@ -205,15 +207,14 @@ def serve(
     proxy to be told that this server is there. ``progress`` gets lines while the model loads, then ``ready`` the URL
     and the engine. Raises ToolkitError or UsageError for whatever keeps it from starting; the port is tried first.
     """
-    if log_level not in LOG_LEVELS:
-        raise UsageError(f"--log-level: expected one of {', '.join(LOG_LEVELS)}, found {log_level!r}")
+    begin_log(log_level, log_format)
     ChatTemplate.check(chat_template)
     choose_pooling(str((settings or {}).get("pooling", "auto")), None)
     if announcement is not None:
         announcement.check()
     Formats.check((settings or {}).get("tool_call_parser"), (settings or {}).get("reasoning_parser"))
     choose_defaults(str((settings or {}).get("generation_config", "auto")), None)
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    check_traces((settings or {}).get("otlp_traces_endpoint"))  # type: ignore[arg-type]
     limits: Limits = (settings or {}).get("limits", Limits())  # type: ignore[assignment]
     with contextlib.closing(bind(address.host, address.port)) as sock, _terminate_while_loading():
         renderer = Renderer()

@@ -40,7 +40,8 @@ class ServerSettings:
     last or mean, see pooling.choose; ``allowed``: options given that let clients do what only the operator may
     otherwise, see control_routes; ``tool_call_parser``, ``reasoning_parser``: names, see parsing.Formats;
     ``vision_max_batch_size``: images that are encoded at once; ``allowed_local_media_path``: folder whose files they
-    may be; ``allowed_media_domains``: hosts that they are fetched from, None = all that are public."""
+    may be; ``allowed_media_domains``: hosts that they are fetched from, None = all that are public;
+    ``otlp_traces_endpoint``: see traces.Traces."""
 
     model_name: str
     adapters: Sequence[str] = ()
@@ -55,6 +56,7 @@ class ServerSettings:
     reasoning_parser: str | None = None
     max_concurrent_requests: int | None = None
     max_log_len: int | None = None
+    otlp_traces_endpoint: str | None = None
     pooling: str = "auto"
     allowed: Sequence[str] = ()
     limits: Limits = field(default_factory=Limits)

@@ -25,6 +25,7 @@ from toolkit.serve.proxy.nodes import Node
 from toolkit.serve.proxy.paths import forwarded
 from toolkit.serve.proxy.state import ProxySettings, ProxyState
 from toolkit.serve.replies import json_response
+from toolkit.serve.request_ids import RequestIds
 from toolkit.serve.requests import read_body
 
 
@@ -74,6 +75,7 @@ def create_app(fleet: Fleet, settings: ProxySettings, *, metrics: bool = True) -
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.allow_origins), allow_methods=["*"], allow_headers=["*"]
         )
+    app.add_middleware(RequestIds)
     return app
 
 

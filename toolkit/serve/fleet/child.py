@@ -44,6 +44,7 @@ class Launcher:
     limits: Limits
     chat_template: str | None = None
     log_level: str = "warning"
+    log_format: str = "text"
     budget: int | None = None
     weights: int = 0  # bytes of all models'
     models: int = 1
@@ -59,7 +60,7 @@ class Launcher:
             "limits": asdict(self.limits),
         }
         asked = order(listed.path, config, listed.name, self.chat_template, "127.0.0.1", 0, settings, self.log_level)
-        child, told = launch(asked, Child)
+        child, told = launch(asked | {"log_format": self.log_format}, Child)
         child.memory = int(told["memory"])
         return child
 

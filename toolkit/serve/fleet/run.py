@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,19 +13,21 @@ from typing import Any
 from toolkit.chat.template import ChatTemplate
 from toolkit.engine.pooling import choose as choose_pooling
 from toolkit.engine_configs import EngineConfig
-from toolkit.errors import UsageError
 from toolkit.serve.fleet.app import create_app
 from toolkit.serve.fleet.catalog import listed
 from toolkit.serve.fleet.child import Launcher
 from toolkit.serve.fleet.fleet import Fleet
 from toolkit.serve.limits import Limits
+from toolkit.serve.log import begin as begin_log
 from toolkit.serve.proxy.state import ProxySettings
-from toolkit.serve.run import LOG_LEVELS, Address, bind, run_app
+from toolkit.serve.run import Address, bind, run_app
+from toolkit.serve.traces import check as check_traces
 
 # What each model's server is told, too.
 OF_EACH = (
     "generation_config",
     "max_log_len",
+    "otlp_traces_endpoint",
     "pooling",
     "tool_call_parser",
     "reasoning_parser",
@@ -55,18 +56,17 @@ def serve(
     chat_template: str | None,
     settings: Mapping[str, Any],
     log_level: str,
+    log_format: str = "text",
     ready: Callable[[str, list[str]], None],
 ) -> None:
     """``settings``: of ServerSettings. ``ready`` gets the URL and the names of the models, none of which is loaded yet.
 
     Raises ToolkitError or UsageError for whatever keeps it from starting.
     """
-    if log_level not in LOG_LEVELS:
-        raise UsageError(f"--log-level: expected one of {', '.join(LOG_LEVELS)}, found {log_level!r}")
+    begin_log(log_level, log_format)
+    check_traces(settings.get("otlp_traces_endpoint"))
     ChatTemplate.check(chat_template)
     choose_pooling(str(settings.get("pooling", "auto")), None)
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx2").setLevel(logging.WARNING)  # it tells every request
     models = listed(holdings.models, holdings.models_dir, holdings.aliases)
     limits: Limits = settings.get("limits", Limits())
     key = secrets.token_hex(16)
@@ -77,6 +77,7 @@ def serve(
         limits,
         chat_template,
         log_level,
+        log_format,
         holdings.budget,
         sum(model.weight_bytes() for model in models),
         len(models),

@@ -26,6 +26,7 @@ from toolkit.serve.proxy.nodes import Node
 from toolkit.serve.proxy.paths import forwarded
 from toolkit.serve.proxy.state import ProxySettings, ProxyState
 from toolkit.serve.replies import json_response
+from toolkit.serve.request_ids import RequestIds
 from toolkit.serve.requests import parse_body, read_body
 from toolkit.serve.schema import add_schemas, describe
 from toolkit.serve.strict import Strict
@@ -88,6 +89,7 @@ def create_app(settings: ProxySettings) -> FastAPI:
         app.add_middleware(
             OuterCors, allow_origins=list(settings.allow_origins), allow_methods=["*"], allow_headers=["*"]
         )
+    app.add_middleware(RequestIds)
     return app
 
 

@@ -1,0 +1,11 @@
+{{- define "toolkit.selector" -}}
+app.kubernetes.io/name: toolkit
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "toolkit.labels" -}}
+{{ include "toolkit.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- end -}}
