@@ -153,7 +153,7 @@ def api_server(
     log_format: Annotated[str, typer.Option(help="text, or json: one object a line.")] = "text",
     otlp_traces_endpoint: Annotated[
         str | None,
-        typer.Option(help="OpenTelemetry collector (OTLP over HTTP), such as http://localhost:4318/v1/traces."),
+        typer.Option(help="OpenTelemetry collector that gets traces (OTLP over HTTP)."),
     ] = None,
     max_log_len: Annotated[
         int | None, typer.Option(min=0, metavar="<int>", help="Characters of a prompt in the log. Default: all.")
