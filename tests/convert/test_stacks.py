@@ -137,6 +137,15 @@ def test_gpt_oss_in_mxfp4_decodes_by_graphs(tiny_models, support, tmp_path):
     assert found == support("plain_model").logits(opened.spec, weights, ids)[-1].argmax()
 
 
+def test_mxfp4_is_the_same_by_lite_and_by_convert(tiny_models, tmp_path):
+    source = str(tiny_models("llama"))
+    rewrite(source, tmp_path / "convert", to="mxfp4", quiet=True)
+    mxfp4(source, tmp_path / "lite", common=Common(format="mxfp4", eval_tokens=64))
+    by_convert, by_lite = (load_file(tmp_path / name / "model.safetensors") for name in ("convert", "lite"))
+    codes = [name for name in by_lite if name.endswith(("_blocks", "_scales"))]
+    assert len(codes) == 2 * 14 and all(torch.equal(by_convert[name], by_lite[name]) for name in codes)
+
+
 @pytest.mark.parametrize("family", ["cohere", "olmo2", "gpt_oss"])
 @pytest.mark.parametrize("method", ["awq", "mxfp4"])
 def test_quantized_models_stay_near_what_they_were(family, method, tiny_models, tmp_path, support):

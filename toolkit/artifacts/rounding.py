@@ -75,18 +75,28 @@ def to_block_fp8(
 
 
 def to_mxfp4(weight: Tensor, name: str = "") -> Fp4:
-    """Float [out, in] to mxfp4 (OCP Microscaling Formats 1.0, 6.3): the scale of 32 values is the power of two of the
-    largest over 4 (the largest power that e2m1 holds); values go to the nearest code, ties to the even one.
+    """Float [out, in] to mxfp4 (OCP Microscaling Formats 1.0): nearest e2m1 codes in blocks of 32.
+
+    The specification's exponent (6.3), floor(log2(largest)) − 2, cuts off what lies between 6 and 8 times the scale;
+    the one above does not. Each block takes the exponent that loses less.
     """
     check_finite(weight, name)
     if weight.shape[1] % 32:
         raise ToolkitError(f"{name}: {weight.shape[1]} input features are no multiple of mxfp4's blocks of 32")
-    x = weight.float().unflatten(1, (-1, 32))
-    peak = x.abs().amax(-1)
-    exponent = torch.frexp(peak).exponent - 1 - 2  # floor(log2(peak)) - 2
-    exponent = torch.where(peak == 0, torch.zeros_like(exponent), exponent).clamp(-127, 127)
-    scaled = torch.ldexp(x, -exponent[..., None])
-    return Fp4(nearest_fp4(scaled).flatten(1), (exponent + 127).to(torch.uint8), 32)
+    blocks = weight.float().unflatten(1, (-1, 32))
+    low = torch.floor(torch.log2(blocks.abs().amax(-1).clamp(min=2.0**-120))) - 2
+    values = torch.tensor(FP4_VALUES, device=weight.device)
+    (codes, lost), (above, lost_above) = (_fp4_at(blocks, exponent, values) for exponent in (low, low + 1))
+    better = lost_above < lost
+    codes, exponent = torch.where(better[..., None], above, codes), torch.where(better, low + 1, low)
+    return Fp4(codes.flatten(1).cpu(), (exponent + 127).clamp(0, 254).to(torch.uint8).cpu(), 32)
+
+
+def _fp4_at(blocks: Tensor, exponent: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of ``blocks`` [..., 32] with the scale 2^exponent [...], and the squared error of each block."""
+    scale = torch.exp2(exponent)[..., None]
+    codes = nearest_fp4(blocks / scale)
+    return codes, (values[codes.long()] * scale - blocks).square().sum(-1)
 
 
 def nearest_fp4(x: Tensor) -> Tensor:

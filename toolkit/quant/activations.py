@@ -18,15 +18,16 @@ EPS = 1e-7  # smallest scale, as LMDeploy's kernels have it
 def round_tokens(x: Tensor, dtype: torch.dtype, group: int | None = None) -> Tensor:
     """``x`` [tokens, channels] as it comes back from int8 or float8 with a scale a token (and ``group`` channels)."""
     parts = x if group is None else torch.nn.functional.pad(x, (0, -x.shape[1] % group)).unflatten(1, (-1, group))
-    codes, scale = token_codes(parts, dtype)
+    codes, scale = row_codes(parts, dtype)
     back = codes.to(x.dtype) * scale
     return back if group is None else back.flatten(1)[:, : x.shape[1]]
 
 
-def token_codes(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes of ``x`` [..., n], those of int8 still in its float type, and their scales [..., 1]."""
+def row_codes(x: Tensor, dtype: torch.dtype, least: float = EPS) -> tuple[Tensor, Tensor]:
+    """Codes of ``x`` [..., n], those of int8 still in its float type, and their scales [..., 1], at least ``least``."""
     top = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
-    scale = (x.abs().amax(-1, keepdim=True) / top).clamp_(min=EPS)
+    largest = torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))  # abs() would copy all of a weight
+    scale = (largest / top).clamp_(min=least)
     small = x / scale
     return small.round_() if dtype == torch.int8 else small.clamp_(-top, top).to(dtype), scale
 
@@ -76,7 +77,7 @@ class Int8Linears:
     def run(self, name: str, x: Tensor) -> Tensor:
         """``x`` [..., in], not rounded yet, through linear ``name``: float32 [..., out]."""
         if self._read is None or self._read[0] is not x:  # several linears read one input, one after the other
-            codes, scale = token_codes(x.reshape(-1, x.shape[-1]).float(), torch.int8)
+            codes, scale = row_codes(x.reshape(-1, x.shape[-1]).float(), torch.int8)
             self._read = x, codes.to(torch.int8), scale
         y = int8_product(self._read[1], self._codes[name]).mul_(self._read[2]).mul_(self._scales[name])
         bias = self._biases.get(name)

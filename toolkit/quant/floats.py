@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.canonical import FP4_VALUES, BlockFp8, Fp4, Weight
+from toolkit.artifacts.canonical import BlockFp8, Weight
 from toolkit.artifacts.formats.blocked_fp8 import BLOCK
 from toolkit.artifacts.formats.mxfp4 import GROUP
-from toolkit.artifacts.rounding import nearest_fp4, to_block_fp8
+from toolkit.artifacts.rounding import to_block_fp8, to_mxfp4
 from toolkit.artifacts.weights import split_parts
 from toolkit.measure.errors import sampled_error
 from toolkit.models.sites import Site
@@ -61,7 +61,7 @@ def mxfp4_method(*, dtype: torch.dtype) -> Method:
     ) -> Iterator[Made]:
         for name in (x.name for site in sites for x in site.linears):
             w = weights[name]
-            code = quantize_mxfp4(w)
+            code = to_mxfp4(w, name)
             yield Made(name, code, _report(name, w, code, "mxfp4", 4, GROUP))
         yield from stay_dense(sites, weights, dtype)
 
@@ -72,30 +72,3 @@ def _report(name: str, weight: Tensor, code: Weight | Tensor, how: str, bits: in
     """Without calibration the error is that of the weights: as of inputs that do not correlate."""
     assert not isinstance(code, Tensor)
     return LinearReport(name, how, bits, group, sampled_error(weight, code, None))
-
-
-def quantize_mxfp4(weight: Tensor) -> Fp4:
-    """Nearest e2m1 codes of ``weight`` [out, in] in blocks of 32.
-
-    The specification's exponent, floor(log2(largest)) − 2, cuts off what lies between 6 and 8 times the scale; the one
-    above does not. Each block takes the exponent that loses less.
-    """
-    blocks = weight.unflatten(1, (-1, GROUP))
-    exponent = torch.floor(torch.log2(blocks.abs().amax(-1).clamp(min=2.0**-120))) - 2
-    best: tuple[Tensor, Tensor] | None = None
-    least = torch.full_like(exponent, float("inf"))
-    for now in (exponent, exponent + 1):
-        codes = nearest_fp4(blocks / torch.exp2(now)[..., None])
-        back = _values(codes) * torch.exp2(now)[..., None]
-        error = (back - blocks).square().sum(-1)
-        if best is None:
-            best, least = (codes, now), error
-        else:
-            better = error < least
-            best = torch.where(better[..., None], codes, best[0]), torch.where(better, now, best[1])
-    assert best is not None
-    return Fp4(best[0].flatten(1).cpu(), (best[1] + 127).clamp(0, 254).to(torch.uint8).cpu(), GROUP)
-
-
-def _values(codes: Tensor) -> Tensor:
-    return torch.tensor(FP4_VALUES, device=codes.device)[codes.long()]

@@ -17,13 +17,14 @@ from toolkit.artifacts.canonical import ChannelInt8, Fp8
 from toolkit.kernels.torch.product import int8_product, prefers_int8, product
 from toolkit.measure.errors import sampled_error
 from toolkit.models.sites import RowFold, Site
-from toolkit.quant.activations import token_codes
+from toolkit.quant.activations import row_codes
 from toolkit.quant.awq import Readers
 from toolkit.quant.result import LinearReport, Made, Method, stay_dense
 from toolkit.quant.statistics import Gram
 from toolkit.runners.folding import Folded, expand, fold_site, storable
 
 TINY = 1e-12  # of a squared error, where logarithms are taken
+LEAST = 1e-12  # scale of a row of a weight
 STRENGTHS = tuple(i / 20 for i in range(21))
 QUANT_DTYPES = {
     "int8": torch.int8,
@@ -108,29 +109,20 @@ def _loss(weight: Tensor, sample: Tensor, exact: Tensor, channels: Tensor, quant
     over rows of the logarithm of the relative squared error. A few tokens (the first of a text above all) have inputs
     a hundred times larger than others; by the plain sum they alone would decide. ``exact``: the outputs without
     rounding, [rows, out]."""
-    codes, scales = _codes(weight * channels, quant_dtype)
-    near, token_scales = token_codes(sample / channels, quant_dtype)
+    codes, scales = row_codes(weight * channels, quant_dtype, LEAST)
+    near, token_scales = row_codes(sample / channels, quant_dtype)
     if quant_dtype == torch.int8 and near.device.type == "cpu" and prefers_int8():
         off = int8_product(near.to(torch.int8), codes.to(torch.int8))
     else:
         off = product(near.float(), codes.float())
-    off.mul_(token_scales).mul_(scales).sub_(exact)
+    off.mul_(token_scales).mul_(scales[:, 0]).sub_(exact)
     lost = off.square_().sum(-1) / exact.square().sum(-1).clamp(min=TINY)
     return float(lost.clamp(min=TINY).log().mean())
 
 
 def quantize_rows(weight: Tensor, quant_dtype: torch.dtype) -> ChannelInt8 | Fp8:
     """Nearest 8-bit codes of ``weight`` [out, in] with the scale absmax / {127, 448, 57344} of every row."""
-    codes, scales = _codes(weight, quant_dtype)
+    codes, scales = row_codes(weight, quant_dtype, LEAST)
     if quant_dtype == torch.int8:
-        return ChannelInt8(codes.to(torch.int8).cpu(), scales.cpu())
-    return Fp8(codes.cpu(), scales.cpu())
-
-
-def _codes(weight: Tensor, quant_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes [out, in], those of int8 still float32, and scales [out]."""
-    integer = quant_dtype == torch.int8
-    top = 127.0 if integer else torch.finfo(quant_dtype).max
-    scales = (torch.maximum(weight.amax(1), -weight.amin(1)).float() / top).clamp(min=1e-12)
-    small = weight / scales[:, None]
-    return small.round_() if integer else small.clamp_(-top, top).to(quant_dtype), scales
+        return ChannelInt8(codes.to(torch.int8).cpu(), scales[:, 0].cpu())
+    return Fp8(codes.cpu(), scales[:, 0].cpu())
