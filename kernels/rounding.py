@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .reference.attention import dequantize_heads, is_float8, key_bits
+from .reference.cache import dequantize_heads, is_float8, key_bits
 
 # Ops whose first result are codes and whose second is the scale of each row.
 CODED = frozenset({"rms_norm_quant", "add_rms_norm_quant", "act_and_mul_quant"})

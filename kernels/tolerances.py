@@ -90,7 +90,7 @@ def _close(a: Any, b: Any, step: Any, close_to: tuple[float, float]) -> Any:
 
 def _drawn(inputs: dict[str, Any], found: Any) -> Any:
     """Which of the tokens ``found`` lie on the border of what is drawn."""
-    from .reference.sampling import kept_mass
+    from .reference.kept import kept_mass
     from .rounding import drawn
 
     names = ("logits", "temperature", "top_k", "top_p", "min_p")

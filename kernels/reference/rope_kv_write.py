@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..registry import Case, op
-from .attention import cache_traits, hadamard, kv_write, random_cache
+from .attention import cache_traits, kv_write, random_cache
+from .cache import hadamard
 from .norm import rms_norm
 from .rope import rope
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..registry import Case, op
+from .kept import kept_mass
 
 
 def _penalty_cases() -> Iterator[Case]:
@@ -115,17 +116,3 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     mass = kept_mass(logits, temperature, top_k, top_p, min_p)
     drawn = (mass <= u.double()[:, None] * mass[:, -1:]).sum(-1).clamp(max=logits.shape[1] - 1)
     return torch.where(temperature == 0, logits.argmax(-1), drawn)
-
-
-def kept_mass(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """float64 [N, V]: the running sum, in ascending order of ids, of the mass that ``sample`` keeps of each row."""
-    greedy = temperature == 0
-    below = logits - logits.amax(-1, keepdim=True)  # the best stays 0 however small the temperature
-    scaled = below / torch.where(greedy, torch.ones_like(temperature), temperature)[:, None]
-    ordered, ids = scaled.softmax(-1).double().sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(ordered.shape[1], device=logits.device)
-    keep = (top_k[:, None] == 0) | (rank < top_k[:, None])
-    keep &= (ordered.cumsum(-1) - ordered < top_p.double()[:, None]) | (top_p >= 1)[:, None]
-    keep &= ordered >= min_p.double()[:, None] * ordered[:, :1]
-    keep[:, 0] = True
-    return torch.zeros_like(ordered).scatter_(1, ids, ordered * keep).cumsum(-1)

@@ -191,7 +191,7 @@ def attention(size: Size, where: Where) -> Iterator[Row]:
 
 def _cache(size: Size, where: Where, dtype: str, policy: int, blocks: int) -> tuple[list[Tensor | None], int]:
     """(keys, values, their parameters; bits) of one layer, filled with anything finite."""
-    from toolkit.kernels.reference.attention import key_bits
+    from toolkit.kernels.reference.cache import key_bits
     from toolkit.runners.tensor.cache import FLOAT8, cache_bits
 
     bits, shape = cache_bits(policy), (blocks, size.block, size.kv_heads)

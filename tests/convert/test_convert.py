@@ -25,8 +25,9 @@ from hypothesis import strategies as st
 from toolkit.artifacts import safetensors_file
 from toolkit.artifacts.canonical import ChannelInt8, Codebook, Dense, Fp4, Fp8, GroupInt, SuperScales
 from toolkit.artifacts.checkpoint import open_checkpoint
-from toolkit.artifacts.engine import ENGINE_ARRAYS, ENGINE_JSON, EngineArtifact, open_engine, write_engine
-from toolkit.artifacts.engine_torch import pack_codes, pack_torch, unpack_codes
+from toolkit.artifacts.engine import open_engine, write_engine
+from toolkit.artifacts.engine_artifact import ENGINE_ARRAYS, ENGINE_JSON, EngineArtifact
+from toolkit.artifacts.engine_torch import pack_codes, pack_torch, torch_weights, unpack_codes
 from toolkit.artifacts.formats import awq, w8a8
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.safetensors_file import PAGE, read_header, write_tensors
@@ -55,7 +56,7 @@ def assert_holds(engine: Path, model: Path) -> None:
     artifact, checkpoint = open_engine(engine), open_checkpoint(model)
     spec, stored = load_spec(checkpoint)
     assert artifact.spec == spec
-    expected, found = canonical_weights(checkpoint, stored), artifact.weights()
+    expected, found = canonical_weights(checkpoint, stored), torch_weights(artifact)
     assert set(found) == set(expected)
     for name, weight in expected.items():
         assert same(found[name], weight), name
@@ -141,7 +142,7 @@ def test_arrays_are_page_aligned_views(tiny_models: Any, tmp_path: Path) -> None
     arrays = open_engine(tmp_path / "e").arrays()
     assert len(arrays) == 21
     assert all(array.ctypes.data % PAGE == 0 and not array.flags.owndata for array in arrays.values())
-    weight = open_engine(tmp_path / "e").weights()["model.norm"]
+    weight = torch_weights(open_engine(tmp_path / "e"))["model.norm"]
     assert isinstance(weight, torch.Tensor) and np.array_equal(arrays["model.norm"], weight.numpy())
 
 
@@ -191,7 +192,7 @@ def test_every_canonical_form_comes_back(tiny_models: Any, tmp_path: Path) -> No
     params: dict[str, dict[str, Any]] = {}
     write_engine(tmp_path, spec, pack_torch(iter(weights), params), target="torch", params=params)
     infos = read_header(tmp_path / ENGINE_ARRAYS)
-    found = EngineArtifact(tmp_path, spec, "torch", params, infos).weights()
+    found = torch_weights(EngineArtifact(tmp_path, spec, "torch", params, infos))
     assert list(found) == [name for name, _ in weights]
     for name, weight in weights:
         assert same(found[name], weight), name
@@ -227,7 +228,7 @@ def test_scales_of_a_float8_cache_are_kept(tiny_checkpoint: Any, tmp_path: Path,
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_dtype_casts_what_is_dense(tiny_models: Any, tmp_path: Path, dtype: str) -> None:
     convert(str(tiny_models("llama")), tmp_path / "e", dtype=dtype)
-    weights = open_engine(tmp_path / "e").weights()
+    weights = torch_weights(open_engine(tmp_path / "e"))
     found = {w.dtype if isinstance(w, torch.Tensor) else w.weight.dtype for w in weights.values()}  # type: ignore[union-attr]
     assert found == {getattr(torch, dtype)}
 
@@ -410,4 +411,4 @@ def test_another_target_names_the_remedy(tiny_models: Any, tmp_path: Path) -> No
     artifact = open_engine(tmp_path / "e")
     assert artifact.target == "cpu-abacus"
     with pytest.raises(ToolkitError, match=r"cpu-abacus.*--target torch"):
-        artifact.weights()
+        torch_weights(artifact)

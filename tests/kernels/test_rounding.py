@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from toolkit.kernels.reference.sampling import kept_mass
+from toolkit.kernels.reference.kept import kept_mass
 from toolkit.kernels.registry import Case, Target, load
 from toolkit.kernels.tolerances import compare
 

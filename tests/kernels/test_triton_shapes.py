@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.kernels import registry
-from toolkit.kernels.reference.attention import random_cache, slots_of
+from toolkit.kernels.reference.attention import random_cache
+from toolkit.kernels.reference.cache import slots_of
 from toolkit.kernels.reference.linear import pack_codes
 from toolkit.kernels.triton import attention_plan, linear_group, sampling, sampling_flat
 

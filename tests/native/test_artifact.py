@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from toolkit.artifacts.engine import ENGINE_JSON
+from toolkit.artifacts.engine_artifact import ENGINE_JSON
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.convert.convert import convert
 from toolkit.errors import ToolkitError, UsageError

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8, GroupInt
-from toolkit.kernels.reference.attention import hadamard
+from toolkit.kernels.reference.cache import hadamard
 from toolkit.runners.native.pack import (
     UnpackedWeights,
     pack_model,

@@ -51,7 +51,7 @@ def _weight(bits=4, group=32, order=False, symmetric=False, minima=False, dtype=
 )
 def test_every_weight_comes_back_bit_by_bit(change, packed, tmp_path, tiny_models):
     """Through the packer, a file, and the reader; what no CUDA kernel takes goes as for target torch."""
-    from toolkit.artifacts.engine import ENGINE_ARRAYS, EngineArtifact
+    from toolkit.artifacts.engine_artifact import ENGINE_ARRAYS, EngineArtifact
     from toolkit.artifacts.safetensors_file import write_arrays
 
     weight = _weight(**change)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.kernels.reference.attention import dequantize_heads, hadamard, quantize_heads
+from toolkit.kernels.reference.cache import dequantize_heads, hadamard, quantize_heads
 from toolkit.models.spec import LayerSpec
 from toolkit.runners.base import RunnerError
 from toolkit.runners.tensor.runner import TensorRunner

@@ -4,67 +4,22 @@
     engine.safetensors   the arrays, each at a page border
     manifest.json, tokenizer files, config.json, generation_config.json, chat template
 
-This module is the container, the same for every target; ``engine_torch`` packs for target ``torch``, other targets pack
-with their runner. Importing it imports no torch.
+``engine_torch`` packs for target ``torch``, other targets pack with their runner. Importing this imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from toolkit.artifacts.engine_artifact import ENGINE_ARRAYS, ENGINE_JSON, ENGINE_SCHEMA, TORCH_TARGET, EngineArtifact
+from toolkit.artifacts.engine_torch_check import check_torch
 from toolkit.artifacts.json_file import read_json_object, write_json_object
 from toolkit.artifacts.manifest import Manifest, check_tensors, file_digest, require_kind
-from toolkit.artifacts.safetensors_file import TensorInfo, map_arrays, read_header, write_arrays
+from toolkit.artifacts.safetensors_file import read_header, write_arrays
 from toolkit.errors import ToolkitError
 from toolkit.models.spec import DecoderSpec
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from toolkit.artifacts.canonical import Weight
-
-ENGINE_JSON = "engine.json"
-ENGINE_ARRAYS = "engine.safetensors"
-ENGINE_SCHEMA = 1
-TORCH_TARGET = "torch"
-
-Arrays = Iterator[tuple[str, Any, str | None]]
-
-
-@dataclass(frozen=True)
-class EngineArtifact:
-    """An open artifact. ``params``: canonical name → {"form", …}, what its arrays mean (see the target's packer)."""
-
-    path: Path
-    spec: DecoderSpec
-    target: str
-    params: dict[str, dict[str, Any]]
-    infos: dict[str, TensorInfo]
-
-    @property
-    def array_file(self) -> Path:
-        return self.path / ENGINE_ARRAYS
-
-    def arrays(self) -> dict[str, Any]:
-        """Every array as a read-only, page-aligned numpy view of the mapped file (BF16 as uint16)."""
-        return map_arrays(self.array_file)
-
-    def weights(self) -> Mapping[str, Weight | Tensor]:
-        """Canonical weights by name, made when asked for: dense ones are views of the file, codes are unpacked.
-
-        Raises ToolkitError if the artifact is packed for another target than ``torch``.
-        """
-        if self.target != TORCH_TARGET:
-            raise ToolkitError(
-                f"{self.path}: packed for {self.target}, expected target {TORCH_TARGET}; "
-                "convert the model again with --target torch"
-            )
-        from toolkit.artifacts.engine_torch import TorchWeights
-
-        return TorchWeights(self)
 
 
 def write_engine(
@@ -108,8 +63,6 @@ def open_engine(path: Path) -> EngineArtifact:
         raise ToolkitError(f"{json_path}: spec: {error}; convert the model again") from error
     artifact = EngineArtifact(path, spec, target, params, read_header(path / ENGINE_ARRAYS))
     if target == TORCH_TARGET:
-        from toolkit.artifacts.engine_torch_check import check_torch
-
         check_torch(artifact)
     _check_digest(json_path, manifest)
     if manifest is not None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from toolkit.artifacts.engine import Arrays, EngineArtifact
+from toolkit.artifacts.engine_artifact import TORCH_TARGET, Arrays, EngineArtifact
 from toolkit.errors import ToolkitError
 
 if TYPE_CHECKING:
@@ -120,6 +120,19 @@ def unpack_codes(packed: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
     pairs = (byte & 15 | byte >> 4 << 8).astype("<u2")
     codes = torch.from_numpy(np.take(pairs, packed.numpy()).view(np.uint8))
     return codes[: math.prod(shape)].view(shape)
+
+
+def torch_weights(artifact: EngineArtifact) -> TorchWeights:
+    """Canonical weights by name, made when asked for: dense ones are views of the file, codes are unpacked.
+
+    Raises ToolkitError if the artifact is packed for another target than ``torch``.
+    """
+    if artifact.target != TORCH_TARGET:
+        raise ToolkitError(
+            f"{artifact.path}: packed for {artifact.target}, expected target {TORCH_TARGET}; "
+            "convert the model again with --target torch"
+        )
+    return TorchWeights(artifact)
 
 
 class TorchWeights(Mapping[str, "Weight | Tensor"]):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.artifacts.engine import ENGINE_JSON, EngineArtifact
+from toolkit.artifacts.engine_artifact import ENGINE_JSON, EngineArtifact
 from toolkit.errors import ToolkitError
 from toolkit.models.spec import DecoderSpec
 from toolkit.models.vision import sizes

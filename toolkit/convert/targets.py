@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from toolkit.artifacts.engine import TORCH_TARGET, Arrays
+from toolkit.artifacts.engine_artifact import TORCH_TARGET, Arrays
 from toolkit.artifacts.engine_torch import pack_torch
 from toolkit.errors import UsageError
 from toolkit.models.spec import DecoderSpec

@@ -10,6 +10,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,7 +141,9 @@ def _open_engine(
 
         weights = CudaWeights(artifact, find_device(device))
         return Opened(spec, lambda: weights, artifact.target, config=config)
-    return Opened(spec, artifact.weights, artifact.target, config=config)
+    from toolkit.artifacts.engine_torch import torch_weights
+
+    return Opened(spec, partial(torch_weights, artifact), artifact.target, config=config)
 
 
 def _with_positions(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit.kernels.reference.attention import key_bits
+from toolkit.kernels.reference.cache import key_bits
 from toolkit.models.spec import DecoderSpec, Kept
 from toolkit.runners.base import RunnerError
 
