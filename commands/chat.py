@@ -44,10 +44,10 @@ def run(
     question = read_question(prompt)
     config = engine.config()
     given = sampling.given()
-    from toolkit.api import Pipeline
     from toolkit.chat import settings
     from toolkit.chat.conversation import Conversation
     from toolkit.messages import GenerationConfig
+    from toolkit.pipeline.pipeline import Pipeline
 
     settings.change(GenerationConfig(), **given)  # wrong values are told before the model is loaded
     console = stderr()

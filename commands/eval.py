@@ -14,9 +14,9 @@ from toolkit.commands.output import stderr, stdout, table, write_json
 from toolkit.progress import Progress
 
 if TYPE_CHECKING:
-    from toolkit.api import Pipeline
-    from toolkit.chat.prompts import Prompt
     from toolkit.eval.tasks import Model
+    from toolkit.pipeline.pipeline import Pipeline
+    from toolkit.pipeline.prompts import Prompt
 
 DATA = "A text file (UTF-8), or `heldout`: the text that `tool lite` measures on."
 
@@ -129,10 +129,10 @@ def tasks(
 
     Example: tool eval tasks demo --limit 20
     """
-    from toolkit.api import pipeline
     from toolkit.artifacts.result_file import check_json
     from toolkit.errors import UsageError
     from toolkit.eval.tasks import TASKS, run_task
+    from toolkit.pipeline.pipeline import pipeline
 
     check_json("--json", json, ("task", "items", "accuracy"))
     for name in names or ():

@@ -17,14 +17,13 @@ threads.settle()  # before anything imports torch
 _EXPORTS = {
     "ChatTemplateConfig": "toolkit.messages",
     "GenerationConfig": "toolkit.messages",
-    "Pipeline": "toolkit.api",
+    "Pipeline": "toolkit.pipeline.pipeline",
     "PytorchEngineConfig": "toolkit.engine_configs",
     "Response": "toolkit.messages",
-    "Session": "toolkit.api",
+    "Session": "toolkit.pipeline.pipeline",
     "TurbomindEngineConfig": "toolkit.engine_configs",
     "VisionConfig": "toolkit.engine_configs",
     "client": "toolkit.serve.client",
-    "pipeline": "toolkit.api",
 }
 __all__ = [
     "ChatTemplateConfig",
@@ -43,15 +42,15 @@ __all__ = [
 
 if TYPE_CHECKING:
     from toolkit import serve
-    from toolkit.api import Pipeline, Session, pipeline
     from toolkit.engine_configs import PytorchEngineConfig, TurbomindEngineConfig, VisionConfig
     from toolkit.messages import ChatTemplateConfig, GenerationConfig, Response
+    from toolkit.pipeline.pipeline import Pipeline, Session, pipeline
     from toolkit.serve.client import client
 
 
 def __getattr__(name: str) -> Any:
-    if name == "serve":  # a package that can be called
-        return import_module("toolkit.serve")
+    if name in ("pipeline", "serve"):  # packages that can be called
+        return import_module(f"toolkit.{name}")
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_EXPORTS[name]), name)

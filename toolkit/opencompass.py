@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from opencompass.models.base import BaseModel
 
-from toolkit.api import pipeline
-from toolkit.chat.prompts import Prompt
 from toolkit.engine_configs import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.messages import GenerationConfig
+from toolkit.pipeline.pipeline import pipeline
+from toolkit.pipeline.prompts import Prompt
 
 
 class TurboMindModel(BaseModel):

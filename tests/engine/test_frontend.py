@@ -18,7 +18,7 @@ from toolkit.engine.loop import ThreadLoop
 from toolkit.engine.memory_plan import MemoryPlan
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.setup import Facts
-from toolkit.engine.stream import Timings
+from toolkit.engine.stream import Asked, Timings
 from toolkit.errors import ToolkitError
 from toolkit.messages import GenerationConfig, Response
 
@@ -123,12 +123,35 @@ def test_many_at_once_from_one_event_loop_get_what_each_gets_alone(open_engine: 
         return list(await asyncio.gather(*(one(i) for i in range(40))))
 
     together = asyncio.run(everything())
+    side_by_side = [Response() for _ in range(40)]
+    for i, delta in engine.generate_all([Asked(*pair) for pair in zip(prompts, configs, strict=True)]):
+        side_by_side[i].extend(delta)
     for i in range(40):
         alone = Response()
         for delta in engine.generate_sync(prompts[i], configs[i]):
             alone.extend(delta)
-        alone.cached_tokens = together[i].cached_tokens
-        assert together[i] == alone
+        side_by_side[i].cached_tokens = alone.cached_tokens = together[i].cached_tokens
+        assert together[i] == side_by_side[i] == alone
+
+
+def test_of_several_side_by_side_one_that_fails_ends_itself_alone(open_engine: Any) -> None:
+    engine = open_engine()
+    asked = [Asked(PROMPT, request_id="a"), Asked([1, VOCAB], request_id="b"), Asked(PROMPT, request_id="a")]
+    found = [Response() for _ in asked]
+    for i, delta in engine.generate_all(asked):
+        found[i].extend(delta)
+    assert found[0].finish_reason in ("stop", "length") and "already running" in str(found[2].error_message)
+    assert [r.finish_reason for r in found[1:]] == ["error", "error"] and not engine._streams
+
+
+def test_leaving_several_frees_their_blocks(open_engine: Any) -> None:
+    engine = open_engine(delay=0.005)
+    long = GenerationConfig(max_new_tokens=150, ignore_eos=True)
+    deltas = engine.generate_all([Asked(PROMPT, long), Asked(PROMPT[::-1], long)])
+    next(deltas)
+    deltas.close()
+    wait_for(lambda: engine.stats()["running"] == 0)
+    assert not engine._streams
 
 
 def test_eos_is_counted_but_neither_text_nor_token(open_engine: Any) -> None:

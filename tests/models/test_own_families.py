@@ -72,8 +72,8 @@ def test_a_file_named_on_the_command_line_goes_through_the_stages(file, model, t
 
 
 def test_the_python_interface_takes_a_file(file, model, tiny_models):
-    from toolkit.api import pipeline
     from toolkit.messages import GenerationConfig
+    from toolkit.pipeline.pipeline import pipeline
 
     wishes = GenerationConfig(max_new_tokens=8, do_sample=False)
     texts = []

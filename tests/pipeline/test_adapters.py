@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from toolkit import GenerationConfig, PytorchEngineConfig, TurbomindEngineConfig, pipeline
-from toolkit.api import Pipeline
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.pipeline.pipeline import Pipeline
 
 SHORT = GenerationConfig(max_new_tokens=10, ignore_eos=True)
 PROMPTS = ["the fox", "a", "the fox and the sea and the hills and the long way home " * 3]

@@ -21,10 +21,10 @@ from toolkit import (
     VisionConfig,
     pipeline,
 )
-from toolkit.api import Pipeline
-from toolkit.chat.session import Session
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import Response
+from toolkit.pipeline.pipeline import Pipeline
+from toolkit.pipeline.session import Session
 
 SHORT = GenerationConfig(max_new_tokens=12, ignore_eos=True)
 DRAWN = GenerationConfig(max_new_tokens=12, ignore_eos=True, do_sample=True, temperature=1.0, random_seed=7)

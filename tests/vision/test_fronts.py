@@ -13,9 +13,9 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 from toolkit import GenerationConfig, PytorchEngineConfig, VisionConfig, pipeline
-from toolkit.api import Pipeline
 from toolkit.chat.conversation import Conversation
 from toolkit.errors import UsageError
+from toolkit.pipeline.pipeline import Pipeline
 from toolkit.serve.app import create_app
 from toolkit.serve.state import ServerSettings
 from toolkit.vl import load_image

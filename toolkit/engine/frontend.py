@@ -6,9 +6,12 @@ import asyncio
 import itertools
 import logging
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import IO, Any
 from weakref import WeakKeyDictionary
 
@@ -24,7 +27,7 @@ from toolkit.engine.process_loop import ProcessLoop
 from toolkit.engine.request import EngineOutput, EngineRequest, Only
 from toolkit.engine.sampling_params import resolve
 from toolkit.engine.setup import Facts, Packed, Progress, find, start
-from toolkit.engine.stream import RequestStream, Timings
+from toolkit.engine.stream import Asked, RequestStream, Timings
 from toolkit.engine.wakeup import Bell
 from toolkit.engine_configs import EngineConfig
 from toolkit.errors import ToolkitError, UsageError
@@ -178,9 +181,8 @@ class AsyncEngine:
         def wake() -> None:
             bell.ring(event)
 
-        stream, refused = self._begin(
-            token_ids, gen_config, request_id, session, wake, timings, adapter, only, priority, pictures
-        )
+        asked = Asked(token_ids, gen_config, request_id, session, timings, adapter, only, priority, pictures)
+        stream, refused = self._begin(asked, wake)
         if stream is None:
             assert refused is not None
             yield refused
@@ -198,37 +200,37 @@ class AsyncEngine:
             self._retire(stream)
 
     def generate_sync(
-        self,
-        token_ids: list[int],
-        gen_config: GenerationConfig | None = None,
-        *,
-        request_id: str | None = None,
-        session: str | None = None,
-        timings: Timings | None = None,
-        adapter: str | None = None,
-        only: Only | None = None,
-        priority: int = 0,
-    ) -> Iterator[Response]:
+        self, token_ids: list[int], gen_config: GenerationConfig | None = None, **more: Any
+    ) -> Generator[Response, None, None]:
         """``generate`` for threads without an event loop."""
-        event = threading.Event()
-        stream, refused = self._begin(
-            token_ids, gen_config, request_id, session, event.set, timings, adapter, only, priority
-        )
-        if stream is None:
-            assert refused is not None
-            yield refused
-            return
+        with closing(self.generate_all([Asked(token_ids, gen_config, **more)])) as deltas:
+            for _, delta in deltas:
+                yield delta
+
+    def generate_all(self, asked: Sequence[Asked]) -> Generator[tuple[int, Response], None, None]:
+        """Deltas of several generations side by side, each with its place in ``asked``, for threads without an event
+        loop. Leaving the iteration early aborts those that still run."""
+        woken: SimpleQueue[int] = SimpleQueue()
+        streams: dict[int, RequestStream] = {}
+        refusals: list[tuple[int, Response]] = []
         try:
-            while not stream.ended:
-                delta = stream.poll()
-                if delta is None:
-                    event.wait()
-                    event.clear()
-                else:
-                    self._retire_if_ended(stream)
-                    yield delta
+            for i, one in enumerate(asked):
+                stream, refused = self._begin(one, partial(woken.put, i))
+                if stream is not None:
+                    streams[i] = stream
+                elif refused is not None:
+                    refusals.append((i, refused))
+            yield from refusals
+            while streams:
+                i = woken.get()
+                if i not in streams or (delta := _polled(streams[i])) is None:
+                    continue  # an earlier delta has taken what it was woken for
+                if streams[i].ended:
+                    self._retire(streams.pop(i))
+                yield i, delta
         finally:
-            self._retire(stream)
+            for stream in streams.values():
+                self._retire(stream)
 
     def score(self, token_ids: list[int]) -> NDArray[np.float32]:
         """Log-probability of each token after the first given those before it, float32 [len(token_ids) - 1].
@@ -292,27 +294,18 @@ class AsyncEngine:
 
     # -- requests in flight ---------------------------------------------------------------------
 
-    def _begin(
-        self,
-        token_ids: list[int],
-        config: GenerationConfig | None,
-        request_id: str | None,
-        session: str | None,
-        wake: Callable[[], None],
-        timings: Timings | None,
-        adapter: str | None,
-        only: Only | None,
-        priority: int,
-        pictures: Sequence[Picture] = (),
-    ) -> tuple[RequestStream | None, Response | None]:
+    def _begin(self, asked: Asked, wake: Callable[[], None]) -> tuple[RequestStream | None, Response | None]:
         """A stream whose request is on its way, or the Response that refuses it."""
-        config = config or GenerationConfig()
-        name = self._name(request_id)
+        config, token_ids = asked.gen_config or GenerationConfig(), list(asked.token_ids)
+        name = self._name(asked.request_id)
         try:
             params = resolve(config, self.tokenizer, len(token_ids), self.session_len)
-            number = self._adapter_number(adapter)
-            request = EngineRequest(name, list(token_ids), params, session, only, priority, number, list(pictures))
-            stream = RequestStream(name, request.token_ids, config, self.tokenizer, wake, timings)
+            number = self._adapter_number(asked.adapter)
+            pictures = list(asked.pictures)
+            request = EngineRequest(
+                name, token_ids, params, asked.session, asked.only, asked.priority, number, pictures
+            )
+            stream = RequestStream(name, token_ids, config, self.tokenizer, wake, asked.timings)
             self._send(stream, request, config.logits_processors or [])
         except ToolkitError as e:
             code = 400 if isinstance(e, UsageError) else 503
@@ -382,6 +375,16 @@ def _wake(stream: RequestStream) -> None:
         stream.wake()
     except RuntimeError:  # its event loop has been closed
         log.debug("request %s: nobody listens any more", stream.id)
+
+
+def _polled(stream: RequestStream) -> Response | None:
+    """``poll``, and an error that ends this stream alone where it fails."""
+    try:
+        return stream.poll()
+    except Exception as error:
+        log.exception("request %s failed", stream.id)
+        stream.ended = True
+        return Response(finish_reason="error", error_code=500, error_message=str(error) or type(error).__name__)
 
 
 def _refusal(prompt_len: int, text: str, code: int) -> Response:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from toolkit.engine.detokenizer import Detokenizer
-from toolkit.engine.request import EngineOutput
+from toolkit.engine.request import EngineOutput, Only
 from toolkit.engine.sampling_params import special_stops
 from toolkit.engine.stop_words import StopWords
 from toolkit.messages import GenerationConfig, Response
 
 if TYPE_CHECKING:
     from toolkit.artifacts.tokenizer import Tokenizer
+    from toolkit.models.vision import Picture
 
 
 @dataclass
@@ -31,6 +32,21 @@ class Timings:
     first_token: float = 0.0
     finish: float = 0.0
     drawn: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Asked:
+    """One generation, as ``AsyncEngine.generate`` has its arguments."""
+
+    token_ids: list[int]
+    gen_config: GenerationConfig | None = None
+    request_id: str | None = None
+    session: str | None = None
+    timings: Timings | None = None
+    adapter: str | None = None
+    only: Only | None = None
+    priority: int = 0
+    pictures: Sequence[Picture] = ()
 
 
 class RequestStream:

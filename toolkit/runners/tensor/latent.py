@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toolkit.kernels.reference.attention import dequantize_heads, is_float8, slots_of
+from toolkit.kernels.reference.cache import dequantize_heads, is_float8, slots_of
 from toolkit.models.spec import LatentSpec
 from toolkit.runners.tensor.cache import LayerCache
 from toolkit.runners.tensor.context import StepContext

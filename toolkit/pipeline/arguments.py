@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from toolkit.chat.session import Session
 from toolkit.errors import UsageError
 from toolkit.messages import GenerationConfig
+from toolkit.pipeline.session import Session
 
 if TYPE_CHECKING:
     from toolkit.artifacts.tokenizer import Tokenizer

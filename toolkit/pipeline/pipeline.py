@@ -9,34 +9,33 @@ with pipeline("demo") as pipe:
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import logging
 from collections.abc import Iterator
-from concurrent.futures import Future
-from contextlib import nullcontext
-from typing import Any, TypeVar
+from contextlib import closing, nullcontext
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.artifacts.tokenizer import Tokenizer
-from toolkit.chat import arguments, settings
+from toolkit.chat import settings
 from toolkit.chat.messages import Message
-from toolkit.chat.prompts import Prompt, as_batch
 from toolkit.chat.renderer import Renderer
-from toolkit.chat.session import Session
 from toolkit.chat.template import ChatTemplate
 from toolkit.engine.frontend import AsyncEngine
 from toolkit.engine.pooling import choose as choose_pooling
 from toolkit.engine.pooling import vector
 from toolkit.engine_configs import EngineConfig, VisionConfig
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.jobs import Job, JobRunner
 from toolkit.lmdeploy_options import notice
 from toolkit.messages import ChatTemplateConfig, GenerationConfig, Response
 from toolkit.models.vision import Picture
+from toolkit.pipeline import arguments
+from toolkit.pipeline.jobs import Job, JobRunner
+from toolkit.pipeline.prompts import Prompt, as_batch
+from toolkit.pipeline.results import with_tensors
+from toolkit.pipeline.session import Session
 from toolkit.progress import Progress
 from toolkit.vision.eyes import Eyes
 from toolkit.vision.images import as_url
@@ -46,7 +45,6 @@ __all__ = ["Pipeline", "Session", "pipeline"]
 logger = logging.getLogger("toolkit")
 LOG_LEVELS = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG")
 GenConfigs = GenerationConfig | list[GenerationConfig] | None
-T = TypeVar("T")
 
 
 def pipeline(
@@ -170,9 +168,12 @@ class Pipeline:
         batch, single = as_batch(prompts)
         jobs = self._jobs(batch, gen_config, do_preprocess, adapter_name, None, kwargs)
         with Progress(keep=True) if use_tqdm else nullcontext() as bar:
-            done = itertools.count(1)
-            tell = (lambda: bar.update("answers", next(done), len(jobs))) if bar else (lambda: None)
-            return _shape(_wait(self._runner.submit(jobs, tell)), len(batch), single, jobs)
+            found = {}
+            for i, answer in self._runner.answers(jobs):
+                found[i] = answer
+                if bar:
+                    bar.update("answers", len(found), len(jobs))
+        return _shape([found[i] for i in range(len(jobs))], len(batch), single, jobs)
 
     __call__ = infer
 
@@ -191,7 +192,7 @@ class Pipeline:
         """``infer`` for asyncio; cancelling it stops the requests."""
         batch, single = as_batch(prompts)
         jobs = self._jobs(batch, gen_config, do_preprocess, adapter_name, None, kwargs)
-        return _shape(await asyncio.wrap_future(self._runner.submit(jobs)), len(batch), single, jobs)
+        return _shape(await self._runner.gather(jobs), len(batch), single, jobs)
 
     def stream_infer(
         self,
@@ -213,7 +214,7 @@ class Pipeline:
         jobs = self._jobs(batch, gen_config, do_preprocess, adapter_name, before, kwargs)
         if any(job.key[1] for job in jobs):
             raise UsageError("n: expected 1 when streaming, found more; use infer for several choices")
-        return self._runner.stream(jobs, stream_response)
+        return self._pieces(jobs) if stream_response else (answer for _, answer in self._runner.answers(jobs))
 
     def chat(
         self,
@@ -298,11 +299,11 @@ class Pipeline:
         rows = arguments.embedding_rows(inputs, self.tokenizer)
         config = GenerationConfig(max_new_tokens=1)
         jobs = [Job((i, 0), ids, config, None, None, uuid4().hex, adapter_name, only) for i, ids in enumerate(rows)]
-        found = _wait(self._runner.submit(jobs))
-        for i, answer in enumerate(found):
-            if answer.last_hidden_state is None:
-                raise ToolkitError(f"inputs[{i}]: {answer.error_message or 'the request was aborted'}")
-        return np.stack([vector(answer.last_hidden_state[0], dimensions, normalize) for answer in found])
+        found = dict(self._runner.answers(jobs))
+        for i in range(len(jobs)):
+            if found[i].last_hidden_state is None:
+                raise ToolkitError(f"inputs[{i}]: {found[i].error_message or 'the request was aborted'}")
+        return np.stack([vector(found[i].last_hidden_state[0], dimensions, normalize) for i in range(len(jobs))])
 
     def close(self) -> None:
         """Stop everything and free the model. May be called twice."""
@@ -310,7 +311,6 @@ class Pipeline:
             return
         self._closed = True
         self.engine.close()  # ends every request with an error: streams that are still read end too
-        self._runner.close()
 
     def __enter__(self) -> Pipeline:
         return self
@@ -383,12 +383,17 @@ class Pipeline:
     def _turn(self, session: Session, prompt: str | tuple[Any, ...], jobs: list[Job]) -> Iterator[Response]:
         session.prompt, session.response = prompt, Response()
         try:
-            for piece in self._runner.stream(jobs, True):
+            for piece in self._pieces(jobs):
                 session.response.extend(piece)
                 yield piece
         finally:
             if not session.response.error_message and not session.closed:
                 session.history.append((prompt, session.response.text))
+
+    def _pieces(self, jobs: list[Job]) -> Iterator[Response]:
+        with closing(self._runner.pieces(jobs)) as pieces:
+            for _, piece in pieces:
+                yield with_tensors(piece)
 
     def _check_adapter(self, name: str) -> None:
         if name not in self.engine.adapters:
@@ -398,15 +403,6 @@ class Pipeline:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("pipeline: it is closed; make another")
-
-
-def _wait(future: Future[T]) -> T:
-    """The result; an interrupt of the waiting thread stops the work."""
-    try:
-        return future.result()
-    except BaseException:
-        future.cancel()
-        raise
 
 
 def _shape(results: list[Response], count: int, single: bool, jobs: list[Job]) -> Any:
