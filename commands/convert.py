@@ -48,6 +48,9 @@ class ConvertFlags:
     model_format: Annotated[
         str | None, typer.Option(help="hf, awq, gptq, w8a8 or gguf: refuse any other. Default: read from the model.")
     ] = None
+    load_format: Annotated[
+        str, typer.Option(help="auto; int8, int4: linears that are not quantized are rounded, without calibration.")
+    ] = "auto"
     head_bits: Annotated[
         int | None,
         typer.Option(
@@ -106,6 +109,7 @@ def _pack(model: str, dst_path: str, flags: ConvertFlags) -> None:
             target=flags.target,
             dtype=flags.dtype,
             model_format=flags.model_format,
+            load_format=flags.load_format,
             head_bits=flags.head_bits,
             tp=flags.tp,
             overwrite=flags.overwrite,
@@ -129,7 +133,7 @@ def _rewrite(model: str, dst_path: str, flags: ConvertFlags) -> None:
     assert flags.to is not None
     gguf_type = flags.gguf_type or "auto"
     default = ConvertFlags()
-    for name in ("target", "model_format", "head_bits", "tp"):
+    for name in ("target", "model_format", "load_format", "head_bits", "tp"):
         if getattr(flags, name) != getattr(default, name):
             option = f"--{name.replace('_', '-')}"
             raise UsageError(f"{option}: only for engine artifacts, not with --to; leave it out")

@@ -70,7 +70,10 @@ class EngineFlags:
     ] = None
     load_format: Annotated[
         str,
-        _flag("--load-format", help="auto; int8: rounded to 8 bits while read; dummy: random, to measure with."),
+        _flag(
+            "--load-format",
+            help="auto; int8, int4: rounded while read, without calibration; dummy: random, to measure with.",
+        ),
     ] = "auto"
     chat_template: Annotated[
         str | None, _flag("--chat-template", help="A built-in name (tool list), a .json or a .jinja file.")

@@ -11,7 +11,7 @@ from toolkit.lmdeploy_options import NOT_BUILT
 
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 MODEL_FORMATS = (None, "hf", "awq", "gptq", "compressed-tensors", "fp8", "mxfp4", "w8a8", "gguf", "engine")
-LOAD_FORMATS = ("auto", "int8", "dummy")
+LOAD_FORMATS = ("auto", "int8", "int4", "dummy")
 
 
 def _check_engine(config: TurbomindEngineConfig | PytorchEngineConfig, block: str) -> None:
@@ -70,7 +70,7 @@ class TurbomindEngineConfig:
     takes as many tokens of prompts as fit this time while other requests decode; 0 = no limit but
     max_prefill_token_num, None = 150 on a CPU, 0 on a GPU. ``async_``: 1 schedules the next step while one runs, where
     the runner can; 0 when its results are there. ``enable_metrics``: whether a server of this engine offers
-    /metrics. ``load_format``: "int8" rounds dense linears to 8 bits while it reads them, "dummy" reads config.json
+    /metrics. ``load_format``: "int8" and "int4" round dense linears while they are read, "dummy" reads config.json
     alone and makes random weights. ``adapters`` (LMDeploy has it for ``pytorch`` alone): names of LoRA adapters and
     where they are, a directory or hub id in PEFT's format each; on a CPU the tensor runner runs them.
     """

@@ -12,7 +12,7 @@ from toolkit.errors import ToolkitError
 
 E4M3_MAX = 448.0
 _SMALLEST = 1e-6  # of a tile's largest value, so that no scale is 0
-_ROWS = 4096  # of a large matrix that are rounded at a time
+_AT_ONCE = 1 << 18  # weights of a large matrix that are rounded together: what a core keeps near
 
 
 def check_finite(weight: Tensor, name: str) -> None:
@@ -40,8 +40,9 @@ def to_group_int(weight: Tensor, bits: int, group: int, change: Callable[[Tensor
     codes = torch.empty((rows, cols), dtype=torch.uint8)
     scales = torch.empty((rows, cols // group), dtype=torch.float16)
     zeros = torch.full(scales.shape, 128, dtype=torch.uint8)
-    for a in range(0, rows, _ROWS):
-        part = slice(a, a + _ROWS)
+    step_rows = max(_AT_ONCE // cols, 1)
+    for a in range(0, rows, step_rows):
+        part = slice(a, a + step_rows)
         x = weight[part].float()
         x = (x if change is None else change(x)).unflatten(1, (-1, group))
         low, high = x.amin(-1).clamp(max=0), x.amax(-1).clamp(min=0)

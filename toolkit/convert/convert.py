@@ -25,15 +25,17 @@ from toolkit.engine_configs import DTYPES
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import load_spec
 from toolkit.models.spec import DecoderSpec, StoredTensor
+from toolkit.runners.checkpoint_weights import CheckpointWeights
 from toolkit.runners.native.artifact import CPU_TARGET
 from toolkit.runners.native.library import explain_mapped_faults
+from toolkit.runners.rounded_weights import BITS, check_load_format, rounded
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from toolkit.artifacts.canonical import Weight
 
-Progress = Callable[[int, int], None]  # (stored tensors done, of how many)
+Progress = Callable[[int, int], None]  # (tensors done, of how many)
 
 _FORMAT_NAMES = {None: "hf", "smooth_quant": "w8a8"}  # quant_method → LMDeploy's --model-format, where they differ
 
@@ -57,6 +59,7 @@ def convert(
     target: str = "auto",
     dtype: str = "auto",
     model_format: str | None = None,
+    load_format: str = "auto",
     head_bits: int | None = None,
     tp: int = 1,
     overwrite: bool = False,
@@ -68,8 +71,9 @@ def convert(
     """Pack ``model`` into the engine artifact ``dst_path``; validates everything first, writes atomically.
 
     ``dtype``: of dense weights and norms, "auto" keeps the checkpoint's; quantized weights keep their scales as stored.
-    ``model_format``: what the weights are expected to be (hf, awq, gptq, w8a8, gguf), checked. ``head_bits``: 16, 8 or
-    4 for a dense head (target cpu: and embedding), None = the target's default. ``quiet``: no download progress.
+    ``model_format``: what the weights are expected to be (hf, awq, gptq, w8a8, gguf), checked. ``load_format``: "int8"
+    or "int4" rounds dense linears. ``head_bits``: 16, 8 or 4 for a dense head (target cpu: and embedding), None = the
+    target's default. ``quiet``: no download progress.
     Raises UsageError for a wrong option, ToolkitError for a model that cannot be read or a full disk.
     """
     if tp != 1:
@@ -84,11 +88,15 @@ def convert(
     explain_mapped_faults()
     checkpoint = open_checkpoint(path)
     _check_format(checkpoint, model_format)
+    if load_format not in ("auto", *BITS):
+        raise UsageError(f"--load-format: expected auto, {', '.join(BITS)}, found {load_format!r}")
+    check_load_format(load_format, path, (checkpoint.quantization or {}).get("quant_method"))
     spec, stored = load_spec(checkpoint)
     validate_checkpoint(checkpoint, stored)
     chosen = choose_target(target, spec)
     head_bits = _head_bits(chosen, head_bits)
     options = {"target": chosen.name, "dtype": dtype} | ({} if head_bits is None else {"head_bits": head_bits})
+    options |= {} if load_format == "auto" else {"load_format": load_format}
     with open_stage(
         dst_path, kind="engine", stage="convert", parent=describe_parent(path), options=options, overwrite=overwrite
     ) as stage:
@@ -96,7 +104,7 @@ def convert(
             manifest = read_manifest(stage.target)
             assert manifest is not None
             return Converted(Path(dst_path), chosen.name, manifest, True)
-        cast = _cast(_report(checkpoint, stored, progress), dtype)
+        cast = _cast(_read(checkpoint, spec, stored, load_format, progress), dtype)
         weights: Iterable[tuple[str, Weight | Tensor]] = chain(cast, cache_scales(checkpoint, stored))
         params, notes = write_packed(stage.dir, checkpoint, spec, weights, chosen, head_bits)
         quality = {}
@@ -148,13 +156,20 @@ def _check_format(checkpoint: Checkpoint, model_format: str | None) -> None:
         raise UsageError(f"--model-format: {checkpoint.path} holds {found}, not {model_format}; leave the option out")
 
 
-def _report(
-    checkpoint: Checkpoint, stored: list[StoredTensor], progress: Progress | None
+def _read(
+    checkpoint: Checkpoint, spec: DecoderSpec, stored: list[StoredTensor], load_format: str, progress: Progress | None
 ) -> Iterator[tuple[str, Weight | Tensor]]:
-    for i, item in enumerate(stored):
-        yield from iter_canonical(checkpoint, [item])
+    if load_format == "auto":
+        for i, item in enumerate(stored):
+            yield from iter_canonical(checkpoint, [item])
+            if progress is not None:
+                progress(i + 1, len(stored))
+        return
+    found = rounded(CheckpointWeights(checkpoint, stored), spec, load_format)
+    for i, name in enumerate(found):
+        yield name, found[name]
         if progress is not None:
-            progress(i + 1, len(stored))
+            progress(i + 1, len(found))
 
 
 def _cast(weights: Iterable[tuple[str, Weight | Tensor]], dtype: str) -> Iterator[tuple[str, Weight | Tensor]]:

@@ -55,7 +55,7 @@ def open_model(
     """Open and validate a checkpoint, GGUF file or engine artifact without reading its weights.
 
     ``hf_overrides`` and ``rope_scaling_factor`` change config.json's fields; ``model_format`` is checked against what
-    the checkpoint holds. ``load_format`` "int8" rounds the dense linears of a checkpoint to 8 bits while they are read;
+    the checkpoint holds. ``load_format`` "int8" and "int4" round the dense linears of a checkpoint while they are read;
     "dummy" reads config.json alone, and makes random weights on ``device``, where weights packed for a GPU are unpacked
     too. ``families``: of the caller's, asked before the known ones. Raises ToolkitError or UsageError, one line.
     """
@@ -74,12 +74,11 @@ def open_model(
     from toolkit.artifacts.weights import validate_checkpoint
     from toolkit.models.registry import apply_overrides, load_spec
     from toolkit.runners.checkpoint_weights import CheckpointWeights
-    from toolkit.runners.rounded_weights import RoundedWeights
+    from toolkit.runners.rounded_weights import check_load_format, rounded
 
     checkpoint = open_checkpoint(path)
     method = (checkpoint.quantization or {}).get("quant_method")
-    if load_format == "int8" and method not in (None, "gguf"):
-        raise UsageError(f"--load-format int8: {path} holds {method} weights already; leave the option out")
+    check_load_format(load_format, path, method)
     if model_format is not None:
         found = "gguf" if path.suffix == ".gguf" else _FORMATS.get(method, str(method))
         if found != model_format:
@@ -89,8 +88,7 @@ def open_model(
     validate_checkpoint(checkpoint, stored)
 
     def weights() -> Mapping[str, Any]:
-        found = CheckpointWeights(checkpoint, stored)
-        return RoundedWeights(found, spec) if load_format == "int8" else found
+        return rounded(CheckpointWeights(checkpoint, stored), spec, load_format)
 
     return Opened(spec, weights, None, tuple(stored))
 

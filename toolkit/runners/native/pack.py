@@ -38,6 +38,7 @@ from toolkit.runners.weight_info import info_of
 U8 = NDArray[np.uint8]
 _TORCH = {F32: torch.float32, BF16: torch.bfloat16, F16: torch.float16}
 _OURS = {v: k for k, v in _TORCH.items()}
+_TILES_AT_ONCE = 4
 _SPLITS = (128, 96, 64, 48, 32, 16)  # activation groups that a long weight group is cut into
 
 
@@ -84,13 +85,15 @@ def _unpack_dense(p: PackedTensor) -> Tensor:
 
 
 def _pack_codes(codes: U8, bits: int) -> U8:
-    """[rows, cols] to [tiles, cols/8 or cols/4, 64]."""
+    """[rows, cols] to [tiles, cols/8 or cols/4, 64], some tiles at a time: what a core keeps near."""
     tiles, cols = -(-codes.shape[0] // LANES), codes.shape[1]
-    if bits == 8:
-        quads = _tiles(codes).reshape(tiles, LANES, cols // 4, 4)
-        return np.ascontiguousarray(quads.transpose(0, 2, 1, 3)).reshape(tiles, -1, 64)
-    quads = _tiles(codes).reshape(tiles, LANES, cols // 8, 2, 4).transpose(0, 2, 1, 3, 4)
-    return (quads[:, :, :, 0] | (quads[:, :, :, 1] << 4)).reshape(tiles, -1, 64)
+    quads = np.ascontiguousarray(_tiles(codes)).view(np.uint32)  # [tiles, 16, cols/4], four codes in one number
+    out = np.empty((tiles, cols // (32 // bits), LANES), np.uint32)
+    for a in range(0, tiles, _TILES_AT_ONCE):
+        part = quads[a : a + _TILES_AT_ONCE]
+        both = part if bits == 8 else part[:, :, ::2] | (part[:, :, 1::2] << np.uint32(4))
+        out[a : a + _TILES_AT_ONCE] = both.transpose(0, 2, 1)
+    return out.view(np.uint8)
 
 
 def _unpack_codes(data: U8, rows: int, cols: int, bits: int) -> U8:
