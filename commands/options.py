@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from toolkit.engine_configs import TurbomindEngineConfig
 from toolkit.errors import UsageError
 from toolkit.lmdeploy_options import IGNORED, NOT_BUILT, notice
 
@@ -36,11 +37,13 @@ class EngineFlags:
     backend: Annotated[
         str | None, _flag("--backend", help="turbomind (native, fast) or pytorch (any model). Default: chosen.")
     ] = None
-    device: Annotated[str, _flag("--device", help="auto, cpu, cuda or cuda:N.")] = "auto"
+    device: Annotated[str, _flag("--device", help="auto, cpu, cuda or cuda:N.")] = TurbomindEngineConfig.device
     dtype: Annotated[
         str, _flag("--dtype", help="Activations: auto, float16, bfloat16, float32 (least swayed by the batch).")
-    ] = "auto"
-    tp: Annotated[int, _flag("--tp", help="Devices to split the model over (tensor parallelism).")] = 1
+    ] = TurbomindEngineConfig.dtype
+    tp: Annotated[int, _flag("--tp", help="Devices to split the model over (tensor parallelism).")] = (
+        TurbomindEngineConfig.tp
+    )
     session_len: Annotated[
         int | None, _flag("--session-len", help="Longest context, in tokens. Default: the model's, if it fits.")
     ] = None
@@ -53,7 +56,9 @@ class EngineFlags:
             "--cache-max-entry-count", help="Share of free memory for the KV cache (up to 1), or its blocks (from 2)."
         ),
     ] = None
-    cache_block_seq_len: Annotated[int, _flag("--cache-block-seq-len", help="Tokens in a KV block.")] = 64
+    cache_block_seq_len: Annotated[int, _flag("--cache-block-seq-len", help="Tokens in a KV block.")] = (
+        TurbomindEngineConfig.cache_block_seq_len
+    )
     enable_prefix_caching: Annotated[
         bool | None,
         _flag("--enable-prefix-caching", help="Reuse the KV cache of equal prefixes. Default, but in profile."),
@@ -64,7 +69,7 @@ class EngineFlags:
     ] = False
     quant_policy: Annotated[
         int, _flag("--quant-policy", help="KV cache: 0 (as --dtype), 8 or 4 bits, 16 or 17 (float8 e4m3, e5m2).")
-    ] = 0
+    ] = TurbomindEngineConfig.quant_policy
     model_format: Annotated[
         str | None, _flag("--model-format", help="hf, awq, gptq, w8a8, gguf, engine. Default: read from the model.")
     ] = None
@@ -74,13 +79,13 @@ class EngineFlags:
             "--load-format",
             help="auto; int8, int4: rounded while read, without calibration; dummy: random, to measure with.",
         ),
-    ] = "auto"
+    ] = TurbomindEngineConfig.load_format
     chat_template: Annotated[
         str | None, _flag("--chat-template", help="A built-in name (tool list), a .json or a .jinja file.")
     ] = None
     max_prefill_token_num: Annotated[
         int, _flag("--max-prefill-token-num", help="Most tokens in one step; longer prompts go in chunks.")
-    ] = 8192
+    ] = TurbomindEngineConfig.max_prefill_token_num
     target_step_ms: Annotated[
         float | None,
         _flag(
@@ -251,7 +256,7 @@ def with_engine_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def _with_lmdeploy_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator: also take what ``lmdeploy_options`` names; say once that it does nothing, or refuse it."""
-    from toolkit.engine_configs import PytorchEngineConfig, TurbomindEngineConfig
+    from toolkit.engine_configs import PytorchEngineConfig
 
     configs = (*dataclasses.fields(TurbomindEngineConfig), *dataclasses.fields(PytorchEngineConfig))
     default = {f.name: f.default for f in configs} | {"trust_remote_code": False}
