@@ -12,6 +12,7 @@ from toolkit.commands.groups import Group
 from toolkit.commands.output import stdout, table, write_json
 
 app = typer.Typer(cls=Group, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+NARROW = 72  # columns, below which a table of three has no room for words
 JSON = Annotated[str | None, typer.Option("--json", help="Write the list as JSON to this file (- = standard output).")]
 
 
@@ -71,10 +72,14 @@ def models(json: JSON = None) -> None:
         (row["known_as"] if row["architecture"] in first else "", row["architecture"], _but(formats, row["formats"]))
         for row in rows
     ]
-    made = table("Models that run", ["known as", "architecture", "weight formats"], lines)
-    made.box, made.show_edge, made.collapse_padding = SIMPLE_HEAD, False, True
-    made.columns[1].no_wrap = True
-    stdout().print(made)
+    if stdout().width < NARROW:
+        for known_as, architecture, but in lines:
+            stdout().print(f"{known_as}\n  {architecture}: {but}".lstrip("\n"), markup=False, highlight=False)
+    else:
+        made = table("Models that run", ["known as", "architecture", "weight formats"], lines)
+        made.box, made.show_edge, made.collapse_padding = SIMPLE_HEAD, False, True
+        made.columns[1].no_wrap = True
+        stdout().print(made)
     stdout().print(f"All formats: {', '.join(formats)}. Backends: {', '.join(backends)}.")
     if "turbomind" not in backends:
         stdout().print("turbomind: its native runner is not installed; pytorch's stands in for it.")

@@ -29,8 +29,8 @@ ENGINE_FLAGS = """--backend --device --dtype --tp --session-len --max-batch-size
 --max-prefill-token-num --target-step-ms --adapters --revision --download-dir""".split()
 
 
-def tool(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"COLUMNS": "80", "NO_COLOR": "1", "HF_HUB_OFFLINE": "1"}
+def tool(*args: str | Path, columns: int = 80) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"COLUMNS": str(columns), "NO_COLOR": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "toolkit", *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, env=env, stdin=subprocess.DEVNULL, timeout=500)
 
@@ -65,6 +65,13 @@ def test_table_of_models_keeps_its_words_whole_at_80_columns() -> None:
     lines = tool("list", "models").stdout.splitlines()
     assert lines[1].split() == "known as architecture weight formats".split()
     assert any("EXAONE 4.0" in line and line.split()[-2:] == ["Exaone4ForCausalLM", "all"] for line in lines)
+
+
+def test_models_can_be_read_in_a_narrow_window() -> None:
+    lines = tool("list", "models", columns=40).stdout.splitlines()
+    assert max(map(len, lines)) <= 40
+    at = lines.index("EXAONE 4.0")
+    assert lines[at + 1] == "  Exaone4ForCausalLM: all"
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c != ["chat"] and c[0] != "serve"], ids=" ".join)

@@ -92,6 +92,45 @@ PATTERNS: dict[str, Callable[[int, random.Random], float]] = {
     "an earlier run had done some": lambda i, draw: 0.01 if i < 20 else 30.0,
 }
 
+# Seconds of each layer of the demo in `tool lite auto_awq`, while up to sixteen other programs wanted the two cores.
+RECORDED = (
+    37.4,
+    31.7,
+    25.3,
+    21.8,
+    31.9,
+    24.1,
+    21.9,
+    21.0,
+    28.8,
+    31.4,
+    26.2,
+    22.3,
+    22.9,
+    25.9,
+    28.8,
+    32.3,
+    38.3,
+    27.9,
+    22.3,
+    21.0,
+    23.3,
+    21.5,
+    22.1,
+    18.7,
+    17.7,
+    15.8,
+    19.9,
+    14.8,
+    14.6,
+    13.9,
+)
+
+
+def test_what_is_left_of_a_recorded_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = left_of(lambda i, draw: RECORDED[i], len(RECORDED), monkeypatch)
+    assert len(found) > 20 and all(0.5 < ratio < 2 for ratio in found), (min(found), max(found))
+
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_what_is_left_is_told_to_a_factor_of_two(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
