@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import urllib.error
 import urllib.request
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -148,6 +150,16 @@ def test_documentation(start: Any) -> None:
     for path in ("/docs", "/openapi.json"):
         with pytest.raises(urllib.error.HTTPError, match="404"):
             fetch(bare.url + path)
+
+
+def test_the_table_of_what_is_tested_has_every_route(start: Any) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
+    table = text.partition("## What is tested with what\n")[2].partition("\n## ")[0]
+    told = set(re.findall(r"`([^`]+)`", table))
+    documented = set(json.loads(fetch(f"{start().url}/openapi.json")[1])["paths"])
+    assert {path.replace(":path", "") for path in documented} <= told, documented - told
+    files = [name for name in told if name.endswith(".py")]
+    assert len(files) > 8 and all((Path(__file__).parent / name).exists() for name in files)
 
 
 def test_cross_origin(start: Any) -> None:
