@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.tokenizer import Tokenizer
 from toolkit.convert.convert import convert
 from toolkit.engine.core import EngineCore
@@ -20,6 +21,7 @@ from toolkit.engine.spans import axes_of, find_spans
 from toolkit.errors import UsageError
 from toolkit.models.registry import families, get
 from toolkit.models.vision import Picture
+from toolkit.quant.lite import Common, auto_awq
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
 from toolkit.runners.native.runner import available
@@ -234,3 +236,19 @@ def test_a_model_without_eyes_says_so(tiny_models: Any) -> None:
     (output,) = core.step()
     assert output.error_code == 400 and "reads text alone" in str(output.error)
     assert Eyes.open(tiny_models("llama")) is None
+
+
+def test_quantizing_leaves_the_tower_as_it_is(tiny_models: Any, tmp_path: Path) -> None:
+    """And says so to other tools."""
+    text = tmp_path / "calibration.txt"
+    text.write_text("It was a bright cold day in April, and the clocks were striking thirteen times. " * 20)
+    common = Common(calib_dataset=str(text), calib_samples=4, calib_seqlen=32, eval_tokens=64, batch_size=4)
+    path = tiny_models("llava", dtype="float16")
+    auto_awq(str(path), tmp_path / "out", w_group_size=32, tune_steps=0, common=common)
+    before, after = open_checkpoint(path), open_checkpoint(tmp_path / "out")
+    towers = [name for name in before.names() if not name.startswith("language_model.")]
+    assert towers and all(after.tensor(name).equal(before.tensor(name)) for name in towers)
+    skipped = (after.quantization or {})["modules_to_not_convert"]
+    assert {"vision_tower.encoder.layers.0.mlp.fc1", "multi_modal_projector.linear_1"} <= set(skipped)
+    ids, pictures = Seeing("llava", 0, path).prompt(PICTURES)
+    assert len(run(opened(tmp_path / "out", "pytorch"), request("a", ids, pictures))["a"][0]) == NEW

@@ -47,9 +47,16 @@ def write_checkpoint(
         config["tie_word_embeddings"] = False  # a quantized head has tensors of its own
     narrow = {n: x for n, x in layouts.items() if x and x.group_size == -1 and x.in_features == group_size}
     layouts |= {n: replace(x, group_size=x.in_features) for n, x in narrow.items()}
+    layouts |= dict.fromkeys(_vision_linears(source))
     quantization = writer.config(layouts) | dict(extra or {})
     write_json_object(stage.dir / "config.json", {**config, "quantization_config": quantization})
     copy_side_files(source.checkpoint, stage.dir)
+
+
+def _vision_linears(source: LayerSource) -> list[str]:
+    """What other tools might take for quantized otherwise: matrices that a model sees with."""
+    matrices = (item.name for item in source.outer if item.kind == "vision" and len(item.shape) == 2)
+    return [name.removesuffix(".weight") for name in matrices if name.endswith(".weight")]
 
 
 def _head_name(source: LayerSource) -> str:
