@@ -119,10 +119,11 @@ def _pack(model: str, dst_path: str, flags: ConvertFlags) -> None:
         ("artifact", str(done.path)),
         ("target", done.target),
         ("size", f"{done.manifest.size_bytes / 2**20:.1f} MiB"),
+        *(("note", note) for note in done.notes),
         ("time", f"{time.perf_counter() - started:.1f} s"),
         ("try it", f"tool chat {done.path}"),
     ]
-    _report(flags, done.manifest.to_json(), done.path, done.already_there, rows)
+    _report(flags, {**done.manifest.to_json(), "notes": done.notes}, done.path, done.already_there, rows)
 
 
 def _rewrite(model: str, dst_path: str, flags: ConvertFlags) -> None:

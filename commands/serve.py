@@ -12,6 +12,7 @@ from toolkit.commands.groups import Group
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags
 from toolkit.commands.output import show_engine, stderr
 from toolkit.commands.sampling_options import SamplingFlags, with_answer_flags
+from toolkit.commands.serve_gradio import gradio
 from toolkit.commands.serve_proxy import KEYS, proxy, read_keys
 from toolkit.errors import UsageError
 from toolkit.serve.limits import Limits
@@ -254,6 +255,7 @@ def api_server(
 
 
 app.command("proxy")(proxy)
+app.command("gradio")(gradio)
 
 
 @app.command("api_client")

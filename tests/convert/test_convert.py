@@ -208,6 +208,13 @@ def test_float_blocks_survive(tiny_models: Any, tmp_path: Path, family: str, to:
     assert_holds(tmp_path / "e", tmp_path / "q")
 
 
+@pytest.mark.parametrize("to, told", [("mxfp4", ["held as bfloat16"]), ("w8a8", [])])
+def test_what_grows_when_it_is_packed_is_told(tiny_models: Any, tmp_path: Path, to: str, told: list[str]) -> None:
+    rewrite(str(tiny_models("llama")), tmp_path / "q", to=to)
+    done = convert(str(tmp_path / "q"), tmp_path / "e", target="cpu", head_bits=16)
+    assert len(done.notes) == len(told) and all(what in note for what, note in zip(told, done.notes, strict=True))
+
+
 @pytest.mark.parametrize("target", ["torch", "cpu", "cuda-sm80"])
 def test_scales_of_a_float8_cache_are_kept(tiny_checkpoint: Any, tmp_path: Path, target: str) -> None:
     model = tiny_checkpoint("llama", tmp_path / "m")

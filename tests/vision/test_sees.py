@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from toolkit.artifacts.checkpoint import open_checkpoint
+from toolkit.artifacts.inspect import inspect
 from toolkit.artifacts.tokenizer import Tokenizer
 from toolkit.convert.convert import convert
 from toolkit.engine.core import EngineCore
@@ -193,6 +194,8 @@ def test_artifacts_see_the_same(seeing: Seeing, tmp_path: Path) -> None:
         found = run(core, request("a", ids, pictures, logits="all"))["a"]
         assert found[0] == expected[0]
         np.testing.assert_array_equal(np.concatenate(found[1]), np.concatenate(expected[1]))
+        facts = dict(inspect(tmp_path / target).facts)
+        assert facts["family"] == seeing.family and "patches of 7 x 7" in facts["vision"]
         eyes = Eyes.open(tmp_path / target)
         assert eyes is not None and eyes.recipe == seeing.eyes.recipe
 

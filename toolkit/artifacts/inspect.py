@@ -10,6 +10,7 @@ from typing import Any
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.engine import open_engine
 from toolkit.artifacts.manifest import Manifest, check_files, hub_origin, read_manifest
+from toolkit.models.vision import VisionSpec
 
 _LONGEST_LINEAGE = 64
 
@@ -69,9 +70,12 @@ def _checkpoint_facts(path: Path) -> list[tuple[str, str]]:
     architectures = config.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else config.get("model_type")
     dtypes = Counter(info.dtype for info in checkpoint.infos.values())
+    text = config.get("text_config")
+    language = text if isinstance(text, dict) else config
     return [
         ("architecture", str(name)),
-        ("context", str(config.get("max_position_embeddings"))),
+        *([("parts", f"language ({language.get('model_type')}), vision")] if language is not config else []),
+        ("context", str(language.get("max_position_embeddings"))),
         ("quantization", _quantization(checkpoint.quantization)),
         ("tensors", ", ".join(f"{count} {dtype}" for dtype, count in dtypes.most_common())),
     ]
@@ -93,9 +97,15 @@ def _engine_facts(path: Path) -> list[tuple[str, str]]:
         ("family", spec.family),
         ("context", str(spec.max_position)),
         ("layers", str(len(spec.layers))),
+        *([] if spec.vision is None else [("vision", _vision(spec.vision))]),
         ("target", artifact.target),
         ("weights", ", ".join(f"{count} {form}" for form, count in forms.most_common())),
     ]
+
+
+def _vision(spec: VisionSpec) -> str:
+    tower = spec.tower
+    return f"{tower.taken} layers of {tower.hidden}, patches of {tower.patch} x {tower.patch} pixels"
 
 
 def _form(entry: Any) -> str:

@@ -3,7 +3,7 @@
 ``tokenizer_config.json`` adds tokens, names bos/eos and says whether bos is put in front; ``generation_config.json``
 (or ``config.json``) names more end tokens; ``chat_template.jinja`` wins over the template in the config. A directory
 that has only slow files (``tokenizer.model``, ``vocab.json`` + ``merges.txt``) goes through transformers, imported then
-only.
+only; files of ranks (``qwen.tiktoken``) are read here.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.token_bytes import byte_rule
 from toolkit.artifacts.tokenizer_box import BoxedEncoder
 from toolkit.artifacts.tokenizer_check import check_ids, harmless, read_parts
+from toolkit.artifacts.tokenizer_ranks import KNOWN, find_ranks, read_ranks
 from toolkit.errors import ToolkitError
 from toolkit.request_limits import TOKEN_ID
 
@@ -34,6 +35,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
     *SLOW_FILES,
+    *(kind.name for kind in KNOWN),
     "merges.txt",
 )
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -77,6 +79,8 @@ class Tokenizer:
                 _try_out(file)
             with _blame(file):
                 backend = tokenizers.Tokenizer.from_file(str(file))
+        elif (ranks := find_ranks(path)) is not None:
+            backend = read_ranks(path, ranks)
         elif any((path / name).is_file() for name in SLOW_FILES):
             backend = _convert_slow(path)
         else:

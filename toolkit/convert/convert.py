@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,12 +42,14 @@ _FORMAT_NAMES = {None: "hf", "smooth_quant": "w8a8"}  # quant_method → LMDeplo
 
 @dataclass(frozen=True)
 class Converted:
-    """``already_there``: the target held this very result before."""
+    """``already_there``: the target held this very result before. ``notes``: what takes more bits than it has, one line
+    each."""
 
     path: Path
     target: str
     manifest: Manifest
     already_there: bool
+    notes: list[str] = field(default_factory=list)
 
 
 def convert(
@@ -104,7 +106,7 @@ def convert(
             return Converted(Path(dst_path), chosen.name, manifest, True)
         cast = _cast(_read(checkpoint, spec, stored, load_format, progress), dtype)
         weights: Iterable[tuple[str, Weight | Tensor]] = chain(cast, cache_scales(checkpoint, stored))
-        params = write_packed(stage.dir, checkpoint, spec, weights, chosen, head_bits)
+        params, notes = write_packed(stage.dir, checkpoint, spec, weights, chosen, head_bits)
         quality = {}
         if chosen.name == CPU_TARGET and head_bits != 16:
             from toolkit.convert.head_cost import head_cost
@@ -112,7 +114,7 @@ def convert(
             artifact = EngineArtifact(stage.dir, spec, chosen.name, params, read_header(stage.dir / ENGINE_ARRAYS))
             figures = head_cost(artifact, checkpoint, stored)
             quality = {"head": figures} if figures else {}
-        return Converted(Path(dst_path), chosen.name, stage.finish(quality), False)
+        return Converted(Path(dst_path), chosen.name, stage.finish(quality), False, notes)
 
 
 def write_packed(
@@ -122,13 +124,18 @@ def write_packed(
     weights: Iterable[tuple[str, Weight | Tensor]],
     target: Target,
     head_bits: int | None,
-) -> dict[str, dict]:
-    """Write the files of an artifact but its manifest; what its arrays mean. OSError passes through."""
+) -> tuple[dict[str, dict], list[str]]:
+    """Write the files of an artifact but its manifest. Returns what its arrays mean, and a line for each kind of weight
+    that takes more bits than it has. OSError passes through."""
+    from toolkit.runners.native.pack import gathered
+
     params: dict[str, dict] = {}
-    write_engine(directory, spec, target.pack(spec, weights, params, head_bits), target=target.name, params=params)
+    notes: list[str] = []
+    arrays = target.pack(spec, weights, params, head_bits, notes)
+    write_engine(directory, spec, arrays, target=target.name, params=params)
     write_json_object(directory / "config.json", checkpoint.config)
     copy_side_files(checkpoint, directory)
-    return params
+    return params, gathered(notes)
 
 
 def _head_bits(target: Target, asked: int | None) -> int | None:

@@ -185,9 +185,10 @@ def _pack(path: Path, digest: str, limit: float, tell: Callable[[str], None]) ->
         ) as stage:  # fmt: skip
             if not stage.already_there:
                 weights = chain(iter_canonical(checkpoint, stored), cache_scales(checkpoint, stored))
-                write_packed(
-                    stage.dir, checkpoint, spec, weights, chosen, head_bits=None
-                )  # as a runner packs in memory
+                # as a runner packs in memory
+                _, notes = write_packed(stage.dir, checkpoint, spec, weights, chosen, head_bits=None)
+                for note in notes:
+                    tell(note)
                 stage.finish()
         return _open(target) or (path, None)
     except TROUBLE as error:

@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from toolkit.artifacts.canonical import Weight
 
 CUDA_TARGETS = ("cuda-sm80", "cuda-sm90")  # one packing so far
-Packer = Callable[[DecoderSpec, Iterable[tuple[str, "Weight | Tensor"]], dict[str, dict[str, Any]], int | None], Arrays]
+Named = Iterable[tuple[str, "Weight | Tensor"]]
+Packer = Callable[[DecoderSpec, Named, dict[str, dict[str, Any]], int | None, list[str]], Arrays]
 
 
 @dataclass(frozen=True)
 class Target:
-    """``pack(spec, canonical weights, params, head_bits)`` yields the arrays and fills ``params``.
+    """``pack(spec, canonical weights, params, head_bits, notes)`` yields the arrays and fills ``params``, and ``notes``
+    with what takes more bits than it has.
 
     ``unsupported(spec)`` tells why a model cannot be packed so, or None. ``head_bits``: what a dense head (for target
     cpu and the embedding) is rounded to by default; None = it stays as stored and the option is refused.
@@ -40,27 +42,30 @@ class Target:
 
 def _torch_pack(
     spec: DecoderSpec,
-    weights: Iterable[tuple[str, Weight | Tensor]],
+    weights: Named,
     params: dict[str, dict[str, Any]],
     head_bits: int | None,
+    notes: list[str],
 ) -> Arrays:
     return pack_torch(weights, params)
 
 
 def _cpu_pack(
     spec: DecoderSpec,
-    weights: Iterable[tuple[str, Weight | Tensor]],
+    weights: Named,
     params: dict[str, dict[str, Any]],
     head_bits: int | None,
+    notes: list[str],
 ) -> Arrays:
-    return pack_cpu(spec, weights, params, head_bits=head_bits)
+    return pack_cpu(spec, weights, params, head_bits=head_bits, notes=notes)
 
 
 def _cuda_pack(
     spec: DecoderSpec,
-    weights: Iterable[tuple[str, Weight | Tensor]],
+    weights: Named,
     params: dict[str, dict[str, Any]],
     head_bits: int | None,
+    notes: list[str],
 ) -> Arrays:
     from toolkit.runners.tensor.cuda_artifact import pack_cuda
 

@@ -12,10 +12,12 @@ from toolkit.models.vision import Recipe
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 HALF = (0.5, 0.5, 0.5)
 MOST = 1 << 16  # pixels along a side
-FILTERS = 6  # of Pillow's
+FILTERS, LANCZOS = 6, 1  # of Pillow's: how many there are, and one of them
 
 
-def colours(config: Fields, mean: tuple[float, ...] = CLIP_MEAN, std: tuple[float, ...] = CLIP_STD) -> dict[str, Any]:
+def colours(
+    config: Fields, mean: tuple[float, ...] = CLIP_MEAN, std: tuple[float, ...] = CLIP_STD, resample: int = 3
+) -> dict[str, Any]:
     """Mean, deviation and filter. Raises ToolkitError for a config that asks for another way than all released ones."""
     factor = config.number("rescale_factor", default=1 / 255)
     if abs(factor * 255 - 1) > 1e-3:
@@ -26,7 +28,7 @@ def colours(config: Fields, mean: tuple[float, ...] = CLIP_MEAN, std: tuple[floa
     return {
         "mean": _three(config, "image_mean", mean),
         "std": _three(config, "image_std", std),
-        "resample": config.integer("resample", default=3, low=0, high=FILTERS),
+        "resample": config.integer("resample", default=resample, low=0, high=FILTERS),
     }
 
 
@@ -96,5 +98,82 @@ def fit_recipe(tower: Fields, config: Fields, merge: int) -> Recipe:
         token="[IMG]",
         before="[IMG_BREAK]",
         after="[IMG_END]",
+        **colours(config),
+    )
+
+
+def canvases(config: Fields, default: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    """``image_grid_pinpoints``: (height, width) of each canvas."""
+    value = config.values.get("image_grid_pinpoints")
+    if value is None:
+        return default
+    good = isinstance(value, list) and 0 < len(value) <= 1000
+    good = good and all(
+        isinstance(c, list) and len(c) == 2 and all(type(x) is int and 0 < x < MOST for x in c) for c in value
+    )
+    if not good:
+        config.fail("image_grid_pinpoints", value, "a list of [height, width]")
+    return tuple((c[0], c[1]) for c in value)
+
+
+def area_recipe(config: Fields) -> Recipe:
+    """Qwen2-VL's: both sides to multiples of a token's, so many pixels at least and at most."""
+    size = config.nested("size") or Fields({}, config.source)
+    limit = 1 << 30
+    least = size.integer("shortest_edge", default=56 * 56, high=limit)
+    most = size.integer("longest_edge", default=28 * 28 * 1280, high=limit)
+    unit = config.integer("patch_size", default=14, high=1024) * config.integer("merge_size", default=2, high=16)
+    return Recipe(
+        kind="area",
+        size=(0, 0),
+        unit=unit,
+        least=config.integer("min_pixels", default=least, high=limit),
+        most=config.integer("max_pixels", default=most, low=unit**2, high=limit),
+        mark="<|image_pad|>",
+        written="<|vision_start|><|image_pad|><|vision_end|>",
+        token="<|image_pad|>",
+        **colours(config),
+    )
+
+
+def split_recipe(tower: Fields, config: Fields, factor: int) -> Recipe:
+    """Idefics 3's: tiles named by row and column, ``factor`` patches along a side a token."""
+    image, patch = side(tower, "image_size"), side(tower, "patch_size")
+    tile = longest(config, "max_image_size", 364)
+    if tile != image:
+        config.fail("max_image_size", tile, f"{image}, the tower's image_size")
+    return Recipe(
+        kind="split",
+        size=(tile, tile),
+        unit=patch * factor,
+        long=longest(config, "size", 4 * 364),
+        most=int(config.flag("do_image_splitting", True)),
+        per_tile=(image // (patch * factor)) ** 2,
+        spelled="split",
+        written="<image>",
+        before="<fake_token_around_image>",
+        after="<global-img>",
+        **colours(config, HALF, HALF, LANCZOS),
+    )
+
+
+def tiles_recipe(tower: Fields, config: Fields, factor: int) -> Recipe:
+    """InternVL's: the nearest grid of tiles, ``factor`` patches along a side a token."""
+    image, patch = side(tower, "image_size"), side(tower, "patch_size", 14)
+    size = both_sides(config, "size", (image, image))
+    if size != (image, image):
+        config.fail("size", size[0], f"{image}, the tower's image_size")
+    return Recipe(
+        kind="tiles",
+        size=size,
+        unit=patch * factor,
+        least=config.integer("min_patches", default=1, high=256),
+        most=config.integer("max_patches", default=12, high=256),
+        per_tile=(image // (patch * factor)) ** 2,
+        mark="<IMG_CONTEXT>",
+        written="<IMG_CONTEXT>\n",
+        token="<IMG_CONTEXT>",
+        before="<img>",
+        after="</img>",
         **colours(config),
     )

@@ -29,7 +29,8 @@ from toolkit.models.sites import Site
 from toolkit.models.spec import LayerSpec
 from toolkit.quant import gptq
 from toolkit.quant.awq import Grid, inputs_after
-from toolkit.quant.forward import Called, Weights, layer_forward
+from toolkit.quant.forward import layer_forward
+from toolkit.quant.forward_parts import Called, Weights
 from toolkit.quant.layers import LayerSource
 from toolkit.quant.result import LinearReport, Made, Method, stay_dense
 from toolkit.quant.run import Prepared

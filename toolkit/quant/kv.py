@@ -25,7 +25,7 @@ from toolkit.artifacts.weights import as_stored, cache_scale_names, load_stored
 from toolkit.errors import ToolkitError
 from toolkit.measure.text import heldout_text
 from toolkit.models.spec import AttentionSpec, LayerSpec
-from toolkit.quant.forward import CACHE
+from toolkit.quant.forward_attention import CACHE
 from toolkit.quant.layers import LayerSource
 from toolkit.quant.layerwise import Flow
 from toolkit.quant.output import cast_to

@@ -16,18 +16,8 @@ from toolkit.kernels.torch.product import prefers_int8
 from toolkit.models.sites import Site
 from toolkit.models.spec import LayerSpec
 from toolkit.quant.activations import Int8Linears, input_rounding
-from toolkit.quant.forward import (
-    Called,
-    Observer,
-    Rounding,
-    Weights,
-    all_finite,
-    embed,
-    in_bf16,
-    layer_forward,
-    narrow,
-    normed,
-)
+from toolkit.quant.forward import all_finite, embed, in_bf16, layer_forward, narrow
+from toolkit.quant.forward_parts import Called, Observer, Rounding, Weights, normed
 from toolkit.quant.heap import give_back, keep_freed
 from toolkit.quant.layers import LayerSource, linear_bytes, module_bytes
 from toolkit.quant.lazy import KEEP

@@ -14,7 +14,8 @@ from toolkit.errors import ToolkitError
 from toolkit.measure.predictions import Before
 from toolkit.measure.windows import scoring_windows
 from toolkit.models.spec import DecoderSpec, LayerSpec
-from toolkit.quant.forward import Rounding, Weights, all_finite, embed, head_logits, layer_forward
+from toolkit.quant.forward import all_finite, embed, head_logits, layer_forward
+from toolkit.quant.forward_parts import Rounding, Weights
 from toolkit.quant.lazy import KEEP
 from toolkit.quant.spill import Spill, Tensors
 

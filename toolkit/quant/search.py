@@ -30,7 +30,8 @@ from toolkit.errors import UsageError
 from toolkit.models.sites import Site
 from toolkit.models.spec import LayerSpec, LinearSpec
 from toolkit.quant.awq import Grid, inputs_after, site_scale
-from toolkit.quant.forward import Weights, layer_forward
+from toolkit.quant.forward import layer_forward
+from toolkit.quant.forward_parts import Weights
 from toolkit.quant.gptq import Rounding, inverse_factor, round_site
 from toolkit.quant.layers import LayerSource
 from toolkit.quant.layerwise import Flow

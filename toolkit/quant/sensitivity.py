@@ -16,7 +16,8 @@ from toolkit.artifacts.safetensors_file import write_tensors
 from toolkit.artifacts.tensor_file import TensorFile
 from toolkit.measure.predictions import kl_divergence
 from toolkit.models.spec import DecoderSpec, LayerSpec
-from toolkit.quant.forward import Weights, head_logits, layer_forward
+from toolkit.quant.forward import head_logits, layer_forward
+from toolkit.quant.forward_parts import Weights
 from toolkit.quant.spill import Spill, Tensors
 
 SAMPLES = 2  # of the text that go along in every copy

@@ -26,7 +26,8 @@ from toolkit.measure.predictions import kl_divergence
 from toolkit.models.spec import NormSpec
 from toolkit.quant.activations import round_tokens
 from toolkit.quant.calibration import CalibrationPlan
-from toolkit.quant.forward import Called, Weights, embed, head_logits, in_bf16, layer_forward
+from toolkit.quant.forward import embed, head_logits, in_bf16, layer_forward
+from toolkit.quant.forward_parts import Called, Weights
 from toolkit.quant.layers import LayerSource
 from toolkit.quant.layerwise import Flow, load_head, load_layer, replace_layer
 from toolkit.quant.plan import layer_width

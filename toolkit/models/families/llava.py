@@ -40,23 +40,25 @@ SPELLINGS = (
 )
 
 
-def parts(config: Fields, spec: DecoderSpec, layer: int = -2, **changes: Any) -> tuple[VisionSpec, list[StoredTensor]]:
-    """Tower and projector; ``layer``: what an absent vision_feature_layer means; ``changes``: to the ``VisionSpec``."""
+def parts(
+    config: Fields, spec: DecoderSpec, layer: int = -2, select: str = "default", token: int = 32000, **changes: Any
+) -> tuple[VisionSpec, list[StoredTensor]]:
+    """Tower and projector. ``layer``, ``select``, ``token``: what absent fields mean; ``changes``: to the spec."""
     inner = config.nested("vision_config") or Fields({}, config.source)
     kind = inner.text("model_type", default="clip_vision_model", choices=tuple(TOWERS))
     make, spelling = TOWERS[kind]
     tower = make(inner)
     taken = taken_layers(config, tower.layers, layer)
-    strategy = config.text("vision_feature_select_strategy", default="default", choices=("default", "full"))
+    strategy = config.text("vision_feature_select_strategy", default=select, choices=("default", "full"))
     if tower.class_token != (strategy == "default") and kind != "pixtral":
         config.fail("vision_feature_select_strategy", strategy, "default with a class token, full without")
     bias = config.flag("multimodal_projector_bias", True)
     act = activation(config, "gelu", "projector_hidden_act")
-    token = config.integer("image_token_index", "image_token_id", default=32000, high=spec.vocab_size - 1)
+    image = config.integer("image_token_index", "image_token_id", default=token, high=spec.vocab_size - 1)
     made = VisionSpec(
         tower=type(tower)(**{**vars(tower), "taken": taken}),
         projector=mlp(tower.hidden, spec.hidden_size, act, bias),
-        image_token=token,
+        image_token=image,
         **changes,
     )
     begin = "vision_tower." if kind == "pixtral" else "vision_tower.vision_model."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -87,7 +88,7 @@ class NativeRunner:
         self._model: int | None = None
         self._program: Program | None = None  # holds the tensors that the model points into
         self._weight_bytes = 0
-        self._encoder: Encoder | None = None  # made of torch when the first picture comes
+        self._encoder: Encoder | None = None
 
     # -- memory
 
@@ -184,7 +185,10 @@ class NativeRunner:
             self._library.tk_cache_release(self._model)
 
     def warm_up(self, most: int, length: int, tokens: int) -> None:
-        """There is nothing to prepare: kernels are compiled beforehand."""
+        """Where the model sees, torch is loaded and its tower made; all else is compiled beforehand."""
+        if self.spec.vision is not None and self._encoder is None:
+            with suppress(ModuleNotFoundError):  # texts are answered without torch; who sends a picture is told
+                self._encoder = self._open_encoder()
 
     def discard_blocks(self, group: int, blocks: Sequence[int]) -> None:
         """Give the memory of blocks that no step uses back to the system; they are zeros then."""

@@ -28,9 +28,8 @@ QUERIES = 512  # rows that attend at once where there is something before them
 
 @dataclass(frozen=True)
 class Part:
-    """The sequences of a step that go one way. ``tokens``: their rows of the flat batch, or None for all."""
+    """Sequences of a step that are absorbed. ``tokens``: their rows of the flat batch, or None where they are all."""
 
-    sequences: np.ndarray
     tokens: Tensor | None
     table: np.ndarray
     cu_seqlens: np.ndarray
@@ -99,7 +98,7 @@ class LatentAttention:
             few = np.setdiff1d(np.arange(len(new)), many)
             if not len(many):
                 table, plan = batch.block_tables[kind[0]], step.plans[kind]
-                part: Part | None = Part(few, None, table, batch.cu_seqlens, batch.seq_lens, plan)
+                part: Part | None = Part(None, table, batch.cu_seqlens, batch.seq_lens, plan)
             else:
                 part = self._part(step, few, new) if len(few) else None
             found = step.shared[kind, self.break_even] = (part, many.tolist())
@@ -114,7 +113,7 @@ class LatentAttention:
         blocks = step.cache.num_blocks[group] + 1
         assert self.ops.plan_attention is not None
         plan = self.ops.plan_attention(table, cu, lens, step.cache.block_size, blocks, None, device)
-        return Part(few, torch.from_numpy(tokens).to(device), table, cu, lens, plan)
+        return Part(torch.from_numpy(tokens).to(device), table, cu, lens, plan)
 
     def _absorbed(self, nope: Tensor, turned: Tensor, cache: LayerCache, part: Part) -> Tensor:
         """[tokens, heads, v_dim]."""

@@ -1,0 +1,52 @@
+"""The sweep over the families, one of them."""
+
+import importlib.machinery
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "sweep_families"
+
+
+@pytest.fixture(scope="module")
+def script():
+    loader = importlib.machinery.SourceFileLoader("sweep_families", str(SCRIPT))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("sweep_families", loader))
+    loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+def test_one_family_goes_through_every_stage(script, tmp_path):
+    assert script.main(["qwen3", "--json", str(tmp_path / "sweep.json")]) == 0
+    cells = json.loads((tmp_path / "sweep.json").read_text())["qwen3"]
+    assert list(cells) == list(script.COLUMNS)
+    assert not any("failed" in cell or "refused" in cell for cell in cells.values())
+    assert cells["chat"]["note"] in ("native", "tensor")
+
+
+def test_what_fails_is_said_and_what_takes_its_result_is_not_tried(script, tmp_path, monkeypatch):
+    def broken(self):
+        raise ValueError("no such\nmodel")
+
+    def refused(self):
+        raise script.Refused("not written so")
+
+    for name in script.COLUMNS:
+        monkeypatch.setattr(script.Sweep, name, lambda self: "")
+    monkeypatch.setattr(script.Sweep, "auto_awq", broken)
+    monkeypatch.setattr(script.Sweep, "gguf", refused)
+    cells = script.sweep("qwen3", tmp_path)
+    assert cells["auto_awq"]["failed"] == "ValueError: no such"
+    assert [name for name, cell in cells.items() if cell.get("failed") == "not tried"] == ["convert", "chat", "serve"]
+    assert cells["gguf"]["refused"] == "not written so"
+    assert "failed" not in cells["auto_gptq"]
+
+
+def test_an_unknown_family_is_refused(script, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        script.main(["qwen33"])
+    assert exit_.value.code == 2
+    assert "found qwen33" in capsys.readouterr().err

@@ -1,0 +1,31 @@
+"""The chat by Gradio, asked as its own client asks it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from toolkit.serve.client import APIClient
+from toolkit.serve.gradio import app
+from toolkit.serve.remote import RemoteModel
+
+
+def test_a_chat_through_a_server(start: Any) -> None:
+    pytest.importorskip("gradio")
+    from gradio_client import Client
+
+    server = start()
+    demo = app.build(RemoteModel(APIClient(server.url)))
+    try:
+        _, url, _ = demo.queue().launch(server_name="127.0.0.1", prevent_thread_lock=True, quiet=True)
+        client = Client(url, verbose=False)
+        first = client.predict("hello", "Be.", 300, 0.5, None, 7, api_name="/chat")
+        assert first == "[system]Be.[user]hello"
+        config = server.engine.seen[-1][1]
+        assert (config.temperature, config.top_k, config.max_new_tokens) == (0.5, 7, 300)
+        assert client.predict("more", "", None, None, None, None, api_name="/chat").endswith("[user]more")
+        with pytest.raises(Exception, match="temperature"):
+            client.predict("x", "", None, 3, None, None, api_name="/chat")
+    finally:
+        demo.close()

@@ -1,0 +1,81 @@
+"""Files of ranks (qwen.tiktoken) against a BPE tokenizer with the same tokens, and broken ones."""
+
+import base64
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+from toolkit.artifacts import tokenizer
+from toolkit.artifacts.token_bytes import byte_level_table
+from toolkit.artifacts.tokenizer_ranks import QWEN
+from toolkit.errors import ToolkitError
+
+TEXT = (
+    "The quick brown fox jumps over the lazy dog. It's the best of times; 天地玄黄, naïve café 12345!\n\n  It'll do. "
+    * 3
+)
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    """Trained on a text, its merges in the order of its ids, as tiktoken's ranks are."""
+    made = Tokenizer(models.BPE())
+    made.normalizer = normalizers.NFC()
+    cut = pre_tokenizers.Split(Regex(QWEN.pattern), "isolated")
+    made.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    alphabet = sorted(byte_level_table())
+    made.train_from_iterator(
+        [TEXT], trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    )
+    return made
+
+
+@pytest.fixture(scope="module")
+def folder(bpe, tmp_path_factory):
+    path, table = tmp_path_factory.mktemp("qwen"), byte_level_table()
+    tokens = sorted(bpe.get_vocab().items(), key=lambda x: x[1])
+    lines = [f"{base64.b64encode(bytes(table[c] for c in text)).decode()} {rank}" for text, rank in tokens]
+    (path / "qwen.tiktoken").write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    return tokenizer.Tokenizer.open(folder)
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(max_size=40) | st.text(alphabet="The quickbrown'stfox 12\n", max_size=40))
+def test_texts_are_cut_as_by_merges(bpe, found, text):
+    clean = text.encode("utf-8", "replace").decode()
+    ids = found.encode(clean)
+    assert ids == bpe.encode(clean).ids
+    assert found.decode(ids) == bpe.normalizer.normalize_str(clean)
+
+
+def test_special_tokens_stand_behind_the_ranks(bpe, found):
+    first = bpe.get_vocab_size()
+    ids = found.encode("<|im_start|>user\nIt's<|im_end|>")
+    assert ids[0] == first + 1 and ids[-1] == first + 2
+    assert found.decode(ids) == "user\nIt's"
+    assert {first, first + 1, first + 2, first + 3} <= found.special_ids
+
+
+@pytest.mark.parametrize(
+    "content, says",
+    [
+        ("IQ== 0\nnot base64! 1\n", "line 2: found b'not base64! 1', expected base64 and a rank"),
+        ("IQ== 0\n", "found 1 tokens, expected each rank from 0 up once, 256 or more"),
+        (
+            "".join(f"{base64.b64encode(bytes([65, i])).decode()} {i}\n" for i in range(256)),
+            "no token is the byte 0x00",
+        ),
+    ],
+)
+def test_what_is_no_such_file_is_said(tmp_path, content, says):
+    (tmp_path / "qwen.tiktoken").write_text(content)
+    with pytest.raises(ToolkitError) as error:
+        tokenizer.Tokenizer.open(tmp_path)
+    assert says in str(error.value)

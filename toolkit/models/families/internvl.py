@@ -1,0 +1,109 @@
+"""InternVL 3 and 3.5 in the form of transformers: InternViT over tiles of the nearest grid, four patches a token.
+Source: transformers ``InternVLForConditionalGeneration``, arXiv 2504.10479."""
+
+from __future__ import annotations
+
+from toolkit.models.config_fields import Fields
+from toolkit.models.decoder import Built
+from toolkit.models.families.llava import LANGUAGE, SPELLINGS, TINY_TOWER
+from toolkit.models.family import Family, Tiny
+from toolkit.models.preprocessor import tiles_recipe
+from toolkit.models.towers import activation, clip_tower, language_of, mlp, seeing, stored_vision, taken_layers
+from toolkit.models.vision import Recipe, Stage, VisionSpec
+
+INTERNVIT = {
+    "patch": "embeddings.patch_embeddings.projection",
+    "class": "embeddings.cls_token",
+    "position": "embeddings.position_embeddings",
+    "layers": "encoder.layer.{}",
+    "norm1": "layernorm_before",
+    "norm2": "layernorm_after",
+    **{name: f"attention.{name}_proj" for name in "qkv"},
+    "o": "attention.projection_layer",
+    "q_norm": "attention.q_norm",
+    "k_norm": "attention.k_norm",
+    "up": "mlp.fc1",
+    "down": "mlp.fc2",
+    "scale1": "lambda_1",
+    "scale2": "lambda_2",
+    "post_norm": "layernorm",
+}
+ABSENT = {"image_size": 448, "layer_norm_eps": 1e-6}
+
+
+def vision_fields(config: Fields) -> Fields:
+    inner = config.nested("vision_config") or Fields({}, config.source)
+    return Fields(ABSENT | dict(inner.values), config.source, "vision_config.")
+
+
+def build(config: Fields) -> Built:
+    language = language_of(config, default="qwen2")
+    vision, spec = vision_fields(config), language[0]
+    pooled = vision.flag("use_mean_pooling", True)
+    norm = vision.text("norm_type", default="layer_norm", choices=("layer_norm", "rms_norm"))
+    tower = clip_tower(
+        vision,
+        activation=activation(vision, "gelu"),
+        norm=norm.removesuffix("_norm"),
+        patch_bias=True,
+        qkv_bias=vision.flag("attention_bias", False),
+        qk_norm=vision.flag("use_qk_norm", False),
+        pre_norm=False,
+        post_norm="none" if pooled else "used",
+        scaled=True,
+    )
+    taken = taken_layers(config, tower.layers, -1)
+    if taken != tower.layers and not pooled:
+        config.fail("vision_feature_layer", taken, "-1 where use_mean_pooling is false")
+    tower = type(tower)(**{**vars(tower), "taken": taken})
+    factor = round(1 / config.number("downsample_ratio", default=0.5, high=1.0))
+    wide = tower.hidden * factor**2
+    act = activation(config, "gelu", "projector_hidden_act")
+    first = (Stage("merge", factor=factor), Stage("layer", "vision.projector.layer_norm", wide, eps=1e-5))
+    token = config.integer("image_token_id", default=151667, high=spec.vocab_size - 1)
+    made = VisionSpec(tower, (*first, *mlp(wide, spec.hidden_size, act)), token)
+    rows = tower.grid[0] * tower.grid[1] + 1
+    shapes = {"vision.class": (1, 1, tower.hidden), "vision.position": (1, rows, tower.hidden)}
+    stored = stored_vision(made, "vision_tower.", "multi_modal_projector", INTERNVIT, shapes)
+    return seeing(language, made, stored, LANGUAGE)
+
+
+def recipe(config: Fields, preprocessor: Fields) -> Recipe:
+    ratio = config.number("downsample_ratio", default=0.5, high=1.0)
+    return tiles_recipe(vision_fields(config), preprocessor, round(1 / ratio))
+
+
+FAMILY = Family(
+    "internvl",
+    "InternVL 3, 3.5 (in the form of transformers)",
+    ("InternVLForConditionalGeneration",),
+    build,
+    (
+        Tiny(
+            dict(
+                text_config=dict(model_type="qwen2"),
+                vision_config={
+                    **{k: v for k, v in TINY_TOWER.items() if k != "model_type"},
+                    "layer_scale_init_value": 0.5,
+                },
+                image_token_id=5,
+                image_seq_length=4,
+                tie_word_embeddings=False,
+            ),
+            preprocessor=dict(
+                image_processor_type="GotOcr2ImageProcessor",
+                size={"height": 28, "width": 28},
+                max_patches=6,
+            ),
+            tokens=("<IMG_CONTEXT>", "<img>", "</img>"),
+        ),
+    ),
+    "llama.cpp keeps the tower in a file of its own, which is not written here",
+    recipe=recipe,
+    spellings=(
+        SPELLINGS[0],
+        SPELLINGS[1],
+        ("vision_tower.", "model.vision_tower."),
+        ("multi_modal_projector.", "model.multi_modal_projector."),
+    ),
+)

@@ -1,0 +1,84 @@
+"""Mistral Small 3.1 and 3.2: Pixtral's tower over pictures of their own ratio, four patches a token, a mark behind each
+line. Source: transformers ``Mistral3ForConditionalGeneration``."""
+
+from __future__ import annotations
+
+from toolkit.models.config_fields import Fields
+from toolkit.models.decoder import Built
+from toolkit.models.families.llava import LANGUAGE, SPELLINGS, TINY_TOWER
+from toolkit.models.family import Family, Tiny
+from toolkit.models.preprocessor import fit_recipe
+from toolkit.models.towers import (
+    PIXTRAL,
+    activation,
+    language_of,
+    mlp,
+    pixtral_tower,
+    seeing,
+    stored_vision,
+    taken_layers,
+)
+from toolkit.models.vision import Recipe, Stage, VisionSpec
+
+
+def merge_of(config: Fields) -> int:
+    return config.integer("spatial_merge_size", default=2, high=16)
+
+
+def build(config: Fields) -> Built:
+    language = language_of(config, default="mistral")
+    spec, merge = language[0], merge_of(config)
+    tower = pixtral_tower(config.nested("vision_config") or Fields({}, config.source))
+    tower = type(tower)(**{**vars(tower), "taken": taken_layers(config, tower.layers, -1)})
+    text = config.nested("text_config") or Fields({}, config.source)
+    projector = (
+        Stage("rms", "vision.projector.norm", tower.hidden, eps=text.number("rms_norm_eps", default=1e-6, high=0.5)),
+        Stage("merge_channels", factor=merge),
+        Stage("linear", "vision.projector.patch_merger.merging_layer", tower.hidden * merge**2, tower.hidden),
+        *mlp(
+            tower.hidden,
+            spec.hidden_size,
+            activation(config, "gelu", "projector_hidden_act"),
+            config.flag("multimodal_projector_bias", False),
+        ),
+    )
+    token = config.integer("image_token_index", "image_token_id", default=10, high=spec.vocab_size - 1)
+    made = VisionSpec(tower, projector, token)
+    return seeing(language, made, stored_vision(made, "vision_tower.", "multi_modal_projector", PIXTRAL), LANGUAGE)
+
+
+def recipe(config: Fields, preprocessor: Fields) -> Recipe:
+    inner = config.nested("vision_config") or Fields({}, config.source)
+    return fit_recipe(inner, preprocessor, merge_of(config))
+
+
+FAMILY = Family(
+    "mistral3",
+    "Mistral Small 3.1, 3.2",
+    ("Mistral3ForConditionalGeneration",),
+    build,
+    (
+        Tiny(
+            dict(
+                text_config=dict(model_type="mistral", head_dim=16, sliding_window=None),
+                vision_config=TINY_TOWER | dict(model_type="pixtral", head_dim=16),
+                image_token_index=5,
+                tie_word_embeddings=False,
+            ),
+            preprocessor=dict(
+                image_processor_type="PixtralImageProcessor",
+                size={"longest_edge": 70},
+                patch_size={"height": 7, "width": 7},
+            ),
+            tokens=("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+        ),
+    ),
+    "llama.cpp keeps the tower in a file of its own, which is not written here",
+    recipe=recipe,
+    spellings=(
+        SPELLINGS[0],
+        SPELLINGS[1],
+        ("vision_tower.", "model.vision_tower."),
+        ("multi_modal_projector.", "model.multi_modal_projector."),
+    ),
+)

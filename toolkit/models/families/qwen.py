@@ -1,0 +1,80 @@
+"""Qwen 1: Qwen 2 under other names, with q, k and v in one matrix; beyond its trained length another rope, and
+queries that grow with their position. Source: the model's own ``modeling_qwen.py``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from toolkit.models.config_fields import MAX_POSITION, MAX_WIDTH, Fields
+from toolkit.models.decoder import Built, fused_qkv, llama_like, read_dims, renamed
+from toolkit.models.family import Family, Tiny
+from toolkit.models.spec import QueryScale, RopeSpec
+
+NAMES = {
+    "model.embed_tokens": "transformer.wte",
+    "model.norm": "transformer.ln_f",
+    "input_layernorm": "ln_1",
+    "self_attn.o_proj": "attn.c_proj",
+    "post_attention_layernorm": "ln_2",
+    "mlp.gate_proj": "mlp.w2",
+    "mlp.up_proj": "mlp.w1",
+    "mlp.down_proj": "mlp.c_proj",
+}
+
+
+def build(config: Fields) -> Built:
+    both = config.integer("intermediate_size", high=2 * MAX_WIDTH)
+    usual = {
+        "intermediate_size": both // 2,  # of gate and up together
+        "num_key_value_heads": config.integer("num_attention_heads", high=100_000),
+        "head_dim": config.integer("kv_channels", default=128, high=65_536),
+    }
+    dims = read_dims(Fields({**config.values, **usual}, config.source))
+    if not config.flag("no_bias", True):
+        config.fail("no_bias", False, "true, as in all released models")
+    trained = config.integer("seq_length", default=dims.max_position, high=MAX_POSITION)
+    grows = QueryScale("log", trained) if config.flag("use_logn_attn", True) and trained > 1 else None
+    endings = renamed(NAMES)
+    return llama_like(
+        config,
+        dims,
+        rope=_rope(config, dims.head_dim, trained, dims.max_position),
+        qkv_bias=True,
+        activation="silu",
+        change=lambda i, a: replace(a, q_scale=grows),
+        rename=lambda name: endings(name).replace("model.layers.", "transformer.h."),
+        fused=[fused_qkv(dims, "attn.c_attn")],
+    )
+
+
+def _rope(config: Fields, head_dim: int, trained: int, longest: int) -> RopeSpec:
+    """NTK beyond the trained length: its base is stretched by 2^⌈log2(length / trained) + 1⌉ - 1, which for the longest
+    context is dynamic rope of factor 2."""
+    theta = config.number("rotary_emb_base", default=10_000.0, low=1.0)
+    share = config.number("rotary_pct", default=1.0, high=1.0)
+    if share != 1.0:
+        config.fail("rotary_pct", share, "1, as in all released models")
+    if longest <= trained or not config.flag("use_dynamic_ntk", True):
+        return RopeSpec(head_dim, theta, max_position=longest)
+    whole = trained
+    while whole < longest:
+        whole *= 2
+    return RopeSpec(head_dim, theta, "dynamic", 2.0, original_max_position=trained, max_position=whole)
+
+
+TWIN = dict(num_key_value_heads=4)
+FAMILY = Family(
+    "qwen",
+    "Qwen 1 1.8B, 7B, 14B, 72B",
+    ("QWenLMHeadModel",),
+    build,
+    (
+        Tiny(dict(intermediate_size=256, kv_channels=16, seq_length=512, layer_norm_epsilon=1e-6), TWIN),
+        Tiny(
+            dict(intermediate_size=256, kv_channels=16, seq_length=256, rotary_emb_base=5000, layer_norm_epsilon=1e-6),
+            dict(TWIN, rope_parameters=dict(rope_type="default", rope_theta=5000.0)),
+        ),
+    ),
+    "GGUF files of Qwen 1 are neither read nor written",
+    twin="qwen2",
+)

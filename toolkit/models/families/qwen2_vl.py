@@ -1,0 +1,116 @@
+"""Qwen2-VL: pictures of any size as patches that turn by row and column, four of them a token; tokens have three
+positions. Source: transformers ``Qwen2VLForConditionalGeneration``, arXiv 2409.12191."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toolkit.models.config_fields import MAX_LAYERS, Fields
+from toolkit.models.decoder import Built
+from toolkit.models.family import Family, Tiny
+from toolkit.models.preprocessor import area_recipe
+from toolkit.models.towers import activation, language_of, seeing, stored_vision
+from toolkit.models.vision import Recipe, Stage, Tower, VisionSpec
+
+BLOCKS = {
+    "patch": "patch_embed.proj",
+    "layers": "blocks.{}",
+    "norm1": "norm1",
+    "norm2": "norm2",
+    **dict.fromkeys("qkv", "attn.qkv"),
+    "o": "attn.proj",
+}
+SPELLINGS = (
+    ("model.layers.", "model.language_model.layers."),
+    ("model.embed_tokens", "model.language_model.embed_tokens"),
+    ("model.norm", "model.language_model.norm"),
+    ("visual.", "model.visual."),
+)
+
+
+def language(config: Fields) -> Built:
+    """Hub files have its fields beside those of the whole, transformers 5 in an object of their own."""
+    if not config.has("text_config"):
+        config = Fields({"text_config": dict(config.values)}, config.source)
+    return language_of(config, model_type="qwen2", architectures=["Qwen2ForCausalLM"])
+
+
+def tower(vision: Fields, hidden: int, **changes: Any) -> Tower:
+    """``hidden``: of the tower."""
+    heads = vision.integer("num_heads", default=16, high=1024)
+    if hidden % heads or hidden // heads % 4:
+        vision.fail("num_heads", heads, f"one that cuts {hidden} into multiples of 4")
+    layers = vision.integer("depth", default=32, high=MAX_LAYERS)
+    made: dict[str, Any] = {
+        "layers": layers,
+        "taken": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "head_dim": hidden // heads,
+        "patch": vision.integer("patch_size", default=14, high=1024),
+        "frames": vision.integer("temporal_patch_size", default=2, high=16),
+        "eps": 1e-6,
+        "positions": "axial",
+        "patch_bias": False,
+    }
+    return Tower(**(made | changes))
+
+
+def whole(config: Fields, tower: Tower, spelled: dict[str, str]) -> Built:
+    """The model with this tower, whose norms the projector's is like."""
+    built = language(config)
+    spec = built[0]
+    vision = config.nested("vision_config") or Fields({}, config.source)
+    merge = vision.integer("spatial_merge_size", default=2, high=16)
+    wide = tower.hidden * merge**2
+    projector = (
+        Stage(tower.norm, "vision.projector.ln_q", tower.hidden, eps=1e-6),
+        Stage("merge", factor=merge),
+        Stage("linear", "vision.projector.mlp.0", wide, wide, True),
+        Stage("gelu"),
+        Stage("linear", "vision.projector.mlp.2", wide, spec.hidden_size, True),
+    )
+    token = config.integer("image_token_id", default=151655, high=spec.vocab_size - 1)
+    made = VisionSpec(tower, projector, token, axes=True)
+    return seeing(built, made, stored_vision(made, "visual.", "visual.merger", BLOCKS | spelled), {})
+
+
+def build(config: Fields) -> Built:
+    vision = config.nested("vision_config") or Fields({}, config.source)
+    hidden = vision.integer("embed_dim", default=1280, high=1 << 16)
+    inner = int(hidden * vision.number("mlp_ratio", default=4.0, high=64.0))
+    act = activation(vision, "quick_gelu")
+    made = tower(vision, hidden, inner=inner, activation=act, norm="layer")
+    return whole(config, made, {"up": "mlp.fc1", "down": "mlp.fc2"})
+
+
+def recipe(config: Fields, preprocessor: Fields) -> Recipe:
+    return area_recipe(preprocessor)
+
+
+TEXT = dict(rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]})
+PREPROCESSOR = dict(
+    image_processor_type="Qwen2VLImageProcessor", patch_size=7, min_pixels=14 * 14 * 4, max_pixels=14 * 14 * 40
+)
+FAMILY = Family(
+    "qwen2_vl",
+    "Qwen2-VL",
+    ("Qwen2VLForConditionalGeneration",),
+    build,
+    (
+        Tiny(
+            dict(
+                text_config=TEXT,
+                vision_config=dict(depth=2, embed_dim=32, hidden_size=64, num_heads=2, mlp_ratio=2, patch_size=7),
+                image_token_id=5,
+                vision_start_token_id=6,
+                vision_end_token_id=7,
+            ),
+            preprocessor=PREPROCESSOR,
+            tokens=("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
+        ),
+    ),
+    "llama.cpp keeps the tower in a file of its own, which is not written here",
+    recipe=recipe,
+    spellings=SPELLINGS,
+)
