@@ -118,7 +118,7 @@ def _write_seeing(family: Family, tiny: Tiny, path: Path, overrides: dict[str, A
 def respell(twin: Path, family: Family, fields: dict[str, Any], path: Path) -> None:
     """Write the checkpoint ``twin``, whose tensors have canonical names, as ``family`` spells and joins them."""
     import torch
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
 
     shutil.copytree(twin, path)
     old = json.loads((twin / "config.json").read_text())
@@ -129,7 +129,7 @@ def respell(twin: Path, family: Family, fields: dict[str, Any], path: Path) -> N
         "torch_dtype": old["dtype"],
     }
     (path / "config.json").write_text(json.dumps(config, indent=2))
-    weights = load_file(twin / "model.safetensors")
+    weights = _canonical(twin)
     if family.name == "deepseek":  # has no gate before its shared expert: its twin's always gives sigmoid(0)
         for name in weights:
             weights[name] *= 0.0 if name.endswith("shared_expert_gate.weight") else 1.0
@@ -149,12 +149,25 @@ def respell(twin: Path, family: Family, fields: dict[str, Any], path: Path) -> N
                 item.shape if suffix == "weight" else item.shape[:1], dtype=getattr(torch, old["dtype"])
             )
             for part in item.parts:
-                at = 0
-                for start, stop in part.rows or ((0, item.shape[0]),):
-                    stored[start:stop] = weights[f"{part.name}.{suffix}"][at : at + stop - start]
-                    at += stop - start
+                stored[item.rows_of(part)] = weights[f"{part.name}.{suffix}"]
             tensors[f"{item.name}.{suffix}"] = stored
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def _canonical(path: Path) -> dict[str, Any]:
+    """The tensors of a dense checkpoint by canonical names with ``.weight`` or ``.bias``."""
+    import torch
+
+    from toolkit.artifacts.checkpoint import open_checkpoint
+    from toolkit.artifacts.weights import canonical_weights
+    from toolkit.models.registry import load_spec
+
+    checkpoint = open_checkpoint(path)
+    found: dict[str, Any] = {}
+    for name, value in canonical_weights(checkpoint, load_spec(checkpoint)[1]).items():
+        tensor = value if isinstance(value, torch.Tensor) else value.weight
+        found[name if name.endswith(".bias") else f"{name}.weight"] = tensor.clone().contiguous()
+    return found
 
 
 class TinyModels:

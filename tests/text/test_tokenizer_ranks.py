@@ -1,6 +1,8 @@
 """Files of ranks (qwen.tiktoken) against a BPE tokenizer with the same tokens, and broken ones."""
 
 import base64
+import json
+import shutil
 
 import pytest
 from hypothesis import given, settings
@@ -61,6 +63,16 @@ def test_special_tokens_stand_behind_the_ranks(bpe, found):
     assert ids[0] == first + 1 and ids[-1] == first + 2
     assert found.decode(ids) == "user\nIt's"
     assert {first, first + 1, first + 2, first + 3} <= found.special_ids
+
+
+def test_glm_s_file_has_sentencepiece_s_name_and_its_special_tokens_beside_it(bpe, folder, tmp_path):
+    shutil.copy(folder / "qwen.tiktoken", tmp_path / "tokenizer.model")
+    first = bpe.get_vocab_size()
+    special = {str(first + i): {"content": text, "special": True} for i, text in enumerate(("<|endoftext|>", "<sop>"))}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": special}))
+    opened = tokenizer.Tokenizer.open(tmp_path)
+    assert opened.encode("<sop>The fox, quick") == [first + 1, *bpe.encode("The fox, quick").ids]
+    assert first + 1 in opened.special_ids
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.token_bytes import byte_rule
 from toolkit.artifacts.tokenizer_box import BoxedEncoder
 from toolkit.artifacts.tokenizer_check import check_ids, harmless, read_parts
-from toolkit.artifacts.tokenizer_ranks import KNOWN, find_ranks, read_ranks
+from toolkit.artifacts.tokenizer_ranks import QWEN, find_ranks, read_ranks
 from toolkit.errors import ToolkitError
 from toolkit.request_limits import TOKEN_ID
 
@@ -35,7 +35,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
     *SLOW_FILES,
-    *(kind.name for kind in KNOWN),
+    QWEN.name,
     "merges.txt",
 )
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,12 +34,25 @@ QWEN = RanksFile(  # Qwen 1, from the model's own tokenization_qwen.py
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205))),
 )
-KNOWN = (QWEN,)
+GLM = RanksFile(  # GLM-4-9B and CodeGeeX4, whose special tokens stand in tokenizer_config.json
+    "tokenizer.model", QWEN.pattern.replace(r"|\p{N}|", r"|\p{N}{1,3}|"), ()
+)
+_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 
 
 def find_ranks(folder: Path) -> RanksFile | None:
-    """Of which kind a file of ranks lies in a model's folder, or None."""
-    return next((kind for kind in KNOWN if (folder / kind.name).is_file()), None)
+    """Of which kind a file of ranks lies in a model's folder, or None; sentencepiece's files have GLM's name too."""
+    if (folder / QWEN.name).is_file():
+        return QWEN
+    return GLM if _begins_with_a_rank(folder / GLM.name) else None
+
+
+def _begins_with_a_rank(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return _LINE.match(file.readline(4096)) is not None
+    except OSError:
+        return False
 
 
 def read_ranks(folder: Path, kind: RanksFile) -> tokenizers.Tokenizer:
