@@ -19,6 +19,7 @@ from toolkit.serve.limits import Limits
 
 SERVERS = "the server's sampling"
 SEVERAL = "Several models"
+IMAGES = "Images"
 CONTROL = "What clients may do to the server"
 app = typer.Typer(
     cls=Group,
@@ -119,10 +120,14 @@ def api_server(
         int, typer.Option(min=1, metavar="<int>", help="Images that are encoded at once, at most.")
     ] = 1,
     allowed_local_media_path: Annotated[
-        str | None, typer.Option(help="Folder whose files requests may name as images. Default: none may be.")
+        str | None,
+        typer.Option(
+            help="Folder whose files requests may name as images. Default: none may be.", rich_help_panel=IMAGES
+        ),
     ] = None,
     allowed_media_domains: Annotated[
-        list[str] | None, typer.Option(help="Hosts that images are fetched from. Default: all that are public.")
+        list[str] | None,
+        typer.Option(help="Hosts that images are fetched from. Default: all that are public.", rich_help_panel=IMAGES),
     ] = None,
     ssl: Annotated[bool, typer.Option("--ssl", help="HTTPS, by the files in SSL_KEYFILE and SSL_CERTFILE.")] = False,
     no_page: Annotated[bool, typer.Option("--no-page", help="No page to chat at /.")] = False,
