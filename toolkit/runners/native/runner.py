@@ -185,7 +185,7 @@ class NativeRunner:
             self._library.tk_cache_release(self._model)
 
     def warm_up(self, most: int, length: int, tokens: int) -> None:
-        """Where the model sees, torch is loaded and its tower made; all else is compiled beforehand."""
+        """Where the model sees, torch is loaded and its tower is made; all else is compiled beforehand."""
         if self.spec.vision is not None and self._encoder is None:
             with suppress(ModuleNotFoundError):  # texts are answered without torch; who sends a picture is told
                 self._encoder = self._open_encoder()
