@@ -14,7 +14,8 @@ HOW_TO = Path(__file__).resolve().parents[2] / "docs" / "how-to"
 PAGES = ("adapters", "debug", "deploy", "long-prompts", "measure-a-server", "several-servers")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-BY_HAND = ("toolkit.runners.native.build", "gdb ")  # what is in lines that take minutes, or ask
+# What is in lines that take minutes, ask, or need another program.
+BY_HAND = ("toolkit.runners.native.build", "gdb ", "bash scripts/", "docker ", "helm ", "kubectl ", "systemctl ")
 LESS = {"--num-prompts 200": "--num-prompts 4"}
 MORE = {
     "tool profile": "--random-input-len 8 --random-output-len 4",

@@ -18,7 +18,10 @@ FOREIGN = {
     "--model_args",
     "--include_path",
     "--apply_chat_template",
-}  # llama.cpp, gdb, lm-eval
+    "--build",
+    "--rm",
+    "--set",
+}  # llama.cpp, gdb, lm-eval, docker, helm
 SHOWN = re.compile(r"(?<![\w-])--[a-z][a-z0-9_-]*[a-z0-9]")
 
 
