@@ -18,7 +18,6 @@ from toolkit import (
     GenerationConfig,
     PytorchEngineConfig,
     TurbomindEngineConfig,
-    VisionConfig,
     pipeline,
 )
 from toolkit.errors import ToolkitError, UsageError
@@ -307,10 +306,10 @@ def test_lmdeploy_s_arguments_without_effect_are_taken_with_a_notice(
     model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = TurbomindEngineConfig(session_len=64, cache_chunk_size=8)
-    with pipeline(str(model), config, vision_config=VisionConfig(max_batch_size=2), trust_remote_code=True) as pipe:
+    with pipeline(str(model), config, trust_remote_code=True) as pipe:
         assert pipe("a", GenerationConfig(max_new_tokens=1)).generate_token_len == 1
     said = [m.partition(":")[0] for m in caplog.messages if "without effect" in m]
-    assert said == ["vision_config", "trust_remote_code", "cache_chunk_size=8"]
+    assert said == ["trust_remote_code", "cache_chunk_size=8"]
 
 
 def test_two_devices_that_are_not_there(model: Path) -> None:
