@@ -40,12 +40,13 @@ def rounded(
 
 class RoundedWeights(Mapping[str, "Weight | Tensor"]):
     """``weights`` of ``spec`` with the dense linears inside its layers rounded in groups to the nearest of 8 bits,
-    symmetric, or of 4, with zeros; routers, linears whose rows no group divides, and what is quantized already stay as
-    they are."""
+    symmetric, or of 4, with zeros; routers, linears that runners hold dense or whose rows no group divides, and what is
+    quantized already stay as they are."""
 
     def __init__(self, weights: Mapping[str, Weight | Tensor], spec: DecoderSpec, bits: int = 8) -> None:
         self._weights, self._bits = weights, bits
-        self._linears = {x.name for x in spec.linears()} - spec.routers()
+        held = {x.name for _, mixer in spec.mixers() for x in mixer.matrices()}  # as they are, whatever is read
+        self._linears = {x.name for x in spec.linears()} - spec.routers() - held
 
     def __getitem__(self, name: str) -> Weight | Tensor:
         from toolkit.artifacts.canonical import Dense

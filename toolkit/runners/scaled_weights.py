@@ -101,7 +101,7 @@ def _fold(layer: LayerSpec, sites: list[Site], weights: Mapping[str, Weight | Te
         made = _made(site, floats, sizes, gates)
         size = expand(site.fold, made) if isinstance(site.fold, RowFold) else made
         sizes |= {reader.name: size for reader in site.linears}
-        power = _best_power([floats[x.name] for x in site.linears], size, group)
+        power = _best_power(_sample(site, weights), size, group)
         fold_site(site, folded, _scale(made, power))
     return folded
 
@@ -144,10 +144,15 @@ def _scale(size: Tensor, power: float) -> Tensor:
     return scale / (scale.amax() * scale.amin()).sqrt()
 
 
-def _best_power(readers: list[Tensor], size: Tensor, group: int) -> float:
-    """Of ``POWERS`` the one with which rounding the sampled rows of ``readers`` changes their outputs least."""
-    each = max(SAMPLED // len(readers), 1)
-    rows = torch.cat([w[:: -(-w.shape[0] // each)] for w in readers])
+def _sample(site: Site, weights: Mapping[str, Weight | Tensor]) -> Tensor:
+    """Evenly spaced rows of the linears of ``site``, float32, of each as many as of the others."""
+    each = max(SAMPLED // len(site.linears), 1)
+    found = (weights[x.name] for x in site.linears)
+    return torch.cat([w.weight[:: -(-w.shape[0] // each)].float() for w in found if isinstance(w, Dense)])
+
+
+def _best_power(rows: Tensor, size: Tensor, group: int) -> float:
+    """Of ``POWERS`` the one with which rounding ``rows`` changes their outputs least."""
 
     def error(power: float) -> float:
         scale = _scale(size, power)
