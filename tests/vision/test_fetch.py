@@ -27,6 +27,10 @@ class Pages(BaseHTTPRequestHandler):
             self.send_response(307)
             self.send_header("Location", "http://127.0.0.1:1/inner")
             self.end_headers()
+        elif name == "nowhere":
+            self.send_response(302)
+            self.send_header("Location", "http://[")
+            self.end_headers()
         elif name == "bytes":
             self.send_response(200)
             self.end_headers()
@@ -59,7 +63,8 @@ def site() -> Iterator[str]:
 def test_bytes_and_redirects(site: str) -> None:
     assert fetch(f"{site}/bytes-100", 100, LOCAL) == b"x" * 100
     assert fetch(f"{site}/to-1", 100, LOCAL) == b"xxxxx"
-    for path, message in (("bytes-101", "at most 100 bytes"), ("to-9", "more than 3 redirects"), ("a", "answers 404")):
+    refused = [("bytes-101", "at most 100 bytes"), ("to-9", "more than 3 redirects"), ("a", "answers 404")]
+    for path, message in [*refused, ("nowhere", "cannot be fetched")]:
         with pytest.raises(UsageError, match=message):
             fetch(f"{site}/{path}", 100, LOCAL)
 
@@ -81,10 +86,16 @@ def test_time_is_limited(site: str) -> None:
         "http://10.1.2.3/a.png",
         "http://2130706433/a.png",
         "https://192.168.0.1/a.png",
+        "http://192.0.0.8/a.png",
+        "http://[64:ff9b::7f00:1]/a.png",
+        "http://[2002:7f00:1::]/a.png",
+        "http://[::7f00:1]/a.png",
+        "http://[fec0::1]/a.png",
     ],
 )
-def test_private_addresses_are_not_asked(url: str) -> None:
-    with pytest.raises(UsageError, match=r"not public|cannot be fetched") as caught:
+def test_private_addresses_are_not_asked(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "create_connection", lambda *_: pytest.fail("it was asked"))
+    with pytest.raises(UsageError, match="not public") as caught:
         fetch(url, 100, Fetching())
     assert "\n" not in str(caught.value)
 

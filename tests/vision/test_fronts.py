@@ -15,9 +15,12 @@ from starlette.testclient import TestClient
 from toolkit import GenerationConfig, PytorchEngineConfig, VisionConfig, pipeline
 from toolkit.chat.conversation import Conversation
 from toolkit.errors import UsageError
+from toolkit.models.config_fields import Fields
+from toolkit.models.registry import get
 from toolkit.pipeline.pipeline import Pipeline
 from toolkit.serve.app import create_app
 from toolkit.serve.state import ServerSettings
+from toolkit.vision.eyes import Eyes
 from toolkit.vl import load_image
 from toolkit.vl.constants import IMAGE_TOKEN
 from toolkit.vl.utils import encode_image_base64
@@ -150,6 +153,33 @@ def test_the_server_takes_images(client: Any, pipe: Pipeline) -> None:
     assert found["usage"]["prompt_tokens"] == expected.input_token_len
     two = client.post("/v1/chat/completions", json=asked(data_url(0), {"url": data_url(1)})).json()
     assert two["usage"]["prompt_tokens"] == expected.input_token_len + TOKENS + 1
+
+
+def test_pictures_beyond_a_conversation_are_not_prepared(client: Any) -> None:
+    answer = client.post("/v1/chat/completions", json=asked(*[data_url(0)] * 30))
+    assert answer.status_code == 400
+    where, told = f"messages.0.content.{400 // TOKENS}: ", f"take {400 // TOKENS * TOKENS + TOKENS} tokens"
+    assert where in answer.text and told in answer.text
+
+
+@pytest.mark.parametrize(
+    ("family", "option", "most"),
+    [("qwen2_vl", "max_pixels", 14 * 14 * 40), ("qwen2_vl", "min_pixels", 14 * 14 * 40)]
+    + [("internvl", "max_dynamic_patch", 24)],
+)
+def test_options_of_a_picture_have_limits(family: str, option: str, most: int) -> None:
+    """Those of the model's config, as what a client asks for costs the server."""
+    tiny, make = get(family).tiny[0], get(family).recipe
+    assert make is not None
+    eyes = Eyes(make(Fields(tiny.fields), Fields(tiny.preprocessor)))
+
+    def asking(value: int) -> list[dict[str, Any]]:
+        url = {"url": data_url(0), option: value}
+        return [{"role": "user", "content": [{"type": "image_url", "image_url": url}]}]
+
+    assert len(eyes.look(asking(most))) == 1
+    with pytest.raises(UsageError, match=f"{option}: expected a whole number from 1 to {most}"):
+        eyes.look(asking(most + 1))
 
 
 def test_anthropic_blocks(client: Any, pipe: Pipeline) -> None:

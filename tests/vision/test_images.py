@@ -88,6 +88,14 @@ def animated() -> bytes:
     return saved(plain(), "GIF", save_all=True, append_images=[plain((0, 255, 0)), plain((0, 0, 255))])
 
 
+def chained(following: int) -> bytes:
+    """A TIFF whose directory says that another one follows there."""
+    data = saved(plain(), "TIFF")
+    first = int.from_bytes(data[4:8], "little")
+    end = first + 2 + 12 * int.from_bytes(data[first : first + 2], "little")
+    return data[:end] + following.to_bytes(4, "little") + data[end + 4 :]
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -95,7 +103,7 @@ def animated() -> bytes:
         (b"hello", "expected a picture"),
         (saved(plain(size=(64, 64)))[:120], "broken or cut off"),
         (saved(plain(size=(64, 64)), "JPEG")[:-40], "broken or cut off"),
-        (animated(), "found 3 in it"),
+        (animated(), "found several in it"),
         (saved(plain(size=(101, 100))), "expected at most 10,000 pixels, found 101 x 100"),
         (b"\0" * 5001, "expected at most 5,000 bytes"),
         ("data:image/png;base64,%%%", "expected base64"),
@@ -103,6 +111,9 @@ def animated() -> bytes:
         ("/nowhere/a.png", "no such file"),
         ("", "no such file"),
         ("a\0b", "image a?b: "),
+        ("~nosuchuser/x.png", "image ~nosuchuser/x.png: "),
+        ("file://[x", "cannot be read"),
+        (chained(1 << 20), "broken or cut off"),
         (7, "expected a URL, a path"),
         (None, "expected a URL, a path"),
     ],
@@ -112,6 +123,9 @@ def test_what_cannot_be_is_one_line(source: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message.replace("?", r"\?")) as caught:
         open_image(source, Rules(max_bytes=5000, max_pixels=10_000))
     assert "\n" not in str(caught.value)
+    if isinstance(source, str):
+        with pytest.raises(UsageError):
+            open_image(source, Rules(files=(), max_bytes=5000))
 
 
 def test_a_bomb_is_not_decoded() -> None:

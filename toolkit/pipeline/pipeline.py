@@ -123,7 +123,7 @@ class Pipeline:
         try:
             if self.adapter_name is not None:
                 self._check_adapter(self.adapter_name)
-            self._eyes = Eyes.open(self.tokenizer.path)
+            self._eyes = Eyes.open(self.tokenizer.path, max_tokens=self.engine.session_len)
             self.chat_template = ChatTemplate.open(
                 self.engine.tokenizer,
                 self.model_path,

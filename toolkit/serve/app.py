@@ -71,7 +71,7 @@ def create_app(engine: AsyncEngine, template: ChatTemplate, settings: ServerSett
         lanes=lanes,
         pooling=pooling.choose(settings.pooling, engine.tokenizer.path),
         embeds=pooling_config(engine.tokenizer.path) is not None,
-        eyes=Eyes.open(engine.tokenizer.path, settings.image_rules),
+        eyes=Eyes.open(engine.tokenizer.path, settings.image_rules, engine.session_len),
         formats=Formats.choose(engine.tokenizer, template, settings.tool_call_parser, settings.reasoning_parser),
         kept=Store(settings.limits),
         slots=asyncio.Semaphore(limit) if limit else None,

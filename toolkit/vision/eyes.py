@@ -17,27 +17,29 @@ from toolkit.vision.parts import is_picture, parts_of
 from toolkit.vision.recipes import prepare
 
 DETAIL = {"low": 6, "medium": 12, "high": 24}  # tiles, as LMDeploy has them
-# Options of a single picture → kind of recipe that knows them, its field, the highest value.
+# Options of a single picture → kind of recipe that knows them, its field.
 OPTIONS = {
-    "max_dynamic_patch": ("tiles", "most", 1 << 8),
-    "min_pixels": ("area", "least", 1 << 28),
-    "max_pixels": ("area", "most", 1 << 28),
+    "max_dynamic_patch": ("tiles", "most"),
+    "min_pixels": ("area", "least"),
+    "max_pixels": ("area", "most"),
 }
 
 
 @dataclass(frozen=True)
 class Eyes:
-    """``recipe``: how the model has its pictures prepared; ``rules``: what may be read."""
+    """``recipe``: how the model has its pictures prepared; ``rules``: what may be read; ``max_tokens``: of the pictures
+    of a conversation, None: any."""
 
     recipe: Recipe
     rules: Rules = field(default_factory=Rules)
+    max_tokens: int | None = None
 
     @classmethod
-    def open(cls, directory: Path, rules: Rules | None = None) -> Eyes | None:
+    def open(cls, directory: Path, rules: Rules | None = None, max_tokens: int | None = None) -> Eyes | None:
         """Those of the model in a directory; None where it reads text alone. Raises ToolkitError for a config that
         cannot be."""
         recipe = open_recipe(directory)
-        return None if recipe is None else cls(recipe, rules or Rules())
+        return None if recipe is None else cls(recipe, rules or Rules(), max_tokens)
 
     def look(self, messages: Any) -> list[Picture]:
         """The pictures of OpenAI messages, in order. Raises UsageError that names the part at fault."""
@@ -49,14 +51,19 @@ class Eyes:
         ]
         if len(found) > self.rules.max_images:
             raise UsageError(f"messages: expected at most {self.rules.max_images} images, found {len(found)}")
-        pictures = []
+        pictures: list[Picture] = []
+        tokens = 0
         for where, part in found:
             try:
                 source, options = _source(part)
                 image = open_image(source, self.rules)
-                pictures.append(prepare(_adjusted(self.recipe, options), image, alone=len(found) == 1))
+                pictures.append(prepare(_adjusted(self.recipe, self.rules, options), image, alone=len(found) == 1))
             except UsageError as e:
                 raise UsageError(f"{where}: {e}") from e
+            tokens += pictures[-1].tokens
+            if self.max_tokens is not None and tokens > self.max_tokens:
+                limit = f"a conversation may have {self.max_tokens} tokens in all; send fewer or smaller images"
+                raise UsageError(f"{where}: the images up to this one take {tokens} tokens, {limit}")
         return pictures
 
     def spell(self, text: str, pictures: Sequence[Picture]) -> str:
@@ -104,7 +111,7 @@ def _source(part: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
     return given.get("url", given.get("data")), options
 
 
-def _adjusted(recipe: Recipe, options: Mapping[str, Any]) -> Recipe:
+def _adjusted(recipe: Recipe, rules: Rules, options: Mapping[str, Any]) -> Recipe:
     """With the options of one picture. One that this model does not know is stepped over, as LMDeploy does; a
     ``detail`` of "auto" too."""
     changes: dict[str, Any] = {}
@@ -112,7 +119,8 @@ def _adjusted(recipe: Recipe, options: Mapping[str, Any]) -> Recipe:
         if detail not in (*DETAIL, "auto"):
             raise UsageError(f"detail: expected auto, {', '.join(DETAIL)}, found {detail!r:.40}")
         changes |= {} if detail == "auto" else {"most": DETAIL[detail]}
-    for name, (kind, changed, most) in OPTIONS.items():
+    most = DETAIL["high"] if recipe.kind == "tiles" else min(recipe.most, rules.max_pixels)
+    for name, (kind, changed) in OPTIONS.items():
         value = options.get(name)
         if value is None or recipe.kind != kind:
             continue

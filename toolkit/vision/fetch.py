@@ -23,6 +23,11 @@ from toolkit.errors import UsageError
 REDIRECTS = 3
 PIECE = 1 << 16
 AGENT = "toolkit"
+# What Python's ``is_global`` lets pass: special uses, and IPv6 that a gateway turns into an IPv4 address.
+NOT_PUBLIC = tuple(
+    ipaddress.ip_network(text)
+    for text in ("192.0.0.0/24", "::/96", "64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "fec0::/10")
+)
 
 
 @dataclass(frozen=True)
@@ -41,13 +46,13 @@ def fetch(url: str, most_bytes: int, rules: Fetching) -> bytes:
     for _ in range(REDIRECTS + 1):
         try:
             status, where, body = _ask(url, most_bytes, rules, until, shown)
+            url = urljoin(url, where or "")
         except (OSError, http.client.HTTPException, ValueError) as e:
             raise UsageError(f"image {shown}: cannot be fetched: {str(e) or type(e).__name__}") from e
         if status == 200:
             return body
         if status not in (301, 302, 303, 307, 308) or not where:
             raise UsageError(f"image {shown}: cannot be fetched: the server answers {status}")
-        url = urljoin(url, where)
     raise UsageError(f"image {shown}: cannot be fetched: more than {REDIRECTS} redirects")
 
 
@@ -123,4 +128,6 @@ def _public(text: str) -> bool:
     address = ipaddress.ip_address(text.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
         address = address.ipv4_mapped
+    if any(address in network for network in NOT_PUBLIC):
+        return False
     return address.is_global and not address.is_multicast

@@ -62,10 +62,21 @@ def open_image(source: Any, rules: Rules) -> Image:
         raise UsageError(f"{shown}: expected at most {rules.max_pixels:,} pixels, found far more") from e
     except Exception as e:  # a broken header raises whatever its reader stumbles on
         raise UsageError(f"{shown}: expected a picture ({', '.join(FORMATS)}), found {_kind(data)}") from e
-    frames = getattr(image, "n_frames", 1)
-    if frames > 1 and image.format not in STILLS:
-        raise UsageError(f"{shown}: expected one picture, found {frames} in it; save the one that is meant by itself")
+    if image.format not in STILLS and _has_more(image, shown):
+        raise UsageError(f"{shown}: expected one picture, found several in it; save the one that is meant by itself")
     return to_rgb(image, rules, shown)
+
+
+def _has_more(image: Image, shown: str) -> bool:
+    """Whether a file has a second picture. They are not counted: a small file may claim very many."""
+    try:
+        image.seek(1)
+    except EOFError:
+        image.seek(0)
+        return False
+    except Exception as e:
+        raise UsageError(f"{shown}: the picture is broken or cut off: {str(e) or type(e).__name__}") from e
+    return True
 
 
 def as_url(source: str) -> str:
@@ -113,8 +124,11 @@ def _read(source: str, rules: Rules) -> tuple[bytes, str]:
         if rules.fetching is None:
             raise UsageError(f"{shown}: URLs are not fetched here; send the picture as a data URL")
         return fetch(source, rules.max_bytes, rules.fetching), shown
-    path = Path(url2pathname(urlsplit(source).path) if scheme == "file" else source).expanduser()
-    return _of_file(path, rules, shown), shown
+    try:
+        path = Path(url2pathname(urlsplit(source).path) if scheme == "file" else source)
+        return _of_file(path if rules.files is not None else path.expanduser(), rules, shown), shown
+    except (OSError, ValueError, RuntimeError) as e:  # the last of a user's home that is not known
+        raise UsageError(f"{shown}: cannot be read: {getattr(e, 'strerror', None) or e}") from e
 
 
 def _decoded(source: str, rules: Rules) -> bytes:
@@ -136,14 +150,11 @@ def _of_file(path: Path, rules: Rules, shown: str) -> bytes:
         where = path.resolve()
         if not any(where.is_relative_to(folder.resolve()) for folder in rules.files):
             raise UsageError(f"{shown}: files are not read here; send the picture as a data URL")
-    try:
-        if not path.is_file():
-            raise UsageError(f"{shown}: no such file")
-        if (size := path.stat().st_size) > rules.max_bytes:
-            raise UsageError(f"{shown}: expected at most {rules.max_bytes:,} bytes, found {size:,}")
-        return path.read_bytes()
-    except (OSError, ValueError) as e:
-        raise UsageError(f"{shown}: cannot be read: {getattr(e, 'strerror', None) or e}") from e
+    if not path.is_file():
+        raise UsageError(f"{shown}: no such file")
+    if (size := path.stat().st_size) > rules.max_bytes:
+        raise UsageError(f"{shown}: expected at most {rules.max_bytes:,} bytes, found {size:,}")
+    return path.read_bytes()
 
 
 def _kind(data: bytes) -> str:

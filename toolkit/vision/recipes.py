@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 Size = tuple[int, int]
 LONGEST = 4096  # side that "split" never goes beyond
-STEEPEST = 200  # ratio of the sides that "area" takes
+STEEPEST = 200  # ratio of the sides that is taken
+SQUARE = 10_000  # side of a square that a picture is padded to, at most
 
 
 def prepare(recipe: Recipe, image: Image, alone: bool = True) -> Picture:
@@ -29,7 +30,13 @@ def prepare(recipe: Recipe, image: Image, alone: bool = True) -> Picture:
     tiles where the recipe has that for single pictures. Raises UsageError for a shape that the model does not take.
     """
     size = (image.height, image.width)
-    tiles, grid = _KINDS[recipe.kind](recipe, image, alone)
+    found = f"image: found {image.width} x {image.height} pixels"
+    if max(size) > STEEPEST * min(size):
+        raise UsageError(f"{found}, expected sides of a ratio of at most {STEEPEST}")
+    try:
+        tiles, grid = _KINDS[recipe.kind](recipe, image, alone)
+    except (OverflowError, MemoryError, ValueError) as e:
+        raise UsageError(f"{found}, which cannot be resized: {str(e) or type(e).__name__}") from e
     mean, std = (np.array(x, np.float32).reshape(3, 1, 1) for x in (recipe.mean, recipe.std))
     pixels = np.stack([(_array(tile) / np.float32(255) - mean) / std for tile in tiles])
     tokens = _tokens(recipe, grid, size, len(tiles))
@@ -94,6 +101,9 @@ def _padded(image: Image, recipe: Recipe) -> Image:
     from PIL import Image as pillow
 
     side = max(image.height, image.width)
+    if side > SQUARE:
+        found = f"image: found {image.width} x {image.height} pixels"
+        raise UsageError(f"{found}, expected sides of at most {SQUARE} for this model, which pads to a square")
     canvas = pillow.new("RGB", (side, side), tuple(int(m * 255) for m in recipe.mean))
     canvas.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
     return canvas
@@ -197,8 +207,6 @@ def _fit(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
 
 def _area(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
     height, width, unit = image.height, image.width, recipe.unit
-    if max(height, width) / min(height, width) > STEEPEST:
-        raise UsageError(f"image: found {width} x {height} pixels, expected sides of a ratio of at most {STEEPEST}")
     rows, columns = round(height / unit), round(width / unit)
     if rows * columns * unit**2 > recipe.most:
         scale = math.sqrt(height * width / recipe.most)
