@@ -164,8 +164,11 @@ def test_pictures_beyond_a_conversation_are_not_prepared(client: Any) -> None:
 
 @pytest.mark.parametrize(
     ("family", "option", "most"),
-    [("qwen2_vl", "max_pixels", 14 * 14 * 40), ("qwen2_vl", "min_pixels", 14 * 14 * 40)]
-    + [("internvl", "max_dynamic_patch", 24)],
+    [
+        ("qwen2_vl", "max_pixels", 14 * 14 * 40),
+        ("qwen2_vl", "min_pixels", 14 * 14 * 40),
+        ("internvl", "max_dynamic_patch", 24),
+    ],
 )
 def test_options_of_a_picture_have_limits(family: str, option: str, most: int) -> None:
     """Those of the model's config, as what a client asks for costs the server."""
