@@ -50,7 +50,7 @@ def test_dummy_weights_want_a_config_they_can_follow(tiny_models, tmp_path):
         open_model(
             _config(tiny_models, tmp_path / "a", quantization_config={"quant_method": "hqq"}), load_format="dummy"
         )
-    with pytest.raises(UsageError, match="expected one of auto, int8, dummy"):
+    with pytest.raises(UsageError, match="expected one of auto, int8, int4, dummy"):
         open_model(tiny_models("llama"), load_format="fast")
     awq = {"quant_method": "awq", "bits": 4, "group_size": 48}
     opened = open_model(_config(tiny_models, tmp_path / "b", quantization_config=awq), load_format="dummy")

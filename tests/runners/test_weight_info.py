@@ -141,7 +141,8 @@ def test_the_tensor_runner_s_plan_is_exact(
     runner = TensorRunner(opened.spec, opened.weights, RunnerOptions(device="cpu"))
     planned = runner.memory().weights
     runner.load_weights()
-    held = {id(t): t.nbytes for t in _tensors(runner._decoder)}
+    tower = runner._encoder.weights if runner._encoder is not None else None
+    held = {id(t): t.nbytes for t in _tensors([runner._decoder, tower])}
     assert planned == sum(held.values())
 
 

@@ -22,6 +22,7 @@ def weight_bytes(spec: DecoderSpec, weights: Weights, place: Placement, adapters
     biases = {f"{linear.name}.bias" for linear in spec.linears()} | {f"{spec.head}.bias"}
     matrices = {linear.name for _, mixer in spec.mixers() for linear in mixer.matrices()}
     total = adapter_bytes(adapters, size)
+    total += sum(4 * norm.size for norm in spec.norms() if not norm.weight)  # of ones
     for name in weights:
         found = info_of(weights, name)
         if isinstance(found, Tensor):
