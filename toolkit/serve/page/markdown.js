@@ -1,18 +1,18 @@
 // Markdown as DOM nodes. What a model writes only ever becomes text nodes, so none of it can be markup or run.
 
 const DEPTH = 12; // of quotes and lists in one another; what lies deeper is a paragraph
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`]*)$/;
-const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*\s*$/;
+// None of these may try one blank, or one mark, in two places: a line of n of them would take n² steps.
+const FENCE = /^ {0,3}(`{3,}(?=[^`]*$)|~{3,})([^]*)/;
+const HEADING = /^ {0,3}(#{1,6})(?:\s([^]*))?$/;
 const RULE = /^ {0,3}([-*_])[ \t]*(?:\1[ \t]*){2,}$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( {0,3})([-*+]|\d{1,9}[.)])( +|$)/;
-const TABLE_RULE = /^ *\|? *:?-+:? *(?:\| *:?-+:? *)*\|? *$/;
 
 // Bounded repeats: a text without ends costs no more than its length times the bound.
 const INLINE = new RegExp(
   [
     /\\(?<escaped>[\\`*_{}[\]()#+\-.!~|<>$])/,
-    /(?<ticks>`+)(?<code>[^`](?:.{0,500}?[^`])?)\k<ticks>(?!`)/,
+    /(?<!`)(?<ticks>`+)(?<code>[^`](?:.{0,500}?[^`])?)\k<ticks>(?!`)/,
     /\*\*(?<strong>[^\s*](?:.{0,500}?\S)?)\*\*/,
     /(?<!\w)__(?<strong2>[^\s_](?:.{0,500}?\S)?)__(?!\w)/,
     /\*(?<em>[^\s*](?:[^*\n]{0,500}?[^\s*])?)\*/,
@@ -65,7 +65,7 @@ function extent(lines, i) {
   if (RULE.test(line)) return ["rule", i + 1];
   if (QUOTE.test(line)) return ["quote", ahead(lines, i, (next) => QUOTE.test(next))];
   if (ITEM.test(line)) return ["list", listEnd(lines, i)];
-  if (line.includes("|") && i + 1 < lines.length && TABLE_RULE.test(lines[i + 1]) && lines[i + 1].includes("-")) {
+  if (line.includes("|") && i + 1 < lines.length && rulesTable(lines[i + 1])) {
     return ["table", ahead(lines, i, (next) => next.includes("|"))];
   }
   return ["paragraph", ahead(lines, i, (next) => next.trim() && !interrupts(next))];
@@ -75,6 +75,10 @@ function ahead(lines, i, goesOn) {
   let end = i + 1;
   while (end < lines.length && goesOn(lines[end])) end++;
   return end;
+}
+
+function rulesTable(line) {
+  return line.includes("|") && cells(line).every((cell) => /^:?-+:?$/.test(cell));
 }
 
 function closes(line, fence) {
@@ -106,7 +110,7 @@ function render({ kind, lines }, depth) {
     case "code": return code(lines);
     case "heading": {
       const [, marks, text] = HEADING.exec(lines[0]);
-      return make(`h${marks.length}`, {}, ...inline(text));
+      return make(`h${marks.length}`, {}, ...inline((text ?? "").trim().replace(/(^|\s)#+$/, "").trimEnd()));
     }
     case "rule": return make("hr");
     case "quote": return make("blockquote", {}, ...deeper(lines.map((line) => line.replace(QUOTE, ""))));
@@ -149,8 +153,9 @@ function tight(item, deeper) {
   return made.flatMap((node, i) => (i === 0 && node.tagName === "P" ? [...node.childNodes] : [node]));
 }
 
+const cells = (line) => line.trim().replace(/^\||\|$/g, "").split(/(?<!\\)\|/).map((cell) => cell.trim());
+
 function table(lines) {
-  const cells = (line) => line.trim().replace(/^\||\|$/g, "").split(/(?<!\\)\|/).map((cell) => cell.trim());
   const sides = cells(lines[1]).map((rule) => (/^:.*:$/.test(rule) ? "center" : rule.endsWith(":") ? "right" : ""));
   const row = (tag) => (line) =>
     make("tr", {}, ...cells(line).map((cell, i) => make(tag, { className: sides[i] ?? "" }, ...inline(cell))));

@@ -8,7 +8,7 @@ import { button, editMessage, messageElement, showAnswer } from "./view.js";
 
 const $ = (id) => document.getElementById(id);
 let talk = store.newTalk(); // the one that is shown
-let running = null; // {talk, message, abort, element} of the answer that is being written
+let running = null; // {talk, message, abort, element, kept, gone} of the answer that is being written
 let frame = 0;
 
 // --- asking
@@ -23,20 +23,21 @@ function body(talked) {
   return { model, messages, ...requestFields() };
 }
 
+const said = ({ content, reasoning_content, tool_calls }) => Boolean(content || reasoning_content || tool_calls);
+
 /**
  * Have `messages` answered, or with `goOn`, the last of them, have that answer go on. False where nothing came: the
- * conversation is then as it was before.
+ * conversation is then as it was before. It is kept once something came: what `messages` leave out is gone then.
  */
 async function ask(messages, goOn = null) {
   notice("");
   const before = talk.messages;
   const message = goOn ?? { role: "assistant", content: "" };
-  const mine = (running = { talk, message, abort: new AbortController(), element: null, gone: false });
+  const mine = (running = { talk, message, abort: new AbortController(), element: null, kept: false, gone: false });
   try {
     delete message.error;
     const asked = body(messages);
     talk.messages = goOn ? messages : [...messages, message];
-    keep(talk);
     showTalk();
     await answer(asked, settings.key, mine.abort.signal, message, changed);
   } catch (error) {
@@ -44,17 +45,21 @@ async function ask(messages, goOn = null) {
     else message.error = error.message;
   }
   running = null;
-  const came = Boolean(message.content || message.reasoning_content || message.tool_calls || !message.error);
+  const came = said(message) || (!message.error && message.end !== "stopped");
   if (!came) {
     mine.talk.messages = before;
-    notice(message.error);
-  }
-  if (!mine.gone) keep(mine.talk);
+    notice(message.error ?? "");
+  } else if (!mine.gone) keep(mine.talk);
   mine.talk.id === talk.id ? showTalk() : showList();
-  return came;
+  return came || mine.gone;
 }
 
 function changed() {
+  if (!running.kept && !running.gone && said(running.message)) {
+    running.kept = true;
+    keep(running.talk);
+    showList();
+  }
   frame ||= requestAnimationFrame(() => {
     frame = 0;
     if (!running?.element) return;
@@ -69,9 +74,8 @@ async function send() {
   if (!text.trim() || running) return;
   $("input").value = "";
   grow();
-  const asked = talk;
-  if ((await ask([...talk.messages, { role: "user", content: text }])) || asked.id !== talk.id || $("input").value) return;
-  $("input").value = text; // it was refused
+  if (await ask([...talk.messages, { role: "user", content: text }])) return;
+  $("input").value = [text, $("input").value].filter(Boolean).join("\n"); // refused or stopped, and not lost
   grow();
 }
 
@@ -122,17 +126,18 @@ function showTalk() {
 function buttons(i) {
   const message = talk.messages[i];
   const made = {
-    edit: () => {
+    edit: (text) => {
       const mine = message.role === "user";
-      const done = (text) => {
+      const done = async (text) => {
         if (!text.trim()) return;
         const changed = { ...message, content: text };
-        if (mine) return ask([...talk.messages.slice(0, i), changed]);
+        const asked = talk;
+        if (mine) return (await ask([...talk.messages.slice(0, i), changed])) || asked !== talk || buttons(i).edit(text);
         talk.messages[i] = changed;
         keep(talk);
         showTalk();
       };
-      editMessage($("log").children[i], message, mine ? "Send" : "Save", done, showTalk);
+      editMessage($("log").children[i], text ?? message.content, mine ? "Send" : "Save", done, showTalk);
     },
     retry: () => ask(talk.messages.slice(0, i)),
     go: () => ask(talk.messages, message),
@@ -151,7 +156,7 @@ function showList() {
   const wanted = $("search").value.trim().toLowerCase();
   const has = (one) => one.messages.some((message) => message.content.toLowerCase().includes(wanted));
   const items = store.talks().filter((one) => !wanted || has(one)).map((one) => {
-    const open = button(store.title(one), () => openTalk(one.id));
+    const open = button(store.title(one), () => openTalk(running?.talk.id === one.id ? running.talk : (store.find(one.id) ?? store.newTalk())));
     const remove = button("✕", () => removeTalk(one));
     remove.ariaLabel = `Delete ${store.title(one)}`;
     return make("div", { className: one.id === talk.id ? "item on" : "item" }, open, remove);
@@ -159,8 +164,8 @@ function showList() {
   $("list").replaceChildren(...items);
 }
 
-function openTalk(id) {
-  talk = running?.talk.id === id ? running.talk : (store.find(id) ?? store.newTalk());
+function openTalk(one) {
+  talk = one;
   aside(false);
   notice("");
   showTalk();
@@ -203,7 +208,7 @@ async function showModels() {
 
 // --- buttons and keys
 
-const startNew = () => openTalk(null);
+const startNew = () => openTalk(store.newTalk());
 $("composer").addEventListener("submit", (event) => (event.preventDefault(), send()));
 $("stop").addEventListener("click", stop);
 $("new").addEventListener("click", startNew);
@@ -260,12 +265,14 @@ addEventListener("keydown", (event) => {
   event.preventDefault();
 });
 store.watch((id) => {
-  if (id === talk.id && !running) talk = store.find(id) ?? store.newTalk();
+  const typed = [...$("log").querySelectorAll("textarea")].some((area) => area.value);
+  if (id !== talk.id || running || typed) return showList();
+  talk = store.find(id) ?? store.newTalk();
   showTalk();
 });
 
 addEventListener("pagehide", () => {
-  if (!running || running.gone) return;
+  if (!running || running.gone || !said(running.message)) return;
   running.message.end = "stopped";
   keep(running.talk);
 });

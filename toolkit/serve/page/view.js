@@ -21,9 +21,10 @@ export function messageElement(message, { last, busy, on }) {
 /** Bring the element of an answer that is being written up to date. */
 export function showAnswer(element, message) {
   const [thoughts, text, calls, end] = element.children;
-  showThoughts(thoughts, message);
+  const thinks = !message.content && !message.tool_calls;
+  showThoughts(thoughts, message, thinks ? "Thinking…" : "Thoughts");
   show(text, message.content);
-  text.classList.toggle("waiting", !message.content && !message.reasoning_content && !message.tool_calls);
+  text.classList.toggle("waiting", thinks && !message.reasoning_content);
   calls.replaceChildren(...callElements(message));
   end.textContent = stats(message);
 }
@@ -33,7 +34,7 @@ function answerParts(message) {
   thoughts.addEventListener("toggle", () => (message.unfolded = thoughts.open));
   const text = make("div", { className: "text" });
   const calls = make("div", {}, ...callElements(message));
-  showThoughts(thoughts, message);
+  showThoughts(thoughts, message, "Thoughts");
   show(text, message.content);
   const end = make("div", { className: "stats" });
   const parts = [thoughts, text, calls, end];
@@ -41,9 +42,9 @@ function answerParts(message) {
   return parts;
 }
 
-function showThoughts(element, message) {
+function showThoughts(element, message, title) {
   element.hidden = !message.reasoning_content;
-  element.firstChild.textContent = message.content ? "Thoughts" : "Thinking…";
+  element.firstChild.textContent = title;
   if (message.reasoning_content) show(element.lastChild, message.reasoning_content);
 }
 
@@ -67,7 +68,7 @@ function pretty(json) {
 
 function actions(message, last, on) {
   const copy = button("Copy", () => copyText(message.content, copy));
-  const made = make("div", { className: "actions" }, copy, button("Edit", on.edit));
+  const made = make("div", { className: "actions" }, copy, button("Edit", () => on.edit()));
   if (message.role === "assistant") made.append(button("Retry", on.retry));
   if (last && message.content && !message.tool_calls && ["length", "stopped"].includes(message.end)) made.append(button("Go on", on.go));
   const told = stats(message);
@@ -95,14 +96,14 @@ function results(message, on) {
   return make("div", {}, ...areas, send);
 }
 
-/** Put an editor in the place of a message's text. `done` gets the new text, `left` nothing. */
-export function editMessage(element, message, label, done, left) {
-  const area = make("textarea", { value: message.content, rows: Math.min(14, message.content.split("\n").length + 1), ariaLabel: "Edit the message" });
+/** Put an editor of `text` in a message's place; Enter is `label`'s where the user wrote it. `done` gets the new text. */
+export function editMessage(element, text, label, done, left) {
+  const area = make("textarea", { value: text, rows: Math.min(14, text.split("\n").length + 1), ariaLabel: "Edit the message" });
   const finish = () => done(area.value);
   area.addEventListener("keydown", (event) => {
     if (event.isComposing) return;
     if (event.key === "Escape") left();
-    else if (event.key === "Enter" && !event.shiftKey && message.role === "user") finish();
+    else if (event.key === "Enter" && !event.shiftKey && label === "Send") finish();
     else return;
     event.preventDefault();
     event.stopPropagation();
