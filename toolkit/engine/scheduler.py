@@ -50,7 +50,8 @@ class Scheduler:
         before = self.preemptions
         self._rows_left = self.max_rows_per_step
         for seq in list(self.running):
-            if seq.row >= 0 and seq.remaining == 1 and not seq.ending and self._make_room(seq, 1):
+            ready = seq.row >= 0 and seq.remaining == 1 and not (seq.ending or seq.at_picture)
+            if ready and self._make_room(seq, 1):
                 plan.decodes.append(seq)
         budget = self._budget(plan)
         if self.preemptions == before and self.waiting:
@@ -121,7 +122,7 @@ class Scheduler:
 
     def _prompts(self, plan: Plan) -> list[Sequence]:
         """Running requests with a prompt to compute, by turn."""
-        return [s for s in self.running if s.remaining > 1 or s in plan.started]
+        return [s for s in self.running if s.remaining > 1 or s.at_picture or s in plan.started]
 
     def _budget(self, plan: Plan) -> int:
         """Prompt tokens that this step may take."""

@@ -97,6 +97,12 @@ class Sequence:
         return self.length - self.computed
 
     @property
+    def at_picture(self) -> bool:
+        """Whether the one token left is a picture's, whose row a chunk of the prompt is given, and no decode."""
+        at_end = self.length == self.prompt_len and self.remaining == 1
+        return at_end and bool(self.spans) and int(self.spans[-1].places[-1]) == self.prompt_len - 1
+
+    @property
     def exhausted(self) -> bool:
         """Whether no further token may be drawn."""
         return self.length >= self.max_len or self.length - self.prompt_len >= self.params.max_new_tokens
