@@ -289,3 +289,28 @@ def test_work_has_a_deadline_and_who_only_waited_is_told_so() -> None:
 def test_numbers_of_any_size_are_counted(field: str, value: Any) -> None:
     """Found by scripts/fuzz: an integer beyond 64 bits was a 500."""
     Limits().check_body({field: value})
+
+
+SOURCE = {"type": "base64", "media_type": "image/png", "data": "x" * 200}
+
+
+@pytest.mark.parametrize(
+    ("part", "fits"),
+    [
+        ({"type": "image_url", "image_url": {"url": "x" * 200}}, True),
+        ({"type": "input_image", "image_url": "x" * 200}, True),
+        ({"type": "image", "source": SOURCE}, True),
+        ({"type": "document", "source": {"type": "text", "data": "x" * 200}}, False),
+        ({"type": "image", "source": {"type": "text", "data": "x" * 200}}, False),
+        ({"type": "tool_use", "input": {"source": "x" * 200, "image_url": "y"}}, False),
+        ({"type": "tool_result", "content": [{"type": "text", "text": "", "image_url": "x" * 200}]}, False),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_images_alone_are_no_characters(part: Any, fits: bool) -> None:
+    limits, body = Limits(max_prompt_chars=100), {"messages": [{"role": "user", "content": [part]}]}
+    if fits:
+        limits.check_body(body)
+    else:
+        with pytest.raises(ApiError, match="max-prompt-chars"):
+            limits.check_body(body)

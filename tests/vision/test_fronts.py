@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from toolkit.models.registry import get
 from toolkit.pipeline.pipeline import Pipeline
 from toolkit.serve.app import create_app
 from toolkit.serve.state import ServerSettings
+from toolkit.vision import images
 from toolkit.vision.eyes import Eyes
 from toolkit.vl import load_image
 from toolkit.vl.constants import IMAGE_TOKEN
@@ -210,3 +213,41 @@ def test_the_server_refuses_in_one_line(client: Any, url: Any, message: str) -> 
     found = client.post("/v1/chat/completions", json=asked(url))
     assert found.status_code == 400, found.text
     assert message in found.json()["error"]["message"] and "\n" not in found.json()["error"]["message"]
+
+
+def test_slow_hosts_hold_up_no_other_prompt(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    release, began = threading.Event(), threading.Semaphore(0)
+
+    def slow(*_: Any) -> bytes:
+        began.release()
+        release.wait(40)
+        raise UsageError("too late")
+
+    monkeypatch.setattr(images, "fetch", slow)
+    with ThreadPoolExecutor(5) as pool:
+        post = lambda: client.post("/v1/chat/completions", json=asked("http://slow.example/a.png")).status_code  # noqa: E731
+        waiting = [pool.submit(post) for _ in range(5)]
+        try:
+            assert all(began.acquire(timeout=20) for _ in waiting)
+            assert client.post("/v1/chat/completions", json=asked()).status_code == 200
+            assert not any(one.done() for one in waiting)
+        finally:
+            release.set()
+        assert {one.result() for one in waiting} == {400}
+
+
+def test_the_pictures_of_a_request_have_one_deadline(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    left, file = [], io.BytesIO()
+    picture(0).save(file, "PNG")
+    monkeypatch.setattr(images, "fetch", lambda url, most, rules: left.append(rules.seconds) or file.getvalue())
+    urls = [f"http://some.example/{i}.png" for i in range(3)]
+    assert client.post("/v1/chat/completions", json=asked(*urls)).status_code == 200
+    assert 10 > left[0] > left[1] > left[2] > 0
+
+
+def test_pictures_are_counted_or_refused_but_never_dropped(client: Any, pipe: Pipeline) -> None:
+    messages = asked(data_url(0))["messages"]
+    expected = pipe(("What is it?", picture(0)), gen_config=SHORT).input_token_len
+    assert client.post("/tokenize", json={"messages": messages}).json()["count"] == expected
+    refused = client.post("/v1/chat/interactive", json={"prompt": messages})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt.0.content"

@@ -17,7 +17,7 @@ from toolkit.serve.choice import Choice
 from toolkit.serve.generation import run_choices
 from toolkit.serve.protocol import GenerateRequest, Messages
 from toolkit.serve.replies import LINES, EventReply, JsonReply, json_response
-from toolkit.serve.requests import encode_text, parse, run_sized, vocab_size
+from toolkit.serve.requests import encode_text, parse, refuse_pictures, run_sized, vocab_size
 from toolkit.serve.sampling import generation_config
 from toolkit.serve.schema import describe
 from toolkit.serve.state import ServerState
@@ -142,6 +142,7 @@ class Turn:
             with talk.until_started():
                 await held.enter_async_context(state.slot())
                 asked = await run_sized(state, lambda: [m.for_template() for m in request.prompt], self.size)
+                refuse_pictures(asked, "prompt", "kept as text alone; images go to /v1/chat/completions")
                 messages, before = [*talk.messages, *asked], talk.tokens
                 ids = await encode_text(state, lambda: state.template.render(messages), "prompt", self.size)
             before = min(before, len(ids))

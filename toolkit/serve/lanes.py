@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -13,20 +14,23 @@ from toolkit.serve.limits import Limits, option
 
 T = TypeVar("T")
 LARGE = 1 << 18  # bytes or characters from which on requests are handled one after the other
+FETCHING = 16  # requests whose pictures are fetched at once: their threads wait for other hosts
 
 
 class Lanes:
     """Threads of one server. A large request never waits in front of a small one, and a core is all that large ones
-    take together."""
+    take together. What waits for other hosts holds up neither."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._small = ThreadPoolExecutor(4, thread_name_prefix="toolkit-requests")
         self._large = ThreadPoolExecutor(1, thread_name_prefix="toolkit-large-requests")
+        self._fetching = ThreadPoolExecutor(FETCHING, thread_name_prefix="toolkit-fetching")
 
-    async def run(self, work: Callable[[], T], size: int) -> T:
-        """``work()``, by the ``size`` of the request. Raises ApiError where it is not done within ``prompt_timeout``:
-        400 if the work took it, 503 if it waited for others' all the while."""
+    async def run(self, work: Callable[[], T], size: int, *, fetches: bool = False) -> T:
+        """``work()``, by the ``size`` of the request and whether it ``fetches`` from other hosts. It sees the caller's
+        context. Raises ApiError where it is not done within ``prompt_timeout``: 400 if the work took it, 503 if it
+        waited for others' all the while."""
         began = False
 
         def begin() -> T:
@@ -34,11 +38,12 @@ class Lanes:
             began = True
             return work()
 
-        pool = self._large if size > LARGE else self._small
+        pool = self._fetching if fetches else self._large if size > LARGE else self._small
+        context = contextvars.copy_context()
         seconds = self._limits.prompt_timeout
         try:
             async with asyncio.timeout(seconds):
-                return await asyncio.get_running_loop().run_in_executor(pool, begin)
+                return await asyncio.get_running_loop().run_in_executor(pool, context.run, begin)
         except TimeoutError as error:
             limit = option("prompt_timeout")
             text = f"the request was not read and tokenized within {seconds:g} s (the server's {limit})"

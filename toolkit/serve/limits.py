@@ -39,7 +39,7 @@ class Limits:
     max_images: int = _limit(32, "Images of a request.")
     max_image_bytes: int = _limit(16 << 20, "Bytes of an image's file.")
     max_image_pixels: int = _limit(64 << 20, "Pixels of an image.")
-    image_timeout: float = _limit(10.0, "Seconds for an image to be fetched by its URL.")
+    image_timeout: float = _limit(10.0, "Seconds for a request's images to be fetched by their URLs.")
     max_sessions: int = _limit(256, "Conversations of /v1/chat/interactive that are kept.")
     session_timeout: float = _limit(3600.0, "Seconds without a turn after which such a conversation is forgotten.")
     max_stored_responses: int = _limit(1024, "Responses kept for previous_response_id.")
@@ -116,7 +116,6 @@ _TEXTS = (
     "text_1",
     "text_2",
 )  # fields that hold them
-_IMAGES = ("image_url", "source")  # of OpenAI's parts and Anthropic's blocks
 _OTHER_VALUES = 1 << 12  # a request has besides its prompt
 
 
@@ -158,8 +157,18 @@ def _characters(value: Any) -> int:
         elif isinstance(item, list):
             left += [i for i in item if not isinstance(i, int)]
         elif isinstance(item, dict):
-            left += (value for name, value in item.items() if name not in _IMAGES)
+            image = _image_field(item)
+            left += (value for name, value in item.items() if name != image)
     return found
+
+
+def _image_field(part: dict[str, Any]) -> str | None:
+    """The field that holds an image, where this is a part of OpenAI's or a block of Anthropic's that has one."""
+    kind = part.get("type")
+    if kind in ("image_url", "input_image"):
+        return "image_url"
+    source = part.get("source") if kind == "image" else None
+    return "source" if isinstance(source, dict) and source.get("type") == "base64" else None
 
 
 # (limit, field of the request, what is counted, how)

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from toolkit.models.vision import Picture
 from toolkit.serve.errors import ApiError, TooLong, bad_field, from_validation
 from toolkit.serve.json_values import count_values
-from toolkit.serve.protocol import ChatCompletionRequest
+from toolkit.serve.protocol import ChatCompletionRequest, Message
 from toolkit.serve.state import ServerState
 from toolkit.serve.strict import Strict
 from toolkit.vision.parts import is_picture, parts_of
@@ -104,23 +104,53 @@ async def encode_chat(
         what = "this model's chat template has no place for them, or a way of calling that is not known"
         raise bad_field("tools", f"{what}; name one by the server's --tool-call-parser")
 
-    def work() -> tuple[list[int], str, list[Picture]]:
-        messages = [message.for_template() for message in request.messages]
-        for i, message in enumerate(messages if state.eyes is None else ()):
-            if any(is_picture(part) for part in parts_of(message)):
-                raise bad_field(f"messages.{i}.content", "this model reads text alone; leave the images out")
+    def render(messages: list[dict[str, Any]]) -> str:
         text = state.template.render(messages, add_generation_prompt=add_prompt, **variables)
         if logger.isEnabledFor(logging.INFO):
             logger.info("%s: prompt %r", name, state.shorten(text))
-        pictures, whole = [], text
-        if state.eyes is not None:
-            pictures = state.eyes.look(messages)
-            whole = state.eyes.spell(text, pictures)
-        if not limited:
-            return state.engine.tokenizer.encode(whole, add_special_tokens=False), text, pictures
-        return _encode(state, whole, "messages", special=False), text, pictures
+        return text
 
-    return await state.lanes.run(work, size)
+    def encode(text: str) -> list[int]:
+        if limited:
+            return _encode(state, text, "messages", special=False)
+        return state.engine.tokenizer.encode(text, add_special_tokens=False)
+
+    return await encode_messages(state, request.messages, render, encode, size)
+
+
+async def encode_messages(
+    state: ServerState,
+    messages: Sequence[Message],
+    render: Callable[[list[dict[str, Any]]], str],
+    encode: Callable[[str], list[int]],
+    size: int,
+) -> tuple[list[int], str, list[Picture]]:
+    """As ``encode_chat``: ``encode`` gets what ``render`` has written, with its pictures spelled."""
+    eyes = state.eyes
+    seconds = state.settings.limits.image_timeout
+
+    def read() -> list[dict[str, Any]]:
+        found = [message.for_template() for message in messages]
+        if eyes is None:
+            refuse_pictures(found, "messages", "this model reads text alone; leave the images out")
+        return found
+
+    def finish(found: list[dict[str, Any]], pictures: list[Picture]) -> tuple[list[int], str, list[Picture]]:
+        text = render(found)
+        return encode(text if eyes is None else eyes.spell(text, pictures)), text, pictures
+
+    if eyes is None:
+        return await state.lanes.run(lambda: finish(read(), []), size)
+    found = await state.lanes.run(read, size)
+    pictures = await state.lanes.run(lambda: eyes.look(found, seconds), size, fetches=eyes.fetches(found))
+    return await state.lanes.run(lambda: finish(found, pictures), size)
+
+
+def refuse_pictures(messages: Sequence[dict[str, Any]], param: str, why: str) -> None:
+    """Raise ApiError (400), which says ``why``, where one of the messages has a picture."""
+    for i, message in enumerate(messages):
+        if any(is_picture(part) for part in parts_of(message)):
+            raise bad_field(f"{param}.{i}.content", why)
 
 
 async def encode_text(state: ServerState, render: Callable[[], str], param: str, size: int) -> list[int]:

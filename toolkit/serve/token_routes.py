@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, model_validator
@@ -11,7 +11,7 @@ from starlette.responses import Response as HttpResponse
 from toolkit.serve.errors import bad_field
 from toolkit.serve.protocol import Messages, TemplateVariables, TokenId
 from toolkit.serve.replies import json_response
-from toolkit.serve.requests import parse, vocab_size
+from toolkit.serve.requests import encode_messages, parse, vocab_size
 from toolkit.serve.schema import describe
 from toolkit.serve.state import ServerState
 from toolkit.serve.strict import Strict
@@ -68,23 +68,26 @@ async def tokenize(raw: Request) -> HttpResponse:
     _checked_model(state, request.model)
     tokenizer = state.engine.tokenizer
 
-    def ids_of() -> list[int]:
-        if request.messages is None:
-            return tokenizer.encode(request.prompt or "", request.add_special_tokens is not False)
-        text = state.template.render(
-            [message.for_template() for message in request.messages],
+    def render(messages: list[dict[str, Any]]) -> str:
+        return state.template.render(
+            messages,
             tools=[tool.model_dump(exclude_none=True) for tool in request.tools or ()] or None,
             add_generation_prompt=request.add_generation_prompt is not False,
             **(request.chat_template_kwargs or {}),
         )
-        return tokenizer.encode(text, bool(request.add_special_tokens))
 
-    def work() -> tuple[list[int], list[str] | None]:
-        ids = ids_of()
-        wanted = request.return_token_strs
-        return ids, [tokenizer.decode([i], skip_special_tokens=False) for i in ids] if wanted else None
+    def encode(text: str) -> list[int]:
+        default = request.messages is None
+        return tokenizer.encode(text, default if request.add_special_tokens is None else request.add_special_tokens)
 
-    ids, texts = await state.lanes.run(work, size)
+    def strings() -> list[str]:
+        return [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
+
+    if request.messages is None:
+        ids = await state.lanes.run(lambda: encode(request.prompt or ""), size)
+    else:
+        ids, *_ = await encode_messages(state, request.messages, render, encode, size)
+    texts = await state.lanes.run(strings, size) if request.return_token_strs else None
     limit = state.engine.session_len
     return json_response({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": texts})
 

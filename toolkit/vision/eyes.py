@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +14,7 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.config_fields import Fields
 from toolkit.models.registry import find_family
 from toolkit.models.vision import Picture, Recipe
-from toolkit.vision.images import Rules, open_image
+from toolkit.vision.images import Rules, is_url, open_image
 from toolkit.vision.parts import is_picture, parts_of
 from toolkit.vision.recipes import prepare
 
@@ -41,14 +43,14 @@ class Eyes:
         recipe = open_recipe(directory)
         return None if recipe is None else cls(recipe, rules or Rules(), max_tokens)
 
-    def look(self, messages: Any) -> list[Picture]:
-        """The pictures of OpenAI messages, in order. Raises UsageError that names the part at fault."""
-        found = [
-            (f"messages[{i}].content[{j}]", part)
-            for i, message in enumerate(messages if isinstance(messages, list) else ())
-            for j, part in enumerate(parts_of(message))
-            if is_picture(part)
-        ]
+    def fetches(self, messages: Any) -> bool:
+        """Whether ``look`` asks other hosts for pictures of these messages."""
+        return self.rules.fetching is not None and any(is_url(_source(part)[0]) for _, part in _pictures(messages))
+
+    def look(self, messages: Any, seconds: float = math.inf) -> list[Picture]:
+        """The pictures of OpenAI messages, in order. Raises UsageError that names the part at fault; also where not all
+        are there in so many ``seconds``."""
+        until, found = time.monotonic() + seconds, _pictures(messages)
         if len(found) > self.rules.max_images:
             raise UsageError(f"messages: expected at most {self.rules.max_images} images, found {len(found)}")
         pictures: list[Picture] = []
@@ -56,7 +58,7 @@ class Eyes:
         for where, part in found:
             try:
                 source, options = _source(part)
-                image = open_image(source, self.rules)
+                image = open_image(source, self.rules.within(until - time.monotonic()))
                 pictures.append(prepare(_adjusted(self.recipe, self.rules, options), image, alone=len(found) == 1))
             except UsageError as e:
                 raise UsageError(f"{where}: {e}") from e
@@ -98,6 +100,16 @@ def open_recipe(directory: Path) -> Recipe | None:
         inner = read_json_object(directory / name).get("image_processor")
         values = inner if isinstance(inner, dict) else {}
     return family.recipe(Fields(config, str(path)), Fields(values, str(directory / name)))
+
+
+def _pictures(messages: Any) -> list[tuple[str, Mapping[str, Any]]]:
+    """(where it stands, the part) of each."""
+    return [
+        (f"messages[{i}].content[{j}]", part)
+        for i, message in enumerate(messages if isinstance(messages, list) else ())
+        for j, part in enumerate(parts_of(message))
+        if is_picture(part)
+    ]
 
 
 def _source(part: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:

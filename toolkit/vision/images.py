@@ -10,7 +10,7 @@ import base64
 import binascii
 import io
 import mimetypes
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
@@ -36,6 +36,12 @@ class Rules:
     max_bytes: int = 20 << 20
     max_pixels: int = 64 << 20
     max_images: int = 64
+
+    def within(self, seconds: float) -> Rules:
+        """These, with no more than so many seconds to fetch a picture."""
+        if self.fetching is None:
+            return self
+        return replace(self, fetching=replace(self.fetching, seconds=min(self.fetching.seconds, seconds)))
 
 
 def open_image(source: Any, rules: Rules) -> Image:
@@ -90,6 +96,11 @@ def as_url(source: str) -> str:
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
+def is_url(source: Any) -> bool:
+    """Whether it has to be fetched."""
+    return isinstance(source, str) and source[:8].partition(":")[0].lower() in ("http", "https")
+
+
 def to_rgb(image: Image, rules: Rules, shown: str) -> Image:
     """8 bits a colour, what is transparent over white, upright."""
     from PIL import Image as pillow
@@ -120,7 +131,7 @@ def _read(source: str, rules: Rules) -> tuple[bytes, str]:
     if scheme == "data":
         return _decoded(source, rules), "image (data URL)"
     shown = f"image {shortened(source)}"
-    if scheme in ("http", "https"):
+    if is_url(source):
         if rules.fetching is None:
             raise UsageError(f"{shown}: URLs are not fetched here; send the picture as a data URL")
         return fetch(source, rules.max_bytes, rules.fetching), shown
