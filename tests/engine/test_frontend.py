@@ -17,6 +17,7 @@ from toolkit.engine.frontend import AsyncEngine
 from toolkit.engine.loop import ThreadLoop
 from toolkit.engine.memory_plan import MemoryPlan
 from toolkit.engine.options import EngineOptions
+from toolkit.engine.sampling_params import resolve
 from toolkit.engine.setup import Facts
 from toolkit.engine.stream import Asked, Timings
 from toolkit.errors import ToolkitError
@@ -142,6 +143,21 @@ def test_of_several_side_by_side_one_that_fails_ends_itself_alone(open_engine: A
         found[i].extend(delta)
     assert found[0].finish_reason in ("stop", "length") and "already running" in str(found[2].error_message)
     assert [r.finish_reason for r in found[1:]] == ["error", "error"] and not engine._streams
+
+
+def test_what_fails_before_it_begins_ends_itself_alone(open_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolved(config: GenerationConfig, *more: Any) -> Any:
+        if config.max_new_tokens == 7:
+            raise KeyError("a fault of ours")
+        return resolve(config, *more)
+
+    monkeypatch.setattr("toolkit.engine.frontend.resolve", resolved)
+    found = [Response(), Response()]
+    configs = [GenerationConfig(max_new_tokens=n) for n in (7, 8)]
+    for i, delta in open_engine().generate_all([Asked(PROMPT, config) for config in configs]):
+        found[i].extend(delta)
+    assert (found[0].finish_reason, found[0].error_code, found[0].input_token_len) == ("error", 500, len(PROMPT))
+    assert "a fault of ours" in str(found[0].error_message) and found[1].finish_reason in ("stop", "length")
 
 
 def test_leaving_several_frees_their_blocks(open_engine: Any) -> None:

@@ -38,3 +38,9 @@ def test_compose_mounts_files_that_are_there() -> None:
     mounted = [volume.split(":")[0] for service in services.values() for volume in service["volumes"]]
     assert all((DEPLOY / path).exists() for path in mounted if path.startswith("./")) and len(mounted) == 4
     assert (DEPLOY / services["server"]["build"]["dockerfile"].removeprefix("deploy/")).exists()
+
+
+def test_compose_sets_keys_only_where_the_user_has() -> None:
+    """An empty list of keys is refused by the server."""
+    server = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["server"]
+    assert server["environment"] == ["TOOLKIT_API_KEYS"]

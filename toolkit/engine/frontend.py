@@ -215,7 +215,7 @@ class AsyncEngine:
         refusals: list[tuple[int, Response]] = []
         try:
             for i, one in enumerate(asked):
-                stream, refused = self._begin(one, partial(woken.put, i))
+                stream, refused = self._begin_alone(one, partial(woken.put, i))
                 if stream is not None:
                     streams[i] = stream
                 elif refused is not None:
@@ -311,6 +311,14 @@ class AsyncEngine:
             code = 400 if isinstance(e, UsageError) else 503
             return None, _refusal(len(token_ids), str(e), code)
         return stream, None
+
+    def _begin_alone(self, asked: Asked, wake: Callable[[], None]) -> tuple[RequestStream | None, Response | None]:
+        """``_begin``, and a Response that refuses this request where it fails in whatever way."""
+        try:
+            return self._begin(asked, wake)
+        except Exception as error:
+            log.exception("request %s failed", asked.request_id)
+            return None, _refusal(len(asked.token_ids), str(error) or type(error).__name__, 500)
 
     def _adapter_number(self, name: str | None) -> int:
         if name is None:

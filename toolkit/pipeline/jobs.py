@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ class JobRunner:
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._running: dict[str, set[str]] = {}  # session id -> request ids
+        self._lock = threading.Lock()  # over those
 
     def pieces(self, jobs: Sequence[Job]) -> Generator[tuple[int, Response], None, None]:
         """What is new of each answer, with its place in ``jobs``; the longest prompts begin first. Leaving the
@@ -99,23 +101,27 @@ class JobRunner:
 
     def abort(self, session: Session) -> None:
         """Stop what runs for a session."""
-        for request_id in list(self._running.get(session.session_id, ())):
+        with self._lock:
+            found = list(self._running.get(session.session_id, ()))
+        for request_id in found:
             self._engine.abort(request_id)
 
     @contextmanager
     def _noted(self, jobs: Sequence[Job]) -> Iterator[None]:
         """While it lasts, ``abort`` finds the requests of sessions."""
         owned = [(job.session.session_id, job.request_id) for job in jobs if job.session is not None]
-        for name, request_id in owned:
-            self._running.setdefault(name, set()).add(request_id)
+        with self._lock:
+            for name, request_id in owned:
+                self._running.setdefault(name, set()).add(request_id)
         try:
             yield
         finally:
-            for name, request_id in owned:
-                if running := self._running.get(name):
-                    running.discard(request_id)
-                    if not running:
-                        self._running.pop(name, None)
+            with self._lock:
+                for name, request_id in owned:
+                    if running := self._running.get(name):
+                        running.discard(request_id)
+                        if not running:
+                            del self._running[name]
 
     def _end_at_once(self, job: Job) -> Response | None:
         """The answer to a job that the engine need not see: its error; or none, cut by the session's length as LMDeploy
