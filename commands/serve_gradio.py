@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Annotated
 
 import typer
 
 from toolkit.commands.options import EngineFlags, with_engine_flags
+from toolkit.errors import UsageError
 
 
 @with_engine_flags
@@ -30,6 +32,12 @@ def gradio(
     from toolkit.extras import require
     from toolkit.serve.gradio import app
 
+    if model.startswith(("http://", "https://")):
+        given = [f.name.strip("_") for f in fields(engine) if getattr(engine, f.name) != f.default]
+        if given:
+            raise UsageError(f"--{given[0].replace('_', '-')}: has no effect on the server at {model}; leave it out")
+    elif api_key is not None:
+        raise UsageError("--api-key: only for a server's URL; leave it out")
     require("gradio", "serve gradio")
     app.run(
         model,

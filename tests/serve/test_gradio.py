@@ -5,10 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from toolkit.commands.main import app as tool
+from toolkit.errors import UsageError
 from toolkit.serve.client import APIClient
 from toolkit.serve.gradio import app
 from toolkit.serve.remote import RemoteModel
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (["http://127.0.0.1:1", "--async", "0"], "--async"),
+        (["http://127.0.0.1:1", "--quant-policy", "8"], "--quant-policy"),
+        (["demo", "--api-key", "k"], "--api-key"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(given: list[str], named: str) -> None:
+    done = CliRunner().invoke(tool, ["serve", "gradio", *given])
+    assert isinstance(done.exception, UsageError) and str(done.exception).startswith(f"{named}:")
 
 
 def test_a_chat_through_a_server(start: Any) -> None:
@@ -29,3 +45,12 @@ def test_a_chat_through_a_server(start: Any) -> None:
             client.predict("x", "", None, 3, None, None, api_name="/chat")
     finally:
         demo.close()
+
+
+def test_thoughts_do_not_go_back_to_the_model() -> None:
+    history = [
+        {"role": "user", "content": "q", "metadata": None},
+        {"role": "assistant", "content": "why", "metadata": {"title": "Reasoning", "status": "done"}},
+        {"role": "assistant", "content": [{"type": "text", "text": "so"}]},
+    ]
+    assert app.said(history) == [{"role": "user", "content": "q"}, {"role": "assistant", "content": "so"}]

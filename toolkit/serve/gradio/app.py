@@ -13,6 +13,7 @@ from toolkit.serve.client import APIClient
 from toolkit.serve.remote import RemoteModel
 
 SPACE = "huggingface-space"  # as a server_name: where Gradio itself is told to listen
+THOUGHTS = "Reasoning"  # the title that Gradio gives to what stands between reasoning_tags
 SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k")
 
 
@@ -50,8 +51,7 @@ def build(model: RemoteModel) -> Any:
     def answer(message: str, history: list[dict[str, Any]], system: str, *sampling: float | None) -> Iterator[str]:
         given = {name: value for name, value in zip(SAMPLING, sampling, strict=True) if value is not None}
         whole = {name: int(v) if name in ("max_new_tokens", "top_k") else v for name, v in given.items()}
-        turns: list[dict[str, Any]] = [{"role": turn["role"], "content": _text(turn["content"])} for turn in history]
-        messages: list[dict[str, Any]] = [*([{"role": "system", "content": system}] if system else []), *turns]
+        messages: list[dict[str, Any]] = [*([{"role": "system", "content": system}] if system else []), *said(history)]
         text = ""
         try:
             config = settings.change(settings.GREEDY, **whole)
@@ -66,6 +66,12 @@ def build(model: RemoteModel) -> Any:
     return gradio.ChatInterface(
         answer, chatbot=chatbot, additional_inputs=inputs, title=model.name, analytics_enabled=False, api_name="chat"
     )
+
+
+def said(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The turns of Gradio's history without the thoughts, which it keeps as messages of their own."""
+    spoken = [turn for turn in history if (turn.get("metadata") or {}).get("title") != THOUGHTS]
+    return [{"role": turn["role"], "content": _text(turn["content"])} for turn in spoken]
 
 
 def _text(content: Any) -> str:
