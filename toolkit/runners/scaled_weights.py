@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from toolkit.models.spec import DecoderSpec, LayerSpec
 
 POWERS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the size of an input: the scale whose expected error is least is taken
-SAMPLED = 1024  # rows of all linears of a site that are rounded to find it
+SAMPLED = 128  # rows of all linears of a site that are rounded to find it
 REACH = 2.0**-12  # smallest scale of a site, of its largest
 
 
