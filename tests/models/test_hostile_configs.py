@@ -100,6 +100,8 @@ FAMILY_BAD = [
     ("qwen3_moe", "decoder_sparse_step", 0),
     ("qwen3_moe", "norm_topk_prob", "true"),
     ("qwen3_moe", "moe_intermediate_size", -1),
+    ("internvl", "downsample_ratio", 0.3),
+    ("llava", "vision_config", {"image_size": 10, "patch_size": 14}),
 ]
 
 

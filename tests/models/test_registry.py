@@ -92,6 +92,18 @@ def test_rope_scaling_factor_leaves_the_rope_of_layers_that_slide():
     assert (everywhere.kind, everywhere.factor, everywhere.theta) == ("dynamic", 2.0, 3e5)
 
 
+def test_rope_scaling_factor_is_of_the_language_model_inside():
+    tiny = get("llava").tiny[0].fields
+    seeing = {"architectures": ["LlavaForConditionalGeneration"], **tiny}
+    seeing["text_config"] = {**CONFIG, **tiny["text_config"]}
+    changed = apply_overrides(seeing, None, 2.0)
+    rope = build(changed)[0].attention_layers()[0][1].rope
+    assert (rope.kind, rope.factor) == ("dynamic", 2.0) and "rope_scaling" not in seeing["text_config"]
+    seeing["text_config"]["rope_parameters"] = {"rope_type": "default", "mrope_section": [2, 3, 3]}
+    with pytest.raises(ToolkitError, match="one position a token"):
+        build(apply_overrides(seeing, None, 2.0))
+
+
 def test_a_family_that_is_no_longer_named_is_one_line():
     with pytest.raises(ToolkitError, match=r"^model family: found 'gone', expected .* --custom-module-map"):
         get("gone")

@@ -7,6 +7,7 @@ import io
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from PIL import Image
 from starlette.testclient import TestClient
 
-from toolkit import GenerationConfig, PytorchEngineConfig, VisionConfig, pipeline
+from toolkit import GenerationConfig, PytorchEngineConfig, VisionConfig, extras, pipeline
 from toolkit.chat.conversation import Conversation
 from toolkit.errors import UsageError
 from toolkit.models.config_fields import Fields
@@ -186,6 +187,13 @@ def test_options_of_a_picture_have_limits(family: str, option: str, most: int) -
     assert len(eyes.look(asking(most))) == 1
     with pytest.raises(UsageError, match=f"{option}: expected a whole number from 1 to {most}"):
         eyes.look(asking(most + 1))
+
+
+def test_without_torch_the_extra_is_named(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    monkeypatch.setattr(extras, "sys", SimpleNamespace(modules={}))
+    answer = pipe(("What is it?", picture(0)), gen_config=SHORT)
+    assert "images: torch is not installed" in answer.error_message and "toolkit[" in answer.error_message
 
 
 def test_anthropic_blocks(client: Any, pipe: Pipeline) -> None:

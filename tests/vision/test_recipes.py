@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from toolkit.errors import UsageError
+from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.config_fields import Fields
+from toolkit.models.preprocessor import fit_recipe
 from toolkit.models.registry import families, get
+from toolkit.models.towers import pixtral_tower
 from toolkit.vision.recipes import prepare
 
 SIZES = ((1, 1), (50, 37), (37, 50), (61, 61), (300, 10), (10, 300), (640, 480), (29, 1000))  # width, height
@@ -57,6 +59,20 @@ def unfolded(patches: np.ndarray, grid: np.ndarray, side: int) -> np.ndarray:
     _, rows, columns = grid
     blocks = patches.reshape(rows // 2, columns // 2, 2, 2, 3, 2, side, side)[:, :, :, :, :, 0]
     return blocks.transpose(4, 0, 2, 5, 1, 3, 6).reshape(1, 3, rows * side, columns * side)
+
+
+@pytest.mark.parametrize("name", ["llava_next", "llava_onevision"])
+def test_canvases_are_cut_into_whole_tiles(name: str) -> None:
+    make = get(name).recipe
+    assert make is not None
+    config = {"vision_config": {"image_size": 28, "patch_size": 7}, "image_grid_pinpoints": [[28, 28], [30, 56]]}
+    with pytest.raises(ToolkitError, match=r"image_grid_pinpoints: found .* expected multiples of 28"):
+        make(Fields(config), Fields({}))
+
+
+def test_an_absent_patch_size_of_pixtral_is_16() -> None:
+    config = Fields({"model_type": "pixtral", "image_size": 1024})
+    assert pixtral_tower(config).patch == fit_recipe(config, Fields({}), merge=1).unit == 16
 
 
 def test_digests_tell_pictures_and_options_apart() -> None:

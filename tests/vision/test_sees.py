@@ -258,12 +258,15 @@ def test_quantizing_leaves_the_tower_as_it_is(tiny_models: Any, tmp_path: Path) 
     """And says so to other tools."""
     text = tmp_path / "calibration.txt"
     text.write_text("It was a bright cold day in April, and the clocks were striking thirteen times. " * 20)
-    common = Common(calib_dataset=str(text), calib_samples=4, calib_seqlen=32, eval_tokens=64, batch_size=4)
+    common = Common(
+        calib_dataset=str(text), calib_samples=4, calib_seqlen=32, eval_tokens=64, batch_size=4, quantize_lm_head=True
+    )
     path = tiny_models("llava", dtype="float16")
     auto_awq(str(path), tmp_path / "out", w_group_size=32, tune_steps=0, common=common)
     before, after = open_checkpoint(path), open_checkpoint(tmp_path / "out")
     towers = [name for name in before.names() if not name.startswith("language_model.")]
     assert towers and all(after.tensor(name).equal(before.tensor(name)) for name in towers)
+    assert after.config["tie_word_embeddings"] is after.config["text_config"]["tie_word_embeddings"] is False
     skipped = (after.quantization or {})["modules_to_not_convert"]
     assert {"vision_tower.encoder.layers.0.mlp.fc1", "multi_modal_projector.linear_1"} <= set(skipped)
     ids, pictures = Seeing("llava", 0, path).prompt(PICTURES)

@@ -102,17 +102,20 @@ def fit_recipe(tower: Fields, config: Fields, merge: int) -> Recipe:
     )
 
 
-def canvases(config: Fields, default: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-    """``image_grid_pinpoints``: (height, width) of each canvas."""
+def canvases(config: Fields, default: tuple[tuple[int, int], ...], tower: Fields) -> tuple[tuple[int, int], ...]:
+    """``image_grid_pinpoints``: (height, width) of each canvas, cut into tiles for the tower."""
     value = config.values.get("image_grid_pinpoints")
     if value is None:
-        return default
+        value = [list(canvas) for canvas in default]
+    tile = side(tower, "image_size", 336)
     good = isinstance(value, list) and 0 < len(value) <= 1000
     good = good and all(
         isinstance(c, list) and len(c) == 2 and all(type(x) is int and 0 < x < MOST for x in c) for c in value
     )
     if not good:
         config.fail("image_grid_pinpoints", value, "a list of [height, width]")
+    if any(x % tile for c in value for x in c):
+        config.fail("image_grid_pinpoints", value, f"multiples of {tile}, the tower's image_size")
     return tuple((c[0], c[1]) for c in value)
 
 

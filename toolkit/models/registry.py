@@ -187,8 +187,8 @@ def apply_overrides(
     """A copy of ``config`` with the user's changes.
 
     ``hf_overrides`` replaces fields; objects are merged key by key. ``rope_scaling_factor`` above 0 switches to dynamic
-    NTK rope with that factor; where layers that slide have their own rope, that one stays. Raises UsageError for
-    arguments that cannot be.
+    NTK rope with that factor, of the language model inside where there is one; where layers that slide have their own
+    rope, that one stays. Raises UsageError for arguments that cannot be.
     """
     if hf_overrides is not None and not isinstance(hf_overrides, dict):
         raise UsageError(f"hf_overrides: found {type(hf_overrides).__name__}, expected a dict of config fields")
@@ -201,8 +201,9 @@ def apply_overrides(
         old = result.get(key)
         result[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else copy.deepcopy(value)
     if rope_scaling_factor:
-        name = "rope_parameters" if result.get("rope_parameters") and not result.get("rope_scaling") else "rope_scaling"
-        result[name] = _dynamic(result.get(name), float(rope_scaling_factor))
+        text = result["text_config"] if isinstance(result.get("text_config"), dict) else result
+        name = "rope_parameters" if text.get("rope_parameters") and not text.get("rope_scaling") else "rope_scaling"
+        text[name] = _dynamic(text.get(name), float(rope_scaling_factor))
     return result
 
 
@@ -211,5 +212,5 @@ def _dynamic(rope: Any, factor: float) -> dict[str, Any]:
     old = rope if isinstance(rope, dict) else {}
     if any(kind in old for kind in LAYER_TYPES):
         return {**old, "full_attention": _dynamic(old.get("full_attention"), factor)}
-    kept = {key: old[key] for key in ("rope_theta", "partial_rotary_factor") if key in old}
+    kept = {key: old[key] for key in ("rope_theta", "partial_rotary_factor", "mrope_section") if key in old}
     return {**kept, "rope_type": "dynamic", "factor": factor}

@@ -48,6 +48,8 @@ def read_rope(
     kind = scaling.text("rope_type", "type", default="default", choices=(*ROPE_KINDS, *aliases))
     kind = aliases.get(kind, kind)
     sections = _sections(scaling, rotary_dim)
+    if sections and kind in ("dynamic", "longrope"):
+        scaling.fail("mrope_section", sections, f"none for {kind} rope, which has one position a token")
     rope = RopeSpec(rotary_dim=rotary_dim, theta=theta, kind=kind, max_position=max_position, sections=sections)
     if kind == "default":
         return rope

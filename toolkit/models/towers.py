@@ -70,7 +70,10 @@ def clip_tower(config: Fields, **changes: Any) -> Tower:
         config.fail("num_attention_heads", heads, f"a divisor of hidden_size ({hidden})")
     layers = config.integer("num_hidden_layers", default=24, high=MAX_LAYERS)
     patch = side(config, "patch_size", 14)
-    grid = side(config, "image_size", 336) // patch
+    image = side(config, "image_size", 336)
+    if image < patch:
+        config.fail("image_size", image, f"at least patch_size ({patch})")
+    grid = image // patch
     made: dict[str, Any] = {
         "layers": layers,
         "taken": layers,
@@ -99,6 +102,7 @@ def siglip_tower(config: Fields, **changes: Any) -> Tower:
 
 
 def pixtral_tower(config: Fields, **changes: Any) -> Tower:
+    config = Fields({"patch_size": 16} | dict(config.values), config.source, config.prefix)
     head_dim = config.integer("head_dim", default=64, high=1024)
     theta = (config.nested("rope_parameters") or config).number("rope_theta", default=10_000.0)
     none = dict.fromkeys(("patch_bias", "qkv_bias", "o_bias", "mlp_bias", "class_token"), False)

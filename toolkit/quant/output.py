@@ -45,6 +45,8 @@ def write_checkpoint(
     head = _head_name(source)
     if layouts.setdefault(head, None) is not None:
         config["tie_word_embeddings"] = False  # a quantized head has tensors of its own
+        if isinstance(text := config.get("text_config"), dict):
+            config["text_config"] = {**text, "tie_word_embeddings": False}
     narrow = {n: x for n, x in layouts.items() if x and x.group_size == -1 and x.in_features == group_size}
     layouts |= {n: replace(x, group_size=x.in_features) for n, x in narrow.items()}
     layouts |= dict.fromkeys(_vision_linears(source))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from toolkit import extras
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.config_fields import Fields
@@ -53,6 +54,8 @@ class Eyes:
         until, found = time.monotonic() + seconds, _pictures(messages)
         if len(found) > self.rules.max_images:
             raise UsageError(f"messages: expected at most {self.rules.max_images} images, found {len(found)}")
+        if found:
+            extras.require("torch", "messages: images")  # towers run in it, whatever runs the language model
         pictures: list[Picture] = []
         tokens = 0
         for where, part in found:

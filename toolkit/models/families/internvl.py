@@ -57,6 +57,9 @@ def build(config: Fields) -> Built:
         config.fail("vision_feature_layer", taken, "-1 where use_mean_pooling is false")
     tower = type(tower)(**{**vars(tower), "taken": taken})
     factor = round(1 / config.number("downsample_ratio", default=0.5, high=1.0))
+    if tower.grid[0] % factor:
+        found = config.values.get("downsample_ratio", 0.5)
+        config.fail("downsample_ratio", found, f"one that divides {tower.grid[0]}, the patches along a side")
     wide = tower.hidden * factor**2
     act = activation(config, "gelu", "projector_hidden_act")
     first = (Stage("merge", factor=factor), Stage("layer", "vision.projector.layer_norm", wide, eps=1e-5))

@@ -21,7 +21,7 @@ def build(config: Fields) -> Built:
 
 def recipe(config: Fields, preprocessor: Fields) -> Recipe:
     inner = config.nested("vision_config") or Fields({}, config.source)
-    sizes = canvases(preprocessor if preprocessor.has("image_grid_pinpoints") else config, CANVASES)
+    sizes = canvases(preprocessor if preprocessor.has("image_grid_pinpoints") else config, CANVASES, inner)
     return clip_recipe(inner, preprocessor, kind="anyres", canvases=sizes, pad=False)
 
 

@@ -39,6 +39,9 @@ def rope(rope: RopeSpec, head_dim: int) -> None:
     expect("factor", rope.factor > 0, rope.factor, "a number above 0")
     good = len(rope.sections) in (0, 3) and sum(rope.sections) in (0, dim // 2)
     expect("sections", good, rope.sections, f"three numbers that sum up to {dim // 2}")
+    if rope.kind in ("dynamic", "longrope"):
+        what = f"none for {rope.kind} rope, which has one position a token"
+        expect("sections", not rope.sections, rope.sections, what)
     if rope.kind in ("dynamic", "llama3", "yarn", "longrope"):
         expect("original_max_position", rope.original_max_position > 0, rope.original_max_position, "at least 1")
     if rope.kind == "dynamic":
