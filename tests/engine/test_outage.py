@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import json
+import logging
 import os
 import signal
 import socket
@@ -19,7 +21,7 @@ import psutil
 import pytest
 
 from toolkit.engine import outbox as outbox_module
-from toolkit.engine import process_loop
+from toolkit.engine import process_loop, records
 from toolkit.engine.outage import RESTART_WINDOW, RESTARTS, Budget, Outage, exit_text
 from toolkit.engine.outbox import Outbox
 from toolkit.engine.process_loop import ProcessLoop
@@ -237,3 +239,16 @@ def test_patience_0_waits_for_ever() -> None:
     for _ in range(5):
         clock.now += 1000
         assert not stall.hung(True)
+
+
+def test_the_process_writes_its_log_as_its_parent_does() -> None:
+    mine, theirs = socket.socketpair()
+    with theirs, Connection(mine.detach()) as pipe:
+        setup: dict[str, Any] = {}  # none: a fault of ours, which is logged
+        pipe.send_bytes(records.pack({"op": "open", "setup": setup, "log_level": logging.INFO, "log_json": True}))
+        number = theirs.fileno()
+        code = f"from toolkit.engine.worker import main; main({number})"
+        command = [sys.executable, "-P", "-c", code]
+        done = subprocess.run(command, pass_fds=[number], capture_output=True, timeout=100)
+    line = json.loads(done.stderr)
+    assert line["level"] == "error" and "Traceback" in line["exception"]

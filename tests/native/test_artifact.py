@@ -15,8 +15,9 @@ from toolkit.artifacts.engine_artifact import ENGINE_JSON
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.convert.convert import convert
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.runners.base import RunnerOptions
+from toolkit.runners.base import RunnerError, RunnerOptions
 from toolkit.runners.choose import open_runner
+from toolkit.runners.native.runner import NativeRunner
 
 
 def logits(path: Path, steps: Any, backend: str | None = None) -> np.ndarray:
@@ -94,6 +95,15 @@ def test_a_truncated_file_is_refused(tiny_models, tmp_path) -> None:
     file.write_bytes(file.read_bytes()[:-5000])
     with pytest.raises(ToolkitError):
         open_runner(path, backend=None, options=RunnerOptions(block_size=16))
+
+
+def test_a_runner_that_cannot_start_is_one_line(tiny_models, tmp_path, monkeypatch) -> None:
+    def broken(*_: object) -> None:
+        raise RunnerError("made by another version of the package")
+
+    monkeypatch.setattr(NativeRunner, "load_weights", broken)
+    with pytest.raises(ToolkitError, match="native runner cannot start: made by another version"):
+        convert(str(tiny_models("llama")), tmp_path / "out", head_bits=8)
 
 
 def test_the_manifest_states_what_the_head_costs(tiny_models, tmp_path) -> None:

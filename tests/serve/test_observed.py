@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from toolkit import json_lines
 from toolkit.errors import UsageError
 from toolkit.serve import log, traces
 
@@ -54,7 +55,24 @@ def test_a_log_of_json_has_the_request_s_name(start: Any, capfd: Any, monkeypatc
     (answered,) = [line for line in lines if line["logger"] == "uvicorn.access"]
     assert answered["request_id"] == "wanted" and answered["path"] == "/v1/completions" and answered["status"] == 500
     assert lines[-1]["message"] == "two\nlines" and "ValueError: why" in lines[-1]["exception"]
+    assert json_lines.are_written(), "the engine's process follows"
     assert "request_id" not in lines[-1] and re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:.]{12}Z", lines[-1]["time"])
+
+
+@pytest.mark.parametrize("form", log.LOG_FORMATS)
+def test_lines_about_a_prompt_have_the_request_s_name(
+    start: Any, capfd: Any, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", root.level)
+    log.begin("info", form)
+    body = {"model": "echo", "messages": "hello", "max_tokens": 5}
+    headers = {"x-request-id": "wanted", "content-type": "application/json"}
+    url = start().url + "/v1/chat/completions"
+    urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=30).read()
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if ": prompt " in line]
+    assert "toolkit.serve: [wanted] " in line if form == "text" else json.loads(line)["request_id"] == "wanted"
 
 
 @pytest.mark.parametrize("given", [("loud", "text"), ("info", "xml")])

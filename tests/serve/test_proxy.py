@@ -366,6 +366,7 @@ def test_only_the_operator_changes_nodes() -> None:
             reply = await w.client.post("/v1/completions", json={"model": "m"}, headers=client)
             sent = node.asked[-1][1]
             assert reply.status_code == 200 and sent["authorization"] == "Bearer inner"
+            assert sent["x-request-id"] == reply.headers["x-request-id"]
             forged = {"x-api-key": "client", "x-session-owner": "somebody else"}
             assert (await w.client.post("/v1/completions", json={"model": "m"}, headers=forged)).status_code == 200
             other = node.asked[-1][1]

@@ -18,6 +18,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from toolkit import json_lines
 from toolkit.engine import records
 from toolkit.engine.loop import OnDown, OnOutputs
 from toolkit.engine.outage import Budget, Outage, exit_text
@@ -246,7 +247,8 @@ def _spawn(setup: Setup) -> tuple[subprocess.Popen[bytes], Connection]:
         raise ToolkitError(f"the engine's process cannot be started: {e}") from e
     with suppress(OSError):  # a child that died at once is noticed when its answer is read
         level = logging.getLogger("toolkit").getEffectiveLevel()
-        pipe.send_bytes(records.pack({"op": "open", "setup": setup.to_json(), "log_level": level}))
+        told = {"op": "open", "setup": setup.to_json(), "log_level": level, "log_json": json_lines.are_written()}
+        pipe.send_bytes(records.pack(told))
     return process, pipe
 
 

@@ -16,6 +16,7 @@ from toolkit.engine import records
 from toolkit.engine.core import INTAKE_SECONDS
 from toolkit.engine.setup import Setup, start
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.json_lines import JsonLines
 
 log = logging.getLogger(__name__)
 STATS_SECONDS = 0.1  # how often an otherwise silent loop sends its figures at most
@@ -28,7 +29,10 @@ def main(fd: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     with Connection(fd) as pipe, suppress(EOFError, BrokenPipeError, ConnectionResetError):
         first, _ = records.unpack(pipe.recv_bytes())
-        logging.basicConfig(level=first["log_level"], format="%(asctime)s %(levelname)s engine: %(message)s")
+        handler = logging.StreamHandler()
+        text = logging.Formatter("%(asctime)s %(levelname)s engine: %(message)s")
+        handler.setFormatter(JsonLines() if first["log_json"] else text)
+        logging.basicConfig(level=first["log_level"], handlers=[handler])
         core = _open(pipe, first["setup"])
         if core is not None:
             try:

@@ -11,9 +11,12 @@ from toolkit.runners.step import SamplingBatch, StepBatch
 
 
 def make_ready(runner: Runner, tokens: int) -> None:
-    """Load the weights, and a cache for one text of ``tokens`` tokens."""
-    runner.load_weights()
-    runner.allocate_cache((-(-tokens // runner.options.block_size),) * len(runner.spec.cache_groups))
+    """Load the weights, and a cache for one text of ``tokens`` tokens. Raises ToolkitError where the runner cannot."""
+    try:
+        runner.load_weights()
+        runner.allocate_cache((-(-tokens // runner.options.block_size),) * len(runner.spec.cache_groups))
+    except RunnerError as error:
+        raise ToolkitError(f"the {runner.name} runner cannot start: {error}") from error
 
 
 def next_logits(

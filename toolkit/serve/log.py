@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import time
 
 from toolkit.errors import UsageError
+from toolkit.json_lines import JsonLines
 from toolkit.serve.request_ids import current
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
@@ -21,27 +20,28 @@ def begin(level: str, form: str) -> None:
     if form not in LOG_FORMATS:
         raise UsageError(f"--log-format: expected one of {', '.join(LOG_FORMATS)}, found {form!r}")
     handler = logging.StreamHandler()
-    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    handler.setFormatter(JsonLines() if form == "json" else text)
+    text = _Text("%(asctime)s %(levelname)s %(name)s: %(about)s%(message)s")
+    handler.setFormatter(_Json() if form == "json" else text)
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # it tells every request
 
 
-class JsonLines(logging.Formatter):
-    """One object a record: time (UTC), level, logger, message, request_id of the request it is about; of a request that
-    was answered its client, method, path and status; of an error its traceback."""
+class _Json(JsonLines):
+    """Also request_id of the request it is about; of one that was answered its client, method, path and status."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        told: dict[str, object] = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03}Z",
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
+    def more(self, record: logging.LogRecord) -> dict[str, object]:
+        told: dict[str, object] = {}
         if (request := current()) is not None:
             told["request_id"] = request.id
         if record.name == "uvicorn.access" and isinstance(record.args, tuple) and len(record.args) == len(_ACCESS):
             told |= dict(zip(_ACCESS, record.args, strict=True))
-        if record.exc_info:
-            told["exception"] = self.formatException(record.exc_info)
-        return json.dumps(told, ensure_ascii=False, default=str)
+        return told
+
+
+class _Text(logging.Formatter):
+    """Time, level, logger, the request it is about, message."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        request = current()
+        record.about = "" if request is None else f"[{request.id}] "
+        return super().formatMessage(record)

@@ -17,6 +17,7 @@ from toolkit.serve.interactive_routes import OWNER
 from toolkit.serve.proxy.nodes import ELSEWHERE, Node
 from toolkit.serve.proxy.strategies import sticky
 from toolkit.serve.replies import Reply, event, send_json
+from toolkit.serve.request_ids import HEADER, current
 
 if TYPE_CHECKING:
     from toolkit.serve.proxy.state import ProxyState
@@ -116,6 +117,9 @@ class Forward(Reply):
 
     def _asked(self, node: Node) -> _Exchange:
         headers = [(k, v) for k, v in self._request.headers if k.lower() not in OWN_HEADERS]
+        if (named := current()) is not None:  # its client has sent none, or one that may not stand in a log
+            headers = [(k, v) for k, v in headers if k.lower() != HEADER.encode()]
+            headers.append((HEADER.encode(), named.id.encode()))
         if self._state.settings.node_key:
             owner = hashlib.sha256(b"\n".join(v for k, v in headers if k.lower() in KEY_HEADERS)).hexdigest()
             headers = [(k, v) for k, v in headers if k.lower() not in (*KEY_HEADERS, OWNER)]
