@@ -47,11 +47,17 @@ def test_all_tests_run_in_two_parts(tmp_path: Path) -> None:
     assert alone.endswith("-m alone and not slow tests/a/test_x.py"), "files with such tests are collected, no others"
 
 
-@pytest.mark.parametrize("beside, alone", [(1, 0), (0, 1), (2, 1)])
+@pytest.mark.parametrize("beside, alone", [(1, 0), (0, 1), (3, 1)])
 def test_either_part_fails_the_whole_and_both_run(tmp_path: Path, beside: int, alone: int) -> None:
     code, said, calls = ran(tmp_path, beside=beside, alone=alone)
     assert code == 1 and len(calls) == 5 and said.startswith("tests failed after")
     assert ("two processes" in said, "run alone" in said) == (bool(beside), bool(alone))
+
+
+@pytest.mark.parametrize("code", [2, 130])
+def test_ctrl_c_in_the_first_part_ends_the_whole(tmp_path: Path, code: int) -> None:
+    left, _, calls = ran(tmp_path, beside=code)
+    assert left == code and len(calls) == 4
 
 
 def test_arguments_go_to_pytest(tmp_path: Path) -> None:
