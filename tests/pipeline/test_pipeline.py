@@ -272,7 +272,7 @@ def test_info_shows_the_prompt_after_templating(model: Path, caplog: pytest.LogC
         made("the fox " * 10, gen_config=SHORT)
         assert "<|im_start|>user" in caplog.text
         assert "the fox the fox the fox" not in caplog.text
-    logging.getLogger("toolkit").setLevel(logging.WARNING)
+    logging.getLogger("toolkit").setLevel(logging.NOTSET)
 
 
 def test_chat_template_can_be_named(model: Path) -> None:

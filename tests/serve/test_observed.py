@@ -66,6 +66,7 @@ def test_lines_about_a_prompt_have_the_request_s_name(
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
     monkeypatch.setattr(root, "level", root.level)
+    logging.getLogger("toolkit").setLevel(logging.NOTSET)  # which a pipeline in this process may have changed
     log.begin("info", form)
     body = {"model": "echo", "messages": "hello", "max_tokens": 5}
     headers = {"x-request-id": "wanted", "content-type": "application/json"}
