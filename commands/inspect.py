@@ -40,7 +40,7 @@ def run(
 def _refusals(path: Path) -> list[tuple[str, str]]:
     """A row for each executor that does not take the model, or one where none does."""
     from toolkit.artifacts.checkpoint import open_checkpoint
-    from toolkit.artifacts.engine import open_engine
+    from toolkit.artifacts.engine.files import open_engine
     from toolkit.errors import ToolkitError
     from toolkit.models.registry import load_spec
     from toolkit.runners.executors import refusals

@@ -252,7 +252,7 @@ def kv(model: Model, flags: LiteFlags, work_dir: WorkDir = Path("work_dir")) -> 
 
     Example: tool lite kv demo --work-dir demo-kv
     """
-    from toolkit.quant.kv import kv as find_scales
+    from toolkit.quant.methods.kv import kv as find_scales
 
     common = flags.common(without=("format", "skip", "include", "quantize_lm_head", "calibration", "plot"))
     with progress_bar() as progress:

@@ -199,7 +199,7 @@ def progress_bar() -> Iterator[Any]:
 
 def report(result: Result, flags: LiteFlags) -> None:
     """Print the table of a finished run, and write what --json and --plot ask for."""
-    from toolkit.quant.result import warnings
+    from toolkit.quant.layers.result import warnings
 
     quality = result.quality
     if result.already_there:

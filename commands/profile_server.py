@@ -207,7 +207,7 @@ def _object(option: str, text: str | None) -> dict[str, Any]:
 def _tokenizer(model: str | None) -> Any:
     if model is None:
         return None
-    from toolkit.artifacts.tokenizer import Tokenizer
+    from toolkit.artifacts.text.tokenizer import Tokenizer
     from toolkit.engine.setup import find
 
     return Tokenizer.open(find(model, None, None).tokenizer_dir)

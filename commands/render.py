@@ -31,7 +31,7 @@ def run(
     Example: tool render --template demo < messages.json
     """
     from toolkit.artifacts.source import resolve_model
-    from toolkit.artifacts.tokenizer import Tokenizer
+    from toolkit.artifacts.text.tokenizer import Tokenizer
     from toolkit.chat import builtin
     from toolkit.chat.template import ChatTemplate
 

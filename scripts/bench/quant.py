@@ -20,7 +20,7 @@ from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.weights import iter_canonical
 from toolkit.models.registry import load_spec
 from toolkit.models.sites import layer_sites
-from toolkit.quant.result import storable_bits
+from toolkit.quant.layers.result import storable_bits
 
 HERE = Path(__file__).resolve().parent
 # What each method of ours is on the command line; groups, samples and text are added.

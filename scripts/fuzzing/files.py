@@ -177,7 +177,7 @@ def _run_model(path: Path) -> str:
 
 
 def _use_tokenizer(folder: Path) -> str:
-    from toolkit.artifacts.tokenizer import Tokenizer
+    from toolkit.artifacts.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.open(folder)
     for text in TEXTS:
@@ -199,8 +199,8 @@ def _read_adapter(model: Path, folder: Path) -> str:
 
 def _read_statistics(model: Path, folder: Path) -> str:
     from toolkit.artifacts.manifest import content_digest
-    from toolkit.quant.layers import LayerSource
-    from toolkit.quant.statistics_file import open_statistics
+    from toolkit.quant.layers.source import LayerSource
+    from toolkit.quant.layers.statistics_file import open_statistics
 
     source = LayerSource(model)
     saved = open_statistics(folder, content_digest(model), source)
@@ -240,8 +240,8 @@ def _spoil_tables(rng: Random, raw: bytes) -> bytes | None:
     """A sound GGUF file whose metadata and tensors say something else; None for a file that is not sound."""
     import struct
 
-    from toolkit.artifacts.gguf_container import read_container
-    from toolkit.artifacts.gguf_writer import Entry, write_gguf
+    from toolkit.artifacts.gguf.container import read_container
+    from toolkit.artifacts.gguf.writer import Entry, write_gguf
     from toolkit.errors import ToolkitError
 
     with tempfile.TemporaryDirectory(dir=_fast_folder()) as folder:
@@ -306,7 +306,7 @@ def _template_folder(builtin: Any) -> Path:
 
 
 def _render(renderer: Any, folder: Path) -> str:
-    from toolkit.artifacts.tokenizer import Tokenizer
+    from toolkit.artifacts.text.tokenizer import Tokenizer
     from toolkit.chat.template import ChatTemplate
 
     template = ChatTemplate.open(Tokenizer.open(folder), folder, renderer=renderer)
@@ -337,7 +337,7 @@ def _calibration_texts() -> Target:
         return {name: spoil_bytes(rng, raw)}
 
     def start() -> Run:
-        from toolkit.quant.calibration import local_texts
+        from toolkit.quant.text.calibration import local_texts
 
         home = Path(tempfile.mkdtemp(prefix="fuzz-", dir=_fast_folder()))
 

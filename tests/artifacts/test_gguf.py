@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from toolkit.artifacts.canonical import Dense, GroupInt
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
-from toolkit.artifacts.gguf_container import read_container
+from toolkit.artifacts.gguf.container import read_container
 from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
 from toolkit.errors import ToolkitError
 from toolkit.models.registry import load_spec
@@ -124,7 +124,7 @@ def test_side_files_make_a_working_tokenizer(tiny_models: Any, tmp_path: Path, f
     ],
 )
 def test_pre_tokenizers(pre: str, text: str, pieces: list[str]) -> None:
-    from toolkit.artifacts.gguf_tokenizer import build_tokenizer
+    from toolkit.artifacts.gguf.tokenizer import build_tokenizer
 
     tokens = ["<s>", *"ab"]
     metadata = {
@@ -141,7 +141,7 @@ def test_pre_tokenizers(pre: str, text: str, pieces: list[str]) -> None:
 
 def test_sentencepiece_vocabulary(tmp_path: Path) -> None:
     """Merges follow the scores, spaces become ▁, unknown characters fall back to bytes, and a space is put in front."""
-    from toolkit.artifacts.gguf_tokenizer import build_tokenizer
+    from toolkit.artifacts.gguf.tokenizer import build_tokenizer
 
     byte_tokens = [f"<0x{i:02X}>" for i in range(256)]
     pieces = ["\u2581", "l", "o", "w", "e", "r", "lo", "er", "\u2581lo", "low", "ower"]
@@ -289,7 +289,7 @@ def test_metadata_at_odds_with_the_tensors(
     ],
 )
 def test_broken_tokenizers_are_one_line(good: Path, tmp_path: Path, key: str, value: Any) -> None:
-    from toolkit.artifacts.gguf_tokenizer import write_tokenizer
+    from toolkit.artifacts.gguf.tokenizer import write_tokenizer
 
     metadata = {**read_container(good).metadata, key: value}
     with pytest.raises(ToolkitError, match=r"tokenizer\.ggml"):

@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType as Type
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.artifacts.gguf_blocks import BLOCKS, from_blocks, to_blocks
+from toolkit.artifacts.gguf.blocks import BLOCKS, from_blocks, to_blocks
 
 KINDS = sorted(BLOCKS)
 _FLOATS_AT = {

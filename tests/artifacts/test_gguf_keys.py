@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from toolkit.artifacts.gguf_keys import check_kinds
+from toolkit.artifacts.gguf.keys import check_kinds
 from toolkit.errors import ToolkitError
 
 GOOD = {

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from toolkit.artifacts.checkpoint import open_checkpoint
-from toolkit.artifacts.gguf_container import read_container
-from toolkit.artifacts.gguf_metadata import unsupported
-from toolkit.artifacts.gguf_models import hf_config
+from toolkit.artifacts.gguf.architectures import hf_config
+from toolkit.artifacts.gguf.container import read_container
+from toolkit.artifacts.gguf.metadata import unsupported
 from toolkit.convert.formats import rewrite
 from toolkit.models.gguf import Gguf
 from toolkit.models.registry import build, families, get

@@ -9,10 +9,10 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from toolkit.artifacts.canonical import Dense, GroupInt
-from toolkit.artifacts.gguf_blocks import BLOCKS, from_blocks, to_blocks
-from toolkit.artifacts.gguf_fit import fit, smallest
-from toolkit.artifacts.gguf_mixtures import MIXTURES, Place, find_mixture, type_of
-from toolkit.artifacts.gguf_quantize import WRITTEN, quantize
+from toolkit.artifacts.gguf.blocks import BLOCKS, from_blocks, to_blocks
+from toolkit.artifacts.gguf.fit import fit, smallest
+from toolkit.artifacts.gguf.mixtures import MIXTURES, Place, find_mixture, type_of
+from toolkit.artifacts.gguf.quantize import WRITTEN, quantize
 from toolkit.artifacts.rounding import to_channel_int8, to_mxfp4
 from toolkit.errors import ToolkitError, UsageError
 
@@ -97,7 +97,7 @@ def test_values_beyond_float16_are_refused(kind: str) -> None:
 @pytest.mark.parametrize("kind", ROUNDED)
 def test_chunks_do_not_show(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = quantize(matrix(), kind)
-    monkeypatch.setattr("toolkit.artifacts.gguf_quantize._CHUNK", 1024)
+    monkeypatch.setattr("toolkit.artifacts.gguf.quantize._CHUNK", 1024)
     assert np.array_equal(to_blocks(kind, quantize(matrix(), kind)), to_blocks(kind, whole))
 
 

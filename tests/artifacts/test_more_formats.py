@@ -27,7 +27,7 @@ from toolkit.artifacts.rounding import nearest_fp4, to_block_fp8, to_channel_int
 from toolkit.artifacts.weights import load_stored, validate_checkpoint
 from toolkit.errors import ToolkitError
 from toolkit.models.spec import Part, StoredTensor
-from toolkit.quant.grid import quantize
+from toolkit.quant.methods.grid import quantize
 
 N_IN, N_OUT = 96, 64
 NAME = "model.layers.0.mlp.up_proj"

@@ -220,8 +220,8 @@ def test_a_strangers_directory_of_our_hidden_name_stays(tmp_path: Path, source: 
 def test_a_file_is_replaced_where_it_is_a_gguf_file_of_ours(tmp_path: Path, source: Path, support: Any) -> None:
     target = tmp_path / "m.gguf"
     check_file_target(target, source, False)
-    from toolkit.artifacts.gguf_container import TOOL_KEY
-    from toolkit.artifacts.gguf_writer import write_gguf
+    from toolkit.artifacts.gguf.container import TOOL_KEY
+    from toolkit.artifacts.gguf.writer import write_gguf
 
     for content, ours in (
         (b"thesis", False),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.artifacts.engine import open_engine
+from toolkit.artifacts.engine.files import open_engine
 from toolkit.artifacts.inspect import inspect
 from toolkit.artifacts.manifest import MANIFEST
 from toolkit.artifacts.safetensors_file import map_arrays, write_arrays

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.artifacts.tokenizer import Tokenizer
+from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.chat import builtin
 from toolkit.chat.template import ChatTemplate
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.artifacts.tokenizer import Tokenizer
+from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.box.box import Limits
 from toolkit.chat.renderer import LIMITS, Renderer
 from toolkit.chat.sandbox import MAX_TEXT, Sandbox, TemplateRefusal

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.artifacts.tokenizer import Tokenizer
+from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.chat.custom import MODELS, BaseChatTemplate
 from toolkit.chat.template import ChatTemplate
 from toolkit.errors import ToolkitError, UsageError

@@ -25,9 +25,9 @@ from hypothesis import strategies as st
 from toolkit.artifacts import safetensors_file
 from toolkit.artifacts.canonical import ChannelInt8, Codebook, Dense, Fp4, Fp8, GroupInt, SuperScales
 from toolkit.artifacts.checkpoint import open_checkpoint
-from toolkit.artifacts.engine import open_engine, write_engine
-from toolkit.artifacts.engine_artifact import ENGINE_ARRAYS, ENGINE_JSON, EngineArtifact
-from toolkit.artifacts.engine_torch import pack_codes, pack_torch, torch_weights, unpack_codes
+from toolkit.artifacts.engine.artifact import ENGINE_ARRAYS, ENGINE_JSON, EngineArtifact
+from toolkit.artifacts.engine.files import open_engine, write_engine
+from toolkit.artifacts.engine.torch_target import pack_codes, pack_torch, torch_weights, unpack_codes
 from toolkit.artifacts.formats import awq, w8a8
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.safetensors_file import PAGE, read_header, write_tensors
@@ -150,7 +150,7 @@ def test_opening_and_mapping_need_no_torch(tiny_models: Any, tmp_path: Path) -> 
     convert(str(tiny_models("llama")), tmp_path / "e")
     code = (
         "import sys; from pathlib import Path\n"
-        "from toolkit.artifacts.engine import open_engine\n"
+        "from toolkit.artifacts.engine.files import open_engine\n"
         f"open_engine(Path({str(tmp_path / 'e')!r})).arrays()\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)\n"
     )

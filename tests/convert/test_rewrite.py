@@ -256,7 +256,7 @@ def test_dense_models_are_rounded_and_it_is_said(tiny_models: Any, tmp_path: Pat
 @pytest.mark.parametrize("family", list(GGUF_FAMILIES))
 def test_gguf_of_every_family_reads_back_as_the_same_model(tiny_models: Any, tmp_path: Path, family: str) -> None:
     """Spec, numbers and tokenizer survive: rope permutation, norms plus one, fused and split matrices."""
-    from toolkit.artifacts.tokenizer import Tokenizer
+    from toolkit.artifacts.text.tokenizer import Tokenizer
 
     source = tiny_models(family, **GGUF_FAMILIES[family])
     done = rewrite(str(source), tmp_path / "m.gguf", to="gguf")
@@ -399,7 +399,7 @@ def test_experts_at_odds_with_the_metadata(tiny_models: Any, tmp_path: Path) -> 
 @pytest.mark.parametrize("family", ["llama", "phi3", "mixtral"])
 def test_importance_reaches_the_rounding(tiny_models: Any, tmp_path: Path, family: str) -> None:
     """Under the names of the linears that calibration sees, also where a file has them fused or stacked."""
-    from toolkit.quant.layers import LayerSource
+    from toolkit.quant.layers.source import LayerSource
 
     source = tiny_models(family)
     importance = {}
@@ -445,7 +445,7 @@ def test_a_gguf_file_is_not_replaced_unasked(tiny_models: Any, tmp_path: Path) -
 
 def test_two_runs_do_not_write_one_gguf_file(tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second says so in one line, whichever part the first is at; the file is the first one's."""
-    from toolkit.artifacts import gguf_export
+    from toolkit.artifacts.gguf import export as gguf_export
 
     source, target = str(tiny_models("llama", **PLAIN)), tmp_path / "m.gguf"
     code = "import sys; from toolkit.commands.main import main; sys.exit(main())"
@@ -468,7 +468,7 @@ def test_two_runs_do_not_write_one_gguf_file(tiny_models: Any, tmp_path: Path, m
 def test_a_gguf_file_that_cannot_be_finished_leaves_nothing(
     tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from toolkit.artifacts import gguf_export
+    from toolkit.artifacts.gguf import export as gguf_export
 
     def fails(path: Path, *_: Any) -> None:
         path.write_bytes(b"half")

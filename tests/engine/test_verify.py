@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from toolkit import TurbomindEngineConfig, pipeline
-from toolkit.artifacts.engine import open_engine
+from toolkit.artifacts.engine.files import open_engine
 from toolkit.artifacts.manifest import MANIFEST, content_digest
 from toolkit.convert.convert import convert
 from toolkit.engine.verify import verify_tensors

@@ -23,8 +23,8 @@ from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.errors import ToolkitError
 from toolkit.models.gguf import Gguf
 from toolkit.models.registry import get, load_spec, names
-from toolkit.quant.kv import kv
 from toolkit.quant.lite import Common, auto_awq, auto_gptq, auto_round, blocked_fp8, mxfp4, search, smooth_quant
+from toolkit.quant.methods.kv import kv
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
 from toolkit.runners.native.program import unsupported

@@ -28,7 +28,7 @@ def logits(path: Path, ids: list[list[int]]) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_figures_equal_those_from_transformers(family: str, tiny_models: Any, text: Path) -> None:
-    from toolkit.artifacts.tokenizer import Tokenizer
+    from toolkit.artifacts.text.tokenizer import Tokenizer
 
     a, b = tiny_models(family), tiny_models(family, seed=7)
     found = compare(str(a), str(b), text, window=64)

@@ -54,7 +54,7 @@ def transformers_perplexity(path: Path, ids: list[int], window: int, stride: int
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
 @pytest.mark.parametrize(("window", "stride"), [(64, 32), (50, 50), (33, 7), (512, 256)])
 def test_equals_transformers(family: str, window: int, stride: int, tiny_models: Any, tmp_path: Path) -> None:
-    from toolkit.artifacts.tokenizer import Tokenizer
+    from toolkit.artifacts.text.tokenizer import Tokenizer
 
     model = tiny_models(family)
     text = heldout_text()[:400]

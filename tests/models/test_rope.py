@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from toolkit.models.config_fields import Fields
+from toolkit.models.config.fields import Fields
+from toolkit.models.config.rope import read_rope
 from toolkit.models.positions import alibi_slopes, to_bfloat16
 from toolkit.models.rope import inv_freq, query_scale
-from toolkit.models.rope_config import read_rope
 from toolkit.models.spec import QueryScale
 
 LLAMA3 = dict(

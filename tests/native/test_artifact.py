@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from toolkit.artifacts.engine_artifact import ENGINE_JSON
+from toolkit.artifacts.engine.artifact import ENGINE_JSON
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.convert.convert import convert
 from toolkit.errors import ToolkitError, UsageError
@@ -76,7 +76,7 @@ def test_nothing_heavy_is_imported_to_answer(tiny_models, tmp_path) -> None:
     ],
 )
 def test_edited_descriptions_are_refused(change, message, tiny_models, tmp_path, monkeypatch) -> None:
-    from toolkit.artifacts import engine
+    from toolkit.artifacts.engine import files as engine
 
     path = convert(str(tiny_models("llama")), tmp_path / "e").path
     data = json.loads((path / ENGINE_JSON).read_text())

@@ -14,8 +14,8 @@ from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import load_spec
-from toolkit.quant import autoround
 from toolkit.quant.lite import Common, auto_round
+from toolkit.quant.methods import autoround
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +81,9 @@ def test_the_library_s_own_checkpoint_is_read_and_no_better_than_ours(
     block by block loses as little."""
     from auto_round import AutoRound
 
-    from toolkit.artifacts.tokenizer import Tokenizer
-    from toolkit.quant.calibration import make_plan, read_samples
-    from toolkit.quant.layers import LayerSource
+    from toolkit.artifacts.text.tokenizer import Tokenizer
+    from toolkit.quant.layers.source import LayerSource
+    from toolkit.quant.text.calibration import make_plan, read_samples
 
     model = tiny_models("llama")
     plan = make_plan(common.calib_dataset, 6, 48, 0, 512)
@@ -109,7 +109,7 @@ def test_the_library_s_own_checkpoint_is_read_and_no_better_than_ours(
 
 
 def logits(source: Any, ids: torch.Tensor, changed: dict[str, torch.Tensor]) -> torch.Tensor:
-    from toolkit.quant.forward import embed, head_logits, layer_forward
+    from toolkit.quant.layers.forward import embed, head_logits, layer_forward
 
     outer = source.outer_weights(torch.device("cpu"))
     hidden = embed(source.spec, outer[source.spec.embed], ids)

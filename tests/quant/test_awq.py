@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from toolkit.quant.awq import Grid, output_error, search_clip, search_scale
-from toolkit.quant.grid import quantize
-from toolkit.quant.statistics import Gram
+from toolkit.quant.layers.statistics import Gram
+from toolkit.quant.methods.awq import Grid, output_error, search_clip, search_scale
+from toolkit.quant.methods.grid import quantize
 
 
 def inputs(seed: int = 0, rows: int = 2048, channels: int = 256) -> Tensor:

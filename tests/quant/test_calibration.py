@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from toolkit.artifacts.tokenizer import Tokenizer
+from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.engine_configs import TurbomindEngineConfig
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.quant.calibration import CalibrationPlan, make_plan, read_samples
-from toolkit.quant.datasets import KNOWN
-from toolkit.quant.selftext import PIECE, openings, self_samples
+from toolkit.quant.text.calibration import CalibrationPlan, make_plan, read_samples
+from toolkit.quant.text.datasets import KNOWN
+from toolkit.quant.text.selftext import PIECE, openings, self_samples
 
 SENTENCE = "It was a bright cold day in April. "
 
@@ -220,7 +220,7 @@ def test_self_text_is_written_with_8_bit_weights_where_that_is_faster(
     gpu: bool, native: bool, expected: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from toolkit.engine.frontend import AsyncEngine
-    from toolkit.quant import selftext
+    from toolkit.quant.text import selftext
 
     asked, opened = [], AsyncEngine.open
 

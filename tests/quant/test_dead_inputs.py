@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.weights import canonical_weights
 from toolkit.models.registry import load_spec
+from toolkit.quant.layers.result import warnings
+from toolkit.quant.layers.statistics import Gram, Taken
 from toolkit.quant.lite import Common, auto_awq, auto_gptq, smooth_quant
-from toolkit.quant.result import warnings
-from toolkit.quant.statistics import Gram, Taken
 
 DOWN, Q = "model.layers.1.mlp.down_proj", "model.layers.0.self_attn.q_proj"
 DEAD = slice(8, 14)

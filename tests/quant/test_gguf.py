@@ -14,16 +14,16 @@ import pytest
 import torch
 
 from toolkit.artifacts.checkpoint import open_checkpoint
-from toolkit.artifacts.tokenizer import Tokenizer
+from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
 from toolkit.convert.formats import rewrite
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.measure.text import heldout_text
 from toolkit.models.registry import load_spec
-from toolkit.quant import search as finder
 from toolkit.quant.calibrate import calibrate
-from toolkit.quant.forward import embed, head_logits, layer_forward
+from toolkit.quant.layers.forward import embed, head_logits, layer_forward
 from toolkit.quant.lite import Common, auto_awq, auto_gptq, auto_round, search
+from toolkit.quant.methods import search as finder
 
 METHODS: dict[str, tuple[Any, str]] = {
     "awq": (lambda m, d, c: auto_awq(m, d, common=c), "Q4_1"),
@@ -168,7 +168,7 @@ def test_what_is_not_quantized_is_never_more_than_was_counted(
 ) -> None:
     """Routers and biases, float32 in the file, among it: else ``search --size`` makes files beyond its budget."""
     from toolkit.quant.gguf import overhead_bits
-    from toolkit.quant.layers import LayerSource
+    from toolkit.quant.layers.source import LayerSource
 
     model = tiny_models(family, num_hidden_layers=1, dtype="bfloat16", **changes)
     source = LayerSource(model)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from toolkit.quant.awq import Grid
-from toolkit.quant.gptq import Rounding, inverse_factor, round_columns
-from toolkit.quant.grid import grid_of, group_range, quantize, round_to
+from toolkit.quant.methods.awq import Grid
+from toolkit.quant.methods.gptq import Rounding, inverse_factor, round_columns
+from toolkit.quant.methods.grid import grid_of, group_range, quantize, round_to
 
 
 def correlated(tokens: int, n: int, seed: int = 0) -> Tensor:

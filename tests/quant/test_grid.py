@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from toolkit.artifacts.formats.awq import write_linear
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.spec import LinearSpec
-from toolkit.quant.grid import choose_group_size, quantize
+from toolkit.quant.methods.grid import choose_group_size, quantize
 
 
 def naive_awq(tensors: dict[str, torch.Tensor], name: str, group_size: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ import pytest
 CODE = """
 import ctypes, sys
 import psutil
-from toolkit.quant.heap import give_back, keep_freed
+from toolkit.quant.layers.heap import give_back, keep_freed
 
 libc, size = ctypes.CDLL(None), 20 << 20
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]

@@ -15,10 +15,10 @@ from toolkit.artifacts.canonical import ChannelInt8
 from toolkit.kernels.torch.product import int8_product, prefers_int8
 from toolkit.models.sites import Site
 from toolkit.models.spec import LinearSpec
-from toolkit.quant import activations, layerwise
-from toolkit.quant.activations import Int8Linears, round_tokens
+from toolkit.quant.layers import activations, layerwise
+from toolkit.quant.layers.activations import Int8Linears, round_tokens
 from toolkit.quant.lite import Common, smooth_quant
-from toolkit.quant.smooth import quantize_rows
+from toolkit.quant.methods.smooth import quantize_rows
 
 TOP = 127 if prefers_int8() else 63  # with AVX-512 and no VNNI, two products are added in 16 bits
 

@@ -17,14 +17,16 @@ from hypothesis import strategies as st
 
 from toolkit.models.sites import Site
 from toolkit.models.spec import LinearSpec
-from toolkit.quant import gptq, layers, layerwise, search, statistics
 from toolkit.quant.calibrate import calibrate
-from toolkit.quant.kv import kv
-from toolkit.quant.layers import LayerSource
-from toolkit.quant.lazy import Lazy
+from toolkit.quant.layers import layerwise, statistics
+from toolkit.quant.layers import source as layers
+from toolkit.quant.layers.lazy import Lazy
+from toolkit.quant.layers.source import LayerSource
+from toolkit.quant.layers.statistics import Gram, Taken, in_turns
 from toolkit.quant.lite import Common, auto_awq, auto_gptq, blocked_fp8, mxfp4, smooth_quant
 from toolkit.quant.lite import search as search_
-from toolkit.quant.statistics import Gram, Taken, in_turns
+from toolkit.quant.methods import gptq, search
+from toolkit.quant.methods.kv import kv
 
 METHODS: dict[str, Any] = {
     "awq": partial(auto_awq, tune_steps=0),

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from toolkit.errors import UsageError
 from toolkit.kernels.torch.product import prefers_int8
 from toolkit.quant.calibrate import calibrate
-from toolkit.quant.kv import kv
+from toolkit.quant.layers.spill import Spill, Tensors
 from toolkit.quant.lite import Common, auto_gptq, auto_round, search, smooth_quant
-from toolkit.quant.spill import Spill, Tensors
+from toolkit.quant.methods.kv import kv
 
 
 @pytest.fixture(scope="module")

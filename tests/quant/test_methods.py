@@ -17,8 +17,8 @@ from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import load_spec
 from toolkit.quant.calibrate import calibrate
-from toolkit.quant.kv import kv
 from toolkit.quant.lite import Common, auto_awq, auto_gptq, auto_round, blocked_fp8, mxfp4, search, smooth_quant
+from toolkit.quant.methods.kv import kv
 from toolkit.quant.run import find_device
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "internlm2", "gemma2", "phi3", "mixtral", "qwen3_moe")
@@ -122,11 +122,11 @@ def check(path: Path, quality: dict[str, Any]) -> dict[str, Any]:
 
 def perplexity(spec: Any, weights: dict[str, Any], tokenizer: Path, tokens: int) -> float:
     """Of the held-out text by our layers in float32."""
-    from toolkit.artifacts.tokenizer import Tokenizer
+    from toolkit.artifacts.text.tokenizer import Tokenizer
     from toolkit.measure.text import heldout_text
     from toolkit.models.sites import layer_sites
-    from toolkit.quant.activations import input_rounding
-    from toolkit.quant.forward import embed, head_logits, layer_forward
+    from toolkit.quant.layers.activations import input_rounding
+    from toolkit.quant.layers.forward import embed, head_logits, layer_forward
 
     dense = {k: (v if isinstance(v, torch.Tensor) else v.dequantize()).float() for k, v in weights.items()}
     if spec.tied:
@@ -243,7 +243,7 @@ def test_a_killed_gptq_run_goes_on_bit_identically(
     family: str, place: int, layers: int, tiny_models: Any, tmp_path: Path, text: Path
 ) -> None:
     """Inputs come through the quantized layers, so what was saved must be passed through again."""
-    from toolkit.quant import gptq
+    from toolkit.quant.methods import gptq
 
     model = str(tiny_models(family))
     auto_gptq(model, tmp_path / "whole", common=quick(text))

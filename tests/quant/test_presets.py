@@ -13,7 +13,7 @@ import torch
 from toolkit.commands.lite_options import LiteFlags
 from toolkit.errors import UsageError
 from toolkit.quant import estimate
-from toolkit.quant.layers import LayerSource
+from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.lite import Common, auto_awq
 from toolkit.quant.presets import PRESETS
 

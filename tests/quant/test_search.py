@@ -18,12 +18,12 @@ from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
 from toolkit.commands.lite_options import byte_count
 from toolkit.errors import UsageError
 from toolkit.models.registry import load_spec
-from toolkit.quant.forward import embed, head_logits, layer_forward
-from toolkit.quant.layers import LayerSource
+from toolkit.quant.layers.forward import embed, head_logits, layer_forward
+from toolkit.quant.layers.source import LayerSource
+from toolkit.quant.layers.spill import Spill
 from toolkit.quant.lite import Common, search
-from toolkit.quant.search import Candidate, Unit, allocate
-from toolkit.quant.sensitivity import Copies
-from toolkit.quant.spill import Spill
+from toolkit.quant.methods.search import Candidate, Unit, allocate
+from toolkit.quant.methods.sensitivity import Copies
 
 
 @pytest.fixture(scope="module")

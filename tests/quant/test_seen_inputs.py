@@ -11,15 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import toolkit.quant.forward
+import toolkit.quant.layers.forward
 from toolkit.artifacts.checkpoint import open_checkpoint
-from toolkit.artifacts.tokenizer import Tokenizer
+from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.models.registry import load_spec
 from toolkit.models.sites import layer_sites
 from toolkit.quant.calibrate import calibrate
-from toolkit.quant.calibration import make_plan, read_samples
-from toolkit.quant.kv import kv
 from toolkit.quant.lite import Common, auto_awq
+from toolkit.quant.methods.kv import kv
+from toolkit.quant.text.calibration import make_plan, read_samples
 
 FUSED = {"qkv_proj": "q_proj", "gate_up_proj": "up_proj"}
 SAMPLES, LENGTH = 8, 64
@@ -38,7 +38,7 @@ def common(tmp_path_factory: pytest.TempPathFactory) -> Common:
 @pytest.fixture
 def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calibration text in float32 on every machine: products in bfloat16 send a few tokens to other experts."""
-    monkeypatch.setattr(toolkit.quant.forward, "fast_bf16", lambda device: False)
+    monkeypatch.setattr(toolkit.quant.layers.forward, "fast_bf16", lambda device: False)
 
 
 def seen(

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.quant.forward import all_finite
-from toolkit.quant.statistics import Gram
+from toolkit.quant.layers.forward import all_finite
+from toolkit.quant.layers.statistics import Gram
 
 
 @pytest.mark.parametrize("products", [True, False])

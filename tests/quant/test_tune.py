@@ -11,21 +11,21 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-import toolkit.quant.tune as tuning
+import toolkit.quant.methods.tune as tuning
 from toolkit.artifacts.canonical import GroupInt
 from toolkit.artifacts.checkpoint import open_checkpoint
-from toolkit.artifacts.tokenizer import Tokenizer
+from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.artifacts.weights import canonical_weights
 from toolkit.errors import UsageError
 from toolkit.measure.text import heldout_text
 from toolkit.models.registry import load_spec
-from toolkit.quant.activations import round_tokens
-from toolkit.quant.forward import embed, head_logits, layer_forward
-from toolkit.quant.layers import LayerSource
+from toolkit.quant.layers.activations import round_tokens
+from toolkit.quant.layers.forward import embed, head_logits, layer_forward
+from toolkit.quant.layers.result import LayerResult
+from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.lite import Common, auto_awq, auto_gptq, search, smooth_quant
-from toolkit.quant.result import LayerResult
-from toolkit.quant.smooth import quantize_rows
-from toolkit.quant.tune import ROWS, Linear, Student
+from toolkit.quant.methods.smooth import quantize_rows
+from toolkit.quant.methods.tune import ROWS, Linear, Student
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.models.spec import DecoderSpec
-from toolkit.quant.forward import embed, head_logits, layer_forward
+from toolkit.quant.layers.forward import embed, head_logits, layer_forward
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.native import runner as native
 from toolkit.runners.tensor.runner import TensorRunner

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.artifacts.tokenizer import Tokenizer
+from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.chat.template import ChatTemplate
 from toolkit.serve.client import APIClient
 

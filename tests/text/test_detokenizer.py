@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from toolkit.artifacts.tokenizer import Tokenizer
+from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.engine.detokenizer import Detokenizer
 
 CHARS = st.text(alphabet="aexTq .,\n'▁éü你好🙂👍🏽\u200d", max_size=30)

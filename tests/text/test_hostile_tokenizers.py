@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from toolkit.artifacts import tokenizer_box
-from toolkit.artifacts.tokenizer import Tokenizer
-from toolkit.artifacts.tokenizer_check import KNOWN, harmless
+from toolkit.artifacts.text import tokenizer_box
+from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.artifacts.text.tokenizer_check import KNOWN, harmless
 from toolkit.box.box import Limits
 from toolkit.errors import ToolkitError
 

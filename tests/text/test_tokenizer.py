@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from toolkit.artifacts.token_bytes import byte_level_table
-from toolkit.artifacts.tokenizer import Tokenizer
+from toolkit.artifacts.text.token_bytes import byte_level_table
+from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.errors import ToolkitError
 
 TEXTS = [
@@ -287,7 +287,7 @@ def test_broken_eos_ids_are_refused_when_the_model_is_opened(
 
 def test_opening_imports_nothing_heavy(tokenizer_dirs: dict[str, Path]) -> None:
     code = (
-        "import sys; from toolkit.artifacts.tokenizer import Tokenizer; import toolkit.engine.detokenizer\n"
+        "import sys; from toolkit.artifacts.text.tokenizer import Tokenizer; import toolkit.engine.detokenizer\n"
         f"Tokenizer.open({str(tokenizer_dirs['byte_level'])!r}).encode('x')\n"
         "print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
     )

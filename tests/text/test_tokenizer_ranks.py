@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from toolkit.artifacts import tokenizer
-from toolkit.artifacts.token_bytes import byte_level_table
-from toolkit.artifacts.tokenizer_ranks import QWEN
+from toolkit.artifacts.text import tokenizer
+from toolkit.artifacts.text.token_bytes import byte_level_table
+from toolkit.artifacts.text.tokenizer_ranks import QWEN
 from toolkit.errors import ToolkitError
 
 TEXT = (

@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 from toolkit import GenerationConfig, PytorchEngineConfig, VisionConfig, extras, pipeline
 from toolkit.chat.conversation import Conversation
 from toolkit.errors import UsageError
-from toolkit.models.config_fields import Fields
+from toolkit.models.config.fields import Fields
 from toolkit.models.registry import get
 from toolkit.pipeline.pipeline import Pipeline
 from toolkit.serve.app import create_app

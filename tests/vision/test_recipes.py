@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.config_fields import Fields
-from toolkit.models.preprocessor import fit_recipe
+from toolkit.models.config.fields import Fields
+from toolkit.models.config.preprocessor import fit_recipe
 from toolkit.models.registry import families, get
 from toolkit.models.towers import pixtral_tower
 from toolkit.vision.recipes import prepare

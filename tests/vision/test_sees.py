@@ -13,7 +13,7 @@ from PIL import Image
 
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.inspect import inspect
-from toolkit.artifacts.tokenizer import Tokenizer
+from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.convert.convert import convert
 from toolkit.engine.core import EngineCore
 from toolkit.engine.options import EngineOptions

@@ -19,7 +19,7 @@ from toolkit.errors import ToolkitError, UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from toolkit.artifacts.gguf import GgufFile
+    from toolkit.artifacts.gguf.checkpoint import GgufFile
 
 INDEX = "model.safetensors.index.json"
 HEADLESS_MARK = "embed_tokens.weight"
@@ -97,7 +97,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise UsageError(f"{path}: expected a directory with config.json, or a .gguf file")
-        from toolkit.artifacts.gguf import open_gguf
+        from toolkit.artifacts.gguf.checkpoint import open_gguf
 
         gguf = open_gguf(path)
         files = dict.fromkeys(gguf.infos, path)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.checkpoint import open_checkpoint
-from toolkit.artifacts.engine import open_engine
+from toolkit.artifacts.engine.files import open_engine
 from toolkit.artifacts.manifest import Manifest, check_files, hub_origin, read_manifest
 from toolkit.models.vision import VisionSpec
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from toolkit.artifacts.checkpoint import Checkpoint
-from toolkit.artifacts.gguf import GgufFile
-from toolkit.artifacts.gguf_blocks import from_blocks
+from toolkit.artifacts.gguf.blocks import from_blocks
+from toolkit.artifacts.gguf.checkpoint import GgufFile
 from toolkit.artifacts.safetensors_file import TORCH_DTYPES, TensorInfo
 from toolkit.artifacts.weights import load_stored, split_parts
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
-from toolkit.artifacts.gguf_container import TOOL_KEY, read_container
+from toolkit.artifacts.gguf.container import TOOL_KEY, read_container
 from toolkit.artifacts.manifest import MANIFEST, read_manifest
 from toolkit.errors import ToolkitError, UsageError
 

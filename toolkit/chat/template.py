@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from toolkit.artifacts.tokenizer import Tokenizer
+from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.chat import origin
 from toolkit.chat.messages import PICTURE, Message, normalise
 from toolkit.chat.renderer import Renderer

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
-from toolkit.artifacts.engine import write_engine
-from toolkit.artifacts.engine_artifact import ENGINE_ARRAYS, EngineArtifact
+from toolkit.artifacts.engine.artifact import ENGINE_ARRAYS, EngineArtifact
+from toolkit.artifacts.engine.files import write_engine
 from toolkit.artifacts.formats import format_of
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.manifest import Manifest, describe_parent, read_manifest, require_kind

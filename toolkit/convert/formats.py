@@ -139,7 +139,7 @@ def _check_options(to: str, gguf_type: str, dtype: str) -> None:
     if to not in FORMATS:
         raise UsageError(f"--to: expected one of {', '.join(FORMATS)}, found {to!r}")
     if gguf_type != "auto":
-        from toolkit.artifacts.gguf_mixtures import find_mixture
+        from toolkit.artifacts.gguf.mixtures import find_mixture
 
         if to != "gguf":
             raise UsageError(f"--gguf-type: only with --to gguf, found --to {to}; leave it out")
@@ -348,7 +348,7 @@ def _to_gguf(
     overwrite: bool,
     progress: Progress | None,
 ) -> Rewritten:
-    from toolkit.artifacts.gguf_export import plan_export
+    from toolkit.artifacts.gguf.export import plan_export
 
     if target.suffix.lower() == ".gguf":
         with write_file(target) as file:

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.artifacts.checkpoint import Checkpoint
-from toolkit.artifacts.engine_artifact import EngineArtifact
-from toolkit.artifacts.tokenizer import Tokenizer
+from toolkit.artifacts.engine.artifact import EngineArtifact
+from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.artifacts.weights import iter_canonical
 from toolkit.errors import ToolkitError
 from toolkit.measure.divergence import Divergence

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from toolkit import __version__
-from toolkit.artifacts.engine import open_engine
+from toolkit.artifacts.engine.files import open_engine
 from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.manifest import MANIFEST, check_files, content_files, describe_parent, read_manifest
 from toolkit.artifacts.stage import discard_partial, open_stage

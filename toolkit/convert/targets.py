@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from toolkit.artifacts.engine_artifact import TORCH_TARGET, Arrays
-from toolkit.artifacts.engine_torch import pack_torch
+from toolkit.artifacts.engine.artifact import TORCH_TARGET, Arrays
+from toolkit.artifacts.engine.torch_target import pack_torch
 from toolkit.errors import UsageError
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerOptions

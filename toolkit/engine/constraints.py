@@ -21,7 +21,7 @@ from toolkit.engine.sequence import Biases, History
 from toolkit.errors import BusyError, UsageError
 
 if TYPE_CHECKING:
-    from toolkit.artifacts.tokenizer import Tokenizer
+    from toolkit.artifacts.text.tokenizer import Tokenizer
     from toolkit.engine.bad_words import BadWords, WordList
     from toolkit.engine.grammar import Grammars
 

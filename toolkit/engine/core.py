@@ -27,7 +27,7 @@ from toolkit.engine.step_builder import Step, StepBuilder
 from toolkit.errors import BusyError, ToolkitError, UsageError
 
 if TYPE_CHECKING:
-    from toolkit.artifacts.tokenizer import Tokenizer
+    from toolkit.artifacts.text.tokenizer import Tokenizer
     from toolkit.runners.base import Runner, StepHandle
     from toolkit.runners.step import StepOutput
 

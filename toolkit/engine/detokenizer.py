@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Sequence
 
-from toolkit.artifacts.tokenizer import Tokenizer
+from toolkit.artifacts.text.tokenizer import Tokenizer
 
 _WINDOW = 16  # tokens after which unfinished text of a decoder that is not byte-exact is given out as it is
 

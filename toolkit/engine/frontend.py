@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.artifacts.tokenizer import Tokenizer
+from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.engine.loop import Loop, ThreadLoop
 from toolkit.engine.memory_plan import MemoryPlan
 from toolkit.engine.nap import ASLEEP, PARTS

@@ -24,7 +24,7 @@ from toolkit.engine.xgrammar_core import CORE, unreachable, vocabulary
 from toolkit.errors import BusyError, UsageError
 
 if TYPE_CHECKING:
-    from toolkit.artifacts.tokenizer import Tokenizer
+    from toolkit.artifacts.text.tokenizer import Tokenizer
 
 LIMITS = Limits(memory=2 << 30, cpu_seconds=10.0, seconds=50.0, reply=128 << 20, nice=5)
 _SECONDS = 1.5  # of processor time for a format that a client has written

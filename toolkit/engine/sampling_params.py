@@ -14,7 +14,7 @@ from toolkit.request_limits import SEED_MAX
 from toolkit.runners.step import Draw
 
 if TYPE_CHECKING:
-    from toolkit.artifacts.tokenizer import Tokenizer
+    from toolkit.artifacts.text.tokenizer import Tokenizer
 
 
 def resolve(config: GenerationConfig, tokenizer: Tokenizer, prompt_len: int, session_len: int) -> SamplingParams:

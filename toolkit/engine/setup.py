@@ -18,7 +18,7 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.runners.base import Backend, RunnerError, RunnerOptions
 
 if TYPE_CHECKING:
-    from toolkit.artifacts.tokenizer import Tokenizer
+    from toolkit.artifacts.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 Progress = Callable[[str], None]

@@ -17,7 +17,7 @@ from toolkit.engine.stop_words import StopWords
 from toolkit.messages import GenerationConfig, Response
 
 if TYPE_CHECKING:
-    from toolkit.artifacts.tokenizer import Tokenizer
+    from toolkit.artifacts.text.tokenizer import Tokenizer
     from toolkit.models.vision import Picture
 
 

@@ -42,7 +42,7 @@ def main(fd: int) -> None:
 
 
 def _open(pipe: Connection, setup: dict[str, Any]) -> Any:
-    from toolkit.artifacts.tokenizer import Tokenizer
+    from toolkit.artifacts.text.tokenizer import Tokenizer
 
     def progress(text: str) -> None:
         pipe.send_bytes(records.pack({"op": "progress", "text": text}))

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.artifacts.source import resolve_model
-from toolkit.artifacts.tokenizer import Tokenizer
+from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.measure.divergence import Divergence, perplexity_of
 from toolkit.measure.next_logits import make_ready, next_logits

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from toolkit.models.config_fields import MAX_EXPERTS, MAX_EXPERTS_IN_ALL, MAX_LAYERS, MAX_POSITION, MAX_VOCAB, Fields
-from toolkit.models.rope_config import LAYER_TYPES, read_rope
+from toolkit.models.config.fields import MAX_EXPERTS, MAX_EXPERTS_IN_ALL, MAX_LAYERS, MAX_POSITION, MAX_VOCAB, Fields
+from toolkit.models.config.rope import LAYER_TYPES, read_rope
 from toolkit.models.spec import (
     Activation,
     AttentionSpec,

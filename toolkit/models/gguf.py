@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from toolkit.models.config_fields import ACTIVATIONS
+from toolkit.models.config.fields import ACTIVATIONS
 from toolkit.models.spec import Activation, DecoderSpec
 
 # GGUF's names → canonical ones; inside a layer without ``blk.N.`` and ``model.layers.N.``.

@@ -22,10 +22,10 @@ from typing import Any, NoReturn, Protocol
 
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models import families as folder
-from toolkit.models.config_fields import Fields, check_dtype, check_token_ids
+from toolkit.models.config.fields import Fields, check_dtype, check_token_ids
+from toolkit.models.config.rope import LAYER_TYPES
 from toolkit.models.decoder import Built
 from toolkit.models.family import Family
-from toolkit.models.rope_config import LAYER_TYPES
 from toolkit.models.spec import StoredTensor
 
 VARIABLE = "TOOLKIT_CUSTOM_MODULE_MAP"  # of the environment: Python files, one family each, with : between them

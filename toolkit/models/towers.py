@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from toolkit.models.config_fields import MAX_LAYERS, Fields
+from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.decoder import Built
 from toolkit.models.registry import find_family
 from toolkit.models.spec import Part, StoredTensor

@@ -10,7 +10,7 @@ from toolkit.messages import GenerationConfig
 from toolkit.pipeline.session import Session
 
 if TYPE_CHECKING:
-    from toolkit.artifacts.tokenizer import Tokenizer
+    from toolkit.artifacts.text.tokenizer import Tokenizer
 
 RENAMED = {  # arguments of older releases -> what to write now
     "request_output_len": "gen_config=GenerationConfig(max_new_tokens=…)",

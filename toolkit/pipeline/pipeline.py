@@ -18,7 +18,7 @@ from uuid import uuid4
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.artifacts.tokenizer import Tokenizer
+from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.chat import settings
 from toolkit.chat.messages import Message
 from toolkit.chat.renderer import Renderer

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.artifacts.tokenizer import Tokenizer
+from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.errors import UsageError
 from toolkit.profile.http_client import Client, TextAsk
 from toolkit.profile.load import raise_if_all_failed, run_at

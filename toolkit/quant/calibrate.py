@@ -10,10 +10,13 @@ import torch
 from toolkit.artifacts.manifest import describe_parent
 from toolkit.artifacts.replace import check_directory_target
 from toolkit.artifacts.stage import Stage, open_stage
-from toolkit.artifacts.tokenizer import Tokenizer
+from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.models.sites import layer_sites
-from toolkit.quant.layers import LayerSource
-from toolkit.quant.layerwise import Flow
+from toolkit.quant.layers.layerwise import Flow
+from toolkit.quant.layers.source import LayerSource
+from toolkit.quant.layers.spill import Spill
+from toolkit.quant.layers.statistics import Gram
+from toolkit.quant.layers.statistics_file import KIND, PARTS, file_name, planned_bytes, write_statistics
 from toolkit.quant.run import (
     Common,
     Progress,
@@ -25,9 +28,6 @@ from toolkit.quant.run import (
     spill_of,
     tell_plan,
 )
-from toolkit.quant.spill import Spill
-from toolkit.quant.statistics import Gram
-from toolkit.quant.statistics_file import KIND, PARTS, file_name, planned_bytes, write_statistics
 
 
 @torch.inference_mode()

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from toolkit.models.sites import layer_sites
 from toolkit.models.spec import LinearSpec
-from toolkit.quant.awq import SEARCH_ROWS
-from toolkit.quant.forward import in_bf16, layer_forward, narrow
-from toolkit.quant.grid import fake_quantize
-from toolkit.quant.layers import LayerSource
-from toolkit.quant.layerwise import CPU_TOKENS
-from toolkit.quant.probe import WINDOW
+from toolkit.quant.layers.forward import in_bf16, layer_forward, narrow
+from toolkit.quant.layers.layerwise import CPU_TOKENS
+from toolkit.quant.layers.probe import WINDOW
+from toolkit.quant.layers.source import LayerSource
+from toolkit.quant.methods.awq import SEARCH_ROWS
+from toolkit.quant.methods.grid import fake_quantize
 
 # What rounding takes beside AWQ's search, which goes over each weight 40 times (measured on two cores of Zen 5).
 ROUNDING = {"lite auto_awq": 1.0, "lite auto_gptq": 0.9, "lite search": 5.0, "lite auto_round": 0.1}

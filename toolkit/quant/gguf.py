@@ -14,22 +14,22 @@ from torch import Tensor
 
 from toolkit.artifacts.canonical import Dense, GroupInt, Weight
 from toolkit.artifacts.formats.describe import form_name
-from toolkit.artifacts.gguf_container import TYPES
-from toolkit.artifacts.gguf_export import plan_export
-from toolkit.artifacts.gguf_fit import smallest
-from toolkit.artifacts.gguf_metadata import model_metadata
-from toolkit.artifacts.gguf_vocabulary import vocabulary
+from toolkit.artifacts.gguf.container import TYPES
+from toolkit.artifacts.gguf.export import plan_export
+from toolkit.artifacts.gguf.fit import smallest
+from toolkit.artifacts.gguf.metadata import model_metadata
+from toolkit.artifacts.gguf.vocabulary import vocabulary
 from toolkit.artifacts.manifest import content_digest
 from toolkit.artifacts.stage import Stage
 from toolkit.artifacts.weights import load_stored
 from toolkit.models.sites import Site, layer_sites
 from toolkit.models.spec import Part, StoredTensor
-from toolkit.quant.layers import LayerSource, plain
-from toolkit.quant.layerwise import load_head, load_layer
-from toolkit.quant.output import cast_to, join_parts
-from toolkit.quant.result import LayerResult, Made, Method
-from toolkit.quant.statistics import Gram
-from toolkit.quant.statistics_file import open_statistics
+from toolkit.quant.layers.layerwise import load_head, load_layer
+from toolkit.quant.layers.output import cast_to, join_parts
+from toolkit.quant.layers.result import LayerResult, Made, Method
+from toolkit.quant.layers.source import LayerSource, plain
+from toolkit.quant.layers.statistics import Gram
+from toolkit.quant.layers.statistics_file import open_statistics
 
 FORMAT = "gguf"
 FILE = "model.gguf"

@@ -10,8 +10,8 @@ from typing import Any
 from toolkit.artifacts.json_file import parse_json, read_json_object
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.spec import StoredTensor
-from toolkit.quant.awq import Grid
-from toolkit.quant.grid import GROUP_SIZES
+from toolkit.quant.methods.awq import Grid
+from toolkit.quant.methods.grid import GROUP_SIZES
 
 OPTION = "--layer-config"
 DENSE_BITS = 16

@@ -17,15 +17,16 @@ from toolkit.artifacts.formats.blocked_fp8 import BLOCK
 from toolkit.errors import UsageError
 from toolkit.extras import require
 from toolkit.models.sites import Site
-from toolkit.quant import autoround, awq, floats, gguf, gptq, smooth
-from toolkit.quant import search as finder
-from toolkit.quant.grid import choose_group_size
+from toolkit.quant import gguf
 from toolkit.quant.layer_config import read_layer_config
+from toolkit.quant.layers.statistics import Gram
+from toolkit.quant.methods import autoround, awq, floats, gptq, smooth
+from toolkit.quant.methods import search as finder
+from toolkit.quant.methods.grid import choose_group_size
+from toolkit.quant.methods.sensitivity import SAMPLES
 from toolkit.quant.presets import USUAL
 from toolkit.quant.run import Common, Prepared, Progress, Recipe, Result, choose, open_source, run, store_dtype, targets
 from toolkit.quant.selection import head_site
-from toolkit.quant.sensitivity import SAMPLES
-from toolkit.quant.statistics import Gram
 
 __all__ = ["Common", "Result", "auto_awq", "auto_gptq", "auto_round", "blocked_fp8", "mxfp4", "search", "smooth_quant"]
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from toolkit.models.sites import Site, layer_sites
 from toolkit.models.spec import LayerSpec, LinearSpec
-from toolkit.quant.gptq import EXACT, batches
-from toolkit.quant.layers import LayerSource, module_bytes
-from toolkit.quant.lazy import KEEP
-from toolkit.quant.probe import WINDOW
-from toolkit.quant.statistics import in_turns
+from toolkit.quant.layers.lazy import KEEP
+from toolkit.quant.layers.probe import WINDOW
+from toolkit.quant.layers.source import LayerSource, module_bytes
+from toolkit.quant.layers.statistics import in_turns
+from toolkit.quant.methods.gptq import EXACT, batches
 
 BASE = 350 << 20  # the interpreter with torch and the libraries that it loads
 BUFFERS = 50 << 20  # work on pieces …

@@ -17,26 +17,26 @@ from toolkit.artifacts.manifest import describe_parent, read_manifest, require_k
 from toolkit.artifacts.replace import check_directory_target
 from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.stage import Stage, open_stage
-from toolkit.artifacts.tokenizer import Tokenizer
+from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.errors import UsageError
 from toolkit.measure.text import heldout_text
 from toolkit.models.spec import LinearSpec
 from toolkit.quant import estimate, gguf
-from toolkit.quant.calibration import CalibrationPlan, make_plan
-from toolkit.quant.calibration_text import CalibrationText, Progress
 from toolkit.quant.format_choice import choose_format
-from toolkit.quant.layers import LayerSource
-from toolkit.quant.layerwise import Flow, Setting, load_head, probe_layers, quantize_layers, saved_layers
-from toolkit.quant.output import write_checkpoint
+from toolkit.quant.layers.layerwise import Flow, Setting, load_head, probe_layers, quantize_layers, saved_layers
+from toolkit.quant.layers.output import write_checkpoint
+from toolkit.quant.layers.probe import Probe
+from toolkit.quant.layers.result import Method, storable_bits
+from toolkit.quant.layers.source import LayerSource
+from toolkit.quant.layers.spill import Spill
+from toolkit.quant.layers.statistics_file import SavedStatistics, open_statistics
+from toolkit.quant.methods.tune import KEY, choose_steps, most_samples, needed, tune
 from toolkit.quant.plan import plan_memory
 from toolkit.quant.presets import USUAL
-from toolkit.quant.probe import Probe
-from toolkit.quant.result import Method, storable_bits
 from toolkit.quant.selection import Selection, select
-from toolkit.quant.selftext import is_written
-from toolkit.quant.spill import Spill
-from toolkit.quant.statistics_file import SavedStatistics, open_statistics
-from toolkit.quant.tune import KEY, choose_steps, most_samples, needed, tune
+from toolkit.quant.text.calibration import CalibrationPlan, make_plan
+from toolkit.quant.text.calibration_text import CalibrationText, Progress
+from toolkit.quant.text.selftext import is_written
 from toolkit.runners.native.library import explain_mapped_faults
 
 CACHE_MEMORY = 4.0  # GiB

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from toolkit.errors import UsageError
 from toolkit.models.sites import Site, layer_sites
 from toolkit.models.spec import LayerSpec, LinearSpec, StoredTensor
-from toolkit.quant.layers import LayerSource
+from toolkit.quant.layers.source import LayerSource
 
 
 @dataclass(frozen=True)

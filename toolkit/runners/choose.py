@@ -120,7 +120,7 @@ def _open_engine(
     device: str,
     families: Sequence[Family],
 ) -> Opened:
-    from toolkit.artifacts.engine import open_engine
+    from toolkit.artifacts.engine.files import open_engine
 
     if model_format not in (None, "engine"):
         raise UsageError(f"--model-format: {path} is an engine artifact, not {model_format}; leave the option out")
@@ -139,7 +139,7 @@ def _open_engine(
 
         weights = CudaWeights(artifact, find_device(device))
         return Opened(spec, lambda: weights, artifact.target, config=config)
-    from toolkit.artifacts.engine_torch import torch_weights
+    from toolkit.artifacts.engine.torch_target import torch_weights
 
     return Opened(spec, partial(torch_weights, artifact), artifact.target, config=config)
 

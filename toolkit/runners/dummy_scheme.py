@@ -8,7 +8,7 @@ from typing import Any
 
 from toolkit.artifacts.formats.gptq import check_dynamic, dynamic_of
 from toolkit.errors import ToolkitError
-from toolkit.models.config_fields import Fields
+from toolkit.models.config.fields import Fields
 
 METHODS = ("awq", "gptq", "fp8", "smooth_quant")  # quant_method; without one weights are dense
 # Lists of modules that stay dense: transformers', vLLM's for float8, compressed-tensors'.

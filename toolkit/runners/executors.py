@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.artifacts import gguf_metadata
+from toolkit.artifacts.gguf import metadata as gguf_metadata
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.native import program
 

@@ -14,7 +14,7 @@ from toolkit.parsers.thinking import Begun
 if TYPE_CHECKING:
     from typing import Any
 
-    from toolkit.artifacts.tokenizer import Tokenizer
+    from toolkit.artifacts.text.tokenizer import Tokenizer
     from toolkit.chat.template import ChatTemplate
     from toolkit.serve.protocol import ChatCompletionRequest
 

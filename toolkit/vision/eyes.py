@@ -12,7 +12,7 @@ from typing import Any
 from toolkit import extras
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.config_fields import Fields
+from toolkit.models.config.fields import Fields
 from toolkit.models.registry import find_family
 from toolkit.models.vision import Picture, Recipe
 from toolkit.vision.images import Rules, is_url, open_image

@@ -5,7 +5,7 @@ Only the first release's class: later ones, with another spelling of the name, a
 
 from __future__ import annotations
 
-from toolkit.models.config_fields import Fields
+from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, fused_qkv, llama_like, read_dims
 from toolkit.models.families import llama
 from toolkit.models.family import Family, Tiny

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from toolkit.models.config_fields import MAX_POSITION, Fields
+from toolkit.models.config.fields import MAX_POSITION, Fields
 from toolkit.models.decoder import Built, fused_qkv, llama_like, read_dims
 from toolkit.models.families import llama
 from toolkit.models.family import Family, Tiny

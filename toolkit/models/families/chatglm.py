@@ -3,7 +3,7 @@ the models' own ``modeling_chatglm.py``."""
 
 from __future__ import annotations
 
-from toolkit.models.config_fields import MAX_LAYERS, MAX_POSITION, MAX_VOCAB, Fields
+from toolkit.models.config.fields import MAX_LAYERS, MAX_POSITION, MAX_VOCAB, Fields
 from toolkit.models.decoder import Built, Dims, fused_gate_up, fused_qkv, llama_like, read_dims, renamed
 from toolkit.models.family import Family, Tiny
 from toolkit.models.spec import RopeSpec

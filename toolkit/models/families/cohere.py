@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from toolkit.models.config_fields import MAX_POSITION, Fields
+from toolkit.models.config.fields import MAX_POSITION, Fields
+from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import PARALLEL_NORM, Built, layer_norm, llama_like, read_dims
 from toolkit.models.family import Family, Tiny
-from toolkit.models.rope_config import read_rope
 
 
 def build(config: Fields) -> Built:

@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.models.config_fields import MAX_LAYERS, Fields
+from toolkit.models.config.fields import MAX_LAYERS, Fields
+from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import PARALLEL_NORM, Built, layer_norm, llama_like, read_dims, read_window, read_windows
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, Gguf
-from toolkit.models.rope_config import read_rope
 from toolkit.models.spec import DecoderSpec
 
 PATTERN = 4

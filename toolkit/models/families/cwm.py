@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from toolkit.models.config_fields import Fields
+from toolkit.models.config.fields import Fields
+from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, llama_like, read_dims, read_window, read_windows
 from toolkit.models.families import llama
 from toolkit.models.family import Family, Tiny
-from toolkit.models.rope_config import read_rope
 
 ROPE = {**llama.LLAMA3, "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 8192}
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from toolkit.models.config_fields import MAX_EXPERTS, MAX_EXPERTS_IN_ALL, MAX_LAYERS, MAX_POSITION, Fields
+from toolkit.models.config.fields import MAX_EXPERTS, MAX_EXPERTS_IN_ALL, MAX_LAYERS, MAX_POSITION, Fields
+from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import (
     Built,
     Dims,
@@ -20,7 +21,6 @@ from toolkit.models.decoder import (
     renamed,
 )
 from toolkit.models.family import Family, Tiny
-from toolkit.models.rope_config import read_rope
 from toolkit.models.spec import Rows
 
 NAMES = {

@@ -7,11 +7,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from toolkit.models.config_fields import MAX_LAYERS, Fields
+from toolkit.models.config.fields import MAX_LAYERS, Fields
+from toolkit.models.config.latent_attention import read_latent, read_latent_dims
+from toolkit.models.config.routing import on_disk, read_groups, read_routed
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
-from toolkit.models.latent_attention import read_latent, read_latent_dims
-from toolkit.models.routing import on_disk, read_groups, read_routed
 from toolkit.models.spec import MoeSpec
 
 

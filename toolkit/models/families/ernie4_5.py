@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from toolkit.models.config_fields import Fields
+from toolkit.models.config.fields import Fields
+from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, llama_like, read_dims
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, Gguf
-from toolkit.models.rope_config import read_rope
 
 
 def build(config: Fields) -> Built:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from toolkit.models.config_fields import MAX_LAYERS, Fields
+from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.decoder import (
     PARALLEL_NORM,
     PRE_NORMS,

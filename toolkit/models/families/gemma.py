@@ -3,7 +3,7 @@ Source: arXiv 2403.08295."""
 
 from __future__ import annotations
 
-from toolkit.models.config_fields import Fields
+from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, llama_like, read_dims
 from toolkit.models.families.gemma2 import FIELDS
 from toolkit.models.family import Family, Tiny

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.models.config_fields import Fields
+from toolkit.models.config.fields import Fields
+from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import (
     SANDWICH_NORMS,
     Built,
@@ -20,7 +21,6 @@ from toolkit.models.decoder import (
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, Gguf, Metadata
 from toolkit.models.gguf import SANDWICH_NORMS as GGUF_NORMS
-from toolkit.models.rope_config import read_rope
 from toolkit.models.spec import DecoderSpec
 
 FIELDS = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}

@@ -3,10 +3,10 @@ Source: transformers ``GlmForCausalLM``."""
 
 from __future__ import annotations
 
-from toolkit.models.config_fields import Fields
+from toolkit.models.config.fields import Fields
+from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import PRE_NORMS, Built, LayerNorms, fused_gate_up, llama_like, read_dims
 from toolkit.models.family import Family, Tiny
-from toolkit.models.rope_config import read_rope
 
 
 def build(config: Fields, norms: LayerNorms = PRE_NORMS) -> Built:

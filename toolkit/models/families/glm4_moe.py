@@ -3,11 +3,11 @@ head turns. Source: transformers ``Glm4MoeForCausalLM``."""
 
 from __future__ import annotations
 
-from toolkit.models.config_fields import MAX_LAYERS, Fields
+from toolkit.models.config.fields import MAX_LAYERS, Fields
+from toolkit.models.config.rope import read_rope
+from toolkit.models.config.routing import on_disk, read_corrected, read_routed
 from toolkit.models.decoder import Built, llama_like, read_dims
 from toolkit.models.family import Family, Tiny
-from toolkit.models.rope_config import read_rope
-from toolkit.models.routing import on_disk, read_corrected, read_routed
 from toolkit.models.spec import MoeSpec
 
 

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from toolkit.models.config_fields import MAX_LAYERS, Fields
+from toolkit.models.config.fields import MAX_LAYERS, Fields
+from toolkit.models.config.latent_attention import read_latent, read_latent_dims
+from toolkit.models.config.routing import on_disk, read_corrected, read_routed
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.families import deepseek_v2, deepseek_v3
 from toolkit.models.family import Family, Tiny
-from toolkit.models.latent_attention import read_latent, read_latent_dims
-from toolkit.models.routing import on_disk, read_corrected, read_routed
 from toolkit.models.spec import MoeSpec
 
 

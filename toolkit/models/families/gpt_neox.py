@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from toolkit.models.config_fields import Fields
+from toolkit.models.config.fields import Fields
+from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, fused_by_kv_head, layer_norm, llama_like, plain_mlp, read_dims, renamed
 from toolkit.models.family import Family, Tiny
-from toolkit.models.rope_config import read_rope
 
 NAMES = {
     "model.embed_tokens": "gpt_neox.embed_in",

@@ -3,7 +3,8 @@ Source: transformers ``GptOssForCausalLM``."""
 
 from __future__ import annotations
 
-from toolkit.models.config_fields import Fields
+from toolkit.models.config.fields import Fields
+from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import (
     Built,
     Dims,
@@ -17,7 +18,6 @@ from toolkit.models.decoder import (
     renamed,
 )
 from toolkit.models.family import Family, Tiny
-from toolkit.models.rope_config import read_rope
 from toolkit.models.spec import MoeSpec, Rows
 
 ROPE = dict(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from toolkit.models.config_fields import Fields
+from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, Dims, Fused, experts, llama_like, read_dims, read_experts, renamed
 from toolkit.models.families import granite
 from toolkit.models.family import Family, Tiny

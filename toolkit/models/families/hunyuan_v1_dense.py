@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from toolkit.models.config_fields import Fields
+from toolkit.models.config.fields import Fields
+from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, llama_like, read_dims, renamed
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, QK_NORMS, Gguf
-from toolkit.models.rope_config import read_rope
 from toolkit.models.spec import RopeSpec
 from toolkit.models.spec.parts import ROPE_KINDS
 

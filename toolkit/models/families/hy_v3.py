@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from toolkit.models.config_fields import MAX_EXPERTS, Fields
+from toolkit.models.config.fields import MAX_EXPERTS, Fields
+from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, experts, gated_mlp, llama_like, read_dims, read_experts, renamed
 from toolkit.models.family import Family, Tiny
-from toolkit.models.rope_config import read_rope
 from toolkit.models.spec import MlpSpec, MoeSpec
 
 NAMES = {"mlp.gate": "mlp.router.gate", "mlp.gate.e_score_correction_bias": "mlp.expert_bias"}

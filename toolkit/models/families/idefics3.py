@@ -3,11 +3,11 @@ Source: transformers ``Idefics3ForConditionalGeneration``, arXiv 2408.12637."""
 
 from __future__ import annotations
 
-from toolkit.models.config_fields import Fields
+from toolkit.models.config.fields import Fields
+from toolkit.models.config.preprocessor import split_recipe
 from toolkit.models.decoder import Built
 from toolkit.models.families.llava import TINY_TOWER
 from toolkit.models.family import Family, Tiny
-from toolkit.models.preprocessor import split_recipe
 from toolkit.models.towers import CLIP, language_of, seeing, siglip_tower, stored_vision
 from toolkit.models.vision import Recipe, Stage, VisionSpec
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from toolkit.models.config_fields import Fields
+from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, fused_by_kv_head, llama_like, read_dims, renamed
 from toolkit.models.families import llama
 from toolkit.models.family import Family, Tiny

@@ -3,11 +3,11 @@ Source: transformers ``InternVLForConditionalGeneration``, arXiv 2504.10479."""
 
 from __future__ import annotations
 
-from toolkit.models.config_fields import Fields
+from toolkit.models.config.fields import Fields
+from toolkit.models.config.preprocessor import tiles_recipe
 from toolkit.models.decoder import Built
 from toolkit.models.families.llava import LANGUAGE, SPELLINGS, TINY_TOWER
 from toolkit.models.family import Family, Tiny
-from toolkit.models.preprocessor import tiles_recipe
 from toolkit.models.towers import activation, clip_tower, language_of, mlp, seeing, stored_vision, taken_layers
 from toolkit.models.vision import Recipe, Stage, VisionSpec
 

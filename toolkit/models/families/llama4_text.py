@@ -7,10 +7,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from toolkit.models.config_fields import MAX_LAYERS, MAX_POSITION, Fields
+from toolkit.models.config.fields import MAX_LAYERS, MAX_POSITION, Fields
+from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, Dims, Fused, experts, gated_mlp, llama_like, read_dims, read_experts, renamed
 from toolkit.models.family import Family, Tiny
-from toolkit.models.rope_config import read_rope
 from toolkit.models.spec import AttentionSpec, MlpSpec, MoeSpec, NormSpec, QueryScale, Rows
 
 CHUNKED = "chunked_attention"

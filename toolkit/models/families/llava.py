@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from toolkit.models.config_fields import Fields
+from toolkit.models.config.fields import Fields
+from toolkit.models.config.preprocessor import clip_recipe, fit_recipe
 from toolkit.models.decoder import Built
 from toolkit.models.family import Family, Tiny
-from toolkit.models.preprocessor import clip_recipe, fit_recipe
 from toolkit.models.spec import DecoderSpec, StoredTensor
 from toolkit.models.towers import (
     CLIP,

@@ -3,11 +3,11 @@ Source: transformers ``LlavaNextForConditionalGeneration``."""
 
 from __future__ import annotations
 
-from toolkit.models.config_fields import Fields
+from toolkit.models.config.fields import Fields
+from toolkit.models.config.preprocessor import canvases, clip_recipe
 from toolkit.models.decoder import Built
 from toolkit.models.families.llava import LANGUAGE, SPELLINGS, TINY_TOWER, parts
 from toolkit.models.family import Family, Tiny
-from toolkit.models.preprocessor import canvases, clip_recipe
 from toolkit.models.towers import language_of, seeing
 from toolkit.models.vision import Recipe
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from toolkit.models.config_fields import Fields
+from toolkit.models.config.fields import Fields
+from toolkit.models.config.latent_attention import read_latent, read_latent_dims
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
-from toolkit.models.latent_attention import read_latent, read_latent_dims
 
 
 def build(config: Fields) -> Built:

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from toolkit.models.config_fields import Fields
+from toolkit.models.config.fields import Fields
+from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, experts, llama_like, read_dims, read_experts
 from toolkit.models.families import mixtral
 from toolkit.models.family import Family, Tiny
-from toolkit.models.rope_config import read_rope
 from toolkit.models.spec import MoeSpec
 
 

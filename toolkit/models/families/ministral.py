@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.models.config_fields import Fields
+from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, llama_like, read_dims, read_window, read_windows
 from toolkit.models.families import llama
 from toolkit.models.family import Family, Tiny

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from toolkit.models.config_fields import Fields
+from toolkit.models.config.fields import Fields
+from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, llama_like, read_dims, read_window
 from toolkit.models.family import Family, Tiny
-from toolkit.models.rope_config import read_rope
 from toolkit.models.spec import QueryScale
 
 ROPE = dict(

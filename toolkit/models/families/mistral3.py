@@ -3,11 +3,11 @@ line. Source: transformers ``Mistral3ForConditionalGeneration``."""
 
 from __future__ import annotations
 
-from toolkit.models.config_fields import Fields
+from toolkit.models.config.fields import Fields
+from toolkit.models.config.preprocessor import fit_recipe
 from toolkit.models.decoder import Built
 from toolkit.models.families.llava import LANGUAGE, SPELLINGS, TINY_TOWER
 from toolkit.models.family import Family, Tiny
-from toolkit.models.preprocessor import fit_recipe
 from toolkit.models.towers import (
     PIXTRAL,
     activation,

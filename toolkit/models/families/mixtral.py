@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from toolkit.models.config_fields import Fields
+from toolkit.models.config.fields import Fields
+from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, experts, llama_like, read_dims, read_experts, read_window
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, Gguf, with_experts
-from toolkit.models.rope_config import read_rope
 
 EXPERT_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 

@@ -3,7 +3,7 @@ Source: transformers ``Olmo2ForCausalLM``."""
 
 from __future__ import annotations
 
-from toolkit.models.config_fields import Fields
+from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import POST_NORMS, Built, llama_like, read_dims
 from toolkit.models.families.exaone4 import POST_NORM_NAMES
 from toolkit.models.family import Family, Tiny

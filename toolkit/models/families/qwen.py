@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from toolkit.models.config_fields import MAX_POSITION, MAX_WIDTH, Fields
+from toolkit.models.config.fields import MAX_POSITION, MAX_WIDTH, Fields
 from toolkit.models.decoder import Built, fused_qkv, llama_like, read_dims, renamed
 from toolkit.models.family import Family, Tiny
 from toolkit.models.spec import QueryScale, RopeSpec

@@ -3,7 +3,7 @@ Source: transformers ``Qwen2_5_VLForConditionalGeneration``, arXiv 2502.13923.""
 
 from __future__ import annotations
 
-from toolkit.models.config_fields import Fields
+from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built
 from toolkit.models.families.qwen2_vl import PREPROCESSOR, SPELLINGS, TEXT, recipe, tower, whole
 from toolkit.models.family import Family, Tiny

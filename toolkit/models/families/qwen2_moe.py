@@ -3,7 +3,7 @@ Source: transformers ``Qwen2MoeForCausalLM``."""
 
 from __future__ import annotations
 
-from toolkit.models.config_fields import MAX_LAYERS, Fields
+from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.decoder import Built, experts, llama_like, read_dims, read_experts, read_window, read_windows
 from toolkit.models.families.qwen3_moe import EVERY_LAYER, sparse_layers
 from toolkit.models.family import Family, Tiny

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from toolkit.models.config_fields import MAX_LAYERS, Fields
+from toolkit.models.config.fields import MAX_LAYERS, Fields
+from toolkit.models.config.preprocessor import area_recipe
 from toolkit.models.decoder import Built
 from toolkit.models.family import Family, Tiny
-from toolkit.models.preprocessor import area_recipe
 from toolkit.models.towers import activation, language_of, seeing, stored_vision
 from toolkit.models.vision import Recipe, Stage, Tower, VisionSpec
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.models.config_fields import MAX_LAYERS, Fields
+from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.decoder import Built, experts, llama_like, read_dims, read_experts, read_window
 from toolkit.models.families import qwen3
 from toolkit.models.family import Family, Tiny

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from toolkit.models.config_fields import Fields
+from toolkit.models.config.fields import Fields
+from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import PARALLEL_NORM, PRE_NORMS, Built, layer_norm, llama_like, read_dims
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, Gguf
-from toolkit.models.rope_config import read_rope
 
 
 def build(config: Fields) -> Built:

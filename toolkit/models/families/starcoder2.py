@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from toolkit.models.config_fields import Fields
+from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, layer_norm, llama_like, plain_mlp, read_dims, read_window, renamed
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, Gguf

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from toolkit.artifacts.engine_artifact import ENGINE_JSON, Arrays, EngineArtifact
+from toolkit.artifacts.engine.artifact import ENGINE_JSON, Arrays, EngineArtifact
 from toolkit.errors import ToolkitError
 from toolkit.models.spec import DecoderSpec
 from toolkit.models.vision import sizes

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from toolkit.artifacts.canonical import Dense, GroupInt, Weight
-from toolkit.artifacts.engine_artifact import ENGINE_JSON, Arrays, EngineArtifact
-from toolkit.artifacts.engine_torch import TorchWeights, pack_torch
+from toolkit.artifacts.engine.artifact import ENGINE_JSON, Arrays, EngineArtifact
+from toolkit.artifacts.engine.torch_target import TorchWeights, pack_torch
 from toolkit.artifacts.rounding import check_finite, to_group_int
 from toolkit.errors import ToolkitError
 from toolkit.kernels.cuda.pack import Packed, pack, unpack, unsupported_form

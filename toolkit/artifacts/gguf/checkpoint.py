@@ -1,0 +1,125 @@
+"""A GGUF file as a Hugging Face checkpoint: same config fields, same tensor names, weights kept as they are stored."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.artifacts.gguf.architectures import Change, family_of, hf_config, hf_tensors, row_order
+from toolkit.artifacts.gguf.container import GgufContainer, read_container
+from toolkit.artifacts.gguf.keys import check_kinds
+from toolkit.artifacts.gguf.tokenizer import write_tokenizer
+from toolkit.artifacts.home import toolkit_home
+from toolkit.artifacts.json_file import write_json_object
+from toolkit.artifacts.safetensors_file import TensorInfo
+from toolkit.errors import ToolkitError
+from toolkit.models.registry import build
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from toolkit.artifacts.canonical import Weight
+
+_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+@dataclass
+class GgufFile:
+    """An open file. ``infos`` and ``sources`` are keyed by Hugging Face name; dtypes are GGML type names, and an expert
+    is the part of a tensor of the file that its info says.
+    """
+
+    container: GgufContainer
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    infos: dict[str, TensorInfo]
+    sources: dict[str, tuple[str, Change]]
+
+    def weight(self, name: str) -> Weight:
+        """A matrix in canonical form, its codes and scales as stored; float types are ``Dense``."""
+        import torch
+
+        from toolkit.artifacts.gguf.blocks import from_blocks
+
+        change = self.sources[name][1]
+        info = self.infos[name]
+        weight = from_blocks(info.dtype, self.container.data[info.start : info.end], info.shape)
+        if change in ("q_rows", "k_rows"):
+            heads = self.config["num_attention_heads" if change == "q_rows" else "num_key_value_heads"]
+            return weight.take_rows(torch.from_numpy(row_order(info.shape[0], heads)))
+        return weight
+
+    def tensor(self, name: str) -> Tensor:
+        """Any tensor as plain numbers: float types as stored, quantized ones dequantized to float32."""
+        from toolkit.artifacts.canonical import Dense
+
+        weight = self.weight(name)
+        tensor = weight.weight if isinstance(weight, Dense) else weight.dequantize()
+        return tensor - 1 if self.sources[name][1] == "norm" else tensor
+
+    def write_side_files(self) -> Path:
+        """Directory in the cache with the tokenizer and configs of this file, written on first use. Atomic."""
+        digest = hashlib.sha256(self.container.data[: self._data_start()].data).hexdigest()[:32]
+        target = toolkit_home() / "gguf" / digest
+        if target.is_dir():
+            return target
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{digest}.", dir=target.parent))
+        try:
+            self.write_configs(scratch)
+            os.rename(scratch, target)
+        except OSError:
+            if not target.is_dir():  # else another process was faster: its files are the same
+                raise
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        return target
+
+    def write_configs(self, target: Path) -> None:
+        """Write config.json, generation_config.json, tokenizer files and chat template."""
+        context = self.config["max_position_embeddings"]
+        write_tokenizer(self.container.path, self.container.metadata, context, target)
+        write_json_object(target / "config.json", self.config)
+        write_json_object(target / "generation_config.json", self.generation_config)
+
+    def _data_start(self) -> int:
+        return min((info.start for info in self.container.tensors.values()), default=0)
+
+
+def open_gguf(path: Path) -> GgufFile:
+    """Open and check a GGUF file from its tables alone. Raises ToolkitError, one line that names file and cause."""
+    container = read_container(path)
+    metadata = container.metadata
+    check_kinds(path, metadata)
+    family, spelling = family_of(path, metadata)
+    factors = {
+        name: container.raw(name).view("<f4")
+        for name in _FACTORS
+        if name in container.tensors and container.tensors[name].dtype == "F32"
+    }
+    config = hf_config(path, family, spelling, metadata, container.tensors, factors)
+    infos: dict[str, TensorInfo] = {}
+    found: dict[str, tuple[str, Change]] = {}
+    _, stored = build(config, f"{path}: config.json")
+    for name, info, source, change in hf_tensors(path, spelling, container.tensors, stored):
+        heads = config["num_attention_heads" if change == "q_rows" else "num_key_value_heads"]
+        if change in ("q_rows", "k_rows") and info.shape[0] % (2 * heads):
+            raise ToolkitError(f"{path}: tensor {source}: {info.shape[0]} rows do not make {heads} heads")
+        infos[name], found[name] = info, (source, change)
+    return GgufFile(container, config, _generation_config(metadata), infos, found)
+
+
+def _generation_config(metadata: dict[str, Any]) -> dict[str, Any]:
+    ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "padding")}
+    ends = [ids["eos"]] if ids["eot"] in (None, ids["eos"]) else [ids["eos"], ids["eot"]]
+    found = {
+        "bos_token_id": ids["bos"],
+        "eos_token_id": ends[0] if len(ends) == 1 else ends,
+        "pad_token_id": ids["padding"],
+    }
+    return {name: value for name, value in found.items() if value is not None}

@@ -1,0 +1,286 @@
+"""A checkpoint as a GGUF file: what goes where, in which type, and the bytes."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from toolkit import __version__
+from toolkit.artifacts.canonical import Dense, Weight
+from toolkit.artifacts.checkpoint import Checkpoint
+from toolkit.artifacts.formats.describe import form_name
+from toolkit.artifacts.gguf.architectures import row_order, turns_neighbours
+from toolkit.artifacts.gguf.blocks import to_blocks
+from toolkit.artifacts.gguf.container import TOOL_KEY
+from toolkit.artifacts.gguf.fit import ORDER, fit, smallest
+from toolkit.artifacts.gguf.metadata import ModelMetadata, model_metadata
+from toolkit.artifacts.gguf.mixtures import MIXTURES, Mixture, Place, columns_of, find_mixture, type_of
+from toolkit.artifacts.gguf.quantize import quantize
+from toolkit.artifacts.gguf.vocabulary import vocabulary
+from toolkit.artifacts.gguf.writer import Entry, write_gguf
+from toolkit.artifacts.weights import is_present, load_stored, split_parts
+from toolkit.errors import ToolkitError
+from toolkit.models.gguf import EXPERTS, TOP, Gguf
+from toolkit.models.spec import AttentionSpec, DecoderSpec, StoredTensor
+
+_TOP = {ours: theirs for theirs, ours in TOP.items()}
+
+Load = Callable[[StoredTensor], tuple[Weight | Tensor, Tensor | None]]
+"""A stored module → (canonical weight or plain tensor, bias or None), as ``weights.load_stored`` gives it."""
+
+
+@dataclass
+class Piece:
+    """One tensor of the file. ``sources``: (stored module, name of the part) of each matrix it is made of, more than
+    one for experts; ``suffix`` "weight" or "bias". ``heads``: rows are interleaved for llama.cpp's rope in so many.
+    """
+
+    name: str
+    sources: list[tuple[StoredTensor, str]]
+    suffix: str
+    place: Place
+    heads: int = 0
+    add: float = 0.0
+    kind: str = "F32"
+    rounded: bool = False
+
+
+@dataclass
+class Export:
+    """A planned file. ``notes``: one line each on fall-backs and on what the file cannot say."""
+
+    load: Load
+    metadata: dict[str, Any]
+    factors: dict[str, NDArray[np.float32]]
+    pieces: list[Piece]
+    notes: list[str]
+    importance: Mapping[str, Tensor] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def types(self) -> dict[str, int]:
+        """GGML type → how many matrices have it."""
+        return dict(Counter(piece.kind for piece in self.pieces if piece.place.columns))
+
+    def write(self, path: Path, progress: Callable[[int, int], None] | None = None) -> None:
+        """Write the file; fills ``errors``: relative error of every matrix that is rounded, by canonical name.
+
+        ``progress``: called with (tensors done, of how many).
+        """
+        entries = [Entry(name, factors.shape, "F32") for name, factors in self.factors.items()]
+        entries += [Entry(piece.name, _shape(piece), piece.kind) for piece in self.pieces]
+        write_gguf(path, self.metadata, entries, self._bytes(progress))
+
+    def _bytes(self, progress: Callable[[int, int], None] | None) -> Iterator[NDArray[np.uint8]]:
+        for factors in self.factors.values():
+            yield factors.view(np.uint8)
+        for i, piece in enumerate(self.pieces):
+            if progress is not None:
+                progress(i + 1, len(self.pieces))
+            parts = [self._one(piece, item, name) for item, name in piece.sources]
+            yield parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _one(self, piece: Piece, item: StoredTensor, name: str) -> NDArray[np.uint8]:
+        value = load_part(self.load, item, name, piece)
+        if isinstance(value, Tensor):
+            return (value.float() + piece.add).contiguous().numpy().view(np.uint8).reshape(-1)
+        if not piece.rounded:
+            exact = fit(value, piece.kind)
+            assert exact is not None, (name, piece.kind)
+            return to_blocks(piece.kind, exact)
+        dense = value.dequantize()
+        rounded = quantize(dense, piece.kind, self._importance(item, name), name)
+        norm = float(dense.norm())
+        self.errors[name] = float((rounded.dequantize() - dense).norm()) / norm if norm else 0.0
+        return to_blocks(piece.kind, rounded)
+
+    def _importance(self, item: StoredTensor, name: str) -> Tensor | None:
+        """Of the columns of a matrix; one that stays fused has that of its parts, which all read the same inputs."""
+        names = [part.name for part in item.parts] if name == item.name else [name]
+        return next((self.importance[x] for x in names if x in self.importance), None)
+
+
+def _shape(piece: Piece) -> tuple[int, ...]:
+    item, name = piece.sources[0]
+    rows = _rows(item, name)
+    if len(item.matrix) == 1 or piece.suffix == "bias":
+        return (rows,)
+    columns = item.matrix[1]
+    if not piece.place.columns:
+        return (columns,)  # the one row of a gate
+    return (len(piece.sources), rows, columns) if piece.name.endswith(f"{EXPERTS}.weight") else (rows, columns)
+
+
+def _rows(item: StoredTensor, name: str) -> int:
+    part = next((part for part in item.parts if part.name == name), None)
+    if part is None or part.rows is None:
+        return item.matrix[0]
+    return len(item.rows_of(part))
+
+
+def load_part(load: Load, item: StoredTensor, name: str, piece: Piece) -> Weight | Tensor:
+    """The weight or bias that a piece is made of, its rows as llama.cpp wants them."""
+    value, bias = load(item)
+    wanted = f"{name}.bias" if piece.suffix == "bias" else name
+    if all(part.name != name for part in item.parts):  # a matrix that stays fused
+        found: Weight | Tensor | None = bias if piece.suffix == "bias" else value
+    else:
+        found = dict(split_parts(item, value, bias)).get(wanted)
+    assert found is not None, wanted
+    if not piece.heads:
+        return found
+    rows = found.shape[0]
+    order = torch.from_numpy(np.argsort(row_order(rows, piece.heads)))
+    return found[order] if isinstance(found, Tensor) else found.take_rows(order)
+
+
+def plan_export(
+    checkpoint: Checkpoint,
+    spec: DecoderSpec,
+    stored: list[StoredTensor],
+    gguf_type: str = "auto",
+    importance: Mapping[str, Tensor] | None = None,
+    load: Load | None = None,
+) -> Export:
+    """Decide on every tensor. ``gguf_type``: a mixture's name, or "auto": each matrix as it is stored, in the smallest
+    type that holds it exactly. ``importance``: canonical name → float [in], mean squared inputs. ``load``: where
+    modules come from if not from ``checkpoint``, which then gives the names and the tokenizer alone.
+
+    Raises ToolkitError for a quantized matrix that the type cannot hold exactly, and for a model GGUF cannot express.
+    """
+    context = checkpoint.config.get("max_position_embeddings")
+    model = model_metadata(spec, context if isinstance(context, int) else spec.max_position)
+    mixture = None if gguf_type == "auto" else find_mixture(gguf_type)
+    pieces = list(_pieces(spec, stored, model, checkpoint))
+    load = load or partial(load_stored, checkpoint)
+    falls: dict[tuple[str, str, int], set[str]] = {}
+    for piece in pieces:
+        if piece.place.columns:
+            _choose(checkpoint, load, piece, mixture, falls)
+    notes = list(model.notes)
+    for (wanted, kind, columns), roles in sorted(falls.items()):
+        names = ", ".join(sorted(roles))
+        notes.append(
+            f"{kind} instead of {wanted} for {names}: blocks of {columns_of(wanted)} do not divide {columns} columns"
+        )
+    general = {
+        "general.architecture": model.gguf.arch,
+        "general.type": "model",
+        "general.name": checkpoint.path.stem if checkpoint.path.is_file() else checkpoint.path.name,
+        "general.quantization_version": 2,
+        TOOL_KEY: __version__,
+        "general.file_type": mixture.file_type if mixture else _file_type(pieces),
+    }
+    words = vocabulary(checkpoint.tokenizer_dir, spec.vocab_size, checkpoint.config, checkpoint.generation_config)
+    metadata = {**general, **model.values, **words}
+    return Export(load, metadata, model.factors, pieces, notes, importance or {})
+
+
+def _file_type(pieces: list[Piece]) -> int:
+    most = Counter(piece.kind for piece in pieces if piece.place.columns).most_common(1)[0][0]
+    named = {"Q4_K": "q4_k_m", "Q5_K": "q5_k_m"}.get(most, most.lower())
+    others = {"Q2_K": 10, "Q3_K": 12, "IQ4_NL": 25, "IQ4_XS": 30}
+    return MIXTURES[named].file_type if named in MIXTURES else others[most]
+
+
+def _choose(
+    checkpoint: Checkpoint,
+    load: Load,
+    piece: Piece,
+    mixture: Mixture | None,
+    falls: dict[tuple[str, str, int], set[str]],
+) -> None:
+    """Set the type of a matrix."""
+    weights = [load_part(load, item, name, piece) for item, name in piece.sources]
+    if piece.place.role == "ffn_gate_inp":
+        return  # routers stay in float32
+    matrices = [weight for weight in weights if not isinstance(weight, Tensor)]
+    if mixture is None:
+        kinds = [smallest(weight) for weight in matrices]
+        piece.kind = kinds[0] if len(set(kinds)) == 1 else _common(matrices)
+        return
+    kind, wanted = type_of(mixture, piece.place)
+    if all(isinstance(weight, Dense) for weight in matrices):
+        stored = {weight.weight.dtype for weight in matrices if isinstance(weight, Dense)}
+        exact = stored == {getattr(torch, {"F16": "float16", "BF16": "bfloat16"}.get(kind, "float32"))}
+        piece.kind, piece.rounded = kind, not (kind == "F32" or (kind in ("F16", "BF16") and exact))
+        if wanted:
+            falls.setdefault((wanted, kind, piece.place.columns), set()).add(piece.place.role)
+        return
+    for kind_tried in dict.fromkeys((kind, mixture.base)):
+        if all(fit(weight, kind_tried) is not None for weight in matrices):
+            piece.kind = kind_tried
+            return
+    raise ToolkitError(
+        f"{checkpoint.path}: {piece.sources[0][1]}: {form_name(matrices[0])} cannot be {kind} without rounding once "
+        f"more; use --gguf-type auto ({smallest(matrices[0])} holds it exactly), or convert the unquantized model"
+    )
+
+
+def _common(weights: list[Weight]) -> str:
+    """The smallest type that holds each of several matrices exactly."""
+    return next(kind for kind in ORDER if all(fit(weight, kind) is not None for weight in weights))
+
+
+def _pieces(
+    spec: DecoderSpec, stored: list[StoredTensor], model: ModelMetadata, checkpoint: Checkpoint
+) -> Iterator[Piece]:
+    """Every tensor of the file, in the order of the checkpoint."""
+    attention = dict(spec.attention_layers())
+    neighbours = turns_neighbours(stored)
+    offsets = {norm.name: norm.weight_offset for norm in spec.norms()}
+    stems = {ours: theirs for theirs, ours in model.gguf.names.items()}
+    experts: dict[str, Piece] = {}
+    for item in stored:
+        if item.optional and not is_present(checkpoint, item):
+            continue
+        fused = len(item.parts) > 1 and item.name.split(".", 3)[-1] in stems
+        for name in [item.name] if fused else [part.name for part in item.parts]:
+            if name == spec.head and spec.tied:
+                continue
+            stem, role, layer = _spell(name, stems, model.gguf)
+            columns = item.matrix[1] if len(item.matrix) == 2 and item.matrix[0] > 1 else 0
+            count = model.values.get(f"{model.gguf.arch}.expert_count", 0)
+            place = Place(role, layer, len(spec.layers), columns, spec.tied, count)
+            piece = Piece(f"{stem}.weight", [(item, name)], "weight", place, add=offsets.get(name, 0.0))
+            piece.heads = _heads(role, attention.get(layer), model.gguf, neighbours)
+            if role.endswith(EXPERTS):
+                known = experts.get(stem)
+                if known is not None:
+                    known.sources.append((item, name))
+                    continue
+                experts[stem] = piece
+            yield piece
+            if item.bias:
+                flat = Place(role, layer, len(spec.layers), 0)
+                yield Piece(f"{stem}.bias", [(item, name)], "bias", flat, heads=piece.heads)
+
+
+def _spell(name: str, stems: dict[str, str], gguf: Gguf) -> tuple[str, str, int]:
+    """(tensor name without suffix, role, layer) of a canonical name."""
+    if name in _TOP:
+        return _TOP[name], _TOP[name], 0
+    parts = name.split(".", 3)
+    if len(parts) == 4 and parts[:2] == ["model", "layers"]:
+        role = stems.get(re.sub(r"\.experts\.\d+\.", ".experts.{}.", parts[3]))
+        if role is not None:
+            return f"blk.{parts[2]}.{role}", role, int(parts[2])
+    raise ToolkitError(f"gguf: {name} has no place in llama.cpp's {gguf.arch}")
+
+
+def _heads(role: str, attention: AttentionSpec | None, gguf: Gguf, neighbours: bool) -> int:
+    """Into how many heads rows are interleaved; 0 where they stay. ``neighbours``: the checkpoint has them so, and only
+    layers with rope were read in another order."""
+    if attention is None or not gguf.interleaved_qk or (neighbours and attention.rope is None):
+        return 0
+    return {"attn_q": attention.heads, "attn_k": attention.kv_heads}.get(role, 0)

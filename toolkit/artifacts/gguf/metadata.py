@@ -1,0 +1,172 @@
+"""A decoder spec as llama.cpp's metadata: architecture, dimensions, rope. Inverse of ``architectures.hf_config``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.errors import ToolkitError
+from toolkit.models.gguf import Gguf
+from toolkit.models.registry import get
+from toolkit.models.spec import AttentionSpec, DecoderSpec, RopeSpec
+
+
+@dataclass(frozen=True)
+class ModelMetadata:
+    """``gguf``: the architecture. ``values``: metadata without ``general.*`` and tokenizer. ``factors``: rope tensors,
+    float32, by name. ``notes``: what the file cannot say, one line each.
+    """
+
+    gguf: Gguf
+    values: dict[str, Any]
+    factors: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def model_metadata(spec: DecoderSpec, context_length: int) -> ModelMetadata:
+    """Metadata of a model. ``context_length``: what config.json states.
+
+    Raises ToolkitError for what llama.cpp's architecture of that name does not compute.
+    """
+    gguf = get(spec.family).gguf
+    if isinstance(gguf, str):
+        raise ToolkitError(f"gguf: {gguf}")
+    layers = [attention for _, attention in spec.attention_layers()]
+    first = layers[0]
+    values: dict[str, Any] = {
+        "block_count": len(layers),
+        "context_length": context_length,
+        "embedding_length": spec.hidden_size,
+        "feed_forward_length": _feed_forward(spec),
+        "attention.head_count": first.heads,
+        "attention.head_count_kv": first.kv_heads,
+        "attention.key_length": first.head_dim,
+        "attention.value_length": first.head_dim,
+        gguf.eps_key: float(spec.final_norm.eps),
+        "vocab_size": spec.vocab_size,
+    }
+    found = ModelMetadata(gguf, values)
+    values.update(_experts(spec, gguf))
+    if (rope := _main_rope(layers)) is not None:
+        _rope(rope, found)
+    if any(attention.alibi is not None for attention in layers):
+        raise ToolkitError(f"gguf: llama.cpp's {gguf.arch} turns q and k, this model has ALiBi instead")
+    _windows(layers, found)
+    _queries(spec, gguf, first)
+    _activation(spec, gguf)
+    odd = next((linear.name for linear in spec.linears() if linear.bias), None)
+    if odd is not None and not gguf.biases:
+        raise ToolkitError(f"gguf: llama.cpp's {gguf.arch} has no biases, this model has {odd}.bias")
+    if gguf.write is not None:
+        values.update(gguf.write(spec))
+    return ModelMetadata(
+        gguf, {f"{gguf.arch}.{key}": value for key, value in values.items()}, found.factors, found.notes
+    )
+
+
+def unsupported(spec: DecoderSpec) -> str | None:
+    """Why llama.cpp's architectures cannot hold the model, or None."""
+    try:
+        model_metadata(spec, spec.max_position)
+    except ToolkitError as error:
+        return str(error).removeprefix("gguf: ")
+    return None
+
+
+def _main_rope(layers: list[AttentionSpec]) -> RopeSpec | None:
+    """The rope that the file states: of the layers that see everything, where they have one."""
+    ropes = [attention.rope for attention in layers if attention.window is None] + [x.rope for x in layers]
+    return next((rope for rope in ropes if rope is not None), None)
+
+
+def _feed_forward(spec: DecoderSpec) -> int:
+    mixers = [m for _, m in spec.mixers() if m.mlps()]
+    first = next((m for m in mixers if m.kind == "mlp"), mixers[0])
+    return first.mlps()[0].up.out_features
+
+
+def _experts(spec: DecoderSpec, gguf: Gguf) -> dict[str, Any]:
+    layers = [m for _, m in spec.mixers() if m.kind == "moe"]
+    if not layers:
+        return {}
+    if len(layers) != len(spec.layers) and "ffn_gate" not in gguf.names:
+        raise ToolkitError(
+            f"gguf: llama.cpp's {gguf.arch} has experts in every layer, this model in {len(layers)} of them"
+        )
+    first = layers[0]
+    if first.norm_topk != gguf.norm_topk:
+        does = "rescales the experts' weights to sum 1" if gguf.norm_topk else "takes the experts' weights as they are"
+        raise ToolkitError(f"gguf: llama.cpp's {gguf.arch} {does}; this model does not")
+    sizes = {
+        "expert_count": len(first.experts),
+        "expert_used_count": first.top_k,
+        "expert_feed_forward_length": first.experts[0].up.out_features,
+        "expert_shared_feed_forward_length": first.shared.up.out_features if first.shared else 0,
+    }
+    stated = {"expert_count", "expert_used_count", *gguf.numbers.values()}
+    return {key: value for key, value in sizes.items() if key in stated}
+
+
+def _rope(rope: RopeSpec, found: ModelMetadata) -> None:
+    values = found.values
+    values["rope.dimension_count"] = rope.rotary_dim
+    values["rope.freq_base"] = float(rope.theta)
+    if rope.kind in ("linear", "yarn"):
+        values["rope.scaling.type"] = rope.kind
+        values["rope.scaling.factor"] = float(rope.factor)
+    if rope.kind == "yarn":
+        values["rope.scaling.original_context_length"] = rope.original_max_position
+    elif rope.kind == "llama3":
+        found.factors["rope_freqs.weight"] = _llama3_factors(rope)
+    elif rope.kind == "longrope":
+        values["rope.scaling.original_context_length"] = rope.original_max_position
+        values["rope.scaling.attn_factor"] = float(1.0 if rope.attention_factor is None else rope.attention_factor)
+        found.factors["rope_factors_long.weight"] = np.asarray(rope.long_factor, np.float32)
+        found.factors["rope_factors_short.weight"] = np.asarray(rope.short_factor, np.float32)
+    elif rope.kind == "dynamic":
+        values["context_length"] = min(values["context_length"], rope.original_max_position)
+        found.notes.append(
+            f"dynamic rope scaling has no place in GGUF: right up to {rope.original_max_position} tokens of context"
+        )
+
+
+def _llama3_factors(rope: RopeSpec) -> NDArray[np.float32]:
+    """What every frequency is divided by: 1 for short wavelengths, ``factor`` for long ones, a blend between."""
+    exponents = np.arange(0, rope.rotary_dim, 2) / rope.rotary_dim
+    rotations = rope.original_max_position / (2 * np.pi * rope.theta**exponents)
+    smooth = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    smooth = np.clip(smooth, 0.0, 1.0)
+    return (1.0 / ((1.0 - smooth) / rope.factor + smooth)).astype(np.float32)
+
+
+def _windows(layers: list[AttentionSpec], found: ModelMetadata) -> None:
+    windows = {attention.window for attention in layers} - {None}
+    if not windows:
+        return
+    window = windows.pop()
+    if found.gguf.window:
+        found.values["attention.sliding_window"] = window
+    else:
+        found.notes.append(
+            f"llama.cpp's {found.gguf.arch} has no sliding window: right up to {window} tokens of context"
+        )
+
+
+def _activation(spec: DecoderSpec, gguf: Gguf) -> None:
+    mlps = [mlp for _, mixer in spec.mixers() for mlp in mixer.mlps()]
+    odd = next((mlp.activation for mlp in mlps if mlp.activation != gguf.activation), None)
+    if gguf.activation is not None and odd is not None:
+        raise ToolkitError(
+            f"gguf: llama.cpp's {gguf.arch} has {gguf.activation} for the activation of its MLPs, this model {odd}"
+        )
+
+
+def _queries(spec: DecoderSpec, gguf: Gguf, first: AttentionSpec) -> None:
+    scale = first.scale if gguf.scale is None else gguf.scale(spec)
+    if abs(first.scale / scale - 1) > 1e-6:
+        raise ToolkitError(
+            f"gguf: llama.cpp scales queries of this architecture by {scale:.6g}, the model by {first.scale:.6g}"
+        )

@@ -1,0 +1,247 @@
+"""Rounding float weights to GGML's block types.
+
+The types are those of llama.cpp (see ``blocks``); the search is our own: for each group a range of scales is
+tried, offset and scale refitted by weighted least squares (as GPTQ-style refits do, in closed form), the best kept; for
+K-quants the floats of a super-block are then refitted to the codes, and the codes to them, while the error falls.
+The error is sum(weight * (x - q)**2); the weight of a column is its importance (mean of the squared input, say) or 1,
+times sqrt(mean(x**2) + x**2) of its block, which lets large values count more.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from toolkit.artifacts.canonical import Dense, GroupInt, SuperScales, Weight, join_rows
+from toolkit.artifacts.gguf.blocks import BLOCKS, BlockType
+from toolkit.errors import ToolkitError
+
+WRITTEN = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+"""Types that floats can be rounded to."""
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_CHUNK = 1 << 18  # elements rounded at once: what bounds memory
+_REFITS = 3
+
+
+def quantize(weight: Tensor, kind: str, importance: Tensor | None = None, name: str = "") -> Weight:
+    """Round ``weight`` (float [out, in]) to GGML type ``kind``, one of ``WRITTEN``.
+
+    ``importance``: float [in], how much an error in each column counts (mean squared input), or None: all alike.
+    Raises ToolkitError, with ``name``, for NaN, infinity, or values that float16 cannot hold.
+    """
+    if not bool(torch.isfinite(weight).all()):
+        raise ToolkitError(f"{name}: holds NaN or infinity; nothing can be rounded to {kind}")
+    if kind in _FLOATS:
+        cast = weight.to(_FLOATS[kind])
+        if not bool(torch.isfinite(cast).all()):
+            raise ToolkitError(f"{name}: a value is beyond float16's 65504; use bf16 or f32")
+        return Dense(cast)
+    block = BLOCKS[kind]
+    if importance is not None:
+        importance = importance.float().clamp(min=0)
+        importance = importance / importance.mean().clamp(min=1e-30)
+    rows = max(1, _CHUNK // weight.shape[1])
+    parts = [_quantize_rows(part.float(), block, importance) for part in weight.split(rows)]
+    found = join_rows(parts)
+    assert isinstance(found, GroupInt)
+    floats = found.scales if found.super_scales is None else found.super_scales.d
+    if not bool(torch.isfinite(floats).all()):
+        raise ToolkitError(f"{name}: weights up to {float(weight.abs().max()):.3g} need a scale beyond float16")
+    return found
+
+
+def _quantize_rows(x: Tensor, block: BlockType, importance: Tensor | None) -> GroupInt:
+    n_out = x.shape[0]
+    blocks = x.view(-1, block.columns)
+    spread = (blocks.square().mean(1, keepdim=True) + blocks.square()).sqrt()
+    if importance is not None:
+        spread = spread * importance.view(1, -1, block.columns).expand(n_out, -1, -1).reshape(blocks.shape)
+    groups = blocks.view(-1, block.group)
+    counts = spread.view(-1, block.group)
+    if block.name == "Q8_0":
+        return _q8_0(groups, n_out)
+    if block.zero is None:
+        scale, low = _search_affine(groups, counts, (1 << block.bits) - 1, negative=block.supers)
+        if block.supers:
+            return _with_minima(groups, counts, scale, low, block, n_out)
+        return _simple(groups, scale, low, block, n_out)
+    scale = _search_symmetric(groups, counts, block.zero)
+    return (
+        _without_minima(groups, counts, scale, block, n_out)
+        if block.supers
+        else _simple(groups, scale, None, block, n_out)
+    )
+
+
+def _q8_0(x: Tensor, n_out: int) -> GroupInt:
+    """Bit for bit what llama.cpp writes: the largest value becomes 127, halves go away from zero."""
+    scale = x.abs().amax(1, keepdim=True) / 127
+    scaled = x * _divide(torch.ones_like(scale), scale)
+    codes = torch.trunc(scaled + torch.copysign(torch.tensor(0.5), scaled)) + 128
+    scales = scale.half().view(n_out, -1)
+    zeros = torch.full(scales.shape, 128, dtype=torch.uint8)
+    return GroupInt(codes.to(torch.uint8).view(n_out, -1), scales, zeros, 8, 32)
+
+
+def _divide(a: Tensor, b: Tensor) -> Tensor:
+    """a / b, and 0 where b is 0."""
+    return torch.where(b == 0, torch.zeros_like(a), a / torch.where(b == 0, torch.ones_like(b), b))
+
+
+def _search_symmetric(x: Tensor, w: Tensor, half: int) -> Tensor:
+    """Scales [N, 1] for codes -half … half-1; the value of largest magnitude is tried near -half, and near half-1."""
+    peak = x.gather(1, x.abs().argmax(1, keepdim=True))
+    best, scale = torch.full_like(peak, -1), torch.zeros_like(peak)
+    for step in range(-9, 10):
+        inverse = _divide(torch.full_like(peak, -(half + 0.1 * step)), peak)
+        codes = (x * inverse).round_().clamp_(-half, half - 1)
+        weighted = w * codes
+        xl = (weighted * x).sum(1, keepdim=True)
+        ll = (weighted * codes).sum(1, keepdim=True)
+        gain = _divide(xl * xl, ll)  # what the squared error falls by
+        better = gain > best
+        best, scale = torch.where(better, gain, best), torch.where(better, _divide(xl, ll), scale)
+    return scale
+
+
+def _search_affine(x: Tensor, w: Tensor, top: int, *, negative: bool) -> tuple[Tensor, Tensor]:
+    """(scales, lows), each [N, 1], for x ≈ code * scale + low with codes 0 … top; ``negative``: low ≤ 0 is required."""
+    low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
+    if negative:
+        low = low.clamp(max=0)
+    total, weighted = w.sum(1, keepdim=True), w * x
+    sum_x = weighted.sum(1, keepdim=True)
+    best_scale, best_low = (high - low) / top, low.clone()
+    best = torch.full_like(low, torch.inf)
+    for step in range(-1, 21):
+        reach = top if step < 0 else top - 1.0 + 0.1 * step
+        codes = ((x - low) * _divide(torch.full_like(low, reach), high - low)).round_().clamp_(0, top)
+        wl = w * codes
+        sum_l, sum_ll = wl.sum(1, keepdim=True), (wl * codes).sum(1, keepdim=True)
+        sum_xl = (weighted * codes).sum(1, keepdim=True)
+        det = total * sum_ll - sum_l * sum_l
+        scale = _divide(total * sum_xl - sum_x * sum_l, det)
+        offset = _divide(sum_ll * sum_x - sum_l * sum_xl, det)
+        if negative:
+            scale = torch.where(offset > 0, _divide(sum_xl, sum_ll), scale)
+            offset = offset.clamp(max=0)
+        error = (w * (codes * scale + offset - x).square()).sum(1, keepdim=True)
+        better = (error < best) & (scale > 0)
+        best = torch.where(better, error, best)
+        best_scale, best_low = torch.where(better, scale, best_scale), torch.where(better, offset, best_low)
+    return best_scale, best_low
+
+
+def _simple(x: Tensor, scale: Tensor, low: Tensor | None, block: BlockType, n_out: int) -> GroupInt:
+    """Codes against the floats as they are stored, in float16."""
+    stored = scale.half()
+    offset = None if low is None else low.half()
+    zero = 0 if block.zero is None else block.zero
+    shifted = x if offset is None else x - offset.float()
+    codes = _divide(shifted, stored.float().expand_as(x)).round_().add_(zero).clamp_(0, (1 << block.bits) - 1)
+    scales = stored.view(n_out, -1)
+    return GroupInt(
+        codes.to(torch.uint8).view(n_out, -1),
+        scales,
+        None if block.zero is None else torch.full(scales.shape, block.zero, dtype=torch.uint8),
+        block.bits,
+        block.group,
+        None if offset is None else offset.view(n_out, -1),
+    )
+
+
+def _without_minima(x: Tensor, w: Tensor, scale: Tensor, block: BlockType, n_out: int) -> GroupInt:
+    """Q6_K: signed 8-bit scales of sixteens times one float of 256."""
+    assert block.zero is not None
+    half = block.zero
+    per_block = block.columns // block.group
+    scales = scale.view(-1, per_block)
+    peak = scales.gather(1, scales.abs().argmax(1, keepdim=True))
+    d = (peak / -128).half()
+    sub = _divide(scales, d.float().expand_as(scales)).round_().clamp_(-128, 127)
+    blocks, weights = x.view(-1, per_block, block.group), w.view(-1, per_block, block.group)
+
+    def codes_for(d: Tensor) -> Tensor:
+        step = (d.float() * sub)[..., None]
+        return _divide(blocks, step.expand_as(blocks)).round_().clamp_(-half, half - 1)
+
+    def error(codes: Tensor, d: Tensor) -> Tensor:
+        return (weights * (codes * (d.float() * sub)[..., None] - blocks).square()).sum((1, 2))[:, None]
+
+    def refit(codes: Tensor) -> Tensor:
+        units = codes * sub[..., None]
+        up, down = (weights * units * blocks).sum((1, 2)), (weights * units * units).sum((1, 2))
+        return _divide(up, down)[:, None].half()
+
+    codes = codes_for(d)
+    least = error(codes, d)
+    for _ in range(_REFITS):
+        trial = refit(codes)
+        trial_codes = codes_for(trial)
+        trial_error = error(trial_codes, trial)
+        better = trial_error < least
+        if not bool(better.any()):
+            break
+        d, least = torch.where(better, trial, d), torch.where(better, trial_error, least)
+        codes = torch.where(better[..., None], trial_codes, codes)
+    supers = SuperScales(d.view(n_out, -1), sub.to(torch.int8).view(n_out, -1))
+    return _from_supers((codes + block.zero), supers, block, n_out)
+
+
+def _with_minima(x: Tensor, w: Tensor, scale: Tensor, low: Tensor, block: BlockType, n_out: int) -> GroupInt:
+    """Q4_K, Q5_K: 6-bit scales and minima of 32 columns, each times one float of 256."""
+    per_block = block.columns // block.group
+    top = (1 << block.bits) - 1
+    scales, lows = scale.view(-1, per_block), -low.view(-1, per_block)
+    d = (scales.amax(1, keepdim=True) / 63).half()
+    dmin = (lows.amax(1, keepdim=True) / 63).half()
+    sub = _divide(scales, d.float().expand_as(scales)).round_().clamp_(0, 63)
+    sub_min = _divide(lows, dmin.float().expand_as(lows)).round_().clamp_(0, 63)
+    blocks, weights = x.view(-1, per_block, block.group), w.view(-1, per_block, block.group)
+
+    def codes_for(d: Tensor, dmin: Tensor) -> Tensor:
+        step, under = (d.float() * sub)[..., None], (dmin.float() * sub_min)[..., None]
+        return _divide(blocks + under, step.expand_as(blocks)).round_().clamp_(0, top)
+
+    def error(codes: Tensor, d: Tensor, dmin: Tensor) -> Tensor:
+        value = codes * (d.float() * sub)[..., None] - (dmin.float() * sub_min)[..., None]
+        return (weights * (value - blocks).square()).sum((1, 2))[:, None]
+
+    def refit(codes: Tensor) -> tuple[Tensor, Tensor]:
+        """The two floats that are best for these codes: a weighted least squares of two unknowns."""
+        a, b = codes * sub[..., None], -sub_min[..., None].expand_as(codes)
+        wa, wb = weights * a, weights * b
+        aa, ab, bb = (wa * a).sum((1, 2)), (wa * b).sum((1, 2)), (wb * b).sum((1, 2))
+        ax, bx = (wa * blocks).sum((1, 2)), (wb * blocks).sum((1, 2))
+        det = aa * bb - ab * ab
+        lone = det.abs() <= 1e-6 * aa * bb  # no minima to speak of
+        first = torch.where(lone, _divide(ax, aa), _divide(bb * ax - ab * bx, det))
+        second = torch.where(lone, torch.zeros_like(ax), _divide(aa * bx - ab * ax, det))
+        return first[:, None].half(), second[:, None].half()
+
+    codes = codes_for(d, dmin)
+    least = error(codes, d, dmin)
+    for _ in range(_REFITS):
+        trial, trial_min = refit(codes)
+        trial_codes = codes_for(trial, trial_min)
+        trial_error = error(trial_codes, trial, trial_min)
+        better = (trial_error < least) & (trial > 0) & (trial_min >= 0)
+        if not bool(better.any()):
+            break
+        d, dmin = torch.where(better, trial, d), torch.where(better, trial_min, dmin)
+        least, codes = torch.where(better, trial_error, least), torch.where(better[..., None], trial_codes, codes)
+    supers = SuperScales(
+        d.view(n_out, -1),
+        sub.to(torch.int8).view(n_out, -1),
+        dmin.view(n_out, -1),
+        sub_min.to(torch.int8).view(n_out, -1),
+    )
+    return _from_supers(codes, supers, block, n_out)
+
+
+def _from_supers(codes: Tensor, supers: SuperScales, block: BlockType, n_out: int) -> GroupInt:
+    scales = supers.scales()
+    zeros = None if block.zero is None else torch.full(scales.shape, block.zero, dtype=torch.uint8)
+    flat = codes.to(torch.uint8).reshape(n_out, -1)
+    return GroupInt(flat, scales, zeros, block.bits, block.group, supers.minima(), super_scales=supers)

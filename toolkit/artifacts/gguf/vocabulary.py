@@ -1,0 +1,169 @@
+"""The tokenizer of a checkpoint as GGUF metadata: the inverse of ``tokenizer``."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from toolkit.artifacts.gguf.tokenizer import PRE_TOKENIZERS
+from toolkit.artifacts.json_file import read_json_object
+from toolkit.errors import ToolkitError
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+_NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+
+
+def vocabulary(directory: Path, vocab_size: int, config: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
+    """``tokenizer.*`` entries for the tokenizer in ``directory``, filled up to ``vocab_size`` tokens.
+
+    ``config`` and ``generation``: config.json and generation_config.json, for the ids of special tokens. Raises
+    ToolkitError, one line, for a tokenizer that GGUF (or this tool) cannot express.
+    """
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise ToolkitError(f"{directory}: tokenizer.json is missing; a GGUF file carries its tokenizer")
+    data = read_json_object(path)
+    model = data.get("model") or {}
+    if model.get("type") != "BPE" or not isinstance(model.get("vocab"), dict):
+        raise ToolkitError(
+            f"{path}: model.type: expected BPE, found {model.get('type')!r:.40}; GGUF needs another tool"
+        )
+    added = {int(token["id"]): token for token in data.get("added_tokens") or []}
+    tokens = {int(i): token for token, i in model["vocab"].items()} | {i: t["content"] for i, t in added.items()}
+    if max(tokens, default=0) >= vocab_size:
+        raise ToolkitError(
+            f"{path}: token id {max(tokens)}: the model has {vocab_size} embeddings; the two do not match"
+        )
+    listed = [tokens.get(i, f"[PAD{i}]") for i in range(vocab_size)]
+    sentencepiece = bool(model.get("byte_fallback"))
+    kinds = [
+        _kind(i, listed[i], i in tokens, added.get(i), model.get("unk_token"), sentencepiece) for i in range(vocab_size)
+    ]
+    found: dict[str, Any] = {
+        "tokenizer.ggml.model": "llama" if sentencepiece else "gpt2",
+        "tokenizer.ggml.pre": "default" if sentencepiece else _pre_tokenizer(path, data),
+        "tokenizer.ggml.tokens": listed,
+        "tokenizer.ggml.token_type": np.array(kinds, np.int32),
+    }
+    merges = [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in model.get("merges") or []]
+    if sentencepiece:
+        found["tokenizer.ggml.scores"] = _scores(listed, merges)
+    else:
+        found["tokenizer.ggml.merges"] = [" ".join(pair) for pair in merges]
+    found |= _special_ids(directory, listed, config, generation)
+    found |= _flags(path, data, found, sentencepiece)
+    template = _chat_template(directory)
+    return found if template is None else {**found, "tokenizer.chat_template": template}
+
+
+def _kind(
+    i: int, text: str, exists: bool, added: dict[str, Any] | None, unknown: str | None, sentencepiece: bool
+) -> int:
+    if not exists:
+        return _UNUSED
+    if sentencepiece and text == unknown:
+        return _UNKNOWN
+    if added is not None:
+        return _CONTROL if added.get("special") else _USER_DEFINED
+    return _BYTE if sentencepiece and _BYTE_TOKEN.fullmatch(text) else _NORMAL
+
+
+def _scores(tokens: list[str], merges: list[tuple[str, ...]]) -> Any:
+    """Sentencepiece joins the pair that makes the token of the highest score: the earlier the merge, the higher."""
+    rank: dict[str, int] = {}
+    for i, pair in enumerate(merges):
+        rank.setdefault("".join(pair), i)
+    return np.array([-float(rank.get(token, len(merges))) for token in tokens], np.float32)
+
+
+def _parts(step: Any) -> list[dict[str, Any]]:
+    """A pre-tokenizer or normalizer as a list of its steps."""
+    if not isinstance(step, dict):
+        return []
+    for key in ("pretokenizers", "normalizers"):
+        if key in step:
+            return [part for inner in step[key] for part in _parts(inner)]
+    return [step]
+
+
+def _pre_tokenizer(path: Path, data: dict[str, Any]) -> str:
+    """llama.cpp's name for how text is cut before merging."""
+    steps = _parts(data.get("pre_tokenizer"))
+    kinds = [step.get("type") for step in steps]
+    if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
+        return "gpt-2"
+    if kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits") and steps[1].get("use_regex", True):
+        return "smollm"
+    if kinds == ["Split", "ByteLevel"]:
+        pattern = (steps[0].get("pattern") or {}).get("Regex")
+        for name in ("llama-bpe", "qwen2"):
+            if pattern == PRE_TOKENIZERS[name]:
+                return name
+    known = "GPT-2's, SmolLM's, Qwen2's, Llama 3's"
+    raise ToolkitError(
+        f"{path}: pre_tokenizer: expected one of {known}, found {json.dumps(data.get('pre_tokenizer')):.120}"
+    )
+
+
+def _special_ids(
+    directory: Path, tokens: list[str], config: dict[str, Any], generation: dict[str, Any]
+) -> dict[str, Any]:
+    side = directory / "tokenizer_config.json"
+    named = read_json_object(side) if side.is_file() else {}
+    ids: dict[str, int] = {}
+    for short, key in _NAMES.items():
+        token = named.get(f"{short}_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        found = config.get(f"{short}_token_id")
+        if isinstance(text, str) and text in tokens:
+            ids[key] = tokens.index(text)
+        elif isinstance(found, int) and 0 <= found < len(tokens):
+            ids[key] = found
+    ends = generation.get("eos_token_id", config.get("eos_token_id"))
+    ends = [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int) and end < len(tokens)]
+    if ends:
+        ids["eos"] = ids["eos"] if ids.get("eos") in ends else ends[0]
+        others = [end for end in ends if end != ids["eos"]]
+        if others:
+            ids["eot"] = others[-1]
+    return {f"tokenizer.ggml.{key}_token_id": value for key, value in ids.items()}
+
+
+def _flags(path: Path, data: dict[str, Any], found: dict[str, Any], sentencepiece: bool) -> dict[str, bool]:
+    """Whether bos and eos are added, and (sentencepiece) a blank in front."""
+    from tokenizers import Tokenizer
+
+    try:
+        ids = Tokenizer.from_str(json.dumps(data)).encode("a").ids
+    except Exception as error:  # the library's own exception type
+        raise ToolkitError(f"{path}: {str(error).splitlines()[0]:.100}") from error
+    bos, eos = found.get("tokenizer.ggml.bos_token_id"), found.get("tokenizer.ggml.eos_token_id")
+    flags = {
+        "tokenizer.ggml.add_bos_token": bool(ids) and ids[0] == bos and len(ids) > 1,
+        "tokenizer.ggml.add_eos_token": bool(ids) and ids[-1] == eos and len(ids) > 1,
+    }
+    if not sentencepiece:
+        return {**flags, "tokenizer.ggml.add_space_prefix": False}
+    steps = _parts(data.get("normalizer")) + _parts(data.get("pre_tokenizer"))
+    prefix = any(
+        step.get("type") == "Prepend"
+        or (step.get("type") == "Metaspace" and step.get("prepend_scheme", "always") != "never")
+        for step in steps
+    )
+    return {**flags, "tokenizer.ggml.add_space_prefix": prefix}
+
+
+def _chat_template(directory: Path) -> str | None:
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    side = directory / "tokenizer_config.json"
+    found = read_json_object(side).get("chat_template") if side.is_file() else None
+    if isinstance(found, list):
+        found = next((t.get("template") for t in found if t.get("name") == "default"), None)
+    return found if isinstance(found, str) else None

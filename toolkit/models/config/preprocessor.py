@@ -1,0 +1,182 @@
+"""Recipes from ``preprocessor_config.json``, or the image part of ``processor_config.json``; absent fields are as the
+families' processors have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toolkit.models.config.fields import Fields
+from toolkit.models.towers import side
+from toolkit.models.vision import Recipe
+
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+HALF = (0.5, 0.5, 0.5)
+MOST = 1 << 16  # pixels along a side
+FILTERS, LANCZOS = 6, 1  # of Pillow's: how many there are, and one of them
+
+
+def colours(
+    config: Fields, mean: tuple[float, ...] = CLIP_MEAN, std: tuple[float, ...] = CLIP_STD, resample: int = 3
+) -> dict[str, Any]:
+    """Mean, deviation and filter. Raises ToolkitError for a config that asks for another way than all released ones."""
+    factor = config.number("rescale_factor", default=1 / 255)
+    if abs(factor * 255 - 1) > 1e-3:
+        config.fail("rescale_factor", factor, "1/255")
+    for name in ("do_resize", "do_rescale", "do_normalize"):
+        if not config.flag(name, True):
+            config.fail(name, False, "true")
+    return {
+        "mean": _three(config, "image_mean", mean),
+        "std": _three(config, "image_std", std),
+        "resample": config.integer("resample", default=resample, low=0, high=FILTERS),
+    }
+
+
+def _three(config: Fields, name: str, default: tuple[float, ...]) -> tuple[float, ...]:
+    value = config.values.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, list) or len(value) != 3 or not all(type(x) in (int, float) for x in value):
+        config.fail(name, value, "three numbers")
+    if name == "image_std" and min(value) <= 0:
+        config.fail(name, value, "three numbers above 0")
+    return tuple(float(x) for x in value)
+
+
+def both_sides(config: Fields, name: str, default: tuple[int, int]) -> tuple[int, int]:
+    """(height, width) of an object that gives these, or the shortest edge for both."""
+    value = config.values.get(name)
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = {"height": value, "width": value}
+    found = Fields(value, config.source, f"{config.prefix}{name}.") if isinstance(value, dict) else None
+    if found is None:
+        return default
+    if found.has("shortest_edge"):
+        return (found.integer("shortest_edge", high=MOST),) * 2
+    return found.integer("height", high=MOST), found.integer("width", high=MOST)
+
+
+def longest(config: Fields, name: str, default: int) -> int:
+    found = config.nested(name)
+    if found is None:
+        return default
+    return found.integer("longest_edge", "height", default=default, high=MOST)
+
+
+def clip_recipe(tower: Fields, config: Fields, **changes: Any) -> Recipe:
+    """The short side to one length, then the middle; or a square where the config gives both sides (SigLIP)."""
+    image, patch = side(tower, "image_size", 336), side(tower, "patch_size", 14)
+    siglip = tower.values.get("model_type") == "siglip_vision_model"
+    size = config.nested("size")
+    square = siglip if size is None else not size.has("shortest_edge")
+    short = both_sides(config, "size", (image, image))
+    crop = short if square else both_sides(config, "crop_size", (image, image))
+    if crop != (image, image):
+        config.fail("crop_size", crop[0], f"{image}, the tower's image_size")
+    made: dict[str, Any] = {
+        "kind": "square" if square else "crop",
+        "size": crop,
+        "short": short[0],
+        "unit": patch,
+        "pad": config.flag("do_pad", False),
+        "per_tile": (image // patch) ** 2,
+        **(colours(config, HALF, HALF) if siglip else colours(config)),
+    }
+    return Recipe(**(made | changes))
+
+
+def fit_recipe(tower: Fields, config: Fields, merge: int) -> Recipe:
+    """Pixtral's: the picture's own ratio, a line of tokens each row."""
+    patch = side(tower, "patch_size", 16)
+    return Recipe(
+        kind="fit",
+        size=(0, 0),
+        unit=patch * merge,
+        long=longest(config, "size", 1024),
+        spelled="lines",
+        mark="[IMG]",
+        token="[IMG]",
+        before="[IMG_BREAK]",
+        after="[IMG_END]",
+        **colours(config),
+    )
+
+
+def canvases(config: Fields, default: tuple[tuple[int, int], ...], tower: Fields) -> tuple[tuple[int, int], ...]:
+    """``image_grid_pinpoints``: (height, width) of each canvas, cut into tiles for the tower."""
+    value = config.values.get("image_grid_pinpoints")
+    if value is None:
+        value = [list(canvas) for canvas in default]
+    tile = side(tower, "image_size", 336)
+    good = isinstance(value, list) and 0 < len(value) <= 1000
+    good = good and all(
+        isinstance(c, list) and len(c) == 2 and all(type(x) is int and 0 < x < MOST for x in c) for c in value
+    )
+    if not good:
+        config.fail("image_grid_pinpoints", value, "a list of [height, width]")
+    if any(x % tile for c in value for x in c):
+        config.fail("image_grid_pinpoints", value, f"multiples of {tile}, the tower's image_size")
+    return tuple((c[0], c[1]) for c in value)
+
+
+def area_recipe(config: Fields) -> Recipe:
+    """Qwen2-VL's: both sides to multiples of a token's, so many pixels at least and at most."""
+    size = config.nested("size") or Fields({}, config.source)
+    limit = 1 << 30
+    least = size.integer("shortest_edge", default=56 * 56, high=limit)
+    most = size.integer("longest_edge", default=28 * 28 * 1280, high=limit)
+    unit = config.integer("patch_size", default=14, high=1024) * config.integer("merge_size", default=2, high=16)
+    return Recipe(
+        kind="area",
+        size=(0, 0),
+        unit=unit,
+        least=config.integer("min_pixels", default=least, high=limit),
+        most=config.integer("max_pixels", default=most, low=unit**2, high=limit),
+        mark="<|image_pad|>",
+        written="<|vision_start|><|image_pad|><|vision_end|>",
+        token="<|image_pad|>",
+        **colours(config),
+    )
+
+
+def split_recipe(tower: Fields, config: Fields, factor: int) -> Recipe:
+    """Idefics 3's: tiles named by row and column, ``factor`` patches along a side a token."""
+    image, patch = side(tower, "image_size"), side(tower, "patch_size")
+    tile = longest(config, "max_image_size", 364)
+    if tile != image:
+        config.fail("max_image_size", tile, f"{image}, the tower's image_size")
+    return Recipe(
+        kind="split",
+        size=(tile, tile),
+        unit=patch * factor,
+        long=longest(config, "size", 4 * 364),
+        most=int(config.flag("do_image_splitting", True)),
+        per_tile=(image // (patch * factor)) ** 2,
+        spelled="split",
+        written="<image>",
+        before="<fake_token_around_image>",
+        after="<global-img>",
+        **colours(config, HALF, HALF, LANCZOS),
+    )
+
+
+def tiles_recipe(tower: Fields, config: Fields, factor: int) -> Recipe:
+    """InternVL's: the nearest grid of tiles, ``factor`` patches along a side a token."""
+    image, patch = side(tower, "image_size"), side(tower, "patch_size", 14)
+    size = both_sides(config, "size", (image, image))
+    if size != (image, image):
+        config.fail("size", size[0], f"{image}, the tower's image_size")
+    return Recipe(
+        kind="tiles",
+        size=size,
+        unit=patch * factor,
+        least=config.integer("min_patches", default=1, high=256),
+        most=config.integer("max_patches", default=12, high=256),
+        per_tile=(image // (patch * factor)) ** 2,
+        mark="<IMG_CONTEXT>",
+        written="<IMG_CONTEXT>\n",
+        token="<IMG_CONTEXT>",
+        before="<img>",
+        after="</img>",
+        **colours(config),
+    )

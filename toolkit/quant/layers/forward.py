@@ -1,0 +1,169 @@
+"""One layer of any spec over whole sequences in float32: what calibration and the held-out figures run on.
+
+No cache, no paging, one layer's weights in memory at a time. Weights are a mapping from canonical names to dense
+tensors: ``X`` [out, in] for a linear, ``X.bias`` [out], ``N`` [size] for a norm or a vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from toolkit.kernels.reference.activation import swigluoai
+from toolkit.kernels.reference.moe import moe_route
+from toolkit.kernels.torch.product import product
+from toolkit.models.spec import DecoderSpec, LayerSpec, MlpSpec, MoeSpec
+from toolkit.quant.layers.forward_attention import attention, latent_attention
+from toolkit.quant.layers.forward_parts import Called, Observer, Rounding, Watch, Weights, linear, normed
+from toolkit.quant.layers.lazy import KEEP, Lazy
+
+HEAD_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}  # of the head that are multiplied at once; a CPU caches the part
+
+
+def layer_forward(
+    layer: LayerSpec,
+    weights: Weights,
+    hidden: Tensor,
+    observe: Observer | None = None,
+    rounding: Rounding | None = None,
+) -> Tensor:
+    """Run one layer on ``hidden`` [batch, length, hidden] (positions 0 … length-1, causal) and return the new hidden.
+
+    ``observe`` sees the input of every site of the layer; ``rounding`` changes what its linears read (routers and
+    gates, which are never quantized, read it unchanged).
+    """
+    watch = Watch(observe, rounding)
+    block = hidden
+    for i, sub in enumerate(layer.sublayers):
+        if not layer.shares(i):
+            source = block if layer.beside(i) else hidden
+            x = source if sub.pre_norm is None else normed(sub.pre_norm, weights, source)
+            if torch.is_autocast_enabled(x.device.type):  # once, not for every linear that reads it
+                x = x.to(torch.get_autocast_dtype(x.device.type))
+            seen = watch(sub.mixer.input_name(), x)
+        y = MIXERS[sub.mixer.kind](sub.mixer, weights, x, seen, watch)
+        if sub.post_norm is not None:
+            y = normed(sub.post_norm, weights, y)
+        hidden = torch.add(hidden, y, alpha=sub.residual_scale)
+    return hidden
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def all_finite(x: Tensor) -> bool:
+    """Whether ``x`` holds neither infinity nor NaN, which extremes pass on: one look where ``isfinite`` takes three."""
+    return all(bool(torch.isfinite(extreme)) for extreme in x.aminmax())
+
+
+def fast_bf16(device: torch.device) -> bool:
+    """Whether products of bfloat16 are faster there than of float32."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported()
+    return torch.cpu._is_avx512_bf16_supported()
+
+
+def in_bf16(device: torch.device) -> torch.autocast:
+    """A context in which linears and attention multiply bfloat16 where ``fast_bf16``: exact enough for statistics of
+    inputs and for tuning, not for figures."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=fast_bf16(device))
+
+
+def narrow(weights: Weights, device: torch.device) -> Weights:
+    """``weights`` for use ``in_bf16``: matrices are converted once, not at every use, as far as ``KEEP`` holds them."""
+    if not fast_bf16(device):
+        return weights
+
+    def read(name: str) -> Tensor:
+        weight = weights[name]
+        return weight.bfloat16() if weight.dim() > 1 else weight
+
+    found = Lazy(weights, read, KEEP)
+    return Called(found, weights.modules) if isinstance(weights, Called) else found
+
+
+def embed(spec: DecoderSpec, table: Tensor, token_ids: Tensor) -> Tensor:
+    """Hidden states [batch, length, hidden] (float32) of token ids [batch, length]."""
+    return table[token_ids].float() * spec.embed_scale
+
+
+def head_logits(spec: DecoderSpec, weights: Weights, hidden: Tensor) -> Tensor:
+    """Logits of ``hidden`` (before the final norm). ``weights`` holds the final norm and ``spec.head``, of any float
+    type; the head is widened to float32 a part at a time, except under autocast."""
+    x, head = normed(spec.final_norm, weights, hidden), weights[spec.head]
+    if torch.is_autocast_enabled(x.device.type):
+        logits = F.linear(x, head)
+    else:
+        rows = max(1, HEAD_ELEMENTS[x.device.type] // head.shape[1])
+        parts = (product(x, part.float()) for part in head.split(rows))
+        if torch.is_grad_enabled() and x.requires_grad:
+            logits = torch.cat(list(parts), dim=-1)
+        else:
+            logits = x.new_empty(*x.shape[:-1], len(head))
+            for a, part in enumerate(parts):
+                logits[..., a * rows : (a + 1) * rows] = part
+    if (bias := weights.get(f"{spec.head}.bias")) is not None:
+        logits = logits + bias.float()
+    if spec.head_scale != 1.0:
+        logits = logits * spec.head_scale
+    if spec.logit_softcap is not None:
+        logits = spec.logit_softcap * torch.tanh(logits / spec.logit_softcap)
+    return logits
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+def _mlp(m: MlpSpec, weights: Weights, raw: Tensor, x: Tensor, watch: Watch) -> Tensor:
+    up = linear(m.up, weights, x)
+    if m.gate is None:
+        inner = _ACTIVATIONS[m.activation](up)
+    elif m.activation == "swigluoai":
+        inner = swigluoai(linear(m.gate, weights, x), up)
+    else:
+        inner = _ACTIVATIONS[m.activation](linear(m.gate, weights, x)) * up
+    return linear(m.down, weights, watch(m.down.name, inner))
+
+
+def _moe(m: MoeSpec, weights: Weights, raw: Tensor, x: Tensor, watch: Watch) -> Tensor:
+    """Every expert on the tokens routed to it."""
+    shape, raw, seen = x.shape, _rows(raw), _rows(x)
+    logits = linear(m.router, weights, raw).float()  # under autocast a linear gives less
+    gate = None if m.shared_gate is None else torch.sigmoid(linear(m.shared_gate, weights, raw))
+    correction = None if m.correction is None else weights[m.correction].float()
+    groups = m.groups, m.top_groups, m.group_score
+    chosen, best = moe_route.reference(
+        logits, m.top_k, m.scoring, m.norm_topk, m.scale, correction, *groups, jitter=m.jitter
+    )
+    out = torch.zeros_like(raw, dtype=torch.float32)
+    for i, expert in enumerate(m.experts):
+        token, place = torch.where(chosen == i)
+        if token.numel():
+            share = best[token, place][:, None]
+            rows = seen[token] * share.to(seen.dtype) if m.weigh_input else seen[token]
+            y = _mlp(expert, weights, raw, rows, watch)
+            out.index_add_(0, token, (y if m.weigh_input else y * share).float())
+    if m.shared is not None:
+        y = _mlp(m.shared, weights, raw, seen, watch)
+        out = out + (y if gate is None else y * gate)
+    return out.view(shape)
+
+
+MIXERS: dict[str, Callable[[Any, Weights, Tensor, Tensor, Watch], Tensor]] = {
+    "attention": attention,
+    "latent": latent_attention,
+    "mlp": _mlp,
+    "moe": _moe,
+}
+"""By kind. Called with the mixer, the layer's weights, its input [batch, length, hidden], the same as linears read it
+(rounded, where activations are), and what watches the inputs inside. Returns [batch, length, hidden]."""

@@ -1,0 +1,151 @@
+"""From saved layers to an ordinary Hugging Face checkpoint in the family's own tensor names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.artifacts.canonical import BlockFp8, Dense, Weight, join_rows
+from toolkit.artifacts.checkpoint_writer import write_model
+from toolkit.artifacts.formats.describe import Layout, layout_of
+from toolkit.artifacts.formats.writers import Writer
+from toolkit.artifacts.json_file import write_json_object
+from toolkit.artifacts.side_files import copy_side_files
+from toolkit.artifacts.stage import Stage
+from toolkit.artifacts.weights import as_stored, load_stored
+from toolkit.errors import ToolkitError
+from toolkit.models.spec import StoredTensor
+from toolkit.quant.layers.layerwise import load_head, saved_layers
+from toolkit.quant.layers.result import LayerResult
+from toolkit.quant.layers.source import LayerSource, plain
+
+
+def write_checkpoint(
+    source: LayerSource,
+    stage: Stage,
+    writer: Writer,
+    dtype: torch.dtype,
+    *,
+    group_size: int | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Write weights, config.json and side files to ``stage.dir``; one module in memory at a time.
+
+    ``group_size``: what was asked for, to be stated also of linears with one group a row because they are that narrow.
+    ``extra``: fields added to ``quantization_config``.
+    """
+    layouts: dict[str, Layout | None] = {}
+    write_model(stage.dir, _tensors(source, stage, writer, dtype, layouts))
+    config = {k: v for k, v in source.checkpoint.config.items() if k not in ("quantization_config", "torch_dtype")}
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    head = _head_name(source)
+    if layouts.setdefault(head, None) is not None:
+        config["tie_word_embeddings"] = False  # a quantized head has tensors of its own
+        if isinstance(text := config.get("text_config"), dict):
+            config["text_config"] = {**text, "tie_word_embeddings": False}
+    narrow = {n: x for n, x in layouts.items() if x and x.group_size == -1 and x.in_features == group_size}
+    layouts |= {n: replace(x, group_size=x.in_features) for n, x in narrow.items()}
+    layouts |= dict.fromkeys(_vision_linears(source))
+    quantization = writer.config(layouts) | dict(extra or {})
+    write_json_object(stage.dir / "config.json", {**config, "quantization_config": quantization})
+    copy_side_files(source.checkpoint, stage.dir)
+
+
+def _vision_linears(source: LayerSource) -> list[str]:
+    """What other tools might take for quantized otherwise: matrices that a model sees with."""
+    matrices = (item.name for item in source.outer if item.kind == "vision" and len(item.shape) == 2)
+    return [name.removesuffix(".weight") for name in matrices if name.endswith(".weight")]
+
+
+def _head_name(source: LayerSource) -> str:
+    return next((item.name for item in source.outer if item.kind == "head"), "lm_head")
+
+
+def _tensors(
+    source: LayerSource, stage: Stage, writer: Writer, dtype: torch.dtype, layouts: dict[str, Layout | None]
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the checkpoint; fills ``layouts`` on the way."""
+    head = load_head(stage)
+    for item in source.outer:
+        missing = item.optional and item.weight_name not in source.checkpoint
+        if missing or (item.kind == "head" and head is not None):
+            continue
+        value, bias = load_stored(source.checkpoint, item)
+        for name, tensor in as_stored(item, plain(value), bias):
+            yield name, cast_to(tensor, dtype, item.name)
+        del value, bias
+        source.checkpoint.release()
+    for items, result in zip(source.stored, saved_layers(stage, len(source.stored)), strict=True):
+        for item in items:
+            if item.parts[0].name not in result.weights:
+                continue  # optional and absent
+            first = result.weights[item.parts[0].name]
+            quantized = not isinstance(first, (Tensor, Dense))
+            for module in item.alone() if quantized and not writer.takes(item) else [item]:
+                yield from _module(module, result, writer, dtype, layouts)
+    if head is not None:
+        name, weight = _head_name(source), head.weights[source.spec.head]
+        assert not isinstance(weight, Tensor)
+        layouts[name] = layout_of(weight)
+        yield from writer.write(name, weight).items()
+        offset = head.weights.get(f"{source.spec.head}.bias")
+        if isinstance(offset, Tensor):
+            yield f"{name}.bias", cast_to(offset, dtype, name)
+
+
+def _module(
+    item: StoredTensor, result: LayerResult, writer: Writer, dtype: torch.dtype, layouts: dict[str, Layout | None]
+) -> Iterator[tuple[str, Tensor]]:
+    joined = join_parts(item, [result.weights[p.name] for p in item.parts])
+    joined = joined.weight if isinstance(joined, Dense) else joined
+    if item.kind in ("linear", "router"):
+        layouts[item.name] = None if isinstance(joined, Tensor) else layout_of(joined)
+    bias: Tensor | None = None
+    if item.bias:
+        joined_bias = join_parts(item, [result.weights[f"{p.name}.bias"] for p in item.parts])
+        assert isinstance(joined_bias, Tensor)
+        bias = joined_bias
+    if isinstance(joined, Tensor):
+        for name, tensor in as_stored(item, joined, bias):
+            yield name, cast_to(tensor, dtype, item.name)
+        return
+    yield from writer.write_module(item, joined)
+    if bias is not None:
+        yield item.bias_name, cast_to(bias.reshape(item.bias_shape), dtype, item.name)
+
+
+def cast_to(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    cast = value.to(dtype)
+    if not all(bool(torch.isfinite(rows).all()) for rows in cast.split(4096)):
+        raise ToolkitError(
+            f"{name}: values up to {float(value.abs().max()):.3g} do not fit {str(dtype).removeprefix('torch.')}; "
+            "give --dtype bfloat16"
+        )
+    return cast
+
+
+def join_parts(item: StoredTensor, parts: list[Weight | Tensor]) -> Weight | Tensor:
+    """The stored module from its canonical parameters (in the order of ``item.parts``), every row in its place."""
+    if len(parts) == 1 and item.parts[0].rows is None:
+        return parts[0]
+    places = [torch.tensor(item.rows_of(part)) for part in item.parts]
+    order = torch.argsort(torch.cat(places))
+    vectors = [part for part in parts if isinstance(part, Tensor)]
+    if vectors:
+        return torch.cat(vectors)[order]
+    joined = join_rows([part for part in parts if not isinstance(part, Tensor)])
+    assert joined is not None, "the parts of a module are of one form"
+    return _whole_tiles(joined.take_rows(order))
+
+
+def _whole_tiles(weight: Weight) -> Weight:
+    """A ``BlockFp8`` whose rows are all back in their tiles needs no ``row_blocks``."""
+    if isinstance(weight, BlockFp8) and weight.row_blocks is not None:
+        natural = torch.arange(weight.shape[0], dtype=weight.row_blocks.dtype) // weight.block[0]
+        if torch.equal(weight.row_blocks, natural):
+            return replace(weight, row_blocks=None)
+    return weight

@@ -1,0 +1,133 @@
+"""A checkpoint seen layer by layer: weights are read, and made dense, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from toolkit.artifacts.canonical import Dense, Weight
+from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
+from toolkit.artifacts.formats.gguf_types import BLOCK_TYPES
+from toolkit.artifacts.formats.gguf_types import METHOD as GGUF
+from toolkit.artifacts.weights import is_present, iter_canonical, load_part, validate_checkpoint
+from toolkit.errors import ToolkitError
+from toolkit.models.registry import load_spec
+from toolkit.models.sites import layer_sites, modules
+from toolkit.models.spec import DecoderSpec, LayerSpec, LinearSpec, StoredTensor
+from toolkit.quant.layers.heap import give_back
+from toolkit.quant.layers.lazy import KEEP, Lazy
+
+GAPS = 64 << 20  # bytes that a process may grow by while weights are read, before it gives back what it does not use
+
+
+class LayerSource:
+    """An unquantized checkpoint, opened and validated. ``stored[i]``: the modules of layer i; ``outer``: the others."""
+
+    def __init__(self, path: Path) -> None:
+        self.checkpoint: Checkpoint = open_checkpoint(path)
+        self.spec: DecoderSpec
+        self.spec, stored = load_spec(self.checkpoint)
+        _refuse_quantized(self.checkpoint, stored)
+        validate_checkpoint(self.checkpoint, stored)
+        layers = enumerate(self.spec.layers)
+        layer_of = {name: i for i, x in layers for name in (*(m.name for m in x.linears()), *x.vectors())}
+        self.stored: list[list[StoredTensor]] = [[] for _ in self.spec.layers]
+        self.outer: list[StoredTensor] = []
+        for item in stored:
+            place = layer_of.get(item.parts[0].name)
+            (self.outer if place is None else self.stored[place]).append(item)
+
+    @property
+    def path(self) -> Path:
+        return self.checkpoint.path
+
+    def quantizable(self) -> list[LinearSpec]:
+        """Every linear that may be quantized: all inside the layers but routers and shared-expert gates."""
+        return [x for layer in self.spec.layers for site in layer_sites(layer) for x in site.linears]
+
+    def layer(self, index: int, device: torch.device) -> Mapping[str, Tensor]:
+        """Layer ``index`` as float32 tensors by canonical name (``X``, ``X.bias``), each read when it is asked for."""
+        places = {
+            name: (item, part)
+            for item in self.stored[index]
+            if not item.optional or is_present(self.checkpoint, item)
+            for part in item.parts
+            for name in ((part.name, f"{part.name}.bias") if item.bias else (part.name,))
+        }
+
+        def read(name: str) -> Tensor:
+            found = dict(load_part(self.checkpoint, *places[name]))[name]
+            value = plain(found).to(device).to(torch.float32).contiguous()
+            self.checkpoint.release()
+            give_back(beyond=GAPS)  # experts are read one after another, and leave gaps where they were
+            return value
+
+        return Lazy(places, read, KEEP)
+
+    def outer_weights(self, device: torch.device) -> dict[str, Tensor]:
+        """Embedding, final norm and head in the type that they are stored in; a tied head is the embedding's tensor."""
+        found = dict(self._dense(self.outer, device))
+        self.checkpoint.release()
+        if self.spec.tied:
+            found[self.spec.head] = found[self.spec.embed]
+        return found
+
+    def check_finite(self) -> None:
+        """Raise ToolkitError that names file and tensor for the first NaN or infinity among the weights."""
+        for item in [x for items in self.stored for x in items] + self.outer:
+            for name in (item.weight_name, item.bias_name):
+                if name in self.checkpoint and not _finite(self.checkpoint.tensor(name)):
+                    raise ToolkitError(
+                        f"{self.checkpoint.where(name)}: tensor {name} holds NaN or infinity; nothing can be "
+                        "calibrated through it: fetch or train the model again"
+                    )
+            self.checkpoint.release()
+
+    def _dense(self, items: list[StoredTensor], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        for name, value in iter_canonical(self.checkpoint, items):
+            yield name, plain(value).to(device)
+
+
+def _finite(tensor: Tensor) -> bool:
+    """Whether it has neither NaN nor infinity; some rows at a time, for an embedding can be the largest in memory."""
+    return all(bool(torch.isfinite(rows).all()) for rows in tensor.split(4096))
+
+
+def plain(value: Weight | Tensor) -> Tensor:
+    """The numbers of a stored module, in the type that they are stored in where they are floats."""
+    match value:
+        case Tensor():
+            return value
+        case Dense():
+            return value.weight  # not widened: an embedding can be the largest thing in memory
+        case _:
+            return value.dequantize()
+
+
+def _refuse_quantized(checkpoint: Checkpoint, stored: list[StoredTensor]) -> None:
+    method = (checkpoint.quantization or {}).get("quant_method")
+    if method == GGUF:
+        names = (x.weight_name for x in stored if x.kind == "linear")
+        kind = next((t for n in names if n in checkpoint and (t := checkpoint.info(n).dtype) in BLOCK_TYPES), None)
+        method = f"gguf {kind}" if kind else None
+    if method is not None:
+        raise ToolkitError(
+            f"{checkpoint.path}: already quantized ({method}); give the unquantized model that it was made from"
+        )
+
+
+def module_bytes(layer: LayerSpec) -> int:
+    """Bytes of the largest attention block, MLP or expert of a layer in float32."""
+    return max(_bytes(block) for block in modules(layer.linears()))
+
+
+def linear_bytes(layer: LayerSpec) -> int:
+    """Bytes of all linears of a layer in float32."""
+    return _bytes(layer.linears())
+
+
+def _bytes(linears: Iterable[LinearSpec]) -> int:
+    return sum(4 * x.in_features * x.out_features for x in linears)

@@ -1,0 +1,291 @@
+"""GPTQ: columns are rounded one after another, and what each loses is made up for by those that are still to come.
+
+Source: Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers" (2022): with
+H = XᵀX of the inputs and U the upper Cholesky factor of H⁻¹, rounding column i to ŵ costs (w − ŵ)² / U[i,i]², and the
+columns j > i move by −(w − ŵ) / U[i,i] · U[i,j]. Columns go in blocks, so that most of the work is matrix products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from toolkit.artifacts.canonical import GroupInt
+from toolkit.artifacts.gguf import quantize as gguf_quantize
+from toolkit.errors import ToolkitError
+from toolkit.kernels.torch.product import product
+from toolkit.measure.errors import relative_error
+from toolkit.models.sites import Site, modules
+from toolkit.models.spec import LinearSpec
+from toolkit.quant.layers.result import LinearReport, Made, Method, stay_dense
+from toolkit.quant.layers.statistics import Gram
+from toolkit.quant.methods.awq import Grid, inputs_after, search_clip
+from toolkit.quant.methods.grid import grid_of, group_range, no_scale, round_to
+from toolkit.runners.folding import Folded
+
+ROWS = 16384  # rows of one input's linears that are rounded together …
+ACROSS_BYTES = 32 << 20  # … and of more than one module (several experts) so many bytes
+EXACT = 2048  # up to so many inputs the factorization is done in float64, its memory being small
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """``damp``: share of H's mean diagonal that is added to it. ``desc_act``: columns with the largest H[i,i] first;
+    with ``static_groups`` groups stay consecutive and their grids come from the weights before any column moved,
+    without they are made of columns in that order (act-order: the file then holds each column's group). ``clip``:
+    search each group's range; else it spans all its weights. ``block``: columns between two matrix products.
+    """
+
+    damp: float = 0.01
+    desc_act: bool = False
+    static_groups: bool = True
+    clip: bool = True
+    block: int = 128
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """``codes`` uint8 [out, in] and the grid's ``scale``, ``zero`` [out, groups], float; ``group_index`` int32 [in] or
+    None where groups are consecutive."""
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+    group_index: Tensor | None
+
+
+Scaler = Callable[[Site, Mapping[str, Tensor], Gram], Tensor | None]
+"""The scale of a site before it is rounded: ``awq.site_scale`` with its settings bound."""
+
+
+def method(
+    grid: Grid,
+    rounding: Rounding,
+    *,
+    dtype: torch.dtype,
+    scaler: Scaler | None = None,
+    own_grids: Callable[[], Mapping[str, Grid]] = dict,
+) -> Method:
+    """GPTQ as a layer-wise method, on weights that ``scaler`` scaled first where one is given.
+
+    ``grid.group_size`` -1: one group a row. ``dtype``: what dense tensors are stored as. ``own_grids``: linears, by
+    name, that have another grid than ``grid``; those that share an input share it.
+    """
+    scaled = "gptq" if scaler is None else "awq+gptq"
+    common = grid
+
+    def run(
+        sites: Sequence[Site], weights: Mapping[str, Tensor], grams: Callable[[str], Gram | None]
+    ) -> Iterator[Made]:
+        folded, own = Folded(weights), own_grids()
+        for site in reversed(sites):
+            yield from one_site(site, weights, folded, grams(site.name), own.get(site.linears[0].name, common))
+        yield from stay_dense(sites, folded, dtype)
+
+    def one_site(
+        site: Site, weights: Mapping[str, Tensor], folded: Folded, gram: Gram | None, grid: Grid
+    ) -> Iterator[Made]:  # a function, so that nothing of a site is held beside the next
+        scale = None if scaler is None or gram is None else scaler(site, weights, gram)
+        xtx = inputs_after(site, gram, folded, scale)
+        how = "weight-only" if gram is None else scaled
+        del gram
+        factor = None if grid.ggml else inverse_factor(xtx, rounding)
+        for linear, code in round_site(site.linears, folded, xtx, grid, rounding, factor):
+            error = relative_error(folded[linear.name], code, xtx)
+            yield Made(linear.name, code, LinearReport(linear.name, how, grid.bits, grid.group_size, error))
+
+    return run
+
+
+def round_site(
+    linears: Sequence[LinearSpec],
+    weights: Mapping[str, Tensor],
+    xtx: Tensor,
+    grid: Grid,
+    rounding: Rounding,
+    factor: Factor | None,
+) -> Iterator[tuple[LinearSpec, GroupInt]]:
+    """Codes of the linears that share an input: rows do not touch each other, so they are rounded some linears at once.
+
+    ``factor``: ``inverse_factor`` of the same ``xtx``. To a type with super-blocks linears are rounded without error
+    feedback, columns weighted by their mean squared input.
+    """
+    if grid.ggml is not None:
+        yield from ((x, _super_blocks(weights[x.name], grid.ggml, xtx, x.name)) for x in linears)
+        return
+    assert factor is not None
+    for batch in batches(linears):
+        # the whole is let go of before its parts are handed out
+        codes = _split(round_columns(_rows(batch, weights), factor, grid, rounding), batch, weights, grid)
+        while codes:
+            yield batch.pop(0), codes.pop(0)
+
+
+def batches(linears: Sequence[LinearSpec]) -> Iterator[list[LinearSpec]]:
+    """At most ``ROWS`` rows at once, of more than one module only where they take little memory."""
+    batch: list[LinearSpec] = []
+    for module in modules(linears):
+        size = sum(4 * x.in_features * x.out_features for x in (*batch, *module))
+        if batch and size > ACROSS_BYTES:
+            yield batch
+            batch = []
+        for linear in module:
+            if batch and sum(x.out_features for x in batch) + linear.out_features > ROWS:
+                yield batch
+                batch = []
+            batch.append(linear)
+    yield batch
+
+
+def _rows(linears: Sequence[LinearSpec], weights: Mapping[str, Tensor]) -> Tensor:
+    """The rows of all of them, [rows, in]."""
+    return torch.cat([weights[x.name] for x in linears]) if len(linears) > 1 else weights[linears[0].name]
+
+
+def _super_blocks(weight: Tensor, kind: str, xtx: Tensor, name: str) -> GroupInt:
+    found = gguf_quantize.quantize(weight.cpu(), kind, xtx.diagonal().cpu(), name)
+    assert isinstance(found, GroupInt)
+    return found
+
+
+def _split(
+    rounded: Rounded, linears: Sequence[LinearSpec], weights: Mapping[str, Tensor], grid: Grid
+) -> list[GroupInt]:
+    parts, start = [], 0
+    for linear in linears:
+        rows = slice(start, start + linear.out_features)
+        start += linear.out_features
+        scale = rounded.scale[rows].to(torch.float16)
+        if not bool(torch.isfinite(scale).all()):
+            raise ToolkitError(no_scale(linear.name, weights[linear.name], torch.float16))
+        parts.append(
+            GroupInt(
+                codes=rounded.codes[rows].clone().cpu(),  # a view would keep the whole
+                scales=scale.cpu(),
+                zeros=rounded.zero[rows].to(torch.uint8).cpu(),
+                bits=grid.bits,
+                group_size=linear.in_features if grid.group_size == -1 else grid.group_size,
+                group_index=None if rounded.group_index is None else rounded.group_index.cpu(),
+            )
+        )
+    return parts
+
+
+@dataclass(frozen=True)
+class Factor:
+    """``order``: int64 [n], the columns in the order they are rounded; ``xtx`` [n, n]: what was factored, as it came,
+    with ``mean``, what zeros of its diagonal count as; ``upper`` [n, n]: the upper Cholesky factor of the inverse of
+    the damped H, in that order."""
+
+    order: Tensor
+    xtx: Tensor
+    mean: Tensor
+    upper: Tensor
+
+    def block(self, columns: Tensor) -> Tensor:
+        """H of some columns (their places in the weight, not in ``order``), not damped."""
+        if len(columns) == len(self.xtx) and not bool((self.xtx.diagonal() == 0).any()):
+            return self.xtx  # one group a row: as large as anything there is
+        found = self.xtx[columns[:, None], columns]
+        _revive(found, self.mean)
+        return found
+
+
+def _revive(hessian: Tensor, mean: Tensor) -> None:
+    """Put ``mean`` where the diagonal is zero."""
+    line = hessian.diagonal()
+    line.copy_(torch.where(line == 0, mean.to(line.dtype), line))
+
+
+def inverse_factor(xtx: Tensor, rounding: Rounding) -> Factor:
+    """Damp and order ``xtx`` and factor its inverse; damping grows tenfold until that succeeds.
+
+    Inputs that are always zero get the mean diagonal: they are rounded to nearest and move nothing.
+    """
+    n = len(xtx)
+    diagonal = xtx.diagonal()
+    mean = diagonal.mean() if bool((diagonal > 0).any()) else torch.ones((), device=xtx.device, dtype=xtx.dtype)
+    order = torch.arange(n, device=xtx.device)
+    if rounding.desc_act:
+        order = torch.argsort(diagonal, descending=True, stable=True)
+    damp = rounding.damp
+    last = order.flip(0)
+    while True:  # of what is made here only one matrix more than the result is held at a time: they can be large
+        damped = (xtx[last[:, None], last] if rounding.desc_act else xtx.flip(0, 1)).to(
+            torch.float64 if n <= EXACT else xtx.dtype
+        )
+        _revive(damped, mean)
+        damped.diagonal().add_(damp * mean)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        del damped
+        if not int(failed):
+            # With columns the other way round H = L·Lᵀ, so that H⁻¹ = L⁻ᵀ·L⁻¹, and L⁻¹ turned back is upper.
+            inverse = torch.eye(n, dtype=lower.dtype, device=lower.device)
+            torch.linalg.solve_triangular(lower, inverse, upper=False, out=inverse)
+            del lower
+            if bool(torch.isfinite(inverse.diagonal()).all()):
+                break
+        assert damp < 1e6, "no damping makes a matrix of finite squares factor"
+        damp = max(damp * 10, 1e-4)
+    upper = inverse.flip(0, 1)
+    del inverse
+    return Factor(order, xtx, mean, upper.to(xtx.dtype))
+
+
+def round_columns(weight: Tensor, factor: Factor, grid: Grid, rounding: Rounding) -> Rounded:
+    """Round ``weight`` [out, in] column by column. Codes refer to the scale as stored (float16). Nobody else need hold
+    ``weight``: it is let go of when it was copied."""
+    n = weight.shape[1]
+    size = n if grid.group_size == -1 else grid.group_size
+    order, upper = factor.order, factor.upper
+    act_order = rounding.desc_act and not rounding.static_groups and size < n
+    known = (rounding.desc_act and not act_order) or size == n
+    ordered = weight[:, order]  # a copy
+    place = order // size if not act_order else torch.arange(n, device=weight.device) // size  # group of each column
+    groups = n // size
+    scale, zero = (torch.empty(len(weight), groups, dtype=weight.dtype, device=weight.device) for _ in range(2))
+    if known:
+        scale, zero = _static_grids(weight, factor, grid, rounding, size)
+    device = weight.device
+    del weight
+    codes = torch.empty(ordered.shape, dtype=torch.uint8, device=device)
+    block = size if not known and rounding.block % size else rounding.block  # a group must begin with all moves made
+    for start in range(0, n, block):
+        stop = min(start + block, n)
+        part = ordered[:, start:stop].t().contiguous()  # a column is read and written as a row: several times faster
+        lost, rounded = torch.empty_like(part), torch.empty_like(part)
+        corner = upper[start:stop, start:stop]
+        for i in range(stop - start):
+            group = int(place[start + i])
+            if not known and (start + i) % size == 0:
+                inside = slice(start + i, start + i + size)
+                now = part[i : i + size].t() if size <= stop - start - i else ordered[:, inside]
+                grids = _grid(now.contiguous(), factor.block(order[inside]), grid, rounding, size)
+                scale[:, group], zero[:, group] = grids
+            s, z = scale[:, group], zero[:, group]
+            rounded[i] = q = round_to(part[i], s, z, grid.bits)
+            lost[i] = (part[i] - (q - z) * s) / corner[i, i]
+            part[i + 1 :].addr_(corner[i, i + 1 :], lost[i], alpha=-1)
+        codes[:, start:stop] = rounded.t()
+        ordered[:, stop:] -= product(lost.t(), upper[start:stop, stop:].t())
+    back = torch.argsort(order)
+    index = (torch.arange(n, device=device) // size)[back].to(torch.int32) if act_order else None
+    return Rounded(codes[:, back], scale, zero, index)
+
+
+def _static_grids(weight: Tensor, factor: Factor, grid: Grid, rounding: Rounding, size: int) -> tuple[Tensor, Tensor]:
+    """Grids of all consecutive groups of the weights as they are. Each [out, groups]."""
+    columns = torch.arange(weight.shape[1], device=weight.device)
+    found = [_grid(weight[:, span], factor.block(span), grid, rounding, size) for span in columns.split(size)]
+    return torch.stack([s for s, _ in found], 1), torch.stack([z for _, z in found], 1)
+
+
+def _grid(weight: Tensor, hessian: Tensor, grid: Grid, rounding: Rounding, size: int) -> tuple[Tensor, Tensor]:
+    """Scale and zero point of one group, ``weight`` [out, size] with its block of H. Each [out]."""
+    one = replace(grid, group_size=size)
+    low, high = search_clip(weight, hessian, one) if rounding.clip else group_range(weight, size)
+    scale, zero = grid_of(low, high, bits=grid.bits, symmetric=grid.symmetric)
+    return scale[:, 0].to(weight.dtype), zero[:, 0].to(weight.dtype)

@@ -1,0 +1,171 @@
+"""Scales for a KV cache in float8: the largest key and value of every layer on calibration text.
+
+Written the way other engines read them: ``…self_attn.k_scale`` and ``v_scale`` (float32 [1], multiplied by the stored
+number) beside dense weights, and ``kv_cache_scheme`` in config.json's ``quantization_config``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.artifacts.checkpoint_writer import write_model
+from toolkit.artifacts.formats.ct_scheme import CACHE_SCHEME, cache_config
+from toolkit.artifacts.json_file import write_json_object
+from toolkit.artifacts.manifest import describe_parent, read_manifest
+from toolkit.artifacts.replace import check_directory_target
+from toolkit.artifacts.side_files import copy_side_files
+from toolkit.artifacts.stage import Stage, open_stage
+from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.artifacts.weights import as_stored, cache_scale_names, load_stored
+from toolkit.errors import ToolkitError
+from toolkit.measure.text import heldout_text
+from toolkit.models.spec import AttentionSpec, LayerSpec
+from toolkit.quant.layers.forward_attention import CACHE
+from toolkit.quant.layers.layerwise import Flow
+from toolkit.quant.layers.output import cast_to
+from toolkit.quant.layers.probe import Probe
+from toolkit.quant.layers.source import LayerSource
+from toolkit.quant.run import (
+    Common,
+    Progress,
+    Result,
+    check_common,
+    find_device,
+    open_source,
+    read_text,
+    spill_of,
+    store_dtype,
+    tell_plan,
+)
+
+FP8_MAX = 448.0
+MIN_SCALE = 1e-6
+
+
+@torch.inference_mode()
+def kv(
+    model: str,
+    work_dir: Path | str,
+    *,
+    common: Common | None = None,
+    progress: Progress = lambda what, done, total: None,
+) -> Result:
+    """Find the scales of a float8 KV cache and write MODEL with them into ``work_dir``; weights stay dense.
+
+    Raises UsageError or ToolkitError, one line.
+    """
+    common = common or Common()
+    check_common(common)
+    source = open_source(model, common, "kv")
+    if odd := next((kept.kind for _, _, kept in source.spec.keepers() if kept.kind != "paged"), None):
+        raise ToolkitError(
+            f"{source.path}: lite kv finds scales of keys and values, this model keeps {odd} rows instead; "
+            "--quant-policy 8 or 16 needs none"
+        )
+    device, dtype, text = find_device(common.device), store_dtype(common.dtype, source), read_text(source, common)
+    tell_plan(source, common, text.plan, eval_tokens=common.eval_tokens)
+    check_directory_target(work_dir, [source.path], common.overwrite)
+    parent = describe_parent(source.path)
+    options = text.options() | {
+        "batch_size": common.batch_size, "dtype": str(dtype).removeprefix("torch."), "device": device.type,
+        "eval_tokens": common.eval_tokens,
+    }  # fmt: skip
+    with open_stage(
+        work_dir, kind="quantized", stage="lite kv", parent=parent, options=options, overwrite=common.overwrite
+    ) as stage:
+        if stage.already_there:
+            found = read_manifest(stage.target)
+            assert found is not None
+            return Result(Path(work_dir), options, found.quality, True)
+        source.check_finite()
+        tokenizer = Tokenizer.open(source.checkpoint.tokenizer_dir)
+        ids = text.read(stage, tokenizer, parent["digest"], progress)
+        heldout = torch.tensor(tokenizer.encode(heldout_text())[: common.eval_tokens])
+        table = source.outer_weights(device)[source.spec.embed]
+        with spill_of(stage, common) as spill:
+            probe = Probe(source.spec, table, heldout, device, spill)
+            flow = Flow(source, ids, table, device, common.batch_size, spill)
+            scales = _scales(source, stage, flow, probe, device, progress)
+            progress("measuring perplexity", 0, 1)
+            quality = probe.figures(source.outer_weights(device))
+        progress("writing", 0, 1)
+        _write(source, stage, scales, dtype)
+        size = sum(f.stat().st_size for f in stage.dir.glob("*.safetensors"))
+        bits = 8 * torch.empty(0, dtype=dtype).element_size()
+        quality |= {"layers": [], "bits_per_weight": float(bits), "size_bytes": size}
+        stage.finish(quality)
+    return Result(Path(work_dir), options, quality, False)
+
+
+def _scales(
+    source: LayerSource, stage: Stage, flow: Flow, probe: Probe, device: torch.device, progress: Progress
+) -> dict[str, Tensor]:
+    """``k_scale`` and ``v_scale`` of every layer by the names that they are stored under, float32 [1]."""
+    found: dict[str, Tensor] = {}
+    layers = source.spec.layers
+    last = max((i for i in range(len(layers)) if not stage.done(f"layer.{i}")), default=-1)
+    for i, layer in enumerate(layers):
+        progress("reading keys and values", i, len(layers))
+        weights = source.layer(i, device)
+        largest: dict[str, Tensor] = {}
+
+        def observe(name: str, x: Tensor, largest: dict[str, Tensor] = largest) -> None:
+            if name.endswith(CACHE):
+                now = x.abs().amax().float()
+                largest[name] = torch.maximum(largest.get(name, now), now)
+
+        if i <= last:
+            flow.advance(i, layer, weights, observe)
+        if not stage.done(f"layer.{i}"):
+            scales = {name: (x.cpu() / FP8_MAX).clamp(min=MIN_SCALE).view(1) for name, x in largest.items()}
+            stage.save(f"layer.{i}", scales)
+        scales = dict(stage.load(f"layer.{i}"))
+        near = {name: scale.to(device) for name, scale in scales.items()}
+
+        def rounding(name: str, x: Tensor, near: dict[str, Tensor] = near) -> Tensor:
+            return _round(x, near[name]) if name in near else x
+
+        probe.advance(i, layer, weights, weights, rounding)
+        spelled = cache_scale_names(source.stored[i])
+        for a in _attention(layer):
+            base = a.k.name.rsplit(".", 1)[0]
+            found[spelled[f"{base}.k_scale"]] = scales[a.k.name + CACHE]
+            found[spelled[f"{base}.v_scale"]] = scales[a.v.name + CACHE]
+    progress("reading keys and values", len(layers), len(layers))
+    return found
+
+
+def _round(x: Tensor, scale: Tensor) -> Tensor:
+    return (x / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(x.dtype) * scale
+
+
+def _attention(layer: LayerSpec) -> list[AttentionSpec]:
+    return [sub.mixer for sub in layer.sublayers if sub.mixer.kind == "attention"]
+
+
+def _write(source: LayerSource, stage: Stage, scales: dict[str, Tensor], dtype: torch.dtype) -> None:
+    write_model(stage.dir, _tensors(source, scales, dtype))
+    config: dict[str, Any] = {k: v for k, v in source.checkpoint.config.items() if k != "torch_dtype"}
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    config["quantization_config"] = cache_config(CACHE_SCHEME)
+    write_json_object(stage.dir / "config.json", config)
+    copy_side_files(source.checkpoint, stage.dir)
+
+
+def _tensors(source: LayerSource, scales: dict[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    for item in [*source.outer, *(x for items in source.stored for x in items)]:
+        if item.optional and item.weight_name not in source.checkpoint:
+            continue
+        value, bias = load_stored(source.checkpoint, item)
+        dense = value if isinstance(value, Tensor) else value.dequantize()
+        for name, tensor in as_stored(item, dense, bias):
+            yield name, cast_to(tensor, dtype, item.name)
+        del dense
+        del value, bias
+        source.checkpoint.release()
+    yield from scales.items()

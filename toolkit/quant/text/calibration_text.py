@@ -1,0 +1,69 @@
+"""Calibration text of one run: chosen by its options, kept in its stage."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.artifacts.manifest import file_digest
+from toolkit.artifacts.stage import Stage
+from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.errors import ToolkitError
+from toolkit.quant.layers.source import LayerSource
+from toolkit.quant.text.calibration import CalibrationPlan, read_samples
+from toolkit.quant.text.selftext import self_samples
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is going on, steps done, steps in all)."""
+
+
+@dataclass(frozen=True)
+class CalibrationText:
+    """The text of ``plan`` for ``source``."""
+
+    source: LayerSource
+    plan: CalibrationPlan
+
+    def options(self) -> dict[str, Any]:
+        """What a result depends on, for the stage's key."""
+        return {
+            "calib_dataset": self.plan.dataset if self.plan.dataset == "self" else _named(self.plan.dataset),
+            "calib_samples": self.plan.samples,
+            "calib_seqlen": self.plan.seqlen,
+            "seed": self.plan.seed,
+        }
+
+    def read(self, stage: Stage, tokenizer: Tokenizer, digest: str, progress: Progress) -> torch.Tensor:
+        """Token ids [samples, seqlen]; kept in the stage, so that a resumed run sees the same text. ``digest``: the
+        model's. Raises ToolkitError or UsageError, one line."""
+        if stage.done("calibration"):
+            return stage.load("calibration")["ids"]
+        if self.plan.dataset == "self":
+            told = lambda done, total: progress("writing calibration text", done, total)  # noqa: E731
+            samples = self_samples(self.source.path, digest, self.plan, tokenizer, told)
+        else:
+            samples = read_samples(self.plan, tokenizer, self.source.checkpoint.tokenizer_dir)
+        ids = torch.tensor(samples, dtype=torch.int64)
+        if int(ids.max()) >= self.source.spec.vocab_size:
+            raise ToolkitError(
+                f"{self.source.path}: the tokenizer gives token id {int(ids.max())}, but the model has "
+                f"{self.source.spec.vocab_size} tokens; tokenizer and weights disagree"
+            )
+        stage.save("calibration", {"ids": ids})
+        return ids
+
+
+def _named(dataset: str) -> str:
+    """A dataset as the stage's key sees it: a local one by content."""
+    path = Path(dataset).expanduser()
+    if path.is_file():
+        return f"{path.resolve()} sha256:{file_digest(path)}"
+    if path.is_dir():
+        digests = [f"{f.relative_to(path)} {file_digest(f)}" for f in sorted(path.rglob("*")) if f.is_file()]
+        return f"{path.resolve()} sha256:{hashlib.sha256(chr(10).join(digests).encode()).hexdigest()}"
+    return dataset
