@@ -203,7 +203,12 @@ def test_choices_and_formats(server: Any) -> None:
         ({"conversation": "c1"}, "conversation: "),
         ({"top_logprobs": 3}, "top_logprobs: not supported here"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input: item 0: expected one of"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "reads text alone"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]}, "image_url: "),
+        (
+            {"input": [{"role": "developer", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "only a user's message takes images, found one of role developer",
+        ),
         ({"tool_choice": "required"}, "tool_choice: only with tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": ""}}, "tool_choice: '' is not among the tools"),
     ],

@@ -205,6 +205,54 @@ def test_anthropic_blocks(client: Any, pipe: Pipeline) -> None:
     assert whole == pipe(("What is it?", picture(0)), gen_config=SHORT).input_token_len
 
 
+def test_responses_take_images(client: Any, pipe: Pipeline) -> None:
+    """Text and picture in their order; the next response still knows the picture."""
+    parts = [{"type": "input_image", "image_url": data_url(0)}, {"type": "input_text", "text": "What is it?"}]
+    body = {"model": "tiny", "max_output_tokens": 4, "temperature": 0, "input": [{"role": "user", "content": parts}]}
+    first = client.post("/v1/responses", json=body).json()
+    expected = pipe(("What is it?", picture(0)), gen_config=SHORT)
+    assert first["output"][0]["content"][0]["text"] == expected.text
+    assert first["usage"]["input_tokens"] == expected.input_token_len
+    more = {"model": "tiny", "max_output_tokens": 4, "input": "And why?", "previous_response_id": first["id"]}
+    assert client.post("/v1/responses", json=more).json()["usage"]["input_tokens"] > expected.input_token_len
+
+
+@pytest.mark.parametrize(
+    ("content", "role", "message"),
+    [
+        ("a <image> b", "user", "found 0 images and 1 places"),
+        ("PICTURE <image>", "user", "found 1 images and 2 places"),
+        ("PICTURE <IMAGE_TOKEN> <IMAGE_TOKEN>", "user", "found 2 for 1 images"),
+        ("<IMAGE_TOKEN>", "user", "found 1 for 0 images"),
+        ("PICTURE", "system", "only a user's message takes images, found one of role system"),
+    ],
+)
+def test_odd_places_are_one_line_in_every_front(
+    client: Any, pipe: Pipeline, content: str, role: str, message: str
+) -> None:
+    shown, text = "PICTURE" in content, content.replace("PICTURE", "")
+    source = {"type": "base64", "media_type": "image/png", "data": data_url(0).partition(",")[2]}
+    pictures: dict[str, dict[str, Any]] = {
+        "chat/completions": {"type": "image_url", "image_url": {"url": data_url(0)}},
+        "messages": {"type": "image", "source": source},
+        "responses": {"type": "input_image", "image_url": data_url(0)},
+    }
+    for path, part in pictures.items():
+        written = {"type": "input_text" if path == "responses" else "text", "text": text}
+        talk = [{"role": role, "content": [part, written] if shown else [written]}]
+        if path == "messages" and role == "system":
+            continue  # there a system prompt is a field of its own, of texts
+        body = {"model": "tiny", "max_tokens": 4, "messages": talk}
+        if path == "responses":
+            body = {"model": "tiny", "input": talk}
+        answer = client.post(f"/v1/{path}", json=body)
+        told = answer.json()["error"]["message"]
+        assert answer.status_code == 400 and message in told and "\n" not in told, (path, told)
+    parts = [pictures["chat/completions"]] * shown + [{"type": "text", "text": text}]
+    answer = pipe([{"role": role, "content": parts}], gen_config=SHORT)
+    assert message in answer.error_message and "\n" not in answer.error_message
+
+
 @pytest.mark.parametrize(
     ("url", "message"),
     [

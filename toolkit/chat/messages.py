@@ -12,6 +12,7 @@ from toolkit.vision.parts import IMAGE_TOKEN, is_picture
 Message = dict[str, Any]
 PICTURE = "\ue0a9"  # a private character that stands for a picture; it never reaches a prompt
 TOOL_ROLES = ("tool", "ipython")  # of a tool's result; Llama 3 calls it ipython
+BLIND_ROLES = ("system", "developer", "assistant")  # whose messages are text alone: models are not trained on others
 
 
 def normalise(messages: Sequence[Message], sees: bool = False) -> list[Message]:
@@ -69,10 +70,9 @@ def _text(i: int, message: Message, has_calls: bool, sees: bool) -> str:
         where = f"messages[{i}].content[{j}]"
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get("text") if kind in ("text", "input_text") else part
-        if is_picture(part) and sees:
+        if is_picture(part):
+            _check_picture(f"{where}: {kind}", message["role"], sees)
             whole += PICTURE
-        elif is_picture(part):
-            raise UsageError(f"{where}: {kind}: this model reads text alone; leave it out, or load a model that sees")
         elif isinstance(text, str):
             text = text.replace(PICTURE, "") if sees else text
             whole += text if not whole or whole.endswith(PICTURE) else f"\n{text}"
@@ -81,6 +81,13 @@ def _text(i: int, message: Message, has_calls: bool, sees: bool) -> str:
         else:
             raise UsageError(f'{where}: expected {{"type": "text", "text": …}}, found {_short(part)}')
     return whole
+
+
+def _check_picture(where: str, role: str, sees: bool) -> None:
+    if not sees:
+        raise UsageError(f"{where}: this model reads text alone; leave it out, or load a model that sees")
+    if role in BLIND_ROLES:
+        raise UsageError(f"{where}: only a user's message takes images, found one of role {role}")
 
 
 def _tool_calls(i: int, calls: Any) -> list[dict[str, Any]]:

@@ -8,7 +8,18 @@ from typing import Any
 
 from toolkit.serve.parameters import given_parameters
 from toolkit.serve.protocol import ChatCompletionRequest
-from toolkit.serve.responses.fields import Allowed, Called, Named, Part, ResponsesRequest, Returned, Said, Thought, Tool
+from toolkit.serve.responses.fields import (
+    Allowed,
+    Called,
+    Named,
+    Part,
+    Picture,
+    ResponsesRequest,
+    Returned,
+    Said,
+    Thought,
+    Tool,
+)
 
 Message = dict[str, Any]
 CUSTOM = "input"  # the parameter of the function that stands for a custom tool
@@ -19,7 +30,7 @@ def conversation(items: Sequence[Any]) -> list[Message]:
     told: list[Message] = []
     for item in items:
         if isinstance(item, Said):
-            _add(told, item.role, content="".join(_text(part) for part in item.content))
+            _add(told, item.role, content=_content(item.content))
         elif isinstance(item, Thought):
             thought = "\n".join(_text(part) for part in (item.content or item.summary))
             if thought:
@@ -74,6 +85,18 @@ def _add(told: list[Message], role: str, **fields: Any) -> None:
         return
     for name, value in fields.items():
         last[name] = (last[name] + value) if last.get(name) else value
+
+
+def _content(parts: Sequence[Part | Picture]) -> str | list[dict[str, Any]]:
+    """One text, or parts where there are pictures."""
+    if not any(isinstance(part, Picture) for part in parts):
+        return "".join(_text(part) for part in parts if isinstance(part, Part))
+    return [
+        {"type": "text", "text": _text(part)}
+        if isinstance(part, Part)
+        else {"type": "image_url", "image_url": {"url": part.image_url, "detail": part.detail or "auto"}}
+        for part in parts
+    ]
 
 
 def _text(part: Part) -> str:

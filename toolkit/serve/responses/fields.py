@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from toolkit.config_checks import shown
 from toolkit.serve.parameters import with_parameters
@@ -33,13 +33,41 @@ def _parts(value: Any) -> Any:
     return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
 
 
-Parts = Annotated[list[Part], BeforeValidator(_parts, json_schema_input_type=str | list[Part])]
+class Picture(Item):
+    """``image_url``: a URL or a data URL; ``detail``: as the chat API has it."""
+
+    type: Literal["input_image"]
+    image_url: str
+    detail: Literal["low", "high", "auto", "original"] | None = None
+
+    @field_validator("image_url", mode="before")
+    @classmethod
+    def _no_file(cls, value: Any) -> Any:
+        if value is None:
+            raise ValueError("expected a URL or a data URL; files (file_id) are not kept here")
+        return value
+
+
+def _part_kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else value.type
+    return "picture" if kind == "input_image" else "text"
+
+
+Texts = Annotated[list[Part], BeforeValidator(_parts, json_schema_input_type=str | list[Part])]
+AnyPart = Annotated[Annotated[Part, Tag("text")] | Annotated[Picture, Tag("picture")], Discriminator(_part_kind)]
+Parts = Annotated[list[AnyPart], BeforeValidator(_parts, json_schema_input_type=str | list[AnyPart])]
 
 
 class Said(Item):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Parts
+
+    @model_validator(mode="after")
+    def _shown_by_users(self) -> Said:
+        if self.role != "user" and any(isinstance(part, Picture) for part in self.content):
+            raise ValueError(f"input_image: only a user's message takes images, found one of role {self.role}")
+        return self
 
 
 class Called(Item):
@@ -55,7 +83,7 @@ class Called(Item):
 class Returned(Item):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
-    output: Parts
+    output: Texts
 
 
 class Thought(Item):
