@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, tr
 
 from toolkit.artifacts.text import tokenizer
 from toolkit.artifacts.text.token_bytes import byte_level_table
-from toolkit.artifacts.text.tokenizer_ranks import QWEN
+from toolkit.artifacts.text.tokenizer_ranks import GLM, HUNYUAN, KIMI, QWEN
 from toolkit.errors import ToolkitError
 
 TEXT = (
@@ -68,11 +68,38 @@ def test_special_tokens_stand_behind_the_ranks(bpe, found):
 def test_glm_s_file_has_sentencepiece_s_name_and_its_special_tokens_beside_it(bpe, folder, tmp_path):
     shutil.copy(folder / "qwen.tiktoken", tmp_path / "tokenizer.model")
     first = bpe.get_vocab_size()
-    special = {str(first + i): {"content": text, "special": True} for i, text in enumerate(("<|endoftext|>", "<sop>"))}
+    special = {str(first + i): {"content": text, "special": True} for i, text in enumerate(("[gMASK]", "<sop>"))}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": special}))
     opened = tokenizer.Tokenizer.open(tmp_path)
-    assert opened.encode("<sop>The fox, quick") == [first + 1, *bpe.encode("The fox, quick").ids]
+    assert opened.encode("<sop>The fox, quick", False) == [first + 1, *bpe.encode("The fox, quick").ids]
+    assert opened.encode("fox")[:2] == [first, first + 1] and opened.start_text == "[gMASK]<sop>"
+    assert opened.decode(opened.encode("e\u0301")) == "e\u0301"  # texts are taken as they are
     assert first + 1 in opened.special_ids
+
+
+def test_kimi_s_special_tokens_have_the_ids_that_the_config_says(bpe, folder, tmp_path):
+    shutil.copy(folder / "qwen.tiktoken", tmp_path / "tiktoken.model")
+    first = bpe.get_vocab_size()
+    special = {str(first + i): {"content": text, "special": True} for i, text in ((0, "[BOS]"), (4, "<|im_end|>"))}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": special}))
+    opened = tokenizer.Tokenizer.open(tmp_path)
+    assert opened.encode("fox<|im_end|>") == [*bpe.encode("fox").ids, first + 4]
+    assert opened.vocab_size == first + 258
+
+
+@pytest.mark.parametrize(
+    "kind, text, cut",
+    [
+        (KIMI, "HTTPServer's camelCase你好world 12345", "HTTPServer's| camel|Case|你好|world| |123|45"),
+        (QWEN, "HTTPServer's camelCase你好 123", "HTTPServer|'s| camelCase你好| |1|2|3"),
+        (HUNYUAN, "It'LL 12", "It|'LL| |1|2"),
+        (GLM, "It'LL 12345\n\n x", "It|'LL| |123|45|\n\n| x"),
+    ],
+    ids=lambda x: getattr(x, "name", None),
+)
+def test_texts_are_cut_as_the_model_s_own_code_does(kind, text, cut):
+    found = pre_tokenizers.Split(Regex(kind.pattern), "isolated").pre_tokenize_str(text)
+    assert [part for part, _ in found] == cut.split("|")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ _TEXTS_AND_PICTURES = (
     "vocab.txt",
     "merges.txt",
     "*.tiktoken",
+    "tiktoken.model",
     "preprocessor_config.json",
     "processor_config.json",
 )

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.json_file import write_json_object
+from toolkit.artifacts.text.tokenizer_pieces import CONTROL, SPACE, USER_DEFINED, merges_by_score
 from toolkit.errors import ToolkitError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_CONTROL, _USER_DEFINED = 3, 4
-_SPACE = "\u2581"
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 # tokenizer.ggml.pre → how text is cut before byte-level BPE: "gpt2" (its built-in pattern), "digits" (single
@@ -96,20 +95,13 @@ def _sentencepiece(path: Path, metadata: Mapping[str, Any], tokens: list[str]) -
 
     scores = _list(path, metadata, "tokenizer.ggml.scores", len(tokens))
     vocab = {token: i for i, token in enumerate(tokens)}
-    ranked: list[tuple[float, int, int, tuple[str, str]]] = []
-    for token, score in zip(tokens, scores, strict=True):
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in vocab and right in vocab:
-                ranked.append((-float(score), vocab[left], vocab[right], (left, right)))
-    ranked.sort(key=lambda item: item[:3])
+    merges = merges_by_score(tokens, scores)
     unknown = tokens[_token_id(path, metadata, "unknown", len(tokens)) or 0]
-    merges = [item[3] for item in ranked]
     built = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    steps: list[Any] = [normalizers.Prepend(_SPACE)] if prefix else []
-    built.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
-    undo = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps: list[Any] = [normalizers.Prepend(SPACE)] if prefix else []
+    built.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+    undo = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     built.decoder = decoders.Sequence([*undo, decoders.Strip(" ", 1, 0)] if prefix else undo)
     return built
 
@@ -119,9 +111,9 @@ def _add_tokens(path: Path, built: Tokenizer, metadata: Mapping[str, Any], token
 
     types = _list(path, metadata, "tokenizer.ggml.token_type", len(tokens))
     for token, kind in zip(tokens, types, strict=True):
-        if kind == _CONTROL:
+        if kind == CONTROL:
             built.add_special_tokens([AddedToken(token, special=True, normalized=False)])
-        elif kind == _USER_DEFINED:
+        elif kind == USER_DEFINED:
             built.add_tokens([AddedToken(token, special=False, normalized=False)])
 
 

@@ -11,9 +11,10 @@ import numpy as np
 
 from toolkit.artifacts.gguf.tokenizer import PRE_TOKENIZERS
 from toolkit.artifacts.json_file import read_json_object
+from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.artifacts.text.tokenizer_pieces import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 from toolkit.errors import ToolkitError
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 _NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
@@ -25,9 +26,12 @@ def vocabulary(directory: Path, vocab_size: int, config: dict[str, Any], generat
     ToolkitError, one line, for a tokenizer that GGUF (or this tool) cannot express.
     """
     path = directory / "tokenizer.json"
-    if not path.is_file():
-        raise ToolkitError(f"{directory}: tokenizer.json is missing; a GGUF file carries its tokenizer")
-    data = read_json_object(path)
+    side = directory / "tokenizer_config.json"
+    if path.is_file():
+        data, named = read_json_object(path), read_json_object(side) if side.is_file() else {}
+    else:
+        opened = Tokenizer.open(directory)
+        data, named = json.loads(opened.backend.to_str()), opened.config
     model = data.get("model") or {}
     if model.get("type") != "BPE" or not isinstance(model.get("vocab"), dict):
         raise ToolkitError(
@@ -55,7 +59,7 @@ def vocabulary(directory: Path, vocab_size: int, config: dict[str, Any], generat
         found["tokenizer.ggml.scores"] = _scores(listed, merges)
     else:
         found["tokenizer.ggml.merges"] = [" ".join(pair) for pair in merges]
-    found |= _special_ids(directory, listed, config, generation)
+    found |= _special_ids(named, listed, config, generation)
     found |= _flags(path, data, found, sentencepiece)
     template = _chat_template(directory)
     return found if template is None else {**found, "tokenizer.chat_template": template}
@@ -65,12 +69,12 @@ def _kind(
     i: int, text: str, exists: bool, added: dict[str, Any] | None, unknown: str | None, sentencepiece: bool
 ) -> int:
     if not exists:
-        return _UNUSED
+        return UNUSED
     if sentencepiece and text == unknown:
-        return _UNKNOWN
+        return UNKNOWN
     if added is not None:
-        return _CONTROL if added.get("special") else _USER_DEFINED
-    return _BYTE if sentencepiece and _BYTE_TOKEN.fullmatch(text) else _NORMAL
+        return CONTROL if added.get("special") else USER_DEFINED
+    return BYTE if sentencepiece and _BYTE_TOKEN.fullmatch(text) else NORMAL
 
 
 def _scores(tokens: list[str], merges: list[tuple[str, ...]]) -> Any:
@@ -111,10 +115,8 @@ def _pre_tokenizer(path: Path, data: dict[str, Any]) -> str:
 
 
 def _special_ids(
-    directory: Path, tokens: list[str], config: dict[str, Any], generation: dict[str, Any]
+    named: dict[str, Any], tokens: list[str], config: dict[str, Any], generation: dict[str, Any]
 ) -> dict[str, Any]:
-    side = directory / "tokenizer_config.json"
-    named = read_json_object(side) if side.is_file() else {}
     ids: dict[str, int] = {}
     for short, key in _NAMES.items():
         token = named.get(f"{short}_token")

@@ -1,9 +1,9 @@
 """A model's tokenizer: ``tokenizer.json`` through the ``tokenizers`` library, plus what its neighbours say.
 
 ``tokenizer_config.json`` adds tokens, names bos/eos and says whether bos is put in front; ``generation_config.json``
-(or ``config.json``) names more end tokens; ``chat_template.jinja`` wins over the template in the config. A directory
-that has only slow files (``tokenizer.model``, ``vocab.json`` + ``merges.txt``) goes through transformers, imported then
-only; files of ranks (``qwen.tiktoken``) are read here.
+(or ``config.json``) names more end tokens; ``chat_template.jinja`` wins over the template in the config. Files of
+sentencepiece (``tokenizer.model``) and of ranks (``qwen.tiktoken``) are read here; other slow files (``vocab.json`` +
+``merges.txt``) go through transformers, imported then only.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from typing import Any
 
 import tokenizers
 
-from toolkit.artifacts.json_file import read_json_object
+from toolkit.artifacts.json_file import read_json_object, write_json_object
 from toolkit.artifacts.text.token_bytes import byte_rule
 from toolkit.artifacts.text.tokenizer_box import BoxedEncoder
 from toolkit.artifacts.text.tokenizer_check import check_ids, harmless, read_parts
-from toolkit.artifacts.text.tokenizer_ranks import QWEN, find_ranks, read_ranks
+from toolkit.artifacts.text.tokenizer_classes import PIECES, SPECIAL_NAMES, open_pieces, put_before
+from toolkit.artifacts.text.tokenizer_ranks import RANKS, find_ranks, read_ranks
 from toolkit.errors import ToolkitError
 from toolkit.request_limits import TOKEN_ID
 
-SLOW_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "sentencepiece.bpe.model")
+SLOW_FILES = (PIECES, "spiece.model", "vocab.json", "sentencepiece.bpe.model")
 TOKENIZER_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -35,10 +36,9 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
     *SLOW_FILES,
-    QWEN.name,
+    *(kind.name for kind in RANKS if kind.name != PIECES),
     "merges.txt",
 )
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class Tokenizer:
@@ -72,15 +72,23 @@ class Tokenizer:
         path = Path(path)
         config = _optional(path / "tokenizer_config.json")
         file = path / "tokenizer.json"
-        trusted = True
+        trusted, ranks = True, None
         if file.is_file():
             trusted = harmless(read_parts(file), file)
             if not trusted:
-                _try_out(file)
+                _try_out(file, file.read_bytes())
             with _blame(file):
                 backend = tokenizers.Tokenizer.from_file(str(file))
         elif (ranks := find_ranks(path)) is not None:
-            backend = read_ranks(path, ranks)
+            file = path / ranks.name
+            backend = read_ranks(path, ranks, config)
+        elif (path / PIECES).is_file():
+            file = path / PIECES
+            with _blame(file):
+                backend, config = open_pieces(path, config)
+            trusted = harmless({"normalizer": json.loads(backend.normalizer.__getstate__())}, file)
+            if not trusted:
+                _try_out(file, backend.to_str().encode())
         elif any((path / name).is_file() for name in SLOW_FILES):
             backend = _convert_slow(path)
         else:
@@ -92,6 +100,8 @@ class Tokenizer:
             backend.no_padding()
             backend.no_truncation()
             backend = _with_config_tokens(backend, config, path)
+            if ranks is not None:
+                put_before(backend, ranks.prefix)
             boxed = None if trusted else BoxedEncoder(backend.to_str().encode())
             opened = cls(backend, path, config, boxed)
         highest = max([opened.vocab_size - 1, *opened._prefix, *opened._suffix])
@@ -192,6 +202,7 @@ class Tokenizer:
             if (self.path / name).is_file():
                 shutil.copyfile(self.path / name, target / name)
         self.backend.save(str(target / "tokenizer.json"))
+        write_json_object(target / "tokenizer_config.json", self.config)
 
     def _bare(self, text: str) -> list[int]:
         """Token ids of ``text`` alone."""
@@ -266,10 +277,11 @@ def _is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
-def _try_out(file: Path) -> None:
-    """Open a tokenizer.json and encode a letter in a box. Raises ToolkitError where that is too much."""
+def _try_out(file: Path, definition: bytes) -> None:
+    """Open a tokenizer, given as tokenizer.json, and encode a letter in a box. Raises ToolkitError where that is too
+    much."""
     try:
-        BoxedEncoder(file.read_bytes()).try_out()
+        BoxedEncoder(definition).try_out()
     except RuntimeError:
         return  # it cannot be read: opening it says why
     except ValueError as e:

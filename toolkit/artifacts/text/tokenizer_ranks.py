@@ -12,6 +12,7 @@ import binascii
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
@@ -22,53 +23,82 @@ from toolkit.errors import ToolkitError
 
 @dataclass(frozen=True)
 class RanksFile:
-    """One kind of file, by its name: ``pattern`` cuts texts, ``special`` tokens have the ids behind the ranks."""
+    """One kind of file, by its name. ``pattern`` cuts texts. ``special``: tokens that have the ids behind the ranks;
+    ``reserved``: so many ids behind them have names in tokenizer_config.json or none. ``prefix``: what stands before
+    every text. ``composed``: whether texts are brought into Unicode's form NFC first."""
 
     name: str
     pattern: str
-    special: tuple[str, ...]
+    special: tuple[str, ...] = ()
+    reserved: int = 0
+    prefix: tuple[str, ...] = ()
+    composed: bool = False
 
 
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|%s|{_REST}"
+_UPPER, _LOWER = (rf"[{kinds}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for kinds in (r"\p{Lu}\p{Lt}", r"\p{Ll}"))
+_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDINGS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDINGS}?"
+_EXTRA = tuple(f"<|extra_{i}|>" for i in range(205))
 QWEN = RanksFile(  # Qwen 1, from the model's own tokenization_qwen.py
-    "qwen.tiktoken",
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205))),
+    "qwen.tiktoken", _WORDS % r"\p{N}", ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *_EXTRA), composed=True
+)
+HUNYUAN = RanksFile(  # from tokenization_hy.py
+    "hy.tiktoken",
+    QWEN.pattern,
+    ("<|endoftext|>", "<|startoftext|>", "<|bos|>", "<|eos|>", "<|pad|>", *_EXTRA),
+    composed=True,
+)
+KIMI = RanksFile(  # Kimi K2 and Moonlight, from tokenization_kimi.py
+    "tiktoken.model", rf"[\p{{Han}}]+|{_CASED}|\p{{N}}{{1,3}}|{_REST}", reserved=258
 )
 GLM = RanksFile(  # GLM-4-9B and CodeGeeX4, whose special tokens stand in tokenizer_config.json
-    "tokenizer.model", QWEN.pattern.replace(r"|\p{N}|", r"|\p{N}{1,3}|"), ()
+    "tokenizer.model", _WORDS % r"\p{N}{1,3}", prefix=("[gMASK]", "<sop>")
 )
+RANKS = (QWEN, HUNYUAN, KIMI, GLM)
 _LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 
 
 def find_ranks(folder: Path) -> RanksFile | None:
     """Of which kind a file of ranks lies in a model's folder, or None; sentencepiece's files have GLM's name too."""
-    if (folder / QWEN.name).is_file():
-        return QWEN
-    return GLM if _begins_with_a_rank(folder / GLM.name) else None
+    return next((kind for kind in RANKS if _begins_with_a_rank(folder / kind.name, kind != GLM)), None)
 
 
-def _begins_with_a_rank(path: Path) -> bool:
+def _begins_with_a_rank(path: Path, told: bool) -> bool:
+    """Whether it is a file of ranks, which its name alone tells where ``told``."""
     try:
         with path.open("rb") as file:
-            return _LINE.match(file.readline(4096)) is not None
+            return told or _LINE.match(file.readline(4096)) is not None
     except OSError:
         return False
 
 
-def read_ranks(folder: Path, kind: RanksFile) -> tokenizers.Tokenizer:
-    """The tokenizer of the file. Raises ToolkitError, one line, for one that is no such file."""
+def read_ranks(folder: Path, kind: RanksFile, config: dict[str, Any]) -> tokenizers.Tokenizer:
+    """The tokenizer of the file; ``config``: tokenizer_config.json. Raises ToolkitError, one line, for one that is no
+    such file."""
     ranks = _ranks(folder / kind.name)
     character = {byte: text for text, byte in byte_level_table().items()}
     spelled = {token: "".join(character[byte] for byte in token) for token in ranks}
     vocabulary = {spelled[token]: rank for token, rank in ranks.items()}
     merges = [(spelled[a], spelled[b]) for a, b in _pairs(ranks)]
     made = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
-    made.normalizer = normalizers.NFC()
+    if kind.composed:
+        made.normalizer = normalizers.NFC()
     cut = pre_tokenizers.Split(tokenizers.Regex(kind.pattern), "isolated")
     made.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(False, use_regex=False)])
     made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in kind.special])
+    special = [*kind.special, *_reserved(kind, len(ranks) + len(kind.special), config)]
+    made.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
     return made
+
+
+def _reserved(kind: RanksFile, first: int, config: dict[str, Any]) -> list[str]:
+    named = config.get("added_tokens_decoder")
+    named = named if isinstance(named, dict) else {}
+    entries = [(i, named.get(str(i))) for i in range(first, first + kind.reserved)]
+    texts = [(i, entry.get("content") if isinstance(entry, dict) else None) for i, entry in entries]
+    return [text if isinstance(text, str) else f"<|reserved_token_{i}|>" for i, text in texts]
 
 
 def _ranks(file: Path) -> dict[bytes, int]:
