@@ -157,7 +157,7 @@ def test_a_session_may_always_be_filled(build: Any) -> None:
 
 
 def test_the_documentation_has_the_same_table() -> None:
-    text = (Path(__file__).resolve().parents[2] / "docs/security.md").read_text(encoding="utf-8")
+    text = (Path(__file__).resolve().parents[2] / "docs/limits.md").read_text(encoding="utf-8")
     told = re.findall(r"^\| `(--[a-z-]+)` \| ([\d,.]+) \| (.+) \|$", text, re.MULTILINE)
     assert told == [tuple(row) for row in rows()]
     for most in (

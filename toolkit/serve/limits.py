@@ -1,4 +1,4 @@
-"""Every limit of the server, once: ``tool serve api_server --help`` and docs/security.md show this table.
+"""Every limit of the server, once: ``tool serve api_server --help`` and docs/limits.md show this table.
 
 A request is measured before anything is done whose cost grows with it. What is refused is told the limit and the option
 that sets it. What a request's single fields may be stands in ``toolkit/generation_config.py``.
