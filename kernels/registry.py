@@ -26,10 +26,11 @@ PRIORITY: dict[str, tuple[str, ...]] = {
 COMPILED = ("triton", "cuda")  # by compilers and drivers that we do not know: not trusted unseen on a GPU
 _DECLARATIONS = (
     *("norm", "rope", "activation", "embedding", "linear", "linear_blocks", "lora"),
-    *("attention", "rope_kv_write", "moe", "sampling"),
+    *("attention", "rope_kv_write", "causal_conv", "moe", "sampling"),
 )
 _IMPLEMENTATIONS = (
-    *("torch.dense", "torch.kv_write", "torch.attention", "torch.linear", "torch.lora", "torch.moe", "torch.sampling"),
+    *("torch.dense", "torch.kv_write", "torch.attention", "torch.causal_conv"),
+    *("torch.linear", "torch.lora", "torch.moe", "torch.sampling"),
 )
 _CUDA = ("linear",)
 _TRITON = (  # imported where triton is installed: on Linux

@@ -18,8 +18,9 @@ SIZE = 4
 ROOT = root_key(0, -1, "")
 
 
-def groups(*windows: int | None) -> tuple[CacheGroup, ...]:
-    return tuple(CacheGroup("full" if w is None else "window", w, (i,)) for i, w in enumerate(windows))
+def groups(*windows: int | str | None) -> tuple[CacheGroup, ...]:
+    kinds: dict[Any, Any] = {None: ("full", None), "state": ("state", None)}
+    return tuple(CacheGroup(*kinds.get(w, ("window", w)), (i,)) for i, w in enumerate(windows))
 
 
 def keys_of(tokens: list[int]) -> list[bytes]:
@@ -41,8 +42,11 @@ def fill(m: BlockManager, row: int, tokens: list[int]) -> int:
 class Books(RuleBasedStateMachine):
     """Rows that are opened, grown, cut back, released and kept for sessions; the books must hold throughout."""
 
-    @initialize(windows=st.sampled_from([(None,), (5,), (None, 3), (9, None, 2)]), blocks=st.integers(4, 24))
-    def begin(self, windows: tuple[int | None, ...], blocks: int) -> None:
+    @initialize(
+        windows=st.sampled_from([(None,), (5,), (None, 3), (9, None, 2), ("state",), (None, "state"), ("state", 5)]),
+        blocks=st.integers(4, 24),
+    )
+    def begin(self, windows: tuple[Any, ...], blocks: int) -> None:
         self.m = BlockManager(groups(*windows), [blocks] * len(windows), SIZE, rows=3, max_len=64)
         self.rows: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
@@ -63,11 +67,11 @@ class Books(RuleBasedStateMachine):
     def grow(self, data: Any, count: int) -> None:
         row = data.draw(st.sampled_from(sorted(self.rows)))
         start = self.computed[row]
-        end = min(start + count, len(self.rows[row]))
+        end = self.m.stop(start, min(start + count, len(self.rows[row])))
         if end == start:
             return
         fits = self.m.fitting(row, start, end)
-        assert start <= fits <= end
+        assert start <= fits <= end and end == self.m.stop(start, end)
         assert self.m.grow(row, start, end) == (fits == end)
         if fits == end:
             self.computed[row] = end
@@ -75,7 +79,10 @@ class Books(RuleBasedStateMachine):
             for g, window in enumerate(self.m.windows):
                 low = 0 if window is None else max(0, start - window + 1)
                 seen = self.m.tables[g][row, low // SIZE : blocks_for(end, SIZE)]
+                if self.m.states[g]:
+                    seen = seen[[0, -1]] if start and len(seen) > 1 else seen[-1:]
                 assert (seen >= 0).all() and len(set(seen.tolist())) == len(seen)
+            assert self.m.restart(row, end) == (end - end % SIZE if any(self.m.states) else end)
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data(), length=st.integers(0, 63))
@@ -167,6 +174,22 @@ def test_a_window_group_gives_back_what_no_token_can_see() -> None:
     for p in range(400):
         assert m.grow(0, p, p + 1), p
         assert (m.tables[0][0] >= 0).sum() <= window_blocks(6, 1, SIZE)
+
+
+def test_of_states_a_prefix_is_found_where_a_step_has_ended() -> None:
+    m = BlockManager(groups(None, "state"), [20, 20], SIZE, rows=2, max_len=64)
+    prompt = list(range(18))
+    keys = keys_of(prompt)
+    m.open(0, keys, 0)
+    for start, end in ((0, 8), (8, 16), (16, 18)):
+        assert m.stop(start, end) == end and m.grow(0, start, end)
+        m.label(0, keys, end)
+    assert m.stop(0, 18) == 16 and m.stop(16, 18) == 18
+    assert [m.match(keys[:n], 99) for n in range(5)] == [0, 0, 2, 2, 4]
+    assert (m.tables[1][0, :5] >= 0).tolist() == [False, False, False, True, True]
+    assert m.match(keys_of([*prompt[:12], 9, 9, 9, 9, 9]), 99) == 2, "block 2 is there, the state at its end is not"
+    m.release(0)
+    assert m.pools[1].available == 20 and m.match(keys, 99) == 4
 
 
 def test_truncate_copies_a_shared_block_and_keeps_the_cached_one() -> None:

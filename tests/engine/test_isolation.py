@@ -13,7 +13,7 @@ from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams
 
 VOCAB, REFUSED = 61, 60
-WINDOWS: list[tuple[int | None, ...]] = [(None,), (6,), (None, 5)]
+WINDOWS: list[tuple[Any, ...]] = [(None,), (6,), (None, 5), ("state",), ("state", None)]
 RELAXED = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
@@ -24,7 +24,7 @@ def fake(support: Any) -> Any:
     return support("fake_runner")
 
 
-def make_core(fake: Any, windows: tuple[int | None, ...] = (None,), **options: Any) -> EngineCore:
+def make_core(fake: Any, windows: tuple[Any, ...] = (None,), **options: Any) -> EngineCore:
     runner = fake.FakeRunner(windows, VOCAB, 4, asynchronous=options.pop("asynchronous", False))
     defaults: dict[str, Any] = {"session_len": 120, "max_batch_size": 8, "max_prefill_token_num": 64, "check": True}
     blocks = (options.pop("blocks", 200),) * len(windows)
@@ -48,7 +48,7 @@ def tokens_of(outputs: list[EngineOutput]) -> list[int]:
     return [t for o in outputs for t in o.token_ids]
 
 
-def undisturbed(fake: Any, windows: tuple[int | None, ...], prompt: list[int], params: SamplingParams) -> list[int]:
+def undisturbed(fake: Any, windows: tuple[Any, ...], prompt: list[int], params: SamplingParams) -> list[int]:
     core = make_core(fake, windows)
     core.add(EngineRequest("x", prompt, params))
     return tokens_of(run(core)["x"])

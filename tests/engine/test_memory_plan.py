@@ -80,6 +80,12 @@ def test_window_groups_get_no_more_than_their_windows() -> None:
     assert p.num_blocks == (64 * 128, 64 * window_blocks(1024, 512, 64))
 
 
+def test_a_request_has_a_state_and_a_copy_of_it() -> None:
+    groups = (CacheGroup("full", None, (0,)), CacheGroup("state", None, (1,)))
+    p = make(need(1000 * GIB, block=(MIB, MIB)), groups)
+    assert p.num_blocks == (64 * 128, 64 * 2)
+
+
 def test_activations_limit_the_chunk() -> None:
     p = make(need(GIB, token=200_000), max_prefill_token_num=8192)
     assert p.max_prefill_token_num < 8192 and any("max_prefill_token_num reduced" in n for n in p.notices)
@@ -105,7 +111,7 @@ def test_the_table_names_everything() -> None:
     weights=st.integers(0, 1 << 38),
     loaded=st.booleans(),
     blocks=st.lists(st.integers(1 << 10, 1 << 26), min_size=1, max_size=3),
-    windows=st.lists(st.one_of(st.none(), st.integers(1, 5000)), min_size=3, max_size=3),
+    windows=st.lists(st.one_of(st.none(), st.just("state"), st.integers(1, 5000)), min_size=3, max_size=3),
     token=st.integers(0, 1 << 24),
     max_position=st.integers(1, 1 << 20),
     session_len=st.one_of(st.none(), st.integers(1, 1 << 20)),
@@ -115,10 +121,10 @@ def test_the_table_names_everything() -> None:
     cpu=st.booleans(),
 )
 def test_a_plan_never_exceeds_what_is_free(
-    free: int, weights: int, loaded: bool, blocks: list[int], windows: list[int | None], token: int, max_position: int,
-    session_len: int | None, batch: int | None, prefill: int, kv: float | int, cpu: bool,
+    support: Any, free: int, weights: int, loaded: bool, blocks: list[int], windows: list[Any], token: int,
+    max_position: int, session_len: int | None, batch: int | None, prefill: int, kv: float | int, cpu: bool,
 ) -> None:  # fmt: skip
-    groups = tuple(CacheGroup("full" if w is None else "window", w, (i,)) for i, w in enumerate(windows[: len(blocks)]))
+    groups = support("fake_runner").fake_groups(*windows[: len(blocks)])
     memory = MemoryNeed(weights, token, tuple(blocks), free, loaded)
     try:
         p = plan(
@@ -134,4 +140,4 @@ def test_a_plan_never_exceeds_what_is_free(
     for group, n in zip(groups, p.num_blocks, strict=True):
         assert n >= p.max_batch_size
         alone = n * 64 >= p.session_len
-        assert alone or (group.window is not None and n >= window_blocks(group.window, 1, 64))
+        assert alone or (group.reach is not None and n >= window_blocks(group.reach, 1, 64))

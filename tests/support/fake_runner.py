@@ -2,8 +2,9 @@
 
 Two layers. The first caches a number made of token id, position and rope set; its output at a position is a hash of
 every cached number visible there, in every group. The second caches that output, so that a wrong context at any earlier
-time stays visible; logits are a hash of all visible second-layer entries. Whatever the block manager mixes up changes
-tokens. On every step the arrays are also checked against each other.
+time stays visible; logits are a hash of all visible second-layer entries. Of a state group the cache has the sums of
+both numbers so far. Whatever the block manager mixes up changes tokens. On every step the arrays are also checked
+against each other.
 """
 
 from __future__ import annotations
@@ -39,16 +40,25 @@ def first_layer(tokens: NDArray, positions: NDArray, rope_set: int) -> U64:
     )
 
 
-def window_sums(values: U64, start: int, stop: int, window: int | None) -> U64:
+Window = int | str | None
+"""Of a cache group: its window, None for a full one, "state"."""
+
+
+def window_sums(values: U64, start: int, stop: int, window: Window) -> U64:
     """For each position p in [start, stop): the sum of values[q] over visible q <= p; values begin at position 0."""
     with np.errstate(over="ignore"):
         total = np.concatenate([np.zeros(1, np.uint64), np.cumsum(values, dtype=np.uint64)])
-        low = 0 if window is None else np.maximum(np.arange(start, stop) - window + 1, 0)
+        low = 0 if window in (None, "state") else np.maximum(np.arange(start, stop) - window + 1, 0)
         return total[start + 1 : stop + 1] - total[low]
 
 
-def fake_spec(windows: tuple[int | None, ...], vocab_size: int, max_position: int = 1 << 20) -> DecoderSpec:
-    groups = tuple(CacheGroup("full" if w is None else "window", w, (i,)) for i, w in enumerate(windows))
+def fake_groups(*windows: Window) -> tuple[CacheGroup, ...]:
+    kinds = {None: ("full", None), "state": ("state", None)}
+    return tuple(CacheGroup(*kinds.get(w, ("window", w)), (i,)) for i, w in enumerate(windows))
+
+
+def fake_spec(windows: tuple[Window, ...], vocab_size: int, max_position: int = 1 << 20) -> DecoderSpec:
+    groups = fake_groups(*windows)
     return DecoderSpec(
         family="fake",
         vocab_size=vocab_size,
@@ -69,7 +79,7 @@ def make_logits(states: U64, vocab_size: int) -> NDArray[np.float32]:
     return ((bits >> np.uint64(40)).astype(np.float32) / (1 << 24) * 16 - 8).astype(np.float32)
 
 
-def reference_states(tokens: list[int], windows: tuple[int | None, ...], rope_set: int = 0) -> U64:
+def reference_states(tokens: list[int], windows: tuple[Window, ...], rope_set: int = 0) -> U64:
     """The state at every position, computed without any cache."""
     ids, n = np.array(tokens, np.int64), len(tokens)
     first = first_layer(ids, np.arange(n), rope_set)
@@ -99,7 +109,7 @@ class Handle:
 
 
 class FakeRunner:
-    """``windows``: one entry a cache group, None = full. ``asynchronous``: steps run when their result is asked for."""
+    """``windows``: one entry a cache group. ``asynchronous``: steps run when their result is asked for."""
 
     name = "fake"
     backend = "turbomind"
@@ -108,7 +118,7 @@ class FakeRunner:
 
     def __init__(
         self,
-        windows: tuple[int | None, ...] = (None,),
+        windows: tuple[Window, ...] = (None,),
         vocab_size: int = 61,
         block_size: int = 4,
         asynchronous: bool = False,
@@ -139,7 +149,7 @@ class FakeRunner:
 
     def allocate_cache(self, num_blocks: tuple[int, ...]) -> None:
         size = self.options.block_size
-        shape = [n * size for n in num_blocks]
+        shape = [n if w == "state" else n * size for n, w in zip(num_blocks, self.windows, strict=True)]
         self.first = [np.full(n, 0xDEAD, np.uint64) for n in shape]
         self.second = [np.full(n, 0xBEEF, np.uint64) for n in shape]
 
@@ -150,12 +160,16 @@ class FakeRunner:
 
     def discard_blocks(self, group: int, blocks: Sequence[int]) -> None: ...
 
+    def part(self, group: int, block: int) -> slice:
+        size = 1 if self.windows[group] == "state" else self.options.block_size
+        return slice(block * size, (block + 1) * size)
+
     def export_block(self, group: int, block: int) -> bytes:
-        part = slice(block * self.options.block_size, (block + 1) * self.options.block_size)
+        part = self.part(group, block)
         return self.first[group][part].tobytes() + self.second[group][part].tobytes()
 
     def import_block(self, group: int, block: int, data: bytes) -> None:
-        part = slice(block * self.options.block_size, (block + 1) * self.options.block_size)
+        part = self.part(group, block)
         both = np.frombuffer(data, np.uint64)
         self.first[group][part], self.second[group][part] = np.split(both, 2)
 
@@ -193,7 +207,8 @@ class FakeRunner:
         ids[given] = self.previous[b.from_previous[given]]
         if bad := self.refused & set(ids.tolist()):
             for g in range(len(self.windows)):
-                self.first[g][b.slot_mapping[g]] = self.second[g][b.slot_mapping[g]] = 0xBAD
+                written = b.block_tables[g][:, 1] if self.windows[g] == "state" else b.slot_mapping[g]
+                self.first[g][written] = self.second[g][written] = 0xBAD
             raise RuntimeError(f"token {min(bad)} is refused")
         for g, pairs in enumerate(b.copy_blocks):
             for source, target in pairs:
@@ -216,23 +231,33 @@ class FakeRunner:
 
     def forward(self, b: StepBatch, ids: NDArray[np.int32]) -> U64:
         cu, spans = b.cu_seqlens, range(len(b.seq_lens))
-        groups = range(len(self.windows))
+        groups = [g for g, w in enumerate(self.windows) if w != "state"]
+        fresh = np.zeros(len(ids), np.uint64)
         for s in spans:
             part = slice(cu[s], cu[s + 1])
-            values = first_layer(ids[part], b.positions[0, part], int(b.rope_set[s]))
+            values = fresh[part] = first_layer(ids[part], b.positions[0, part], int(b.rope_set[s]))
             for g in groups:
                 self.first[g][b.slot_mapping[g][part]] = values
-        middle = self.attend(b, self.first, 0)
+        middle = mix(self.attend(b, self.first, fresh, 0))
         for g in groups:
-            self.second[g][b.slot_mapping[g]] = mix(middle)
-        return self.attend(b, self.second, 77)
+            self.second[g][b.slot_mapping[g]] = middle
+        return self.attend(b, self.second, middle, 77)
 
-    def attend(self, b: StepBatch, cache: list[U64], salt: int) -> U64:
+    def attend(self, b: StepBatch, cache: list[U64], fresh: U64, salt: int) -> U64:
+        """Of every new token, whose own numbers are ``fresh``."""
         total = np.zeros(len(b.token_ids), np.uint64)
         size = self.options.block_size
         for s in range(len(b.seq_lens)):
             start, stop = int(b.positions[0, b.cu_seqlens[s]]), int(b.seq_lens[s])
             for g, window in enumerate(self.windows):
+                new = slice(b.cu_seqlens[s], b.cu_seqlens[s + 1])
+                if window == "state":
+                    read, write = b.block_tables[g][s]
+                    with np.errstate(over="ignore"):
+                        sums = np.cumsum(fresh[new]) + (cache[g][read] if read >= 0 else np.uint64(0))
+                        total[new] += mix(sums + np.uint64(g + salt))
+                    cache[g][write] = sums[-1]
+                    continue
                 low = 0 if window is None else max(0, start - window + 1)
                 at = np.arange(low, stop)
                 blocks = b.block_tables[g][s, at // size]
@@ -241,9 +266,7 @@ class FakeRunner:
                     [np.zeros(low, np.uint64), cache[g][blocks.astype(np.int64) * size + at % size]]
                 )
                 with np.errstate(over="ignore"):
-                    total[b.cu_seqlens[s] : b.cu_seqlens[s + 1]] += mix(
-                        window_sums(values, start, stop, window) + np.uint64(g + salt)
-                    )
+                    total[new] += mix(window_sums(values, start, stop, window) + np.uint64(g + salt))
         return total
 
     def check(self, b: StepBatch) -> None:
@@ -273,7 +296,11 @@ class FakeRunner:
         owner = np.repeat(np.arange(len(b.seq_lens)), np.diff(b.cu_seqlens))
         for g, n in enumerate(b.block_tables):
             slots = b.slot_mapping[g]
-            assert n.dtype == np.int32 and slots.dtype == np.int64 and len(slots) == tokens
+            assert n.dtype == np.int32 and slots.dtype == np.int64
+            if self.windows[g] == "state":
+                self.check_states(b, n)
+                continue
+            assert len(slots) == tokens
             assert len(np.unique(slots)) == tokens, "two tokens go to one slot"
             assert (slots >= 0).all() and (slots < len(self.first[g])).all()
             expected = n[owner, b.positions[0] // size].astype(np.int64) * size + b.positions[0] % size
@@ -315,6 +342,14 @@ class FakeRunner:
                 assert len(set(row.tolist())) == len(row), "ids of a row must be distinct"
         if x.grammar is not None:
             assert x.grammar.dtype == np.int32 and x.grammar.shape == (rows, -(-self.spec.vocab_size // 32))
+
+    @staticmethod
+    def check_states(b: StepBatch, table: NDArray[np.int32]) -> None:
+        assert table.shape == (len(b.seq_lens), 2) and (table[:, 1] >= 0).all()
+        assert ((table[:, 0] >= 0) == (b.seq_lens > np.diff(b.cu_seqlens))).all()
+        assert len(np.unique(table[:, 1])) == len(table), "two states go to one slot"
+        for s, write in enumerate(table[:, 1]):
+            assert write not in np.delete(table[:, 0], s), "a state is read by one request and written by another"
 
     def sample(self, b: StepBatch, logits: NDArray[np.float32]) -> StepOutput:
         n, most = len(b.sample_index), max(b.sampling.logprobs.tolist(), default=-1)

@@ -96,6 +96,18 @@ def _latent(a: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
     return _linear(a.o, w, torch.einsum("hqk,khd->qhd", shares, both[..., a.nope_dim :]).flatten(1))
 
 
+def _short_conv(m: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
+    b, c, value = (_linear(p, w, x) for p in (m.b, m.c, m.value))
+    return _linear(m.out, w, c * _convolved(m.conv, w, b * value))
+
+
+def _convolved(conv: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
+    taps = w[conv.weight].view(conv.channels, conv.kernel)
+    rows = torch.cat([torch.zeros(conv.kernel - 1, conv.channels).double(), x])
+    y = torch.stack([(rows[t : t + conv.kernel].T * taps).sum(-1) for t in range(len(x))])
+    return y if conv.bias is None else y + w[conv.bias]
+
+
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b, rest = x.split([cos.shape[-1], cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
@@ -152,4 +164,4 @@ def _moe(m: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
     return y
 
 
-MIXERS = {"attention": _attention, "latent": _latent, "mlp": _mlp, "moe": _moe}
+MIXERS = {"attention": _attention, "latent": _latent, "short_conv": _short_conv, "mlp": _mlp, "moe": _moe}

@@ -19,6 +19,7 @@ from toolkit.models.decoder import Dims, assemble
 from toolkit.models.spec import (
     AlibiSpec,
     AttentionSpec,
+    ConvSpec,
     LatentSpec,
     LayerSpec,
     LinearSpec,
@@ -27,6 +28,7 @@ from toolkit.models.spec import (
     NormSpec,
     QueryScale,
     RopeSpec,
+    ShortConvSpec,
     Sublayer,
 )
 from toolkit.models.spec.check import check_spec
@@ -117,6 +119,18 @@ def _latent(draw: Any, prefix: str, hidden: int) -> LatentSpec:
     )
 
 
+def _conv(draw: Any, prefix: str, channels: int) -> ConvSpec:
+    bias = f"{prefix}.bias" if draw(st.booleans()) else None
+    return ConvSpec(f"{prefix}.weight", bias, channels, draw(st.sampled_from((2, 3, 4))))
+
+
+def _short_conv(draw: Any, prefix: str, hidden: int) -> ShortConvSpec:
+    inner, bias = draw(st.sampled_from((32, 48))), draw(st.booleans())
+    b, c, x = (LinearSpec(f"{prefix}.{name}_proj", hidden, inner, bias) for name in "bcx")
+    out = LinearSpec(f"{prefix}.out_proj", inner, hidden, draw(st.booleans()))
+    return ShortConvSpec(b, c, x, _conv(draw, f"{prefix}.conv", inner), out)
+
+
 def _mlp(draw: Any, prefix: str, hidden: int, inner: int, like: MlpSpec | None = None) -> MlpSpec:
     if like is None:
         gated, bias = draw(st.booleans()), draw(st.booleans())
@@ -165,8 +179,8 @@ def _routing(draw: Any, prefix: str, count: int, quantized: bool) -> dict[str, A
 
 def _layer(draw: Any, index: int, hidden: int, quantized: bool) -> LayerSpec:
     prefix = f"model.layers.{index}"
-    # attention, latent attention, mlp, experts
-    kinds = draw(st.sampled_from(("am", "ae", "am", "ma", "ame", "aem", "a", "lm", "le")))
+    # attention, latent attention, short convolution, mlp, experts
+    kinds = draw(st.sampled_from(("am", "ae", "am", "ma", "ame", "aem", "a", "lm", "le", "sm")))
     parallel = draw(st.sampled_from((0, 0, len(kinds), 2)))  # how many sublayers read what the first one reads
     shares = draw(st.booleans())
     sublayers: list[Sublayer] = []
@@ -175,6 +189,8 @@ def _layer(draw: Any, index: int, hidden: int, quantized: bool) -> LayerSpec:
             mixer: Any = _attention(draw, f"{prefix}.self_attn", hidden)
         elif kind == "l":
             mixer = _latent(draw, f"{prefix}.self_attn", hidden)
+        elif kind == "s":
+            mixer = _short_conv(draw, f"{prefix}.conv", hidden)
         elif kind == "m":
             mixer = _mlp(draw, f"{prefix}.mlp", hidden, draw(st.sampled_from((48, 80))))
         else:

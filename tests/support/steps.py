@@ -38,7 +38,7 @@ def sampling(rows: int, **columns: Any) -> SamplingBatch:
 
 @dataclass
 class Sequence:
-    """One request: its tokens in the cache so far and its blocks in each group."""
+    """One request: its tokens in the cache so far and its blocks in each group, of states the slots in turn."""
 
     blocks: list[list[int]]
     length: int = 0
@@ -59,6 +59,7 @@ class Driver:
         groups = len(self.runner.spec.cache_groups)
         self.runner.allocate_cache((self.num_blocks,) * groups)
         order = np.random.default_rng(0).permutation(self.num_blocks) if self.scattered else np.arange(self.num_blocks)
+        self._states = [group.kind == "state" for group in self.runner.spec.cache_groups]
         self._free = [[int(b) for b in order] for _ in range(groups)]
 
     def add(self, long: bool = False) -> int:
@@ -69,7 +70,7 @@ class Driver:
     def free(self, number: int) -> None:
         """Give the blocks of a sequence back, to be handed out next."""
         for group, blocks in enumerate(self.sequences[number].blocks):
-            self._free[group] = blocks + self._free[group]
+            self._free[group] = list(dict.fromkeys(blocks)) + self._free[group]
         self.sequences[number] = Sequence([[] for _ in self._free])
 
     def batch(self, new: dict[int, list[int]], want: str = "last", **extra: Any) -> StepBatch:
@@ -85,6 +86,10 @@ class Driver:
             s = self.sequences[number]
             at = range(s.length, s.length + len(ids))
             for group, blocks in enumerate(s.blocks):
+                if self._states[group]:
+                    moved = s.length // size < (at.stop - 1) // size or not blocks
+                    blocks.append(self._free[group].pop(0) if moved else blocks[-1])
+                    continue
                 while len(blocks) * size < at.stop:
                     blocks.append(self._free[group].pop(0))
                 slots[group] += [blocks[p // size] * size + p % size for p in at]
@@ -97,6 +102,9 @@ class Driver:
         tables = []
         for group, cache in enumerate(self.runner.spec.cache_groups):
             rows = [list(self.sequences[n].blocks[group]) for n in new]
+            if self._states[group]:
+                tables.append(np.array([[-1, *row][-2:] for row in rows], np.int32))
+                continue
             table = np.full((len(rows), max(map(len, rows))), -1, np.int32)
             for i, row in enumerate(rows):
                 start = lens[i] - (cu[i + 1] - cu[i])

@@ -207,7 +207,7 @@ def _randomize(model: Any, generator: Any) -> None:
             else:
                 p.copy_(noise * 1.2 / p.shape[-1] ** 0.5)
         for name, b in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 b.copy_(0.3 * torch.randn(b.shape, generator=generator))
 
 

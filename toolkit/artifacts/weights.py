@@ -122,7 +122,7 @@ def _expected(checkpoint: Checkpoint, form: WeightFormat | None, item: StoredTen
 
 
 def _is_quantized(checkpoint: Checkpoint, form: WeightFormat, item: StoredTensor) -> bool:
-    stacks = len(item.shape) < 3 or form.METHOD in STACKED
+    stacks = not item.stacked or form.METHOD in STACKED
     return item.kind in _MATRICES and stacks and form.is_quantized(checkpoint, item.name)
 
 
@@ -176,7 +176,7 @@ def load_part(checkpoint: Checkpoint, item: StoredTensor, part: Part) -> Iterato
     the matrix is read that it is in."""
     one = replace(item, parts=(part,))
     form = format_of(checkpoint)
-    if len(item.shape) < 3 or (form is not None and _is_quantized(checkpoint, form, item)):
+    if not item.stacked or (form is not None and _is_quantized(checkpoint, form, item)):
         yield from split_parts(one, *load_stored(checkpoint, item))
         return
     from toolkit.artifacts.canonical import Dense

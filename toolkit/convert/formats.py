@@ -272,7 +272,7 @@ def _dense_tensors(work: _Work) -> Iterator[tuple[str, Tensor]]:
     from toolkit.artifacts.canonical import Dense
 
     # what the checkpoint has as single linears, as formats without stacks have it, and its family as a stack
-    single = {part.name: item for item in work.whole if len(item.shape) > 2 for part in item.parts}
+    single = {part.name: item for item in work.whole if item.stacked for part in item.parts}
     held: list[tuple[Tensor, Tensor | None]] = []
     for item, value, bias in _modules(work):
         if isinstance(value, torch.Tensor):

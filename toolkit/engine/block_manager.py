@@ -2,7 +2,8 @@
 
 A request is known by its *row* (0 … rows-1) while it runs. Row r of ``tables[g]`` is its block table in group g: entry
 j holds positions [j·block_size, (j+1)·block_size), -1 where there is no block. In a window group the entries before the
-window fall back to -1 and their blocks to the pool.
+window fall back to -1 and their blocks to the pool. In a state group entry j is the slot of the state at the newest
+computed position of block j: there are that of the block being filled and that of the full one before it, a copy.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class BlockManager:
         self, groups: Sequence[CacheGroup], num_blocks: Sequence[int], block_size: int, rows: int, max_len: int
     ) -> None:
         self.block_size = block_size
-        self.windows = [g.window for g in groups]
+        self.windows = [g.reach for g in groups]
+        self.states = [g.kind == "state" for g in groups]
         self.pools = [BlockPool(n) for n in num_blocks]
         self.tables = [np.full((rows, blocks_for(max_len, block_size)), -1, np.int32) for _ in groups]
         self._first = [[0] * rows for _ in groups]  # first entry not given back
@@ -81,11 +83,13 @@ class BlockManager:
         return self._labelled[row]
 
     def label(self, row: int, keys: Sequence[bytes], computed: int) -> None:
-        """Make the row's blocks that are full of computed tokens findable by ``keys``."""
+        """Make the row's blocks that are full of computed tokens findable by ``keys``; of states the one at a border
+        where a step has ended."""
         full = min(computed // self.block_size, len(keys))
         for j in range(self._labelled[row], full):
+            ended = (j + 1) * self.block_size == computed
             for g, pool in enumerate(self.pools):
-                if j >= self._first[g][row]:
+                if j >= self._first[g][row] and (ended or not self.states[g]):
                     pool.label(int(self.tables[g][row, j]), keys[j])
         self._labelled[row] = max(full, self._labelled[row])
 
@@ -141,10 +145,17 @@ class BlockManager:
             low, high = (middle, high) if self._fits(row, start, middle) else (low, middle)
         return low
 
+    def stop(self, start: int, end: int) -> int:
+        """Where a step from ``start`` on that could compute up to ``end`` is to end: where states are kept, at the last
+        border on its way."""
+        border = end // self.block_size * self.block_size
+        return border if any(self.states) and border > start else end
+
     def _fits(self, row: int, start: int, end: int) -> bool:
         new = blocks_for(end, self.block_size) - self._count[row]
         return new <= 0 or all(
-            new <= pool.available + self._returning(g, row, start) for g, pool in enumerate(self.pools)
+            (1 if state else new) <= pool.available + self._returning(g, row, start)
+            for g, (pool, state) in enumerate(zip(self.pools, self.states, strict=True))
         )
 
     def _returning(self, group: int, row: int, start: int) -> int:
@@ -153,8 +164,8 @@ class BlockManager:
         if window is None:
             return 0
         first, stop = self._first[group][row], self._stale(row, window, start)
-        table, pool = self.tables[group], self.pools[group]
-        return sum(pool.references(int(table[row, j])) == 1 for j in range(first, stop))
+        pool = self.pools[group]
+        return sum(b >= 0 and pool.references(b) == 1 for b in self.tables[group][row, first:stop].tolist())
 
     def _stale(self, row: int, window: int, start: int) -> int:
         """First entry that a token at ``start`` can still see."""
@@ -170,7 +181,7 @@ class BlockManager:
         for g, (pool, window) in enumerate(zip(self.pools, self.windows, strict=True)):
             if window is not None:
                 self._shed(g, row, self._stale(row, window, start))
-            for j in range(self._count[row], need):
+            for j in range(need - 1 if self.states[g] else self._count[row], need):
                 self.tables[g][row, j] = pool.take()
         self._count[row] = need
         return True
@@ -178,23 +189,31 @@ class BlockManager:
     def _shed(self, group: int, row: int, stop: int) -> None:
         table, first = self.tables[group], self._first[group]
         for j in range(first[row], stop):
-            self.pools[group].drop(int(table[row, j]))
+            self._drop(group, int(table[row, j]))
             table[row, j] = -1
         first[row] = max(stop, first[row])
 
-    def holds_from(self, row: int, start: int) -> bool:
-        """Whether the row still has every block that a token at ``start`` sees."""
-        return all(
-            window is None or self._first[g][row] <= self._stale(row, window, start)
-            for g, window in enumerate(self.windows)
-        )
+    def _drop(self, group: int, block: int) -> None:
+        if block >= 0:
+            self.pools[group].drop(block)
+
+    def restart(self, row: int, start: int) -> int | None:
+        """The last position from which the row can be computed after a step from ``start`` on has run in part, or None:
+        it has given up blocks that are seen from there. A state may be spoilt, but for the one at the last border."""
+        at = start - start % self.block_size if any(self.states) else start
+        for g, window in enumerate(self.windows):
+            if window is not None:
+                stale = self._stale(row, window, at)
+                if self._first[g][row] > stale or (at and self.states[g] and self.tables[g][row, stale] < 0):
+                    return None
+        return at
 
     def release(self, row: int) -> None:
         """Give up a row. Later blocks go first, so that of a cached prefix its end is evicted before its start."""
-        for g, pool in enumerate(self.pools):
+        for g in range(len(self.pools)):
             first, count = self._first[g][row], self._count[row]
             for block in reversed(self.tables[g][row, first:count].tolist()):
-                pool.drop(block)
+                self._drop(g, block)
             self.tables[g][row, :count] = -1
             self._first[g][row] = 0
         self._count[row] = self._labelled[row] = 0
@@ -202,14 +221,16 @@ class BlockManager:
     def truncate(self, row: int, length: int) -> int:
         """Cut a row back to its first ``length`` tokens; returns how many tokens stay valid.
 
-        That is ``length``, or 0 where a window group has already given up blocks that the next token would see: the
-        row is empty then and the request starts anew. A last block that others share is copied (``copies``).
+        That is ``length``, or 0 where a window group has already given up blocks that the next token would see, or
+        there is no state of just that length: the row is empty then and the request starts anew. A last block that
+        others share is copied (``copies``).
         """
         size = self.block_size
         keep = blocks_for(length, size)
         assert keep <= self._count[row]
         for g, window in enumerate(self.windows):
-            if window is not None and self._first[g][row] > max(0, length - window + 1) // size:
+            gone = window is not None and self._first[g][row] > max(0, length - window + 1) // size
+            if gone or (self.states[g] and length and (length % size or self.tables[g][row, keep - 1] < 0)):
                 self.release(row)
                 return 0
         partial = length % size != 0
@@ -219,10 +240,9 @@ class BlockManager:
         ):
             self.release(row)
             return 0
-        for g, pool in enumerate(self.pools):
+        for g in range(len(self.pools)):
             for j in range(self._count[row] - 1, keep - 1, -1):
-                if j >= self._first[g][row]:
-                    pool.drop(int(self.tables[g][row, j]))
+                self._drop(g, int(self.tables[g][row, j]))
                 self.tables[g][row, j] = -1
             if partial:
                 self._make_writable(g, row, keep - 1)
@@ -296,8 +316,12 @@ class BlockManager:
             for row, count in enumerate(self._count):
                 first, table = self._first[g][row], self.tables[g][row]
                 assert (table[:first] == -1).all() and (table[count:] == -1).all(), f"row {row}: entries outside"
-                assert (table[first:count] >= 0).all(), f"row {row}: a hole in the block table"
-                held.update(table[first:count].tolist())
+                there = table[first:count] >= 0
+                if self.states[g]:
+                    assert there.sum() <= 2 and (not count or there[-1]), f"row {row}: no state, or one too many"
+                else:
+                    assert there.all(), f"row {row}: a hole in the block table"
+                held.update(table[first:count][there].tolist())
             for blocks in self._sessions.values():
                 held.update(blocks[g])
             pool.check(held)

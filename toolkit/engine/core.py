@@ -16,7 +16,7 @@ from toolkit.engine.nap import ASLEEP, Nap
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.plan import Plan
 from toolkit.engine.prefix import root_key
-from toolkit.engine.recovery import Entry, entries_of, halves, rewind
+from toolkit.engine.recovery import Entry, entries_of, halves, rewind, still_due
 from toolkit.engine.request import EngineOutput, EngineRequest
 from toolkit.engine.results import StepResults
 from toolkit.engine.scheduler import Scheduler
@@ -311,11 +311,11 @@ class EngineCore:
         log.error("a step of %d requests failed: %s: %s", len(entries), type(error).__name__, error, exc_info=error)
         groups = deque(halves(entries))
         while groups:
-            group = [e for e in groups.popleft() if e.still_due]
+            group = still_due(groups.popleft(), self.scheduler)
             if not group:
                 continue
             try:
-                step, result = self._run(Plan(chunks=[(e.seq, e.start, e.count) for e in group]))
+                step, result = self._run(Plan(chunks=[(e.seq, e.start, e.stop - e.start) for e in group]))
             except Exception as e:
                 if len(group) == 1:
                     self._blame(group[0].seq, e, outputs)

@@ -207,7 +207,7 @@ class _Planner:
     ) -> tuple[int, int, tuple[int, ...]]:
         """Exactly ``count`` blocks a group (fewer for a window group that cannot use them)."""
         blocks = tuple(
-            min(count, batch * self._most(g, length, tokens)) if g.window is not None else count for g in self.groups
+            min(count, batch * self._most(g, length, tokens)) if g.reach is not None else count for g in self.groups
         )
         if self._bytes(blocks) > left:
             fits = left // max(1, sum(self.need.block_bytes))
@@ -216,7 +216,7 @@ class _Planner:
                 f"{show_bytes(left)} are left beside weights and activations; at most {fits} fit"
             )
         bounds = [
-            n * self.size for g, n in zip(self.groups, blocks, strict=True) if g.window is None or n < self._least(g)
+            n * self.size for g, n in zip(self.groups, blocks, strict=True) if g.reach is None or n < self._least(g)
         ]
         holds = min(bounds, default=length)
         if holds < length:
@@ -237,14 +237,17 @@ class _Planner:
         return length, batch, blocks
 
     def _least(self, group: CacheGroup) -> int:
-        """Blocks that let a window group serve a request of any length, token by token."""
-        assert group.window is not None
-        return window_blocks(group.window, 1, self.size)
+        """Blocks that let a window or state group serve a request of any length, token by token."""
+        assert group.reach is not None
+        return window_blocks(group.reach, 1, self.size)
 
     def _most(self, group: CacheGroup, length: int, tokens: int) -> int:
         """Blocks a request of ``length`` tokens can use in a group, whole chunks at a time."""
         whole = blocks_for(length, self.size)
-        return whole if group.window is None else min(whole, window_blocks(group.window, tokens, self.size))
+        if group.reach is None:
+            return whole
+        step = 1 if group.kind == "state" else tokens  # blocks that a step goes past have no state
+        return min(whole, window_blocks(group.reach, step, self.size))
 
     def _one(self, length: int, tokens: int) -> list[int]:
         return [self._most(g, length, tokens) for g in self.groups]

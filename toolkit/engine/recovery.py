@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from toolkit.engine.plan import Plan
 from toolkit.engine.scheduler import Scheduler
@@ -13,22 +13,31 @@ from toolkit.engine.step_builder import Step, StepBuilder
 
 @dataclass(frozen=True)
 class Entry:
-    """What one request had in a step: ``count`` tokens from position ``start`` on."""
+    """What one request had in a step: the tokens from position ``start`` to ``stop`` - 1."""
 
     seq: Sequence
     start: int
-    count: int
-
-    @property
-    def still_due(self) -> bool:
-        """Whether the request still runs and stands where the step found it."""
-        return not self.seq.finished and self.seq.row >= 0 and self.seq.computed == self.start
+    stop: int
 
 
 def entries_of(plan: Plan, starts: Iterable[int]) -> list[Entry]:
     """The requests of a plan; ``starts``: in the order of ``plan.sequences()``."""
     counts = [1] * len(plan.decodes) + [count for _, _, count in plan.chunks]
-    return [Entry(*x) for x in zip(plan.sequences(), starts, counts, strict=True)]
+    return [Entry(seq, start, start + n) for seq, start, n in zip(plan.sequences(), starts, counts, strict=True)]
+
+
+def still_due(entries: Iterable[Entry], scheduler: Scheduler) -> list[Entry]:
+    """Those of requests that still run and stand where the step found them, from where they can be run again."""
+    found = []
+    for entry in entries:
+        seq = entry.seq
+        if seq.finished or seq.row < 0:
+            continue
+        at = scheduler.blocks.restart(seq.row, entry.start)
+        if at is not None and seq.computed in (entry.start, at):
+            seq.computed = at
+            found.append(replace(entry, start=at))
+    return found
 
 
 def halves(entries: list[Entry]) -> list[list[Entry]]:
@@ -54,8 +63,9 @@ def rewind(steps: list[Step], scheduler: Scheduler, builder: StepBuilder) -> Non
             seq.forget_expected()
             if seq.row < 0:
                 continue
-            seq.computed = start
-            if scheduler.blocks.holds_from(seq.row, start):
+            at = scheduler.blocks.restart(seq.row, start)
+            if at is not None:
+                seq.computed = at
                 builder.enter(seq)
             else:
                 scheduler.preempt(seq)

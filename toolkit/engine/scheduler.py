@@ -116,7 +116,8 @@ class Scheduler:
 
     def _add_chunk(self, plan: Plan, seq: Sequence, budget: int) -> None:
         count = self._chunk_len(seq, budget)
-        count = max(1, self.blocks.fitting(seq.row, seq.computed, seq.computed + count) - seq.computed)
+        fits = self.blocks.fitting(seq.row, seq.computed, seq.computed + count)
+        count = max(1, self.blocks.stop(seq.computed, fits) - seq.computed)
         if self._make_room(seq, count):
             plan.chunks.append((seq, seq.computed, count))
 

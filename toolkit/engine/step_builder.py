@@ -123,7 +123,7 @@ class StepBuilder:
             positions=positions,
             cu_seqlens=cu,
             seq_lens=seq_lens,
-            block_tables=self._block_tables(rows, seq_lens),
+            block_tables=self._block_tables(rows, seq_lens - counts, seq_lens),
             slot_mapping=self._slots(rows, counts, places),
             rope_set=self._rope_set[rows],
             adapter=self._adapter[rows],
@@ -140,9 +140,19 @@ class StepBuilder:
             self._ask_for_rows(step)
         return step
 
-    def _block_tables(self, rows: NDArray[np.intp], seq_lens: NDArray[np.int32]) -> tuple[NDArray[np.int32], ...]:
-        longest = -(-int(seq_lens.max()) // self.blocks.block_size)
-        return tuple(np.ascontiguousarray(table[rows, :longest]) for table in self.blocks.tables)
+    def _block_tables(
+        self, rows: NDArray[np.intp], starts: NDArray[np.int32], seq_lens: NDArray[np.int32]
+    ) -> tuple[NDArray[np.int32], ...]:
+        size = self.blocks.block_size
+        longest = -(-int(seq_lens.max()) // size)
+        found = []
+        for table, state in zip(self.blocks.tables, self.blocks.states, strict=True):
+            if state:
+                before = np.where(starts, table[rows, np.maximum(starts - 1, 0) // size], np.int32(-1))
+                found.append(np.stack([before, table[rows, (seq_lens - 1) // size]], 1))
+            else:
+                found.append(np.ascontiguousarray(table[rows, :longest]))
+        return tuple(found)
 
     def _slots(
         self, rows: NDArray[np.intp], counts: NDArray[np.int32], places: NDArray[np.int32]
@@ -150,7 +160,10 @@ class StepBuilder:
         size = self.blocks.block_size
         owner = rows if len(rows) == len(places) else np.repeat(rows, counts)
         entry, offset = places // size, places % size
-        return tuple(table[owner, entry].astype(np.int64) * size + offset for table in self.blocks.tables)
+        return tuple(
+            np.zeros(0, np.int64) if state else table[owner, entry].astype(np.int64) * size + offset
+            for table, state in zip(self.blocks.tables, self.blocks.states, strict=True)
+        )
 
     @staticmethod
     def _sampled(plan: Plan, cu: NDArray[np.int32]) -> tuple[list[Sequence], NDArray[np.int32]]:

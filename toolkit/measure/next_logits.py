@@ -25,8 +25,9 @@ def next_logits(
     """Run ``ids`` in one step behind ``cached`` tokens of the same text that were run before. Logits [rows, vocabulary]
     of the first ``rows`` of them, None = of all. Raises ToolkitError where the runner cannot.
     """
-    count, groups = len(ids), len(runner.spec.cache_groups)
-    stop = cached + count
+    count, stop = len(ids), cached + len(ids)
+    states = [group.kind == "state" for group in runner.spec.cache_groups]
+    slot = np.array([[0 if cached else -1, 0]], np.int32)
     blocks = np.arange(-(-stop // runner.options.block_size), dtype=np.int32)[None]
     none = np.zeros(0, np.int32)
     batch = StepBatch(
@@ -35,8 +36,8 @@ def next_logits(
         positions=np.arange(cached, stop, dtype=np.int32)[None],
         cu_seqlens=np.array([0, count], np.int32),
         seq_lens=np.array([stop], np.int32),
-        block_tables=(blocks,) * groups,
-        slot_mapping=(np.arange(cached, stop, dtype=np.int64),) * groups,
+        block_tables=tuple(slot if state else blocks for state in states),
+        slot_mapping=tuple(np.arange(0 if state else cached, 0 if state else stop, dtype=np.int64) for state in states),
         rope_set=np.zeros(1, np.int8),
         adapter=np.full(1, -1, np.int32),
         sample_index=none,

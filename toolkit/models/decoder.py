@@ -424,8 +424,9 @@ def stored_tensors(
     for i, layer in enumerate(spec.layers):
         prefix = f"model.layers.{i}."
         modules = [_norm(n, rename) for n in layer.norms() if n.weight]
-        vectors = {name: size for s in layer.sublayers for name, size in s.mixer.vectors().items()}
-        modules += [_whole(name, rename, "vector", (size,)) for name, size in vectors.items()]
+        for mixer in (s.mixer for s in layer.sublayers):
+            shapes = {name: (size,) for name, size in mixer.vectors().items()} | mixer.shapes()
+            modules += [_whole(name, rename, "vector", shape) for name, shape in shapes.items()]
         for m in layer.linears():
             group = member.get(m.name.removeprefix(prefix))
             if group is None:

@@ -162,7 +162,7 @@ def load_spec(checkpoint: HasConfig, config: dict[str, Any] | None = None, own: 
     modules = {name.rpartition(".")[0] for name in names}
     found: list[StoredTensor] = []
     for item in _respelled(stored, find_family(config, source, own).spellings, names):
-        single = len(item.shape) > 2 and item.parts[0].name in modules
+        single = item.stacked and item.parts[0].name in modules
         found += item.alone() if single else [item]
     return spec, found
 

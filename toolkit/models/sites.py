@@ -3,7 +3,8 @@
 A *site* is one tensor of activations that one or more linears read. Dividing it by ``s`` (a positive number a
 channel) and multiplying the linears' columns by ``s`` changes nothing; the division is folded into the operation that
 produced the activations: the norm before (its weight), the value projection (its rows: the softmax mixes tokens, never
-channels), or the up projection of a gated MLP (its rows: the gate multiplies channel by channel).
+channels), or the up projection of a gated MLP and what a short convolution is multiplied by (their rows: both multiply
+channel by channel).
 """
 
 from __future__ import annotations
@@ -13,7 +14,16 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from toolkit.models.spec import AttentionSpec, LatentSpec, LayerSpec, LinearSpec, MlpSpec, NormSpec, Sublayer
+from toolkit.models.spec import (
+    AttentionSpec,
+    LatentSpec,
+    LayerSpec,
+    LinearSpec,
+    MlpSpec,
+    NormSpec,
+    ShortConvSpec,
+    Sublayer,
+)
 
 
 @dataclass(frozen=True)
@@ -94,7 +104,15 @@ def _latent_sites(a: LatentSpec) -> list[Site]:
     return [*found, Site(a.o.name, a.o.in_features, (a.o,), (), into)]
 
 
-INNER: dict[str, Callable[[Any], list[Site]]] = {"attention": _attention_sites, "latent": _latent_sites}
+def _short_conv_sites(m: ShortConvSpec) -> list[Site]:
+    return [Site(m.out.name, m.out.in_features, (m.out,), (), RowFold(m.c))]
+
+
+INNER: dict[str, Callable[[Any], list[Site]]] = {
+    "attention": _attention_sites,
+    "latent": _latent_sites,
+    "short_conv": _short_conv_sites,
+}
 """By kind of mixer: its sites behind the entry, MLPs apart."""
 
 

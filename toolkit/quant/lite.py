@@ -352,7 +352,7 @@ def blocked_fp8(
         module  # stacks of experts are written one by one
         for items in source.stored
         for item in items
-        for module in (item.alone() if len(item.shape) > 2 else [item])
+        for module in (item.alone() if item.stacked else [item])
     ]
 
     def sample(rows: int, columns: int) -> Weight:

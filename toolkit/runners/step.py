@@ -103,8 +103,9 @@ class StepBatch:
 
     ``block_tables[g]`` names, for cache group g, the blocks of each sequence in order of position: entry j holds
     positions [j·block_size, (j+1)·block_size); entries of a window group that lie wholly before the window are -1
-    and never read.
-    ``slot_mapping[g][t]`` = block·block_size + offset is where token t's key and value go.
+    and never read. Of a state group they are [S, 2]: the slot of the state that each sequence begins with (-1: none, as
+    of all zeros), and the slot that takes the one it ends with; both may be the same.
+    ``slot_mapping[g][t]`` = block·block_size + offset is where token t's key and value go; empty for a state group.
     """
 
     token_ids: I32  # [T]; where from_previous >= 0 the value is ignored

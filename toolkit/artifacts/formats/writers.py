@@ -36,12 +36,12 @@ class Writer:
 
     def takes(self, item: StoredTensor) -> bool:
         """Whether the format has the module as it is stored, which for stacks of experts few formats do."""
-        return len(item.shape) < 3 or self.name in STACKED
+        return not item.stacked or self.name in STACKED
 
     def write_module(self, item: StoredTensor, weight: Weight) -> Iterator[tuple[str, Tensor]]:
         """The tensors of ``weight``, which is ``item.matrix``, as ``item`` is shaped and named."""
         for name, tensor in self.write(item.name, weight).items():
-            if len(item.shape) > 2:  # as gpt-oss names its stacks, whatever this one is called while dense
+            if item.stacked:  # as gpt-oss names its stacks, whatever this one is called while dense
                 name = item.name + name.removeprefix(f"{item.name}.weight")
             yield name, tensor if len(item.shape) < 3 else tensor.reshape(*item.straight[:-1], *tensor.shape[1:])
 

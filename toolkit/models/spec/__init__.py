@@ -13,12 +13,13 @@ A mixer is one file here: a dataclass that answers for itself what ``mixer.Mixer
 
 from toolkit.models.spec.attention import AttentionSpec
 from toolkit.models.spec.decoder import DecoderSpec, LayerSpec, Mixer, Sublayer
-from toolkit.models.spec.keeps import CacheGroup, Kept, Latent, Paged
+from toolkit.models.spec.keeps import CacheGroup, Kept, Latent, Paged, State
 from toolkit.models.spec.latent import LatentSpec
 from toolkit.models.spec.mixer import Rotary
 from toolkit.models.spec.mlp import MlpSpec
 from toolkit.models.spec.moe import MoeSpec
 from toolkit.models.spec.parts import Activation, AlibiSpec, LinearSpec, NormSpec, QueryScale, RopeSpec
+from toolkit.models.spec.short_conv import ConvSpec, ShortConvSpec
 from toolkit.models.spec.stored import Part, Rows, StoredTensor
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "AlibiSpec",
     "AttentionSpec",
     "CacheGroup",
+    "ConvSpec",
     "DecoderSpec",
     "Kept",
     "Latent",
@@ -42,6 +44,8 @@ __all__ = [
     "RopeSpec",
     "Rotary",
     "Rows",
+    "ShortConvSpec",
+    "State",
     "StoredTensor",
     "Sublayer",
 ]

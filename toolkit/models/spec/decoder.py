@@ -9,14 +9,15 @@ from typing import Any, Literal, NamedTuple
 from toolkit.models.spec.as_json import build, plain
 from toolkit.models.spec.attention import AttentionSpec
 from toolkit.models.spec.check import check_spec
-from toolkit.models.spec.keeps import CacheGroup, Kept
+from toolkit.models.spec.keeps import CacheGroup, Kept, Latent, Paged, State
 from toolkit.models.spec.latent import LatentSpec
 from toolkit.models.spec.mlp import MlpSpec
 from toolkit.models.spec.moe import MoeSpec
 from toolkit.models.spec.parts import LinearSpec, NormSpec, RopeSpec, later
+from toolkit.models.spec.short_conv import ShortConvSpec
 from toolkit.models.vision import VisionSpec
 
-Mixer = AttentionSpec | LatentSpec | MlpSpec | MoeSpec
+Mixer = AttentionSpec | LatentSpec | ShortConvSpec | MlpSpec | MoeSpec
 
 
 class Keeper(NamedTuple):
@@ -110,6 +111,10 @@ class DecoderSpec:
     def keepers(self) -> list[Keeper]:
         """What the layers keep of a request, in execution order."""
         return [Keeper(i, m.group, kept) for i, m in self.mixers() if (kept := m.keeps()) is not None]
+
+    def paged(self) -> list[tuple[int, int, Paged | Latent]]:
+        """Those of ``keepers`` that keep rows of each token."""
+        return [(layer, group, kept) for layer, group, kept in self.keepers() if not isinstance(kept, State)]
 
     def ropes(self) -> list[RopeSpec]:
         """The different rotary embeddings, in order of appearance."""

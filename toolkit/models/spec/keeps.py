@@ -6,10 +6,12 @@ preemption) asks for the ``rule`` alone, by which layers are joined to cache gro
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
-Rule = tuple[Literal["full", "window", "chunk"], int | None]
+GroupKind = Literal["full", "window", "chunk", "state"]
+Rule = tuple[GroupKind, int | None]
 """Kind of a cache group, and its window."""
 
 
@@ -19,12 +21,20 @@ class CacheGroup:
 
     ``kind``: "full" keeps every token, and a prefix is reused from any of its blocks on; "window" keeps the last
     ``window`` tokens, and a prefix is reused where the blocks are there that the token behind it sees; "chunk" does as
-    "window" does, though of these tokens some may be seen no more.
+    "window" does, though of these tokens some may be seen no more. "state" keeps what all tokens so far have come to:
+    its blocks are slots. That of position p stands in the slot of p's block; steps end on block borders where they
+    reach one, so that the slot of a full block is a copy of the state there, from which a prefix can be reused.
     """
 
-    kind: Literal["full", "window", "chunk"]
+    kind: GroupKind
     window: int | None
     layers: tuple[int, ...]
+
+    @property
+    def reach(self) -> int | None:
+        """Newest tokens, the one to be computed included, whose blocks are needed; None: all. A state has come to what
+        the token before says."""
+        return 2 if self.kind == "state" else self.window
 
 
 @dataclass(frozen=True)
@@ -69,4 +79,33 @@ class Latent:
         return None
 
 
-Kept = Paged | Latent
+@dataclass(frozen=True)
+class StatePart:
+    """Numbers of a state, of this shape. ``wide``: float32 whatever the activations are."""
+
+    shape: tuple[int, ...]
+    wide: bool = False
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class State:
+    """Of each request ``parts``, however long it is."""
+
+    parts: tuple[StatePart, ...]
+    window: None = None
+    kind: Literal["state"] = "state"
+
+    @property
+    def rule(self) -> Rule:
+        return "state", None
+
+    def refuses(self, quant_policy: int) -> str | None:
+        """As of ``Paged``: states are never rounded."""
+        return None
+
+
+Kept = Paged | Latent | State

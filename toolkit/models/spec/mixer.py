@@ -73,6 +73,10 @@ class MixerSpec:
         """Parameters that are neither linear nor norm: name → numbers in it."""
         return {}
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of ``vectors`` that checkpoints store in several dimensions: name → shape."""
+        return {}
+
     def ropes(self) -> tuple[RopeSpec, ...]:
         """Its rotary embeddings."""
         return ()

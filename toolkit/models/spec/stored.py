@@ -67,6 +67,11 @@ class StoredTensor:
         return math.prod(self.straight[:-1]), self.straight[-1]
 
     @property
+    def stacked(self) -> bool:
+        """Whether it is several matrices."""
+        return len(self.shape) > 2 and len(self.matrix) == 2
+
+    @property
     def weight_name(self) -> str:
         return self.name if self.bare or self.kind in ("vector", "vision") else f"{self.name}.weight"
 

@@ -19,6 +19,7 @@ from toolkit.kernels.torch.product import product
 from toolkit.models.spec import DecoderSpec, LayerSpec, MlpSpec, MoeSpec
 from toolkit.quant.layers.forward_attention import attention, latent_attention
 from toolkit.quant.layers.forward_parts import Called, Observer, Rounding, Watch, Weights, linear, normed
+from toolkit.quant.layers.forward_states import short_conv
 from toolkit.quant.layers.lazy import KEEP, Lazy
 
 HEAD_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}  # of the head that are multiplied at once; a CPU caches the part
@@ -162,6 +163,7 @@ def _moe(m: MoeSpec, weights: Weights, raw: Tensor, x: Tensor, watch: Watch) -> 
 MIXERS: dict[str, Callable[[Any, Weights, Tensor, Tensor, Watch], Tensor]] = {
     "attention": attention,
     "latent": latent_attention,
+    "short_conv": short_conv,
     "mlp": _mlp,
     "moe": _moe,
 }

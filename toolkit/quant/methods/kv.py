@@ -62,9 +62,9 @@ def kv(
     common = common or Common()
     check_common(common)
     source = open_source(model, common, "kv")
-    if odd := next((kept.kind for _, _, kept in source.spec.keepers() if kept.kind != "paged"), None):
+    if not source.spec.paged() or any(kept.kind == "latent" for _, _, kept in source.spec.paged()):
         raise ToolkitError(
-            f"{source.path}: lite kv finds scales of keys and values, this model keeps {odd} rows instead; "
+            f"{source.path}: lite kv finds scales of keys and values, of which this model keeps none; "
             "--quant-policy 8 or 16 needs none"
         )
     device, dtype, text = find_device(common.device), store_dtype(common.dtype, source), read_text(source, common)

@@ -115,7 +115,7 @@ class NativeRunner:
     def _block_bytes(self) -> tuple[int, ...]:
         total = [0] * len(self.spec.cache_groups)
         bits = self.options.quant_policy or (32 if self.dtype == "float32" else 16)
-        for _, group, kept in self.spec.keepers():
+        for _, group, kept in self.spec.paged():
             width = -(-kept.head_dim // 16) * 16
             token = 2 * width * bits // 8 + (8 if self.options.quant_policy else 0)
             if bits == 4:

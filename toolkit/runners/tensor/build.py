@@ -16,6 +16,7 @@ from toolkit.kernels.cuda.linear import PackedLinear
 from toolkit.kernels.cuda.pack import unsupported_form
 from toolkit.models.spec import (
     AttentionSpec,
+    ConvSpec,
     DecoderSpec,
     LatentSpec,
     LayerSpec,
@@ -23,6 +24,7 @@ from toolkit.models.spec import (
     MlpSpec,
     MoeSpec,
     NormSpec,
+    ShortConvSpec,
 )
 from toolkit.runners.tensor.decoder import Attention, Decoder, LayerNorm, Mixer, Mlp, Moe, Norm, RoundingNorm, Step
 from toolkit.runners.tensor.experts import stack_experts
@@ -30,6 +32,7 @@ from toolkit.runners.tensor.latent import LatentAttention
 from toolkit.runners.tensor.linear import Bound, Linear, Placement, codes_of, make_linear
 from toolkit.runners.tensor.lora import Adapters, AdapterStep, adapt
 from toolkit.runners.tensor.ops import Ops
+from toolkit.runners.tensor.short_conv import Conv, ShortConv
 from toolkit.runners.tensor.traits import routes_specially
 
 Weights = Mapping[str, Weight | Tensor]
@@ -100,6 +103,15 @@ class _Builder:
             o=self.linear(spec.o),
             ops=self.ops,
         )
+
+    def conv(self, spec: ConvSpec, silu: bool) -> Conv:
+        weight = self.tensor(spec.weight).float().view(spec.channels, spec.kernel)
+        bias = None if spec.bias is None else self.tensor(spec.bias).float()
+        return Conv(weight, bias, silu, self.ops)
+
+    def short_conv(self, spec: ShortConvSpec, layer: int) -> ShortConv:
+        conv = self.conv(spec.conv, silu=False)
+        return ShortConv(spec, layer, self.linear(*spec.readers()), conv, self.linear(spec.out))
 
     def attention_options(self, spec: AttentionSpec) -> dict[str, Any]:
         found: dict[str, Any] = {"chunked": True} if spec.chunked else {}
@@ -187,6 +199,7 @@ class _Builder:
 MIXERS: dict[str, Callable[[_Builder, Any, int], Mixer]] = {
     "attention": _Builder.attention,
     "latent": _Builder.latent,
+    "short_conv": _Builder.short_conv,
     "mlp": _Builder.mlp,
     "moe": _Builder.moe,
 }
@@ -198,7 +211,7 @@ def _codes_into(mixer: Mixer) -> torch.dtype | None:
     match mixer:
         case Attention():
             return codes_of(mixer.qkv)
-        case LatentAttention():
+        case LatentAttention() | ShortConv():
             return codes_of(mixer.entry)
         case Mlp():
             return codes_of(mixer.gate_up)

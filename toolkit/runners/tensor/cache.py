@@ -1,4 +1,7 @@
-"""The paged KV cache of one model: a tensor or two a layer and side, blocks named alike in all layers of a group."""
+"""The paged KV cache of one model: a tensor or two a layer and side, blocks named alike in all layers of a group.
+
+Of a state group the blocks are slots, a state each.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +64,10 @@ def cache_traits(policy: int) -> dict[str, Any]:
 
 def _shapes(kept: Kept, block_size: int, policy: int, dtype: torch.dtype) -> tuple[list[Shape], list[Shape]]:
     """Shape and dtype of one block of keys and of values, or of rows that are both, and of their (scale, zero) pairs
-    where they have some.
+    where they have some; of a slot its parts.
     """
+    if kept.kind == "state":
+        return [(part.shape, torch.float32 if part.wide else dtype) for part in kept.parts], []
     dim, bits = kept.head_dim, cache_bits(policy)
     widths = [dim * key_bits(bits) // 8, dim * bits // 8] if bits else [dim, dim]
     row = (block_size, kept.heads)
@@ -123,6 +128,7 @@ class KVCache:
         self.num_blocks = tuple(num_blocks)
         self.block_size = block_size
         self.layers: dict[tuple[int, int], LayerCache] = {}  # by layer and group
+        self.states: dict[tuple[int, int], list[Tensor]] = {}  # likewise, of state groups: the parts [slots, …]
         self._groups: list[list[Tensor]] = [[] for _ in self.num_blocks]
         self._pages: list[list[_Pages]] = [[] for _ in self.num_blocks]
         for layer, group, kept in spec.keepers():
@@ -133,6 +139,10 @@ class KVCache:
             ]
             self._pages[group] += [pages for part in made for _, pages in part if pages is not None]
             data, params = ([tensor for tensor, _ in part] for part in made)
+            if kept.kind == "state":
+                self.states[layer, group] = data
+                self._groups[group].extend(data)
+                continue
             kp, vp = (params[0], params[-1]) if params else (None, None)
             self.layers[layer, group] = LayerCache(data[0], data[-1], kp, vp, cache_bits(policy))
             self._groups[group].extend(self.layers[layer, group].tensors())

@@ -43,6 +43,9 @@ def check_batch(
     if batch.embeds is not None:
         _within("embed_index", batch.embed_index, 0, tokens)
     for group, blocks in enumerate(num_blocks):
+        if spec.cache_groups[group].kind == "state":
+            _check_states(batch, group, blocks)
+            continue
         slots = batch.slot_mapping[group]
         if len(slots) != tokens:
             raise RunnerError(f"slot_mapping of group {group}: expected {tokens} entries, found {len(slots)}")
@@ -64,6 +67,19 @@ def _check_table(batch: StepBatch, group: int, window: int | None, blocks: int, 
     read = (entry >= (first // block_size)[:, None]) & (entry <= ((lens - 1) // block_size)[:, None])
     if (table[read] < 0).any():
         raise RunnerError(f"{name}: a block that will be read is missing (-1)")
+
+
+def _check_states(batch: StepBatch, group: int, slots: int) -> None:
+    """Each sequence that goes on has a state to begin with, and each a slot of its own for that at its end."""
+    table, name = batch.block_tables[group], f"block_tables of group {group}"
+    if table.shape != (len(batch.seq_lens), 2):
+        raise RunnerError(f"{name}: expected two slots a sequence, found shape {table.shape}")
+    _within(name, table, -1, slots)
+    begun = batch.seq_lens > np.diff(batch.cu_seqlens)
+    if (table[begun, 0] < 0).any() or (table[:, 1] < 0).any():
+        raise RunnerError(f"{name}: a state that will be read or written is missing (-1)")
+    if len(np.unique(table[:, 1])) < len(table):
+        raise RunnerError(f"{name}: two sequences write to one slot")
 
 
 def check_sampling(batch: StepBatch, vocab: int) -> None:

@@ -16,12 +16,14 @@ from toolkit.runners.tensor.cache import KVCache
 class StepContext:
     """``rope``: cos and sin of the step's tokens [T, rotary_dim/2] for each rope; ``q_scales``: what their queries are
     multiplied by, [T, 1, 1]; ``plans`` of attention by (cache group, window); ``shared``: what the first mixer of a
-    kind found out for those after it.
+    kind found out for those after it. ``slots``: of each token in each group that keeps rows of tokens; ``states``: of
+    each state group the slots [S, 2 or more] that sequences read their state from and write it to.
     """
 
     batch: StepBatch
     cache: KVCache
-    slots: list[Tensor]
+    slots: dict[int, Tensor]
+    states: dict[int, Tensor]
     rope: dict[RopeSpec, tuple[Tensor, Tensor]]
     q_scales: dict[QueryScale, Tensor]
     plans: dict[tuple[int, int | None], object]

@@ -25,7 +25,7 @@ def idle_batch(
     new, lengths = np.array(added, np.int32).T
     sequences, total, last = len(new), int(new.sum()), np.cumsum(new, dtype=np.int32)
     positions = np.concatenate([np.arange(length - n, length) for n, length in zip(new, lengths, strict=True)])
-    entries = -(-int(lengths.max()) // block_size)
+    entries = max(2, -(-int(lengths.max()) // block_size))  # of a state group the slots before and after
     none = np.zeros(0, np.int32)
     return StepBatch(
         token_ids=np.zeros(total, np.int32),

@@ -61,8 +61,9 @@ def token_arrays(
         "source": batch.from_previous.astype(np.int64),
         "rope": batch.positions[0].astype(np.int64) + rope_set * rope_offset,
     }
-    for group in range(len(spec.cache_groups)):
-        arrays[f"slots{group}"] = batch.slot_mapping[group]
+    for group, kept in enumerate(spec.cache_groups):
+        if kept.kind != "state":
+            arrays[f"slots{group}"] = batch.slot_mapping[group]
     return arrays if adapters is None else arrays | {ADAPTER: adapters}
 
 
@@ -71,9 +72,10 @@ def axes_array(batch: StepBatch) -> dict[str, np.ndarray]:
     return {"axes": batch.positions.astype(np.int64)} if len(batch.positions) > 1 else {}
 
 
-def table_arrays(batch: StepBatch) -> dict[str, np.ndarray]:
-    """The block table of each group."""
-    return {f"table{group}": table for group, table in enumerate(batch.block_tables)}
+def table_arrays(batch: StepBatch, spec: DecoderSpec, every: bool) -> dict[str, np.ndarray]:
+    """The block table of each group, or of those alone whose blocks are slots."""
+    chosen = (group for group, kept in enumerate(spec.cache_groups) if every or kept.kind == "state")
+    return {f"table{group}": batch.block_tables[group] for group in chosen}
 
 
 def is_decode(batch: StepBatch) -> bool:

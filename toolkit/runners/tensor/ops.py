@@ -41,6 +41,7 @@ class Ops:
     rope_kv_write: Kernel
     paged_attention: Kernel
     plan_attention: Kernel | None
+    causal_conv: Kernel
     lora_shrink: Kernel
     lora_expand: Kernel
     plan_lora: Kernel | None

@@ -87,10 +87,10 @@ class TensorRunner:
         self._steps: Steps | None = None  # where there are weights and a cache
 
     def _choose_ops(self, sample: Weight) -> Ops:
-        dims = {kept.head_dim for _, _, kept in self.spec.keepers()}
+        dims = {kept.head_dim for _, _, kept in self.spec.paged()}
         codes = "int8" if isinstance(sample, ChannelInt8) else "fp8"
         traits = cache_traits(self.options.quant_policy) | model_traits(self.spec)
-        return choose_ops(self._on.torch, self._dtype, head_dim=max(dims), codes=codes, **traits)
+        return choose_ops(self._on.torch, self._dtype, head_dim=max(dims, default=64), codes=codes, **traits)
 
     def _placement(self, sample: Weight) -> Placement:
         """Integer weights become dense where that is faster and they then take at most half of the free memory."""

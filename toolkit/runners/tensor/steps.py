@@ -71,7 +71,7 @@ class Steps:
         self.graphs = None if on_graphs is None else Graphs(on_graphs, self._decode_body, enabled=_capturable(decoder))
         q_scales = (a.q_scale for _, a in spec.attention_layers() if a.q_scale is not None)
         self._positions = PositionTables(spec.ropes(), q_scales, device.torch)
-        self._tile_rows: dict[Kind, dict[Heads, int]] = {(group, kept.window): {} for _, group, kept in spec.keepers()}
+        self._tile_rows: dict[Kind, dict[Heads, int]] = {(group, kept.window): {} for _, group, kept in spec.paged()}
         self._cuts: dict[tuple[Kind, Heads], DecodeCut] = {}  # of the decode step before
         self._previous = torch.zeros(MOST_SAMPLED, dtype=torch.int64, device=device.torch)
         self._best = torch.zeros(MOST_SAMPLED, dtype=torch.float32, device=device.torch)
@@ -173,8 +173,7 @@ class Steps:
         """Prompts, or rows that a graph does not return: kernel by kernel."""
         adapters = self.adapters.of_tokens(batch)
         arrays = token_arrays(batch, self.spec, self._positions.offset, adapters) | axes_array(batch)
-        if self.graphs is not None:
-            arrays |= table_arrays(batch)
+        arrays |= table_arrays(batch, self.spec, every=self.graphs is not None)
         if batch.embeds is not None and len(batch.embed_index):
             arrays |= {"embeds": batch.embeds, "embed_index": batch.embed_index.astype(np.int64)}
         t = self.device.put(arrays)
@@ -223,9 +222,11 @@ class Steps:
         self, x: Tensor, t: dict[str, Tensor], plans: Mapping[Kind, object], batch: StepBatch
     ) -> tuple[Tensor, Tensor | None]:
         self.adapters.use(t.get(ADAPTER), self.decoder.ops)
-        slots = [t[f"slots{group}"] for group in range(len(self.spec.cache_groups))]
+        kept = [group.kind == "state" for group in self.spec.cache_groups]
+        slots = {group: t[f"slots{group}"] for group, state in enumerate(kept) if not state}
+        states = {group: t[f"table{group}"] for group, state in enumerate(kept) if state}
         angles, q_scales = self._positions.angles(t["rope"], t.get("axes")), self._positions.q_scales(t["rope"])
-        context = StepContext(batch, self.cache, slots, angles, q_scales, dict(plans))
+        context = StepContext(batch, self.cache, slots, states, angles, q_scales, dict(plans))
         return self.decoder.run(x, context)
 
 

@@ -60,7 +60,7 @@ def kernels_missing(
 ) -> str | None:
     """Why the kernels that cannot be replaced do not take the model, or fail their self-test; or None."""
     ops, name = registry.load(), str(dtype).removeprefix("torch.")
-    for dim in sorted({kept.head_dim for _, _, kept in spec.keepers()}):
+    for dim in sorted({kept.head_dim for _, _, kept in spec.paged()}):
         traits = {"head_dim": dim, **cache_traits(options.quant_policy), **model_traits(spec)}
         target = registry.Target("cuda", name, capability, traits)
         for needed in NEEDED:

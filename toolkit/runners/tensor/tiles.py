@@ -24,7 +24,7 @@ PART_ROWS = 16  # rows of a partial result, padding included
 def partial_bytes(spec: DecoderSpec, block_bytes: tuple[int, ...], block_size: int, free: int) -> int:
     """Partial results of decode attention over a cache that fills ``free`` bytes, rounded up as graphs are."""
     tokens = free // max(1, sum(block_bytes)) * block_size
-    heads = max((kept.heads * kept.head_dim for _, _, kept in spec.keepers()), default=0)
+    heads = max((kept.heads * kept.head_dim for _, _, kept in spec.paged()), default=0)
     return 2 * tokens // PART_KEYS * PART_ROWS * heads * 4
 
 
