@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from toolkit.models.config_fields import MAX_LAYERS, Fields
+from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.decoder import Built, experts, read_experts
 from toolkit.models.families import lfm2
 from toolkit.models.family import Family, Tiny
