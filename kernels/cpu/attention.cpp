@@ -65,7 +65,7 @@ void scores_f32(const float* q, int64_t d, const void* c0, const void* c1, const
 
 // ---- values: M rows by N groups of 16 columns, `tokens` of them
 template <int M, int N, bool AHEAD>
-void values_f32(const float* p, const KvTile& tile, int64_t d, int64_t col, int64_t tokens, float* acc) {
+void values_f32(const float* p, const KvTile& tile, int64_t d, int64_t col, int64_t tokens, float* acc, int64_t ld) {
     F y[M * N];
     TK_EACH(i, M * N, y[i] = fzero(););
     for (int64_t t = 0; t < tokens; t++) {
@@ -79,7 +79,7 @@ void values_f32(const float* p, const KvTile& tile, int64_t d, int64_t col, int6
             TK_EACH(n, N, y[r * N + n] = fma(w[n], x, y[r * N + n]););
         });
     }
-    TK_EACH(r, M, TK_EACH(n, N, fstore(acc + r * d + col + 16 * n, y[r * N + n]);););
+    TK_EACH(r, M, TK_EACH(n, N, fstore(acc + r * ld + col + 16 * n, y[r * N + n]);););
 }
 
 #if defined(__AVX512BF16__)
@@ -103,7 +103,7 @@ void scores_bf16(const uint16_t* q, int64_t d, const void* c0, const void* c1, c
 }
 
 template <int M, int N, bool AHEAD>
-void values_bf16(const uint16_t* p, const KvTile& tile, int64_t d, int64_t col, int64_t tokens, float* acc) {
+void values_bf16(const uint16_t* p, const KvTile& tile, int64_t d, int64_t col, int64_t tokens, float* acc, int64_t ld) {
     F y[M * N];
     TK_EACH(i, M * N, y[i] = fzero(););
     for (int64_t t = 0; t < tokens; t += 2) {
@@ -117,13 +117,13 @@ void values_bf16(const uint16_t* p, const KvTile& tile, int64_t d, int64_t col, 
             TK_EACH(n, N, y[r * N + n] = dot_bf16(y[r * N + n], w[n], x););
         });
     }
-    TK_EACH(r, M, TK_EACH(n, N, fstore(acc + r * d + col + 16 * n, y[r * N + n]);););
+    TK_EACH(r, M, TK_EACH(n, N, fstore(acc + r * ld + col + 16 * n, y[r * N + n]);););
 }
 #else
 template <int M, bool AHEAD>
 void scores_bf16(const uint16_t*, int64_t, const void*, const void*, const Ahead&, float*) {}
 template <int M, int N, bool AHEAD>
-void values_bf16(const uint16_t*, const KvTile&, int64_t, int64_t, int64_t, float*) {}
+void values_bf16(const uint16_t*, const KvTile&, int64_t, int64_t, int64_t, float*, int64_t) {}
 #endif
 
 template <int M, bool AHEAD>
@@ -141,16 +141,16 @@ void score_rows(const AttnParams& p, const KvTile& tile, const void* q, int64_t 
 template <int M, int N, bool AHEAD>
 void value_cols(const AttnParams& p, const KvTile& tile, const float* s, const uint16_t* h, int64_t r, int64_t col,
                 int64_t tokens, float* acc) {
-    if (p.bf16) values_bf16<M, N, AHEAD>(h + r * KV_TILE, tile, p.dpad, col, tokens, acc + r * p.dpad);
-    else values_f32<M, N, AHEAD>(s + r * KV_TILE, tile, p.dpad, col, tokens, acc + r * p.dpad);
+    if (p.bf16) values_bf16<M, N, AHEAD>(h + r * KV_TILE, tile, p.dpad, col, tokens, acc + r * p.vpad, p.vpad);
+    else values_f32<M, N, AHEAD>(s + r * KV_TILE, tile, p.dpad, col, tokens, acc + r * p.vpad, p.vpad);
 }
 
 template <int M, bool AHEAD>
 void value_rows(const AttnParams& p, const KvTile& tile, const float* s, const uint16_t* h, int64_t r, int64_t tokens,
                 float* acc) {
     int64_t col = 0;
-    for (; col + 64 <= p.dpad; col += 64) value_cols<M, 4, AHEAD>(p, tile, s, h, r, col, tokens, acc);
-    for (; col < p.dpad; col += 16) value_cols<M, 1, AHEAD>(p, tile, s, h, r, col, tokens, acc);
+    for (; col + 64 <= p.vpad; col += 64) value_cols<M, 4, AHEAD>(p, tile, s, h, r, col, tokens, acc);
+    for (; col < p.vpad; col += 16) value_cols<M, 1, AHEAD>(p, tile, s, h, r, col, tokens, acc);
 }
 
 // Blocks of 8, 4, 3, 2 or 1 of the few rows there are; the first one also fetches the next tile.

@@ -161,7 +161,7 @@ TK_INLINE void split_pairs(const uint8_t* p, bool bf16, F* a, F* b) {
 void load_half(int64_t d, bool bf16, const uint8_t* kc, const uint8_t* vc, bool to_bf16, int64_t tokens, void* k_out,
                void* v_out) {
     F a, b;
-    for (int64_t i = 0; i < d; i += 2) {
+    for (int64_t i = 0; k_out && i < d; i += 2) {
         split_pairs(kc + i * 32, bf16, &a, &b);
         if (to_bf16) {
             istore((int32_t*)k_out + i * 8, pair_bf16(a, b));
@@ -187,23 +187,25 @@ void load_half(int64_t d, bool bf16, const uint8_t* kc, const uint8_t* vc, bool 
 void kv_write(int32_t type, int64_t d, const float* k, const float* v, uint8_t* kc, uint8_t* vc, uint8_t* kp,
               uint8_t* vp, int64_t lane, int32_t clear_next) {
     if (type == KV_INT8) {
-        write_ints<8>(d, k, kc + lane, nullptr, 16, kp + 4 * lane);
+        if (k) write_ints<8>(d, k, kc + lane, nullptr, 16, kp + 4 * lane);
         write_ints<8>(d, v, vc + lane * d, nullptr, 1, vp + 4 * lane);
     } else if (type == KV_INT4) {
-        write_ints<6>(d, k, kc + lane, kc + d * 8 + lane, 16, kp + 4 * lane);
+        if (k) write_ints<6>(d, k, kc + lane, kc + d * 8 + lane, 16, kp + 4 * lane);
         write_ints<4>(d, v, vc + lane * d / 2, nullptr, 1, vp + 4 * lane);
     } else if (type == KV_F32) {
-        for (int64_t i = 0; i < d; i++) ((float*)kc)[i * 16 + lane] = k[i];
+        for (int64_t i = 0; k && i < d; i++) ((float*)kc)[i * 16 + lane] = k[i];
         memcpy((float*)vc + lane * d, v, size_t(d) * 4);
     } else {
         uint16_t* kh = (uint16_t*)kc;
         uint16_t* vh = (uint16_t*)vc + lane / 2 * d * 2 + lane % 2;
+        auto halves = [&](const float* x, uint16_t* out) { type == KV_BF16 ? store_bf16(out, fload(x)) : store_f16(out, fload(x)); };
         for (int64_t i = 0; i < d; i += 16) {
-            uint16_t a[16], b[16];
-            if (type == KV_BF16) store_bf16(a, fload(k + i)), store_bf16(b, fload(v + i));
-            else store_f16(a, fload(k + i)), store_f16(b, fload(v + i));
+            uint16_t a[16];
+            halves(v + i, a);
+            for (int64_t j = 0; j < 16; j++) vh[(i + j) * 2] = a[j];
+            if (!k) continue;
+            halves(k + i, a);
             for (int64_t j = 0; j < 16; j += 2) memcpy(kh + ((i + j) / 2 * 16 + lane) * 2, a + j, 4);
-            for (int64_t j = 0; j < 16; j++) vh[(i + j) * 2] = b[j];
         }
         // the partner lane is multiplied by probability 0 until it is written: it must hold a finite number
         if (clear_next && lane % 2 == 0)
@@ -214,11 +216,74 @@ void kv_write(int32_t type, int64_t d, const float* k, const float* v, uint8_t* 
 void kv_load(int32_t type, int64_t d, const uint8_t* kc, const uint8_t* vc, const uint8_t* kp, const uint8_t* vp,
              int32_t bf16, int64_t tokens, void* k_out, void* v_out) {
     if (type == KV_INT8 || type == KV_INT4) {
-        load_int_keys(d, type == KV_INT4, kc, kp, bf16, k_out);
+        if (k_out) load_int_keys(d, type == KV_INT4, kc, kp, bf16, k_out);
         load_int_values(d, type == KV_INT4, vc, vp, bf16, tokens, v_out);
     } else {
         load_half(d, type == KV_BF16, kc, vc, bf16, tokens, k_out, v_out);
     }
+}
+
+#if defined(__AVX512F__)
+namespace {
+
+// Lanes of 64 bits of a and b: the even or odd runs of `run` of them, alternating.
+template <int RUN, bool ODD>
+TK_INLINE B woven(B a, B b) {
+    int64_t at[8];
+    for (int i = 0; i < 8; i++) {
+        const int from = (i & ~RUN) | (ODD ? RUN : 0);
+        at[i] = from | (i & RUN ? 8 : 0);
+    }
+    return _mm512_permutex2var_epi64(a, _mm512_loadu_si512(at), b);
+}
+
+template <int RUN>
+TK_INLINE void weave(B* x) {
+    TK_EACH(i, 8, {
+        if constexpr ((i & RUN) == 0) {
+            const B a = x[i], b = x[i + RUN];
+            x[i] = woven<RUN, false>(a, b);
+            x[i + RUN] = woven<RUN, true>(a, b);
+        }
+    });
+}
+
+// 16 elements of 8 pairs of tokens. The 64 bits (d, d + 1) of a pair hold those of a pair of elements once their inner halves
+// change places: what is left is to transpose 8 x 8 of them.
+TK_INLINE void key_pairs(int64_t d, const uint8_t* values, uint8_t* keys) {
+    const B swap = _mm512_set4_epi32(0x0f0e0b0a, 0x0d0c0908, 0x07060302, 0x05040100);
+    B x[8];
+    TK_EACH(p, 8, x[p] = _mm512_shuffle_epi8(bload(values + p * d * 4), swap););
+    weave<1>(x);
+    weave<2>(x);
+    weave<4>(x);
+    TK_EACH(j, 8, bstore(keys + j * 64, x[j]););
+}
+
+}  // namespace
+#endif
+
+void key_cell(int64_t d, int32_t bf16, const void* values, void* keys) {
+    const float* v = (const float*)values;
+    float* k = (float*)keys;
+#if defined(__AVX512F__)
+    for (int64_t i = 0; bf16 && i < d; i += 16) key_pairs(d, (const uint8_t*)values + i * 4, (uint8_t*)keys + i * 32);
+#endif
+    if (bf16) return;  // only where the processor multiplies them
+    for (int64_t t = 0; t < 16; t += 4)
+        for (int64_t i = 0; i < d; i += 4) {
+#if defined(__AVX2__)
+            __m128 a = _mm_loadu_ps(v + t * d + i), b = _mm_loadu_ps(v + (t + 1) * d + i);
+            __m128 c = _mm_loadu_ps(v + (t + 2) * d + i), e = _mm_loadu_ps(v + (t + 3) * d + i);
+            _MM_TRANSPOSE4_PS(a, b, c, e);
+            _mm_storeu_ps(k + i * 16 + t, a);
+            _mm_storeu_ps(k + i * 16 + 16 + t, b);
+            _mm_storeu_ps(k + i * 16 + 32 + t, c);
+            _mm_storeu_ps(k + i * 16 + 48 + t, e);
+#else
+            for (int64_t j = 0; j < 16; j++) k[(i + j % 4) * 16 + t + j / 4] = v[(t + j / 4) * d + i + j % 4];
+#endif
+        }
 }
 
 }  // namespace TK_ISA

@@ -165,6 +165,33 @@ void each_panel(const Matrix& w, int32_t form, const Rows& in, int64_t count, co
     }
 }
 
+// M rows of x [rows of the tiles] by all columns: every output is the sum of 16 chains over the tiles.
+template <int M, int32_t FORM>
+void back_rows(const Matrix& w, const uint8_t* tiles, int64_t n, const float* x, int64_t ldx, float* out, int64_t ldo) {
+    auto columns = [&](int64_t k, auto width) __attribute__((always_inline)) {
+        constexpr int C = width;
+        F y[M * C];
+        TK_EACH(i, M * C, y[i] = fzero(););
+        for (int64_t tile = 0; tile < n; tile++) {
+            F v[C];
+            TK_EACH(c, C, v[c] = load_weight<FORM>(tiles + tile * w.tile_bytes(), k + c););
+            TK_EACH(t, M, {
+                const F a = fload(x + t * ldx + tile * LANES);
+                TK_EACH(c, C, y[t * C + c] = fma(v[c], a, y[t * C + c]););
+            });
+        }
+        TK_EACH(t, M, TK_EACH(c, C, out[t * ldo + k + c] = hsum(y[t * C + c]);););
+    };
+    int64_t k = 0;
+    for (; k + 4 <= w.cols; k += 4) columns(k, Const<4>());
+    for (; k < w.cols; k++) columns(k, Const<1>());
+}
+
+template <int M>
+void back_form(const Matrix& w, const uint8_t* tiles, int64_t n, const float* x, int64_t ldx, float* out, int64_t ldo) {
+    (w.dtype == F32 ? back_rows<M, F32> : w.dtype == BF16 ? back_rows<M, BF16> : back_rows<M, F16>)(w, tiles, n, x, ldx, out, ldo);
+}
+
 }  // namespace
 
 int64_t linear_dense_scratch(const Matrix& w) { return PANEL * rounded_ld(w) * 2; }
@@ -187,6 +214,13 @@ void gated_dense(const Matrix& gate, const Matrix& up, const Rows& in, int64_t c
     each_panel(gate, form, in, count, to, scratch, [&](const Panel& panel, int64_t n, const Store& part) {
         for (int64_t tile = t0; tile < t1; tile++) gated_tile(gate, up, form, panel, n, tile, part);
     });
+}
+
+void linear_back(const Matrix& w, const float* x, int64_t ldx, int64_t count, int64_t t0, int64_t t1, float* out, int64_t ldo) {
+    const uint8_t* tiles = w.data + t0 * w.tile_bytes();
+    int64_t t = 0;
+    for (; t + 4 <= count; t += 4) back_form<4>(w, tiles, t1 - t0, x + t * ldx, ldx, out + t * ldo, ldo);
+    for (; t < count; t++) back_form<1>(w, tiles, t1 - t0, x + t * ldx, ldx, out + t * ldo, ldo);
 }
 
 void dense_row(const Matrix& w, int64_t row, float scale, float* out) {

@@ -78,13 +78,19 @@ struct Store {
 //          a byte of low bits holds d even (low nibble) and d odd (high)
 // integers carry (scale, minimum) as two float16 a token after the codes: x = code * scale + minimum
 // d is head_dim padded to a multiple of 16 with zeros.
+//
+// Rows that are key and value at once (latent attention; `rows`) are stored as values alone; key_cell makes keys of them.
 struct CellLayout {
     int64_t k_cell, v_cell, k_params, v_params;  // bytes of one cell of each part
     int64_t bytes() const { return k_cell + v_cell + k_params + v_params; }
 };
 
-inline CellLayout cell_layout(int32_t type, int64_t head_dim) {
+inline CellLayout cell_layout(int32_t type, int64_t head_dim, bool rows = false) {
     const int64_t d = pad16(head_dim);
+    if (rows) {
+        const CellLayout both = cell_layout(type, head_dim);
+        return {0, both.v_cell, 0, both.v_params};
+    }
     if (type == KV_F32) return {d * 64, d * 64, 0, 0};
     if (type == KV_INT8) return {d * 16, d * 16, 64, 64};
     if (type == KV_INT4) return {d * 12, d * 8, 64, 64};
@@ -102,11 +108,12 @@ struct KvTile {
 struct AttnState {
     float* m;    // [rows]
     float* l;    // [rows]
-    float* acc;  // [rows][dpad]
+    float* acc;  // [rows][vpad]
 };
 
 struct AttnParams {
-    int64_t dpad;
+    int64_t dpad;  // of queries and cells
+    int64_t vpad;  // of results: the first so many columns of values
     float scale;
     float softcap;  // 0 = none
     int32_t bf16;   // cells and queries are bfloat16
@@ -128,6 +135,9 @@ struct Ops {
     // tiles [t0, t1) of act(x G^T) * (x U^T)
     void (*gated)(const Matrix& gate, const Matrix& up, const Rows& in, int64_t count, int64_t t0, int64_t t1,
                   const Store& to, void* scratch);
+    // y = x V, V the rows in tiles [t0, t1) of a DENSE matrix: x[count][rows of the tiles], out[count][cols]
+    void (*linear_back)(const Matrix& w, const float* x, int64_t ldx, int64_t count, int64_t t0, int64_t t1, float* out,
+                        int64_t ldo);
     // row `row` of the matrix, dequantized, times scale
     void (*matrix_row)(const Matrix& w, int64_t row, float scale, float* out);
     // x[K] (gathered by perm where given) to int8 by groups g0..g1
@@ -144,21 +154,23 @@ struct Ops {
     void (*hadamard)(float* x, int64_t n);
     void (*activate)(float* x, int64_t n, int32_t activation);
     void (*to_bf16)(const float* x, uint16_t* out, int64_t n);
-    // write one token's key and value (padded to dpad) of one head; cell parts at their pointers; lane 0..15.
+    // write one token's key (null = none) and value (padded to dpad) of one head; cell parts at their pointers; lane 0..15.
     // clear_next zeroes the following value lane where pairs share storage.
     void (*kv_write)(int32_t type, int64_t dpad, const float* k, const float* v, uint8_t* kc, uint8_t* vc, uint8_t* kp,
                      uint8_t* vp, int64_t lane, int32_t clear_next);
-    // cells of `type` to float32 or bfloat16 cells
+    // cells of `type` to float32 or bfloat16 cells; k_out null = values alone
     void (*kv_load)(int32_t type, int64_t dpad, const uint8_t* kc, const uint8_t* vc, const uint8_t* kp, const uint8_t* vp,
                     int32_t to_bf16, int64_t tokens, void* k_out, void* v_out);
+    // keys of a float32 or bfloat16 cell whose values they are
+    void (*key_cell)(int64_t dpad, int32_t bf16, const void* values, void* keys);
     // one tile: rows of q [rows][dpad] (float or bfloat16) over tokens [lo[r], hi[r]) of the tile; writes a fresh state.
     // scratch: rows * KV_TILE floats and as many bfloat16.
     void (*attn_tile)(const AttnParams& p, const KvTile& tile, const void* q, int64_t rows, const int32_t* lo,
                       const int32_t* hi, const AttnState& out, float* scratch);
     // into = into merged with part, row by row
-    void (*attn_merge)(int64_t dpad, int64_t rows, const AttnState& into, const AttnState& part);
+    void (*attn_merge)(int64_t vpad, int64_t rows, const AttnState& into, const AttnState& part);
     // out[d] = acc / (l + exp(sink - m)); sink null = none
-    void (*attn_finish)(int64_t dpad, float m, float l, const float* acc, const float* sink, float* out);
+    void (*attn_finish)(int64_t vpad, float m, float l, const float* acc, const float* sink, float* out);
     // maximum of x[n], its lowest index, and whether x holds a NaN
     float (*row_max)(const float* x, int64_t n, int64_t* index, int32_t* has_nan);
     // ids of those of x[n] that are at least `low`, ascending, into ids[n]; returns how many

@@ -18,6 +18,7 @@ void linear_dense(const Matrix& w, const Rows& in, int64_t count, int64_t t0, in
 void gated_dense(const Matrix& gate, const Matrix& up, const Rows& in, int64_t count, int64_t t0, int64_t t1,
                  const Store& to, void* scratch);
 void dense_row(const Matrix& w, int64_t row, float scale, float* out);
+void linear_back(const Matrix& w, const float* x, int64_t ldx, int64_t count, int64_t t0, int64_t t1, float* out, int64_t ldo);
 
 void quantize(const float* x, const int32_t* perm, int64_t group, int64_t g0, int64_t g1, int8_t* q, float* scale,
               int32_t* sum);
@@ -33,10 +34,11 @@ void kv_write(int32_t type, int64_t dpad, const float* k, const float* v, uint8_
               uint8_t* vp, int64_t lane, int32_t clear_next);
 void kv_load(int32_t type, int64_t dpad, const uint8_t* kc, const uint8_t* vc, const uint8_t* kp, const uint8_t* vp,
              int32_t to_bf16, int64_t tokens, void* k_out, void* v_out);
+void key_cell(int64_t dpad, int32_t bf16, const void* values, void* keys);
 void attn_tile(const AttnParams& p, const KvTile& tile, const void* q, int64_t rows, const int32_t* lo,
                const int32_t* hi, const AttnState& out, float* scratch);
-void attn_merge(int64_t dpad, int64_t rows, const AttnState& into, const AttnState& part);
-void attn_finish(int64_t dpad, float m, float l, const float* acc, const float* sink, float* out);
+void attn_merge(int64_t vpad, int64_t rows, const AttnState& into, const AttnState& part);
+void attn_finish(int64_t vpad, float m, float l, const float* acc, const float* sink, float* out);
 
 float row_max(const float* x, int64_t n, int64_t* index, int32_t* has_nan);
 int64_t at_least(const float* x, int64_t n, float low, int32_t* ids);

@@ -40,6 +40,13 @@ TK_EXPORT int tk_op_gated(const char* isa, const tk::Matrix* gate, const tk::Mat
     return 0;
 }
 
+TK_EXPORT int tk_op_linear_back(const char* isa, const tk::Matrix* w, const float* x, int64_t ldx, int64_t count, int64_t t0,
+                                int64_t t1, float* out) {
+    const tk::Ops* ops = find(isa);
+    if (ops) ops->linear_back(*w, x, ldx, count, t0, t1, out, w->cols);
+    return !ops;
+}
+
 TK_EXPORT int tk_op_matrix_row(const char* isa, const tk::Matrix* w, int64_t row, float scale, float* out) {
     const tk::Ops* ops = find(isa);
     if (ops) ops->matrix_row(*w, row, scale, out);
@@ -99,7 +106,7 @@ TK_EXPORT int tk_op_row_stats(const char* isa, const float* x, int64_t n, float*
 }
 
 // Attention of `rows` queries [rows][head_dim] over keys and values [tokens][head_dim] of one head, through the cache's stored form:
-// row r sees tokens [lo[r], hi[r]). hadamard as the executor applies it for int4 keys.
+// row r sees tokens [lo[r], hi[r]). hadamard as the executor applies it for int4 keys. values null: keys are the values too.
 TK_EXPORT int tk_op_attention(const char* isa, int32_t kv_type, int32_t bf16, int64_t head_dim, int64_t tokens, const float* keys,
                               const float* values, int64_t rows, const float* queries, const int64_t* lo, const int64_t* hi,
                               float scale, float softcap, const float* sinks, float* out) {
@@ -107,7 +114,8 @@ TK_EXPORT int tk_op_attention(const char* isa, int32_t kv_type, int32_t bf16, in
     if (!ops) return 1;
     const int64_t d = tk::pad16(head_dim), cells = (tokens + 15) / 16, tiles = (tokens + tk::KV_TILE - 1) / tk::KV_TILE;
     const int32_t half = bf16 && ops->bf16_dot;
-    const tk::CellLayout cell = tk::cell_layout(kv_type, head_dim);
+    const bool rows_alone = !values, as_stored = kv_type == (half ? tk::KV_BF16 : tk::KV_F32);
+    const tk::CellLayout cell = tk::cell_layout(kv_type, head_dim, rows_alone);
     std::vector<uint8_t> store(size_t(cells * cell.bytes() + 64)), dummy(size_t(d * 64));
     auto part = [&](int64_t c, int which) {
         const int64_t offset[] = {0, cell.k_cell, cell.k_cell + cell.v_cell, cell.k_cell + cell.v_cell + cell.k_params};
@@ -117,9 +125,9 @@ TK_EXPORT int tk_op_attention(const char* isa, int32_t kv_type, int32_t bf16, in
     for (int64_t t = 0; t < tokens; t++) {
         std::fill(row.begin(), row.end(), 0.0f);
         std::memcpy(row.data(), keys + t * head_dim, size_t(head_dim) * 4);
-        std::memcpy(row.data() + d, values + t * head_dim, size_t(head_dim) * 4);
+        std::memcpy(row.data() + d, (rows_alone ? keys : values) + t * head_dim, size_t(head_dim) * 4);
         if (kv_type == tk::KV_INT4) ops->hadamard(row.data(), head_dim);
-        ops->kv_write(kv_type, d, row.data(), row.data() + d, part(t / 16, 0), part(t / 16, 1), part(t / 16, 2), part(t / 16, 3),
+        ops->kv_write(kv_type, d, rows_alone ? nullptr : row.data(), row.data() + d, part(t / 16, 0), part(t / 16, 1), part(t / 16, 2), part(t / 16, 3),
                       t % 16, t + 1 == tokens);
     }
     std::vector<uint16_t> q16(size_t(rows * d));
@@ -142,19 +150,22 @@ TK_EXPORT int tk_op_attention(const char* isa, int32_t kv_type, int32_t bf16, in
             if (at >= cells) continue;
             kv.k[c] = part(at, 0);
             kv.v[c] = part(at, 1);
-            if (half ? kv_type == tk::KV_BF16 : kv_type == tk::KV_F32) continue;
+            if (as_stored && !rows_alone) continue;
             uint8_t *k = loaded.data() + c * d * 64, *v = loaded.data() + tk::KV_TILE * d * 4 + c * d * 64;
-            ops->kv_load(kv_type, d, part(at, 0), part(at, 1), part(at, 2), part(at, 3), half,
-                         tokens - at * 16 < 16 ? tokens - at * 16 : 16, k, v);
+            if (!as_stored) {
+                ops->kv_load(kv_type, d, part(at, 0), part(at, 1), part(at, 2), part(at, 3), half,
+                             tokens - at * 16 < 16 ? tokens - at * 16 : 16, rows_alone ? nullptr : k, v);
+                kv.v[c] = v;
+            }
+            if (rows_alone) ops->key_cell(d, half, kv.v[c], k);
             kv.k[c] = k;
-            kv.v[c] = v;
         }
         for (int64_t r = 0; r < rows; r++) {
             const int64_t a = lo[r] - tile * tk::KV_TILE, b = hi[r] - tile * tk::KV_TILE;
             l[size_t(r)] = int32_t(a < 0 ? 0 : a > tk::KV_TILE ? tk::KV_TILE : a);
             h[size_t(r)] = int32_t(b < 0 ? 0 : b > tk::KV_TILE ? tk::KV_TILE : b);
         }
-        const tk::AttnParams params{d, scale, softcap, half};
+        const tk::AttnParams params{d, d, scale, softcap, half};
         const void* qs = half ? static_cast<const void*>(q16.data()) : q.data();
         ops->attn_tile(params, kv, qs, rows, l.data(), h.data(), tile ? next : into, scores.data());
         if (tile) ops->attn_merge(d, rows, into, next);

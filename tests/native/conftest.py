@@ -155,6 +155,14 @@ class NativeOps:
         )
         return out[:, : gate.meta.rows]
 
+    def linear_back(self, p: PackedTensor, x: np.ndarray, first: int) -> np.ndarray:
+        """``x`` [count, rows of the tiles from ``first`` on] times those rows."""
+        out = np.zeros((len(x), p.meta.cols), np.float32)
+        tiles = c_int64(first), c_int64(first + x.shape[1] // 16)
+        held = _ptr(x), c_int64(x.shape[1]), c_int64(len(x))
+        self._call("tk_op_linear_back", byref(self.matrix(p)), *held, *tiles, _ptr(out))
+        return out
+
     def row(self, p: PackedTensor, index: int, scale: float = 1.0) -> np.ndarray:
         out = np.zeros(p.meta.cols, np.float32)
         self._call("tk_op_matrix_row", byref(self.matrix(p)), c_int64(index), c_float(scale), _ptr(out))
@@ -183,7 +191,7 @@ class NativeOps:
     def attention(
         self,
         keys: np.ndarray,
-        values: np.ndarray,
+        values: np.ndarray | None,
         queries: np.ndarray,
         lo: np.ndarray,
         hi: np.ndarray,

@@ -103,6 +103,16 @@ def test_dense_linear(dtype, ops) -> None:
     np.testing.assert_array_equal(ops.row(packed, 119), weight[119].float().numpy())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dense_linear_from_the_other_side(dtype, ops) -> None:
+    weight = torch.from_numpy(random((120, 77), 7)).to(dtype)
+    packed, x = pack_dense(weight), random((9, 48), 8)
+    whole = ops.linear_back(packed, x, 2)
+    close(whole, x.astype(np.float64) @ weight[32:80].double().numpy(), 1e-5)
+    for count in (1, 3, 4):
+        np.testing.assert_array_equal(ops.linear_back(packed, x[:count], 2), whole[:count])
+
+
 @pytest.mark.parametrize("cols", [100, 77])
 def test_dense_linear_of_rounded_inputs(cols, ops) -> None:
     """Inputs may be rounded beside bfloat16 weights, where the processor multiplies bfloat16; sums stay float32."""
@@ -244,6 +254,17 @@ def test_attention(dim, kind, bf16, tolerance, ops) -> None:
             k, v, q, lo, hi, kv_type=kind, bf16=bool(bf16), scale=dim**-0.5, softcap=softcap, sinks=sink
         )
         close(found, reference_attention(k, v, q, lo, hi, dim**-0.5, softcap, sink), tolerance)
+
+
+@pytest.mark.parametrize("dim", [32, 80, 576])
+@pytest.mark.parametrize(
+    "kind, bf16, tolerance", [(0, 0, 1e-5), (1, 1, 5e-2), (2, 0, 3e-3), (3, 0, 2e-2), (3, 1, 5e-2)]
+)
+def test_attention_to_rows_that_are_key_and_value(dim, kind, bf16, tolerance, ops) -> None:
+    rows, q = random((300, dim), 22, outliers=0), random((3, dim), 24, outliers=0)
+    lo, hi = np.array([0, 130, 0], np.int64), np.array([300, 299, 17], np.int64)
+    found = ops.attention(rows, None, q, lo, hi, kv_type=kind, bf16=bool(bf16), scale=dim**-0.5)
+    close(found, reference_attention(rows, rows, q, lo, hi, dim**-0.5, 0.0, None), tolerance)
 
 
 def test_attention_rows_do_not_meet(ops) -> None:

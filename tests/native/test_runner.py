@@ -94,31 +94,47 @@ def test_bfloat16_rounds_the_inputs_of_linears_that_are(family, drive) -> None:
         assert attention == all_products == 0
 
 
-@pytest.mark.parametrize("policy, near", [(8, 1.5), (4, 0.5)])
-@pytest.mark.parametrize("head_dim", [16, 40, 64])
-def test_quantized_caches_hold_what_the_torch_runner_s_hold(policy, near, head_dim, drive, tiny_models, steps) -> None:
+@pytest.mark.parametrize(
+    "family, model, policy, near",
+    [("llama", {"head_dim": dim}, *policy) for dim in (16, 40, 64) for policy in ((8, 1.5), (4, 0.5))]
+    + [("minicpm3", {}, 8, 1.5)],
+)
+def test_quantized_caches_hold_what_the_torch_runner_s_hold(
+    family, model, policy, near, drive, tiny_models, steps
+) -> None:
     """Scale and offset are rounded differently; beside what the codes lose that is little."""
     from toolkit.runners.base import RunnerOptions
     from toolkit.runners.choose import open_runner
 
-    model, ids, found = {"head_dim": head_dim}, prompt(60, 6), {}
+    ids, found = prompt(60, 6), {}
     for name, bits in (("native", policy), ("plain", 0)):
-        driver = drive("llama", model=model, quant_policy=bits)
+        driver = drive(family, model=model, quant_policy=bits)
         found[name] = driver.step({driver.add(): ids}, "all").logits
     options = RunnerOptions(dtype="float32", block_size=16, quant_policy=policy)
-    driver = steps.Driver(open_runner(tiny_models("llama", **model), backend="pytorch", options=options)[0])
+    driver = steps.Driver(open_runner(tiny_models(family, **model), backend="pytorch", options=options)[0])
     torch_logits = driver.step({driver.add(): ids}, "all").logits
     lost = np.linalg.norm(found["native"] - found["plain"])
     assert 0 < np.linalg.norm(found["native"] - torch_logits) < near * lost
     np.testing.assert_allclose(lost, np.linalg.norm(torch_logits - found["plain"]), rtol=0.2)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"dtype": "bfloat16"}, {"quant_policy": 8}, {"quant_policy": 4, "dtype": "bfloat16"}]
+CACHES: tuple[dict[str, Any], ...] = (
+    {},
+    {"dtype": "bfloat16"},
+    {"quant_policy": 8},
+    {"quant_policy": 4, "dtype": "bfloat16"},
 )
+
+
 @pytest.mark.parametrize(
-    "family, form",
-    [("llama", "dense"), ("llama", "bf16"), ("llama", "int4"), ("gemma2", "int4"), ("qwen3_moe", "int8")],
+    "family, form, options",
+    [
+        (family, form, options)
+        for family, forms in {"llama": ("dense", "bf16", "int4"), "gemma2": ("int4",), "qwen3_moe": ("int8",)}.items()
+        for form in forms
+        for options in CACHES
+    ]
+    + [("deepseek_v3", "int4", CACHES[1]), ("minicpm3", "bf16", CACHES[1]), ("minicpm3", "dense", CACHES[2])],
 )
 def test_bits_do_not_depend_on_chunks_batch_or_threads(family, form, options, drive) -> None:
     ids = prompt(150, 6)
@@ -146,12 +162,13 @@ def test_a_long_prompt_equals_its_chunks(drive) -> None:
     np.testing.assert_array_equal(np.concatenate(found), expected.logits)
 
 
+@pytest.mark.parametrize("family", ["llama", "minicpm3"])
 @pytest.mark.parametrize("isa", library.isas())
-def test_instruction_sets_agree(isa, drive, monkeypatch) -> None:
+def test_instruction_sets_agree(family, isa, drive, monkeypatch) -> None:
     monkeypatch.setenv(library.ISA_VARIABLE, isa)
-    driver, plain = drive("llama", weights="int4"), None
+    driver = drive(family, weights="int4")
     monkeypatch.setenv(library.ISA_VARIABLE, "generic")
-    plain = drive("llama", weights="int4")
+    plain = drive(family, weights="int4")
     a, b = (d.step({d.add(): prompt(60, 8)}, "all").logits for d in (driver, plain))
     assert np.linalg.norm(a - b) < 0.02 * np.linalg.norm(b)  # a rounding to int8 may fall the other way
 

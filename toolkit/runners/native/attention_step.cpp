@@ -7,22 +7,19 @@
 
 namespace tk {
 
-void Run::project(const Sublayer& s) {
-    const Attention& a = s.attention;
-    const float* from = source(s);
-    save(s);
-    Prepared x = prepare(a.in, s.pre, from, w.hidden_ld, count);
-    const Linear* const parts[3] = {&a.q, &a.k, &a.v};
+// Linears that read one input, side by side into rows of w.qkv from `out` on.
+void Run::project(const Input& in, const Norm& norm, const float* from, int64_t ld, float* out, std::initializer_list<const Linear*> parts) {
+    Prepared x = prepare(in, norm, from, ld, count);
     int64_t total = 0;
     for (const Linear* l : parts) total += l->w.tiles();
     share(P_QKV, total, pair_unit(), [&](Range r) {
-        const InputBuffer& rows = ready(x, a.in, s.pre, from, w.hidden_ld, count);
+        const InputBuffer& rows = ready(x, in, norm, from, ld, count);
         int64_t start = 0;
         for (const Linear* l : parts) {
             const int64_t n = l->w.tiles();
             Store to;
             to.ld = w.qkv_ld;
-            to.out = w.qkv + start * LANES;
+            to.out = out + start * LANES;
             const Range tiles{std::clamp<int64_t>(r.first - start, 0, n), std::clamp<int64_t>(r.last - start, 0, n)};
             linear(*l, rows, 0, count, tiles, to);
             start += n;
@@ -32,6 +29,11 @@ void Run::project(const Sublayer& s) {
 
 const uint8_t* Run::query(const Attention& a, int64_t head, int64_t t) const {
     return w.queries + (head * CHUNK + t) * a.per_kv * a.dpad * (p.bf16 ? 2 : 4);
+}
+
+void Run::put_query(const Attention& a, const float* row, uint8_t* to) const {
+    if (p.bf16) ops.to_bf16(row, reinterpret_cast<uint16_t*>(to), a.dpad);
+    else std::memcpy(to, row, size_t(a.dpad) * 4);
 }
 
 // What is done to all heads of a token at once: its projections clipped, and norms that span heads.
@@ -79,11 +81,16 @@ void Run::turn_and_store(const Attention& a, int64_t t, int64_t head) {
     for (int64_t i = 0; i < a.per_kv; i++, to += a.dpad * (p.bf16 ? 2 : 4)) {
         load(q + (head * a.per_kv + i) * hd, a.q_norm, head * a.per_kv + i);
         if (a.q_form) std::for_each(row, row + hd, [&](float& x) { x *= factor; });
-        if (p.bf16) ops.to_bf16(row, reinterpret_cast<uint16_t*>(to), a.dpad);
-        else std::memcpy(to, row, size_t(a.dpad) * 4);
+        put_query(a, row, to);
     }
     load(k + head * hd, a.k_norm, head);
     std::memcpy(value, v + head * hd, size_t(hd) * 4);
+    store(a, t, head, row, value);
+}
+
+// Key (null where the row is both) and value of a token into the cache.
+void Run::store(const Attention& a, int64_t t, int64_t head, const float* key, const float* value) {
+    const int64_t flat = first + t, seq = seq_of[size_t(t)];
     const int64_t slot = in.slot_mapping[a.group][flat], cells = p.block_size / LANES;
     const int64_t cell = slot % p.block_size / LANES, lane = slot % LANES;
     const int32_t last = flat + 1 == in.cu_seqlens[seq + 1] || t + 1 == count;
@@ -92,7 +99,7 @@ void Run::turn_and_store(const Attention& a, int64_t t, int64_t head) {
     uint8_t* vc = base + cells * a.cell.k_cell;
     uint8_t* kp = vc + cells * a.cell.v_cell;
     uint8_t* vp = kp + cells * a.cell.k_params;
-    ops.kv_write(p.kv_type, a.dpad, row, value, base + cell * a.cell.k_cell, vc + cell * a.cell.v_cell,
+    ops.kv_write(p.kv_type, a.dpad, key, value, base + cell * a.cell.k_cell, vc + cell * a.cell.v_cell,
                  kp + cell * a.cell.k_params, vp + cell * a.cell.v_params, lane, last);
 }
 
@@ -112,8 +119,8 @@ void Run::find_cells(const Attention& a, int64_t seq, int64_t head, int64_t tile
         if (at >= tokens.last || at + LANES <= tokens.first) continue;
         const int64_t cell = at % p.block_size / LANES;
         const uint8_t* base = g.data + table[at / p.block_size] * g.block_bytes + a.layer_offset + head * a.head_bytes;
-        to->k[c] = base + cell * a.cell.k_cell;
         to->v[c] = base + cells * a.cell.k_cell + cell * a.cell.v_cell;
+        to->k[c] = a.rows ? to->v[c] : base + cell * a.cell.k_cell;
     }
 }
 
@@ -121,6 +128,7 @@ void Run::find_cells(const Attention& a, int64_t seq, int64_t head, int64_t tile
 // null) are fetched.
 void Run::load_cells(const Attention& a, int64_t tile, Range tokens, const KvTile* ahead, KvTile* cells) {
     const int64_t in_block = p.block_size / LANES, element = p.bf16 ? 2 : 4;
+    const bool as_stored = p.kv_type == (p.bf16 ? KV_BF16 : KV_F32);
     auto fetch = [](const void* from, int64_t bytes) {
         for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const uint8_t*>(from) + i);
     };
@@ -134,10 +142,14 @@ void Run::load_cells(const Attention& a, int64_t tile, Range tokens, const KvTil
         const uint8_t* params = vc + (in_block - cell) * a.cell.v_cell;
         uint8_t* k = own.attention.keys + c * LANES * a.dpad * element;
         uint8_t* v = own.attention.values + c * LANES * a.dpad * element;
-        ops.kv_load(p.kv_type, a.dpad, kc, vc, params + cell * a.cell.k_params,
-                    params + in_block * a.cell.k_params + cell * a.cell.v_params, p.bf16, std::min(LANES, tokens.last - at), k, v);
+        if (!as_stored) {
+            ops.kv_load(p.kv_type, a.dpad, kc, vc, params + cell * a.cell.k_params,
+                        params + in_block * a.cell.k_params + cell * a.cell.v_params, p.bf16, std::min(LANES, tokens.last - at),
+                        a.rows ? nullptr : k, v);
+            cells->v[c] = v;
+        }
+        if (a.rows) ops.key_cell(a.dpad, p.bf16, cells->v[c], k);
         cells->k[c] = k;
-        cells->v[c] = v;
     }
 }
 
@@ -155,7 +167,7 @@ void Run::attend_tile(const Attention& a, const Piece& piece, const Piece* next,
     KvTile kv, ahead;
     find_cells(a, seq, head, tile, tokens, &kv);
     if (next) find_cells(a, next->seq, next->head, next->tile, seen(a, next->seq, next->first, next->last), &ahead);
-    if (p.bf16 ? p.kv_type == KV_BF16 : p.kv_type == KV_F32) kv.next = next ? &ahead : nullptr;
+    if (!a.rows && p.kv_type == (p.bf16 ? KV_BF16 : KV_F32)) kv.next = next ? &ahead : nullptr;
     else load_cells(a, tile, tokens, next && t1 - t0 == 1 ? &ahead : nullptr, &kv);
     for (int64_t t = t0; t < t1; t++) {
         const int64_t pos = position_of(seq, t), low = a.oldest(pos) - base;
@@ -168,7 +180,7 @@ void Run::attend_tile(const Attention& a, const Piece& piece, const Piece* next,
             s.from[r] = int32_t(a.alibi_rounded != 0.0f ? base : base - pos);
         }
     }
-    AttnParams params{a.dpad, a.scale, a.softcap, p.bf16};
+    AttnParams params{a.dpad, a.vpad, a.scale, a.softcap, p.bf16};
     if (a.alibi) params.slope = s.slope, params.from = s.from, params.rounded = a.alibi_rounded;
     ops.attn_tile(params, kv, query(a, head, t0 - first), (t1 - t0) * a.per_kv, s.lo, s.hi, to, s.scores);
 }
@@ -178,11 +190,11 @@ void Run::finish_rows(const Attention& a, int64_t head, const AttnState& s, int6
     for (int64_t i = 0; i < a.per_kv; i++) {
         const int64_t r = row + i, h = head * a.per_kv + i;
         const float* sink = a.sinks ? a.sinks.data + h : nullptr;
-        if (a.dpad == a.head_dim) {
-            ops.attn_finish(a.dpad, s.m[r], s.l[r], s.acc + r * a.dpad, sink, to + h * a.head_dim);
+        if (a.vpad == a.value_dim) {
+            ops.attn_finish(a.vpad, s.m[r], s.l[r], s.acc + r * a.vpad, sink, to + h * a.value_dim);
         } else {
-            ops.attn_finish(a.dpad, s.m[r], s.l[r], s.acc + r * a.dpad, sink, own.attention.row);
-            std::memcpy(to + h * a.head_dim, own.attention.row, size_t(a.head_dim) * 4);
+            ops.attn_finish(a.vpad, s.m[r], s.l[r], s.acc + r * a.vpad, sink, own.attention.row);
+            std::memcpy(to + h * a.value_dim, own.attention.row, size_t(a.value_dim) * 4);
         }
     }
 }
@@ -208,13 +220,13 @@ void Run::attend_blocks(const Attention& a, Range which, Range heads) {
             const bool more = i + 1 < pieces || block + 1 < which.last;
             if (more) next = i + 1 < pieces ? at(block, i + 1) : at(block + 1, 0);
             const int64_t row = i % count_heads * rows;
-            const AttnState into{s.running.m + row, s.running.l + row, s.running.acc + row * a.dpad};
+            const AttnState into{s.running.m + row, s.running.l + row, s.running.acc + row * a.vpad};
             attend_tile(a, piece, more ? &next : nullptr, i < count_heads ? into : s.part);
-            if (i >= count_heads) ops.attn_merge(a.dpad, rows, into, s.part);
+            if (i >= count_heads) ops.attn_merge(a.vpad, rows, into, s.part);
         }
         for (int64_t t = b.first; t < b.last; t++)
             for (int64_t h = heads.first; h < heads.last; h++)
-                finish_rows(a, h, s.running, (h - heads.first) * rows + (t - b.first) * a.per_kv, w.mid.x + (t - first) * w.mid.ldx);
+                finish_rows(a, h, s.running, (h - heads.first) * rows + (t - b.first) * a.per_kv, result(a, t - first));
     }
 }
 
@@ -232,7 +244,7 @@ void Run::attend_split(const Attention& a) {
         for (; i >= (tiles[t].last - tiles[t].first) * a.kv_heads; t++) i -= (tiles[t].last - tiles[t].first) * a.kv_heads;
         return Piece{seq_of[size_t(t)], i % a.kv_heads, first + t, first + t + 1, tiles[t].first + i / a.kv_heads};
     };
-    const int64_t size = a.per_kv * (a.dpad + 2);
+    const int64_t size = a.per_kv * (a.vpad + 2);
     float* partial = w.partial_pages.at<float>(0);
     share(P_ATTENTION, items, 1, [&](Range r) {
         Piece piece, next = at(r.first);
@@ -246,7 +258,7 @@ void Run::attend_split(const Attention& a) {
 }
 
 void Run::merge_split(const Attention& a) {
-    const int64_t size = a.per_kv * (a.dpad + 2);
+    const int64_t size = a.per_kv * (a.vpad + 2);
     float* partial = w.partial_pages.at<float>(0);
     AttnState& into = own.attention.running;
     for (int64_t t = 0; t < count; t++) {
@@ -255,7 +267,7 @@ void Run::merge_split(const Attention& a) {
             std::fill(into.m, into.m + a.per_kv, -INFINITY);
             for (int64_t tile = 0; tile < tiles.last - tiles.first; tile++) {
                 float* s = partial + (tile * a.kv_heads + h) * size;
-                ops.attn_merge(a.dpad, a.per_kv, into, {s, s + a.per_kv, s + 2 * a.per_kv});
+                ops.attn_merge(a.vpad, a.per_kv, into, {s, s + a.per_kv, s + 2 * a.per_kv});
             }
             finish_rows(a, h, into, 0, own.mid.x + t * own.mid.ldx);
         }
@@ -266,7 +278,8 @@ void Run::merge_split(const Attention& a) {
 
 void Run::attention(const Sublayer& s) {
     const Attention& a = s.attention;
-    project(s);
+    save(s);
+    project(a.in, s.pre, source(s), w.hidden_ld, w.qkv, {&a.q, &a.k, &a.v});
     if (a.settles())
         share(P_ROPE, count, 1, [&](Range r) {
             for (int64_t t = r.first; t < r.last; t++) settle_row(a, t);
@@ -286,6 +299,12 @@ void Run::attention(const Sublayer& s) {
         add_post(s);
         return;
     }
+    attend_all(a);
+    down(s, a.o, a.out, false, P_O);
+}
+
+// More than a few tokens: their query blocks, whose results each thread finishes itself.
+void Run::attend_all(const Attention& a) {
     const int64_t n = int64_t(blocks.size()) * a.kv_heads;
     if (runs.empty())
         share(P_ATTENTION, n, 1, [&](Range r) {
@@ -294,7 +313,6 @@ void Run::attention(const Sublayer& s) {
         }, n);
     else
         share(P_ATTENTION, threads, 1, [&](Range r) { attend_blocks(a, {runs[size_t(r.first)], runs[size_t(r.last)]}, {0, a.kv_heads}); });
-    down(s, a.o, a.out, false, P_O);
 }
 
 }  // namespace tk

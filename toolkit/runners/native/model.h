@@ -61,6 +61,8 @@ struct Attention {
     Linear q, k, v, o;
     Input in, out;
     int64_t heads, kv_heads, head_dim, dpad, per_kv;
+    int64_t value_dim, vpad;  // numbers of a head's result
+    bool rows = false;        // the cache holds rows that are key and value at once
     int64_t rope;    // index into Program::ropes or -1
     int64_t window;  // 0 = none
     bool chunked = false;  // windows begin at multiples of `window`, they do not slide
@@ -87,6 +89,22 @@ struct Attention {
     bool settles() const { return clip > 0 || norm_last || wide(q_norm) || wide(k_norm); }  // all heads before each
 };
 
+// Attention to rows that are made of each token alone: kv_rank numbers that all heads' keys and values are made of by `kv_b`, then
+// rope_dim of a key that they share.
+struct Latent {
+    Linear q_a, q, kv_a, kv_b, o;
+    Norm q_a_norm, kv_a_norm;
+    Input in, mid, out;  // mid: of q, where it reads q_a's result
+    int64_t nope_dim, rope_dim, v_dim;
+    Attention core;  // of queries that kv_b's key part multiplied, to the rows: one key head
+    int64_t kv_rank() const { return core.value_dim; }
+    int64_t qk_dim() const { return nope_dim + rope_dim; }
+    // Columns of a token's row of projections where those of kv_a and of q begin.
+    int64_t kv_at() const { return (q_a.present() ? q_a : q).w.tiles() * LANES; }
+    int64_t q_at() const { return q_a.present() ? kv_at() + kv_a.w.tiles() * LANES : 0; }
+    int64_t width() const { return kv_at() + (kv_a.w.tiles() + (q_a.present() ? q.w.tiles() : 0)) * LANES; }
+};
+
 struct Mlp {
     Linear gate, up, down;
     Input in, mid;
@@ -108,7 +126,7 @@ struct Moe {
 };
 
 struct Sublayer {
-    int kind = 0;  // 0 attention, 1 mlp, 2 moe
+    int kind = 0;  // 0 attention, 1 mlp, 2 moe, 3 latent attention
     Norm pre, post;
     float residual_scale = 1;
     bool beside = false;  // reads what the sublayers before it in the layer read, not what they made of it
@@ -116,6 +134,9 @@ struct Sublayer {
     Attention attention;
     Mlp mlp;
     Moe moe;
+    Latent latent;
+    // What it keeps of tokens, and how it attends to that; null = nothing.
+    const Attention* attends() const { return kind == 0 ? &attention : kind == 3 ? &latent.core : nullptr; }
 };
 
 struct Rope {

@@ -372,6 +372,7 @@ def pack_model(
     (they are then held back until the first layer tells).
     """
     layers = {linear.name for linear in spec.linears()}
+    matrices = {linear.name for _, mixer in spec.mixers() for linear in mixer.matrices()}
     unused = {spec.head} if spec.tied else set()
     waiting: list[tuple[str, Dense]] = []
     out = Agreement(spec, notes, pack_as_bfloat16)
@@ -386,7 +387,8 @@ def pack_model(
         elif name in layers:
             if head_bits is None:
                 head_bits = 16 if isinstance(value, Dense) else 8
-            out.add_linear(name, value, pack_nearest(name, value, notes))
+            widened = name in matrices and not isinstance(value, Dense)
+            out.add_linear(name, value, pack_as_bfloat16(value) if widened else pack_nearest(name, value, notes))
         elif isinstance(value, Dense):
             waiting.append((name, value))
         else:

@@ -1,121 +1,10 @@
 // The flat description that program.py writes, read back with every index and size checked.
-#include <cmath>
-
-#include "model.h"
+#include "parser.h"
 
 namespace tk {
 namespace {
 
-constexpr int64_t MAGIC = 0x746b3034;  // "tk04"
-constexpr int64_t LIMIT = int64_t(1) << 31;
-
-class Parser {
-public:
-    Parser(const int64_t* ints, int64_t ni, const double* floats, int64_t nf, const TensorRecord* tensors, int64_t nt)
-        : ints_(ints), floats_(floats), tensors_(tensors), ni_(ni), nf_(nf), nt_(nt) {}
-
-    int64_t integer(const char* what, int64_t low, int64_t high) {
-        if (i_ >= ni_) throw Error(std::string("program: ends before ") + what);
-        const int64_t v = ints_[i_++];
-        if (v < low || v > high)
-            throw Error(std::string("program: ") + what + ": expected " + std::to_string(low) + " to " +
-                        std::to_string(high) + ", found " + std::to_string(v));
-        return v;
-    }
-
-    float number(const char* what) {
-        if (f_ >= nf_) throw Error(std::string("program: ends before ") + what);
-        return float(floats_[f_++]);
-    }
-
-    const TensorRecord* tensor(const char* what) {  // may be absent: -1
-        const int64_t i = integer(what, -1, nt_ - 1);
-        return i < 0 ? nullptr : tensors_ + i;
-    }
-
-    Vector vector(const char* what, int64_t size) {
-        const TensorRecord* t = tensor(what);
-        if (!t) return {};
-        if (t->kind != 0 || t->rows != size || t->bytes < pad16(size) * 4 || !t->data)
-            throw Error(std::string("program: ") + what + ": expected a float32 vector of " + std::to_string(size));
-        return {static_cast<const float*>(t->data), size};
-    }
-
-    // A matrix with its bias; rows or cols 0 = any.
-    Linear linear(const char* what, int64_t rows, int64_t cols, bool required = true, bool may_turn = false) {
-        const TensorRecord* t = tensor(what);
-        Linear l;
-        if (t) {
-            l.w = matrix(what, *t);
-            if ((rows && l.w.rows != rows) || (cols && l.w.cols != cols))
-                throw Error(std::string("program: ") + what + ": expected a matrix of " + std::to_string(rows) + " x " +
-                            std::to_string(cols) + ", found " + std::to_string(l.w.rows) + " x " + std::to_string(l.w.cols));
-            if (l.w.format == INT) l.key = {l.w.group, t->perm};
-            l.turned = t->turned != 0;
-            if (l.turned && (!may_turn || l.w.format != INT)) throw Error(std::string("program: ") + what + ": turned by a Hadamard matrix");
-        } else if (required) {
-            throw Error(std::string("program: ") + what + ": the matrix is missing");
-        }
-        l.bias = vector(what, t ? l.w.rows : 0);
-        return l;
-    }
-
-    // Of `heads` times `width` elements: all at once, or each head by itself with the same weights or its own.
-    Norm norm(const char* what, int64_t width, int64_t heads = 1) {
-        Norm n;
-        n.size = integer(what, 0, LIMIT);
-        n.sets = integer(what, 1, LIMIT);
-        n.layer = integer(what, 0, 1) == 1;
-        const bool each = n.size == width && (n.sets == 1 || n.sets == heads), whole = n.size == width * heads && n.sets == 1;
-        if (n.size && !each && !whole)
-            throw Error(std::string("program: ") + what + ": expected " + std::to_string(heads) + " x " + std::to_string(width) +
-                        " elements, found " + std::to_string(n.sets) + " x " + std::to_string(n.size));
-        n.weight = vector(what, n.size * n.sets);
-        if (n.size && !n.weight) throw Error(std::string("program: ") + what + ": the weight is missing");
-        n.bias = vector(what, n.size * n.sets);
-        n.eps = number(what);
-        return n;
-    }
-
-    void finish() const {
-        if (i_ != ni_ || f_ != nf_) throw Error("program: longer than what it describes");
-    }
-
-private:
-    static Matrix matrix(const char* what, const TensorRecord& t) {
-        Matrix m;
-        m.format = t.kind;
-        m.dtype = t.dtype;
-        m.bits = t.bits;
-        m.group = t.group;
-        m.minima = t.minima;
-        m.rows = t.rows;
-        m.cols = t.cols;
-        m.data = static_cast<const uint8_t*>(t.data);
-        const std::string name = std::string("program: ") + what + ": ";
-        if (!m.data || (m.format != DENSE && m.format != INT)) throw Error(name + "not a packed matrix");
-        if (m.dtype < F32 || m.dtype > F16 || m.rows < 1 || m.cols < 1 || m.rows > LIMIT || m.cols > LIMIT)
-            throw Error(name + "bad dtype or shape");
-        if (m.format == INT) {
-            if ((m.bits != 4 && m.bits != 8) || m.group < 16 || m.group % 16 || m.cols % m.group)
-                throw Error(name + "bad bits or group size");
-            if (m.group * int64_t(m.bits == 8 ? 255 : 31) * 128 >= LIMIT) throw Error(name + "group too long for int32 sums");
-        }
-        if (t.bytes != m.tiles() * m.tile_bytes())
-            throw Error(name + "expected " + std::to_string(m.tiles() * m.tile_bytes()) + " bytes, found " + std::to_string(t.bytes));
-        if (t.perm) {
-            if (t.perm_size != m.cols || m.format != INT) throw Error(name + "permutation of the wrong length");
-            for (int64_t i = 0; i < t.perm_size; i++)
-                if (t.perm[i] < 0 || t.perm[i] >= m.cols) throw Error(name + "permutation out of range");
-        }
-        return m;
-    }
-
-    const int64_t* ints_;
-    const double* floats_;
-    const TensorRecord* tensors_;
-    int64_t ni_, nf_, nt_, i_ = 0, f_ = 0;
-};
+constexpr int64_t MAGIC = 0x746b3035;  // "tk05"
 
 void join(Input& in, Linear& l) {
     if (!l.present() || l.w.format != INT) return;
@@ -144,6 +33,17 @@ Mlp read_mlp(Parser& p, int64_t hidden, Input& in) {
     m.mid.width = width;
     join(m.mid, m.down);
     return m;
+}
+
+// Its place in the blocks of its cache group.
+void keep(Attention& a, Program& prog) {
+    a.cell = cell_layout(prog.kv_type, a.head_dim, a.rows);
+    a.head_bytes = prog.block_size / LANES * a.cell.bytes();
+    Group& g = prog.groups[a.group];
+    if (g.window > 0 && (a.window == 0 || a.window > g.window))
+        throw Error("program: a layer sees further back than its cache group keeps");
+    a.layer_offset = g.block_bytes;
+    g.block_bytes += a.kv_heads * a.head_bytes;
 }
 
 Attention read_attention(Parser& p, Program& prog) {
@@ -184,13 +84,50 @@ Attention read_attention(Parser& p, Program& prog) {
     join(a.in, a.v);
     a.out.width = a.heads * a.head_dim;
     join(a.out, a.o);
-    a.cell = cell_layout(prog.kv_type, a.head_dim);
-    a.head_bytes = prog.block_size / LANES * a.cell.bytes();
-    Group& g = prog.groups[a.group];
-    if (g.window > 0 && (a.window == 0 || a.window > g.window))
-        throw Error("program: a layer sees further back than its cache group keeps");
-    a.layer_offset = g.block_bytes;
-    g.block_bytes += a.kv_heads * a.head_bytes;
+    a.value_dim = a.head_dim;
+    a.vpad = a.dpad;
+    keep(a, prog);
+    return a;
+}
+
+Latent read_latent(Parser& p, Program& prog) {
+    Latent a;
+    Attention& core = a.core;
+    core.heads = core.per_kv = p.integer("heads", 1, 4096);
+    core.kv_heads = 1;
+    a.nope_dim = p.integer("nope_dim", 1, 4096);
+    a.rope_dim = p.integer("rope_dim", 1, 4096);
+    a.v_dim = p.integer("v_dim", 1, 4096);
+    core.value_dim = p.integer("kv_rank", 1, 4096);
+    core.rope = p.integer("rope", 0, int64_t(prog.ropes.size()) - 1);
+    if (prog.ropes[core.rope].rotary > a.rope_dim) throw Error("program: rope turns more than the key has");
+    core.group = p.integer("cache group", 0, int64_t(prog.groups.size()) - 1);
+    core.scale = p.number("attention scale");
+    core.softcap = 0;
+    core.window = 0;
+    core.head_dim = a.kv_rank() + a.rope_dim;
+    core.dpad = pad16(core.head_dim);
+    core.vpad = pad16(core.value_dim);
+    core.rows = true;
+    if (prog.kv_type == KV_INT4) throw Error("program: rows that are key and value at once in 4 bits");
+    const int64_t hidden = prog.hidden, heads = core.heads;
+    a.q_a = p.linear("q_a", 0, hidden, false);
+    a.mid.width = a.q_a.present() ? a.q_a.w.rows : hidden;
+    a.q_a_norm = p.norm("q_a_norm", a.mid.width);
+    a.q = p.linear("q", heads * a.qk_dim(), a.mid.width);
+    a.kv_a = p.linear("kv_a", core.head_dim, hidden);
+    a.kv_a_norm = p.norm("kv_a_norm", a.kv_rank());
+    if (!a.kv_a_norm.present()) throw Error("program: kv_a_norm is missing");
+    a.kv_b = p.linear("kv_b", heads * (a.nope_dim + a.v_dim), a.kv_rank());
+    if (a.kv_b.w.format != DENSE || a.kv_b.bias) throw Error("program: kv_b: expected a dense matrix without a bias");
+    a.o = p.linear("o", hidden, heads * a.v_dim);
+    a.in.width = hidden;
+    join(a.q_a.present() ? a.mid : a.in, a.q);
+    join(a.in, a.q_a);
+    join(a.in, a.kv_a);
+    a.out.width = heads * a.v_dim;
+    join(a.out, a.o);
+    keep(core, prog);
     return a;
 }
 
@@ -261,7 +198,7 @@ Program parse_program(const int64_t* ints, int64_t ints_size, const double* floa
     const int64_t layers = p.integer("sublayers", 0, 1 << 16);
     for (int64_t i = 0; i < layers; i++) {
         Sublayer s;
-        s.kind = int(p.integer("kind", 0, 2));
+        s.kind = int(p.integer("kind", 0, 3));
         s.pre = p.norm("pre_norm", prog.hidden);
         s.post = p.norm("post_norm", prog.hidden);
         s.residual_scale = p.number("residual scale");
@@ -275,6 +212,7 @@ Program parse_program(const int64_t* ints, int64_t ints_size, const double* floa
             s.mlp.in = in;
         }
         if (s.kind == 2) s.moe = read_moe(p, prog.hidden);
+        if (s.kind == 3) s.latent = read_latent(p, prog);
         prog.sublayers.push_back(std::move(s));
     }
     prog.final_norm = p.norm("final norm", prog.hidden);

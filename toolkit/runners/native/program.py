@@ -9,10 +9,20 @@ from typing import Any, ClassVar
 import numpy as np
 
 from toolkit.models.rope import inv_freq
-from toolkit.models.spec import AttentionSpec, DecoderSpec, LinearSpec, MlpSpec, MoeSpec, NormSpec, RopeSpec, Sublayer
+from toolkit.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    LatentSpec,
+    LinearSpec,
+    MlpSpec,
+    MoeSpec,
+    NormSpec,
+    RopeSpec,
+    Sublayer,
+)
 from toolkit.runners.native.packed import PackedTensor, PackedWeights, vector
 
-MAGIC = 0x746B3034
+MAGIC = 0x746B3035
 KV_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, 8: 3, 4: 4}
 _QUERY_SCALES = {"floor": 1, "log": 2}
 _SCORINGS = {"softmax": 0, "sigmoid": 1, "sparsemixer": 2}
@@ -22,12 +32,13 @@ _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "swigluoai": 4}
 
 def unsupported(spec: DecoderSpec) -> str | None:
     """Why there is no program for the spec, whatever its weights, or None: the sizes that program.cpp allows."""
-    attention = [a for _, a in spec.attention_layers()]
+    kept = [found.kept for found in spec.keepers()]
+    heads = [m.heads for _, m in spec.mixers() if m.kind in ("attention", "latent")]
     if unknown := {mixer.kind for _, mixer in spec.mixers()} - set(_Writer.MIXERS):
         return f"it runs no {min(unknown)} layers"
     found = {
-        "query heads": (max((a.heads for a in attention), default=0), 4096),
-        "numbers a head": (max((a.head_dim for a in attention), default=0), 4096),
+        "query heads": (max(heads, default=0), 4096),
+        "numbers a head": (max((k.head_dim for k in kept), default=0), 4096),
         "rotary embeddings": (len(spec.ropes()), 64),
         "cache groups": (len(spec.cache_groups), 64),
         "sublayers": (sum(len(layer.sublayers) for layer in spec.layers), 1 << 16),
@@ -149,6 +160,25 @@ class _Writer:
         self._norm(a.k_norm)
         self._out.ints.append(-1 if a.sinks is None else self._tensor(a.sinks))
 
+    def _latent(self, a: LatentSpec) -> None:
+        self._out.ints += [
+            a.heads,
+            a.nope_dim,
+            a.rope_dim,
+            a.v_dim,
+            a.kv_rank,
+            self._spec.ropes().index(a.rope),
+            a.group,
+        ]
+        self._out.floats.append(a.scale)
+        self._linear(a.q_a)
+        self._norm(a.q_a_norm)
+        self._linear(a.q)
+        self._linear(a.kv_a)
+        self._norm(a.kv_a_norm)
+        self._linear(a.kv_b)
+        self._linear(a.o)
+
     def _mlp(self, m: MlpSpec) -> None:
         self._out.ints += [_ACTIVATIONS[m.activation], m.up.out_features]
         for linear in (m.gate, m.up, m.down):
@@ -181,4 +211,5 @@ class _Writer:
         "attention": (0, _attention),
         "mlp": (1, _mlp),
         "moe": (2, _moe),
+        "latent": (3, _latent),
     }  # by kind: its number in program.cpp, and what writes it

@@ -1,6 +1,7 @@
 // One thread's view of a running step.
 #pragma once
 
+#include <initializer_list>
 #include <utility>
 #include <vector>
 
@@ -18,6 +19,9 @@ struct Plan {
     std::vector<int64_t> hidden_row;
     std::vector<std::pair<int64_t, int64_t>> samples, logits, targets;
 };
+
+// Rows `tiles` of the matrix, as one of their own.
+Matrix part_of(Matrix m, Range tiles);
 
 // Phases that a run may have, for Pool::run.
 int64_t phases_of(const Program& p, int64_t head_blocks);
@@ -79,10 +83,11 @@ private:
 
     // attention_step.cpp
     void attention(const Sublayer& s);
-    void project(const Sublayer& s);
+    void project(const Input& in, const Norm& norm, const float* from, int64_t ld, float* out, std::initializer_list<const Linear*> parts);
     void settle_row(const Attention& a, int64_t t) const;
     void turn_row(const Attention& a, int64_t t, float* q, float* k) const;
     void turn_and_store(const Attention& a, int64_t t, int64_t head);
+    void store(const Attention& a, int64_t t, int64_t head, const float* key, const float* value);
     int64_t position_of(int64_t seq, int64_t flat) const { return in.seq_lens[seq] - (in.cu_seqlens[seq + 1] - flat); }
     Range tiles_of(const Attention& a, int64_t seq, int64_t t0, int64_t t1) const;
     // One tile, for tokens [first, last) of a sequence and one kv head.
@@ -98,6 +103,16 @@ private:
     void merge_split(const Attention& a);
     void finish_rows(const Attention& a, int64_t head, const AttnState& s, int64_t row, float* to);
     const uint8_t* query(const Attention& a, int64_t head, int64_t t) const;
+    void put_query(const Attention& a, const float* row, uint8_t* to) const;
+    float* result(const Attention& a, int64_t t) const { return a.rows ? w.spread + t * w.spread_ld : w.mid.x + t * w.mid.ldx; }
+    void attend_all(const Attention& a);
+
+    // latent_step.cpp
+    void latent(const Sublayer& s);
+    void store_row(const Latent& a, int64_t t);
+    void absorb(const Latent& a, int64_t head, Range rows);
+    void merge_head(const Latent& a, int64_t head);
+    void give_values(const Latent& a, int64_t head, Range rows);
 
     // rows_step.cpp
     void mark(Phase name);

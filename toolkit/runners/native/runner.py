@@ -45,6 +45,9 @@ def unsupported(spec: DecoderSpec, options: RunnerOptions) -> str | None:
         return reason
     if options.device not in ("auto", "cpu"):
         return f"it runs on the CPU, not on {options.device}"
+    for _, _, kept in spec.keepers():
+        if kept.kind == "latent" and (reason := kept.refuses(options.quant_policy)):
+            return f"quant_policy: {reason}"
     if options.quant_policy in (16, 17):
         return f"its KV cache knows no float8 (quant_policy {options.quant_policy}), only 0, 8 and 4"
     if options.block_size % 16:
@@ -117,9 +120,9 @@ class NativeRunner:
         bits = self.options.quant_policy or (32 if self.dtype == "float32" else 16)
         for _, group, kept in self.spec.paged():
             width = -(-kept.head_dim // 16) * 16
-            token = 2 * width * bits // 8 + (8 if self.options.quant_policy else 0)
-            if bits == 4:
-                token += width // 4  # keys have 6 bits
+            token = width * bits // 8 + (4 if self.options.quant_policy else 0)
+            if kept.kind == "paged":
+                token += token + (width // 4 if bits == 4 else 0)  # keys have 6 bits
             total[group] += kept.heads * token * self.options.block_size
         return tuple(total)
 

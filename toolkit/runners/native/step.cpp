@@ -31,7 +31,8 @@ void Profile::print() {
 
 int64_t phases_of(const Program& p, int64_t head_blocks) {
     int64_t n = 4 + head_blocks * 4;
-    for (const Sublayer& s : p.sublayers) n += s.kind == 0 ? 10 : s.kind == 1 ? 6 : 14;
+    constexpr int64_t each[] = {10, 6, 14, 12};  // by kind
+    for (const Sublayer& s : p.sublayers) n += each[s.kind];
     return n;
 }
 
@@ -98,8 +99,7 @@ void Run::linear(const Linear& l, const InputBuffer& in, int64_t first_row, int6
     ops.linear(l.w, rows_of(in, l, first_row), count, tiles.first, tiles.last, to, own.linear);
 }
 
-// Rows `tiles` of the matrix, as one of their own.
-static Matrix part_of(Matrix m, Range tiles) {
+Matrix part_of(Matrix m, Range tiles) {
     if (m.data) m.data += tiles.first * m.tile_bytes();
     m.rows = std::min(m.rows, tiles.last * LANES) - tiles.first * LANES;
     return m;
@@ -224,7 +224,8 @@ void Run::layers() {
         for (const Sublayer& s : p.sublayers) {
             if (s.kind == 0) attention(s);
             else if (s.kind == 1) mlp(s);
-            else moe(s);
+            else if (s.kind == 2) moe(s);
+            else latent(s);
         }
     } else {
         layers_by_parts();
@@ -330,7 +331,7 @@ void cut_parts(Job& job, const Program& p, int64_t threads) {
     job.cut.parts.clear();
     if (job.count < threads * PART / 2) return;
     for (const Sublayer& s : p.sublayers)
-        if (s.kind == 2) return;
+        if (s.kind >= 2) return;
     const int64_t n = ((job.count + PART - 1) / PART + threads - 1) / threads * threads;
     for (int64_t i = 0; i < n; i++) job.cut.parts.push_back({{job.count * i / n, job.count * (i + 1) / n}, 0, 0});
 }
@@ -411,7 +412,7 @@ int64_t partial_floats(const Program& p, const Job& job) {
     if (job.count > SMALL) return 0;
     for (int64_t t = 0; t < job.count; t++) tiles += job.in->seq_lens[job.cut.seq_of[size_t(t)]] / KV_TILE + 1;
     for (const Sublayer& s : p.sublayers)
-        if (s.kind == 0) widest = std::max(widest, s.attention.heads * (s.attention.dpad + 2));
+        if (const Attention* a = s.attends()) widest = std::max(widest, a->heads * (a->vpad + 2));
     return tiles * widest;
 }
 
@@ -429,7 +430,7 @@ void Model::step(const StepArrays& in, const StepResults& out) {
     plan.hidden = work->hidden_rows(int64_t(plan.rows.size()));
     int64_t per_kv = 1;
     for (const Sublayer& s : program.sublayers)
-        if (s.kind == 0) per_kv = std::max(per_kv, s.attention.per_kv);
+        if (const Attention* a = s.attends()) per_kv = std::max(per_kv, a->per_kv);
     Job job{this, &in, &out, &plan, 0, 0, {}, false};
     for (int64_t t = 0; t < in.tokens; t += CHUNK) {
         job.first = t;

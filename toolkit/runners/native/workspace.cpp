@@ -50,11 +50,24 @@ InputBuffer Workspace::input(int64_t rows, int64_t width) {
 namespace {
 
 struct Widths {
-    int64_t in, mid, qkv = 16, queries = 16, heads = 1, dpad = 16, kv_cell = 0, scratch = 64, experts = 16, top_k = 0,
+    int64_t in, mid, qkv = 16, spread = 0, queries = 16, heads = 1, dpad = 16, kv_cell = 0, scratch = 64, experts = 16, top_k = 0,
                      moe = 16;
     bool saves = false;
     void linear(const Ops& ops, const Linear& l) {
         if (l.present()) scratch = std::max(scratch, ops.linear_scratch(l.w));
+    }
+    void attention(const Attention& a) {
+        queries = std::max(queries, a.heads * a.dpad);
+        heads = std::max(heads, a.heads);
+        dpad = std::max(dpad, a.dpad);
+    }
+    void latent(const Ops& ops, const Latent& a) {
+        for (const Linear* l : {&a.q_a, &a.q, &a.kv_a, &a.kv_b, &a.o}) linear(ops, *l);
+        in = std::max(in, a.mid.width);
+        mid = std::max(mid, a.out.width);
+        qkv = std::max(qkv, a.width());
+        spread = std::max(spread, a.core.heads * a.kv_rank());
+        attention(a.core);
     }
     void mlp(const Ops& ops, const Mlp& m) {
         mid = std::max(mid, m.mid.width);
@@ -73,9 +86,9 @@ Widths measure(const Program& p, const Ops& ops) {
             for (const Linear* l : {&a.q, &a.k, &a.v, &a.o}) w.linear(ops, *l);
             w.mid = std::max(w.mid, a.out.width);
             w.qkv = std::max(w.qkv, pad16(a.heads * a.head_dim) + 2 * pad16(a.kv_heads * a.head_dim));
-            w.queries = std::max(w.queries, a.heads * a.dpad);
-            w.heads = std::max(w.heads, a.heads);
-            w.dpad = std::max(w.dpad, a.dpad);
+            w.attention(a);
+        } else if (s.kind == 3) {
+            w.latent(ops, s.latent);
         } else if (s.kind == 1) {
             w.mlp(ops, s.mlp);
         } else {
@@ -107,6 +120,8 @@ Workspace::Workspace(const Program& p, const Ops& ops, int thread_count) : threa
     tmp = take<float>(CHUNK * hidden_ld);
     if (w.saves) block = take<float>(CHUNK * hidden_ld);
     qkv = take<float>(CHUNK * qkv_ld);
+    spread_ld = w.spread;
+    if (spread_ld) spread = take<float>(CHUNK * spread_ld);
     logits = take<float>(logit_rows * vocab_ld);
     router = take<float>(CHUNK * router_ld);
     queries = take<uint8_t>(CHUNK * w.queries * 4);

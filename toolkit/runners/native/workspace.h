@@ -69,8 +69,9 @@ struct ExpertRows {
 struct Workspace {
     Workspace(const Program& p, const Ops& ops, int threads);
 
-    int64_t hidden_ld, qkv_ld, vocab_ld, logit_rows, moe_pairs, router_ld, moe_width;
+    int64_t hidden_ld, qkv_ld, spread_ld, vocab_ld, logit_rows, moe_pairs, router_ld, moe_width;
     float *x, *tmp, *block = nullptr, *qkv, *logits, *router;
+    float* spread = nullptr;  // [CHUNK][spread_ld], what all heads of latent attention give, before it becomes values
     uint8_t* queries;  // [kv_head][token][per_kv][dpad], float or bfloat16
     InputBuffer in, mid, pairs_in, pairs_mid;
     float* pairs_out;
