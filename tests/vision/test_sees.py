@@ -192,8 +192,6 @@ def test_preempted_requests_see_the_same(seeing: Seeing) -> None:
 def test_artifacts_see_the_same(seeing: Seeing, tmp_path: Path) -> None:
     ids, pictures = seeing.prompt(PICTURES)
     for backend, target in zip(BACKENDS, ("torch", "cpu"), strict=False):
-        if target == "cpu" and seeing.eyes.recipe.kind == "area":
-            continue  # three positions a token: the native runner does not take it
         convert(
             str(seeing.path),
             tmp_path / target,

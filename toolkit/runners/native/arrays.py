@@ -29,12 +29,13 @@ class Arrays:
         rows, groups = len(batch.sample_index), len(batch.block_tables)
         if len(batch.adapter) and batch.adapter.max() >= 0:
             raise RunnerError("adapter: this runner has no adapters")
-        if batch.positions.shape != (1, tokens):
-            raise RunnerError(f"positions: expected shape (1, {tokens}), found {batch.positions.shape}")
-        s.tokens, s.seqs, s.rows, s.groups = tokens, seqs, rows, groups
+        axes = len(batch.positions)
+        if batch.positions.shape not in ((1, tokens), (3, tokens)):
+            raise RunnerError(f"positions: expected shape (1 or 3, {tokens}), found {batch.positions.shape}")
+        s.tokens, s.seqs, s.rows, s.groups, s.axes = tokens, seqs, rows, groups, axes
         s.token_ids = self._put("token_ids", batch.token_ids, I32, tokens)
         s.from_previous = self._put("from_previous", batch.from_previous, I32, tokens)
-        s.positions = self._put("positions", batch.positions, I32, tokens)
+        s.positions = self._put("positions", batch.positions, I32, axes * tokens)
         s.cu_seqlens = self._put("cu_seqlens", batch.cu_seqlens, I32, seqs + 1)
         s.seq_lens = self._put("seq_lens", batch.seq_lens, I32, seqs)
         s.rope_set = self._put("rope_set", batch.rope_set, I8, seqs)

@@ -77,7 +77,8 @@ void check_step(const Program& p, const StepArrays& in, const StepResults& out, 
     for (int64_t t = 0; t < in.tokens; t++)
         if (in.from_previous[t] < 0 && (in.token_ids[t] < 0 || in.token_ids[t] >= p.vocab))
             fail("token_ids", 0, p.vocab, in.token_ids[t], t);
-    within("positions", in.positions, in.tokens, 0, MOST);
+    if (in.axes != 1 && in.axes != 3) throw Error("positions: expected 1 or 3 of a token, found " + std::to_string(in.axes));
+    within("positions", in.positions, in.axes * in.tokens, 0, MOST);
     within("cu_seqlens", in.cu_seqlens, in.seqs + 1, 0, in.tokens + 1);
     within("seq_lens", in.seq_lens, in.seqs, 1, MOST);
     within("rope_set", in.rope_set, in.seqs, 0, 2);

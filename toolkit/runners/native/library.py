@@ -40,7 +40,7 @@ class TensorRecord(Structure):
 
 
 _STEP_FIELDS = (
-    "tokens! seqs! rows! groups! token_ids from_previous positions cu_seqlens seq_lens block_tables table_width "
+    "tokens! seqs! rows! groups! axes! token_ids from_previous positions cu_seqlens seq_lens block_tables table_width "
     "slot_mapping rope_set sample_index logits_size! logits_index hidden_size! hidden_index target_size! target_index "
     f"target_ids embeds_size! embeds embed_index copies_size copies {' '.join(COLUMNS)} position history_size! "
     "history_ptr history_ids history_count bias_size! bias_ptr bias_ids bias_values logprobs grammar"

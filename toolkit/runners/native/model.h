@@ -141,6 +141,7 @@ struct Sublayer {
 
 struct Rope {
     int64_t rotary;
+    int64_t ends[2];  // frequencies before them turn by a token's first position, then by its second, the others by its third
     Vector freq[2];
     float factor[2];
 };

@@ -184,6 +184,8 @@ Program parse_program(const int64_t* ints, int64_t ints_size, const double* floa
     for (int64_t r = 0; r < ropes; r++) {
         Rope rope;
         rope.rotary = p.integer("rotary_dim", 2, 4096);
+        rope.ends[0] = p.integer("section", 0, rope.rotary / 2);
+        rope.ends[1] = p.integer("section", rope.ends[0], rope.rotary / 2);
         for (int s = 0; s < 2; s++) {
             rope.freq[s] = p.vector("inv_freq", rope.rotary / 2);
             if (!rope.freq[s]) throw Error("program: inv_freq is missing");

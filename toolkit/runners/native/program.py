@@ -38,15 +38,13 @@ def unsupported(spec: DecoderSpec) -> str | None:
         return f"it runs no {min(unknown)} layers"
     found = {
         "query heads": (max(heads, default=0), 4096),
-        "numbers a head": (max((k.head_dim for k in kept), default=0), 4096),
+        "numbers a head": (max((k.head_dim for k in kept if k.kind != "state"), default=0), 4096),
         "rotary embeddings": (len(spec.ropes()), 64),
         "cache groups": (len(spec.cache_groups), 64),
         "sublayers": (sum(len(layer.sublayers) for layer in spec.layers), 1 << 16),
     }
     if not spec.cache_groups:
         return "it runs no model without attention"
-    if any(rope.sections for rope in spec.ropes()):
-        return "it knows one position of a token, not one in time, rows and columns"
     for what, (count, most) in found.items():
         if count > most:
             return f"it takes up to {most} {what}, the model has {count}"
@@ -130,7 +128,8 @@ class _Writer:
         self._out.floats.append(0.0 if norm is None else norm.eps)
 
     def _rope(self, rope: RopeSpec) -> None:
-        self._out.ints.append(rope.rotary_dim)
+        time, rows, _ = rope.sections or (rope.rotary_dim // 2, 0, 0)
+        self._out.ints += [rope.rotary_dim, time, time + rows]
         for long in (False, True):
             frequencies, factor = inv_freq(rope, long)
             self._out.ints.append(self._add(vector(np.asarray(frequencies, np.float32))))

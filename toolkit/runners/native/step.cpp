@@ -175,9 +175,10 @@ void Run::turn_table(size_t i, Range r) const {
     const int64_t half = rope.rotary / 2;
     for (int64_t t = r.first; t < r.last; t++) {
         const int set = in.rope_set[seq_of[size_t(t)]];
-        const float position = float(in.positions[first + t]);
+        const int32_t* at = in.positions + first + t;
         for (int64_t d = 0; d < half; d++) {
-            const float angle = position * rope.freq[set].data[d];
+            const int64_t axis = in.axes == 1 || d < rope.ends[0] ? 0 : d < rope.ends[1] ? 1 : 2;
+            const float angle = float(at[axis * in.tokens]) * rope.freq[set].data[d];
             w.cos[i][t * half + d] = cosf(angle) * rope.factor[set];
             w.sin[i][t * half + d] = sinf(angle) * rope.factor[set];
         }

@@ -7,9 +7,10 @@ namespace tk {
 
 struct StepArrays {
     int64_t tokens, seqs, rows, groups;  // T, S, N, G
+    int64_t axes;                        // positions of a token: 1 or 3
     const int32_t* token_ids;
     const int32_t* from_previous;
-    const int32_t* positions;
+    const int32_t* positions;  // [axes, T]
     const int32_t* cu_seqlens;
     const int32_t* seq_lens;
     const int32_t* const* block_tables;
