@@ -94,6 +94,9 @@ def _machine(found: dict[str, Any]) -> list[tuple[str, str]]:
     for gpu in found["gpus"]:
         size = f"{gpu['total_gib']} GiB, {gpu['free_gib']} GiB free"
         rows.append((f"GPU {gpu['index']}", f"{gpu['name']}, capability {gpu['capability']}, {size}"))
+    for device in found["devices"]:
+        size = f"{device['total_gib']} GiB, {device['free_gib']} GiB free; pytorch runs models on it"
+        rows.append((f"device {device['device']}", f"{device['what']}: {device['why_not'] or size}"))
     if not found["gpus"]:
         rows += [(row["what"], row["here"]) for row in found["gpu_support"]]
     return rows

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.commands.groups import Group
-from toolkit.commands.options import EngineFlags, with_engine_flags
+from toolkit.commands.options import DEVICE_HELP, EngineFlags, with_engine_flags
 from toolkit.commands.output import stderr, stdout, table, write_json
 from toolkit.progress import Progress
 
@@ -83,7 +83,7 @@ def compare(
     model_b: Annotated[str, typer.Argument(metavar="B", help="What was made of it.")],
     data: Annotated[Path, typer.Option("--data", help=DATA)],
     window: Annotated[int, typer.Option("--window", help="Tokens that the models see at once.")] = 512,
-    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    device: Annotated[str, typer.Option("--device", help=DEVICE_HELP)] = "auto",
     dtype: Annotated[str, typer.Option("--dtype", help="Activations: float32, bfloat16, float16.")] = "float32",
     json: Annotated[
         str | None, typer.Option("--json", help="Write the figures to this file (- is standard output).")

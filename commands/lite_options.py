@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolkit.commands.options import with_flags
+from toolkit.commands.options import DEVICE_HELP, with_flags
 from toolkit.commands.output import stderr, stdout, table, write_json
 from toolkit.errors import UsageError
 from toolkit.progress import Progress
@@ -99,7 +99,7 @@ class LiteFlags:
     dtype: Annotated[
         str, typer.Option("--dtype", help="What stays unquantized is stored as: auto, float16, bfloat16, float32.")
     ] = "auto"
-    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto"
+    device: Annotated[str, typer.Option("--device", help=DEVICE_HELP)] = "auto"
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")] = None
     download_dir: Annotated[str | None, typer.Option("--download-dir", help="Where downloads go.")] = None
     seed: Annotated[int, typer.Option("--seed", help="Of the calibration text.")] = 0

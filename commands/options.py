@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from toolkit.engine_configs import EngineConfig
 
 PANEL = "Engine"
+DEVICE_HELP = "auto, cpu, cuda, cuda:N, or another by torch's name, such as xpu."
 
 
 def _flag(*names: str, help: str) -> Any:
@@ -37,7 +38,7 @@ class EngineFlags:
     backend: Annotated[
         str | None, _flag("--backend", help="turbomind (native, fast) or pytorch (any model). Default: chosen.")
     ] = None
-    device: Annotated[str, _flag("--device", help="auto, cpu, cuda or cuda:N.")] = TurbomindEngineConfig.device
+    device: Annotated[str, _flag("--device", help=DEVICE_HELP)] = TurbomindEngineConfig.device
     dtype: Annotated[
         str, _flag("--dtype", help="Activations: auto, float16, bfloat16, float32 (least swayed by the batch).")
     ] = TurbomindEngineConfig.dtype

@@ -22,8 +22,9 @@ FAMILIES = ("reference", "torch", "triton", "cuda", "cpu")
 PRIORITY: dict[str, tuple[str, ...]] = {
     "cpu": ("torch", "reference"),
     "cuda": ("cuda", "triton", "torch", "reference"),
-}
-COMPILED = ("triton", "cuda")  # by compilers and drivers that we do not know: not trusted unseen on a GPU
+}  # on any other device: what is registered under its own name, then torch's and the reference
+# Used unseen. Others come of compilers and drivers that we do not know: on a device they must pass a self-test first.
+TRUSTED = ("reference", "torch", "cpu")
 _DECLARATIONS = (
     *("norm", "rope", "activation", "embedding", "linear", "linear_blocks", "lora"),
     *("attention", "rope_kv_write", "causal_conv", "moe", "sampling"),
@@ -68,7 +69,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Implementation:
-    """``run`` has the op's signature. ``extra(target)`` returns a reason why it cannot run there, or None.
+    """``run`` has the op's signature. ``devices``: types that it runs on, None: any. ``extra(target)`` returns a reason
+    why it cannot run there, or None.
 
     ``plan``: where the op takes a ``plan`` argument, what makes one that all the layers of a step can share.
     ``prepare(*arguments after x, scratch=…)``: where weights are better packed once, what makes the op of x alone;
@@ -77,7 +79,7 @@ class Implementation:
 
     family: str
     run: Callable[..., Any]
-    devices: tuple[str, ...]
+    devices: tuple[str, ...] | None
     dtypes: tuple[str, ...]
     extra: Callable[[Target], str | None] | None = None
     plan: Callable[..., Any] | None = None
@@ -85,7 +87,7 @@ class Implementation:
 
     def unsupported(self, target: Target) -> str | None:
         """Why this cannot run on ``target``, or None."""
-        if target.device not in self.devices:
+        if self.devices is not None and target.device not in self.devices:
             return f"runs on {', '.join(self.devices)}, not on {target.device}"
         if target.dtype not in self.dtypes:
             return f"takes {', '.join(self.dtypes)}, not {target.dtype}"
@@ -101,8 +103,8 @@ class Op:
     """A declared op. Calling it runs the implementation chosen for the first tensor among the arguments.
 
     ``mutates``: names of the arguments it writes to. ``dtypes``: activations it is defined for. ``gate``: labels of the
-    cases that take different paths through a kernel, which a compiled one must pass before it is used; without any, the
-    first case. ``verdicts``: what ``tested`` found, by family, dtype, capability and forms.
+    cases that take different paths through a kernel; one that is not ``TRUSTED`` must pass these before it is used, or
+    where there are none the first case. ``verdicts``: what ``tested`` found, by family, dtype, capability and forms.
     """
 
     name: str
@@ -123,14 +125,14 @@ class Op:
         self,
         family: str,
         *,
-        devices: tuple[str, ...] = ("cpu", "cuda"),
+        devices: tuple[str, ...] | None = None,
         dtypes: tuple[str, ...] | None = None,
         unsupported: Callable[[Target], str | None] | None = None,
         plan: Callable[..., Any] | None = None,
         prepare: Callable[..., Any] | None = None,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Decorator: the function implements this op for ``family``."""
-        assert family in FAMILIES and family not in self.implementations, (self.name, family)
+        """Decorator: the function implements this op for ``family``: one of ``FAMILIES``, or a device's own name."""
+        assert family in (*FAMILIES, *(devices or ())) and family not in self.implementations, (self.name, family)
 
         def add(run: Callable[..., Any]) -> Callable[..., Any]:
             found = Implementation(family, run, devices, dtypes or self.dtypes, unsupported, plan, prepare)
@@ -180,9 +182,11 @@ def load() -> dict[str, Op]:
 
 def _forced() -> str | None:
     value = os.environ.get("TOOLKIT_KERNELS", "").strip()
-    if value and value not in FAMILIES:
-        raise KernelError(f"TOOLKIT_KERNELS: expected one of {', '.join(FAMILIES)}, found {value!r}")
-    if value and not any(value in op.implementations for op in load().values()):
+    known = {family: None for op in load().values() for family in op.implementations} if value else {}
+    if value and value not in (*FAMILIES, *known):
+        expected = ", ".join(dict.fromkeys((*FAMILIES, *known)))
+        raise KernelError(f"TOOLKIT_KERNELS: expected one of {expected}, found {value!r}")
+    if value and value not in known:
         raise KernelError(f"TOOLKIT_KERNELS: {value!r} selects nothing, for no op has such a kernel here; leave it out")
     return value or None
 
@@ -235,8 +239,8 @@ def choose(op: Op, target: Target, family: str | None = None, *, trusted: bool =
     """The implementation of ``op`` for ``target``: ``family``, or by TOOLKIT_KERNELS, or by priority.
 
     TOOLKIT_KERNELS decides for the ops that its family implements; the others keep their priority list. Without
-    ``trusted``, a compiled one that the priority list proposes must pass ``tested`` first. Raises KernelError when the
-    family asked for does not implement the op or cannot run there, with the reason.
+    ``trusted``, what the priority list proposes must be of ``TRUSTED`` or pass ``tested`` first. Raises KernelError
+    when the family asked for does not implement the op or cannot run there, with the reason.
     """
     if family is not None and family not in op.implementations:
         raise KernelError(f"{op.name}: no implementation {family!r}; there are {', '.join(op.implementations)}")
@@ -247,10 +251,10 @@ def choose(op: Op, target: Target, family: str | None = None, *, trusted: bool =
             raise KernelError(f"{op.name}: the {wanted} implementation cannot run: {reason}")
         return op.implementations[wanted]
     reasons = []
-    for name in PRIORITY.get(target.device, ("torch", "reference")):
+    for name in PRIORITY.get(target.device, (target.device, "torch", "reference")):
         if name in op.implementations:
             reason = op.implementations[name].unsupported(target)
-            if reason is None and not trusted and name in COMPILED:
+            if reason is None and not trusted and name not in TRUSTED:
                 reason = tested(op, op.implementations[name], target)
             if reason is None:
                 return op.implementations[name]

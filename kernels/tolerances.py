@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .registry import Case, Implementation, Op, Target
 
+TORCH_NAMES = {"rocm": "cuda"}  # devices that torch calls otherwise
+
 # dtype of the activations: (relative, absolute). Roughly four units in the last place of a sum of some hundred terms.
 TOLERANCES: dict[str, tuple[float, float]] = {
     "float32": (2e-5, 2e-5),
@@ -52,10 +54,10 @@ def compare(
     from .rounding import values
 
     results: list[list[Any]] = []
-    for run, device in ((op.reference, oracle), (implementation.run, target.device)):
+    for run, device in ((op.reference, oracle), (implementation.run, TORCH_NAMES.get(target.device, target.device))):
         generator = torch.Generator("cpu").manual_seed(seed)
-        inputs = case.make(getattr(torch, target.dtype), device, generator)
         with torch.inference_mode():
+            inputs = case.make(getattr(torch, target.dtype), device, generator)
             output = run(**inputs)
         outputs = list(output) if isinstance(output, tuple) else [output]
         results.append([None if t is None else t.cpu() for t in (*outputs, *(inputs[name] for name in op.mutates))])

@@ -66,13 +66,13 @@ class TurbomindEngineConfig:
     """Options of the ``turbomind`` backend, the fast path: the ``native`` runner.
 
     ``cache_max_entry_count``: share of free memory for the KV cache, or (an integer) its number of blocks.
-    ``device``: "auto", "cpu", "cuda" or "cuda:N". ``threads``: CPU threads, None = all. ``target_step_ms``: a step
-    takes as many tokens of prompts as fit this time while other requests decode; 0 = no limit but
-    max_prefill_token_num, None = 150 on a CPU, 0 on a GPU. ``async_``: 1 schedules the next step while one runs, where
-    the runner can; 0 when its results are there. ``enable_metrics``: whether a server of this engine offers
-    /metrics. ``load_format``: "int8" and "int4" round dense linears while they are read, "dummy" reads config.json
-    alone and makes random weights. ``adapters`` (LMDeploy has it for ``pytorch`` alone): names of LoRA adapters and
-    where they are, a directory or hub id in PEFT's format each; on a CPU the tensor runner runs them.
+    ``device``: "auto", "cpu", "cuda", "cuda:N" or as torch names another. ``threads``: CPU threads, None = all.
+    ``target_step_ms``: a step takes as many tokens of prompts as fit this time while other requests decode; 0 = no
+    limit but max_prefill_token_num, None = 150 on a CPU, 0 on a GPU. ``async_``: 1 schedules the next
+    step while one runs, where the runner can; 0 when its results are there. ``enable_metrics``: whether a server of
+    this engine offers /metrics. ``load_format``: "int8" and "int4" round dense linears while they are read, "dummy"
+    reads config.json alone and makes random weights. ``adapters`` (LMDeploy has it for ``pytorch`` alone): names of
+    LoRA adapters and where they are, a directory or hub id in PEFT's format each; on a CPU the tensor runner runs them.
     """
 
     dtype: str = "auto"
@@ -129,9 +129,9 @@ class TurbomindEngineConfig:
 
 @dataclass
 class PytorchEngineConfig:
-    """Options of the ``pytorch`` backend: the ``torch`` runner, any spec on any device torch has.
+    """Options of the ``pytorch`` backend: the ``tensor`` runner, any spec on any device torch has.
 
-    ``device_type``: "auto", "cpu", "cuda" or "cuda:N". ``num_gpu_blocks``: KV blocks, 0 = planned from memory.
+    ``device_type``: as ``device`` of ``TurbomindEngineConfig``. ``num_gpu_blocks``: KV blocks, 0 = planned from memory.
     ``target_step_ms``: as of ``TurbomindEngineConfig``.
     ``adapters``: names of LoRA adapters and where they are, a directory or hub id in PEFT's format each.
     ``custom_module_map``: Python files that hold a model family each (docs/add-a-model.md); they are run.

@@ -33,9 +33,11 @@ def linear_group_int(
 
 
 def _int_product(codes: Tensor, weight: Tensor) -> Tensor:
-    """Exact integer product [T, in] x [out, in] -> float32 [T, out] of values within ±127."""
+    """Product [T, in] x [out, in] -> float32 [T, out] of integers within ±127; exact on CPUs and CUDA."""
     if codes.device.type == "cpu":
         return torch._int_mm(codes, weight.T).float()
+    if codes.device.type != "cuda":  # others need not have such a product
+        return codes.float() @ weight.float().T
     tokens, n_in = codes.shape
     if n_in % 8 or weight.shape[0] % 8:
         return (codes.double() @ weight.double().T).float()
@@ -48,7 +50,7 @@ def _int_product(codes: Tensor, weight: Tensor) -> Tensor:
 def matmul_int8(
     codes: Tensor, row_scales: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
-    """``torch._int_mm``: int8 in, int32 out."""
+    """``torch._int_mm``: int8 in, int32 out; where there is none the product of float32."""
     y = _int_product(codes, weight).mul_(row_scales[:, None]).mul_(scales)
     return (y if bias is None else y.add_(bias)).to(dtype)
 

@@ -93,6 +93,7 @@ def test_the_command() -> None:
         "memory",
         "memory_bandwidth",
         "gpus",
+        "devices",
         "gpu_topology",
         "gpu_support",
         "environment",
@@ -112,6 +113,7 @@ FOUND: dict[str, Any] = {
     "memory": {"total_gib": 8.0, "free_gib": 7.0},
     "memory_bandwidth": {"gb_per_s": 20.0, "threads": 2},
     "gpus": [],
+    "devices": [],
     "gpu_topology": None,
     "gpu_support": [{"gpu": None, "what": "GPU", "here": "none"}],
     "environment": {},
@@ -154,7 +156,16 @@ def test_what_can_be_mended_is_told(part: dict[str, Any], told: str) -> None:
 
 
 def gpu(capability: str, free: float = 139.0) -> list[dict[str, Any]]:
-    return [{"index": 0, "name": "NVIDIA Test", "capability": capability, "total_gib": 141.0, "free_gib": free}]
+    return [
+        {
+            "index": 0,
+            "name": "NVIDIA Test",
+            "kernels": "cuda",
+            "capability": capability,
+            "total_gib": 141.0,
+            "free_gib": free,
+        }
+    ]
 
 
 def lines(capability: str, free: float = 139.0) -> dict[str, str]:

@@ -87,7 +87,7 @@ def test_the_environment_forces_a_family(toy, monkeypatch):
     ("kernel", "said"), [(lambda x: x * 3, "4 of 4 values differ"), (lambda x: 1 // 0, "ZeroDivisionError")]
 )
 def test_a_compiled_kernel_that_fails_its_self_test_is_not_used(toy, monkeypatch, caplog, kernel, said):
-    monkeypatch.setattr(registry, "COMPILED", ("torch",))  # what can run here stands in for a GPU's
+    monkeypatch.setattr(registry, "TRUSTED", ("reference",))  # what can run here stands in for a GPU's
     ran = []
 
     def wrong(x):
@@ -104,7 +104,7 @@ def test_a_compiled_kernel_that_fails_its_self_test_is_not_used(toy, monkeypatch
 
 
 def test_the_self_test_tries_each_path_of_the_form_asked_for(toy, monkeypatch, caplog):
-    monkeypatch.setattr(registry, "COMPILED", ("torch",))
+    monkeypatch.setattr(registry, "TRUSTED", ("reference",))
 
     def cases():
         for label, rows, bits in (("one", 1, 0), ("many", 9, 0), ("codes", 9, 8)):
@@ -132,7 +132,7 @@ def test_gates_name_cases_and_hold_every_form_of_them():
 
 
 def test_a_compiled_kernel_that_passes_its_self_test_is_used(toy, monkeypatch):
-    monkeypatch.setattr(registry, "COMPILED", ("torch",))
+    monkeypatch.setattr(registry, "TRUSTED", ("reference",))
     assert choose(toy, CPU, trusted=False).family == "torch"
 
 

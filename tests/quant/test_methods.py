@@ -19,7 +19,6 @@ from toolkit.models.registry import load_spec
 from toolkit.quant.calibrate import calibrate
 from toolkit.quant.lite import Common, auto_awq, auto_gptq, auto_round, blocked_fp8, mxfp4, search, smooth_quant
 from toolkit.quant.methods.kv import kv
-from toolkit.quant.run import find_device
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "internlm2", "gemma2", "phi3", "mixtral", "qwen3_moe")
 # Whose linears, or what these can be folded into, differ; the others go through all methods with the slow tests.
@@ -350,17 +349,6 @@ def test_options_that_cannot_be(tiny_models: Any, tmp_path: Path, text: Path) ->
     for run in (auto_gptq, mxfp4, calibrate, kv):
         with pytest.raises(ToolkitError, match="quantized"):
             run(str(tmp_path / "done"), tmp_path / "again", common=quick(text))
-
-
-@pytest.mark.parametrize(
-    ("device", "words"),
-    [("cuda:one", "expected auto, cpu, cuda or cuda:N"), ("meta", "expected"), ("cuda:3", "1 GPUs")],
-)
-def test_devices_that_cannot_be(device: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(UsageError, match=words):
-        find_device(device)
 
 
 def _opened(path: Path) -> tuple[Any, Any]:

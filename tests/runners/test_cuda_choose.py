@@ -149,8 +149,10 @@ def test_no_gpu_is_told_from_a_torch_without_cuda(monkeypatch, tiny_models):
 
 def test_a_device_that_is_none_is_refused_beside_a_gpu_too(gpu, tiny_models):
     gpu()
-    with pytest.raises(UsageError, match="expected auto, cpu, cuda or cuda:N, found 'cuda:one'"):
+    with pytest.raises(UsageError, match=r"expected auto, cpu, cuda or cuda:N, or .* found 'cuda:one'"):
         open_runner(tiny_models("llama"), backend=None, options=RunnerOptions(device="cuda:one"))
+    with pytest.raises(UsageError, match="'cuda:3' asked for, but there are 1 GPUs, counted from 0"):
+        open_runner(tiny_models("llama"), backend="pytorch", options=RunnerOptions(device="cuda:3"))
 
 
 @pytest.fixture

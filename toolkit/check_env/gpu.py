@@ -25,19 +25,23 @@ def gpu_support(gpus: list[dict[str, Any]], why_none: str | None = None) -> list
     for gpu in gpus:
         major, minor = gpu["capability"].split(".")
         capability = 10 * int(major) + int(minor)
-        found = [_runner(capability, gpu["capability"]), _memory(gpu["free_gib"] * GIB), _compiled(capability)]
-        found += _shapes("paged_attention", "head_dim", _head_dims(), capability)
-        found += _shapes("linear_group_int", "groups of", _groups(), capability)
+        found = [_runner(gpu, capability), _memory(gpu["free_gib"] * GIB)]
+        if gpu["kernels"] == "cuda":
+            found.append(_compiled(capability))
+            found += _shapes("paged_attention", "head_dim", _head_dims(), capability)
+            found += _shapes("linear_group_int", "groups of", _groups(), capability)
         rows += [{"gpu": gpu["index"], "what": what, "here": here} for what, here in found]
     return rows
 
 
-def _runner(capability: int, named: str) -> tuple[str, str]:
+def _runner(gpu: dict[str, Any], capability: int) -> tuple[str, str]:
     from toolkit.runners.tensor.support import LEAST_CAPABILITY
 
+    if gpu["kernels"] != "cuda":
+        return "turbomind", f"its kernels are for NVIDIA's GPUs, this one runs by {gpu['kernels']}: pytorch runs models"
     if capability >= LEAST_CAPABILITY:
         return "turbomind", "runs"
-    return "turbomind", f"needs compute capability 8.0 or newer, this GPU has {named}: pytorch runs models"
+    return "turbomind", f"needs compute capability 8.0 or newer, this GPU has {gpu['capability']}: pytorch runs models"
 
 
 def _memory(free: float) -> tuple[str, str]:

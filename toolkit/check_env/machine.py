@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 
 from toolkit import __version__
+from toolkit.errors import ToolkitError
 from toolkit.runners.host_memory import free_host_bytes
 from toolkit.threads import usable_cores
 
@@ -141,8 +142,10 @@ def read_bandwidth(seconds: float = 1.0, size: int = 256 << 20) -> dict[str, flo
 
 
 def gpus() -> list[dict[str, Any]]:
-    """The CUDA devices that torch sees (imports torch)."""
+    """The GPUs that torch sees as CUDA devices (imports torch). ``kernels``: the device that kernels take them for."""
     import torch
+
+    from toolkit.runners.tensor.find import kernel_target
 
     found = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
@@ -152,6 +155,7 @@ def gpus() -> list[dict[str, Any]]:
             {
                 "index": index,
                 "name": properties.name,
+                "kernels": kernel_target(torch.device("cuda", index))[0],
                 "capability": f"{properties.major}.{properties.minor}",
                 "multiprocessors": properties.multi_processor_count,
                 "total_gib": round(total / GIB, 2),
@@ -159,6 +163,28 @@ def gpus() -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def devices() -> list[dict[str, Any]]:
+    """Devices beside CPUs and CUDA that torch or a package brings, with why one cannot be used (imports torch)."""
+    import torch
+
+    from toolkit.runners.tensor import accelerator
+
+    rows = []
+    for name in accelerator.names():
+        row: dict[str, Any] = {"device": name, "what": name, "why_not": None, "total_gib": None, "free_gib": None}
+        try:
+            kind = accelerator.kind_of(name)
+            device = torch.device(name)
+            row |= {"what": kind.known_as, "why_not": kind.absent(device)}
+            if row["why_not"] is None:
+                free, total = kind.open(device).memory()
+                row |= {"total_gib": round(total / GIB, 2), "free_gib": round(free / GIB, 2)}
+        except (RuntimeError, ToolkitError) as error:
+            row["why_not"] = " ".join(str(error).split())
+        rows.append(row)
+    return rows
 
 
 def gpu_topology() -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from toolkit.check_env import machine
@@ -18,9 +18,10 @@ def report(on_step: Callable[[str], None] = lambda step: None) -> dict[str, Any]
     """Facts, kernels and self-tests; ``on_step`` is told what is being looked at.
 
     Keys: versions, cpu, memory (GiB), memory_bandwidth (GB/s), gpus, gpu_topology, gpu_support (rows of gpu, what,
-    here), environment, native (rows of isa, runs, chosen, why_not), kernels (rows of op, implementation, runs, chosen,
-    why_not), self_test (rows of name, passed, detail, seconds), no_torch (why what needs torch was left out, None where
-    it was not: GPUs, kernels, self_test).
+    here), devices (rows of device, what, why_not, total_gib, free_gib), environment, native (rows of isa, runs,
+    chosen, why_not), kernels (rows of op, implementation, runs, chosen, why_not), self_test (rows of name, passed,
+    detail, seconds), no_torch (why what needs torch was left out, None where it was not: GPUs, devices, kernels,
+    self_test).
     """
     on_step("Measuring memory bandwidth")
     found: dict[str, Any] = {
@@ -32,6 +33,7 @@ def report(on_step: Callable[[str], None] = lambda step: None) -> dict[str, Any]
     on_step("Looking for GPUs")
     no_torch = found["no_torch"] = _no_torch()
     found["gpus"] = [] if no_torch else machine.gpus()
+    found["devices"] = [] if no_torch else machine.devices()
     found["gpu_topology"] = machine.gpu_topology()
     found["gpu_support"] = gpu_support(found["gpus"], no_torch or _why_no_gpu())
     found["environment"] = machine.environment()
@@ -40,11 +42,12 @@ def report(on_step: Callable[[str], None] = lambda step: None) -> dict[str, Any]
     if no_torch:
         return found
     on_step("Testing kernels")
-    target = _target(found["gpus"])
+    here = [row["device"] for row in found["devices"] if row["why_not"] is None]
+    target = _target(found["gpus"], here)
     found["kernels"] = kernel_rows(target)
     found["self_test"] = kernel_tests(target)
     on_step("Testing the engine")
-    found["self_test"] += engine_tests()
+    found["self_test"] += engine_tests(here)
     return found
 
 
@@ -64,13 +67,14 @@ def _why_no_gpu() -> str | None:
     return why_no_gpu()
 
 
-def _target(gpus: list[dict[str, Any]]) -> Any:
+def _target(gpus: list[dict[str, Any]], devices: Sequence[str]) -> Any:
+    """What kernels are tested on: the first GPU, else the first of ``devices``, else the CPU."""
     from toolkit.kernels import Target
 
     if not gpus:
-        return Target("cpu", "float32")
+        return Target(devices[0] if devices else "cpu", "float32")
     major, minor = gpus[0]["capability"].split(".")
-    return Target("cuda", "float16", int(major) * 10 + int(minor))
+    return Target(gpus[0]["kernels"], "float16", int(major) * 10 + int(minor))
 
 
 def kernel_rows(target: Any) -> list[dict[str, Any]]:
@@ -105,9 +109,10 @@ def kernel_tests(target: Any) -> list[dict[str, Any]]:
     ]
 
 
-def engine_tests() -> list[dict[str, Any]]:
-    """The engine on each backend that there is: the one chosen by default, and pytorch where that is another."""
+def engine_tests(devices: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """The engine on each backend that there is: the one chosen by default, and pytorch where that is another; and on
+    each of ``devices``."""
     tests = [engine_self_test()]
     if tests[0]["detail"].startswith("turbomind"):
         tests.append(engine_self_test("pytorch"))
-    return tests
+    return tests + [engine_self_test("pytorch", name) for name in devices]

@@ -33,7 +33,8 @@ def engine_self_test(backend: Any = None, device: str = "auto") -> dict[str, Any
         total = len(PROMPT_LENGTHS) * NEW_TOKENS
         detail = wrong or f"{runner}: {total} greedy tokens equal the numpy reference's"
     seconds = round(time.perf_counter() - begin, 2)
-    return {"name": f"engine, {backend or 'auto'}", "passed": passed, "detail": detail, "seconds": seconds}
+    name = f"engine, {backend or 'auto'}" + ("" if device == "auto" else f" on {device}")
+    return {"name": name, "passed": passed, "detail": detail, "seconds": seconds}
 
 
 def _run(backend: Any, device: str) -> tuple[str, str]:

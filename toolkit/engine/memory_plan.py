@@ -99,7 +99,7 @@ class _Planner:
     ) -> None:
         self.need, self.groups, self.size = need, groups, block_size
         self.vocab_size, self.max_position, self.wishes = vocab_size, max_position, wishes
-        self.cpu = not device.startswith("cuda")
+        self.cpu = device == "cpu"
         self.notices: list[str] = []
         self.weights = 0 if need.loaded else need.weights
         self.usable = int(need.free * SAFE_SHARE) - self.weights

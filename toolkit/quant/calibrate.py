@@ -22,12 +22,12 @@ from toolkit.quant.run import (
     Progress,
     Result,
     check_common,
-    find_device,
     open_source,
     read_text,
     spill_of,
     tell_plan,
 )
+from toolkit.runners.tensor.find import find_device
 
 
 @torch.inference_mode()

@@ -38,9 +38,9 @@ from toolkit.quant.text.calibration import CalibrationPlan, make_plan
 from toolkit.quant.text.calibration_text import CalibrationText, Progress
 from toolkit.quant.text.selftext import is_written
 from toolkit.runners.native.library import explain_mapped_faults
+from toolkit.runners.tensor.find import DTYPES, find_device
 
 CACHE_MEMORY = 4.0  # GiB
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def _unheard(line: str) -> None:
@@ -385,20 +385,3 @@ def store_dtype(wanted: str, source: LayerSource) -> torch.dtype:
         return DTYPES[wanted]
     stored = {source.checkpoint.info(n).dtype for n in source.checkpoint.names()}
     return torch.bfloat16 if "BF16" in stored else torch.float16
-
-
-def find_device(wanted: str) -> torch.device:
-    """The device behind ``--device``. Raises UsageError where there is none."""
-    if wanted == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(wanted)
-    except RuntimeError:
-        device = torch.device("meta")  # no device either
-    if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"--device: expected auto, cpu, cuda or cuda:N, found {wanted!r}")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"--device {wanted}: no usable GPU was found; leave it out to quantize on the CPU")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(f"--device {wanted}: there are {torch.cuda.device_count()} GPUs, counted from 0")
-    return device

@@ -24,7 +24,7 @@ class RunnerOptions:
     8 or 4 bits, 16 float8_e4m3fn, 17 float8_e5m2.
     """
 
-    device: str = "auto"  # auto, cpu, cuda, cuda:1 …
+    device: str = "auto"  # auto, cpu, cuda, cuda:1 …, xpu and whatever torch has here
     dtype: str = "auto"  # auto, float16, bfloat16, float32
     quant_policy: int = 0
     block_size: int = 64

@@ -7,6 +7,7 @@ tensors: ``X`` [out, in] for a linear, ``X.bias`` [out], ``N`` [size] for a norm
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from toolkit.quant.layers.forward_parts import Called, Observer, Rounding, Watch
 from toolkit.quant.layers.forward_states import short_conv
 from toolkit.quant.layers.lazy import KEEP, Lazy
 
-HEAD_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 24}  # of the head that are multiplied at once; a CPU caches the part
+HEAD_ELEMENTS = (1 << 20, 1 << 24)  # of the head that are multiplied at once: on a CPU, which caches the part; others
 
 
 def layer_forward(
@@ -66,13 +67,13 @@ def fast_bf16(device: torch.device) -> bool:
     """Whether products of bfloat16 are faster there than of float32."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported()
-    return torch.cpu._is_avx512_bf16_supported()
+    return device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
 
 
-def in_bf16(device: torch.device) -> torch.autocast:
+def in_bf16(device: torch.device) -> AbstractContextManager[object]:
     """A context in which linears and attention multiply bfloat16 where ``fast_bf16``: exact enough for statistics of
     inputs and for tuning, not for figures."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=fast_bf16(device))
+    return torch.autocast(device.type, torch.bfloat16) if fast_bf16(device) else nullcontext()
 
 
 def narrow(weights: Weights, device: torch.device) -> Weights:
@@ -100,7 +101,7 @@ def head_logits(spec: DecoderSpec, weights: Weights, hidden: Tensor) -> Tensor:
     if torch.is_autocast_enabled(x.device.type):
         logits = F.linear(x, head)
     else:
-        rows = max(1, HEAD_ELEMENTS[x.device.type] // head.shape[1])
+        rows = max(1, HEAD_ELEMENTS[x.device.type != "cpu"] // head.shape[1])
         parts = (product(x, part.float()) for part in head.split(rows))
         if torch.is_grad_enabled() and x.requires_grad:
             logits = torch.cat(list(parts), dim=-1)

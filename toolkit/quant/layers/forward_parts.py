@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -38,8 +39,9 @@ class Watch:
     def __call__(self, name: str, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         if self.observe is not None:
-            with torch.autocast(x.device.type, enabled=False):  # sums are taken in float32
-                self.observe(name, rows)
+            kind = x.device.type
+            with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+                self.observe(name, rows)  # sums are taken in float32
         return x if self.rounding is None else self.rounding(name, rows).view_as(x)
 
 

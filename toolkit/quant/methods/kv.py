@@ -35,13 +35,13 @@ from toolkit.quant.run import (
     Progress,
     Result,
     check_common,
-    find_device,
     open_source,
     read_text,
     spill_of,
     store_dtype,
     tell_plan,
 )
+from toolkit.runners.tensor.find import find_device
 
 FP8_MAX = 448.0
 MIN_SCALE = 1e-6

@@ -1,4 +1,5 @@
-"""What the runner asks of its device beside tensors, and the CPU's answers; ``cuda_device`` has those of a GPU.
+"""What the runner asks of its device beside tensors, and the CPU's answers; ``cuda_device`` has those of a GPU,
+``accelerator`` those of all others.
 
 Tests put another class with the methods of ``GraphDevice`` in a GPU's place, so that everything else runs on a CPU.
 """
@@ -80,9 +81,11 @@ class GraphDevice(Device, Protocol):
         """Record the device's work of ``run`` without doing it; what is returned does it, at the same addresses."""
 
 
-class _Done:
+class Done:
+    """The ``Mark`` of work that has ended when the call returns."""
+
     def synchronize(self) -> None:
-        """Work on a CPU has ended when it returns."""
+        """Nothing is waited for."""
 
 
 class Cpu:
@@ -99,7 +102,7 @@ class Cpu:
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def fetch(self, tensors: Mapping[str, Tensor]) -> Fetched:
-        return Fetched({name: tensor.numpy() for name, tensor in tensors.items()}, _Done())
+        return Fetched({name: tensor.numpy() for name, tensor in tensors.items()}, Done())
 
     def memory(self) -> tuple[int, int]:
         return free_host_bytes(), host_bytes()

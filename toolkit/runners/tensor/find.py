@@ -8,35 +8,56 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from toolkit.errors import UsageError
+from toolkit.runners.tensor.accelerator import kind_of
+from toolkit.runners.tensor.cuda_device import CudaDevice
+from toolkit.runners.tensor.device import Cpu, Device
 
+EXPECTED = "auto, cpu, cuda or cuda:N, or another that torch has here (docs/how-to/add-a-device.md)"
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def find_device(name: str) -> torch.device:
-    """``auto`` is cuda where there is one, else cpu. Raises UsageError for a device that is not there."""
+    """``auto`` is cuda where there is one, else cpu; all others are taken by name alone. Raises UsageError for a device
+    that is not there."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = kind_of(name.partition(":")[0])  # may import the extension that torch knows the name by
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"device: expected auto, cpu, cuda or cuda:N, found {name!r}") from None
-    if device.type == "cuda":
-        reason = why_no_gpu()
-        if reason is not None:
-            raise UsageError(f"device: {name!r} asked for, but {reason}; use cpu or auto")
-        reason = missing_gpu(device)
-        if reason is not None:
-            raise UsageError(f"device: {name!r} asked for, but {reason}")
-    elif device.type != "cpu":
-        raise UsageError(f"device: expected auto, cpu, cuda or cuda:N, found {name!r}")
+        device = torch.device("meta")  # which is none either
+    if device.type == "meta":
+        raise UsageError(f"device: expected {EXPECTED}, found {name!r}")
+    reason = (why_no_gpu() or missing_gpu(device)) if device.type == "cuda" else kind.absent(device)
+    if device.type != "cpu" and reason is not None:
+        raise UsageError(f"device: {name!r} asked for, but {reason}; use cpu or auto")
     return device
+
+
+def open_device(name: str) -> Device:
+    """What the runner works with on the device that a name asks for. Raises UsageError for one that is not there."""
+    device = find_device(name)
+    if device.type == "cpu":
+        return Cpu()
+    return CudaDevice(device) if device.type == "cuda" else kind_of(device.type).open(device)
+
+
+def kernel_target(device: torch.device) -> tuple[str, int | None]:
+    """The device as kernels are told of it, and its CUDA compute capability where it has one. torch calls AMD's GPUs
+    cuda too; to kernels, which are compiled for NVIDIA's, they are another device."""
+    if device.type != "cuda":
+        return device.type, None
+    if torch.version.hip is not None:
+        return "rocm", None
+    major, minor = torch.cuda.get_device_capability(device)
+    return "cuda", 10 * major + minor
 
 
 def why_no_gpu() -> str | None:
     """Why torch uses no GPU here, or None where it does."""
     if torch.cuda.is_available():
         return None
-    if torch.version.cuda is None:
+    if torch.version.cuda is None and torch.version.hip is None:
         return "this torch was built without CUDA; install one with it"
     try:
         torch.cuda.init()

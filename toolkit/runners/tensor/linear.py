@@ -14,6 +14,7 @@ from toolkit import kernels
 from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, Weight, join_rows
 from toolkit.errors import UsageError
 from toolkit.kernels.reference.linear import pack_codes
+from toolkit.runners.tensor.find import kernel_target
 from toolkit.runners.tensor.ops import Ops
 
 log = logging.getLogger(__name__)
@@ -129,9 +130,9 @@ def _group_linear(weight: GroupInt, constants: tuple[Any, ...], place: Placement
 
     Where these are not the CUDA ones, a warning says why, once for each reason.
     """
-    if place.device.type != "cuda":
+    device, capability = kernel_target(place.device)
+    if device != "cuda":
         return Bound(ops.linear_group_int, constants)
-    major, minor = torch.cuda.get_device_capability(place.device)
     groups, uneven = weight.scales.shape[1], False
     if weight.group_index is not None:
         uneven = torch.bincount(weight.group_index.long(), minlength=groups).unique().numel() > 1
@@ -143,7 +144,7 @@ def _group_linear(weight: GroupInt, constants: tuple[Any, ...], place: Placement
         "scale_dtype": str(weight.scales.dtype).removeprefix("torch."),
         "uneven_groups": uneven,
     }
-    target = kernels.Target("cuda", str(place.dtype).removeprefix("torch."), 10 * major + minor, traits)
+    target = kernels.Target(device, str(place.dtype).removeprefix("torch."), capability, traits)
     op = kernels.load()["linear_group_int"]
     try:
         chosen = kernels.choose(op, target, trusted=False)

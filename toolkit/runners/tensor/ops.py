@@ -10,6 +10,7 @@ import torch
 
 from toolkit import kernels
 from toolkit.errors import UsageError
+from toolkit.runners.tensor.find import kernel_target
 
 Kernel = Callable[..., Any]
 Pick = Callable[[kernels.Op, kernels.Target], tuple[Kernel, Kernel | None]]
@@ -81,24 +82,21 @@ class _Chosen:
 def choose_ops(device: torch.device, dtype: torch.dtype, **traits: Any) -> Ops:
     """Choose every kernel for ``device`` and activations of ``dtype``; ``traits``: see ``ops_by``.
 
-    On a GPU a compiled kernel that fails its self-test is left out, with a warning; most are tried before their first
-    call, which must not be one that a graph captures.
+    On a GPU or the like a kernel that fails its self-test is left out, with a warning; most are tried before their
+    first call, which must not be one that a graph captures.
 
     Raises UsageError where TOOLKIT_KERNELS asks for one that cannot run, with its reason.
     """
-    capability = None
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        capability = 10 * major + minor
+    kind, capability = kernel_target(device)
 
     def pick(op: kernels.Op, target: kernels.Target) -> tuple[Kernel, Kernel | None]:
         at_once = op.name in _ALWAYS
         found = kernels.choose(op, target, trusted=device.type == "cpu" or not at_once)
-        later = device.type != "cpu" and not at_once and found.family in kernels.registry.COMPILED
+        later = device.type != "cpu" and not at_once and found.family not in kernels.registry.TRUSTED
         return _Chosen(op, target) if later else found.run, found.plan
 
     try:
-        return ops_by(pick, device.type, dtype, capability, **traits)
+        return ops_by(pick, kind, dtype, capability, **traits)
     except kernels.KernelError as error:
         raise UsageError(str(error)) from None
 

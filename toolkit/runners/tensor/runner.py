@@ -24,10 +24,9 @@ from toolkit.runners.base import QUANT_POLICIES, Backend, MemoryNeed, RunnerErro
 from toolkit.runners.step import StepBatch
 from toolkit.runners.tensor.build import build_decoder
 from toolkit.runners.tensor.cache import KVCache, block_bytes, cache_traits
-from toolkit.runners.tensor.cuda_device import CudaDevice
 from toolkit.runners.tensor.decoder import Decoder
-from toolkit.runners.tensor.device import Cpu, Device, GraphDevice
-from toolkit.runners.tensor.find import find_device, find_dtype, mixed_gpus, on_device
+from toolkit.runners.tensor.device import Device, GraphDevice
+from toolkit.runners.tensor.find import find_dtype, mixed_gpus, on_device, open_device
 from toolkit.runners.tensor.footprint import activation_bytes, dense_bytes, first_linear, stored_dtype
 from toolkit.runners.tensor.held import weight_bytes
 from toolkit.runners.tensor.linear import Placement, becomes_dense
@@ -70,7 +69,7 @@ class TensorRunner:
         self.backend: Backend = "pytorch" if graphs is None else "turbomind"
         self.asynchronous = graphs is not None
         self._weights, self._graphs = weights, graphs
-        self._on: Device = graphs or _open(options.device)
+        self._on: Device = graphs or open_device(options.device)
         self._adapters, self._adapter_step = adapters, AdapterStep(len(adapters))
         stored = weights()
         self._dtype = find_dtype(options.dtype, stored_dtype(stored[spec.embed]), self._on.torch)
@@ -236,12 +235,6 @@ class TensorRunner:
         """Release weights and cache."""
         self.release_cache()
         self.release_weights()
-
-
-def _open(name: str) -> Device:
-    """The device that a name asks for. Raises UsageError for one that is not there."""
-    device = find_device(name)
-    return Cpu() if device.type == "cpu" else CudaDevice(device)
 
 
 def _check(spec: DecoderSpec, options: RunnerOptions) -> None:

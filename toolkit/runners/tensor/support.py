@@ -13,7 +13,7 @@ from toolkit.kernels import registry
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.tensor.cache import cache_traits
-from toolkit.runners.tensor.find import capable_gpus, find_dtype, missing_gpu, on_device, why_no_gpu
+from toolkit.runners.tensor.find import capable_gpus, find_dtype, kernel_target, missing_gpu, on_device, why_no_gpu
 from toolkit.runners.tensor.footprint import stored_dtype
 from toolkit.runners.tensor.traits import model_traits
 
@@ -39,13 +39,14 @@ def unsupported(
     if (reason := missing_gpu(device)) is not None:
         return reason
     index = device.index or 0
-    major, minor = torch.cuda.get_device_capability(index)
-    capability = 10 * major + minor
+    kind, capability = kernel_target(device)
+    if capability is None:
+        return f"its kernels are for NVIDIA's GPUs, {torch.cuda.get_device_name(index)} is used through {kind}"
     if capability < LEAST_CAPABILITY:
         better = ", ".join(f"cuda:{i}" for i in capable_gpus(LEAST_CAPABILITY))
         hint = f" (but {better} would do: --device)" if better else ""
         name = torch.cuda.get_device_name(index)
-        return f"it needs compute capability 8.0 or newer, {name} has {major}.{minor}{hint}"
+        return f"it needs compute capability 8.0 or newer, {name} has {capability // 10}.{capability % 10}{hint}"
     dtype = find_dtype(options.dtype, stored_dtype(weights()[spec.embed]), device)
     with on_device(torch.device("cuda", index)):
         return kernels_missing(spec, options, dtype, capability, registry.tested)
