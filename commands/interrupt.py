@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 INTERRUPTED = 130  # exit code
-WITHIN = 0.7  # seconds that a command gets to end by itself
+WITHIN = 0.5  # seconds that a command gets to end by itself; the rest of the second is for the system's tidying up
 _SHOW_CURSOR = "\x1b[?25h"  # progress bars hide it
 
 

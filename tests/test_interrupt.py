@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import importlib.util
+import json
 import random
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,73 +19,48 @@ from toolkit.commands.interrupt import WITHIN
 
 pytestmark = pytest.mark.alone  # a promise in seconds
 SLACK = 30.0  # seconds on top, for machines that do much else
-SMALL = ("--calib-dataset", "{text}", "--calib-samples", "64", "--calib-seqlen", "64", "--eval-tokens", "20000")
-QUICK = {
-    "auto_awq": ("lite", "auto_awq", "{model}", "--work-dir", "{out}", *SMALL),
-    "convert": ("convert", "{model}", "--dst-path", "{out}"),
-    "chat": ("chat", "{model}", "-p", "x", "--ignore-eos", "--max-new-tokens", "50000", "--session-len", "60000"),
-    "serve": ("serve", "api_server", "{model}", "--server-port", "0"),
-}
-SLOW = {
-    "auto_gptq": ("lite", "auto_gptq", "{model}", "--work-dir", "{out}", *SMALL, "--tune-steps", "64"),
-    "smooth_quant": ("lite", "smooth_quant", "{model}", "--work-dir", "{out}", *SMALL),
-    "search": ("lite", "search", "{model}", "--bits", "5", "--work-dir", "{out}", *SMALL),
-    "calibrate": ("lite", "calibrate", "{model}", "--work-dir", "{out}", *SMALL[:-2]),
-    "kv": ("lite", "kv", "{model}", "--work-dir", "{out}", *SMALL),
-    "convert --to gguf": ("convert", "{model}", "--to", "gguf", "--gguf-type", "q4_0", "--dst-path", "{out}.gguf"),
-    "throughput": ("profile", "throughput", "{model}", "--num-prompts", "5000"),
-    "generation": ("profile", "generation", "{model}", "--rounds", "1000"),
-    "ppl": ("eval", "ppl", "{model}", "--data", "heldout", "--stride", "8", "--window", "64"),
-    "compare": ("eval", "compare", "{model}", "{model}", "--data", "heldout", "--window", "32"),
-    "check_env": ("check_env",),
-    "inspect": ("inspect", "{model}", "--verify"),
-    "pull": ("pull", "nobody/nothing"),
-}
-CASES = [pytest.param(QUICK[name], id=name) for name in QUICK]
-CASES += [pytest.param(SLOW[name], id=name, marks=pytest.mark.slow) for name in SLOW]
+QUICK = ("lite auto_awq", "convert", "chat", "serve api_server")
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "bench" / "interrupt.py"
 
 
-START = "import sys, toolkit.__main__ as tool; print('started', file=sys.stderr, flush=True); tool.main()"
+def script() -> Any:
+    """What measures it on a real model; its commands are tried here on a tiny one."""
+    spec = importlib.util.spec_from_file_location("interrupt_bench", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    found = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
 
 
-def interrupted(command: list[str], after: float) -> tuple[int, str, float]:
-    """Exit code, standard error, and the seconds from the signal to the end. ``after``: seconds from the start."""
-    env = os.environ | {"NO_COLOR": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", START, *command],
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env,
-    )  # fmt: skip
-    assert process.stderr is not None and process.stderr.readline() == "started\n"
-    time.sleep(after)
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-    sent = time.monotonic()
-    try:
-        err = process.communicate(timeout=500)[1]
-    finally:
-        process.kill()
-    return process.returncode, err, time.monotonic() - sent
+BENCH = script()
+CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in BENCH.COMMANDS]
 
 
-@pytest.mark.parametrize("command", CASES)
-def test_any_command_at_any_moment(
-    command: tuple[str, ...], tiny_models: Callable[..., Path], tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_any_command_at_any_moment(name: str, tiny_models: Callable[..., Path], tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(f"The {n}th sentence says little, but at some length." for n in range(2000)))
-    names = {"model": tiny_models("llama"), "text": text}
-    moments = random.Random(request.node.callspec.id)
-    rounds = 3 if command in SLOW.values() else 2
-    for i in range(rounds):
-        filled = [part.format(**names, out=tmp_path / f"out{i}") for part in command]
-        code, err, seconds = interrupted(filled, moments.uniform(0.0, 6.0))
-        assert "Traceback" not in err, err
-        assert seconds < WITHIN + SLACK, err
-        if code == 130:
-            assert err.rstrip().endswith("interrupted"), err
-            assert not (tmp_path / f"out{i}").exists(), "nothing is written half"
-        else:  # it had ended, or it is the server, whose end this is
-            assert code in (0, 1 if command[0] == "pull" else 0), err
+    draw = random.Random(name)
+    moments = sorted(draw.uniform(0.0, 6.0) for _ in range(2 if name in QUICK else 3))
+    for row in BENCH.measure(name, {"model": tiny_models("llama"), "text": text}, moments, tmp_path):
+        assert "Traceback" not in row["err"], row
+        assert row["seconds"] < WITHIN + SLACK and not row["left"], row
+        if row["code"] == 130:
+            assert row["err"].rstrip().endswith("interrupted"), row
+            assert not list(tmp_path.glob(f"{name.replace(' ', '-')}-*")), "nothing is written half"
+        else:  # it is the server, whose end this is, or it was ending by itself
+            assert row["code"] == 0 or name == "pull", row
+
+
+def test_the_script_shows_the_slowest_moment(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    done = subprocess.run(
+        [sys.executable, "-P", SCRIPT, "--only", "serve proxy", "--moments", "2", "--span", "1", "--json", figures],
+        capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    rows = json.loads(figures.read_text())
+    assert {row["after"] for row in rows} == {0.0, 1.0} and "serve proxy" in done.stdout, done.stderr
+    assert done.returncode == int(any(row["seconds"] > 1 or row["left"] for row in rows))
 
 
 LOST = """

@@ -68,6 +68,32 @@ def test_commands_that_pages_show_exist_with_their_options(shown: Any, known: di
     assert count > 30 and not wrong, wrong
 
 
+def test_command_lines_that_pages_show_are_understood(shown: Any) -> None:
+    """By the commands themselves: their arguments, options and the values of these."""
+    wrong, count = [], 0
+    for page in shown.PAGES:
+        for words in shown.tool_lines(page):
+            count += 1
+            try:
+                shown.parse(words)
+            except Exception as error:
+                wrong.append((page.name, words, str(error)))
+    assert count > 40 and not wrong, wrong
+
+
+def test_files_that_pages_name_exist(shown: Any) -> None:
+    """Paths of the repository between backticks, and scripts that are called."""
+    named = re.compile(r"(?<![\w./-])((?:tests|toolkit|kernels|scripts|commands|templates|deploy|docs)/[\w./-]*\w)")
+    wrong = {
+        (page.name, path)
+        for page in shown.PAGES
+        for text in [*shown.spans(page), *shown.blocks(page, "sh")]
+        for path in named.findall(text)
+        if not (ROOT / path).exists() and not path.endswith("triton/tuned")  # made by tuning
+    }
+    assert not wrong, wrong
+
+
 def test_options_that_pages_name_exist(shown: Any, known: dict[str, set[str]]) -> None:
     ours = set().union(*known.values(), *ALIASES.values()) | FOREIGN
     scripts = [f for f in (ROOT / "scripts").rglob("*") if f.is_file() and f.suffix in ("", ".py")]

@@ -20,6 +20,31 @@ def test_every_page_is_in_the_menu() -> None:
     assert named == pages
 
 
+FENCE = re.compile(r"^( *)```.*?^\1```$", re.M | re.S)
+NOT_PROSE = ("|", "#", "!", "    ")  # tables, headings, pictures, code
+
+
+def sentences(text: str) -> list[int]:
+    """Words of each sentence of a page's prose; code and links count as they read."""
+    found = []
+    for block in re.split(r"\n\s*\n|\n(?=\s*[-*] |\s*\d+\. )", FENCE.sub("\n\n", text)):
+        if block.strip() and not block.lstrip("\n").startswith(NOT_PROSE):
+            plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]*`", "X", block)).replace("\n", " ")
+            found += [len(s.split()) for s in re.split(r"(?<=[.!?])[)*]*\s+(?=[A-Z*`(])", plain.strip())]
+    return found
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.stem)
+def test_a_stranger_can_read_it(page: Path) -> None:
+    """Short sentences, and pages that end. A page that fails wants its ideas told one after the other."""
+    text = page.read_text(encoding="utf-8")
+    words = sentences(text)
+    assert sum(words) / len(words) <= 19, "words a sentence, on average"
+    long = sum(n > 30 for n in words)
+    assert long <= max(3, 0.12 * len(words)), f"{long} of {len(words)} sentences have more than 30 words"
+    assert len(text.splitlines()) <= 220, "lines"
+
+
 @pytest.mark.slow
 def test_the_site_is_built_without_a_broken_link(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", "scripts/site/mkdocs.yml"]

@@ -10,10 +10,12 @@ from typing import Any
 
 import typer
 
-from toolkit.commands.main import COMMANDS, app
+from toolkit.commands.main import COMMANDS, app, normalise
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_ENDS = re.compile(r"^(?:[|<>;]|&&)$")  # where a command's own words end
+_SETS = re.compile(r"^[A-Z_]+=")
 _FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)
 
 
@@ -32,6 +34,27 @@ def whole_lines(block: str) -> list[str]:
 def lines(block: str) -> list[list[str]]:
     """The commands of a shell block as words."""
     return [words for line in whole_lines(block) if (words := shlex.split(line, comments=True))]
+
+
+def tool_lines(page: Path) -> Iterator[list[str]]:
+    """The words behind `tool` of every command line that a page's shell blocks show."""
+    for words in (words for block in blocks(page, "sh") for words in lines(block)):
+        while words and _SETS.match(words[0]):
+            words = words[1:]
+        if words[:1] == ["tool"]:
+            end = next((i for i, word in enumerate(words) if _ENDS.match(word)), None)
+            yield words[1:end]
+
+
+def parse(words: list[str]) -> None:
+    """Have the command line after `tool` parsed by the command that it names, which is not run; its error is raised."""
+    words = normalise(words)[0]
+    words = words[2:] if words[0] == "--custom-module-map" else words
+    command = typer.main.get_command(app)
+    context = typer.Context(command, info_name="tool")
+    while hasattr(command, "resolve_command"):
+        _, command, words = command.resolve_command(context, words)
+    command.make_context(command.name, words)
 
 
 def spans(page: Path) -> list[str]:
