@@ -33,14 +33,19 @@ def test_requests(ids: list[int], seed: int, bias: dict[int, float], words: list
     params = SamplingParams(7, seed=seed, logit_bias=bias, bad_words=words, grammar=grammar, temperature=0.3)
     request = EngineRequest("é", ids, params, session="s", only="score", adapter=2)
     message, rest = records.unpack(records.pack_add(request))
-    assert records.read_request(message, rest) == request and not len(rest)
+    assert records.read_request(message, rest, {}) == request and not len(rest)
 
 
 def test_pictures_of_requests() -> None:
     pixels = np.random.default_rng(0).standard_normal((2, 3, 4, 5)).astype(np.float32)
     sent = [Picture(pixels[i:], (i, 2), (7, 9), 6 + i, bytes([i] * 32)) for i in range(2)]
     request = EngineRequest("a", [1, 2], SamplingParams(7), pictures=sent)
-    found = records.read_request(*records.unpack(records.pack_add(request))).pictures
+    held: dict[bytes, Picture] = {}
+    whole = records.pack_add(request)
+    found = records.read_request(*records.unpack(whole), held).pictures
+    again = records.pack_add(request, held)
+    assert len(again) < len(whole) - sum(picture.pixels.nbytes for picture in sent) + 100
+    assert all(a is b for a, b in zip(records.read_request(*records.unpack(again), held).pictures, found, strict=True))
     for mine, theirs in zip(sent, found, strict=True):
         np.testing.assert_array_equal(theirs.pixels, mine.pixels)
         assert (theirs.grid, theirs.size, theirs.tokens, theirs.digest) == (

@@ -67,6 +67,7 @@ def test_nothing_heavy_is_imported_to_answer(tiny_models, tmp_path) -> None:
     [
         (lambda e: e["params"].pop("model.norm"), "model.norm is missing"),
         (lambda e: e["params"]["model.norm"].update(layout=99), "layout"),
+        (lambda e: e["params"]["model.norm"].update(dtype=1), "bytes"),
         (lambda e: e["params"]["model.norm"].update(rows=32), r"expected .* bytes|expected 64"),
         (lambda e: e["params"]["model.embed_tokens"].update(group=7), "unknown form"),
         (lambda e: e["params"]["model.embed_tokens"].update(bits=4), "bytes"),

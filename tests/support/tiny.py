@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.models.family import Family, Tiny
-from toolkit.models.registry import build, get
+from toolkit.models.registry import LANGUAGE_PARTS, build, get
+from toolkit.models.vision import PREFIX
 
 VOCAB = 320
 
@@ -64,8 +65,7 @@ def _make(family: str, path: Path, overrides: dict[str, Any]) -> tuple[Path, Pat
     known, overrides = get(family), dict(overrides)
     tiny = known.tiny[overrides.pop("shape", 0)]
     if known.recipe is not None:
-        _write_seeing(known, tiny, path, overrides)
-        return path, path
+        return path, _write_seeing(known, tiny, path, overrides)
     if known.twin is None:
         _write(known.name, path, {**_COMMON, **tiny.fields}, overrides)
         return path, path
@@ -99,20 +99,27 @@ def _write(
         _tokenizer(settings.get("text_config", settings), tokens).save_pretrained(path)
 
 
-def _write_seeing(family: Family, tiny: Tiny, path: Path, overrides: dict[str, Any]) -> None:
-    """One that sees: overrides are for its language model, and the files of its processor go along."""
-    whole = dict(tiny.fields)
-    whole["text_config"] = {
-        **_COMMON,
-        **whole.get("text_config", {}),
-        **{k: overrides.pop(k) for k in _COMMON if k in overrides},
-    }
-    _write(family.name, path, whole, overrides, tiny.tokens)
-    config = json.loads((path / "config.json").read_text())
+def _write_seeing(family: Family, tiny: Tiny, path: Path, overrides: dict[str, Any]) -> Path:
+    """One that sees, and its twin: overrides are for its language model, and the files of its processor go along."""
+    twin = path if family.twin is None else path.with_name(f"{path.name}-as-{family.twin}")
+    changes = {k: overrides.pop(k) for k in _COMMON if k in overrides}
+    whole = dict((tiny.fields if family.twin is None else tiny.twin) or {})
+    whole["text_config"] = {**_COMMON, **whole.get("text_config", {}), **changes}
+    _write(whole.pop("model_type", family.twin or family.name), twin, whole, overrides, tiny.tokens)
+    config = json.loads((twin / "config.json").read_text())
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         config[name] = _COMMON[name]
-    (path / "config.json").write_text(json.dumps(config, indent=2))
+    (twin / "config.json").write_text(json.dumps(config, indent=2))
+    if family.twin is not None:
+        fields = dict(tiny.fields)
+        inner = next((name for name in LANGUAGE_PARTS if name in fields), None)
+        if inner is None:
+            fields = {**_COMMON, **fields, **changes}
+        else:
+            fields[inner] = {**_COMMON, **fields[inner], **changes}
+        respell(twin, family, fields, path)
     (path / "preprocessor_config.json").write_text(json.dumps(dict(tiny.preprocessor)))
+    return twin
 
 
 def respell(twin: Path, family: Family, fields: dict[str, Any], path: Path) -> None:
@@ -144,6 +151,11 @@ def respell(twin: Path, family: Family, fields: dict[str, Any], path: Path) -> N
         save_file(weights, twin / "model.safetensors", metadata={"format": "pt"})
         weights["lm_head.weight"] = head
     for item in modules:
+        if item.kind == "vision":
+            if item.parts[0].name in weights:
+                whole = torch.cat([weights[part.name].flatten() for part in item.parts])
+                tensors[item.name] = whole.reshape(item.shape)
+            continue
         for suffix in ("weight", "bias") if item.bias else ("weight",):
             stored = torch.empty(
                 item.shape if suffix == "weight" else item.shape[:1], dtype=getattr(torch, old["dtype"])
@@ -166,7 +178,8 @@ def _canonical(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in canonical_weights(checkpoint, load_spec(checkpoint)[1]).items():
         tensor = value if isinstance(value, torch.Tensor) else value.weight
-        found[name if name.endswith(".bias") else f"{name}.weight"] = tensor.clone().contiguous()
+        whole = name.endswith(".bias") or name.startswith(PREFIX)
+        found[name if whole else f"{name}.weight"] = tensor.clone().contiguous()
     return found
 
 

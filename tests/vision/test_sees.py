@@ -4,6 +4,7 @@ and its class on the same float32 weights."""
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.engine.spans import axes_of, find_spans
 from toolkit.errors import UsageError
 from toolkit.models.registry import families, get
-from toolkit.models.vision import Picture
+from toolkit.models.vision import PREFIX, Picture
 from toolkit.quant.lite import Common, auto_awq
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
+from toolkit.runners.native.packed import BF16, F32, VECTOR
 from toolkit.runners.native.runner import available
 from toolkit.vision.eyes import Eyes
 
@@ -47,7 +49,7 @@ PICTURES = (png(75, 40), png(31, 62))
 class Seeing:
     """A tiny model and transformers' answer to prompts about pictures."""
 
-    def __init__(self, family: str, shape: int, path: Path) -> None:
+    def __init__(self, family: str, shape: int, path: Path, twin: Path | None = None) -> None:
         import torch
         from transformers import AutoModelForImageTextToText
 
@@ -56,7 +58,7 @@ class Seeing:
         assert found is not None
         self.eyes = found
         self.tokenizer = Tokenizer.open(path)
-        self.model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+        self.model = AutoModelForImageTextToText.from_pretrained(twin or path, dtype=torch.float32).eval()
 
     def prompt(self, files: tuple[bytes, ...], text: str = "a") -> tuple[list[int], list[Any]]:
         messages = [{"role": "user", "content": [{"type": "image", "image": file} for file in files]}]
@@ -94,12 +96,12 @@ class Seeing:
 @pytest.fixture(scope="module", params=SEEING, ids=lambda x: f"{x[0]}-{x[1]}")
 def seeing(request: Any, tiny_models: Any) -> Seeing:
     family, shape = request.param
-    return Seeing(family, shape, tiny_models(family, shape=shape))
+    return Seeing(family, shape, tiny_models(family, shape=shape), tiny_models.twin(family, shape=shape))
 
 
-def opened(path: Path, backend: Any, budget: int = 64, **options: Any) -> EngineCore:
+def opened(path: Path, backend: Any, budget: int = 64, dtype: str = "float32", **options: Any) -> EngineCore:
     runner, _ = open_runner(
-        path, backend=backend, options=RunnerOptions(device="cpu", dtype="float32", block_size=16, threads=1)
+        path, backend=backend, options=RunnerOptions(device="cpu", dtype=dtype, block_size=16, threads=1)
     )
     runner.load_weights()
     blocks = (options.pop("blocks", 64),) * len(runner.spec.cache_groups)
@@ -209,6 +211,20 @@ def test_artifacts_see_the_same(seeing: Seeing, tmp_path: Path) -> None:
         assert facts["family"] == seeing.family and "patches of 7 x 7" in facts["vision"]
         eyes = Eyes.open(tmp_path / target)
         assert eyes is not None and eyes.recipe == seeing.eyes.recipe
+
+
+def test_an_artifact_keeps_the_towers_type(tiny_models: Any, tmp_path: Path) -> None:
+    """The language model's vectors come in the one that the native library reads."""
+    path = tiny_models("llava", dtype="bfloat16")
+    convert(str(path), tmp_path / "out", target="cpu", quiet=True)
+    engine = json.loads((tmp_path / "out" / "engine.json").read_text())
+    types = {name: entry["dtype"] for name, entry in engine["params"].items() if entry["kind"] == VECTOR}
+    assert {types[name] for name in types if name.startswith(PREFIX)} == {BF16}
+    assert {types[name] for name in types if not name.startswith(PREFIX)} == {F32}
+    _, pictures = Seeing("llava", 0, path).prompt(PICTURES)
+    expected = opened(path, "pytorch", dtype="bfloat16").sight._runner.encode(pictures)
+    found = opened(tmp_path / "out", "pytorch", dtype="bfloat16").sight._runner.encode(pictures)
+    assert all((a == b).all() for a, b in zip(found, expected, strict=True))
 
 
 def test_places_and_pictures_are_counted(tiny_models: Any) -> None:

@@ -15,6 +15,7 @@ from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.manifest import check_tensors, read_manifest
 from toolkit.artifacts.safetensors_file import TensorInfo, read_header
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.models.registry import find_family
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,7 +108,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
             f"{path}: this is an engine artifact, whose weights are packed; expected a checkpoint: "
             "give the directory it was converted from (tool inspect shows it)"
         )
-    config = _read_config(path)
+    config = _with_token_ids(path, _read_config(path))
     infos, files = _with_prefix(*_read_headers(path))
     manifest = read_manifest(path)
     if manifest is not None:
@@ -135,6 +136,32 @@ def _read_config(path: Path) -> dict[str, Any]:
             f"found {quantization.get('quant_method')!r:.60}"
         )
     return config
+
+
+def _with_token_ids(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """``config`` with the ids of the special tokens that its family asks for and that it does not tell."""
+    try:
+        wanted = find_family(config).token_fields
+    except ToolkitError:  # one that the user has brought along, or none
+        return config
+    missing = {name: token for name, token in wanted.items() if config.get(name) is None}
+    ids = _special_ids(path) if missing else {}
+    return config | {name: ids[token] for name, token in missing.items() if token in ids}
+
+
+def _special_ids(path: Path) -> dict[str, int]:
+    """Special tokens and their ids, from the first of a tokenizer's files that tells them."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "added_tokens.json"):
+        values = read_json_object(path / name) if (path / name).is_file() else {}
+        if isinstance(added := values.get("added_tokens"), list):
+            found = [(token["content"], token["id"]) for token in added if {"content", "id"} <= set(token)]
+        elif isinstance(added := values.get("added_tokens_decoder"), dict):
+            found = [(token["content"], int(i)) for i, token in added.items() if i.isdecimal() and "content" in token]
+        else:
+            found = list(values.items()) if name == "added_tokens.json" else []
+        if found:
+            return {content: i for content, i in found if isinstance(content, str) and isinstance(i, int)}
+    return {}
 
 
 def _read_headers(path: Path) -> tuple[dict[str, TensorInfo], dict[str, Path]]:

@@ -10,6 +10,7 @@ from typing import Any
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.engine.files import open_engine
 from toolkit.artifacts.manifest import Manifest, check_files, hub_origin, read_manifest
+from toolkit.models.registry import LANGUAGE_PARTS
 from toolkit.models.vision import VisionSpec
 
 _LONGEST_LINEAGE = 64
@@ -70,8 +71,7 @@ def _checkpoint_facts(path: Path) -> list[tuple[str, str]]:
     architectures = config.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else config.get("model_type")
     dtypes = Counter(info.dtype for info in checkpoint.infos.values())
-    text = config.get("text_config")
-    language = text if isinstance(text, dict) else config
+    language = next((config[name] for name in LANGUAGE_PARTS if isinstance(config.get(name), dict)), config)
     return [
         ("architecture", str(name)),
         *([("parts", f"language ({language.get('model_type')}), vision")] if language is not config else []),

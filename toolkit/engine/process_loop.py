@@ -83,15 +83,13 @@ class ProcessLoop:
     def add(self, request: EngineRequest, processors: Sequence[LogitsProcessor]) -> None:
         if processors:
             raise UsageError("logits_processors: only where the engine runs in this process (pipeline)")
-        data = records.pack_add(request)
         with self._lock:
             if self._outage is not None:
                 raise ToolkitError(str(self._outage))
             if self._outbox.full:
                 raise ToolkitError("the engine does not take requests as fast as they come; try again later")
             if self._suspects.admit(request):
-                self._open[request.id] = request
-                self._outbox.put(data)
+                self._start(request)
 
     def abort(self, request_id: str) -> None:
         with self._lock:
@@ -166,11 +164,26 @@ class ProcessLoop:
                 if output.finish_reason is None:
                     next_one = self._suspects.proven(output.id)
                 else:
-                    self._open.pop(output.id, None)
+                    self._forget(self._open.pop(output.id, None))
                     next_one = self._suspects.ended(output.id)
                 if next_one is not None:
-                    self._open[next_one.id] = next_one
-                    self._outbox.put(records.pack_add(next_one))
+                    self._start(next_one)
+
+    def _start(self, request: EngineRequest) -> None:
+        """Send it, without the pixels of pictures that others which run have sent."""
+        data = records.pack_add(request, self._pictures() if request.pictures else ())
+        self._open[request.id] = request
+        self._outbox.put(data)
+
+    def _forget(self, ended: EngineRequest | None) -> None:
+        """Tell the child of pictures that nothing which runs has any more."""
+        if ended is not None and ended.pictures:
+            gone = {picture.digest for picture in ended.pictures} - self._pictures()
+            self._outbox.put(records.pack({"op": "forget", "digests": [digest.hex() for digest in gone]}))
+
+    def _pictures(self) -> set[bytes]:
+        """Digests of those that the child has."""
+        return {picture.digest for request in self._open.values() for picture in request.pictures}
 
     def _watch(self) -> None:
         """Kill a process that stands still: what comes then is what comes after any death."""

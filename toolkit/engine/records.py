@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import numpy as np
@@ -36,24 +36,34 @@ def unpack(data: bytes) -> tuple[dict[str, Any], memoryview]:
     return orjson.loads(data[_HEAD.size : end]), memoryview(data)[end:]
 
 
-def pack_add(request: EngineRequest) -> bytes:
+def pack_add(request: EngineRequest, held: Container[bytes] = ()) -> bytes:
+    """``held``: digests of the pictures that the reader has already; they go without their pixels."""
     # A schema's integers have any size. orjson writes 64 bits: the response format goes as text.
     params = {**vars(request.params), "grammar": json.dumps(request.params.grammar)}
-    pictures = [{**vars(p), "pixels": p.pixels.shape, "digest": p.digest.hex()} for p in request.pictures]
+    sent = [p for p in request.pictures if p.digest not in held]
+    pictures = [
+        {**vars(p), "pixels": p.pixels.shape if p.digest not in held else None, "digest": p.digest.hex()}
+        for p in request.pictures
+    ]
     fields = {**vars(request), "params": params, "pictures": pictures}
-    return pack({"op": "add", "request": fields}, (p.pixels for p in request.pictures))
+    return pack({"op": "add", "request": fields}, (p.pixels for p in sent))
 
 
-def read_request(message: dict[str, Any], data: memoryview) -> EngineRequest:
-    """Inverse of ``pack_add``."""
+def read_request(message: dict[str, Any], data: memoryview, held: dict[bytes, Picture]) -> EngineRequest:
+    """Inverse of ``pack_add``. ``held``: pictures by their digests, to which those that come are added."""
     fields = dict(message["request"])
     pictures, at = [], 0
     for told in fields.pop("pictures"):
+        digest = bytes.fromhex(told["digest"])
+        if told["pixels"] is None:
+            pictures.append(held[digest])
+            continue
         count = math.prod(told["pixels"])
         pixels = np.frombuffer(data, np.float32, count, at).reshape(told["pixels"]).copy()
         at += 4 * count
         grid, size = tuple(told["grid"]), tuple(told["size"])
-        pictures.append(Picture(pixels, grid, size, told["tokens"], bytes.fromhex(told["digest"])))
+        held[digest] = Picture(pixels, grid, size, told["tokens"], digest)
+        pictures.append(held[digest])
     params = dict(fields.pop("params"))
     params["grammar"] = json.loads(params["grammar"])
     params["logit_bias"] = {int(k): v for k, v in params["logit_bias"].items()}

@@ -17,6 +17,7 @@ from toolkit.engine.core import INTAKE_SECONDS
 from toolkit.engine.setup import Setup, start
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.json_lines import JsonLines
+from toolkit.models.vision import Picture
 
 log = logging.getLogger(__name__)
 STATS_SECONDS = 0.1  # how often an otherwise silent loop sends its figures at most
@@ -64,6 +65,7 @@ def _open(pipe: Connection, setup: dict[str, Any]) -> Any:
 def _serve(pipe: Connection, core: Any) -> None:
     sent, ready = 0.0, []
     known: set[str] = set()  # requests that have sent something
+    pictures: dict[bytes, Picture] = {}  # of requests that run, by their digests
     while True:
         until = float("inf")
         while time.monotonic() < until and pipe.poll(0 if core.has_work else core.patience):
@@ -71,7 +73,10 @@ def _serve(pipe: Connection, core: Any) -> None:
             message, data = records.unpack(pipe.recv_bytes())
             op = message["op"]
             if op == "add":
-                core.add(records.read_request(message, data))
+                core.add(records.read_request(message, data, pictures))
+            elif op == "forget":
+                for digest in message["digests"]:
+                    del pictures[bytes.fromhex(digest)]
             elif op == "abort":
                 core.abort(message["id"])
             elif op == "end_session":

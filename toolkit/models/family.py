@@ -37,7 +37,8 @@ class Family:
     why there is none. ``twin``: for a family that transformers has no class for, the model_type of one that computes
     the same from the same weights under canonical names. ``recipe``: how pictures are prepared, from config.json and
     preprocessor_config.json; None: the family does not see. ``spellings``: how names of tensors begin, first as
-    ``build`` has it, then as other files have it.
+    ``build`` has it, then as other files have it. ``token_fields``: fields that config.json may lack, and the special
+    token whose id each is.
     """
 
     name: str
@@ -49,3 +50,4 @@ class Family:
     twin: str | None = None
     recipe: Callable[[Fields, Fields], Recipe] | None = None
     spellings: tuple[tuple[str, ...], ...] = ()
+    token_fields: Mapping[str, str] = field(default_factory=dict)

@@ -35,6 +35,8 @@ LACKING = {  # architectures that a spec cannot say → what is missing
     "GlmMoeDsaForCausalLM": PICKED,
     "DeepseekV4ForCausalLM": "hyper-connections and compressed attention",
 }
+# Fields of a config that hold the language model of one that sees.
+LANGUAGE_PARTS = ("text_config", "llm_config", "language_config")
 GROUP = "toolkit.families"  # of entry points: name = "package.module:FAMILY"
 
 
@@ -201,7 +203,7 @@ def apply_overrides(
         old = result.get(key)
         result[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else copy.deepcopy(value)
     if rope_scaling_factor:
-        text = result["text_config"] if isinstance(result.get("text_config"), dict) else result
+        text = next((result[name] for name in LANGUAGE_PARTS if isinstance(result.get(name), dict)), result)
         name = "rope_parameters" if text.get("rope_parameters") and not text.get("rope_scaling") else "rope_scaling"
         text[name] = _dynamic(text.get(name), float(rope_scaling_factor))
     return result

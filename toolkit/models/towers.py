@@ -181,7 +181,7 @@ def stored_vision(
 def _spelled(name: str, tower: str, projector: str, spelling: Spelling) -> str:
     _, part, *rest = name.split(".")
     if part == "projector":
-        return ".".join([projector, *rest])
+        return ".".join([projector, spelling.get(f"projector.{rest[0]}", rest[0]), *rest[1:]])
     if part == "newline":
         return spelling[part]
     if part == "layers":

@@ -64,11 +64,11 @@ class Stage:
     """One step of a projector, from rows to rows.
 
     "rms", "layer": a norm with ``eps``; "linear"; "gelu", "gelu_tanh"; "merge": each ``factor`` × ``factor`` rows of
-    the picture's grid become one, the numbers of one row after those of another; "merge_channels": the same, each
-    number of a row beside that of its neighbours.
+    the picture's grid become one, the numbers of one row after those of another; "merge_turned": so, but column
+    after column; "merge_channels": as "merge", each number of a row beside that of its neighbours.
     """
 
-    kind: Literal["rms", "layer", "linear", "gelu", "gelu_tanh", "merge", "merge_channels"]
+    kind: Literal["rms", "layer", "linear", "gelu", "gelu_tanh", "merge", "merge_turned", "merge_channels"]
     name: str = ""
     inputs: int = 0
     outputs: int = 0
@@ -105,8 +105,9 @@ class Recipe:
     """How a picture is prepared, and what a prompt says where it stands.
 
     ``kind``: "square" (to ``size``, its sides' ratio be what it may), "crop" (the short side to ``short``, then the
-    middle ``size``; ``pad``: made square first), "anyres" (the canvas of ``canvases`` that holds most of it, cut into
-    tiles of ``size``, and the whole), "tiles" (the grid of ``least`` to ``most`` tiles nearest in ratio, and the whole
+    middle ``size``; ``pad``: made square first), "boxed" (the long side to ``size``, the short one at least ``least``,
+    then made square), "anyres" (the canvas of ``canvases`` that holds most of it, cut into tiles of ``size``, and the
+    whole), "tiles" (the grid of ``least`` to ``most`` tiles nearest in ratio, and the whole
     behind them), "split" (the long side to ``long``, cut into tiles of ``size``, and the whole behind), "fit" (the long
     side to at most ``long``, both to multiples of ``unit``), "area" (both to multiples of ``unit``, ``least`` to
     ``most`` pixels in all). Sizes are (height, width). ``unit``: pixels along a side of what one token tells.
@@ -119,7 +120,7 @@ class Recipe:
     tile, of kinds that have tiles; ``most_tiles``: as in ``VisionSpec``.
     """
 
-    kind: Literal["square", "crop", "anyres", "tiles", "split", "fit", "area"]
+    kind: Literal["square", "crop", "boxed", "anyres", "tiles", "split", "fit", "area"]
     size: tuple[int, int]
     unit: int
     mean: tuple[float, ...]

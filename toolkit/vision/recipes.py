@@ -109,6 +109,12 @@ def _padded(image: Image, recipe: Recipe) -> Image:
     return canvas
 
 
+def _boxed(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
+    scale = recipe.size[0] / max(image.height, image.width)
+    height, width = (max(round(side * scale), recipe.least) for side in (image.height, image.width))
+    return [_padded(_resized(image, (height, width), recipe.resample), recipe)], (1, 1)
+
+
 def _anyres(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
     from PIL import Image as pillow
 
@@ -220,6 +226,7 @@ def _area(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]
 _KINDS: dict[str, Callable[[Recipe, Image, bool], tuple[list[Image], Size]]] = {
     "square": _square,
     "crop": _crop,
+    "boxed": _boxed,
     "anyres": _anyres,
     "tiles": _tiles,
     "split": _split,

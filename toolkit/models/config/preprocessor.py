@@ -10,6 +10,7 @@ from toolkit.models.towers import side
 from toolkit.models.vision import Recipe
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 HALF = (0.5, 0.5, 0.5)
 MOST = 1 << 16  # pixels along a side
 FILTERS, LANCZOS = 6, 1  # of Pillow's: how many there are, and one of them

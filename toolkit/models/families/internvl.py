@@ -3,13 +3,16 @@ Source: transformers ``InternVLForConditionalGeneration``, arXiv 2504.10479."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import tiles_recipe
 from toolkit.models.decoder import Built
 from toolkit.models.families.llava import LANGUAGE, SPELLINGS, TINY_TOWER
 from toolkit.models.family import Family, Tiny
+from toolkit.models.spec import DecoderSpec
 from toolkit.models.towers import activation, clip_tower, language_of, mlp, seeing, stored_vision, taken_layers
-from toolkit.models.vision import Recipe, Stage, VisionSpec
+from toolkit.models.vision import Recipe, Stage, Tower, VisionSpec
 
 INTERNVIT = {
     "patch": "embeddings.patch_embeddings.projection",
@@ -36,9 +39,9 @@ def vision_fields(config: Fields) -> Fields:
     return Fields(ABSENT | dict(inner.values), config.source, "vision_config.")
 
 
-def build(config: Fields) -> Built:
-    language = language_of(config, default="qwen2")
-    vision, spec = vision_fields(config), language[0]
+def eye(config: Fields, spec: DecoderSpec, merge: Literal["merge", "merge_turned"] = "merge") -> VisionSpec:
+    """Tower and projector before the language model ``spec``. ``merge``: the kind of that stage."""
+    vision = vision_fields(config)
     pooled = vision.flag("use_mean_pooling", True)
     norm = vision.text("norm_type", default="layer_norm", choices=("layer_norm", "rms_norm"))
     tower = clip_tower(
@@ -62,12 +65,21 @@ def build(config: Fields) -> Built:
         config.fail("downsample_ratio", found, f"one that divides {tower.grid[0]}, the patches along a side")
     wide = tower.hidden * factor**2
     act = activation(config, "gelu", "projector_hidden_act")
-    first = (Stage("merge", factor=factor), Stage("layer", "vision.projector.layer_norm", wide, eps=1e-5))
-    token = config.integer("image_token_id", default=151667, high=spec.vocab_size - 1)
-    made = VisionSpec(tower, (*first, *mlp(wide, spec.hidden_size, act)), token)
+    first = (Stage(merge, factor=factor), Stage("layer", "vision.projector.layer_norm", wide, eps=1e-5))
+    token = config.integer("image_token_id", default=151667, low=0, high=spec.vocab_size - 1)
+    return VisionSpec(tower, (*first, *mlp(wide, spec.hidden_size, act)), token)
+
+
+def shapes(tower: Tower) -> dict[str, tuple[int, ...]]:
+    """Of what is stored in another shape."""
     rows = tower.grid[0] * tower.grid[1] + 1
-    shapes = {"vision.class": (1, 1, tower.hidden), "vision.position": (1, rows, tower.hidden)}
-    stored = stored_vision(made, "vision_tower.", "multi_modal_projector", INTERNVIT, shapes)
+    return {"vision.class": (1, 1, tower.hidden), "vision.position": (1, rows, tower.hidden)}
+
+
+def build(config: Fields) -> Built:
+    language = language_of(config, default="qwen2")
+    made = eye(config, language[0])
+    stored = stored_vision(made, "vision_tower.", "multi_modal_projector", INTERNVIT, shapes(made.tower))
     return seeing(language, made, stored, LANGUAGE)
 
 

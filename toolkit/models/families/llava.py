@@ -54,7 +54,7 @@ def parts(
         config.fail("vision_feature_select_strategy", strategy, "default with a class token, full without")
     bias = config.flag("multimodal_projector_bias", True)
     act = activation(config, "gelu", "projector_hidden_act")
-    image = config.integer("image_token_index", "image_token_id", default=token, high=spec.vocab_size - 1)
+    image = config.integer("image_token_index", "image_token_id", default=token, low=0, high=spec.vocab_size - 1)
     made = VisionSpec(
         tower=type(tower)(**{**vars(tower), "taken": taken}),
         projector=mlp(tower.hidden, spec.hidden_size, act, bias),

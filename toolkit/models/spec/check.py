@@ -64,7 +64,7 @@ def _vision(vision: VisionSpec, spec: DecoderSpec) -> None:
     sound.expect("head_dim", learned or tower.head_dim % 4 == 0, tower.head_dim, "a multiple of 4")
     sound.expect("window", not (tower.window and tower.class_token), tower.window, "none with a class token")
     for stage in vision.projector:
-        if stage.kind in ("merge", "merge_channels"):
+        if stage.kind.startswith("merge"):
             width *= stage.factor**2
         elif stage.kind in ("linear", "rms", "layer"):
             sound.expect(stage.name, bool(stage.name) and stage.inputs == width, stage.inputs, f"{width} inputs")

@@ -18,6 +18,7 @@ from toolkit.artifacts.side_files import copy_side_files
 from toolkit.artifacts.stage import Stage
 from toolkit.artifacts.weights import as_stored, load_stored
 from toolkit.errors import ToolkitError
+from toolkit.models.registry import LANGUAGE_PARTS
 from toolkit.models.spec import StoredTensor
 from toolkit.quant.layers.layerwise import load_head, saved_layers
 from toolkit.quant.layers.result import LayerResult
@@ -45,8 +46,9 @@ def write_checkpoint(
     head = _head_name(source)
     if layouts.setdefault(head, None) is not None:
         config["tie_word_embeddings"] = False  # a quantized head has tensors of its own
-        if isinstance(text := config.get("text_config"), dict):
-            config["text_config"] = {**text, "tie_word_embeddings": False}
+        for name in LANGUAGE_PARTS:
+            if isinstance(text := config.get(name), dict):
+                config[name] = {**text, "tie_word_embeddings": False}
     narrow = {n: x for n, x in layouts.items() if x and x.group_size == -1 and x.in_features == group_size}
     layouts |= {n: replace(x, group_size=x.in_features) for n, x in narrow.items()}
     layouts |= dict.fromkeys(_vision_linears(source))

@@ -15,9 +15,10 @@ import numpy as np
 from toolkit.artifacts.engine.artifact import ENGINE_JSON, Arrays, EngineArtifact
 from toolkit.errors import ToolkitError
 from toolkit.models.spec import DecoderSpec
-from toolkit.models.vision import sizes
+from toolkit.models.vision import PREFIX, sizes
 from toolkit.runners.native.packed import (
     DENSE,
+    F32,
     INT,
     ITEM_BYTES,
     LAYOUT_VERSION,
@@ -75,6 +76,9 @@ def open_packed(artifact: EngineArtifact) -> PackedWeights:
         if tensor is None:
             raise ToolkitError(f"{artifact.path / ENGINE_JSON}: params: {name} is missing; convert the model again")
         m = tensor.meta
+        if m.kind == VECTOR and m.dtype != F32 and not name.startswith(PREFIX):
+            where = f"{artifact.path / ENGINE_JSON}: params: {name}"
+            raise ToolkitError(f"{where}: expected numbers of 32 bits, found another type; convert the model again")
         if m.kind not in kinds or (m.rows, m.cols) != (rows, cols):
             raise ToolkitError(
                 f"{artifact.path / ENGINE_JSON}: params: {name}: expected {rows} x {cols}, found {m.rows} x {m.cols}; "

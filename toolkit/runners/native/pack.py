@@ -19,6 +19,7 @@ from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8, GroupInt, Weigh
 from toolkit.artifacts.outline import taller
 from toolkit.artifacts.rounding import to_group_int
 from toolkit.models.spec import DecoderSpec
+from toolkit.models.vision import PREFIX
 from toolkit.runners.native.agreement import Agreement
 from toolkit.runners.native.packed import (
     BF16,
@@ -380,10 +381,7 @@ def pack_model(
         if name in unused:
             continue
         if isinstance(value, Tensor):
-            there = not value.is_meta
-            out.add(
-                name, vector(value.float().numpy()) if there else _without_memory(PackedMeta(VECTOR, value.numel()))
-            )
+            out.add(name, _pack_vector(name, value))
         elif name in layers:
             if head_bits is None:
                 head_bits = 16 if isinstance(value, Dense) else 8
@@ -401,6 +399,14 @@ def pack_model(
     for held, dense in waiting:
         out.add(held, _pack_head(held, dense, 16, notes))
     yield from out.take(last=True)
+
+
+def _pack_vector(name: str, value: Tensor) -> PackedTensor:
+    """In float32; what a model sees with, which torch computes, in the type that it was stored in."""
+    dtype = _OURS.get(value.dtype, F32) if name.startswith(PREFIX) else F32
+    if value.is_meta:
+        return _without_memory(PackedMeta(VECTOR, value.numel(), dtype=dtype))
+    return vector(_bits_of(value.to(_TORCH[dtype])), dtype)
 
 
 def packed_bytes(spec: DecoderSpec, weights: Mapping[str, Weight | Tensor]) -> int:
@@ -431,7 +437,7 @@ class UnpackedWeights(Mapping[str, "Weight | Tensor"]):
     def __getitem__(self, name: str) -> Weight | Tensor:
         p = self._packed[name]
         if p.meta.kind == VECTOR:
-            return torch.from_numpy(p.data.view(np.float32)[: p.meta.rows].copy())
+            return torch.from_numpy(p.data.copy()).view(_TORCH[p.meta.dtype])[: p.meta.rows]
         found, stored = unpack(p), p.meta.origin.get("stored")
         if p.meta.turned and stored is not None:
             return Dense(found.dequantize(getattr(torch, stored)))

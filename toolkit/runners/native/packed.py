@@ -59,7 +59,7 @@ class PackedMeta:
     @property
     def nbytes(self) -> int:
         if self.kind == VECTOR:
-            return -(-self.rows // LANES) * LANES * 4
+            return -(-self.rows // LANES) * LANES * ITEM_BYTES[self.dtype]
         return self.tiles * self.tile_bytes
 
     def to_json(self) -> dict[str, Any]:
@@ -78,8 +78,8 @@ class PackedTensor:
 PackedWeights = Mapping[str, PackedTensor]
 
 
-def vector(values: NDArray[np.floating[Any]]) -> PackedTensor:
-    """A float32 vector, padded with zeros to a multiple of 16."""
-    flat = np.zeros(-(-values.size // LANES) * LANES, np.float32)
+def vector(values: NDArray[Any], dtype: int = F32) -> PackedTensor:
+    """Numbers, or for 16-bit types their bits, padded with zeros to a multiple of 16."""
+    flat = np.zeros(-(-values.size // LANES) * LANES, np.float32 if dtype == F32 else np.uint16)
     flat[: values.size] = values.reshape(-1)
-    return PackedTensor(flat.view(np.uint8), PackedMeta(VECTOR, int(values.size)))
+    return PackedTensor(flat.view(np.uint8), PackedMeta(VECTOR, int(values.size), dtype=dtype))

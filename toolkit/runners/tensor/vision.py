@@ -21,6 +21,12 @@ ACTIVATIONS = {
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "silu": functional.silu,
 }
+# How [tiles, rows, factor, columns, factor, numbers] are put in order.
+MERGES = {
+    "merge": (0, 1, 3, 2, 4, 5),
+    "merge_turned": (0, 3, 1, 2, 4, 5),
+    "merge_channels": (0, 1, 3, 5, 2, 4),
+}
 
 
 class Encoder:
@@ -206,5 +212,4 @@ def _windows(places: list[tuple[int, int]], side: int) -> tuple[Tensor, list[int
 def _merged(tiles: Tensor, rows: int, columns: int, stage: Stage) -> Tensor:
     f = stage.factor
     blocks = tiles.unflatten(1, (rows // f, f, columns // f, f))
-    axes = (0, 1, 3, 2, 4, 5) if stage.kind == "merge" else (0, 1, 3, 5, 2, 4)
-    return blocks.permute(*axes).flatten(3).flatten(1, 2)
+    return blocks.permute(*MERGES[stage.kind]).flatten(3).flatten(1, 2)

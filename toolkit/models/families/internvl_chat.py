@@ -1,0 +1,117 @@
+"""InternVL 1.1 to 3.5, and ChemVLM, as their authors publish them: InternViT, two linears, any language model.
+Source: the models' own ``modeling_internvl_chat.py``, arXiv 2404.16821."""
+
+from __future__ import annotations
+
+from toolkit.models.config.fields import Fields
+from toolkit.models.config.preprocessor import IMAGENET_MEAN, IMAGENET_STD, tiles_recipe
+from toolkit.models.decoder import Built
+from toolkit.models.families import internvl
+from toolkit.models.family import Family, Tiny
+from toolkit.models.towers import language_of, seeing, stored_vision
+from toolkit.models.vision import Recipe
+
+SPELLING = {
+    "patch": "embeddings.patch_embedding",
+    "class": "embeddings.class_embedding",
+    "position": "embeddings.position_embedding",
+    "layers": "encoder.layers.{}",
+    "norm1": "norm1",
+    "norm2": "norm2",
+    **dict.fromkeys("qkv", "attn.qkv"),
+    "o": "attn.proj",
+    "q_norm": "attn.q_norm",
+    "k_norm": "attn.k_norm",
+    "up": "mlp.fc1",
+    "down": "mlp.fc2",
+    "scale1": "ls1",
+    "scale2": "ls2",
+    "projector.layer_norm": "0",
+    "projector.linear_1": "1",
+    "projector.linear_2": "3",
+}
+TOKEN = "img_context_token_id"
+# Ours of a field → how it is called here.
+FIELDS = {"vision_feature_layer": "select_layer", "image_token_id": TOKEN}
+VISION = {"attention_bias": "qkv_bias", "use_qk_norm": "qk_normalization"}
+
+
+def _as_internvl(config: Fields) -> Fields:
+    """``config`` with the fields that the family ``internvl`` reads."""
+    inner = config.nested("vision_config") or Fields({}, config.source)
+    vision = {**inner.values, **{ours: inner.values.get(theirs) for ours, theirs in VISION.items()}}
+    image = vision.get("image_size", 448)
+    if config.values.get("force_image_size", image) != image:
+        config.fail("force_image_size", config.values["force_image_size"], f"{image}, the tower's image_size")
+    own = {ours: config.values.get(theirs) for ours, theirs in FIELDS.items()}
+    return Fields({**config.values, **own, "vision_config": vision}, config.source)
+
+
+def build(config: Fields) -> Built:
+    language = language_of(config, "llm_config", default="internlm2")
+    turned = config.text("ps_version", default="v1", choices=("v1", "v2")) == "v1"
+    made = internvl.eye(_as_internvl(config), language[0], "merge_turned" if turned else "merge")
+    stored = stored_vision(made, "vision_model.", "mlp1", SPELLING, internvl.shapes(made.tower))
+    return seeing(language, made, stored, {"": "language_model."})
+
+
+def recipe(config: Fields, preprocessor: Fields) -> Recipe:
+    if not config.flag("use_thumbnail", True):
+        config.fail("use_thumbnail", False, "true")
+    tiled = config.flag("dynamic_image_size", True)
+    values = {
+        "image_mean": list(IMAGENET_MEAN),
+        "image_std": list(IMAGENET_STD),
+        **preprocessor.values,
+        "min_patches": config.integer("min_dynamic_patch", default=1, high=256) if tiled else 1,
+        "max_patches": config.integer("max_dynamic_patch", default=6, high=256) if tiled else 1,
+    }
+    factor = round(1 / config.number("downsample_ratio", default=0.5, high=1.0))
+    return tiles_recipe(internvl.vision_fields(config), Fields(values, preprocessor.source), factor)
+
+
+TINY = internvl.FAMILY.tiny[0]
+TOWER = {k: v for k, v in TINY.fields["vision_config"].items() if k != "layer_scale_init_value"}
+PREPROCESSOR = {**TINY.preprocessor, "image_mean": list(IMAGENET_MEAN), "image_std": list(IMAGENET_STD)}
+CHAT = dict(
+    ps_version="v2",
+    select_layer=-1,
+    max_dynamic_patch=6,
+    img_context_token_id=5,
+)
+FAMILY = Family(
+    "internvl_chat",
+    "InternVL 1.5, 2, 2.5, 3 as published, ChemVLM",
+    ("InternVLChatModel",),
+    build,
+    (
+        Tiny(
+            CHAT | dict(
+                llm_config=dict(model_type="qwen2", architectures=["Qwen2ForCausalLM"]),
+                vision_config=TOWER | dict(qkv_bias=True),
+            ),
+            {**TINY.fields, "vision_config": {**TINY.fields["vision_config"], "attention_bias": True}},
+            PREPROCESSOR,
+            TINY.tokens,
+        ),
+        Tiny(
+            CHAT | dict(
+                llm_config=dict(
+                    model_type="internlm2", architectures=["InternLM2ForCausalLM"], bias=False, num_key_value_heads=4
+                ),
+                vision_config=TOWER | dict(qk_normalization=True, norm_type="rms_norm", qkv_bias=False),
+            ),
+            {
+                **TINY.fields,
+                "text_config": dict(model_type="llama", num_key_value_heads=4),
+                "vision_config": TINY.fields["vision_config"] | dict(use_qk_norm=True, norm_type="rms_norm"),
+            },
+            PREPROCESSOR,
+            TINY.tokens,
+        ),
+    ),
+    "llama.cpp keeps the tower in a file of its own, which is not written here",
+    twin="internvl",
+    recipe=recipe,
+    token_fields={TOKEN: "<IMG_CONTEXT>"},
+)  # fmt: skip

@@ -1,0 +1,87 @@
+"""LLaVA 1.5 and 1.6 as their authors publish them: the tower among the language model's tensors, fields in one object.
+Source: the LLaVA repository's ``llava_arch.py``; the files of 1.5 lack the tower (``llava-hf`` has them whole)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from toolkit.models.config.fields import Fields
+from toolkit.models.config.preprocessor import canvases, clip_recipe
+from toolkit.models.decoder import Built
+from toolkit.models.families import llava, llava_next
+from toolkit.models.family import Family, Tiny
+from toolkit.models.towers import CLIP, language_of, seeing, stored_vision
+from toolkit.models.vision import Recipe
+
+LANGUAGES = {"LlavaLlamaForCausalLM": "llama", "LlavaMistralForCausalLM": "mistral"}
+TOKEN = "image_token_index"
+BEGIN = "model.vision_tower.vision_tower.vision_model."
+SPELLING = {**CLIP, "newline": "model.image_newline", "projector.linear_1": "0", "projector.linear_2": "2"}
+
+
+def cuts(config: Fields) -> bool:
+    """Whether pictures are cut into tiles."""
+    ratio = config.text("image_aspect_ratio", default="square", choices=("square", "pad", "anyres"))
+    if ratio == "anyres" and config.values.get("mm_patch_merge_type") != "spatial_unpad":
+        config.fail("mm_patch_merge_type", config.values.get("mm_patch_merge_type"), "spatial_unpad")
+    return ratio == "anyres"
+
+
+def build(config: Fields) -> Built:
+    if config.values.get("mm_projector_type") != "mlp2x_gelu":
+        config.fail("mm_projector_type", config.values.get("mm_projector_type"), "mlp2x_gelu")
+    names = config.values.get("architectures") or [""]
+    inner = Fields({"text_config": dict(config.values)}, config.source)
+    language = language_of(inner, model_type=LANGUAGES.get(names[0], "llama"), architectures=None)
+    values = {**config.values, "vision_feature_layer": config.values.get("mm_vision_select_layer")}
+    join = "anyres" if cuts(config) else "tiles"
+    made, _ = llava.parts(Fields(values, config.source), language[0], token=0, join=join)
+    return seeing(language, made, stored_vision(made, BEGIN, "model.mm_projector", SPELLING), {})
+
+
+def recipe(config: Fields, preprocessor: Fields) -> Recipe:
+    inner = config.nested("vision_config") or Fields({}, config.source)
+    if cuts(config):
+        sizes = canvases(config, llava_next.CANVASES, inner)
+        made = clip_recipe(inner, preprocessor, kind="anyres", canvases=sizes, pad=False)
+    else:
+        made = clip_recipe(inner, preprocessor, pad=config.values.get("image_aspect_ratio") == "pad")
+    return replace(made, token="<unk>")
+
+
+OWN = dict(
+    mm_projector_type="mlp2x_gelu",
+    mm_vision_select_layer=-2,
+    vision_config=llava.TINY_TOWER,
+    image_token_index=5,
+)
+NEXT = llava_next.FAMILY.tiny[0]
+FAMILY = Family(
+    "llava_llama",
+    "LLaVA 1.5, 1.6 as published (Vicuna, Mistral, Yi)",
+    tuple(LANGUAGES),
+    build,
+    (
+        Tiny(
+            OWN | dict(image_aspect_ratio="pad"),
+            llava.FAMILY.tiny[0].fields,
+            {**llava.FAMILY.tiny[0].preprocessor, "do_pad": True},
+            ("<unk>",),
+        ),
+        Tiny(
+            OWN
+            | dict(
+                image_aspect_ratio="anyres",
+                mm_patch_merge_type="spatial_unpad",
+                image_grid_pinpoints=NEXT.fields["image_grid_pinpoints"],
+            ),
+            {**NEXT.fields, "model_type": "llava_next", "text_config": dict(model_type="llama")},
+            NEXT.preprocessor,
+            ("<unk>",),
+        ),
+    ),
+    "llama.cpp keeps the tower in a file of its own, which is not written here",
+    twin="llava",
+    recipe=recipe,
+    token_fields={TOKEN: "<unk>"},
+)
