@@ -124,7 +124,7 @@ def grid(bits: int, group: int, zero: int | None, dtype: torch.dtype = torch.flo
         (Dense(torch.randn(2, 64).bfloat16()), "BF16"),
         (Dense(torch.randn(2, 64)), "F32"),
         (to_channel_int8(torch.randn(4, 64)), "F32"),  # a float32 scale is no float16
-        (to_mxfp4(torch.randn(4, 64)), "F16"),
+        (to_mxfp4(torch.randn(4, 64)), "MXFP4"),
         *((quantize(matrix(), kind), kind) for kind in ("Q4_1", "Q4_K", "Q5_K", "Q6_K", "Q5_1", "Q8_0")),
     ],
 )

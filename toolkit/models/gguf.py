@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from toolkit.errors import ToolkitError
 from toolkit.models.config.fields import ACTIVATIONS
 from toolkit.models.spec import Activation, DecoderSpec
 
@@ -31,6 +32,9 @@ SANDWICH_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+QKV = {"attn_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")}
+GATE_UP = {"ffn_up": ("mlp.gate_proj", "mlp.up_proj")}
+CORRECTION = "exp_probs_b"  # of the experts' scores; llama.cpp calls the vector itself a bias
 EXPERTS = "_exps"  # how the stem of a tensor ends that stacks all experts' matrices of a layer: [experts, out, in]
 EXPERT_BLOCK = {
     "ffn_gate_inp": "mlp.gate",
@@ -59,21 +63,25 @@ class Metadata(Protocol):
 
     def number(self, key: str, default: float | None = None) -> float: ...
 
+    def flags(self, key: str) -> list[bool] | None:
+        """A list of truths, None where the file has none."""
+
 
 @dataclass(frozen=True)
 class Gguf:
     """One value of ``general.architecture``.
 
     ``family``: the one that a file is read as; several may write the same architecture. ``names``: GGUF's name inside a
-    layer → the canonical one, or that of a matrix which stays fused as the checkpoint has it; {} for the expert.
+    layer → the canonical one; {} for the expert. ``joined``: the same → those whose rows stand one below the other.
     ``interleaved_qk``: rows of q and k stand as llama.cpp's rope turns them, neighbour by neighbour.
     ``norm_plus_one``: norm weights are stored with the 1 that the model adds. ``biases``, ``window``: whether the
     architecture has them. ``eps``: the config's name for that of its norms, layer norms if not ``rms_norm_eps``.
-    ``norm_topk``: whether it rescales the experts' weights to sum 1. ``fields``: what config.json says of every file
-    that is read; a model is written only if its activation is the one there, as no key states it. ``numbers``: the
-    config's whole numbers that the metadata states, by key. ``read``: further fields, from the metadata and the config
-    so far. ``write``: further metadata; raises ToolkitError for what the architecture does not compute. ``scale``: of
-    queries, where it is not 1/sqrt(head_dim) and no key states it; None: a key does.
+    ``norm_topk``: whether it rescales the experts' weights to sum 1, None where a key says so.
+    ``fields``: what config.json says of every file that is read; a model is written only if its activation is the one
+    there, as no key states it. ``numbers``: the config's whole numbers that the metadata states, by key. ``read``:
+    further fields, from the metadata and the config so far. ``write``: further metadata; raises ToolkitError for what
+    the architecture does not compute. ``scale``: of queries, where it is not 1/sqrt(head_dim) and no key states it;
+    None: a key does.
     """
 
     arch: str
@@ -83,7 +91,8 @@ class Gguf:
     norm_plus_one: bool = False
     biases: bool = True
     window: bool = False
-    norm_topk: bool = True
+    norm_topk: bool | None = True
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     eps: str = "rms_norm_eps"
     fields: Mapping[str, Any] = field(default_factory=dict)
     numbers: Mapping[str, str] = field(default_factory=dict)
@@ -98,12 +107,69 @@ class Gguf:
     @property
     def activation(self) -> Activation | None:
         """Of the MLPs, where ``fields`` have it."""
-        names = ("hidden_act", "hidden_activation", "activation_function")
+        names = ("hidden_act", "hidden_activation", "activation_function", "activation")
         return next((ACTIVATIONS[self.fields[name]] for name in names if name in self.fields), None)
 
     @property
     def experts(self) -> bool:
         return any(name.endswith(EXPERTS) for name in self.names)
+
+
+SIGMOID = 2  # llama.cpp's number of how scores are made
+
+
+def routing(spec: DecoderSpec, arch: str) -> dict[str, Any]:
+    """How experts are chosen and weighed, as metadata of architectures that state it: those of DeepSeek's shape. Raises
+    ToolkitError for what llama.cpp does not compute."""
+    layers = [mixer for _, mixer in spec.mixers() if mixer.kind == "moe"]
+    sparse = [layer.sublayers[1].mixer.kind == "moe" for layer in spec.layers]
+    moe, first = layers[0], sparse.index(True)
+    if not all(sparse[first:]):
+        raise ToolkitError(f"gguf: llama.cpp's {arch} has experts in all layers after the first with some")
+    if moe.groups > 1 and moe.group_score != "two":
+        raise ToolkitError(f"gguf: llama.cpp's {arch} takes groups for as good as their two best experts together")
+    inner = moe.experts[0].up.out_features
+    return {
+        "leading_dense_block_count": first,
+        "expert_gating_func": SIGMOID if moe.scoring == "sigmoid" else 1,
+        "expert_weights_norm": moe.norm_topk,
+        "expert_weights_scale": moe.scale,
+        "expert_feed_forward_length": inner,
+        **({"expert_shared_count": moe.shared.up.out_features // inner} if moe.shared is not None else {}),
+        **({"expert_group_count": moe.groups, "expert_group_used_count": moe.top_groups} if moe.groups > 1 else {}),
+    }
+
+
+def read_routing(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of DeepSeek's config.json that ``routing`` writes."""
+    return {
+        "n_routed_experts": file.whole("expert_count"),
+        "num_experts_per_tok": file.whole("expert_used_count"),
+        "moe_intermediate_size": file.whole("expert_feed_forward_length"),
+        "n_shared_experts": file.whole("expert_shared_count") if file.has("expert_shared_count") else 0,
+        "first_k_dense_replace": (
+            file.whole("leading_dense_block_count") if file.has("leading_dense_block_count") else 0
+        ),
+        "norm_topk_prob": file.has("expert_weights_norm"),
+        "routed_scaling_factor": file.number("expert_weights_scale", 1.0),
+        "n_group": file.whole("expert_group_count", 1),
+        "topk_group": file.whole("expert_group_used_count", 1),
+    }
+
+
+def has_qkv_bias(file: Metadata) -> bool:
+    """Whether the file has biases of q, k and v, joined or not."""
+    return any(f"blk.0.{name}.bias" in file.tensors for name in ("attn_q", "attn_qkv"))
+
+
+def as_wide_as_the_model(spec: DecoderSpec, arch: str) -> None:
+    """Raise ToolkitError for heads that are not as wide together as the model, which llama.cpp takes for granted."""
+    first = spec.attention_layers()[0][1]
+    if first.heads * first.head_dim != spec.hidden_size:
+        raise ToolkitError(
+            f"gguf: llama.cpp's {arch} has heads as wide together as the model, {spec.hidden_size}; these are "
+            f"{first.heads} of {first.head_dim}"
+        )
 
 
 def with_experts(names: Mapping[str, str], *more: Mapping[str, str]) -> dict[str, str]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,12 +14,19 @@ from numpy.typing import NDArray
 from toolkit.artifacts.safetensors_file import TensorInfo
 from toolkit.errors import ToolkitError
 from toolkit.models.family import Family
-from toolkit.models.gguf import TOP, Gguf
+from toolkit.models.gguf import CORRECTION, TOP, Gguf
 from toolkit.models.registry import families
 from toolkit.models.spec import StoredTensor
 
-# What has to be undone: rows of q and k interleaved for llama.cpp's rope, or 1 added to norm weights.
-Change = Literal["none", "q_rows", "k_rows", "norm"]
+
+@dataclass(frozen=True)
+class Change:
+    """What has to be undone: rows in llama.cpp's order, of which ``rows`` says where each of the model's stands, and
+    ``plus_one`` of norm weights."""
+
+    rows: NDArray[np.int64] | None = None
+    plus_one: bool = False
+
 
 _NOT_WEIGHTS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 
@@ -29,6 +36,8 @@ def family_of(path: Path, metadata: Mapping[str, Any]) -> tuple[Family, Gguf]:
     known = [(f, f.gguf) for f in families() if isinstance(f.gguf, Gguf) and f.gguf.family == f.name]
     name = metadata.get("general.architecture")
     found = [(family, spelling) for family, spelling in known if spelling.arch == name]
+    slides = bool(metadata.get(f"{name}.attention.sliding_window"))
+    found = [one for one in found if one[1].window == slides] or found
     if not found:
         archs = ", ".join(dict.fromkeys(spelling.arch for _, spelling in known))
         raise ToolkitError(f"{path}: general.architecture: expected one of {archs}, found {name!r:.60}")
@@ -41,71 +50,126 @@ def family_of(path: Path, metadata: Mapping[str, Any]) -> tuple[Family, Gguf]:
     raise ToolkitError(f"{path}: {kind} cannot be read from GGUF; give the safetensors checkpoint")
 
 
-def canonical_names(
-    path: Path, gguf: Gguf, tensors: Mapping[str, TensorInfo]
-) -> Iterator[tuple[str, str, str, Change]]:
-    """(GGUF name, canonical name with {} for the expert, "weight" or "bias", what to undo) of each tensor.
+def hf_tensors(
+    path: Path,
+    gguf: Gguf,
+    tensors: Mapping[str, TensorInfo],
+    stored: Sequence[StoredTensor],
+    config: Mapping[str, Any],
+) -> Iterator[tuple[str, TensorInfo, str, Change]]:
+    """(Hugging Face name, where it stands, GGUF name, what to undo) of each tensor, an expert's for itself.
 
-    Raises ToolkitError for a tensor that has no place.
+    ``stored``: the modules of the checkpoint that the file is presented as, and ``config`` its config.json. Raises
+    ToolkitError for a tensor that has no place, or dimensions that are not those of its place.
     """
-    for name in tensors:
-        if name in _NOT_WEIGHTS:
+    singles = [one for item in stored for one in (item.alone() if len(item.shape) > 2 else [item])]
+    modules = {item.parts[0].name: item for item in singles if len(item.parts) == 1}
+    neighbours = turns_neighbours(stored)
+    for source, info in tensors.items():
+        if source in _NOT_WEIGHTS:
             continue
-        stem, _, suffix = name.rpartition(".")
-        parts = stem.split(".", 2)
-        if stem in TOP:
-            target = TOP[stem]
-        elif len(parts) == 3 and parts[0] == "blk" and parts[1].isdigit() and parts[2] in gguf.names:
-            target = f"model.layers.{int(parts[1])}.{gguf.names[parts[2]]}"
-        else:
-            raise _no_place(path, name, gguf)
-        change: Change = "none"
-        if gguf.interleaved_qk and parts[-1] in ("attn_q", "attn_k"):
-            change = "q_rows" if parts[-1] == "attn_q" else "k_rows"
-        elif gguf.norm_plus_one and suffix == "weight" and stem.endswith("norm"):
-            change = "norm"
-        yield name, target, suffix, change
+        stem, layer, suffix = _split(source)
+        names = [TOP[stem]] if not layer and stem in TOP else []
+        if layer and stem in gguf.joined:
+            names = [f"{layer}{name}" for name in gguf.joined[stem]]
+        elif layer and stem in gguf.names:
+            names = [f"{layer}{gguf.names[stem]}"]
+        if not names:
+            raise _no_place(path, source, gguf)
+        whole = next((x for x in singles if len(names) > 1 and [part.name for part in x.parts] == names), None)
+        if whole is not None:
+            yield (
+                _name(whole, suffix),
+                _fitting(path, source, info, whole, suffix),
+                source,
+                Change(_joined_rows(whole, gguf)),
+            )
+            continue
+        if "{}" in names[0]:
+            names = _each_expert(path, source, info, names[0], modules)
+        found = [modules.get(name) for name in names]
+        for module, part in zip(found, _slices(path, source, info, found, names), strict=True):
+            if module is None:
+                raise _no_place(path, source, gguf)
+            heads = None if neighbours else _interleaved(gguf, stem, config)
+            rows = None if heads is None else _head_rows(path, source, part, heads)
+            plus_one = gguf.norm_plus_one and suffix == "weight" and stem.endswith("norm")
+            yield _name(module, suffix), _fitting(path, source, part, module, suffix), source, Change(rows, plus_one)
+
+
+def _split(name: str) -> tuple[str, str, str]:
+    """(stem, beginning of the canonical name, "weight" or "bias") of a GGUF name; vectors keep the whole name."""
+    parts = name.split(".", 2)
+    inside = len(parts) == 3 and parts[0] == "blk" and parts[1].isdigit()
+    layer = f"model.layers.{int(parts[1])}." if inside else ""
+    rest = parts[2] if inside else name
+    stem, _, suffix = rest.rpartition(".")
+    return (rest, layer, "weight") if rest.startswith(CORRECTION) else (stem, layer, suffix)
+
+
+def _name(module: StoredTensor, suffix: str) -> str:
+    return module.bias_name if suffix == "bias" else module.weight_name
+
+
+def _each_expert(
+    path: Path, source: str, info: TensorInfo, name: str, modules: Mapping[str, StoredTensor]
+) -> list[str]:
+    """The names of the experts that the tensor stacks."""
+    count = info.shape[0] if len(info.shape) > 1 else 0
+    if count == 0 or name.format(count - 1) not in modules or name.format(count) in modules:
+        raise ToolkitError(f"{path}: tensor {source}: {info} cannot be {name}")
+    return [name.format(i) for i in range(count)]
+
+
+def _slices(
+    path: Path, source: str, info: TensorInfo, modules: Sequence[StoredTensor | None], names: Sequence[str]
+) -> Iterator[TensorInfo]:
+    """The part of the tensor that each module is, one behind the other; a stack's parts lose its first axis."""
+    if len(modules) == 1 and info.shape[:1] != (1,):
+        yield info
+        return
+    stacked = ".experts." in names[0]
+    rows = [1 if stacked or module is None else module.matrix[0] for module in modules]
+    if not info.shape or sum(rows) != info.shape[0]:
+        raise ToolkitError(f"{path}: tensor {source}: {info} cannot be {' and '.join(names[:3])}")
+    size, start = info.nbytes // info.shape[0], info.start
+    for count in rows:
+        shape = info.shape[1:] if stacked else (count, *info.shape[1:])
+        yield replace(info, shape=shape, start=start, end=start + count * size)
+        start += count * size
+
+
+def _fitting(path: Path, source: str, info: TensorInfo, module: StoredTensor, suffix: str) -> TensorInfo:
+    """``info`` as the module's weight or bias, whose one row is a vector in the file."""
+    if suffix == "weight" and len(module.matrix) == 2 and module.matrix[0] == 1 == len(info.shape):
+        return replace(info, shape=(1, *info.shape))
+    flat = len(info.shape) == 1 and info.dtype in ("F32", "F16", "BF16")
+    if not flat and len(info.shape) != 2:
+        raise ToolkitError(f"{path}: tensor {source}: {info} cannot be {module.name}")
+    return info
+
+
+def _joined_rows(item: StoredTensor, gguf: Gguf) -> NDArray[np.int64] | None:
+    """Where each row of a fused matrix stands in the file, which has its parts one below the other; None: as it is."""
+    parts = [item.rows_of(part) for part in item.parts]
+    order = np.array([row for rows in parts for row in (sorted(rows) if gguf.interleaved_qk else rows)])
+    return None if (order == np.arange(len(order))).all() else np.argsort(order)
+
+
+def _interleaved(gguf: Gguf, stem: str, config: Mapping[str, Any]) -> int | None:
+    """Into how many heads the rows are interleaved for llama.cpp's rope."""
+    keys = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
+    return config[keys[stem]] if gguf.interleaved_qk and stem in keys else None
+
+
+def _head_rows(path: Path, source: str, info: TensorInfo, heads: int) -> NDArray[np.int64]:
+    if info.shape[0] % (2 * heads):
+        raise ToolkitError(f"{path}: tensor {source}: {info.shape[0]} rows do not make {heads} heads")
+    return row_order(info.shape[0], heads)
 
 
 def _no_place(path: Path, name: str, gguf: Gguf) -> ToolkitError:
     return ToolkitError(f"{path}: tensor {name!r:.80} has no place in {gguf.family}")
-
-
-def hf_tensors(
-    path: Path, gguf: Gguf, tensors: Mapping[str, TensorInfo], stored: Iterable[StoredTensor]
-) -> Iterator[tuple[str, TensorInfo, str, Change]]:
-    """(Hugging Face name, where it stands, GGUF name, what to undo) of each tensor, an expert's for itself.
-
-    ``stored``: the modules of the checkpoint that the file is presented as. Raises ToolkitError for a tensor that has
-    no place, or dimensions that are not those of its place.
-    """
-    modules = {item.name: item for item in stored}
-    neighbours = turns_neighbours(modules.values())
-    modules |= {item.parts[0].name: item for item in modules.values() if len(item.parts) == 1}
-    for source, target, suffix, change in canonical_names(path, gguf, tensors):
-        info = tensors[source]
-        count = 1
-        if "{}" in target:
-            count = info.shape[0] if len(info.shape) == 3 else 0
-            if count == 0 or target.format(count - 1) not in modules or target.format(count) in modules:
-                raise ToolkitError(f"{path}: tensor {source}: {info} cannot be {target}")
-        size = info.nbytes // count
-        for i in range(count):
-            module = modules.get(target.format(i))
-            if module is None:
-                raise _no_place(path, source, gguf)
-            if change in ("q_rows", "k_rows") and neighbours:
-                change = "none"
-            part = info
-            if "{}" in target:
-                start = info.start + i * size
-                part = replace(info, shape=info.shape[1:], start=start, end=start + size)
-            elif suffix == "weight" and len(module.shape) == 2 and module.shape[0] == 1 == len(info.shape):
-                part = replace(info, shape=(1, *info.shape))  # a gate of one row is a vector there
-            flat = len(part.shape) == 1 and info.dtype in ("F32", "F16", "BF16")
-            if not flat and len(part.shape) != 2:
-                raise ToolkitError(f"{path}: tensor {source}: {info} cannot be {module.name}")
-            yield f"{module.name}.{suffix}", part, source, change
 
 
 def turns_neighbours(stored: Iterable[StoredTensor]) -> bool:
@@ -142,6 +206,10 @@ class _Reader:
                 f"{self.path}: {self.prefix}.{key}: expected a positive whole number, found {value!r:.40}"
             )
         return value
+
+    def flags(self, key: str) -> list[bool] | None:
+        value = self.metadata.get(f"{self.prefix}.{key}")
+        return [bool(x) for x in value] if isinstance(value, np.ndarray) else None
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.metadata.get(f"{self.prefix}.{key}", default)
@@ -194,7 +262,7 @@ def hf_config(
         config["partial_rotary_factor"] = rotary / head_dim
     if gguf.read is not None:
         config.update(gguf.read(read, config))
-    if scaling := _rope_scaling(read, config, rope_factors):
+    if "rope_parameters" not in config and (scaling := _rope_scaling(read, config, rope_factors)):
         config["rope_scaling"] = scaling
     return config
 

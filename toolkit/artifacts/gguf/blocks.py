@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from toolkit.artifacts.canonical import Codebook, Dense, GroupInt, SuperScales, Weight
+from toolkit.artifacts.canonical import Codebook, Dense, Fp4, GroupInt, SuperScales, Weight
 
 Bytes = NDArray[Any]  # of uint8
 
@@ -150,6 +150,15 @@ def _read_iq4_nl(raw: Bytes) -> Weight:
 
 def _write_iq4_nl(weight: Codebook) -> Bytes:
     return np.concatenate([_bytes(weight.scales), _from_nibbles(_blocks(weight.codes, 32))], axis=-1)
+
+
+def _read_mxfp4(raw: Bytes) -> Weight:
+    return Fp4(_codes(_nibbles(raw[..., 1:])), torch.from_numpy(np.ascontiguousarray(raw[..., 0])), 32)
+
+
+def _write_mxfp4(weight: Fp4) -> Bytes:
+    scales = weight.scales.contiguous().numpy()[..., None]
+    return np.concatenate([scales, _from_nibbles(_blocks(weight.codes, 32))], axis=-1)
 
 
 # -- super-blocks of 256
@@ -311,6 +320,7 @@ BLOCKS: dict[str, BlockType] = {
         BlockType("Q5_K", 256, 176, 5, 32, None, True, _q45_k_reader(5), _q45_k_writer(5)),
         BlockType("Q6_K", 256, 210, 6, 16, 32, True, _read_q6_k, _write_q6_k),
         BlockType("IQ4_NL", 32, 18, 4, 32, None, False, _read_iq4_nl, _write_iq4_nl, table=True),
+        BlockType("MXFP4", 32, 17, 4, 32, None, False, _read_mxfp4, _write_mxfp4, table=True),
         BlockType("IQ4_XS", 256, 136, 4, 32, None, True, _read_iq4_xs, _write_iq4_xs, table=True),
     )
 }

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.artifacts.gguf.architectures import Change, family_of, hf_config, hf_tensors, row_order
+from toolkit.artifacts.gguf.architectures import Change, family_of, hf_config, hf_tensors
 from toolkit.artifacts.gguf.container import GgufContainer, read_container
 from toolkit.artifacts.gguf.keys import check_kinds
 from toolkit.artifacts.gguf.tokenizer import write_tokenizer
 from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.safetensors_file import TensorInfo
-from toolkit.errors import ToolkitError
 from toolkit.models.registry import build
 
 if TYPE_CHECKING:
@@ -46,13 +45,10 @@ class GgufFile:
 
         from toolkit.artifacts.gguf.blocks import from_blocks
 
-        change = self.sources[name][1]
+        rows = self.sources[name][1].rows
         info = self.infos[name]
         weight = from_blocks(info.dtype, self.container.data[info.start : info.end], info.shape)
-        if change in ("q_rows", "k_rows"):
-            heads = self.config["num_attention_heads" if change == "q_rows" else "num_key_value_heads"]
-            return weight.take_rows(torch.from_numpy(row_order(info.shape[0], heads)))
-        return weight
+        return weight if rows is None else weight.take_rows(torch.from_numpy(rows))
 
     def tensor(self, name: str) -> Tensor:
         """Any tensor as plain numbers: float types as stored, quantized ones dequantized to float32."""
@@ -60,7 +56,7 @@ class GgufFile:
 
         weight = self.weight(name)
         tensor = weight.weight if isinstance(weight, Dense) else weight.dequantize()
-        return tensor - 1 if self.sources[name][1] == "norm" else tensor
+        return tensor - 1 if self.sources[name][1].plus_one else tensor
 
     def write_side_files(self) -> Path:
         """Directory in the cache with the tokenizer and configs of this file, written on first use. Atomic."""
@@ -106,10 +102,7 @@ def open_gguf(path: Path) -> GgufFile:
     infos: dict[str, TensorInfo] = {}
     found: dict[str, tuple[str, Change]] = {}
     _, stored = build(config, f"{path}: config.json")
-    for name, info, source, change in hf_tensors(path, spelling, container.tensors, stored):
-        heads = config["num_attention_heads" if change == "q_rows" else "num_key_value_heads"]
-        if change in ("q_rows", "k_rows") and info.shape[0] % (2 * heads):
-            raise ToolkitError(f"{path}: tensor {source}: {info.shape[0]} rows do not make {heads} heads")
+    for name, info, source, change in hf_tensors(path, spelling, container.tensors, stored, config):
         infos[name], found[name] = info, (source, change)
     return GgufFile(container, config, _generation_config(metadata), infos, found)
 

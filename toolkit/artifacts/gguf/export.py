@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,8 @@ from toolkit.artifacts.gguf.vocabulary import vocabulary
 from toolkit.artifacts.gguf.writer import Entry, write_gguf
 from toolkit.artifacts.weights import is_present, load_stored, split_parts
 from toolkit.errors import ToolkitError
-from toolkit.models.gguf import EXPERTS, TOP, Gguf
-from toolkit.models.spec import AttentionSpec, DecoderSpec, StoredTensor
+from toolkit.models.gguf import CORRECTION, EXPERTS, TOP, Gguf
+from toolkit.models.spec import AttentionSpec, DecoderSpec, Part, StoredTensor
 
 _TOP = {ours: theirs for theirs, ours in TOP.items()}
 
@@ -42,7 +42,8 @@ Load = Callable[[StoredTensor], tuple[Weight | Tensor, Tensor | None]]
 @dataclass
 class Piece:
     """One tensor of the file. ``sources``: (stored module, name of the part) of each matrix it is made of, more than
-    one for experts; ``suffix`` "weight" or "bias". ``heads``: rows are interleaved for llama.cpp's rope in so many.
+    one for experts; ``suffix`` "weight" or "bias". ``heads``: rows are interleaved for llama.cpp's rope in so many;
+    ``as_stored``: the checkpoint has them as llama.cpp does.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Piece:
     suffix: str
     place: Place
     heads: int = 0
+    as_stored: bool = False
     add: float = 0.0
     kind: str = "F32"
     rounded: bool = False
@@ -99,49 +101,59 @@ class Export:
             assert exact is not None, (name, piece.kind)
             return to_blocks(piece.kind, exact)
         dense = value.dequantize()
-        rounded = quantize(dense, piece.kind, self._importance(item, name), name)
+        rounded = quantize(dense, piece.kind, self.importance.get(name), name)
         norm = float(dense.norm())
         self.errors[name] = float((rounded.dequantize() - dense).norm()) / norm if norm else 0.0
         return to_blocks(piece.kind, rounded)
 
-    def _importance(self, item: StoredTensor, name: str) -> Tensor | None:
-        """Of the columns of a matrix; one that stays fused has that of its parts, which all read the same inputs."""
-        names = [part.name for part in item.parts] if name == item.name else [name]
-        return next((self.importance[x] for x in names if x in self.importance), None)
-
 
 def _shape(piece: Piece) -> tuple[int, ...]:
-    item, name = piece.sources[0]
-    rows = _rows(item, name)
-    if len(item.matrix) == 1 or piece.suffix == "bias":
-        return (rows,)
-    columns = item.matrix[1]
+    rows = [_rows(item, name) for item, name in piece.sources]
+    stack = (len(rows), rows[0]) if f"{EXPERTS}." in piece.name else (sum(rows),)
+    item = piece.sources[0][0]
+    if len(item.matrix) == 1:
+        return item.shape
+    if piece.suffix == "bias":
+        return stack
     if not piece.place.columns:
-        return (columns,)  # the one row of a gate
-    return (len(piece.sources), rows, columns) if piece.name.endswith(f"{EXPERTS}.weight") else (rows, columns)
+        return (item.matrix[1],)  # the one row of a gate
+    return (*stack, item.matrix[1])
 
 
 def _rows(item: StoredTensor, name: str) -> int:
-    part = next((part for part in item.parts if part.name == name), None)
-    if part is None or part.rows is None:
-        return item.matrix[0]
-    return len(item.rows_of(part))
+    part = next(part for part in item.parts if part.name == name)
+    return item.matrix[0] if part.rows is None else sum(len(range(*rows)) for rows in part.rows)
 
 
 def load_part(load: Load, item: StoredTensor, name: str, piece: Piece) -> Weight | Tensor:
     """The weight or bias that a piece is made of, its rows as llama.cpp wants them."""
     value, bias = load(item)
-    wanted = f"{name}.bias" if piece.suffix == "bias" else name
-    if all(part.name != name for part in item.parts):  # a matrix that stays fused
-        found: Weight | Tensor | None = bias if piece.suffix == "bias" else value
-    else:
-        found = dict(split_parts(item, value, bias)).get(wanted)
-    assert found is not None, wanted
+    parts = [part for part in item.parts if part.name == name]
+    if piece.as_stored and parts[0].rows is not None:
+        rows = sorted(item.rows_of(parts[0]))
+        straight = rows == list(range(rows[0], rows[-1] + 1))
+        parts = [Part(name, ((rows[0], rows[-1] + 1),) if straight else tuple((row, row + 1) for row in rows))]
+    one = replace(item, parts=tuple(parts))
+    found = dict(split_parts(one, value, bias))[f"{name}.bias" if piece.suffix == "bias" else name]
     if not piece.heads:
         return found
-    rows = found.shape[0]
-    order = torch.from_numpy(np.argsort(row_order(rows, piece.heads)))
+    order = torch.from_numpy(np.argsort(row_order(found.shape[0], piece.heads)))
     return found[order] if isinstance(found, Tensor) else found.take_rows(order)
+
+
+def _last(load: Load) -> Load:
+    """``load`` that keeps the stack of experts it read last, whose matrices are asked for one by one."""
+    kept: dict[str, tuple[Weight | Tensor, Tensor | None]] = {}
+
+    def one(item: StoredTensor) -> tuple[Weight | Tensor, Tensor | None]:
+        if len(item.shape) < 3:
+            return load(item)
+        if item.name not in kept:
+            kept.clear()
+            kept[item.name] = load(item)
+        return kept[item.name]
+
+    return one
 
 
 def plan_export(
@@ -161,8 +173,8 @@ def plan_export(
     context = checkpoint.config.get("max_position_embeddings")
     model = model_metadata(spec, context if isinstance(context, int) else spec.max_position)
     mixture = None if gguf_type == "auto" else find_mixture(gguf_type)
-    pieces = list(_pieces(spec, stored, model, checkpoint))
-    load = load or partial(load_stored, checkpoint)
+    pieces = _pieces(spec, stored, model, checkpoint)
+    load = _last(load or partial(load_stored, checkpoint))
     falls: dict[tuple[str, str, int], set[str]] = {}
     for piece in pieces:
         if piece.place.columns:
@@ -189,7 +201,7 @@ def plan_export(
 def _file_type(pieces: list[Piece]) -> int:
     most = Counter(piece.kind for piece in pieces if piece.place.columns).most_common(1)[0][0]
     named = {"Q4_K": "q4_k_m", "Q5_K": "q5_k_m"}.get(most, most.lower())
-    others = {"Q2_K": 10, "Q3_K": 12, "IQ4_NL": 25, "IQ4_XS": 30}
+    others = {"Q2_K": 10, "Q3_K": 12, "IQ4_NL": 25, "IQ4_XS": 30, "MXFP4": 38}
     return MIXTURES[named].file_type if named in MIXTURES else others[most]
 
 
@@ -232,38 +244,35 @@ def _common(weights: list[Weight]) -> str:
     return next(kind for kind in ORDER if all(fit(weight, kind) is not None for weight in weights))
 
 
-def _pieces(
-    spec: DecoderSpec, stored: list[StoredTensor], model: ModelMetadata, checkpoint: Checkpoint
-) -> Iterator[Piece]:
+def _pieces(spec: DecoderSpec, stored: list[StoredTensor], model: ModelMetadata, checkpoint: Checkpoint) -> list[Piece]:
     """Every tensor of the file, in the order of the checkpoint."""
     attention = dict(spec.attention_layers())
     neighbours = turns_neighbours(stored)
     offsets = {norm.name: norm.weight_offset for norm in spec.norms()}
+    order = {name: i for names in model.gguf.joined.values() for i, name in enumerate(names)}
     stems = {ours: theirs for theirs, ours in model.gguf.names.items()}
-    experts: dict[str, Piece] = {}
+    stems |= {name: theirs for theirs, names in model.gguf.joined.items() for name in names}
+    count = model.values.get(f"{model.gguf.arch}.expert_count", 0)
+    pieces: dict[str, Piece] = {}
     for item in stored:
         if item.optional and not is_present(checkpoint, item):
             continue
-        fused = len(item.parts) > 1 and item.name.split(".", 3)[-1] in stems
-        for name in [item.name] if fused else [part.name for part in item.parts]:
+        for name in [part.name for part in item.parts]:
             if name == spec.head and spec.tied:
                 continue
             stem, role, layer = _spell(name, stems, model.gguf)
             columns = item.matrix[1] if len(item.matrix) == 2 and item.matrix[0] > 1 else 0
-            count = model.values.get(f"{model.gguf.arch}.expert_count", 0)
-            place = Place(role, layer, len(spec.layers), columns, spec.tied, count)
-            piece = Piece(f"{stem}.weight", [(item, name)], "weight", place, add=offsets.get(name, 0.0))
-            piece.heads = _heads(role, attention.get(layer), model.gguf, neighbours)
-            if role.endswith(EXPERTS):
-                known = experts.get(stem)
-                if known is not None:
-                    known.sources.append((item, name))
-                    continue
-                experts[stem] = piece
-            yield piece
-            if item.bias:
-                flat = Place(role, layer, len(spec.layers), 0)
-                yield Piece(f"{stem}.bias", [(item, name)], "bias", flat, heads=piece.heads)
+            heads = _heads(role, attention.get(layer), model.gguf, neighbours)
+            for suffix in ("weight", "bias") if item.bias else ("weight",):
+                full = stem if role.startswith(CORRECTION) else f"{stem}.{suffix}"
+                place = Place(role, layer, len(spec.layers), columns if suffix == "weight" else 0, spec.tied, count)
+                add = offsets.get(name, 0.0) if suffix == "weight" else 0.0
+                as_stored = neighbours and model.gguf.interleaved_qk
+                piece = pieces.setdefault(full, Piece(full, [], suffix, place, heads, as_stored, add))
+                piece.sources.append((item, name))
+    for piece in pieces.values():
+        piece.sources.sort(key=lambda source: order.get(source[1].split(".", 3)[-1], 0))
+    return list(pieces.values())
 
 
 def _spell(name: str, stems: dict[str, str], gguf: Gguf) -> tuple[str, str, int]:
@@ -279,8 +288,7 @@ def _spell(name: str, stems: dict[str, str], gguf: Gguf) -> tuple[str, str, int]
 
 
 def _heads(role: str, attention: AttentionSpec | None, gguf: Gguf, neighbours: bool) -> int:
-    """Into how many heads rows are interleaved; 0 where they stay. ``neighbours``: the checkpoint has them so, and only
-    layers with rope were read in another order."""
-    if attention is None or not gguf.interleaved_qk or (neighbours and attention.rope is None):
+    """Into how many heads rows are interleaved; 0 where they stay, as ``neighbours`` do: the checkpoint has them so."""
+    if attention is None or not gguf.interleaved_qk or neighbours:
         return 0
     return {"attn_q": attention.heads, "attn_k": attention.kv_heads}.get(role, 0)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.canonical import ChannelInt8, Codebook, Dense, GroupInt, Weight
+from toolkit.artifacts.canonical import ChannelInt8, Codebook, Dense, Fp4, GroupInt, Weight
 from toolkit.artifacts.gguf.blocks import BLOCKS, BlockType
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -18,6 +18,7 @@ ORDER = (
     "IQ4_XS",
     "Q4_K",
     "IQ4_NL",
+    "MXFP4",
     "Q4_0",
     "Q4_1",
     "Q5_K",
@@ -48,8 +49,12 @@ def fit(weight: Weight, kind: str) -> Weight | None:
         codes = (weight.weight.to(torch.int16) + 128).to(torch.uint8)
         zeros = torch.full((weight.shape[0], 1), 128, dtype=torch.uint8)
         weight = GroupInt(codes, weight.scales[:, None], zeros, 8, weight.shape[1])
+    if isinstance(weight, Fp4):
+        powers = weight.scales.dtype == torch.uint8 and weight.global_scale is None
+        return weight if kind == "MXFP4" and powers and weight.group_size == block.group else None
     if isinstance(weight, Codebook):
-        same = block.table and block.supers == (weight.super_scales is not None) and weight.group_size == block.group
+        supers = block.supers == (weight.super_scales is not None)
+        same = kind.startswith("IQ4") and supers and weight.group_size == block.group
         return weight if same and (block.supers or weight.scales.dtype == torch.float16) else None
     if not isinstance(weight, GroupInt) or block.table or weight.group_index is not None:
         return None

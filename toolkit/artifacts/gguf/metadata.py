@@ -97,7 +97,7 @@ def _experts(spec: DecoderSpec, gguf: Gguf) -> dict[str, Any]:
             f"gguf: llama.cpp's {gguf.arch} has experts in every layer, this model in {len(layers)} of them"
         )
     first = layers[0]
-    if first.norm_topk != gguf.norm_topk:
+    if gguf.norm_topk not in (None, first.norm_topk):
         does = "rescales the experts' weights to sum 1" if gguf.norm_topk else "takes the experts' weights as they are"
         raise ToolkitError(f"gguf: llama.cpp's {gguf.arch} {does}; this model does not")
     sizes = {
@@ -119,6 +119,8 @@ def _rope(rope: RopeSpec, found: ModelMetadata) -> None:
         values["rope.scaling.factor"] = float(rope.factor)
     if rope.kind == "yarn":
         values["rope.scaling.original_context_length"] = rope.original_max_position
+        if not rope.truncate:
+            found.notes.append("llama.cpp lets YaRN begin and end at whole frequencies, which the model does not")
     elif rope.kind == "llama3":
         found.factors["rope_freqs.weight"] = _llama3_factors(rope)
     elif rope.kind == "longrope":

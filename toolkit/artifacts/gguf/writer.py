@@ -16,7 +16,19 @@ from toolkit.artifacts.gguf.container import TYPES
 
 ALIGNMENT = 32
 _IDS = {name: (number, columns, size) for number, (name, columns, size) in TYPES.items()}
-_ARRAYS = {"|u1": 0, "|i1": 1, "<u2": 2, "<i2": 3, "<u4": 4, "<i4": 5, "<f4": 6, "<u8": 10, "<i8": 11, "<f8": 12}
+_ARRAYS = {
+    "|b1": 7,
+    "|u1": 0,
+    "|i1": 1,
+    "<u2": 2,
+    "<i2": 3,
+    "<u4": 4,
+    "<i4": 5,
+    "<f4": 6,
+    "<u8": 10,
+    "<i8": 11,
+    "<f8": 12,
+}
 _BOOL, _STRING, _ARRAY, _UINT32, _FLOAT32 = 7, 8, 9, 4, 6
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from toolkit.models.config.fields import MAX_LAYERS, MAX_POSITION, MAX_VOCAB, Fields
 from toolkit.models.decoder import Built, Dims, fused_gate_up, fused_qkv, llama_like, read_dims, renamed
+from toolkit.models.families.glm import GGUF
 from toolkit.models.family import Family, Tiny
 from toolkit.models.spec import RopeSpec
 
@@ -57,14 +58,14 @@ def _dims(config: Fields) -> Dims:
     return read_dims(Fields({**config.values, **usual, "rms_norm_eps": None}, config.source))
 
 
-SIZES = dict(num_layers=2, kv_channels=32, ffn_hidden_size=128, padded_vocab_size=320, seq_length=512)
+SIZES = dict(num_layers=2, kv_channels=16, ffn_hidden_size=128, padded_vocab_size=320, seq_length=512)
 FAMILY = Family(
     "chatglm",
     "ChatGLM2 6B, ChatGLM3 6B; GLM-4 9B, CodeGeeX4 9B (own code)",
     ("ChatGLMModel", "ChatGLMForConditionalGeneration"),
     build,
     (
-        Tiny(dict(SIZES, multi_query_group_num=2), dict(head_dim=32, rms_norm_eps=1e-5)),
+        Tiny(dict(SIZES, multi_query_group_num=2), dict(head_dim=16, rms_norm_eps=1e-5)),
         Tiny(
             dict(SIZES, kv_channels=24, multi_query_group_num=1, rope_ratio=2, layernorm_epsilon=1e-6),
             dict(
@@ -75,6 +76,6 @@ FAMILY = Family(
             ),
         ),
     ),
-    "llama.cpp joins the matrices of ChatGLM in its own way, which this tool does not write yet",
+    GGUF,
     twin="glm",
 )

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+from toolkit.errors import ToolkitError
 from toolkit.models.config.fields import MAX_POSITION, Fields
 from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import PARALLEL_NORM, Built, layer_norm, llama_like, read_dims
 from toolkit.models.family import Family, Tiny
+from toolkit.models.gguf import BLOCK, QK_NORMS, Gguf, as_wide_as_the_model
+from toolkit.models.spec import DecoderSpec
 
 
 def build(config: Fields) -> Built:
@@ -32,6 +36,15 @@ def build(config: Fields) -> Built:
     )
 
 
+def _write(spec: DecoderSpec) -> dict[str, Any]:
+    as_wide_as_the_model(spec, "command-r")
+    normed = spec.attention_layers()[0][1].q_norm is not None
+    if not spec.tied or normed != (len(spec.layers) >= LARGE):
+        raise ToolkitError(f"gguf: llama.cpp's command-r is tied, and norms q and k from {LARGE} layers on")
+    return {"logit_scale": spec.head_scale, "rope.scaling.type": "none"}
+
+
+LARGE = 64  # layers
 FAMILY = Family(
     "cohere",
     "Command-R, Command-R+, Aya 23, Aya Expanse",
@@ -40,6 +53,20 @@ FAMILY = Family(
     (
         Tiny(dict(logit_scale=0.25, use_qk_norm=True)),
         Tiny(dict(logit_scale=0.5, attention_bias=True, num_key_value_heads=1, tie_word_embeddings=False)),
+        Tiny(dict(logit_scale=0.5, num_key_value_heads=1)),
     ),
-    "GGUF files of Command-R are neither read nor written",
+    Gguf(
+        "command-r",
+        "cohere",
+        {**{theirs: ours for theirs, ours in BLOCK.items() if theirs != "ffn_norm"}, **QK_NORMS},
+        interleaved_qk=True,
+        biases=False,
+        eps="layer_norm_eps",
+        fields={"hidden_act": "silu", "attention_bias": False},
+        read=lambda file, config: {
+            "logit_scale": file.number("logit_scale"),
+            "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+        },
+        write=_write,
+    ),
 )

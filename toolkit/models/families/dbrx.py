@@ -3,8 +3,10 @@ transformers ``DbrxForCausalLM``."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from toolkit.models.config.fields import MAX_EXPERTS, MAX_EXPERTS_IN_ALL, MAX_LAYERS, MAX_POSITION, Fields
 from toolkit.models.config.rope import read_rope
@@ -21,7 +23,8 @@ from toolkit.models.decoder import (
     renamed,
 )
 from toolkit.models.family import Family, Tiny
-from toolkit.models.spec import Rows
+from toolkit.models.gguf import QKV, Gguf, Metadata, as_wide_as_the_model, with_experts
+from toolkit.models.spec import DecoderSpec, Rows
 
 NAMES = {
     "model.embed_tokens": "transformer.wte",
@@ -95,6 +98,31 @@ def _stacks(dims: Dims, count: int) -> list[Fused]:
     ]
 
 
+def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "d_model": config["hidden_size"],
+        "n_heads": config["num_attention_heads"],
+        "n_layers": config["num_hidden_layers"],
+        "max_seq_len": config["max_position_embeddings"],
+        "attn_config": {
+            "clip_qkv": file.number("attention.clamp_kqv"),
+            "kv_n_heads": config["num_key_value_heads"],
+            "rope_theta": config["rope_theta"],
+        },
+        "ffn_config": {
+            "ffn_hidden_size": config["intermediate_size"],
+            "moe_num_experts": file.whole("expert_count"),
+            "moe_top_k": file.whole("expert_used_count"),
+        },
+    }
+
+
+def _write(spec: DecoderSpec) -> dict[str, Any]:
+    as_wide_as_the_model(spec, "dbrx")
+    first = spec.attention_layers()[0][1]
+    return {"attention.clamp_kqv": first.clip} if first.clip is not None else {}
+
+
 ATTENTION = dict(clip_qkv=0.7, kv_n_heads=2, rope_theta=10000.0)
 SIZES = dict(d_model=64, n_heads=4, n_layers=2)
 FFN = dict(ffn_hidden_size=64, moe_num_experts=6, moe_top_k=3)
@@ -113,5 +141,21 @@ FAMILY = Family(
             )
         ),
     ),
-    "llama.cpp joins q, k and v of DBRX in its own way, which this tool does not write yet",
+    Gguf(
+        "dbrx",
+        "dbrx",
+        with_experts(
+            {
+                "attn_norm": "norm_attn_norm.norm_1",
+                "attn_output": "self_attn.o_proj",
+                "attn_output_norm": "norm_attn_norm.norm_2",
+            }
+        ),
+        biases=False,
+        joined=QKV,
+        eps="layer_norm_eps",
+        fields={"hidden_act": "silu"},
+        read=_read,
+        write=_write,
+    ),
 )

@@ -3,9 +3,12 @@ has ALiBi. Source: transformers ``FalconForCausalLM``."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+from toolkit.errors import ToolkitError
 from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.decoder import (
     PARALLEL_NORM,
@@ -20,9 +23,11 @@ from toolkit.models.decoder import (
     read_dims,
     renamed,
 )
+from toolkit.models.families.phi import PLAIN_BLOCK
 from toolkit.models.family import Family, Tiny
+from toolkit.models.gguf import QKV, Gguf, Metadata, as_wide_as_the_model
 from toolkit.models.positions import alibi_slopes, to_bfloat16
-from toolkit.models.spec import AlibiSpec
+from toolkit.models.spec import AlibiSpec, DecoderSpec
 
 NAMES = {
     "model.embed_tokens": "transformer.word_embeddings",
@@ -31,7 +36,7 @@ NAMES = {
     "mlp.up_proj": "mlp.dense_h_to_4h",
     "mlp.down_proj": "mlp.dense_4h_to_h",
 }
-TWO_NORMS: LayerNorms = (("ln_attn", None), ("ln_mlp", None))
+TWO_NORMS: LayerNorms = (("ln_attn", None), ("input_layernorm", None))
 
 
 def build(config: Fields) -> Built:
@@ -43,7 +48,7 @@ def build(config: Fields) -> Built:
     bias = config.flag("bias", False)
     act = config.activation("activation", default="gelu")
     norms, parallel = _arrangement(config)
-    endings = renamed(NAMES)
+    endings = renamed({**NAMES, "input_layernorm": "ln_mlp"} if norms == TWO_NORMS else NAMES)
     return llama_like(
         config,
         dims,
@@ -85,6 +90,25 @@ def _arrangement(config: Fields) -> tuple[LayerNorms, bool]:
     return (TWO_NORMS if new and two else PARALLEL_NORM), True
 
 
+def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    kv_heads = config["num_key_value_heads"]
+    two = "blk.0.attn_norm_2.weight" in file.tensors
+    return {
+        "ffn_hidden_size": config["intermediate_size"],
+        "num_kv_heads": kv_heads,
+        "new_decoder_architecture": two or kv_heads > 1,
+        "num_ln_in_parallel_attn": 2 if two else 1,
+        "multi_query": kv_heads == 1,
+    }
+
+
+def _write(spec: DecoderSpec) -> dict[str, Any]:
+    as_wide_as_the_model(spec, "falcon")
+    if not spec.layers[0].beside(1):
+        raise ToolkitError("gguf: llama.cpp's falcon has attention and MLP side by side, this model has not")
+    return {}
+
+
 FAMILY = Family(
     "falcon",
     "Falcon 7B, 40B, 180B; Falcon RW 1B, 7B; Falcon 2 11B",
@@ -99,5 +123,15 @@ FAMILY = Family(
             dict(alibi=True, multi_query=False, num_attention_heads=6, hidden_size=96, parallel_attn=False, bias=True)
         ),
     ),
-    "llama.cpp joins q, k and v of Falcon in its own way, which this tool does not write yet",
+    Gguf(
+        "falcon",
+        "falcon",
+        {**PLAIN_BLOCK, "attn_norm_2": "ln_attn"},
+        biases=False,
+        joined=QKV,
+        eps="layer_norm_epsilon",
+        fields={"activation": "gelu", "bias": False, "parallel_attn": True},
+        read=_read,
+        write=_write,
+    ),
 )

@@ -3,10 +3,14 @@ Source: transformers ``GlmForCausalLM``."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import PRE_NORMS, Built, LayerNorms, fused_gate_up, llama_like, read_dims
 from toolkit.models.family import Family, Tiny
+from toolkit.models.gguf import BLOCK, GATE_UP, QKV, Gguf, as_wide_as_the_model, has_qkv_bias
+from toolkit.models.spec import DecoderSpec
 
 
 def build(config: Fields, norms: LayerNorms = PRE_NORMS) -> Built:
@@ -22,14 +26,30 @@ def build(config: Fields, norms: LayerNorms = PRE_NORMS) -> Built:
     )
 
 
+def _write(spec: DecoderSpec) -> dict[str, Any]:
+    as_wide_as_the_model(spec, "chatglm")
+    return {}
+
+
+NAMES = {theirs: ours for theirs, ours in BLOCK.items() if theirs not in ("ffn_gate", "ffn_up")}
+GGUF = Gguf(
+    "chatglm",
+    "glm",
+    NAMES,
+    joined={**QKV, **GATE_UP},
+    interleaved_qk=True,
+    fields={"hidden_act": "silu"},
+    read=lambda file, config: {"attention_bias": has_qkv_bias(file)},
+    write=_write,
+)
 FAMILY = Family(
     "glm",
     "GLM-4 9B (…-hf)",
     ("GlmForCausalLM",),
     build,
     (
-        Tiny(dict(head_dim=32)),
+        Tiny(dict(head_dim=16)),
         Tiny(dict(head_dim=24, attention_bias=False, num_key_value_heads=1, tie_word_embeddings=True)),
     ),
-    "llama.cpp joins the matrices of GLM in its own way, which this tool does not write yet",
+    GGUF,
 )

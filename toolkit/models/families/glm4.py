@@ -6,7 +6,8 @@ from __future__ import annotations
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, LayerNorms
 from toolkit.models.families import glm
-from toolkit.models.family import Family
+from toolkit.models.family import Family, Tiny
+from toolkit.models.gguf import GATE_UP, Gguf, has_qkv_bias
 
 NORMS: LayerNorms = (
     ("input_layernorm", "post_self_attn_layernorm"),
@@ -18,4 +19,23 @@ def build(config: Fields) -> Built:
     return glm.build(config, NORMS)
 
 
-FAMILY = Family("glm4", "GLM-4 9B, 32B (0414), GLM-Z1", ("Glm4ForCausalLM",), build, glm.FAMILY.tiny, glm.FAMILY.gguf)
+FAMILY = Family(
+    "glm4",
+    "GLM-4 9B, 32B (0414), GLM-Z1",
+    ("Glm4ForCausalLM",),
+    build,
+    (Tiny(dict(head_dim=32)), glm.FAMILY.tiny[1]),
+    Gguf(
+        "glm4",
+        "glm4",
+        {
+            **glm.NAMES,
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+        },
+        joined=GATE_UP,
+        interleaved_qk=True,
+        fields={"hidden_act": "silu"},
+        read=lambda file, config: {"attention_bias": has_qkv_bias(file)},
+    ),
+)

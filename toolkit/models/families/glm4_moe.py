@@ -8,6 +8,18 @@ from toolkit.models.config.rope import read_rope
 from toolkit.models.config.routing import on_disk, read_corrected, read_routed
 from toolkit.models.decoder import Built, llama_like, read_dims
 from toolkit.models.family import Family, Tiny
+from toolkit.models.gguf import (
+    BLOCK,
+    CORRECTION,
+    EXPERT_NUMBERS,
+    QK_NORMS,
+    SHARED_EXPERT,
+    Gguf,
+    has_qkv_bias,
+    read_routing,
+    routing,
+    with_experts,
+)
 from toolkit.models.spec import MoeSpec
 
 
@@ -40,5 +52,24 @@ FAMILY = Family(
         Tiny(dict(SIZES, head_dim=32, attention_bias=True, num_hidden_layers=3)),
         Tiny(dict(SIZES, head_dim=24, use_qk_norm=True, n_group=4, topk_group=2, first_k_dense_replace=0)),
     ),
-    "GGUF files of GLM-4.5 are neither read nor written",
+    Gguf(
+        "glm4moe",
+        "glm4_moe",
+        {
+            **{theirs: ours for theirs, ours in BLOCK.items() if theirs != "ffn_norm"},
+            **with_experts({}, SHARED_EXPERT),
+            **QK_NORMS,
+            "post_attention_norm": "post_attention_layernorm",
+            f"{CORRECTION}.bias": "mlp.gate.e_score_correction_bias",
+        },
+        norm_topk=None,
+        fields={"hidden_act": "silu"},
+        numbers={"n_routed_experts": "expert_count", **EXPERT_NUMBERS},
+        read=lambda file, config: {
+            **read_routing(file, config),
+            "attention_bias": has_qkv_bias(file),
+            "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+        },
+        write=lambda spec: routing(spec, "glm4moe"),
+    ),
 )

@@ -3,12 +3,18 @@ transformers ``GPTNeoXForCausalLM``."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
+from toolkit.errors import ToolkitError
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, fused_by_kv_head, layer_norm, llama_like, plain_mlp, read_dims, renamed
+from toolkit.models.families.phi import PLAIN_BLOCK
 from toolkit.models.family import Family, Tiny
+from toolkit.models.gguf import QKV, Gguf, Metadata, as_wide_as_the_model
+from toolkit.models.spec import DecoderSpec
 
 NAMES = {
     "model.embed_tokens": "gpt_neox.embed_in",
@@ -46,6 +52,18 @@ def build(config: Fields) -> Built:
     )
 
 
+def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    turned = file.whole("rope.dimension_count") / config["head_dim"]
+    return {"use_parallel_residual": file.has("use_parallel_residual"), "rotary_pct": turned}
+
+
+def _write(spec: DecoderSpec) -> dict[str, Any]:
+    as_wide_as_the_model(spec, "gptneox")
+    if spec.tied or not spec.attention_layers()[0][1].q.bias:
+        raise ToolkitError("gguf: llama.cpp's gptneox has biases in its attention, and a head of its own")
+    return {"use_parallel_residual": spec.layers[0].beside(1)}
+
+
 FAMILY = Family(
     "gpt_neox",
     "Pythia, GPT-NeoX 20B, Dolly 2, RedPajama-INCITE",
@@ -55,5 +73,14 @@ FAMILY = Family(
         Tiny(dict(num_key_value_heads=4)),
         Tiny(dict(num_key_value_heads=4, use_parallel_residual=False, hidden_act="gelu_new")),
     ),
-    "llama.cpp joins q, k and v of GPT-NeoX in its own way, which this tool does not write yet",
+    Gguf(
+        "gptneox",
+        "gpt_neox",
+        PLAIN_BLOCK,
+        joined=QKV,
+        eps="layer_norm_eps",
+        fields={"hidden_act": "gelu"},
+        read=_read,
+        write=_write,
+    ),
 )

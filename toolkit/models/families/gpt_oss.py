@@ -3,6 +3,10 @@ Source: transformers ``GptOssForCausalLM``."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from toolkit.errors import ToolkitError
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import (
@@ -18,7 +22,8 @@ from toolkit.models.decoder import (
     renamed,
 )
 from toolkit.models.family import Family, Tiny
-from toolkit.models.spec import MoeSpec, Rows
+from toolkit.models.gguf import BLOCK, Gguf, Metadata, with_experts
+from toolkit.models.spec import DecoderSpec, MoeSpec, Rows
 
 ROPE = dict(
     rope_type="yarn",
@@ -76,6 +81,28 @@ def _stacks(dims: Dims, count: int) -> list[Fused]:
     ]
 
 
+def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    theta, factor = config["rope_theta"], file.number("rope.scaling.factor", 1.0)
+    if factor == 1:
+        rope = {"rope_type": "default", "rope_theta": theta}
+    else:
+        length = file.whole("rope.scaling.original_context_length")
+        rope = {**ROPE, "rope_theta": theta, "factor": factor, "original_max_position_embeddings": length}
+    return {"rope_parameters": rope, "sliding_window": file.whole("attention.sliding_window")}
+
+
+def _write(spec: DecoderSpec) -> dict[str, Any]:
+    layers = spec.attention_layers()
+    rope = layers[0][1].rope
+    if rope is not None and rope.kind == "yarn" and rope.truncate:
+        raise ToolkitError(
+            "gguf: files of gpt-oss are read with the YaRN of the released models, which is not truncated"
+        )
+    if any((attention.window is None) != bool(i % 2) for i, attention in layers) or not layers[0][1].q.bias:
+        raise ToolkitError("gguf: llama.cpp's gpt-oss slides in every other layer from the first, and has biases")
+    return {}
+
+
 YARN = dict(ROPE, rope_theta=10000.0, factor=4.0, original_max_position_embeddings=64)
 PLAIN = dict(rope_type="default", rope_theta=10000.0)
 SIZES = dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=16)
@@ -88,5 +115,21 @@ FAMILY = Family(
         Tiny(dict(SIZES, rope_parameters=YARN)),
         Tiny(dict(SIZES, rope_parameters=PLAIN, attention_bias=False, layer_types=["full_attention"] * 2)),
     ),
-    "GGUF files of gpt-oss are neither read nor written",
+    Gguf(
+        "gpt-oss",
+        "gpt_oss",
+        {
+            **with_experts({theirs: ours for theirs, ours in BLOCK.items() if theirs != "ffn_norm"}),
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks": "self_attn.sinks",
+        },
+        window=True,
+        numbers={
+            "num_local_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "intermediate_size": "expert_feed_forward_length",
+        },
+        read=_read,
+        write=_write,
+    ),
 )

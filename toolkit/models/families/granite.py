@@ -42,6 +42,23 @@ def scales(spec: DecoderSpec) -> dict[str, Any]:
 
 
 MULTIPLIERS = dict(embedding_multiplier=12.0, logits_scaling=2.0, residual_multiplier=0.4, attention_multiplier=0.1)
+GGUF = Gguf(
+    "granite",
+    "granite",
+    BLOCK,
+    interleaved_qk=True,
+    fields={"hidden_act": "silu"},
+    read=lambda file, config: {
+        "attention_multiplier": file.number("attention.scale"),
+        "embedding_multiplier": file.number("embedding_scale", 1.0),
+        "residual_multiplier": file.number("residual_scale", 1.0),
+        "logits_scaling": file.number("logit_scale", 1.0),
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+    },
+    write=lambda spec: {**scales(spec), "attention.scale": spec.attention_layers()[0][1].scale},
+    scale=None,
+)
 FAMILY = Family(
     "granite",
     "Granite 3.0 to 3.3, 4 (dense)",
@@ -51,21 +68,5 @@ FAMILY = Family(
         Tiny(dict(MULTIPLIERS, tie_word_embeddings=True)),
         Tiny(dict(MULTIPLIERS, num_key_value_heads=1, head_dim=24, attention_bias=True)),
     ),
-    Gguf(
-        "granite",
-        "granite",
-        BLOCK,
-        interleaved_qk=True,
-        fields={"hidden_act": "silu"},
-        read=lambda file, config: {
-            "attention_multiplier": file.number("attention.scale"),
-            "embedding_multiplier": file.number("embedding_scale", 1.0),
-            "residual_multiplier": file.number("residual_scale", 1.0),
-            "logits_scaling": file.number("logit_scale", 1.0),
-            "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-            "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
-        },
-        write=lambda spec: {**scales(spec), "attention.scale": spec.attention_layers()[0][1].scale},
-        scale=None,
-    ),
+    GGUF,
 )

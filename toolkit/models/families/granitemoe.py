@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, Dims, Fused, experts, llama_like, read_dims, read_experts, renamed
 from toolkit.models.families import granite
 from toolkit.models.family import Family, Tiny
+from toolkit.models.gguf import BLOCK, with_experts
 from toolkit.models.spec import Rows
 
 NAMES = {
@@ -57,5 +60,11 @@ FAMILY = Family(
     ("GraniteMoeForCausalLM",),
     build,
     (Tiny(dict(SIZES, tie_word_embeddings=True)), Tiny(dict(SIZES, attention_bias=True, num_key_value_heads=1))),
-    "llama.cpp has Granite's stacks of experts, which this tool does not write yet",
+    replace(
+        granite.GGUF,
+        arch="granitemoe",
+        family="granitemoe",
+        names=with_experts(BLOCK),
+        numbers={"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
+    ),
 )

@@ -3,13 +3,25 @@ first. Source: transformers ``HYV3ForCausalLM``."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from toolkit.models.config.fields import MAX_EXPERTS, Fields
 from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, experts, gated_mlp, llama_like, read_dims, read_experts, renamed
 from toolkit.models.family import Family, Tiny
-from toolkit.models.spec import MlpSpec, MoeSpec
+from toolkit.models.gguf import (
+    BLOCK,
+    CORRECTION,
+    EXPERT_NUMBERS,
+    QK_NORMS,
+    SHARED_EXPERT,
+    SIGMOID,
+    Gguf,
+    Metadata,
+    with_experts,
+)
+from toolkit.models.spec import DecoderSpec, MlpSpec, MoeSpec
 
 NAMES = {"mlp.gate": "mlp.router.gate", "mlp.gate.e_score_correction_bias": "mlp.expert_bias"}
 
@@ -46,6 +58,28 @@ def build(config: Fields) -> Built:
     )
 
 
+def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    inner = config["moe_intermediate_size"]
+    sparse = [f"blk.{i}.ffn_gate_inp.weight" in file.tensors for i in range(config["num_hidden_layers"])]
+    return {
+        "num_shared_experts": file.whole("expert_shared_feed_forward_length", inner) // inner,
+        "router_scaling_factor": file.number("expert_weights_scale", 1.0),
+        "mlp_layer_types": ["sparse" if one else "dense" for one in sparse],
+    }
+
+
+def _write(spec: DecoderSpec) -> dict[str, Any]:
+    moe = next(mixer for _, mixer in spec.mixers() if mixer.kind == "moe")
+    inner = moe.experts[0].up.out_features
+    return {
+        "expert_gating_func": SIGMOID,
+        "expert_weights_norm": True,
+        "expert_weights_scale": moe.scale,
+        "expert_feed_forward_length": inner,
+        "expert_shared_feed_forward_length": inner if moe.shared is None else moe.shared.up.out_features,
+    }
+
+
 SIZES = dict(moe_intermediate_size=32, num_experts=6, num_experts_per_tok=3)
 FAMILY = Family(
     "hy_v3",
@@ -56,5 +90,20 @@ FAMILY = Family(
         Tiny(dict(SIZES, head_dim=32)),
         Tiny(dict(SIZES, head_dim=24, num_key_value_heads=1, mlp_layer_types=["sparse", "dense"], attention_bias=True)),
     ),
-    "GGUF files of Hy3 are neither read nor written",
+    Gguf(
+        "hy_v3",
+        "hy_v3",
+        {
+            **BLOCK,
+            **with_experts({}, SHARED_EXPERT),
+            **QK_NORMS,
+            CORRECTION: "mlp.gate.e_score_correction_bias",
+        },
+        biases=False,
+        norm_topk=None,
+        fields={"hidden_act": "silu"},
+        numbers={"num_experts": "expert_count", **EXPERT_NUMBERS},
+        read=_read,
+        write=_write,
+    ),
 )

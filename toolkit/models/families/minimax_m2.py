@@ -10,7 +10,8 @@ from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, experts, llama_like, read_dims, read_experts
 from toolkit.models.families import mixtral
 from toolkit.models.family import Family, Tiny
-from toolkit.models.spec import MoeSpec
+from toolkit.models.gguf import BLOCK, CORRECTION, QK_NORMS, SIGMOID, Gguf, with_experts
+from toolkit.models.spec import DecoderSpec, MoeSpec
 
 
 def build(config: Fields) -> Built:
@@ -44,6 +45,10 @@ def build(config: Fields) -> Built:
     )
 
 
+def _inner(spec: DecoderSpec) -> int:
+    return spec.layers[0].sublayers[1].mixer.mlps()[0].up.out_features
+
+
 FAMILY = Family(
     "minimax_m2",
     "MiniMax-M2, M2.1",
@@ -53,5 +58,14 @@ FAMILY = Family(
         Tiny(dict(head_dim=32, rotary_dim=16, num_local_experts=6, num_experts_per_tok=3)),
         Tiny(dict(head_dim=24, num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=1)),
     ),
-    "GGUF files of MiniMax-M2 are neither read nor written",
+    Gguf(
+        "minimax-m2",
+        "minimax_m2",
+        {**with_experts(BLOCK, QK_NORMS), f"{CORRECTION}.bias": "mlp.gate.e_score_correction_bias"},
+        biases=False,
+        fields={"hidden_act": "silu"},
+        numbers={"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
+        read=lambda file, config: {"rotary_dim": file.whole("rope.dimension_count", config["head_dim"])},
+        write=lambda spec: {"expert_gating_func": SIGMOID, "expert_feed_forward_length": _inner(spec)},
+    ),
 )

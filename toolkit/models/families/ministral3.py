@@ -3,13 +3,17 @@ Source: transformers ``Ministral3ForCausalLM``."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
+from toolkit.errors import ToolkitError
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, llama_like, read_dims, read_window
 from toolkit.models.family import Family, Tiny
-from toolkit.models.spec import QueryScale
+from toolkit.models.gguf import BLOCK, Gguf, Metadata
+from toolkit.models.spec import DecoderSpec, QueryScale
 
 ROPE = dict(
     rope_type="yarn",
@@ -48,6 +52,30 @@ def _beta(config: Fields) -> float:
     return found
 
 
+def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    yarn = {
+        **ROPE,
+        "rope_theta": config["rope_theta"],
+        "factor": file.number("rope.scaling.factor"),
+        "original_max_position_embeddings": file.whole("rope.scaling.original_context_length"),
+        "llama_4_scaling_beta": file.number("attention.temperature_scale", 0.0),
+    }
+    return {"rope_parameters": yarn}
+
+
+def _write(spec: DecoderSpec) -> dict[str, Any]:
+    first = spec.attention_layers()[0][1]
+    if first.rope is None or first.rope.kind != "yarn" or first.rope.attention_factor != 1.0:
+        raise ToolkitError(
+            "gguf: llama.cpp's mistral3 turns by YaRN with equal mscale and mscale_all_dim, this model not"
+        )
+    grows = first.q_scale
+    return {
+        "rope.scaling.yarn_log_multiplier": 1.0,
+        **({} if grows is None else {"attention.temperature_scale": grows.factor}),
+    }
+
+
 YARN = dict(ROPE, rope_theta=10000.0, factor=8.0, original_max_position_embeddings=16, llama_4_scaling_beta=0.7)
 FAMILY = Family(
     "ministral3",
@@ -58,5 +86,14 @@ FAMILY = Family(
         Tiny(dict(head_dim=32, rope_parameters=YARN)),
         Tiny(dict(head_dim=24, num_key_value_heads=1, rope_parameters=YARN, tie_word_embeddings=True)),
     ),
-    "GGUF files of Ministral 3 are neither read nor written",
+    Gguf(
+        "mistral3",
+        "ministral3",
+        BLOCK,
+        interleaved_qk=True,
+        biases=False,
+        fields={"hidden_act": "silu"},
+        read=_read,
+        write=_write,
+    ),
 )

@@ -16,6 +16,13 @@ def build(config: Fields) -> Built:
     return llama_like(config, dims, qkv_bias=bias, o_bias=bias, qk_norm="all", norms=POST_NORMS)
 
 
+GGUF = Gguf(
+    "olmo2",
+    "olmo2",
+    {**{theirs: ours for theirs, ours in BLOCK.items() if "norm" not in theirs}, **QK_NORMS, **POST_NORM_NAMES},
+    biases=False,
+    fields={"hidden_act": "silu", "attention_bias": False},
+)
 FAMILY = Family(
     "olmo2",
     "OLMo 2 1B, 7B, 13B, 32B",
@@ -25,11 +32,5 @@ FAMILY = Family(
         Tiny(dict(num_key_value_heads=4)),
         Tiny(dict(attention_bias=True, num_key_value_heads=1, tie_word_embeddings=True)),
     ),
-    Gguf(
-        "olmo2",
-        "olmo2",
-        {**{theirs: ours for theirs, ours in BLOCK.items() if "norm" not in theirs}, **QK_NORMS, **POST_NORM_NAMES},
-        biases=False,
-        fields={"hidden_act": "silu", "attention_bias": False},
-    ),
+    GGUF,
 )

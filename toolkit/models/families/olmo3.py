@@ -3,9 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import POST_NORMS, Built, layer_ropes, llama_like, read_dims, read_window, read_windows
+from toolkit.models.families import olmo2
 from toolkit.models.family import Family, Tiny
+from toolkit.models.gguf import Metadata
+from toolkit.models.spec import DecoderSpec
 
 
 def build(config: Fields) -> Built:
@@ -26,6 +35,17 @@ def build(config: Fields) -> Built:
     )
 
 
+def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    slides = file.flags("attention.sliding_window_pattern")
+    kinds = {} if slides is None else {"layer_types": [SLIDES if one else "full_attention" for one in slides]}
+    return {"sliding_window": file.whole("attention.sliding_window"), **kinds}
+
+
+def _write(spec: DecoderSpec) -> dict[str, Any]:
+    return {"attention.sliding_window_pattern": np.array([a.window is not None for _, a in spec.attention_layers()])}
+
+
+SLIDES = "sliding_attention"
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 FAMILY = Family(
     "olmo3",
@@ -45,5 +65,5 @@ FAMILY = Family(
         ),
         Tiny(dict(num_key_value_heads=1, layer_types=["full_attention", "sliding_attention"], sliding_window=12)),
     ),
-    "llama.cpp reads OLMo 3 as an olmo2 with windows, which this tool does not write yet",
+    replace(olmo2.GGUF, family="olmo3", window=True, read=_read, write=_write),
 )

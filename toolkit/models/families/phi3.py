@@ -6,7 +6,7 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, fused_gate_up, fused_qkv, llama_like, read_dims, read_window
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import BLOCK, Gguf
+from toolkit.models.gguf import BLOCK, GATE_UP, QKV, Gguf
 from toolkit.models.spec import DecoderSpec
 
 
@@ -28,6 +28,7 @@ def _window(spec: DecoderSpec) -> dict[str, int]:
     return {} if found is not None else {"attention.sliding_window": spec.max_position}
 
 
+NAMES = {theirs: ours for theirs, ours in BLOCK.items() if theirs not in ("ffn_gate", "ffn_up")}
 FAMILY = Family(
     "phi3",
     "Phi 3, 3.5, 4, 4 mini",
@@ -55,7 +56,8 @@ FAMILY = Family(
     Gguf(
         "phi3",
         "phi3",
-        {**BLOCK, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        NAMES,
+        joined={**QKV, **GATE_UP},
         window=True,
         fields={"hidden_act": "silu"},
         read=lambda file, config: {

@@ -4,11 +4,13 @@ queries that grow with their position. Source: the model's own ``modeling_qwen.p
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from toolkit.models.config.fields import MAX_POSITION, MAX_WIDTH, Fields
 from toolkit.models.decoder import Built, fused_qkv, llama_like, read_dims, renamed
 from toolkit.models.family import Family, Tiny
-from toolkit.models.spec import QueryScale, RopeSpec
+from toolkit.models.gguf import BLOCK, QKV, Gguf, as_wide_as_the_model
+from toolkit.models.spec import DecoderSpec, QueryScale, RopeSpec
 
 NAMES = {
     "model.embed_tokens": "transformer.wte",
@@ -62,6 +64,14 @@ def _rope(config: Fields, head_dim: int, trained: int, longest: int) -> RopeSpec
     return RopeSpec(head_dim, theta, "dynamic", 2.0, original_max_position=trained, max_position=whole)
 
 
+def _write(spec: DecoderSpec) -> dict[str, Any]:
+    """Its key counts the columns of gate and up together."""
+    as_wide_as_the_model(spec, "qwen")
+    mlp = spec.layers[0].sublayers[1].mixer
+    assert mlp.kind == "mlp"
+    return {"feed_forward_length": 2 * mlp.up.out_features}
+
+
 TWIN = dict(num_key_value_heads=4)
 FAMILY = Family(
     "qwen",
@@ -75,6 +85,19 @@ FAMILY = Family(
             dict(TWIN, rope_parameters=dict(rope_type="default", rope_theta=5000.0)),
         ),
     ),
-    "GGUF files of Qwen 1 are neither read nor written",
+    Gguf(
+        "qwen",
+        "qwen",
+        BLOCK,
+        joined=QKV,
+        fields={"hidden_act": "silu", "use_logn_attn": False, "use_dynamic_ntk": False},
+        read=lambda file, config: {
+            "layer_norm_epsilon": config["rms_norm_eps"],
+            "kv_channels": config["head_dim"],
+            "rotary_emb_base": config["rope_theta"],
+            "seq_length": config["max_position_embeddings"],
+        },
+        write=_write,
+    ),
     twin="qwen2",
 )
