@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -11,8 +11,11 @@ from rich.box import SIMPLE_HEAD
 from toolkit.commands.groups import Group
 from toolkit.commands.output import stdout, table, write_json
 
+if TYPE_CHECKING:
+    from toolkit.runners.coverage import Coverage
+
 app = typer.Typer(cls=Group, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
-NARROW = 72  # columns, below which a table of three has no room for words
+NARROW = 72  # columns, below which the models' table has no room for words
 JSON = Annotated[str | None, typer.Option("--json", help="Write the list as JSON to this file (- = standard output).")]
 
 
@@ -39,52 +42,61 @@ def templates(context: typer.Context, json: JSON = None) -> None:
 
 @app.command("models")
 def models(json: JSON = None) -> None:
-    """List models by the names that people know, with their architectures and the weight formats they are read from."""
+    """List models by the names that people know: what runs them, which methods of lite take them, their name in GGUF.
+
+    convert, chat and serve take every model here. Where turbomind has a dash, pytorch stands in for it.
+    """
     from importlib.util import find_spec
 
-    from toolkit.artifacts.formats import FORMATS
     from toolkit.artifacts.result_file import check_json
-    from toolkit.models.gguf import Gguf
     from toolkit.models.registry import families
+    from toolkit.runners.coverage import STAGES, all_formats, coverage
 
     check_json("--json", json, ("architecture", "backends"))
-    known = families()
-    of_gguf = {family.gguf.family for family in known if isinstance(family.gguf, Gguf)}
-    quantized = [("w8a8" if name == "smooth_quant" else name) for name in FORMATS if name != "gguf"]
-    formats = ["hf", *quantized, "gguf", "engine"]
-    backends = ["pytorch", *(["turbomind"] if find_spec("toolkit.runners.native.runner") else [])]
-    rows = [
-        {
-            "architecture": name,
-            "family": family.name,
-            "known_as": family.known_as,
-            "formats": [f for f in formats if f != "gguf" or family.name in of_gguf],
-            "backends": backends,
-        }
-        for family in known
-        for name in family.architectures
-    ]
+    found = coverage(families())
+    native = find_spec("toolkit.runners.native.runner") is not None
     if json is not None:
-        write_json(json, rows)
+        write_json(json, [row for one in found for row in _rows(one, STAGES, native)])
         return
-    first = {family.architectures[0] for family in known}  # the others are older spellings
     lines = [
-        (row["known_as"] if row["architecture"] in first else "", row["architecture"], _but(formats, row["formats"]))
-        for row in rows
+        (
+            one.family.known_as,
+            one.family.name,
+            "–" if one.native is not None else "yes",
+            f"no {', '.join(one.no_method)}" if one.no_method else "all",
+            one.gguf or "–",
+        )
+        for one in found
     ]
+    names = ("models", "model_type", "turbomind", "lite", "GGUF")
     if stdout().width < NARROW:
-        for known_as, architecture, but in lines:
-            stdout().print(f"{known_as}\n  {architecture}: {but}".lstrip("\n"), markup=False, highlight=False)
+        for known_as, *cells in lines:
+            told = ", ".join(f"{name} {cell}" for name, cell in zip(names[1:], cells, strict=True))
+            stdout().print(f"{known_as}\n  {told}", markup=False, highlight=False)
     else:
-        made = table("Models that run", ["known as", "architecture", "weight formats"], lines)
+        made = table("Models that run", names, lines)
         made.box, made.show_edge, made.collapse_padding = SIMPLE_HEAD, False, True
-        made.columns[1].no_wrap = True
+        for column in made.columns[1:]:
+            column.no_wrap = True
         stdout().print(made)
-    stdout().print(f"All formats: {', '.join(formats)}. Backends: {', '.join(backends)}.")
-    if "turbomind" not in backends:
+    stdout().print(
+        f"Weights are read as {', '.join(all_formats())}; which of them --json says, and why where one is not."
+    )
+    if not native:
         stdout().print("turbomind: its native runner is not installed; pytorch's stands in for it.")
 
 
-def _but(all_formats: Sequence[str], found: Sequence[str]) -> str:
-    missing = [name for name in all_formats if name not in found]
-    return f"all but {', '.join(missing)}" if missing else "all"
+def _rows(one: Coverage, stages: Sequence[str], native: bool) -> list[dict[str, object]]:
+    """What is known of a family, for each spelling of its architecture."""
+    common: dict[str, object] = {
+        "family": one.family.name,
+        "known_as": one.family.known_as,
+        "stages": list(stages),
+        "backends": [name for name in one.backends if native or name != "turbomind"],
+        "not_on_turbomind": one.native,
+        "no_method": list(one.no_method),
+        "formats": list(one.formats),
+        "gguf": one.gguf,
+        "no_gguf": one.no_gguf,
+    }
+    return [{"architecture": name, **common} for name in one.family.architectures]

@@ -1,18 +1,37 @@
-"""docs/models.md lists the registry."""
+"""docs/models.md and `tool list models` are the registry."""
 
+import json
 from pathlib import Path
 
-from toolkit.models.gguf import Gguf
+from typer.testing import CliRunner
+
+from toolkit.commands.main import app
 from toolkit.models.registry import families
+from toolkit.runners.coverage import coverage
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 
 
 def test_the_table_is_the_registry() -> None:
-    rows = ["| Models | architecture | `model_type` | GGUF |", "|---|---|---|---|"]
-    for family in families():
-        architectures = ", ".join(f"`{name}`" for name in family.architectures)
-        gguf = f"`{family.gguf.arch}`" if isinstance(family.gguf, Gguf) else "–"
-        rows.append(f"| {family.known_as} | {architectures} | `{family.name}` | {gguf} |")
+    rows = ["| Models | architecture | `model_type` | `turbomind` | `lite` | GGUF |", "|---|---|---|---|---|---|"]
+    for one in coverage(families()):
+        architectures = ", ".join(f"`{name}`" for name in one.family.architectures)
+        gguf = f"`{one.gguf}`" if one.gguf else "–"
+        lite = f"no {', '.join(one.no_method)}" if one.no_method else "all"
+        native = "yes" if one.native is None else "–"
+        rows.append(f"| {one.family.known_as} | {architectures} | `{one.family.name}` | {native} | {lite} | {gguf} |")
     found = [line for line in DOCUMENT.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     assert found == rows, "docs/models.md: expected this table\n" + "\n".join(rows)
+
+
+def test_the_command_shows_each_family_and_why_one_is_not_written_or_run() -> None:
+    listed = CliRunner().invoke(app, ["list", "models", "--json", "-"])
+    assert listed.exit_code == 0
+    rows = json.loads(listed.stdout)
+    assert {row["architecture"] for row in rows} == {name for family in families() for name in family.architectures}
+    for row in rows:
+        assert (row["gguf"] is None) == bool(row["no_gguf"]) and ("gguf" in row["formats"]) == bool(row["gguf"])
+        assert ("turbomind" in row["backends"]) == (row["not_on_turbomind"] is None)
+    table = CliRunner().invoke(app, ["list", "models"], env={"COLUMNS": "80"}).stdout
+    assert all(len(line) <= 80 for line in table.splitlines()[:-1])
+    assert all(family.name in table for family in families())

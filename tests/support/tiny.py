@@ -27,22 +27,8 @@ from typing import Any
 
 from toolkit.models.family import Family, Tiny
 from toolkit.models.registry import LANGUAGE_PARTS, build, get
+from toolkit.models.tiny import SIZES
 from toolkit.models.vision import PREFIX
-
-VOCAB = 320
-
-_COMMON: dict[str, Any] = dict(
-    vocab_size=VOCAB,
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=512,
-    bos_token_id=1,
-    eos_token_id=2,
-    pad_token_id=0,
-)
 
 _TEXT = (
     "The quick brown fox jumps over the lazy dog. It was the best of times, it was the worst of times. "
@@ -67,13 +53,13 @@ def _make(family: str, path: Path, overrides: dict[str, Any]) -> tuple[Path, Pat
     if known.recipe is not None:
         return path, _write_seeing(known, tiny, path, overrides)
     if known.twin is None:
-        _write(known.name, path, {**_COMMON, **tiny.fields}, overrides)
+        _write(known.name, path, {**SIZES, **tiny.fields}, overrides)
         return path, path
     twin = path.with_name(f"{path.name}-as-{known.twin}")
     overrides.pop("max_shard_size", None)
-    _write(known.twin, twin, {**_COMMON, **(tiny.twin or {})}, overrides)
-    changes = {key: value for key, value in overrides.items() if key in _COMMON}
-    respell(twin, known, {**_COMMON, **tiny.fields, **changes}, path)
+    _write(known.twin, twin, {**SIZES, **(tiny.twin or {})}, overrides)
+    changes = {key: value for key, value in overrides.items() if key in SIZES}
+    respell(twin, known, {**SIZES, **tiny.fields, **changes}, path)
     return path, twin
 
 
@@ -102,21 +88,21 @@ def _write(
 def _write_seeing(family: Family, tiny: Tiny, path: Path, overrides: dict[str, Any]) -> Path:
     """One that sees, and its twin: overrides are for its language model, and the files of its processor go along."""
     twin = path if family.twin is None else path.with_name(f"{path.name}-as-{family.twin}")
-    changes = {k: overrides.pop(k) for k in _COMMON if k in overrides}
+    changes = {k: overrides.pop(k) for k in SIZES if k in overrides}
     whole = dict((tiny.fields if family.twin is None else tiny.twin) or {})
-    whole["text_config"] = {**_COMMON, **whole.get("text_config", {}), **changes}
+    whole["text_config"] = {**SIZES, **whole.get("text_config", {}), **changes}
     _write(whole.pop("model_type", family.twin or family.name), twin, whole, overrides, tiny.tokens)
     config = json.loads((twin / "config.json").read_text())
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        config[name] = _COMMON[name]
+        config[name] = SIZES[name]
     (twin / "config.json").write_text(json.dumps(config, indent=2))
     if family.twin is not None:
         fields = dict(tiny.fields)
         inner = next((name for name in LANGUAGE_PARTS if name in fields), None)
         if inner is None:
-            fields = {**_COMMON, **fields, **changes}
+            fields = {**SIZES, **fields, **changes}
         else:
-            fields[inner] = {**_COMMON, **fields[inner], **changes}
+            fields[inner] = {**SIZES, **fields[inner], **changes}
         respell(twin, family, fields, path)
     (path / "preprocessor_config.json").write_text(json.dumps(dict(tiny.preprocessor)))
     return twin
@@ -233,7 +219,7 @@ def _tokenizer(settings: dict[str, Any], tokens: tuple[str, ...] = ()) -> Any:
     tok.decoder = decoders.ByteLevel()
     special = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", *tokens]
     trainer = trainers.BpeTrainer(
-        vocab_size=min(VOCAB, settings["vocab_size"]),
+        vocab_size=min(SIZES["vocab_size"], settings["vocab_size"]),
         special_tokens=[AddedToken(t, special=True) for t in special],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,

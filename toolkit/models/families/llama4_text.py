@@ -105,7 +105,14 @@ def _stacks(dims: Dims, count: int) -> list[Fused]:
     ]
 
 
-SIZES = dict(head_dim=16, intermediate_size=64, intermediate_size_mlp=128, num_local_experts=4, attention_chunk_size=12)
+SIZES = dict(
+    head_dim=16,
+    intermediate_size=64,
+    intermediate_size_mlp=128,
+    num_local_experts=4,
+    num_experts_per_tok=1,
+    attention_chunk_size=12,
+)
 FAMILY = Family(
     "llama4_text",
     "Llama 4 Scout, Maverick (text)",

@@ -116,6 +116,11 @@ class DecoderSpec:
         """Those of ``keepers`` that keep rows of each token."""
         return [(layer, group, kept) for layer, group, kept in self.keepers() if not isinstance(kept, State)]
 
+    def keeps_keys(self) -> bool:
+        """Whether every row that is kept of a token is keys and values, as scales of a float8 cache are found for."""
+        rows = self.paged()
+        return bool(rows) and not any(kept.kind == "latent" for _, _, kept in rows)
+
     def ropes(self) -> list[RopeSpec]:
         """The different rotary embeddings, in order of appearance."""
         return list(dict.fromkeys(rope for _, m in self.mixers() for rope in m.ropes()))

@@ -62,7 +62,7 @@ def kv(
     common = common or Common()
     check_common(common)
     source = open_source(model, common, "kv")
-    if not source.spec.paged() or any(kept.kind == "latent" for _, _, kept in source.spec.paged()):
+    if not source.spec.keeps_keys():
         raise ToolkitError(
             f"{source.path}: lite kv finds scales of keys and values, of which this model keeps none; "
             "--quant-policy 8 or 16 needs none"

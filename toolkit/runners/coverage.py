@@ -1,0 +1,54 @@
+"""Family × stage × runner × format, from the registry: what `tool list models` and docs/models.md show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from toolkit.artifacts.formats import FORMATS
+from toolkit.models.family import Family
+from toolkit.models.gguf import Gguf
+from toolkit.models.registry import build
+from toolkit.models.tiny import tiny_config
+from toolkit.runners.native.program import unsupported
+
+STAGES = ("lite", "convert", "chat", "serve")
+_OTHER_NAMES = {"smooth_quant": "w8a8"}
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Of one family. ``native``: None where the native runner has it, else why pytorch's stands in. ``no_method``: the
+    methods of `lite` that refuse it. ``gguf``: the architecture as which it is written, or None and ``no_gguf``, why.
+    ``formats``: what its weights are read from."""
+
+    family: Family
+    native: str | None
+    no_method: tuple[str, ...]
+    gguf: str | None
+    no_gguf: str | None
+    formats: tuple[str, ...]
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """Those that compute it by themselves on a CPU."""
+        return ("pytorch",) if self.native is not None else ("pytorch", "turbomind")
+
+
+def all_formats() -> tuple[str, ...]:
+    """The names of all formats that weights are read from, in the order of the readers."""
+    return ("hf", *(_OTHER_NAMES.get(name, name) for name in FORMATS if name != "gguf"), "gguf", "engine")
+
+
+def coverage(known: Sequence[Family]) -> list[Coverage]:
+    """What each family runs on and is written as. Raises ToolkitError for one whose tiny model cannot be built."""
+    read = {family.gguf.family for family in known if isinstance(family.gguf, Gguf)}
+    read |= {family.name for family in known if isinstance(family.gguf, Gguf)}
+    found = []
+    for family in known:
+        spec = build(tiny_config(family), f"{family.name}: its tiny model", [family])[0]
+        arch, why = (family.gguf.arch, None) if isinstance(family.gguf, Gguf) else (None, family.gguf)
+        formats = tuple(name for name in all_formats() if name != "gguf" or family.name in read)
+        refused = () if spec.keeps_keys() else ("kv",)
+        found.append(Coverage(family, unsupported(spec), refused, arch, why, formats))
+    return found
