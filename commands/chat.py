@@ -73,7 +73,7 @@ def run(
             converse(pipe, model, talk, *facts)
         else:
             note = pipe.engine.runner_note if engine.backend is not None else ""
-            for line in filter(None, (note, *pipe.engine.plan.notices)):
+            for line in filter(None, (pipe.engine.runner_why, note, *pipe.engine.plan.notices)):
                 console.print(line, markup=False, soft_wrap=True)
             answer_once(pipe, talk, question)
 

@@ -51,7 +51,7 @@ def _summarise(found: dict[str, Any]) -> None:
         *_machine(found),
         ("versions", ", ".join(versions)),
         *found["environment"].items(),
-        ("native runner", chosen),
+        ("native runner", chosen + _lacking(found)),
     ]
     if not found["no_torch"]:
         which = "(--verbose: which, and why not the others)"
@@ -73,7 +73,7 @@ def _print(found: dict[str, Any]) -> None:
     if found["gpu_topology"]:
         out.print(found["gpu_topology"], markup=False)
     variants = [(row["isa"], _here(row)) for row in found["native"]]
-    out.print(table("Native runner", ("TOOLKIT_CPU_ISA", "on this CPU"), variants))
+    out.print(table("Native runner", ("TOOLKIT_CPU_ISA", "on this CPU" + _lacking(found)), variants))
     if found["no_torch"]:
         return
     kernels = [(row["op"], row["implementation"], _here(row)) for row in found["kernels"]]
@@ -100,6 +100,11 @@ def _machine(found: dict[str, Any]) -> list[tuple[str, str]]:
     if not found["gpus"]:
         rows += [(row["what"], row["here"]) for row in found["gpu_support"]]
     return rows
+
+
+def _lacking(found: dict[str, Any]) -> str:
+    kinds = ", ".join(found["native_lacks"])
+    return f"; models with {kinds} layers run by pytorch" if kinds else ""
 
 
 def _here(row: dict[str, Any]) -> str:

@@ -42,7 +42,7 @@ def show_engine(console: Console, engine: AsyncEngine) -> None:
     plan = engine.plan
     title = f"{engine.model_name} on {engine.device}: {plan.max_batch_size} requests of up to {plan.session_len} tokens"
     console.print(table(title, ("memory", "takes", ""), plan.table()))
-    for note in filter(None, (engine.runner_note, *plan.notices)):
+    for note in filter(None, (engine.runner_why, engine.runner_note, *plan.notices)):
         console.print(note, markup=False, soft_wrap=True)
 
 

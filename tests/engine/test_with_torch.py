@@ -182,7 +182,7 @@ def test_grammar_and_bad_words_work_with_a_real_tokenizer(model: Path) -> None:
 def test_turbomind_is_accepted_and_says_which_runner_it_got(model: Path) -> None:
     engine_config = TurbomindEngineConfig(session_len=128, device="cpu", threads=1)
     with AsyncEngine.open(model, backend_config=engine_config) as engine:
-        assert engine.runner_name == "native" or "pytorch" in engine.runner_note
+        assert engine.runner_name == "native" or "pytorch" in engine.runner_why
         assert whole(engine, [5, 6], max_new_tokens=2, ignore_eos=True).generate_token_len == 2
 
 

@@ -83,6 +83,18 @@ def test_default_config_of_the_pipeline(model: Path) -> None:
         assert made("x", gen_config=SHORT).generate_token_len == 12
 
 
+@pytest.mark.parametrize("heard", [True, False])
+def test_what_runs_the_model_instead_is_said(heard: bool, model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lines: list[str] = []
+    config = TurbomindEngineConfig(quant_policy=16, session_len=256, max_batch_size=1, dtype="float32", device="cpu")
+    with Pipeline(str(model), config, progress=lines.append if heard else None) as made:
+        assert made.engine.runner_name == "tensor"
+    said = "turbomind's native runner does not run here: its KV cache knows no float8"
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [line.startswith(said) for line in warnings] == ([] if heard else [True])
+    assert any(line.startswith(said) for line in lines) == heard
+
+
 def test_n_choices_use_consecutive_seeds(pipe: Pipeline) -> None:
     from dataclasses import replace
 

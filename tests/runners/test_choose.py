@@ -160,7 +160,7 @@ def native(monkeypatch):
         (None, None, "native", ""),
         ("turbomind", None, "native", ""),
         ("pytorch", None, "tensor", ""),
-        (None, "no compiler", "tensor", ""),
+        (None, "no compiler", "tensor", "turbomind's native runner does not run here: no compiler; pytorch"),
         ("turbomind", "no compiler", "tensor", "turbomind's native runner does not run here: no compiler; pytorch"),
     ],
 )

@@ -74,6 +74,7 @@ class FakeEngine:
     max_batch_size: int = 128
     model_name: str = "echo"
     outage: Outage | None = None
+    runner_why: str = ""
     runner_note: str = ""
     fail_after: int | None = None
     seen: list[tuple[list[int], GenerationConfig]] = field(default_factory=list)

@@ -43,7 +43,8 @@ SCORED = GenerationConfig(max_new_tokens=1, prompt_logprobs=0)  # what a request
 class AsyncEngine:
     """One model that serves many requests at once, from any number of threads and event loops.
 
-    ``plan``: how memory was shared out. ``runner_note``: which runner it got and why, "" if there is nothing to say.
+    ``plan``: how memory was shared out. ``runner_why``: why the model
+    runs otherwise than was asked for or is fastest, ``runner_note``: what else there is to say of its runner; "" each.
     ``adapters``: names of its LoRA adapters. ``outage``: why the engine is down and whether it comes back, as it may
     where it runs in a process of its own; None while it is up.
     """
@@ -117,6 +118,10 @@ class AsyncEngine:
     @property
     def max_batch_size(self) -> int:
         return self._facts.plan.max_batch_size
+
+    @property
+    def runner_why(self) -> str:
+        return self._facts.runner_why
 
     @property
     def runner_note(self) -> str:

@@ -66,9 +66,11 @@ class Setup:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a front end wants to know of an opened engine."""
+    """What a front end wants to know of an opened engine. ``runner_why``: why the model runs otherwise than was asked
+    for or is fastest, "" if it does not; ``runner_note``: what else is worth knowing of the runner."""
 
     plan: MemoryPlan
+    runner_why: str
     runner_note: str
     runner: str
     backend: Backend
@@ -213,8 +215,8 @@ def start(setup: Setup, tokenizer: Tokenizer | None, progress: Progress) -> tupl
         tokenizer,
     )
     verify_tensors(setup.path, core.tell_damage)
-    note = "; ".join(line for line in (why, *runner.notes) if line)
-    return core, Facts(memory, note, runner.name, runner.backend, runner.device, runner.dtype, runner.spec.vocab_size)
+    named = runner.name, runner.backend, runner.device, runner.dtype
+    return core, Facts(memory, why, "; ".join(runner.notes), *named, runner.spec.vocab_size)
 
 
 def _kv_wish(config: EngineConfig) -> float | int:

@@ -118,6 +118,8 @@ class Pipeline:
             packed=packed,
             pictures_together=vision.max_batch_size,
         )
+        if self.engine.runner_why:
+            (progress or logger.warning)(self.engine.runner_why)
         if self.engine.runner_note:
             logger.info("%s", self.engine.runner_note)
         try:

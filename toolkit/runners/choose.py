@@ -208,7 +208,7 @@ def open_runner(
     """A runner for the model at ``path`` and one line on which it is and why (empty: nothing worth saying).
 
     ``backend`` None picks turbomind where it runs, else pytorch; an engine artifact's target decides by itself.
-    "turbomind" says in the note where pytorch stands in. Weights are not loaded yet. Raises ToolkitError or UsageError,
+    The line says where pytorch stands in, and why. Weights are not loaded yet. Raises ToolkitError or UsageError,
     one line, for a model or an option that cannot be.
     """
     if backend not in (None, *BACKENDS):
@@ -225,7 +225,7 @@ def open_runner(
     )
     why = ""
     if backend == "turbomind" or (backend is None and opened.target != "torch"):
-        fast, why = _fast_runner(opened, options, told=backend == "turbomind")
+        fast, why = _fast_runner(opened, options)
         if fast is not None:
             return fast, why
     from toolkit.runners.tensor.runner import TensorRunner
@@ -239,11 +239,8 @@ def _weights_device(options: RunnerOptions) -> str:
     return "cpu" if options.device == "auto" and not gpu_is_likely() else options.device
 
 
-def _fast_runner(opened: Opened, options: RunnerOptions, told: bool) -> tuple[Runner | None, str]:
-    """(the runner of turbomind for the GPU or the CPU, or None where pytorch's has to stand in; one line on why).
-
-    ``told``: the user asked for it, and so hears where it cannot be.
-    """
+def _fast_runner(opened: Opened, options: RunnerOptions) -> tuple[Runner | None, str]:
+    """(the runner of turbomind for the GPU or the CPU, or None where pytorch's has to stand in; one line on why)."""
     why = ""
     if options.device.startswith("cuda") or (options.device == "auto" and gpu_is_likely()):
         reason = cuda_unsupported(opened, options)
@@ -270,9 +267,8 @@ def _fast_runner(opened: Opened, options: RunnerOptions, told: bool) -> tuple[Ru
         if opened.target is not None and opened.target.startswith("cuda-"):
             why = why or f"weights packed for {opened.target} are packed anew for this CPU"
         return NativeRunner(opened.spec, opened.weights, options), why
-    if told or options.adapters or asked:
-        why = f"turbomind's native runner does not run here: {reason}; pytorch stands in"
-    return None, why
+    lacking = f"turbomind's native runner does not run here: {reason}; pytorch stands in"
+    return None, f"{why}; {lacking}" if why else lacking
 
 
 def _packed_elsewhere(target: str | None, device: str) -> str:

@@ -30,11 +30,16 @@ _GROUP_SCORES = {"best": 1, "two": 2}  # how many of its experts a group is as g
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "swigluoai": 4}
 
 
+def kinds() -> set[str]:
+    """Of mixers that programs can have."""
+    return set(_Writer.MIXERS)
+
+
 def unsupported(spec: DecoderSpec) -> str | None:
     """Why there is no program for the spec, whatever its weights, or None: the sizes that program.cpp allows."""
     kept = [found.kept for found in spec.keepers()]
     heads = [m.heads for _, m in spec.mixers() if m.kind in ("attention", "latent")]
-    if unknown := {mixer.kind for _, mixer in spec.mixers()} - set(_Writer.MIXERS):
+    if unknown := {mixer.kind for _, mixer in spec.mixers()} - kinds():
         return f"it runs no {min(unknown)} layers"
     found = {
         "query heads": (max(heads, default=0), 4096),
