@@ -60,7 +60,8 @@ class LiteFlags:
         typer.Option(
             "--calib-dataset",
             help="`self` (the model writes it), a .txt/.jsonl/.json/.parquet file or folder, or a known name "
-            "(wikitext2, c4, pileval, ptb, gsm8k, open-platypus, openwebtext, ultrachat).",
+            "(wikitext2, c4, pileval, ptb, gsm8k, open-platypus, openwebtext, ultrachat); NAME=FOLDER reads a copy "
+            "of its repository.",
         ),
     ] = "self"
     calib_samples: Annotated[

@@ -82,6 +82,22 @@ def test_an_interrupt_that_python_swallows() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
+SLOW_END = """
+import atexit, time, toolkit.__main__ as tool, toolkit.commands.main as main
+def interrupted(**options):
+    raise KeyboardInterrupt
+atexit.register(time.sleep, 3600)  # as what a large library tidies up
+main.app = interrupted
+print("begun", flush=True)
+tool.main()
+"""
+
+
+def test_what_python_tidies_up_is_not_waited_for() -> None:
+    done = subprocess.run([sys.executable, "-P", "-c", SLOW_END], capture_output=True, text=True, timeout=500)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "begun\n", "interrupted\n")
+
+
 STUCK = """
 import hashlib, sys
 import toolkit.commands.main as main

@@ -140,6 +140,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", choices=list(COMMANDS), help="repeatable; default: all")
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # else a shell's background job leaves it ignored
     check_json("--json", args.json, ("command", "after", "seconds"))
     moments = [args.span * (i / max(args.moments - 1, 1)) ** 2 for i in range(args.moments)]
     rows: list[dict[str, Any]] = []

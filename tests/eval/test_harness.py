@@ -12,17 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]  # each model is opened four times
+from toolkit import pipeline, serve
+from toolkit.eval.tasks import TASKS, Choice
+from toolkit.pipeline.pipeline import Pipeline
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+ITEMS = 2
 
 
 def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
     code = "import sys; from toolkit.commands.main import main; main(sys.argv[1:])"
-    return subprocess.run([sys.executable, "-P", "-c", code, *arguments], capture_output=True, text=True, timeout=1500)
+    return subprocess.run([sys.executable, "-P", "-c", code, *arguments], capture_output=True, text=True, timeout=1200)
 
 
-SMALL = "--calib-samples 2 --calib-seqlen 64 --eval-tokens 64 --tune-steps 0"
+SMALL = "--calib-samples 1 --calib-seqlen 64 --eval-tokens 0 --tune-steps 0"
 MADE = {  # a model -> how it is made of the demo
-    "demo": None,
     "awq": f"lite auto_awq demo --work-dir awq --calib-dataset text.txt {SMALL}",
     "w8a8": "convert demo --to w8a8 --dst-path w8a8",
     "demo.gguf": "convert demo --to gguf --gguf-type q8_0 --dst-path demo.gguf",
@@ -30,19 +34,42 @@ MADE = {  # a model -> how it is made of the demo
 
 
 @pytest.mark.parametrize("model", MADE)
-def test_lm_eval_and_our_own_give_one_number(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_served_has_the_likelihoods_that_we_measure(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """lm-eval's client on a server, and ``tool eval``'s own way, on the same endings of the same sentences."""
     pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("The harbour was quiet, and nobody asked where the boats had gone. " * 100)
-    if command := MADE[model]:
-        done = tool(*command.split())
-        assert done.returncode == 0, done.stderr
-    for name, flags in (("cloze", []), ("passkey", ["--chat"])):
-        done = tool("eval", "tasks", model, "--task", name, "--limit", "8", "--json", "own.json")
-        assert done.returncode == 0, done.stderr
-        (row,) = json.loads(Path("own.json").read_text())
-        done = tool("eval", "lm_eval", model, "--tasks", f"toolkit_{name}", "--limit", "8", *flags)
-        found = re.search(rf"toolkit_{name}\s*\|.*acc\s*\|↑\s*\|\s*([\d.]+)", done.stdout)
+    done = tool(*MADE[model].split())
+    assert done.returncode == 0, done.stderr
+    items = [item for i in range(ITEMS) if isinstance(item := TASKS["cloze"].item(i), Choice)]
+    pairs = [(item.context, f" {option}") for item in items for option in item.options]
+    with pipeline(model) as pipe:
+        own = [likelihood(pipe, *pair) for pair in pairs]
+    with serve(model, server_port=0) as server:
+        lm = LocalCompletionsAPI(model=server.available_models[0], base_url=f"{server.url}/v1/completions")
+        got = lm.loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in pairs])
+    assert [found for found, _ in got] == pytest.approx(own, abs=1e-4)
+
+
+def likelihood(pipe: Pipeline, context: str, ending: str) -> float:
+    before = len(pipe.tokenizer.encode(context))
+    return float(pipe.engine.score(pipe.tokenizer.encode(context + ending))[before - 1 :].sum())
+
+
+def test_the_command_and_our_own_give_one_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lm_eval")
+    monkeypatch.chdir(tmp_path)
+    done = tool("eval", "tasks", "demo", *"--task cloze --task passkey --limit 4 --json own.json".split())
+    assert done.returncode == 0, done.stderr
+    for row in json.loads(Path("own.json").read_text()):
+        chat = ["--chat"] if row["task"] == "passkey" else []
+        done = tool("eval", "lm_eval", "demo", "--tasks", f"toolkit_{row['task']}", "--limit", "4", *chat)
+        found = re.search(rf"toolkit_{row['task']}\s*\|.*acc\s*\|↑\s*\|\s*([\d.]+)", done.stdout)
         assert found, done.stdout + done.stderr
         assert float(found[1]) == pytest.approx(row["accuracy"], abs=1e-4)
 

@@ -20,7 +20,7 @@ from toolkit.eval.tasks import write_lm_eval
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = (
-    "add-a-model", "formats", "install", "lmdeploy", "quantization-figures", "tools-and-thoughts",
+    "add-a-model", "formats", "install", "lmdeploy", "quantization", "quantization-figures", "tools-and-thoughts",
     "how-to/adapters", "how-to/debug", "how-to/deploy", "how-to/embed-and-rank", "how-to/evaluate",
     "how-to/long-prompts", "how-to/measure-a-server", "how-to/quantize-on-a-laptop", "how-to/serve-a-model",
     "how-to/serve-an-agent", "how-to/several-models", "how-to/several-servers", "how-to/show-pictures",
@@ -88,6 +88,7 @@ def made(tiny_models: Callable[..., Path], support: Any, tmp_path_factory: pytes
     (folder / "tools.json").write_text(json.dumps([{"type": "function", "function": weather}]))
     (folder / "messages.json").write_text(json.dumps([{"role": "user", "content": "Hello"}]))
     _pictures(folder)
+    _wikitext(folder / "data" / "wikitext")
     (folder / "tasks").mkdir()
     write_lm_eval(folder / "tasks", ["cloze", "passkey"], 1)
     shell = support("shell").Shell(folder)
@@ -104,6 +105,15 @@ def _pictures(folder: Path) -> None:
 
     for name, colour in (("photo.jpg", "red"), ("other.png", "blue")):
         Image.new("RGB", (40, 30), colour).save(folder / name)
+
+
+def _wikitext(folder: Path) -> None:
+    """A data set's repository as the hub has it."""
+    folder.mkdir(parents=True)
+    told = [{"config_name": "wikitext-2-raw-v1", "data_files": [{"split": "train", "path": "train.jsonl"}]}]
+    (folder / "README.md").write_text(f"---\nconfigs: {json.dumps(told)}\n---\n")
+    row = json.dumps({"text": "The harbour was quiet, and nobody asked where the boats had gone."})
+    (folder / "train.jsonl").write_text(f"{row}\n" * 200)
 
 
 @pytest.fixture
@@ -129,6 +139,8 @@ def as_here(line: str) -> str:
     for shown, here in HERE.items():
         line = line.replace(shown, here)
     more = " ".join(more for part, more in MORE.items() if part in line)
+    if line.startswith("tool lite") and "--calib-dataset" not in line:
+        more += " --calib-dataset notes.txt"  # the tiny model cannot write its own
     command, less, source = line.partition(" <")
     return f"{command} {more}{less}{source}"
 

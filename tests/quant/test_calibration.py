@@ -188,6 +188,55 @@ def test_a_known_name_without_a_network_is_one_line(model: Path, monkeypatch: py
     assert "\n" not in str(e.value)
 
 
+# What the hub has under these names: its configurations as the README of a repository gives them, and its files.
+COPIES = {
+    "wikitext2": {"wikitext-103-raw-v1/train-0.parquet": "no", "wikitext-2-raw-v1/test-0.parquet": "no",
+                  "wikitext-2-raw-v1/train-0.parquet": "yes"},
+    "c4": {"realnewslike/c4-train.00000.json.gz": "no", "en/c4-validation.00000.json.gz": "no",
+           "en/c4-train.00000.json.gz": "yes"},
+    "ptb": {"default/test/0000.parquet": "no", "default/train/0000.parquet": "yes"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_known_name_may_be_a_folder_laid_out_as_the_hub_s(name: str, model: Path, tmp_path: Path) -> None:
+    """Read by the library itself: of its files those of the configuration and split that the name means."""
+    import gzip
+
+    import pandas
+
+    known = KNOWN[name]
+    files: dict[str, list[dict[str, str]]] = {}
+    for path, word in COPIES[name].items():
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        rows = [{c: f"{word} {c} {SENTENCE}" for c in known.columns}] * 60
+        if file.suffix == ".gz":
+            file.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+        else:
+            pandas.DataFrame(rows).to_parquet(file)
+        config, split = (
+            path.split("/")[0],
+            next(s for s in ("train", "test", "validation") if s in path.split("/", 1)[1]),
+        )
+        files.setdefault(config, []).append({"split": split, "path": path})
+    told = json.dumps([{"config_name": c, "data_files": f} for c, f in files.items()])
+    (tmp_path / "README.md").write_text(f"---\nconfigs: {told}\n---\n")
+    text = text_of(read(f"{name}={tmp_path}", model, samples=1, seqlen=128), model)
+    assert "no " + known.columns[0] not in text
+    for column in known.columns:
+        assert f"yes {column} {SENTENCE}"[:20] in text
+
+
+def test_a_folder_that_is_no_copy_is_one_line(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"c4=/nowhere: expected a folder, a copy of allenai/c4"):
+        make_plan("c4=/nowhere", None, 512, 0, 2048)
+    (tmp_path / "x.bin").write_bytes(b"")
+    with pytest.raises(ToolkitError, match="cannot be read as a copy of allenai/c4") as error:
+        read(f"c4={tmp_path}", model)
+    assert "\n" not in str(error.value)
+
+
 def test_self_text_is_the_model_s_own_seeded_and_cached(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from toolkit.artifacts.json_file import parse_json
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.extras import require
-from toolkit.quant.text.datasets import KNOWN, known_texts
+from toolkit.quant.text.datasets import KNOWN, find_known, known_texts
 
 SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
 SELF_TOKENS = 16384  # most that `self` generates unless the user asks for more samples
@@ -22,7 +22,8 @@ OVERSAMPLE = 4  # documents are read until there is this many times the text tha
 
 @dataclass(frozen=True)
 class CalibrationPlan:
-    """``dataset``: "self", a known name, or a path. ``samples`` sequences of ``seqlen`` tokens."""
+    """``dataset``: "self", a known name, NAME=FOLDER (a copy of it), or a path. ``samples`` sequences of ``seqlen``
+    tokens."""
 
     dataset: str
     samples: int
@@ -45,7 +46,7 @@ def make_plan(dataset: str, samples: int | None, seqlen: int, seed: int, max_pos
         raise UsageError(f"--calib-samples: expected 1 or more, found {samples}")
     if samples is None:
         samples = min(128, max(1, SELF_TOKENS // seqlen)) if dataset == "self" else 128
-    if dataset != "self" and dataset.lower() not in KNOWN and not Path(dataset).expanduser().exists():
+    if dataset != "self" and find_known(dataset) is None and not Path(dataset).expanduser().exists():
         raise UsageError(
             f"--calib-dataset: {dataset}: no such file or folder, and none of self, {', '.join(sorted(KNOWN))}"
         )
@@ -65,9 +66,8 @@ def _needed(dataset: str) -> Iterator[str]:
 
 def read_samples(plan: CalibrationPlan, tokenizer: Tokenizer, model: Path) -> list[list[int]]:
     """Samples from a file, folder or known dataset (not "self"). Raises ToolkitError or UsageError, one line."""
-    known = plan.dataset.lower() in KNOWN and not Path(plan.dataset).expanduser().exists()
-    if known:
-        texts: Iterable[str | list[dict[str, Any]]] = known_texts(plan.dataset.lower(), plan.seed)
+    if known := find_known(plan.dataset):
+        texts: Iterable[str | list[dict[str, Any]]] = known_texts(*known, plan.seed)
     else:
         texts = local_texts(Path(plan.dataset).expanduser(), plan.seed)
     return pack(plan, _tokenize(texts, tokenizer, model, plan.dataset))

@@ -16,6 +16,7 @@ from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.errors import ToolkitError
 from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.text.calibration import CalibrationPlan, read_samples
+from toolkit.quant.text.datasets import find_known
 from toolkit.quant.text.selftext import self_samples
 
 Progress = Callable[[str, int, int], None]
@@ -60,7 +61,8 @@ class CalibrationText:
 
 def _named(dataset: str) -> str:
     """A dataset as the stage's key sees it: a local one by content."""
-    path = Path(dataset).expanduser()
+    known = find_known(dataset)
+    path = known[1] if known and known[1] else Path(dataset).expanduser()
     if path.is_file():
         return f"{path.resolve()} sha256:{file_digest(path)}"
     if path.is_dir():

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from toolkit.errors import ToolkitError
+from toolkit.errors import ToolkitError, UsageError
 
 
 @dataclass(frozen=True)
@@ -35,15 +36,28 @@ KNOWN: dict[str, Known] = {
 _SHUFFLE_BUFFER = 10_000
 
 
-def known_texts(name: str, seed: int) -> Iterator[str | list[dict[str, Any]]]:
-    """Rows of a known dataset, streamed in an order drawn by the seed. Raises ToolkitError if out of reach."""
+def find_known(dataset: str) -> tuple[str, Path | None] | None:
+    """(name, folder of a copy or None) where ``dataset`` is a known name or ``NAME=FOLDER``, None where it is a path.
+
+    Raises UsageError where there is no such folder.
+    """
+    name, given, folder = dataset.partition("=")
+    if name.lower() not in KNOWN or Path(dataset).expanduser().exists():
+        return None
+    if given and not Path(folder).expanduser().is_dir():
+        raise UsageError(f"--calib-dataset {dataset}: expected a folder, a copy of {KNOWN[name.lower()].repository}")
+    return name.lower(), Path(folder).expanduser() if given else None
+
+
+def known_texts(name: str, folder: Path | None, seed: int) -> Iterator[str | list[dict[str, Any]]]:
+    """Rows of a known dataset, streamed in an order drawn by the seed: from the hub, or from a ``folder`` laid out as
+    its repository there is. Raises ToolkitError if out of reach."""
     import datasets
 
     known = KNOWN[name]
+    source, revision = (known.repository, known.revision) if folder is None else (str(folder), None)
     try:
-        rows = datasets.load_dataset(
-            known.repository, known.config, split=known.split, revision=known.revision, streaming=True
-        )
+        rows = datasets.load_dataset(source, known.config, split=known.split, revision=revision, streaming=True)
         for row in rows.shuffle(seed=seed, buffer_size=_SHUFFLE_BUFFER):
             if known.columns == ("messages",):
                 yield row["messages"]
@@ -53,7 +67,11 @@ def known_texts(name: str, seed: int) -> Iterator[str | list[dict[str, Any]]]:
         raise
     except Exception as error:  # the datasets library raises what its many back ends raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+        if folder is not None:
+            raise ToolkitError(
+                f"--calib-dataset {name}={folder}: cannot be read as a copy of {known.repository} ({reason})"
+            ) from error
         raise ToolkitError(
             f"--calib-dataset {name}: {known.repository} cannot be fetched from the hub ({reason}); "
-            "give a local file, or --calib-dataset self, which needs no download"
+            f"give a copy of it ({name}=FOLDER), a local file, or --calib-dataset self, which needs no download"
         ) from error
