@@ -108,6 +108,9 @@ class EngineFlags:
     rope_scaling_factor: Annotated[
         float | None, _flag("--rope-scaling-factor", help="Dynamic NTK scaling of positions (turbomind only).")
     ] = None
+    use_logn_attn: Annotated[
+        bool, _flag("--use-logn-attn", help="Queries grow by log n beyond the model's length (turbomind only).")
+    ] = False
     async_: Annotated[
         int | None, _flag("--async", help="0: schedule a step when the one before has ended (turbomind only).")
     ] = None
@@ -166,6 +169,8 @@ class EngineFlags:
         if self.backend == "pytorch":
             if self.rope_scaling_factor is not None:
                 raise UsageError("--rope-scaling-factor: only for --backend turbomind; write it into --hf-overrides")
+            if self.use_logn_attn:
+                raise UsageError("--use-logn-attn: only for --backend turbomind; leave it out")
             if self.async_ is not None:
                 raise UsageError("--async: only for --backend turbomind; leave it out")
             return PytorchEngineConfig(block_size=self.cache_block_seq_len, device_type=self.device, **common)
@@ -174,6 +179,7 @@ class EngineFlags:
                 cache_block_seq_len=self.cache_block_seq_len,
                 device=self.device,
                 rope_scaling_factor=self.rope_scaling_factor or 0.0,
+                use_logn_attn=self.use_logn_attn,
                 async_=1 if self.async_ is None else self.async_,
                 **common,
             )

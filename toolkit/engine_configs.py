@@ -121,6 +121,7 @@ class TurbomindEngineConfig:
         _check_adapters(self.adapters)
         number("rope_scaling_factor", self.rope_scaling_factor, 0, 1e4)
         number("async_", self.async_, 0, 1, whole=True)
+        switches(self, "use_logn_attn")
 
     @property
     def block_size(self) -> int:

@@ -56,7 +56,6 @@ NOT_BUILT = {
     "nnodes": "a model runs on one machine so far",
     "node_rank": "a model runs on one machine so far",
     "role": "prefill and decode are not served apart yet",
-    "use_logn_attn": "attention is as the model's config has it",
 }
 
 

@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -209,6 +210,29 @@ def test_an_artifact_takes_other_positions(target, tiny_models, tmp_path, steps)
         assert driver.runner.spec.max_position == 4 * 48
         logits.append(driver.step({driver.add(): list(range(3, 40))}, "all").logits)
     assert (logits[0] == logits[1]).all()
+
+
+@pytest.mark.parametrize("target", NAMES)
+def test_queries_grow_beyond_the_length_of_the_config_where_asked(target, tiny_models, tmp_path, steps):
+    """Of a converted model too, with and without scaled rope; up to that length nothing changes."""
+    from toolkit.convert.convert import convert
+    from toolkit.models.spec import QueryScale
+
+    convert(str(tiny_models("llama", max_position_embeddings=16)), tmp_path / "engine", target=target, quiet=True)
+    asked, logits = RunnerOptions(device="cpu", dtype="float32", block_size=16), []
+    for options in ({}, {"use_logn_attn": True}, {"use_logn_attn": True, "rope_scaling_factor": 2.0}):
+        driver = steps.Driver(open_runner(tmp_path / "engine", backend=NAMES[target], options=asked, **options)[0])
+        scale = driver.runner.spec.attention_layers()[0][1].q_scale
+        assert scale == (QueryScale("log", 16) if options else None)
+        logits.append(driver.step({driver.add(): list(range(3, 35))}, "all").logits)
+    np.testing.assert_array_equal(logits[0][:16], logits[1][:16])
+    assert not np.isclose(logits[0][17:], logits[1][17:]).all(1).any()
+    assert not np.isclose(logits[1][17:], logits[2][17:]).all(1).any()
+
+
+def test_a_model_without_such_attention_is_refused(tiny_models):
+    with pytest.raises(UsageError, match="use_logn_attn: the model has no attention"):
+        open_model(tiny_models("deepseek_v2"), use_logn_attn=True)
 
 
 def test_an_artifact_gives_the_checkpoints_logits(tiny_models, tmp_path, steps):

@@ -161,6 +161,7 @@ def start(setup: Setup, tokenizer: Tokenizer | None, progress: Progress) -> tupl
         options=options,
         hf_overrides=config.hf_overrides,
         rope_scaling_factor=getattr(config, "rope_scaling_factor", 0.0),
+        use_logn_attn=getattr(config, "use_logn_attn", False),
         model_format=config.model_format,
         load_format=config.load_format,
         families=from_files([own] if isinstance(own, str) else own),

@@ -1,8 +1,13 @@
-"""Slopes of ALiBi. Press et al., "Train Short, Test Long" (2022)."""
+"""Positions beyond rope: slopes of ALiBi (Press et al., "Train Short, Test Long", 2022), queries that grow."""
 
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
+
+from toolkit.errors import UsageError
+from toolkit.models.spec import DecoderSpec, QueryScale
+from toolkit.models.spec.decoder import Mixer
 
 
 def alibi_slopes(heads: int, most: float = 8.0) -> tuple[float, ...]:
@@ -20,3 +25,24 @@ def to_bfloat16(x: float) -> float:
     bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
     found: float = struct.unpack("<f", struct.pack("<I", bits))[0]
     return found
+
+
+def grow_queries(spec: DecoderSpec) -> DecoderSpec:
+    """``spec`` whose queries grow with the logarithm of their position beyond the length of its config.json, where they
+    do not already: LMDeploy's ``use_logn_attn``. Raises UsageError for one without such attention."""
+    layers = []
+    for layer in spec.layers:
+        parts = [replace(s, mixer=_grown(s.mixer, spec.max_position)) for s in layer.sublayers]
+        layers.append(replace(layer, sublayers=tuple(parts)))
+    found = replace(spec, layers=tuple(layers))
+    if not any(attention.q_scale for _, attention in found.attention_layers()):
+        raise UsageError("use_logn_attn: the model has no attention with keys of its own, whose queries could grow")
+    return found
+
+
+def _grown(mixer: Mixer, longest: int) -> Mixer:
+    if mixer.kind != "attention" or mixer.q_scale is not None:
+        return mixer
+    stretched = mixer.rope is not None and mixer.rope.kind == "dynamic"
+    length = mixer.rope.original_max_position if stretched and mixer.rope else longest
+    return replace(mixer, q_scale=QueryScale("log", length))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +47,7 @@ def open_model(
     *,
     hf_overrides: dict[str, Any] | None = None,
     rope_scaling_factor: float = 0.0,
+    use_logn_attn: bool = False,
     model_format: str | None = None,
     load_format: str = "auto",
     device: str = "cpu",
@@ -54,11 +55,25 @@ def open_model(
 ) -> Opened:
     """Open and validate a checkpoint, GGUF file or engine artifact without reading its weights.
 
-    ``hf_overrides`` and ``rope_scaling_factor`` change config.json's fields; ``model_format`` is checked against what
+    ``hf_overrides`` and ``rope_scaling_factor`` change config.json's fields, ``use_logn_attn`` has queries grow beyond
+    its length (``toolkit.models.positions``); ``model_format`` is checked against what
     the checkpoint holds. ``load_format`` "int8" and "int4" round the dense linears of a checkpoint while they are read;
     "dummy" reads config.json alone, and makes random weights on ``device``, where weights packed for a GPU are unpacked
     too. ``families``: of the caller's, asked before the known ones. Raises ToolkitError or UsageError, one line.
     """
+    if use_logn_attn:
+        from toolkit.models.positions import grow_queries
+
+        plain = open_model(
+            path,
+            hf_overrides=hf_overrides,
+            rope_scaling_factor=rope_scaling_factor,
+            model_format=model_format,
+            load_format=load_format,
+            device=device,
+            families=families,
+        )
+        return replace(plain, spec=grow_queries(plain.spec))
     from toolkit.artifacts.manifest import read_manifest
 
     if load_format not in LOAD_FORMATS:
@@ -201,6 +216,7 @@ def open_runner(
     options: RunnerOptions,
     hf_overrides: dict[str, Any] | None = None,
     rope_scaling_factor: float = 0.0,
+    use_logn_attn: bool = False,
     model_format: str | None = None,
     load_format: str = "auto",
     families: Sequence[Family] = (),
@@ -218,6 +234,7 @@ def open_runner(
         path,
         hf_overrides=hf_overrides,
         rope_scaling_factor=rope_scaling_factor,
+        use_logn_attn=use_logn_attn,
         model_format=model_format,
         load_format=load_format,
         device=_weights_device(options),
