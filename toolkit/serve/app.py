@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import PlainTextResponse
 from starlette.responses import Response as HttpResponse
 
 from toolkit import __version__
@@ -23,6 +24,7 @@ from toolkit.serve import (
     pooling_routes,
     token_routes,
 )
+from toolkit.serve.answers import Health, ModelCard, ModelList
 from toolkit.serve.anthropic import routes as anthropic_routes
 from toolkit.serve.auth import ApiKeyMiddleware
 from toolkit.serve.errors import ApiError, from_exception
@@ -36,7 +38,7 @@ from toolkit.serve.request_ids import RequestIds
 from toolkit.serve.responses import routes as responses_routes
 from toolkit.serve.responses.kept import Store
 from toolkit.serve.sampling import choose_defaults
-from toolkit.serve.schema import add_schemas
+from toolkit.serve.schema import ERRORS, add_schemas, answered
 from toolkit.serve.state import ServerSettings, ServerState
 from toolkit.serve.traces import Traces
 from toolkit.vision.eyes import Eyes
@@ -83,6 +85,7 @@ def create_app(engine: AsyncEngine, template: ChatTemplate, settings: ServerSett
         docs_url=docs_url(settings.docs, settings.page),
         openapi_url="/openapi.json" if settings.docs else None,
         redoc_url=None,
+        responses=ERRORS,
     )
     app.state.server = state
     if settings.page:
@@ -116,17 +119,20 @@ def _add_plain_routes(app: FastAPI, state: ServerState) -> None:
     base = {"parent": state.settings.model_name}
     cards = {name: {"id": name} | common | (base if state.adapter_of(name) else {}) for name in state.model_names}
 
-    @app.get("/v1/models", summary="Names that requests may use")
+    @app.get("/v1/models", **answered("Names that requests may use", ModelList))
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": list(cards.values())}
 
-    @app.get("/v1/models/{name:path}", summary="One model")
+    @app.get("/v1/models/{name:path}", **answered("One model", ModelCard))
     async def model(name: str) -> dict[str, Any]:
         if name not in cards:
             raise state.not_served(name)
         return cards[name]
 
-    @app.get("/health", summary="200 when the engine can take requests, 503 when not; needs no key")
+    healthy = answered("200 when the engine can take requests, 503 when not; needs no key", Health)
+    healthy["responses"][503] = {"model": Health, "description": "It cannot"}
+
+    @app.get("/health", **healthy)
     async def health() -> HttpResponse:
         if state.closing:
             return json_response({"status": "shutting down"}, 503)
@@ -140,7 +146,7 @@ def _add_plain_routes(app: FastAPI, state: ServerState) -> None:
     if not state.settings.metrics:
         return
 
-    @app.get("/metrics", summary="Metrics for Prometheus")
+    @app.get("/metrics", summary="Metrics for Prometheus", response_class=PlainTextResponse)
     async def metrics() -> HttpResponse:
         return HttpResponse(state.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 

@@ -15,6 +15,7 @@ from starlette.responses import Response as HttpResponse
 
 from toolkit.messages import Response
 from toolkit.parsers.pieces import Piece
+from toolkit.serve.answers import ChatCompletion
 from toolkit.serve.chat import Chat
 from toolkit.serve.logprobs import chat_logprobs, prompt_logprobs
 from toolkit.serve.protocol import ChatCompletionRequest
@@ -27,7 +28,10 @@ router = APIRouter()
 BODIES: list[type[BaseModel]] = [ChatCompletionRequest]
 
 
-@router.post("/v1/chat/completions", **describe(ChatCompletionRequest, "Answer a conversation"))
+@router.post(
+    "/v1/chat/completions",
+    **describe(ChatCompletionRequest, "Answer a conversation", ChatCompletion, stream="text/event-stream"),
+)
 async def chat_completions(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     request, size = await parse(raw, state, ChatCompletionRequest)

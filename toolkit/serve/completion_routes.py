@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from starlette.responses import Response as HttpResponse
 
 from toolkit.messages import Response
+from toolkit.serve.answers import TextCompletion
 from toolkit.serve.choice import Choice
 from toolkit.serve.generation import Usage, run_choices
 from toolkit.serve.logprobs import CompletionLogprobs, prompt_logprobs
@@ -32,7 +33,9 @@ BODIES: list[type[BaseModel]] = [CompletionRequest]
 NOTHING: dict[str, Any] = {"text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
 
 
-@router.post("/v1/completions", **describe(CompletionRequest, "Continue a text"))
+@router.post(
+    "/v1/completions", **describe(CompletionRequest, "Continue a text", TextCompletion, stream="text/event-stream")
+)
 async def completions(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     request, _ = await parse(raw, state, CompletionRequest)

@@ -12,10 +12,11 @@ from pydantic import AliasChoices, BaseModel, Field
 from starlette.responses import Response as HttpResponse
 
 from toolkit.engine.nap import PARTS
+from toolkit.serve.answers import Aborted, Ending, Sleeping
 from toolkit.serve.errors import ApiError, bad_field
 from toolkit.serve.replies import json_response
 from toolkit.serve.requests import parse
-from toolkit.serve.schema import describe
+from toolkit.serve.schema import FORBIDDEN, answered, describe
 from toolkit.serve.state import ServerState
 from toolkit.serve.strict import Strict
 
@@ -41,7 +42,9 @@ def _allowed(raw: Request, option: str) -> ServerState:
     return state
 
 
-@router.post("/abort_request", **describe(AbortRequest, "End requests; needs --enable-abort-handling"))
+@router.post(
+    "/abort_request", **describe(AbortRequest, "End requests; needs --enable-abort-handling", Aborted, also=FORBIDDEN)
+)
 async def abort_request(raw: Request) -> HttpResponse:
     state = _allowed(raw, "--enable-abort-handling")
     request, _ = await parse(raw, state, AbortRequest)
@@ -53,7 +56,7 @@ async def abort_request(raw: Request) -> HttpResponse:
     return json_response({"aborted": found})
 
 
-@router.get("/terminate", summary="End the server; needs --allow-terminate-by-client")
+@router.get("/terminate", **answered("End the server; needs --allow-terminate-by-client", Ending, also=FORBIDDEN))
 @router.post("/terminate", include_in_schema=False)
 async def terminate(raw: Request) -> HttpResponse:
     _allowed(raw, "--allow-terminate-by-client")
@@ -61,7 +64,12 @@ async def terminate(raw: Request) -> HttpResponse:
     return json_response({"status": "shutting down"})
 
 
-@router.post("/sleep", summary="Give the model's memory back once no request runs; needs --enable-sleep-mode")
+@router.post(
+    "/sleep",
+    **answered(
+        "Give the model's memory back once no request runs; needs --enable-sleep-mode", Sleeping, also=FORBIDDEN
+    ),
+)
 async def sleep(raw: Request, level: str = "1") -> HttpResponse:
     state = _allowed(raw, "--enable-sleep-mode")
     if level not in ("1", "2"):
@@ -79,7 +87,9 @@ async def sleep(raw: Request, level: str = "1") -> HttpResponse:
 
 
 @router.post("/wake_up", include_in_schema=False)
-@router.post("/wakeup", summary="Load the model again, all of it or by ?tags=weights&tags=kv_cache")
+@router.post(
+    "/wakeup", **answered("Load the model again, all of it or by ?tags=weights&tags=kv_cache", Sleeping, also=FORBIDDEN)
+)
 async def wakeup(raw: Request) -> HttpResponse:
     state = _allowed(raw, "--enable-sleep-mode")
     async with state.nap:
@@ -88,7 +98,7 @@ async def wakeup(raw: Request) -> HttpResponse:
     return _is_sleeping(state)
 
 
-@router.get("/is_sleeping", summary="Whether the model sleeps")
+@router.get("/is_sleeping", **answered("Whether the model sleeps", Sleeping))
 async def is_sleeping(raw: Request) -> HttpResponse:
     return _is_sleeping(raw.app.state.server)
 

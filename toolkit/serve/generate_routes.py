@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, model_validator
 from starlette.responses import Response as HttpResponse
 
 from toolkit.messages import GenerationConfig, Response
+from toolkit.serve.answers import CrossEntropy, Generated
 from toolkit.serve.choice import Choice
 from toolkit.serve.errors import bad_field
 from toolkit.serve.generation import run_choices
@@ -70,7 +71,12 @@ class PerplexityRequest(Strict):
 BODIES: list[type[BaseModel]] = [RawRequest, PerplexityRequest]
 
 
-@router.post("/generate", **describe(RawRequest, "Continue a text or token ids, as LMDeploy's /generate does"))
+@router.post(
+    "/generate",
+    **describe(
+        RawRequest, "Continue a text or token ids, as LMDeploy's /generate does", Generated, stream="text/event-stream"
+    ),
+)
 async def generate(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     request, _ = await parse(raw, state, RawRequest)
@@ -159,7 +165,9 @@ def _logprobs(kind: str, ids: list[int], found: list[Any], top: int) -> dict[str
     return told
 
 
-@router.post("/get_ppl", **describe(PerplexityRequest, "Mean cross-entropy of a text, as LMDeploy has it"))
+@router.post(
+    "/get_ppl", **describe(PerplexityRequest, "Mean cross-entropy of a text, as LMDeploy has it", CrossEntropy)
+)
 async def get_ppl(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     request, _ = await parse(raw, state, PerplexityRequest)

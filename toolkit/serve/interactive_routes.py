@@ -13,13 +13,14 @@ from pydantic import BaseModel, Field, model_validator
 from starlette.responses import Response as HttpResponse
 
 from toolkit.messages import Response
+from toolkit.serve.answers import InteractiveAnswer
 from toolkit.serve.choice import Choice
 from toolkit.serve.generation import run_choices
 from toolkit.serve.protocol import GenerateRequest, Messages
 from toolkit.serve.replies import LINES, EventReply, JsonReply, json_response
 from toolkit.serve.requests import encode_text, parse, refuse_pictures, run_sized, vocab_size
 from toolkit.serve.sampling import generation_config
-from toolkit.serve.schema import describe
+from toolkit.serve.schema import BUSY, describe
 from toolkit.serve.state import ServerState
 from toolkit.serve.talks import Key, Talk
 
@@ -52,7 +53,16 @@ class InteractiveRequest(GenerateRequest):
 BODIES: list[type[BaseModel]] = [InteractiveRequest]
 
 
-@router.post("/v1/chat/interactive", **describe(InteractiveRequest, "A turn of a conversation that the server keeps"))
+@router.post(
+    "/v1/chat/interactive",
+    **describe(
+        InteractiveRequest,
+        "A turn of a conversation that the server keeps",
+        InteractiveAnswer,
+        stream="text/event-stream",
+        also=BUSY,
+    ),
+)
 async def interactive(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     request, size = await parse(raw, state, InteractiveRequest)

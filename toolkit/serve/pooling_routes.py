@@ -17,6 +17,7 @@ from starlette.responses import Response as HttpResponse
 
 from toolkit.engine.pooling import vector
 from toolkit.messages import Response
+from toolkit.serve.answers import Embeddings, Ranking, Scores
 from toolkit.serve.errors import bad_field
 from toolkit.serve.pooling import POOLED, Pairs, run_prompts, usage
 from toolkit.serve.protocol import Prompts, as_list
@@ -78,7 +79,7 @@ class ScoreRequest(PairRequest):
 BODIES: list[type[BaseModel]] = [EmbeddingsRequest, RerankRequest, ScoreRequest]
 
 
-@router.post("/v1/embeddings", **describe(EmbeddingsRequest, "A vector for each text"))
+@router.post("/v1/embeddings", **describe(EmbeddingsRequest, "A vector for each text", Embeddings))
 async def embeddings(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     request, _ = await parse(raw, state, EmbeddingsRequest)
@@ -112,7 +113,9 @@ def _written(values: NDArray[np.float32], as_base64: bool) -> Any:
 
 @router.post("/rerank", include_in_schema=False)
 @router.post("/v2/rerank", include_in_schema=False)
-@router.post("/v1/rerank", **describe(RerankRequest, "Documents in the order of what they have to do with a query"))
+@router.post(
+    "/v1/rerank", **describe(RerankRequest, "Documents in the order of what they have to do with a query", Ranking)
+)
 async def rerank(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     request, _ = await parse(raw, state, RerankRequest)
@@ -134,7 +137,7 @@ async def _rerank(state: ServerState, request: RerankRequest) -> dict[str, Any]:
 
 
 @router.post("/score", include_in_schema=False)
-@router.post("/v1/score", **describe(ScoreRequest, "How much two texts have to do with each other"))
+@router.post("/v1/score", **describe(ScoreRequest, "How much two texts have to do with each other", Scores))
 async def score(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     request, _ = await parse(raw, state, ScoreRequest)

@@ -1,4 +1,4 @@
-"""OpenAPI: bodies are read by our own code (limits, one-line errors), so their schemas are added here."""
+"""OpenAPI: our own code reads bodies and writes answers (limits, one-line errors), so both are described here."""
 
 from __future__ import annotations
 
@@ -8,14 +8,61 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from toolkit.serve.answers import AnthropicErrorAnswer, ErrorAnswer
+
 REF = "#/components/schemas/{model}"
+Responses = dict[int | str, dict[str, Any]]
+
+# What a request may be answered with besides 200; docs/server.md says the same.
+STATUSES = {
+    400: "A field is wrong, or a limit is passed",
+    401: "No known API key",
+    404: "Unknown model, route or thing",
+    408: "The request did not arrive in time",
+    413: "The body is too large",
+    429: "Too many requests wait; Retry-After says when to ask again",
+    499: "The request was ended by somebody else",
+    500: "The engine failed on this request",
+    503: "The server cannot take requests now",
+}
+FORBIDDEN = {403: "The server was started without the option that allows it"}
+BUSY = {409: "This conversation is being answered"}
 
 
-def describe(model: type[BaseModel], summary: str) -> dict[str, Any]:
-    """Arguments of a route whose JSON body is ``model``."""
-    schema = {"$ref": REF.format(model=model.__name__)}
-    body = {"required": True, "content": {"application/json": {"schema": schema}}}
-    return {"summary": summary, "openapi_extra": {"requestBody": body}, "response_model": None}
+def _told(statuses: dict[int, str], envelope: type[BaseModel]) -> Responses:
+    return {status: {"model": envelope, "description": text} for status, text in statuses.items()}
+
+
+ERRORS = _told(STATUSES, ErrorAnswer)
+ANTHROPIC_ERRORS = _told(STATUSES, AnthropicErrorAnswer)
+
+
+def answered(
+    summary: str, answer: type[BaseModel] | None, *, stream: str | None = None, also: dict[int, str] | None = None
+) -> dict[str, Any]:
+    """Arguments of a route that answers with ``answer``, or where asked with a stream of this media type; ``also``:
+    statuses that are its own."""
+    whole: dict[str, Any] = {"description": "The answer"}
+    if answer is not None:
+        whole["model"] = answer
+    if stream is not None:
+        whole["content"] = {stream: {"schema": {"type": "string"}}}
+    return {"summary": summary, "response_model": None, "responses": {200: whole, **_told(also or {}, ErrorAnswer)}}
+
+
+def describe(
+    body: type[BaseModel],
+    summary: str,
+    answer: type[BaseModel],
+    *,
+    stream: str | None = None,
+    also: dict[int, str] | None = None,
+) -> dict[str, Any]:
+    """As ``answered``, for a route whose JSON body is ``body``."""
+    content = {"application/json": {"schema": {"$ref": REF.format(model=body.__name__)}}}
+    return answered(summary, answer, stream=stream, also=also) | {
+        "openapi_extra": {"requestBody": {"required": True, "content": content}}
+    }
 
 
 def add_schemas(app: FastAPI, models: list[type[BaseModel]]) -> None:
@@ -27,6 +74,9 @@ def add_schemas(app: FastAPI, models: list[type[BaseModel]]) -> None:
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
         _, made = models_json_schema([(model, "validation") for model in models], ref_template=REF)
         schemas.update(made["$defs"])  # models of one name are told apart by their modules
+        for operations in document["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)  # FastAPI's own refusal, which no route here gives
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]

@@ -8,11 +8,12 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, model_validator
 from starlette.responses import Response as HttpResponse
 
+from toolkit.serve.answers import Detokenized, Encoded, Tokens
 from toolkit.serve.errors import bad_field
 from toolkit.serve.protocol import Messages, TemplateVariables, TokenId
 from toolkit.serve.replies import json_response
 from toolkit.serve.requests import encode_messages, parse, vocab_size
-from toolkit.serve.schema import describe
+from toolkit.serve.schema import answered, describe
 from toolkit.serve.state import ServerState
 from toolkit.serve.strict import Strict
 from toolkit.serve.tool_fields import Tool
@@ -61,7 +62,7 @@ def _checked_model(state: ServerState, model: str | None) -> None:
         raise state.not_served(model)
 
 
-@router.post("/tokenize", **describe(TokenizeRequest, "Token ids of a text or a conversation"))
+@router.post("/tokenize", **describe(TokenizeRequest, "Token ids of a text or a conversation", Tokens))
 async def tokenize(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     request, size = await parse(raw, state, TokenizeRequest)
@@ -92,7 +93,7 @@ async def tokenize(raw: Request) -> HttpResponse:
     return json_response({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": texts})
 
 
-@router.post("/detokenize", **describe(DetokenizeRequest, "The text of token ids"))
+@router.post("/detokenize", **describe(DetokenizeRequest, "The text of token ids", Detokenized))
 async def detokenize(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     request, size = await parse(raw, state, DetokenizeRequest)
@@ -103,7 +104,9 @@ async def detokenize(raw: Request) -> HttpResponse:
     return json_response({"prompt": text})
 
 
-@router.get("/tokenizer_info", summary="The tokenizer's configuration, its special tokens and its chat template")
+@router.get(
+    "/tokenizer_info", **answered("The tokenizer's configuration, its special tokens and its chat template", None)
+)
 async def tokenizer_info(raw: Request) -> HttpResponse:
     tokenizer = raw.app.state.server.engine.tokenizer
     own = {k: v for k, v in tokenizer.config.items() if k != "chat_template"}
@@ -112,7 +115,7 @@ async def tokenizer_info(raw: Request) -> HttpResponse:
     return json_response({"tokenizer_class": type(tokenizer).__name__} | own | tokenizer.special_tokens | more)
 
 
-@router.post("/v1/encode", **describe(EncodeRequest, "Token ids of one text or several"))
+@router.post("/v1/encode", **describe(EncodeRequest, "Token ids of one text or several", Encoded))
 async def encode(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     request, size = await parse(raw, state, EncodeRequest)

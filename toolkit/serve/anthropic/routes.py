@@ -8,21 +8,27 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import Response as HttpResponse
 
+from toolkit.serve.answers import AnthropicMessage, CountedTokens
 from toolkit.serve.anthropic import told
 from toolkit.serve.anthropic.asked import chat_request
 from toolkit.serve.anthropic.fields import CountRequest, MessagesRequest
 from toolkit.serve.chat import Chat
 from toolkit.serve.replies import EventReply, JsonReply, Wire, json_response, named_event
 from toolkit.serve.requests import encode_chat, parse, translated
-from toolkit.serve.schema import describe
+from toolkit.serve.schema import ANTHROPIC_ERRORS, describe
 from toolkit.serve.state import ServerState
 
-router = APIRouter()
+router = APIRouter(responses=ANTHROPIC_ERRORS)
 BODIES: list[type[BaseModel]] = [MessagesRequest, CountRequest]
 WIRE = Wire(named_event, lambda error: error.anthropic(), ping=named_event(told.PING))
 
 
-@router.post("/v1/messages", **describe(MessagesRequest, "Answer a conversation, as Anthropic has it"))
+@router.post(
+    "/v1/messages",
+    **describe(
+        MessagesRequest, "Answer a conversation, as Anthropic has it", AnthropicMessage, stream="text/event-stream"
+    ),
+)
 async def messages(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     asked, size = await parse(raw, state, MessagesRequest)
@@ -33,7 +39,7 @@ async def messages(raw: Request) -> HttpResponse:
     return EventReply(told.events(chat), WIRE) if asked.stream else JsonReply(lambda: told.whole(chat), WIRE)
 
 
-@router.post("/v1/messages/count_tokens", **describe(CountRequest, "The tokens of a conversation"))
+@router.post("/v1/messages/count_tokens", **describe(CountRequest, "The tokens of a conversation", CountedTokens))
 async def count_tokens(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     asked, size = await parse(raw, state, CountRequest)

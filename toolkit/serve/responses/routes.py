@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from starlette.responses import Response as HttpResponse
 
 from toolkit.config_checks import shown
+from toolkit.serve.answers import DeletedResponse, StoredResponse
 from toolkit.serve.chat import Chat
 from toolkit.serve.errors import ApiError
 from toolkit.serve.protocol import ChatCompletionRequest
@@ -18,7 +19,7 @@ from toolkit.serve.requests import parse, translated
 from toolkit.serve.responses.asked import chat_request, conversation
 from toolkit.serve.responses.fields import ResponsesRequest
 from toolkit.serve.responses.told import Told
-from toolkit.serve.schema import describe
+from toolkit.serve.schema import answered, describe
 from toolkit.serve.state import ServerState
 
 router = APIRouter()
@@ -36,7 +37,15 @@ def _event(data: dict[str, Any]) -> bytes:
 WIRE = Wire(_event, ApiError.envelope, ping=b": ping\n\n")
 
 
-@router.post("/v1/responses", **describe(ResponsesRequest, "Answer a conversation, as OpenAI's newer API has it"))
+@router.post(
+    "/v1/responses",
+    **describe(
+        ResponsesRequest,
+        "Answer a conversation, as OpenAI's newer API has it",
+        StoredResponse,
+        stream="text/event-stream",
+    ),
+)
 async def responses(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     asked, size = await parse(raw, state, ResponsesRequest)
@@ -68,7 +77,7 @@ async def responses(raw: Request) -> HttpResponse:
     return EventReply(told.events(), WIRE) if asked.stream else JsonReply(told.whole, WIRE)
 
 
-@router.get("/v1/responses/{id}", summary="A response that is kept")
+@router.get("/v1/responses/{id}", **answered("A response that is kept", StoredResponse))
 async def response(id: str, raw: Request) -> HttpResponse:
     kept = raw.app.state.server.kept.get(id)
     if kept is None:
@@ -76,7 +85,7 @@ async def response(id: str, raw: Request) -> HttpResponse:
     return json_response(kept.response)
 
 
-@router.delete("/v1/responses/{id}", summary="Forget a response")
+@router.delete("/v1/responses/{id}", **answered("Forget a response", DeletedResponse))
 async def delete(id: str, raw: Request) -> HttpResponse:
     if not raw.app.state.server.kept.drop(id):
         raise _unknown(404, id)

@@ -1,0 +1,229 @@
+"""What routes answer, for /openapi.json alone: answers are written by their routes, not by these classes.
+
+``scripts/fuzz_api`` and ``tests/serve/test_lifecycle.py`` compare what a server sends with them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+Finish = Literal["stop", "length", "tool_calls"]
+
+
+class Fault(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """OpenAI's envelope of an error."""
+
+    error: Fault
+
+
+class AnthropicFault(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicErrorAnswer(BaseModel):
+    """Anthropic's envelope of an error."""
+
+    type: Literal["error"]
+    error: AnthropicFault
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int | None = None
+    parent: str | None = None
+
+
+class ModelList(BaseModel):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Health(BaseModel):
+    status: Literal["healthy", "sleeping", "unhealthy", "shutting down"]
+    reason: str | None = None
+    restarting: bool | None = None
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int | None = None
+    prompt_tokens_details: dict[str, Any] | None = None
+    completion_tokens_details: dict[str, int] | None = None
+
+
+class AnswerMessage(BaseModel):
+    role: Literal["assistant"]
+    content: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AnswerMessage
+    logprobs: dict[str, Any] | None
+    finish_reason: Finish
+    stop_reason: str | int | None
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+
+
+class TextChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: Finish
+    stop_reason: str | int | None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+
+
+class TextCompletion(BaseModel):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage
+
+
+class StoredResponse(BaseModel):
+    """OpenAI's response object."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["completed", "incomplete"]
+    output: list[dict[str, Any]]
+    usage: dict[str, Any]
+
+
+class DeletedResponse(BaseModel):
+    id: str
+    object: Literal["response"]
+    deleted: bool
+
+
+class AnthropicMessage(BaseModel):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: dict[str, int]
+
+
+class CountedTokens(BaseModel):
+    input_tokens: int
+
+
+class Tokens(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(BaseModel):
+    prompt: str
+
+
+class Encoded(BaseModel):
+    input_ids: list[int] | list[list[int]]
+    length: int | list[int]
+
+
+class Embedding(BaseModel):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(BaseModel):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: Usage
+
+
+class Ranked(BaseModel):
+    index: int
+    relevance_score: float
+    document: dict[str, Any] | None = None
+
+
+class Ranking(BaseModel):
+    id: str
+    object: Literal["rerank"]
+    model: str
+    results: list[Ranked]
+    usage: Usage
+
+
+class Score(BaseModel):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(BaseModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: Usage
+
+
+class Generated(BaseModel):
+    text: str
+    output_ids: list[int]
+    meta_info: dict[str, Any]
+
+
+class CrossEntropy(BaseModel):
+    ppl: float
+
+
+class InteractiveAnswer(BaseModel):
+    text: str
+    tokens: int
+    input_tokens: int
+    history_tokens: int
+    finish_reason: str | None
+
+
+class Aborted(BaseModel):
+    aborted: int
+
+
+class Ending(BaseModel):
+    status: Literal["shutting down"]
+
+
+class Sleeping(BaseModel):
+    is_sleeping: bool
