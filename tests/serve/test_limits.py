@@ -52,6 +52,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
     "max_body_bytes": (500, "text", {**TEXT, "user": "x" * 400}, {**TEXT, "user": "x" * 500}),
 }
 HELD_ELSEWHERE = {
+    "max_queue",
     "max_images",
     "max_image_bytes",
     "max_image_pixels",

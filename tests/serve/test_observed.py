@@ -147,3 +147,19 @@ def test_every_metric_of_the_dashboard_is_there(start: Any) -> None:
         told = set(re.findall(r"^(toolkit:\w+)", reply.read().decode(), re.MULTILINE))
     used = set(re.findall(r"toolkit:\w+", DASHBOARD.read_text()))
     assert len(used) > 10 and used <= told, used - told
+
+
+def test_metrics_have_the_names_of_other_servers_too(start: Any) -> None:
+    url = start().url
+    ask(url, {}).read()
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as reply:
+        lines = reply.read().decode().splitlines()
+    values = {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines if '{engine="0"' in line}
+    for theirs in ("vllm:prompt_tokens_total", "lmdeploy:generation_tokens_total"):
+        ours = theirs.replace("vllm:", "toolkit:").replace("lmdeploy:", "toolkit:")
+        assert values[theirs] == next(float(line.split()[1]) for line in lines if line.startswith(f"{ours} ")) > 0
+    for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
+        assert name in values  # what routers and autoscalers read
+    assert values["vllm:request_success_total"] == values["vllm:e2e_request_latency_seconds_count"] == 1
+    assert values["vllm:inter_token_latency_seconds_count"] == values["lmdeploy:generation_tokens_total"] - 1
+    assert any(line.startswith("process_open_fds") for line in lines)

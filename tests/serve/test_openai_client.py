@@ -186,6 +186,31 @@ def test_every_sampling_field_arrives(client: openai.OpenAI, server: Any) -> Non
     assert config.response_format == {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
 
 
+@pytest.mark.parametrize(
+    ("asked", "kind"),
+    [
+        ({"guided_json": {"type": "object"}}, "json_schema"),
+        ({"guided_json": '{"type": "object"}'}, "json_schema"),
+        ({"guided_regex": "a+"}, "regex_schema"),
+        ({"guided_choice": ["yes", "no"]}, "choice"),
+        ({"guided_grammar": 'root ::= "a"'}, "grammar"),
+        ({"structured_outputs": {"json": {"type": "object"}}}, "json_schema"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "choice"),
+        ({"structured_outputs": {"json_object": True}}, "json_object"),
+    ],
+)
+def test_formats_as_vllm_spells_them(client: openai.OpenAI, server: Any, asked: dict[str, Any], kind: str) -> None:
+    client.completions.create(model="echo", prompt="a", extra_body=asked)
+    config = server.engine.seen[-1][1]
+    assert config.response_format["type"] == kind
+    rule = next(iter(asked.values()))
+    rule = next(iter(rule.values())) if "structured_outputs" in asked else rule
+    if kind == "json_schema":
+        assert config.response_format[kind]["schema"] == {"type": "object"}
+    elif kind != "json_object":
+        assert config.response_format[kind] == rule
+
+
 def test_message_forms(client: openai.OpenAI, server: Any) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     messages = [

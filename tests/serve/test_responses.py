@@ -128,23 +128,18 @@ def test_an_item_that_was_cut_says_so(server: Any) -> None:
 def test_a_stream_begins_before_the_answer_and_is_pinged(start: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(replies, "SILENCE", 0.05)
     server = start(template=Echo(None), engine={"delay": 0.3})
-    for path, first, ping in (
-        ("responses", "response.created", ": ping"),
-        ("messages", "message_start", "event: ping"),
+    user = [{"role": "user", "content": "Hi"}]
+    for path, body, first, ping in (
+        ("responses", {"input": "Hi"}, "event: response.created", ": ping"),
+        ("messages", {"max_tokens": 2, "messages": user}, "event: message_start", "event: ping"),
+        ("chat/completions", {"messages": user}, ": ping", ": ping"),  # before all else, too
     ):
-        asked = {"model": "echo", "stream": True}
-        asked |= (
-            {"input": "Hi"}
-            if path == "responses"
-            else {"max_tokens": 2, "messages": [{"role": "user", "content": "Hi"}]}
-        )
-        sent = urllib.request.Request(
-            f"{server.v1}/{path}", json.dumps(asked).encode(), {"content-type": "application/json"}
-        )
+        asked = json.dumps({"model": "echo", "stream": True} | body).encode()
+        sent = urllib.request.Request(f"{server.v1}/{path}", asked, {"content-type": "application/json"})
         with urllib.request.urlopen(sent) as reply:
-            lines = [line for line in reply.read().decode().splitlines() if line.startswith(("event", ": "))]
-        text = next(i for i, line in enumerate(lines) if "delta" in line)
-        assert lines[0] == f"event: {first}" and lines[:text].count(ping) > 1
+            lines = [line for line in reply.read().decode().splitlines() if line.startswith(("event", ": ", "data"))]
+        text = next(i for i, line in enumerate(lines) if '"H"' in line)
+        assert lines[0] == first and lines[:text].count(ping) > 1
 
 
 def test_an_error_after_the_first_event_is_an_event(server: Any, monkeypatch: Any) -> None:

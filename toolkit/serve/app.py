@@ -69,7 +69,7 @@ def create_app(engine: AsyncEngine, template: ChatTemplate, settings: ServerSett
         template=template,
         settings=settings,
         defaults=choose_defaults(settings.generation_config, engine.tokenizer.path),
-        metrics=ServerMetrics(engine.stats, _traces(settings)),
+        metrics=ServerMetrics(engine.stats, _traces(settings), settings.model_name),
         lanes=lanes,
         pooling=pooling.choose(settings.pooling, engine.tokenizer.path),
         embeds=pooling_config(engine.tokenizer.path) is not None,
@@ -154,7 +154,7 @@ def _add_plain_routes(app: FastAPI, state: ServerState) -> None:
 async def error_reply(request: Request, error: Exception) -> HttpResponse:
     """Whatever a route raises, in the envelope."""
     told = from_exception(error)
-    return json_response(told.envelope_at(request.url.path), told.status)
+    return json_response(told.envelope_at(request.url.path), told.status, headers=told.headers)
 
 
 async def http_error_reply(request: Request, error: HTTPException) -> HttpResponse:

@@ -13,6 +13,7 @@ from toolkit.errors import ToolkitError, UsageError
 # Fields whose HTTP name differs from GenerationConfig's, so that an error names what the client sent.
 HTTP_FIELD = {"max_new_tokens": "max_tokens", "random_seed": "seed", "stop_words": "stop"}
 _FIELD = re.compile(r"[a-z_]+(\[\d+\]|\.[a-z_]+)*")  # how our own messages name a field: messages[0].role
+RETRY_S = 2
 MANY_FAULTS = 1000  # pydantic tells all or none, in a time that grows with them
 TYPE_OF_STATUS = {
     400: "invalid_request_error",
@@ -23,6 +24,7 @@ TYPE_OF_STATUS = {
     408: "invalid_request_error",
     409: "invalid_request_error",
     413: "invalid_request_error",
+    429: "rate_limit_error",
     499: "request_cancelled",
     503: "service_unavailable_error",
 }
@@ -53,6 +55,11 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.type = type or TYPE_OF_STATUS.get(status, "server_error")
+
+    @property
+    def headers(self) -> dict[str, str] | None:
+        """Clients of both APIs ask again after so many seconds."""
+        return {"retry-after": str(RETRY_S)} if self.status == 429 else None
 
     def envelope(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}

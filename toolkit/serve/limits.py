@@ -45,6 +45,7 @@ class Limits:
     max_stored_responses: int = _limit(1024, "Responses kept for previous_response_id.")
     max_stored_bytes: int = _limit(64 << 20, "Bytes of the conversations kept for previous_response_id.")
     stored_response_seconds: float = _limit(3600.0, "Seconds for which a response is kept.")
+    max_queue: int = _limit(1024, "Requests that wait for a place in the batch; more are told to come again (429).")
     max_connections: int = _limit(2048, "Open connections.")
     read_timeout: float = _limit(30.0, "Seconds for a request's head to arrive; for its body, and one more a 64 KiB.")
     write_timeout: float = _limit(30.0, "Seconds for an answer to be taken by its client, and one more a 64 KiB of it.")
@@ -178,6 +179,11 @@ _SIZES: tuple[tuple[str, str, str, Callable[[Any], int]], ...] = (
     ("max_messages", "prompt", "messages", _objects),
     ("max_messages", "system", "blocks", _count),
     ("max_format_bytes", "response_format", "bytes", _json_bytes),
+    ("max_format_bytes", "structured_outputs", "bytes", _json_bytes),
+    ("max_format_bytes", "guided_json", "bytes", _json_bytes),
+    ("max_format_bytes", "guided_regex", "bytes", _json_bytes),
+    ("max_format_bytes", "guided_choice", "bytes", _json_bytes),
+    ("max_format_bytes", "guided_grammar", "bytes", _json_bytes),
     ("max_format_bytes", "output_config", "bytes", _object_bytes),
     ("max_format_bytes", "output_format", "bytes", _object_bytes),
     ("max_format_bytes", "text", "bytes", _object_bytes),

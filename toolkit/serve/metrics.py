@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -19,6 +20,7 @@ PREFIX = "toolkit:"
 _TTFT = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _TPOT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 _E2E = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
 # name in the engine's stats -> (kind, metric, help)
 FROM_ENGINE = {
@@ -32,6 +34,37 @@ FROM_ENGINE = {
     "prefix_queried_tokens": (CounterMetricFamily, "prefix_cache_queried_tokens", "Prompt tokens looked up in it"),
     "steps": (CounterMetricFamily, "engine_steps", "Steps of the engine"),
     "step_seconds": (CounterMetricFamily, "engine_step_seconds", "Time spent in them"),
+}
+
+# What other servers call the same, so that dashboards, autoscalers and routers made for them work: ours -> theirs
+OTHERS = {
+    "num_requests_running": ("vllm:num_requests_running", "lmdeploy:num_requests_running"),
+    "num_requests_waiting": ("vllm:num_requests_waiting", "lmdeploy:num_requests_waiting"),
+    "kv_cache_usage_perc": (
+        "vllm:kv_cache_usage_perc",
+        "vllm:gpu_cache_usage_perc",
+        "lmdeploy:gpu_cache_usage_perc",
+    ),
+    "preemptions": ("vllm:num_preemptions",),
+    "prefix_cache_hit_tokens": ("vllm:prefix_cache_hits",),
+    "prefix_cache_queried_tokens": ("vllm:prefix_cache_queries",),
+    "prompt_tokens": ("vllm:prompt_tokens", "lmdeploy:prompt_tokens"),
+    "cached_tokens": ("lmdeploy:cached_tokens",),
+    "generation_tokens": ("vllm:generation_tokens", "lmdeploy:generation_tokens"),
+    "request_finished": ("vllm:request_success", "lmdeploy:request_success"),
+    "time_to_first_token_seconds": ("vllm:time_to_first_token_seconds", "lmdeploy:time_to_first_token_seconds"),
+    "time_per_output_token_seconds": (
+        "vllm:request_time_per_output_token_seconds",
+        "lmdeploy:time_per_output_token_seconds",
+    ),
+    "inter_token_latency_seconds": (
+        "vllm:inter_token_latency_seconds",
+        "vllm:time_per_output_token_seconds",
+        "lmdeploy:iter_token_latency",
+    ),
+    "e2e_request_latency_seconds": ("vllm:e2e_request_latency_seconds", "lmdeploy:e2e_request_latency_seconds"),
+    "request_prompt_tokens": ("vllm:request_prompt_tokens", "lmdeploy:request_prompt_tokens"),
+    "request_generation_tokens": ("vllm:request_generation_tokens", "lmdeploy:request_generation_tokens"),
 }
 
 
@@ -48,12 +81,42 @@ class _EngineCollector(Collector):
             yield kind(PREFIX + name, text, value=float(values.get(key, 0)))
 
 
+class _OtherNames(Collector):
+    """The metrics of a registry by the names of OTHERS, with the labels that those servers give them."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self.registry = registry
+        self.labels = {"model_name": model_name, "engine": "0"}
+
+    def collect(self) -> Iterable[Metric]:
+        for ours in self.registry.collect():
+            for name in OTHERS.get(ours.name.removeprefix(PREFIX), ()):
+                theirs = Metric(name, ours.documentation, ours.type)
+                for sample in ours.samples:
+                    kind = sample.name.removeprefix(ours.name)
+                    if kind != "_created":
+                        theirs.add_sample(name + kind, sample.labels | self.labels, sample.value)
+                yield theirs
+
+
+def _tasks() -> int:
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:  # no event loop runs here
+        return 0
+
+
 class ServerMetrics:
     """Counters and histograms of requests, and the engine's gauges; ``traces``: where spans of requests go."""
 
-    def __init__(self, stats: Callable[[], Mapping[str, Any]], traces: Traces | None = None) -> None:
+    def __init__(
+        self, stats: Callable[[], Mapping[str, Any]], traces: Traces | None = None, model_name: str = ""
+    ) -> None:
         self.traces = traces
         self.registry = CollectorRegistry()
+        self.others = CollectorRegistry()
+        self.others.register(_OtherNames(self.registry, model_name))
+        ProcessCollector(registry=self.registry)
         self.registry.register(_EngineCollector(stats))
         make: dict[str, Any] = {"registry": self.registry}
         self.prompt_tokens = Counter(
@@ -68,11 +131,23 @@ class ServerMetrics:
         self.tpot = Histogram(
             PREFIX + "time_per_output_token_seconds", "Mean time per token after the first", buckets=_TPOT, **make
         )
+        self.itl = Histogram(
+            PREFIX + "inter_token_latency_seconds",
+            "Time from one token of an answer to the next",
+            buckets=_TPOT,
+            **make,
+        )
         self.e2e = Histogram(PREFIX + "e2e_request_latency_seconds", "Arrival to last token", buckets=_E2E, **make)
+        self.prompt_size = Histogram(PREFIX + "request_prompt_tokens", "Tokens of a prompt", buckets=_TOKENS, **make)
+        self.answer_size = Histogram(
+            PREFIX + "request_generation_tokens", "Tokens of an answer", buckets=_TOKENS, **make
+        )
+        tasks = Gauge(PREFIX + "asyncio_tasks", "Tasks of the server's event loop", **make)
+        tasks.set_function(_tasks)
 
     def render(self) -> bytes:
         """The text that Prometheus scrapes."""
-        return generate_latest(self.registry)
+        return generate_latest(self.registry) + generate_latest(self.others)
 
 
 class RequestClock:
@@ -84,14 +159,21 @@ class RequestClock:
         self.start = time.perf_counter()
         self.request = current()
         self.first: float | None = None
+        self.last = 0.0
         self.tokens = 0
 
     def tokens_arrived(self, count: int, cached_tokens: int) -> None:
         """``count`` more have been generated; the prompt is through by then, ``cached_tokens`` of it from the cache."""
-        if count and self.first is None:
-            self.first = time.perf_counter()
-            self.metrics.ttft.observe(self.first - self.start)
+        if not count:
+            return
+        now = time.perf_counter()
+        if self.first is None:
+            self.first = now
+            self.metrics.ttft.observe(now - self.start)
             self._book_prompt(cached_tokens)
+        else:
+            self.metrics.itl.observe(now - self.last)
+        self.last = now
         self.tokens += count
         self.metrics.generation_tokens.inc(count)
 
@@ -113,6 +195,8 @@ class RequestClock:
             self._book_prompt(cached_tokens)
         if reason in ("stop", "length"):
             self.metrics.e2e.observe(end - self.start)
+            self.metrics.prompt_size.observe(self.prompt_tokens)
+            self.metrics.answer_size.observe(self.tokens)
             if self.first is not None and self.tokens > 1:
                 self.metrics.tpot.observe((end - self.first) / (self.tokens - 1))
 

@@ -14,6 +14,7 @@ from toolkit.chat.messages import TOOL_ROLES
 from toolkit.config_checks import shown
 from toolkit.generation_config import PARAMETERS
 from toolkit.request_limits import LOGIT_BIAS, MOST, PRIORITY, TOKEN_ID, WORD_LENGTH
+from toolkit.serve.formats import FormatFields
 from toolkit.serve.parameters import parameter, with_parameters
 from toolkit.serve.strict import Strict
 from toolkit.serve.tool_fields import ToolFields
@@ -42,37 +43,6 @@ UNSUPPORTED = {
 class StreamOptions(Strict):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # padding against eavesdroppers; without effect
-
-
-class JsonSchema(Strict):
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | bool = Field(alias="schema")
-    strict: bool | None = None
-
-
-class ResponseFormat(Strict):
-    """Which texts may be generated; the field named by ``type`` holds the rule, if that type has one."""
-
-    type: Literal["text", "json_object", "json_schema", "regex_schema", "grammar", "choice"]
-    json_schema: JsonSchema | None = None
-    regex_schema: str | None = Field(None, min_length=1, description="A regular expression")
-    grammar: str | None = Field(None, min_length=1, description="A grammar in GBNF, as xgrammar reads it")
-    choice: list[Annotated[str, Field(min_length=1)]] | None = Field(None, min_length=1)
-
-    @model_validator(mode="after")
-    def _one_rule(self) -> ResponseFormat:
-        for name in ("json_schema", "regex_schema", "grammar", "choice"):
-            given = getattr(self, name) is not None
-            if given != (self.type == name):
-                raise ValueError(
-                    f"type {self.type!r} {'needs the field' if not given else 'does not go with'} {name!r}"
-                )
-        return self
-
-    def rule(self) -> dict[str, Any] | None:
-        """As GenerationConfig.response_format; None = any text."""
-        return None if self.type == "text" else self.model_dump(exclude_none=True, by_alias=True)
 
 
 def _text_parts(value: Any) -> Any:
@@ -147,7 +117,7 @@ def as_list(value: Any) -> Any:
     "ignore_eos",
     top_k=parameter("top_k", ge=-1, description="Keep this many likeliest tokens; 0 or -1 = all."),
 )
-class GenerateRequest(Strict):
+class GenerateRequest(FormatFields):
     """What both endpoints share."""
 
     model: str
@@ -167,7 +137,6 @@ class GenerateRequest(Strict):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=20, description="As vLLM has it; not in a stream")
-    response_format: ResponseFormat | None = None
     priority: int | None = Field(
         None, ge=PRIORITY.low, le=PRIORITY.high, description="The lower, the sooner it starts; default 0"
     )
@@ -234,6 +203,7 @@ class ChatCompletionRequest(GenerateRequest, ToolFields):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     chat_template_kwargs: TemplateVariables | None = Field(None, description="Variables for the chat template")
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = Field(None, description="Go on with an assistant's last message; it is so")
     reasoning_effort: Effort | None = Field(None, description="For templates that know it; none: without thoughts")
     enable_thinking: bool | None = Field(None, description="As in chat_template_kwargs")
     thinking_token_budget: int | None = Field(None, ge=0, le=1 << 30, description="Most tokens of a thought")
@@ -246,6 +216,14 @@ class ChatCompletionRequest(GenerateRequest, ToolFields):
     def _one_grammar(self) -> ChatCompletionRequest:
         if self.must_call and self.response_format is not None and self.response_format.rule() is not None:
             raise ValueError("response_format: not together with a tool_choice that asks for a call")
+        return self
+
+    @model_validator(mode="after")
+    def _goes_on(self) -> ChatCompletionRequest:
+        goes_on = bool(self.messages and self.messages[-1].role == "assistant")
+        if self.continue_final_message not in (None, goes_on):
+            last = self.messages[-1].role
+            raise ValueError(f"continue_final_message: expected {goes_on} where the last message is {last}'s")
         return self
 
     @model_validator(mode="after")

@@ -69,7 +69,8 @@ class Wire:
     ping: bytes = b""
 
 
-OPENAI = Wire(event, ApiError.envelope, DONE)
+COMMENT = b": ping\n\n"
+OPENAI = Wire(event, ApiError.envelope, DONE, ping=COMMENT)
 LINES = Wire(lambda data: as_json(data) + b"\n", ApiError.envelope)  # JSON objects, one a line
 
 
@@ -135,7 +136,7 @@ class EventReply(Reply):
     """A stream of events. ``chunks`` yields what each of them holds.
 
     The status line waits for the first chunk, so that a request that fails at once gets a proper status; a later
-    error is sent as an event of its own.
+    error is sent as an event of its own. Where the first chunk takes long and pings are comments, it goes with one.
     """
 
     def __init__(self, chunks: AsyncGenerator[Any, None], wire: Wire = OPENAI) -> None:
@@ -147,19 +148,21 @@ class EventReply(Reply):
         started = False
         clock = asyncio.get_running_loop().time
         spoke = clock()
+        turn = asyncio.Lock()  # a ping does not come between the head and the first chunk
 
         async def write(body: bytes, more: bool = True) -> None:
             nonlocal started, spoke
             spoke = clock()
-            if not started:
-                started = True
-                await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
-            await send({"type": "http.response.body", "body": body, "more_body": more})
+            async with turn:
+                if not started:
+                    started = True
+                    await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
+                await send({"type": "http.response.body", "body": body, "more_body": more})
 
         async def ping() -> None:
             while True:
                 await asyncio.sleep(max(spoke + SILENCE - clock(), SILENCE / 10))
-                if started and clock() - spoke >= SILENCE:
+                if (started or self.wire.ping == COMMENT) and clock() - spoke >= SILENCE:
                     await write(self.wire.ping)
 
         pings = asyncio.create_task(ping()) if self.wire.ping else None

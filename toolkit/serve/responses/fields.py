@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from toolkit.config_checks import shown
+from toolkit.serve.formats import JsonSchema
 from toolkit.serve.parameters import with_parameters
-from toolkit.serve.protocol import Effort, JsonSchema, TemplateVariables
+from toolkit.serve.protocol import Effort, TemplateVariables
 from toolkit.serve.strict import Strict
 from toolkit.serve.tool_fields import NAME
 

@@ -14,7 +14,7 @@ from toolkit.serve.answers import DeletedResponse, StoredResponse
 from toolkit.serve.chat import Chat
 from toolkit.serve.errors import ApiError
 from toolkit.serve.protocol import ChatCompletionRequest
-from toolkit.serve.replies import EventReply, JsonReply, Wire, json_response, named_event
+from toolkit.serve.replies import COMMENT, EventReply, JsonReply, Wire, json_response, named_event
 from toolkit.serve.requests import parse, translated
 from toolkit.serve.responses.asked import chat_request, conversation
 from toolkit.serve.responses.fields import ResponsesRequest
@@ -34,7 +34,7 @@ def _event(data: dict[str, Any]) -> bytes:
     return named_event(data)
 
 
-WIRE = Wire(_event, ApiError.envelope, ping=b": ping\n\n")
+WIRE = Wire(_event, ApiError.envelope, ping=COMMENT)
 
 
 @router.post(
