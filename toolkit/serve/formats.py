@@ -79,7 +79,7 @@ class FormatFields(Strict):
 
     @model_validator(mode="after")
     def _one_format(self) -> FormatFields:
-        asked = self.structured_outputs or StructuredOutputs()
+        asked = self.structured_outputs or StructuredOutputs.model_validate({})
         rules = {
             "guided_json": ("json_schema", self.guided_json),
             "guided_regex": ("regex_schema", self.guided_regex),
