@@ -23,7 +23,7 @@ from toolkit.engine.loop import Loop, ThreadLoop
 from toolkit.engine.memory_plan import MemoryPlan
 from toolkit.engine.nap import ASLEEP, PARTS
 from toolkit.engine.outage import PATIENCE, Outage
-from toolkit.engine.process_loop import ProcessLoop
+from toolkit.engine.process_loop import Child, ProcessLoop
 from toolkit.engine.request import EngineOutput, EngineRequest, Only
 from toolkit.engine.sampling_params import resolve
 from toolkit.engine.setup import Facts, Packed, Progress, find, start
@@ -75,6 +75,7 @@ class AsyncEngine:
         packed: Packed | None = None,
         patience: float = PATIENCE,
         pictures_together: int = 1,
+        child: Child | None = None,
     ) -> AsyncEngine:
         """Open MODEL (directory, .gguf file, hub id, artifact, "demo") and get it ready to run.
 
@@ -82,7 +83,7 @@ class AsyncEngine:
         run the loop in a process of its own instead of a thread; one without a sign of life for ``patience`` seconds,
         while requests wait, is restarted (0 = never). ``packed``: called with the model's path, returns where its
         weights are to be read, and a lock on them to be held until the end. ``progress`` is called with one line of
-        text each.
+        text each. ``child``: of ``process``, one that was started before.
         Raises ToolkitError or UsageError, one line.
         """
         if backend not in (None, "turbomind", "pytorch"):
@@ -92,10 +93,16 @@ class AsyncEngine:
         for line in notices(setup.config):
             log.warning("%s", line)
         adapters = tuple(setup.config.adapters or ())
-        engine = cls(Tokenizer.open(setup.tokenizer_dir), _name_of(str(model)), adapters)
+        begun = (child or Child()).told(setup) if process else None
+        try:
+            engine = cls(Tokenizer.open(setup.tokenizer_dir), _name_of(str(model)), adapters)
+        except BaseException:
+            if begun is not None:
+                begun.kill()
+            raise
         engine._weights_lock = setup.lock
-        if process:
-            loop = ProcessLoop(setup, engine._deliver, engine._lost, tell, patience)
+        if begun is not None:
+            loop = ProcessLoop(setup, engine._deliver, engine._lost, tell, patience, begun)
             engine._loop, engine._facts = loop, loop.facts
         else:
             core, engine._facts = start(setup, engine.tokenizer, tell)

@@ -35,6 +35,41 @@ WATCH_SECONDS = 1.0  # how often the watch looks whether the process gets on
 CLOSE_SECONDS = 10.0  # that a process gets to end by itself
 
 
+class Child:
+    """The process and the pipe to it. It imports what engines need, then waits to be told what to open; where it never
+    is, it ends with this one. Raises ToolkitError where the system has no file, process or memory for it."""
+
+    def __init__(self) -> None:
+        try:
+            mine, theirs = socket.socketpair()
+            with mine, theirs:
+                code = f"from toolkit.engine.worker import main; main({theirs.fileno()})"
+                self.process = subprocess.Popen(
+                    [sys.executable, "-P", "-c", code],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,  # standard output is the command's own
+                    env=os.environ | {"PYTHONUNBUFFERED": "1"},
+                )
+                self.pipe = Connection(mine.detach())
+        except OSError as e:
+            raise ToolkitError(f"the engine's process cannot be started: {e}") from e
+
+    def told(self, setup: Setup) -> Child:
+        """Itself, as it begins to open ``setup``."""
+        with suppress(OSError):  # a child that died at once is noticed when its answer is read
+            level = logging.getLogger("toolkit").getEffectiveLevel()
+            told = {"op": "open", "setup": setup.to_json(), "log_level": level, "log_json": json_lines.are_written()}
+            self.pipe.send_bytes(records.pack(told))
+        return self
+
+    def kill(self) -> None:
+        """End it at once, wherever it is."""
+        self.process.kill()
+        self.process.wait()
+        self.pipe.close()
+
+
 class ProcessLoop:
     """The loop in a child process, which is started anew when it dies or stands still. Same methods as ``ThreadLoop``.
 
@@ -43,8 +78,15 @@ class ProcessLoop:
     """
 
     def __init__(
-        self, setup: Setup, on_outputs: OnOutputs, on_down: OnDown, progress: Progress, patience: float
+        self,
+        setup: Setup,
+        on_outputs: OnOutputs,
+        on_down: OnDown,
+        progress: Progress,
+        patience: float,
+        child: Child | None = None,
     ) -> None:
+        """``child``: one that has been told to open ``setup`` already."""
         self._setup = setup
         self._on_outputs = on_outputs
         self._on_down = on_down
@@ -57,13 +99,12 @@ class ProcessLoop:
         self._closing = threading.Event()
         self._outage: Outage | None = None
         self._hung = ""  # why the watch killed the process
-        self._process, self._pipe = _spawn(setup)
+        child = child or Child().told(setup)
+        self._process, self._pipe = child.process, child.pipe
         try:
             self.facts = _await_ready(self._process, self._pipe, progress)
         except BaseException:
-            self._process.kill()  # while it loads it would not hear a "close"
-            self._process.wait()
-            self._pipe.close()
+            child.kill()  # while it loads it would not hear a "close"
             raise
         self._outbox = Outbox(self._pipe)
         self._stall = Stall(self._process.pid, patience)
@@ -217,7 +258,8 @@ class ProcessLoop:
                     if self._closing.is_set():
                         return False
                     self._pipe.close()
-                    self._process, self._pipe = _spawn(self._setup)
+                    child = Child().told(self._setup)
+                    self._process, self._pipe = child.process, child.pipe
                 self.facts = _await_ready(self._process, self._pipe, lambda text: None)
                 outbox = Outbox(self._pipe)
             except (ToolkitError, RuntimeError) as e:  # RuntimeError: no thread could be started
@@ -240,29 +282,6 @@ def _answer(future: Future[None], message: dict[str, Any]) -> None:
         future.set_result(None)
     else:
         future.set_exception((UsageError if message["usage"] else ToolkitError)(message["error"]))
-
-
-def _spawn(setup: Setup) -> tuple[subprocess.Popen[bytes], Connection]:
-    """The child and the pipe to it. Raises ToolkitError where the system has no file, process or memory for it."""
-    try:
-        mine, theirs = socket.socketpair()
-        with mine, theirs:
-            code = f"from toolkit.engine.worker import main; main({theirs.fileno()})"
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-c", code],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # standard output is the command's own
-                env=os.environ | {"PYTHONUNBUFFERED": "1"},
-            )
-            pipe = Connection(mine.detach())
-    except OSError as e:
-        raise ToolkitError(f"the engine's process cannot be started: {e}") from e
-    with suppress(OSError):  # a child that died at once is noticed when its answer is read
-        level = logging.getLogger("toolkit").getEffectiveLevel()
-        told = {"op": "open", "setup": setup.to_json(), "log_level": level, "log_json": json_lines.are_written()}
-        pipe.send_bytes(records.pack(told))
-    return process, pipe
 
 
 def _await_ready(process: subprocess.Popen[bytes], pipe: Connection, progress: Callable[[str], None]) -> Facts:

@@ -28,6 +28,26 @@ STATUSES = {
 FORBIDDEN = {403: "The server was started without the option that allows it"}
 BUSY = {409: "This conversation is being answered"}
 
+_TALK = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
+# What /docs proposes to send, by the name of the body.
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "ChatCompletionRequest": _TALK,
+    "CompletionRequest": {"model": "demo", "prompt": "Once upon a time", "max_tokens": 8},
+    "ResponsesRequest": {"model": "demo", "input": "Hello", "max_output_tokens": 8},
+    "MessagesRequest": _TALK,
+    "CountRequest": {"model": "demo", "messages": [{"role": "user", "content": "Hello"}]},
+    "TokenizeRequest": {"prompt": "Hello"},
+    "DetokenizeRequest": {"tokens": [72, 101]},
+    "EncodeRequest": {"input": ["Hello", "you"]},
+    "EmbeddingsRequest": {"model": "demo", "input": ["Hello", "you"]},
+    "RerankRequest": {"model": "demo", "query": "fruit", "documents": ["apple", "train"]},
+    "ScoreRequest": {"model": "demo", "text_1": "fruit", "text_2": ["apple", "train"]},
+    "RawRequest": {"prompt": "Once upon a time", "max_tokens": 8},
+    "PerplexityRequest": {"input": "Once upon a time"},
+    "InteractiveRequest": {"prompt": "Hello", "session_id": 1, "interactive_mode": True, "request_output_len": 8},
+    "AbortRequest": {"abort_all": True},
+}
+
 
 def _told(statuses: dict[int, str], envelope: type[BaseModel]) -> Responses:
     return {status: {"model": envelope, "description": text} for status, text in statuses.items()}
@@ -53,13 +73,14 @@ def answered(
 def describe(
     body: type[BaseModel],
     summary: str,
-    answer: type[BaseModel],
+    answer: type[BaseModel] | None = None,
     *,
     stream: str | None = None,
     also: dict[int, str] | None = None,
 ) -> dict[str, Any]:
     """As ``answered``, for a route whose JSON body is ``body``."""
-    content = {"application/json": {"schema": {"$ref": REF.format(model=body.__name__)}}}
+    shown = {"example": EXAMPLES[body.__name__]} if body.__name__ in EXAMPLES else {}
+    content = {"application/json": {"schema": {"$ref": REF.format(model=body.__name__)}, **shown}}
     return answered(summary, answer, stream=stream, also=also) | {
         "openapi_extra": {"requestBody": {"required": True, "content": content}}
     }
