@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import signal
 import time
@@ -20,6 +21,8 @@ from toolkit.json_lines import JsonLines
 from toolkit.models.vision import Picture
 
 log = logging.getLogger(__name__)
+# Of nearly every engine on a CPU: imported before it is known what to open, since a process may be started before.
+NEEDED = ("toolkit.artifacts.text.tokenizer", "toolkit.runners.choose", "toolkit.artifacts.engine.files")
 STATS_SECONDS = 0.1  # how often an otherwise silent loop sends its figures at most
 GATHER_SECONDS = 0.01  # tokens of steps that are shorter go together: on a CPU the front end's work is the steps' loss
 
@@ -29,6 +32,8 @@ def main(fd: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group: the front end's to handle
         signal.signal(number, signal.SIG_IGN)
     with Connection(fd) as pipe, suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        for name in NEEDED:
+            importlib.import_module(name)
         first, _ = records.unpack(pipe.recv_bytes())
         handler = logging.StreamHandler()
         text = logging.Formatter("%(asctime)s %(levelname)s engine: %(message)s")

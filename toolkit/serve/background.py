@@ -18,7 +18,7 @@ import sys
 import threading
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.chat.custom import MODELS
 from toolkit.engine.setup import CONFIGS
@@ -27,6 +27,9 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import ChatTemplateConfig
 from toolkit.serve.client import APIClient
 from toolkit.serve.limits import Limits
+
+if TYPE_CHECKING:
+    from toolkit.engine.process_loop import Child
 
 STOP_S = 20.0  # that a server gets to end its requests and itself
 WATCH_S = 1.0  # how often the server looks whether its parent is there
@@ -128,12 +131,29 @@ def order(
     }
 
 
-def launch(order: dict[str, Any], kind: type[S]) -> tuple[S, dict[str, Any]]:
-    """Start a child and wait until it answers: its client, and what it has told (url, memory). Raises ToolkitError."""
-    ours, theirs = socket.socketpair()
-    command = [sys.executable, "-P", "-c", f"from toolkit.serve.background import main; main({theirs.fileno()})"]
-    with theirs:
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+class Started:
+    """A child that has imported what servers need, or is about to, and waits for its order."""
+
+    def __init__(self) -> None:
+        self.link, theirs = socket.socketpair()
+        code = f"from toolkit.serve.background import main; main({theirs.fileno()})"
+        command = [sys.executable, "-P", "-c", code]
+        with theirs:
+            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def close(self) -> None:
+        """End it, whatever it does."""
+        _end(self.process, self.link)
+
+
+def launch(order: dict[str, Any], kind: type[S], child: Started | None = None) -> tuple[S, dict[str, Any]]:
+    """Start a child, or take this one, and wait until it answers: its client, and what it has told (url, memory).
+    Raises ToolkitError."""
+    child = child or Started()
+    process, ours = child.process, child.link
     try:
         ours.sendall(json.dumps(order).encode() + b"\n")
         with ours.makefile("rb") as lines:
@@ -142,7 +162,7 @@ def launch(order: dict[str, Any], kind: type[S]) -> tuple[S, dict[str, Any]]:
             kind_of_error = UsageError if told.get("usage") else ToolkitError
             raise kind_of_error(told.get("error", "the server ended before it was ready; its log says why"))
     except BaseException:
-        _end(process, ours)
+        child.close()
         raise
     keys = order["settings"].get("api_keys")
     return kind(told["url"], keys[0] if keys else None, process, ours), told
@@ -165,9 +185,16 @@ def _end(process: subprocess.Popen[bytes], link: socket.socket) -> None:
 
 def main(fd: int) -> None:
     """Serve what the parent orders until it closes its end, and tell it the URL or what went wrong."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal's Ctrl-C: the parent decides
+    from toolkit.engine.process_loop import Child
+    from toolkit.serve import run  # noqa: F401  # takes longest: done before there is an order
+
     link = socket.socket(fileno=fd)
-    lines = link.makefile("rb")
-    order = json.loads(lines.readline())
+    engine = Child()
+    if not (line := link.makefile("rb").readline()):  # it is not needed any more
+        engine.kill()
+        return
+    order = json.loads(line)
 
     def tell(what: dict[str, Any]) -> None:
         with suppress(OSError):
@@ -181,9 +208,8 @@ def main(fd: int) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=follow, name="toolkit-parent", daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal's Ctrl-C: the parent decides
     try:
-        _serve(order, tell)
+        _serve(order, tell, engine)
     except ToolkitError as e:
         tell({"error": str(e), "usage": isinstance(e, UsageError)})
     except Exception as e:
@@ -191,7 +217,7 @@ def main(fd: int) -> None:
         raise
 
 
-def _serve(order: dict[str, Any], tell: Any) -> None:
+def _serve(order: dict[str, Any], tell: Any, engine: Child) -> None:
     from toolkit.serve import run
 
     keyfile, certfile = run.ssl_files() if order["ssl"] else (None, None)
@@ -208,6 +234,7 @@ def _serve(order: dict[str, Any], tell: Any) -> None:
         settings=settings,
         log_level=order["log_level"],
         log_format=order.get("log_format", "text"),
+        engine_child=engine,
         progress=lambda line: None,
         ready=lambda url, engine: tell({"url": url, "memory": engine.plan.total}),
     )

@@ -39,6 +39,7 @@ from toolkit.serve.traces import check as check_traces
 from toolkit.vision.eyes import open_recipe
 
 if TYPE_CHECKING:
+    from toolkit.engine.process_loop import Child
     from toolkit.serve.announce import Announcement
 
 logger = logging.getLogger("toolkit.serve")
@@ -198,14 +199,16 @@ def serve(
     announcement: Announcement | None = None,
     log_level: str = "warning",
     log_format: str = "text",
+    engine_child: Child | None = None,
     progress: Callable[[str], None],
     ready: Callable[[str, AsyncEngine], None],
 ) -> None:
     """Open ``model`` in a process of its own and serve it until SIGTERM or SIGINT.
 
-    ``packed``: see ``AsyncEngine.open``. ``settings``: fields of ServerSettings but the name. ``announcement``: the
-    proxy to be told that this server is there. ``progress`` gets lines while the model loads, then ``ready`` the URL
-    and the engine. Raises ToolkitError or UsageError for whatever keeps it from starting; the port is tried first.
+    ``packed``, ``engine_child``: see ``AsyncEngine.open``. ``settings``: fields of ServerSettings but the name.
+    ``announcement``: the proxy to be told that this server is there. ``progress`` gets lines while the model loads,
+    then ``ready`` the URL and the engine. Raises ToolkitError or UsageError for whatever keeps it from starting; the
+    port is tried first.
     """
     begin_log(log_level, log_format)
     ChatTemplate.check(chat_template)
@@ -227,6 +230,7 @@ def serve(
             packed=packed,
             patience=limits.engine_timeout,
             pictures_together=int((settings or {}).get("vision_max_batch_size", 1)),  # type: ignore[call-overload]
+            child=engine_child,
         )
         try:
             directory = engine.tokenizer.path

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+import threading
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import psutil
 
 from toolkit.engine_configs import EngineConfig
-from toolkit.serve.background import Server, launch, order
+from toolkit.serve.background import Server, Started, launch, order
 from toolkit.serve.fleet.catalog import Listed
 from toolkit.serve.limits import Limits
 
@@ -33,10 +34,41 @@ class Child(Server):
         self._open("/wakeup", {}).close()
 
 
+class Spare:
+    """One child that waits for an order: a model is there sooner by the time that a process takes to begin."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._child: Started | None = None
+        self._closed = False
+
+    def fill(self) -> None:
+        """Start one where there is none."""
+        with self._lock:
+            if self._child is None and not self._closed:
+                self._child = Started()
+
+    def take(self) -> Started | None:
+        """The child, which is another's from now on; None where there is none, or it has ended."""
+        with self._lock:
+            child, self._child = self._child, None
+        if child is not None and not child.alive():
+            child.close()
+            return None
+        return child
+
+    def close(self) -> None:
+        """End it; there will be no other."""
+        with self._lock:
+            self._closed = True
+        if (child := self.take()) is not None:
+            child.close()
+
+
 @dataclass(frozen=True)
 class Launcher:
-    """Starts children. ``settings``: of ServerSettings, the limits apart. ``kv_bytes``: what the KV cache of one model
-    may take where ``config`` leaves it open, None = as the engine decides."""
+    """Starts children, or takes the ``spare`` one. ``settings``: of ServerSettings but its limits. ``kv_bytes``: what
+    the KV cache of one model may take where ``config`` leaves it open, None = as the engine decides."""
 
     config: EngineConfig
     key: str
@@ -48,6 +80,7 @@ class Launcher:
     budget: int | None = None
     weights: int = 0  # bytes of all models'
     models: int = 1
+    spare: Spare = field(default_factory=Spare)
 
     def __call__(self, listed: Listed) -> Child:
         config = replace(self.config, adapters=dict(listed.adapters) or None, **self._cache(listed))
@@ -60,7 +93,8 @@ class Launcher:
             "limits": asdict(self.limits),
         }
         asked = order(listed.path, config, listed.name, self.chat_template, "127.0.0.1", 0, settings, self.log_level)
-        child, told = launch(asked | {"log_format": self.log_format}, Child)
+        child, told = launch(asked | {"log_format": self.log_format}, Child, self.spare.take())
+        self.spare.fill()
         child.memory = int(told["memory"])
         return child
 

@@ -96,8 +96,10 @@ def serve(
 
         async def beside(url: str) -> None:
             try:
+                launcher.spare.fill()
                 await fleet.watch()
             finally:
                 await asyncio.shield(fleet.close())
+                launcher.spare.close()
 
         run_app(app, sock, address, log_level, lambda url: ready(url, names), beside)
