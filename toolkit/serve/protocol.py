@@ -18,6 +18,7 @@ from toolkit.serve.formats import FormatFields
 from toolkit.serve.parameters import parameter, with_parameters
 from toolkit.serve.strict import Strict
 from toolkit.serve.tool_fields import ToolFields
+from toolkit.serve.volatile import without_header
 
 CONTENT = str | list[dict[str, Any]] | dict[str, Any]
 TokenId = Annotated[int, Field(ge=TOKEN_ID.low, le=TOKEN_ID.high)]
@@ -98,7 +99,14 @@ class Message(Strict):
         message = self.model_dump(include=keys, exclude_none=True)
         if self.reasoning_content:
             message["thinking"] = self.reasoning_content  # as gpt-oss's template calls it
-        return {**message, "role": "system"} if self.role == "developer" else message
+        if self.role not in ("system", "developer"):
+            return message
+        if isinstance(self.content, str):
+            message["content"] = without_header(self.content)
+        elif isinstance(self.content, list):
+            parts = [{**part, "text": without_header(part["text"])} for part in self.content if "text" in part]
+            message["content"] = [part for part in parts if part["text"]]
+        return {**message, "role": "system"}
 
 
 def as_list(value: Any) -> Any:

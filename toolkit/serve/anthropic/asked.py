@@ -10,8 +10,7 @@ from toolkit.serve.anthropic import fields
 from toolkit.serve.anthropic.fields import CountRequest, MessagesRequest
 from toolkit.serve.parameters import given_parameters
 from toolkit.serve.protocol import ChatCompletionRequest
-
-VOLATILE = "x-anthropic-"  # Claude Code's first block of system text: a header that is new in every request
+from toolkit.serve.volatile import without_header
 
 
 def chat_request(request: CountRequest) -> ChatCompletionRequest:
@@ -51,7 +50,7 @@ def _choice(choice: fields.ToolChoice) -> dict[str, Any]:
 
 
 def _messages(request: CountRequest) -> list[dict[str, Any]]:
-    system = "\n\n".join(block.text for block in request.system or () if not block.text.startswith(VOLATILE))
+    system = "\n\n".join(filter(None, (without_header(block.text) for block in request.system or ())))
     told: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for message in request.messages:
         told += _answer(message.content) if message.role == "assistant" else _asked(message.role, message.content)

@@ -1,0 +1,73 @@
+"""A server of ours as the scripts start one: ``tool serve api_server`` with its log in a file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+TOOL = [sys.executable, "-P", "-c", "import sys; from toolkit.commands.main import main; main(sys.argv[1:])"]
+START_S = 120
+
+
+class Server:
+    """``tool serve`` on ``model`` until ``close``, or the end of a ``with`` block."""
+
+    def __init__(self, model: Path | str, flags: list[str], log: Path) -> None:
+        self.log = log
+        arguments = ["serve", "api_server", str(model), "--server-port", "0", *flags]
+        with log.open("wb") as out:
+            self.process = subprocess.Popen([*TOOL, *arguments], stdout=out, stderr=out)
+        self.url = self._wait()
+
+    def _wait(self) -> str:
+        end = time.monotonic() + START_S
+        while self.process.poll() is None and time.monotonic() < end:
+            if found := re.search(r"http://[\d.]+:\d+", self.text()):
+                with contextlib.suppress(OSError), urllib.request.urlopen(f"{found[0]}/health", timeout=START_S):
+                    return found[0]
+            time.sleep(0.1)
+        self.close()
+        raise SystemExit(f"the server did not start: {self.text()[-2000:]}")
+
+    def text(self) -> str:
+        """The log."""
+        return self.log.read_text(errors="replace")
+
+    def get(self, path: str) -> Any:
+        """A JSON answer."""
+        with urllib.request.urlopen(self.url + path, timeout=START_S) as reply:
+            return json.load(reply)
+
+    def metrics(self) -> dict[str, float]:
+        """All of ours that have no labels."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=START_S) as reply:
+            found = re.findall(r"^([\w:]+) (\S+)$", reply.read().decode(), re.MULTILINE)
+        return {name: float(value) for name, value in found}
+
+    def processes(self) -> list[Any]:
+        """The server's own, then those it has started, the engine's first."""
+        import psutil
+
+        me = psutil.Process(self.process.pid)
+        return [me, *sorted(me.children(recursive=True), key=lambda child: -child.memory_info().rss)]
+
+    def close(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,0 +1,45 @@
+"""Twenty turns of an agent: nothing is refused, and nearly all of each prompt comes from the prefix cache."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from toolkit import TurbomindEngineConfig
+from toolkit.chat.template import ChatTemplate
+from toolkit.engine.frontend import AsyncEngine
+from toolkit.serve.run import create_app
+from toolkit.serve.state import ServerSettings
+
+TURNS = 20
+SHARE = 0.95
+
+
+@pytest.fixture(scope="module")
+def url(tiny_models: Any, request: Any) -> Iterator[str]:
+    conftest = request.config.pluginmanager.get_plugin(str(request.path.parent / "conftest.py"))
+    model = tiny_models("qwen2", max_position_embeddings=32768)
+    config = TurbomindEngineConfig(session_len=24_000, max_batch_size=2)
+    with AsyncEngine.open(model, backend_config=config) as engine:
+        template = ChatTemplate.open(engine.tokenizer, engine.tokenizer.path)
+        app = create_app(engine, template, ServerSettings(model_name="tiny"))
+        with conftest.running(app, engine) as it:
+            yield it.url
+
+
+@pytest.mark.parametrize("name", ["claude_code", "codex", "chat"])
+def test_twenty_turns_come_from_the_cache(url: str, support: Any, name: str) -> None:
+    agent = support("agents").AGENTS[name]
+    talk, shares = agent.first(), []
+    for turn in range(TURNS):
+        body = json.dumps(agent.body(talk, turn)).encode()
+        headers = {"content-type": "application/json", "anthropic-version": "2023-06-01"}
+        with urllib.request.urlopen(urllib.request.Request(url + agent.path, body, headers), timeout=120) as reply:
+            prompt, cached = agent.usage(json.loads(reply.read()))
+        shares.append(cached / prompt)
+        talk = agent.goes_on(talk, turn)
+    assert prompt > 3000 and min(shares[1:]) >= SHARE, shares
