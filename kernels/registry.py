@@ -27,10 +27,10 @@ PRIORITY: dict[str, tuple[str, ...]] = {
 TRUSTED = ("reference", "torch", "cpu")
 _DECLARATIONS = (
     *("norm", "rope", "activation", "embedding", "linear", "linear_blocks", "lora"),
-    *("attention", "rope_kv_write", "causal_conv", "moe", "sampling"),
+    *("attention", "rope_kv_write", "causal_conv", "recurrent", "moe", "sampling"),
 )
 _IMPLEMENTATIONS = (
-    *("torch.dense", "torch.kv_write", "torch.attention", "torch.causal_conv"),
+    *("torch.dense", "torch.kv_write", "torch.attention", "torch.causal_conv", "torch.recurrent"),
     *("torch.linear", "torch.lora", "torch.moe", "torch.sampling"),
 )
 _CUDA = ("linear",)

@@ -153,7 +153,7 @@ def test_the_spec_is_whole(model: Any) -> None:
     weights = canonical_weights(checkpoint, stored)
     for linear in spec.linears():
         assert tuple(weights[linear.name].shape) == (linear.out_features, linear.in_features)
-        assert linear.name.split(".", 3)[3].startswith(("self_attn.", "conv.", "mlp."))
+        assert linear.name.split(".", 3)[3].startswith(("self_attn.", "conv.", "mamba.", "linear_attn.", "mlp."))
 
 
 @pytest.mark.every_family

@@ -76,7 +76,8 @@ def _attention(a: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
     scores = scores.masked_fill(unseen, float("-inf"))
     sink = torch.full((a.heads,), float("-inf")) if a.sinks is None else w[a.sinks]
     shares = torch.cat([scores, sink.view(-1, 1, 1).expand(-1, len(x), 1)], -1).softmax(-1)[..., :-1]
-    return _linear(a.o, w, torch.einsum("hqk,khd->qhd", shares, v).flatten(1))
+    y = torch.einsum("hqk,khd->qhd", shares, v).flatten(1)
+    return _linear(a.o, w, y if a.gate is None else y * torch.sigmoid(_linear(a.gate, w, x)))
 
 
 def _latent(a: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -99,6 +100,46 @@ def _latent(a: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
 def _short_conv(m: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
     b, c, value = (_linear(p, w, x) for p in (m.b, m.c, m.value))
     return _linear(m.out, w, c * _convolved(m.conv, w, b * value))
+
+
+def _mamba(m: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
+    z, inner, dt = (_linear(p, w, x) for p in (m.z, m.inner, m.dt))
+    width, shared = m.heads * m.head_dim, m.groups * m.state_size
+    s = m.scales or (1.0,) * 5
+    by = torch.tensor(s[1:4]).double().repeat_interleave(torch.tensor([width, shared, shared]))
+    u, b, c = F.silu(_convolved(m.conv, w, inner * by)).split([width, shared, shared], -1)
+    dt = F.softplus(dt * s[4] + w[m.dt_bias]).clamp(min=m.least)
+    state, rows = torch.zeros(m.heads, m.head_dim, m.state_size).double(), []
+    for t in range(len(x)):
+        key, query = (y[t].view(m.groups, -1).repeat_interleave(m.heads // m.groups, 0) for y in (b, c))
+        mine = u[t].view(m.heads, -1)
+        state = state * torch.exp(-w[m.a_log].exp() * dt[t])[:, None, None]
+        state = state + torch.einsum("h,hp,hn->hpn", dt[t], mine, key)
+        rows.append((torch.einsum("hpn,hn->hp", state, query) + w[m.skip][:, None] * mine).flatten())
+    y, gate = torch.stack(rows), F.silu(z * s[0])
+    if m.norm is None:
+        return _linear(m.out, w, y * gate)
+    parts = (y if m.norm_first else y * gate).view(len(x), m.groups, -1)
+    y = (parts / (parts.square().mean(-1, keepdim=True) + m.norm.eps).sqrt()).flatten(1) * w[m.norm.name]
+    return _linear(m.out, w, y * gate if m.norm_first else y)
+
+
+def _delta(m: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
+    mixed = F.silu(_convolved(m.conv, w, _linear(m.qkv, w, x)))
+    q, k, v = mixed.split([m.k_heads * m.k_dim] * 2 + [m.heads * m.v_dim], -1)
+    q, k = (y.view(len(x), m.k_heads, -1).repeat_interleave(m.heads // m.k_heads, 1) for y in (q, k))
+    q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
+    beta = torch.sigmoid(_linear(m.beta, w, x))
+    fade = -w[m.a_log].exp() * F.softplus(_linear(m.fade, w, x) + w[m.dt_bias])
+    state, rows = torch.zeros(m.heads, m.k_dim, m.v_dim).double(), []
+    for t in range(len(x)):
+        state = state * fade[t].exp()[:, None, None]
+        missing = v[t].view(m.heads, -1) - torch.einsum("hk,hkv->hv", k[t], state)
+        state = state + torch.einsum("h,hk,hv->hkv", beta[t], k[t], missing)
+        rows.append(torch.einsum("hk,hkv->hv", q[t], state) / m.k_dim**0.5)
+    y = torch.stack(rows)
+    y = y / (y.square().mean(-1, keepdim=True) + m.norm.eps).sqrt() * w[m.norm.name]
+    return _linear(m.out, w, y.flatten(1) * F.silu(_linear(m.z, w, x)))
 
 
 def _convolved(conv: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -164,4 +205,12 @@ def _moe(m: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
     return y
 
 
-MIXERS = {"attention": _attention, "latent": _latent, "short_conv": _short_conv, "mlp": _mlp, "moe": _moe}
+MIXERS = {
+    "attention": _attention,
+    "latent": _latent,
+    "short_conv": _short_conv,
+    "mamba": _mamba,
+    "delta": _delta,
+    "mlp": _mlp,
+    "moe": _moe,
+}

@@ -20,9 +20,11 @@ from toolkit.models.spec import (
     AlibiSpec,
     AttentionSpec,
     ConvSpec,
+    DeltaSpec,
     LatentSpec,
     LayerSpec,
     LinearSpec,
+    MambaSpec,
     MlpSpec,
     MoeSpec,
     NormSpec,
@@ -93,6 +95,7 @@ def _attention(draw: Any, prefix: str, hidden: int) -> AttentionSpec:
         clip=draw(st.sampled_from((None, None, 0.8))),
         norm_last=draw(st.booleans()),
         q_scale=draw(st.sampled_from((None, None, QueryScale("floor", 8, 0.5, 1), QueryScale("log", 12)))),
+        gate=LinearSpec(f"{prefix}.g_proj", hidden, heads * dim, bias) if draw(st.integers(0, 5)) == 0 else None,
     )
 
 
@@ -129,6 +132,49 @@ def _short_conv(draw: Any, prefix: str, hidden: int) -> ShortConvSpec:
     b, c, x = (LinearSpec(f"{prefix}.{name}_proj", hidden, inner, bias) for name in "bcx")
     out = LinearSpec(f"{prefix}.out_proj", inner, hidden, draw(st.booleans()))
     return ShortConvSpec(b, c, x, _conv(draw, f"{prefix}.conv", inner), out)
+
+
+def _mamba(draw: Any, prefix: str, hidden: int) -> MambaSpec:
+    heads, groups, dim, size = draw(st.sampled_from(((4, 1, 16, 8), (4, 2, 8, 16), (3, 3, 16, 4))))
+    width, inner, bias = heads * dim, heads * dim + 2 * groups * size, draw(st.booleans())
+    return MambaSpec(
+        z=LinearSpec(f"{prefix}.z_proj", hidden, width, bias),
+        inner=LinearSpec(f"{prefix}.x_proj", hidden, inner, bias),
+        dt=LinearSpec(f"{prefix}.dt_proj", hidden, heads, bias),
+        conv=_conv(draw, f"{prefix}.conv", inner),
+        a_log=f"{prefix}.A_log",
+        dt_bias=f"{prefix}.dt_bias",
+        skip=f"{prefix}.D",
+        norm=NormSpec(f"{prefix}.norm", width, 1e-5) if draw(st.booleans()) else None,
+        out=LinearSpec(f"{prefix}.out_proj", width, hidden, bias),
+        heads=heads,
+        head_dim=dim,
+        groups=groups,
+        state_size=size,
+        least=draw(st.sampled_from((0.0, 0.3))),
+        norm_first=draw(st.booleans()),
+        scales=draw(st.sampled_from(((), (0.5, 2.0, 1.5, 0.7, 0.3)))),
+    )
+
+
+def _delta(draw: Any, prefix: str, hidden: int) -> DeltaSpec:
+    keys, k_dim, heads, v_dim = draw(st.sampled_from(((2, 8, 4, 16), (3, 16, 3, 16), (1, 16, 2, 8))))
+    inner, bias = 2 * keys * k_dim + heads * v_dim, draw(st.booleans())
+    return DeltaSpec(
+        qkv=LinearSpec(f"{prefix}.in_proj_qkv", hidden, inner, bias),
+        z=LinearSpec(f"{prefix}.in_proj_z", hidden, heads * v_dim, bias),
+        beta=LinearSpec(f"{prefix}.in_proj_b", hidden, heads, bias),
+        fade=LinearSpec(f"{prefix}.in_proj_a", hidden, heads, bias),
+        conv=_conv(draw, f"{prefix}.conv", inner),
+        a_log=f"{prefix}.A_log",
+        dt_bias=f"{prefix}.dt_bias",
+        norm=NormSpec(f"{prefix}.norm", v_dim, 1e-6),
+        out=LinearSpec(f"{prefix}.out_proj", heads * v_dim, hidden, bias),
+        k_heads=keys,
+        k_dim=k_dim,
+        heads=heads,
+        v_dim=v_dim,
+    )
 
 
 def _mlp(draw: Any, prefix: str, hidden: int, inner: int, like: MlpSpec | None = None) -> MlpSpec:
@@ -179,8 +225,8 @@ def _routing(draw: Any, prefix: str, count: int, quantized: bool) -> dict[str, A
 
 def _layer(draw: Any, index: int, hidden: int, quantized: bool) -> LayerSpec:
     prefix = f"model.layers.{index}"
-    # attention, latent attention, short convolution, mlp, experts
-    kinds = draw(st.sampled_from(("am", "ae", "am", "ma", "ame", "aem", "a", "lm", "le", "sm")))
+    # attention, latent attention, short convolution, Mamba, delta rule, mlp, experts
+    kinds = draw(st.sampled_from(("am", "ae", "am", "ma", "ame", "aem", "a", "lm", "le", "sm", "sm", "nm", "n", "dm")))
     parallel = draw(st.sampled_from((0, 0, len(kinds), 2)))  # how many sublayers read what the first one reads
     shares = draw(st.booleans())
     sublayers: list[Sublayer] = []
@@ -191,6 +237,10 @@ def _layer(draw: Any, index: int, hidden: int, quantized: bool) -> LayerSpec:
             mixer = _latent(draw, f"{prefix}.self_attn", hidden)
         elif kind == "s":
             mixer = _short_conv(draw, f"{prefix}.conv", hidden)
+        elif kind == "n":
+            mixer = _mamba(draw, f"{prefix}.mamba", hidden)
+        elif kind == "d":
+            mixer = _delta(draw, f"{prefix}.linear_attn", hidden)
         elif kind == "m":
             mixer = _mlp(draw, f"{prefix}.mlp", hidden, draw(st.sampled_from((48, 80))))
         else:

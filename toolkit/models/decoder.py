@@ -428,15 +428,15 @@ def stored_tensors(
             shapes = {name: (size,) for name, size in mixer.vectors().items()} | mixer.shapes()
             modules += [_whole(name, rename, "vector", shape) for name, shape in shapes.items()]
         for m in layer.linears():
+            kind: Literal["router", "linear"] = "router" if m.name in routers else "linear"
             group = member.get(m.name.removeprefix(prefix))
             if group is None:
-                kind = "router" if m.name in routers else "linear"
                 modules.append(_whole(m.name, rename, kind, (m.out_features, m.in_features), m.bias))
             elif m.name == prefix + next(iter(group.rows)):
                 shape = group.shape or (max(r[1] for rows in group.rows.values() for r in rows), m.in_features)
                 parts = tuple(Part(prefix + name, rows) for name, rows in group.rows.items())
                 forms = {"transposed": group.transposed, "bare": group.bare, "flat": group.flat}
-                modules.append(StoredTensor(rename(prefix + group.name), "linear", shape, parts, m.bias, **forms))
+                modules.append(StoredTensor(rename(prefix + group.name), kind, shape, parts, m.bias, **forms))
         found += [_half_split(layer, m) for m in modules] if pairs else modules
     found.append(_norm(spec.final_norm, rename))
     if not spec.tied:

@@ -16,9 +16,11 @@ from typing import Any
 
 from toolkit.models.spec import (
     AttentionSpec,
+    DeltaSpec,
     LatentSpec,
     LayerSpec,
     LinearSpec,
+    MambaSpec,
     MlpSpec,
     NormSpec,
     ShortConvSpec,
@@ -108,10 +110,21 @@ def _short_conv_sites(m: ShortConvSpec) -> list[Site]:
     return [Site(m.out.name, m.out.in_features, (m.out,), (), RowFold(m.c))]
 
 
+def _mamba_sites(m: MambaSpec) -> list[Site]:
+    return [Site(m.out.name, m.out.in_features, (m.out,), (), None if m.norm is None else NormFold(m.norm))]
+
+
+def _delta_sites(m: DeltaSpec) -> list[Site]:
+    """All heads share one norm's weight, which can take no scale of each channel."""
+    return [Site(m.out.name, m.out.in_features, (m.out,), (), None)]
+
+
 INNER: dict[str, Callable[[Any], list[Site]]] = {
     "attention": _attention_sites,
     "latent": _latent_sites,
     "short_conv": _short_conv_sites,
+    "mamba": _mamba_sites,
+    "delta": _delta_sites,
 }
 """By kind of mixer: its sites behind the entry, MLPs apart."""
 

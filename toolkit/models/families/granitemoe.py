@@ -19,6 +19,9 @@ NAMES = {
 }
 
 
+on_disk = renamed(NAMES)
+
+
 def build(config: Fields) -> Built:
     dims = read_dims(config)
     act = config.activation("hidden_act")
@@ -32,13 +35,13 @@ def build(config: Fields) -> Built:
         feed_forward=lambda i: experts(
             i, dims.hidden, dims.intermediate, act, count=count, top_k=top_k, norm_topk=True
         ),
-        rename=renamed(NAMES),
-        fused=_stacks(dims, count),
+        rename=on_disk,
+        fused=stacks(dims, count),
         **granite.multipliers(config),
     )
 
 
-def _stacks(dims: Dims, count: int) -> list[Fused]:
+def stacks(dims: Dims, count: int) -> list[Fused]:
     """``input_linear`` [experts, 2 · inner, in], gate before up, and ``output_linear`` [experts, in, inner]."""
     inner, hidden = dims.intermediate, dims.hidden
     both: dict[str, Rows] = {}

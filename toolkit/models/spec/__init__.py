@@ -13,8 +13,10 @@ A mixer is one file here: a dataclass that answers for itself what ``mixer.Mixer
 
 from toolkit.models.spec.attention import AttentionSpec
 from toolkit.models.spec.decoder import DecoderSpec, LayerSpec, Mixer, Sublayer
+from toolkit.models.spec.delta import DeltaSpec
 from toolkit.models.spec.keeps import CacheGroup, Kept, Latent, Paged, State
 from toolkit.models.spec.latent import LatentSpec
+from toolkit.models.spec.mamba import MambaSpec
 from toolkit.models.spec.mixer import Rotary
 from toolkit.models.spec.mlp import MlpSpec
 from toolkit.models.spec.moe import MoeSpec
@@ -29,11 +31,13 @@ __all__ = [
     "CacheGroup",
     "ConvSpec",
     "DecoderSpec",
+    "DeltaSpec",
     "Kept",
     "Latent",
     "LatentSpec",
     "LayerSpec",
     "LinearSpec",
+    "MambaSpec",
     "Mixer",
     "MlpSpec",
     "MoeSpec",

@@ -19,7 +19,8 @@ class AttentionSpec(MixerSpec):
     keys in (p - w, p], or where ``chunked`` those from the last multiple of w on (Llama 4); ``sinks`` names a per-head
     logit added to the softmax denominator (or None). ``group`` indexes ``DecoderSpec.cache_groups``. ``alibi`` raises
     scores by the distance of keys. ``clip`` c keeps projections within ±c, before anything else; ``norm_last``: q and k
-    are normed when they are turned, not before (Hunyuan).
+    are normed when they are turned, not before (Hunyuan). ``gate``: what comes of all heads is multiplied by
+    sigmoid(gate(x)) before ``o`` reads it (Qwen3-Next).
     """
 
     q: LinearSpec
@@ -42,13 +43,14 @@ class AttentionSpec(MixerSpec):
     clip: float | None = later(None)
     norm_last: bool = later(False)
     q_scale: QueryScale | None = later(None)  # noqa: RUF009 (a field, as the others are)
+    gate: LinearSpec | None = later(None)  # noqa: RUF009 (a field, as the others are)
     kind: Literal["attention"] = "attention"
 
     def linears(self) -> tuple[LinearSpec, ...]:
         return (*self.readers(), self.o)
 
     def readers(self) -> tuple[LinearSpec, ...]:
-        return self.q, self.k, self.v
+        return (self.q, self.k, self.v, *(() if self.gate is None else (self.gate,)))
 
     def width(self, hidden: int) -> int:
         return (4 * self.heads + 4 * self.kv_heads) * self.head_dim

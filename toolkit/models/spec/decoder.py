@@ -9,15 +9,17 @@ from typing import Any, Literal, NamedTuple
 from toolkit.models.spec.as_json import build, plain
 from toolkit.models.spec.attention import AttentionSpec
 from toolkit.models.spec.check import check_spec
+from toolkit.models.spec.delta import DeltaSpec
 from toolkit.models.spec.keeps import CacheGroup, Kept, Latent, Paged, State
 from toolkit.models.spec.latent import LatentSpec
+from toolkit.models.spec.mamba import MambaSpec
 from toolkit.models.spec.mlp import MlpSpec
 from toolkit.models.spec.moe import MoeSpec
 from toolkit.models.spec.parts import LinearSpec, NormSpec, RopeSpec, later
 from toolkit.models.spec.short_conv import ShortConvSpec
 from toolkit.models.vision import VisionSpec
 
-Mixer = AttentionSpec | LatentSpec | ShortConvSpec | MlpSpec | MoeSpec
+Mixer = AttentionSpec | LatentSpec | ShortConvSpec | MambaSpec | DeltaSpec | MlpSpec | MoeSpec
 
 
 class Keeper(NamedTuple):
@@ -130,7 +132,7 @@ class DecoderSpec:
         return [x for layer in self.layers for x in layer.linears()]
 
     def routers(self) -> set[str]:
-        """Names of the linears inside the layers that choose and weigh experts; no method quantizes them."""
+        """Names of the linears inside the layers that no method quantizes."""
         return {x.name for _, mixer in self.mixers() for x in mixer.routers()}
 
     def norms(self) -> list[NormSpec]:

@@ -58,7 +58,7 @@ class MixerSpec:
         return ()
 
     def routers(self) -> tuple[LinearSpec, ...]:
-        """What chooses and weighs experts; no method quantizes it."""
+        """What chooses and weighs experts, or says how a state fades: a number each, which no method quantizes."""
         return ()
 
     def mlps(self) -> tuple[MlpSpec, ...]:

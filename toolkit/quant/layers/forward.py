@@ -20,7 +20,7 @@ from toolkit.kernels.torch.product import product
 from toolkit.models.spec import DecoderSpec, LayerSpec, MlpSpec, MoeSpec
 from toolkit.quant.layers.forward_attention import attention, latent_attention
 from toolkit.quant.layers.forward_parts import Called, Observer, Rounding, Watch, Weights, linear, normed
-from toolkit.quant.layers.forward_states import short_conv
+from toolkit.quant.layers.forward_states import delta, mamba, short_conv
 from toolkit.quant.layers.lazy import KEEP, Lazy
 
 HEAD_ELEMENTS = (1 << 20, 1 << 24)  # of the head that are multiplied at once: on a CPU, which caches the part; others
@@ -165,6 +165,8 @@ MIXERS: dict[str, Callable[[Any, Weights, Tensor, Tensor, Watch], Tensor]] = {
     "attention": attention,
     "latent": latent_attention,
     "short_conv": short_conv,
+    "mamba": mamba,
+    "delta": delta,
     "mlp": _mlp,
     "moe": _moe,
 }

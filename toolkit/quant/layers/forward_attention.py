@@ -62,6 +62,8 @@ def attention(a: AttentionSpec, weights: Weights, raw: Tensor, x: Tensor, watch:
     else:
         out = _attend(q, k, v, mask, a.scale)
     out = out.transpose(1, 2).reshape(batch, length, a.heads * a.head_dim)
+    if a.gate is not None:
+        out = out * torch.sigmoid(linear(a.gate, weights, x))
     return linear(a.o, weights, watch(a.o.name, out))
 
 

@@ -18,9 +18,11 @@ from toolkit.models.spec import (
     AttentionSpec,
     ConvSpec,
     DecoderSpec,
+    DeltaSpec,
     LatentSpec,
     LayerSpec,
     LinearSpec,
+    MambaSpec,
     MlpSpec,
     MoeSpec,
     NormSpec,
@@ -32,6 +34,7 @@ from toolkit.runners.tensor.latent import LatentAttention
 from toolkit.runners.tensor.linear import Bound, Linear, Placement, codes_of, make_linear
 from toolkit.runners.tensor.lora import Adapters, AdapterStep, adapt
 from toolkit.runners.tensor.ops import Ops
+from toolkit.runners.tensor.recurrent import Delta, Mamba
 from toolkit.runners.tensor.short_conv import Conv, ShortConv
 from toolkit.runners.tensor.traits import routes_specially
 
@@ -76,7 +79,7 @@ class _Builder:
         return Attention(
             spec=spec,
             layer=layer,
-            qkv=self.linear(spec.q, spec.k, spec.v),
+            qkv=self.linear(*spec.readers()),
             o=self.linear(spec.o),
             q_norm=self.norm(spec.q_norm),
             k_norm=self.norm(spec.k_norm),
@@ -112,6 +115,37 @@ class _Builder:
     def short_conv(self, spec: ShortConvSpec, layer: int) -> ShortConv:
         conv = self.conv(spec.conv, silu=False)
         return ShortConv(spec, layer, self.linear(*spec.readers()), conv, self.linear(spec.out))
+
+    def mamba(self, m: MambaSpec, layer: int) -> Mamba:
+        counts = torch.tensor([m.width_out, m.width_out, *[m.groups * m.state_size] * 2, m.heads])
+        scales = torch.tensor(m.scales).repeat_interleave(counts).to(self.place.device) if m.scales else None
+        return Mamba(
+            spec=m,
+            layer=layer,
+            entry=self.linear(*m.readers()),
+            scales=scales,
+            conv=self.conv(m.conv, silu=True),
+            fade=-self.tensor(m.a_log).float().exp(),
+            dt_bias=self.tensor(m.dt_bias).float(),
+            skip=self.tensor(m.skip).float(),
+            norm=None if m.norm is None else self.tensor(m.norm.name).float(),
+            out=self.linear(m.out),
+            ops=self.ops,
+        )
+
+    def delta(self, m: DeltaSpec, layer: int) -> Delta:
+        return Delta(
+            spec=m,
+            layer=layer,
+            entry=self.linear(*m.readers()),
+            rates=self.linear(*m.routers()),
+            conv=self.conv(m.conv, silu=True),
+            fade=-self.tensor(m.a_log).float().exp(),
+            dt_bias=self.tensor(m.dt_bias).float(),
+            norm=self.tensor(m.norm.name).float(),
+            out=self.linear(m.out),
+            ops=self.ops,
+        )
 
     def attention_options(self, spec: AttentionSpec) -> dict[str, Any]:
         found: dict[str, Any] = {"chunked": True} if spec.chunked else {}
@@ -200,6 +234,8 @@ MIXERS: dict[str, Callable[[_Builder, Any, int], Mixer]] = {
     "attention": _Builder.attention,
     "latent": _Builder.latent,
     "short_conv": _Builder.short_conv,
+    "mamba": _Builder.mamba,
+    "delta": _Builder.delta,
     "mlp": _Builder.mlp,
     "moe": _Builder.moe,
 }
@@ -211,7 +247,7 @@ def _codes_into(mixer: Mixer) -> torch.dtype | None:
     match mixer:
         case Attention():
             return codes_of(mixer.qkv)
-        case LatentAttention() | ShortConv():
+        case LatentAttention() | ShortConv() | Mamba():
             return codes_of(mixer.entry)
         case Mlp():
             return codes_of(mixer.gate_up)

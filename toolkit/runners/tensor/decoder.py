@@ -74,6 +74,7 @@ class RoundingNorm:
 class Attention:
     """Projections, qk-norm and rope, cache write, attention, output projection.
 
+    ``qkv`` gives the gate too, where there is one.
     ``more``: of ``paged_attention``, what most models leave as it is. ``scales``: what keys and values are divided by
     in a float8 cache.
     """
@@ -91,7 +92,9 @@ class Attention:
 
     def __call__(self, x: Activations, step: StepContext) -> Tensor:
         spec, cache = self.spec, step.cache.layers[self.layer, self.spec.group]
-        qkv = self.qkv(x)
+        qkv, gate = self.qkv(x), None
+        if spec.gate is not None:
+            qkv, gate = qkv.tensor_split((qkv.shape[1] - spec.gate.out_features,), 1)
         qkv = qkv if spec.clip is None else qkv.clamp(-spec.clip, spec.clip)
         q, k, v = qkv.unflatten(1, (-1, spec.head_dim)).split([spec.heads, spec.kv_heads, spec.kv_heads], 1)
         cos, sin = (None, None) if spec.rope is None else step.rope[spec.rope]
@@ -139,7 +142,8 @@ class Attention:
             turned=True,
             **self.more,
         )
-        return self.o(y.flatten(1))
+        y = y.flatten(1)
+        return self.o(y if gate is None else y * torch.sigmoid(gate))
 
 
 def _norm_later(norm: Norm | LayerNorm | None, x: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:

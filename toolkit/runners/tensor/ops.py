@@ -43,6 +43,8 @@ class Ops:
     paged_attention: Kernel
     plan_attention: Kernel | None
     causal_conv: Kernel
+    state_scan: Kernel
+    delta_rule: Kernel
     lora_shrink: Kernel
     lora_expand: Kernel
     plan_lora: Kernel | None

@@ -1,0 +1,94 @@
+"""Granite 4: Mamba-2 in most layers, attention in the others, and an MLP or experts with a shared one behind each.
+Source: transformers ``GraniteMoeHybridForCausalLM``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toolkit.models.config.fields import Fields
+from toolkit.models.config.mamba import fused_entry, mamba_layers, read_mamba
+from toolkit.models.config.rope import read_rope
+from toolkit.models.decoder import Built, Fused, experts, gated_mlp, llama_like, read_dims, read_experts
+from toolkit.models.families import granite, granitemoe
+from toolkit.models.family import Family, Tiny
+from toolkit.models.spec import AttentionSpec, Mixer, MlpSpec, MoeSpec, RopeSpec
+
+KINDS = ("mamba", "linear_attention", "attention", "full_attention")
+
+
+def build(config: Fields) -> Built:
+    dims = read_dims(config)
+    field = "layers_block_type" if config.has("layers_block_type") else "layer_types"
+    kinds = config.choices(field, dims.layers, KINDS) or ["mamba"] * dims.layers
+    sizes = read_mamba(config, dims.hidden)
+    mamba = mamba_layers(sizes, dims.hidden, dims.eps)
+    bias, act = config.flag("attention_bias", False), config.activation("hidden_act")
+    shared = config.integer("shared_intermediate_size", default=1024)
+    routed: dict[str, Any] = {}
+    if config.integer("num_local_experts", default=8, low=0):
+        count, top_k = read_experts(config, dims.layers, "num_local_experts")
+        routed = dict(count=count, top_k=top_k, norm_topk=True, shared=shared)
+    turned = config.text("position_embedding_type", default="none", choices=("none", "nope", "rope")) == "rope"
+    rope: list[RopeSpec | None] = [None] * dims.layers
+    if turned:
+        rope = [read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position)] * dims.layers
+
+    def change(layer: int, attention: AttentionSpec) -> Mixer:
+        recurrent = kinds[layer] in ("mamba", "linear_attention")
+        return mamba(f"model.layers.{layer}.mamba") if recurrent else attention
+
+    def feed_forward(layer: int) -> MlpSpec | MoeSpec:
+        if routed:
+            return experts(layer, dims.hidden, dims.intermediate, act, **routed)
+        return gated_mlp(f"model.layers.{layer}.mlp", dims.hidden, shared, act)
+
+    part = "mlp.shared_expert" if routed else "mlp"
+    return llama_like(
+        config,
+        dims,
+        rope=rope,
+        qkv_bias=bias,
+        o_bias=bias,
+        change=change,
+        feed_forward=feed_forward,
+        rename=_on_disk,
+        fused=[
+            fused_entry(sizes, "mamba"),
+            *(granitemoe.stacks(dims, routed["count"]) if routed else ()),
+            Fused(
+                "shared_mlp.input_linear",
+                {f"{part}.gate_proj": ((0, shared),), f"{part}.up_proj": ((shared, 2 * shared),)},
+            ),
+        ],
+        **granite.multipliers(config),
+    )
+
+
+def _on_disk(name: str) -> str:
+    for ours in ("mlp.shared_expert.down_proj", "mlp.down_proj"):
+        if name.endswith(ours):
+            return name.removesuffix(ours) + "shared_mlp.output_linear"
+    return name if ".shared_mlp." in name else granitemoe.on_disk(name)
+
+
+SIZES = dict(
+    granite.MULTIPLIERS, num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"],
+    mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16, mamba_chunk_size=16, num_local_experts=0, num_experts_per_tok=0,
+    shared_intermediate_size=96,
+)  # fmt: skip
+FAMILY = Family(
+    "granitemoehybrid",
+    "Granite 4.0 H and dense: 350M to Small",
+    ("GraniteMoeHybridForCausalLM",),
+    build,
+    (
+        Tiny(dict(SIZES, tie_word_embeddings=True)),
+        Tiny(
+            dict(
+                SIZES, num_local_experts=4, num_experts_per_tok=2, mamba_n_groups=2, mamba_proj_bias=True,
+                position_embedding_type="rope", attention_bias=True, num_key_value_heads=1,
+            )
+        ),
+    ),
+    "llama.cpp's granitehybrid has state spaces, which this tool does not write yet",
+)  # fmt: skip

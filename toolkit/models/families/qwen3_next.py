@@ -1,0 +1,101 @@
+"""Qwen3-Next: linear attention by the gated delta rule in three layers of four, gated attention in the fourth, experts
+in all. Source: transformers ``Qwen3NextForCausalLM``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from toolkit.models.config.delta import gated_queries, read_delta, read_turns
+from toolkit.models.config.fields import Fields
+from toolkit.models.decoder import Built, Dims, Fused, experts, llama_like, read_dims, read_experts
+from toolkit.models.families.qwen3_moe import sparse_layers
+from toolkit.models.family import Family, Tiny
+from toolkit.models.spec import MoeSpec, Rows
+
+
+def build(config: Fields) -> Built:
+    dims = read_dims(config, head_dim=256, kv_heads=2)
+    return delta_like(config, dims, [gated_queries(dims), *_by_key_head(config)], read_feed_forward(config, dims))
+
+
+def delta_like(
+    config: Fields, dims: Dims, fused: list[Fused], feed_forward: Callable[[int], MoeSpec | None] | None = None
+) -> Built:
+    """What Qwen3-Next and Qwen3.5 have in common; arguments as of ``llama_like``."""
+    bias = config.flag("attention_bias", False)
+    return llama_like(
+        config,
+        dims,
+        rope=read_turns(config, dims),
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        norm_offset=1.0,
+        change=read_delta(config, dims),
+        feed_forward=feed_forward,
+        fused=fused,
+    )
+
+
+def read_feed_forward(config: Fields, dims: Dims) -> Callable[[int], MoeSpec | None]:
+    """Experts and a gated one that all tokens go through, in the layers that have them."""
+    count, top_k = read_experts(config, dims.layers, "num_experts", "num_local_experts")
+    inner = config.integer("moe_intermediate_size", default=512)
+    shared = config.integer("shared_expert_intermediate_size", default=512)
+    act, norm_topk = config.activation("hidden_act"), config.flag("norm_topk_prob", True)
+    sparse = sparse_layers(config, dims.layers)
+
+    def feed_forward(i: int) -> MoeSpec | None:
+        if i not in sparse:
+            return None
+        return experts(
+            i, dims.hidden, inner, act, count=count, top_k=top_k, norm_topk=norm_topk, shared=shared, shared_gate=True
+        )
+
+    return feed_forward
+
+
+def _by_key_head(config: Fields) -> list[Fused]:
+    """For each key head q, k, v and z of its share of the value heads in one module, their beta and fade in another."""
+    k_heads, heads = (
+        config.integer("linear_num_key_heads", default=16),
+        config.integer("linear_num_value_heads", default=32),
+    )
+    k, v = config.integer("linear_key_head_dim", default=128), config.integer("linear_value_head_dim", default=128)
+    share = heads // k_heads
+    block, each = 2 * k + 2 * share * v, 2 * share
+
+    def ranges(size: int, start: int, stop: int) -> Rows:
+        return tuple((h * size + start, h * size + stop) for h in range(k_heads))
+
+    q, keys, values = ranges(block, 0, k), ranges(block, k, 2 * k), ranges(block, 2 * k, 2 * k + share * v)
+    rows = {
+        "linear_attn.in_proj_qkv": q + keys + values,
+        "linear_attn.in_proj_z": ranges(block, block - share * v, block),
+    }
+    rates = {"linear_attn.in_proj_b": ranges(each, 0, share), "linear_attn.in_proj_a": ranges(each, share, each)}
+    return [Fused("linear_attn.in_proj_qkvz", rows), Fused("linear_attn.in_proj_ba", rates)]
+
+
+DELTA = dict(
+    num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"], head_dim=16,
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
+    rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
+)  # fmt: skip
+SIZES = dict(DELTA, moe_intermediate_size=32, shared_expert_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
+FAMILY = Family(
+    "qwen3_next",
+    "Qwen3-Next 80B-A3B, Qwen3-Coder-Next",
+    ("Qwen3NextForCausalLM",),
+    build,
+    (
+        Tiny(SIZES),
+        Tiny(
+            dict(
+                SIZES, linear_num_value_heads=2, linear_value_head_dim=32, linear_conv_kernel_dim=3,
+                mlp_only_layers=[1], norm_topk_prob=False, num_key_value_heads=1,
+            )
+        ),
+    ),
+    "llama.cpp's qwen3next has linear attention, which this tool does not write yet",
+)  # fmt: skip
