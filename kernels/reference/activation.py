@@ -12,7 +12,7 @@ from torch import Tensor
 from ..registry import Case, op
 from .linear import round_rows
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 GATED = (*ACTIVATIONS, "swigluoai")
 SLOPE, LIMIT = 1.702, 7.0  # of swigluoai
 
@@ -28,7 +28,8 @@ def _cases(gated: bool) -> Iterator[Case]:
 
 @op(lambda: _cases(gated=False))
 def act(x: Tensor, activation: str) -> Tensor:
-    """``activation(x)`` element by element, in float32: silu, gelu (erf), gelu_tanh or relu. Returns x's dtype."""
+    """``activation(x)`` element by element, in float32: silu, gelu (erf), gelu_tanh, relu or relu2, its
+    square. Returns x's dtype."""
     h = x.float()
     if activation == "silu":
         h = F.silu(h)
@@ -37,8 +38,8 @@ def act(x: Tensor, activation: str) -> Tensor:
     elif activation == "gelu_tanh":
         h = F.gelu(h, approximate="tanh")
     else:
-        assert activation == "relu", activation
-        h = F.relu(h)
+        assert activation in ("relu", "relu2"), activation
+        h = F.relu(h) if activation == "relu" else F.relu(h).square()
     return h.to(x.dtype)
 
 

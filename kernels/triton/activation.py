@@ -31,8 +31,9 @@ def activate(x, KIND: tl.constexpr):
     elif KIND == "gelu_tanh":
         return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
     else:
-        tl.static_assert(KIND == "relu")
-        return tl.where(x > 0, x, tl.where(x == x, 0.0, x))
+        tl.static_assert(KIND == "relu" or KIND == "relu2")
+        x = tl.where(x > 0, x, tl.where(x == x, 0.0, x))
+        return x * x if KIND == "relu2" else x
 
 
 @triton.jit

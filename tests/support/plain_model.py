@@ -15,6 +15,7 @@ from torch import Tensor
 from toolkit.models.rope import inv_freq, query_scale
 
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu}
+ACTIVATIONS["relu2"] = lambda x: F.relu(x).square()
 
 
 def logits(spec: Any, weights: dict[str, Tensor], ids: list[int]) -> Tensor:
@@ -157,11 +158,11 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _mlp(m: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
     up = _linear(m.up, w, x)
     if m.activation == "swigluoai":
-        gate = _linear(m.gate, w, x).clamp(max=7.0)
+        gate = (_linear(m.gate, w, x) * m.gate_scale).clamp(max=7.0)
         inner = gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7.0, 7.0) + 1)
     else:
         act = ACTIVATIONS[m.activation]
-        inner = act(up) if m.gate is None else act(_linear(m.gate, w, x)) * up
+        inner = act(up) if m.gate is None else act(_linear(m.gate, w, x) * m.gate_scale) * up
     return _linear(m.down, w, inner)
 
 

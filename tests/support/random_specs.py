@@ -68,7 +68,7 @@ def _head_norm(draw: Any, name: str, heads: int, head_dim: int) -> NormSpec | No
     return _norm(draw, name, heads * head_dim if span == "all" else head_dim, heads if span == "own" else 1)
 
 
-def _attention(draw: Any, prefix: str, hidden: int) -> AttentionSpec:
+def _attention(draw: Any, prefix: str, hidden: int, rare: bool) -> AttentionSpec:
     heads, kv, dim = draw(st.sampled_from(_HEADS))
     bias, window = draw(st.booleans()), draw(st.sampled_from((None, 7, 16)))
     alibi = None
@@ -95,7 +95,7 @@ def _attention(draw: Any, prefix: str, hidden: int) -> AttentionSpec:
         clip=draw(st.sampled_from((None, None, 0.8))),
         norm_last=draw(st.booleans()),
         q_scale=draw(st.sampled_from((None, None, QueryScale("floor", 8, 0.5, 1), QueryScale("log", 12)))),
-        gate=LinearSpec(f"{prefix}.g_proj", hidden, heads * dim, bias) if draw(st.integers(0, 5)) == 0 else None,
+        gate=LinearSpec(f"{prefix}.g_proj", hidden, heads * dim, bias) if rare and draw(st.booleans()) else None,
     )
 
 
@@ -223,16 +223,17 @@ def _routing(draw: Any, prefix: str, count: int, quantized: bool) -> dict[str, A
     return found | {"top_k": count if quantized else draw(st.integers(1, count))}
 
 
-def _layer(draw: Any, index: int, hidden: int, quantized: bool) -> LayerSpec:
+def _layer(draw: Any, index: int, hidden: int, quantized: bool, rare: bool) -> LayerSpec:
+    """``rare``: with what not every executor has."""
     prefix = f"model.layers.{index}"
     # attention, latent attention, short convolution, Mamba, delta rule, mlp, experts
-    kinds = draw(st.sampled_from(("am", "ae", "am", "ma", "ame", "aem", "a", "lm", "le", "sm", "sm", "nm", "n", "dm")))
+    kinds = draw(st.sampled_from(("am", "sm", "nm", "n", "dm", "lm", "le") if rare else ("am", "ae", "ma", "ame", "a")))
     parallel = draw(st.sampled_from((0, 0, len(kinds), 2)))  # how many sublayers read what the first one reads
     shares = draw(st.booleans())
     sublayers: list[Sublayer] = []
     for i, kind in enumerate(kinds):
         if kind == "a":
-            mixer: Any = _attention(draw, f"{prefix}.self_attn", hidden)
+            mixer: Any = _attention(draw, f"{prefix}.self_attn", hidden, rare)
         elif kind == "l":
             mixer = _latent(draw, f"{prefix}.self_attn", hidden)
         elif kind == "s":
@@ -243,6 +244,8 @@ def _layer(draw: Any, index: int, hidden: int, quantized: bool) -> LayerSpec:
             mixer = _delta(draw, f"{prefix}.linear_attn", hidden)
         elif kind == "m":
             mixer = _mlp(draw, f"{prefix}.mlp", hidden, draw(st.sampled_from((48, 80))))
+            if rare:
+                mixer = replace(mixer, activation="relu2", gate_scale=1.0 if mixer.gate is None else 0.6)
         else:
             mixer = _moe(draw, f"{prefix}.moe", hidden, quantized)
         before = _maybe_norm(draw, f"{prefix}.before_{i}", hidden)
@@ -265,7 +268,8 @@ def _layer(draw: Any, index: int, hidden: int, quantized: bool) -> LayerSpec:
 @st.composite
 def specs(draw: Any, quantized: bool = False) -> Any:
     hidden = draw(st.sampled_from((32, 48, 80)))
-    layers = [_layer(draw, i, hidden, quantized) for i in range(draw(st.integers(1, 2)))]
+    rare = draw(st.booleans())
+    layers = [_layer(draw, i, hidden, quantized, rare) for i in range(draw(st.integers(1, 2)))]
     dims = Dims(VOCAB, hidden, 0, len(layers), 1, 1, 1, 1e-6, 256, draw(st.booleans()))
     spec = assemble(
         dims,

@@ -22,6 +22,7 @@ class MambaDims:
     kernel: int
     bias: bool
     conv_bias: bool
+    out_bias: bool
 
     @property
     def inner(self) -> int:
@@ -41,14 +42,16 @@ def read_mamba(config: Fields, hidden: int, *, inner: int | None = None) -> Mamb
     if heads * head_dim != width:
         config.fail("mamba_n_heads", heads, f"heads of {head_dim} that are {width} wide in all")
     groups = config.integer("mamba_n_groups", default=1, high=heads)
+    bias = config.flag("mamba_proj_bias", False)
     return MambaDims(
         heads,
         head_dim,
         checked_groups(config, "mamba_n_groups", groups, heads),
         config.integer("mamba_d_state", default=256, high=65_536),
         config.integer("mamba_d_conv", default=4, low=2, high=64),
-        config.flag("mamba_proj_bias", False),
+        bias,
         config.flag("mamba_conv_bias", True),
+        bias,
     )
 
 
@@ -74,7 +77,7 @@ def mamba_layers(dims: MambaDims, hidden: int, norm: float | None, **more: Any) 
             dt_bias=f"{prefix}.dt_bias",
             skip=f"{prefix}.D",
             norm=None if norm is None else NormSpec(f"{prefix}.norm", dims.inner, norm),
-            out=LinearSpec(f"{prefix}.out_proj", dims.inner, hidden, dims.bias, "row"),
+            out=LinearSpec(f"{prefix}.out_proj", dims.inner, hidden, dims.out_bias, "row"),
             heads=dims.heads,
             head_dim=dims.head_dim,
             groups=dims.groups,

@@ -73,7 +73,7 @@ def _on_disk(name: str) -> str:
 
 SIZES = dict(
     granite.MULTIPLIERS, num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"],
-    mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16, mamba_chunk_size=16, num_local_experts=0, num_experts_per_tok=0,
+    mamba_n_heads=32, mamba_d_head=4, mamba_d_state=16, mamba_chunk_size=16, num_local_experts=0, num_experts_per_tok=0,
     shared_intermediate_size=96,
 )  # fmt: skip
 FAMILY = Family(

@@ -25,7 +25,15 @@ FAMILY = Family(
     build,
     (
         Tiny(dict(DELTA, rope_parameters=SECTIONS)),
-        Tiny(dict(DELTA, linear_num_key_heads=1, linear_num_value_heads=3, tie_word_embeddings=True)),
+        Tiny(
+            dict(
+                DELTA,
+                linear_num_key_heads=1,
+                linear_num_value_heads=3,
+                linear_value_head_dim=32,
+                tie_word_embeddings=True,
+            )
+        ),
     ),
     "llama.cpp's qwen35 has linear attention, which this tool does not write yet",
 )

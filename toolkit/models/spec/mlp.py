@@ -7,13 +7,14 @@ from typing import Literal
 
 from toolkit.models.spec import sound
 from toolkit.models.spec.mixer import MixerSpec
-from toolkit.models.spec.parts import Activation, LinearSpec
+from toolkit.models.spec.parts import Activation, LinearSpec, later
 
 
 @dataclass(frozen=True)
 class MlpSpec(MixerSpec):
     """``down(act(gate(x)) * up(x))``, or ``down(act(up(x)))`` where ``gate`` is None.
 
+    ``gate_scale`` multiplies gate(x) (Falcon-H1). "relu2" is the square of relu.
     "swigluoai" (gpt-oss, gated alone): g · sigmoid(1.702 g) · (u + 1) with g = min(gate(x), 7), u = up(x) within ±7.
     """
 
@@ -21,6 +22,7 @@ class MlpSpec(MixerSpec):
     up: LinearSpec
     down: LinearSpec
     activation: Activation = "silu"
+    gate_scale: float = later(1.0)
     kind: Literal["mlp"] = "mlp"
 
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -41,6 +43,7 @@ class MlpSpec(MixerSpec):
     def check(self, hidden: int) -> None:
         inner, gated = self.up.out_features, self.gate is not None
         sound.expect("activation", self.activation != "swigluoai" or gated, self.activation, "one that needs no gate")
+        sound.expect("gate_scale", self.gate_scale == 1 or gated, self.gate_scale, "1 without a gate")
         for x in self.readers():
             sound.linear(x, hidden, inner)
         sound.linear(self.down, inner, hidden)

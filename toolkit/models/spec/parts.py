@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Shard = Literal["column", "row", "vocab", "expert", "replicated"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "swigluoai"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai"]
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 

@@ -123,6 +123,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 
@@ -131,9 +132,9 @@ def _mlp(m: MlpSpec, weights: Weights, raw: Tensor, x: Tensor, watch: Watch) -> 
     if m.gate is None:
         inner = _ACTIVATIONS[m.activation](up)
     elif m.activation == "swigluoai":
-        inner = swigluoai(linear(m.gate, weights, x), up)
+        inner = swigluoai(linear(m.gate, weights, x) * m.gate_scale, up)
     else:
-        inner = _ACTIVATIONS[m.activation](linear(m.gate, weights, x)) * up
+        inner = _ACTIVATIONS[m.activation](linear(m.gate, weights, x) * m.gate_scale) * up
     return linear(m.down, weights, watch(m.down.name, inner))
 
 

@@ -50,13 +50,15 @@ def unsupported(spec: DecoderSpec) -> str | None:
     }
     if not spec.cache_groups:
         return "it runs no model without attention"
-<<<<<<< HEAD
-=======
-    if any(a.gate is not None for a in attention):
+    mlps = [m for _, mixer in spec.mixers() for m in mixer.mlps()]
+    if odd := {m.activation for m in mlps} - set(_ACTIVATIONS):
+        return f"it has no activation {min(odd)}"
+    if any(m.gate_scale != 1 for m in mlps):
+        return "it multiplies no gate of an MLP"
+    if any(a.gate is not None for _, a in spec.attention_layers()):
         return "it has no gate behind attention"
     if any(rope.sections for rope in spec.ropes()):
         return "it knows one position of a token, not one in time, rows and columns"
->>>>>>> 9288c71 (Granite 4 hybrids (Mamba-2), Qwen3-Next and Qwen3.5's text model (gated delta rule))
     for what, (count, most) in found.items():
         if count > most:
             return f"it takes up to {most} {what}, the model has {count}"

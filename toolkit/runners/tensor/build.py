@@ -178,7 +178,7 @@ class _Builder:
         inner = [self.linear(*spec.readers()) for spec in specs]
         outer = [self.linear(spec.down) for spec in specs]
         return tuple(
-            Mlp(first, down, spec.gate is not None, spec.activation, self.ops)
+            Mlp(first, down, spec.gate is not None, spec.activation, self.ops, spec.gate_scale)
             for first, down, spec in zip(inner, outer, specs, strict=True)
         )
 

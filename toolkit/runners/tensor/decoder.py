@@ -159,16 +159,20 @@ def _norm_later(norm: Norm | LayerNorm | None, x: Tensor, eps: float) -> tuple[T
 
 @dataclass(frozen=True)
 class Mlp:
-    """``gate_up`` gives gate then up; without a gate it is up alone."""
+    """``gate_up`` gives gate then up; without a gate it is up alone. ``scale``: of the gate."""
 
     gate_up: Linear
     down: Linear
     gated: bool
     activation: str
     ops: Ops
+    scale: float = 1.0
 
     def __call__(self, x: Activations, step: StepContext | None = None) -> Tensor:
         inner = self.gate_up(x)
+        if self.scale != 1.0:
+            gate, up = inner.chunk(2, 1)
+            inner = torch.cat([gate * self.scale, up], 1)
         codes = codes_of(self.down)
         if self.gated and codes is not None:
             return self.down(Rounded(*self.ops.act_and_mul_quant(inner, self.activation, codes)))
