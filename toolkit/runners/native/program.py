@@ -57,8 +57,6 @@ def unsupported(spec: DecoderSpec) -> str | None:
         return "it multiplies no gate of an MLP"
     if any(a.gate is not None for _, a in spec.attention_layers()):
         return "it has no gate behind attention"
-    if any(rope.sections for rope in spec.ropes()):
-        return "it knows one position of a token, not one in time, rows and columns"
     for what, (count, most) in found.items():
         if count > most:
             return f"it takes up to {most} {what}, the model has {count}"
