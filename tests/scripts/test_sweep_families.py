@@ -3,6 +3,9 @@
 import importlib.machinery
 import importlib.util
 import json
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -40,9 +43,20 @@ def test_what_fails_is_said_and_what_takes_its_result_is_not_tried(script, tmp_p
     monkeypatch.setattr(script.Sweep, "gguf", refused)
     cells = script.sweep("qwen3", tmp_path)
     assert cells["auto_awq"]["failed"] == "ValueError: no such"
-    assert [name for name, cell in cells.items() if cell.get("failed") == "not tried"] == ["convert", "chat", "serve"]
+    not_tried = [name for name, cell in cells.items() if cell.get("failed", "").startswith("not tried: ")]
+    assert not_tried == ["convert", "chat", "serve"]
     assert cells["gguf"]["refused"] == "not written so"
     assert "failed" not in cells["auto_gptq"]
+
+
+@pytest.mark.parametrize(
+    ("work", "says"),
+    [(lambda: os.kill(os.getpid(), signal.SIGKILL), "status -9"), (lambda: time.sleep(60), "longer than 1 seconds")],
+)
+def test_a_family_that_crashes_or_hangs_is_one_failure(script, tmp_path, monkeypatch, work, says):
+    monkeypatch.setattr(script, "sweep", lambda family, root: work())
+    cells = script.apart("qwen3", tmp_path, limit=1.0)
+    assert list(cells) == list(script.COLUMNS) and all(says in cell["failed"] for cell in cells.values())
 
 
 def test_an_unknown_family_is_refused(script, capsys):
