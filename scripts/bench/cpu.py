@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -29,9 +30,22 @@ def make(*argv: str | Path) -> None:
     subprocess.run(["tool", *map(str, argv)], check=True, stdout=subprocess.DEVNULL)
 
 
+def random_model(work: Path, shape: str, *more: str) -> Path:
+    """A checkpoint of ``random_model.py``; reused when it is there."""
+    target = work / "".join((shape, *more))
+    if not target.exists():
+        partial = target.with_name(f".{target.name}")
+        shutil.rmtree(partial, ignore_errors=True)
+        subprocess.run([sys.executable, HERE / "random_model.py", partial, "--shape", shape, *more], check=True)
+        partial.rename(target)
+    return target
+
+
 def prepare(args: argparse.Namespace) -> dict[str, list[str]]:
     """Engine name -> the command that measures it, without the shape arguments."""
     work: Path = args.work_dir
+    if args.shape:
+        args.model, args.quantized = (random_model(work, args.shape, *more) for more in ((), ("--awq",)))
     source = str(args.model or resolve_model("demo"))
     engine = work / "engine"
     if args.quantized:
@@ -101,6 +115,7 @@ def show(rows: list[dict[str, object]], title: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", help="checkpoint to measure (default: the demo)")
+    parser.add_argument("--shape", help="instead of --model and --quantized: random weights of random_model.py")
     parser.add_argument("--quantized", help="ours runs this quantized checkpoint instead of quantizing --model")
     parser.add_argument("--llama-python")
     parser.add_argument("--openvino-python")

@@ -1,10 +1,11 @@
-"""Write a Llama checkpoint of a given shape with random weights, for speed measurements where no real one is at hand.
+"""Write a checkpoint of a given shape with random weights, for speed measurements where no real one is at hand.
 
     python scripts/bench/random_model.py DIR --shape 1b            bf16, dense
     python scripts/bench/random_model.py DIR --shape 1b --awq      4-bit AWQ, groups of 64
+    python scripts/bench/random_model.py DIR --shape v2-lite --awq --config-only      for --load-format dummy
 
-Shapes: 1b and 7b are Llama-3.2-1B's and Llama-2-7B's. The tokenizer is the demo model's,
-cut to the vocabulary.
+Shapes: 1b and 7b are Llama-3.2-1B's and Llama-2-7B's, moe and v2-lite Qwen3-30B-A3B's and DeepSeek-V2-Lite's with fewer
+layers and words. The tokenizer is the demo model's, cut to the vocabulary.
 """
 
 from __future__ import annotations
@@ -14,15 +15,19 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from toolkit.artifacts.checkpoint_writer import write_model
 from toolkit.artifacts.source import resolve_model
+from toolkit.models.registry import build
 
-SHAPES = {
-    "1b": {
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 500000.0}
+SHAPES: dict[str, dict[str, Any]] = {
+    "1b": LLAMA
+    | {
         "hidden_size": 2048,
         "intermediate_size": 8192,
         "num_hidden_layers": 16,
@@ -32,7 +37,8 @@ SHAPES = {
         "vocab_size": 128256,
         "tie_word_embeddings": True,
     },
-    "7b": {
+    "7b": LLAMA
+    | {
         "hidden_size": 4096,
         "intermediate_size": 11008,
         "num_hidden_layers": 32,
@@ -42,44 +48,75 @@ SHAPES = {
         "vocab_size": 32000,
         "tie_word_embeddings": False,
     },
+    "moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 32000,
+        "tie_word_embeddings": False,
+        "rope_theta": 1000000.0,
+    },
+    "v2-lite": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+        "topk_method": "greedy",
+        "routed_scaling_factor": 1.0,
+        "num_hidden_layers": 7,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "vocab_size": 32000,
+        "tie_word_embeddings": False,
+        "rope_theta": 10000.0,
+    },
 }
 GROUP = 64
+SPREAD = 0.02  # standard deviation of weights
 
 
-def linears(shape: dict) -> Iterator[tuple[str, int, int]]:
-    """(name, out, in) of the linears of one layer."""
-    hidden, inner, d = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
-    q, kv = shape["num_attention_heads"] * d, shape["num_key_value_heads"] * d
-    yield from (("self_attn.q_proj", q, hidden), ("self_attn.k_proj", kv, hidden), ("self_attn.v_proj", kv, hidden))
-    yield from (("self_attn.o_proj", hidden, q), ("mlp.gate_proj", inner, hidden), ("mlp.up_proj", inner, hidden))
-    yield "mlp.down_proj", hidden, inner
-
-
-def weight(rows: int, columns: int, awq: bool, rng: torch.Generator) -> Iterator[tuple[str, Tensor]]:
-    """(suffix, tensor) pairs that hold one random matrix of standard deviation 0.02."""
+def random_weight(rows: int, columns: int, awq: bool, rng: torch.Generator) -> Iterator[tuple[str, Tensor]]:
+    """(suffix, tensor) pairs that hold one random matrix."""
     if not awq:
-        yield "weight", (torch.randn(rows, columns, generator=rng) * 0.02).bfloat16()
+        yield "weight", (torch.randn(rows, columns, generator=rng) * SPREAD).bfloat16()
         return
     groups = columns // GROUP
     ints = {"dtype": torch.int32, "generator": rng}
     yield "qweight", torch.randint(-(1 << 31), (1 << 31) - 1, (columns, rows // 8), **ints)
     yield "qzeros", torch.full((groups, rows // 8), 0x77777777, dtype=torch.int32)
-    yield "scales", torch.full((groups, rows), 0.02 / 4.6).half()
+    yield "scales", torch.full((groups, rows), SPREAD / 4.6).half()
 
 
-def tensors(shape: dict, awq: bool) -> Iterator[tuple[str, Tensor]]:
+def tensors(config: dict[str, Any], awq: bool) -> Iterator[tuple[str, Tensor]]:
+    """All of the checkpoint, as its family spells them."""
     rng = torch.Generator().manual_seed(0)
-    hidden, vocab = shape["hidden_size"], shape["vocab_size"]
-    yield "model.embed_tokens.weight", (torch.randn(vocab, hidden, generator=rng) * 0.02).bfloat16()
-    for i in range(shape["num_hidden_layers"]):
-        for name, rows, columns in linears(shape):
-            for suffix, tensor in weight(rows, columns, awq, rng):
-                yield f"model.layers.{i}.{name}.{suffix}", tensor
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            yield f"model.layers.{i}.{name}.weight", torch.ones(hidden).bfloat16()
-    yield "model.norm.weight", torch.ones(hidden).bfloat16()
-    if not shape["tie_word_embeddings"]:
-        yield "lm_head.weight", (torch.randn(vocab, hidden, generator=rng) * 0.02).bfloat16()
+    for item in build(config)[1]:
+        if item.kind == "norm":
+            yield item.weight_name, torch.ones(item.shape).bfloat16()
+        elif item.optional and config["tie_word_embeddings"]:
+            continue
+        else:
+            for suffix, tensor in random_weight(*item.shape, awq and item.kind == "linear", rng):
+                yield f"{item.name}.{suffix}", tensor
 
 
 def cut_tokenizer(path: Path, size: int) -> dict:
@@ -97,14 +134,12 @@ def main() -> None:
     parser.add_argument("dir", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="1b")
     parser.add_argument("--awq", action="store_true")
+    parser.add_argument("--config-only", action="store_true", help="no weights")
     args = parser.parse_args()
     args.dir.mkdir(parents=True)
     config = SHAPES[args.shape] | {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
         "max_position_embeddings": 8192,
         "torch_dtype": "bfloat16",
     }
@@ -114,9 +149,10 @@ def main() -> None:
     (args.dir / "config.json").write_text(json.dumps(config, indent=2))
     for name in ("tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
         shutil.copy(resolve_model("demo") / name, args.dir / name)
-    tokenizer = cut_tokenizer(resolve_model("demo") / "tokenizer.json", SHAPES[args.shape]["vocab_size"])
+    tokenizer = cut_tokenizer(resolve_model("demo") / "tokenizer.json", config["vocab_size"])
     (args.dir / "tokenizer.json").write_text(json.dumps(tokenizer))
-    write_model(args.dir, tensors(SHAPES[args.shape], args.awq), 1 << 30)  # shard by shard: never whole in memory
+    if not args.config_only:
+        write_model(args.dir, tensors(config, args.awq), 1 << 30)  # shard by shard: never whole in memory
 
 
 if __name__ == "__main__":

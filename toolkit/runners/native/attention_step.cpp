@@ -303,13 +303,14 @@ void Run::attention(const Sublayer& s) {
     down(s, a.o, a.out, false, P_O);
 }
 
-// More than a few tokens: their query blocks, whose results each thread finishes itself.
-void Run::attend_all(const Attention& a) {
+// More than a few tokens: their query blocks, whose results each thread finishes itself. `skipped`: sequences left out, if any.
+void Run::attend_all(const Attention& a, const std::vector<uint8_t>& skipped) {
     const int64_t n = int64_t(blocks.size()) * a.kv_heads;
     if (runs.empty())
         share(P_ATTENTION, n, 1, [&](Range r) {
             for (int64_t i = r.first; i < r.last; i++)
-                attend_blocks(a, {i / a.kv_heads, i / a.kv_heads + 1}, {i % a.kv_heads, i % a.kv_heads + 1});
+                if (skipped.empty() || !skipped[size_t(blocks[size_t(i / a.kv_heads)].seq)])
+                    attend_blocks(a, {i / a.kv_heads, i / a.kv_heads + 1}, {i % a.kv_heads, i % a.kv_heads + 1});
         }, n);
     else
         share(P_ATTENTION, threads, 1, [&](Range r) { attend_blocks(a, {runs[size_t(r.first)], runs[size_t(r.last)]}, {0, a.kv_heads}); });

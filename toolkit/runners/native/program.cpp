@@ -1,5 +1,8 @@
 // The flat description that program.py writes, read back with every index and size checked.
+#include <algorithm>
+
 #include "parser.h"
+#include "workspace.h"
 
 namespace tk {
 namespace {
@@ -109,6 +112,10 @@ Latent read_latent(Parser& p, Program& prog) {
     core.dpad = pad16(core.head_dim);
     core.vpad = pad16(core.value_dim);
     core.rows = true;
+    a.expanded = pad16(std::max(a.qk_dim(), a.v_dim));
+    // by the products of a query and a key in either form, and those that make a key and its value
+    const int64_t made = a.nope_dim + a.v_dim, saved = 2 * a.kv_rank() - made;
+    a.break_even = saved > 0 ? a.kv_rank() * made / saved : CHUNK;
     if (prog.kv_type == KV_INT4) throw Error("program: rows that are key and value at once in 4 bits");
     const int64_t hidden = prog.hidden, heads = core.heads;
     a.q_a = p.linear("q_a", 0, hidden, false);

@@ -31,7 +31,7 @@ void Profile::print() {
 
 int64_t phases_of(const Program& p, int64_t head_blocks) {
     int64_t n = 4 + head_blocks * 4;
-    constexpr int64_t each[] = {10, 6, 14, 12};  // by kind
+    constexpr int64_t each[] = {10, 6, 14, 13};  // by kind
     for (const Sublayer& s : p.sublayers) n += each[s.kind];
     return n;
 }

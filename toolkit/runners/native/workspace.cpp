@@ -50,7 +50,7 @@ InputBuffer Workspace::input(int64_t rows, int64_t width) {
 namespace {
 
 struct Widths {
-    int64_t in, mid, qkv = 16, spread = 0, queries = 16, heads = 1, dpad = 16, kv_cell = 0, scratch = 64, experts = 16, top_k = 0,
+    int64_t in, mid, qkv = 16, spread = 0, queries = 16, heads = 1, dpad = 16, kv_cell = 0, scratch = 64, expanded = 0, made = 0, experts = 16, top_k = 0,
                      moe = 16;
     bool saves = false;
     void linear(const Ops& ops, const Linear& l) {
@@ -68,6 +68,9 @@ struct Widths {
         qkv = std::max(qkv, a.width());
         spread = std::max(spread, a.core.heads * a.kv_rank());
         attention(a.core);
+        dpad = std::max(dpad, a.expanded);
+        expanded = std::max(expanded, a.expanded);
+        made = std::max(made, a.nope_dim + a.v_dim + 2 * LANES);
     }
     void mlp(const Ops& ops, const Mlp& m) {
         mid = std::max(mid, m.mid.width);
@@ -157,6 +160,14 @@ Workspace::Workspace(const Program& p, const Ops& ops, int thread_count) : threa
         a.keys = take<uint8_t>(KV_TILE * w.dpad * 4);
         a.values = take<uint8_t>(KV_TILE * w.dpad * 4);
         a.row = take<float>(w.dpad);
+        if (!w.expanded) continue;
+        ExpandScratch& e = t.expand;
+        e.running = {take<float>(CHUNK), take<float>(CHUNK), take<float>(CHUNK * w.expanded)};
+        e.rows = take<float>(KV_TILE * w.dpad);
+        e.made = take<float>(KV_TILE * w.made);
+        e.keys = take<uint8_t>(KV_TILE * w.expanded * 4);
+        e.values = take<uint8_t>(KV_TILE * w.expanded * 4);
+        e.queries = take<uint8_t>(CHUNK * w.expanded * 4);
     }
 }
 

@@ -25,11 +25,21 @@ struct AttnScratch {
     float* row;              // [dpad]
 };
 
+// One head of latent attention, expanded.
+struct ExpandScratch {
+    AttnState running;       // [CHUNK]
+    float* rows;             // [KV_TILE][dpad], from the cache
+    float* made;             // [KV_TILE], keys and values as kv_b gives them
+    uint8_t *keys, *values;  // cells
+    uint8_t* queries;        // [CHUNK][expanded]
+};
+
 struct ThreadScratch {
     uint8_t* linear;
     float* stripe;        // [CHUNK][STRIPE]
     InputBuffer in, mid;  // SMALL rows
     AttnScratch attention;
+    ExpandScratch expand;
     float* head_row;  // [max dpad]
     float* logits;    // [vocab padded], where a row is changed before sampling
     int32_t* ids;     // [vocab padded], of those that are likely enough to be drawn
