@@ -44,7 +44,7 @@ def test_any_command_at_any_moment(name: str, tiny_models: Callable[..., Path], 
     moments = sorted(draw.uniform(0.0, 6.0) for _ in range(2 if name in QUICK else 3))
     for row in BENCH.measure(name, {"model": tiny_models("llama"), "text": text}, moments, tmp_path):
         assert "Traceback" not in row["err"], row
-        assert row["seconds"] < WITHIN + SLACK and not row["left"], row
+        assert row["seconds"] < WITHIN + SLACK, row
         if row["code"] == 130:
             assert row["err"].rstrip().endswith("interrupted"), row
             assert not list(tmp_path.glob(f"{name.replace(' ', '-')}-*")), "nothing is written half"

@@ -3,8 +3,8 @@
     python scripts/bench/interrupt.py --json interrupt.json
 
 Every command is started anew for each moment. The signal goes to all its processes, as a terminal sends it, and the
-time runs until the last of them is gone. *Said before* is the last line that the command wrote before the signal: the
-phase it was in. Ends with 1 where a command took longer than a second, or left a process behind.
+time runs until the prompt is back. *Said before* is the last line that the command wrote before the signal: the phase
+it was in. Ends with 1 where a command took longer than a second, or a process of it was still there five seconds later.
 """
 
 from __future__ import annotations
@@ -58,13 +58,14 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "list models": ("list", "models"),
     "pull": ("pull", "nobody/nothing"),
 }
+STAYS = 5.0  # seconds after which a process of a command that has ended counts as left behind
 START = "import sys, toolkit.__main__ as tool; print('started', file=sys.stderr, flush=True); tool.main()"
 
 
 @dataclass(frozen=True)
 class Ended:
-    """``seconds``: from the signal to the end of the last process. ``before``: the last line that was said before the
-    signal, ``err``: all that was said. ``left``: a process stayed. ``signalled``: the command had not ended by itself.
+    """``seconds``: from the signal to the end of the command. ``before``: the last line said before the signal,
+    ``err``: all that was said. ``left``: a process stayed. ``signalled``: the command had not ended by itself.
     """
 
     code: int
@@ -93,8 +94,8 @@ def interrupted(argv: list[str], after: float, patience: float = 500.0) -> Ended
                 os.killpg(process.pid, signal.SIGINT)
             sent = time.monotonic()
             process.wait(patience)
-            left = not _wait(lambda: not _lives(process.pid), 1.0)
             seconds = time.monotonic() - sent
+            left = not _wait(lambda: not _lives(process.pid), STAYS)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

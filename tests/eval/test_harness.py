@@ -25,17 +25,17 @@ def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-P", "-c", code, *arguments], capture_output=True, text=True, timeout=1200)
 
 
-SMALL = "--calib-samples 1 --calib-seqlen 64 --eval-tokens 0 --tune-steps 0"
-MADE = {  # a model -> how it is made of the demo
-    "awq": f"lite auto_awq demo --work-dir awq --calib-dataset text.txt {SMALL}",
-    "w8a8": "convert demo --to w8a8 --dst-path w8a8",
-    "demo.gguf": "convert demo --to gguf --gguf-type q8_0 --dst-path demo.gguf",
+SMALL = "--calib-samples 2 --calib-seqlen 64 --eval-tokens 64 --tune-steps 0"
+MADE = {  # a model -> how it is made of the original
+    "awq": f"lite auto_awq tiny --work-dir awq --calib-dataset text.txt {SMALL}",
+    "w8a8": "convert tiny --to w8a8 --dst-path w8a8",
+    "tiny.gguf": "convert tiny --to gguf --gguf-type q8_0 --dst-path tiny.gguf",
 }
 
 
 @pytest.mark.parametrize("model", MADE)
 def test_what_is_served_has_the_likelihoods_that_we_measure(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """lm-eval's client on a server, and ``tool eval``'s own way, on the same endings of the same sentences."""
     pytest.importorskip("lm_eval")
@@ -43,6 +43,7 @@ def test_what_is_served_has_the_likelihoods_that_we_measure(
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
     monkeypatch.chdir(tmp_path)
+    Path("tiny").symlink_to(tiny_models("llama", max_position_embeddings=4096))
     Path("text.txt").write_text("The harbour was quiet, and nobody asked where the boats had gone. " * 100)
     done = tool(*MADE[model].split())
     assert done.returncode == 0, done.stderr
@@ -64,14 +65,15 @@ def likelihood(pipe: Pipeline, context: str, ending: str) -> float:
 def test_the_command_and_our_own_give_one_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("lm_eval")
     monkeypatch.chdir(tmp_path)
-    done = tool("eval", "tasks", "demo", *"--task cloze --task passkey --limit 4 --json own.json".split())
+    done = tool("eval", "tasks", "demo", *"--task cloze --task passkey --limit 2 --json own.json".split())
     assert done.returncode == 0, done.stderr
-    for row in json.loads(Path("own.json").read_text()):
-        chat = ["--chat"] if row["task"] == "passkey" else []
-        done = tool("eval", "lm_eval", "demo", "--tasks", f"toolkit_{row['task']}", "--limit", "4", *chat)
-        found = re.search(rf"toolkit_{row['task']}\s*\|.*acc\s*\|↑\s*\|\s*([\d.]+)", done.stdout)
-        assert found, done.stdout + done.stderr
-        assert float(found[1]) == pytest.approx(row["accuracy"], abs=1e-4)
+    with serve("demo", server_port=0) as server:
+        for row in json.loads(Path("own.json").read_text()):
+            chat = ["--chat"] if row["task"] == "passkey" else []
+            done = tool("eval", "lm_eval", server.url, "--tasks", f"toolkit_{row['task']}", "--limit", "2", *chat)
+            found = re.search(rf"toolkit_{row['task']}\s*\|.*acc\s*\|↑\s*\|\s*([\d.]+)", done.stdout)
+            assert found, done.stdout + done.stderr
+            assert float(found[1]) == pytest.approx(row["accuracy"], abs=1e-4)
 
 
 def test_opencompass_model(tiny_models: Any) -> None:
