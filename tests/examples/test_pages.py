@@ -31,6 +31,7 @@ ELSEWHERE = {
     "add-a-kernel": "test_snippets.py",
     "other-apis": "settings of other programs",
     "serving": "scripts that take minutes",
+    "how-to/add-a-device": "a device that is not here; tests/runners has a stand-in",
     "how-to/check-a-gpu": "tests/scripts",
 }
 
