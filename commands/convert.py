@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,59 +12,37 @@ import typer
 
 from toolkit.commands.options import with_flags
 from toolkit.commands.output import stdout, table, write_json
+from toolkit.convert.options import Packing
+from toolkit.engine_configs import CommonEngineConfig
 from toolkit.errors import UsageError
+from toolkit.option import option, same_option, spelled
 from toolkit.progress import Progress
 
 
-@dataclass
-class ConvertFlags:
-    to: Annotated[
-        str | None,
-        typer.Option(
-            help="Write a checkpoint in this format instead of an engine artifact: awq, gptq, gptq_v2, auto_round, "
-            "compressed-tensors, w8a8, fp8, mxfp4, gguf, or hf (not quantized)."
-        ),
-    ] = None
-    gguf_type: Annotated[
-        str | None,
-        typer.Option(
-            help="With --to gguf: q4_k_m, q4_k_s, q5_k_m, q5_k_s, q6_k, q8_0, q4_0, q4_1, q5_0, q5_1, bf16, f16, f32, "
-            "or auto (default): every matrix as it is."
-        ),
-    ] = None
-    calibration: Annotated[
-        str | None,
-        typer.Option(
-            help="With --to gguf: statistics that `tool lite calibrate` wrote for MODEL; errors in columns with large "
-            "inputs then count more (an importance matrix)."
-        ),
-    ] = None
-    target: Annotated[
-        str, typer.Option(help="What to pack for: auto (cpu, else torch), cpu, torch, cuda-sm80, cuda-sm90.")
-    ] = "auto"
-    dtype: Annotated[
-        str, typer.Option(help="Of weights that are not quantized: auto (as stored), float16, bfloat16, float32.")
-    ] = "auto"
-    model_format: Annotated[
-        str | None, typer.Option(help="hf, awq, gptq, w8a8 or gguf: refuse any other. Default: read from the model.")
-    ] = None
-    load_format: Annotated[
-        str, typer.Option(help="auto; int8, int4: linears that are not quantized are rounded, without calibration.")
-    ] = "auto"
-    head_bits: Annotated[
-        int | None,
-        typer.Option(
-            help="Round an unquantized head to 16, 8 or 4 bits. Default: 8 for target cpu, where the embedding goes "
-            "with it; 16 for cuda-sm80 and cuda-sm90, where 8 halves what a step reads for its head."
-        ),
-    ] = None
-    tp: Annotated[int, typer.Option(help="1: an artifact holds the whole model, and is split when it is run.")] = 1
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the artifact in --dst-path.")] = False
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None
-    download_dir: Annotated[str | None, typer.Option(help="Where downloads go.")] = None
-    json: Annotated[
-        str | None, typer.Option("--json", help="Write the manifest as JSON to this file (- = standard output).")
-    ] = None
+@dataclass(frozen=True)
+class ConvertFlags(Packing):
+    to: str | None = option(
+        None,
+        "Write a checkpoint in this format instead of an engine artifact: awq, gptq, gptq_v2, auto_round, "
+        "compressed-tensors, w8a8, fp8, mxfp4, gguf, or hf (not quantized).",
+    )
+    gguf_type: str | None = option(
+        None,
+        "With --to gguf: q4_k_m, q4_k_s, q5_k_m, q5_k_s, q6_k, q8_0, q4_0, q4_1, q5_0, q5_1, bf16, f16, f32, "
+        "or auto (default): every matrix as it is.",
+    )
+    calibration: str | None = option(
+        None,
+        "With --to gguf: statistics that `tool lite calibrate` wrote for MODEL; errors in columns with large "
+        "inputs then count more (an importance matrix).",
+    )
+    overwrite: bool = option(False, "Replace the artifact in --dst-path.")
+    revision: str | None = same_option(CommonEngineConfig, "revision")
+    download_dir: str | None = same_option(CommonEngineConfig, "download_dir")
+    json: str | None = option(None, "Write the manifest as JSON to this file (- = standard output).")
+
+    def packing(self) -> Packing:
+        return Packing(**{f.name: getattr(self, f.name) for f in fields(Packing)})
 
     def fetch(self, model: str) -> str:
         """The local path of MODEL."""
@@ -73,7 +51,7 @@ class ConvertFlags:
         return str(resolve_model(model, revision=self.revision, download_dir=self.download_dir))
 
 
-@with_flags("flags", ConvertFlags)
+@with_flags("flags", ConvertFlags, first=("to", "gguf_type", "calibration"))
 def run(
     model: Annotated[str, typer.Argument(help="Checkpoint directory (quantized or not), hub id, .gguf file, or demo.")],
     dst_path: Annotated[
@@ -97,21 +75,16 @@ def run(
 def _pack(model: str, dst_path: str, flags: ConvertFlags) -> None:
     from toolkit.convert.convert import convert
 
-    for option, value in (("--gguf-type", flags.gguf_type), ("--calibration", flags.calibration)):
+    for flag, value in (("--gguf-type", flags.gguf_type), ("--calibration", flags.calibration)):
         if value is not None:
-            raise UsageError(f"{option}: only with --to gguf; leave it out")
+            raise UsageError(f"{flag}: only with --to gguf; leave it out")
     path = flags.fetch(model)
     started = time.perf_counter()
     with Progress() as progress:
         done = convert(
             path,
             dst_path,
-            target=flags.target,
-            dtype=flags.dtype,
-            model_format=flags.model_format,
-            load_format=flags.load_format,
-            head_bits=flags.head_bits,
-            tp=flags.tp,
+            flags.packing(),
             overwrite=flags.overwrite,
             progress=partial(progress.update, f"converting {model}"),
         )
@@ -132,11 +105,9 @@ def _rewrite(model: str, dst_path: str, flags: ConvertFlags) -> None:
 
     assert flags.to is not None
     gguf_type = flags.gguf_type or "auto"
-    default = ConvertFlags()
-    for name in ("target", "model_format", "load_format", "head_bits", "tp"):
-        if getattr(flags, name) != getattr(default, name):
-            option = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{option}: only for engine artifacts, not with --to; leave it out")
+    for f in fields(Packing):
+        if f.name != "dtype" and getattr(flags, f.name) != f.default:
+            raise UsageError(f"{spelled(f.name)}: only for engine artifacts, not with --to; leave it out")
     if flags.calibration is not None and (flags.to != "gguf" or gguf_type in ("auto", "f32", "f16", "bf16", "q8_0")):
         raise UsageError("--calibration: only with --to gguf and a --gguf-type whose scales are searched (q4_k_m, …)")
     path = flags.fetch(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.commands.groups import Group
-from toolkit.commands.options import DEVICE_HELP, EngineFlags, with_engine_flags
+from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags
 from toolkit.commands.output import stderr, stdout, table, write_json
+from toolkit.engine_configs import TurbomindEngineConfig
+from toolkit.option import option, same_option
 from toolkit.progress import Progress
 
 if TYPE_CHECKING:
@@ -77,14 +80,20 @@ def ppl(
     write_json(json, found)
 
 
+@dataclass(frozen=True)
+class Place:
+    device: str = same_option(TurbomindEngineConfig, "device")
+    dtype: str = option("float32", "Activations: float32, bfloat16, float16.")
+
+
 @app.command("compare")
+@with_flags("place", Place)
 def compare(
+    place: Place,
     model_a: Annotated[str, typer.Argument(metavar="A", help="The original: a directory, hub id, .gguf file, `demo`.")],
     model_b: Annotated[str, typer.Argument(metavar="B", help="What was made of it.")],
     data: Annotated[Path, typer.Option("--data", help=DATA)],
     window: Annotated[int, typer.Option("--window", help="Tokens that the models see at once.")] = 512,
-    device: Annotated[str, typer.Option("--device", help=DEVICE_HELP)] = "auto",
-    dtype: Annotated[str, typer.Option("--dtype", help="Activations: float32, bfloat16, float16.")] = "float32",
     json: Annotated[
         str | None, typer.Option("--json", help="Write the figures to this file (- is standard output).")
     ] = None,
@@ -104,7 +113,7 @@ def compare(
             model_b,
             data,
             window=window,
-            options=RunnerOptions(device=device, dtype=dtype),
+            options=RunnerOptions(device=place.device, dtype=place.dtype),
             progress=partial(bar.update, "comparing"),
         )
     if json != "-":
@@ -189,7 +198,6 @@ def lm_eval(
 
     Example: tool eval lm_eval demo --tasks toolkit_cloze --limit 20
     """
-    from toolkit.engine_configs import TurbomindEngineConfig
     from toolkit.eval.harness import check_installed, run_lm_eval
     from toolkit.serve.background import serve
     from toolkit.serve.client import APIClient

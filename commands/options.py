@@ -11,112 +11,48 @@ import functools
 import inspect
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from toolkit.engine_configs import TurbomindEngineConfig
+from toolkit.engine_configs import CommonEngineConfig, PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.errors import UsageError
 from toolkit.lmdeploy_options import IGNORED, NOT_BUILT, notice
+from toolkit.option import option, option_of, same_option, spelled
 
 if TYPE_CHECKING:
     from toolkit.engine.setup import Packed
     from toolkit.engine_configs import EngineConfig
 
-PANEL = "Engine"
-DEVICE_HELP = "auto, cpu, cuda, cuda:N, or another by torch's name, such as xpu."
 
-
-def _flag(*names: str, help: str) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=PANEL)
+# Options of one backend, and what to do on the other.
+TURBOMIND_ONLY = {
+    "rope_scaling_factor": "write it into --hf-overrides",
+    "async_": "leave it out",
+    "use_logn_attn": "leave it out",
+}
 
 
 @dataclass
-class EngineFlags:
-    backend: Annotated[
-        str | None, _flag("--backend", help="turbomind (native, fast) or pytorch (any model). Default: chosen.")
-    ] = None
-    device: Annotated[str, _flag("--device", help=DEVICE_HELP)] = TurbomindEngineConfig.device
-    dtype: Annotated[
-        str, _flag("--dtype", help="Activations: auto, float16, bfloat16, float32 (least swayed by the batch).")
-    ] = TurbomindEngineConfig.dtype
-    tp: Annotated[int, _flag("--tp", help="Devices to split the model over (tensor parallelism).")] = (
-        TurbomindEngineConfig.tp
-    )
-    session_len: Annotated[
-        int | None, _flag("--session-len", help="Longest context, in tokens. Default: the model's, if it fits.")
-    ] = None
-    max_batch_size: Annotated[
-        int | None, _flag("--max-batch-size", help="Most requests in one step. Default: by device and memory.")
-    ] = None
-    cache_max_entry_count: Annotated[
-        float | None,
-        _flag(
-            "--cache-max-entry-count", help="Share of free memory for the KV cache (up to 1), or its blocks (from 2)."
-        ),
-    ] = None
-    cache_block_seq_len: Annotated[int, _flag("--cache-block-seq-len", help="Tokens in a KV block.")] = (
-        TurbomindEngineConfig.cache_block_seq_len
-    )
-    enable_prefix_caching: Annotated[
-        bool | None,
-        _flag("--enable-prefix-caching", help="Reuse the KV cache of equal prefixes. Default, but in profile."),
-    ] = None
+class EngineFlags(CommonEngineConfig):
+    """The engine configs' options, and what says which of the two it is to be."""
+
+    backend: str | None = option(None, "turbomind (native, fast) or pytorch (any model). Default: chosen.")
+    device: str = same_option(TurbomindEngineConfig, "device")
+    cache_block_seq_len: int = same_option(TurbomindEngineConfig, "cache_block_seq_len")
+    enable_prefix_caching: bool = same_option(
+        CommonEngineConfig, "enable_prefix_caching", default=False
+    )  # not asked for
+    rope_scaling_factor: float = same_option(TurbomindEngineConfig, "rope_scaling_factor")
+    async_: int = same_option(TurbomindEngineConfig, "async_")
+    use_logn_attn: bool = same_option(TurbomindEngineConfig, "use_logn_attn")
+    chat_template: str | None = option(None, "A built-in name (tool list), a .json or a .jinja file.")
     # A flag of its own: "--enable-…/--no-enable-…" would leave the help, at 80 columns, no room for flags' names.
-    no_enable_prefix_caching: Annotated[
-        bool, _flag("--no-enable-prefix-caching", help="Compute every prompt afresh.")
-    ] = False
-    quant_policy: Annotated[
-        int, _flag("--quant-policy", help="KV cache: 0 (as --dtype), 8 or 4 bits, 16 or 17 (float8 e4m3, e5m2).")
-    ] = TurbomindEngineConfig.quant_policy
-    model_format: Annotated[
-        str | None, _flag("--model-format", help="hf, awq, gptq, w8a8, gguf, engine. Default: read from the model.")
-    ] = None
-    load_format: Annotated[
-        str,
-        _flag(
-            "--load-format",
-            help="auto; int8, int4: rounded while read, without calibration; dummy: random, to measure with.",
-        ),
-    ] = TurbomindEngineConfig.load_format
-    chat_template: Annotated[
-        str | None, _flag("--chat-template", help="A built-in name (tool list), a .json or a .jinja file.")
-    ] = None
-    max_prefill_token_num: Annotated[
-        int, _flag("--max-prefill-token-num", help="Most tokens in one step; longer prompts go in chunks.")
-    ] = TurbomindEngineConfig.max_prefill_token_num
-    target_step_ms: Annotated[
-        float | None,
-        _flag(
-            "--target-step-ms",
-            help="Time of a step, ms: prompts go in chunks that fit it while others decode. 0: no limit. "
-            "Default: 150 on a CPU, 0 on a GPU.",
-        ),
-    ] = None
-    adapters: Annotated[
-        list[str] | None,
-        _flag("--adapters", help="NAME=PATH of LoRA adapters (directory or hub id); several may follow."),
-    ] = None
-    revision: Annotated[str | None, _flag("--revision", help="Branch, tag or commit on the hub.")] = None
-    download_dir: Annotated[str | None, _flag("--download-dir", help="Where downloads go.")] = None
-    no_pack_cache: Annotated[
-        bool, _flag("--no-pack-cache", help="Keep no packed copy of an unconverted model, use none (tool cache).")
-    ] = False
-    threads: Annotated[int | None, _flag("--threads", help="CPU threads. Default: all.")] = None
-    rope_scaling_factor: Annotated[
-        float | None, _flag("--rope-scaling-factor", help="Dynamic NTK scaling of positions (turbomind only).")
-    ] = None
-    use_logn_attn: Annotated[
-        bool, _flag("--use-logn-attn", help="Queries grow by log n beyond the model's length (turbomind only).")
-    ] = False
-    async_: Annotated[
-        int | None, _flag("--async", help="0: schedule a step when the one before has ended (turbomind only).")
-    ] = None
-    hf_overrides: Annotated[
-        str | None, _flag("--hf-overrides", help="JSON object that goes over the model's config.json.")
-    ] = None
+    no_enable_prefix_caching: bool = option(False, "Compute every prompt afresh.")
+    no_pack_cache: bool = option(False, "Keep no packed copy of an unconverted model, use none (tool cache).")
 
     def prefix_caching(self, default: bool) -> bool:
         """Whether the flags ask for the prefix cache. Raises UsageError where they contradict each other."""
@@ -144,49 +80,22 @@ class EngineFlags:
 
     def config(self) -> EngineConfig:
         """The engine config these flags mean. Raises UsageError for a value out of range."""
-        from toolkit.engine_configs import PytorchEngineConfig, TurbomindEngineConfig
-
-        common: dict[str, Any] = {
-            "dtype": self.dtype,
-            "tp": self.tp,
-            "session_len": self.session_len,
-            "max_batch_size": self.max_batch_size,
-            "max_prefill_token_num": self.max_prefill_token_num,
-            "target_step_ms": self.target_step_ms,
-            "enable_prefix_caching": self.prefix_caching(default=True),
-            "quant_policy": self.quant_policy,
-            "model_format": self.model_format,
-            "load_format": self.load_format,
-            "revision": self.revision,
-            "download_dir": self.download_dir,
-            "threads": self.threads,
-        }
+        common = {f.name: getattr(self, f.name) for f in dataclasses.fields(CommonEngineConfig) if option_of(f)}
+        common["enable_prefix_caching"] = self.prefix_caching(default=True)
         count = self.cache_max_entry_count
-        if count is not None:
-            common["cache_max_entry_count"] = int(count) if count > 1 and count == int(count) else count
-        common["adapters"] = read_adapters(self.adapters or [])
-        common["hf_overrides"] = None if self.hf_overrides is None else json_object("--hf-overrides", self.hf_overrides)
+        common["cache_max_entry_count"] = int(count) if count > 1 and count == int(count) else count
         if self.backend == "pytorch":
-            if self.rope_scaling_factor is not None:
-                raise UsageError("--rope-scaling-factor: only for --backend turbomind; write it into --hf-overrides")
-            if self.use_logn_attn:
-                raise UsageError("--use-logn-attn: only for --backend turbomind; leave it out")
-            if self.async_ is not None:
-                raise UsageError("--async: only for --backend turbomind; leave it out")
+            for name, instead in TURBOMIND_ONLY.items():
+                if getattr(self, name) != getattr(TurbomindEngineConfig, name):
+                    raise UsageError(f"{spelled(name)}: only for --backend turbomind; {instead}")
             return PytorchEngineConfig(block_size=self.cache_block_seq_len, device_type=self.device, **common)
         if self.backend in (None, "turbomind"):
-            return TurbomindEngineConfig(
-                cache_block_seq_len=self.cache_block_seq_len,
-                device=self.device,
-                rope_scaling_factor=self.rope_scaling_factor or 0.0,
-                use_logn_attn=self.use_logn_attn,
-                async_=1 if self.async_ is None else self.async_,
-                **common,
-            )
+            own = ("cache_block_seq_len", "device", *TURBOMIND_ONLY)
+            return TurbomindEngineConfig(**common, **{name: getattr(self, name) for name in own})
         raise UsageError(f"--backend: expected turbomind or pytorch, found {self.backend!r}")
 
 
-def read_adapters(entries: list[str]) -> dict[str, str] | None:
+def read_paths(flag: str, entries: list[str]) -> dict[str, str] | None:
     """``name=path`` entries as a dict; a bare path is allowed where it is the only one, its last part the name.
 
     Raises UsageError for an entry without a name or path, and for a name given twice.
@@ -197,9 +106,9 @@ def read_adapters(entries: list[str]) -> dict[str, str] | None:
         if not equals and len(entries) == 1:
             name, path = entry.rstrip("/").rpartition("/")[2], entry
         if not name.strip() or not path:
-            raise UsageError(f"--adapters: expected NAME=PATH, found {entry!r}")
+            raise UsageError(f"{flag}: expected NAME=PATH, found {entry!r}")
         if name in found:
-            raise UsageError(f"--adapters: expected each name once, found {name!r} twice")
+            raise UsageError(f"{flag}: expected each name once, found {name!r} twice")
         found[name] = path
     return found or None
 
@@ -215,25 +124,58 @@ def json_object(option: str, text: str) -> dict[str, Any]:
     return found
 
 
-def _annotation(field: dataclasses.Field[Any], hints: dict[str, Any]) -> Any:
-    hint = hints[field.name]
-    if "help" not in field.metadata:
-        return hint
-    low = 1 if hint is int else 0
-    option = typer.Option(min=low, metavar=f"<{hint.__name__}>", help=field.metadata["help"], rich_help_panel="Limits")
-    return Annotated[hint, option]
+def read_numbers(flag: str, kind: type, text: str) -> tuple[Any, ...]:
+    """Numbers separated by commas. Raises UsageError."""
+    try:
+        return tuple(kind(number) for number in text.split(","))
+    except ValueError:
+        raise UsageError(
+            f"{flag}: expected {'whole ' if kind is int else ''}numbers separated by commas, found {text!r}"
+        ) from None
 
 
-def with_flags(parameter: str, kind: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator for Typer commands: ``parameter``, of dataclass ``kind``, becomes one option for each of its fields.
+def _typed(flag: str, hint: Any, default: Any) -> tuple[Any, Any, Callable[[Any], Any]]:
+    """How a field of type ``hint`` is typed: (what Typer reads, its default, that → the field's value)."""
+    members = [x for x in (get_args(hint) if isinstance(hint, UnionType) else (hint,)) if x is not NoneType]
+    kind, inner = get_origin(members[0]), get_args(members[0])
+    if kind is tuple and inner[0] is str:
+        return list[str] | None, None, lambda entries: tuple(entries or ())
+    if kind is tuple:
+        shown = ",".join(f"{number:g}" for number in default) or None
+        return str | None, shown, lambda text: () if text is None else read_numbers(flag, inner[0], text)
+    if kind is dict and inner[1] is str:
+        return list[str] | None, None, lambda entries: read_paths(flag, entries or [])
+    if kind is dict:
+        return str | None, None, lambda text: None if text is None else json_object(flag, text)
+    if len(members) > 1:  # a number or a word; a number or a whole one
+        plain: Any = str if str in members else float
+        return (plain | None if default is None else plain), default, lambda value: value
+    return hint, default, lambda value: value
 
-    A field is annotated for Typer, or is a number whose metadata has the help text.
+
+def _flag(f: dataclasses.Field[Any], hint: Any, panel: str | None) -> tuple[inspect.Parameter, Callable[[Any], Any]]:
+    told = option_of(f)
+    assert told is not None
+    names = told.names or (spelled(f.name),)
+    kind, default, read = _typed(names[0], hint, f.default)
+    shown: dict[str, Any] = {"help": told.help, "rich_help_panel": panel} | told.shown
+    if "min" in shown:
+        shown.setdefault("metavar", f"<{(get_args(kind) or (kind,))[0].__name__}>")
+    annotation: Any = Annotated[kind, typer.Option(*names, **shown)]
+    return inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation), read
+
+
+def with_flags(
+    parameter: str, kind: type, panel: str | None = None, first: Sequence[str] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator for Typer commands: ``parameter``, of dataclass ``kind``, becomes one flag for each of its fields that
+    is an option (``toolkit/option.py``); the others have their default. ``panel``: where the help has them, those of
+    ``first`` before the rest.
     """
-    hints = get_type_hints(kind, include_extras=True)
-    flags = [
-        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=_annotation(f, hints))
-        for f in dataclasses.fields(kind)
-    ]
+    hints = get_type_hints(kind)
+    fields = sorted((f for f in dataclasses.fields(kind) if option_of(f)), key=lambda f: f.name not in first)
+    readers = {f.name: _flag(f, hints[f.name], panel) for f in fields}
+    flags = [flag for flag, _ in readers.values()]
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         own_hints = get_type_hints(command, include_extras=True)
@@ -245,7 +187,7 @@ def with_flags(parameter: str, kind: type) -> Callable[[Callable[..., Any]], Cal
 
         @functools.wraps(command)
         def wrapped(**values: Any) -> Any:
-            made = kind(**{p.name: values.pop(p.name) for p in flags})
+            made = kind(**{name: read(values.pop(name)) for name, (_, read) in readers.items()})
             return command(**{parameter: made}, **values)
 
         wrapped.__signature__ = inspect.Signature(own + flags)  # type: ignore[attr-defined]
@@ -258,13 +200,11 @@ def with_flags(parameter: str, kind: type) -> Callable[[Callable[..., Any]], Cal
 
 def with_engine_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     """``engine: EngineFlags`` as flags; and those of LMDeploy's that do nothing here, unseen in the help."""
-    return _with_lmdeploy_flags(with_flags("engine", EngineFlags)(command))
+    return _with_lmdeploy_flags(with_flags("engine", EngineFlags, "Engine", first=("backend", "device"))(command))
 
 
 def _with_lmdeploy_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator: also take what ``lmdeploy_options`` names; say once that it does nothing, or refuse it."""
-    from toolkit.engine_configs import PytorchEngineConfig
-
     configs = (*dataclasses.fields(TurbomindEngineConfig), *dataclasses.fields(PytorchEngineConfig))
     default = {f.name: f.default for f in configs} | {"trust_remote_code": False}
     own = list(inspect.signature(command).parameters.values())
@@ -273,10 +213,12 @@ def _with_lmdeploy_flags(command: Callable[..., Any]) -> Callable[..., Any]:
             name,
             inspect.Parameter.KEYWORD_ONLY,
             default=None,
-            annotation=Annotated[bool | None if is_switch else str | None, typer.Option(spelled, hidden=True)],
+            annotation=Annotated[
+                bool | None if isinstance(default.get(name), bool) else str | None,
+                typer.Option(spelled(name), hidden=True),
+            ],
         )
         for name in (*IGNORED, *NOT_BUILT)
-        for spelled, is_switch in [(_spelled(name), isinstance(default.get(name), bool))]
     ]
 
     @functools.wraps(command)
@@ -284,16 +226,12 @@ def _with_lmdeploy_flags(command: Callable[..., Any]) -> Callable[..., Any]:
         given = {p.name: value for p in more if (value := values.pop(p.name)) is not None}
         for name, value in given.items():
             if name in NOT_BUILT and value != str(default[name]):
-                raise UsageError(f"{_spelled(name)}: found {value}, expected {default[name]}: {NOT_BUILT[name]}")
+                raise UsageError(f"{spelled(name)}: found {value}, expected {default[name]}: {NOT_BUILT[name]}")
             if name in IGNORED:
-                print(notice(name, _spelled(name)), file=sys.stderr)
+                print(notice(name, spelled(name)), file=sys.stderr)
         return command(**values)
 
     wrapped.__signature__ = inspect.Signature(own + more)  # type: ignore[attr-defined]
     wrapped.__annotations__ = {p.name: p.annotation for p in own + more}
     del wrapped.__wrapped__
     return wrapped
-
-
-def _spelled(name: str) -> str:
-    return "--" + name.rstrip("_").replace("_", "-")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from toolkit.commands.groups import Group
-from toolkit.commands.options import EngineFlags, with_engine_flags
+from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags
 from toolkit.commands.output import show_engine, stdout, table, write_json
 from toolkit.commands.profile_server import api_server
 from toolkit.commands.sampling_options import SamplingFlags, with_load_flags
-from toolkit.errors import UsageError
+from toolkit.profile.options import Grid, Load
 from toolkit.progress import Progress
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ JSON = Annotated[
     str | None, typer.Option("--json", help="Write the figures as JSON to this file (- = standard output).")
 ]
 PLOT = Annotated[Path | None, typer.Option(help="Draw the figures into this .png file.")]
-SEED = Annotated[int, typer.Option(help="Seed of prompts and arrivals.")]
 
 
 @app.callback()
@@ -79,24 +78,12 @@ def _drawing(sampling: SamplingFlags) -> GenerationConfig:
 @app.command("throughput")
 @with_engine_flags
 @with_load_flags
+@with_flags("load", Load)
 def throughput(
     model: MODEL,
     engine: EngineFlags,
     sampling: SamplingFlags,
-    dataset: Annotated[
-        str, typer.Option(help="random, or a file: ShareGPT .json, .jsonl, or .txt with blank lines between prompts.")
-    ] = "random",
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests to send.")] = 64,
-    concurrency: Annotated[int, typer.Option(min=1, help="Most requests at once.")] = 32,
-    random_input_len: Annotated[int, typer.Option(min=1, help="Tokens of a random prompt.")] = 256,
-    random_output_len: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens to generate. Default: 128, or as a dataset's own answers."),
-    ] = None,
-    request_rate: Annotated[
-        float, typer.Option(help="Requests a second, arriving at random (Poisson); inf = no waiting.")
-    ] = math.inf,
-    seed: SEED = 0,
+    load: Load,
     json_file: JSON = None,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Append the figures as a row to this file.")] = None,
     plot: PLOT = None,
@@ -114,10 +101,8 @@ def throughput(
     result_file.check_json("--json", json_file, columns[2:])
     result_file.check_csv("--csv", csv_file, columns)
     result_file.check_plot("--plot", plot)
-    load = runner.Load(
-        dataset, num_prompts, concurrency, random_input_len, random_output_len, request_rate, seed, _drawing(sampling)
-    )
-    watch = Watch(model, num_prompts)
+    load = replace(load, sampling=_drawing(sampling))
+    watch = Watch(model, load.num_prompts)
     with watch.progress:
         result = runner.measure(
             model,
@@ -132,11 +117,11 @@ def throughput(
         watch.console.print(f"{failed} of {len(result.records)} requests failed; they count in no figure")
     write_json(json_file, result.summary)
     if csv_file is not None:
-        result_file.append_csv("--csv", csv_file, {"model": model, "concurrency": concurrency, **result.summary})
+        result_file.append_csv("--csv", csv_file, {"model": model, "concurrency": load.concurrency, **result.summary})
     if plot is not None:
         from toolkit.profile.plot import plot_latencies
 
-        plot_latencies(result.records, f"{model}, {num_prompts} requests, {concurrency} at once", plot)
+        plot_latencies(result.records, f"{model}, {load.num_prompts} requests, {load.concurrency} at once", plot)
     if json_file != "-":
         _print_throughput(model, result.summary)
 
@@ -169,15 +154,12 @@ app.command("restful_api", hidden=True)(api_server)
 @app.command("generation")
 @with_engine_flags
 @with_load_flags
+@with_flags("grid", Grid)
 def generation(
     model: MODEL,
     engine: EngineFlags,
     sampling: SamplingFlags,
-    concurrency: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8,32",
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
-    completion_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each.")] = 128,
-    rounds: Annotated[int, typer.Option(min=1, help="Times to measure each batch size, after a warm-up.")] = 1,
-    seed: SEED = 0,
+    grid: Grid,
     json_file: JSON = None,
     plot: PLOT = None,
 ) -> None:
@@ -190,14 +172,10 @@ def generation(
 
     result_file.check_json("--json", json_file, ("concurrency", "prefill_throughput", "decode_throughput"))
     result_file.check_plot("--plot", plot)
-    try:
-        sizes = [int(size) for size in concurrency.split(",")]
-    except ValueError:
-        raise UsageError(f"--concurrency: expected numbers separated by commas, found {concurrency!r}") from None
     from toolkit.profile import generation as runner
 
-    grid = runner.Grid(sizes, prompt_tokens, completion_tokens, rounds, seed, _drawing(sampling))
-    watch = Watch(model, sum(sizes) * rounds)
+    grid = replace(grid, sampling=_drawing(sampling))
+    watch = Watch(model, sum(grid.concurrency) * grid.rounds)
     with watch.progress:
         rows = runner.measure(
             model,
@@ -212,7 +190,7 @@ def generation(
     if plot is not None:
         from toolkit.profile.plot import plot_generation
 
-        plot_generation(rows, f"{model}, {prompt_tokens} tokens in, {completion_tokens} out", plot)
+        plot_generation(rows, f"{model}, {grid.prompt_tokens} tokens in, {grid.completion_tokens} out", plot)
     if json_file != "-":
         _print_generation(model, rows)
 

@@ -6,18 +6,21 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from toolkit.commands.options import with_flags
 from toolkit.commands.output import stdout, table, write_json
 from toolkit.commands.sampling_options import SamplingFlags, with_load_flags
 from toolkit.errors import UsageError
+from toolkit.profile.options import Traffic
 from toolkit.progress import Progress
 
 if TYPE_CHECKING:
-    from toolkit.profile.serving import Run, Traffic
+    from toolkit.profile.serving import Run
 
 CHAT = ("openai-chat", "vllm-chat", "lmdeploy-chat", "sglang-oai-chat")  # --backend of other load clients
 COMPLETIONS = ("openai", "vllm", "lmdeploy", "sglang-oai", "sglang")
@@ -25,8 +28,10 @@ LIMIT_NAMES = {"e2el": "e2e_latency"}  # as vLLM calls them
 
 
 @with_load_flags
+@with_flags("traffic", Traffic)
 def api_server(
     sampling: SamplingFlags,
+    traffic: Traffic,
     target: Annotated[
         str | None, typer.Argument(metavar="URL|MODEL", help="A server's address, or a model to serve meanwhile.")
     ] = None,
@@ -38,34 +43,12 @@ def api_server(
         str | None, typer.Option(help="Model whose tokenizer measures prompts. Default: a word is a token.")
     ] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Key that the server asks for.")] = None,
-    dataset: Annotated[
-        str,
-        typer.Option(help="random, or a file: ShareGPT .json, .jsonl, or .txt with blank lines."),
-    ] = "random",
-    num_prompts: Annotated[int, typer.Option(min=1, metavar="<int>", help="Requests to send in each run.")] = 64,
-    request_rate: Annotated[
-        str, typer.Option(help="Requests a second, arriving at random (Poisson); several by commas; inf = no waiting.")
-    ] = "inf",
-    concurrency: Annotated[
-        str | None,
-        typer.Option(help="Most requests at once; several by commas."),
-    ] = None,
-    random_input_len: Annotated[int, typer.Option(min=1, metavar="<int>", help="Tokens of a random prompt.")] = 256,
-    random_output_len: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="<int>",
-            help="Tokens to generate. Default: 128, or as a dataset's own answers.",
-        ),
-    ] = None,
     goodput: Annotated[
         list[str] | None,
         typer.Option(
             metavar="<str>", help="NAME:MS, what a request may take to count: ttft, tpot, itl, e2el; repeatable."
         ),
     ] = None,
-    metric_percentiles: Annotated[str, typer.Option(help="Percentiles of the latencies to report.")] = "50,90,95,99",
     no_ignore_eos: Annotated[
         bool, typer.Option("--no-ignore-eos", help="Let the model end its answers. Default: they go on.")
     ] = False,
@@ -77,7 +60,6 @@ def api_server(
     timeout: Annotated[
         float, typer.Option(min=0.1, metavar="<float>", help="Seconds of silence after which a request failed.")
     ] = 600.0,
-    seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0,
     json_file: Annotated[
         str | None,
         typer.Option("--json", help="Write a row a run as JSON to this file (- = standard output)."),
@@ -93,24 +75,15 @@ def api_server(
     """
     from toolkit.artifacts import result_file
     from toolkit.profile.http_client import Client
-    from toolkit.profile.serving import Traffic, measure
+    from toolkit.profile.serving import columns as row_names
+    from toolkit.profile.serving import measure
 
     if (target is None) == (base_url is None):
         raise UsageError("URL|MODEL: expected a server's address or a model, or --base-url")
     target = target or base_url or ""
     remote = target.startswith(("http://", "https://"))
-    traffic = Traffic(
-        dataset,
-        num_prompts,
-        _numbers("--request-rate", request_rate),
-        (None,) if concurrency is None else [_whole(n) for n in _numbers("--concurrency", concurrency)],
-        random_input_len,
-        random_output_len,
-        seed,
-        _numbers("--metric-percentiles", metric_percentiles),
-        _limits(goodput or []),
-        _tokenizer(tokenizer or (None if remote else target)),
-    )
+    limits, words = _limits(goodput or []), _tokenizer(tokenizer or (None if remote else target))
+    traffic = replace(traffic, limits=limits, tokenizer=words)
     traffic.check()
     extra = {
         "temperature": 0.0,
@@ -119,11 +92,11 @@ def api_server(
     }
     extra |= _object("--extra-body", extra_body)
     extra.pop("do_sample", None)
-    columns = traffic.columns()
+    columns = row_names(traffic)
     result_file.check_json("--json", json_file, columns)
     result_file.check_csv("--csv", csv_file, ["target", *columns])
     result_file.check_plot("--plot", plot)
-    runs, progress = len(traffic.rates) * len(traffic.concurrency), Progress()
+    runs, progress = len(traffic.request_rate) * max(len(traffic.concurrency), 1), Progress()
     with progress, _served(target, remote, progress) as url:
         client = Client(url, model, _endpoint(endpoint, backend), api_key, extra, timeout)
         done = 0
@@ -131,7 +104,7 @@ def api_server(
         def advance(record: object) -> None:
             nonlocal done
             done += 1
-            progress.update("requests", done, num_prompts * runs)
+            progress.update("requests", done, traffic.num_prompts * runs)
 
         found = asyncio.run(measure(client, traffic, on_done=advance))
     rows = [run.row for run in found]
@@ -143,7 +116,7 @@ def api_server(
         for row in rows:
             result_file.append_csv("--csv", csv_file, {"target": target, **row})
     if plot is not None:
-        _plot(found, f"{client.model} at {target}, {num_prompts} requests", plot)
+        _plot(found, f"{client.model} at {target}, {traffic.num_prompts} requests", plot)
     if json_file != "-":
         _print(f"{client.model} at {target}", traffic, rows)
 
@@ -169,19 +142,6 @@ def _endpoint(endpoint: str | None, backend: str | None) -> Any:
     if name not in known:
         raise UsageError(f"{option}: expected completions or chat, found {name!r}")
     return known[name]
-
-
-def _numbers(option: str, text: str) -> list[float]:
-    try:
-        return [float(number) for number in text.split(",")]
-    except ValueError:
-        raise UsageError(f"{option}: expected numbers separated by commas, found {text!r}") from None
-
-
-def _whole(number: float) -> int:
-    if number != int(number):
-        raise UsageError(f"--concurrency: expected whole numbers, found {number:g}")
-    return int(number)
 
 
 def _limits(entries: list[str]) -> dict[str, float] | None:
@@ -239,7 +199,7 @@ def _print(title: str, traffic: Traffic, rows: list[dict[str, Any]]) -> None:
         keys["goodput"] = "goodput, requests/s"
     kinds = {"e2e_latency": "whole request", "ttft": "first token", "tpot": "per token", "itl": "between tokens"}
     for name, label in kinds.items():
-        for statistic in ("mean", *(f"p{percent:g}" for percent in traffic.percents)):
+        for statistic in ("mean", *(f"p{percent:g}" for percent in traffic.metric_percentiles)):
             keys[f"{statistic}_{name}_ms"] = f"{label}, ms, {statistic}"
     lines += [(label, *(row[key] for row in rows)) for key, label in keys.items()]
     stdout().print(table(title, ["", *(f"run {i + 1}" for i in range(len(rows)))], lines))

@@ -38,7 +38,7 @@ def group() -> None:
 
 @app.command("api_server")
 @with_engine_flags
-@with_flags("limits", Limits)
+@with_flags("limits", Limits, "Limits")
 def api_server(
     engine: EngineFlags,
     limits: Limits,

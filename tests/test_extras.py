@@ -63,9 +63,10 @@ def bare(*args: str, program: str = TOOL) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def engine(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from toolkit.convert.convert import convert
+    from toolkit.convert.options import Packing
 
     target = tmp_path_factory.mktemp("engine") / "model"
-    convert(str(tiny_models("llama")), target, target="cpu")
+    convert(str(tiny_models("llama")), target, Packing(target="cpu"))
     return target
 
 

@@ -8,13 +8,14 @@ from typing import Any
 from toolkit.config_checks import number, only_defaults, shown, switches
 from toolkit.errors import UsageError
 from toolkit.lmdeploy_options import NOT_BUILT
+from toolkit.option import option, same_option
 
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 MODEL_FORMATS = (None, "hf", "awq", "gptq", "compressed-tensors", "fp8", "mxfp4", "w8a8", "gguf", "engine")
 LOAD_FORMATS = ("auto", "int8", "int4", "dummy")
 
 
-def _check_engine(config: TurbomindEngineConfig | PytorchEngineConfig, block: str) -> None:
+def _check_engine(config: CommonEngineConfig, block: str) -> None:
     if config.dtype not in DTYPES:
         raise UsageError(f"dtype: expected one of {', '.join(DTYPES)}, found {shown(config.dtype)}")
     if config.model_format not in MODEL_FORMATS:
@@ -27,8 +28,7 @@ def _check_engine(config: TurbomindEngineConfig | PytorchEngineConfig, block: st
             "quant_policy: expected 0, 4 or 8 (bits of the KV cache), 16 or 17 (float8_e4m3fn, float8_e5m2), "
             f"found {shown(config.quant_policy)}"
         )
-    for name in ("tp",):
-        number(name, getattr(config, name), 1, 1024, whole=True)
+    number("tp", config.tp, 1, 1024, whole=True)
     if config.session_len is not None:
         number("session_len", config.session_len, 1, 1 << 30, whole=True)
     if config.max_batch_size is not None:
@@ -48,6 +48,7 @@ def _check_engine(config: TurbomindEngineConfig | PytorchEngineConfig, block: st
     switches(config, "enable_prefix_caching", "enable_metrics")
     if config.threads is not None:
         number("threads", config.threads, 0, 4096, whole=True)
+    _check_adapters(config.adapters)
     only_defaults(config, {f.name: NOT_BUILT[f.name] for f in fields(config) if f.name in NOT_BUILT})
 
 
@@ -62,63 +63,81 @@ def _check_adapters(adapters: Any) -> None:
 
 
 @dataclass
-class TurbomindEngineConfig:
-    """Options of the ``turbomind`` backend, the fast path: the ``native`` runner.
+class CommonEngineConfig:
+    """What both backends take.
 
-    ``cache_max_entry_count``: share of free memory for the KV cache, or (an integer) its number of blocks.
-    ``device``: "auto", "cpu", "cuda", "cuda:N" or as torch names another. ``threads``: CPU threads, None = all.
-    ``target_step_ms``: a step takes as many tokens of prompts as fit this time while other requests decode; 0 = no
-    limit but max_prefill_token_num, None = 150 on a CPU, 0 on a GPU. ``async_``: 1 schedules the next
-    step while one runs, where the runner can; 0 when its results are there. ``enable_metrics``: whether a server of
-    this engine offers /metrics. ``load_format``: "int8" and "int4" round dense linears while they are read, "dummy"
-    reads config.json alone and makes random weights. ``adapters`` (LMDeploy has it for ``pytorch`` alone): names of
-    LoRA adapters and where they are, a directory or hub id in PEFT's format each; on a CPU the tensor runner runs them.
+    ``cache_max_entry_count``: an integer is a number of blocks, whatever its size. ``load_format`` "dummy" reads
+    config.json alone. ``adapters``: names of LoRA adapters and where they are, a directory or hub id in PEFT's format
+    each; on a CPU the tensor runner runs them. ``enable_metrics``: whether a server of this engine offers /metrics.
     """
 
-    dtype: str = "auto"
-    model_format: str | None = None
-    tp: int = 1
-    session_len: int | None = None
-    max_batch_size: int | None = None
-    cache_max_entry_count: float | int = 0.8
-    cache_block_seq_len: int = 64
-    enable_prefix_caching: bool = True
-    quant_policy: int = 0
-    rope_scaling_factor: float = 0.0
-    download_dir: str | None = None
-    revision: str | None = None
-    max_prefill_token_num: int = 8192
-    device: str = "auto"
-    threads: int | None = None
-    hf_overrides: dict[str, Any] | None = None
+    dtype: str = option("auto", "Activations: auto, float16, bfloat16, float32 (least swayed by the batch).")
+    tp: int = option(1, "Devices to split the model over (tensor parallelism).")
+    session_len: int | None = option(None, "Longest context, in tokens. Default: the model's, if it fits.")
+    max_batch_size: int | None = option(None, "Most requests in one step. Default: by device and memory.")
+    cache_max_entry_count: float | int = option(
+        0.8, "Share of free memory for the KV cache (up to 1), or its blocks (from 2)."
+    )
+    enable_prefix_caching: bool = option(True, "Reuse the KV cache of equal prefixes. Default, but in profile.")
+    quant_policy: int = option(0, "KV cache: 0 (as --dtype), 8 or 4 bits, 16 or 17 (float8 e4m3, e5m2).")
+    model_format: str | None = option(None, "hf, awq, gptq, w8a8, gguf, engine. Default: read from the model.")
+    load_format: str = option(
+        "auto", "auto; int8, int4: rounded while read, without calibration; dummy: random, to measure with."
+    )
+    max_prefill_token_num: int = option(8192, "Most tokens in one step; longer prompts go in chunks.")
+    target_step_ms: float | None = option(
+        None,
+        "Time of a step, ms: prompts go in chunks that fit it while others decode. 0: no limit. "
+        "Default: 150 on a CPU, 0 on a GPU.",
+    )
+    adapters: dict[str, str] | None = option(
+        None, "NAME=PATH of LoRA adapters (directory or hub id); several may follow."
+    )
+    revision: str | None = option(None, "Branch, tag or commit on the hub.")
+    download_dir: str | None = option(None, "Where downloads go.")
+    threads: int | None = option(None, "CPU threads. Default: all.")
+    hf_overrides: dict[str, Any] | None = option(None, "JSON object that goes over the model's config.json.")
     enable_metrics: bool = True
-    load_format: str = "auto"
     dp: int = 1
-    cp: int = 1
     ep: int = 1
+    empty_init: bool = False
+    language_model_only: bool = False
+
+
+@dataclass
+class TurbomindEngineConfig(CommonEngineConfig):
+    """Options of the ``turbomind`` backend, the fast path: the ``native`` runner.
+
+    ``async_`` 1: where the runner can. LMDeploy has ``adapters`` for ``pytorch`` alone.
+    """
+
+    cache_block_seq_len: int = option(64, "Tokens in a KV block.")
+    rope_scaling_factor: float = option(0.0, "Dynamic NTK scaling of positions (turbomind only).", show_default=False)
+    device: str = option("auto", "auto, cpu, cuda, cuda:N, or another by torch's name, such as xpu.")
+    async_: int = option(
+        1,
+        "0: schedule a step when the one before has ended, not while it runs (turbomind only).",
+        "--async",
+        show_default=False,
+    )
+    use_logn_attn: bool = option(False, "Queries grow by log n beyond the model's length (turbomind only).")
+    cp: int = 1
     nnodes: int = 1
     node_rank: int = 0
     cache_chunk_size: int = -1
     num_tokens_per_iter: int = 0
     max_prefill_iters: int = 1
-    async_: int = 1
-    use_logn_attn: bool = False
     devices: list[int] | None = None
     communicator: str = "nccl"
-    empty_init: bool = False
-    language_model_only: bool = False
-    adapters: dict[str, str] | None = None
     gemm_input_dtype: str | None = None
     cache_checkpoint_interval: int = 4096
     cache_prompt: str = "auto"
     cache_prompt_boundary_skip: int = 1
     cache_generation: str = "auto"
     moe_a2a_backend: str = "auto"
-    target_step_ms: float | None = None
 
     def __post_init__(self) -> None:
         _check_engine(self, "cache_block_seq_len")
-        _check_adapters(self.adapters)
         number("rope_scaling_factor", self.rope_scaling_factor, 0, 1e4)
         number("async_", self.async_, 0, 1, whole=True)
         switches(self, "use_logn_attn")
@@ -129,41 +148,18 @@ class TurbomindEngineConfig:
 
 
 @dataclass
-class PytorchEngineConfig:
+class PytorchEngineConfig(CommonEngineConfig):
     """Options of the ``pytorch`` backend: the ``tensor`` runner, any spec on any device torch has.
 
-    ``device_type``: as ``device`` of ``TurbomindEngineConfig``. ``num_gpu_blocks``: KV blocks, 0 = planned from memory.
-    ``target_step_ms``: as of ``TurbomindEngineConfig``.
-    ``adapters``: names of LoRA adapters and where they are, a directory or hub id in PEFT's format each.
-    ``custom_module_map``: Python files that hold a model family each (docs/add-a-model.md); they are run.
-    ``enable_metrics``: whether a server of this engine offers /metrics. ``eager_mode``: forbid captured graphs
-    (the tensor runner has none so far, so that both values mean the same). ``load_format``: "int8" rounds dense linears
-    to 8 bits while it reads them, "dummy" reads config.json alone and makes random weights.
+    ``num_gpu_blocks``: KV blocks, 0 = planned from memory. ``custom_module_map``: Python files that hold a model family
+    each (docs/add-a-model.md); they are run. ``eager_mode``: this backend captures no graphs anyway.
     """
 
-    dtype: str = "auto"
-    tp: int = 1
-    session_len: int | None = None
-    max_batch_size: int | None = None
-    cache_max_entry_count: float | int = 0.8
-    block_size: int = 64
+    block_size: int = same_option(TurbomindEngineConfig, "cache_block_seq_len")
     num_gpu_blocks: int = 0
-    adapters: dict[str, str] | None = None
-    max_prefill_token_num: int = 8192
-    enable_prefix_caching: bool = True
-    device_type: str = "auto"
+    device_type: str = same_option(TurbomindEngineConfig, "device")
     eager_mode: bool = False
     custom_module_map: str | list[str] | None = None
-    download_dir: str | None = None
-    revision: str | None = None
-    quant_policy: int = 0
-    model_format: str | None = None
-    threads: int | None = None
-    hf_overrides: dict[str, Any] | None = None
-    enable_metrics: bool = True
-    load_format: str = "auto"
-    dp: int = 1
-    ep: int = 1
     dp_rank: int = 0
     prefill_interval: int = 16
     num_cpu_blocks: int = 0
@@ -173,8 +169,6 @@ class PytorchEngineConfig:
     enable_eplb: bool = False
     enable_mp_engine: bool = False
     mp_engine_backend: str = "mp"
-    empty_init: bool = False
-    language_model_only: bool = False
     kernel_block_size: int = -1
     cudagraph_capture_batch_sizes: list[int] | None = None
     piecewise_cudagraph_max_tokens: int | None = None
@@ -187,13 +181,11 @@ class PytorchEngineConfig:
     role: str = "Hybrid"
     migration_backend: str = "DLSlime"
     kv_transfer_config: Any = None
-    target_step_ms: float | None = None
 
     def __post_init__(self) -> None:
         _check_engine(self, "block_size")
         switches(self, "eager_mode")
         number("num_gpu_blocks", self.num_gpu_blocks, 0, 1 << 40, whole=True)
-        _check_adapters(self.adapters)
         own = self.custom_module_map
         if own is not None and not all(isinstance(path, str) for path in (own if isinstance(own, list) else [own])):
             raise UsageError(

@@ -15,7 +15,7 @@ from random import Random
 from typing import Any
 
 from fuzzing.harness import Case, Found, Run, Target, skeleton
-from fuzzing.models import Models
+from fuzzing.models import Models, load_test_module
 from fuzzing.mutate import NUMBERS, STRINGS, dump, odd_value, spoil_bytes, spoil_json
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
@@ -114,10 +114,10 @@ def _serve(model: Path) -> Run:
     config = TurbomindEngineConfig(session_len=96, max_batch_size=8, cache_max_entry_count=0.01, threads=1)
     engine = AsyncEngine.open(model, backend_config=config)
     app = create_app(engine, ChatTemplate.open(engine.tokenizer, model), ServerSettings(model_name="tiny"))
-    loop = asyncio.new_event_loop()
+    loop, post = asyncio.new_event_loop(), load_test_module("support", "asgi").post
 
     def run(case: Case) -> str:
-        status, body = loop.run_until_complete(_call(app, case["path"].decode(), case["body"]))
+        status, body = loop.run_until_complete(post(app, case["path"].decode(), case["body"]))
         if status >= 500:
             raise Found(f"answer {status}", body.decode(errors="replace")[:2000])
         if not engine.healthy:
@@ -130,27 +130,6 @@ def _serve(model: Path) -> Run:
         return f"{status} {skeleton(message)}"
 
     return run
-
-
-async def _call(app: Any, path: str, body: bytes) -> tuple[int, bytes]:
-    """One request straight into the ASGI application."""
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
-    sent: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        if messages:
-            return messages.pop()
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "app": app}
-    scope |= {"headers": [(b"content-type", b"application/json")], "http_version": "1.1", "scheme": "http"}
-    scope |= {"root_path": "", "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2)}
-    await app(scope, receive, send)
-    return sent[0]["status"], b"".join(m.get("body", b"") for m in sent[1:])
 
 
 # -- the command line ---------------------------------------------------------------------------

@@ -29,8 +29,9 @@ def make_models(work: Path) -> Models:
     """Write them below ``work``, where they are not made again if they are there."""
     from toolkit.convert.convert import convert
     from toolkit.convert.formats import rewrite
+    from toolkit.convert.options import Packing
     from toolkit.quant.calibrate import calibrate
-    from toolkit.quant.run import Common
+    from toolkit.quant.options import Common
 
     found = Models(
         *(
@@ -45,15 +46,15 @@ def make_models(work: Path) -> Models:
     small = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64}
     _plain_weights(load_test_module("support", "tiny").tiny_checkpoint("llama", found.checkpoint, **small))
     rewrite(str(found.checkpoint), found.quantized, to="w8a8", quiet=True)
-    convert(str(found.checkpoint), found.native, target="cpu", quiet=True)
-    convert(str(found.checkpoint), found.torch, target="torch", quiet=True)
+    convert(str(found.checkpoint), found.native, Packing(target="cpu"), quiet=True)
+    convert(str(found.checkpoint), found.torch, Packing(target="torch"), quiet=True)
     wide = load_test_module("support", "tiny").tiny_checkpoint(
         "llama", work / "wide", **small | {"hidden_size": 256, "head_dim": 64}
     )
     _plain_weights(wide)
     for file, kind in zip(found.gguf, ("f32", "q4_0", "q4_k_m"), strict=True):
         rewrite(str(wide), file, to="gguf", gguf_type=kind, quiet=True)
-    convert(str(found.gguf[2]), found.torch_quantized, target="torch", quiet=True)
+    convert(str(found.gguf[2]), found.torch_quantized, Packing(target="torch"), quiet=True)
     load_test_module("support", "adapters").write_adapter(found.adapter, found.checkpoint, "q_proj|v_proj")
     (work / "text.txt").write_text("All happy families are alike. " * 200, encoding="utf-8")
     common = Common(calib_dataset=str(work / "text.txt"), calib_samples=2, calib_seqlen=32, batch_size=2)

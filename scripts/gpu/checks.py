@@ -148,7 +148,7 @@ def _linears(options: argparse.Namespace, wanted: Callable[[str], bool]) -> Iter
     if options.device == "cuda":
         on, sizes = linears.machines("cuda"), linears.SANITIZED if options.smoke else linears.SERVED
     else:
-        from gpu.runner_check import support
+        from gpu.support import support
 
         host = support("cuda_host").host
         on, sizes = (host(multiprocessors=8), host(multiprocessors=8, dependent=True)), linears.TINY

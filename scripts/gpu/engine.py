@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 from gpu.checks import count_misses
-from gpu.models import AWQ, BIG, FP8, HEAD8, tiny
+from gpu.models import AWQ, BIG, FP8, HEAD8
+from gpu.models import TINY as MODELS
 
 from toolkit.errors import ToolkitError
 
@@ -51,8 +52,8 @@ CASES = (
     Case("moe bf16", BIG["moe"], 0, (ONE, EVEN)),
 )
 TINY = (
-    Case("tiny", tiny("llama"), 0, (Load("batch 1", 1, 8, 4), Load("20/4", 3, 20, 4))),
-    Case("tiny awq", tiny("awq") | {"dtype": "float32"}, 8, (Load("batch 1", 1, 8, 4),)),
+    Case("tiny", MODELS["llama"], 0, (Load("batch 1", 1, 8, 4), Load("20/4", 3, 20, 4))),
+    Case("tiny awq", MODELS["awq"] | {"dtype": "float32"}, 8, (Load("batch 1", 1, 8, 4),)),
 )
 
 

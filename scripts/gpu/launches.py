@@ -140,10 +140,10 @@ def meta_runner(config: dict[str, Any], capability: int, policy: int, block: int
 
 def of_check(family: str, policy: int, capability: int) -> list[Launch]:
     """Of ``runner_check.check_runner``."""
-    from gpu.models import tiny
+    from gpu.models import CONFIGS
     from gpu.runner_check import STEPS_BLOCK, drive, driver_of
 
-    with recording(capability) as found, meta_runner(tiny(family), capability, policy, STEPS_BLOCK) as runner:
+    with recording(capability) as found, meta_runner(CONFIGS[family], capability, policy, STEPS_BLOCK) as runner:
         for _ in drive(driver_of(runner, family), family):
             pass
     return found

@@ -4,54 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from toolkit.models.registry import get
+from toolkit.models.tiny import tiny_config
+
 if TYPE_CHECKING:
     import torch
 
-_TINY: dict[str, Any] = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 512,
-    "dtype": "float32",
+
+_PLAIN = {"head_dim": 16, "rms_norm_eps": 1e-6, "dtype": "float32"}
+# Families whose peculiarities matter to kernels within some dozen tokens.
+TINY = {
+    family: _PLAIN | tiny_config(get(family)) for family in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "mixtral")
 }
-# What each family adds, so that its peculiarities matter within some dozen tokens.
-TINY: dict[str, dict[str, Any]] = {
-    "llama": {
-        "architectures": ["LlamaForCausalLM"],
-        "rope_theta": 10000.0,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
-    },
-    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 24, "head_dim": 32},
-    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32},
-    "gemma2": {
-        "architectures": ["Gemma2ForCausalLM"],
-        "head_dim": 32,
-        "sliding_window": 16,
-        "query_pre_attn_scalar": 24,
-        "num_hidden_layers": 4,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-        "tie_word_embeddings": True,
-    },
-    "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2},
-    "awq": {
-        "architectures": ["LlamaForCausalLM"],
-        "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 64},
-        "dtype": "float16",
-    },
+TINY["awq"] = TINY["llama"] | {
+    "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 64},
+    "dtype": "float16",
 }
 
 # Few layers as wide as served ones are, so that their very kernels run: heads of 128, groups of 128, half precision.
@@ -70,6 +37,7 @@ WIDE: dict[str, dict[str, Any]] = {
     "wide awq": _WIDE
     | {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}, "dtype": "float16"},
 }
+CONFIGS = TINY | WIDE
 
 _BIG: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
@@ -125,11 +93,6 @@ HEAD8 = {  # as tool convert --target cuda-sm90 --head-bits 8 leaves a model
     "dtype": "float16",
 }
 FP8 = {"quantization_config": {"quant_method": "fp8"}}
-
-
-def tiny(family: str) -> dict[str, Any]:
-    """The config of a tiny model of one family, or of few layers of WIDE."""
-    return _TINY | (TINY | WIDE)[family]
 
 
 def dummy(config: dict[str, Any], device: torch.device) -> tuple[Any, Any]:

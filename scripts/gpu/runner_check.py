@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
-from gpu.models import TINY, WIDE, dummy, tiny
+from gpu.models import CONFIGS, TINY, WIDE, dummy
+from gpu.support import support
 
 FAMILIES = tuple(TINY)
 POLICIES = (0, 8, 4, 16)
@@ -22,18 +19,6 @@ STEPS_BLOCK = 16  # slots of a block of the cache
 LONGER = 32  # prompts of WIDE models are so many times as long: attention cuts their keys into ranges
 
 
-def support(name: str) -> ModuleType:
-    """``tests/support/<name>.py``."""
-    full = f"toolkit_test_support_{name}"
-    if full not in sys.modules:
-        path = Path(__file__).parents[2] / "tests" / "support" / f"{name}.py"
-        spec = importlib.util.spec_from_file_location(full, path)
-        assert spec is not None and spec.loader is not None
-        sys.modules[full] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[full])
-    return sys.modules[full]
-
-
 def _drivers(family: str, policy: int, device: str) -> tuple[Any, Any]:
     """(a driver over the runner with graphs, one over the runner without graphs on the CPU)."""
     import torch
@@ -42,7 +27,7 @@ def _drivers(family: str, policy: int, device: str) -> tuple[Any, Any]:
     from toolkit.runners.tensor.cuda_device import CudaDevice
     from toolkit.runners.tensor.runner import TensorRunner
 
-    config = tiny(family)
+    config = CONFIGS[family]
     spec, weights = dummy(config, torch.device("cpu"))
     options = RunnerOptions(device=device, dtype=config["dtype"], block_size=STEPS_BLOCK, quant_policy=policy)
     if device == "cpu":
@@ -89,7 +74,7 @@ def check_runner(family: str, policy: int, device: str, graphs: bool = True) -> 
     ours, oracle = _drivers(family, policy, device)
     if not graphs:
         ours.runner._ready().graphs.enabled = False
-    close = max(CLOSE_HALF.get(tiny(family)["dtype"], 0.0), CLOSE[policy])
+    close = max(CLOSE_HALF.get(CONFIGS[family]["dtype"], 0.0), CLOSE[policy])
     start = time.perf_counter()
     for (label, found), (_, expected) in zip(drive(ours, family), drive(oracle, family, "all"), strict=True):
         logits_close = None if label.startswith("decode") else close

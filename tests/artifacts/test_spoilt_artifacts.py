@@ -15,13 +15,14 @@ from toolkit.artifacts.inspect import inspect
 from toolkit.artifacts.manifest import MANIFEST
 from toolkit.artifacts.safetensors_file import map_arrays, write_arrays
 from toolkit.convert.convert import convert
+from toolkit.convert.options import Packing
 from toolkit.errors import ToolkitError
 
 
 @pytest.fixture
 def make(tiny_models: Any, tmp_path: Path) -> Callable[[str], Path]:
     def write(target: str) -> Path:
-        convert(str(tiny_models("llama")), tmp_path / target, target=target, quiet=True)
+        convert(str(tiny_models("llama")), tmp_path / target, Packing(target=target), quiet=True)
         return tmp_path / target
 
     return write

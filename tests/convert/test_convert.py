@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import functools
 import hashlib
 import json
 import os
@@ -13,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,18 @@ from toolkit.artifacts.safetensors_file import PAGE, read_header, write_tensors
 from toolkit.artifacts.weights import canonical_weights
 from toolkit.convert.convert import convert as convert_for
 from toolkit.convert.formats import rewrite
+from toolkit.convert.options import Packing
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import load_spec
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
 from toolkit.runners.tensor.runner import TensorRunner
 
-convert = functools.partial(convert_for, target="torch")  # the target whose weights come back as they were
+TORCH = Packing(target="torch")  # whose weights come back as they were
+
+
+def convert(model: str, path: Path, options: Packing = TORCH, **more: Any) -> Any:
+    return convert_for(model, path, options, **more)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -113,7 +118,7 @@ def test_gguf_survives(
 ) -> None:
     monkeypatch.setenv("TOOLKIT_HOME", str(tmp_path / "home"))
     gguf = support("gguf_files").write_gguf(tiny_models("qwen2", use_sliding_window=False), tmp_path / "m.gguf", kind)
-    convert(str(gguf), tmp_path / "e", model_format="gguf")
+    convert(str(gguf), tmp_path / "e", replace(TORCH, model_format="gguf"))
     assert_holds(tmp_path / "e", gguf)
     assert (tmp_path / "e" / "tokenizer.json").is_file()
 
@@ -211,7 +216,7 @@ def test_float_blocks_survive(tiny_models: Any, tmp_path: Path, family: str, to:
 @pytest.mark.parametrize("to, told", [("mxfp4", ["held as bfloat16"]), ("w8a8", [])])
 def test_what_grows_when_it_is_packed_is_told(tiny_models: Any, tmp_path: Path, to: str, told: list[str]) -> None:
     rewrite(str(tiny_models("llama")), tmp_path / "q", to=to)
-    done = convert(str(tmp_path / "q"), tmp_path / "e", target="cpu", head_bits=16)
+    done = convert(str(tmp_path / "q"), tmp_path / "e", Packing(target="cpu", head_bits=16))
     assert len(done.notes) == len(told) and all(what in note for what, note in zip(told, done.notes, strict=True))
 
 
@@ -222,7 +227,7 @@ def test_scales_of_a_float8_cache_are_kept(tiny_checkpoint: Any, tmp_path: Path,
     tensors = {name: checkpoint.tensor(name).clone() for name in checkpoint.names()}
     scales = {f"model.layers.{i}.self_attn.{x}_scale": torch.tensor(0.5 + i) for i in range(2) for x in "kv"}
     write_tensors(model / "model.safetensors", tensors | scales)
-    convert(str(model), tmp_path / "e", target=target, dtype="float16")
+    convert(str(model), tmp_path / "e", Packing(target=target, dtype="float16"))
     options = RunnerOptions(device="cpu", dtype="float32", quant_policy=16)
     runner, _ = open_runner(tmp_path / "e", backend=None, options=options)
     assert isinstance(runner, TensorRunner)
@@ -234,7 +239,7 @@ def test_scales_of_a_float8_cache_are_kept(tiny_checkpoint: Any, tmp_path: Path,
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_dtype_casts_what_is_dense(tiny_models: Any, tmp_path: Path, dtype: str) -> None:
-    convert(str(tiny_models("llama")), tmp_path / "e", dtype=dtype)
+    convert(str(tiny_models("llama")), tmp_path / "e", replace(TORCH, dtype=dtype))
     weights = torch_weights(open_engine(tmp_path / "e"))
     found = {w.dtype if isinstance(w, torch.Tensor) else w.weight.dtype for w in weights.values()}  # type: ignore[union-attr]
     assert found == {getattr(torch, dtype)}
@@ -247,17 +252,17 @@ def test_values_beyond_float16_are_named(tiny_checkpoint: Any, tmp_path: Path) -
     tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = 1e6
     write_tensors(model / "model.safetensors", tensors)
     with pytest.raises(ToolkitError, match=r"model\.layers\.1\.mlp\.up_proj.*float16"):
-        convert(str(model), tmp_path / "e", dtype="float16")
+        convert(str(model), tmp_path / "e", replace(TORCH, dtype="float16"))
     assert not (tmp_path / "e").exists()
 
 
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ({"tp": 2}, "--tp"),
-        ({"dtype": "int8"}, "--dtype"),
-        ({"target": "abacus"}, "--target"),
-        ({"model_format": "awq"}, "holds hf"),
+        ({"options": Packing(tp=2)}, "--tp"),
+        ({"options": Packing(dtype="int8")}, "--dtype"),
+        ({"options": Packing(target="abacus")}, "--target"),
+        ({"options": Packing(model_format="awq")}, "holds hf"),
         ({"revision": "main"}, "--revision"),
     ],
 )

@@ -15,7 +15,7 @@ from toolkit.artifacts.weights import canonical_weights, load_part, validate_che
 from toolkit.convert.formats import rewrite
 from toolkit.models.registry import load_spec
 from toolkit.quant.lite import auto_awq, mxfp4
-from toolkit.quant.run import Common
+from toolkit.quant.options import Awq, Common
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
 from toolkit.runners.native import runner as native
@@ -154,7 +154,7 @@ def test_quantized_models_stay_near_what_they_were(family, method, tiny_models, 
     text.write_text("It was the best of times, it was the worst of times. " * 200)
     common = Common(calib_dataset=str(text), calib_samples=4, calib_seqlen=32, eval_tokens=64)
     if method == "awq":
-        result = auto_awq(str(source), tmp_path / "q", w_group_size=32, tune_steps=0, common=common)
+        result = auto_awq(str(source), tmp_path / "q", Awq(w_group_size=32, tune_steps=0), common=common)
     else:
         result = mxfp4(str(source), tmp_path / "q", common=common)
     assert all(layer["rel_error"] < 0.3 for layer in result.quality["layers"])

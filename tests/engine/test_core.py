@@ -10,8 +10,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from toolkit.engine.core import EngineCore
-from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams
 
 VOCAB = 61
@@ -19,39 +17,9 @@ WINDOWS = [(None,), (6,), (None, 6), (None, 5, 11), (1, None), ("state",), (None
 RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
-@pytest.fixture(scope="session")
-def fake(support: Any) -> Any:
-    return support("fake_runner")
-
-
-def make_core(fake: Any, windows: tuple[Any, ...] = (None,), *, blocks: int = 200, **options: Any) -> EngineCore:
-    size = options.pop("block_size", 4)
-    runner = fake.FakeRunner(windows, VOCAB, size, asynchronous=options.pop("asynchronous", False))
-    defaults: dict[str, Any] = {"session_len": 200, "max_batch_size": 8, "max_prefill_token_num": 64, "check": True}
-    chosen = EngineOptions(**(defaults | {"num_blocks": (blocks,) * len(windows)} | options))
-    runner.allocate_cache(chosen.num_blocks)
-    return EngineCore(runner, chosen, None)
-
-
 def request(name: str, tokens: list[int], n: int = 8, **params: Any) -> EngineRequest:
     fields = {k: params.pop(k) for k in ("session", "only", "priority") if k in params}
     return EngineRequest(name, tokens, SamplingParams(max_new_tokens=n, **params), **fields)
-
-
-def run(core: EngineCore, limit: int = 5000) -> dict[str, list[EngineOutput]]:
-    """Step until everything is done; outputs by request."""
-    found: dict[str, list[EngineOutput]] = {}
-    for _ in range(limit):
-        if not core.has_work:
-            return found
-        for output in core.step():
-            found.setdefault(output.id, []).append(output)
-        core.check_integrity()
-    raise AssertionError("the engine does not come to an end")
-
-
-def tokens_of(outputs: list[EngineOutput]) -> list[int]:
-    return [t for o in outputs for t in o.token_ids]
 
 
 def alone(fake: Any, prompt: list[int], params: SamplingParams, windows: tuple[Any, ...]) -> list[int]:
@@ -86,11 +54,11 @@ def one_row(p: SamplingParams, position: int, history: list[int], counts: list[i
 
 @pytest.mark.parametrize("windows", WINDOWS)
 def test_one_request_equals_the_model_without_cache(fake: Any, windows: tuple[Any, ...]) -> None:
-    core = make_core(fake, windows, max_prefill_token_num=7)
+    core = fake.make_core(windows, VOCAB, max_prefill_token_num=7)
     prompt = list(range(1, 24))
     core.add(request("a", prompt, 20))
-    outputs = run(core)["a"]
-    assert tokens_of(outputs) == alone(fake, prompt, SamplingParams(20), windows)
+    outputs = fake.run(core)["a"]
+    assert fake.tokens_of(outputs) == alone(fake, prompt, SamplingParams(20), windows)
     assert outputs[-1].finish_reason == "length"
     assert core.blocks.usage() == 0
 
@@ -141,8 +109,8 @@ def scenarios(draw: Any) -> dict[str, Any]:
 @RELAXED
 @given(scenarios())
 def test_any_mix_gives_each_request_the_tokens_it_gives_alone(fake: Any, s: dict[str, Any]) -> None:
-    core = make_core(
-        fake, s["windows"], block_size=s["size"], blocks=s["blocks"], session_len=s["session_len"],
+    core = fake.make_core(
+        s["windows"], VOCAB, block_size=s["size"], blocks=s["blocks"], session_len=s["session_len"],
         max_batch_size=s["batch"], max_prefill_token_num=s["budget"], prefix_caching=s["prefix"],
         asynchronous=s["asynchronous"],
     )  # fmt: skip
@@ -174,7 +142,7 @@ def test_any_mix_gives_each_request_the_tokens_it_gives_alone(fake: Any, s: dict
         params = SamplingParams(r["n"], stop_token_ids=r["stop"], **r["penalties"], **r["params"])
         limit = s["session_len"] - len(r["prompt"])
         expected = alone(fake, r["prompt"], replace(params, max_new_tokens=min(r["n"], limit)), s["windows"])
-        got = tokens_of(outputs)
+        got = fake.tokens_of(outputs)
         if str(i) in aborted and outputs[-1].finish_reason == "abort":
             assert got == expected[: len(got)]
         else:
@@ -188,7 +156,7 @@ def test_any_mix_gives_each_request_the_tokens_it_gives_alone(fake: Any, s: dict
 
 def test_the_lowest_priority_number_goes_first(fake: Any) -> None:
     """One row: those that wait start by priority, then by arrival."""
-    core = make_core(fake, max_batch_size=1)
+    core = fake.make_core((None,), VOCAB, max_batch_size=1)
     for name, priority in (("a", 0), ("b", 5), ("c", 0), ("d", -1)):
         core.add(request(name, [1, 2, 3], 3, priority=priority))
     order: list[str] = []
@@ -199,7 +167,7 @@ def test_the_lowest_priority_number_goes_first(fake: Any) -> None:
 
 def test_blocks_are_taken_from_the_last_in_priority(fake: Any) -> None:
     """Two requests that do not fit together: the later one with the better priority keeps its blocks."""
-    core = make_core(fake, blocks=10, max_batch_size=2, session_len=40)
+    core = fake.make_core((None,), VOCAB, blocks=10, max_batch_size=2, session_len=40)
     core.add(request("low", list(range(8)), 20, priority=1))
     core.step()
     core.add(request("high", list(range(20, 28)), 20))
@@ -213,15 +181,15 @@ def test_blocks_are_taken_from_the_last_in_priority(fake: Any) -> None:
 def test_pooling_survives_preemption(fake: Any, only: str) -> None:
     """A prompt that loses its blocks half-way is pooled once, not one and a half times."""
     prompt = [(7 * i) % 61 for i in range(30)]
-    undisturbed = make_core(fake)
+    undisturbed = fake.make_core((None,), VOCAB)
     undisturbed.add(request("a", prompt, 1, only=only))
-    whole = run(undisturbed)["a"][-1].hidden
-    core = make_core(fake, blocks=11, max_prefill_token_num=4, session_len=40)
+    whole = fake.run(undisturbed)["a"][-1].hidden
+    core = fake.make_core((None,), VOCAB, blocks=11, max_prefill_token_num=4, session_len=40)
     core.add(request("a", prompt, 1, only=only))
     for _ in range(3):
         core.step()
     core.scheduler.preempt(core.scheduler.running[0])
-    outputs = run(core)["a"]
+    outputs = fake.run(core)["a"]
     assert outputs[-1].finish_reason == "length"
     np.testing.assert_allclose(outputs[-1].hidden, whole, rtol=1e-6)
     assert whole.shape[0] == 1

@@ -34,44 +34,6 @@ class LetterTokenizer:
         return found + [b"?!"] * (VOCAB - 1 - len(found)) + [b"<eos>"]
 
 
-@pytest.fixture(scope="session")
-def fake(support: Any) -> Any:
-    return support("fake_runner")
-
-
-def make_core(
-    fake: Any, *, blocks: int = 200, tokenizer: Any = None, windows: Any = (None,), **options: Any
-) -> EngineCore:
-    runner = fake.FakeRunner(windows, VOCAB, 4)
-    chosen = EngineOptions(
-        **({"session_len": 200, "max_batch_size": 8, "max_prefill_token_num": 64, "check": True} | options),
-        num_blocks=(blocks,) * len(windows),
-    )
-    runner.allocate_cache(chosen.num_blocks)
-    return EngineCore(runner, chosen, tokenizer)
-
-
-def run(core: EngineCore, limit: int = 1000) -> dict[str, list[EngineOutput]]:
-    found: dict[str, list[EngineOutput]] = {}
-    while core.has_work:
-        for output in core.step():
-            found.setdefault(output.id, []).append(output)
-        core.check_integrity()
-        limit -= 1
-        assert limit, "the engine does not come to an end"
-    return found
-
-
-def ask(core: EngineCore, tokens: list[int], n: int = 8, processors: Any = (), **params: Any) -> list[EngineOutput]:
-    fields = {k: params.pop(k) for k in ("session", "only") if k in params}
-    core.add(EngineRequest("r", tokens, SamplingParams(n, **params), **fields), processors)
-    return run(core)["r"]
-
-
-def tokens_of(outputs: list[EngineOutput]) -> list[int]:
-    return [t for o in outputs for t in o.token_ids]
-
-
 def logits_at(fake: Any, ids: list[int], windows: Any = (None,)) -> np.ndarray:
     """Logits after every position, from the model without a cache."""
     return fake.make_logits(fake.reference_states(ids, windows), VOCAB)
@@ -84,41 +46,41 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 
 
 def test_a_repeated_prompt_is_served_from_the_cache_but_for_its_last_block(fake: Any) -> None:
-    core = make_core(fake)
-    first = ask(core, [*PROMPT, 7])
+    core = fake.make_core()
+    first = fake.ask(core, [*PROMPT, 7])
     before = core.runner.tokens_computed
-    second = ask(core, [*PROMPT, 7])
-    assert tokens_of(first) == tokens_of(second)
+    second = fake.ask(core, [*PROMPT, 7])
+    assert fake.tokens_of(first) == fake.tokens_of(second)
     assert [o.cached_tokens for o in (first[-1], second[-1])] == [0, 8]
     assert core.runner.tokens_computed - before == 4 + 7
     assert core.stats()["prefix_hit_tokens"] == 8 and core.stats()["prefix_queried_tokens"] == 24
 
 
 def test_equal_prompts_that_arrive_together_are_computed_once(fake: Any) -> None:
-    core = make_core(fake)
+    core = fake.make_core()
     prompt = list(range(40))
     for i in range(6):
         core.add(EngineRequest(str(i), prompt, SamplingParams(1)))
-    outputs = run(core)
-    assert len({tuple(tokens_of(o)) for o in outputs.values()}) == 1
+    outputs = fake.run(core)
+    assert len({tuple(fake.tokens_of(o)) for o in outputs.values()}) == 1
     assert core.runner.tokens_computed == 40 + 5 * 4
 
 
 def test_without_prefix_caching_only_the_turns_of_a_session_share(fake: Any) -> None:
-    core = make_core(fake, prefix_caching=False)
-    ask(core, PROMPT)
-    assert ask(core, PROMPT)[-1].cached_tokens == 0
-    ask(core, PROMPT, session="s")
-    assert ask(core, PROMPT, session="t")[-1].cached_tokens == 0
-    assert ask(core, PROMPT, session="s")[-1].cached_tokens == 8
+    core = fake.make_core(prefix_caching=False)
+    fake.ask(core, PROMPT)
+    assert fake.ask(core, PROMPT)[-1].cached_tokens == 0
+    fake.ask(core, PROMPT, session="s")
+    assert fake.ask(core, PROMPT, session="t")[-1].cached_tokens == 0
+    assert fake.ask(core, PROMPT, session="s")[-1].cached_tokens == 8
 
 
 def test_a_session_keeps_prompt_and_answer_through_others_traffic(fake: Any) -> None:
-    core = make_core(fake, blocks=30, session_len=60)
-    answer = tokens_of(ask(core, PROMPT, 9, session="s"))
+    core = fake.make_core(blocks=30, session_len=60)
+    answer = fake.tokens_of(fake.ask(core, PROMPT, 9, session="s"))
     for i in range(12):  # would evict an unpinned prefix
-        ask(core, [(i * 5 + j) % 60 for j in range(44)], 4)
-    turn = ask(core, PROMPT + answer + [1, 2], 4, session="s")
+        fake.ask(core, [(i * 5 + j) % 60 for j in range(44)], 4)
+    turn = fake.ask(core, PROMPT + answer + [1, 2], 4, session="s")
     assert turn[-1].cached_tokens == (len(PROMPT) + 8) // 4 * 4
     assert core.blocks.usage() > 0
     core.end_session("s")
@@ -129,7 +91,7 @@ def test_a_session_keeps_prompt_and_answer_through_others_traffic(fake: Any) -> 
 
 
 def test_decoding_goes_on_while_a_long_prompt_comes_in_chunks(fake: Any) -> None:
-    core = make_core(fake, max_prefill_token_num=10)
+    core = fake.make_core(max_prefill_token_num=10)
     core.add(EngineRequest("early", [1], SamplingParams(30)))
     core.step()
     core.add(EngineRequest("long", list(range(60)) * 2, SamplingParams(1)))
@@ -144,19 +106,19 @@ def test_decoding_goes_on_while_a_long_prompt_comes_in_chunks(fake: Any) -> None
 
 
 def test_the_latest_arrival_is_preempted_and_nothing_is_lost(fake: Any) -> None:
-    core = make_core(fake, blocks=12, session_len=48)
+    core = fake.make_core(blocks=12, session_len=48)
     for i in range(3):
         core.add(EngineRequest(str(i), [i + 1] * 9, SamplingParams(30)))
-    outputs = run(core)
+    outputs = fake.run(core)
     assert core.stats()["preemptions"] > 0
-    alone = {str(i): tokens_of(ask(make_core(fake), [i + 1] * 9, 30)) for i in range(3)}
-    assert {k: tokens_of(v) for k, v in outputs.items()} == alone
+    alone = {str(i): fake.tokens_of(fake.ask(fake.make_core(), [i + 1] * 9, 30)) for i in range(3)}
+    assert {k: fake.tokens_of(v) for k, v in outputs.items()} == alone
     order = [next(iter(o for o in outputs[i] if o.finish_reason)) for i in "012"]
     assert all(o.finish_reason == "length" for o in order)
 
 
 def test_waiting_requests_start_in_order_of_arrival(fake: Any) -> None:
-    core = make_core(fake, max_batch_size=1, prefix_caching=False)
+    core = fake.make_core(max_batch_size=1, prefix_caching=False)
     for i in range(5):
         core.add(EngineRequest(str(i), [i], SamplingParams(2)))
     done = []
@@ -166,7 +128,7 @@ def test_waiting_requests_start_in_order_of_arrival(fake: Any) -> None:
 
 
 def test_abort_frees_blocks_at_once_and_reports_once(fake: Any) -> None:
-    core = make_core(fake, max_batch_size=1)
+    core = fake.make_core(max_batch_size=1)
     for name in "ab":
         core.add(EngineRequest(name, PROMPT, SamplingParams(50)))
     core.step()
@@ -196,46 +158,46 @@ def test_abort_frees_blocks_at_once_and_reports_once(fake: Any) -> None:
     ],
 )
 def test_a_bad_request_ends_alone(fake: Any, tokens: list[int], params: dict[str, Any], message: str) -> None:
-    core = make_core(fake)
+    core = fake.make_core()
     core.add(EngineRequest("good", PROMPT, SamplingParams(5)))
     core.add(EngineRequest("bad", tokens, SamplingParams(5, **params)))
-    outputs = run(core)
+    outputs = fake.run(core)
     (error,) = outputs["bad"]
     assert error.finish_reason == "error" and error.error_code == 400
     assert message in str(error.error)
-    assert tokens_of(outputs["good"]) == tokens_of(ask(make_core(fake), PROMPT, 5))
+    assert fake.tokens_of(outputs["good"]) == fake.tokens_of(fake.ask(fake.make_core(), PROMPT, 5))
 
 
 def test_a_second_request_of_the_same_id_is_refused(fake: Any) -> None:
-    core = make_core(fake)
+    core = fake.make_core()
     core.add(EngineRequest("r", PROMPT, SamplingParams(3)))
     core.add(EngineRequest("r", PROMPT, SamplingParams(3)))
-    outputs = run(core)["r"]
+    outputs = fake.run(core)["r"]
     assert [o.finish_reason for o in outputs if o.finish_reason] == ["error", "length"]
 
 
 def test_what_the_cache_cannot_hold_is_refused_with_the_number(fake: Any) -> None:
-    core = make_core(fake, blocks=5)
+    core = fake.make_core(blocks=5)
     assert core.max_len == 20
-    (error,) = ask(core, [1] * 25)
+    (error,) = fake.ask(core, [1] * 25)
     assert "25 tokens" in str(error.error) and "all that the KV cache holds" in str(error.error)
-    outputs = ask(core, [1] * 15, 50)
-    assert len(tokens_of(outputs)) == 5 and outputs[-1].finish_reason == "length"
+    outputs = fake.ask(core, [1] * 15, 50)
+    assert len(fake.tokens_of(outputs)) == 5 and outputs[-1].finish_reason == "length"
 
 
 def test_generation_is_cut_at_the_session_length(fake: Any) -> None:
-    outputs = ask(make_core(fake, session_len=16), PROMPT, 50)
-    assert len(tokens_of(outputs)) == 16 - len(PROMPT) and outputs[-1].finish_reason == "length"
+    outputs = fake.ask(fake.make_core(session_len=16), PROMPT, 50)
+    assert len(fake.tokens_of(outputs)) == 16 - len(PROMPT) and outputs[-1].finish_reason == "length"
 
 
 def test_nan_logits_end_the_request_that_has_them(fake: Any) -> None:
-    core = make_core(fake)
+    core = fake.make_core()
     core.runner.nan_on = {33}
     core.add(EngineRequest("sick", [1, 2, 33], SamplingParams(5)))
     core.add(EngineRequest("well", PROMPT, SamplingParams(5)))
-    outputs = run(core)
+    outputs = fake.run(core)
     assert outputs["sick"][-1].finish_reason == "error" and "NaN" in str(outputs["sick"][-1].error)
-    assert len(tokens_of(outputs["well"])) == 5
+    assert len(fake.tokens_of(outputs["well"])) == 5
 
 
 # -- sampling ---------------------------------------------------------------------------------------
@@ -243,42 +205,42 @@ def test_nan_logits_end_the_request_that_has_them(fake: Any) -> None:
 
 def test_a_seed_decides_the_tokens_and_neighbours_do_not(fake: Any) -> None:
     sampled: dict[str, Any] = {"temperature": 1.0, "top_k": 30, "seed": 2**64 - 5}
-    one = tokens_of(ask(make_core(fake), PROMPT, 12, **sampled))
-    core = make_core(fake)
+    one = fake.tokens_of(fake.ask(fake.make_core(), PROMPT, 12, **sampled))
+    core = fake.make_core()
     for i in range(5):
         core.add(EngineRequest(f"other{i}", [i, i], SamplingParams(9, temperature=1.0, seed=i)))
-    assert tokens_of(ask(core, PROMPT, 12, **sampled)) == one
-    assert tokens_of(ask(make_core(fake), PROMPT, 12, **(sampled | {"seed": 1}))) != one
+    assert fake.tokens_of(fake.ask(core, PROMPT, 12, **sampled)) == one
+    assert fake.tokens_of(fake.ask(fake.make_core(), PROMPT, 12, **(sampled | {"seed": 1}))) != one
 
 
 def test_stop_tokens_end_the_answer_but_not_before_min_new_tokens(fake: Any) -> None:
-    free = tokens_of(ask(make_core(fake), PROMPT, 12))
+    free = fake.tokens_of(fake.ask(fake.make_core(), PROMPT, 12))
     stop = free[3]
-    outputs = ask(make_core(fake), PROMPT, 12, stop_token_ids=[stop, 10**6])
-    assert tokens_of(outputs) == free[: free.index(stop) + 1]
+    outputs = fake.ask(fake.make_core(), PROMPT, 12, stop_token_ids=[stop, 10**6])
+    assert fake.tokens_of(outputs) == free[: free.index(stop) + 1]
     assert outputs[-1].finish_reason == "stop" and outputs[-1].stop_token == stop
-    late = tokens_of(ask(make_core(fake), PROMPT, 12, stop_token_ids=[stop], min_new_tokens=7))
+    late = fake.tokens_of(fake.ask(fake.make_core(), PROMPT, 12, stop_token_ids=[stop], min_new_tokens=7))
     assert stop not in late[:7] and late[:3] == free[:3]
 
 
 def test_bias_and_bad_token_ids(fake: Any) -> None:
-    free = tokens_of(ask(make_core(fake), PROMPT, 6))
-    assert tokens_of(ask(make_core(fake), PROMPT, 6, logit_bias={17: 100.0})) == [17] * 6
-    outputs = ask(make_core(fake), PROMPT, 6, logit_bias={17: 100.0}, bad_token_ids=[17, free[0]])
-    assert not {17, free[0]} & set(tokens_of(outputs))
+    free = fake.tokens_of(fake.ask(fake.make_core(), PROMPT, 6))
+    assert fake.tokens_of(fake.ask(fake.make_core(), PROMPT, 6, logit_bias={17: 100.0})) == [17] * 6
+    outputs = fake.ask(fake.make_core(), PROMPT, 6, logit_bias={17: 100.0}, bad_token_ids=[17, free[0]])
+    assert not {17, free[0]} & set(fake.tokens_of(outputs))
 
 
 def test_penalties_push_repeated_tokens_down(fake: Any) -> None:
     biased = {"logit_bias": {5: 17.0}}
-    assert tokens_of(ask(make_core(fake), [5], 8, **biased)) == [5] * 8
-    tokens = tokens_of(ask(make_core(fake), [5], 20, presence_penalty=2.0, frequency_penalty=2.0, **biased))
+    assert fake.tokens_of(fake.ask(fake.make_core(), [5], 8, **biased)) == [5] * 8
+    tokens = fake.tokens_of(fake.ask(fake.make_core(), [5], 20, presence_penalty=2.0, frequency_penalty=2.0, **biased))
     assert 5 < tokens.count(5) < 15
-    tokens = tokens_of(ask(make_core(fake), [5], 12, repetition_penalty=100.0))
+    tokens = fake.tokens_of(fake.ask(fake.make_core(), [5], 12, repetition_penalty=100.0))
     assert len({5, *tokens}) == 13
 
 
 def test_logprobs_are_of_the_adjusted_logits_with_the_best_ones_beside(fake: Any) -> None:
-    outputs = ask(make_core(fake), PROMPT, 5, logprobs=3, logit_bias={7: 4.0})
+    outputs = fake.ask(fake.make_core(), PROMPT, 5, logprobs=3, logit_bias={7: 4.0})
     ids = list(PROMPT)
     for output in outputs:
         x = logits_at(fake, ids)[-1].copy()
@@ -288,7 +250,7 @@ def test_logprobs_are_of_the_adjusted_logits_with_the_best_ones_beside(fake: Any
         assert found == pytest.approx({i: float(expected[i]) for i in found}) and token in found
         assert set(np.argsort(-expected)[:3].tolist()) <= set(found)
         ids.append(token)
-    plain = ask(make_core(fake), PROMPT, 1, logprobs=0)[0]
+    plain = fake.ask(fake.make_core(), PROMPT, 1, logprobs=0)[0]
     assert list(plain.logprobs[0]) == plain.token_ids
 
 
@@ -298,14 +260,14 @@ def test_logprobs_are_of_the_adjusted_logits_with_the_best_ones_beside(fake: Any
 @pytest.mark.parametrize("blocks", [200, 13])
 @pytest.mark.parametrize("top", [0, 2])
 def test_prompt_logprobs_whatever_the_chunks_cache_hits_and_preemptions(fake: Any, top: int, blocks: int) -> None:
-    core = make_core(fake, max_prefill_token_num=5, blocks=blocks, session_len=50, max_logit_bytes=4 * VOCAB * 3)
+    core = fake.make_core(max_prefill_token_num=5, blocks=blocks, session_len=50, max_logit_bytes=4 * VOCAB * 3)
     prompt = (PROMPT * 3)[:26]
-    ask(core, prompt)  # would be hit
+    fake.ask(core, prompt)  # would be hit
     core.add(EngineRequest("other", [8] * 20, SamplingParams(20)))
     core.step()
-    outputs = ask(core, prompt, 12, prompt_logprobs=top, logits="all", hidden="all")
+    outputs = fake.ask(core, prompt, 12, prompt_logprobs=top, logits="all", hidden="all")
     assert outputs[-1].cached_tokens == 0
-    whole = [*prompt, *tokens_of(outputs)]
+    whole = [*prompt, *fake.tokens_of(outputs)]
     expected = logits_at(fake, whole)[: len(whole) - 1]
     np.testing.assert_array_equal(np.concatenate([o.logits for o in outputs if o.logits is not None]), expected)
     assert sum(len(o.hidden) for o in outputs if o.hidden is not None) == len(whole) - 1
@@ -318,10 +280,10 @@ def test_prompt_logprobs_whatever_the_chunks_cache_hits_and_preemptions(fake: An
 
 
 def test_generation_logits_and_hidden_have_a_row_for_every_drawn_token(fake: Any) -> None:
-    core = make_core(fake)
-    ask(core, PROMPT)
-    outputs = ask(core, PROMPT, 6, logits="generation", hidden="generation", prompt_logprobs=1)
-    whole = [*PROMPT, *tokens_of(outputs)]
+    core = fake.make_core()
+    fake.ask(core, PROMPT)
+    outputs = fake.ask(core, PROMPT, 6, logits="generation", hidden="generation", prompt_logprobs=1)
+    whole = [*PROMPT, *fake.tokens_of(outputs)]
     rows = np.concatenate([o.logits for o in outputs if o.logits is not None])
     np.testing.assert_array_equal(rows, logits_at(fake, whole)[len(PROMPT) - 1 : -1])
     assert sum(len(o.hidden) for o in outputs if o.hidden is not None) == 6
@@ -329,16 +291,16 @@ def test_generation_logits_and_hidden_have_a_row_for_every_drawn_token(fake: Any
 
 @pytest.mark.parametrize("budget", [1, 4, 64])
 def test_scoring_draws_nothing(fake: Any, budget: int) -> None:
-    core = make_core(fake, max_prefill_token_num=budget)
+    core = fake.make_core(max_prefill_token_num=budget)
     for prompt in (PROMPT, [5]):
-        outputs = ask(core, prompt, 1, only="score")
-        assert not tokens_of(outputs) and outputs[-1].finish_reason == "length"
+        outputs = fake.ask(core, prompt, 1, only="score")
+        assert not fake.tokens_of(outputs) and outputs[-1].finish_reason == "length"
         logprobs = host_sampler.log_softmax(logits_at(fake, prompt))
         found = outputs[-1].prompt_logprobs
         assert found is not None and found[0] is None
         expected = [{t: pytest.approx(float(logprobs[p, t]))} for p, t in enumerate(prompt[1:])]
         assert found[1:] == expected
-    assert len(ask(core, [1] * 200, 1, only="score")[-1].prompt_logprobs) == 200
+    assert len(fake.ask(core, [1] * 200, 1, only="score")[-1].prompt_logprobs) == 200
 
 
 # -- processors, words, grammars ----------------------------------------------------------------------
@@ -352,39 +314,41 @@ def test_logits_processors_see_the_tokens_and_change_the_draw(fake: Any) -> None
         logits[1::2] = float("-inf")
         return logits
 
-    core = make_core(fake)
+    core = fake.make_core()
     core.add(EngineRequest("plain", PROMPT, SamplingParams(6)))
     params: dict[str, Any] = {"temperature": 0.8, "seed": 3, "logprobs": 1, "repetition_penalty": 1.3}
-    outputs = ask(core, PROMPT, 6, [only_even], **params)
-    tokens = tokens_of(outputs)
+    outputs = fake.ask(core, PROMPT, 6, [only_even], **params)
+    tokens = fake.tokens_of(outputs)
     assert all(t % 2 == 0 for t in tokens) and all(o.logprobs[0][t] < 0 for o, t in zip(outputs, tokens, strict=True))
     assert seen == [PROMPT + tokens[:i] for i in range(6)]
-    untouched = ask(make_core(fake), PROMPT, 6, [lambda ids, logits: logits], **params)
-    assert tokens_of(untouched) == tokens_of(ask(make_core(fake), PROMPT, 6, **params))
+    untouched = fake.ask(fake.make_core(), PROMPT, 6, [lambda ids, logits: logits], **params)
+    assert fake.tokens_of(untouched) == fake.tokens_of(fake.ask(fake.make_core(), PROMPT, 6, **params))
 
 
 def test_a_processor_that_fails_ends_its_request_alone(fake: Any) -> None:
-    core = make_core(fake)
+    core = fake.make_core()
     core.add(EngineRequest("plain", PROMPT, SamplingParams(6)))
     core.add(EngineRequest("broken", PROMPT, SamplingParams(6)), [lambda ids, logits: 1 / 0])
     core.add(EngineRequest("short", PROMPT, SamplingParams(6)), [lambda ids, logits: logits[:3]])
-    outputs = run(core)
+    outputs = fake.run(core)
     assert "ZeroDivisionError" in str(outputs["broken"][-1].error)
     assert "expected logits of shape" in str(outputs["short"][-1].error)
-    assert len(tokens_of(outputs["plain"])) == 6
+    assert len(fake.tokens_of(outputs["plain"])) == 6
 
 
 def test_bad_words_never_appear_across_token_borders(fake: Any) -> None:
     tokenizer = LetterTokenizer()
     vocabulary = tokenizer.token_bytes
-    core = make_core(fake, tokenizer=tokenizer)
+    core = fake.make_core(tokenizer=tokenizer)
     likes = {i: 9.0 for i, b in enumerate(vocabulary) if (b and b in b"abcd") or b in (b"ab", b"abc", b"bcd")}
     params: dict[str, Any] = {"temperature": 1.0, "logit_bias": likes}
     words = ["abc", "bb", "dab"]
     for seed in range(6):
-        free = b"".join(vocabulary[t] for t in tokens_of(ask(core, PROMPT, 60, seed=seed, **params)))
+        free = b"".join(vocabulary[t] for t in fake.tokens_of(fake.ask(core, PROMPT, 60, seed=seed, **params)))
         assert any(w.encode() in free for w in words)
-        held = b"".join(vocabulary[t] for t in tokens_of(ask(core, PROMPT, 60, seed=seed, bad_words=words, **params)))
+        held = b"".join(
+            vocabulary[t] for t in fake.tokens_of(fake.ask(core, PROMPT, 60, seed=seed, bad_words=words, **params))
+        )
         assert len(held) >= 60 and not any(w.encode() in held for w in words)
 
 
@@ -407,14 +371,13 @@ def test_constrained_output_follows_its_grammar_to_the_end(
     import re
 
     tokenizer = LetterTokenizer()
-    core = make_core(fake, tokenizer=tokenizer)
+    core = fake.make_core(tokenizer=tokenizer)
     core.add(EngineRequest("free", PROMPT, SamplingParams(20, temperature=1.0, seed=1)))
     for seed in range(4):
-        outputs = ask(
-            core, PROMPT, 40, grammar=response_format, temperature=1.0, seed=seed, stop_token_ids=stops,
+        outputs = fake.ask(core, PROMPT, 40, grammar=response_format, temperature=1.0, seed=seed, stop_token_ids=stops,
             min_new_tokens=seed * 10,
         )  # fmt: skip
-        tokens = tokens_of(outputs)
+        tokens = fake.tokens_of(outputs)
         text = b"".join(tokenizer.token_bytes[t] for t in tokens if t != VOCAB - 1).decode()
         assert outputs[-1].finish_reason == "stop"
         assert re.fullmatch(pattern, text), text
@@ -433,14 +396,14 @@ def test_constrained_output_follows_its_grammar_to_the_end(
     ],
 )
 def test_a_grammar_that_does_not_compile_is_that_requests_error(fake: Any, response_format: dict[str, Any]) -> None:
-    core = make_core(fake, tokenizer=LetterTokenizer())
+    core = fake.make_core(tokenizer=LetterTokenizer())
     core.add(EngineRequest("good", PROMPT, SamplingParams(4)))
     core.add(EngineRequest("bad", PROMPT, SamplingParams(4, grammar=response_format)))
-    outputs = run(core)
+    outputs = fake.run(core)
     (error,) = outputs["bad"]
     assert error.error_code == 400 and str(error.error).startswith("response_format") and "\n" not in str(error.error)
     assert "/cpp/" not in str(error.error)
-    assert len(tokens_of(outputs["good"])) == 4
+    assert len(fake.tokens_of(outputs["good"])) == 4
 
 
 def test_a_grammar_that_takes_long_to_compile_holds_nobody_else_up(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,7 +417,7 @@ def test_a_grammar_that_takes_long_to_compile_holds_nobody_else_up(fake: Any, mo
         return compile_it(self, *args)
 
     monkeypatch.setattr(grammar.Grammars, "_compile", slow)
-    core = make_core(fake, tokenizer=LetterTokenizer())
+    core = fake.make_core(tokenizer=LetterTokenizer())
     choice: dict[str, Any] = {"type": "choice", "choice": ["no"]}
     for name in ("slow", "unwanted"):
         core.add(EngineRequest(name, PROMPT, SamplingParams(9, grammar=choice)))
@@ -469,13 +432,13 @@ def test_a_grammar_that_takes_long_to_compile_holds_nobody_else_up(fake: Any, mo
     }  # fmt: skip
     assert core.has_work and core.stats()["waiting"] == 1
     go_on.set()
-    outputs = run(core)["slow"]
-    text = b"".join(LetterTokenizer().token_bytes[t] for t in tokens_of(outputs))
+    outputs = fake.run(core)["slow"]
+    text = b"".join(LetterTokenizer().token_bytes[t] for t in fake.tokens_of(outputs))
     assert text == b"no<eos>" and outputs[-1].finish_reason == "stop" and outputs[-1].stop_token == VOCAB - 1
     assert core.constraints.find(SamplingParams(9, grammar=choice)) is not None
     go_on.clear()
     monkeypatch.setattr(constraints, "PATIENCE", 0.01)
-    (late,) = ask(core, PROMPT, 9, grammar={"type": "choice", "choice": ["yes"]})
+    (late,) = fake.ask(core, PROMPT, 9, grammar={"type": "choice", "choice": ["yes"]})
     assert "not compiled after" in str(late.error) and late.error_code == 503
     go_on.set()
 
@@ -493,13 +456,13 @@ def test_many_choices_of_one_grammar_are_compiled_once_by_few_threads(
         return compile_it(self, key, response_format, ticket)
 
     monkeypatch.setattr(grammar.Grammars, "_compile", counted)
-    core = make_core(fake, tokenizer=LetterTokenizer(), blocks=400)
+    core = fake.make_core(tokenizer=LetterTokenizer(), blocks=400)
     for i in range(200):
         core.add(EngineRequest(f"same {i}", PROMPT, SamplingParams(9, grammar={"type": "choice", "choice": ["no"]})))
     for i in range(9):
         own: dict[str, Any] = {"type": "choice", "choice": ["yes", "no"] + [f"n{i}"] * i}
         core.add(EngineRequest(f"own {i}", PROMPT, SamplingParams(9, grammar=own)))
-    outputs = run(core, limit=5000)
+    outputs = fake.run(core, limit=5000)
     assert len(outputs) == 209 and {o[-1].finish_reason for o in outputs.values()} == {"stop"}
     assert sorted(asked) == ["no"] + ["yes"] * 9 and max(most) <= constraints.THREADS
 
@@ -507,8 +470,8 @@ def test_many_choices_of_one_grammar_are_compiled_once_by_few_threads(
 def test_the_engine_s_thread_waits_for_nothing_that_others_build(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from toolkit.engine.bad_words import BadWords
 
-    core = make_core(fake, tokenizer=LetterTokenizer())
-    ask(core, PROMPT, 1, bad_words=["ab"])
+    core = fake.make_core(tokenizer=LetterTokenizer())
+    fake.ask(core, PROMPT, 1, bad_words=["ab"])
     search, go_on, began = BadWords.containing, threading.Event(), threading.Event()
 
     def slow(self: Any, words: Any) -> Any:
@@ -526,7 +489,7 @@ def test_the_engine_s_thread_waits_for_nothing_that_others_build(fake: Any, monk
         early += core.step()
     assert not go_on.is_set()
     go_on.set()
-    assert run(core)["new list"][-1].finish_reason == "length"
+    assert fake.run(core)["new list"][-1].finish_reason == "length"
 
 
 def test_a_grammar_is_told_how_many_share_the_step(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -535,12 +498,12 @@ def test_a_grammar_is_told_how_many_share_the_step(fake: Any, monkeypatch: pytes
     told: list[int] = []
     take = Pace.next_token
     monkeypatch.setattr(Pace, "next_token", lambda self: told.append(self.among) or take(self))
-    core = make_core(fake, tokenizer=LetterTokenizer())
+    core = fake.make_core(tokenizer=LetterTokenizer())
     core.add(EngineRequest("free", PROMPT, SamplingParams(30)))
     for i in range(5):
         format_ = {"type": "regex_schema", "regex_schema": "[ab]{20}"}
         core.add(EngineRequest(str(i), PROMPT, SamplingParams(40, grammar=format_)))
-    run(core)
+    fake.run(core)
     assert max(told) == 5
 
 
@@ -552,7 +515,7 @@ def test_requests_that_pour_in_do_not_hold_up_those_that_run(
 
     from toolkit.engine import loop, records, worker
 
-    core, events = make_core(fake), []
+    core, events = fake.make_core(), []
     add, step = core.add, core.step
     monkeypatch.setattr(core, "add", lambda *args: events.append("add") or add(*args))
     monkeypatch.setattr(core, "step", lambda: events.append("step") or step())
@@ -581,7 +544,7 @@ def test_a_grammar_that_reads_a_text_in_too_many_ways_ends_its_request_alone(
 ) -> None:
     from toolkit.engine import grammar_pace
 
-    core = make_core(fake, tokenizer=LetterTokenizer())
+    core = fake.make_core(tokenizer=LetterTokenizer())
     letters = {"type": "regex_schema", "regex_schema": "[ab]{60}"}
     core.add(EngineRequest("bad", PROMPT, SamplingParams(40, grammar=letters)))
     early: list[EngineOutput] = []
@@ -596,11 +559,11 @@ def test_a_grammar_that_reads_a_text_in_too_many_ways_ends_its_request_alone(
     monkeypatch.setattr(grammar_pace, "EACH", 0.004)
     early += core.step()
     assert request.finished
-    outputs = run(core)
+    outputs = fake.run(core)
     last = [o for o in early if o.id == "bad"][-1]
     assert last.error_code == 400 and str(last.error).startswith("response_format: takes too long to follow")
     assert outputs["good"][-1].finish_reason == "stop"
-    assert len(tokens_of([o for o in early if o.id == "free"] + outputs["free"])) == 30
+    assert len(fake.tokens_of([o for o in early if o.id == "free"] + outputs["free"])) == 30
 
 
 # -- rope -------------------------------------------------------------------------------------------
@@ -614,12 +577,12 @@ def test_long_requests_use_the_long_frequencies_and_never_share_with_short_ones(
     runner.spec = replace(runner.spec, layers=(LayerSpec((Sublayer(attention, None),)),))
     runner.allocate_cache((100,))
     core = EngineCore(runner, EngineOptions(100, 4, 64, (100,)), None)
-    short = ask(core, PROMPT, 24 - len(PROMPT))
-    long = ask(core, PROMPT, 25 - len(PROMPT))
-    assert long[-1].cached_tokens == 0 and ask(core, PROMPT, 30)[-1].cached_tokens == 8
+    short = fake.ask(core, PROMPT, 24 - len(PROMPT))
+    long = fake.ask(core, PROMPT, 25 - len(PROMPT))
+    assert long[-1].cached_tokens == 0 and fake.ask(core, PROMPT, 30)[-1].cached_tokens == 8
     ids = list(PROMPT)
-    for token in tokens_of(long):
+    for token in fake.tokens_of(long):
         state = fake.reference_states(ids, (None,), 1)[-1:]
         assert token == int(np.argmax(fake.make_logits(state, VOCAB)[0]))
         ids.append(token)
-    assert tokens_of(short) != tokens_of(long)[:-1]
+    assert fake.tokens_of(short) != fake.tokens_of(long)[:-1]

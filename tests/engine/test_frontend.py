@@ -49,11 +49,6 @@ class LetterTokenizer:
         return EOS if text == "<eos>" else None
 
 
-@pytest.fixture(scope="session")
-def fake(support: Any) -> Any:
-    return support("fake_runner")
-
-
 @pytest.fixture
 def open_engine(fake: Any) -> Iterator[Callable[..., AsyncEngine]]:
     """``open_engine(delay=…, **options)``: an engine over a fake runner whose steps take ``delay`` seconds."""

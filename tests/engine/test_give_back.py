@@ -16,11 +16,6 @@ from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineRequest, SamplingParams
 
 
-@pytest.fixture(scope="session")
-def fake(support: Any) -> Any:
-    return support("fake_runner")
-
-
 def spoil(runner: Any) -> list[int]:
     """Let the runner give blocks back: what is in them is gone. Returns the list that will count them."""
     given_back: list[int] = []

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from toolkit.engine.core import BROKEN_AFTER, EngineCore
-from toolkit.engine.options import EngineOptions
+from toolkit.engine.core import BROKEN_AFTER
 from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams
 
 VOCAB, REFUSED = 61, 60
@@ -19,39 +18,10 @@ RELAXED = settings(
 )
 
 
-@pytest.fixture(scope="session")
-def fake(support: Any) -> Any:
-    return support("fake_runner")
-
-
-def make_core(fake: Any, windows: tuple[Any, ...] = (None,), **options: Any) -> EngineCore:
-    runner = fake.FakeRunner(windows, VOCAB, 4, asynchronous=options.pop("asynchronous", False))
-    defaults: dict[str, Any] = {"session_len": 120, "max_batch_size": 8, "max_prefill_token_num": 64, "check": True}
-    blocks = (options.pop("blocks", 200),) * len(windows)
-    chosen = EngineOptions(**(defaults | {"num_blocks": blocks} | options))
-    runner.allocate_cache(chosen.num_blocks)
-    return EngineCore(runner, chosen, None)
-
-
-def run(core: EngineCore) -> dict[str, list[EngineOutput]]:
-    found: dict[str, list[EngineOutput]] = {}
-    for _ in range(3000):
-        if not core.has_work:
-            return found
-        for output in core.step():
-            found.setdefault(output.id, []).append(output)
-        core.check_integrity()
-    raise AssertionError("the engine does not come to an end")
-
-
-def tokens_of(outputs: list[EngineOutput]) -> list[int]:
-    return [t for o in outputs for t in o.token_ids]
-
-
 def undisturbed(fake: Any, windows: tuple[Any, ...], prompt: list[int], params: SamplingParams) -> list[int]:
-    core = make_core(fake, windows)
+    core = fake.make_core(windows, VOCAB)
     core.add(EngineRequest("x", prompt, params))
-    return tokens_of(run(core)["x"])
+    return fake.tokens_of(fake.run(core)["x"])
 
 
 @st.composite
@@ -79,8 +49,8 @@ def scenarios(draw: Any) -> dict[str, Any]:
 @RELAXED
 @given(scenarios())
 def test_whoever_is_refused_ends_and_the_others_keep_their_tokens(fake: Any, s: dict[str, Any]) -> None:
-    core = make_core(
-        fake, s["windows"], asynchronous=s["asynchronous"], max_batch_size=s["batch"], blocks=s["blocks"],
+    core = fake.make_core(
+        s["windows"], VOCAB, asynchronous=s["asynchronous"], max_batch_size=s["batch"], blocks=s["blocks"],
         max_prefill_token_num=s["budget"], prefix_caching=s["prefix"],
     )  # fmt: skip
     if s["fail_every"]:  # steps that fail once, for no reason of theirs: nobody ends for that
@@ -99,7 +69,7 @@ def test_whoever_is_refused_ends_and_the_others_keep_their_tokens(fake: Any, s: 
         step += 1
         assert step < 2000, "the engine does not come to an end"
     for i, (_, prompt, params) in enumerate(s["requests"]):
-        got, expected = tokens_of(found[str(i)]), undisturbed(fake, s["windows"], prompt, params)
+        got, expected = fake.tokens_of(found[str(i)]), undisturbed(fake, s["windows"], prompt, params)
         if REFUSED in prompt and not s["fail_every"]:
             assert got == [] and "token 60 is refused" in str(found[str(i)][-1].error)
         elif (
@@ -112,31 +82,31 @@ def test_whoever_is_refused_ends_and_the_others_keep_their_tokens(fake: Any, s: 
 
 
 def test_the_cache_outlives_a_refused_request(fake: Any) -> None:
-    core = make_core(fake)
+    core = fake.make_core((None,), VOCAB)
     core.runner.refused = {REFUSED}
     prompt = list(range(24))
     core.add(EngineRequest("first", prompt, SamplingParams(3)))
-    run(core)
+    fake.run(core)
     for i in range(3):
         core.add(EngineRequest(f"bad{i}", [*prompt, REFUSED], SamplingParams(3)))
     core.add(EngineRequest("again", prompt, SamplingParams(3)))
-    outputs = run(core)
+    outputs = fake.run(core)
     assert [outputs[f"bad{i}"][-1].finish_reason for i in range(3)] == ["error"] * 3
     assert outputs["again"][-1].finish_reason == "length" and outputs["again"][-1].cached_tokens == 20
 
 
 def test_the_one_at_fault_is_found_in_few_steps(fake: Any) -> None:
-    core = make_core(fake, max_batch_size=16, max_prefill_token_num=512)
+    core = fake.make_core((None,), VOCAB, max_batch_size=16, max_prefill_token_num=512)
     core.runner.refused = {REFUSED}
     for i in range(16):
         core.add(EngineRequest(str(i), [i, REFUSED] if i == 11 else [i, 1], SamplingParams(1)))
-    outputs = run(core)
+    outputs = fake.run(core)
     assert [k for k, v in outputs.items() if v[-1].finish_reason == "error"] == ["11"]
     assert core.runner.steps <= 1 + 2 * 4 + 1
 
 
 def test_a_runner_that_runs_nothing_gets_a_new_cache(fake: Any) -> None:
-    core = make_core(fake, max_batch_size=4)
+    core = fake.make_core((None,), VOCAB, max_batch_size=4)
     allocated: list[tuple[int, ...]] = []
     allocate = core.runner.allocate_cache
 
@@ -149,7 +119,7 @@ def test_a_runner_that_runs_nothing_gets_a_new_cache(fake: Any) -> None:
     core.runner.fail_on = set(range(10_000))
     for i in range(BROKEN_AFTER + 2):
         core.add(EngineRequest(str(i), [i, 1], SamplingParams(2)))
-    outputs = run(core)
+    outputs = fake.run(core)
     assert len(allocated) == 1
     assert [o[-1].finish_reason for o in outputs.values()].count("error") == BROKEN_AFTER
     core.check_integrity()
@@ -159,12 +129,12 @@ def test_a_runner_that_runs_nothing_gets_a_new_cache(fake: Any) -> None:
     ("field", "value"), [("seed", 1 << 64), ("temperature", "hot"), ("top_k", 1 << 40), ("logit_bias", {3: "much"})]
 )
 def test_numbers_that_no_array_holds_end_their_request_alone(fake: Any, field: str, value: Any) -> None:
-    core = make_core(fake)
+    core = fake.make_core((None,), VOCAB)
     core.add(EngineRequest("bad", [1, 2], SamplingParams(4, **{field: value})))
     core.add(EngineRequest("good", [1, 2, 3], SamplingParams(4)))
-    outputs = run(core)
+    outputs = fake.run(core)
     assert outputs["bad"][-1].finish_reason == "error" and outputs["bad"][-1].error_code == 500
-    assert tokens_of(outputs["good"]) == undisturbed(fake, (None,), [1, 2, 3], SamplingParams(4))
+    assert fake.tokens_of(outputs["good"]) == undisturbed(fake, (None,), [1, 2, 3], SamplingParams(4))
 
 
 @pytest.mark.parametrize("call", ["fill", "accept"])
@@ -183,11 +153,11 @@ def test_a_grammar_that_fails_ends_its_request_alone(fake: Any, call: str) -> No
         def accept(self, token: int) -> bool:
             raise RuntimeError("no state")
 
-    core = make_core(fake)
+    core = fake.make_core((None,), VOCAB)
     for name in ("bad", "good"):
         core.add(EngineRequest(name, [1, 2, 3], SamplingParams(4)))
     core._sequences["bad"].grammar = Broken()  # type: ignore[assignment]
     core._sequences["bad"].needs_host = True
-    outputs = run(core)
+    outputs = fake.run(core)
     assert outputs["bad"][-1].finish_reason == "error" and "RuntimeError" in str(outputs["bad"][-1].error)
-    assert tokens_of(outputs["good"]) == undisturbed(fake, (None,), [1, 2, 3], SamplingParams(4))
+    assert fake.tokens_of(outputs["good"]) == undisturbed(fake, (None,), [1, 2, 3], SamplingParams(4))

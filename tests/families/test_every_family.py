@@ -17,6 +17,7 @@ from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
 from toolkit.convert.convert import convert
 from toolkit.convert.formats import rewrite
+from toolkit.convert.options import Packing
 from toolkit.engine.core import EngineCore
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineRequest, SamplingParams
@@ -25,6 +26,7 @@ from toolkit.models.gguf import Gguf
 from toolkit.models.registry import get, load_spec, names
 from toolkit.quant.lite import Common, auto_awq, auto_gptq, auto_round, blocked_fp8, mxfp4, search, smooth_quant
 from toolkit.quant.methods.kv import kv
+from toolkit.quant.options import AutoRound, Awq, Gptq, Search, SmoothQuant
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
 from toolkit.runners.native.program import unsupported
@@ -34,12 +36,12 @@ RUNNERS = {"pytorch": "tensor", "turbomind": "native"}  # backend → runner
 BACKENDS = ("pytorch", "turbomind") if available() is None else ("pytorch",)
 SHAPES = [(name, shape) for name in names() for shape in range(len(get(name).tiny))]
 METHODS: dict[str, Any] = {
-    "awq": partial(auto_awq, w_group_size=32, tune_steps=0),
-    "gptq": partial(auto_gptq, w_group_size=32, tune_steps=0),
-    "auto_round": partial(auto_round, w_group_size=32, iters=1),
-    "search": partial(search, bits=5.0, tune_steps=0),
+    "awq": partial(auto_awq, options=Awq(w_group_size=32, tune_steps=0)),
+    "gptq": partial(auto_gptq, options=Gptq(w_group_size=32, tune_steps=0)),
+    "auto_round": partial(auto_round, options=AutoRound(w_group_size=32, iters=1)),
+    "search": partial(search, options=Search(bits=5.0, tune_steps=0)),
     "int8": smooth_quant,
-    "fp8": partial(smooth_quant, quant_dtype="fp8"),
+    "fp8": partial(smooth_quant, options=SmoothQuant(quant_dtype="fp8")),
     "tiles": blocked_fp8,
     "mxfp4": mxfp4,
     "kv": kv,
@@ -162,7 +164,7 @@ def test_artifacts_give_the_same_logits(family: str, tiny_models: Any, support: 
     native = unsupported(load_spec(open_checkpoint(path))[0]) is None
     for backend, target in zip(BACKENDS, ("torch", "cpu" if native else "auto"), strict=False):
         head = 16 if target == "cpu" else None  # fewer bits would round what is compared
-        convert(str(path), tmp_path / target, target=target, dtype="float32", head_bits=head, quiet=True)
+        convert(str(path), tmp_path / target, Packing(target=target, dtype="float32", head_bits=head), quiet=True)
         expected = logits_of(path, backend, support, texts)
         np.testing.assert_array_equal(logits_of(tmp_path / target, backend, support, texts), expected)
 

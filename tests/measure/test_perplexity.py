@@ -16,6 +16,7 @@ from toolkit.errors import UsageError
 from toolkit.measure.perplexity import perplexity
 from toolkit.measure.text import heldout_text
 from toolkit.measure.windows import scoring_windows
+from toolkit.quant.options import Awq, SmoothQuant
 
 
 @given(st.integers(0, 300), st.integers(1, 60), st.integers(1, 60))
@@ -75,14 +76,14 @@ def test_equals_transformers(family: str, window: int, stride: int, tiny_models:
 @pytest.mark.parametrize(
     ("family", "tokens", "method", "options"),
     [
-        ("qwen2", 1100, "auto_awq", {}),
-        ("gemma2", 1024, "auto_awq", {}),
-        ("qwen2", 1024, "smooth_quant", {"quant_dtype": "int8"}),
-        ("llama", 1024, "smooth_quant", {"quant_dtype": "fp8"}),
+        ("qwen2", 1100, "auto_awq", Awq()),
+        ("gemma2", 1024, "auto_awq", Awq()),
+        ("qwen2", 1024, "smooth_quant", SmoothQuant(quant_dtype="int8")),
+        ("llama", 1024, "smooth_quant", SmoothQuant(quant_dtype="fp8")),
     ],
 )
 def test_lite_s_figures_are_those_of_eval(
-    family: str, tokens: int, method: str, options: dict[str, Any], tiny_models: Any, tmp_path: Path
+    family: str, tokens: int, method: str, options: Any, tiny_models: Any, tmp_path: Path
 ) -> None:
     """Also where activations are rounded at run time: what is stated is what is served."""
     from toolkit.quant import lite
@@ -91,7 +92,7 @@ def test_lite_s_figures_are_those_of_eval(
     calibration = tmp_path / "calibration.txt"
     calibration.write_text("One two three four five six seven. " * 100)
     common = lite.Common(calib_dataset=str(calibration), calib_samples=4, calib_seqlen=64, eval_tokens=tokens)
-    quality = getattr(lite, method)(str(model), tmp_path / "out", common=common, **options).quality
+    quality = getattr(lite, method)(str(model), tmp_path / "out", options, common=common).quality
     assert quality["window"] == quality["stride"] == 512  # the longest context of the tiny models
     for path, key in ((model, "perplexity_before"), (tmp_path / "out", "perplexity_after")):
         found = perplexity(str(path), "heldout", window=512, stride=512, max_tokens=tokens)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
-import sys
 from collections.abc import Callable
 from ctypes import Structure, byref, c_float, c_int32, c_int64, c_void_p
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -231,15 +228,9 @@ def ops(request: Any) -> NativeOps:
 
 
 @pytest.fixture(scope="session")
-def steps() -> Any:
+def steps(support: Any) -> Any:
     """The module ``tests/support/steps.py``."""
-    name = "toolkit_test_support_steps"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "support" / "steps.py")
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+    return support("steps")
 
 
 def rtn(weight: torch.Tensor, group: int, bits: int = 4, form: str = "zeros", dtype: torch.dtype = torch.float16):

@@ -14,6 +14,7 @@ import pytest
 from toolkit.artifacts.engine.artifact import ENGINE_JSON
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.convert.convert import convert
+from toolkit.convert.options import Packing
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.runners.base import RunnerError, RunnerOptions
 from toolkit.runners.choose import open_runner
@@ -30,18 +31,18 @@ def logits(path: Path, steps: Any, backend: str | None = None) -> np.ndarray:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "mixtral"])
 def test_an_artifact_gives_the_checkpoints_logits(family, tiny_models, tmp_path, steps) -> None:
     model = tiny_models(family)
-    plain = convert(str(model), tmp_path / "a", head_bits=16).path
+    plain = convert(str(model), tmp_path / "a", Packing(head_bits=16)).path
     np.testing.assert_array_equal(logits(plain, steps), logits(model, steps))
     np.testing.assert_allclose(logits(plain, steps, "pytorch"), logits(model, steps), rtol=1e-4, atol=1e-4)
-    eight, four = (convert(str(model), tmp_path / str(b), head_bits=b).path for b in (8, 4))
+    eight, four = (convert(str(model), tmp_path / str(b), Packing(head_bits=b)).path for b in (8, 4))
     errors = [np.linalg.norm(logits(p, steps) - logits(model, steps)) for p in (eight, four)]
     assert 0 < errors[0] < errors[1] < 0.6 * np.linalg.norm(logits(model, steps))
 
 
 def test_head_bits_are_checked(tiny_models, tmp_path) -> None:
-    for options in ({"head_bits": 5}, {"head_bits": 8, "target": "torch"}):
+    for options in (Packing(head_bits=5), Packing(head_bits=8, target="torch")):
         with pytest.raises(UsageError, match="head-bits"):
-            convert(str(tiny_models("llama")), tmp_path / "e", **options)
+            convert(str(tiny_models("llama")), tmp_path / "e", options)
 
 
 def test_nothing_heavy_is_imported_to_answer(tiny_models, tmp_path) -> None:
@@ -104,19 +105,19 @@ def test_a_runner_that_cannot_start_is_one_line(tiny_models, tmp_path, monkeypat
 
     monkeypatch.setattr(NativeRunner, "load_weights", broken)
     with pytest.raises(ToolkitError, match="native runner cannot start: made by another version"):
-        convert(str(tiny_models("llama")), tmp_path / "out", head_bits=8)
+        convert(str(tiny_models("llama")), tmp_path / "out", Packing(head_bits=8))
 
 
 def test_the_manifest_states_what_the_head_costs(tiny_models, tmp_path) -> None:
     figures = {}
     for bits in (4, 8, 16):
-        done = convert(str(tiny_models("llama")), tmp_path / str(bits), head_bits=bits)
+        done = convert(str(tiny_models("llama")), tmp_path / str(bits), Packing(head_bits=bits))
         assert done.manifest.quality.keys() == ({"head"} if bits < 16 else set())
         figures[bits] = done.manifest.quality.get("head")
     assert figures[8]["bits"] == 8 and figures[8]["tokens"] > 100 and figures[8]["perplexity_ratio_stderr"] > 0
     assert 0 < figures[8]["kl"] < figures[4]["kl"] < 1
     assert abs(figures[8]["perplexity_ratio"] - 1) < 0.1
     silent = tiny_models("llama", tokenizer=False)
-    blind = convert(str(silent), tmp_path / "blind", head_bits=8).manifest.quality["head"]
+    blind = convert(str(silent), tmp_path / "blind", Packing(head_bits=8)).manifest.quality["head"]
     assert blind.keys() == {"bits", "relative_error"} and 0 < blind["relative_error"] < 0.01
     assert json.loads((tmp_path / "blind/manifest.json").read_text())["quality"] == {"head": blind}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from toolkit.convert.convert import convert
+from toolkit.convert.options import Packing
 from toolkit.convert.targets import TARGETS, Target
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
@@ -32,7 +33,7 @@ def test_artifact_equals_checkpoint(
 ) -> None:
     path = tiny_models(family)
     head = None if target.head_bits is None else 16  # fewer bits would round what is compared
-    convert(str(path), tmp_path / "engine", target=target.name, dtype="float32", head_bits=head, quiet=True)
+    convert(str(path), tmp_path / "engine", Packing(target=target.name, dtype="float32", head_bits=head), quiet=True)
     driver = support("steps").Driver
     for backend in BACKENDS:
         if target.name == "torch" or backend == "turbomind":

@@ -22,8 +22,9 @@ from toolkit.commands.main import app
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.profile.http_client import Client, TextAsk, spread
 from toolkit.profile.metrics import RequestRecord, goodput, percentiles
+from toolkit.profile.options import Traffic
 from toolkit.profile.plot import plot_sweep
-from toolkit.profile.serving import Traffic, measure
+from toolkit.profile.serving import columns, measure
 from toolkit.profile.workload import dataset_texts, random_texts
 
 COMMAND = [sys.executable, "-c", "import sys; from toolkit.commands.main import main; main(sys.argv[1:])"]
@@ -139,15 +140,15 @@ def test_tokens_are_spread_by_characters() -> None:
 def test_runs_of_a_sweep(server: Any, tmp_path: Path) -> None:
     url, handler = server
     traffic = Traffic(
-        num_prompts=4, rates=(200.0, float("inf")), concurrency=(1, 4), input_len=5, output_len=4,
-        percents=(50, 90), limits={"ttft": 1e6, "e2e_latency": 1e6},
+        num_prompts=4, request_rate=(200.0, float("inf")), concurrency=(1, 4), random_input_len=5, random_output_len=4,
+        metric_percentiles=(50, 90), limits={"ttft": 1e6, "e2e_latency": 1e6},
     )  # fmt: skip
     done: list[Any] = []
     runs = asyncio.run(measure(Client(url), traffic, on_done=done.append))
     rows = [run.row for run in runs]
     assert [(r["request_rate"], r["max_concurrency"]) for r in rows] == [(200, 1), (200, 4), (None, 1), (None, 4)]
     assert len(done) == 16 and all(r["completed"] == 4 and r["failed"] == 0 for r in rows)
-    assert list(rows[0]) == traffic.columns()
+    assert list(rows[0]) == columns(traffic)
     for r in rows:
         assert r["goodput"] == pytest.approx(r["request_throughput"]) and r["total_output_tokens"] == 16
         assert 0 < r["p50_ttft_ms"] <= r["p90_ttft_ms"] and r["p50_itl_ms"] == pytest.approx(r["median_itl_ms"])
@@ -162,7 +163,7 @@ def test_all_requests_failing_is_an_error(server: Any, tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text("please do refuse this one")
     with pytest.raises(ToolkitError, match="all 2 requests failed; the first one said: HTTP 429"):
-        asyncio.run(measure(Client(server[0]), Traffic(str(file), num_prompts=2, output_len=4)))
+        asyncio.run(measure(Client(server[0]), Traffic(dataset=str(file), num_prompts=2, random_output_len=4)))
 
 
 def test_goodput_and_percentiles() -> None:

@@ -16,6 +16,7 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import load_spec
 from toolkit.quant.lite import Common, auto_round
 from toolkit.quant.methods import autoround
+from toolkit.quant.options import AutoRound
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def test_a_killed_run_goes_on_with_the_block_it_was_at_bit_identically(
     tiny_models: Any, tmp_path: Path, common: Common, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = str(tiny_models("gemma2"))
-    options: dict[str, Any] = {"iters": 3, "w_group_size": 32, "common": common}
+    options: dict[str, Any] = {"options": AutoRound(iters=3, w_group_size=32), "common": common}
     auto_round(model, tmp_path / "whole", **options)
     tuned: list[int] = []
     real = autoround._run_library
@@ -63,7 +64,7 @@ def test_the_library_s_codes_arrive_in_every_format(tiny_models: Any, tmp_path: 
     found = {}
     for form in ("auto_round", "gptq", "compressed-tensors", "awq"):
         chosen = dataclasses.replace(common, format=form)
-        result = auto_round(model, tmp_path / form, iters=2, w_group_size=32, common=chosen)
+        result = auto_round(model, tmp_path / form, AutoRound(iters=2, w_group_size=32), common=chosen)
         found[form] = read(tmp_path / form)
     names = [x["name"] for x in result.quality["layers"]]
     assert len(names) == 14 and all(x["method"] == "auto_round" for x in result.quality["layers"])
@@ -96,8 +97,8 @@ def test_the_library_s_own_checkpoint_is_read_and_no_better_than_ours(
         )  # fmt: skip
         rounder.quantize_and_save(str(tmp_path / "theirs"), format="auto_round")
     theirs = next(iter((tmp_path / "theirs").rglob("config.json"))).parent
-    options: dict[str, Any] = {"w_bits": 2, "w_group_size": 32, "w_sym": symmetric, "iters": 20}
-    auto_round(str(model), tmp_path / "ours", common=common, **options)
+    options = AutoRound(w_bits=2, w_group_size=32, w_sym=symmetric, iters=20)
+    auto_round(str(model), tmp_path / "ours", options, common=common)
     source, lost = LayerSource(model), {}
     exact = logits(source, torch.stack(rows), {})
     for name, path in (("theirs", theirs), ("ours", tmp_path / "ours")):
@@ -122,7 +123,7 @@ def logits(source: Any, ids: torch.Tensor, changed: dict[str, torch.Tensor]) -> 
 @pytest.mark.parametrize("family", ["mixtral", "internlm2", "phi3"])
 def test_families(family: str, tiny_models: Any, tmp_path: Path, common: Common) -> None:
     """Experts, fused modules, and a family that transformers does not have."""
-    result = auto_round(str(tiny_models(family)), tmp_path / "out", iters=2, w_sym=False, common=common)
+    result = auto_round(str(tiny_models(family)), tmp_path / "out", AutoRound(iters=2, w_sym=False), common=common)
     assert all(x["rel_error"] < 0.3 for x in result.quality["layers"])
     weights = read(tmp_path / "out")
     assert all(weights[x["name"]].bits == 4 for x in result.quality["layers"])
@@ -131,15 +132,20 @@ def test_families(family: str, tiny_models: Any, tmp_path: Path, common: Common)
 def test_what_the_library_would_leave_dense_is_refused(tiny_models: Any, tmp_path: Path, common: Common) -> None:
     model = str(tiny_models("llama", head_dim=24, num_key_value_heads=1))
     with pytest.raises(UsageError, match=r"layers.0.self_attn.k_proj: found 24 x 64 weights.*32; leave it out"):
-        auto_round(model, tmp_path / "out", iters=1, common=common)
-    done = auto_round(model, tmp_path / "out", iters=1, common=dataclasses.replace(common, skip=("k_proj", "v_proj")))
+        auto_round(model, tmp_path / "out", AutoRound(iters=1), common=common)
+    done = auto_round(
+        model, tmp_path / "out", AutoRound(iters=1), common=dataclasses.replace(common, skip=("k_proj", "v_proj"))
+    )
     assert {row["name"].rsplit(".", 1)[-1] for row in done.quality["layers"]}.isdisjoint({"k_proj", "v_proj"})
 
 
 def test_tuning_loses_less_than_rounding_to_nearest(tiny_models: Any, tmp_path: Path, common: Common) -> None:
-    options: dict[str, Any] = {"w_bits": 2, "w_group_size": 32, "common": common}
+    options = AutoRound(w_bits=2, w_group_size=32)
     model = str(tiny_models("llama"))
-    kl = {iters: auto_round(model, tmp_path / str(iters), iters=iters, **options).quality["kl"] for iters in (0, 1, 40)}
+    kl = {}
+    for iters in (0, 1, 40):
+        done = auto_round(model, tmp_path / str(iters), dataclasses.replace(options, iters=iters), common=common)
+        kl[iters] = done.quality["kl"]
     assert kl[40] < 0.9 * kl[1], kl
     assert kl[40] < kl[0], kl
 
@@ -156,7 +162,7 @@ def test_bits_of_their_own_by_layer(tiny_models: Any, tmp_path: Path, common: Co
     for form in ("auto_round", "gptq_v2", "compressed-tensors"):
         out = tmp_path / form
         chosen = dataclasses.replace(common, format=form)
-        result = auto_round(model, out, iters=1, layer_config=str(file), common=chosen)
+        result = auto_round(model, out, AutoRound(iters=1, layer_config=str(file)), common=chosen)
         weights = read(out)
         for i in range(2):
             assert weights[f"model.layers.{i}.mlp.down_proj"].bits == 8
@@ -184,14 +190,15 @@ def test_bits_of_their_own_by_layer(tiny_models: Any, tmp_path: Path, common: Co
 )
 def test_layer_configs_that_cannot_be(text: str, words: str, tiny_models: Any, tmp_path: Path, common: Common) -> None:
     with pytest.raises(UsageError, match=words) as caught:
-        auto_round(str(tiny_models("llama")), tmp_path / "out", layer_config=text, common=common)
+        auto_round(str(tiny_models("llama")), tmp_path / "out", AutoRound(layer_config=text), common=common)
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
 
 
 def test_awq_holds_no_mixture(tiny_models: Any, tmp_path: Path, common: Common) -> None:
     chosen = dataclasses.replace(common, format="awq")
     with pytest.raises(UsageError, match="--format: expected auto_round"):
-        auto_round(str(tiny_models("llama")), tmp_path / "x", layer_config='{"up_proj": {"bits": 8}}', common=chosen)
+        own = AutoRound(layer_config='{"up_proj": {"bits": 8}}')
+        auto_round(str(tiny_models("llama")), tmp_path / "x", own, common=chosen)
 
 
 def test_what_the_library_raises_is_one_line(

@@ -14,17 +14,21 @@ from safetensors.torch import load_file, save_file
 
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.weights import canonical_weights
+from toolkit.convert.formats import rewrite
 from toolkit.models.registry import load_spec
+from toolkit.quant.calibrate import calibrate
+from toolkit.quant.gguf import importance_of
 from toolkit.quant.layers.result import warnings
 from toolkit.quant.layers.statistics import Gram, Taken
 from toolkit.quant.lite import Common, auto_awq, auto_gptq, smooth_quant
+from toolkit.quant.options import Awq
 
 DOWN, Q = "model.layers.1.mlp.down_proj", "model.layers.0.self_attn.q_proj"
 DEAD = slice(8, 14)
 METHODS: dict[str, Any] = {
     "awq": auto_awq,
     "gptq": auto_gptq,
-    "awq+gptq": lambda *a, **k: auto_awq(*a, rounding="gptq", **k),
+    "awq+gptq": lambda *a, **k: auto_awq(*a, Awq(rounding="gptq"), **k),
     "smooth": smooth_quant,
 }
 
@@ -84,6 +88,19 @@ def test_a_site_whose_inputs_were_all_zero_counts_as_never_reached() -> None:
     assert gram.abs_sum.tolist() == [3, 2, 4, 3] and gram.abs_max.tolist() == [3, 2, 4, 3]
     assert gram.xtx.diagonal().tolist() == [10, 4, 16, 10]
     assert half.xtx[0, 0] == 0, "the statistics themselves stay as they were taken"
+
+
+def test_inputs_that_were_all_zero_weigh_no_rounding_to_gguf(tiny_checkpoint: Any, tmp_path: Path, text: Path) -> None:
+    model, statistics = tiny_checkpoint("llama", tmp_path / "model", num_hidden_layers=1), tmp_path / "statistics"
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.0.input_layernorm.weight"][:] = 0
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    calibrate(str(model), statistics, common=quick(text))
+    importance = importance_of(model, statistics)
+    assert Q not in importance and DOWN.replace("layers.1", "layers.0") in importance
+    rewrite(str(model), tmp_path / "m.gguf", to="gguf", gguf_type="q4_0", importance=importance)
+    exact, back = (read(path)[Q].dequantize() for path in (model, tmp_path / "m.gguf"))
+    assert float((back - exact).norm() / exact.norm()) < 0.2
 
 
 def test_warnings_are_a_line_each_and_not_too_many(tiny_checkpoint: Any, tmp_path: Path, text: Path) -> None:

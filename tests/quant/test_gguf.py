@@ -24,15 +24,16 @@ from toolkit.quant.calibrate import calibrate
 from toolkit.quant.layers.forward import embed, head_logits, layer_forward
 from toolkit.quant.lite import Common, auto_awq, auto_gptq, auto_round, search
 from toolkit.quant.methods import search as finder
+from toolkit.quant.options import AutoRound, Awq, Gptq, Search
 
 METHODS: dict[str, tuple[Any, str]] = {
     "awq": (lambda m, d, c: auto_awq(m, d, common=c), "Q4_1"),
-    "awq-sym": (lambda m, d, c: auto_awq(m, d, w_sym=True, common=c), "Q4_0"),
-    "awq+gptq": (lambda m, d, c: auto_awq(m, d, rounding="gptq", common=c), "Q4_1"),
+    "awq-sym": (lambda m, d, c: auto_awq(m, d, Awq(w_sym=True), common=c), "Q4_0"),
+    "awq+gptq": (lambda m, d, c: auto_awq(m, d, Awq(rounding="gptq"), common=c), "Q4_1"),
     "gptq": (lambda m, d, c: auto_gptq(m, d, common=c), "Q4_0"),
-    "gptq-8": (lambda m, d, c: auto_gptq(m, d, w_bits=8, common=c), "Q8_0"),
-    "gptq-3": (lambda m, d, c: auto_gptq(m, d, w_bits=3, w_sym=False, w_group_size=-1, common=c), "Q4_1"),
-    "auto_round": (lambda m, d, c: auto_round(m, d, iters=1, common=c), "Q4_0"),
+    "gptq-8": (lambda m, d, c: auto_gptq(m, d, Gptq(w_bits=8), common=c), "Q8_0"),
+    "gptq-3": (lambda m, d, c: auto_gptq(m, d, Gptq(w_bits=3, w_sym=False, w_group_size=-1), common=c), "Q4_1"),
+    "auto_round": (lambda m, d, c: auto_round(m, d, AutoRound(iters=1), common=c), "Q4_0"),
 }
 
 
@@ -100,7 +101,7 @@ def test_the_head_too(method: str, tied: bool, kind: str, tiny_models: Any, tmp_
     model, out = tiny_models("llama", tie_word_embeddings=tied), tmp_path / "out"
     common = replace(common, quantize_lm_head=True)
     if method == "search":
-        result = search(str(model), out, size=200_000, common=common)
+        result = search(str(model), out, Search(size=200_000), common=common)
         assert result.quality["size_bytes"] <= 200_000
     else:
         result = METHODS[method][0](str(model), out, common)
@@ -137,7 +138,7 @@ def test_search_mixes_types_within_the_budget(
     supers = {kind: grid for kind, grid in finder.GGUF_GRIDS.items() if grid.ggml is not None}
     monkeypatch.setattr(finder, "GGUF_GRIDS", supers)
     model = tiny_models("llama", hidden_size=256, intermediate_size=256)
-    result = search(str(model), tmp_path / "out", bits=5.4, common=common)
+    result = search(str(model), tmp_path / "out", Search(bits=5.4), common=common)
     file = tmp_path / "out" / "model.gguf"
     assert 4.5 < result.quality["bits_per_weight"] <= 5.4
     kinds = {row["kind"] for row in result.quality["search"]}
@@ -148,7 +149,7 @@ def test_search_mixes_types_within_the_budget(
 def test_search_to_a_file_size(tiny_models: Any, tmp_path: Path, common: Common) -> None:
     model = str(tiny_models("llama"))
     small, large = (
-        search(model, tmp_path / str(size), size=size, common=common).quality for size in (230_000, 245_000)
+        search(model, tmp_path / str(size), Search(size=size), common=common).quality for size in (230_000, 245_000)
     )
     for quality, size in ((small, 230_000), (large, 245_000)):
         assert 0.9 * size < quality["size_bytes"] <= size
@@ -246,7 +247,7 @@ def test_a_killed_search_goes_on(
 
     monkeypatch.setattr(finder, "GGUF_GRIDS", {"Q4_K": finder.GGUF_GRIDS["Q4_K"]})
     model = str(tiny_models("llama", hidden_size=256, intermediate_size=256))
-    search(model, tmp_path / "whole", bits=5.4, common=common)
+    search(model, tmp_path / "whole", Search(bits=5.4), common=common)
     real = gguf.write_file
     patch = pytest.MonkeyPatch()
 
@@ -255,9 +256,9 @@ def test_a_killed_search_goes_on(
 
     patch.setattr(gguf, "write_file", dies)
     with pytest.raises(KeyboardInterrupt):
-        search(model, tmp_path / "broken", bits=5.4, common=common)
+        search(model, tmp_path / "broken", Search(bits=5.4), common=common)
     patch.setattr(gguf, "write_file", real)
-    search(model, tmp_path / "broken", bits=5.4, common=common)
+    search(model, tmp_path / "broken", Search(bits=5.4), common=common)
     patch.undo()
     a, b = (np.fromfile(tmp_path / x / "model.gguf", np.uint8) for x in ("whole", "broken"))
     same = len(a) == len(b) and (a == b).mean() > 0.999  # general.name is the directory's

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from toolkit.quant.layers.statistics import Gram
 from toolkit.quant.methods.awq import Grid
 from toolkit.quant.methods.gptq import Rounding, inverse_factor, round_columns
 from toolkit.quant.methods.grid import grid_of, group_range, quantize, round_to
@@ -102,7 +103,12 @@ def test_dead_channels_and_too_few_tokens_still_factor(desc_act: bool) -> None:
     x[:, [3, 40]] = 0
     weight = torch.randn(8, 64)
     rounding = Rounding(desc_act=desc_act)
-    found = round_columns(weight, inverse_factor(x.T @ x, rounding), Grid(4, 32, True), rounding)
+    gram = Gram.empty(64)
+    gram.add(x)
+    gram.finish()
+    seen = gram.revived()
+    assert seen is not None
+    found = round_columns(weight, inverse_factor(seen.xtx, rounding), Grid(4, 32, True), rounding)
     ours = restore(found.codes, found.scale, found.zero, torch.arange(64) // 32)
     assert bool(torch.isfinite(ours).all())
     assert float((ours - weight)[:, [3, 40]].abs().max()) <= float(weight.abs().max()) / 7  # as near as the grid lets

@@ -27,13 +27,14 @@ from toolkit.quant.lite import Common, auto_awq, auto_gptq, blocked_fp8, mxfp4, 
 from toolkit.quant.lite import search as search_
 from toolkit.quant.methods import gptq, search
 from toolkit.quant.methods.kv import kv
+from toolkit.quant.options import Awq, Gptq, Search
 
 METHODS: dict[str, Any] = {
-    "awq": partial(auto_awq, tune_steps=0),
-    "awq+gptq": partial(auto_awq, rounding="gptq", tune_steps=0),
-    "gptq": partial(auto_gptq, tune_steps=0),
+    "awq": partial(auto_awq, options=Awq(tune_steps=0)),
+    "awq+gptq": partial(auto_awq, options=Awq(rounding="gptq", tune_steps=0)),
+    "gptq": partial(auto_gptq, options=Gptq(tune_steps=0)),
     "smooth_quant": smooth_quant,
-    "search": partial(search_, bits=4.6),
+    "search": partial(search_, options=Search(bits=4.6)),
     "blocked_fp8": blocked_fp8,
     "mxfp4": mxfp4,
     "kv": kv,

@@ -22,6 +22,7 @@ from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import load_spec
 from toolkit.quant.lite import Common, auto_awq, blocked_fp8, mxfp4, smooth_quant
+from toolkit.quant.options import Awq, SmoothQuant
 
 ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 
@@ -92,7 +93,7 @@ def test_a_reference_reader_and_transformers_give_our_logits(
     from toolkit.engine_configs import PytorchEngineConfig
 
     out = tmp_path / "out"
-    auto_awq(str(tiny_models(family)), out, w_sym=symmetric, common=quick)
+    auto_awq(str(tiny_models(family)), out, Awq(w_sym=symmetric), common=quick)
     plain = tmp_path / "plain"
     plain.mkdir()
     config = json.loads((out / "config.json").read_text())
@@ -145,7 +146,7 @@ def test_smooth_quant_writes_int8_rows(tiny_models: Any, tmp_path: Path, quick: 
     assert config["quantization_config"] == {"quant_method": "smooth_quant", "quant_dtype": "int8"}
     assert max(x["rel_error"] for x in result.quality["layers"]) < 0.02
     with pytest.raises(UsageError, match=r"--quant-dtype"):
-        smooth_quant(str(tiny_models("phi3")), tmp_path / "other", quant_dtype="int4", common=quick)
+        smooth_quant(str(tiny_models("phi3")), tmp_path / "other", SmoothQuant(quant_dtype="int4"), common=quick)
 
 
 KILLED = """
@@ -200,7 +201,7 @@ def test_a_model_that_overflows_is_refused_by_methods_without_text(
 def test_a_quantized_head_is_stated_in_awq_s_config(tiny_models: Any, tmp_path: Path, quick: Common) -> None:
     for head in (False, True):
         out = tmp_path / str(head)
-        auto_awq(str(tiny_models("llama")), out, tune_steps=0, common=replace(quick, quantize_lm_head=head))
+        auto_awq(str(tiny_models("llama")), out, Awq(tune_steps=0), common=replace(quick, quantize_lm_head=head))
         assert json.loads((out / "config.json").read_text())["quantization_config"].get("lm_head", False) is head
         assert ("lm_head.qweight" in load_file(out / "model.safetensors")) is head
 
@@ -218,9 +219,9 @@ def test_nan_is_named_before_calibration(tiny_checkpoint: Any, tmp_path: Path, q
 def test_refusals(tiny_models: Any, tmp_path: Path, quick: Common) -> None:
     model = str(tiny_models("llama"))
     with pytest.raises(UsageError, match=r"--w-bits.*4-bit weights alone, found 8"):
-        auto_awq(model, tmp_path / "out", w_bits=8, common=quick)
+        auto_awq(model, tmp_path / "out", Awq(w_bits=8), common=quick)
     with pytest.raises(UsageError, match=r"--w-group-size 128 does not divide .* takes 64, 32"):
-        auto_awq(model, tmp_path / "out", w_group_size=128, common=quick)
+        auto_awq(model, tmp_path / "out", Awq(w_group_size=128), common=quick)
     auto_awq(model, tmp_path / "done", common=quick)
     with pytest.raises(ToolkitError, match="lite auto_awq takes checkpoint, found a quantized artifact"):
         auto_awq(str(tmp_path / "done"), tmp_path / "out", common=quick)

@@ -22,6 +22,7 @@ from toolkit.quant.calibrate import calibrate
 from toolkit.quant.layers.spill import Spill, Tensors
 from toolkit.quant.lite import Common, auto_gptq, auto_round, search, smooth_quant
 from toolkit.quant.methods.kv import kv
+from toolkit.quant.options import Gptq
 
 
 @pytest.fixture(scope="module")
@@ -100,17 +101,19 @@ def test_nothing_of_a_layer_is_held_beside_the_next(tiny_models: Any, tmp_path: 
     common = replace(quick(text), cache_memory=0.0)
     model = tiny_models("llama")
     gc.collect()
-    auto_gptq(str(model), tmp_path / "out", tune_steps=0, common=common, progress=look)
+    auto_gptq(str(model), tmp_path / "out", Gptq(tune_steps=0), common=common, progress=look)
     assert len(sizes) == 3 and max(sizes) <= sizes[0], "a layer's weights, codes and statistics are gone after it"
 
 
 MEASURED = """
 import json, sys
-from toolkit.quant import lite
-method, model, out, text, samples, options = sys.argv[1:]
+from toolkit.quant import lite, options as o
+method, model, out, text, samples, given = sys.argv[1:]
 common = lite.Common(calib_dataset=text, calib_samples=int(samples), calib_seqlen=256, eval_tokens=512,
                      cache_memory=0.0, notice=print)
-getattr(lite, method)(model, out, common=common, **json.loads(options))
+kinds = {"auto_awq": o.Awq, "auto_gptq": o.Gptq, "auto_round": o.AutoRound, "search": o.Search,
+         "smooth_quant": o.SmoothQuant}
+getattr(lite, method)(model, out, kinds[method](**json.loads(given)), common=common)
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """
 GIB = 1 << 30

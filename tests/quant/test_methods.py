@@ -19,24 +19,25 @@ from toolkit.models.registry import load_spec
 from toolkit.quant.calibrate import calibrate
 from toolkit.quant.lite import Common, auto_awq, auto_gptq, auto_round, blocked_fp8, mxfp4, search, smooth_quant
 from toolkit.quant.methods.kv import kv
+from toolkit.quant.options import AutoRound, Awq, BlockedFp8, Gptq, Search, SmoothQuant
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "internlm2", "gemma2", "phi3", "mixtral", "qwen3_moe")
 # Whose linears, or what these can be folded into, differ; the others go through all methods with the slow tests.
 APART = ("llama", "qwen2", "internlm2", "gemma2", "phi3", "mixtral", "qwen3_moe")
 METHODS: dict[str, Any] = {
     "awq": lambda m, d, c: auto_awq(m, d, common=c),
-    "awq-sym": lambda m, d, c: auto_awq(m, d, w_sym=True, common=c),
+    "awq-sym": lambda m, d, c: auto_awq(m, d, Awq(w_sym=True), common=c),
     "gptq": lambda m, d, c: auto_gptq(m, d, common=c),
-    "gptq-asym": lambda m, d, c: auto_gptq(m, d, w_sym=False, w_group_size=32, common=c),
-    "gptq-act": lambda m, d, c: auto_gptq(m, d, desc_act=True, static_groups=False, w_group_size=32, common=c),
-    "gptq-3": lambda m, d, c: auto_gptq(m, d, w_bits=3, w_group_size=32, common=c),
-    "gptq-8-row": lambda m, d, c: auto_gptq(m, d, w_bits=8, w_group_size=-1, common=c),
-    "awq+gptq": lambda m, d, c: auto_awq(m, d, rounding="gptq", common=c),
-    "auto_round": lambda m, d, c: auto_round(m, d, iters=1, w_group_size=32, common=c),
-    "search": lambda m, d, c: search(m, d, bits=4.6, common=c),
+    "gptq-asym": lambda m, d, c: auto_gptq(m, d, Gptq(w_sym=False, w_group_size=32), common=c),
+    "gptq-act": lambda m, d, c: auto_gptq(m, d, Gptq(desc_act=True, static_groups=False, w_group_size=32), common=c),
+    "gptq-3": lambda m, d, c: auto_gptq(m, d, Gptq(w_bits=3, w_group_size=32), common=c),
+    "gptq-8-row": lambda m, d, c: auto_gptq(m, d, Gptq(w_bits=8, w_group_size=-1), common=c),
+    "awq+gptq": lambda m, d, c: auto_awq(m, d, Awq(rounding="gptq"), common=c),
+    "auto_round": lambda m, d, c: auto_round(m, d, AutoRound(iters=1, w_group_size=32), common=c),
+    "search": lambda m, d, c: search(m, d, Search(bits=4.6), common=c),
     "int8": lambda m, d, c: smooth_quant(m, d, common=c),
-    "fp8": lambda m, d, c: smooth_quant(m, d, quant_dtype="fp8", common=c),
-    "e5m2": lambda m, d, c: smooth_quant(m, d, quant_dtype="float8_e5m2", common=c),
+    "fp8": lambda m, d, c: smooth_quant(m, d, SmoothQuant(quant_dtype="fp8"), common=c),
+    "e5m2": lambda m, d, c: smooth_quant(m, d, SmoothQuant(quant_dtype="float8_e5m2"), common=c),
     "tiles": lambda m, d, c: blocked_fp8(m, d, common=c),
     "mxfp4": lambda m, d, c: mxfp4(m, d, common=c),
 }
@@ -193,7 +194,7 @@ def test_patterns_choose_what_is_quantized(tiny_models: Any, tmp_path: Path, tex
     for form in ("awq", "gptq", "compressed-tensors"):
         out = tmp_path / form
         common = quick(text, format=form, skip=(r"down_proj", r"layers\.1\.self_attn\.q"))
-        auto_awq(model, out, w_sym=True, common=common)
+        auto_awq(model, out, Awq(w_sym=True), common=common)
         weights = canonical_weights(*_opened(out))
         kinds = {name: type(w).__name__ for name, w in weights.items() if name.endswith("_proj")}
         skipped = {n for n in kinds if n.endswith("down_proj") or n == "model.layers.1.self_attn.q_proj"}
@@ -278,7 +279,7 @@ def test_statistics_are_taken_once_and_give_the_same_result(tiny_models: Any, tm
     calibrate(model, tmp_path / "statistics", common=quick(text), told=told.append)
     size = sum(f.stat().st_size for f in (tmp_path / "statistics").glob("*.safetensors"))
     assert 0.3 * told[0] < size <= 1.05 * told[0], "fewer rows than are kept at most came by"
-    for name, run in (("awq", partial(auto_awq, tune_steps=0)), ("smooth", smooth_quant)):
+    for name, run in (("awq", partial(auto_awq, options=Awq(tune_steps=0))), ("smooth", smooth_quant)):
         run(model, tmp_path / name, common=quick(text))
         run(model, tmp_path / f"{name}-saved", common=quick(text, calibration=str(tmp_path / "statistics")))
         a, b = (load_file(tmp_path / x / "model.safetensors") for x in (name, f"{name}-saved"))
@@ -323,27 +324,27 @@ def test_scales_of_the_cache(family: str, attention: str, tiny_models: Any, tmp_
 
 def test_options_that_cannot_be(tiny_models: Any, tmp_path: Path, text: Path) -> None:
     model = str(tiny_models("llama"))
-    cases: list[tuple[Any, dict[str, Any], str]] = [
-        (auto_gptq, {"w_bits": 5}, "--w-bits"),
-        (auto_gptq, {"damp": 2.0}, "--damp"),
-        (auto_awq, {"rounding": "up"}, "--rounding"),
-        (auto_awq, {"w_bits": 3}, "--format gptq_v2"),
-        (smooth_quant, {"quant_dtype": "int3"}, "--quant-dtype"),
-        (smooth_quant, {"strength": 1.5}, "--strength"),
-        (blocked_fp8, {"scale_fmt": "e5m2"}, "--scale-fmt"),
-        (auto_gptq, {"common": quick(text, format="w8a8")}, "--format"),
-        (auto_gptq, {"w_sym": False, "common": quick(text, format="gptq")}, "zero point of 0; .*--format gptq_v2"),
-        (smooth_quant, {"quant_dtype": "float8_e5m2", "common": quick(text, format="compressed-tensors")}, "e4m3"),
+    cases: list[tuple[Any, Any, str | None, str]] = [
+        (auto_gptq, Gptq(w_bits=5), None, "--w-bits"),
+        (auto_gptq, Gptq(damp=2.0), None, "--damp"),
+        (auto_awq, Awq(rounding="up"), None, "--rounding"),
+        (auto_awq, Awq(w_bits=3), None, "--format gptq_v2"),
+        (smooth_quant, SmoothQuant(quant_dtype="int3"), None, "--quant-dtype"),
+        (smooth_quant, SmoothQuant(strength=1.5), None, "--strength"),
+        (blocked_fp8, BlockedFp8(scale_fmt="e5m2"), None, "--scale-fmt"),
+        (auto_gptq, Gptq(), "w8a8", "--format"),
+        (auto_gptq, Gptq(w_sym=False), "gptq", "zero point of 0; .*--format gptq_v2"),
+        (smooth_quant, SmoothQuant(quant_dtype="float8_e5m2"), "compressed-tensors", "e4m3"),
         (
             auto_gptq,
-            {"desc_act": True, "static_groups": False, "w_group_size": 32,
-             "common": quick(text, format="compressed-tensors")},
+            Gptq(desc_act=True, static_groups=False, w_group_size=32),
+            "compressed-tensors",
             "act-order",
         ),
-    ]  # fmt: skip
-    for run, options, words in cases:
+    ]
+    for run, options, form, words in cases:
         with pytest.raises(UsageError, match=words):
-            run(model, tmp_path / "out", **({"common": quick(text)} | options))
+            run(model, tmp_path / "out", options, common=quick(text, format=form))
     assert not (tmp_path / "out").exists()
     auto_gptq(model, tmp_path / "done", common=quick(text))
     for run in (auto_gptq, mxfp4, calibrate, kv):

@@ -15,6 +15,7 @@ from toolkit.errors import UsageError
 from toolkit.quant import estimate
 from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.lite import Common, auto_awq
+from toolkit.quant.options import Awq
 from toolkit.quant.presets import PRESETS
 
 WORK = estimate.Work(
@@ -36,16 +37,16 @@ def test_presets_are_one_table_and_options_go_before_them() -> None:
     assert replace(LiteFlags().common(), notice=common.notice) == common
     assert replace(LiteFlags(preset="balanced").common(), notice=common.notice) == common
     fast = LiteFlags(preset="fast").common()
-    assert (fast.calib_samples, fast.eval_tokens, fast.usual_tune_steps) == (16, 4096, 0)
+    assert (fast.samples, fast.measured, fast.effort.tune_steps) == (16, 4096, 0)
     given = LiteFlags(preset="fast", calib_samples=5, eval_tokens=24576).common()
-    assert (given.calib_samples, given.eval_tokens, given.usual_tune_steps) == (5, 24576, 0)
+    assert (given.samples, given.measured, given.effort.tune_steps) == (5, 24576, 0)
     with pytest.raises(UsageError, match="--preset: expected fast, balanced, best, found 'slow'"):
         LiteFlags(preset="slow").common()
 
 
 def test_a_run_without_words_is_the_balanced_one() -> None:
     usual, common = PRESETS["balanced"], Common()
-    assert (common.calib_samples, common.eval_tokens, common.usual_tune_steps) == (
+    assert (common.samples, common.measured, common.effort.tune_steps) == (
         usual.calib_samples, usual.eval_tokens, usual.tune_steps,
     )  # fmt: skip
 
@@ -74,13 +75,13 @@ def test_the_time_is_said_before_the_work_and_resuming_too(
             raise RuntimeError("killed")
 
     with pytest.raises(RuntimeError):
-        auto_awq(str(tiny_models("llama")), tmp_path / "out", tune_steps=0, common=common, progress=killed)
+        auto_awq(str(tiny_models("llama")), tmp_path / "out", Awq(tune_steps=0), common=common, progress=killed)
     assert not any("going on" in line for line in said)
     said.clear()
-    auto_awq(str(tiny_models("llama")), tmp_path / "out", tune_steps=0, common=common)
+    auto_awq(str(tiny_models("llama")), tmp_path / "out", Awq(tune_steps=0), common=common)
     assert any(re.fullmatch(r"going on where an earlier run was: 1 of \d+ layers are quantized", s) for s in said)
     said.clear()
-    assert auto_awq(str(tiny_models("llama")), tmp_path / "out", tune_steps=0, common=common).already_there
+    assert auto_awq(str(tiny_models("llama")), tmp_path / "out", Awq(tune_steps=0), common=common).already_there
     assert not any(line.startswith("time:") for line in said)
 
 

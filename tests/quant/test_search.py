@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
-from toolkit.commands.lite_options import byte_count
 from toolkit.errors import UsageError
 from toolkit.models.registry import load_spec
 from toolkit.quant.layers.forward import embed, head_logits, layer_forward
@@ -24,6 +23,7 @@ from toolkit.quant.layers.spill import Spill
 from toolkit.quant.lite import Common, search
 from toolkit.quant.methods.search import Candidate, Unit, allocate
 from toolkit.quant.methods.sensitivity import Copies
+from toolkit.quant.options import Search, byte_count
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_bits_go_where_they_help() -> None:
 @pytest.mark.parametrize(("family", "form"), [("llama", "compressed-tensors"), ("phi3", "gptq_v2"), ("mixtral", None)])
 def test_a_mixture_reads_back(family: str, form: str | None, tiny_models: Any, tmp_path: Path, common: Common) -> None:
     out = tmp_path / "out"
-    result = search(str(tiny_models(family)), out, bits=4.4, common=replace(common, format=form))
+    result = search(str(tiny_models(family)), out, Search(bits=4.4), common=replace(common, format=form))
     assert result.quality["bits_per_weight"] <= 4.4
     checkpoint = open_checkpoint(out)
     _, stored = load_spec(checkpoint)
@@ -109,12 +109,12 @@ def test_a_mixture_reads_back(family: str, form: str | None, tiny_models: Any, t
 def test_a_size_is_kept(family: str, head: bool, tiny_models: Any, tmp_path: Path, common: Common) -> None:
     """Also with a head of 8 bits, be it the embedding's own (qwen2) or another tensor (llama)."""
     model, size = str(tiny_models(family)), 120_000 if head else 100_000
-    result = search(model, tmp_path / "out", size=size, common=replace(common, quantize_lm_head=head))
+    result = search(model, tmp_path / "out", Search(size=size), common=replace(common, quantize_lm_head=head))
     assert 0.6 * size < result.quality["size_bytes"] <= size
     with pytest.raises(UsageError, match="too small a budget"):
-        search(model, tmp_path / "small", size=20_000, common=common)
+        search(model, tmp_path / "small", Search(size=20_000), common=common)
     with pytest.raises(UsageError, match="--bits, --size: give one"):
-        search(model, tmp_path / "both", size=20_000, bits=4.0, common=common)
+        search(model, tmp_path / "both", Search(size=20_000, bits=4.0), common=common)
 
 
 def test_sizes_as_they_are_written() -> None:
@@ -128,7 +128,7 @@ def test_losses_are_in_nats_and_the_same_after_a_kill(
     tiny_models: Any, tmp_path: Path, common: Common, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_models("llama")
-    whole = search(str(model), tmp_path / "whole", bits=5, common=common)
+    whole = search(str(model), tmp_path / "whole", Search(bits=5), common=common)
     begin, calls = Copies.begin, []
 
     def killed(self: Copies, index: int, states: dict[str, torch.Tensor]) -> None:
@@ -139,9 +139,9 @@ def test_losses_are_in_nats_and_the_same_after_a_kill(
 
     monkeypatch.setattr(Copies, "begin", killed)
     with pytest.raises(KeyboardInterrupt):
-        search(str(model), tmp_path / "again", bits=5, common=common)
+        search(str(model), tmp_path / "again", Search(bits=5), common=common)
     monkeypatch.setattr(Copies, "begin", begin)
-    again = search(str(model), tmp_path / "again", bits=5, common=common)
+    again = search(str(model), tmp_path / "again", Search(bits=5), common=common)
     assert calls == [0, 1]
     assert again.quality["search"] == whole.quality["search"]
     for row in whole.quality["search"]:

@@ -26,6 +26,7 @@ from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.lite import Common, auto_awq, auto_gptq, search, smooth_quant
 from toolkit.quant.methods.smooth import quantize_rows
 from toolkit.quant.methods.tune import ROWS, Linear, Student
+from toolkit.quant.options import Awq, Gptq, Search, SmoothQuant
 
 CPU = torch.device("cpu")
 
@@ -54,7 +55,7 @@ def weights_of(path: Path, source: LayerSource) -> list[LayerResult]:
 def test_the_student_starts_as_the_quantized_model(
     family: str, tiny_models: Any, tmp_path: Path, quick: Common
 ) -> None:
-    auto_awq(str(tiny_models(family)), tmp_path / "out", tune_steps=0, common=quick)
+    auto_awq(str(tiny_models(family)), tmp_path / "out", Awq(tune_steps=0), common=quick)
     source = LayerSource(tiny_models(family))
     results = weights_of(tmp_path / "out", source)
     student = Student(source, results, None, CPU)
@@ -136,8 +137,8 @@ def test_w8a8_models_are_tuned_as_they_will_run(
     quant_dtype: str, tiny_models: Any, tmp_path: Path, quick: Common
 ) -> None:
     model = str(tiny_models("llama"))
-    plain = smooth_quant(model, tmp_path / "plain", quant_dtype=quant_dtype, common=quick)
-    tuned = smooth_quant(model, tmp_path / "tuned", quant_dtype=quant_dtype, tune_steps=60, common=quick)
+    plain = smooth_quant(model, tmp_path / "plain", SmoothQuant(quant_dtype=quant_dtype), common=quick)
+    tuned = smooth_quant(model, tmp_path / "tuned", SmoothQuant(quant_dtype=quant_dtype, tune_steps=60), common=quick)
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "tuned"))
     changed = {k for k in a if not torch.equal(a[k], b[k])}
     assert changed and all("norm" in k or "scale" in k for k in changed)
@@ -146,8 +147,8 @@ def test_w8a8_models_are_tuned_as_they_will_run(
 
 def test_codes_stay_and_predictions_come_closer(tiny_models: Any, tmp_path: Path, quick: Common) -> None:
     model = tiny_models("llama")
-    plain = auto_awq(str(model), tmp_path / "plain", tune_steps=0, common=quick)
-    tuned = auto_awq(str(model), tmp_path / "tuned", tune_steps=60, common=quick)
+    plain = auto_awq(str(model), tmp_path / "plain", Awq(tune_steps=0), common=quick)
+    tuned = auto_awq(str(model), tmp_path / "tuned", Awq(tune_steps=60), common=quick)
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "tuned"))
     assert a.keys() == b.keys()
     same = {k.rsplit(".", 1)[-1] for k in a if torch.equal(a[k], b[k])}
@@ -165,7 +166,7 @@ def test_the_manifest_states_the_divergence_of_what_was_written(
     tiny_models: Any, tmp_path: Path, quick: Common
 ) -> None:
     model = tiny_models("qwen3")
-    result = auto_awq(str(model), tmp_path / "out", tune_steps=20, common=quick)
+    result = auto_awq(str(model), tmp_path / "out", Awq(tune_steps=20), common=quick)
     source = LayerSource(model)
     outer = source.outer_weights(CPU)
     ids = torch.tensor(Tokenizer.open(source.checkpoint.tokenizer_dir).encode(heldout_text())[:400])[None]
@@ -183,7 +184,7 @@ def test_a_killed_run_ends_with_the_same_bits(
     where: str, tiny_models: Any, tmp_path: Path, quick: Common, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = str(tiny_models("llama"))
-    auto_awq(model, tmp_path / "whole", tune_steps=8, common=quick)
+    auto_awq(model, tmp_path / "whole", Awq(tune_steps=8), common=quick)
 
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -195,7 +196,7 @@ def test_a_killed_run_ends_with_the_same_bits(
         else:
             patch.setattr(tuning, "replace_layer", lambda s, i, r: put(s, i, r) if i == 0 else killed())
         with pytest.raises(KeyboardInterrupt):
-            auto_awq(model, tmp_path / "broken", tune_steps=8, common=quick)
+            auto_awq(model, tmp_path / "broken", Awq(tune_steps=8), common=quick)
     if where == "putting scales in place":
         monkeypatch.setattr(tuning, "_train", killed)  # what was found is not looked for again
     if where == "before tuning, a layer torn":  # it is made again, and the text stops behind it
@@ -203,7 +204,7 @@ def test_a_killed_run_ends_with_the_same_bits(
         data = bytearray(torn.read_bytes())
         data[-1] ^= 1
         torn.write_bytes(data)
-    auto_awq(model, tmp_path / "broken", tune_steps=8, common=quick)
+    auto_awq(model, tmp_path / "broken", Awq(tune_steps=8), common=quick)
     whole, broken = (load_file(tmp_path / n / "model.safetensors") for n in ("whole", "broken"))
     assert all(torch.equal(whole[k], broken[k]) for k in whole)
 
@@ -212,9 +213,9 @@ def test_what_does_not_help_is_not_kept(
     tiny_models: Any, tmp_path: Path, quick: Common, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = str(tiny_models("llama"))
-    auto_awq(model, tmp_path / "plain", tune_steps=0, common=quick)
+    auto_awq(model, tmp_path / "plain", Awq(tune_steps=0), common=quick)
     monkeypatch.setattr(tuning, "RATE", 0.5)  # steps far too long
-    result = auto_awq(model, tmp_path / "wild", tune_steps=8, common=quick)
+    result = auto_awq(model, tmp_path / "wild", Awq(tune_steps=8), common=quick)
     assert result.quality["tuning"]["kept"] is False
     plain, wild = (load_file(tmp_path / n / "model.safetensors") for n in ("plain", "wild"))
     assert all(torch.equal(plain[k], wild[k]) for k in plain)
@@ -222,17 +223,15 @@ def test_what_does_not_help_is_not_kept(
 
 @pytest.mark.parametrize("act_order", [False, True])
 def test_gptq_is_tuned_too(act_order: bool, tiny_models: Any, tmp_path: Path, quick: Common) -> None:
-    result = auto_gptq(
-        str(tiny_models("llama")), tmp_path / "out", desc_act=act_order, static_groups=not act_order, tune_steps=40,
-        common=quick,
-    )  # fmt: skip
+    options = Gptq(desc_act=act_order, static_groups=not act_order, tune_steps=40)
+    result = auto_gptq(str(tiny_models("llama")), tmp_path / "out", options, common=quick)
     assert result.quality["tuning"]["kept"]
 
 
 def test_a_mixture_of_widths_is_tuned_too(tiny_models: Any, tmp_path: Path, quick: Common) -> None:
     model = str(tiny_models("llama"))
-    plain = search(model, tmp_path / "plain", bits=5.6, tune_steps=0, common=quick)
-    tuned = search(model, tmp_path / "tuned", bits=5.6, tune_steps=40, common=quick)
+    plain = search(model, tmp_path / "plain", Search(bits=5.6, tune_steps=0), common=quick)
+    tuned = search(model, tmp_path / "tuned", Search(bits=5.6, tune_steps=40), common=quick)
     assert len({(row["bits"], row["group_size"]) for row in tuned.quality["search"]}) > 1
     assert tuned.quality["tuning"]["kept"]
     assert tuned.quality["kl"] < plain.quality["kl"]
@@ -249,7 +248,7 @@ def test_left_out_by_itself_where_memory_is_short(tiny_models: Any, tmp_path: Pa
 def test_refusals(tiny_models: Any, tmp_path: Path, quick: Common) -> None:
     model = str(tiny_models("llama"))
     with pytest.raises(UsageError, match="--tune-steps: expected 0 or more, found -1"):
-        auto_awq(model, tmp_path / "a", tune_steps=-1, common=quick)
+        auto_awq(model, tmp_path / "a", Awq(tune_steps=-1), common=quick)
     with pytest.raises(UsageError, match="--tune-steps: not with --format gguf"):
-        auto_awq(model, tmp_path / "b", tune_steps=5, w_group_size=32, common=replace(quick, format="gguf"))
+        auto_awq(model, tmp_path / "b", Awq(tune_steps=5, w_group_size=32), common=replace(quick, format="gguf"))
     assert not list(tmp_path.iterdir())

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +13,9 @@ import torch
 
 
 @pytest.fixture(scope="session")
-def steps() -> Any:
+def steps(support: Any) -> Any:
     """The module ``tests/support/steps.py``."""
-    name = "toolkit_test_support_steps"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "support" / "steps.py")
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+    return support("steps")
 
 
 @pytest.fixture(scope="session")

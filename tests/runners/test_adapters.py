@@ -61,11 +61,12 @@ def test_an_adapter_gives_what_merged_weights_give(family, targets, tiny_models,
 def test_an_artifact_takes_what_its_checkpoint_takes(family, tiny_models, adapters, steps, tmp_path):
     """Rows that the checkpoint has in another order, and names of its own."""
     from toolkit.convert.convert import convert
+    from toolkit.convert.options import Packing
 
     model = tiny_models(family)
     made = adapters.write_adapter(tmp_path / "one", model, ALL)
     engine = tmp_path / "engine"
-    convert(model, engine, target="torch")
+    convert(model, engine, Packing(target="torch"))
     expected = logits_alone(steps, runner_for(model, made), ids(23, 0), adapter=0)
     found = logits_alone(steps, runner_for(engine, made), ids(23, 0), adapter=0)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)

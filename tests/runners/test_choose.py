@@ -173,9 +173,10 @@ def test_native_runs_where_it_can(backend, reason, name, said, native, tiny_mode
 
 def test_an_artifacts_target_decides(native, tiny_models, tmp_path, monkeypatch):
     from toolkit.convert.convert import convert
+    from toolkit.convert.options import Packing
 
     path = tmp_path / "engine"
-    convert(str(tiny_models("llama")), path, target="torch")
+    convert(str(tiny_models("llama")), path, Packing(target="torch"))
     native(None)
     assert _open(path, None, dtype="float32")[0].name == "tensor"
     assert _open(path, "turbomind")[0].name == "native"
@@ -195,6 +196,7 @@ NAMES = {"torch": "pytorch", "cpu": "turbomind"}
 def test_an_artifact_takes_other_positions(target, tiny_models, tmp_path, steps):
     """It then computes what an artifact does that was made of the changed checkpoint."""
     from toolkit.convert.convert import convert
+    from toolkit.convert.options import Packing
 
     longer = {"rope_scaling_factor": 4.0, "hf_overrides": {"max_position_embeddings": 48}}
     changed = tmp_path / "changed"
@@ -204,7 +206,7 @@ def test_an_artifact_takes_other_positions(target, tiny_models, tmp_path, steps)
     logits = []
     for path, options in ((model, longer), (changed, {})):
         engine = tmp_path / f"engine-{len(logits)}"
-        convert(str(path), engine, target=target)
+        convert(str(path), engine, Packing(target=target))
         asked = RunnerOptions(device="cpu", dtype="float32", block_size=16)
         driver = steps.Driver(open_runner(engine, backend=NAMES[target], options=asked, **options)[0])
         assert driver.runner.spec.max_position == 4 * 48
@@ -216,9 +218,11 @@ def test_an_artifact_takes_other_positions(target, tiny_models, tmp_path, steps)
 def test_queries_grow_beyond_the_length_of_the_config_where_asked(target, tiny_models, tmp_path, steps):
     """Of a converted model too, with and without scaled rope; up to that length nothing changes."""
     from toolkit.convert.convert import convert
+    from toolkit.convert.options import Packing
     from toolkit.models.spec import QueryScale
 
-    convert(str(tiny_models("llama", max_position_embeddings=16)), tmp_path / "engine", target=target, quiet=True)
+    model = str(tiny_models("llama", max_position_embeddings=16))
+    convert(model, tmp_path / "engine", Packing(target=target), quiet=True)
     asked, logits = RunnerOptions(device="cpu", dtype="float32", block_size=16), []
     for options in ({}, {"use_logn_attn": True}, {"use_logn_attn": True, "rope_scaling_factor": 2.0}):
         driver = steps.Driver(open_runner(tmp_path / "engine", backend=NAMES[target], options=asked, **options)[0])
@@ -237,9 +241,10 @@ def test_a_model_without_such_attention_is_refused(tiny_models):
 
 def test_an_artifact_gives_the_checkpoints_logits(tiny_models, tmp_path, steps):
     from toolkit.convert.convert import convert
+    from toolkit.convert.options import Packing
 
     path = tmp_path / "engine"
-    convert(str(tiny_models("gemma2")), path, target="torch")
+    convert(str(tiny_models("gemma2")), path, Packing(target="torch"))
     logits = []
     for model in (tiny_models("gemma2"), path):
         driver = steps.Driver(_open(model, block_size=16)[0])

@@ -13,6 +13,7 @@ from toolkit.artifacts.canonical import Dense, GroupInt
 from toolkit.artifacts.engine.files import open_engine
 from toolkit.artifacts.safetensors_file import read_header
 from toolkit.convert.convert import convert
+from toolkit.convert.options import Packing
 from toolkit.errors import ToolkitError
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
@@ -102,7 +103,7 @@ def converted(tiny_models, tmp_path_factory):
     save_file({k: v.contiguous() for k, v in tensors.items()}, path / "model.safetensors", metadata={"format": "pt"})
     config = dict(checkpoint.config) | {"quantization_config": awq.config(group_size=64, zero_point=True)}
     (path / "config.json").write_text(json.dumps(config))
-    done = convert(str(path), folder / "engine", target="cuda-sm80", quiet=True)
+    done = convert(str(path), folder / "engine", Packing(target="cuda-sm80"), quiet=True)
     assert done.target == "cuda-sm80"
     return path, folder / "engine"
 
@@ -154,7 +155,7 @@ def rounded(tiny_models, tmp_path_factory):
     def make(family, bits):
         path = tiny_models(family, dtype="bfloat16")
         folder = tmp_path_factory.mktemp("head") / "engine"
-        convert(str(path), folder, target="cuda-sm90", head_bits=bits, quiet=True)
+        convert(str(path), folder, Packing(target="cuda-sm90", head_bits=bits), quiet=True)
         return path, folder
 
     return make

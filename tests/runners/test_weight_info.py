@@ -18,6 +18,7 @@ from toolkit.artifacts.formats.writers import WRITERS
 from toolkit.artifacts.rounding import to_block_fp8, to_channel_int8, to_group_int, to_mxfp4
 from toolkit.convert.convert import convert
 from toolkit.convert.formats import rewrite
+from toolkit.convert.options import Packing
 from toolkit.models.registry import names
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerOptions
@@ -100,7 +101,7 @@ def test_weights_are_what_their_headers_say(name: str, family: str, written: Any
 def test_so_are_those_of_artifacts(name: str, target: str, written: Any, tmp_path: Path) -> None:
     from toolkit.runners.choose import _canonical
 
-    convert(str(written(name)), tmp_path / "engine", target=target)
+    convert(str(written(name)), tmp_path / "engine", Packing(target=target))
     _same_form(_canonical(open_model(tmp_path / "engine"))())
 
 

@@ -133,9 +133,9 @@ def test_after_warm_up_no_step_needs_another_kernel(tmp_path):
 import json
 import numpy as np
 from gpu import launches
-from gpu.models import tiny
+from gpu.models import CONFIGS
 from gpu.precompile import TargetDriver, distinct
-from gpu.runner_check import support
+from gpu.support import support
 from toolkit.kernels.triton.launch import recording
 from triton.runtime import driver
 
@@ -151,7 +151,7 @@ def ruled(rows):
 
 late = {}
 for family, policy in (("llama", 4), ("mixtral", 8), ("mistral", 0), ("awq", 16)):
-    config = tiny(family) | {"dtype": "float16", "num_hidden_layers": 1, "max_position_embeddings": 16384}
+    config = CONFIGS[family] | {"dtype": "float16", "num_hidden_layers": 1, "max_position_embeddings": 16384}
     with recording(90) as found, launches.meta_runner(config, 90, policy, 64) as runner:
         served = steps.Driver(runner, 400)
         for _ in range(5):

@@ -208,6 +208,12 @@ def running(app: Any, engine: FakeEngine) -> Iterator[Running]:
     assert not thread.is_alive()
 
 
+@pytest.fixture(scope="session")
+def post(support: Any) -> Any:
+    """``post(app, path, body) -> (status, body)``: a request straight into an application."""
+    return lambda app, path, body: asyncio.run(support("asgi").post(app, path, body))
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
     """``start(engine={…}, **settings) -> Running``: a server around a fake engine."""

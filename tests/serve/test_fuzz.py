@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -68,26 +67,6 @@ BODIES = st.one_of(
 )
 
 
-async def call(app: Any, path: str, body: bytes) -> tuple[int, bytes]:
-    """One request straight into the ASGI application."""
-    messages: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
-    sent: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        if messages:
-            return messages.pop()
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
-    scope |= {"headers": [], "http_version": "1.1", "scheme": "http", "root_path": ""}
-    await asyncio.wait_for(app(scope, receive, send), 60)
-    return sent[0]["status"], b"".join(m.get("body", b"") for m in sent[1:])
-
-
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: Any, request: Any) -> Any:
     conftest = request.config.pluginmanager.get_plugin(str(request.path.parent / "conftest.py"))
@@ -102,8 +81,8 @@ def app(tmp_path_factory: Any, request: Any) -> Any:
 @pytest.mark.parametrize("path", PATHS)
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=BODIES)
-def test_any_json(app: Any, path: str, body: Any) -> None:
-    status, data = asyncio.run(call(app, path, json.dumps(body).encode()))
+def test_any_json(app: Any, post: Any, path: str, body: Any) -> None:
+    status, data = post(app, path, json.dumps(body).encode())
     assert status in (200, 400, 404), data
     if status != 200:
         error = json.loads(data)["error"]
@@ -115,6 +94,6 @@ def test_any_json(app: Any, path: str, body: Any) -> None:
 @pytest.mark.parametrize("path", PATHS)
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=st.binary(max_size=40))
-def test_any_bytes(app: Any, path: str, body: bytes) -> None:
-    status, _ = asyncio.run(call(app, path, body))
+def test_any_bytes(app: Any, post: Any, path: str, body: bytes) -> None:
+    status, _ = post(app, path, body)
     assert status == 400

@@ -17,12 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.engine.outage import RESTART_WINDOW, RESTARTS
+from toolkit.option import spelled
 from toolkit.request_limits import MOST, WORD_LENGTH
 from toolkit.serve import chat_routes, json_values
 from toolkit.serve.errors import ApiError
 from toolkit.serve.json_values import count_values
 from toolkit.serve.lanes import LARGE, Lanes
-from toolkit.serve.limits import Limits, option, rows
+from toolkit.serve.limits import Limits, rows
 
 CHAT: dict[str, Any] = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
 TEXT: dict[str, Any] = {"model": "echo", "prompt": "hi"}
@@ -71,25 +72,15 @@ HELD_ELSEWHERE = {
 }
 
 
-async def post(app: Any, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
-    """One request straight into the ASGI application."""
-    messages: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
-    sent: list[dict[str, Any]] = []
+@pytest.fixture
+def ask(post: Any) -> Any:
+    """``ask(app, path, body) -> (status, the answer's JSON)``; ``body``: JSON, or bytes as they are."""
 
-    async def receive() -> dict[str, Any]:
-        if messages:
-            return messages.pop()
-        await asyncio.Event().wait()
-        raise AssertionError
+    def run(app: Any, path: str, body: Any) -> tuple[int, Any]:
+        status, answer = post(app, path, body if isinstance(body, bytes) else json.dumps(body).encode())
+        return status, json.loads(answer)
 
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
-    headers = [(b"content-length", str(len(body)).encode())]
-    scope |= {"headers": headers, "http_version": "1.1", "scheme": "http", "root_path": ""}
-    await asyncio.wait_for(app(scope, receive, send), 60)
-    return sent[0]["status"], json.loads(b"".join(m.get("body", b"") for m in sent[1:]))
+    return run
 
 
 @pytest.fixture
@@ -106,15 +97,15 @@ def build(request: Any, tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_beyond_a_limit(build: Any, name: str) -> None:
+def test_beyond_a_limit(build: Any, ask: Any, name: str) -> None:
     value, route, within, beyond = CASES[name]
     path = {"chat": "/v1/chat/completions", "text": "/v1/completions"}[route]
     app = build(**{name: value})
-    status, reply = asyncio.run(post(app, path, json.dumps(within).encode()))
+    status, reply = ask(app, path, within)
     assert status == 200, reply
-    status, reply = asyncio.run(post(app, path, json.dumps(beyond).encode()))
+    status, reply = ask(app, path, beyond)
     assert status in (400, 413), reply
-    assert option(name) in reply["error"]["message"] and f"{value:,}" in reply["error"]["message"]
+    assert spelled(name) in reply["error"]["message"] and f"{value:,}" in reply["error"]["message"]
     assert reply["error"]["code"] in ("limit_exceeded", "body_too_large")
 
 
@@ -126,15 +117,17 @@ def test_beyond_a_limit(build: Any, name: str) -> None:
         ("/v1/score", "text_2", {"text_1": "a"}),
     ],
 )
-def test_prompts_without_an_answer_are_limited_too(build: Any, path: str, field: str, body: dict[str, Any]) -> None:
+def test_prompts_without_an_answer_are_limited_too(
+    build: Any, ask: Any, path: str, field: str, body: dict[str, Any]
+) -> None:
     for limits, value in (({"max_choices": 3}, ["a"] * 4), ({"max_prompt_chars": 30}, ["x" * 16] * 2)):
         request = {"model": "echo", **body, field: value}
-        status, reply = asyncio.run(post(build(**limits), path, json.dumps(request).encode()))
+        status, reply = ask(build(**limits), path, request)
         assert status == 400 and reply["error"]["param"] == field and reply["error"]["code"] == "limit_exceeded"
 
 
 @pytest.mark.parametrize("body", [{"input": ["x" * 299]}, {"query": "q", "documents": ["x" * 299]}])
-def test_tokens_of_texts_that_are_only_read_count_too(build: Any, body: dict[str, Any]) -> None:
+def test_tokens_of_texts_that_are_only_read_count_too(build: Any, ask: Any, body: dict[str, Any]) -> None:
     app = build(max_total_tokens=600)
     path, field = ("/v1/embeddings", "input") if "input" in body else ("/v1/rerank", "documents")
     method = {} if "input" in body else {"method": "embedding"}
@@ -142,7 +135,7 @@ def test_tokens_of_texts_that_are_only_read_count_too(build: Any, body: dict[str
     for count, expected in ((2, 200), (3, 400)):
         before = len(seen)
         request = {"model": "echo", **body, **method, field: body[field] * count}
-        status, reply = asyncio.run(post(app, path, json.dumps(request).encode()))
+        status, reply = ask(app, path, request)
         assert status == expected, reply
     assert "--max-total-tokens" in reply["error"]["message"] and len(seen) == before
 
@@ -151,10 +144,10 @@ def test_no_limit_is_left_out() -> None:
     assert {f.name for f in fields(Limits)} == CASES.keys() | HELD_ELSEWHERE
 
 
-def test_a_session_may_always_be_filled(build: Any) -> None:
+def test_a_session_may_always_be_filled(build: Any, ask: Any) -> None:
     app = build(max_values=1, max_total_tokens=1)
     body = json.dumps({**TEXT, "prompt": [65] * 500, "max_tokens": 500}).encode()
-    assert asyncio.run(post(app, "/v1/completions", body))[0] == 200
+    assert ask(app, "/v1/completions", body)[0] == 200
 
 
 def test_the_documentation_has_the_same_table() -> None:
@@ -197,18 +190,18 @@ def test_values_are_counted_wherever_the_text_is_cut(data: Any, size: int) -> No
     assert found == count_values(text)
 
 
-def test_millions_of_numbers_are_never_built(build: Any) -> None:
+def test_millions_of_numbers_are_never_built(build: Any, ask: Any) -> None:
     body = b'{"model": "echo", "prompt": [' + b",".join([b"7"] * 3_000_000) + b"]}"
     app = build()
     tracemalloc.start()
-    status, reply = asyncio.run(post(app, "/v1/completions", body))
+    status, reply = ask(app, "/v1/completions", body)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert status == 413 and "--max-values" in reply["error"]["message"]
     assert peak < 8 * len(body), "a list of them takes more, and so does what pydantic makes of it"
 
 
-def test_a_text_far_too_long_is_not_tokenized_to_its_end(build: Any) -> None:
+def test_a_text_far_too_long_is_not_tokenized_to_its_end(build: Any, ask: Any) -> None:
     app = build()
     tokenizer = app.state.server.engine.tokenizer
     plain, seen = tokenizer.encode, []
@@ -217,21 +210,21 @@ def test_a_text_far_too_long_is_not_tokenized_to_its_end(build: Any) -> None:
         if path.endswith("chat/completions"):
             body = {**body, "messages": "y" * 2_000_000}
         seen.clear()
-        status, reply = asyncio.run(post(app, path, json.dumps(body).encode()))
+        status, reply = ask(app, path, body)
         assert status == 400 and reply["error"]["code"] == "context_length_exceeded"
         assert 0 < sum(seen) < 20_000
 
 
-def test_many_faults_are_told_in_one_line(build: Any) -> None:
+def test_many_faults_are_told_in_one_line(build: Any, ask: Any) -> None:
     body = {**TEXT, **{f"field {i}": 1 for i in range(20_000)}}
-    status, reply = asyncio.run(post(build(), "/v1/completions", json.dumps(body).encode()))
+    status, reply = ask(build(), "/v1/completions", body)
     assert status == 400 and "20,000" in reply["error"]["message"] and len(reply["error"]["message"]) < 200
 
 
 @pytest.mark.parametrize("field", ["model", "stop", "response_format", "tools", "tool_choice", "seed"])
-def test_what_is_told_of_a_huge_value_is_short(build: Any, field: str) -> None:
+def test_what_is_told_of_a_huge_value_is_short(build: Any, ask: Any, field: str) -> None:
     for value in ("x" * 3_000_000, [["x" * 1000] * 500], {"x" * 1_000_000: 1}):
-        status, reply = asyncio.run(post(build(), "/v1/chat/completions", json.dumps({**CHAT, field: value}).encode()))
+        status, reply = ask(build(), "/v1/chat/completions", {**CHAT, field: value})
         assert status in (400, 404) and len(reply["error"]["message"]) < 700
 
 
@@ -259,12 +252,12 @@ def test_large_work_does_not_wait_in_front_of_small() -> None:
 
 
 def test_log_probabilities_of_a_prompt_are_not_laid_out_on_the_event_loop(
-    build: Any, monkeypatch: pytest.MonkeyPatch
+    build: Any, ask: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where: list[threading.Thread] = []
     monkeypatch.setattr(chat_routes, "prompt_logprobs", lambda *_: where.append(threading.current_thread()) or [None])
     body = json.dumps({**CHAT, "prompt_logprobs": 2}).encode()
-    status, reply = asyncio.run(post(build(), "/v1/chat/completions", body))
+    status, reply = ask(build(), "/v1/chat/completions", body)
     assert status == 200 and reply["prompt_logprobs"] == [None]
     assert where and threading.current_thread() not in where
 

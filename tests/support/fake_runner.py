@@ -9,7 +9,7 @@ against each other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.engine import host_sampler
+from toolkit.engine.core import EngineCore
+from toolkit.engine.options import EngineOptions
+from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams
 from toolkit.models.spec import CacheGroup, DecoderSpec, NormSpec
 from toolkit.runners.base import MemoryNeed, RunnerOptions
 from toolkit.runners.step import StepBatch, StepOutput
@@ -387,3 +390,44 @@ def output(tokens: NDArray[np.int32]) -> StepOutput:
         hidden=empty,
         target_logprobs=np.zeros(0, np.float32),
     )
+
+
+def make_core(
+    windows: tuple[Any, ...] = (None,),
+    vocab_size: int = 64,
+    *,
+    blocks: int = 200,
+    block_size: int = 4,
+    asynchronous: bool = False,
+    tokenizer: Any = None,
+    **options: Any,
+) -> EngineCore:
+    """The engine's loop over a fake runner: ``blocks`` for each window, ``options`` of ``EngineOptions``."""
+    runner = FakeRunner(windows, vocab_size, block_size, asynchronous=asynchronous)
+    defaults: dict[str, Any] = {"session_len": 200, "max_batch_size": 8, "max_prefill_token_num": 64, "check": True}
+    chosen = EngineOptions(**(defaults | {"num_blocks": (blocks,) * len(windows)} | options))
+    runner.allocate_cache(chosen.num_blocks)
+    return EngineCore(runner, chosen, tokenizer)
+
+
+def run(core: EngineCore, limit: int = 5000) -> dict[str, list[EngineOutput]]:
+    """Step until everything is done; outputs by request."""
+    found: dict[str, list[EngineOutput]] = {}
+    for _ in range(limit):
+        if not core.has_work:
+            return found
+        for output in core.step():
+            found.setdefault(output.id, []).append(output)
+        core.check_integrity()
+    raise AssertionError("the engine does not come to an end")
+
+
+def ask(core: EngineCore, tokens: list[int], n: int = 8, processors: Any = (), **params: Any) -> list[EngineOutput]:
+    """The outputs of one request; ``params`` of ``SamplingParams``, and ``session`` and ``only``."""
+    fields = {k: params.pop(k) for k in ("session", "only") if k in params}
+    core.add(EngineRequest("r", tokens, SamplingParams(n, **params), **fields), processors)
+    return run(core)["r"]
+
+
+def tokens_of(outputs: Iterable[EngineOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]

@@ -16,6 +16,7 @@ from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.inspect import inspect
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.convert.convert import convert
+from toolkit.convert.options import Packing
 from toolkit.engine.core import EngineCore
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineRequest, SamplingParams
@@ -24,6 +25,7 @@ from toolkit.errors import UsageError
 from toolkit.models.registry import families, get
 from toolkit.models.vision import PREFIX, Picture
 from toolkit.quant.lite import Common, auto_awq
+from toolkit.quant.options import Awq
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
 from toolkit.runners.native.packed import BF16, F32, VECTOR
@@ -194,14 +196,8 @@ def test_preempted_requests_see_the_same(seeing: Seeing) -> None:
 def test_artifacts_see_the_same(seeing: Seeing, tmp_path: Path) -> None:
     ids, pictures = seeing.prompt(PICTURES)
     for backend, target in zip(BACKENDS, ("torch", "cpu"), strict=False):
-        convert(
-            str(seeing.path),
-            tmp_path / target,
-            target=target,
-            dtype="float32",
-            head_bits=16 if target == "cpu" else None,
-            quiet=True,
-        )
+        options = Packing(target=target, dtype="float32", head_bits=16 if target == "cpu" else None)
+        convert(str(seeing.path), tmp_path / target, options, quiet=True)
         expected = run(opened(seeing.path, backend), request("a", ids, pictures, logits="all"))["a"]
         core = opened(tmp_path / target, backend)
         found = run(core, request("a", ids, pictures, logits="all"))["a"]
@@ -216,7 +212,7 @@ def test_artifacts_see_the_same(seeing: Seeing, tmp_path: Path) -> None:
 def test_an_artifact_keeps_the_towers_type(tiny_models: Any, tmp_path: Path) -> None:
     """The language model's vectors come in the one that the native library reads."""
     path = tiny_models("llava", dtype="bfloat16")
-    convert(str(path), tmp_path / "out", target="cpu", quiet=True)
+    convert(str(path), tmp_path / "out", Packing(target="cpu"), quiet=True)
     engine = json.loads((tmp_path / "out" / "engine.json").read_text())
     types = {name: entry["dtype"] for name, entry in engine["params"].items() if entry["kind"] == VECTOR}
     assert {types[name] for name in types if name.startswith(PREFIX)} == {BF16}
@@ -276,7 +272,7 @@ def test_quantizing_leaves_the_tower_as_it_is(tiny_models: Any, tmp_path: Path) 
         calib_dataset=str(text), calib_samples=4, calib_seqlen=32, eval_tokens=64, batch_size=4, quantize_lm_head=True
     )
     path = tiny_models("llava", dtype="float16")
-    auto_awq(str(path), tmp_path / "out", w_group_size=32, tune_steps=0, common=common)
+    auto_awq(str(path), tmp_path / "out", Awq(w_group_size=32, tune_steps=0), common=common)
     before, after = open_checkpoint(path), open_checkpoint(tmp_path / "out")
     towers = [name for name in before.names() if not name.startswith("language_model.")]
     assert towers and all(after.tensor(name).equal(before.tensor(name)) for name in towers)

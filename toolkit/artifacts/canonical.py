@@ -130,11 +130,8 @@ class GroupInt(ByRow):
 
 
 @dataclass(frozen=True)
-class ChannelInt8(ByRow):
-    """W8A8: int8 weight with one float32 scale a row; activations are quantized per token at run time.
-
-    ``weight``: int8 [out, in]; ``scales``: float32 [out]. w = weight * scale.
-    """
+class ScaledRows(ByRow):
+    """Codes with one float32 scale a row: w = weight * scale. ``weight``: [out, in]; ``scales``: [out]."""
 
     BY_ROW = ("weight", "scales")
 
@@ -149,21 +146,12 @@ class ChannelInt8(ByRow):
         return (self.weight.float() * self.scales[:, None]).to(dtype)
 
 
-@dataclass(frozen=True)
-class Fp8(ByRow):
-    """W8A8 in floating point: float8_e4m3fn or float8_e5m2 [out, in], float32 scales [out] (multiply)."""
+class ChannelInt8(ScaledRows):
+    """W8A8: int8 weights; activations are quantized per token at run time."""
 
-    BY_ROW = ("weight", "scales")
 
-    weight: Tensor
-    scales: Tensor
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.weight.shape[0], self.weight.shape[1]
-
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        return (self.weight.float() * self.scales[:, None]).to(dtype)
+class Fp8(ScaledRows):
+    """W8A8 in floating point: float8_e4m3fn or float8_e5m2."""
 
 
 @dataclass(frozen=True)

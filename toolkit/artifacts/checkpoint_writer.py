@@ -1,14 +1,15 @@
-"""Writing weights in the ecosystem's layout: model.safetensors, or shards and an index."""
+"""Writing a checkpoint as others read it: model.safetensors, or shards and an index; config.json; side files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from toolkit.artifacts.checkpoint import INDEX
+from toolkit.artifacts.checkpoint import INDEX, Checkpoint
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.safetensors_file import write_tensors
+from toolkit.artifacts.side_files import copy_side_files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +39,20 @@ class _Shards:
             now, self.next = [self.next], None
             yield now.pop()
             self.next = next(self.rest, None)
+
+
+def write_checkpoint(
+    target: Path,
+    source: Checkpoint,
+    tensors: Iterable[tuple[str, Tensor]],
+    config: Callable[[dict[str, Any]], dict[str, Any]],
+) -> None:
+    """Write what ``source`` has become to ``target``. ``config``: its config.json, but for what is said there of
+    quantization, → the new one; asked when all ``tensors`` are written. OSError passes through."""
+    write_model(target, tensors)
+    kept = {key: value for key, value in source.config.items() if key != "quantization_config"}
+    write_json_object(target / "config.json", config(kept))
+    copy_side_files(source, target)
 
 
 def write_model(target: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> None:

@@ -20,6 +20,7 @@ from toolkit.artifacts.side_files import copy_side_files
 from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.stage import open_stage
 from toolkit.artifacts.weights import cache_scales, iter_canonical, validate_checkpoint
+from toolkit.convert.options import Packing
 from toolkit.convert.targets import Target, choose_target
 from toolkit.engine_configs import DTYPES
 from toolkit.errors import ToolkitError, UsageError
@@ -55,13 +56,8 @@ class Converted:
 def convert(
     model: str,
     dst_path: Path | str,
+    options: Packing = Packing(),
     *,
-    target: str = "auto",
-    dtype: str = "auto",
-    model_format: str | None = None,
-    load_format: str = "auto",
-    head_bits: int | None = None,
-    tp: int = 1,
     overwrite: bool = False,
     revision: str | None = None,
     download_dir: str | None = None,
@@ -70,41 +66,39 @@ def convert(
 ) -> Converted:
     """Pack ``model`` into the engine artifact ``dst_path``; validates everything first, writes atomically.
 
-    ``dtype``: of dense weights and norms, "auto" keeps the checkpoint's; quantized weights keep their scales as stored.
-    ``model_format``: what the weights are expected to be (hf, awq, gptq, w8a8, gguf), checked. ``load_format``: "int8"
-    or "int4" rounds dense linears. ``head_bits``: 16, 8 or 4 for a dense head (target cpu: and embedding), None = the
-    target's default. ``quiet``: no download progress.
+    Quantized weights keep their scales as stored. ``quiet``: no download progress.
     Raises UsageError for a wrong option, ToolkitError for a model that cannot be read or a full disk.
     """
-    if tp != 1:
+    if options.tp != 1:
         raise UsageError(
-            f"--tp: expected 1, found {tp}: an artifact holds the whole model, and is split when it is run"
+            f"--tp: expected 1, found {options.tp}: an artifact holds the whole model, and is split when it is run"
         )
-    if dtype not in DTYPES:
-        raise UsageError(f"--dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
+    if options.dtype not in DTYPES:
+        raise UsageError(f"--dtype: expected one of {', '.join(DTYPES)}, found {options.dtype!r}")
     path = resolve_model(model, revision=revision, download_dir=download_dir, progress=not quiet)
     require_kind(path, ("checkpoint", "quantized"), "convert")
     check_directory_target(dst_path, [path], overwrite)
     explain_mapped_faults()
     checkpoint = open_checkpoint(path)
-    _check_format(checkpoint, model_format)
+    _check_format(checkpoint, options.model_format)
+    load_format = options.load_format
     if load_format not in ("auto", *BITS):
         raise UsageError(f"--load-format: expected auto, {', '.join(BITS)}, found {load_format!r}")
     check_load_format(load_format, path, (checkpoint.quantization or {}).get("quant_method"))
     spec, stored = load_spec(checkpoint)
     validate_checkpoint(checkpoint, stored)
-    chosen = choose_target(target, spec)
-    head_bits = _head_bits(chosen, head_bits)
-    options = {"target": chosen.name, "dtype": dtype} | ({} if head_bits is None else {"head_bits": head_bits})
-    options |= {} if load_format == "auto" else {"load_format": load_format}
+    chosen = choose_target(options.target, spec)
+    head_bits = _head_bits(chosen, options.head_bits)
+    told = {"target": chosen.name, "dtype": options.dtype} | ({} if head_bits is None else {"head_bits": head_bits})
+    told |= {} if load_format == "auto" else {"load_format": load_format}
     with open_stage(
-        dst_path, kind="engine", stage="convert", parent=describe_parent(path), options=options, overwrite=overwrite
+        dst_path, kind="engine", stage="convert", parent=describe_parent(path), options=told, overwrite=overwrite
     ) as stage:
         if stage.already_there:
             manifest = read_manifest(stage.target)
             assert manifest is not None
             return Converted(Path(dst_path), chosen.name, manifest, True)
-        cast = _cast(_read(checkpoint, spec, stored, load_format, progress), dtype)
+        cast = _cast(_read(checkpoint, spec, stored, load_format, progress), options.dtype)
         weights: Iterable[tuple[str, Weight | Tensor]] = chain(cast, cache_scales(checkpoint, stored))
         params, notes = write_packed(stage.dir, checkpoint, spec, weights, chosen, head_bits)
         quality = {}

@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
-from toolkit.artifacts.checkpoint_writer import write_model
+from toolkit.artifacts.checkpoint_writer import write_checkpoint
 from toolkit.artifacts.formats.ct_scheme import CACHE_SCHEME, cache_config
 from toolkit.artifacts.formats.describe import Layout, form_name, layout_of
 from toolkit.artifacts.formats.writers import WRITERS, Writer, adapt
-from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.manifest import Manifest, describe_parent, read_manifest, require_kind
 from toolkit.artifacts.replace import check_directory_target, check_file_target
-from toolkit.artifacts.side_files import copy_side_files
 from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.stage import Stage, open_stage, write_file
 from toolkit.artifacts.weights import (
@@ -118,21 +116,29 @@ def rewrite(
     checkpoint = open_checkpoint(path)
     spec, stored = load_spec(checkpoint)
     validate_checkpoint(checkpoint, stored)
-    if to == "gguf":
-        return _to_gguf(checkpoint, spec, stored, target, gguf_type, importance, overwrite, progress)
+    if to == "gguf" and target.suffix.lower() == ".gguf":
+        with write_file(target) as file:
+            check_file_target(target, path, overwrite)  # another run may just have ended
+            notes, _ = _write_gguf(checkpoint, spec, stored, file, gguf_type, importance, progress)
+        return Rewritten(target, to, notes, None)
     quantized = any_quantized(checkpoint, stored)
-    if not quantized and to != "hf" and to not in _ROUNDED:
+    if not quantized and to not in ("hf", "gguf", *_ROUNDED):
         lite = {"awq": "auto_awq", "auto_round": "auto_round"}.get(to, "auto_gptq")
         raise ToolkitError(f"{path}: not quantized, and {to} needs calibration: use tool lite {lite}")
-    options = {"to": to, "dtype": dtype}
+    options: dict[str, Any] = {"to": to} | ({"gguf_type": gguf_type} if to == "gguf" else {"dtype": dtype})
+    options |= {} if importance is None else {"importance": _digest(importance)}
     kind = "checkpoint" if to == "hf" else "quantized"
     parent = describe_parent(path)
     with open_stage(target, kind=kind, stage="convert", parent=parent, options=options, overwrite=overwrite) as stage:
         if stage.already_there:
             return Rewritten(target, to, [], read_manifest(stage.target), True)
-        work = _Work(checkpoint, spec, stored, build(checkpoint.config)[1], quantized, to, dtype, progress)
-        _write(work, stage)
-        return Rewritten(target, to, _notes(work), stage.finish(_quality(work)))
+        if to == "gguf":
+            file = stage.dir / "model.gguf"
+            notes, quality = _write_gguf(checkpoint, spec, stored, file, gguf_type, importance, progress)
+        else:
+            work = _Work(checkpoint, spec, stored, build(checkpoint.config)[1], quantized, to, dtype, progress)
+            notes, quality = _write(work, stage)
+        return Rewritten(target, to, notes, stage.finish(quality))
 
 
 def _check_options(to: str, gguf_type: str, dtype: str) -> None:
@@ -153,23 +159,25 @@ def _check_options(to: str, gguf_type: str, dtype: str) -> None:
 # -- directories
 
 
-def _write(work: _Work, stage: Stage) -> None:
+def _write(work: _Work, stage: Stage) -> tuple[list[str], dict[str, Any]]:
+    """Write the checkpoint; returns what is to be told, and figures for the manifest."""
     tensors = _dense_tensors(work) if work.to == "hf" else _quantized_tensors(work, WRITERS[work.to])
     scales = work.cache_scales() if work.to in _CACHE_SCALED else {}
-    write_model(stage.dir, chain(tensors, scales.items()))
-    config = {k: v for k, v in work.checkpoint.config.items() if k != "quantization_config"}
-    if work.to != "hf":
-        config["quantization_config"] = WRITERS[work.to].config(work.layouts)
-    elif work.dtype != "auto" or work.widened:
-        config.pop("dtype", None)
-        config["torch_dtype"] = work.dtype if work.dtype != "auto" else "float32"
-    if scales and work.to != "fp8":  # whose readers need no word of it
-        scheme = (work.checkpoint.quantization or {}).get("kv_cache_scheme") or CACHE_SCHEME
-        config["quantization_config"] = config.get("quantization_config", cache_config(scheme)) | {
-            "kv_cache_scheme": scheme
-        }
-    write_json_object(stage.dir / "config.json", config)
-    copy_side_files(work.checkpoint, stage.dir)
+
+    def config(kept: dict[str, Any]) -> dict[str, Any]:
+        if work.to != "hf":
+            kept["quantization_config"] = WRITERS[work.to].config(work.layouts)
+        elif work.dtype != "auto" or work.widened:
+            kept.pop("dtype", None)
+            kept["torch_dtype"] = work.dtype if work.dtype != "auto" else "float32"
+        if scales and work.to != "fp8":  # whose readers need no word of it
+            scheme = (work.checkpoint.quantization or {}).get("kv_cache_scheme") or CACHE_SCHEME
+            stated = kept.get("quantization_config", cache_config(scheme))
+            kept["quantization_config"] = stated | {"kv_cache_scheme": scheme}
+        return kept
+
+    write_checkpoint(stage.dir, work.checkpoint, chain(tensors, scales.items()), config)
+    return _notes(work), {"layers": [{"name": name, "rel_error": error} for name, error in work.errors.items()]}
 
 
 def _modules(work: _Work) -> Iterator[tuple[StoredTensor, Weight | Tensor, Tensor | None]]:
@@ -331,49 +339,26 @@ def _without_scales(checkpoint: Checkpoint, to: str) -> list[str]:
     ]
 
 
-def _quality(work: _Work) -> dict[str, Any]:
-    return {"layers": [{"name": name, "rel_error": error} for name, error in work.errors.items()]}
-
-
 # -- GGUF
 
 
-def _to_gguf(
+def _write_gguf(
     checkpoint: Checkpoint,
     spec: DecoderSpec,
     stored: list[StoredTensor],
-    target: Path,
+    file: Path,
     gguf_type: str,
     importance: Mapping[str, Tensor] | None,
-    overwrite: bool,
     progress: Progress | None,
-) -> Rewritten:
+) -> tuple[list[str], dict[str, Any]]:
+    """As ``_write``."""
     from toolkit.artifacts.gguf.export import plan_export
 
-    if target.suffix.lower() == ".gguf":
-        with write_file(target) as file:
-            check_file_target(target, checkpoint.path, overwrite)  # another run may just have ended
-            export = plan_export(checkpoint, spec, stored, gguf_type, importance)
-            export.write(file, progress)
-        return Rewritten(target, "gguf", [*_gguf_notes(export), *_without_scales(checkpoint, "gguf")], None)
-    options: dict[str, Any] = {"to": "gguf", "gguf_type": gguf_type}
-    if importance is not None:
-        options["importance"] = _digest(importance)
-    with open_stage(
-        target,
-        kind="quantized",
-        stage="convert",
-        parent=describe_parent(checkpoint.path),
-        options=options,
-        overwrite=overwrite,
-    ) as stage:
-        if stage.already_there:
-            return Rewritten(target, "gguf", [], read_manifest(stage.target), True)
-        export = plan_export(checkpoint, spec, stored, gguf_type, importance)
-        export.write(stage.dir / "model.gguf", progress)
-        layers = [{"name": name, "rel_error": error} for name, error in export.errors.items()]
-        notes = [*_gguf_notes(export), *_without_scales(checkpoint, "gguf")]
-        return Rewritten(target, "gguf", notes, stage.finish({"layers": layers, "types": export.types}))
+    export = plan_export(checkpoint, spec, stored, gguf_type, importance)
+    export.write(file, progress)
+    layers = [{"name": name, "rel_error": error} for name, error in export.errors.items()]
+    notes = [*_gguf_notes(export), *_without_scales(checkpoint, "gguf")]
+    return notes, {"layers": layers, "types": export.types}
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:

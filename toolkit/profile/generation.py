@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,45 +12,25 @@ from toolkit.engine.frontend import AsyncEngine
 from toolkit.engine.setup import Packed
 from toolkit.engine_configs import EngineConfig
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.messages import GenerationConfig
+from toolkit.option import spelled
 from toolkit.profile.load import run_all
 from toolkit.profile.memory import PeakMemory, gpu_used_mib, process_tree_mib
 from toolkit.profile.metrics import RequestRecord, generation_row
+from toolkit.profile.options import Grid
 from toolkit.profile.workload import Ask, random_prompts
 
 WARM_UP_TOKENS = 4
 
 
-@dataclass(frozen=True)
-class Grid:
-    """``concurrency``: the batch sizes to measure, one row each; ``rounds`` are measured together."""
-
-    concurrency: Sequence[int] = (1, 8, 32)
-    prompt_tokens: int = 512
-    completion_tokens: int = 128
-    rounds: int = 1
-    seed: int = 0
-    sampling: GenerationConfig = field(default_factory=GenerationConfig)
-
-    def check(self) -> None:
-        """Raise UsageError for the first value out of its range."""
-        if not self.concurrency or min(self.concurrency) < 1:
-            raise UsageError(f"--concurrency: expected numbers of 1 or more, found {list(self.concurrency)}")
-        for name in ("prompt_tokens", "completion_tokens", "rounds"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"--{name.replace('_', '-')}: expected 1 or more, found {getattr(self, name)}")
-        if self.seed < 0:
-            raise UsageError(f"--seed: expected 0 or more, found {self.seed}")
-
-    def fit(self, config: EngineConfig) -> None:
-        """Give ``config`` room for this grid where a size is open. Raises UsageError for a size that is too small."""
-        needed = {"max_batch_size": max(self.concurrency), "session_len": self.prompt_tokens + self.completion_tokens}
-        for name, value in needed.items():
-            given = getattr(config, name)
-            if given is None:
-                setattr(config, name, value)
-            elif given < value:
-                raise UsageError(f"--{name.replace('_', '-')}: this grid needs {value}, found {given}")
+def fit(config: EngineConfig, grid: Grid) -> None:
+    """Give ``config`` room for the grid where a size is open. Raises UsageError for a size that is too small."""
+    needed = {"max_batch_size": max(grid.concurrency), "session_len": grid.prompt_tokens + grid.completion_tokens}
+    for name, value in needed.items():
+        given = getattr(config, name)
+        if given is None:
+            setattr(config, name, value)
+        elif given < value:
+            raise UsageError(f"{spelled(name)}: this grid needs {value}, found {given}")
 
 
 def measure(
@@ -72,7 +51,7 @@ def measure(
     ToolkitError when a request fails or the memory plan cannot hold the largest batch.
     """
     grid.check()
-    grid.fit(engine_config)
+    fit(engine_config, grid)
     engine = AsyncEngine.open(model, backend_config=engine_config, progress=progress, process=True, packed=packed)
     try:
         _check_room(engine, grid)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-LATENCIES = ("e2e_latency", "ttft", "tpot", "itl")
+from toolkit.profile.options import LATENCIES
 
 
 @dataclass

@@ -17,8 +17,8 @@ from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.layers.spill import Spill
 from toolkit.quant.layers.statistics import Gram
 from toolkit.quant.layers.statistics_file import KIND, PARTS, file_name, planned_bytes, write_statistics
+from toolkit.quant.options import Common
 from toolkit.quant.run import (
-    Common,
     Progress,
     Result,
     check_common,
@@ -35,7 +35,7 @@ def calibrate(
     model: str,
     work_dir: Path | str,
     *,
-    common: Common | None = None,
+    common: Common = Common(),
     progress: Progress = lambda what, done, total: None,
     told: Callable[[int], None] = lambda size: None,
 ) -> Result:
@@ -43,7 +43,6 @@ def calibrate(
 
     ``told`` is called with the bytes that this takes before anything is read. Raises UsageError or ToolkitError.
     """
-    common = common or Common()
     check_common(common)
     source = open_source(model, common, "calibrate")
     check_directory_target(work_dir, [source.path], common.overwrite)

@@ -153,13 +153,16 @@ def importance_of(model: Path, statistics: Path) -> dict[str, Tensor]:
     for index, layer in enumerate(source.spec.layers):
         grams = saved.grams(index)
         for site in layer_sites(layer):
-            if site.name in grams:
-                gram = grams[site.name].revived()
-                found.update({x.name: gram.xtx.diagonal() / gram.rows for x in site.linears})
-    head = saved.grams(len(source.spec.layers)).get(source.spec.head)
-    if head is not None:
-        mean = head.revived().xtx.diagonal() / head.rows
+            if (mean := _mean_squares(grams.get(site.name))) is not None:
+                found.update({x.name: mean for x in site.linears})
+    mean = _mean_squares(saved.grams(len(source.spec.layers)).get(source.spec.head))
+    if mean is not None:
         found[source.spec.head] = mean
         if source.spec.tied:
             found[source.spec.embed] = mean
     return found
+
+
+def _mean_squares(gram: Gram | None) -> Tensor | None:
+    alive = None if gram is None else gram.revived()
+    return None if alive is None else alive.xtx.diagonal() / alive.rows

@@ -19,13 +19,14 @@ from toolkit.extras import require
 from toolkit.models.sites import Site
 from toolkit.quant import gguf
 from toolkit.quant.layer_config import read_layer_config
+from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.layers.statistics import Gram
 from toolkit.quant.methods import autoround, awq, floats, gptq, smooth
 from toolkit.quant.methods import search as finder
 from toolkit.quant.methods.grid import choose_group_size
 from toolkit.quant.methods.sensitivity import SAMPLES
-from toolkit.quant.presets import USUAL
-from toolkit.quant.run import Common, Prepared, Progress, Recipe, Result, choose, open_source, run, store_dtype, targets
+from toolkit.quant.options import AutoRound, Awq, BlockedFp8, Common, Gptq, Search, SmoothQuant, byte_count
+from toolkit.quant.run import Prepared, Progress, Recipe, Result, choose, open_source, run, store_dtype, targets
 from toolkit.quant.selection import head_site
 
 __all__ = ["Common", "Result", "auto_awq", "auto_gptq", "auto_round", "blocked_fp8", "mxfp4", "search", "smooth_quant"]
@@ -40,67 +41,50 @@ def _quiet(what: str, done: int, total: int) -> None:
 def auto_awq(
     model: str,
     work_dir: Path | str,
+    options: Awq = Awq(),
     *,
-    w_bits: int = 4,
-    w_sym: bool = False,
-    w_group_size: int | str = "auto",
-    search_scale: bool = True,
-    rounding: str = "nearest",
-    damp: float = 0.01,
-    desc_act: bool = False,
-    static_groups: bool = True,
-    tune_steps: int | None = None,
-    common: Common | None = None,
+    common: Common = Common(),
     progress: Progress = _quiet,
 ) -> Result:
     """Quantize MODEL by AWQ into ``work_dir``, by default to 4 bits in the "gemm" format.
 
-    ``rounding`` "gptq": the scaled weights are rounded with error feedback, inputs taken through the quantized layers;
-    ``damp``, ``desc_act``, ``static_groups`` are GPTQ's then. ``tune_steps``: steps of ``tune.tune`` afterwards, None
-    for the default where memory allows it. Other bits than 4 go to GPTQ's format or compressed-tensors. Raises
-    UsageError for options that cannot be, ToolkitError for a model that cannot be quantized; one line each.
+    ``rounding`` "gptq": the scaled weights are rounded with error feedback, inputs taken through the quantized layers.
+    Other bits than 4 go to GPTQ's format or compressed-tensors. Raises UsageError for options that cannot be,
+    ToolkitError for a model that cannot be quantized; one line each.
     """
-    if w_bits not in GPTQ_BITS:
-        raise UsageError(f"--w-bits: expected 4, 8, 3 or 2, found {w_bits}")
-    if rounding not in ("nearest", "gptq"):
-        raise UsageError(f"--rounding: expected nearest or gptq, found {rounding!r}")
-    if rounding == "nearest" and (damp, desc_act, static_groups) != (gptq.Rounding.damp, False, True):
+    if options.w_bits not in GPTQ_BITS:
+        raise UsageError(f"--w-bits: expected 4, 8, 3 or 2, found {options.w_bits}")
+    if options.rounding not in ("nearest", "gptq"):
+        raise UsageError(f"--rounding: expected nearest or gptq, found {options.rounding!r}")
+    feedback, how = options.rounding == "gptq", _rounding(options)
+    if not feedback and how != gptq.Rounding():
         raise UsageError("--damp, --desc-act, --static-groups: they are GPTQ's; give --rounding gptq too")
-    common = common or Common()
-    if w_bits != 4 and common.format in (None, "awq"):
+    if options.w_bits != 4 and common.format in (None, "awq"):
         raise UsageError(
-            f"--w-bits: the AWQ gemm format holds 4-bit weights alone, found {w_bits}; "
+            f"--w-bits: the AWQ gemm format holds 4-bit weights alone, found {options.w_bits}; "
             "give --format gptq_v2 or compressed-tensors too, or leave it out"
         )
     source = open_source(model, common, "auto_awq")
-    group_size = choose_group_size(w_group_size, targets(source, choose(source, common)))
-    grid = awq.Grid(w_bits, group_size, w_sym)
-    options: dict[str, Any] = {
-        "w_bits": w_bits,
-        "w_sym": w_sym,
-        "w_group_size": group_size,
-        "search_scale": search_scale,
-    }
-    how = gptq.Rounding(damp=damp, desc_act=desc_act, static_groups=static_groups)
-    if rounding == "gptq":
-        options |= {"rounding": rounding} | _rounding_options(how)
+    grid = _grid(options, source, common)
+    told = _grid_options(grid) | {"search_scale": options.search_scale}
+    if feedback:
+        told |= {"rounding": options.rounding} | _rounding_options(how)
 
     def method(dtype: torch.dtype, _: Path) -> awq.Method:
-        if rounding == "nearest":
-            return awq.method(grid, search=search_scale, dtype=dtype)
-        scaler = partial(awq.site_scale, grid=grid, search=search_scale, dtype=dtype)
+        if not feedback:
+            return awq.method(grid, search=options.search_scale, dtype=dtype)
+        scaler = partial(awq.site_scale, grid=grid, search=options.search_scale, dtype=dtype)
         return gptq.method(grid, how, dtype=dtype, scaler=scaler)
 
-    order = rounding == "gptq" and desc_act and not static_groups
     recipe = Recipe(
         stage="lite auto_awq",
-        options=options,
+        options=told,
         method=method,
-        sample=partial(_integers, grid, order),
+        sample=partial(_integers, grid, feedback and how.act_order),
         formats=("awq", "gptq_v2", "gptq", "compressed-tensors", "auto_round", "gguf"),
-        group_size=group_size,
-        sequential=rounding == "gptq",
-        tune_steps=tune_steps,
+        group_size=grid.group_size,
+        sequential=feedback,
+        tune_steps=options.tune_steps,
     )
     return run(source, Path(work_dir), recipe, common, progress)
 
@@ -108,43 +92,42 @@ def auto_awq(
 def auto_gptq(
     model: str,
     work_dir: Path | str,
+    options: Gptq = Gptq(),
     *,
-    w_bits: int = 4,
-    w_sym: bool = True,
-    w_group_size: int | str = "auto",
-    damp: float = 0.01,
-    desc_act: bool = False,
-    static_groups: bool = True,
-    tune_steps: int | None = None,
-    common: Common | None = None,
+    common: Common = Common(),
     progress: Progress = _quiet,
 ) -> Result:
     """Quantize MODEL by GPTQ into ``work_dir``; symmetric in GPTQ's format version 1, else in version 2, which alone
-    holds a zero point of 0. ``tune_steps`` as for ``auto_awq``. Raises as ``auto_awq`` does."""
-    if w_bits not in GPTQ_BITS:
-        raise UsageError(f"--w-bits: GPTQ holds weights of 2, 3, 4 or 8 bits, found {w_bits}")
-    common = common or Common()
+    holds a zero point of 0. Raises as ``auto_awq`` does."""
+    if options.w_bits not in GPTQ_BITS:
+        raise UsageError(f"--w-bits: GPTQ holds weights of 2, 3, 4 or 8 bits, found {options.w_bits}")
     source = open_source(model, common, "auto_gptq")
-    group_size = choose_group_size(w_group_size, targets(source, choose(source, common)))
-    grid = awq.Grid(w_bits, group_size, w_sym)
-    how = gptq.Rounding(damp=damp, desc_act=desc_act, static_groups=static_groups)
+    grid, how = _grid(options, source, common), _rounding(options)
+    gptq_names = ("gptq", "gptq_v2") if grid.symmetric else ("gptq_v2", "gptq")
     recipe = Recipe(
         stage="lite auto_gptq",
-        options={"w_bits": w_bits, "w_sym": w_sym, "w_group_size": group_size} | _rounding_options(how),
+        options=_grid_options(grid) | _rounding_options(how),
         method=lambda dtype, _: gptq.method(grid, how, dtype=dtype),
-        sample=partial(_integers, grid, desc_act and not static_groups),
-        formats=(
-            *(("gptq", "gptq_v2") if w_sym else ("gptq_v2", "gptq")),
-            "compressed-tensors",
-            "awq",
-            "auto_round",
-            "gguf",
-        ),
-        group_size=group_size,
+        sample=partial(_integers, grid, how.act_order),
+        formats=(*gptq_names, "compressed-tensors", "awq", "auto_round", "gguf"),
+        group_size=grid.group_size,
         sequential=True,
-        tune_steps=tune_steps,
+        tune_steps=options.tune_steps,
     )
     return run(source, Path(work_dir), recipe, common, progress)
+
+
+def _grid(options: Awq | Gptq | AutoRound, source: LayerSource, common: Common) -> awq.Grid:
+    size = choose_group_size(options.w_group_size, targets(source, choose(source, common)))
+    return awq.Grid(options.w_bits, size, options.w_sym)
+
+
+def _grid_options(grid: awq.Grid) -> dict[str, Any]:
+    return {"w_bits": grid.bits, "w_sym": grid.symmetric, "w_group_size": grid.group_size}
+
+
+def _rounding(options: Awq | Gptq) -> gptq.Rounding:
+    return gptq.Rounding(damp=options.damp, desc_act=options.desc_act, static_groups=options.static_groups)
 
 
 def _rounding_options(how: gptq.Rounding) -> dict[str, float | bool]:
@@ -156,34 +139,29 @@ def _rounding_options(how: gptq.Rounding) -> dict[str, float | bool]:
 def auto_round(
     model: str,
     work_dir: Path | str,
+    options: AutoRound = AutoRound(),
     *,
-    w_bits: int = 4,
-    w_sym: bool = True,
-    w_group_size: int | str = "auto",
-    iters: int = USUAL.iters,
-    layer_config: str | None = None,
-    common: Common | None = None,
+    common: Common = Common(),
     progress: Progress = _quiet,
 ) -> Result:
     """Quantize MODEL by the auto-round library, one block after another, into ``work_dir``.
 
-    ``iters``: steps a block; a head that is quantized too is rounded by GPTQ. ``layer_config``: see
-    ``layer_config.read_layer_config``. Raises as ``auto_awq`` does.
+    A head that is quantized too is rounded by GPTQ. Raises as ``auto_awq`` does.
     """
     require("auto_round", "lite auto_round")
-    if w_bits not in GPTQ_BITS:
-        raise UsageError(f"--w-bits: expected 4, 8, 3 or 2, found {w_bits}")
+    if options.w_bits not in GPTQ_BITS:
+        raise UsageError(f"--w-bits: expected 4, 8, 3 or 2, found {options.w_bits}")
+    iters = common.effort.iters if options.iters is None else options.iters
     if iters < 0:
         raise UsageError(f"--iters: expected 0 or more, found {iters}")
-    common = common or Common()
     if common.calibration is not None:
         raise UsageError("--calibration: auto_round has no use for it; leave the option out")
     source = open_source(model, common, "auto_round")
-    grid = awq.Grid(w_bits, choose_group_size(w_group_size, targets(source, choose(source, common))), w_sym)
+    grid = _grid(options, source, common)
     own: dict[str, awq.Grid] = {}
-    if layer_config is not None:
+    if options.layer_config is not None:
         modules = [item for items in source.stored for item in items if item.kind == "linear"]
-        own, dense = read_layer_config(layer_config, modules, grid, GPTQ_BITS)
+        own, dense = read_layer_config(options.layer_config, modules, grid, GPTQ_BITS)
         common = replace(common, skip=(*common.skip, *(f"^{re.escape(name)}$" for name in sorted(dense))))
     tuning = autoround.Tuning(grid, iters, common.batch_size, common.seed, own)
     selection = choose(source, common)
@@ -198,7 +176,7 @@ def auto_round(
         autoround.tune(source, selection, run, tuning)
         return {}
 
-    gptq_names: tuple[str, ...] = ("gptq", "gptq_v2") if w_sym else ("gptq_v2", "gptq")
+    gptq_names: tuple[str, ...] = ("gptq", "gptq_v2") if grid.symmetric else ("gptq_v2", "gptq")
     if any(not g.symmetric for g in own.values()):
         gptq_names = ("gptq_v2",)
     plain: tuple[str, ...] = () if own else ("awq",)  # AWQ states one grid for the whole model
@@ -206,7 +184,8 @@ def auto_round(
         plain = (*plain, "gguf")
     recipe = Recipe(
         stage="lite auto_round",
-        options={"w_bits": w_bits, "w_sym": w_sym, "w_group_size": grid.group_size, "iters": iters}
+        options=_grid_options(grid)
+        | {"iters": iters}
         | ({"layer_config": {name: asdict(g) for name, g in own.items()}} if own else {}),
         method=lambda dtype, directory: autoround.method(directory, tuning, dtype=dtype, head=source.spec.head),
         sample=partial(_integers, grid, False),
@@ -222,25 +201,23 @@ def auto_round(
 def search(
     model: str,
     work_dir: Path | str,
+    options: Search = Search(),
     *,
-    bits: float | None = None,
-    size: int | None = None,
-    damp: float = 0.01,
-    tune_steps: int | None = None,
-    common: Common | None = None,
+    common: Common = Common(),
     progress: Progress = _quiet,
 ) -> Result:
     """Quantize MODEL by AWQ and GPTQ together, with bits and group chosen for each attention and MLP by measured loss.
 
     Exactly one budget: ``bits`` a weight, over all linears that are quantized, with scales and zero points; or ``size``
-    of the weight files in bytes. A head that is quantized too gets 8 bits, which count in ``size`` alone.
-    ``tune_steps`` as for ``auto_awq``. Raises as ``auto_awq`` does.
+    of the weight files. A head that is quantized too gets 8 bits, which count in ``size`` alone. Raises as ``auto_awq``
+    does.
     """
+    bits, size = options.bits, options.size
+    size = byte_count("--size", size) if isinstance(size, str) else size
     if (bits is None) == (size is None):
         raise UsageError("--bits, --size: give one of them")
     if bits is not None and not 0 < bits < math.inf:
         raise UsageError(f"--bits: expected bits a weight, such as 4.5, found {bits:g}")
-    common = common or Common()
     if common.calibration is not None:
         raise UsageError("--calibration: search has no use for it; leave the option out")
     source = open_source(model, common, "search")
@@ -258,7 +235,7 @@ def search(
             budget -= finder.cost(head.in_features * head.out_features, finder.head_grid(head, in_gguf), in_gguf)
         budget -= gguf.overhead_bits(source) if in_gguf else 0
     finder.check_budget(linears, budget, in_gguf)
-    grid, how = awq.Grid(4, 32, False), gptq.Rounding(damp=damp)
+    grid, how = awq.Grid(4, 32, False), gptq.Rounding(damp=options.damp)
     chosen = {x.name: finder.head_grid(x, in_gguf) for x in heads}
 
     def prepare(run: Prepared) -> dict[str, Any]:
@@ -285,7 +262,7 @@ def search(
         formats=("compressed-tensors", "gptq_v2", "auto_round", "gguf"),
         sequential=True,
         prepare=prepare,
-        tune_steps=tune_steps,
+        tune_steps=options.tune_steps,
         beside=sum(len(layer.sublayers) for layer in source.spec.layers) * SAMPLES,
     )
     return run(source, Path(work_dir), recipe, common, progress)
@@ -294,24 +271,22 @@ def search(
 def smooth_quant(
     model: str,
     work_dir: Path | str,
+    options: SmoothQuant = SmoothQuant(),
     *,
-    quant_dtype: str = "int8",
-    strength: float | None = None,
-    tune_steps: int = USUAL.tune_steps_8bit,
-    common: Common | None = None,
+    common: Common = Common(),
     progress: Progress = _quiet,
 ) -> Result:
     """Quantize MODEL to 8-bit weights and activations by SmoothQuant, in LMDeploy's format, into ``work_dir``.
 
-    ``strength``: α for all inputs, None to search it for each. ``tune_steps``: of ``tune.tune`` afterwards, with inputs
-    rounded as at run time. Raises as ``auto_awq`` does.
+    ``strength``: α for all inputs, None to search it for each. Tuning rounds inputs as at run time. Raises as
+    ``auto_awq`` does.
     """
+    quant_dtype, strength = options.quant_dtype, options.strength
     if quant_dtype not in smooth.QUANT_DTYPES:
         raise UsageError(f"--quant-dtype: expected {', '.join(smooth.QUANT_DTYPES)}, found {quant_dtype!r}")
     if strength is not None and not 0 <= strength <= 1:
         raise UsageError(f"--strength: expected a number from 0 to 1, found {strength:g}")
     kind = smooth.QUANT_DTYPES[quant_dtype]
-    common = common or Common()
 
     def sample(rows: int, columns: int) -> Weight:
         codes, scales = torch.zeros(1, 1, dtype=kind).expand(rows, columns), torch.ones(1).expand(rows)
@@ -327,7 +302,7 @@ def smooth_quant(
         sample=sample,
         formats=("w8a8", "compressed-tensors"),
         products=False,
-        tune_steps=tune_steps,
+        tune_steps=common.effort.tune_steps_8bit if options.tune_steps is None else options.tune_steps,
     )
     return run(open_source(model, common, "smooth_quant"), Path(work_dir), recipe, common, progress)
 
@@ -335,18 +310,18 @@ def smooth_quant(
 def blocked_fp8(
     model: str,
     work_dir: Path | str,
+    options: BlockedFp8 = BlockedFp8(),
     *,
-    scale_fmt: str | None = None,
-    common: Common | None = None,
+    common: Common = Common(),
     progress: Progress = _quiet,
 ) -> Result:
     """Quantize MODEL to float8 in tiles of 128 × 128 (DeepSeek's format) into ``work_dir``; needs no calibration.
 
-    ``scale_fmt`` "ue8m0": scales are powers of two. Raises as ``auto_awq`` does.
+    Raises as ``auto_awq`` does.
     """
+    scale_fmt = options.scale_fmt
     if scale_fmt not in (None, "ue8m0"):
         raise UsageError(f"--scale-fmt: expected ue8m0, or leave it out, found {scale_fmt!r}")
-    common = common or Common()
     source = open_source(model, common, "blocked_fp8")
     stored = [
         module  # stacks of experts are written one by one
@@ -371,12 +346,11 @@ def blocked_fp8(
     return run(source, Path(work_dir), recipe, common, progress)
 
 
-def mxfp4(model: str, work_dir: Path | str, *, common: Common | None = None, progress: Progress = _quiet) -> Result:
+def mxfp4(model: str, work_dir: Path | str, *, common: Common = Common(), progress: Progress = _quiet) -> Result:
     """Quantize MODEL to 4-bit floats in blocks of 32 with power-of-two scales into ``work_dir``; needs no calibration.
 
     Raises as ``auto_awq`` does.
     """
-    common = common or Common()
     source = open_source(model, common, "mxfp4")
     odd = next((x for x in targets(source, choose(source, common)) if x.in_features % floats.GROUP), None)
     if odd is not None:

@@ -24,54 +24,21 @@ from toolkit.models.spec import LinearSpec
 from toolkit.quant import estimate, gguf
 from toolkit.quant.format_choice import choose_format
 from toolkit.quant.layers.layerwise import Flow, Setting, load_head, probe_layers, quantize_layers, saved_layers
-from toolkit.quant.layers.output import write_checkpoint
+from toolkit.quant.layers.output import write_layers
 from toolkit.quant.layers.probe import Probe
 from toolkit.quant.layers.result import Method, storable_bits
 from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.layers.spill import Spill
 from toolkit.quant.layers.statistics_file import SavedStatistics, open_statistics
 from toolkit.quant.methods.tune import KEY, choose_steps, most_samples, needed, tune
+from toolkit.quant.options import Common
 from toolkit.quant.plan import plan_memory
-from toolkit.quant.presets import USUAL
 from toolkit.quant.selection import Selection, select
 from toolkit.quant.text.calibration import CalibrationPlan, make_plan
 from toolkit.quant.text.calibration_text import CalibrationText, Progress
 from toolkit.quant.text.selftext import is_written
 from toolkit.runners.native.library import explain_mapped_faults
 from toolkit.runners.tensor.find import DTYPES, find_device
-
-CACHE_MEMORY = 4.0  # GiB
-
-
-def _unheard(line: str) -> None:
-    """A notice that nobody reads."""
-
-
-@dataclass(frozen=True)
-class Common:
-    """Options that every method shares; names as on the command line. ``format`` None: the method's own.
-    ``cache_memory``: GiB of activations that are kept in memory; more goes to disk. ``usual_tune_steps``: where a
-    method is not told how many. ``notice``: told of the plan."""
-
-    calib_dataset: str = "self"
-    calib_samples: int | None = None
-    calib_seqlen: int = 512
-    batch_size: int = 8
-    dtype: str = "auto"
-    device: str = "auto"
-    revision: str | None = None
-    download_dir: str | None = None
-    seed: int = 0
-    eval_tokens: int = USUAL.eval_tokens
-    overwrite: bool = False
-    format: str | None = None
-    skip: tuple[str, ...] = ()
-    include: tuple[str, ...] = ()
-    quantize_lm_head: bool = False
-    calibration: str | None = None
-    cache_memory: float = CACHE_MEMORY
-    usual_tune_steps: int = USUAL.tune_steps
-    notice: Callable[[str], None] = _unheard
 
 
 @dataclass(frozen=True)
@@ -107,7 +74,7 @@ class Recipe:
 
     ``method(dtype, directory)``: how sites are quantized, ``dtype`` being what dense tensors are stored as.
     ``sample(out, in)``: a stand-in of the weights it makes, by which ``formats`` (the first is the default) are checked
-    beforehand. ``group_size``: see ``write_checkpoint``. ``sequential``, ``products``: see ``layerwise.Setting``.
+    beforehand. ``group_size``: see ``write_layers``. ``sequential``, ``products``: see ``layerwise.Setting``.
     ``calibrated``: whether the method reads text at all. ``prepare``: what is to be done with the whole model before
     its layers, returning figures for ``quality``. ``tune_steps``: of the tuning afterwards, None for the default where
     it fits ``--cache-memory``. ``whole_layers``: whether ``prepare`` has a layer in memory as a whole; ``texts``: how
@@ -201,10 +168,10 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
     plan = text.plan if text else None
     hindrance = "not with --format gguf" if form == gguf.FORMAT else None
     tune_steps = choose_steps(
-        source, recipe.tune_steps, common.usual_tune_steps, plan, common.cache_memory, hindrance, common.notice
+        source, recipe.tune_steps, common.effort.tune_steps, plan, common.cache_memory, hindrance, common.notice
     )
     tell_plan(
-        source, common, plan, eval_tokens=common.eval_tokens, tune_steps=tune_steps, whole_layers=recipe.whole_layers,
+        source, common, plan, eval_tokens=common.measured, tune_steps=tune_steps, whole_layers=recipe.whole_layers,
         texts=recipe.texts, beside=recipe.beside, products=recipe.products,
     )  # fmt: skip
     progress("reading the model", 0, 1)
@@ -217,7 +184,7 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
         "batch_size": common.batch_size,
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type,
-        "eval_tokens": common.eval_tokens,
+        "eval_tokens": common.measured,
     }
     options |= {k: list(v) for k, v in (("skip", common.skip), ("include", common.include)) if v}
     options |= {"quantize_lm_head": True} if selection.head else {}
@@ -241,7 +208,7 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
         if form == gguf.FORMAT:
             quality |= gguf.write_file(source, stage, dtype)
         else:
-            write_checkpoint(source, stage, WRITERS[form], dtype, group_size=recipe.group_size, extra=recipe.extra)
+            write_layers(source, stage, WRITERS[form], dtype, group_size=recipe.group_size, extra=recipe.extra)
         quality |= _size(source, stage, gguf.stored_bits if form == gguf.FORMAT else storable_bits)
         stage.finish(quality)
     return Result(work_dir, options, quality, False)
@@ -276,7 +243,7 @@ def _tell_time(
         products=setting.products and plan is not None,
         tune_steps=0 if KEY in there else tune_steps,
         iters=recipe.options.get("iters", 0),
-        eval_tokens=common.eval_tokens,
+        eval_tokens=common.measured,
     )
     common.notice(estimate.line(estimate.seconds(source, work, estimate.measure(source, setting.device))))
 
@@ -302,7 +269,7 @@ def _quantize(
         progress(recipe.stage.removeprefix("lite "), 0, 1)
         with spill_of(stage, common) as spill:
             found = recipe.prepare(Prepared(ids, scratch_of(stage), table, setting, progress, spill))
-    heldout = torch.tensor(tokenizer.encode(heldout_text())[: common.eval_tokens])
+    heldout = torch.tensor(tokenizer.encode(heldout_text())[: common.measured])
     with spill_of(stage, common) as spill:
         flow = Flow(source, ids, table, setting.device, setting.batch_size, spill)
         probe = Probe(source.spec, table, heldout, setting.device, spill)
@@ -340,9 +307,7 @@ def _stored_linears(source: LayerSource, selection: Selection) -> list[LinearSpe
 
 def read_text(source: LayerSource, common: Common) -> CalibrationText:
     """The text that the ``--calib-…`` options ask for, which are checked now. Raises UsageError."""
-    plan = make_plan(
-        common.calib_dataset, common.calib_samples, common.calib_seqlen, common.seed, source.spec.max_position
-    )
+    plan = make_plan(common.calib_dataset, common.samples, common.calib_seqlen, common.seed, source.spec.max_position)
     return CalibrationText(source, plan)
 
 
@@ -373,8 +338,8 @@ def check_common(common: Common) -> None:
         raise UsageError(f"--batch-size: expected 1 or more, found {common.batch_size}")
     if not 0 <= common.cache_memory < math.inf:
         raise UsageError(f"--cache-memory: expected GiB, 0 or more, found {common.cache_memory:g}")
-    if common.eval_tokens < 2:
-        raise UsageError(f"--eval-tokens: expected 2 or more, found {common.eval_tokens}")
+    if common.measured < 2:
+        raise UsageError(f"--eval-tokens: expected 2 or more, found {common.measured}")
 
 
 def store_dtype(wanted: str, source: LayerSource) -> torch.dtype:

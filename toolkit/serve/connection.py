@@ -10,9 +10,10 @@ import h11
 import orjson
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
+from toolkit.option import spelled
 from toolkit.serve.errors import ApiError
 from toolkit.serve.intake import BYTES_A_SECOND, LINGER
-from toolkit.serve.limits import Limits, option
+from toolkit.serve.limits import Limits
 
 logger = logging.getLogger("toolkit.serve")
 
@@ -34,7 +35,7 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         if len(self.connections) > self.limits.max_connections:
             most = self.limits.max_connections
-            self._refuse(503, f"{most:,} connections are open already (the server's {option('max_connections')})")
+            self._refuse(503, f"{most:,} connections are open already (the server's {spelled('max_connections')})")
             return
         self._watch()
 
@@ -104,7 +105,7 @@ class Connection(H11Protocol):
 
     def _too_late(self) -> None:
         if self._waits_for == "head" and self.conn.trailing_data[0]:
-            self._refuse(408, f"the request did not arrive in time (the server's {option('read_timeout')})")
+            self._refuse(408, f"the request did not arrive in time (the server's {spelled('read_timeout')})")
         else:
             self.transport.close()
             self._watch()

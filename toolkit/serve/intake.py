@@ -8,9 +8,10 @@ from contextlib import suppress
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from toolkit.option import spelled
 from toolkit.serve.errors import ApiError
 from toolkit.serve.lanes import LARGE, Lanes
-from toolkit.serve.limits import Limits, option
+from toolkit.serve.limits import Limits
 from toolkit.serve.replies import send_json
 
 BYTES_A_SECOND = 1 << 16  # a body may take so much longer as it is larger
@@ -42,7 +43,7 @@ class Intake:
             finally:  # one part too many counts too, until it is given back below
                 self._pending += body.size - before
             if self._pending > self._limits.max_pending_bytes:
-                full = option("max_pending_bytes")
+                full = spelled("max_pending_bytes")
                 text = f"the bodies of requests that are being answered fill the server's {full}; try again later"
                 raise ApiError(503, text, code="too_many_requests")
             return message
@@ -89,7 +90,7 @@ class _Body:
             async with asyncio.timeout_at(end):
                 message = await self._receive()
         except TimeoutError as error:
-            text = f"The request's body did not arrive in time (the server's {option('read_timeout')})"
+            text = f"The request's body did not arrive in time (the server's {spelled('read_timeout')})"
             raise ApiError(408, text, code="read_timeout") from error
         self.size += len(message.get("body", b""))
         self._whole = not message.get("more_body", False)
@@ -108,5 +109,5 @@ class _Body:
 
     def too_large(self) -> ApiError:
         most = self._limits.max_body_bytes
-        text = f"The request body is larger than {most:,} bytes (the server's {option('max_body_bytes')})"
+        text = f"The request body is larger than {most:,} bytes (the server's {spelled('max_body_bytes')})"
         return ApiError(413, text, code="body_too_large")

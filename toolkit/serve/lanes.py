@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from toolkit import libc
+from toolkit.option import spelled
 from toolkit.serve.errors import ApiError
-from toolkit.serve.limits import Limits, option
+from toolkit.serve.limits import Limits
 
 T = TypeVar("T")
 LARGE = 1 << 18  # bytes or characters from which on requests are handled one after the other
@@ -45,7 +46,7 @@ class Lanes:
             async with asyncio.timeout(seconds):
                 return await asyncio.get_running_loop().run_in_executor(pool, context.run, begin)
         except TimeoutError as error:
-            limit = option("prompt_timeout")
+            limit = spelled("prompt_timeout")
             text = f"the request was not read and tokenized within {seconds:g} s (the server's {limit})"
             raise ApiError(400 if began else 503, text, code="prompt_timeout") from error
 

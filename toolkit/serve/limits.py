@@ -7,10 +7,11 @@ that sets it. What a request's single fields may be stands in ``toolkit/generati
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from toolkit.engine.outage import PATIENCE
+from toolkit.option import option, option_of, spelled
 
 if TYPE_CHECKING:
     from toolkit.serve.errors import ApiError
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _limit(default: float, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+    return option(default, help, min=1 if isinstance(default, int) else 0)
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class Limits:
         """What a request beyond the limit ``name`` is told."""
         from toolkit.serve.errors import ApiError  # loads pydantic, which the command line's help need not wait for
 
-        text = f"found {found:,} {unit}, expected at most {getattr(self, name):,} (the server's {option(name)})"
+        text = f"found {found:,} {unit}, expected at most {getattr(self, name):,} (the server's {spelled(name)})"
         return ApiError(status, f"{param}: {text}" if param else text, param=param, code="limit_exceeded")
 
 
@@ -120,14 +121,9 @@ _TEXTS = (
 _OTHER_VALUES = 1 << 12  # a request has besides its prompt
 
 
-def option(name: str) -> str:
-    """The option of the command line that sets the limit ``name``."""
-    return "--" + name.replace("_", "-")
-
-
 def rows() -> list[tuple[str, str, str]]:
     """(option, default, what it limits) of every limit, for people."""
-    return [(option(f.name), f"{f.default:,}", f.metadata["help"]) for f in fields(Limits)]
+    return [(spelled(f.name), f"{f.default:,}", told.help) for f in fields(Limits) if (told := option_of(f))]
 
 
 def _count(value: Any) -> int:

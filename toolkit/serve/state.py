@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config_checks import shown
 from toolkit.engine.nap import ASLEEP
 from toolkit.engine.pooling import Pooling
+from toolkit.option import spelled
 from toolkit.serve.errors import ApiError
 from toolkit.serve.lanes import Lanes
-from toolkit.serve.limits import Limits, option
+from toolkit.serve.limits import Limits
 from toolkit.serve.metrics import ServerMetrics
 from toolkit.serve.talks import Talks
 from toolkit.vision.fetch import Fetching
@@ -129,7 +130,7 @@ class ServerState:
         places = self.settings.max_concurrent_requests or self.engine.max_batch_size
         waiting = len(self.admitted) - min(places, self.engine.max_batch_size)
         if waiting >= self.settings.limits.max_queue:
-            limit = option("max_queue")
+            limit = spelled("max_queue")
             text = f"{waiting} requests wait already (the server's {limit}); try again later"
             raise ApiError(429, text, code="too_many_requests")
         if (task := asyncio.current_task()) is not None:  # that of the HTTP request, up to the end of its answer

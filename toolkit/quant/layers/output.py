@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from toolkit.artifacts.canonical import BlockFp8, Dense, Weight, join_rows
-from toolkit.artifacts.checkpoint_writer import write_model
+from toolkit.artifacts.checkpoint_writer import write_checkpoint
 from toolkit.artifacts.formats.describe import Layout, layout_of
 from toolkit.artifacts.formats.writers import Writer
-from toolkit.artifacts.json_file import write_json_object
-from toolkit.artifacts.side_files import copy_side_files
 from toolkit.artifacts.stage import Stage
 from toolkit.artifacts.weights import as_stored, load_stored
 from toolkit.errors import ToolkitError
@@ -25,7 +23,7 @@ from toolkit.quant.layers.result import LayerResult
 from toolkit.quant.layers.source import LayerSource, plain
 
 
-def write_checkpoint(
+def write_layers(
     source: LayerSource,
     stage: Stage,
     writer: Writer,
@@ -40,21 +38,25 @@ def write_checkpoint(
     ``extra``: fields added to ``quantization_config``.
     """
     layouts: dict[str, Layout | None] = {}
-    write_model(stage.dir, _tensors(source, stage, writer, dtype, layouts))
-    config = {k: v for k, v in source.checkpoint.config.items() if k not in ("quantization_config", "torch_dtype")}
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    head = _head_name(source)
-    if layouts.setdefault(head, None) is not None:
-        config["tie_word_embeddings"] = False  # a quantized head has tensors of its own
-        for name in LANGUAGE_PARTS:
-            if isinstance(text := config.get(name), dict):
-                config[name] = {**text, "tie_word_embeddings": False}
-    narrow = {n: x for n, x in layouts.items() if x and x.group_size == -1 and x.in_features == group_size}
-    layouts |= {n: replace(x, group_size=x.in_features) for n, x in narrow.items()}
-    layouts |= dict.fromkeys(_vision_linears(source))
-    quantization = writer.config(layouts) | dict(extra or {})
-    write_json_object(stage.dir / "config.json", {**config, "quantization_config": quantization})
-    copy_side_files(source.checkpoint, stage.dir)
+
+    def config(kept: dict[str, Any]) -> dict[str, Any]:
+        found = stored_as(kept, dtype)
+        if layouts.setdefault(_head_name(source), None) is not None:
+            found["tie_word_embeddings"] = False  # a quantized head has tensors of its own
+            for name in LANGUAGE_PARTS:
+                if isinstance(text := found.get(name), dict):
+                    found[name] = {**text, "tie_word_embeddings": False}
+        narrow = {n: x for n, x in layouts.items() if x and x.group_size == -1 and x.in_features == group_size}
+        stated = layouts | {n: replace(x, group_size=x.in_features) for n, x in narrow.items()}
+        stated |= dict.fromkeys(_vision_linears(source))
+        return found | {"quantization_config": writer.config(stated) | dict(extra or {})}
+
+    write_checkpoint(stage.dir, source.checkpoint, _tensors(source, stage, writer, dtype, layouts), config)
+
+
+def stored_as(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """A config.json of weights that are ``dtype`` where they are not quantized."""
+    return {k: v for k, v in config.items() if k != "torch_dtype"} | {"dtype": str(dtype).removeprefix("torch.")}
 
 
 def _vision_linears(source: LayerSource) -> list[str]:

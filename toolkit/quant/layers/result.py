@@ -14,6 +14,7 @@ from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, 
 from toolkit.models.sites import Site
 from toolkit.quant.layers.lazy import KEEP, Lazy
 from toolkit.quant.layers.statistics import Gram
+from toolkit.runners.folding import Folded
 
 _FORMS: dict[str, Any] = {c.__name__: c for c in (Dense, GroupInt, ChannelInt8, Fp8, BlockFp8, Fp4)}
 
@@ -70,6 +71,25 @@ Nothing is held that was made: a layer may be larger than memory. Sites are gone
 that is the order in which statistics are handed out, each once, and a scale folds into what comes before it. Statistics
 are None where calibration says nothing. Weights of sites that are not given come back as they are.
 """
+
+
+OneSite = Callable[[Site, Mapping[str, Tensor], Folded, Gram | None], Iterator[Made]]
+"""(site, the layer's weights as they came, the same with all scales so far, the site's statistics) → its linears."""
+
+
+def by_site(one_site: OneSite, dtype: torch.dtype) -> Method:
+    """A method that rounds the linears of one input after another. What ``one_site`` holds goes when it ends, so that
+    nothing of a site lies beside the next. ``dtype``: what all else is stored as."""
+
+    def run(
+        sites: Sequence[Site], weights: Mapping[str, Tensor], grams: Callable[[str], Gram | None]
+    ) -> Iterator[Made]:
+        folded = Folded(weights)
+        for site in reversed(sites):
+            yield from one_site(site, weights, folded, grams(site.name))
+        yield from stay_dense(sites, folded, dtype)
+
+    return run
 
 
 def stay_dense(sites: Sequence[Site], weights: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[Made]:

@@ -56,16 +56,20 @@ class Gram:
 
     @property
     def dead(self) -> Tensor:
-        """Whether a channel was zero in every row, bool [n]."""
-        return self.abs_max == 0
+        """Whether a channel was zero in every row, or so near that its squares are; bool [n]."""
+        zero = self.abs_max == 0
+        return zero | (self.xtx.diagonal() == 0) if len(self.xtx) else zero
 
-    def revived(self) -> Gram:
+    def revived(self) -> Gram | None:
         """The same, but where a channel was always zero, which says nothing of its weights: they count as if inputs of
-        average size, independent of all others, came in. Nothing is scaled away or rounded freely for a dead input."""
+        average size, independent of all others, came in. Nothing is scaled away or rounded freely for a dead input.
+        None where all were."""
         dead = self.dead
         if not bool(dead.any()):
             return self
         alive = ~dead
+        if not bool(alive.any()):
+            return None
         xtx = self.xtx.clone()
         if len(xtx):
             line = xtx.diagonal()
@@ -153,4 +157,4 @@ class Taken:
         if gram is None:
             return None
         self.dead[name] = int(gram.dead.sum())
-        return None if self.dead[name] == len(gram.dead) else gram.revived()
+        return gram.revived()

@@ -7,7 +7,7 @@ Gram matrix of its inputs, ‖X(W−Ŵ)ᵀ‖² = tr((W−Ŵ) XᵀX (W−Ŵ)ᵀ)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from toolkit.measure.errors import PIECE, output_error, relative_error
 from toolkit.models.sites import RowFold, Site
 from toolkit.quant.layers.forward import fast_bf16
-from toolkit.quant.layers.result import LinearReport, Made, Method, stay_dense
+from toolkit.quant.layers.result import LinearReport, Made, Method, by_site
 from toolkit.quant.layers.statistics import Gram
 from toolkit.quant.methods.grid import fake_quantize, grid_of, group_range, quantize, round_to
 from toolkit.runners.folding import Folded, expand, fold_site, shrink, storable
@@ -133,17 +133,7 @@ def method(grid: Grid, *, search: bool, dtype: torch.dtype) -> Method:
     ``dtype``: what dense tensors (norms, biases, routers) are stored as; scales fold exactly into norms of that dtype.
     """
 
-    def run(
-        sites: Sequence[Site], weights: Mapping[str, Tensor], grams: Callable[[str], Gram | None]
-    ) -> Iterator[Made]:
-        folded = Folded(weights)
-        for site in reversed(sites):
-            yield from one_site(site, weights, folded, grams(site.name))
-        yield from stay_dense(sites, folded, dtype)
-
-    def one_site(
-        site: Site, weights: Mapping[str, Tensor], folded: Folded, gram: Gram | None
-    ) -> Iterator[Made]:  # a function, so that nothing of a site is held beside the next
+    def one_site(site: Site, weights: Mapping[str, Tensor], folded: Folded, gram: Gram | None) -> Iterator[Made]:
         scale = None if gram is None else site_scale(site, weights, gram, grid=grid, search=search, dtype=dtype)
         xtx = inputs_after(site, gram, folded, scale)
         how = "weight-only" if gram is None else "awq"
@@ -157,7 +147,7 @@ def method(grid: Grid, *, search: bool, dtype: torch.dtype) -> Method:
             del w
             yield Made(linear.name, code, LinearReport(linear.name, how, grid.bits, grid.group_size, error))
 
-    return run
+    return by_site(one_site, dtype)
 
 
 def site_scale(

@@ -20,10 +20,11 @@ from toolkit.kernels.torch.product import product
 from toolkit.measure.errors import relative_error
 from toolkit.models.sites import Site, modules
 from toolkit.models.spec import LinearSpec
-from toolkit.quant.layers.result import LinearReport, Made, Method, stay_dense
+from toolkit.quant.layers.result import LinearReport, Made, Method, by_site
 from toolkit.quant.layers.statistics import Gram
 from toolkit.quant.methods.awq import Grid, inputs_after, search_clip
 from toolkit.quant.methods.grid import grid_of, group_range, no_scale, round_to
+from toolkit.quant.options import Gptq
 from toolkit.runners.folding import Folded
 
 ROWS = 16384  # rows of one input's linears that are rounded together …
@@ -39,11 +40,16 @@ class Rounding:
     search each group's range; else it spans all its weights. ``block``: columns between two matrix products.
     """
 
-    damp: float = 0.01
-    desc_act: bool = False
-    static_groups: bool = True
+    damp: float = Gptq.damp
+    desc_act: bool = Gptq.desc_act
+    static_groups: bool = Gptq.static_groups
     clip: bool = True
     block: int = 128
+
+    @property
+    def act_order(self) -> bool:
+        """Whether groups are made of columns that do not follow one another."""
+        return self.desc_act and not self.static_groups
 
 
 @dataclass(frozen=True)
@@ -75,29 +81,19 @@ def method(
     name, that have another grid than ``grid``; those that share an input share it.
     """
     scaled = "gptq" if scaler is None else "awq+gptq"
-    common = grid
 
-    def run(
-        sites: Sequence[Site], weights: Mapping[str, Tensor], grams: Callable[[str], Gram | None]
-    ) -> Iterator[Made]:
-        folded, own = Folded(weights), own_grids()
-        for site in reversed(sites):
-            yield from one_site(site, weights, folded, grams(site.name), own.get(site.linears[0].name, common))
-        yield from stay_dense(sites, folded, dtype)
-
-    def one_site(
-        site: Site, weights: Mapping[str, Tensor], folded: Folded, gram: Gram | None, grid: Grid
-    ) -> Iterator[Made]:  # a function, so that nothing of a site is held beside the next
+    def one_site(site: Site, weights: Mapping[str, Tensor], folded: Folded, gram: Gram | None) -> Iterator[Made]:
+        own = own_grids().get(site.linears[0].name, grid)
         scale = None if scaler is None or gram is None else scaler(site, weights, gram)
         xtx = inputs_after(site, gram, folded, scale)
         how = "weight-only" if gram is None else scaled
         del gram
-        factor = None if grid.ggml else inverse_factor(xtx, rounding)
-        for linear, code in round_site(site.linears, folded, xtx, grid, rounding, factor):
+        factor = None if own.ggml else inverse_factor(xtx, rounding)
+        for linear, code in round_site(site.linears, folded, xtx, own, rounding, factor):
             error = relative_error(folded[linear.name], code, xtx)
-            yield Made(linear.name, code, LinearReport(linear.name, how, grid.bits, grid.group_size, error))
+            yield Made(linear.name, code, LinearReport(linear.name, how, own.bits, own.group_size, error))
 
-    return run
+    return by_site(one_site, dtype)
 
 
 def round_site(
@@ -176,38 +172,26 @@ def _split(
 
 @dataclass(frozen=True)
 class Factor:
-    """``order``: int64 [n], the columns in the order they are rounded; ``xtx`` [n, n]: what was factored, as it came,
-    with ``mean``, what zeros of its diagonal count as; ``upper`` [n, n]: the upper Cholesky factor of the inverse of
-    the damped H, in that order."""
+    """``order``: int64 [n], the columns in the order they are rounded; ``xtx`` [n, n]: what was factored, as it came;
+    ``upper`` [n, n]: the upper Cholesky factor of the inverse of the damped H, in that order."""
 
     order: Tensor
     xtx: Tensor
-    mean: Tensor
     upper: Tensor
 
     def block(self, columns: Tensor) -> Tensor:
         """H of some columns (their places in the weight, not in ``order``), not damped."""
-        if len(columns) == len(self.xtx) and not bool((self.xtx.diagonal() == 0).any()):
+        if len(columns) == len(self.xtx):
             return self.xtx  # one group a row: as large as anything there is
-        found = self.xtx[columns[:, None], columns]
-        _revive(found, self.mean)
-        return found
-
-
-def _revive(hessian: Tensor, mean: Tensor) -> None:
-    """Put ``mean`` where the diagonal is zero."""
-    line = hessian.diagonal()
-    line.copy_(torch.where(line == 0, mean.to(line.dtype), line))
+        return self.xtx[columns[:, None], columns]
 
 
 def inverse_factor(xtx: Tensor, rounding: Rounding) -> Factor:
-    """Damp and order ``xtx`` and factor its inverse; damping grows tenfold until that succeeds.
-
-    Inputs that are always zero get the mean diagonal: they are rounded to nearest and move nothing.
-    """
+    """Damp and order ``xtx``, whose diagonal is positive, and factor its inverse; damping grows tenfold until that
+    succeeds."""
     n = len(xtx)
     diagonal = xtx.diagonal()
-    mean = diagonal.mean() if bool((diagonal > 0).any()) else torch.ones((), device=xtx.device, dtype=xtx.dtype)
+    mean = diagonal.mean()
     order = torch.arange(n, device=xtx.device)
     if rounding.desc_act:
         order = torch.argsort(diagonal, descending=True, stable=True)
@@ -217,7 +201,6 @@ def inverse_factor(xtx: Tensor, rounding: Rounding) -> Factor:
         damped = (xtx[last[:, None], last] if rounding.desc_act else xtx.flip(0, 1)).to(
             torch.float64 if n <= EXACT else xtx.dtype
         )
-        _revive(damped, mean)
         damped.diagonal().add_(damp * mean)
         lower, failed = torch.linalg.cholesky_ex(damped)
         del damped
@@ -232,7 +215,7 @@ def inverse_factor(xtx: Tensor, rounding: Rounding) -> Factor:
         damp = max(damp * 10, 1e-4)
     upper = inverse.flip(0, 1)
     del inverse
-    return Factor(order, xtx, mean, upper.to(xtx.dtype))
+    return Factor(order, xtx, upper.to(xtx.dtype))
 
 
 def round_columns(weight: Tensor, factor: Factor, grid: Grid, rounding: Rounding) -> Rounded:
@@ -241,7 +224,7 @@ def round_columns(weight: Tensor, factor: Factor, grid: Grid, rounding: Rounding
     n = weight.shape[1]
     size = n if grid.group_size == -1 else grid.group_size
     order, upper = factor.order, factor.upper
-    act_order = rounding.desc_act and not rounding.static_groups and size < n
+    act_order = rounding.act_order and size < n
     known = (rounding.desc_act and not act_order) or size == n
     ordered = weight[:, order]  # a copy
     place = order // size if not act_order else torch.arange(n, device=weight.device) // size  # group of each column

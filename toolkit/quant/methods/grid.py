@@ -6,6 +6,7 @@ Source of the grid: Lin et al., "AWQ: Activation-aware Weight Quantization" (202
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import torch
@@ -21,11 +22,12 @@ MIN_RANGE = 1e-5
 
 
 def choose_group_size(wanted: int | str, linears: Iterable[LinearSpec]) -> int:
-    """The group size for a checkpoint: ``wanted`` (-1: one group a row), or for "auto" the largest of 128, 64, 32 that
-    divides every input.
+    """The group size for a checkpoint: ``wanted`` (-1: one group a row; a text too), or for "auto" the largest of 128,
+    64, 32 that divides every input.
 
     Raises UsageError where ``wanted`` is no group size or does not divide, naming the sizes that work.
     """
+    wanted = int(wanted) if isinstance(wanted, str) and re.fullmatch(r"-?[0-9]{1,9}", wanted) else wanted
     linears = list(linears)
     fitting = [g for g in GROUP_SIZES if all(x.in_features % g == 0 for x in linears)]
     works = ", ".join(map(str, fitting)) or "none of " + ", ".join(map(str, GROUP_SIZES))

@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.checkpoint_writer import write_model
+from toolkit.artifacts.checkpoint_writer import write_checkpoint
 from toolkit.artifacts.formats.ct_scheme import CACHE_SCHEME, cache_config
-from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.manifest import describe_parent, read_manifest
 from toolkit.artifacts.replace import check_directory_target
-from toolkit.artifacts.side_files import copy_side_files
 from toolkit.artifacts.stage import Stage, open_stage
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.artifacts.weights import as_stored, cache_scale_names, load_stored
@@ -27,11 +25,11 @@ from toolkit.measure.text import heldout_text
 from toolkit.models.spec import AttentionSpec, LayerSpec
 from toolkit.quant.layers.forward_attention import CACHE
 from toolkit.quant.layers.layerwise import Flow
-from toolkit.quant.layers.output import cast_to
+from toolkit.quant.layers.output import cast_to, stored_as
 from toolkit.quant.layers.probe import Probe
 from toolkit.quant.layers.source import LayerSource
+from toolkit.quant.options import Common
 from toolkit.quant.run import (
-    Common,
     Progress,
     Result,
     check_common,
@@ -52,14 +50,13 @@ def kv(
     model: str,
     work_dir: Path | str,
     *,
-    common: Common | None = None,
+    common: Common = Common(),
     progress: Progress = lambda what, done, total: None,
 ) -> Result:
     """Find the scales of a float8 KV cache and write MODEL with them into ``work_dir``; weights stay dense.
 
     Raises UsageError or ToolkitError, one line.
     """
-    common = common or Common()
     check_common(common)
     source = open_source(model, common, "kv")
     if not source.spec.keeps_keys():
@@ -68,12 +65,12 @@ def kv(
             "--quant-policy 8 or 16 needs none"
         )
     device, dtype, text = find_device(common.device), store_dtype(common.dtype, source), read_text(source, common)
-    tell_plan(source, common, text.plan, eval_tokens=common.eval_tokens)
+    tell_plan(source, common, text.plan, eval_tokens=common.measured)
     check_directory_target(work_dir, [source.path], common.overwrite)
     parent = describe_parent(source.path)
     options = text.options() | {
         "batch_size": common.batch_size, "dtype": str(dtype).removeprefix("torch."), "device": device.type,
-        "eval_tokens": common.eval_tokens,
+        "eval_tokens": common.measured,
     }  # fmt: skip
     with open_stage(
         work_dir, kind="quantized", stage="lite kv", parent=parent, options=options, overwrite=common.overwrite
@@ -85,7 +82,7 @@ def kv(
         source.check_finite()
         tokenizer = Tokenizer.open(source.checkpoint.tokenizer_dir)
         ids = text.read(stage, tokenizer, parent["digest"], progress)
-        heldout = torch.tensor(tokenizer.encode(heldout_text())[: common.eval_tokens])
+        heldout = torch.tensor(tokenizer.encode(heldout_text())[: common.measured])
         table = source.outer_weights(device)[source.spec.embed]
         with spill_of(stage, common) as spill:
             probe = Probe(source.spec, table, heldout, device, spill)
@@ -149,12 +146,10 @@ def _attention(layer: LayerSpec) -> list[AttentionSpec]:
 
 
 def _write(source: LayerSource, stage: Stage, scales: dict[str, Tensor], dtype: torch.dtype) -> None:
-    write_model(stage.dir, _tensors(source, scales, dtype))
-    config: dict[str, Any] = {k: v for k, v in source.checkpoint.config.items() if k != "torch_dtype"}
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    config["quantization_config"] = cache_config(CACHE_SCHEME)
-    write_json_object(stage.dir / "config.json", config)
-    copy_side_files(source.checkpoint, stage.dir)
+    def config(kept: dict[str, Any]) -> dict[str, Any]:
+        return stored_as(kept, dtype) | {"quantization_config": cache_config(CACHE_SCHEME)}
+
+    write_checkpoint(stage.dir, source.checkpoint, _tensors(source, scales, dtype), config)
 
 
 def _tensors(source: LayerSource, scales: dict[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

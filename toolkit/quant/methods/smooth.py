@@ -8,7 +8,7 @@ into what comes before: a norm, or the rows of a projection, whose own scale a r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from toolkit.kernels.torch.product import int8_product, prefers_int8, product
 from toolkit.measure.errors import sampled_error
 from toolkit.models.sites import RowFold, Site
 from toolkit.quant.layers.activations import row_codes
-from toolkit.quant.layers.result import LinearReport, Made, Method, stay_dense
+from toolkit.quant.layers.result import LinearReport, Made, Method, by_site
 from toolkit.quant.layers.statistics import Gram
 from toolkit.quant.methods.awq import Readers
 from toolkit.runners.folding import Folded, expand, fold_site, storable
@@ -39,17 +39,7 @@ def method(*, quant_dtype: torch.dtype, dtype: torch.dtype, strength: float | No
     """SmoothQuant as a layer-wise method. ``strength``: α for every input, None to search it; ``dtype``: what dense
     tensors are stored as."""
 
-    def run(
-        sites: Sequence[Site], weights: Mapping[str, Tensor], grams: Callable[[str], Gram | None]
-    ) -> Iterator[Made]:
-        folded = Folded(weights)
-        for site in reversed(sites):
-            yield from one_site(site, weights, folded, grams(site.name))
-        yield from stay_dense(sites, folded, dtype)
-
-    def one_site(
-        site: Site, weights: Mapping[str, Tensor], folded: Folded, gram: Gram | None
-    ) -> Iterator[Made]:  # a function, so that nothing of a site is held beside the next
+    def one_site(site: Site, weights: Mapping[str, Tensor], folded: Folded, gram: Gram | None) -> Iterator[Made]:
         scale = None
         if gram is not None and site.fold is not None:
             scale = _scale(site, weights, gram, strength, quant_dtype)
@@ -66,7 +56,7 @@ def method(*, quant_dtype: torch.dtype, dtype: torch.dtype, strength: float | No
             del w
             yield Made(linear.name, code, LinearReport(linear.name, how, 8, -1, error))
 
-    return run
+    return by_site(one_site, dtype)
 
 
 def _scale(

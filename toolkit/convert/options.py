@@ -1,0 +1,25 @@
+"""The options of packing, as flags of ``tool convert`` and as Python callers pass them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from toolkit.option import option
+
+
+@dataclass(frozen=True)
+class Packing:
+    target: str = option("auto", "What to pack for: auto (cpu, else torch), cpu, torch, cuda-sm80, cuda-sm90.")
+    dtype: str = option("auto", "Of weights that are not quantized: auto (as stored), float16, bfloat16, float32.")
+    model_format: str | None = option(
+        None, "hf, awq, gptq, w8a8 or gguf: refuse any other. Default: read from the model."
+    )
+    load_format: str = option(
+        "auto", "auto; int8, int4: linears that are not quantized are rounded, without calibration."
+    )
+    head_bits: int | None = option(
+        None,
+        "Round an unquantized head to 16, 8 or 4 bits. Default: 8 for target cpu, where the embedding goes "
+        "with it; 16 for cuda-sm80 and cuda-sm90, where 8 halves what a step reads for its head.",
+    )
+    tp: int = option(1, "1: an artifact holds the whole model, and is split when it is run.")

@@ -1,0 +1,39 @@
+"""Options declared once: a field of a record has an option's default, its help and how it is typed. The record is what
+Python callers pass and what a manifest holds; ``commands/options.py`` shows it as flags."""
+
+from __future__ import annotations
+
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+_KEY = "option"
+
+
+@dataclass(frozen=True)
+class Option:
+    """``names``: as typed, where that is not ``--the-field-s-name``; ``shown``: what else typer.Option takes."""
+
+    help: str
+    names: tuple[str, ...]
+    shown: dict[str, Any]
+
+
+def option(default: Any, help: str, *names: str, **shown: Any) -> Any:
+    """A field with what ``Option`` says of it."""
+    return field(default=default, metadata={_KEY: Option(help, names, shown)})
+
+
+def same_option(kind: type, name: str, **changed: Any) -> Any:
+    """A field as that of another record, for one that stands in two; ``default``: another than there."""
+    (found,) = (f for f in fields(kind) if f.name == name)
+    return field(default=changed.get("default", found.default), metadata=found.metadata)
+
+
+def option_of(f: Field[Any]) -> Option | None:
+    """What a field says of its option; None: it is none."""
+    return f.metadata.get(_KEY)
+
+
+def spelled(name: str) -> str:
+    """The flag of a field."""
+    return "--" + name.rstrip("_").replace("_", "-")

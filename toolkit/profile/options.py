@@ -1,0 +1,118 @@
+"""What the load generators are told, a record each: flags of ``tool profile``, and what Python callers pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import UsageError
+from toolkit.generation_config import GenerationConfig
+from toolkit.option import option, spelled
+
+LATENCIES = ("e2e_latency", "ttft", "tpot", "itl")
+
+
+def _at_least_one(record: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(record, name)
+        if value is not None and value < 1:
+            raise UsageError(f"{spelled(name)}: expected 1 or more, found {value}")
+
+
+@dataclass(frozen=True)
+class Seeded:
+    seed: int = option(0, "Seed of prompts and arrivals.")
+
+    def check(self) -> None:
+        """Raise UsageError for the first value out of its range."""
+        if self.seed < 0:
+            raise UsageError(f"--seed: expected 0 or more, found {self.seed}")
+
+
+@dataclass(frozen=True)
+class Prompts(Seeded):
+    """What is asked."""
+
+    dataset: str = option(
+        "random", "random, or a file: ShareGPT .json, .jsonl, or .txt with blank lines between prompts."
+    )
+    num_prompts: int = option(64, "Requests to send, in each run.", min=1)
+    random_input_len: int = option(256, "Tokens of a random prompt.", min=1)
+    random_output_len: int | None = option(
+        None, "Tokens to generate. Default: 128, or as a dataset's own answers.", min=1
+    )
+
+    @property
+    def output_len(self) -> int:
+        """Tokens to generate for a random prompt."""
+        return self.random_output_len or 128
+
+    def check(self) -> None:
+        super().check()
+        _at_least_one(self, "num_prompts", "random_input_len", "random_output_len")
+        if self.dataset != "random" and not Path(self.dataset).is_file():
+            raise UsageError(f"--dataset: expected 'random' or a file, found {self.dataset!r}, which is no file")
+
+
+@dataclass(frozen=True)
+class Load(Prompts):
+    """One load on an engine. ``request_rate`` inf: as fast as ``concurrency`` lets them."""
+
+    concurrency: int = option(32, "Most requests at once.", min=1)
+    request_rate: float = option(math.inf, "Requests a second, arriving at random (Poisson); inf = no waiting.")
+    sampling: GenerationConfig = field(default_factory=GenerationConfig)
+
+    def check(self) -> None:
+        super().check()
+        _at_least_one(self, "concurrency")
+        if not self.request_rate > 0:
+            raise UsageError(f"--request-rate: expected requests a second above 0, or inf, found {self.request_rate:g}")
+
+
+@dataclass(frozen=True)
+class Traffic(Prompts):
+    """Load on a server: each rate with each concurrency is a run.
+
+    ``limits``: milliseconds that a request may take, by the names of LATENCIES, for goodput. ``tokenizer``: what
+    prompts and answers are measured by; without one, a word counts as a token.
+    """
+
+    request_rate: tuple[float, ...] = option(
+        (math.inf,), "Requests a second, arriving at random (Poisson); several by commas; inf = no waiting."
+    )
+    concurrency: tuple[int, ...] = option((), "Most requests at once; several by commas. Default: no limit.")
+    metric_percentiles: tuple[float, ...] = option((50, 90, 95, 99), "Percentiles of the latencies to report.")
+    limits: Mapping[str, float] | None = None
+    tokenizer: Any = None
+
+    def check(self) -> None:
+        super().check()
+        if not self.request_rate or not all(rate > 0 for rate in self.request_rate):
+            raise UsageError("--request-rate: expected requests a second above 0, or inf, separated by commas")
+        if not all(n >= 1 for n in self.concurrency):
+            raise UsageError("--concurrency: expected numbers of 1 or more, separated by commas")
+        if not all(0 <= percent <= 100 for percent in self.metric_percentiles):
+            raise UsageError("--metric-percentiles: expected numbers from 0 to 100, separated by commas")
+        for name, limit in (self.limits or {}).items():
+            if name not in LATENCIES or not limit > 0:
+                raise UsageError(f"--goodput: expected {', '.join(LATENCIES)} and milliseconds, found {name}:{limit:g}")
+
+
+@dataclass(frozen=True)
+class Grid(Seeded):
+    """Fixed batch sizes, one row each; ``rounds`` are measured together."""
+
+    concurrency: tuple[int, ...] = option((1, 8, 32), "Batch sizes, separated by commas.")
+    prompt_tokens: int = option(512, "Tokens of each prompt.", min=1)
+    completion_tokens: int = option(128, "Tokens to generate for each.", min=1)
+    rounds: int = option(1, "Times to measure each batch size, after a warm-up.", min=1)
+    sampling: GenerationConfig = field(default_factory=GenerationConfig)
+
+    def check(self) -> None:
+        super().check()
+        if not self.concurrency or min(self.concurrency) < 1:
+            raise UsageError(f"--concurrency: expected numbers of 1 or more, found {list(self.concurrency)}")
+        _at_least_one(self, "prompt_tokens", "completion_tokens", "rounds")

@@ -1,0 +1,156 @@
+"""The options of ``tool lite``: what every method shares, and a record a method. They are flags of the command line and
+what Python callers pass; nothing heavy is imported here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from toolkit.engine_configs import CommonEngineConfig, TurbomindEngineConfig
+from toolkit.errors import UsageError
+from toolkit.option import option, same_option
+from toolkit.quant.presets import Preset, choose_preset
+
+
+def _unheard(line: str) -> None:
+    """A notice that nobody reads."""
+
+
+@dataclass(frozen=True)
+class Common:
+    """What every method shares. ``notice``: told of the plan."""
+
+    preset: str = option(
+        "balanced",
+        "How much effort: fast (16 samples, no tuning, 4k tokens measured), balanced, or best (128 samples, "
+        "192 steps of tuning). Other options go before it.",
+    )
+    calib_dataset: str = option(
+        "self",
+        "`self` (the model writes it), a .txt/.jsonl/.json/.parquet file or folder, or a known name "
+        "(wikitext2, c4, pileval, ptb, gsm8k, open-platypus, openwebtext, ultrachat); NAME=FOLDER reads a copy "
+        "of its repository.",
+    )
+    calib_samples: int | None = option(
+        None, "Samples. Default: the preset's; balanced: 128, for `self` at most as many as make 16k tokens."
+    )
+    calib_seqlen: int = option(512, "Tokens in a sample.")
+    batch_size: int = option(8, "Samples that go through a layer at once.")
+    cache_memory: float = option(4.0, "GiB of activations kept in memory; more goes to disk.")
+    calibration: str | None = option(None, "Statistics that `tool lite calibrate` wrote, in place of text.")
+    format: str | None = option(
+        None, "awq, gptq, gptq_v2, compressed-tensors, w8a8, fp8, mxfp4, auto_round, gguf. Default: the method's."
+    )
+    skip: tuple[str, ...] = option((), "Leave linears dense whose name this pattern fits (repeatable).")
+    include: tuple[str, ...] = option((), "Quantize only linears that this pattern fits (repeatable).")
+    quantize_lm_head: bool = option(False, "Quantize the head too; a tied one gets weights of its own.")
+    dtype: str = option("auto", "What stays unquantized is stored as: auto, float16, bfloat16, float32.")
+    device: str = same_option(TurbomindEngineConfig, "device")
+    revision: str | None = same_option(CommonEngineConfig, "revision")
+    download_dir: str | None = same_option(CommonEngineConfig, "download_dir")
+    seed: int = option(0, "Of the calibration text.")
+    eval_tokens: int | None = option(
+        None, "Tokens of held-out text for the perplexity before and after. Default: 24576; preset fast: 4096."
+    )
+    overwrite: bool = option(False, "Replace the artifact in --work-dir.")
+    notice: Callable[[str], None] = _unheard
+
+    @property
+    def effort(self) -> Preset:
+        """What options that are left open come from. Raises UsageError."""
+        return choose_preset(self.preset)
+
+    @property
+    def samples(self) -> int | None:
+        """Of the calibration text; None: as many as ``calibration.make_plan`` takes by itself."""
+        return self.effort.calib_samples if self.calib_samples is None else self.calib_samples
+
+    @property
+    def measured(self) -> int:
+        """Tokens of the held-out text that are scored."""
+        return self.effort.eval_tokens if self.eval_tokens is None else self.eval_tokens
+
+
+@dataclass(frozen=True)
+class Awq:
+    w_bits: int = option(4, "Bits of a weight: 4; 8, 3 and 2 not in the AWQ format.")
+    w_sym: bool = option(False, "A grid that is symmetric about zero.")
+    w_group_size: int | str = option(
+        "auto", "Weights that share a scale: auto (the largest that fits), 128, 64, 32, -1."
+    )
+    search_scale: bool = option(
+        True, "Search each layer's scales; else mean|x|^0.5.", "--search-scale/--no-search-scale"
+    )
+    rounding: str = option("nearest", "nearest, or gptq: AWQ's scales, then GPTQ's error feedback.")
+    damp: float = option(0.01, "GPTQ: share of the mean diagonal added to XᵀX.")
+    desc_act: bool = option(False, "GPTQ: columns with the largest inputs first.")
+    static_groups: bool = option(
+        True,
+        "With --desc-act: groups stay consecutive; else the file holds each column's group (act-order).",
+        "--static-groups/--no-static-groups",
+    )
+    tune_steps: int | None = option(
+        None,
+        "Steps by which all scales and norms are then tuned together, so that the model predicts what it did; 0: "
+        "none. Left out: the preset's (balanced: 64), where --cache-memory allows it.",
+    )
+
+
+@dataclass(frozen=True)
+class Gptq:
+    w_bits: int = same_option(Awq, "w_bits")
+    w_sym: bool = option(True, "A grid that is symmetric about zero; else written as gptq_v2.", "--w-sym/--no-w-sym")
+    w_group_size: int | str = same_option(Awq, "w_group_size")
+    damp: float = same_option(Awq, "damp")
+    desc_act: bool = same_option(Awq, "desc_act")
+    static_groups: bool = same_option(Awq, "static_groups")
+    tune_steps: int | None = same_option(Awq, "tune_steps")
+
+
+@dataclass(frozen=True)
+class AutoRound:
+    """``layer_config``: see ``layer_config.read_layer_config``."""
+
+    w_bits: int = same_option(Awq, "w_bits")
+    w_sym: bool = option(True, "A grid that is symmetric about zero.", "--w-sym/--no-w-sym")
+    w_group_size: int | str = same_option(Awq, "w_group_size")
+    iters: int | None = option(None, "Steps of the optimizer a block. Default: the preset's (balanced: 200).")
+    layer_config: str | None = option(
+        None, 'Bits of their own for some linears: a JSON file (or JSON) like {"down_proj": {"bits": 8}}.'
+    )
+
+
+@dataclass(frozen=True)
+class SmoothQuant:
+    quant_dtype: str = option("int8", "int8, fp8 (float8_e4m3fn) or float8_e5m2, weights and activations.")
+    strength: float | None = option(None, "How far outliers move into weights, 0 to 1. Default: searched.")
+    tune_steps: int | None = option(
+        None, "Steps by which all scales and norms are then tuned together. Default: the preset's (balanced: 0)."
+    )
+
+
+@dataclass(frozen=True)
+class BlockedFp8:
+    scale_fmt: str | None = option(None, "ue8m0: scales are powers of two. Default: float32.")
+
+
+@dataclass(frozen=True)
+class Search:
+    """``size``: in bytes, or with a unit."""
+
+    bits: float | None = option(None, "Budget: bits a weight, scales and zero points included (4.5).")
+    size: int | str | None = option(None, "Budget: of the weight files (90MiB, 1.5GB).")
+    damp: float = same_option(Awq, "damp")
+    tune_steps: int | None = same_option(Awq, "tune_steps")
+
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+
+
+def byte_count(option: str, text: str) -> int:
+    """``90MiB`` → bytes. Raises UsageError that names ``option``."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([A-Za-z]*)", text.strip())
+    if found is None or found[2].lower() not in _UNITS:
+        raise UsageError(f"{option}: expected a size such as 90MiB or 1.5GB, found {text!r}")
+    return int(float(found[1]) * _UNITS[found[2].lower()])
