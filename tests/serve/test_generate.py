@@ -205,6 +205,13 @@ def test_a_session_is_forgotten_in_time(start: Any) -> None:
     assert [ask(server.url, "/v1/chat/interactive", body)[1]["history_tokens"] for _ in range(2)] == [0, 0]
 
 
+def test_a_session_s_blocks_are_given_back_in_time_though_nobody_asks_again(start: Any) -> None:
+    server = start(limits=Limits(session_timeout=0.01))
+    body = {"prompt": "hi", "session_id": 1, "interactive_mode": True}
+    ask(server.url, "/v1/chat/interactive", body)
+    server.wait(lambda: bool(server.engine.ended_sessions))
+
+
 def test_priority_reaches_the_engine(start: Any) -> None:
     server = start()
     ask(server.url, "/v1/completions", {"model": "echo", "prompt": "a", "priority": 5})

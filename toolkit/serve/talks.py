@@ -13,6 +13,7 @@ from typing import Any
 from toolkit.serve.errors import ApiError
 from toolkit.serve.limits import Limits
 
+LOOK_S = 1.0  # between looks while the oldest conversation is being answered
 Key = tuple[str, int]  # who, and which of theirs
 
 
@@ -61,6 +62,7 @@ class Talks:
         self._forget = forget
         self._talks: OrderedDict[Key, Talk] = OrderedDict()  # the one used last at the end
         self._made = 0
+        self._timer: asyncio.TimerHandle | None = None
 
     def open(self, key: Key) -> Talk:
         """The conversation ``key``, new where there is none; it is the caller's until ``close``.
@@ -89,6 +91,17 @@ class Talks:
         talk.busy, talk.used = False, time.monotonic()
         if not keep:
             self._end(key)
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._limits.session_timeout, self._look)
+
+    def _look(self) -> None:
+        """Drop what is old, whether or not another turn comes: it holds blocks of the KV cache."""
+        self._timer = None
+        self._drop_old()
+        if self._talks:
+            oldest = min(talk.used for talk in self._talks.values())
+            left = oldest + self._limits.session_timeout - time.monotonic()
+            self._timer = asyncio.get_running_loop().call_later(max(left, LOOK_S), self._look)
 
     def _drop_old(self) -> None:
         oldest_allowed = time.monotonic() - self._limits.session_timeout
