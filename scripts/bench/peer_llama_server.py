@@ -1,0 +1,34 @@
+"""llama.cpp's server until it is ended: ``python peer_llama_server.py MODEL.gguf --slots 64 --length 512 --threads 2``.
+
+Needs ``pip install xllamacpp``, which has that server in the process. Prints its URL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import xllamacpp
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--length", type=int, default=512, help="tokens of a request")
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    params = xllamacpp.CommonParams()
+    params.model.path = args.model
+    params.n_parallel = args.slots
+    params.n_ctx = args.slots * args.length
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = args.threads
+    params.port = 0
+    server = xllamacpp.Server(params)
+    print(server.listening_address, flush=True)
+    while True:
+        time.sleep(60)
+
+
+if __name__ == "__main__":
+    main()

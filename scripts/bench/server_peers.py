@@ -1,0 +1,110 @@
+"""Servers under the same load, by the same client: ours, llama.cpp's, and others that run already.
+
+    pip install xllamacpp
+    python scripts/bench/server_peers.py MODEL --gguf MODEL.q4_0.gguf --json server_peers.json
+    python scripts/bench/server_peers.py MODEL --url vllm=http://127.0.0.1:8000
+
+MODEL: an engine artifact, whose tokenizer measures prompts for all. At 1, 8, 32 and 64 streams: output tokens a second,
+the 50th and 99th percentile of the time to the first token and of the time between tokens. Of ours also the share of
+``tool profile throughput``, the engine without a server. Run it on an idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from servers import TOOL, Server
+
+PEER = Path(__file__).resolve().parent / "peer_llama_server.py"
+COLUMNS = ("output_throughput", "p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms", "failed")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--gguf", help="for llama.cpp's server; without it that is left out")
+    parser.add_argument("--url", action="append", default=[], metavar="NAME=URL", help="another server; repeatable")
+    parser.add_argument("--streams", default="1,8,32,64")
+    parser.add_argument("--input-len", type=int, default=128)
+    parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=2, help="requests of a stream, one after the other")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    streams = [int(n) for n in args.streams.split(",")]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        length = str(args.input_len + args.output_len + 128)
+        flags = ["--session-len", length, "--max-batch-size", str(max(streams)), "--threads", str(args.threads)]
+        with Server(args.model, flags, Path(folder) / "server.log") as server:
+            rows += [_measured("ours", server.url, n, args) for n in streams]
+        if args.gguf:
+            with _llama(args, max(streams), length) as url:
+                rows += [_measured("llama.cpp", url, n, args) for n in streams]
+        for entry in args.url:
+            name, _, url = entry.partition("=")
+            rows += [_measured(name, url, n, args) for n in streams]
+        alone = _engine_alone(max(streams), args, Path(folder) / "alone.json")
+    ours = next(row for row in rows if row["server"] == "ours" and row["streams"] == max(streams))
+    share = ours["output_throughput"] / alone
+    print(f"at {max(streams)} streams: {share:.1%} of `profile throughput`'s {alone:.0f} output tokens a second")
+    if args.json is not None:
+        args.json.write_text(
+            json.dumps({"rows": rows, "alone": alone, "share": share}, indent=1) + "\n", encoding="utf-8"
+        )
+    return 0
+
+
+def _measured(name: str, url: str, streams: int, args: argparse.Namespace) -> dict[str, Any]:
+    """A row: what the load client finds at ``streams`` requests at once."""
+    command = [*TOOL, "profile", "api_server", url, "--concurrency", str(streams), "--json", "-"]
+    command += ["--num-prompts", str(max(streams * args.rounds, 4)), "--tokenizer", args.model]
+    command += ["--random-input-len", str(args.input_len), "--random-output-len", str(args.output_len)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    (found,) = json.loads(done.stdout)
+    row = {"server": name, "streams": streams, **found}
+    told = "  ".join(f"{column} {row[column]:.1f}" for column in COLUMNS if column in row)
+    print(f"{name:10} {streams:3} streams  {told}", flush=True)
+    return row
+
+
+def _engine_alone(streams: int, args: argparse.Namespace, file: Path) -> float:
+    """Output tokens a second of the engine in this process, by the same prompts' lengths."""
+    command = [*TOOL, "profile", "throughput", args.model, "--concurrency", str(streams), "--json", str(file)]
+    command += ["--num-prompts", str(streams * args.rounds), "--threads", str(args.threads)]
+    command += ["--random-input-len", str(args.input_len), "--random-output-len", str(args.output_len)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return float(json.loads(file.read_text(encoding="utf-8"))["output_throughput"])
+
+
+@contextlib.contextmanager
+def _llama(args: argparse.Namespace, slots: int, length: str) -> Iterator[str]:
+    """The URL of llama.cpp's server."""
+    command = [sys.executable, str(PEER), args.gguf, "--slots", str(slots), "--length", length]
+    command += ["--threads", str(args.threads)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert process.stdout is not None
+        found = next((m for line in process.stdout if (m := re.search(r"https?://[\w.:]+", line))), None)
+        if found is None:
+            raise SystemExit("llama.cpp's server did not start: pip install xllamacpp, and give a .gguf that it reads")
+        with urllib.request.urlopen(f"{found[0]}/health", timeout=60):
+            yield found[0]
+    finally:
+        process.kill()
+        process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
