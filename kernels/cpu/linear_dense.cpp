@@ -187,9 +187,59 @@ void back_rows(const Matrix& w, const uint8_t* tiles, int64_t n, const float* x,
     for (; k < w.cols; k++) columns(k, Const<1>());
 }
 
+#if defined(__AVX512BF16__)
+// One vector of two whose lanes stand in groups of 2 * HALF: sums of the two halves of each group.
+template <int HALF>
+TK_INLINE F fold(F a, F b) {
+    int32_t low[16], high[16];
+    for (int i = 0; i < 16; i++) {
+        low[i] = i / HALF * 2 * HALF + i % HALF;  // from 16 on of b
+        high[i] = low[i] + HALF;
+    }
+    return fadd(_mm512_permutex2var_ps(a, iload(low), b), _mm512_permutex2var_ps(a, iload(high), b));
+}
+
+// By products of bfloat16: a line of a tile holds two columns, eight pairs of rows each. 16 columns at a time.
 template <int M>
-void back_form(const Matrix& w, const uint8_t* tiles, int64_t n, const float* x, int64_t ldx, float* out, int64_t ldo) {
-    (w.dtype == F32 ? back_rows<M, F32> : w.dtype == BF16 ? back_rows<M, BF16> : back_rows<M, F16>)(w, tiles, n, x, ldx, out, ldo);
+void back_pairs(const Matrix& w, const uint8_t* tiles, int64_t n, const float* x, int64_t ldx, float* out, int64_t ldo) {
+    for (int64_t k = 0; k < w.cols; k += 16) {
+        F y[M * 8];
+        TK_EACH(i, M * 8, y[i] = fzero(););
+        for (int64_t tile = 0; tile < n; tile++) {
+            const uint8_t* from = tiles + tile * w.tile_bytes() + k * 32;
+            B a[M];
+            TK_EACH(t, M, a[t] = _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(fload(x + t * ldx + tile * LANES))););
+            TK_EACH(c, 8, {
+                const B v = bload(from + c * 64);
+                TK_EACH(t, M, y[t * 8 + c] = dot_bf16(y[t * 8 + c], v, a[t]););
+            });
+        }
+        TK_EACH(t, M, {
+            F z[4];
+            TK_EACH(c, 4, z[c] = fold<4>(y[t * 8 + 2 * c], y[t * 8 + 2 * c + 1]););
+            fstore(out + t * ldo + k, fold<1>(fold<2>(z[0], z[1]), fold<2>(z[2], z[3])));
+        });
+    }
+}
+#else
+template <int M>
+void back_pairs(const Matrix&, const uint8_t*, int64_t, const float*, int64_t, float*, int64_t) {}
+#endif
+
+// M rows a call, the last ones singly.
+template <int M>
+void back_all(const Matrix& w, int32_t form, const Rows& in, int64_t count, int64_t t0, int64_t t1, float* out, int64_t ldo) {
+    const uint8_t* tiles = w.data + t0 * w.tile_bytes();
+    for (int64_t t = 0; t + M <= count; t += M) {
+        const auto rows = form == PAIRS ? back_pairs<M>
+                          : form == F32 ? back_rows<M, F32> : form == BF16 ? back_rows<M, BF16> : back_rows<M, F16>;
+        rows(w, tiles, t1 - t0, in.x + t * in.ldx, in.ldx, out + t * ldo, ldo);
+    }
+    if constexpr (M > 1) {
+        Rows rest = in;
+        rest.x += count / M * M * in.ldx;
+        back_all<1>(w, form, rest, count % M, t0, t1, out + count / M * M * ldo, ldo);
+    }
 }
 
 }  // namespace
@@ -216,11 +266,9 @@ void gated_dense(const Matrix& gate, const Matrix& up, const Rows& in, int64_t c
     });
 }
 
-void linear_back(const Matrix& w, const float* x, int64_t ldx, int64_t count, int64_t t0, int64_t t1, float* out, int64_t ldo) {
-    const uint8_t* tiles = w.data + t0 * w.tile_bytes();
-    int64_t t = 0;
-    for (; t + 4 <= count; t += 4) back_form<4>(w, tiles, t1 - t0, x + t * ldx, ldx, out + t * ldo, ldo);
-    for (; t < count; t++) back_form<1>(w, tiles, t1 - t0, x + t * ldx, ldx, out + t * ldo, ldo);
+void linear_back(const Matrix& w, const Rows& in, int64_t count, int64_t t0, int64_t t1, float* out, int64_t ldo) {
+    const int32_t form = form_of(w, w, in);
+    back_all<3>(w, form == PAIRS && w.cols % LANES ? w.dtype : form, in, count, t0, t1, out, ldo);
 }
 
 void dense_row(const Matrix& w, int64_t row, float scale, float* out) {

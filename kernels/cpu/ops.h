@@ -136,8 +136,7 @@ struct Ops {
     void (*gated)(const Matrix& gate, const Matrix& up, const Rows& in, int64_t count, int64_t t0, int64_t t1,
                   const Store& to, void* scratch);
     // y = x V, V the rows in tiles [t0, t1) of a DENSE matrix: x[count][rows of the tiles], out[count][cols]
-    void (*linear_back)(const Matrix& w, const float* x, int64_t ldx, int64_t count, int64_t t0, int64_t t1, float* out,
-                        int64_t ldo);
+    void (*linear_back)(const Matrix& w, const Rows& in, int64_t count, int64_t t0, int64_t t1, float* out, int64_t ldo);
     // row `row` of the matrix, dequantized, times scale
     void (*matrix_row)(const Matrix& w, int64_t row, float scale, float* out);
     // x[K] (gathered by perm where given) to int8 by groups g0..g1

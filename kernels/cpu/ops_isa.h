@@ -18,7 +18,7 @@ void linear_dense(const Matrix& w, const Rows& in, int64_t count, int64_t t0, in
 void gated_dense(const Matrix& gate, const Matrix& up, const Rows& in, int64_t count, int64_t t0, int64_t t1,
                  const Store& to, void* scratch);
 void dense_row(const Matrix& w, int64_t row, float scale, float* out);
-void linear_back(const Matrix& w, const float* x, int64_t ldx, int64_t count, int64_t t0, int64_t t1, float* out, int64_t ldo);
+void linear_back(const Matrix& w, const Rows& in, int64_t count, int64_t t0, int64_t t1, float* out, int64_t ldo);
 
 void quantize(const float* x, const int32_t* perm, int64_t group, int64_t g0, int64_t g1, int8_t* q, float* scale,
               int32_t* sum);

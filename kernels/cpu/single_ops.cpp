@@ -40,10 +40,10 @@ TK_EXPORT int tk_op_gated(const char* isa, const tk::Matrix* gate, const tk::Mat
     return 0;
 }
 
-TK_EXPORT int tk_op_linear_back(const char* isa, const tk::Matrix* w, const float* x, int64_t ldx, int64_t count, int64_t t0,
-                                int64_t t1, float* out) {
+TK_EXPORT int tk_op_linear_back(const char* isa, const tk::Matrix* w, const tk::Rows* in, int64_t count, int64_t t0, int64_t t1,
+                                float* out) {
     const tk::Ops* ops = find(isa);
-    if (ops) ops->linear_back(*w, x, ldx, count, t0, t1, out, w->cols);
+    if (ops) ops->linear_back(*w, *in, count, t0, t1, out, w->cols);
     return !ops;
 }
 

@@ -152,12 +152,12 @@ class NativeOps:
         )
         return out[:, : gate.meta.rows]
 
-    def linear_back(self, p: PackedTensor, x: np.ndarray, first: int) -> np.ndarray:
+    def linear_back(self, p: PackedTensor, x: np.ndarray, first: int, rounded: bool = False) -> np.ndarray:
         """``x`` [count, rows of the tiles from ``first`` on] times those rows."""
         out = np.zeros((len(x), p.meta.cols), np.float32)
         tiles = c_int64(first), c_int64(first + x.shape[1] // 16)
-        held = _ptr(x), c_int64(x.shape[1]), c_int64(len(x))
-        self._call("tk_op_linear_back", byref(self.matrix(p)), *held, *tiles, _ptr(out))
+        rows = Rows(x.ctypes.data, x.shape[1], None, 0, None, None, 0, rounded)
+        self._call("tk_op_linear_back", byref(self.matrix(p)), byref(rows), c_int64(len(x)), *tiles, _ptr(out))
         return out
 
     def row(self, p: PackedTensor, index: int, scale: float = 1.0) -> np.ndarray:

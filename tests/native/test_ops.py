@@ -103,14 +103,15 @@ def test_dense_linear(dtype, ops) -> None:
     np.testing.assert_array_equal(ops.row(packed, 119), weight[119].float().numpy())
 
 
+@pytest.mark.parametrize("cols, rounded", [(77, False), (77, True), (80, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_dense_linear_from_the_other_side(dtype, ops) -> None:
-    weight = torch.from_numpy(random((120, 77), 7)).to(dtype)
-    packed, x = pack_dense(weight), random((9, 48), 8)
-    whole = ops.linear_back(packed, x, 2)
+def test_dense_linear_from_the_other_side(dtype, cols, rounded, ops) -> None:
+    weight = torch.from_numpy(random((120, cols), 7)).to(dtype)
+    packed, x = pack_dense(weight), torch.from_numpy(random((8, 48), 8)).bfloat16().float().numpy()
+    whole = ops.linear_back(packed, x, 2, rounded)
     close(whole, x.astype(np.float64) @ weight[32:80].double().numpy(), 1e-5)
     for count in (1, 3, 4):
-        np.testing.assert_array_equal(ops.linear_back(packed, x[:count], 2), whole[:count])
+        np.testing.assert_array_equal(ops.linear_back(packed, x[:count], 2, rounded), whole[:count])
 
 
 @pytest.mark.parametrize("cols", [100, 77])

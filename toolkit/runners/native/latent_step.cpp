@@ -41,10 +41,14 @@ void Run::absorb(const Latent& a, int64_t head, Range rows) {
     const Range tiles = tiles_with(row, a.nope_dim);
     const int64_t width = (tiles.last - tiles.first) * LANES;
     float *x = own.stripe, *inner = own.stripe + n * width;
+    Rows queries;
+    queries.x = x;
+    queries.ldx = width;
+    queries.round = p.bf16;
     const float* q = w.qkv + rows.first * w.qkv_ld + a.q_at() + head * a.qk_dim();
     std::memset(x, 0, size_t(n * width) * 4);
     for (int64_t i = 0; i < n; i++) std::memcpy(x + i * width + before, q + i * w.qkv_ld, size_t(a.nope_dim) * 4);
-    ops.linear_back(a.kv_b.w, x, width, n, tiles.first, tiles.last, inner, rank);
+    ops.linear_back(a.kv_b.w, queries, n, tiles.first, tiles.last, inner, rank);
     float* whole = own.head_row;
     std::fill(whole + core.head_dim, whole + core.dpad, 0.0f);
     for (int64_t i = 0; i < n; i++) {
