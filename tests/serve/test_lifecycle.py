@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import socket
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -77,6 +79,20 @@ def test_shutting_down_tells_the_clients(start: Any) -> None:
     late = post(server, "/v1/completions", {"prompt": "abc"})
     assert b"503" in late.recv(1000)
     late.close()
+
+
+EARLY = """
+import signal
+from toolkit.serve.proxy.run import serve
+from toolkit.serve.proxy.state import ProxySettings
+from toolkit.serve.run import Address
+serve(Address(port=0), ProxySettings(), "error", lambda url: signal.raise_signal(signal.SIGTERM))
+"""
+
+
+def test_sigterm_ends_a_proxy_in_order_as_soon_as_it_can_be_reached() -> None:
+    done = subprocess.run([sys.executable, "-P", "-c", EARLY], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_metrics(start: Any) -> None:

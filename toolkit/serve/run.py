@@ -164,9 +164,7 @@ def run_app(
     )
     host, port = sock.getsockname()[:2]
     scheme = "https" if address.ssl_certfile else "http"
-    listen(sock)
     url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-    ready(url)
     server = _Server(config, app.state.server, address.grace_s)
 
     async def run() -> None:
@@ -177,7 +175,10 @@ def run_app(
             with contextlib.suppress(asyncio.CancelledError):
                 await task
 
-    asyncio.run(run())
+    with _terminate_while_loading():  # until the loop sees to signals; from here on clients can connect
+        listen(sock)
+        ready(url)
+        asyncio.run(run())
 
 
 def _as_files_allow(limits: Limits) -> Limits:
