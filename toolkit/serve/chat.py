@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from toolkit.errors import UsageError
@@ -13,6 +14,7 @@ from toolkit.parsers.grammar import after_thought
 from toolkit.parsers.pieces import Answer, Parser, Piece
 from toolkit.parsers.thinking import Begun
 from toolkit.serve.budget import closing_text
+from toolkit.serve.cache_report import first_miss
 from toolkit.serve.choice import Budget, Choice
 from toolkit.serve.generation import Usage, run_choices
 from toolkit.serve.protocol import ChatCompletionRequest
@@ -64,6 +66,12 @@ class Chat:
         ]
         self.answers = [Answer() for _ in self.choices]
         self.usage = Usage(self.choices, formats.reasoning is not None)
+        asks = bool(request.cache_report)
+        seen = await run_sized(state, lambda: state.prompts.seen(token_ids, compare=asks), self.size)
+        if asks:
+            engine = state.engine
+            tell = partial(first_miss, engine.tokenizer, token_ids, seen=seen, block=engine.plan.block_size)
+            self.usage.first_miss = lambda cached: tell(cached=cached)
         self._parsers = [formats.parser(request, begun, f"{self.id}-{i}") for i in range(len(self.choices))]
 
     def _ruled(self, config: GenerationConfig, begun: Begun) -> GenerationConfig:

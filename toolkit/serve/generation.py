@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
 
 from toolkit.errors import UsageError
 from toolkit.messages import Response
@@ -31,6 +32,7 @@ class Usage:
         self._prompt_of = {choice.index: choice.prompt for choice in choices}
         self._cached: dict[int, int] = {}
         self._generated: dict[int, int] = {}
+        self.first_miss: Callable[[int], dict[str, Any]] | None = None  # of so many cached tokens, where it is asked
 
     def add(self, index: int, response: Response, thought: int = 0) -> None:
         """Count a delta of choice ``index``; ``thought``: its tokens that belong to a thought."""
@@ -66,6 +68,8 @@ class Usage:
             "total_tokens": self.prompt + self.generated,
             "prompt_tokens_details": {"cached_tokens": self.cached},
         }
+        if self.first_miss is not None:
+            told["prompt_tokens_details"] = {"cached_tokens": self.cached, "first_miss": self.first_miss(self.cached)}
         if self._thinks:
             told["completion_tokens_details"] = {"reasoning_tokens": self.thought}
         return told

@@ -219,6 +219,7 @@ class ChatCompletionRequest(GenerateRequest, ToolFields):
         None, max_length=WORD_LENGTH["stop_words"], description="What ends a thought that reaches its budget"
     )
     modalities: list[Literal["text"]] | None = None
+    cache_report: bool | None = Field(None, description="usage says where the prompt left the prefix cache, and why")
 
     @model_validator(mode="after")
     def _one_grammar(self) -> ChatCompletionRequest:

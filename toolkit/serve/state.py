@@ -13,6 +13,7 @@ from toolkit.config_checks import shown
 from toolkit.engine.nap import ASLEEP
 from toolkit.engine.pooling import Pooling
 from toolkit.option import spelled
+from toolkit.serve.cache_report import Prompts
 from toolkit.serve.errors import ApiError
 from toolkit.serve.lanes import Lanes
 from toolkit.serve.limits import Limits
@@ -106,6 +107,7 @@ class ServerState:
     closing: bool = False
 
     def __post_init__(self) -> None:
+        self.prompts = Prompts()
         self.talks = Talks(self.settings.limits, self.engine.end_session)
 
     @asynccontextmanager
