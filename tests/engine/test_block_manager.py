@@ -184,7 +184,9 @@ def test_of_states_a_prefix_is_found_where_a_step_has_ended() -> None:
     for start, end in ((0, 8), (8, 16), (16, 18)):
         assert m.stop(start, end) == end and m.grow(0, start, end)
         m.label(0, keys, end)
-    assert m.stop(0, 18) == 16 and m.stop(16, 18) == 18
+    assert (
+        m.stop(0, 18) == 16 and m.stop(16, 18) == 18 and m.stop(0, 18, branch=2) == 8 and m.stop(8, 18, branch=2) == 16
+    )
     assert [m.match(keys[:n], 99) for n in range(5)] == [0, 0, 2, 2, 4]
     assert (m.tables[1][0, :5] >= 0).tolist() == [False, False, False, True, True]
     assert m.match(keys_of([*prompt[:12], 9, 9, 9, 9, 9]), 99) == 2, "block 2 is there, the state at its end is not"

@@ -56,14 +56,19 @@ class BlockManager:
 
         A window group needs only what the first token after the hit can see.
         """
-        best = min(len(keys), max_tokens // self.block_size)
-        for pool, window in zip(self.pools, self.windows, strict=True):
-            if window is None:
-                best = next((j for j in range(best) if pool.find(keys[j]) is None), best)
+        best = self.known(keys[: max_tokens // self.block_size])
         runs = [self._runs(pool, keys[:best]) for pool, w in zip(self.pools, self.windows, strict=True) if w]
         windows = [w for w in self.windows if w]
         while best and any(r[best] < best - self._visible_from(w, best) for r, w in zip(runs, windows, strict=True)):
             best -= 1
+        return best
+
+    def known(self, keys: Sequence[bytes]) -> int:
+        """Blocks at the start of a request that are cached in the groups which keep every token."""
+        best = len(keys)
+        for pool, window in zip(self.pools, self.windows, strict=True):
+            if window is None:
+                best = next((j for j in range(best) if pool.find(keys[j]) is None), best)
         return best
 
     def _visible_from(self, window: int, blocks: int) -> int:
@@ -145,11 +150,14 @@ class BlockManager:
             low, high = (middle, high) if self._fits(row, start, middle) else (low, middle)
         return low
 
-    def stop(self, start: int, end: int) -> int:
+    def stop(self, start: int, end: int, branch: int = 0) -> int:
         """Where a step from ``start`` on that could compute up to ``end`` is to end: where states are kept, at the last
-        border on its way."""
-        border = end // self.block_size * self.block_size
-        return border if any(self.states) and border > start else end
+        border on its way, or at block ``branch``, up to which the request is like one before it."""
+        if not any(self.states):
+            return end
+        border = end // self.block_size
+        border = branch if start < branch * self.block_size < end else border
+        return border * self.block_size if border * self.block_size > start else end
 
     def _fits(self, row: int, start: int, end: int) -> bool:
         new = blocks_for(end, self.block_size) - self._count[row]

@@ -117,7 +117,7 @@ class Scheduler:
     def _add_chunk(self, plan: Plan, seq: Sequence, budget: int) -> None:
         count = self._chunk_len(seq, budget)
         fits = self.blocks.fitting(seq.row, seq.computed, seq.computed + count)
-        count = max(1, self.blocks.stop(seq.computed, fits) - seq.computed)
+        count = max(1, self.blocks.stop(seq.computed, fits, seq.branch) - seq.computed)
         if self._make_room(seq, count):
             plan.chunks.append((seq, seq.computed, count))
 
@@ -178,6 +178,7 @@ class Scheduler:
         if seq.keys_root is None:
             return 0
         extend_keys(seq.keys, seq.keys_root, seq.tokens, seq.length, self.blocks.block_size, seq.spans)
+        seq.branch = self.blocks.known(seq.keys)
         return self.blocks.match(seq.keys, min(seq.length - 1, seq.collected) if seq.wants_all else seq.length - 1)
 
     def _start(self, seq: Sequence, row: int, hit: int) -> None:

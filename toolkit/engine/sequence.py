@@ -29,7 +29,8 @@ class Sequence:
     generation is cut. ``collected``: positions whose all-position results (logits, hidden, prompt log-probabilities)
     have been gathered; they are not asked for again after a preemption. ``spans``: the pictures of the prompt;
     ``axes``: the positions of its tokens, [3, prompt], None: their places; ``shift``: what is added to the
-    places of tokens behind it.
+    places of tokens behind it. ``branch``: blocks at the start that requests before it had too, where a state is worth
+    keeping.
     """
 
     request: EngineRequest
@@ -56,6 +57,7 @@ class Sequence:
         self.computed = 0
         self.row = -1
         self.keys: list[bytes] = []
+        self.branch = 0
         self.cached_tokens = 0
         self.admitted = False
         self.finished = False
