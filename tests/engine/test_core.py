@@ -155,14 +155,14 @@ def test_any_mix_gives_each_request_the_tokens_it_gives_alone(fake: Any, s: dict
 
 
 def test_a_state_is_found_where_requests_part_and_where_an_answer_ended(fake: Any) -> None:
-    core, shared, found = make_core(fake, (None, "state")), list(range(20)), []
+    core, shared, found = fake.make_core((None, "state"), VOCAB), list(range(20)), []
     for i in range(3):  # the first leaves a state at its own end, the second where it turned out to be like the first
         core.add(request(str(i), [*shared, *[50 + i] * 5], 6))
-        found.append(run(core)[str(i)])
+        found.append(fake.run(core)[str(i)])
     assert [outputs[-1].cached_tokens for outputs in found] == [0, 0, 20]
-    talk = [*shared, *[52] * 5, *tokens_of(found[2])]
+    talk = [*shared, *[52] * 5, *fake.tokens_of(found[2])]
     core.add(request("next turn", [*talk, 1, 2, 3], 2))
-    assert run(core)["next turn"][-1].cached_tokens == (len(talk) - 1) // 4 * 4
+    assert fake.run(core)["next turn"][-1].cached_tokens == (len(talk) - 1) // 4 * 4
 
 
 def test_the_lowest_priority_number_goes_first(fake: Any) -> None:
