@@ -113,7 +113,7 @@ def respell(twin: Path, family: Family, fields: dict[str, Any], path: Path) -> N
     import torch
     from safetensors.torch import save_file
 
-    shutil.copytree(twin, path)
+    shutil.copytree(twin, path, dirs_exist_ok=True)  # after an attempt that failed
     old = json.loads((twin / "config.json").read_text())
     config = {
         **fields,
@@ -147,7 +147,11 @@ def respell(twin: Path, family: Family, fields: dict[str, Any], path: Path) -> N
                 item.shape if suffix == "weight" else item.shape[:1], dtype=getattr(torch, old["dtype"])
             )
             for part in item.parts:
-                stored[item.rows_of(part)] = weights[f"{part.name}.{suffix}"]
+                given, rows = weights[f"{part.name}.{suffix}"], item.rows_of(part)
+                wanted = (len(rows), *stored.shape[1:])
+                differ = f"{part.name}.{suffix} is {tuple(given.shape)} in the twin, {wanted} in the family"
+                assert given.shape == wanted, f"{differ}: Tiny's twin must say the sizes that its fields say"
+                stored[rows] = given
             tensors[f"{item.name}.{suffix}"] = stored
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 

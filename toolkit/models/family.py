@@ -17,8 +17,8 @@ class Tiny:
     """The config of a tiny random model that tests make and run through everything.
 
     ``fields``: what it has beside the sizes that all have (``tiny.py``), chosen so that the family's
-    peculiarities matter within a few dozen tokens. ``twin``: the same for ``Family.twin``. Of a family that sees:
-    ``preprocessor``, its preprocessor_config.json, and ``tokens``, the special tokens that its prompts have for
+    peculiarities matter within a few dozen tokens. ``twin``: the same for ``Family.twin``, sizes too. Of a family that
+    sees: ``preprocessor``, its preprocessor_config.json, and ``tokens``, the special tokens that its prompts have for
     pictures; their ids are 5, 6, …
     """
 
