@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import get_args
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.models.spec import DecoderSpec
+from toolkit.models.spec import DecoderSpec, Mixer
 from toolkit.quant.layers.forward import embed, head_logits, layer_forward
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.native import runner as native
@@ -24,7 +27,7 @@ def _by_runner(make, spec, weights, ids, support):
     """Logits of a text in chunks of 13, 20, 1 and the rest, with another sequence beside it."""
     runner = make(spec, lambda: weights, OPTIONS)
     driver = support("steps").Driver(runner)
-    one, other = driver.add(), driver.add()
+    one, other = driver.add(long=support("random_specs").is_long(spec, len(ids))), driver.add()
     rows = [driver.step({one: ids[:13], other: [5, 6]}, "all").logits[:13]]
     for a, b in ((13, 33), (33, 34), (34, len(ids))):
         rows.append(driver.step({one: ids[a:b], other: [7]}, "all").logits[: b - a])
@@ -70,6 +73,35 @@ def _accepts(executor, spec):
     if executor == "graphs":
         return not model_traits(spec)  # what the kernels behind them lack
     return executor != "native" or native.unsupported(spec, OPTIONS) is None
+
+
+ALIKE = {"slopes", "kind", "family", "vocab_size", "max_position", "embed", "head", "vision", "shard"}  # need not vary
+
+
+def test_random_specs_say_all_that_a_spec_can(support):
+    """A field that they never set is one that no executor was tried with."""
+    seen = {}
+
+    def look(part):
+        if isinstance(part, tuple):
+            for each in part:
+                look(each)
+        elif dataclasses.is_dataclass(part):
+            for field in dataclasses.fields(part):
+                value = getattr(part, field.name)
+                seen.setdefault((type(part).__name__, field.name), set()).add(str(value))
+                look(value)
+
+    @settings(max_examples=300, deadline=None, derandomize=True, database=None)
+    @given(support("random_specs").specs())
+    def collect(spec):
+        look(spec)
+
+    collect()
+    kinds = {mixer.__name__ for mixer in get_args(Mixer)}
+    assert kinds <= {owner for owner, _ in seen}
+    same = {f"{owner}.{name}" for (owner, name), values in seen.items() if len(values) < 2 and name not in ALIKE}
+    assert not same, sorted(same)
 
 
 @pytest.mark.parametrize("executor", ["torch", "native", "calibration", SLOW])

@@ -58,7 +58,7 @@ def _attention(a: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
         if normed:
             q, k = (_norm(n, w, y.flatten(1)).view(y.shape) for n, y in ((a.q_norm, q), (a.k_norm, k)))
         elif a.rope is not None:
-            frequencies, factor = inv_freq(a.rope)
+            frequencies, factor = inv_freq(a.rope, 0 < a.rope.original_max_position < len(x))
             angle = torch.arange(len(x))[:, None, None] * torch.from_numpy(frequencies).double()
             q, k = (_turn(y, angle.cos() * factor, angle.sin() * factor) for y in (q, k))
     if a.q_scale is not None:
@@ -86,7 +86,7 @@ def _latent(a: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
     q = _linear(a.q, w, queries).view(len(x), a.heads, -1)
     latent, shared = _linear(a.kv_a, w, x).split([a.kv_rank, a.rope_dim], -1)
     both = _linear(a.kv_b, w, _norm(a.kv_a_norm, w, latent)).view(len(x), a.heads, -1)
-    frequencies, factor = inv_freq(a.rope)
+    frequencies, factor = inv_freq(a.rope, 0 < a.rope.original_max_position < len(x))
     angle = torch.arange(len(x))[:, None, None] * torch.from_numpy(frequencies).double()
     turned, shared = (
         _turn(y, angle.cos() * factor, angle.sin() * factor) for y in (q[..., a.nope_dim :], shared[:, None])

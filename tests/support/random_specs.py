@@ -7,6 +7,7 @@ the layers "dense", "int4" (groups of 16), "int8" (a scale a row) or "mixed", ea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,13 +39,26 @@ from toolkit.models.spec.check import check_spec
 VOCAB, LENGTH = 96, 40
 FORMS = ("dense", "int4", "int8", "mixed")
 _HEADS = ((1, 1, 32), (2, 1, 16), (4, 2, 24), (4, 4, 16), (6, 2, 8), (3, 1, 48))  # heads, kv heads, numbers a head
-_ROPES = (
-    None,
-    RopeSpec(8, 1e4),
-    RopeSpec(8, 1e4, "linear", 2.0),
-    RopeSpec(6, 1e4, "yarn", 4.0, 16, attention_factor=1.2, truncate=False),
-    RopeSpec(8, 5e3, "llama3", 8.0, 16),
-)
+
+
+def _ropes(original: int) -> tuple[RopeSpec, ...]:
+    """One of each kind; those with two sets of frequencies turn texts beyond ``original`` tokens by the second."""
+    dynamic = RopeSpec(8, 1e4, "dynamic", 2.0, original, max_position=256)
+    factors: dict[str, Any] = {"short_factor": (1.0, 1.1, 1.3, 2.0), "long_factor": (1.0, 1.5, 2.5, 4.0)}
+    return (
+        RopeSpec(8, 1e4),
+        RopeSpec(8, 1e4, sections=(1, 2, 1)),
+        RopeSpec(8, 1e4, "linear", 2.0),
+        RopeSpec(6, 1e4, "yarn", 4.0, 16, attention_factor=1.2, truncate=False, beta_fast=16.0, beta_slow=2.0),
+        RopeSpec(8, 5e3, "llama3", 8.0, 16, low_freq_factor=1.5, high_freq_factor=3.0),
+        dynamic,
+        replace(dynamic, kind="longrope", factor=1.0, attention_factor=1.1, long_attention_factor=1.3, **factors),
+    )
+
+
+def is_long(spec: Any, length: int) -> bool:
+    """Whether texts of ``length`` tokens turn by the second set of frequencies."""
+    return any(r.kind in ("dynamic", "longrope") and r.original_max_position < length for r in spec.ropes())
 
 
 def _norm(draw: Any, name: str, size: int, heads: int = 1) -> NormSpec:
@@ -68,7 +82,7 @@ def _head_norm(draw: Any, name: str, heads: int, head_dim: int) -> NormSpec | No
     return _norm(draw, name, heads * head_dim if span == "all" else head_dim, heads if span == "own" else 1)
 
 
-def _attention(draw: Any, prefix: str, hidden: int, rare: bool) -> AttentionSpec:
+def _attention(draw: Any, prefix: str, hidden: int, ropes: Sequence[RopeSpec], rare: bool) -> AttentionSpec:
     heads, kv, dim = draw(st.sampled_from(_HEADS))
     bias, window = draw(st.booleans()), draw(st.sampled_from((None, 7, 16)))
     alibi = None
@@ -84,7 +98,7 @@ def _attention(draw: Any, prefix: str, hidden: int, rare: bool) -> AttentionSpec
         kv_heads=kv,
         head_dim=dim,
         scale=draw(st.sampled_from((dim**-0.5, 0.1))),
-        rope=draw(st.sampled_from(_ROPES)),
+        rope=draw(st.sampled_from((None, *ropes))),
         q_norm=_head_norm(draw, f"{prefix}.q_norm", heads, dim),
         k_norm=_head_norm(draw, f"{prefix}.k_norm", kv, dim),
         window=window,
@@ -99,7 +113,7 @@ def _attention(draw: Any, prefix: str, hidden: int, rare: bool) -> AttentionSpec
     )
 
 
-def _latent(draw: Any, prefix: str, hidden: int) -> LatentSpec:
+def _latent(draw: Any, prefix: str, hidden: int, ropes: Sequence[RopeSpec]) -> LatentSpec:
     # the first is expanded from 5 new tokens on, the last never
     heads, nope, turned, v, rank = draw(st.sampled_from(((4, 4, 8, 4, 32), (3, 8, 16, 32, 48), (1, 24, 8, 48, 16))))
     q_rank = draw(st.sampled_from((None, 32)))
@@ -118,7 +132,7 @@ def _latent(draw: Any, prefix: str, hidden: int) -> LatentSpec:
         v_dim=v,
         kv_rank=rank,
         scale=draw(st.sampled_from(((nope + turned) ** -0.5, 0.1))),
-        rope=draw(st.sampled_from(_ROPES[1:])),
+        rope=draw(st.sampled_from(ropes)),
     )
 
 
@@ -193,7 +207,7 @@ def _mlp(draw: Any, prefix: str, hidden: int, inner: int, like: MlpSpec | None =
 
 
 def _moe(draw: Any, prefix: str, hidden: int, quantized: bool) -> MoeSpec:
-    count, inner = draw(st.integers(1, 4)), draw(st.sampled_from((32, 48)))
+    count, inner = draw(st.sampled_from((1, 2, 3, 4, 6))), draw(st.sampled_from((32, 48)))
     first = _mlp(draw, f"{prefix}.experts.0", hidden, inner)
     rest = (_mlp(draw, f"{prefix}.experts.{e}", hidden, inner, first) for e in range(1, count))
     shared = _mlp(draw, f"{prefix}.shared", hidden, 64) if draw(st.booleans()) else None
@@ -217,13 +231,17 @@ def _routing(draw: Any, prefix: str, count: int, quantized: bool) -> dict[str, A
     found = {"scoring": draw(st.sampled_from(("softmax", "sigmoid"))), "norm_topk": draw(st.booleans())}
     if kind == "correction":
         found["correction"] = f"{prefix}.gate.e_score_correction_bias"
-    if kind == "groups" and count == 4 and not quantized:
-        best = draw(st.sampled_from(("best", "two")))
-        return found | {"groups": 2, "top_groups": 1, "group_score": best, "top_k": draw(st.integers(1, 2))}
+    if kind == "groups" and count in (4, 6) and not quantized:
+        chosen = {
+            "groups": count // 2,
+            "top_groups": count // 2 - 1,
+            "group_score": draw(st.sampled_from(("best", "two"))),
+        }
+        return found | chosen | {"top_k": draw(st.integers(1, 2))}
     return found | {"top_k": count if quantized else draw(st.integers(1, count))}
 
 
-def _layer(draw: Any, index: int, hidden: int, quantized: bool, rare: bool) -> LayerSpec:
+def _layer(draw: Any, index: int, hidden: int, quantized: bool, ropes: Sequence[RopeSpec], rare: bool) -> LayerSpec:
     """``rare``: with what not every executor has."""
     prefix = f"model.layers.{index}"
     # attention, latent attention, short convolution, Mamba, delta rule, mlp, experts
@@ -233,9 +251,9 @@ def _layer(draw: Any, index: int, hidden: int, quantized: bool, rare: bool) -> L
     sublayers: list[Sublayer] = []
     for i, kind in enumerate(kinds):
         if kind == "a":
-            mixer: Any = _attention(draw, f"{prefix}.self_attn", hidden, rare)
+            mixer: Any = _attention(draw, f"{prefix}.self_attn", hidden, ropes, rare)
         elif kind == "l":
-            mixer = _latent(draw, f"{prefix}.self_attn", hidden)
+            mixer = _latent(draw, f"{prefix}.self_attn", hidden, ropes)
         elif kind == "s":
             mixer = _short_conv(draw, f"{prefix}.conv", hidden)
         elif kind == "n":
@@ -268,8 +286,8 @@ def _layer(draw: Any, index: int, hidden: int, quantized: bool, rare: bool) -> L
 @st.composite
 def specs(draw: Any, quantized: bool = False) -> Any:
     hidden = draw(st.sampled_from((32, 48, 80)))
-    rare = draw(st.booleans())
-    layers = [_layer(draw, i, hidden, quantized, rare) for i in range(draw(st.integers(1, 2)))]
+    rare, ropes = draw(st.booleans()), _ropes(draw(st.sampled_from((16, 64))))
+    layers = [_layer(draw, i, hidden, quantized, ropes, rare) for i in range(draw(st.integers(1, 2)))]
     dims = Dims(VOCAB, hidden, 0, len(layers), 1, 1, 1, 1e-6, 256, draw(st.booleans()))
     spec = assemble(
         dims,
