@@ -182,6 +182,8 @@ def _spelled(name: str, tower: str, projector: str, spelling: Spelling) -> str:
     _, part, *rest = name.split(".")
     if part == "projector":
         return ".".join([projector, spelling.get(f"projector.{rest[0]}", rest[0]), *rest[1:]])
+    if part == "deep":
+        return ".".join([spelling[part].format(rest[0]), *rest[1:]])
     if part == "newline":
         return spelling[part]
     if part == "layers":

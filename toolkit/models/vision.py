@@ -25,7 +25,8 @@ class Tower:
     ``layers``: how many it has, ``taken``: how many are run. ``frames``: a picture counts as so many equal frames.
     ``positions``: "learned" (added), "axial" or "interlaced" (rotary: half of the frequencies turn by the row, half by
     the column; "interlaced" takes them in turn from one list, "axial" gives each axis a list of its own). ``grid``:
-    rows and columns of the learned positions. ``gated``: the MLP has a gate. ``class_token``: one more token stands
+    rows and columns of the learned positions; ``stretched``: besides those that turn there are learned ones, resized
+    to the picture's patches and added. ``gated``: the MLP has a gate. ``class_token``: one more token stands
     before the patches; it is dropped behind the last layer. ``pre_norm``: norm before the first layer, ``post_norm``:
     one behind the last, "stored" if it is there and not used. ``scaled``: what a layer adds is weighted by a vector.
     ``window``: side in patches of the windows within which all layers attend but those of ``full``; 0 = none.
@@ -57,6 +58,7 @@ class Tower:
     scaled: bool = False
     window: int = 0
     full: tuple[int, ...] = ()
+    stretched: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,14 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class Branch:
+    """What leaves the tower behind layer ``layer``, and its way to rows."""
+
+    layer: int
+    projector: tuple[Stage, ...]
+
+
+@dataclass(frozen=True)
 class VisionSpec:
     """``image_token``: the id whose places in a prompt the rows take, in their order.
 
@@ -85,6 +95,8 @@ class VisionSpec:
     picture's, then those of the tiles put together as the picture they make, what pads it cut away, each line ended
     by the vector ``vision.newline`` ("anyres"); ``most_tiles``: above so many tiles (and a little) that picture is
     shrunk, 0 = never. ``axes``: a token of a picture has 3 positions, in time, rows and columns.
+    ``deep``: more rows of each picture, of which those of branch i are added behind layer i of the language model
+    (Meng et al., "DeepStack", 2024); they stand beside the others, number after number.
     """
 
     tower: Tower
@@ -93,6 +105,7 @@ class VisionSpec:
     join: Literal["tiles", "anyres"] = "tiles"
     most_tiles: int = 0
     axes: bool = False
+    deep: tuple[Branch, ...] = ()
 
     @property
     def merge(self) -> int:
@@ -166,7 +179,7 @@ def tensors(spec: VisionSpec) -> Shapes:
     _linear(found, "vision.patch", patch, tower.hidden, tower.patch_bias)
     if tower.class_token:
         found["vision.class"] = (tower.hidden,)
-    if tower.positions == "learned":
+    if tower.positions == "learned" or tower.stretched:
         found["vision.position"] = (tower.grid[0] * tower.grid[1] + tower.class_token, tower.hidden)
     if tower.pre_norm:
         _norm(found, "vision.pre_norm", tower)
@@ -174,7 +187,7 @@ def tensors(spec: VisionSpec) -> Shapes:
         _layer(found, f"vision.layers.{i}", tower)
     if tower.post_norm != "none":
         _norm(found, "vision.post_norm", tower)
-    for stage in spec.projector:
+    for stage in (*spec.projector, *(stage for branch in spec.deep for stage in branch.projector)):
         if stage.kind == "linear":
             _linear(found, stage.name, stage.inputs, stage.outputs, stage.bias)
         elif stage.kind in ("rms", "layer"):

@@ -48,9 +48,10 @@ def read_rope(
     kind = scaling.text("rope_type", "type", default="default", choices=(*ROPE_KINDS, *aliases))
     kind = aliases.get(kind, kind)
     sections = _sections(scaling, rotary_dim)
+    woven = bool(sections) and scaling.flag("mrope_interleaved", False)
     if sections and kind in ("dynamic", "longrope"):
         scaling.fail("mrope_section", sections, f"none for {kind} rope, which has one position a token")
-    rope = RopeSpec(rotary_dim=rotary_dim, theta=theta, kind=kind, max_position=max_position, sections=sections)
+    rope = RopeSpec(rotary_dim, theta, kind, max_position=max_position, sections=sections, woven=woven)
     if kind == "default":
         return rope
 
@@ -74,8 +75,8 @@ def _sections(scaling: Fields, rotary_dim: int) -> tuple[int, ...]:
     if not scaling.has("mrope_section"):
         return ()
     found = tuple(int(x) for x in scaling.numbers("mrope_section", 3))
-    if sum(found) != rotary_dim // 2 or scaling.flag("mrope_interleaved", False):
-        scaling.fail("mrope_section", found, f"three numbers that sum up to {rotary_dim // 2}, not interleaved")
+    if sum(found) != rotary_dim // 2:
+        scaling.fail("mrope_section", found, f"three numbers that sum up to {rotary_dim // 2}")
     return found
 
 

@@ -12,11 +12,11 @@ from toolkit.models.spec import sound
 
 if TYPE_CHECKING:
     from toolkit.models.spec.decoder import DecoderSpec, Sublayer
-    from toolkit.models.vision import VisionSpec
+    from toolkit.models.vision import Stage, VisionSpec
 
 # Integer fields that may be zero; every other one is a size or a count.
 _MAY_BE_ZERO = {"group", "original_max_position", "max_position", "offset"}
-_MAY_BE_ZERO_IN_VISION = {"grid", "window", "full", "inputs", "outputs", "image_token", "most_tiles"}
+_MAY_BE_ZERO_IN_VISION = {"grid", "window", "full", "inputs", "outputs", "image_token", "most_tiles", "layer"}
 
 
 def check_spec(spec: DecoderSpec) -> None:
@@ -58,19 +58,29 @@ def _numbers(node: Any, field: str, may_be_zero: Set[str]) -> None:
 def _vision(vision: VisionSpec, spec: DecoderSpec) -> None:
     """The tower's rows fit the projector, and those of the projector the language model."""
     _numbers(vision, "", _MAY_BE_ZERO_IN_VISION)
-    tower, width, learned = vision.tower, vision.tower.hidden, vision.tower.positions == "learned"
+    tower, learned = vision.tower, vision.tower.positions == "learned"
     sound.expect("taken", tower.taken <= tower.layers, tower.taken, f"at most {tower.layers}")
-    sound.expect("grid", not learned or min(tower.grid) > 0, tower.grid, "rows and columns")
+    sound.expect("grid", not (learned or tower.stretched) or min(tower.grid) > 0, tower.grid, "rows and columns")
     sound.expect("head_dim", learned or tower.head_dim % 4 == 0, tower.head_dim, "a multiple of 4")
     sound.expect("window", not (tower.window and tower.class_token), tower.window, "none with a class token")
-    for stage in vision.projector:
+    for branch in vision.deep:
+        sound.expect("layer", branch.layer < tower.taken, branch.layer, f"below {tower.taken}")
+    sound.expect("deep", not vision.deep or vision.join == "tiles", vision.join, "tiles with deep rows")
+    sound.expect("deep", len(vision.deep) <= len(spec.layers), len(vision.deep), f"at most {len(spec.layers)}")
+    for projector in (vision.projector, *(branch.projector for branch in vision.deep)):
+        _projector(projector, tower.hidden, spec.hidden_size)
+    sound.expect("image_token", vision.image_token < spec.vocab_size, vision.image_token, f"below {spec.vocab_size}")
+
+
+def _projector(stages: tuple[Stage, ...], width: int, hidden: int) -> None:
+    """It takes rows of ``width`` numbers and gives ones of ``hidden``."""
+    for stage in stages:
         if stage.kind.startswith("merge"):
             width *= stage.factor**2
         elif stage.kind in ("linear", "rms", "layer"):
             sound.expect(stage.name, bool(stage.name) and stage.inputs == width, stage.inputs, f"{width} inputs")
             width = stage.outputs if stage.kind == "linear" else width
-    sound.expect("projector", width == spec.hidden_size, width, f"{spec.hidden_size} outputs, the hidden size")
-    sound.expect("image_token", vision.image_token < spec.vocab_size, vision.image_token, f"below {spec.vocab_size}")
+    sound.expect("projector", width == hidden, width, f"{hidden} outputs, the hidden size")
 
 
 def _sublayer(s: Sublayer, hidden: int) -> None:

@@ -67,7 +67,7 @@ class RopeSpec:
     multiplied by ``attention_factor``, those of the long set by ``long_attention_factor`` where it is given.
 
     ``sections``: tokens have three positions, in time, rows and columns; so many of the frequencies turn by each of
-    them, in this order. () = one position.
+    them, in this order. () = one position. ``woven``: not one after another but in turn, as long as each has some.
     """
 
     rotary_dim: int
@@ -86,6 +86,7 @@ class RopeSpec:
     truncate: bool = True
     long_attention_factor: float | None = later(None)
     sections: tuple[int, ...] = later(())
+    woven: bool = later(False)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,8 @@ def rope(rope: RopeSpec, head_dim: int) -> None:
     expect("factor", rope.factor > 0, rope.factor, "a number above 0")
     good = len(rope.sections) in (0, 3) and sum(rope.sections) in (0, dim // 2)
     expect("sections", good, rope.sections, f"three numbers that sum up to {dim // 2}")
+    if rope.woven:
+        expect("woven", 3 * max(rope.sections[1:], default=dim) <= dim // 2, rope.sections, "a third each at most")
     if rope.kind in ("dynamic", "longrope"):
         what = f"none for {rope.kind} rope, which has one position a token"
         expect("sections", not rope.sections, rope.sections, what)

@@ -48,6 +48,10 @@ def unsupported(spec: DecoderSpec) -> str | None:
         "cache groups": (len(spec.cache_groups), 64),
         "sublayers": (sum(len(layer.sublayers) for layer in spec.layers), 1 << 16),
     }
+    if any(rope.woven for rope in spec.ropes()):
+        return "its frequencies turn by rows and columns one after the other, the model's in turn"
+    if spec.vision is not None and spec.vision.deep:
+        return "it adds nothing of pictures behind layers"
     if not spec.cache_groups:
         return "it runs no model without attention"
     mlps = [m for _, mixer in spec.mixers() for m in mixer.mlps()]

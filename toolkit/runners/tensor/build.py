@@ -226,7 +226,8 @@ class _Builder:
             if isinstance(norm, Norm) and len(codes) == 1 and (only := codes.pop()) is not None:
                 norm = RoundingNorm(norm, only)
             post = self.norm(s.post_norm)
-            found.append(Step(norm, mixer, post, s.residual_scale, layer.beside(i), shares))
+            ends = index if i == len(mixers) - 1 else None
+            found.append(Step(norm, mixer, post, s.residual_scale, layer.beside(i), shares, ends))
         return found
 
 

@@ -18,6 +18,7 @@ class StepContext:
     multiplied by, [T, 1, 1]; ``plans`` of attention by (cache group, window); ``shared``: what the first mixer of a
     kind found out for those after it. ``slots``: of each token in each group that keeps rows of tokens; ``states``: of
     each state group the slots [S, 2 or more] that sequences read their state from and write it to.
+    ``deep``: what is added behind each of the first layers to the flat tokens ``deep_index``, [those tokens, hidden].
     """
 
     batch: StepBatch
@@ -28,3 +29,5 @@ class StepContext:
     q_scales: dict[QueryScale, Tensor]
     plans: dict[tuple[int, int | None], object]
     shared: dict[Any, Any] = field(default_factory=dict)
+    deep: tuple[Tensor, ...] = ()
+    deep_index: Tensor | None = None

@@ -229,7 +229,7 @@ class Moe:
 @dataclass(frozen=True)
 class Step:
     """A sublayer: norm, mixer, norm, scale. ``beside``: it reads what the one before it read, the same norm of it where
-    ``shares``.
+    ``shares``. ``ends``: the number of the layer that it is the last of.
     """
 
     pre_norm: Norm | LayerNorm | RoundingNorm | None
@@ -238,6 +238,7 @@ class Step:
     scale: float
     beside: bool = False
     shares: bool = False
+    ends: int | None = None
 
 
 def _narrowed(h: Activations, dtype: torch.dtype) -> Activations:
@@ -287,6 +288,8 @@ class Decoder:
                 delta = delta * s.scale
             if beside is not None:
                 delta = delta + beside
+            if s.ends is not None and s.ends < len(step.deep) and step.deep_index is not None:
+                x = x.index_add(0, step.deep_index, step.deep[s.ends].float())
         return x, delta
 
     def hidden(self, x: Tensor, delta: Tensor | None, rows: Tensor | None) -> Tensor:

@@ -58,7 +58,7 @@ class PositionTables:
         found = {}
         for rope, (cos, sin) in self._tables.items():
             if rope.sections and axes is not None:
-                found[rope] = (_by_axis(cos, axes, rope.sections), _by_axis(sin, axes, rope.sections))
+                found[rope] = (_by_axis(cos, axes, rope), _by_axis(sin, axes, rope))
             else:
                 found[rope] = (cos.index_select(0, rows), sin.index_select(0, rows))
         return found
@@ -68,6 +68,12 @@ class PositionTables:
         return {scale: factors.index_select(0, rows) for scale, factors in self._factors.items()}
 
 
-def _by_axis(table: Tensor, axes: Tensor, sections: tuple[int, ...]) -> Tensor:
-    parts = table.split(sections, 1)
+def _by_axis(table: Tensor, axes: Tensor, rope: RopeSpec) -> Tensor:
+    if rope.woven:
+        found = table.index_select(0, axes[0])
+        for axis, count in enumerate(rope.sections[1:], start=1):
+            turn = slice(axis, 3 * count, 3)
+            found[:, turn] = table[:, turn].index_select(0, axes[axis])
+        return found
+    parts = table.split(rope.sections, 1)
     return torch.cat([part.index_select(0, rows) for part, rows in zip(parts, axes, strict=True)], 1)

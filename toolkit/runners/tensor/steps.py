@@ -179,7 +179,7 @@ class Steps:
         t = self.device.put(arrays)
         x = self._embed(t)
         if "embeds" in t:
-            x = x.index_copy(0, t["embed_index"], t["embeds"].to(x.dtype))
+            x = x.index_copy(0, t["embed_index"], t["embeds"][:, : self.spec.hidden_size].to(x.dtype))
         plans = self._kernels_plans(batch) if self.graphs is None else self._plans(t, batch.cu_seqlens, batch.seq_lens)
         x, delta = self._layers(x, t, plans, batch)
         found = produce(self.decoder, x, delta, batch, self.device)
@@ -227,6 +227,8 @@ class Steps:
         states = {group: t[f"table{group}"] for group, state in enumerate(kept) if state}
         angles, q_scales = self._positions.angles(t["rope"], t.get("axes")), self._positions.q_scales(t["rope"])
         context = StepContext(batch, self.cache, slots, states, angles, q_scales, dict(plans))
+        if "embeds" in t:
+            context.deep, context.deep_index = t["embeds"].split(x.shape[1], 1)[1:], t["embed_index"]
         return self.decoder.run(x, context)
 
 

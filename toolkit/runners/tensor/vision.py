@@ -43,17 +43,23 @@ class Encoder:
 
     @torch.inference_mode()
     def encode(self, pictures: Sequence[Picture]) -> list[Tensor]:
-        """The rows of each picture, [tokens, hidden of the language model]."""
+        """The rows of each picture, [tokens, hidden of the language model], those of deep branches beside them."""
         grids = [_patch_grid(picture, self.tower.patch) for picture in pictures]
         x = torch.cat([self._embed(p, grid) for p, grid in zip(pictures, grids, strict=True)])
         places = [grid for p, grid in zip(pictures, grids, strict=True) for _ in range(len(p.pixels))]
-        x = self._layers(x, places)
+        outputs = [self._rows(x, pictures, grids, stages) for x, stages in self._layers(x, places)]
+        return [torch.cat(rows, 1) for rows in zip(*outputs, strict=True)]
+
+    def _rows(
+        self, x: Tensor, pictures: Sequence[Picture], grids: list[tuple[int, int]], stages: tuple[Stage, ...]
+    ) -> list[Tensor]:
+        """What ``stages`` make of the flat tokens ``x``, by picture."""
         found, at = [], 0
         for picture, (rows, columns) in zip(pictures, grids, strict=True):
             size = rows * columns + self.tower.class_token
             tiles = x[at : at + len(picture.pixels) * size].view(len(picture.pixels), size, -1)
             at += len(picture.pixels) * size
-            tiles = self._project(tiles[:, int(self.tower.class_token) :], rows, columns)
+            tiles = self._project(tiles[:, int(self.tower.class_token) :], rows, columns, stages)
             found.append(self._join(tiles, picture))
         return found
 
@@ -83,12 +89,18 @@ class Encoder:
             x = torch.cat([self.weights["vision.class"].expand(len(x), 1, -1), x], 1)
         if tower.positions == "learned":
             x = x + self.weights["vision.position"]
+        if tower.stretched:
+            learned = self.weights["vision.position"].T.unflatten(1, tower.grid)[None]
+            near = functional.interpolate(learned, grid, mode="bilinear", align_corners=True)
+            x = x + near[0].flatten(1).T
         if tower.pre_norm:
             x = self._own_norm("vision.pre_norm", x)
         return x.flatten(0, 1)
 
-    def _layers(self, x: Tensor, places: list[tuple[int, int]]) -> Tensor:
-        """``places``: rows and columns of each tile's patches."""
+    def _layers(self, x: Tensor, places: list[tuple[int, int]]) -> list[tuple[Tensor, tuple[Stage, ...]]]:
+        """What leaves the tower and the stages that it goes through, that of deep branches last. ``places``: rows and
+        columns of each tile's patches.
+        """
         tower = self.tower
         whole = [rows * columns + tower.class_token for rows, columns in places]
         cos, sin = self._turns(places)
@@ -97,6 +109,7 @@ class Encoder:
             order, lengths = _windows(places, tower.window)
             order = order.to(self.device)
             x, cos, sin = x[order], cos[order], sin[order]  # type: ignore[index]
+        deep = []
         for i in range(tower.taken):
             name = f"vision.layers.{i}"
             near = lengths if not tower.window or i not in tower.full else whole
@@ -104,9 +117,9 @@ class Encoder:
                 f"{name}.scale1", self._attend(name, self._own_norm(f"{name}.norm1", x), near, cos, sin)
             )
             x = x + self._scaled(f"{name}.scale2", self._mlp(name, self._own_norm(f"{name}.norm2", x)))
-        if order is not None:
-            x = torch.empty_like(x).index_copy_(0, order, x)
-        return self._own_norm("vision.post_norm", x) if tower.post_norm == "used" else x
+            deep += [(_ordered(x, order), branch.projector) for branch in self.spec.deep if branch.layer == i]
+        x = _ordered(x, order)
+        return [(self._own_norm("vision.post_norm", x) if tower.post_norm == "used" else x, self.spec.projector), *deep]
 
     def _scaled(self, name: str, x: Tensor) -> Tensor:
         return x * self.weights[name] if self.tower.scaled else x
@@ -155,9 +168,9 @@ class Encoder:
 
     # -- behind the tower
 
-    def _project(self, tiles: Tensor, rows: int, columns: int) -> Tensor:
+    def _project(self, tiles: Tensor, rows: int, columns: int, stages: tuple[Stage, ...]) -> Tensor:
         """[tiles, patches, hidden] to [tiles, tokens, hidden of the language model]."""
-        for stage in self.spec.projector:
+        for stage in stages:
             if stage.kind in ("rms", "layer"):
                 tiles = self._norm(stage.name, tiles, stage.kind, stage.eps)
             elif stage.kind == "linear":
@@ -182,6 +195,11 @@ class Encoder:
             lines = functional.interpolate(lines.permute(2, 0, 1)[None], shape, mode="bilinear")[0].permute(1, 2, 0)
         lines = torch.cat([lines, newline.expand(len(lines), 1, -1)], 1)
         return torch.cat([tiles[0], lines.flatten(0, 1)])
+
+
+def _ordered(x: Tensor, order: Tensor | None) -> Tensor:
+    """Tokens that stand as ``order`` has them, as they stood before."""
+    return x if order is None else torch.empty_like(x).index_copy_(0, order, x)
 
 
 def _patch_grid(picture: Picture, patch: int) -> tuple[int, int]:

@@ -1,0 +1,102 @@
+"""Qwen3-VL: patches that turn by row and column and have learned places besides; rows of inner layers of the tower are
+added behind the language model's first layers. Source: transformers ``Qwen3VLForConditionalGeneration``."""
+
+from __future__ import annotations
+
+import math
+
+from toolkit.models.config.fields import Fields
+from toolkit.models.config.preprocessor import area_recipe
+from toolkit.models.decoder import Built
+from toolkit.models.families import qwen2_vl
+from toolkit.models.family import Family, Tiny
+from toolkit.models.towers import activation, language_of, seeing, stored_vision
+from toolkit.models.vision import Branch, Recipe, Stage, VisionSpec
+
+SPELLING = qwen2_vl.BLOCKS | {
+    "position": "pos_embed.weight",
+    "up": "mlp.linear_fc1",
+    "down": "mlp.linear_fc2",
+    "deep": "model.visual.deepstack_merger_list.{}",
+}
+
+
+def merger(name: str, hidden: int, outputs: int, factor: int, late: bool) -> tuple[Stage, ...]:
+    """Four patches a row. ``late``: the norm comes behind the merge."""
+    wide = hidden * factor**2
+    merge, norm = Stage("merge", factor=factor), Stage("layer", f"{name}.norm", wide if late else hidden, eps=1e-6)
+    linears = (
+        Stage("linear", f"{name}.linear_fc1", wide, wide, True),
+        Stage("gelu"),
+        Stage("linear", f"{name}.linear_fc2", wide, outputs, True),
+    )
+    return (merge, norm, *linears) if late else (norm, merge, *linears)
+
+
+def build(config: Fields) -> Built:
+    language = language_of(config, model_type="qwen3", architectures=["Qwen3ForCausalLM"])
+    inner, spec = config.nested("vision_config") or Fields({}, config.source), language[0]
+    vision = Fields({"depth": 27, "patch_size": 16} | dict(inner.values), config.source, "vision_config.")
+    count = vision.integer("num_position_embeddings", default=2304, high=1 << 20)
+    if (side := math.isqrt(count)) ** 2 != count:
+        vision.fail("num_position_embeddings", count, "a square")
+    tower = qwen2_vl.tower(
+        vision,
+        vision.integer("hidden_size", default=1152, high=1 << 16),
+        inner=vision.integer("intermediate_size", default=4304, high=1 << 18),
+        activation=activation(vision, "gelu_pytorch_tanh"),
+        norm="layer",
+        patch_bias=True,
+        grid=(side, side),
+        stretched=True,
+    )
+    factor = vision.integer("spatial_merge_size", default=2, high=16)
+    layers = vision.values.get("deepstack_visual_indexes", [8, 16, 24])
+    if not isinstance(layers, list) or not all(type(x) is int and 0 <= x < tower.layers for x in layers):
+        vision.fail("deepstack_visual_indexes", layers, f"numbers of layers below {tower.layers}")
+    deep = tuple(
+        Branch(layer, merger(f"vision.deep.{i}", tower.hidden, spec.hidden_size, factor, late=True))
+        for i, layer in enumerate(layers)
+    )
+    projector = merger("vision.projector", tower.hidden, spec.hidden_size, factor, late=False)
+    token = config.integer("image_token_id", default=151655, high=spec.vocab_size - 1)
+    made = VisionSpec(tower, projector, token, axes=True, deep=deep)
+    stored = stored_vision(made, "model.visual.", "model.visual.merger", SPELLING)
+    return seeing(language, made, stored, {"model.": "model.language_model."})
+
+
+def recipe(config: Fields, preprocessor: Fields) -> Recipe:
+    return area_recipe(preprocessor)
+
+
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+FAMILY = Family(
+    "qwen3_vl",
+    "Qwen3-VL",
+    ("Qwen3VLForConditionalGeneration",),
+    build,
+    (
+        Tiny(
+            dict(
+                text_config=dict(head_dim=16, rope_parameters=ROPE),
+                vision_config=dict(
+                    depth=3,
+                    hidden_size=32,
+                    out_hidden_size=64,
+                    num_heads=2,
+                    intermediate_size=48,
+                    patch_size=7,
+                    num_position_embeddings=9,
+                    deepstack_visual_indexes=[0, 2],
+                ),
+                image_token_id=5,
+                vision_start_token_id=6,
+                vision_end_token_id=7,
+            ),
+            preprocessor=qwen2_vl.PREPROCESSOR,
+            tokens=("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
+        ),
+    ),
+    "llama.cpp keeps the tower in a file of its own, which is not written here",
+    recipe=recipe,
+)
