@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,6 +40,15 @@ def test_a_cpu_gets_what_the_batch_needs_but_a_quarter_of_free_memory_at_most() 
     tight = make(need(4 * GIB))
     kv = tight.rows[-1][1]
     assert tight.session_len == 8192 and kv <= GIB and kv > 0.6 * GIB
+
+
+def test_the_tower_has_its_share() -> None:
+    blind, seeing = need(4 * GIB), replace(need(4 * GIB), picture_patch=100_000)
+    assert dict((name, size) for name, size, _ in make(seeing, patches=2000).rows)["tower"] == 2000 * 100_000
+    kv = [make(one, patches=2000).rows[-1][1] for one in (blind, seeing)]
+    assert kv[1] < kv[0]
+    with pytest.raises(ToolkitError, match=r"encoding pictures 3\.73 GiB and 4\.00 GiB are free"):
+        make(seeing, patches=40_000)
 
 
 def test_a_gpu_gets_the_share_asked_for_as_an_upper_bound() -> None:

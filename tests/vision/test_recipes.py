@@ -13,8 +13,10 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import fit_recipe
 from toolkit.models.registry import families, get
 from toolkit.models.towers import pixtral_tower
+from toolkit.models.vision import most_patches
 from toolkit.vision.recipes import prepare
 
+PATCH = 7  # side of a patch of the tiny models
 SIZES = ((1, 1), (50, 37), (37, 50), (61, 61), (300, 10), (10, 300), (640, 480), (29, 1000))  # width, height
 SEEING = [family.name for family in families() if family.recipe is not None]
 # What differs from a family's own preprocessor config, and is in its spirit.
@@ -59,6 +61,16 @@ def unfolded(patches: np.ndarray, grid: np.ndarray, side: int) -> np.ndarray:
     _, rows, columns = grid
     blocks = patches.reshape(rows // 2, columns // 2, 2, 2, 3, 2, side, side)[:, :, :, :, :, 0]
     return blocks.transpose(4, 0, 2, 5, 1, 3, 6).reshape(1, 3, rows * side, columns * side)
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_no_picture_has_more_patches_than_are_planned_for(name: str) -> None:
+    tiny, make = get(name).tiny[0], get(name).recipe
+    assert make is not None
+    recipe = make(Fields(tiny.fields), Fields(tiny.preprocessor))
+    for width, height in SIZES:
+        tiles, _, rows, columns = prepare(recipe, picture(width, height)).pixels.shape
+        assert tiles * (rows // PATCH) * (columns // PATCH) <= most_patches(recipe, recipe.unit // PATCH)
 
 
 @pytest.mark.parametrize("name", ["llava_next", "llava_onevision"])

@@ -32,6 +32,7 @@ class Wishes:
     max_prefill_token_num: int = 8192
     kv: float | int = DEFAULT_SHARE
     target_step_ms: float | None = None
+    patches: int = 0  # of pictures that are encoded together
 
 
 @dataclass(frozen=True)
@@ -102,15 +103,18 @@ class _Planner:
         self.cpu = device == "cpu"
         self.notices: list[str] = []
         self.weights = 0 if need.loaded else need.weights
-        self.usable = int(need.free * SAFE_SHARE) - self.weights
+        self.tower = need.picture_patch * wishes.patches
+        self.usable = int(need.free * SAFE_SHARE) - self.weights - self.tower
 
     def run(self) -> MemoryPlan:
         w = self.wishes
         target = w.target_step_ms if w.target_step_ms is not None else CPU_STEP_MS if self.cpu else 0.0
         if self.usable <= 0:
+            tower = f", encoding pictures {show_bytes(self.tower)}" if self.tower else ""
             raise ToolkitError(
-                f"not enough memory: the weights take {show_bytes(self.weights)} and {show_bytes(self.need.free)} are "
-                "free; use a quantized model (tool lite auto_awq) or a machine with more memory"
+                f"not enough memory: the weights take {show_bytes(self.weights)}{tower} and "
+                f"{show_bytes(self.need.free)} are free; use a quantized model (tool lite auto_awq) or a machine with "
+                "more memory"
             )
         batch = self._batch()
         tokens = self._step_tokens(batch)
@@ -132,6 +136,7 @@ class _Planner:
         rows = (
             ("weights", self.weights if not self.need.loaded else 0, loaded),
             ("activations", activations, _step(tokens, batch, target)),
+            *([("tower", self.tower, f"pictures of {w.patches} patches at once")] if self.tower else []),
             ("logits", logits, f"{batch} rows of {self.vocab_size}"),
             ("KV cache", kv, held),
         )

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from toolkit import extras
+from toolkit.artifacts.recipe import open_recipe
 from toolkit.engine.core import EngineCore
 from toolkit.engine.memory_plan import MemoryPlan, Wishes, plan
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.verify import verify_tensors
 from toolkit.engine_configs import EngineConfig, PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.models.vision import VisionSpec, most_patches
 from toolkit.runners.base import Backend, RunnerError, RunnerOptions
 
 if TYPE_CHECKING:
@@ -180,6 +182,7 @@ def start(setup: Setup, tokenizer: Tokenizer | None, progress: Progress) -> tupl
                 config.max_prefill_token_num,
                 _kv_wish(config),
                 config.target_step_ms,
+                _patches(setup, runner.spec.vision),
             ),
         )
         for notice in memory.notices:
@@ -218,6 +221,12 @@ def start(setup: Setup, tokenizer: Tokenizer | None, progress: Progress) -> tupl
     verify_tensors(setup.path, core.tell_damage)
     named = runner.name, runner.backend, runner.device, runner.dtype
     return core, Facts(memory, why, "; ".join(runner.notes), *named, runner.spec.vocab_size)
+
+
+def _patches(setup: Setup, vision: VisionSpec | None) -> int:
+    """Of the pictures that are encoded together, at most."""
+    recipe = None if vision is None else open_recipe(setup.path)
+    return 0 if vision is None or recipe is None else setup.pictures_together * most_patches(recipe, vision.merge)
 
 
 def _kv_wish(config: EngineConfig) -> float | int:

@@ -233,6 +233,27 @@ def _norm(found: Shapes, name: str, tower: Tower) -> None:
         found[f"{name}.bias"] = (tower.hidden,)
 
 
+def most_patches(recipe: Recipe, merge: int) -> int:
+    """That a tower reads of one picture, at most, ``merge`` × ``merge`` of them a token."""
+    if recipe.kind in ("fit", "area"):
+        tokens = (recipe.long // recipe.unit) ** 2 if recipe.kind == "fit" else recipe.most // recipe.unit**2
+        return max(tokens, 1) * merge**2
+    tile = recipe.size[0] * recipe.size[1]
+    tiles = {
+        "anyres": max((rows * columns // tile for rows, columns in recipe.canvases), default=0),
+        "tiles": recipe.most,
+        "split": math.ceil(recipe.long / max(recipe.size[0], 1)) ** 2,
+    }
+    return (tiles.get(recipe.kind, 0) + 1) * recipe.per_tile * merge**2
+
+
+def patch_numbers(spec: VisionSpec) -> int:
+    """Held for each patch at the widest moment of a layer."""
+    tower = spec.tower
+    inside = max(4 * tower.heads * tower.head_dim, tower.inner * (1 + tower.gated))
+    return 3 * tower.frames * tower.patch**2 + 2 * tower.hidden + inside
+
+
 def unpadded(size: tuple[int, int], grid: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
     """(first, stop) of the rows and of the columns of ``grid`` that a picture of ``size`` covers in the middle, its
     sides' ratio kept."""

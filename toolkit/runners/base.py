@@ -41,6 +41,7 @@ class MemoryNeed:
     block_bytes: tuple[int, ...]  # one KV block of each cache group
     free: int  # what the device or cgroup has free now, weights not yet subtracted unless loaded
     loaded: bool  # whether ``free`` was read after the weights were loaded
+    picture_patch: int = 0  # peak, for each patch of pictures that are encoded together
 
 
 class StepHandle(Protocol):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from fastapi import FastAPI
 
+from toolkit.artifacts.recipe import open_recipe
 from toolkit.chat.renderer import Renderer
 from toolkit.chat.settings import describe
 from toolkit.chat.template import ChatTemplate
@@ -36,7 +37,6 @@ from toolkit.serve.parsing import Formats
 from toolkit.serve.sampling import choose_defaults
 from toolkit.serve.state import ServerSettings, ServerState
 from toolkit.serve.traces import check as check_traces
-from toolkit.vision.eyes import open_recipe
 
 if TYPE_CHECKING:
     from toolkit.engine.process_loop import Child

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import extras
-from toolkit.artifacts.json_file import read_json_object
-from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.config.fields import Fields
-from toolkit.models.registry import find_family
+from toolkit.artifacts.recipe import open_recipe
+from toolkit.errors import UsageError
 from toolkit.models.vision import Picture, Recipe
 from toolkit.vision.images import Rules, is_url, open_image
 from toolkit.vision.parts import is_picture, parts_of
@@ -82,27 +80,6 @@ class Eyes:
             )
         spelled = [_tokens(self.recipe, picture) for picture in pictures]
         return between[0] + "".join(a + b for a, b in zip(spelled, between[1:], strict=True))
-
-
-def open_recipe(directory: Path) -> Recipe | None:
-    """By the model's family and its own preprocessor config; None where it reads text alone."""
-    path = directory / "config.json"
-    if not path.is_file():
-        return None
-    config = read_json_object(path)
-    try:
-        family = find_family(config, str(path))
-    except ToolkitError:  # one that the user has brought along
-        return None
-    if family.recipe is None:
-        return None
-    name, values = "preprocessor_config.json", {}
-    if (directory / name).is_file():
-        values = read_json_object(directory / name)
-    elif (directory / (name := "processor_config.json")).is_file():
-        inner = read_json_object(directory / name).get("image_processor")
-        values = inner if isinstance(inner, dict) else {}
-    return family.recipe(Fields(config, str(path)), Fields(values, str(directory / name)))
 
 
 def _pictures(messages: Any) -> list[tuple[str, Mapping[str, Any]]]:

@@ -12,7 +12,7 @@ import numpy as np
 from toolkit.artifacts.safetensors_file import forget_pages
 from toolkit.errors import UsageError
 from toolkit.models.spec import DecoderSpec
-from toolkit.models.vision import PREFIX, Picture
+from toolkit.models.vision import PREFIX, Picture, patch_numbers
 from toolkit.runners.base import QUANT_POLICIES, Backend, MemoryNeed, RunnerError, RunnerOptions, StepHandle
 from toolkit.runners.host_memory import free_host_bytes
 from toolkit.runners.native import library
@@ -99,7 +99,8 @@ class NativeRunner:
         """What weights, activations and blocks take, and what is free now."""
         loaded = self._model is not None
         weights = self._weight_bytes if loaded else self._estimate_weights()
-        return MemoryNeed(weights, self._activation_bytes(), self._block_bytes(), free_host_bytes(), loaded)
+        patch = 0 if self.spec.vision is None else patch_numbers(self.spec.vision) * 4
+        return MemoryNeed(weights, self._activation_bytes(), self._block_bytes(), free_host_bytes(), loaded, patch)
 
     def _estimate_weights(self) -> int:
         found: Mapping[str, Any] = self._weights()

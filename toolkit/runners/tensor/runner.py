@@ -19,7 +19,7 @@ from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Group
 from toolkit.errors import UsageError
 from toolkit.kernels import KernelError
 from toolkit.models.spec import DecoderSpec
-from toolkit.models.vision import Picture
+from toolkit.models.vision import Picture, patch_numbers
 from toolkit.runners.base import QUANT_POLICIES, Backend, MemoryNeed, RunnerError, RunnerOptions, StepHandle
 from toolkit.runners.step import StepBatch
 from toolkit.runners.tensor.build import build_decoder
@@ -120,7 +120,10 @@ class TensorRunner:
             element = max(element, 4)  # norms and softmax make float32 copies
         else:
             own += partial_bytes(self.spec, blocks, size, rest)
-        return MemoryNeed(weights, activation_bytes(self.spec, element), blocks, free - min(own, rest // 4), loaded)
+        patch = 0 if self.spec.vision is None else patch_numbers(self.spec.vision) * element
+        return MemoryNeed(
+            weights, activation_bytes(self.spec, element), blocks, free - min(own, rest // 4), loaded, patch
+        )
 
     # -- weights and cache
 
