@@ -27,6 +27,7 @@ from toolkit.models.config.rope import LAYER_TYPES
 from toolkit.models.decoder import Built
 from toolkit.models.family import Family
 from toolkit.models.spec import StoredTensor
+from toolkit.models.vision import Recipe
 
 VARIABLE = "TOOLKIT_CUSTOM_MODULE_MAP"  # of the environment: Python files, one family each, with : between them
 PICKED = "attention to the tokens that an indexer picks"
@@ -148,6 +149,16 @@ def build(config: dict[str, Any], source: str = "config.json", own: Iterable[Fam
     check_dtype(fields)
     check_token_ids(fields, spec.vocab_size)
     return replace(spec, family=family.name), stored
+
+
+def build_recipe(config: dict[str, Any], preprocessor: dict[str, Any], source: str, beside: str) -> Recipe | None:
+    """How a model has its pictures prepared, by its config.json and preprocessor_config.json, which messages call
+    ``source`` and ``beside``; None where it reads text alone, or where its family is one that the user has brought."""
+    try:
+        family = find_family(config, source)
+    except ToolkitError:
+        return None
+    return None if family.recipe is None else family.recipe(Fields(config, source), Fields(preprocessor, beside))
 
 
 def load_spec(checkpoint: HasConfig, config: dict[str, Any] | None = None, own: Iterable[Family] = ()) -> Built:
