@@ -189,6 +189,33 @@ def test_rope_factors_turn_as_the_original_does(tiny_models: Any, tmp_path: Path
         assert np.allclose(frequencies, expected, rtol=1e-6) and attention == 1.0
 
 
+def test_latent_attention_in_two_tensors_is_one_matrix(tiny_models: Any, tmp_path: Path) -> None:
+    """As llama.cpp writes it today: each head's keys transposed, its values apart, and a latent that is the one key."""
+    from toolkit.artifacts.gguf.writer import Entry, write_gguf
+    from toolkit.convert.convert import convert
+    from toolkit.convert.formats import rewrite
+
+    model = tiny_models("deepseek_v2")
+    rewrite(str(model), tmp_path / "one.gguf", to="gguf", quiet=True)
+    one = read_container(tmp_path / "one.gguf")
+    heads, nope, v, rank, turned = 4, 16, 16, 32, 32
+    arrays = {name: one.raw(name).view("<f4").reshape(info.shape) for name, info in one.tensors.items()}
+    for name in [name for name in arrays if "attn_kv_b" in name]:
+        both = arrays.pop(name).reshape(heads, nope + v, rank)
+        arrays[name.replace("kv_b", "k_b")] = np.ascontiguousarray(both[:, :nope].transpose(0, 2, 1))
+        arrays[name.replace("kv_b", "v_b")] = np.ascontiguousarray(both[:, nope:])
+    sizes = {"head_count_kv": 1, "key_length": rank + turned, "value_length": rank, "key_length_mla": nope + turned}
+    stated = {f"deepseek2.attention.{key}": value for key, value in (sizes | {"value_length_mla": v}).items()}
+    entries = [Entry(name, array.shape, "F32") for name, array in arrays.items()]
+    data = [array.reshape(-1).view(np.uint8) for array in arrays.values()]
+    write_gguf(tmp_path / "two.gguf", one.metadata | stated, entries, data)
+    checkpoint, found = valid(tmp_path / "two.gguf")
+    assert load_spec(checkpoint)[0] == load_spec(open_checkpoint(tmp_path / "one.gguf"))[0]
+    expected = valid(model)[1]["model.layers.1.self_attn.kv_b_proj"]
+    assert torch.equal(found["model.layers.1.self_attn.kv_b_proj"].dequantize(), expected.dequantize())
+    convert(str(tmp_path / "two.gguf"), tmp_path / "engine", quiet=True)  # asks the headers alone what it will be
+
+
 # --- what cannot be read -------------------------------------------------------------------------------------------
 
 

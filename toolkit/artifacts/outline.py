@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from toolkit.artifacts.canonical import Dense
 from toolkit.artifacts.checkpoint import Checkpoint
 from toolkit.artifacts.gguf.blocks import from_blocks
 from toolkit.artifacts.gguf.checkpoint import GgufFile
@@ -45,6 +46,8 @@ class _GgufHeaders(GgufFile):
         info = self.infos[name]
         if len(info.shape) < 2:
             return super().weight(name)
+        if self.sources[name][1].keys is not None:  # made of two tensors
+            return Dense(without_memory(info))
         rows, row = info.shape[0], (info.end - info.start) // info.shape[0]
         one = from_blocks(info.dtype, self.container.data[info.start : info.start + row], (1, *info.shape[1:]))
         return taller(one, rows)

@@ -34,6 +34,8 @@ SANDWICH_NORMS = {
 }
 QKV = {"attn_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")}
 GATE_UP = {"ffn_up": ("mlp.gate_proj", "mlp.up_proj")}
+WHOLE = "attn_kv_b"  # of latent attention, for each head keys and then values; or in two tensors, the first transposed:
+SPLIT = ("attn_k_b", "attn_v_b")
 CORRECTION = "exp_probs_b"  # of the experts' scores; llama.cpp calls the vector itself a bias
 EXPERTS = "_exps"  # how the stem of a tensor ends that stacks all experts' matrices of a layer: [experts, out, in]
 EXPERT_BLOCK = {
@@ -76,7 +78,8 @@ class Gguf:
     ``interleaved_qk``: rows of q and k stand as llama.cpp's rope turns them, neighbour by neighbour.
     ``norm_plus_one``: norm weights are stored with the 1 that the model adds. ``biases``, ``window``: whether the
     architecture has them. ``eps``: the config's name for that of its norms, layer norms if not ``rms_norm_eps``.
-    ``norm_topk``: whether it rescales the experts' weights to sum 1, None where a key says so.
+    ``norm_topk``: whether it rescales the experts' weights to sum 1, None where a key says so. ``scoring``: the
+    number of how experts' scores are made that makes a file this family's, where several have the architecture.
     ``fields``: what config.json says of every file that is read; a model is written only if its activation is the one
     there, as no key states it. ``numbers``: the config's whole numbers that the metadata states, by key. ``read``:
     further fields, from the metadata and the config so far. ``write``: further metadata; raises ToolkitError for what
@@ -92,6 +95,7 @@ class Gguf:
     biases: bool = True
     window: bool = False
     norm_topk: bool | None = True
+    scoring: int | None = None
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     eps: str = "rms_norm_eps"
     fields: Mapping[str, Any] = field(default_factory=dict)

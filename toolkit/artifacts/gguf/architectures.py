@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from toolkit.artifacts.safetensors_file import TensorInfo
 from toolkit.errors import ToolkitError
 from toolkit.models.family import Family
-from toolkit.models.gguf import CORRECTION, TOP, Gguf
+from toolkit.models.gguf import CORRECTION, SPLIT, TOP, WHOLE, Gguf
 from toolkit.models.registry import families
 from toolkit.models.spec import StoredTensor
 
@@ -22,10 +22,12 @@ from toolkit.models.spec import StoredTensor
 @dataclass(frozen=True)
 class Change:
     """What has to be undone: rows in llama.cpp's order, of which ``rows`` says where each of the model's stands, and
-    ``plus_one`` of norm weights."""
+    ``plus_one`` of norm weights. ``keys``: the other tensor of a latent attention's matrix, which has each head's keys,
+    transposed, where this one has its values."""
 
     rows: NDArray[np.int64] | None = None
     plus_one: bool = False
+    keys: str | None = None
 
 
 _NOT_WEIGHTS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
@@ -38,6 +40,8 @@ def family_of(path: Path, metadata: Mapping[str, Any]) -> tuple[Family, Gguf]:
     found = [(family, spelling) for family, spelling in known if spelling.arch == name]
     slides = bool(metadata.get(f"{name}.attention.sliding_window"))
     found = [one for one in found if one[1].window == slides] or found
+    scoring = metadata.get(f"{name}.expert_gating_func")
+    found = [one for one in found if one[1].scoring == scoring] or found
     if not found:
         archs = ", ".join(dict.fromkeys(spelling.arch for _, spelling in known))
         raise ToolkitError(f"{path}: general.architecture: expected one of {archs}, found {name!r:.60}")
@@ -69,6 +73,10 @@ def hf_tensors(
         if source in _NOT_WEIGHTS:
             continue
         stem, layer, suffix = _split(source)
+        if layer and stem in SPLIT:
+            if stem == SPLIT[1]:
+                yield _of_both(path, source, tensors, modules.get(f"{layer}{gguf.names.get(WHOLE)}"), gguf)
+            continue
         names = [TOP[stem]] if not layer and stem in TOP else []
         if layer and stem in gguf.joined:
             names = [f"{layer}{name}" for name in gguf.joined[stem]]
@@ -95,6 +103,21 @@ def hf_tensors(
             rows = None if heads is None else _head_rows(path, source, part, heads)
             plus_one = gguf.norm_plus_one and suffix == "weight" and stem.endswith("norm")
             yield _name(module, suffix), _fitting(path, source, part, module, suffix), source, Change(rows, plus_one)
+
+
+def _of_both(
+    path: Path, source: str, tensors: Mapping[str, TensorInfo], module: StoredTensor | None, gguf: Gguf
+) -> tuple[str, TensorInfo, str, Change]:
+    """The matrix of a latent attention whose keys and values stand in tensors of their own."""
+    other = source.replace(SPLIT[1], SPLIT[0])
+    if module is None or other not in tensors:
+        raise _no_place(path, source, gguf)
+    values, keys = tensors[source], tensors[other]
+    good = len(values.shape) == len(keys.shape) == 3 and values.shape[::2] == keys.shape[:2]
+    if not good or (values.shape[0] * (values.shape[1] + keys.shape[2]), values.shape[2]) != module.shape:
+        raise ToolkitError(f"{path}: tensor {source}: {values} and {keys} cannot be {module.name}")
+    dtype = values.dtype if values.dtype == keys.dtype and values.dtype in ("F16", "BF16") else "F32"
+    return _name(module, "weight"), replace(values, dtype=dtype, shape=module.shape), source, Change(keys=other)
 
 
 def _split(name: str) -> tuple[str, str, str]:
@@ -175,7 +198,8 @@ def _no_place(path: Path, name: str, gguf: Gguf) -> ToolkitError:
 def turns_neighbours(stored: Iterable[StoredTensor]) -> bool:
     """Whether the checkpoint has q and k as llama.cpp's files do, in layers without rope too: what turns together side
     by side."""
-    queries = (part for item in stored for part in item.parts if part.name.endswith(".self_attn.q_proj"))
+    ends = (".self_attn.q_proj", ".self_attn.q_b_proj")
+    queries = (part for item in stored for part in item.parts if part.name.endswith(ends))
     return any(len(rows) == 3 for part in queries for rows in part.rows or ())
 
 

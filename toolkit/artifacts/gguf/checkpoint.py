@@ -45,10 +45,28 @@ class GgufFile:
 
         from toolkit.artifacts.gguf.blocks import from_blocks
 
-        rows = self.sources[name][1].rows
-        info = self.infos[name]
+        source, change = self.sources[name]
+        if change.keys is not None:
+            return self._of_both(source, change.keys, self.infos[name])
+        rows, info = change.rows, self.infos[name]
         weight = from_blocks(info.dtype, self.container.data[info.start : info.end], info.shape)
         return weight if rows is None else weight.take_rows(torch.from_numpy(rows))
+
+    def _of_both(self, values: str, keys: str, info: TensorInfo) -> Weight:
+        """The matrix of a latent attention, head by head keys and then values."""
+        import torch
+
+        from toolkit.artifacts.canonical import Dense
+        from toolkit.artifacts.gguf.blocks import from_blocks
+
+        found = []
+        for name in (keys, values):
+            own = self.container.tensors[name]
+            flat = (own.shape[0] * own.shape[1], own.shape[2])
+            dense = from_blocks(own.dtype, self.container.data[own.start : own.end], flat).dequantize()
+            found.append(dense.view(own.shape))
+        whole = torch.cat([found[0].transpose(1, 2), found[1]], dim=1).reshape(info.shape)
+        return Dense(whole.to({"F16": torch.float16, "BF16": torch.bfloat16}.get(info.dtype, torch.float32)))
 
     def tensor(self, name: str) -> Tensor:
         """Any tensor as plain numbers: float types as stored, quantized ones dequantized to float32."""

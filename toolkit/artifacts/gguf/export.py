@@ -248,6 +248,8 @@ def _pieces(spec: DecoderSpec, stored: list[StoredTensor], model: ModelMetadata,
     """Every tensor of the file, in the order of the checkpoint."""
     attention = dict(spec.attention_layers())
     neighbours = turns_neighbours(stored)
+    if not neighbours and model.gguf.interleaved_qk and not attention:
+        raise ToolkitError(f"gguf: llama.cpp's {model.gguf.arch} turns neighbours, the two halves turn in this model")
     offsets = {norm.name: norm.weight_offset for norm in spec.norms()}
     order = {name: i for names in model.gguf.joined.values() for i, name in enumerate(names)}
     stems = {ours: theirs for theirs, ours in model.gguf.names.items()}

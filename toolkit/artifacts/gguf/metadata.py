@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from toolkit.errors import ToolkitError
 from toolkit.models.gguf import Gguf
 from toolkit.models.registry import get
-from toolkit.models.spec import AttentionSpec, DecoderSpec, RopeSpec
+from toolkit.models.spec import AttentionSpec, DecoderSpec, LatentSpec, RopeSpec
 
 
 @dataclass(frozen=True)
@@ -35,27 +36,27 @@ def model_metadata(spec: DecoderSpec, context_length: int) -> ModelMetadata:
     if isinstance(gguf, str):
         raise ToolkitError(f"gguf: {gguf}")
     layers = [attention for _, attention in spec.attention_layers()]
-    first = layers[0]
+    latents = [mixer for _, mixer in spec.mixers() if mixer.kind == "latent"]
     values: dict[str, Any] = {
-        "block_count": len(layers),
+        "block_count": len(spec.layers),
         "context_length": context_length,
         "embedding_length": spec.hidden_size,
         "feed_forward_length": _feed_forward(spec),
-        "attention.head_count": first.heads,
-        "attention.head_count_kv": first.kv_heads,
-        "attention.key_length": first.head_dim,
-        "attention.value_length": first.head_dim,
+        **(_sizes(layers[0]) if layers else _latent_sizes(latents[0])),
         gguf.eps_key: float(spec.final_norm.eps),
         "vocab_size": spec.vocab_size,
     }
     found = ModelMetadata(gguf, values)
     values.update(_experts(spec, gguf))
-    if (rope := _main_rope(layers)) is not None:
+    if (rope := _main_rope(layers) if layers else latents[0].rope) is not None:
         _rope(rope, found)
+    if latents:
+        values.update(_latent_scale(latents[0], gguf))
     if any(attention.alibi is not None for attention in layers):
         raise ToolkitError(f"gguf: llama.cpp's {gguf.arch} turns q and k, this model has ALiBi instead")
     _windows(layers, found)
-    _queries(spec, gguf, first)
+    if layers:
+        _queries(spec, gguf, layers[0])
     _activation(spec, gguf)
     odd = next((linear.name for linear in spec.linears() if linear.bias), None)
     if odd is not None and not gguf.biases:
@@ -65,6 +66,36 @@ def model_metadata(spec: DecoderSpec, context_length: int) -> ModelMetadata:
     return ModelMetadata(
         gguf, {f"{gguf.arch}.{key}": value for key, value in values.items()}, found.factors, found.notes
     )
+
+
+def _sizes(first: AttentionSpec) -> dict[str, int]:
+    return {
+        "attention.head_count": first.heads,
+        "attention.head_count_kv": first.kv_heads,
+        "attention.key_length": first.head_dim,
+        "attention.value_length": first.head_dim,
+    }
+
+
+def _latent_sizes(first: LatentSpec) -> dict[str, int]:
+    return {
+        "attention.head_count": first.heads,
+        "attention.head_count_kv": first.heads,
+        "attention.key_length": first.qk_dim,
+        "attention.value_length": first.v_dim,
+        "attention.kv_lora_rank": first.kv_rank,
+        "attention.q_lora_rank": 0 if first.q_a is None else first.q_a.out_features,
+    }
+
+
+def _latent_scale(first: LatentSpec, gguf: Gguf) -> dict[str, float]:
+    """How much YaRN scales queries, which llama.cpp has as a tenth of what config.json calls mscale_all_dim."""
+    more = first.scale * first.qk_dim**0.5
+    if first.rope.kind == "default" and abs(more - 1) < 1e-6:
+        return {}
+    if first.rope.kind != "yarn" or first.rope.attention_factor not in (None, 1.0):
+        raise ToolkitError(f"gguf: llama.cpp's {gguf.arch} turns by YaRN with equal mscale and mscale_all_dim alone")
+    return {"rope.scaling.yarn_log_multiplier": (more**0.5 - 1) / math.log(first.rope.factor)}
 
 
 def unsupported(spec: DecoderSpec) -> str | None:

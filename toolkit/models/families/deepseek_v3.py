@@ -3,12 +3,15 @@ transformers ``DeepseekV3ForCausalLM``."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.config.latent_attention import read_latent, read_latent_dims
 from toolkit.models.config.routing import on_disk, read_corrected, read_routed
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.families import deepseek_v2
 from toolkit.models.family import Family, Tiny
+from toolkit.models.gguf import SIGMOID
 from toolkit.models.spec import MoeSpec
 
 
@@ -33,6 +36,7 @@ def build(config: Fields) -> Built:
     )
 
 
+GGUF = replace(deepseek_v2.GGUF, family="deepseek_v3", scoring=SIGMOID)
 SIZES = dict(deepseek_v2.SIZES, n_shared_experts=1, norm_topk_prob=True, routed_scaling_factor=2.5)
 FAMILY = Family(
     "deepseek_v3",
@@ -43,5 +47,5 @@ FAMILY = Family(
         Tiny(dict(SIZES, q_lora_rank=32, n_group=4, topk_group=2, rope_parameters=deepseek_v2.YARN)),
         Tiny(dict(SIZES, q_lora_rank=None, n_group=1, topk_group=1, rope_interleave=False, v_head_dim=24)),
     ),
-    deepseek_v2.GGUF,
+    GGUF,
 )

@@ -7,7 +7,7 @@ from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.config.latent_attention import read_latent, read_latent_dims
 from toolkit.models.config.routing import on_disk, read_corrected, read_routed
 from toolkit.models.decoder import Built, llama_like
-from toolkit.models.families import deepseek_v2, deepseek_v3
+from toolkit.models.families import deepseek_v3
 from toolkit.models.family import Family, Tiny
 from toolkit.models.spec import MoeSpec
 
@@ -43,5 +43,5 @@ FAMILY = Family(
         Tiny(dict(SIZES, q_lora_rank=32, v_head_dim=32, qk_nope_head_dim=24)),
         Tiny(dict(SIZES, q_lora_rank=64, n_group=2, topk_group=1, mlp_layer_types=["sparse", "dense", "sparse"])),
     ),
-    deepseek_v2.GGUF,
+    deepseek_v3.GGUF,
 )
