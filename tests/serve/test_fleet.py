@@ -23,6 +23,7 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.errors import ApiError
 from toolkit.serve.fleet.app import create_app
 from toolkit.serve.fleet.catalog import Listed, listed, read_size
+from toolkit.serve.fleet.child import Spare
 from toolkit.serve.fleet.fleet import Fleet
 from toolkit.serve.proxy.state import ProxySettings
 
@@ -382,3 +383,21 @@ def test_two_models_on_one_port(tiny_checkpoint: Any, tmp_path: Path) -> None:
         process.communicate(timeout=60)
         _, alive = psutil.wait_procs(children, 60)
         assert process.returncode == 0 and not alive
+
+
+def test_one_process_waits_for_the_next_model() -> None:
+    spare = Spare()
+    assert spare.take() is None
+    spare.fill()
+    spare.fill()  # there is one already
+    child = spare.take()
+    assert child is not None and child.alive() and spare.take() is None
+    child.close()
+    spare.fill()
+    (waiting,) = [p for p in psutil.Process().children() if "toolkit.serve.background" in " ".join(p.cmdline())]
+    waiting.kill()
+    psutil.wait_procs([waiting], 60)
+    assert spare.take() is None  # it has ended, so nobody gets it
+    spare.close()
+    spare.fill()
+    assert spare.take() is None
