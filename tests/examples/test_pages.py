@@ -51,6 +51,7 @@ HERE = {
     "OWNER/NAME": "./verse",
     "--dst-path my-engine": "--dst-path work/my-engine",
     "llava-hf/llava-1.5-7b-hf": "./llava",
+    "tool chat tiny-vlm --image drawings/000.png": "tool chat ./llava --image photo.jpg",
 }
 LITTLE = "--calib-samples 4 --calib-seqlen 32 --eval-tokens 128 --tune-steps 0 --overwrite"
 MORE = {

@@ -1,0 +1,1 @@
+"""What ``scripts/train_tiny_vlm`` is made of."""
