@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.registry import apply_overrides, build, families, find_family, get, load_spec, names
+from toolkit.models.registry import LACKING, apply_overrides, build, families, find_family, get, load_spec, names
 
 CONFIG = dict(
     architectures=["LlamaForCausalLM"],
@@ -134,3 +134,9 @@ def test_a_config_imports_its_family_alone():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "['toolkit.models.families.llama']"
+
+
+@pytest.mark.parametrize("name", sorted(LACKING))
+def test_what_a_spec_cannot_say_is_refused_with_what_is_missing(name):
+    with pytest.raises(ToolkitError, match=f"{name} needs {LACKING[name]}, which no runner here computes"):
+        build({"architectures": [name], "model_type": "x"})
