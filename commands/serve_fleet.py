@@ -22,8 +22,8 @@ def serve_several(
     log_format: str,
 ) -> None:
     """``holdings``: of run.Holdings, the budget apart, which ``memory`` spells."""
+    from toolkit.option import read_size
     from toolkit.serve.fleet import run
-    from toolkit.serve.fleet.catalog import read_size
 
     budget = None if memory is None else read_size("--memory", memory)
     console = stderr()

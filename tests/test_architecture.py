@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "messages": {"config_checks", "engine_configs", "errors", "generation_config"},
     "lmdeploy_options": {"config_checks", "errors"},
     "engine_configs": {"config_checks", "errors", "lmdeploy_options", "option"},
-    "option": set(),
+    "option": {"errors"},
     "progress": set(),
     "threads": set(),
     "json_lines": set(),

@@ -3,8 +3,11 @@ Python callers pass and what a manifest holds; ``commands/options.py`` shows it 
 
 from __future__ import annotations
 
+import re
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
+
+from toolkit.errors import UsageError
 
 _KEY = "option"
 
@@ -37,3 +40,15 @@ def option_of(f: Field[Any]) -> Option | None:
 def spelled(name: str) -> str:
     """The flag of a field."""
     return "--" + name.rstrip("_").replace("_", "-")
+
+
+_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def read_size(flag: str, text: str) -> int:
+    """Bytes of "12GB", "900MB", "2GiB" or a plain number. Raises UsageError that names ``flag``."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([kmgt]?)(i?)b?", text.strip().lower())
+    size = 0.0 if found is None else float(found[1]) * (1024 if found[3] else 1000) ** _UNITS[found[2]]
+    if not 0 < size < 1 << 60:
+        raise UsageError(f"{flag}: expected a size such as 1.5GB or 90MiB, found {text!r:.40}")
+    return int(size)

@@ -176,7 +176,7 @@ def test_dense_models_are_sent_to_lite(
     elif source == "kv":
         model = with_cache_scales(model, tmp_path / "kv")
     before = sorted(tmp_path.iterdir())
-    monkeypatch.setattr("toolkit.convert.formats.write_model", lambda *_: pytest.fail("something was written"))
+    monkeypatch.setattr("toolkit.convert.formats.open_stage", lambda *_, **__: pytest.fail("something was written"))
     with pytest.raises(ToolkitError, match=f"{model.name}: not quantized, and {to} needs calibration: use tool lite"):
         rewrite(str(model), tmp_path / "m", to=to)
     assert sorted(tmp_path.iterdir()) == before

@@ -23,7 +23,7 @@ from toolkit.quant.layers.spill import Spill
 from toolkit.quant.lite import Common, search
 from toolkit.quant.methods.search import Candidate, Unit, allocate
 from toolkit.quant.methods.sensitivity import Copies
-from toolkit.quant.options import Search, byte_count
+from toolkit.quant.options import Search
 
 
 @pytest.fixture(scope="module")
@@ -115,13 +115,6 @@ def test_a_size_is_kept(family: str, head: bool, tiny_models: Any, tmp_path: Pat
         search(model, tmp_path / "small", Search(size=20_000), common=common)
     with pytest.raises(UsageError, match="--bits, --size: give one"):
         search(model, tmp_path / "both", Search(size=20_000, bits=4.0), common=common)
-
-
-def test_sizes_as_they_are_written() -> None:
-    assert byte_count("--size", "90MiB") == 90 << 20 and byte_count("--size", "1.5 GB") == 1_500_000_000
-    for text in ("", "MiB", "90 parsecs", "-3MB"):
-        with pytest.raises(UsageError, match="--size"):
-            byte_count("--size", text)
 
 
 def test_losses_are_in_nats_and_the_same_after_a_kill(

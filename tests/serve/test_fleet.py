@@ -20,9 +20,10 @@ import psutil
 import pytest
 
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.option import read_size
 from toolkit.serve.errors import ApiError
 from toolkit.serve.fleet.app import create_app
-from toolkit.serve.fleet.catalog import Listed, listed, read_size
+from toolkit.serve.fleet.catalog import Listed, listed
 from toolkit.serve.fleet.child import Spare
 from toolkit.serve.fleet.fleet import Fleet
 from toolkit.serve.proxy.state import ProxySettings
@@ -317,10 +318,10 @@ def test_lists_that_cannot_be(tmp_path: Path, models: list[str], aliases: list[s
 
 
 def test_sizes() -> None:
-    assert [read_size("--memory", t) for t in ("12GB", "900mb", "2GiB", "5", "1.5k")] == [
-        12 * 10**9, 900 * 10**6, 2 << 30, 5, 1500,
+    assert [read_size("--memory", t) for t in ("12GB", "900mb", "2GiB", "5", "1.5k", "1.5 GB")] == [
+        12 * 10**9, 900 * 10**6, 2 << 30, 5, 1500, 1_500_000_000,
     ]  # fmt: skip
-    for text in ("", "GB", "-1GB", "12XB", "nan"):
+    for text in ("", "GB", "-1GB", "12XB", "nan", "90 parsecs"):
         with pytest.raises(UsageError, match="--memory"):
             read_size("--memory", text)
 

@@ -151,16 +151,6 @@ def test_names_in_the_config_fill_placeholder_slots(tokenizer_dirs: dict[str, Pa
     assert tok.decode(tok.encode("<|im_start|>x")) == "x"
 
 
-def test_saving_keeps_the_corrections(tokenizer_dirs: dict[str, Path], tmp_path: Path) -> None:
-    path, slot = internlm2_like(tokenizer_dirs["sentencepiece"], tmp_path / "t")
-    (path / "chat_template.jinja").write_text("{{ messages }}")
-    (tmp_path / "saved").mkdir()
-    Tokenizer.open(path).to_dir(tmp_path / "saved")
-    raw = tokenizers.Tokenizer.from_file(str(tmp_path / "saved" / "tokenizer.json"))
-    assert raw.encode("<|im_start|>").ids == [slot]
-    assert Tokenizer.open(tmp_path / "saved").chat_template == "{{ messages }}"
-
-
 def test_tokens_declared_in_the_config_alone_are_added(tokenizer_dirs: dict[str, Path], tmp_path: Path) -> None:
     size = Tokenizer.open(tokenizer_dirs["byte_level"]).vocab_size
     entries = {str(size): {"content": "<new>", "special": False}}

@@ -28,7 +28,6 @@ class Timings:
     ``drawn``: when the engine had each token, whenever its consumer got to see it.
     """
 
-    arrival: float = 0.0
     first_token: float = 0.0
     finish: float = 0.0
     drawn: list[float] = field(default_factory=list)
@@ -70,7 +69,6 @@ class RequestStream:
         self.id = request_id
         self.wake = wake
         self.timings = timings or Timings()
-        self.timings.arrival = time.perf_counter()
         self.ended = False  # no more Responses will come
         self.engine_done = False  # the engine loop has forgotten the request
         self._waiting: deque[EngineOutput] = deque()

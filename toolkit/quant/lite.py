@@ -17,6 +17,7 @@ from toolkit.artifacts.formats.blocked_fp8 import BLOCK
 from toolkit.errors import UsageError
 from toolkit.extras import require
 from toolkit.models.sites import Site
+from toolkit.option import read_size
 from toolkit.quant import gguf
 from toolkit.quant.layer_config import read_layer_config
 from toolkit.quant.layers.source import LayerSource
@@ -25,7 +26,7 @@ from toolkit.quant.methods import autoround, awq, floats, gptq, smooth
 from toolkit.quant.methods import search as finder
 from toolkit.quant.methods.grid import choose_group_size
 from toolkit.quant.methods.sensitivity import SAMPLES
-from toolkit.quant.options import AutoRound, Awq, BlockedFp8, Common, Gptq, Search, SmoothQuant, byte_count
+from toolkit.quant.options import AutoRound, Awq, BlockedFp8, Common, Gptq, Search, SmoothQuant
 from toolkit.quant.run import Prepared, Progress, Recipe, Result, choose, open_source, run, store_dtype, targets
 from toolkit.quant.selection import head_site
 
@@ -213,7 +214,7 @@ def search(
     does.
     """
     bits, size = options.bits, options.size
-    size = byte_count("--size", size) if isinstance(size, str) else size
+    size = read_size("--size", size) if isinstance(size, str) else size
     if (bits is None) == (size is None):
         raise UsageError("--bits, --size: give one of them")
     if bits is not None and not 0 < bits < math.inf:

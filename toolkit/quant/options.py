@@ -3,12 +3,10 @@ what Python callers pass; nothing heavy is imported here."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from toolkit.engine_configs import CommonEngineConfig, TurbomindEngineConfig
-from toolkit.errors import UsageError
 from toolkit.option import option, same_option
 from toolkit.quant.presets import Preset, choose_preset
 
@@ -143,14 +141,3 @@ class Search:
     size: int | str | None = option(None, "Budget: of the weight files (90MiB, 1.5GB).")
     damp: float = same_option(Awq, "damp")
     tune_steps: int | None = same_option(Awq, "tune_steps")
-
-
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
-
-
-def byte_count(option: str, text: str) -> int:
-    """``90MiB`` → bytes. Raises UsageError that names ``option``."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([A-Za-z]*)", text.strip())
-    if found is None or found[2].lower() not in _UNITS:
-        raise UsageError(f"{option}: expected a size such as 90MiB or 1.5GB, found {text!r}")
-    return int(float(found[1]) * _UNITS[found[2].lower()])

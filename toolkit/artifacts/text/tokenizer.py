@@ -9,7 +9,6 @@ sentencepiece (``tokenizer.model``) and of ranks (``qwen.tiktoken``) are read he
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -18,27 +17,16 @@ from typing import Any
 
 import tokenizers
 
-from toolkit.artifacts.json_file import read_json_object, write_json_object
+from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.text.token_bytes import byte_rule
 from toolkit.artifacts.text.tokenizer_box import BoxedEncoder
 from toolkit.artifacts.text.tokenizer_check import check_ids, harmless, read_parts
 from toolkit.artifacts.text.tokenizer_classes import PIECES, SPECIAL_NAMES, open_pieces, put_before
-from toolkit.artifacts.text.tokenizer_ranks import RANKS, find_ranks, read_ranks
+from toolkit.artifacts.text.tokenizer_ranks import find_ranks, read_ranks
 from toolkit.errors import ToolkitError
 from toolkit.request_limits import TOKEN_ID
 
 SLOW_FILES = (PIECES, "spiece.model", "vocab.json", "sentencepiece.bpe.model")
-TOKENIZER_FILES = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "generation_config.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    *SLOW_FILES,
-    *(kind.name for kind in RANKS if kind.name != PIECES),
-    "merges.txt",
-)
 
 
 class Tokenizer:
@@ -195,14 +183,6 @@ class Tokenizer:
     def token_id(self, text: str) -> int | None:
         """The id of the token spelled exactly ``text`` in the vocabulary, or None."""
         return self.backend.token_to_id(text)
-
-    def to_dir(self, target: Path) -> None:
-        """Write the tokenizer's files (with corrections made while opening) into an existing directory."""
-        for name in TOKENIZER_FILES:
-            if (self.path / name).is_file():
-                shutil.copyfile(self.path / name, target / name)
-        self.backend.save(str(target / "tokenizer.json"))
-        write_json_object(target / "tokenizer_config.json", self.config)
 
     def _bare(self, text: str) -> list[int]:
         """Token ids of ``text`` alone."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,19 +98,3 @@ def _base_of(config: Path) -> str:
     except ToolkitError:
         return ""
     return str(Path(base).resolve()) if Path(base).is_dir() else base.rpartition("/")[2]
-
-
-def read_size(option: str, text: str) -> int:
-    """Bytes of "12GB", "900MB", "2GiB" or a plain number. Raises UsageError."""
-    units = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-    plain = text.strip().lower().removesuffix("b")
-    binary = plain.endswith("i")
-    number = plain.removesuffix("i").rstrip("kmgt")
-    unit = plain.removesuffix("i")[len(number) :]
-    try:
-        size = float(number) * (1024 ** ("kmgt".index(unit) + 1) if binary and unit else units[unit])
-    except (ValueError, KeyError):
-        size = 0.0
-    if not 0 < size < 1 << 60:
-        raise UsageError(f"{option}: expected a size such as 12GB or 900MB, found {json.dumps(text)[:40]}")
-    return int(size)
