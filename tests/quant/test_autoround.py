@@ -80,7 +80,7 @@ def test_the_library_s_own_checkpoint_is_read_and_no_better_than_ours(
 ) -> None:
     """The library on the whole model, as its users run it, on the same text: we read what it writes, and driving it
     block by block loses as little."""
-    from auto_round import AutoRound
+    import auto_round as library
 
     from toolkit.artifacts.text.tokenizer import Tokenizer
     from toolkit.quant.layers.source import LayerSource
@@ -91,7 +91,7 @@ def test_the_library_s_own_checkpoint_is_read_and_no_better_than_ours(
     rows = [torch.tensor(x) for x in read_samples(plan, Tokenizer.open(model), model)]
     data: Any = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows]
     with torch.enable_grad():
-        rounder = AutoRound(
+        rounder = library.AutoRound(
             str(model), scheme="W2A16", group_size=32, sym=symmetric, iters=20, nsamples=6, seqlen=48, batch_size=6,
             dataset=torch.utils.data.DataLoader(data, batch_size=6), device_map="cpu", enable_torch_compile=False,
         )  # fmt: skip
