@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import get_args
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.models.spec import DecoderSpec, Mixer
+from toolkit.models.spec import DecoderSpec
 from toolkit.quant.layers.forward import embed, head_logits, layer_forward
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.native import runner as native
@@ -73,49 +70,6 @@ def _accepts(executor, spec):
     if executor == "graphs":
         return not model_traits(spec)  # what the kernels behind them lack
     return executor != "native" or native.unsupported(spec, OPTIONS) is None
-
-
-ALIKE = {
-    "slopes",
-    "kind",
-    "family",
-    "vocab_size",
-    "max_position",
-    "embed",
-    "head",
-    "vision",
-    "shard",
-    "group",
-}  # need not vary
-ROUNDS = 8  # of drawing, as far as they are needed: what is rare comes in one of them
-
-
-def test_random_specs_say_all_that_a_spec_can(support):
-    """A field that they never set is one that no executor was tried with."""
-    seen = {}
-
-    def look(part):
-        if isinstance(part, tuple):
-            for each in part:
-                look(each)
-        elif dataclasses.is_dataclass(part):
-            for field in dataclasses.fields(part):
-                value = getattr(part, field.name)
-                seen.setdefault((type(part).__name__, field.name), set()).add(str(value))
-                look(value)
-
-    @settings(max_examples=150, deadline=None, database=None)
-    @given(support("random_specs").specs())
-    def collect(spec):
-        look(spec)
-
-    kinds, same = {mixer.__name__ for mixer in get_args(Mixer)}, {"all"}
-    for _ in range(ROUNDS):
-        if same:
-            collect()
-            same = {f"{owner}.{name}" for (owner, name), given in seen.items() if len(given) < 2 and name not in ALIKE}
-            same |= kinds - {owner for owner, _ in seen}
-    assert not same, sorted(same)
 
 
 @pytest.mark.parametrize("executor", ["torch", "native", "calibration", SLOW])
