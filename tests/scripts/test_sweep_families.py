@@ -50,12 +50,15 @@ def test_what_fails_is_said_and_what_takes_its_result_is_not_tried(script, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("work", "says"),
-    [(lambda: os.kill(os.getpid(), signal.SIGKILL), "status -9"), (lambda: time.sleep(60), "longer than 1 seconds")],
+    ("work", "limit", "says"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), 60.0, "status -9"),
+        (lambda: time.sleep(60), 1.0, "longer than 1 seconds"),
+    ],
 )
-def test_a_family_that_crashes_or_hangs_is_one_failure(script, tmp_path, monkeypatch, work, says):
+def test_a_family_that_crashes_or_hangs_is_one_failure(script, tmp_path, monkeypatch, work, limit, says):
     monkeypatch.setattr(script, "sweep", lambda family, root: work())
-    cells = script.apart("qwen3", tmp_path, limit=1.0)
+    cells = script.apart("qwen3", tmp_path, limit=limit)
     assert list(cells) == list(script.COLUMNS) and all(says in cell["failed"] for cell in cells.values())
 
 

@@ -394,8 +394,9 @@ def test_one_process_waits_for_the_next_model() -> None:
     child = spare.take()
     assert child is not None and child.alive() and spare.take() is None
     child.close()
+    before = psutil.Process().children()
     spare.fill()
-    (waiting,) = [p for p in psutil.Process().children() if "toolkit.serve.background" in " ".join(p.cmdline())]
+    (waiting,) = [p for p in psutil.Process().children() if p not in before]
     waiting.kill()
     psutil.wait_procs([waiting], 60)
     assert spare.take() is None  # it has ended, so nobody gets it

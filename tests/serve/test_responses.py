@@ -126,8 +126,8 @@ def test_an_item_that_was_cut_says_so(server: Any) -> None:
 
 
 def test_a_stream_begins_before_the_answer_and_is_pinged(start: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(replies, "SILENCE", 0.05)
-    server = start(template=Echo(None), engine={"delay": 0.3})
+    monkeypatch.setattr(replies, "SILENCE", 0.02)
+    server = start(template=Echo(None), engine={"delay": 1.0})
     user = [{"role": "user", "content": "Hi"}]
     for path, body, first, ping in (
         ("responses", {"input": "Hi"}, "event: response.created", ": ping"),

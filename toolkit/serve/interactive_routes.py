@@ -67,7 +67,7 @@ async def interactive(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     request, size = await parse(raw, state, InteractiveRequest)
     model = request.adapter_name or request.model or state.settings.model_name
-    state.check_ready(model)
+    state.check_ready(model, waits=not request.cancel)
     state.settings.limits.check_work(request, 1, request.request_output_len, state.engine.session_len)
     who = "\n".join(raw.headers.get(name, "") for name in ("authorization", "x-api-key", OWNER.decode()))
     owner = hashlib.sha256(who.encode("latin-1", "replace")).hexdigest()

@@ -104,8 +104,8 @@ class Message(Strict):
         if isinstance(self.content, str):
             message["content"] = without_header(self.content)
         elif isinstance(self.content, list):
-            parts = [{**part, "text": without_header(part["text"])} for part in self.content if "text" in part]
-            message["content"] = [part for part in parts if part["text"]]
+            parts = [{**x, "text": without_header(x["text"])} if "text" in x else x for x in self.content]
+            message["content"] = [part for part in parts if part.get("text") != ""]
         return {**message, "role": "system"}
 
 

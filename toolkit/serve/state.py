@@ -119,8 +119,9 @@ class ServerState:
         async with self.slots:
             yield
 
-    def check_ready(self, model: str) -> None:
-        """Raise ApiError unless ``model`` is served here and the engine can take requests; else let the request in."""
+    def check_ready(self, model: str, waits: bool = True) -> None:
+        """Raise ApiError unless ``model`` is served here and the engine can take requests; else let the request in.
+        ``waits``: whether it takes a place in the queue."""
         if model not in self.model_names:
             raise self.not_served(model)
         if self.closing:
@@ -129,6 +130,8 @@ class ServerState:
             raise ApiError(503, ASLEEP, code="sleeping")
         if (outage := self.engine.outage) is not None:
             raise ApiError(503, str(outage), code="engine_unavailable")
+        if not waits:
+            return
         places = self.settings.max_concurrent_requests or self.engine.max_batch_size
         waiting = len(self.admitted) - min(places, self.engine.max_batch_size)
         if waiting >= self.settings.limits.max_queue:

@@ -44,6 +44,6 @@ async def count_tokens(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     asked, size = await parse(raw, state, CountRequest)
     request = await translated(state, lambda: chat_request(asked), size)
-    state.check_ready(request.model)
+    state.check_ready(request.model, waits=False)
     token_ids, *_ = await encode_chat(state, request, size, "count_tokens", limited=False)
     return json_response({"input_tokens": len(token_ids)})

@@ -93,8 +93,10 @@ class Launcher:
             "limits": asdict(self.limits),
         }
         asked = order(listed.path, config, listed.name, self.chat_template, "127.0.0.1", 0, settings, self.log_level)
-        child, told = launch(asked | {"log_format": self.log_format}, Child, self.spare.take())
-        self.spare.fill()
+        try:
+            child, told = launch(asked | {"log_format": self.log_format}, Child, self.spare.take())
+        finally:
+            self.spare.fill()
         child.memory = int(told["memory"])
         return child
 
