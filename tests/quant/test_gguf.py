@@ -121,14 +121,14 @@ def test_experts_and_what_the_file_cannot_say(tiny_models: Any, tmp_path: Path, 
 
 def test_what_gguf_cannot_hold(tiny_models: Any, tmp_path: Path, common: Common) -> None:
     model = str(tiny_models("llama"))
-    cases: list[tuple[Any, dict[str, Any], str]] = [
-        (auto_gptq, {"w_bits": 8, "w_sym": False}, "asymmetric codes of up to 5 bits"),
-        (auto_gptq, {"desc_act": True, "static_groups": False, "w_group_size": 32}, "act-order"),
-        (search, {"bits": 4.4}, "too small a budget: 4.50 bits"),
+    cases: list[tuple[Any, Any, str]] = [
+        (auto_gptq, Gptq(w_bits=8, w_sym=False), "asymmetric codes of up to 5 bits"),
+        (auto_gptq, Gptq(desc_act=True, static_groups=False, w_group_size=32), "act-order"),
+        (search, Search(bits=4.4), "too small a budget: 4.50 bits"),
     ]
     for run, options, words in cases:
         with pytest.raises(UsageError, match=words):
-            run(model, tmp_path / "out", **({"common": common} | options))
+            run(model, tmp_path / "out", options, common=common)
     assert not (tmp_path / "out").exists()
 
 

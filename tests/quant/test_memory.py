@@ -22,7 +22,7 @@ from toolkit.quant.calibrate import calibrate
 from toolkit.quant.layers.spill import Spill, Tensors
 from toolkit.quant.lite import Common, auto_gptq, auto_round, search, smooth_quant
 from toolkit.quant.methods.kv import kv
-from toolkit.quant.options import Gptq
+from toolkit.quant.options import AutoRound, Gptq, Search
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +60,8 @@ def test_tensors_are_a_list_wherever_they_lie(
 @pytest.mark.parametrize("run", [auto_gptq, smooth_quant, auto_round, search, kv, calibrate])
 def test_nothing_depends_on_where_activations_lie(run: Any, tiny_models: Any, tmp_path: Path, text: Path) -> None:
     model = str(tiny_models("llama"))
-    options = {search: {"bits": 5.0, "tune_steps": 2}, auto_round: {"iters": 1}, auto_gptq: {"tune_steps": 2}}.get(
-        run, {}
-    )
+    own = {search: Search(bits=5.0, tune_steps=2), auto_round: AutoRound(iters=1), auto_gptq: Gptq(tune_steps=2)}
+    options = {"options": own[run]} if run in own else {}
     said: list[str] = []
     for name, memory in (("memory", 1.0), ("disk", 0.0)):
         common = replace(quick(text), cache_memory=memory, notice=said.append)
