@@ -19,9 +19,12 @@ from safetensors.torch import load_file
 from toolkit.artifacts.canonical import Dense, GroupInt
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
 from toolkit.artifacts.gguf.container import read_container
+from toolkit.artifacts.gguf.metadata import unsupported
 from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
 from toolkit.errors import ToolkitError
+from toolkit.models import registry
 from toolkit.models.registry import load_spec
+from toolkit.models.tiny import tiny_config
 
 # No llama3 rope here: GGUF keeps it as a tensor, which has its own test.
 PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
@@ -187,6 +190,13 @@ def test_rope_factors_turn_as_the_original_does(tiny_models: Any, tmp_path: Path
     for long in (False, True):
         frequencies, attention = inv_freq(found, long)
         assert np.allclose(frequencies, expected, rtol=1e-6) and attention == 1.0
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe"])
+def test_experts_that_no_layer_has_are_a_reason(family: str) -> None:
+    config = tiny_config(next(x for x in registry.families() if x.name == family))
+    spec, _ = registry.build(config | {"first_k_dense_replace": config["num_hidden_layers"]})
+    assert "experts, this model has none" in str(unsupported(spec))
 
 
 def test_latent_attention_in_two_tensors_is_one_matrix(tiny_models: Any, tmp_path: Path) -> None:

@@ -214,6 +214,14 @@ def test_truncate_starts_anew_where_the_window_is_gone() -> None:
     m.check_integrity()
 
 
+def test_states_are_not_cut() -> None:
+    m = BlockManager(groups(None, "state"), [20, 20], SIZE, rows=1, max_len=64)
+    m.open(0, [], 0)
+    assert m.grow(0, 0, 4) and m.grow(0, 4, 6) and m.grow(0, 6, 16)
+    assert m.truncate(0, 8) == 0, "in the slot of the second block is the state of six tokens"
+    m.check_integrity()
+
+
 def test_a_session_holds_its_blocks_until_pressure_or_its_end() -> None:
     m = BlockManager(groups(None), [6], SIZE, rows=2, max_len=24)
     talk = list(range(12))

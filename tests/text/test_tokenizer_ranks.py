@@ -111,7 +111,9 @@ def test_texts_are_cut_as_the_model_s_own_code_does(kind, text, cut):
             "".join(f"{base64.b64encode(bytes([65, i])).decode()} {i}\n" for i in range(256)),
             "no token is the byte 0x00",
         ),
+        (f"{base64.b64encode(bytes(200_000)).decode()} 0\n", "line 1: 266,670 bytes, more than the 2,048 of a token"),
     ],
+    ids=["base64", "few", "byte", "long"],
 )
 def test_what_is_no_such_file_is_said(tmp_path, content, says):
     (tmp_path / "qwen.tiktoken").write_text(content)

@@ -230,7 +230,7 @@ class BlockManager:
         """Cut a row back to its first ``length`` tokens; returns how many tokens stay valid.
 
         That is ``length``, or 0 where a window group has already given up blocks that the next token would see, or
-        there is no state of just that length: the row is empty then and the request starts anew. A last block that
+        there are states, which cannot be cut: the row is empty then and the request starts anew. A last block that
         others share is copied (``copies``).
         """
         size = self.block_size
@@ -238,7 +238,7 @@ class BlockManager:
         assert keep <= self._count[row]
         for g, window in enumerate(self.windows):
             gone = window is not None and self._first[g][row] > max(0, length - window + 1) // size
-            if gone or (self.states[g] and length and (length % size or self.tables[g][row, keep - 1] < 0)):
+            if gone or (self.states[g] and length):
                 self.release(row)
                 return 0
         partial = length % size != 0

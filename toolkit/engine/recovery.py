@@ -27,14 +27,18 @@ def entries_of(plan: Plan, starts: Iterable[int]) -> list[Entry]:
 
 
 def still_due(entries: Iterable[Entry], scheduler: Scheduler) -> list[Entry]:
-    """Those of requests that still run and stand where the step found them, from where they can be run again."""
+    """Those of requests that still run and stand where the step found them, from where they can be run again. One that
+    can only be run from its beginning is preempted."""
     found = []
     for entry in entries:
         seq = entry.seq
         if seq.finished or seq.row < 0:
             continue
         at = scheduler.blocks.restart(seq.row, entry.start)
-        if at is not None and seq.computed in (entry.start, at):
+        if at is None and seq.computed == entry.start:
+            scheduler.preempt(seq)
+            seq.needs_host = True
+        elif at is not None and seq.computed in (entry.start, at):
             seq.computed = at
             found.append(replace(entry, start=at))
     return found

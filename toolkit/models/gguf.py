@@ -126,6 +126,8 @@ def routing(spec: DecoderSpec, arch: str) -> dict[str, Any]:
     """How experts are chosen and weighed, as metadata of architectures that state it: those of DeepSeek's shape. Raises
     ToolkitError for what llama.cpp does not compute."""
     layers = [mixer for _, mixer in spec.mixers() if mixer.kind == "moe"]
+    if not layers:
+        raise ToolkitError(f"gguf: llama.cpp's {arch} has experts, this model has none")
     sparse = [layer.sublayers[1].mixer.kind == "moe" for layer in spec.layers]
     moe, first = layers[0], sparse.index(True)
     if not all(sparse[first:]):

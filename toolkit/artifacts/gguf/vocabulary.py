@@ -30,7 +30,7 @@ def vocabulary(directory: Path, vocab_size: int, config: dict[str, Any], generat
     if path.is_file():
         data, named = read_json_object(path), read_json_object(side) if side.is_file() else {}
     else:
-        opened = Tokenizer.open(directory)
+        path, opened = directory, Tokenizer.open(directory)
         data, named = json.loads(opened.backend.to_str()), opened.config
     model = data.get("model") or {}
     if model.get("type") != "BPE" or not isinstance(model.get("vocab"), dict):

@@ -77,8 +77,10 @@ def with_older_files(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     if isinstance(extra := config.get("additional_special_tokens"), list):
         special |= {_text(token) for token in extra}
     declared = config.get("added_tokens_decoder") or {}
+    if not isinstance(declared, dict):
+        raise ToolkitError(f"{folder / 'tokenizer_config.json'}: added_tokens_decoder: expected an object by id")
     for text, i in read_json_object(file).items():
-        if not isinstance(i, int) or isinstance(i, bool) or not isinstance(declared, dict):
+        if not isinstance(i, int) or isinstance(i, bool):
             raise ToolkitError(f"{file}: {text!r:.60}: expected a token id, found {i!r:.40}")
         declared = {str(i): {"content": text, "special": text in special}} | declared
     return config | {"added_tokens_decoder": declared}

@@ -57,6 +57,9 @@ GLM = RanksFile(  # GLM-4-9B and CodeGeeX4, whose special tokens stand in tokeni
     "tokenizer.model", _WORDS % r"\p{N}{1,3}", prefix=("[gMASK]", "<sop>")
 )
 RANKS = (QWEN, HUNYUAN, KIMI, GLM)
+MAX_BYTES = 64 << 20
+MAX_LINE = 2048  # bytes; the longest tokens of public files have some hundred
+MAX_CUTS = 1 << 28  # sum of squared lengths: what cutting each token in two everywhere takes
 _LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 
 
@@ -104,6 +107,8 @@ def _reserved(kind: RanksFile, first: int, config: dict[str, Any]) -> list[str]:
 def _ranks(file: Path) -> dict[bytes, int]:
     found: dict[bytes, int] = {}
     try:
+        if (size := file.stat().st_size) > MAX_BYTES:
+            raise ToolkitError(f"{file}: {size:,} bytes, more than the {MAX_BYTES:,} that are read")
         lines = file.read_bytes().split(b"\n")
     except OSError as error:
         raise ToolkitError(f"{file}: {error.strerror}") from None
@@ -115,6 +120,10 @@ def _ranks(file: Path) -> dict[bytes, int]:
             found[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error):
             raise ToolkitError(f"{file}: line {number}: found {line[:40]!r}, expected base64 and a rank") from None
+        if len(line) > MAX_LINE:
+            raise ToolkitError(f"{file}: line {number}: {len(line):,} bytes, more than the {MAX_LINE:,} of a token")
+    if (cuts := sum(len(token) ** 2 for token in found)) > MAX_CUTS:
+        raise ToolkitError(f"{file}: {cuts:,} bytes to compare for its pairs, more than {MAX_CUTS:,}")
     if sorted(found.values()) != list(range(len(found))) or len(found) < 256:
         raise ToolkitError(f"{file}: found {len(found)} tokens, expected each rank from 0 up once, 256 or more")
     if missing := [byte for byte in range(256) if bytes([byte]) not in found]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Fused
 from toolkit.models.spec import ConvSpec, LinearSpec, MambaSpec, NormSpec
+
+_NO_LIMIT = (None, [0, math.inf], [0, {"__float__": "Infinity"}])  # the last as transformers writes it
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ def read_mamba(config: Fields, hidden: int, *, inner: int | None = None) -> Mamb
         config.fail("mamba_n_heads", heads, f"heads of {head_dim} that are {width} wide in all")
     groups = config.integer("mamba_n_groups", default=1, high=heads)
     bias = config.flag("mamba_proj_bias", False)
+    if (limit := config.values.get("time_step_limit")) not in _NO_LIMIT:
+        config.fail("time_step_limit", limit, "none (0 to Infinity)")
     return MambaDims(
         heads,
         head_dim,

@@ -57,13 +57,18 @@ def _kinds(config: Fields) -> list[str]:
     pattern = config.values.get("hybrid_override_pattern", "ME*-")
     field = next((name for name in ("layers_block_type", "layer_types") if config.has(name)), None)
     if field is None:
+        field, listed = "hybrid_override_pattern", pattern
         if not isinstance(pattern, str) or not pattern or set(pattern) - set(MARKS):
-            config.fail("hybrid_override_pattern", pattern, f"a line of {' '.join(MARKS)}, a mark a layer")
-        return [MARKS[mark] for mark in pattern]
-    listed = config.values[field]
-    count = len(listed) if isinstance(listed, list) else 0
-    found = config.choices(field, max(count, 1), (*MARKS.values(), *OTHER)) or []
-    return [OTHER.get(kind, kind) for kind in found]
+            config.fail(field, pattern, f"a line of {' '.join(MARKS)}, a mark a layer")
+        kinds = [MARKS[mark] for mark in pattern]
+    else:
+        listed = config.values[field]
+        count = len(listed) if isinstance(listed, list) else 0
+        found = config.choices(field, max(count, 1), (*MARKS.values(), *OTHER)) or []
+        kinds = [OTHER.get(kind, kind) for kind in found]
+    if not {"mamba", "attention"} & set(kinds):
+        config.fail(field, listed, "a layer of mamba or attention among them")
+    return kinds
 
 
 def _mamba(config: Fields) -> MambaDims:

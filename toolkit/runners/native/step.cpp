@@ -359,7 +359,10 @@ void cut_runs(Job& job, int64_t threads) {
     std::vector<QueryBlock>& blocks = job.cut.blocks;
     if (int64_t(blocks.size()) != job.count || job.count < 4 * threads) return;
     int64_t total = 0;
-    for (const QueryBlock& b : blocks) total += cost(in, b);
+    for (const QueryBlock& b : blocks) {
+        if (in.cu_seqlens[b.seq + 1] - in.cu_seqlens[b.seq] != 1) return;  // many heads a key: a prompt's blocks are as small
+        total += cost(in, b);
+    }
     if (cost(in, blocks[0]) * threads > total) return;
     std::vector<std::vector<QueryBlock>> runs(static_cast<size_t>(threads));
     std::vector<int64_t> sums(size_t(threads), 0);
