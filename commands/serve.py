@@ -56,7 +56,7 @@ def api_server(
         typer.Option(envvar=KEYS, help="Key that requests must carry; repeat it, or separate keys by commas."),
     ] = None,
     allow_origins: Annotated[
-        list[str] | None, typer.Option(help="Web origin that may call (CORS); repeatable. Default: any.")
+        list[str] | None, typer.Option(help="Web origin that may call (CORS), * for any; repeatable. Default: none.")
     ] = None,
     max_concurrent_requests: Annotated[
         int | None,
@@ -203,7 +203,7 @@ def api_server(
 
     settings: dict[str, object] = {
         "api_keys": keys,
-        "allow_origins": allow_origins or ["*"],
+        "allow_origins": allow_origins or [],
         "generation_config": generation_config,
         "tool_call_parser": tool_call_parser,
         "reasoning_parser": reasoning_parser,

@@ -57,7 +57,7 @@ def proxy(
         typer.Option(envvar=NODE_KEY, help="Key that the operator's nodes ask for. Default: what the client has sent."),
     ] = None,
     allow_origins: Annotated[
-        list[str] | None, typer.Option(help="Web origin that may call (CORS); repeatable. Default: any.")
+        list[str] | None, typer.Option(help="Web origin that may call (CORS), * for any; repeatable. Default: none.")
     ] = None,
     grace_period: Annotated[
         float, typer.Option(min=0, metavar="<float>", help="Seconds that running requests get to finish after SIGTERM.")
@@ -90,7 +90,7 @@ def proxy(
         node_key=node_key,
         state_file=state_file,
         heartbeat=heartbeat,
-        allow_origins=allow_origins or ["*"],
+        allow_origins=allow_origins or [],
         docs=not disable_fastapi_docs,
         page=not no_page,
         limits=limits,

@@ -49,7 +49,7 @@ class ServerSettings:
     adapters: Sequence[str] = ()
     aliases: Sequence[str] = ()
     api_keys: Sequence[str] = ()
-    allow_origins: Sequence[str] = ("*",)
+    allow_origins: Sequence[str] = ()
     docs: bool = True
     page: bool = True
     metrics: bool = True
