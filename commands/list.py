@@ -62,7 +62,7 @@ def models(json: JSON = None) -> None:
         (
             one.family.known_as,
             one.family.name,
-            "–" if one.native is not None else "yes",
+            "yes" if one.native is None else "–" if one.family.tiny else "?",
             f"no {', '.join(one.no_method)}" if one.no_method else "all",
             one.gguf or "–",
         )

@@ -63,15 +63,17 @@ def test_help_shows_every_engine_flag_whole_at_80_columns(command: list[str]) ->
 
 def test_table_of_models_keeps_its_words_whole_at_80_columns() -> None:
     lines = tool("list", "models").stdout.splitlines()
-    assert lines[1].split() == "known as architecture weight formats".split()
-    assert any("EXAONE 4.0" in line and line.split()[-2:] == ["Exaone4ForCausalLM", "all"] for line in lines)
+    assert lines[1].split() == "models model_type turbomind lite GGUF".split()
+    assert any(line.split() == ["EXAONE", "4.0", "exaone4", "yes", "all", "exaone4"] for line in lines)
 
 
 def test_models_can_be_read_in_a_narrow_window() -> None:
     lines = tool("list", "models", columns=40).stdout.splitlines()
     assert max(map(len, lines)) <= 40
     at = lines.index("EXAONE 4.0")
-    assert lines[at + 1] == "  Exaone4ForCausalLM: all"
+    assert (
+        " ".join(lines[at + 1 : at + 3]).split() == "model_type exaone4, turbomind yes, lite all, GGUF exaone4".split()
+    )
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c != ["chat"] and c[0] != "serve"], ids=" ".join)

@@ -157,14 +157,16 @@ def test_list_shows_the_templates(tool: Callable[..., Done]) -> None:
 def test_list_models_comes_from_the_registry(tool: Callable[..., Done]) -> None:
     done = tool("list", "models")
     assert done.code == 0
+    assert all(family.name in done.out for family in registry.families())
     known = {name for family in registry.families() for name in family.architectures}
-    assert all(name in done.out for name in known)
     rows = {row["architecture"]: row for row in json.loads(tool("list", "models", "--json", "-").out)}
     assert set(rows) == known
     assert all(
         {"hf", "awq", "gguf"} <= set(rows[f"{x}ForCausalLM"]["formats"]) for x in ("Llama", "Qwen3Moe", "Mixtral")
     )
-    assert "gguf" not in rows["InternLM2ForCausalLM"]["formats"], "which GGUF files call llama"
+    assert rows["InternLM2ForCausalLM"]["gguf"] == "llama", "as which its GGUF files come back"
+    seeing = rows["LlavaForConditionalGeneration"]
+    assert "gguf" not in seeing["formats"] and seeing["no_gguf"]
 
 
 def test_a_session_on_a_terminal(model: str, tmp_path: Path) -> None:

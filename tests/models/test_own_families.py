@@ -69,6 +69,7 @@ def test_a_file_named_on_the_command_line_goes_through_the_stages(file, model, t
     assert len({s.stdout for s in said}) == 1
     listed = json.loads(tool("list", "models", "--json", "-", *flag).stdout)
     assert {"architecture": "LouderForCausalLM", "family": "louder"}.items() <= listed[0].items()
+    assert "no tiny model" in listed[0]["not_on_turbomind"]
 
 
 def test_the_python_interface_takes_a_file(file, model, tiny_models):

@@ -133,14 +133,6 @@ def test_older_files_beside_it_add_tokens(kinds, tmp_path):
         Tokenizer.open(folder)
 
 
-def test_saving_keeps_what_the_class_adds(kinds, tmp_path):
-    opened = Tokenizer.open(folder_of(tmp_path, kinds["llama"][2], tokenizer_class="LlamaTokenizer"))
-    (tmp_path / "saved").mkdir()
-    opened.to_dir(tmp_path / "saved")
-    (tmp_path / "saved" / "tokenizer.model").unlink()
-    assert Tokenizer.open(tmp_path / "saved").encode("the fox") == opened.encode("the fox")
-
-
 def _piece(text, kind=1, score=0.0):
     body = b"\n" + bytes([len(text)]) + text + b"\x15" + struct.pack("<f", score) + b"\x18" + bytes([kind])
     return b"\n" + bytes([len(body)]) + body

@@ -12,6 +12,7 @@ from toolkit.models.registry import build
 from toolkit.models.tiny import tiny_config
 from toolkit.runners.native.program import unsupported
 
+NOT_ASKED = "not known before a checkpoint is opened: the family has no tiny model"
 STAGES = ("lite", "convert", "chat", "serve")
 _OTHER_NAMES = {"smooth_quant": "w8a8"}
 
@@ -46,9 +47,10 @@ def coverage(known: Sequence[Family]) -> list[Coverage]:
     read |= {family.name for family in known if isinstance(family.gguf, Gguf)}
     found = []
     for family in known:
-        spec = build(tiny_config(family), f"{family.name}: its tiny model", [family])[0]
+        spec = build(tiny_config(family), f"{family.name}: its tiny model", [family])[0] if family.tiny else None
         arch, why = (family.gguf.arch, None) if isinstance(family.gguf, Gguf) else (None, family.gguf)
         formats = tuple(name for name in all_formats() if name != "gguf" or family.name in read)
-        refused = () if spec.keeps_keys() else ("kv",)
-        found.append(Coverage(family, unsupported(spec), refused, arch, why, formats))
+        native = NOT_ASKED if spec is None else unsupported(spec)
+        refused = () if spec is None or spec.keeps_keys() else ("kv",)
+        found.append(Coverage(family, native, refused, arch, why, formats))
     return found

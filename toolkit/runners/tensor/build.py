@@ -117,13 +117,10 @@ class _Builder:
         return ShortConv(spec, layer, self.linear(*spec.readers()), conv, self.linear(spec.out))
 
     def mamba(self, m: MambaSpec, layer: int) -> Mamba:
-        counts = torch.tensor([m.width_out, m.width_out, *[m.groups * m.state_size] * 2, m.heads])
-        scales = torch.tensor(m.scales).repeat_interleave(counts).to(self.place.device) if m.scales else None
         return Mamba(
             spec=m,
             layer=layer,
             entry=self.linear(*m.readers()),
-            scales=scales,
             conv=self.conv(m.conv, silu=True),
             fade=-self.tensor(m.a_log).float().exp(),
             dt_bias=self.tensor(m.dt_bias).float(),

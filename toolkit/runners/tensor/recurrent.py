@@ -18,12 +18,11 @@ from toolkit.runners.tensor.short_conv import Conv
 
 @dataclass(frozen=True)
 class Mamba:
-    """``entry`` gives z, what is convolved, and dt; ``fade``: −exp(a_log). ``scales``: of entry's numbers, or None."""
+    """``entry`` gives z, what is convolved, and dt; ``fade``: −exp(a_log)."""
 
     spec: MambaSpec
     layer: int
     entry: Linear
-    scales: Tensor | None
     conv: Conv
     fade: Tensor
     dt_bias: Tensor
@@ -36,9 +35,12 @@ class Mamba:
         m, starts = self.spec, step.batch.cu_seqlens
         tails, states = step.cache.states[self.layer, m.group]
         made = self.entry(x)
-        made = made if self.scales is None else (made * self.scales).to(made.dtype)
         z, inner, dt = made.split_with_sizes([m.width_out, m.conv.channels, m.heads], 1)
         shared = m.groups * m.state_size
+        if m.scales:
+            parts = made.split_with_sizes([m.width_out, m.width_out, shared, shared, m.heads], 1)
+            for part, scale in zip(parts, m.scales, strict=True):
+                part.mul_(scale)
         u, b, c = self.conv(inner, tails, step, m.group).split_with_sizes([m.width_out, shared, shared], 1)
         y = self.ops.state_scan(
             u.unflatten(1, (m.heads, -1)),
