@@ -4,8 +4,9 @@
     python scripts/bench/random_model.py DIR --shape 1b --awq      4-bit AWQ, groups of 64
     python scripts/bench/random_model.py DIR --shape v2-lite --awq --config-only      for --load-format dummy
 
-Shapes: 1b and 7b are Llama-3.2-1B's and Llama-2-7B's, moe and v2-lite Qwen3-30B-A3B's and DeepSeek-V2-Lite's with fewer
-layers and words. The tokenizer is the demo model's, cut to the vocabulary.
+Shapes: 1b and 7b are Llama-3.2-1B's and Llama-2-7B's, moe, v2-lite, qwen3-next and lfm2 Qwen3-30B-A3B's,
+DeepSeek-V2-Lite's, Qwen3-Next-80B-A3B's and LFM2-1.2B's with fewer layers, experts or words. The tokenizer is the demo
+model's, cut to the vocabulary.
 """
 
 from __future__ import annotations
@@ -89,6 +90,45 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "rope_theta": 10000.0,
     },
+    "qwen3-next": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 128,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "vocab_size": 32000,
+        "tie_word_embeddings": False,
+        "rope_theta": 10000000.0,
+    },
+    "lfm2": {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "block_auto_adjust_ff_dim": False,
+        "num_hidden_layers": 16,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "conv_L_cache": 3,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+        "tie_word_embeddings": True,
+        "rope_theta": 1000000.0,
+    },
 }
 GROUP = 64
 SPREAD = 0.02  # standard deviation of weights
@@ -112,6 +152,8 @@ def tensors(config: dict[str, Any], awq: bool) -> Iterator[tuple[str, Tensor]]:
     for item in build(config)[1]:
         if item.kind == "norm":
             yield item.weight_name, torch.ones(item.shape).bfloat16()
+        elif item.kind == "vector":
+            yield item.weight_name, torch.randn(item.shape, generator=rng).bfloat16()
         elif item.optional and config["tie_word_embeddings"]:
             continue
         else:

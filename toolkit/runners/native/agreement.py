@@ -14,7 +14,7 @@ from toolkit.artifacts.canonical import Weight
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.native.packed import INT, PackedTensor
 
-WAYS = 3  # MAX_KEYS of model.h
+WAYS = 3  # MAX_KEYS of program.h
 Key = tuple[int, bytes]  # group of activations, order of columns
 
 

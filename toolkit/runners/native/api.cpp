@@ -9,9 +9,7 @@
 #include <string>
 
 #include "model.h"
-#include "profile.h"
 #include "step.h"
-#include "workspace.h"
 
 #define TK_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -59,13 +57,13 @@ TK_EXPORT const char* tk_isa(const char* isa) {
 }
 
 // Program and tensors stay the caller's; tensor memory must outlive the model.
-TK_EXPORT tk::Model* tk_model_create(const int64_t* ints, int64_t ints_size, const double* floats, int64_t floats_size,
+TK_EXPORT tk::Model* tk_model_create(const char* names, const double* values, int64_t count,
                                      const tk::TensorRecord* tensors, int64_t tensors_size, const char* isa, int64_t threads) {
     tk::Model* model = nullptr;
     guarded([&] {
         const tk::Ops* ops = ops_or_throw(isa);
         if (threads < 1 || threads > 4096) throw tk::Error("threads: expected 1 to 4096");
-        tk::Program program = tk::parse_program(ints, ints_size, floats, floats_size, tensors, tensors_size, ops->bf16_dot);
+        tk::Program program = tk::parse_program(names, values, count, tensors, tensors_size, ops->bf16_dot);
         model = new tk::Model(std::move(program), ops, int(threads));
         const char* profile = std::getenv("TOOLKIT_NATIVE_PROFILE");
         if (profile && std::strcmp(profile, "1") == 0) model->profile = std::make_unique<tk::Profile>();

@@ -276,8 +276,7 @@ void Run::merge_split(const Attention& a) {
     }
 }
 
-void Run::attention(const Sublayer& s) {
-    const Attention& a = s.attention;
+void Run::mix(const Sublayer& s, const Attention& a) {
     save(s);
     project(a.in, s.pre, source(s), w.hidden_ld, w.qkv, {&a.q, &a.k, &a.v});
     if (a.settles())

@@ -1,7 +1,7 @@
 // Bounds of everything that crosses the boundary, before anything is indexed by it.
 #include <string>
 
-#include "model.h"
+#include "program.h"
 #include "step.h"
 
 namespace tk {

@@ -95,8 +95,7 @@ void Run::give_values(const Latent& a, int64_t head, Range rows) {
         std::memcpy(out + i * w.mid.ldx, own.stripe + i * to.ld + before, size_t(a.v_dim) * 4);
 }
 
-void Run::latent(const Sublayer& s) {
-    const Latent& a = s.latent;
+void Run::mix(const Sublayer& s, const Latent& a) {
     const Attention& core = a.core;
     save(s);
     project(a.in, s.pre, source(s), w.hidden_ld, w.qkv, {a.q_a.present() ? &a.q_a : &a.q, &a.kv_a});

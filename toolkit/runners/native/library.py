@@ -79,8 +79,7 @@ def load(path: Path) -> ctypes.CDLL:
     lib.tk_isa.argtypes, lib.tk_isa.restype = [c_char_p], c_char_p
     lib.tk_model_create.restype = c_void_p
     lib.tk_model_create.argtypes = [
-        c_void_p,
-        c_int64,
+        c_char_p,
         c_void_p,
         c_int64,
         POINTER(TensorRecord),

@@ -1,230 +1,18 @@
-// A decoder as the executor sees it: the program (layers, matrices, norms), the cache and the buffers.
+// A loaded model: its program, its cache and what a step needs. `step` runs one (model.cpp).
 #pragma once
 
-#include <cstdint>
 #include <memory>
-#include <stdexcept>
-#include <string>
 #include <vector>
 
-#include "ops.h"
 #include "pool.h"
+#include "profile.h"
+#include "program.h"
+#include "workspace.h"
 
 namespace tk {
 
-// What the caller did wrong; becomes an error code and a message at the C boundary.
-struct Error : std::runtime_error {
-    using std::runtime_error::runtime_error;
-};
-
-struct Vector {
-    const float* data = nullptr;  // padded to a multiple of 16
-    int64_t size = 0;
-    explicit operator bool() const { return data != nullptr; }
-};
-
-// How an input is quantized for a linear: group 0 = not at all.
-struct QuantKey {
-    int64_t group = 0;
-    const int32_t* perm = nullptr;
-    bool operator==(const QuantKey& o) const { return group == o.group && perm == o.perm; }
-};
-
-constexpr int MAX_KEYS = 3;  // distinct quantizations of one input: q, k and v at most
-
-struct Linear {
-    Matrix w;
-    Vector bias;
-    QuantKey key;
-    int slot = 0;  // which of its input's quantizations it reads
-    bool turned = false;  // holds W H, H = the block Hadamard matrix (head and embedding alone)
-    bool present() const { return w.data != nullptr; }
-};
-
-// RMS norm, or layer norm where `layer`, of `size` elements at once; `sets` of weights where heads have their own.
-struct Norm {
-    Vector weight, bias;
-    int64_t size = 0, sets = 1;
-    float eps = 0;
-    bool layer = false;
-    bool present() const { return bool(weight); }
-};
-
-// Distinct quantizations that the linears reading one input need.
-struct Input {
-    int64_t width = 0;
-    bool turned = false;  // by the Hadamard matrix, before it is quantized
-    std::vector<QuantKey> keys;
-};
-
-struct Attention {
-    Linear q, k, v, o;
-    Input in, out;
-    int64_t heads, kv_heads, head_dim, dpad, per_kv;
-    int64_t value_dim, vpad;  // numbers of a head's result
-    bool rows = false;        // the cache holds rows that are key and value at once
-    int64_t rope;    // index into Program::ropes or -1
-    int64_t window;  // 0 = none
-    bool chunked = false;  // windows begin at multiples of `window`, they do not slide
-    int64_t group;
-    float scale, softcap;
-    Vector alibi;            // slopes of heads, divided by `scale` unless rounded
-    float alibi_rounded = 0; // what rounded products are multiplied by; 0 = they are not rounded
-    float clip = 0;          // projections stay within it; 0 = none
-    bool norm_last = false;  // q and k are normed when they are turned
-    int q_form = 0;          // what queries are multiplied by, by position: 0 nothing, 1 "floor", 2 "log" (QueryScale)
-    int64_t q_length = 0, q_offset = 0;
-    float q_factor = 0;
-    Norm q_norm, k_norm;
-    Vector sinks;
-    CellLayout cell;
-    int64_t layer_offset;  // of this layer in a block
-    int64_t head_bytes;    // of one head in a block
-    // The oldest position that one at `position` sees.
-    int64_t oldest(int64_t position) const {
-        if (!window) return 0;
-        return chunked ? position / window * window : position < window ? 0 : position - window + 1;
-    }
-    bool wide(const Norm& n) const { return n.present() && n.size > head_dim; }  // over all heads at once
-    bool settles() const { return clip > 0 || norm_last || wide(q_norm) || wide(k_norm); }  // all heads before each
-};
-
-// Attention to rows that are made of each token alone: kv_rank numbers that all heads' keys and values are made of by `kv_b`, then
-// rope_dim of a key that they share.
-struct Latent {
-    Linear q_a, q, kv_a, kv_b, o;
-    Norm q_a_norm, kv_a_norm;
-    Input in, mid, out;  // mid: of q, where it reads q_a's result
-    int64_t nope_dim, rope_dim, v_dim;
-    int64_t expanded;    // numbers of a key and of a value that are made of rows, padded to the longer
-    int64_t break_even;  // new tokens of a sequence up to which they are not made
-    Attention core;  // of queries that kv_b's key part multiplied, to the rows: one key head
-    int64_t kv_rank() const { return core.value_dim; }
-    int64_t qk_dim() const { return nope_dim + rope_dim; }
-    // Columns of a token's row of projections where those of kv_a and of q begin.
-    int64_t kv_at() const { return (q_a.present() ? q_a : q).w.tiles() * LANES; }
-    int64_t q_at() const { return q_a.present() ? kv_at() + kv_a.w.tiles() * LANES : 0; }
-    int64_t width() const { return kv_at() + (kv_a.w.tiles() + (q_a.present() ? q.w.tiles() : 0)) * LANES; }
-};
-
-struct Mlp {
-    Linear gate, up, down;
-    Input in, mid;
-    int32_t activation = SILU;
-};
-
-struct Moe {
-    Linear router, shared_gate;
-    std::vector<Mlp> experts;  // all take `in` with the same keys
-    Mlp shared;
-    bool has_shared = false;
-    int64_t top_k = 0;
-    int scoring = 0;  // 0 softmax, 1 sigmoid, 2 sparsemixer
-    bool norm_topk = true, weigh_input = false;
-    float scale = 1, jitter = 0;
-    Vector correction;  // added to scores where experts are chosen
-    int64_t groups = 1, top_groups = 1, group_best = 1;  // a group is as good as so many of its best
-    Input in;
-};
-
-struct Sublayer {
-    int kind = 0;  // 0 attention, 1 mlp, 2 moe, 3 latent attention
-    Norm pre, post;
-    float residual_scale = 1;
-    bool beside = false;  // reads what the sublayers before it in the layer read, not what they made of it
-    bool saves = false;   // what it reads is read beside it too
-    Attention attention;
-    Mlp mlp;
-    Moe moe;
-    Latent latent;
-    // What it keeps of tokens, and how it attends to that; null = nothing.
-    const Attention* attends() const { return kind == 0 ? &attention : kind == 3 ? &latent.core : nullptr; }
-};
-
-struct Rope {
-    int64_t rotary;
-    int64_t ends[2];  // frequencies before them turn by a token's first position, then by its second, the others by its third
-    Vector freq[2];
-    float factor[2];
-};
-
-struct Group {
-    int64_t window = 0;
-    int64_t block_bytes = 0;
-    int64_t blocks = 0;
-    uint8_t* data = nullptr;
-};
-
-struct Program {
-    int64_t vocab, hidden, block_size;
-    int32_t kv_type;
-    bool bf16;  // products of bfloat16: attention on such cells, linears with such weights
-    Linear embed, head;
-    Norm final_norm;
-    float embed_scale, head_scale, softcap;
-    Input head_in;
-    std::vector<Rope> ropes;
-    std::vector<Sublayer> sublayers;
-    std::vector<Group> groups;
-};
-
-// A tensor as it comes through the boundary. kind: 0 float32 vector, 1 DENSE, 2 INT.
-struct TensorRecord {
-    const void* data;
-    int64_t bytes;
-    int64_t rows, cols;
-    int64_t perm_size;
-    const int32_t* perm;
-    int32_t kind, dtype, bits, group, minima, turned;
-};
-
-// Reads and checks the integer and float streams that program.py writes. Raises Error.
-Program parse_program(const int64_t* ints, int64_t ints_size, const double* floats, int64_t floats_size,
-                      const TensorRecord* tensors, int64_t tensors_size, bool bf16_dot);
-
-// Memory that is zero, page-aligned and touched lazily.
-class Pages {
-public:
-    Pages() = default;
-    explicit Pages(int64_t bytes);
-    ~Pages();
-    Pages(Pages&& o) noexcept;
-    Pages& operator=(Pages&& o) noexcept;
-    uint8_t* data() const { return data_; }
-    int64_t size() const { return size_; }
-    template <class T>
-    T* at(int64_t offset) const { return reinterpret_cast<T*>(data_ + offset); }
-
-private:
-    uint8_t* data_ = nullptr;
-    int64_t size_ = 0;
-};
-
-// One input in the forms that linears read: floats and up to MAX_KEYS quantizations.
-struct InputBuffer {
-    float* x = nullptr;
-    int64_t ldx = 0;
-    int8_t* q[MAX_KEYS] = {};
-    float* scale[MAX_KEYS] = {};
-    int32_t* sum[MAX_KEYS] = {};
-    int64_t ldq = 0, lds = 0;
-
-    Rows rows(const Linear& l, int64_t t = 0) const {
-        Rows r;
-        r.x = x + t * ldx;
-        r.ldx = ldx;
-        r.q = q[l.slot] + t * ldq;
-        r.ldq = ldq;
-        r.scale = scale[l.slot] + t * lds;
-        r.sum = sum[l.slot] + t * lds;
-        r.lds = lds;
-        return r;
-    }
-};
-
 struct StepArrays;
 struct StepResults;
-class Profile;
 
 class Model {
 public:
@@ -239,7 +27,7 @@ public:
     Pool pool;
     std::vector<int32_t> previous;  // tokens sampled by the last step
     std::vector<Pages> cache;
-    std::unique_ptr<struct Workspace> work;
+    std::unique_ptr<Workspace> work;
     std::unique_ptr<Profile> profile;
 };
 

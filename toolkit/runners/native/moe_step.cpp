@@ -104,8 +104,7 @@ void group_pairs(ExpertRows& r, int64_t experts) {
 
 }  // namespace
 
-void Run::route(const Sublayer& s) {
-    const Moe& m = s.moe;
+void Run::route(const Sublayer& s, const Moe& m) {
     // Rows are gathered for the experts afterwards, so they are always prepared in the shared buffer.
     const float* from = source(s);
     save(s);
@@ -204,8 +203,7 @@ void Run::shared_expert(const Moe& m) {
     share(P_MOE, e.down.w.tiles(), 1, [&](Range tiles) { linear(e.down, w.mid, 0, count, tiles, result); });
 }
 
-void Run::combine(const Sublayer& s) {
-    const Moe& m = s.moe;
+void Run::combine(const Sublayer& s, const Moe& m) {
     share(P_MOE, count, 1, [&](Range r) {
         for (int64_t t = r.first; t < r.last; t++) {
             float *y = own.mid.x, *x = w.x + t * w.hidden_ld;
@@ -225,12 +223,12 @@ void Run::combine(const Sublayer& s) {
     });
 }
 
-void Run::moe(const Sublayer& s) {
-    route(s);
-    gather_pairs(s.moe);
-    experts(s.moe);
-    if (s.moe.has_shared) shared_expert(s.moe);
-    combine(s);
+void Run::mix(const Sublayer& s, const Moe& m) {
+    route(s, m);
+    gather_pairs(m);
+    experts(m);
+    if (m.has_shared) shared_expert(m);
+    combine(s, m);
 }
 
 }  // namespace tk

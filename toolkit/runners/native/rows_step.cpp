@@ -19,8 +19,7 @@ void Run::prepare_rows(const Sublayer& s, const Input& in, Range rows) {
 }
 
 // Queries, keys and values of the rows, and the keys and values into the cache.
-void Run::project_rows(const Sublayer& s, Range rows) {
-    const Attention& a = s.attention;
+void Run::project_rows(const Sublayer& s, const Attention& a, Range rows) {
     prepare_rows(s, a.in, rows);
     Store to;
     to.ld = w.qkv_ld;
@@ -46,8 +45,7 @@ void Run::down_rows(const Sublayer& s, const Linear& l, Range rows, Phase phase)
     mark(phase);
 }
 
-void Run::attend_rows(const Sublayer& s, const RowPart& part) {
-    const Attention& a = s.attention;
+void Run::attend_rows(const Sublayer& s, const Attention& a, const RowPart& part) {
     for (int64_t h = 0; h < a.kv_heads; h++) attend_blocks(a, {part.first_block, part.last_block}, {h, h + 1});
     mark(P_ATTENTION);
     for (int64_t t = part.rows.first; t < part.rows.last; t++) quantize_row(a.out, w.mid, t);
@@ -55,8 +53,7 @@ void Run::attend_rows(const Sublayer& s, const RowPart& part) {
     down_rows(s, a.o, part.rows, P_O);
 }
 
-void Run::mlp_rows(const Sublayer& s, Range rows) {
-    const Mlp& m = s.mlp;
+void Run::mlp_rows(const Sublayer& s, const Mlp& m, Range rows) {
     prepare_rows(s, m.in, rows);
     gated_rows(m, w.in, rows, {0, m.up.w.tiles()}, stripes(m));
     for (int64_t t = rows.first; !stripes(m) && t < rows.last; t++) quantize_row(m.mid, w.mid, t);
@@ -66,20 +63,21 @@ void Run::mlp_rows(const Sublayer& s, Range rows) {
 
 void Run::layers_by_parts() {
     const size_t n = p.sublayers.size();
+    auto attention = [&](size_t k) { return std::get_if<Attention>(&p.sublayers[k].mixer); };
     size_t from = 0;  // first sublayer of this phase; an attention sublayer has its keys in the cache by now
     bool attend = false;
     for (bool more = true; more;) {
         size_t end = from + (attend ? 1 : 0);
-        while (end < n && p.sublayers[end].kind != 0) end++;
+        while (end < n && !attention(end)) end++;
         more = end < n;
         model.pool.chunks(phase++, uint32_t(parts.size()), [&](uint32_t i) {
             const RowPart& part = parts[i];
             if (from == 0 && !attend) embed_rows(part.rows);
             for (size_t k = from; k < end; k++) {
-                if (p.sublayers[k].kind == 0) attend_rows(p.sublayers[k], part);
-                else mlp_rows(p.sublayers[k], part.rows);
+                if (const Attention* a = attention(k)) attend_rows(p.sublayers[k], *a, part);
+                else mlp_rows(p.sublayers[k], std::get<Mlp>(p.sublayers[k].mixer), part.rows);
             }
-            if (more) project_rows(p.sublayers[end], part.rows);
+            if (more) project_rows(p.sublayers[end], *attention(end), part.rows);
         });
         mark(P_OTHER);
         from = end;

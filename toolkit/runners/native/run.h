@@ -5,20 +5,10 @@
 #include <utility>
 #include <vector>
 
-#include "profile.h"
-#include "step.h"
-#include "workspace.h"
+#include "model.h"
+#include "plan.h"
 
 namespace tk {
-
-// Which rows leave the layers and who asked for them: (row, index of the request), sorted.
-struct Plan {
-    std::vector<int64_t> rows;  // flat tokens; those with logits first
-    int64_t logit_rows = 0;
-    float* hidden = nullptr;  // [rows][hidden_ld], after the final norm
-    std::vector<int64_t> hidden_row;
-    std::vector<std::pair<int64_t, int64_t>> samples, logits, targets;
-};
 
 // Rows `tiles` of the matrix, as one of their own.
 Matrix part_of(Matrix m, Range tiles);
@@ -28,9 +18,9 @@ int64_t phases_of(const Program& p, int64_t head_blocks);
 
 class Run {
 public:
-    Run(Model& m, const StepArrays& i, const StepResults& o, Plan& pl, const Cut& cut, int64_t f, int64_t c, int index)
+    Run(Model& m, const StepArrays& i, const StepResults& o, Plan& pl, const Cut& cut, int index)
         : model(m), p(m.program), ops(*m.ops), w(*m.work), in(i), out(o), plan(pl), seq_of(cut.seq_of),
-          blocks(cut.blocks), parts(cut.parts), runs(cut.runs), first(f), count(c),
+          blocks(cut.blocks), parts(cut.parts), runs(cut.runs), first(cut.first), count(cut.count),
           thread(index), threads(m.pool.size()), own(m.work->threads[size_t(index)]) {}
 
     void layers();
@@ -79,10 +69,10 @@ private:
 
     void embed_rows(Range rows);
     void turn_table(size_t rope, Range tokens) const;
-    void mlp(const Sublayer& s);
+    void mix(const Sublayer& s, const Mlp& m);
 
     // attention_step.cpp
-    void attention(const Sublayer& s);
+    void mix(const Sublayer& s, const Attention& a);
     void project(const Input& in, const Norm& norm, const float* from, int64_t ld, float* out, std::initializer_list<const Linear*> parts);
     void settle_row(const Attention& a, int64_t t) const;
     void turn_row(const Attention& a, int64_t t, float* q, float* k) const;
@@ -108,7 +98,7 @@ private:
     void attend_all(const Attention& a, const std::vector<uint8_t>& skipped = {});
 
     // latent_step.cpp
-    void latent(const Sublayer& s);
+    void mix(const Sublayer& s, const Latent& a);
     void store_row(const Latent& a, int64_t t);
     void absorb(const Latent& a, int64_t head, Range rows);
     void merge_head(const Latent& a, int64_t head);
@@ -124,20 +114,20 @@ private:
     void mark(Phase name);
     void layers_by_parts();
     void prepare_rows(const Sublayer& s, const Input& in, Range rows);
-    void project_rows(const Sublayer& s, Range rows);
-    void attend_rows(const Sublayer& s, const RowPart& part);
-    void mlp_rows(const Sublayer& s, Range rows);
+    void project_rows(const Sublayer& s, const Attention& a, Range rows);
+    void attend_rows(const Sublayer& s, const Attention& a, const RowPart& part);
+    void mlp_rows(const Sublayer& s, const Mlp& m, Range rows);
     void down_rows(const Sublayer& s, const Linear& l, Range rows, Phase phase);
 
     // moe_step.cpp
-    void moe(const Sublayer& s);
-    void route(const Sublayer& s);
+    void mix(const Sublayer& s, const Moe& m);
+    void route(const Sublayer& s, const Moe& m);
     void gather_pairs(const Moe& m);
     template <class Body>
     void each_expert(const Moe& m, bool down, Body&& body);
     void experts(const Moe& m);
     void shared_expert(const Moe& m);
-    void combine(const Sublayer& s);
+    void combine(const Sublayer& s, const Moe& m);
 
     // sampling.cpp
     void finish_row(int64_t row, float* logits);

@@ -139,12 +139,11 @@ class NativeRunner:
             self.spec, packed, dtype=self.dtype, quant_policy=options.quant_policy, block_size=options.block_size
         )
         records = (library.TensorRecord * max(len(program.tensors), 1))(*map(_record, program.tensors))
-        ints, floats = np.asarray(program.ints, np.int64), np.asarray(program.floats, np.float64)
+        values = np.asarray(program.values, np.float64)
         model = self._library.tk_model_create(
-            ints.ctypes.data,
-            ints.size,
-            floats.ctypes.data,
-            floats.size,
+            "".join(f"{name}\n" for name in program.names).encode(),
+            values.ctypes.data,
+            values.size,
             records,
             len(program.tensors),
             library.wanted_isa().encode(),

@@ -61,7 +61,13 @@ struct Widths {
         heads = std::max(heads, a.heads);
         dpad = std::max(dpad, a.dpad);
     }
-    void latent(const Ops& ops, const Latent& a) {
+    void mixer(const Ops& ops, const Attention& a) {
+        for (const Linear* l : {&a.q, &a.k, &a.v, &a.o}) linear(ops, *l);
+        mid = std::max(mid, a.out.width);
+        qkv = std::max(qkv, pad16(a.heads * a.head_dim) + 2 * pad16(a.kv_heads * a.head_dim));
+        attention(a);
+    }
+    void mixer(const Ops& ops, const Latent& a) {
         for (const Linear* l : {&a.q_a, &a.q, &a.kv_a, &a.kv_b, &a.o}) linear(ops, *l);
         in = std::max(in, a.mid.width);
         mid = std::max(mid, a.out.width);
@@ -72,9 +78,18 @@ struct Widths {
         expanded = std::max(expanded, a.expanded);
         made = std::max(made, a.nope_dim + a.v_dim + 2 * LANES);
     }
-    void mlp(const Ops& ops, const Mlp& m) {
+    void mixer(const Ops& ops, const Mlp& m) {
         mid = std::max(mid, m.mid.width);
         for (const Linear* l : {&m.gate, &m.up, &m.down}) linear(ops, *l);
+    }
+    void mixer(const Ops& ops, const Moe& m) {
+        linear(ops, m.router);
+        linear(ops, m.shared_gate);
+        for (const Mlp& e : m.experts) mixer(ops, e);
+        if (m.has_shared) mixer(ops, m.shared);
+        experts = std::max(experts, pad16(m.router.w.rows));
+        top_k = std::max(top_k, m.top_k);
+        moe = std::max(moe, m.experts[0].mid.width);
     }
 };
 
@@ -84,25 +99,7 @@ Widths measure(const Program& p, const Ops& ops) {
     w.linear(ops, p.head);
     for (const Sublayer& s : p.sublayers) {
         w.saves |= s.saves;
-        if (s.kind == 0) {
-            const Attention& a = s.attention;
-            for (const Linear* l : {&a.q, &a.k, &a.v, &a.o}) w.linear(ops, *l);
-            w.mid = std::max(w.mid, a.out.width);
-            w.qkv = std::max(w.qkv, pad16(a.heads * a.head_dim) + 2 * pad16(a.kv_heads * a.head_dim));
-            w.attention(a);
-        } else if (s.kind == 3) {
-            w.latent(ops, s.latent);
-        } else if (s.kind == 1) {
-            w.mlp(ops, s.mlp);
-        } else {
-            w.linear(ops, s.moe.router);
-            w.linear(ops, s.moe.shared_gate);
-            for (const Mlp& e : s.moe.experts) w.mlp(ops, e);
-            if (s.moe.has_shared) w.mlp(ops, s.moe.shared);
-            w.experts = std::max(w.experts, pad16(s.moe.router.w.rows));
-            w.top_k = std::max(w.top_k, s.moe.top_k);
-            w.moe = std::max(w.moe, s.moe.experts[0].mid.width);
-        }
+        std::visit([&](const auto& m) { w.mixer(ops, m); }, s.mixer);
     }
     return w;
 }

@@ -3,14 +3,51 @@
 
 #include <vector>
 
-#include "model.h"
+#include "plan.h"
+#include "program.h"
 
 namespace tk {
 
-constexpr int64_t CHUNK = 512;        // tokens that go through the layers together
-constexpr int64_t PART = 128;         // tokens of a part, about, where threads take parts of a chunk through whole layers
-constexpr int64_t SMALL = 4;          // up to so many tokens every thread prepares inputs for itself
-constexpr int64_t QUERY_ROWS = 48;    // query rows of one attention item
+// Memory that is zero, page-aligned and touched lazily.
+class Pages {
+public:
+    Pages() = default;
+    explicit Pages(int64_t bytes);
+    ~Pages();
+    Pages(Pages&& o) noexcept;
+    Pages& operator=(Pages&& o) noexcept;
+    uint8_t* data() const { return data_; }
+    int64_t size() const { return size_; }
+    template <class T>
+    T* at(int64_t offset) const { return reinterpret_cast<T*>(data_ + offset); }
+
+private:
+    uint8_t* data_ = nullptr;
+    int64_t size_ = 0;
+};
+
+// One input in the forms that linears read: floats and up to MAX_KEYS quantizations.
+struct InputBuffer {
+    float* x = nullptr;
+    int64_t ldx = 0;
+    int8_t* q[MAX_KEYS] = {};
+    float* scale[MAX_KEYS] = {};
+    int32_t* sum[MAX_KEYS] = {};
+    int64_t ldq = 0, lds = 0;
+
+    Rows rows(const Linear& l, int64_t t = 0) const {
+        Rows r;
+        r.x = x + t * ldx;
+        r.ldx = ldx;
+        r.q = q[l.slot] + t * ldq;
+        r.ldq = ldq;
+        r.scale = scale[l.slot] + t * lds;
+        r.sum = sum[l.slot] + t * lds;
+        r.lds = lds;
+        return r;
+    }
+};
+
 constexpr int64_t STRIPE = 256;       // columns of a gated product that are quantized together, at most
 constexpr int64_t LOGIT_BYTES = 16 << 20;  // buffer of logits rows (at least 8 rows)
 
@@ -43,28 +80,6 @@ struct ThreadScratch {
     float* head_row;  // [max dpad]
     float* logits;    // [vocab padded], where a row is changed before sampling
     int32_t* ids;     // [vocab padded], of those that are likely enough to be drawn
-};
-
-// Tokens of the chunk that one thread takes through layers alone, and their query blocks.
-struct Range {
-    int64_t first, last;
-};
-struct RowPart {
-    Range rows;
-    int64_t first_block, last_block;
-};
-
-// Tokens [first, last) of sequence `seq`, consecutive, one attention item a kv head.
-struct QueryBlock {
-    int64_t seq, first, last;
-};
-
-// How a chunk of tokens is cut for the threads.
-struct Cut {
-    std::vector<int64_t> seq_of;      // of the chunk's tokens
-    std::vector<QueryBlock> blocks;
-    std::vector<RowPart> parts;       // empty where every phase is shared out for itself
-    std::vector<int64_t> runs;        // of blocks, one a thread, equally long to read; empty where blocks are taken singly
 };
 
 struct ExpertRows {

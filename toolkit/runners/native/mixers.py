@@ -1,0 +1,188 @@
+"""What programs say of each kind of mixer, a record each; C++ reads them in ``read_<kind>`` (read.h). Numbers that are
+None are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from toolkit.models.spec import (
+    AlibiSpec,
+    AttentionSpec,
+    DecoderSpec,
+    LatentSpec,
+    LinearSpec,
+    MlpSpec,
+    MoeSpec,
+    NormSpec,
+    QueryScale,
+    RopeSpec,
+)
+from toolkit.runners.native.packed import PackedTensor, PackedWeights, vector
+
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "swigluoai": 4}
+_QUERY_SCALES = {"floor": 1, "log": 2}
+_SCORINGS = {"softmax": 0, "sigmoid": 1, "sparsemixer": 2}
+_GROUP_SCORES = {"best": 1, "two": 2}  # how many of its experts a group is as good as
+
+Record = dict[str, Any]
+
+
+class Tensors:
+    """The tensors of a program, ``found``, which records name by their index. KeyError where one is missing."""
+
+    def __init__(self, spec: DecoderSpec, weights: PackedWeights) -> None:
+        self.found: list[PackedTensor] = []
+        self._ropes = spec.ropes()
+        self._weights = weights
+        self._index: dict[str, int] = {}
+
+    def add(self, tensor: PackedTensor) -> int:
+        """One that no checkpoint has."""
+        self.found.append(tensor)
+        return len(self.found) - 1
+
+    def numbers(self, values: Any) -> int:
+        """The same, of float32 values."""
+        return self.add(vector(np.asarray(values, np.float32)))
+
+    def named(self, name: str) -> int:
+        """That of the weights."""
+        if name not in self._index:
+            self._index[name] = self.add(self._weights[name])
+        return self._index[name]
+
+    def stored(self, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """The numbers of a vector among the weights."""
+        found = self._weights[name]
+        return found.data.view(np.float32)[: found.meta.rows]
+
+    def matrix(self, name: str, bias: str | None) -> Record:
+        """A matrix and, where it has a name, its bias."""
+        return {"matrix": self.named(name), "bias": None if bias is None else self.named(bias)}
+
+    def linear(self, linear: LinearSpec | None) -> Record | None:
+        """As ``matrix``, where there is one."""
+        if linear is None:
+            return None
+        return self.matrix(linear.name, f"{linear.name}.bias" if linear.bias else None)
+
+    def norm(self, norm: NormSpec | None) -> Record | None:
+        """A norm, where there is one."""
+        if norm is None:
+            return None
+        return {
+            "size": norm.size,
+            "sets": norm.heads,
+            "layer": norm.kind == "layer",
+            "weight": self._norm_weight(norm),
+            "bias": self.named(f"{norm.name}.bias") if norm.bias else None,
+            "eps": norm.eps,
+        }
+
+    def _norm_weight(self, norm: NormSpec) -> int:
+        if not norm.weight:
+            return self.numbers(np.ones(norm.size))
+        if norm.weight_offset == 0:
+            return self.named(norm.name)
+        return self.numbers(self.stored(norm.name) + np.float32(norm.weight_offset))
+
+    def rope(self, rope: RopeSpec | None) -> int | None:
+        """Its index among the program's."""
+        return None if rope is None else self._ropes.index(rope)
+
+
+def attention(a: AttentionSpec, t: Tensors) -> Record:
+    return {
+        "heads": a.heads,
+        "kv_heads": a.kv_heads,
+        "head_dim": a.head_dim,
+        "rope": t.rope(a.rope),
+        "window": a.window or 0,
+        "chunked": a.chunked,
+        "group": a.group,
+        "scale": a.scale,
+        "softcap": a.softcap or 0.0,
+        "clip": a.clip or 0.0,
+        "alibi": None if a.alibi is None else _alibi(a.alibi, a.scale, t),
+        "norm_last": a.norm_last,
+        "q_scale": None if a.q_scale is None else _query_scale(a.q_scale),
+        "q": t.linear(a.q),
+        "k": t.linear(a.k),
+        "v": t.linear(a.v),
+        "o": t.linear(a.o),
+        "q_norm": t.norm(a.q_norm),
+        "k_norm": t.norm(a.k_norm),
+        "sinks": None if a.sinks is None else t.named(a.sinks),
+    }
+
+
+def _alibi(alibi: AlibiSpec, scale: float, t: Tensors) -> Record:
+    factor = alibi.scale / scale  # scores are scaled afterwards
+    slopes = np.asarray(alibi.slopes, np.float32) * np.float32(1.0 if alibi.rounded else factor)
+    return {"slopes": t.numbers(slopes), "rounded": factor if alibi.rounded else 0.0}
+
+
+def _query_scale(scale: QueryScale) -> Record:
+    form = _QUERY_SCALES[scale.form]
+    return {"form": form, "length": scale.length, "offset": scale.offset, "factor": scale.factor}
+
+
+def latent(a: LatentSpec, t: Tensors) -> Record:
+    return {
+        "heads": a.heads,
+        "nope_dim": a.nope_dim,
+        "rope_dim": a.rope_dim,
+        "v_dim": a.v_dim,
+        "kv_rank": a.kv_rank,
+        "rope": t.rope(a.rope),
+        "group": a.group,
+        "scale": a.scale,
+        "q_a": t.linear(a.q_a),
+        "q_a_norm": t.norm(a.q_a_norm),
+        "q": t.linear(a.q),
+        "kv_a": t.linear(a.kv_a),
+        "kv_a_norm": t.norm(a.kv_a_norm),
+        "kv_b": t.linear(a.kv_b),
+        "o": t.linear(a.o),
+    }
+
+
+def mlp(m: MlpSpec, t: Tensors) -> Record:
+    return {
+        "activation": ACTIVATIONS[m.activation],
+        "width": m.up.out_features,
+        "gate": t.linear(m.gate),
+        "up": t.linear(m.up),
+        "down": t.linear(m.down),
+    }
+
+
+def moe(m: MoeSpec, t: Tensors) -> Record:
+    return {
+        "top_k": m.top_k,
+        "scoring": _SCORINGS[m.scoring],
+        "norm_topk": m.norm_topk,
+        "correction": None if m.correction is None else t.named(m.correction),
+        "groups": m.groups,
+        "top_groups": m.top_groups,
+        "group_score": _GROUP_SCORES[m.group_score],
+        "weigh_input": m.weigh_input,
+        "scale": m.scale,
+        "jitter": m.jitter,
+        "router": t.linear(m.router),
+        "experts": [mlp(expert, t) for expert in m.experts],
+        "shared": None if m.shared is None else mlp(m.shared, t),
+        "shared_gate": None if m.shared is None else t.linear(m.shared_gate),
+    }
+
+
+MIXERS: dict[str, Callable[[Any, Tensors], Record]] = {
+    "attention": attention,
+    "latent": latent,
+    "mlp": mlp,
+    "moe": moe,
+}
+"""By kind."""

@@ -1,0 +1,91 @@
+#include "model.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "run.h"
+#include "step.h"
+
+namespace tk {
+namespace {
+
+void copy_blocks(Model& m, const StepArrays& in) {
+    for (int64_t g = 0; g < in.groups; g++) {
+        const Group& group = m.program.groups[size_t(g)];
+        const int64_t n = in.copies_size[g];
+        std::vector<uint8_t> held(size_t(n * group.block_bytes));
+        for (int64_t i = 0; i < n; i++)
+            memcpy(held.data() + i * group.block_bytes, group.data + in.copies[g][2 * i] * group.block_bytes, size_t(group.block_bytes));
+        for (int64_t i = 0; i < n; i++)
+            memcpy(group.data + in.copies[g][2 * i + 1] * group.block_bytes, held.data() + i * group.block_bytes, size_t(group.block_bytes));
+    }
+}
+
+// What all threads share while a step runs.
+struct Job {
+    Model& model;
+    const StepArrays& in;
+    const StepResults& out;
+    Plan& plan;
+    Cut cut;
+    bool heads;
+};
+
+void run_thread(void* arg, int index) {
+    Job& job = *static_cast<Job*>(arg);
+    Run run(job.model, job.in, job.out, job.plan, job.cut, index);
+    if (job.heads) run.heads();
+    else run.layers();
+}
+
+}  // namespace
+
+void Model::step(const StepArrays& in, const StepResults& out) {
+    check_step(program, in, out, int64_t(previous.size()));
+    if (profile) profile->start();
+    copy_blocks(*this, in);
+    if (in.tokens == 0) {
+        previous.clear();
+        return;
+    }
+    Plan plan = make_plan(in);
+    plan.hidden = work->hidden_rows(int64_t(plan.rows.size()));
+    Job job{*this, in, out, plan, {}, false};
+    for (int64_t t = 0; t < in.tokens; t += CHUNK) {
+        job.cut = cut_chunk(program, in, t, std::min(CHUNK, in.tokens - t), pool.size());
+        work->partials(partial_floats(program, in, job.cut));
+        pool.run(run_thread, &job, phases_of(program, 0));
+    }
+    job.heads = true;
+    if (!plan.rows.empty()) pool.run(run_thread, &job, phases_of(program, plan.logit_rows / work->logit_rows + 1));
+    previous.assign(out.tokens, out.tokens + in.rows);
+}
+
+Model::Model(Program prog, const Ops* o, int threads)
+    : program(std::move(prog)), ops(o), pool(threads), work(std::make_unique<Workspace>(program, *o, pool.size())) {}
+
+Model::~Model() = default;
+
+void Model::allocate_cache(const int64_t* blocks, int64_t groups) {
+    if (groups != int64_t(program.groups.size()))
+        throw Error("num_blocks: expected " + std::to_string(program.groups.size()) + " counts, found " + std::to_string(groups));
+    release_cache();
+    for (int64_t g = 0; g < groups; g++) {
+        Group& group = program.groups[size_t(g)];
+        if (blocks[g] < 1 || blocks[g] > (int64_t(1) << 40) / std::max<int64_t>(group.block_bytes, 1))
+            throw Error("num_blocks: expected a count above 0 that fits the memory, found " + std::to_string(blocks[g]));
+        cache.emplace_back(blocks[g] * group.block_bytes);
+        group.blocks = blocks[g];
+        group.data = cache.back().data();
+    }
+}
+
+void Model::release_cache() {
+    for (Group& g : program.groups) {
+        g.data = nullptr;
+        g.blocks = 0;
+    }
+    cache.clear();
+}
+
+}  // namespace tk

@@ -1,0 +1,16 @@
+// Readers of mixers, one a kind, from the record that mixers.py writes of it. All raise Error.
+#pragma once
+
+#include "record.h"
+
+namespace tk {
+
+Mixer read_attention(const Record& r, Program& prog);
+Mixer read_latent(const Record& r, Program& prog);
+Mixer read_mlp(const Record& r, Program& prog);
+Mixer read_moe(const Record& r, Program& prog);
+
+// Says that `l` reads `in`: how the input is then quantized, and which of its quantizations is the linear's.
+void join(Input& in, Linear& l);
+
+}  // namespace tk
