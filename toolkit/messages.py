@@ -17,6 +17,7 @@ __all__ = [
     "ChatTemplateConfig",
     "FinishReason",
     "GenerationConfig",
+    "PromptProgress",
     "PytorchEngineConfig",
     "Response",
     "TurbomindEngineConfig",
@@ -24,6 +25,17 @@ __all__ = [
 ]
 
 FinishReason = Literal["stop", "length", "error", "abort"]
+
+
+@dataclass(frozen=True)
+class PromptProgress:
+    """Tokens of a prompt: ``total``; ``cache``: from the prefix cache; ``processed``: these and those computed so far.
+    ``time_ms``: since the first was begun. Named as llama.cpp's server names them."""
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: float
 
 
 @dataclass
@@ -50,6 +62,7 @@ class Response:
     session_id: int | None = None
     stop_reason: str | int | None = None
     prompt_logprobs: list[dict[int, float] | None] | None = None
+    prompt_progress: PromptProgress | None = None  # where the request asked for it
 
     def extend(self, other: Response) -> Response:
         """Append a later delta of the same request and return self."""

@@ -63,6 +63,17 @@ def test_one_request_equals_the_model_without_cache(fake: Any, windows: tuple[An
     assert core.blocks.usage() == 0
 
 
+def test_who_asks_is_told_how_far_a_prompt_has_come(fake: Any) -> None:
+    core = fake.make_core((None,), VOCAB, max_prefill_token_num=7)
+    prompt = list(range(1, 24))
+    core.add(replace(request("a", prompt, 3), progress=True))
+    outputs = fake.run(core)["a"]
+    assert [o.processed for o in outputs if o.processed is not None] == [0, 7, 14, 21, 23]
+    assert not any(o.token_ids for o in outputs[:5]) and len(fake.tokens_of(outputs)) == 3
+    core.add(request("b", prompt, 3))
+    assert all(o.processed is None for o in fake.run(core)["b"])
+
+
 @st.composite
 def scenarios(draw: Any) -> dict[str, Any]:
     """Arrivals, aborts, sizes and limits of every kind; prompts share prefixes often."""

@@ -116,6 +116,7 @@ class FakeEngine:
         only: str | None = None,
         priority: int = 0,
         pictures: Sequence[Any] = (),
+        progress: bool = False,
     ) -> AsyncIterator[Response]:
         assert request_id is not None and request_id not in self.running
         self.adapters.append(adapter)

@@ -89,7 +89,7 @@ BAD_IN_BOTH = [
     ("structured_outputs.xml", {"xml": "a"}),
     ("model", 5),
     ("model", None),
-    ("best_of", 2),
+    ("return_progress", True),
     ("temprature", 1),
 ]
 BAD_IN_CHAT = [
@@ -105,6 +105,7 @@ BAD_IN_CHAT = [
     ("messages.0.content", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
     ("messages.1.mood", [{"role": "user", "content": "a"}, {"role": "user", "content": "b", "mood": 1}]),
     ("top_logprobs", 3),
+    ("best_of", 2),
     ("continue_final_message", True),
     ("max_tokens", 0),
     ("tools", [{"type": "function", "function": {"name": "f"}}]),
@@ -117,6 +118,7 @@ BAD_IN_CHAT = [
     ("prompt", "hi"),
 ]
 BAD_IN_TEXT = [
+    ("best_of", 0),
     ("prompt", []),
     ("prompt", None),
     ("prompt", 5),

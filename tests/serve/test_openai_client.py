@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import urllib.error
+import urllib.request
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+
+from toolkit.errors import UsageError
 
 
 @pytest.fixture
@@ -254,6 +259,31 @@ def test_concurrent_requests_wait_for_a_slot(start: Any) -> None:
 
     asyncio.run(six())
     assert server.engine.most_running == 2
+
+
+def test_keys_of_a_file_are_read_again_when_it_changes(start: Any, tmp_path: Path, caplog: Any) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# of the team\nfirst\n\n  schlüssel \r\n")
+    server = start(api_keys=["given"], api_key_file=str(file))
+
+    def known(key: str) -> bool:
+        sent = urllib.request.Request(f"{server.v1}/models", headers={"x-api-key": key.encode().decode("latin-1")})
+        try:
+            return bool(urllib.request.urlopen(sent).status == 200)
+        except urllib.error.HTTPError as error:
+            assert error.code == 401
+            return False
+
+    keys = ("given", "first", "schlüssel", "second", "# of the team")
+    assert [known(key) for key in keys] == [True, True, True, False, False]
+    file.write_text("second\n")
+    assert [known(key) for key in keys] == [True, False, False, True, False]
+    for gone in (lambda: file.write_text("\n"), file.unlink):  # never open to all
+        gone()
+        assert [known(key) for key in keys] == [True, False, False, True, False]
+    assert not any(key in caplog.text for key in keys[:4])
+    with pytest.raises(UsageError, match="--api-key-file .*keys: cannot be read"):
+        start(api_key_file=str(file))
 
 
 def test_keys(start: Any) -> None:

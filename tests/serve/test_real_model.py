@@ -202,6 +202,43 @@ def test_choice_i_is_seed_plus_i(client: openai.OpenAI) -> None:
     assert len(set(together)) == 3
 
 
+def test_best_of_returns_those_of_the_highest_mean_log_probability(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"temperature": 1.0, "max_tokens": 6, "seed": 7}
+    drawn = complete(client, prompt=[PROMPT, PROMPT[:3]], n=5, logprobs=0, **fields).choices
+    means = [float(np.mean(c.logprobs.token_logprobs)) for c in drawn]
+    expected = [i for first in (0, 5) for i in sorted(range(first, first + 5), key=lambda i: -means[i])[:2]]
+    best = complete(client, prompt=[PROMPT, PROMPT[:3]], n=2, best_of=5, **fields)
+    assert [c.text for c in best.choices] == [drawn[i].text for i in expected] != [drawn[i].text for i in (0, 1, 5, 6)]
+    assert [c.index for c in best.choices] == [0, 1, 2, 3] and all(c.logprobs is None for c in best.choices)
+    assert best.usage.completion_tokens == 60  # of all that were drawn
+    for wrong in ({"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}):
+        with pytest.raises(openai.BadRequestError, match="^Error code: 400.*best_of: "):
+            complete(client, **fields, **wrong)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_stream_says_how_far_its_prompt_has_come(client: openai.OpenAI, chat: bool) -> None:
+    words = " ".join(f"w{i}" for i in range(40 + chat))  # its own: the other kind's prompt is cached
+    asked: dict[str, Any] = {"model": "tiny", "stream": True, "max_tokens": 2, "extra_body": {"return_progress": True}}
+    told: list[list[dict[str, Any]]] = []
+    for _ in range(2):
+        if chat:
+            chunks = list(client.chat.completions.create(messages=[{"role": "user", "content": words}], **asked))
+        else:
+            chunks = list(client.completions.create(prompt=words, **asked))
+        found = [i for i, chunk in enumerate(chunks) if (chunk.model_extra or {}).get("prompt_progress")]
+        text = [i for i, c in enumerate(chunks) if (c.choices[0].delta.content if chat else c.choices[0].text)]
+        assert found and (not text or found[-1] < text[0])
+        told.append([chunks[i].model_extra["prompt_progress"] for i in found])
+    for i, progress in enumerate(told):
+        first, last = progress[0], progress[-1]
+        assert set(last) == {"total", "cache", "processed", "time_ms"} and last["processed"] == last["total"] > 64
+        assert first["cache"] == last["cache"] and (first["cache"] >= 64) == bool(i)  # the second finds the first's
+        assert [p["processed"] for p in progress] == sorted(p["processed"] for p in progress)
+    with pytest.raises(openai.BadRequestError, match="return_progress: only with stream"):
+        complete(client, extra_body={"return_progress": True})
+
+
 def test_stop_strings_of_many_tokens(client: openai.OpenAI) -> None:
     text = complete(client, max_tokens=40).choices[0].text
     stop = text[7:13]

@@ -18,7 +18,7 @@ from toolkit.engine.plan import Plan
 from toolkit.engine.prefix import root_key
 from toolkit.engine.recovery import Entry, entries_of, halves, rewind, still_due
 from toolkit.engine.request import EngineOutput, EngineRequest
-from toolkit.engine.results import StepResults
+from toolkit.engine.results import StepResults, progress_of
 from toolkit.engine.scheduler import Scheduler
 from toolkit.engine.sequence import LogitsProcessor, Sequence
 from toolkit.engine.sight import Sight
@@ -222,6 +222,7 @@ class EngineCore:
             self._collect(outputs)
         plan = self.scheduler.schedule()
         self._enter(plan, outputs)
+        outputs += progress_of((seq, seq.computed) for seq in plan.started)
         if plan:
             self._submit(plan, outputs)
             self._steps += 1
@@ -294,6 +295,7 @@ class EngineCore:
     def _hand_out(self, step: Step, result: StepOutput, outputs: list[EngineOutput]) -> None:
         self._failures = 0
         stored = dict(zip(step.plan.sequences(), step.batch.seq_lens.tolist(), strict=True))
+        outputs += progress_of((seq, start + count) for seq, start, count in step.plan.chunks)
         for seq, output in self.results.take(step, result):
             self._generation_tokens += len(output.token_ids)
             outputs.append(output)

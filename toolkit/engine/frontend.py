@@ -176,6 +176,7 @@ class AsyncEngine:
         only: Only | None = None,
         priority: int = 0,
         pictures: Sequence[Picture] = (),
+        progress: bool = False,
     ) -> AsyncGenerator[Response, None]:
         """Deltas of one generation; the last one has a finish_reason, "error" with a message where it failed.
 
@@ -184,6 +185,7 @@ class AsyncEngine:
         the plain model. ``gen_config.n`` is the caller's business. ``only``: no token is drawn; "score" gives the
         prompt's log-probabilities (``prompt_logprobs``), "last" and "mean" its ``last_hidden_state`` as one row.
         ``priority``: the lower, the sooner it starts. ``pictures``: in the order of their places in the prompt.
+        ``progress``: deltas say how far the prompt has come (``prompt_progress``).
         """
         loop = asyncio.get_running_loop()
         event = asyncio.Event()
@@ -193,7 +195,7 @@ class AsyncEngine:
         def wake() -> None:
             bell.ring(event)
 
-        asked = Asked(token_ids, gen_config, request_id, session, timings, adapter, only, priority, pictures)
+        asked = Asked(token_ids, gen_config, request_id, session, timings, adapter, only, priority, pictures, progress)
         stream, refused = self._begin(asked, wake)
         if stream is None:
             assert refused is not None
@@ -315,7 +317,7 @@ class AsyncEngine:
             number = self._adapter_number(asked.adapter)
             pictures = list(asked.pictures)
             request = EngineRequest(
-                name, token_ids, params, asked.session, asked.only, asked.priority, number, pictures
+                name, token_ids, params, asked.session, asked.only, asked.priority, number, pictures, asked.progress
             )
             stream = RequestStream(name, token_ids, config, self.tokenizer, wake, asked.timings)
             self._send(stream, request, config.logits_processors or [])

@@ -203,7 +203,7 @@ class ProcessLoop:
         with self._lock:
             for output in outputs:
                 if output.finish_reason is None:
-                    next_one = self._suspects.proven(output.id)
+                    next_one = self._suspects.proven(output.id) if output.token_ids else None
                 else:
                     self._forget(self._open.pop(output.id, None))
                     next_one = self._suspects.ended(output.id)

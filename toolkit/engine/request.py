@@ -39,7 +39,7 @@ class EngineRequest:
     adapter of the engine's, counted from 0, -1 = none. ``only``: draw no token; "score" gives the prompt's
     log-probabilities, "last" and "mean" one row ``hidden``, the last token's hidden state or the mean of all.
     ``priority``: the lower, the sooner it starts and the later it gives up its blocks for others. ``pictures``: in the
-    order in which their places stand in the prompt."""
+    order in which their places stand in the prompt. ``progress``: tell how far the prompt has come after each step."""
 
     id: str
     token_ids: list[int]
@@ -49,6 +49,7 @@ class EngineRequest:
     priority: int = 0
     adapter: int = -1
     pictures: list[Picture] = field(default_factory=list)
+    progress: bool = False
 
 
 @dataclass
@@ -57,7 +58,8 @@ class EngineOutput:
 
     ``stop_token``: the stop token id that ended it (it is in ``token_ids`` too). Arrays are numpy, in process only or
     carried beside the JSON as raw bytes. ``logits`` and ``hidden``: of "generation" one row a drawn token, that it was
-    drawn from; of "all" one row a computed position (prompt and generated tokens but the last).
+    drawn from; of "all" one row a computed position (prompt and generated tokens but the last). ``processed``: prompt
+    tokens that are in the cache by now, at ``time``; of requests that asked for it, first what the prefix cache had.
     """
 
     id: str
@@ -67,6 +69,7 @@ class EngineOutput:
     stop_token: int | None = None
     cached_tokens: int = 0
     prompt_logprobs: list[dict[int, float] | None] | None = None  # [0] is None
+    processed: int | None = None
     time: float | None = None  # when the tokens were there, ``time.perf_counter()``: one clock for all processes
     logits: Any = None  # float32 [rows, V]
     hidden: Any = None  # float32 [rows, hidden]

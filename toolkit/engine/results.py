@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -196,6 +196,14 @@ class StepResults:
             seq.collected = max(seq.collected, stop)
             if mine:
                 yield seq, EngineOutput(seq.id, cached_tokens=seq.cached_tokens, **mine)
+
+
+def progress_of(reached: Iterable[tuple[Sequence, int]]) -> Iterator[EngineOutput]:
+    """How far prompts have come, of those requests that asked for it: up to the given places."""
+    for seq, stop in reached:
+        if seq.request.progress and not seq.finished and seq.known == seq.prompt_len:
+            now = time.perf_counter()
+            yield EngineOutput(seq.id, cached_tokens=seq.cached_tokens, processed=min(stop, seq.prompt_len), time=now)
 
 
 def _processed(seq: Sequence, logits: NDArray[np.float32]) -> NDArray[np.float32]:

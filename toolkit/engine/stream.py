@@ -14,7 +14,7 @@ from toolkit.engine.detokenizer import Detokenizer
 from toolkit.engine.request import EngineOutput, Only
 from toolkit.engine.sampling_params import special_stops
 from toolkit.engine.stop_words import StopWords
-from toolkit.messages import GenerationConfig, Response
+from toolkit.messages import GenerationConfig, PromptProgress, Response
 
 if TYPE_CHECKING:
     from toolkit.artifacts.text.tokenizer import Tokenizer
@@ -46,6 +46,7 @@ class Asked:
     only: Only | None = None
     priority: int = 0
     pictures: Sequence[Picture] = ()
+    progress: bool = False
 
 
 class RequestStream:
@@ -75,6 +76,7 @@ class RequestStream:
         self._config = config
         self._prompt_len = len(token_ids)
         self._generated = 0
+        self._begun = 0.0  # when the first token of the prompt was
         self._detokenizer = Detokenizer(
             tokenizer,
             config.skip_special_tokens,
@@ -113,12 +115,20 @@ class RequestStream:
                 hidden.append(output.hidden)
             if output.prompt_logprobs is not None:
                 delta.prompt_logprobs = output.prompt_logprobs
+            if output.processed is not None:
+                delta.prompt_progress = self._progress(output, output.processed)
             self._take(output, delta, text)
         delta.text = "".join(text)
         delta.generate_token_len = self._generated
         delta.logits = np.concatenate(logits) if logits else None
         delta.last_hidden_state = np.concatenate(hidden) if hidden else None
         return delta
+
+    def _progress(self, output: EngineOutput, processed: int) -> PromptProgress:
+        now = output.time or time.perf_counter()
+        self._begun = self._begun or now
+        passed = round(1000 * (now - self._begun), 3)
+        return PromptProgress(self._prompt_len, output.cached_tokens, processed, passed)
 
     def _take(self, output: EngineOutput, delta: Response, text: list[str]) -> None:
         show_stop = self._config.include_stop_str_in_output

@@ -69,7 +69,7 @@ def _open(pipe: Connection, setup: dict[str, Any]) -> Any:
 
 def _serve(pipe: Connection, core: Any) -> None:
     sent, ready = 0.0, []
-    known: set[str] = set()  # requests that have sent something
+    known: set[str] = set()  # requests that have sent a token
     pictures: dict[bytes, Picture] = {}  # of requests that run, by their digests
     while True:
         until = float("inf")
@@ -96,7 +96,7 @@ def _serve(pipe: Connection, core: Any) -> None:
         urgent = any(o.finish_reason is not None or o.id not in known for o in ready)  # nobody waits for a first token
         if urgent or now - sent > wait or not core.has_work:
             pipe.send_bytes(records.pack_outputs(ready, core.stats()))
-            known |= {o.id for o in ready}
+            known |= {o.id for o in ready if o.token_ids}
             known -= {o.id for o in ready if o.finish_reason is not None}
             sent, ready = now, []
 

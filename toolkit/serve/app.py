@@ -29,6 +29,7 @@ from toolkit.serve.anthropic import routes as anthropic_routes
 from toolkit.serve.auth import ApiKeyMiddleware
 from toolkit.serve.errors import ApiError, from_exception
 from toolkit.serve.intake import Intake
+from toolkit.serve.keys import ApiKeys
 from toolkit.serve.lanes import Lanes
 from toolkit.serve.metrics import ServerMetrics
 from toolkit.serve.page.routes import add_page, docs_url
@@ -97,8 +98,8 @@ def create_app(engine: AsyncEngine, template: ChatTemplate, settings: ServerSett
     app.add_exception_handler(Exception, error_reply)
     app.add_exception_handler(ApiError, error_reply)
     app.add_exception_handler(HTTPException, http_error_reply)  # type: ignore[arg-type]
-    if settings.api_keys:
-        app.add_middleware(ApiKeyMiddleware, keys=list(settings.api_keys))
+    if keys := ApiKeys(settings.api_keys, settings.api_key_file):
+        app.add_middleware(ApiKeyMiddleware, keys=keys)
     app.add_middleware(Intake, limits=settings.limits, lanes=lanes)
     if settings.allow_origins:
         app.add_middleware(

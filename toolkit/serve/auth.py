@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hmac
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from toolkit.serve.errors import ApiError
+from toolkit.serve.keys import ApiKeys
 from toolkit.serve.page.routes import FILES
 from toolkit.serve.replies import send_json
 
@@ -20,19 +20,19 @@ class ApiKeyMiddleware:
     """401 for every request without one of ``keys`` (none: all may), except to OPEN_PATHS. ``under``: what paths that
     begin so need instead."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], under: Mapping[str, Sequence[str]] | None = None) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, under: Mapping[str, ApiKeys] | None = None) -> None:
         self.app = app
-        self.keys = [key.encode() for key in keys]
-        self.under = {prefix: [key.encode() for key in own] for prefix, own in (under or {}).items()}
+        self.keys = keys
+        self.under = under or {}
 
-    def _keys_for(self, path: str) -> list[bytes]:
+    def _keys_for(self, path: str) -> ApiKeys:
         return next((keys for prefix, keys in self.under.items() if path.startswith(prefix)), self.keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
             headers = Headers(scope=scope)
             keys = self._keys_for(scope["path"])
-            if keys and not _known(headers, keys):
+            if keys and not keys.know(_tokens(headers)):
                 given = headers.get("authorization") or headers.get("x-api-key")
                 found = "an unknown API key" if given else "no API key"
                 error = ApiError(
@@ -43,9 +43,7 @@ class ApiKeyMiddleware:
         await self.app(scope, receive, send)
 
 
-def _known(headers: Headers, keys: Sequence[bytes]) -> bool:
+def _tokens(headers: Headers) -> list[str]:
+    """What a request says its key is, by either header; "" for one that it lacks."""
     scheme, _, given = headers.get("authorization", "").partition(" ")
-    tokens = [given.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "").strip()]
-    # Every key is compared, each in constant time, so that timing tells nothing about any of them.
-    matches = [hmac.compare_digest(token.encode("latin-1", "replace"), key) for token in tokens for key in keys]
-    return any(matches)
+    return [given.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "").strip()]

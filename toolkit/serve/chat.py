@@ -62,8 +62,10 @@ class Chat:
         common: Any = {"priority": request.priority or 0, "label": request.session_id, "pictures": pictures}
         self.choices = [
             Choice(i, 0, token_ids, choice_config(config, i), adapter, **common, budget=budget and budget.of_choice(i))
-            for i in range(request.n or 1)
+            for i in range(request.drawn)
         ]
+        if request.return_progress:
+            self.choices[0] = replace(self.choices[0], progress=True)
         self.answers = [Answer() for _ in self.choices]
         self.usage = Usage(self.choices, formats.reasoning is not None)
         asks = bool(request.cache_report)

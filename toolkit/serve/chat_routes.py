@@ -108,6 +108,8 @@ class ChatAnswer:
                     if index not in begun:
                         begun.add(index)
                         yield chunk(index, {"role": "assistant", "content": ""})
+                    if delta.prompt_progress is not None:
+                        yield chunk(index, {}) | {"prompt_progress": vars(delta.prompt_progress)}
                     logprobs = self._logprobs(delta) if delta.logprobs else None
                     if logprobs and not pieces:
                         yield chunk(index, {"content": ""}, logprobs)

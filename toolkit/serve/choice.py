@@ -39,7 +39,8 @@ class Choice:
     """One sequence to generate: number ``index`` of the answer, from prompt number ``prompt``.
 
     ``adapter``, ``only``, ``priority``, ``session``, ``pictures``: as of ``AsyncEngine.generate``. ``label``: the
-    client's session_id, by which it may be aborted. ``budget``: the limit of its thoughts.
+    client's session_id, by which it may be aborted. ``budget``: the limit of its thoughts. ``progress``: tell how far
+    the prompt has come.
     """
 
     index: int
@@ -53,3 +54,4 @@ class Choice:
     session: str | None = None
     budget: Budget | None = None
     pictures: Sequence[Picture] = ()
+    progress: bool = False

@@ -17,6 +17,7 @@ from starlette.responses import Response as HttpResponse
 
 from toolkit.messages import Response
 from toolkit.serve.answers import TextCompletion
+from toolkit.serve.best import Best
 from toolkit.serve.choice import Choice
 from toolkit.serve.generation import Usage, run_choices
 from toolkit.serve.logprobs import CompletionLogprobs, prompt_logprobs
@@ -46,7 +47,7 @@ async def completions(raw: Request) -> HttpResponse:
 
 
 class CompletionAnswer:
-    """The answer to one completion request, whole or in chunks. Choice ``p * n + i`` is choice i of prompt p."""
+    """The answer to one completion request, whole or in chunks. Choice ``p * drawn + i`` is choice i of prompt p."""
 
     def __init__(self, state: ServerState, request: CompletionRequest) -> None:
         self.state = state
@@ -65,12 +66,13 @@ class CompletionAnswer:
 
     async def _choices(self) -> list[Choice]:
         state, request = self.state, self.request
-        n = request.n or 1
+        n = request.drawn
+        chosen_alone = 0 if n > (request.n or 1) else None  # log-probabilities that best_of needs
         config = generation_config(
             request,
             state.defaults,
             max_new_tokens=request.token_limit or (1 if self.score_only else None),
-            logprobs=request.logprobs,
+            logprobs=chosen_alone if request.logprobs is None else request.logprobs,
             vocab_size=vocab_size(state),
             prompt_logprobs=self._prompt_logprobs(),
         )
@@ -82,13 +84,19 @@ class CompletionAnswer:
         for p, prompt in enumerate(request.prompt):
             param = "prompt" if len(request.prompt) == 1 else f"prompt.{p}"
             token_ids = await encode_prompt(state, prompt, param)
-            choices += [Choice(p * n + i, p, token_ids, choice_config(config, i), adapter, **common) for i in range(n)]
+            for i in range(n):
+                told = bool(request.return_progress and not i)
+                own = choice_config(config, i)
+                choices.append(Choice(p * n + i, p, token_ids, own, adapter, **common, progress=told))
         if logger.isEnabledFor(logging.INFO):
             logger.info("%s: %s", self.id, state.shorten(request.prompt))
         return choices
 
-    async def _parts(self, usage: Usage, choices: list[Choice]) -> AsyncGenerator[tuple[int, dict[str, Any]], None]:
-        """(choice index, {text, logprobs, finish_reason}) in order of arrival; the echoed prompt comes first."""
+    async def _parts(
+        self, usage: Usage, choices: list[Choice], best: Best | None = None
+    ) -> AsyncGenerator[tuple[int, dict[str, Any]], None]:
+        """(choice index, {text, logprobs, finish_reason}) in order of arrival; the echoed prompt comes first. ``best``
+        is told of every token."""
         request, tokenizer = self.request, self.state.engine.tokenizer
         by_index = {choice.index: choice for choice in choices}
         logprobs = {i: CompletionLogprobs(tokenizer, request.logprobs or 0) for i in by_index}
@@ -102,6 +110,12 @@ class CompletionAnswer:
                         prompt_logprobs=delta.prompt_logprobs,
                     )
                 usage.add(index, delta)
+                if delta.prompt_progress is not None:
+                    yield index, {**NOTHING, "prompt_progress": vars(delta.prompt_progress)}
+                    if not (delta.token_ids or delta.finish_reason):
+                        continue
+                if best is not None:
+                    best.add(index, delta)
                 if request.echo and index not in begun:
                     begun.add(index)
                     choice = by_index[index]
@@ -131,12 +145,15 @@ class CompletionAnswer:
         """The text_completion object."""
         async with self.state.slot():
             choices = await self._choices()
-            usage = Usage(choices)
-            rows = [{"index": i, **NOTHING} for i in range(len(choices))]
-            async with aclosing(self._parts(usage, choices)) as parts:
+            usage, best = Usage(choices), Best(choices)
+            rows = [dict(NOTHING) for _ in choices]
+            async with aclosing(self._parts(usage, choices, best)) as parts:
                 async for index, part in parts:
                     _extend(rows[index], part)
-        return {**self._head(), "choices": rows, "usage": usage.as_dict()}
+        n = self.request.n or 1
+        told = best.of_each_prompt(n) if self.request.drawn > n else range(len(rows))
+        chosen = [{"index": i, **rows[index]} for i, index in enumerate(told)]
+        return {**self._head(), "choices": chosen, "usage": usage.as_dict()}
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """text_completion objects with a piece of one choice each; then the usage if asked for."""
@@ -148,7 +165,8 @@ class CompletionAnswer:
             usage = Usage(choices)
             async with aclosing(self._parts(usage, choices)) as parts:
                 async for index, part in parts:
-                    yield {**head, "choices": [{"index": index, **part}]}
+                    progress = {"prompt_progress": told} if (told := part.pop("prompt_progress", None)) else {}
+                    yield {**head, "choices": [{"index": index, **part}], **progress}
         if self.request.include_usage:
             yield {**head, "choices": [], "usage": usage.as_dict()}
 

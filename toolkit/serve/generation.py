@@ -137,6 +137,7 @@ async def _run_one(state: ServerState, engine_id: str, choice: Choice) -> AsyncG
         only=choice.only,
         priority=choice.priority,
         pictures=choice.pictures,
+        progress=choice.progress,
     )
     try:
         async for response in stream:

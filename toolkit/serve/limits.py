@@ -31,7 +31,7 @@ class Limits:
     max_values: int = _limit(1 << 17, "JSON values in a body; a prompt of token ids may always fill the session.")
     max_prompt_chars: int = _limit(1 << 22, "Characters of a request's prompts or messages together.")
     max_messages: int = _limit(4096, "Messages of a request.")
-    max_choices: int = _limit(2048, "Prompts x n of a request.")
+    max_choices: int = _limit(2048, "Prompts x n (or best_of) of a request.")
     max_total_tokens: int = _limit(1 << 24, "Prompts x n x max_tokens of a request; tokens of texts to embed or rank.")
     max_format_bytes: int = _limit(1 << 16, "Bytes of response_format as JSON.")
     max_tools: int = _limit(128, "Tools of a request.")
@@ -75,9 +75,11 @@ class Limits:
 
     def check_work(self, request: GenerateRequest, prompts: int, token_limit: int | None, session_len: int) -> None:
         """Raise ApiError where a valid request asks for too many tokens; one full session is never too much."""
-        choices = prompts * (request.n or 1)
+        choices = prompts * request.drawn
         if choices > self.max_choices:
-            raise self.refusal("max_choices", "prompt" if prompts > 1 else "n", choices, "choices (prompts x n)")
+            several = "n" if request.drawn == (request.n or 1) else "best_of"
+            found = f"choices (prompts x {several})"
+            raise self.refusal("max_choices", "prompt" if prompts > 1 else several, choices, found)
         tokens = choices * min(token_limit or session_len, session_len)
         if tokens > max(self.max_total_tokens, session_len):
             raise self.refusal("max_total_tokens", "max_tokens", tokens, "tokens (prompts x n x max_tokens)")

@@ -33,7 +33,7 @@ UNSUPPORTED = {
     "tool_choice": "only for /v1/chat/completions",
     "functions": "not supported; write tools",
     "function_call": "not supported; write tool_choice",
-    "best_of": "not supported; ask for n choices and pick one by its logprobs",
+    "best_of": "only for /v1/completions",
     "suffix": "not supported; put the whole context into prompt",
     "audio": "not supported; this server handles text alone",
     "reasoning_effort": "only for /v1/chat/completions",
@@ -148,6 +148,9 @@ class GenerateRequest(FormatFields):
     priority: int | None = Field(
         None, ge=PRIORITY.low, le=PRIORITY.high, description="The lower, the sooner it starts; default 0"
     )
+    return_progress: bool | None = Field(
+        None, description="As llama.cpp has it: a stream says how far the prompt has come"
+    )
     # Accepted, without effect on the answer:
     user: str | None = None
     session_id: int | str | None = Field(None, description="What /abort_request may call it by")
@@ -177,11 +180,18 @@ class GenerateRequest(FormatFields):
             raise ValueError("stream_options: only with stream=true")
         if self.prompt_logprobs is not None and self.stream:
             raise ValueError("prompt_logprobs: not with stream=true")
+        if self.return_progress and not self.stream:
+            raise ValueError("return_progress: only with stream=true")
         return self
 
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def drawn(self) -> int:
+        """Answers that are generated for each prompt."""
+        return self.n or 1
 
 
 def _as_messages(value: Any) -> Any:
@@ -303,12 +313,26 @@ class CompletionRequest(GenerateRequest):
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 30, description="Goes before max_tokens")
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
+    best_of: int | None = parameter("n", description="Generate so many, return the n of the highest mean logprob")
 
     @model_validator(mode="after")
     def _within_limits(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens: 0 needs echo=true, or there is nothing to return")
         return self
+
+    @model_validator(mode="after")
+    def _best_of_several(self) -> CompletionRequest:
+        n = self.n or 1
+        if self.best_of is not None and self.best_of < n:
+            raise ValueError(f"best_of: expected at least n ({n}), found {self.best_of}")
+        if self.drawn > n and self.stream:
+            raise ValueError("best_of: not with stream=true, for the best are known at the end")
+        return self
+
+    @property
+    def drawn(self) -> int:
+        return max(self.n or 1, self.best_of or 1)
 
     @property
     def token_limit(self) -> int | None:

@@ -31,6 +31,7 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import ChatTemplateConfig
 from toolkit.serve.app import create_app
 from toolkit.serve.connection import connection_class
+from toolkit.serve.keys import ApiKeys
 from toolkit.serve.limits import Limits
 from toolkit.serve.log import begin as begin_log
 from toolkit.serve.parsing import Formats
@@ -219,6 +220,7 @@ def serve(
     Formats.check((settings or {}).get("tool_call_parser"), (settings or {}).get("reasoning_parser"))
     choose_defaults(str((settings or {}).get("generation_config", "auto")), None)
     check_traces((settings or {}).get("otlp_traces_endpoint"))  # type: ignore[arg-type]
+    ApiKeys(file=(settings or {}).get("api_key_file"))  # type: ignore[arg-type]
     limits: Limits = (settings or {}).get("limits", Limits())  # type: ignore[assignment]
     with contextlib.closing(bind(address.host, address.port)) as sock, _terminate_while_loading():
         renderer = Renderer()

@@ -48,7 +48,7 @@ def generation_config(
     Raises ApiError (400) for token ids past ``vocab_size``, UsageError for what GenerationConfig itself refuses.
     """
     given = given_parameters(request)
-    several = (request.n or 1) > 1 and "temperature" not in given  # greedy choices would be one and the same
+    several = request.drawn > 1 and "temperature" not in given  # greedy choices would be one and the same
     if "top_k" in given:
         given["top_k"] = max(given["top_k"], 0)
     typed = {name: given[name] for name in given.keys() & TYPED.keys() - {"stop", "min_new_tokens"}}

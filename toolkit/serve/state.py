@@ -37,7 +37,7 @@ AGAIN = "-answer"  # how the engine's id of a choice ends where it goes on behin
 @dataclass(frozen=True)
 class ServerSettings:
     """``adapters``: names of LoRA adapters, which requests use in place of the model's; ``aliases``: other names of it;
-    ``api_keys`` empty = open to all; ``max_log_len``: characters of a prompt in the log, None = all of it;
+    ``api_keys``, ``api_key_file``: see keys.ApiKeys; ``max_log_len``: characters of a prompt in the log, None = all;
     ``generation_config``: where defaults of the sampling come from, see sampling.choose_defaults; ``pooling``: auto,
     last or mean, see pooling.choose; ``allowed``: options given that let clients do what only the operator may
     otherwise, see control_routes; ``tool_call_parser``, ``reasoning_parser``: names, see parsing.Formats;
@@ -49,6 +49,7 @@ class ServerSettings:
     adapters: Sequence[str] = ()
     aliases: Sequence[str] = ()
     api_keys: Sequence[str] = ()
+    api_key_file: str | None = None
     allow_origins: Sequence[str] = ()
     docs: bool = True
     page: bool = True

@@ -18,6 +18,7 @@ from toolkit.serve.auth import ApiKeyMiddleware
 from toolkit.serve.errors import ApiError
 from toolkit.serve.fleet.fleet import Fleet
 from toolkit.serve.intake import Intake
+from toolkit.serve.keys import ApiKeys
 from toolkit.serve.page.routes import add_page
 from toolkit.serve.proxy.app import json_or_none
 from toolkit.serve.proxy.forward import Forward, Incoming, NodeFailed
@@ -68,8 +69,8 @@ def create_app(fleet: Fleet, settings: ProxySettings, *, metrics: bool = True) -
     app.add_exception_handler(Exception, error_reply)
     app.add_exception_handler(ApiError, error_reply)
     app.add_exception_handler(HTTPException, http_error_reply)  # type: ignore[arg-type]
-    if settings.api_keys:
-        app.add_middleware(ApiKeyMiddleware, keys=list(settings.api_keys))
+    if keys := ApiKeys(settings.api_keys, settings.api_key_file):
+        app.add_middleware(ApiKeyMiddleware, keys=keys)
     app.add_middleware(Intake, limits=settings.limits, lanes=state.lanes)
     if settings.allow_origins:
         app.add_middleware(

@@ -84,6 +84,7 @@ def serve(
     )
     front = ProxySettings(
         api_keys=settings.get("api_keys", ()),
+        api_key_file=settings.get("api_key_file"),
         node_key=key,
         allow_origins=settings.get("allow_origins", ()),
         limits=limits,

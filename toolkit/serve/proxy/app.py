@@ -20,6 +20,7 @@ from toolkit.serve.app import error_reply, http_error_reply
 from toolkit.serve.auth import ApiKeyMiddleware
 from toolkit.serve.errors import ApiError
 from toolkit.serve.intake import Intake
+from toolkit.serve.keys import ApiKeys
 from toolkit.serve.page.routes import add_page, docs_url
 from toolkit.serve.proxy.forward import Forward, Incoming
 from toolkit.serve.proxy.nodes import Node
@@ -81,7 +82,7 @@ def create_app(settings: ProxySettings) -> FastAPI:
     app.add_exception_handler(Exception, error_reply)
     app.add_exception_handler(ApiError, error_reply)
     app.add_exception_handler(HTTPException, http_error_reply)  # type: ignore[arg-type]
-    keys, node_keys = list(settings.api_keys), list(settings.node_keys)
+    keys, node_keys = ApiKeys(settings.api_keys, settings.api_key_file), ApiKeys(settings.node_keys)
     if keys or node_keys:
         app.add_middleware(ApiKeyMiddleware, keys=keys, under={"/nodes/": node_keys or keys})
     app.add_middleware(Intake, limits=settings.limits, lanes=state.lanes)

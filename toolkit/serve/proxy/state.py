@@ -22,13 +22,15 @@ from toolkit.serve.proxy.strategies import strategy
 
 @dataclass(frozen=True)
 class ProxySettings:
-    """``nodes``: URLs of those to start with. ``api_keys``: what clients need, none = open; ``node_keys``: what
-    /nodes/* needs, none = as clients, who change nothing there unless ``nodes_by_client``. ``node_key``: sent to
-    trusted nodes in place of the client's own. ``heartbeat``: seconds between two looks at a node."""
+    """``nodes``: URLs of those to start with. ``api_keys``, ``api_key_file``: what clients need, see keys.ApiKeys;
+    ``node_keys``: what /nodes/* needs, none = as clients, who change nothing there unless ``nodes_by_client``.
+    ``node_key``: sent to trusted nodes in place of the client's own. ``heartbeat``: seconds between two looks at a
+    node."""
 
     strategy: str = "min_expected_latency"
     nodes: Sequence[str] = ()
     api_keys: Sequence[str] = ()
+    api_key_file: str | None = None
     node_keys: Sequence[str] = ()
     nodes_by_client: bool = False
     node_key: str | None = None
