@@ -90,6 +90,7 @@ BAD_IN_BOTH = [
     ("model", 5),
     ("model", None),
     ("return_progress", True),
+    ("moderation", {"model": "omni-moderation-latest"}),
     ("temprature", 1),
 ]
 BAD_IN_CHAT = [
@@ -148,6 +149,7 @@ HARMLESS = {
     "safety_identifier": "x",
     "prompt_cache_key": "k",
     "prompt_cache_retention": "24h",
+    "prompt_cache_options": {"mode": "explicit", "ttl": "30m"},
     "prediction": {"type": "content", "content": "abc"},
     "verbosity": "low",
 }
@@ -161,7 +163,7 @@ HARMLESS = {
 )
 def test_bad_field(server: Any, path: str, good: dict, param: str, value: Any, stream: bool) -> None:
     body = {**good, "stream": stream, param.split(".")[0]: value}
-    if param == "stream_options":
+    if param in ("stream_options", "return_progress"):
         body["stream"] = False
     error = refused(server, path, body)
     assert error["param"] == param and error["type"] == "invalid_request_error"

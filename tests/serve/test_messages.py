@@ -14,6 +14,8 @@ import anthropic
 import pytest
 
 from tests.serve.test_tools import Echo
+from toolkit.serve.anthropic.asked import chat_request
+from toolkit.serve.anthropic.fields import MessagesRequest
 from toolkit.serve.limits import Limits
 from toolkit.serve.protocol import ChatCompletionRequest
 
@@ -115,6 +117,21 @@ def test_what_the_template_is_given(server: Any) -> None:
     assert answer["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
     assert variables["enable_thinking"] is False and [t["function"]["name"] for t in variables["tools"]] == ["add"]
     assert "!" in server.engine.seen[-1][1].stop_words
+
+
+def test_what_tools_show_and_what_anthropic_s_own_did() -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
+    page = {"type": "search_result", "source": "http://x", "title": "X", "content": [{"type": "text", "text": "Rain."}]}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [page, image, {"type": "tool_reference"}]}
+    searched = [{"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}]
+    searched += [{"type": "web_search_tool_result", "tool_use_id": "s", "content": []}, {"type": "text", "text": "Yes."}]
+    messages = [{"role": "assistant", "content": searched}, {"role": "user", "content": [result]}]
+    body = {"model": "echo", "max_tokens": 9, "messages": messages, "thinking": {"type": "between_tools"}}
+    made = chat_request(MessagesRequest.model_validate(body | {"fallbacks": "default"}))
+    assert [m.role for m in made.messages] == ["assistant", "tool", "user"] and made.enable_thinking is True
+    assert [m.content for m in made.messages[:2]] == ["Yes.", "X\nhttp://x\nRain."]
+    url = {"url": "data:image/png;base64,AA=="}
+    assert made.messages[2].content == [{"type": "image_url", "image_url": url}]
 
 
 def test_results_of_tools_count_as_messages(start: Any) -> None:

@@ -244,6 +244,7 @@ def test_turns_as_codex_sends_them(start: Any) -> None:
             "model": "echo", "instructions": "You code.", "input": talk, "tools": TOOLS, "tool_choice": "auto",
             "parallel_tool_calls": True, "reasoning": {"effort": "medium", "summary": "auto"}, "store": False,
             "stream": True, "include": ["reasoning.encrypted_content"], "prompt_cache_key": "k",
+            "prompt_cache_options": {"mode": "implicit"},
             "text": {"verbosity": "medium"}, "client_metadata": {"x": "y"}, "service_tier": "auto",
         }  # fmt: skip
         sent = urllib.request.Request(

@@ -37,6 +37,7 @@ UNSUPPORTED = {
     "suffix": "not supported; put the whole context into prompt",
     "audio": "not supported; this server handles text alone",
     "reasoning_effort": "only for /v1/chat/completions",
+    "moderation": "not supported; the server has no model that judges",
     "web_search_options": "not supported; the server has no access to the web",
 }
 
@@ -160,6 +161,7 @@ class GenerateRequest(FormatFields):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None
     verbosity: str | None = None
 

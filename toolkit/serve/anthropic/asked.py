@@ -83,13 +83,16 @@ def _asked(role: str, blocks: Sequence[Any]) -> list[dict[str, Any]]:
         {
             "role": "tool",
             "tool_call_id": block.tool_use_id,
-            "content": ("Error: " if block.is_error else "") + "\n".join(text.text for text in block.content),
+            "content": ("Error: " if block.is_error else "") + "\n".join(_texts(block.content)),
         }
         for block in results
     ]
-    texts, images = _texts(blocks), [_image(block.source) for block in blocks if block.type == "image"]
+    shown = [block for result in results for block in result.content]  # templates take images of users alone
+    images = [_image(block.source) for block in (*shown, *blocks) if block.type == "image"]
+    texts = _texts(blocks)
     if images:
-        told.append({"role": role, "content": [*images, {"type": "text", "text": "\n\n".join(texts)}]})
+        said = [{"type": "text", "text": "\n\n".join(texts)}] if texts or not results else []
+        told.append({"role": role, "content": [*images, *said]})
     elif texts or not results:
         told.append({"role": role, "content": "\n\n".join(texts)})
     return told
@@ -107,4 +110,6 @@ def _texts(blocks: Sequence[Any]) -> list[str]:
             found.append(block.text)
         elif block.type == "document":
             found.append("\n".join(filter(None, (block.title, block.source.data))))
+        elif block.type == "search_result":
+            found.append("\n".join((block.title, block.source, *_texts(block.content))))
     return found

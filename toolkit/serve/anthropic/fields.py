@@ -52,13 +52,6 @@ class ToolUse(Block):
     input: dict[str, Any]
 
 
-class ToolResult(Block):
-    type: Literal["tool_result"]
-    tool_use_id: str
-    content: Texts = []
-    is_error: bool | None = None
-
-
 class PlainText(Block):
     type: Literal["text"]
     data: str
@@ -86,26 +79,77 @@ class Image(Block):
     source: ImageData | ImageUrl = Field(discriminator="type")
 
 
-KINDS = ("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result", "document")
+class SearchResult(Block):
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: Texts
 
 
-def _known_blocks(value: Any) -> Any:
-    """As ``_blocks``; a block that is none of KINDS is told of here."""
-    blocks = _blocks(value)
-    for i, block in enumerate(blocks if isinstance(blocks, list) else ()):
-        kind = block.get("type") if isinstance(block, dict) else None
-        if kind not in KINDS:
-            raise ValueError(f"block {i}: expected one of type {', '.join(KINDS)}, found {shown(kind or block, 40)}")
-    return blocks
+SHOWN = ("text", "image", "document", "search_result")  # kinds that users and tools show
+KINDS = (*SHOWN, "thinking", "redacted_thinking", "tool_use", "tool_result")
+# Of what Anthropic's own tools did, and hints to its server:
+SKIPPED = frozenset(
+    {
+        "server_tool_use",
+        "web_search_tool_result",
+        "web_fetch_tool_result",
+        "code_execution_tool_result",
+        "bash_code_execution_tool_result",
+        "text_editor_code_execution_tool_result",
+        "tool_search_tool_result",
+        "mcp_tool_use",
+        "mcp_tool_result",
+        "container_upload",
+        "tool_reference",
+        "browser_state",
+    }
+)
+
+
+def _known(kinds: tuple[str, ...], spelled: Any) -> BeforeValidator:
+    """As ``_blocks`` (``spelled``: the type of what clients send) without those of SKIPPED; a block that is none of ``kinds`` is told of here."""
+
+    def check(value: Any) -> Any:
+        blocks, found = _blocks(value), []
+        if not isinstance(blocks, list):
+            return blocks
+        for i, block in enumerate(blocks):
+            kind = block.get("type") if isinstance(block, dict) else None
+            if kind in kinds:
+                found.append(block)
+            elif not isinstance(kind, str) or kind not in SKIPPED:
+                expected = f"expected one of type {', '.join(kinds)}"
+                raise ValueError(f"block {i}: {expected}, found {shown(kind or block, 40)}")
+        return found
+
+    return BeforeValidator(check, json_schema_input_type=spelled)
 
 
 def _kind(value: Any) -> Any:
     return value["type"] if isinstance(value, dict) else value.type
 
 
+Shown = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[Image, Tag("image")]
+    | Annotated[Document, Tag("document")]
+    | Annotated[SearchResult, Tag("search_result")],
+    Discriminator(_kind),
+]
+
+
+class ToolResult(Block):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Annotated[list[Shown], _known(SHOWN, str | list[Shown])] = []
+    is_error: bool | None = None
+
+
 AnyBlock = Annotated[
     Annotated[Text, Tag("text")]
     | Annotated[Image, Tag("image")]
+    | Annotated[SearchResult, Tag("search_result")]
     | Annotated[Thinking, Tag("thinking")]
     | Annotated[Redacted, Tag("redacted_thinking")]
     | Annotated[ToolUse, Tag("tool_use")]
@@ -117,7 +161,7 @@ AnyBlock = Annotated[
 
 class Message(Block):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[AnyBlock], BeforeValidator(_known_blocks, json_schema_input_type=str | list[AnyBlock])]
+    content: Annotated[list[AnyBlock], _known(KINDS, str | list[AnyBlock])]
 
 
 class Tool(Block):
@@ -147,7 +191,7 @@ class ToolChoice(Strict):
 
 
 class ThinkingConfig(Block):
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = Field(None, ge=1)
 
 
@@ -175,6 +219,9 @@ class CountRequest(Strict):
     context_management: Any = None
     speed: Any = None
     betas: Any = None
+    fallbacks: Any = None
+    fallback_credit_token: Any = None
+    billing_policy: Any = None
 
 
 @with_parameters("temperature", "top_p", "top_k")

@@ -119,6 +119,8 @@ SKIPPED = frozenset(
         "local_shell_call_output",
         "shell_call",
         "shell_call_output",
+        "apply_patch_call",
+        "apply_patch_call_output",
         "tool_search_call",
         "tool_search_output",
         "mcp_list_tools",
@@ -245,9 +247,12 @@ class ResponsesRequest(Strict):
     service_tier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
     safety_identifier: Any = None
     client_metadata: Any = None
     context_management: Any = None
+    access_programs: Any = None
+    image: Any = None
 
     @field_validator("top_logprobs")
     @classmethod
