@@ -1,12 +1,14 @@
 """Servers under the same load, by the same client: ours, llama.cpp's, and others that run already.
 
-    pip install xllamacpp
-    python scripts/bench/server_peers.py MODEL --gguf MODEL.q4_0.gguf --json server_peers.json
+    pip install --no-deps xllamacpp
+    tool convert demo --to gguf --gguf-type q4_0 --dst-path demo.q4_0.gguf
+    python scripts/bench/server_peers.py MODEL --gguf demo.q4_0.gguf --json server_peers.json
     python scripts/bench/server_peers.py MODEL --url vllm=http://127.0.0.1:8000
 
 MODEL: an engine artifact, whose tokenizer measures prompts for all. At 1, 8, 32 and 64 streams: output tokens a second,
-the 50th and 99th percentile of the time to the first token and of the time between tokens. Of ours also the share of
-``tool profile throughput``, the engine without a server. Run it on an idle machine.
+the 50th and 99th percentile of the time to the first token and of the time between tokens, and the memory of the server
+afterwards (what its processes share counts once). Of ours also the share of ``tool profile throughput``, the engine
+without a server. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from servers import TOOL, Server
 
 PEER = Path(__file__).resolve().parent / "peer_llama_server.py"
-COLUMNS = ("output_throughput", "p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms", "failed")
+COLUMNS = ("output_throughput", "p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms", "failed", "memory_mib")
 
 
 def main() -> int:
@@ -48,10 +50,10 @@ def main() -> int:
         length = str(args.input_len + args.output_len + 128)
         flags = ["--session-len", length, "--max-batch-size", str(max(streams)), "--threads", str(args.threads)]
         with Server(args.model, flags, Path(folder) / "server.log") as server:
-            rows += [_measured("ours", server.url, n, args) for n in streams]
+            rows += [_measured("ours", server.url, n, args, lambda: _mib(server.process.pid)) for n in streams]
         if args.gguf:
-            with _llama(args, max(streams), length) as url:
-                rows += [_measured("llama.cpp", url, n, args) for n in streams]
+            with _llama(args, max(streams), length) as (url, pid):
+                rows += [_measured("llama.cpp", url, n, args, lambda: _mib(pid)) for n in streams]
         for entry in args.url:
             name, _, url = entry.partition("=")
             rows += [_measured(name, url, n, args) for n in streams]
@@ -66,14 +68,24 @@ def main() -> int:
     return 0
 
 
-def _measured(name: str, url: str, streams: int, args: argparse.Namespace) -> dict[str, Any]:
+def _mib(pid: int) -> float:
+    """Memory of a process and its children."""
+    import psutil
+
+    top = psutil.Process(pid)
+    return sum(p.memory_full_info().pss for p in (top, *top.children(recursive=True))) / 2**20
+
+
+def _measured(
+    name: str, url: str, streams: int, args: argparse.Namespace, memory: Callable[[], float] | None = None
+) -> dict[str, Any]:
     """A row: what the load client finds at ``streams`` requests at once."""
     command = [*TOOL, "profile", "api_server", url, "--concurrency", str(streams), "--json", "-"]
     command += ["--num-prompts", str(max(streams * args.rounds, 4)), "--tokenizer", args.model]
     command += ["--random-input-len", str(args.input_len), "--random-output-len", str(args.output_len)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     (found,) = json.loads(done.stdout)
-    row = {"server": name, "streams": streams, **found}
+    row = {"server": name, "streams": streams, **found} | ({} if memory is None else {"memory_mib": memory()})
     told = "  ".join(f"{column} {row[column]:.1f}" for column in COLUMNS if column in row)
     print(f"{name:10} {streams:3} streams  {told}", flush=True)
     return row
@@ -89,8 +101,8 @@ def _engine_alone(streams: int, args: argparse.Namespace, file: Path) -> float:
 
 
 @contextlib.contextmanager
-def _llama(args: argparse.Namespace, slots: int, length: str) -> Iterator[str]:
-    """The URL of llama.cpp's server."""
+def _llama(args: argparse.Namespace, slots: int, length: str) -> Iterator[tuple[str, int]]:
+    """URL and process of llama.cpp's server."""
     command = [sys.executable, str(PEER), args.gguf, "--slots", str(slots), "--length", length]
     command += ["--threads", str(args.threads)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -100,7 +112,7 @@ def _llama(args: argparse.Namespace, slots: int, length: str) -> Iterator[str]:
         if found is None:
             raise SystemExit("llama.cpp's server did not start: pip install xllamacpp, and give a .gguf that it reads")
         with urllib.request.urlopen(f"{found[0]}/health", timeout=60):
-            yield found[0]
+            yield found[0], process.pid
     finally:
         process.kill()
         process.wait()

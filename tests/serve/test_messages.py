@@ -124,7 +124,10 @@ def test_what_tools_show_and_what_anthropic_s_own_did() -> None:
     page = {"type": "search_result", "source": "http://x", "title": "X", "content": [{"type": "text", "text": "Rain."}]}
     result = {"type": "tool_result", "tool_use_id": "t1", "content": [page, image, {"type": "tool_reference"}]}
     searched = [{"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}]
-    searched += [{"type": "web_search_tool_result", "tool_use_id": "s", "content": []}, {"type": "text", "text": "Yes."}]
+    searched += [
+        {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+        {"type": "text", "text": "Yes."},
+    ]
     messages = [{"role": "assistant", "content": searched}, {"role": "user", "content": [result]}]
     body = {"model": "echo", "max_tokens": 9, "messages": messages, "thinking": {"type": "between_tools"}}
     made = chat_request(MessagesRequest.model_validate(body | {"fallbacks": "default"}))

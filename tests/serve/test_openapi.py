@@ -85,6 +85,8 @@ def test_answers_and_errors_are_as_documented(start: Any) -> None:
         assert "422" not in responses and {"400", "429", "500", "503"} <= set(responses)
     rest = {"/metrics", "/tokenizer_info", "/terminate", "/v1/models/{name}", "/v1/responses/{id}"}
     assert set(document["paths"]) <= tested | rest
+    named = {"ChatCompletionRequest", "CompletionRequest", "EmbeddingsRequest", "GenerateRequest"}
+    assert named <= set(document["components"]["schemas"])  # by which clients generated for LMDeploy know them
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/embeddings"])

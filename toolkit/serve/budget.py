@@ -49,7 +49,9 @@ async def within(
         yield replace(said, text="", finish_reason="length")
         return
     config = replace(budget.after, max_new_tokens=left, min_new_tokens=None)
-    rest = replace(choice, token_ids=[*choice.token_ids, *token_ids, *budget.token_ids], config=config, budget=None, progress=False)
+    rest = replace(
+        choice, token_ids=[*choice.token_ids, *token_ids, *budget.token_ids], config=config, budget=None, progress=False
+    )
     async with aclosing(run(rest, AGAIN)) as stream:
         async for delta in stream:
             delta.generate_token_len += before

@@ -57,7 +57,7 @@ class APIClient:
         stream: bool = False,
         **fields: Any,
     ) -> Iterator[dict[str, Any]]:
-        """POST /v1/chat/interactive: the server keeps the conversation; ``fields`` as in its InteractiveRequest."""
+        """POST /v1/chat/interactive: the server keeps the conversation; ``fields`` as in its GenerateRequest."""
         talk = {"session_id": session_id, "interactive_mode": interactive_mode}
         return self._post("/v1/chat/interactive", {"prompt": prompt, "stream": stream, **talk, **fields})
 

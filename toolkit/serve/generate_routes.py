@@ -19,7 +19,7 @@ from toolkit.serve.choice import Choice
 from toolkit.serve.errors import bad_field
 from toolkit.serve.generation import run_choices
 from toolkit.serve.pooling import run_prompts
-from toolkit.serve.protocol import GenerateRequest, TokenId
+from toolkit.serve.protocol import SampledRequest, TokenId
 from toolkit.serve.replies import EventReply, JsonReply
 from toolkit.serve.requests import encode_prompt, parse, vocab_size
 from toolkit.serve.sampling import generation_config
@@ -30,7 +30,7 @@ from toolkit.serve.strict import Strict
 router = APIRouter()
 
 
-class RawRequest(GenerateRequest):
+class RawRequest(SampledRequest):
     """A text or token ids to continue."""
 
     model: str | None = None  # type: ignore[assignment]

@@ -16,7 +16,7 @@ from toolkit.messages import Response
 from toolkit.serve.answers import InteractiveAnswer
 from toolkit.serve.choice import Choice
 from toolkit.serve.generation import run_choices
-from toolkit.serve.protocol import GenerateRequest, Messages
+from toolkit.serve.protocol import Messages, SampledRequest
 from toolkit.serve.replies import LINES, EventReply, JsonReply, json_response
 from toolkit.serve.requests import encode_text, parse, refuse_pictures, run_sized, vocab_size
 from toolkit.serve.sampling import generation_config
@@ -28,9 +28,10 @@ router = APIRouter()
 OWNER = b"x-session-owner"  # by which a proxy that has a key of its own tells its clients apart
 
 
-class InteractiveRequest(GenerateRequest):
-    """``prompt``: a text, or messages. With ``interactive_mode`` it goes on with the session's conversation; without,
-    what was said in the session is forgotten first and nothing is kept."""
+class GenerateRequest(SampledRequest):
+    """Named as in LMDeploy's /openapi.json, from which clients are generated. ``prompt``: a text, or messages. With
+    ``interactive_mode`` it goes on with the session's conversation; without, what was said in the session is forgotten
+    first and nothing is kept."""
 
     model: str | None = None  # type: ignore[assignment]
     prompt: Messages
@@ -42,7 +43,7 @@ class InteractiveRequest(GenerateRequest):
     image_url: None = None
 
     @model_validator(mode="after")
-    def _fits(self) -> InteractiveRequest:
+    def _fits(self) -> GenerateRequest:
         if self.n not in (None, 1):
             raise ValueError("n: expected 1 in a conversation")
         if self.session_id < 0 and (self.interactive_mode or self.cancel):
@@ -50,13 +51,13 @@ class InteractiveRequest(GenerateRequest):
         return self
 
 
-BODIES: list[type[BaseModel]] = [InteractiveRequest]
+BODIES: list[type[BaseModel]] = [GenerateRequest]
 
 
 @router.post(
     "/v1/chat/interactive",
     **describe(
-        InteractiveRequest,
+        GenerateRequest,
         "A turn of a conversation that the server keeps",
         InteractiveAnswer,
         stream="text/event-stream",
@@ -65,7 +66,7 @@ BODIES: list[type[BaseModel]] = [InteractiveRequest]
 )
 async def interactive(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
-    request, size = await parse(raw, state, InteractiveRequest)
+    request, size = await parse(raw, state, GenerateRequest)
     model = request.adapter_name or request.model or state.settings.model_name
     state.check_ready(model, waits=not request.cancel)
     state.settings.limits.check_work(request, 1, request.request_output_len, state.engine.session_len)
@@ -81,9 +82,7 @@ async def interactive(raw: Request) -> HttpResponse:
 class Turn:
     """One request's turn; ``key``: whose conversation."""
 
-    def __init__(
-        self, state: ServerState, request: InteractiveRequest, key: Key, adapter: str | None, size: int
-    ) -> None:
+    def __init__(self, state: ServerState, request: GenerateRequest, key: Key, adapter: str | None, size: int) -> None:
         self.state = state
         self.request = request
         self.key = key

@@ -15,7 +15,7 @@ from toolkit.option import option, option_of, spelled
 
 if TYPE_CHECKING:
     from toolkit.serve.errors import ApiError
-    from toolkit.serve.protocol import GenerateRequest
+    from toolkit.serve.protocol import SampledRequest
 
 
 def _limit(default: float, help: str) -> Any:
@@ -73,7 +73,7 @@ class Limits:
         if tools > self.max_tools:
             raise self.refusal("max_tools", "tools", tools, "tools")
 
-    def check_work(self, request: GenerateRequest, prompts: int, token_limit: int | None, session_len: int) -> None:
+    def check_work(self, request: SampledRequest, prompts: int, token_limit: int | None, session_len: int) -> None:
         """Raise ApiError where a valid request asks for too many tokens; one full session is never too much."""
         choices = prompts * request.drawn
         if choices > self.max_choices:

@@ -126,7 +126,7 @@ def as_list(value: Any) -> Any:
     "ignore_eos",
     top_k=parameter("top_k", ge=-1, description="Keep this many likeliest tokens; 0 or -1 = all."),
 )
-class GenerateRequest(FormatFields):
+class SampledRequest(FormatFields):
     """What both endpoints share."""
 
     model: str
@@ -148,9 +148,6 @@ class GenerateRequest(FormatFields):
     prompt_logprobs: int | None = Field(None, ge=0, le=20, description="As vLLM has it; not in a stream")
     priority: int | None = Field(
         None, ge=PRIORITY.low, le=PRIORITY.high, description="The lower, the sooner it starts; default 0"
-    )
-    return_progress: bool | None = Field(
-        None, description="As llama.cpp has it: a stream says how far the prompt has come"
     )
     # Accepted, without effect on the answer:
     user: str | None = None
@@ -177,13 +174,11 @@ class GenerateRequest(FormatFields):
         return {k: v for k, v in data.items() if k not in unsupported}
 
     @model_validator(mode="after")
-    def _stream_options_need_stream(self) -> GenerateRequest:
+    def _stream_options_need_stream(self) -> SampledRequest:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only with stream=true")
         if self.prompt_logprobs is not None and self.stream:
             raise ValueError("prompt_logprobs: not with stream=true")
-        if self.return_progress and not self.stream:
-            raise ValueError("return_progress: only with stream=true")
         return self
 
     @property
@@ -215,7 +210,20 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TemplateVariables = Annotated[dict[str, Any], AfterValidator(_for_the_template)]
 
 
-class ChatCompletionRequest(GenerateRequest, ToolFields):
+class ProgressField(Strict):
+    stream: bool | None = None
+    return_progress: bool | None = Field(
+        None, description="As llama.cpp has it: a stream says how far the prompt has come"
+    )
+
+    @model_validator(mode="after")
+    def _progress_needs_stream(self) -> ProgressField:
+        if self.return_progress and not self.stream:
+            raise ValueError("return_progress: only with stream=true")
+        return self
+
+
+class ChatCompletionRequest(SampledRequest, ToolFields, ProgressField):
     messages: Messages
     max_tokens: int | None = Field(None, ge=1, le=1 << 30)
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 30, description="Goes before max_tokens")
@@ -309,7 +317,7 @@ Prompts = Annotated[
 ]
 
 
-class CompletionRequest(GenerateRequest):
+class CompletionRequest(SampledRequest, ProgressField):
     prompt: Prompts
     max_tokens: int | None = Field(None, ge=0, le=1 << 30, description="0 only with echo: score the prompt")
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 30, description="Goes before max_tokens")

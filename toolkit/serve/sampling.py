@@ -13,7 +13,7 @@ from toolkit.generation_config import TYPED, GenerationConfig
 from toolkit.request_limits import SEED_MAX
 from toolkit.serve.errors import bad_field
 from toolkit.serve.parameters import given_parameters
-from toolkit.serve.protocol import GenerateRequest
+from toolkit.serve.protocol import SampledRequest
 
 
 def choose_defaults(wanted: str, model_dir: Path | None) -> GenerationConfig:
@@ -34,7 +34,7 @@ def choose_defaults(wanted: str, model_dir: Path | None) -> GenerationConfig:
 
 
 def generation_config(
-    request: GenerateRequest,
+    request: SampledRequest,
     defaults: GenerationConfig,
     *,
     max_new_tokens: int | None,

@@ -44,7 +44,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "ScoreRequest": {"model": "demo", "text_1": "fruit", "text_2": ["apple", "train"]},
     "RawRequest": {"prompt": "Once upon a time", "max_tokens": 8},
     "PerplexityRequest": {"input": "Once upon a time"},
-    "InteractiveRequest": {"prompt": "Hello", "session_id": 1, "interactive_mode": True, "request_output_len": 8},
+    "GenerateRequest": {"prompt": "Hello", "session_id": 1, "interactive_mode": True, "request_output_len": 8},
     "AbortRequest": {"abort_all": True},
 }
 
