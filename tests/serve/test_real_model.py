@@ -212,7 +212,7 @@ def test_best_of_returns_those_of_the_highest_mean_log_probability(client: opena
     assert [c.index for c in best.choices] == [0, 1, 2, 3] and all(c.logprobs is None for c in best.choices)
     assert best.usage.completion_tokens == 60  # of all that were drawn
     for wrong in ({"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}):
-        with pytest.raises(openai.BadRequestError, match="^Error code: 400.*best_of: "):
+        with pytest.raises(openai.BadRequestError, match=r"^Error code: 400.*best_of: "):
             complete(client, **fields, **wrong)
 
 

@@ -108,7 +108,8 @@ SKIPPED = frozenset(
 
 
 def _known(kinds: tuple[str, ...], spelled: Any) -> BeforeValidator:
-    """As ``_blocks`` (``spelled``: the type of what clients send) without those of SKIPPED; a block that is none of ``kinds`` is told of here."""
+    """As ``_blocks`` (``spelled``: the type of what clients send) without those of SKIPPED; a block that is none of
+    ``kinds`` is told of here."""
 
     def check(value: Any) -> Any:
         blocks, found = _blocks(value), []
