@@ -55,6 +55,9 @@ def api_server(
         list[str] | None,
         typer.Option(envvar=KEYS, help="Key that requests must carry; repeat it, or separate keys by commas."),
     ] = None,
+    api_key_file: Annotated[
+        str | None, typer.Option(help="File of keys, one a line; read again as it changes.")
+    ] = None,
     allow_origins: Annotated[
         list[str] | None, typer.Option(help="Web origin that may call (CORS), * for any; repeatable. Default: none.")
     ] = None,
@@ -203,6 +206,7 @@ def api_server(
 
     settings: dict[str, object] = {
         "api_keys": keys,
+        "api_key_file": api_key_file,
         "allow_origins": allow_origins or [],
         "generation_config": generation_config,
         "tool_call_parser": tool_call_parser,

@@ -41,6 +41,9 @@ def proxy(
         list[str] | None,
         typer.Option(envvar=KEYS, help="Key that requests must carry; repeat it, or separate keys by commas."),
     ] = None,
+    api_key_file: Annotated[
+        str | None, typer.Option(help="File of keys, one a line; read again as it changes.")
+    ] = None,
     node_keys: Annotated[
         list[str] | None,
         typer.Option(envvar=NODE_KEYS, help="Key that /nodes/* asks for, and without which it changes nothing."),
@@ -85,6 +88,7 @@ def proxy(
         strategy=strategy,
         nodes=[checked(url) for url in node or ()],
         api_keys=read_keys("--api-keys", KEYS, api_keys),
+        api_key_file=api_key_file,
         node_keys=read_keys("--node-keys", NODE_KEYS, node_keys),
         nodes_by_client=allow_nodes_by_client,
         node_key=node_key,

@@ -432,6 +432,7 @@ def test_a_port_in_use(tiny_models: Any) -> None:
         (["--log-level", "loud"], "--log-level"),
         (["--ssl"], "SSL_KEYFILE"),
         (["--api-keys", ""], "--api-keys"),
+        (["--api-key-file", "/no such file"], "--api-key-file /no such file: cannot be read"),
         (["--chat-template", "no such template"], "no such template"),
         (["--backend", "fancy"], "--backend"),
     ],
