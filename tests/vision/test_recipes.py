@@ -20,7 +20,17 @@ PATCH = 7  # side of a patch of the tiny models
 SIZES = ((1, 1), (50, 37), (37, 50), (61, 61), (300, 10), (10, 300), (640, 480), (29, 1000))  # width, height
 SEEING = [family.name for family in families() if family.recipe is not None]
 # What differs from a family's own preprocessor config, and is in its spirit.
-VARIANTS: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in SEEING] + [("llava", {"do_pad": True})]
+SCANS = {
+    "do_pan_and_scan": True,
+    "pan_and_scan_min_crop_size": 8,
+    "pan_and_scan_max_num_crops": 3,
+    "pan_and_scan_min_ratio_to_activate": 1.2,
+}
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in SEEING),
+    ("llava", {"do_pad": True}),
+    ("gemma3", SCANS),
+]
 
 
 def picture(width: int, height: int) -> Image.Image:

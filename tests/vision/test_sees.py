@@ -83,7 +83,7 @@ class Seeing:
         nested = [images] if "batch_num_images" in processor.model_input_names and len(images) > 1 else images
         nested = [images] if recipe.kind == "split" else nested
         found = dict(processor(images=nested, return_tensors="pt", **extra))
-        for name in ("num_patches", "rows", "cols"):
+        for name in ("num_patches", "rows", "cols", "num_crops"):
             found.pop(name, None)
         return found
 
@@ -93,6 +93,8 @@ class Seeing:
         config = self.model.config
         if "image_grid_thw" in inputs:
             inputs = {**inputs, "mm_token_type_ids": (torch.tensor([ids]) == config.image_token_id).int()}
+        if self.spec.vision.mutual:
+            inputs = {**inputs, "token_type_ids": (torch.tensor([ids]) == config.image_token_id).int()}
         with torch.inference_mode():
             return self.model(input_ids=torch.tensor([ids]), use_cache=False, **inputs).logits[0].numpy()
 

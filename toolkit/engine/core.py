@@ -22,7 +22,7 @@ from toolkit.engine.results import StepResults, progress_of
 from toolkit.engine.scheduler import Scheduler
 from toolkit.engine.sequence import LogitsProcessor, Sequence
 from toolkit.engine.sight import Sight
-from toolkit.engine.spans import axes_of, find_spans
+from toolkit.engine.spans import axes_of, find_spans, runs_of
 from toolkit.engine.step_builder import Step, StepBuilder
 from toolkit.errors import BusyError, ToolkitError, UsageError
 
@@ -182,6 +182,7 @@ class EngineCore:
         if vision is not None and request.pictures:
             spans = find_spans(request.token_ids, request.pictures, vision.image_token)
         axes, shift = axes_of(len(request.token_ids), spans) if self._axes else (None, 0)
+        mutual = {"runs": runs_of(spans)} if spans and vision is not None and vision.mutual else {}
         seq = Sequence(
             request,
             order=self._arrivals,
@@ -192,6 +193,7 @@ class EngineCore:
             spans=spans,
             axes=axes,
             shift=shift,
+            **mutual,
             **self.constraints.fields(request, built),
         )
         self._arrivals += 1

@@ -118,6 +118,10 @@ class Scheduler:
         count = self._chunk_len(seq, budget)
         fits = self.blocks.fitting(seq.row, seq.computed, seq.computed + count)
         count = max(1, self.blocks.stop(seq.computed, fits, seq.branch) - seq.computed)
+        whole = seq.uncut(seq.computed + count) - seq.computed
+        if whole > count and plan.chunks:
+            return  # a picture that goes beyond the budget goes alone
+        count = whole
         if self._make_room(seq, count):
             plan.chunks.append((seq, seq.computed, count))
 

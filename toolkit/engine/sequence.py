@@ -29,7 +29,8 @@ class Sequence:
     generation is cut. ``collected``: positions whose all-position results (logits, hidden, prompt log-probabilities)
     have been gathered; they are not asked for again after a preemption. ``spans``: the pictures of the prompt;
     ``axes``: the positions of its tokens, [3, prompt], None: their places; ``shift``: what is added to the
-    places of tokens behind it. ``branch``: blocks at the start that requests before it had too, where a state is worth
+    places of tokens behind it. ``runs``: (first, stop) of the tokens that see each other both ways, so that no chunk
+    may end among them. ``branch``: blocks at the start that requests before it had too, where a state is worth
     keeping.
     """
 
@@ -46,6 +47,7 @@ class Sequence:
     spans: list[Span] = field(default_factory=list)
     axes: NDArray[np.int32] | None = None
     shift: int = 0
+    runs: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 2), np.int64))
 
     def __post_init__(self) -> None:
         prompt = self.request.token_ids
@@ -123,6 +125,14 @@ class Sequence:
     def left(self) -> int:
         """Tokens that it may still have."""
         return min(self.params.max_new_tokens - (self.known - self.prompt_len), self.max_len - self.known)
+
+    def uncut(self, end: int) -> int:
+        """Where a chunk ends that is to end at ``end``, or at most so: before a run that it would cut, or behind one
+        that it begins in."""
+        for first, stop in self.runs.tolist():
+            if first < end < stop:
+                return int(first if first > self.computed else stop)
+        return end
 
     def positions(self, start: int, count: int) -> NDArray[np.int32]:
         """Of ``count`` tokens from place ``start`` on, [count], or [3, count] where they differ by axis."""

@@ -169,6 +169,7 @@ def start(setup: Setup, tokenizer: Tokenizer | None, progress: Progress) -> tupl
         families=from_files([own] if isinstance(own, str) else own),
     )
     try:
+        together = 0 if runner.spec.vision is None else runner.spec.vision.together
         memory = plan(
             runner.memory(),
             runner.spec.cache_groups,
@@ -179,12 +180,15 @@ def start(setup: Setup, tokenizer: Tokenizer | None, progress: Progress) -> tupl
             wishes=Wishes(
                 config.session_len,
                 config.max_batch_size,
-                config.max_prefill_token_num,
+                max(config.max_prefill_token_num, together),
                 _kv_wish(config),
                 config.target_step_ms,
                 _patches(setup, runner.spec.vision),
             ),
         )
+        if memory.max_prefill_token_num < together:
+            found = f"{memory.max_prefill_token_num} prompt tokens a step fit, a picture of this model has {together}"
+            raise ToolkitError(f"not enough memory: {found}; free some memory or use a smaller max_batch_size")
         for notice in memory.notices:
             progress(notice)
         progress(f"loading weights with the {runner.name} runner on {runner.device}")

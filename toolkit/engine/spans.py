@@ -34,6 +34,13 @@ def find_spans(token_ids: Sequence[int], pictures: Sequence[Picture], image_toke
     return [Span(p, places[end - p.tokens : end]) for p, end in zip(pictures, ends.tolist(), strict=True)]
 
 
+def runs_of(spans: Sequence[Span]) -> NDArray[np.int64]:
+    """(first, stop) of the places of pictures that stand side by side, [runs, 2]."""
+    places = np.concatenate([span.places for span in spans])
+    breaks = np.flatnonzero(np.diff(places) > 1)
+    return np.stack([places[np.r_[0, breaks + 1]], places[np.r_[breaks, -1]] + 1], 1)
+
+
 def axes_of(length: int, spans: Sequence[Span]) -> tuple[I32, int]:
     """Positions in time, rows and columns of a prompt's ``length`` tokens, int32 [3, length], and by how much those
     of later tokens differ from their places.

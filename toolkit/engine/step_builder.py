@@ -117,6 +117,12 @@ class StepBuilder:
             places[cu[i] : cu[i + 1]] = np.arange(start, start + count, dtype=np.int32)
             positions[:, cu[i] : cu[i + 1]] = seq.positions(start, count)
         sampled, sample_index = self._sampled(plan, cu)
+        mutual = [
+            (cu[i] + max(int(first) - start, 0), cu[i] + int(stop) - start, i)
+            for i, (seq, start, count) in enumerate(plan.chunks, start=decodes)
+            for first, stop in seq.runs
+            if first < start + count and stop > start
+        ]
         batch = StepBatch(
             token_ids=token_ids,
             from_previous=previous,
@@ -133,6 +139,7 @@ class StepBuilder:
             hidden_index=_EMPTY_I32,
             target_index=_EMPTY_I32,
             target_ids=_EMPTY_I32,
+            mutual=np.array(mutual, np.int32).reshape(-1, 3),
             copy_blocks=self.blocks.take_copies(),
         )
         step = Step(plan, batch, sampled)

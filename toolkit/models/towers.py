@@ -50,6 +50,15 @@ LLAMA = {
 ABSENT: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "mistral": LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+    "gemma3_text": LLAMA
+    | {
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 131072,
+        "vocab_size": 262208,
+    },
     "qwen2": LLAMA | {"intermediate_size": 22016, "max_position_embeddings": 32768, "vocab_size": 151936},
 }
 

@@ -26,9 +26,10 @@ class Tower:
     ``positions``: "learned" (added), "axial" or "interlaced" (rotary: half of the frequencies turn by the row, half by
     the column; "interlaced" takes them in turn from one list, "axial" gives each axis a list of its own). ``grid``:
     rows and columns of the learned positions; ``stretched``: besides those that turn there are learned ones, resized
-    to the picture's patches and added. ``gated``: the MLP has a gate. ``class_token``: one more token stands
-    before the patches; it is dropped behind the last layer. ``pre_norm``: norm before the first layer, ``post_norm``:
-    one behind the last, "stored" if it is there and not used. ``scaled``: what a layer adds is weighted by a vector.
+    to the picture's patches and added, ``smooth``: by curves, not lines, the edges of patches over one another and not
+    the middles of those in the corners. ``gated``: the MLP has a gate. ``class_token``: one more token stands
+    before the patches; it is dropped behind the last layer. ``pre_norm``: norm before the first layer, ``norm_first``:
+    before positions are added, ``post_norm``: one behind the last, "stored" if it is there and not used. ``scaled``: what a layer adds is weighted by a vector.
     ``window``: side in patches of the windows within which all layers attend but those of ``full``; 0 = none.
     """
 
@@ -59,24 +60,40 @@ class Tower:
     window: int = 0
     full: tuple[int, ...] = ()
     stretched: bool = False
+    smooth: bool = False
+    norm_first: bool = False
 
 
 @dataclass(frozen=True)
 class Stage:
     """One step of a projector, from rows to rows.
 
-    "rms", "layer": a norm with ``eps``; "linear"; "gelu", "gelu_tanh"; "merge": each ``factor`` × ``factor`` rows of
-    the picture's grid become one, the numbers of one row after those of another; "merge_turned": so, but column
-    after column; "merge_channels": as "merge", each number of a row beside that of its neighbours.
+    "rms", "layer": a norm with ``eps``, ``offset`` added to its weight; "linear"; "matrix": a linear stored [inputs,
+    outputs] under the bare name; "gated": silu(gate_proj(x)) · up_proj(x); "gelu", "gelu_tanh"; "merge": each ``factor`` × ``factor`` rows of the picture's grid
+    become one, the numbers of one row after those of another; "merge_turned": so, but column after column;
+    "merge_channels": as "merge", each number of a row beside that of its neighbours; "pool": their mean.
     """
 
-    kind: Literal["rms", "layer", "linear", "gelu", "gelu_tanh", "merge", "merge_turned", "merge_channels"]
+    kind: Literal[
+        "rms",
+        "layer",
+        "linear",
+        "matrix",
+        "gated",
+        "gelu",
+        "gelu_tanh",
+        "merge",
+        "merge_turned",
+        "merge_channels",
+        "pool",
+    ]
     name: str = ""
     inputs: int = 0
     outputs: int = 0
     bias: bool = False
     eps: float = 0.0
     factor: int = 1
+    offset: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -97,6 +114,7 @@ class VisionSpec:
     shrunk, 0 = never. ``axes``: a token of a picture has 3 positions, in time, rows and columns.
     ``deep``: more rows of each picture, of which those of branch i are added behind layer i of the language model
     (Meng et al., "DeepStack", 2024); they stand beside the others, number after number.
+    ``mutual``: tokens of pictures that stand together see each other, those behind them too.
     """
 
     tower: Tower
@@ -106,6 +124,13 @@ class VisionSpec:
     most_tiles: int = 0
     axes: bool = False
     deep: tuple[Branch, ...] = ()
+    mutual: bool = False
+
+    @property
+    def together(self) -> int:
+        """Tokens that see each other both ways, 0 where none do."""
+        rows, columns = self.tower.grid
+        return (rows // self.merge) * (columns // self.merge) if self.mutual else 0
 
     @property
     def merge(self) -> int:
@@ -119,21 +144,23 @@ class Recipe:
 
     ``kind``: "square" (to ``size``, its sides' ratio be what it may), "crop" (the short side to ``short``, then the
     middle ``size``; ``pad``: made square first), "boxed" (the long side to ``size``, the short one at least ``least``,
-    then made square), "anyres" (the canvas of ``canvases`` that holds most of it, cut into tiles of ``size``, and the
-    whole), "tiles" (the grid of ``least`` to ``most`` tiles nearest in ratio, and the whole
-    behind them), "split" (the long side to ``long``, cut into tiles of ``size``, and the whole behind), "fit" (the long
+    then made square), "scan" (to ``size``; where one side is ``steep`` times the other at least it is also cut across
+    that one into up to ``most`` parts, no side of them below ``least``), "anyres" (the canvas of ``canvases`` that holds
+    most of it, cut into tiles of ``size``, and the whole), "tiles" (the grid of ``least`` to ``most`` tiles nearest in
+    ratio, and the whole behind them), "split" (the long side to ``long``, cut into tiles of ``size``, and the whole behind), "fit" (the long
     side to at most ``long``, both to multiples of ``unit``), "area" (both to multiples of ``unit``, ``least`` to
-    ``most`` pixels in all). Sizes are (height, width). ``unit``: pixels along a side of what one token tells.
+    ``most`` pixels in all; one with a side below ``short`` is enlarged first). Sizes are (height, width). ``unit``: pixels along a side of what one token tells.
     ``resample``: Pillow's number of the filter. Numbers are ``(value / 255 - mean) / std``.
 
     ``mark``: what stands for a picture in what a chat template has written; ``written``: what is written for one where
     the template writes none; ``token``: what the rows take the place of. ``spelled``: how a mark is spelled: "plain"
     (all tokens, between ``before`` and ``after``), "lines" (line by line, ``before`` between and ``after`` behind) or
-    "split" (tile by tile, each named and begun by ``before``, the whole picture as ``after``). ``per_tile``: tokens a
-    tile, of kinds that have tiles; ``most_tiles``: as in ``VisionSpec``.
+    "split" (tile by tile, each named and begun by ``before``, the whole picture as ``after``) or "scan" (as "plain",
+    the parts behind the whole, with words between) or "named" (tile by tile, numbered). ``per_tile``: tokens a tile, of kinds that have tiles;
+    ``most_tiles``: as in ``VisionSpec``.
     """
 
-    kind: Literal["square", "crop", "boxed", "anyres", "tiles", "split", "fit", "area"]
+    kind: Literal["square", "crop", "boxed", "scan", "anyres", "tiles", "split", "fit", "area"]
     size: tuple[int, int]
     unit: int
     mean: tuple[float, ...]
@@ -145,9 +172,10 @@ class Recipe:
     canvases: tuple[tuple[int, int], ...] = ()
     least: int = 0
     most: int = 0
+    steep: float = 0.0
     most_tiles: int = 0
     per_tile: int = 0
-    spelled: Literal["plain", "lines", "split"] = "plain"
+    spelled: Literal["plain", "lines", "split", "scan", "named"] = "plain"
     mark: str = "<image>"
     written: str = "<image>\n"
     token: str = "<image>"
@@ -190,6 +218,11 @@ def tensors(spec: VisionSpec) -> Shapes:
     for stage in (*spec.projector, *(stage for branch in spec.deep for stage in branch.projector)):
         if stage.kind == "linear":
             _linear(found, stage.name, stage.inputs, stage.outputs, stage.bias)
+        elif stage.kind == "gated":
+            for part in ("up_proj", "gate_proj"):
+                _linear(found, f"{stage.name}.{part}", stage.inputs, stage.outputs, stage.bias)
+        elif stage.kind == "matrix":
+            found[stage.name] = (stage.inputs, stage.outputs)
         elif stage.kind in ("rms", "layer"):
             found[f"{stage.name}.weight"] = (stage.inputs,)
             if stage.kind == "layer":
@@ -242,6 +275,7 @@ def most_patches(recipe: Recipe, merge: int) -> int:
     tiles = {
         "anyres": max((rows * columns // tile for rows, columns in recipe.canvases), default=0),
         "tiles": recipe.most,
+        "scan": recipe.most,
         "split": math.ceil(recipe.long / max(recipe.size[0], 1)) ** 2,
     }
     return (tiles.get(recipe.kind, 0) + 1) * recipe.per_tile * merge**2

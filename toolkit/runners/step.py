@@ -125,6 +125,8 @@ class StepBatch:
     target_ids: I32  # … of this token
     embeds: F32 | None = None  # [E, hidden, and more for deep branches] rows that replace the embedding of …
     embed_index: I32 = field(default_factory=lambda: np.zeros(0, np.int32))  # … these flat tokens
+    # (first, stop, sequence) of flat tokens that see each other both ways; the last is the last of its run
+    mutual: I32 = field(default_factory=lambda: np.zeros((0, 3), np.int32))  # [M, 3]
     copy_blocks: tuple[NDArray[np.int32], ...] = ()  # per group [C, 2] (source, destination), done before the step
 
 

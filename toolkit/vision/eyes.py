@@ -128,6 +128,15 @@ def _adjusted(recipe: Recipe, rules: Rules, options: Mapping[str, Any]) -> Recip
 def _tokens(recipe: Recipe, picture: Picture) -> str:
     if recipe.spelled == "plain":
         return recipe.before + recipe.token * picture.tokens + recipe.after
+    if recipe.spelled == "scan":
+        one = recipe.before + recipe.token * recipe.per_tile + recipe.after
+        parts = [one] * (len(picture.pixels) - 1)
+        said = f"Here is the original image {one} and here are some crops to help you see better "
+        return said + " ".join(parts) if parts else one
+    if recipe.spelled == "named":
+        tile = recipe.token * recipe.per_tile
+        names = [f"TILE_{i}" for i in range(1, len(picture.pixels))]
+        return recipe.before + "".join(name + tile for name in (*names, "TILE_GLOBAL")) + recipe.after
     rows, columns = picture.grid
     if recipe.spelled == "lines":
         return recipe.before.join([recipe.token * columns] * rows) + recipe.after

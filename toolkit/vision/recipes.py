@@ -74,7 +74,7 @@ def _cut(image: Image, tile: Size) -> Iterator[Image]:
     """Its tiles, line by line."""
     for top in range(0, image.height, tile[0]):
         for left in range(0, image.width, tile[1]):
-            yield image.crop((left, top, left + tile[1], top + tile[0]))
+            yield image.crop((left, top, min(left + tile[1], image.width), min(top + tile[0], image.height)))
 
 
 def _square(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
@@ -113,6 +113,25 @@ def _boxed(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size
     scale = recipe.size[0] / max(image.height, image.width)
     height, width = (max(round(side * scale), recipe.least) for side in (image.height, image.width))
     return [_padded(_resized(image, (height, width), recipe.resample), recipe)], (1, 1)
+
+
+def _scan(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
+    rows, columns = _parts(recipe, image)
+    height, width = -(-image.height // rows), -(-image.width // columns)
+    parts = [image]
+    if rows * columns > 1 and min(height, width) >= recipe.least:
+        parts += _cut(image, (height, width))
+    return [_resized(part, recipe.size, recipe.resample) for part in parts], (1, 1)
+
+
+def _parts(recipe: Recipe, image: Image) -> Size:
+    """Rows and columns that it is cut into; (1, 1): not at all."""
+    short, long = sorted((image.height, image.width))
+    if not recipe.most or long / short < recipe.steep:
+        return 1, 1
+    count = min(int(long / short + 0.5), long // recipe.least)
+    count = min(max(count, 2), recipe.most)
+    return (1, count) if image.width >= image.height else (count, 1)
 
 
 def _anyres(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
@@ -213,6 +232,8 @@ def _fit(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
 
 def _area(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
     height, width, unit = image.height, image.width, recipe.unit
+    if (scale := recipe.short / min(height, width)) > 1:
+        height, width = int(height * scale), int(width * scale)
     rows, columns = round(height / unit), round(width / unit)
     if rows * columns * unit**2 > recipe.most:
         scale = math.sqrt(height * width / recipe.most)
@@ -227,6 +248,7 @@ _KINDS: dict[str, Callable[[Recipe, Image, bool], tuple[list[Image], Size]]] = {
     "square": _square,
     "crop": _crop,
     "boxed": _boxed,
+    "scan": _scan,
     "anyres": _anyres,
     "tiles": _tiles,
     "split": _split,

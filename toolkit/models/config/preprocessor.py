@@ -3,6 +3,7 @@ families' processors have them."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from toolkit.models.config.fields import Fields
@@ -13,7 +14,7 @@ CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.261302
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 HALF = (0.5, 0.5, 0.5)
 MOST = 1 << 16  # pixels along a side
-FILTERS, LANCZOS = 6, 1  # of Pillow's: how many there are, and one of them
+FILTERS, LANCZOS, BILINEAR = 6, 1, 2  # of Pillow's: how many there are, and two of them
 
 
 def colours(
@@ -86,6 +87,31 @@ def clip_recipe(tower: Fields, config: Fields, **changes: Any) -> Recipe:
     return Recipe(**(made | changes))
 
 
+def scan_recipe(tower: Fields, config: Fields, tokens: int) -> Recipe:
+    """Gemma 3's: a square; with ``do_pan_and_scan`` long pictures in parts besides, ``tokens`` each."""
+    image = side(tower, "image_size", 896)
+    size = both_sides(config, "size", (image, image))
+    if size != (image, image):
+        config.fail("size", size[0], f"{image}, the tower's image_size")
+    scans = config.flag("do_pan_and_scan", False)
+    return Recipe(
+        kind="scan",
+        size=size,
+        unit=image // math.isqrt(tokens),
+        least=config.integer("pan_and_scan_min_crop_size", default=256, high=MOST),
+        most=config.integer("pan_and_scan_max_num_crops", default=4, high=256) if scans else 0,
+        steep=config.number("pan_and_scan_min_ratio_to_activate", default=1.2, low=1.0),
+        per_tile=tokens,
+        spelled="scan",
+        mark="<start_of_image>",
+        written="<start_of_image>",
+        token="<image_soft_token>",
+        before="\n\n<start_of_image>",
+        after="<end_of_image>\n\n",
+        **colours(config, HALF, HALF, BILINEAR),
+    )
+
+
 def fit_recipe(tower: Fields, config: Fields, merge: int) -> Recipe:
     """Pixtral's: the picture's own ratio, a line of tokens each row."""
     patch = side(tower, "patch_size", 16)
@@ -120,24 +146,25 @@ def canvases(config: Fields, default: tuple[tuple[int, int], ...], tower: Fields
     return tuple((c[0], c[1]) for c in value)
 
 
-def area_recipe(config: Fields) -> Recipe:
+def area_recipe(config: Fields, **changes: Any) -> Recipe:
     """Qwen2-VL's: both sides to multiples of a token's, so many pixels at least and at most."""
     size = config.nested("size") or Fields({}, config.source)
     limit = 1 << 30
     least = size.integer("shortest_edge", default=56 * 56, high=limit)
     most = size.integer("longest_edge", default=28 * 28 * 1280, high=limit)
     unit = config.integer("patch_size", default=14, high=1024) * config.integer("merge_size", default=2, high=16)
-    return Recipe(
-        kind="area",
-        size=(0, 0),
-        unit=unit,
-        least=config.integer("min_pixels", default=least, high=limit),
-        most=config.integer("max_pixels", default=most, low=unit**2, high=limit),
-        mark="<|image_pad|>",
-        written="<|vision_start|><|image_pad|><|vision_end|>",
-        token="<|image_pad|>",
+    made: dict[str, Any] = {
+        "kind": "area",
+        "size": (0, 0),
+        "unit": unit,
+        "least": config.integer("min_pixels", default=least, high=limit),
+        "most": config.integer("max_pixels", default=most, low=unit**2, high=limit),
+        "mark": "<|image_pad|>",
+        "written": "<|vision_start|><|image_pad|><|vision_end|>",
+        "token": "<|image_pad|>",
         **colours(config),
-    )
+    }
+    return Recipe(**(made | changes))
 
 
 def split_recipe(tower: Fields, config: Fields, factor: int) -> Recipe:
@@ -161,23 +188,24 @@ def split_recipe(tower: Fields, config: Fields, factor: int) -> Recipe:
     )
 
 
-def tiles_recipe(tower: Fields, config: Fields, factor: int) -> Recipe:
+def tiles_recipe(tower: Fields, config: Fields, factor: int, **changes: Any) -> Recipe:
     """InternVL's: the nearest grid of tiles, ``factor`` patches along a side a token."""
     image, patch = side(tower, "image_size"), side(tower, "patch_size", 14)
     size = both_sides(config, "size", (image, image))
     if size != (image, image):
         config.fail("size", size[0], f"{image}, the tower's image_size")
-    return Recipe(
-        kind="tiles",
-        size=size,
-        unit=patch * factor,
-        least=config.integer("min_patches", default=1, high=256),
-        most=config.integer("max_patches", default=12, high=256),
-        per_tile=(image // (patch * factor)) ** 2,
-        mark="<IMG_CONTEXT>",
-        written="<IMG_CONTEXT>\n",
-        token="<IMG_CONTEXT>",
-        before="<img>",
-        after="</img>",
+    made: dict[str, Any] = {
+        "kind": "tiles",
+        "size": size,
+        "unit": patch * factor,
+        "least": config.integer("min_patches", default=1, high=256),
+        "most": config.integer("max_patches", default=12, high=256),
+        "per_tile": (image // (patch * factor)) ** 2,
+        "mark": "<IMG_CONTEXT>",
+        "written": "<IMG_CONTEXT>\n",
+        "token": "<IMG_CONTEXT>",
+        "before": "<img>",
+        "after": "</img>",
         **colours(config),
-    )
+    }
+    return Recipe(**(made | changes))

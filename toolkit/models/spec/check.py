@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # Integer fields that may be zero; every other one is a size or a count.
 _MAY_BE_ZERO = {"group", "original_max_position", "max_position", "offset"}
+WIDENING = ("linear", "matrix", "gated")  # stages of a projector that give other widths than they take
 _MAY_BE_ZERO_IN_VISION = {"grid", "window", "full", "inputs", "outputs", "image_token", "most_tiles", "layer"}
 
 
@@ -67,6 +68,11 @@ def _vision(vision: VisionSpec, spec: DecoderSpec) -> None:
         sound.expect("layer", branch.layer < tower.taken, branch.layer, f"below {tower.taken}")
     sound.expect("deep", not vision.deep or vision.join == "tiles", vision.join, "tiles with deep rows")
     sound.expect("deep", len(vision.deep) <= len(spec.layers), len(vision.deep), f"at most {len(spec.layers)}")
+    alone = all(a.softcap is None and a.sinks is None and a.alibi is None for _, a in spec.attention_layers())
+    sound.expect("mutual", not vision.mutual or alone, vision.mutual, "false beside softcap, sinks or alibi")
+    for _, a in spec.attention_layers():
+        sees = a.window is None or (vision.together <= a.window and not a.chunked)
+        sound.expect("window", not vision.mutual or sees, a.window, f"at least {vision.together}, a picture's tokens")
     for projector in (vision.projector, *(branch.projector for branch in vision.deep)):
         _projector(projector, tower.hidden, spec.hidden_size)
     sound.expect("image_token", vision.image_token < spec.vocab_size, vision.image_token, f"below {spec.vocab_size}")
@@ -77,9 +83,9 @@ def _projector(stages: tuple[Stage, ...], width: int, hidden: int) -> None:
     for stage in stages:
         if stage.kind.startswith("merge"):
             width *= stage.factor**2
-        elif stage.kind in ("linear", "rms", "layer"):
+        elif stage.kind in (*WIDENING, "rms", "layer"):
             sound.expect(stage.name, bool(stage.name) and stage.inputs == width, stage.inputs, f"{width} inputs")
-            width = stage.outputs if stage.kind == "linear" else width
+            width = stage.outputs if stage.kind in WIDENING else width
     sound.expect("projector", width == hidden, width, f"{hidden} outputs, the hidden size")
 
 

@@ -42,6 +42,9 @@ def check_batch(
         raise RunnerError("target_ids: expected one id for each entry of target_index")
     if batch.embeds is not None:
         _within("embed_index", batch.embed_index, 0, tokens)
+    for first, stop, sequence in batch.mutual.tolist():
+        if not (0 <= sequence < len(lens) and cu[sequence] <= first < stop <= cu[sequence + 1]):
+            raise RunnerError(f"mutual: tokens {first} to {stop} are none of sequence {sequence}")
     for group, blocks in enumerate(num_blocks):
         if spec.cache_groups[group].kind == "state":
             _check_states(batch, group, blocks)

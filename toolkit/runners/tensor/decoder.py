@@ -13,6 +13,7 @@ from toolkit.models.spec import AttentionSpec, DecoderSpec, MoeSpec
 from toolkit.runners.tensor.context import StepContext
 from toolkit.runners.tensor.experts import Experts
 from toolkit.runners.tensor.linear import Activations, Linear, Rounded, codes_of
+from toolkit.runners.tensor.mutual import see_both_ways
 from toolkit.runners.tensor.ops import Ops
 
 Mixer = Callable[[Activations, StepContext], Tensor]
@@ -142,6 +143,8 @@ class Attention:
             turned=True,
             **self.more,
         )
+        if len(step.batch.mutual):
+            see_both_ways(y, q, cache, step.batch, spec, scales)
         y = y.flatten(1)
         return self.o(y if gate is None else y * torch.sigmoid(gate))
 

@@ -68,8 +68,8 @@ class Encoder:
     def _linear(self, name: str, x: Tensor) -> Tensor:
         return functional.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
 
-    def _norm(self, name: str, x: Tensor, kind: str, eps: float) -> Tensor:
-        weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
+    def _norm(self, name: str, x: Tensor, kind: str, eps: float, offset: float = 0.0) -> Tensor:
+        weight, bias = self.weights[f"{name}.weight"] + offset, self.weights.get(f"{name}.bias")
         if kind == "layer":
             return functional.layer_norm(x, weight.shape, weight, bias, eps)
         wide = x.float()
@@ -87,13 +87,16 @@ class Encoder:
         x = self._linear("vision.patch", x.flatten(3).flatten(1, 2))
         if tower.class_token:
             x = torch.cat([self.weights["vision.class"].expand(len(x), 1, -1), x], 1)
+        if tower.norm_first:
+            x = self._own_norm("vision.pre_norm", x)
         if tower.positions == "learned":
             x = x + self.weights["vision.position"]
         if tower.stretched:
             learned = self.weights["vision.position"].T.unflatten(1, tower.grid)[None]
-            near = functional.interpolate(learned, grid, mode="bilinear", align_corners=True)
-            x = x + near[0].flatten(1).T
-        if tower.pre_norm:
+            mode = "bicubic" if tower.smooth else "bilinear"
+            near = functional.interpolate(learned.float(), grid, mode=mode, align_corners=not tower.smooth)
+            x = x + near[0].flatten(1).T.to(x.dtype)
+        if tower.pre_norm and not tower.norm_first:
             x = self._own_norm("vision.pre_norm", x)
         return x.flatten(0, 1)
 
@@ -172,9 +175,14 @@ class Encoder:
         """[tiles, patches, hidden] to [tiles, tokens, hidden of the language model]."""
         for stage in stages:
             if stage.kind in ("rms", "layer"):
-                tiles = self._norm(stage.name, tiles, stage.kind, stage.eps)
+                tiles = self._norm(stage.name, tiles, stage.kind, stage.eps, stage.offset)
             elif stage.kind == "linear":
                 tiles = self._linear(stage.name, tiles)
+            elif stage.kind == "gated":
+                gate, up = (self._linear(f"{stage.name}.{part}_proj", tiles) for part in ("gate", "up"))
+                tiles = functional.silu(gate) * up
+            elif stage.kind == "matrix":
+                tiles = tiles @ self.weights[stage.name]
             elif stage.kind in ACTIVATIONS:
                 tiles = ACTIVATIONS[stage.kind](tiles)
             else:
@@ -230,4 +238,6 @@ def _windows(places: list[tuple[int, int]], side: int) -> tuple[Tensor, list[int
 def _merged(tiles: Tensor, rows: int, columns: int, stage: Stage) -> Tensor:
     f = stage.factor
     blocks = tiles.unflatten(1, (rows // f, f, columns // f, f))
+    if stage.kind == "pool":
+        return blocks.mean((2, 4)).flatten(1, 2)
     return blocks.permute(*MERGES[stage.kind]).flatten(3).flatten(1, 2)

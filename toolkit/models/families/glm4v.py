@@ -1,0 +1,123 @@
+"""GLM-4.1V: Qwen2-VL's patches before GLM-4, with learned places besides those that turn, four patches joined as by a
+convolution. Source: transformers ``Glm4vForConditionalGeneration``, arXiv 2507.01006."""
+
+from __future__ import annotations
+
+from toolkit.models.config.fields import Fields
+from toolkit.models.config.preprocessor import area_recipe
+from toolkit.models.decoder import Built
+from toolkit.models.families import qwen2_vl
+from toolkit.models.family import Family, Tiny
+from toolkit.models.towers import activation, language_of, seeing, side, stored_vision
+from toolkit.models.vision import Recipe, Stage, VisionSpec
+
+SPELLING = qwen2_vl.BLOCKS | {
+    "position": "embeddings.position_embedding.weight",
+    "pre_norm": "post_conv_layernorm",
+    "post_norm": "post_layernorm",
+    **{name: f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+}
+SIZE = {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000}  # of both frames that a picture counts as
+
+
+def build(config: Fields) -> Built:
+    if not config.has("text_config"):
+        config = Fields({**config.values, "text_config": dict(config.values)}, config.source)
+    language = language_of(config, model_type="glm4", architectures=["Glm4ForCausalLM"], attention_bias=True)
+    spec, inner = language[0], config.nested("vision_config") or Fields({}, config.source)
+    vision = Fields({"depth": 24, "num_heads": 12} | dict(inner.values), config.source, "vision_config.")
+    wide = vision.integer("out_hidden_size", default=4096, high=1 << 16)
+    places = side(vision, "image_size", 336) // side(vision, "patch_size", 14)
+    eps = vision.number("rms_norm_eps", default=1e-5, high=0.5)
+    tower = qwen2_vl.tower(
+        vision,
+        vision.integer("hidden_size", default=1536, high=1 << 16),
+        inner=wide,
+        activation=activation(vision, "silu"),
+        norm="rms",
+        eps=eps,
+        gated=True,
+        patch_bias=True,
+        qkv_bias=vision.flag("attention_bias", False),
+        o_bias=False,
+        mlp_bias=False,
+        grid=(places, places),
+        stretched=True,
+        smooth=True,
+        pre_norm=True,
+        norm_first=True,
+        post_norm="used",
+    )
+    factor = vision.integer("spatial_merge_size", default=2, high=16)
+    name, hidden = "vision.projector.merger", tower.hidden * factor**2
+    between = vision.integer("intermediate_size", default=13696, high=1 << 18)
+    projector = (
+        Stage("merge_channels", factor=factor),
+        Stage("linear", "vision.projector.downsample", hidden, wide, True),
+        Stage("linear", f"{name}.proj", wide, wide),
+        Stage("layer", f"{name}.post_projection_norm", wide, eps=1e-5),
+        Stage("gelu"),
+        Stage("gated", name, wide, between),
+        Stage("linear", f"{name}.down_proj", between, wide),
+    )
+    token = config.integer("image_token_id", default=151343, high=spec.vocab_size - 1)
+    made = VisionSpec(tower, projector, token, axes=True)
+    shapes = {"vision.projector.downsample.weight": (wide, tower.hidden, factor, factor)}
+    stored = stored_vision(made, "model.visual.", "model.visual", SPELLING, shapes)
+    return seeing(language, made, stored, {"model.": "model.language_model."})
+
+
+def recipe(config: Fields, preprocessor: Fields) -> Recipe:
+    values = {"size": SIZE} | dict(preprocessor.values)
+    made = area_recipe(Fields(values, preprocessor.source))
+    return area_recipe(
+        Fields(values, preprocessor.source),
+        least=-(-made.least // 2),
+        most=max(made.most // 2, made.unit**2),
+        short=made.unit,
+        mark="<|image|>",
+        written="<|begin_of_image|><|image|><|end_of_image|>",
+        token="<|image|>",
+    )
+
+
+FAMILY = Family(
+    "glm4v",
+    "GLM-4.1V 9B Thinking",
+    ("Glm4vForConditionalGeneration",),
+    build,
+    (
+        Tiny(
+            dict(
+                text_config=dict(
+                    rope_parameters={
+                        "rope_type": "default",
+                        "rope_theta": 10000.0,
+                        "mrope_section": [1, 1, 2],
+                        "partial_rotary_factor": 0.5,
+                    },
+                ),
+                vision_config=dict(
+                    depth=2,
+                    hidden_size=32,
+                    out_hidden_size=64,
+                    intermediate_size=48,
+                    num_heads=2,
+                    patch_size=7,
+                    image_size=21,
+                ),
+                image_token_id=5,
+                image_start_token_id=6,
+                image_end_token_id=7,
+            ),
+            preprocessor=dict(
+                image_processor_type="Glm4vImageProcessor",
+                patch_size=7,
+                size={"shortest_edge": 14 * 14 * 8, "longest_edge": 14 * 14 * 80},
+            ),
+            tokens=("<|image|>", "<|begin_of_image|>", "<|end_of_image|>"),
+        ),
+    ),
+    "llama.cpp keeps the tower in a file of its own, which is not written here",
+    recipe=recipe,
+)

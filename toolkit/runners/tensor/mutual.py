@@ -1,0 +1,54 @@
+"""Attention of tokens that see each other both ways: those of a picture, in models that read it so.
+
+They are few, and in prompts alone. So kernels know nothing of them: what they find for such tokens is replaced.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from toolkit.kernels.reference.cache import dequantize_heads, key_bits, slots_of
+from toolkit.models.spec import AttentionSpec
+from toolkit.runners.step import StepBatch
+from toolkit.runners.tensor.cache import LayerCache
+
+
+def see_both_ways(
+    y: Tensor, q: Tensor, cache: LayerCache, batch: StepBatch, spec: AttentionSpec, scales: tuple[float, float]
+) -> None:
+    """Write to ``y`` [T, heads, head_dim] what the queries ``q`` of ``batch.mutual`` find, whose keys are in the cache.
+
+    Within a window they see as far back as other tokens; runs are shorter than it. ``scales``: of a float8 cache.
+    """
+    size, table = cache.k.shape[1], batch.block_tables[spec.group]
+    for first, stop, sequence in batch.mutual.tolist():
+        behind = int(batch.cu_seqlens[sequence + 1]) - stop
+        end = int(batch.seq_lens[sequence]) - behind
+        at = np.arange(end - (stop - first), end)
+        low = 0 if spec.window is None else max(0, int(at[0]) + 1 - spec.window)
+        where = np.arange(low, end)
+        slots = torch.from_numpy(table[sequence][where // size].astype(np.int64) * size + where % size).to(y.device)
+        k, v = (_read(cache, side, slots, scale, q.dtype) for side, scale in zip("kv", scales, strict=True))
+        mask = None
+        if spec.window is not None:
+            mask = torch.from_numpy(where[None] > at[:, None] - spec.window).to(y.device)
+        mine = q[first:stop].transpose(0, 1)
+        found = functional.scaled_dot_product_attention(
+            mine[None], k[None], v[None], attn_mask=mask, scale=spec.scale, enable_gqa=True
+        )
+        y[first:stop] = found[0].transpose(0, 1)
+
+
+def _read(cache: LayerCache, side: str, slots: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Keys or values [kv_heads, tokens, head_dim] of ``slots``."""
+    stored, params = (cache.k, cache.k_params) if side == "k" else (cache.v, cache.v_params)
+    found = slots_of(stored)[slots]
+    if params is not None:
+        bits = key_bits(cache.bits) if side == "k" else cache.bits
+        found = dequantize_heads(found, params.flatten(0, 1)[slots], bits, dtype)
+    elif found.dtype != stored.dtype:
+        found = found.view(stored.dtype).float() * scale
+    return found.to(dtype).transpose(0, 1)
