@@ -47,6 +47,8 @@ def test_the_tower_has_its_share() -> None:
     assert dict((name, size) for name, size, _ in make(seeing, patches=2000).rows)["tower"] == 2000 * 100_000
     kv = [make(one, patches=2000).rows[-1][1] for one in (blind, seeing)]
     assert kv[1] < kv[0]
+    keeping = make(replace(blind, picture=1_000), kept_patches=5000)
+    assert dict((name, size) for name, size, _ in keeping.rows)["pictures"] == 5_000_000
     with pytest.raises(ToolkitError, match=r"encoding pictures 3\.73 GiB and 4\.00 GiB are free"):
         make(seeing, patches=40_000)
 

@@ -113,7 +113,8 @@ def test_logits_are_transformers(model: Any, oracle: Any, support: Any, backend:
     whole = [oracle(text) for text in texts]
     expected = np.concatenate([w[:-1] for w in whole] + [w[-1:] for w in whole])
     assert expected.std() > 0.2, "the oracle's logits are too flat to tell anything"
-    np.testing.assert_allclose(logits_of(model[1], backend, support, texts), expected, **CLOSE)
+    found = logits_of(model[1], backend, support, texts)  # of more tokens where the embedding has more than the head
+    np.testing.assert_allclose(found[:, : expected.shape[1]], expected, **CLOSE)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -155,7 +156,8 @@ def test_the_spec_is_whole(model: Any) -> None:
     weights = canonical_weights(checkpoint, stored)
     for linear in spec.linears():
         assert tuple(weights[linear.name].shape) == (linear.out_features, linear.in_features)
-        assert linear.name.split(".", 3)[3].startswith(("self_attn.", "conv.", "mamba.", "linear_attn.", "mlp."))
+        parts = ("self_attn.", "cross_attn.", "conv.", "mamba.", "linear_attn.", "mlp.")
+        assert linear.name.split(".", 3)[3].startswith(parts)
 
 
 @pytest.mark.every_family

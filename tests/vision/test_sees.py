@@ -81,9 +81,9 @@ class Seeing:
             extra = {"patch_size": {"height": recipe.unit, "width": recipe.unit}}
         images = [Image.open(io.BytesIO(file)) for file in files]
         nested = [images] if "batch_num_images" in processor.model_input_names and len(images) > 1 else images
-        nested = [images] if recipe.kind == "split" else nested
+        nested = [images] if recipe.kind in ("split", "canvas") else nested
         found = dict(processor(images=nested, return_tensors="pt", **extra))
-        for name in ("num_patches", "rows", "cols", "num_crops"):
+        for name in ("num_patches", "rows", "cols", "num_crops", "num_tiles"):
             found.pop(name, None)
         return found
 
@@ -93,10 +93,22 @@ class Seeing:
         config = self.model.config
         if "image_grid_thw" in inputs:
             inputs = {**inputs, "mm_token_type_ids": (torch.tensor([ids]) == config.image_token_id).int()}
+        if self.spec.vision.crossed:
+            inputs = {**inputs, "cross_attention_mask": self._looks(ids, inputs["aspect_ratio_mask"])}
         if self.spec.vision.mutual:
             inputs = {**inputs, "token_type_ids": (torch.tensor([ids]) == config.image_token_id).int()}
         with torch.inference_mode():
             return self.model(input_ids=torch.tensor([ids]), use_cache=False, **inputs).logits[0].numpy()
+
+    def _looks(self, ids: list[int], tiles: Any) -> Any:
+        """Which tiles each token looks at, as transformers' processor has it."""
+        import torch
+        from transformers.models.mllama import processing_mllama as mllama
+
+        spans = mllama.get_cross_attention_token_mask(ids, self.model.config.image_token_id)
+        counts = [tiles[0].sum(-1).tolist()]
+        mask = mllama.convert_sparse_cross_attention_mask_to_dense([spans], counts, tiles.shape[-1], len(ids))
+        return torch.from_numpy(mask)
 
 
 @pytest.fixture(scope="module", params=SEEING, ids=lambda x: f"{x[0]}-{x[1]}")
@@ -148,9 +160,8 @@ def test_logits_and_tokens_are_transformers(seeing: Seeing, backend: str) -> Non
         expected = seeing.logits(whole, inputs)
         if name == "a":
             assert expected.std() > 0.2
-            np.testing.assert_allclose(
-                np.concatenate(found[name][1])[: len(ids)], expected[: len(ids)], rtol=3e-4, atol=3e-4
-            )
+            got = np.concatenate(found[name][1])[: len(ids), : expected.shape[1]]
+            np.testing.assert_allclose(got, expected[: len(ids)], rtol=3e-4, atol=3e-4)
         assert expected[len(prompt) - 1 :].argmax(-1).tolist() == found[name][0]
 
 
@@ -162,7 +173,8 @@ def test_a_prompt_may_end_in_a_picture(seeing: Seeing) -> None:
         opened(seeing.path, "pytorch", budget=len(ids) - 1), request("a", ids, pictures, logits="all")
     ).values()
     expected = seeing.logits([*ids, *got[0][:-1]], seeing.inputs(PICTURES))
-    np.testing.assert_allclose(np.concatenate(got[1])[len(ids) - 1], expected[len(ids) - 1], rtol=3e-4, atol=3e-4)
+    last = np.concatenate(got[1])[len(ids) - 1, : expected.shape[1]]
+    np.testing.assert_allclose(last, expected[len(ids) - 1], rtol=3e-4, atol=3e-4)
 
 
 def test_a_second_question_encodes_nothing(seeing: Seeing) -> None:
@@ -287,3 +299,26 @@ def test_quantizing_leaves_the_tower_as_it_is(tiny_models: Any, tmp_path: Path) 
     assert {"vision_tower.encoder.layers.0.mlp.fc1", "multi_modal_projector.linear_1"} <= set(skipped)
     ids, pictures = Seeing("llava", 0, path).prompt(PICTURES)
     assert len(run(opened(tmp_path / "out", "pytorch"), request("a", ids, pictures))["a"][0]) == NEW
+
+
+def test_what_is_looked_at_comes_and_goes(tiny_models: Any) -> None:
+    """More pictures than are kept at once, and tokens before the first picture, which are as if there were none."""
+    seeing = Seeing("mllama", 0, tiny_models("mllama"))
+    prompts = [seeing.prompt(files) for files in (PICTURES, PICTURES[:1], PICTURES[1:], PICTURES[::-1])]
+    alone = [run(opened(seeing.path, "pytorch"), request("a", *each))["a"][0] for each in prompts]
+    tight = opened(seeing.path, "pytorch", pictures_kept=1)
+    found = run(tight, *(request(str(i), *each) for i, each in enumerate(prompts)))
+    assert [found[str(i)][0] for i in range(len(prompts))] == alone
+    ids, pictures = prompts[0]
+    late = run(tight, request("a", [7, 8, 9, *ids], pictures, logits="all"))["a"][1]
+    text = run(tight, request("a", [7, 8, 9], [], logits="all"))["a"][1]
+    np.testing.assert_allclose(np.concatenate(late)[:3], np.concatenate(text)[:3], rtol=1e-5, atol=1e-5)
+
+
+def test_a_new_cache_loses_no_picture(tiny_models: Any) -> None:
+    """What the runner kept of them is not counted on behind it."""
+    seeing = Seeing("mllama", 0, tiny_models("mllama"))
+    core, each = opened(seeing.path, "pytorch"), seeing.prompt(PICTURES)
+    expected = run(core, request("a", *each))["a"][0]
+    core._renew_cache()
+    assert run(core, request("b", *each))["b"][0] == expected

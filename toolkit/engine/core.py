@@ -62,7 +62,7 @@ class EngineCore:
         self.scheduler = Scheduler(self.blocks, options, rows)
         self._axes = spec.vision is not None and spec.vision.axes
         self.builder = StepBuilder(self.blocks, options.max_batch_size, spec.vocab_size, 3 if self._axes else 1)
-        self.sight = Sight(runner, options.pictures_together)
+        self.sight = Sight(runner, options.pictures_together, options.pictures_kept)
         self.results = StepResults(spec.vocab_size, self.builder)
         self.constraints = Constraints(tokenizer, spec.vocab_size)
         self._sequences: dict[str, Sequence] = {}
@@ -182,7 +182,6 @@ class EngineCore:
         if vision is not None and request.pictures:
             spans = find_spans(request.token_ids, request.pictures, vision.image_token)
         axes, shift = axes_of(len(request.token_ids), spans) if self._axes else (None, 0)
-        mutual = {"runs": runs_of(spans)} if spans and vision is not None and vision.mutual else {}
         seq = Sequence(
             request,
             order=self._arrivals,
@@ -193,9 +192,12 @@ class EngineCore:
             spans=spans,
             axes=axes,
             shift=shift,
-            **mutual,
             **self.constraints.fields(request, built),
         )
+        if vision is not None and vision.mutual and spans:
+            seq.runs = runs_of(spans)
+        if vision is not None and vision.crossed:
+            seq.looks_at = frozenset(picture.digest for picture in request.pictures)
         self._arrivals += 1
         self._sequences[request.id] = seq
         self.scheduler.add(seq)
@@ -314,6 +316,7 @@ class EngineCore:
         """Run a failed step once more in halves, at last request by request: those that fail alone end."""
         log.error("a step of %d requests failed: %s: %s", len(entries), type(error).__name__, error, exc_info=error)
         groups = deque(halves(entries))
+        self.sight.lost()
         while groups:
             group = still_due(groups.popleft(), self.scheduler)
             if not group:
@@ -321,6 +324,7 @@ class EngineCore:
             try:
                 step, result = self._run(Plan(chunks=[(e.seq, e.start, e.stop - e.start) for e in group]))
             except Exception as e:
+                self.sight.lost()
                 if len(group) == 1:
                     self._blame(group[0].seq, e, outputs)
                 else:
@@ -352,6 +356,7 @@ class EngineCore:
             self.scheduler.preempt(seq)
         self.blocks.reset_cache()
         self.runner.release_cache()
+        self.sight.lost()
         self.runner.allocate_cache(self.options.num_blocks)
         self._failures = 0
 

@@ -33,6 +33,7 @@ class Wishes:
     kv: float | int = DEFAULT_SHARE
     target_step_ms: float | None = None
     patches: int = 0  # of pictures that are encoded together
+    kept_patches: int = 0  # of pictures that are looked at together, where keys and values of them are kept
 
 
 @dataclass(frozen=True)
@@ -104,13 +105,15 @@ class _Planner:
         self.notices: list[str] = []
         self.weights = 0 if need.loaded else need.weights
         self.tower = need.picture_patch * wishes.patches
-        self.usable = int(need.free * SAFE_SHARE) - self.weights - self.tower
+        self.pictures = need.picture * wishes.kept_patches
+        self.usable = int(need.free * SAFE_SHARE) - self.weights - self.tower - self.pictures
 
     def run(self) -> MemoryPlan:
         w = self.wishes
         target = w.target_step_ms if w.target_step_ms is not None else CPU_STEP_MS if self.cpu else 0.0
         if self.usable <= 0:
             tower = f", encoding pictures {show_bytes(self.tower)}" if self.tower else ""
+            tower += f", keeping them {show_bytes(self.pictures)}" if self.pictures else ""
             raise ToolkitError(
                 f"not enough memory: the weights take {show_bytes(self.weights)}{tower} and "
                 f"{show_bytes(self.need.free)} are free; use a quantized model (tool lite auto_awq) or a machine with "
@@ -137,6 +140,7 @@ class _Planner:
             ("weights", self.weights if not self.need.loaded else 0, loaded),
             ("activations", activations, _step(tokens, batch, target)),
             *([("tower", self.tower, f"pictures of {w.patches} patches at once")] if self.tower else []),
+            *([("pictures", self.pictures, "keys and values of those looked at")] if self.pictures else []),
             ("logits", logits, f"{batch} rows of {self.vocab_size}"),
             ("KV cache", kv, held),
         )

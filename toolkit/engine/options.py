@@ -16,7 +16,8 @@ class EngineOptions:
     ``max_logit_bytes``: float32 logits rows that one step may return to the host (it limits the chunks of requests
     that want a row for every token).
     ``lookahead``: schedule the next step while one runs; None = where the runner's ``submit`` returns at once.
-    ``pictures_together``: pictures that are encoded at once, at most.
+    ``pictures_together``: pictures that are encoded at once, at most. ``pictures_kept``: of running requests to models
+    that keep keys and values of pictures; one request may have more.
     ``check``: verify the block manager's books whenever the engine falls idle (debugging).
     """
 
@@ -29,4 +30,5 @@ class EngineOptions:
     max_logit_bytes: int = 64 << 20
     lookahead: bool | None = None
     pictures_together: int = 1
+    pictures_kept: int = 8
     check: bool = False

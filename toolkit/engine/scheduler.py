@@ -161,6 +161,10 @@ class Scheduler:
         for seq in list(self.waiting):
             if not self._free_rows or (len(begun) >= SIDE_BY_SIDE and sum(begun) >= budget):
                 return
+            if seq.looks_at and self.running:
+                held = seq.looks_at.union(*(s.looks_at for s in self.running))
+                if len(held) > self.options.pictures_kept:
+                    return
             hit = self._match(seq)
             if hit < len(seq.keys) and seq.keys[hit] in coming and not seq.wants_all:
                 continue

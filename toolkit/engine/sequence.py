@@ -30,7 +30,8 @@ class Sequence:
     have been gathered; they are not asked for again after a preemption. ``spans``: the pictures of the prompt;
     ``axes``: the positions of its tokens, [3, prompt], None: their places; ``shift``: what is added to the
     places of tokens behind it. ``runs``: (first, stop) of the tokens that see each other both ways, so that no chunk
-    may end among them. ``branch``: blocks at the start that requests before it had too, where a state is worth
+    may end among them; ``looks_at``: digests of the pictures whose keys and values the runner keeps for it.
+    ``branch``: blocks at the start that requests before it had too, where a state is worth
     keeping.
     """
 
@@ -48,6 +49,7 @@ class Sequence:
     axes: NDArray[np.int32] | None = None
     shift: int = 0
     runs: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 2), np.int64))
+    looks_at: frozenset[bytes] = frozenset()
 
     def __post_init__(self) -> None:
         prompt = self.request.token_ids

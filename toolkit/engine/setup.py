@@ -183,7 +183,8 @@ def start(setup: Setup, tokenizer: Tokenizer | None, progress: Progress) -> tupl
                 max(config.max_prefill_token_num, together),
                 _kv_wish(config),
                 config.target_step_ms,
-                _patches(setup, runner.spec.vision),
+                _patches(setup, runner.spec.vision, setup.pictures_together),
+                _patches(setup, runner.spec.vision, EngineOptions.pictures_kept),
             ),
         )
         if memory.max_prefill_token_num < together:
@@ -227,10 +228,10 @@ def start(setup: Setup, tokenizer: Tokenizer | None, progress: Progress) -> tupl
     return core, Facts(memory, why, "; ".join(runner.notes), *named, runner.spec.vocab_size)
 
 
-def _patches(setup: Setup, vision: VisionSpec | None) -> int:
-    """Of the pictures that are encoded together, at most."""
+def _patches(setup: Setup, vision: VisionSpec | None, pictures: int) -> int:
+    """Of so many pictures, at most."""
     recipe = None if vision is None else open_recipe(setup.path)
-    return 0 if vision is None or recipe is None else setup.pictures_together * most_patches(recipe, vision.merge)
+    return 0 if vision is None or recipe is None else pictures * most_patches(recipe, vision.merge)
 
 
 def _kv_wish(config: EngineConfig) -> float | int:

@@ -41,6 +41,18 @@ def runs_of(spans: Sequence[Span]) -> NDArray[np.int64]:
     return np.stack([places[np.r_[0, breaks + 1]], places[np.r_[breaks, -1]] + 1], 1)
 
 
+def looks_of(spans: Sequence[Span], start: int, stop: int) -> list[tuple[int, int, list[Picture]]]:
+    """(first, stop, pictures) of the places from ``start`` to ``stop`` that look at pictures: each at those of the last
+    run of marks before it, as far as it has come."""
+    marks = [int(span.places[0]) for span in spans]
+    found, run = [], 0
+    for i, (mark, end) in enumerate(zip(marks, [*marks[1:], stop], strict=False)):
+        run = run if i and marks[i - 1] == mark - 1 else i
+        if (first := max(mark, start)) < min(end, stop):
+            found.append((first, min(end, stop), [span.picture for span in spans[run : i + 1]]))
+    return found
+
+
 def axes_of(length: int, spans: Sequence[Span]) -> tuple[I32, int]:
     """Positions in time, rows and columns of a prompt's ``length`` tokens, int32 [3, length], and by how much those
     of later tokens differ from their places.

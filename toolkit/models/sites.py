@@ -16,6 +16,7 @@ from typing import Any
 
 from toolkit.models.spec import (
     AttentionSpec,
+    CrossSpec,
     DeltaSpec,
     LatentSpec,
     LayerSpec,
@@ -106,6 +107,12 @@ def _latent_sites(a: LatentSpec) -> list[Site]:
     return [*found, Site(a.o.name, a.o.in_features, (a.o,), (), into)]
 
 
+def _cross_sites(a: CrossSpec) -> list[Site]:
+    """No text reaches them: keys and values are made of a tower's rows, which have no norm here."""
+    rows = Site(a.k.name, a.k.in_features, (a.k, a.v), (), None)
+    return [rows, Site(a.o.name, a.o.in_features, (a.o,), (), None)]
+
+
 def _short_conv_sites(m: ShortConvSpec) -> list[Site]:
     return [Site(m.out.name, m.out.in_features, (m.out,), (), RowFold(m.c))]
 
@@ -122,6 +129,7 @@ def _delta_sites(m: DeltaSpec) -> list[Site]:
 INNER: dict[str, Callable[[Any], list[Site]]] = {
     "attention": _attention_sites,
     "latent": _latent_sites,
+    "cross": _cross_sites,
     "short_conv": _short_conv_sites,
     "mamba": _mamba_sites,
     "delta": _delta_sites,

@@ -195,9 +195,9 @@ def _spelled(name: str, tower: str, projector: str, spelling: Spelling) -> str:
         return ".".join([spelling[part].format(rest[0]), *rest[1:]])
     if part == "newline":
         return spelling[part]
-    if part == "layers":
-        number, part, *rest = rest
-        return ".".join([tower + spelling["layers"].format(number), spelling[part], *rest])
+    if part in ("layers", "over_all"):
+        begin, (number, part, *rest) = tower + spelling[part], rest
+        return ".".join([begin.format(number), spelling[part], *rest])
     return ".".join([tower + spelling[part], *rest])
 
 

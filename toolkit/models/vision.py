@@ -25,12 +25,16 @@ class Tower:
     ``layers``: how many it has, ``taken``: how many are run. ``frames``: a picture counts as so many equal frames.
     ``positions``: "learned" (added), "axial" or "interlaced" (rotary: half of the frequencies turn by the row, half by
     the column; "interlaced" takes them in turn from one list, "axial" gives each axis a list of its own). ``grid``:
-    rows and columns of the learned positions; ``stretched``: besides those that turn there are learned ones, resized
-    to the picture's patches and added, ``smooth``: by curves, not lines, the edges of patches over one another and not
-    the middles of those in the corners. ``gated``: the MLP has a gate. ``class_token``: one more token stands
-    before the patches; it is dropped behind the last layer. ``pre_norm``: norm before the first layer, ``norm_first``:
-    before positions are added, ``post_norm``: one behind the last, "stored" if it is there and not used. ``scaled``: what a layer adds is weighted by a vector.
-    ``window``: side in patches of the windows within which all layers attend but those of ``full``; 0 = none.
+    rows and columns of the learned positions; ``stretched``: besides those that turn there are learned ones, resized to
+    the picture's patches and added, ``smooth``: by curves, not lines, the edges of patches over one another and not the
+    middles of those in the corners. ``gated``: the MLP has a gate. ``class_token``: one more token stands before the
+    patches; it is dropped behind the last layer. ``pre_norm``: norm before the first layer, ``norm_first``: before
+    positions are added, ``post_norm``: one behind the last, "stored" if it is there and not used. ``scaled``: what a
+    layer adds is weighted by a vector. ``window``: side in patches of the windows within which all layers attend but
+    those of ``full``; 0 = none. ``tiles``: a picture is so many tiles at most, in one of the ``shapes`` (rows,
+    columns), and each tile attends to all: learned vectors tell where it stands, and behind the last norm ``over_all``
+    more layers follow, what they add weighted by one number; what left the layers ``gathered`` stands beside their
+    output, number by number.
     """
 
     layers: int
@@ -62,6 +66,15 @@ class Tower:
     stretched: bool = False
     smooth: bool = False
     norm_first: bool = False
+    tiles: int = 0
+    shapes: tuple[tuple[int, int], ...] = ()
+    over_all: int = 0
+    gathered: tuple[int, ...] = ()
+
+    @property
+    def outputs(self) -> int:
+        """Numbers of a row that leaves it."""
+        return self.hidden * (1 + len(self.gathered))
 
 
 @dataclass(frozen=True)
@@ -69,9 +82,10 @@ class Stage:
     """One step of a projector, from rows to rows.
 
     "rms", "layer": a norm with ``eps``, ``offset`` added to its weight; "linear"; "matrix": a linear stored [inputs,
-    outputs] under the bare name; "gated": silu(gate_proj(x)) · up_proj(x); "gelu", "gelu_tanh"; "merge": each ``factor`` × ``factor`` rows of the picture's grid
-    become one, the numbers of one row after those of another; "merge_turned": so, but column after column;
-    "merge_channels": as "merge", each number of a row beside that of its neighbours; "pool": their mean.
+    outputs] under the bare name; "gated": silu(gate_proj(x)) · up_proj(x); "gelu", "gelu_tanh"; "merge": each
+    ``factor`` × ``factor`` rows of the picture's grid become one, the numbers of one row after those of another;
+    "merge_turned": so, but column after column; "merge_channels": as "merge", each number of a row beside that of its
+    neighbours; "pool": their mean.
     """
 
     kind: Literal[
@@ -114,7 +128,9 @@ class VisionSpec:
     shrunk, 0 = never. ``axes``: a token of a picture has 3 positions, in time, rows and columns.
     ``deep``: more rows of each picture, of which those of branch i are added behind layer i of the language model
     (Meng et al., "DeepStack", 2024); they stand beside the others, number after number.
-    ``mutual``: tokens of pictures that stand together see each other, those behind them too.
+    ``mutual``: tokens of pictures that stand together see each other, those behind them too. ``crossed``: a picture
+    takes one place, and its rows none; cross layers read them for the tokens from there to the next picture, of
+    pictures side by side the rows of all.
     """
 
     tower: Tower
@@ -125,6 +141,7 @@ class VisionSpec:
     axes: bool = False
     deep: tuple[Branch, ...] = ()
     mutual: bool = False
+    crossed: bool = False
 
     @property
     def together(self) -> int:
@@ -144,23 +161,25 @@ class Recipe:
 
     ``kind``: "square" (to ``size``, its sides' ratio be what it may), "crop" (the short side to ``short``, then the
     middle ``size``; ``pad``: made square first), "boxed" (the long side to ``size``, the short one at least ``least``,
-    then made square), "scan" (to ``size``; where one side is ``steep`` times the other at least it is also cut across
-    that one into up to ``most`` parts, no side of them below ``least``), "anyres" (the canvas of ``canvases`` that holds
-    most of it, cut into tiles of ``size``, and the whole), "tiles" (the grid of ``least`` to ``most`` tiles nearest in
-    ratio, and the whole behind them), "split" (the long side to ``long``, cut into tiles of ``size``, and the whole behind), "fit" (the long
-    side to at most ``long``, both to multiples of ``unit``), "area" (both to multiples of ``unit``, ``least`` to
-    ``most`` pixels in all; one with a side below ``short`` is enlarged first). Sizes are (height, width). ``unit``: pixels along a side of what one token tells.
-    ``resample``: Pillow's number of the filter. Numbers are ``(value / 255 - mean) / std``.
+    then made square), "canvas" (the grid of up to ``most`` tiles that it fits into with the least change, black where
+    it does not reach), "scan" (to ``size``; where one side is ``steep`` times the other at least it is also cut across
+    that one into up to ``most`` parts, no side of them below ``least``), "anyres" (the canvas of ``canvases`` that
+    holds most of it, cut into tiles of ``size``, and the whole), "tiles" (the grid of ``least`` to ``most`` tiles
+    nearest in ratio, and the whole behind them), "split" (the long side to ``long``, cut into tiles of ``size``, and
+    the whole behind), "fit" (the long side to at most ``long``, both to multiples of ``unit``), "area" (both to
+    multiples of ``unit``, ``least`` to ``most`` pixels in all; one with a side below ``short`` is enlarged first).
+    Sizes are (height, width). ``unit``: pixels along a side of what one token tells. ``resample``: Pillow's number of
+    the filter. Numbers are ``(value / 255 - mean) / std``.
 
     ``mark``: what stands for a picture in what a chat template has written; ``written``: what is written for one where
     the template writes none; ``token``: what the rows take the place of. ``spelled``: how a mark is spelled: "plain"
     (all tokens, between ``before`` and ``after``), "lines" (line by line, ``before`` between and ``after`` behind) or
     "split" (tile by tile, each named and begun by ``before``, the whole picture as ``after``) or "scan" (as "plain",
-    the parts behind the whole, with words between) or "named" (tile by tile, numbered). ``per_tile``: tokens a tile, of kinds that have tiles;
-    ``most_tiles``: as in ``VisionSpec``.
+    the parts behind the whole, with words between) or "named" (tile by tile, numbered). ``per_tile``: tokens a tile, of
+    kinds that have tiles; ``most_tiles``: as in ``VisionSpec``.
     """
 
-    kind: Literal["square", "crop", "boxed", "scan", "anyres", "tiles", "split", "fit", "area"]
+    kind: Literal["square", "crop", "boxed", "canvas", "scan", "anyres", "tiles", "split", "fit", "area"]
     size: tuple[int, int]
     unit: int
     mean: tuple[float, ...]
@@ -209,6 +228,8 @@ def tensors(spec: VisionSpec) -> Shapes:
         found["vision.class"] = (tower.hidden,)
     if tower.positions == "learned" or tower.stretched:
         found["vision.position"] = (tower.grid[0] * tower.grid[1] + tower.class_token, tower.hidden)
+    if tower.tiles:
+        _tiles(found, tower)
     if tower.pre_norm:
         _norm(found, "vision.pre_norm", tower)
     for i in range(tower.layers):
@@ -230,6 +251,18 @@ def tensors(spec: VisionSpec) -> Shapes:
     if spec.join == "anyres":
         found["vision.newline"] = (spec.projector[-1].outputs,)
     return found
+
+
+def _tiles(found: Shapes, tower: Tower) -> None:
+    places = tower.grid[0] * tower.grid[1] + tower.class_token
+    found["vision.position_gate"] = (1,)
+    found["vision.tile_position"] = (len(tower.shapes) + 1, tower.tiles * places * tower.hidden)
+    for name in ("vision.tile_before", "vision.tile_after"):
+        found[name] = (len(tower.shapes) + 1, tower.tiles * tower.hidden)
+        found[f"{name}_gate"] = (1,)
+    for i in range(tower.over_all):
+        _layer(found, f"vision.over_all.{i}", tower)
+        found |= {f"vision.over_all.{i}.gate{k}": (1,) for k in (1, 2)}
 
 
 def sizes(spec: VisionSpec) -> dict[str, int]:
@@ -276,6 +309,7 @@ def most_patches(recipe: Recipe, merge: int) -> int:
         "anyres": max((rows * columns // tile for rows, columns in recipe.canvases), default=0),
         "tiles": recipe.most,
         "scan": recipe.most,
+        "canvas": recipe.most - 1,
         "split": math.ceil(recipe.long / max(recipe.size[0], 1)) ** 2,
     }
     return (tiles.get(recipe.kind, 0) + 1) * recipe.per_tile * merge**2

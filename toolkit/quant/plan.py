@@ -69,7 +69,7 @@ def plan_memory(
     peaks = [_layer(layer, grams, text, window, whole_layers) for layer in set(spec.layers)]
     if whole_layers:  # two texts; those in files are read whole
         peaks = [peak + min(disk, text_bytes) + OUTPUTS * text_bytes // 2 for peak in peaks]
-    table = LinearSpec(spec.head, spec.hidden_size, spec.vocab_size)
+    table = LinearSpec(spec.head, spec.hidden_size, spec.head_size)
     peaks.append(_bytes(table) + LOGITS_BYTES)  # embedding and head as they are stored, mapped, in 16 bits
     if tuning:
         peaks.append(tuning + LOGITS_BYTES)

@@ -144,7 +144,7 @@ def targets(source: LayerSource, selection: Selection) -> list[LinearSpec]:
     """Every linear that will be quantized, the head last."""
     found = [x for x in source.quantizable() if x.name not in selection.dense]
     if selection.head:
-        found.append(LinearSpec(source.spec.head, source.spec.hidden_size, source.spec.vocab_size))
+        found.append(LinearSpec(source.spec.head, source.spec.hidden_size, source.spec.head_size))
     return found
 
 

@@ -71,5 +71,5 @@ def _fitting(option: str, patterns: Sequence[str], modules: Sequence[StoredTenso
 def head_site(source: LayerSource) -> Site:
     """The head as a site of its own, its input the final norm's output."""
     spec = source.spec
-    head = LinearSpec(spec.head, spec.hidden_size, spec.vocab_size, bias=spec.head_bias)
+    head = LinearSpec(spec.head, spec.hidden_size, spec.head_size, bias=spec.head_bias)
     return Site(spec.head, spec.hidden_size, (head,), (), None)

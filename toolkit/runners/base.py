@@ -42,6 +42,7 @@ class MemoryNeed:
     free: int  # what the device or cgroup has free now, weights not yet subtracted unless loaded
     loaded: bool  # whether ``free`` was read after the weights were loaded
     picture_patch: int = 0  # peak, for each patch of pictures that are encoded together
+    picture: int = 0  # kept of each patch of a picture that is looked at
 
 
 class StepHandle(Protocol):

@@ -63,11 +63,10 @@ class DummyWeights(Mapping[str, "Weight | Tensor"]):
             self._add(name, self._vector, (size,))
         for norm in spec.norms():
             self._add(norm.name, self._ones, (norm.heads * norm.size,), 1.0 - norm.weight_offset)
-        matrix = (spec.vocab_size, spec.hidden_size)
-        self._add(spec.embed, self._dense, matrix)
+        self._add(spec.embed, self._dense, (spec.vocab_size, spec.hidden_size))
         of_head = head_settings(self._quantization, spec.head)
         if not spec.tied or of_head is not None:
-            self._add(spec.head, self._linear, matrix, of_head)
+            self._add(spec.head, self._linear, (spec.head_size, spec.hidden_size), of_head)
 
     def _add(self, name: str, make: Callable[..., Weight | Tensor], *arguments: Any) -> None:
         self._make[name] = lambda name: make(name, *arguments)

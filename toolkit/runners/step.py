@@ -98,6 +98,22 @@ class SamplingBatch:
 
 
 @dataclass
+class Views:
+    """Which pictures tokens look at, in models with cross layers; a runner keeps pictures by their numbers.
+
+    ``rows`` [R, hidden]: of the pictures ``new`` [K, 2] (number, rows), in their order, which take the place of what
+    was kept under those numbers. ``tokens`` [W, 2]: (first, stop) of flat tokens that see the same pictures,
+    ``seen[ptr[i]:ptr[i + 1]]``. Tokens in none of them see none.
+    """
+
+    rows: F32
+    new: I32
+    tokens: I32
+    ptr: I32
+    seen: I32
+
+
+@dataclass
 class StepBatch:
     """One forward pass over a ragged batch of prefill chunks and decode tokens mixed.
 
@@ -127,6 +143,7 @@ class StepBatch:
     embed_index: I32 = field(default_factory=lambda: np.zeros(0, np.int32))  # … these flat tokens
     # (first, stop, sequence) of flat tokens that see each other both ways; the last is the last of its run
     mutual: I32 = field(default_factory=lambda: np.zeros((0, 3), np.int32))  # [M, 3]
+    views: Views | None = None
     copy_blocks: tuple[NDArray[np.int32], ...] = ()  # per group [C, 2] (source, destination), done before the step
 
 

@@ -53,6 +53,8 @@ def _array(tile: Image) -> NDArray[np.float32]:
 def _tokens(recipe: Recipe, grid: Size, size: Size, tiles: int) -> int:
     if recipe.kind in ("fit", "area"):
         return grid[0] * grid[1]
+    if recipe.kind == "canvas":
+        return 1
     if recipe.kind != "anyres":
         return tiles * recipe.per_tile
     if tiles == 1:
@@ -113,6 +115,27 @@ def _boxed(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size
     scale = recipe.size[0] / max(image.height, image.width)
     height, width = (max(round(side * scale), recipe.least) for side in (image.height, image.width))
     return [_padded(_resized(image, (height, width), recipe.resample), recipe)], (1, 1)
+
+
+def _on_canvas(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
+    from PIL import Image as pillow
+
+    tile, count = recipe.size[0], range(1, recipe.most + 1)
+    grids = [(rows, columns) for rows in count for columns in count if rows * columns <= recipe.most]
+    scales = {(r, c): min(r * tile / image.height, c * tile / image.width) for r, c in grids}
+    enough = [scale for scale in scales.values() if scale >= 1]
+    chosen = min(enough) if enough else max(scales.values())
+    grid = min((g for g in grids if scales[g] == chosen), key=lambda g: g[0] * g[1])
+    high, wide = grid[0] * tile, grid[1] * tile
+    height, width = min(max(image.height, tile), high), min(max(image.width, tile), wide)
+    down, across = height / image.height, width / image.width
+    if across < down:
+        height = min(max(math.floor(image.height * across), 1), height)
+    else:
+        width = min(max(math.floor(image.width * down), 1), width)
+    canvas = pillow.new("RGB", (wide, high))
+    canvas.paste(_resized(image, (height, width), recipe.resample), (0, 0))
+    return list(_cut(canvas, recipe.size)), grid
 
 
 def _scan(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
@@ -248,6 +271,7 @@ _KINDS: dict[str, Callable[[Recipe, Image, bool], tuple[list[Image], Size]]] = {
     "square": _square,
     "crop": _crop,
     "boxed": _boxed,
+    "canvas": _on_canvas,
     "scan": _scan,
     "anyres": _anyres,
     "tiles": _tiles,

@@ -63,7 +63,7 @@ def _wanted(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     wanted |= {linear.name: (linear.out_features, linear.in_features) for linear in spec.linears()}
     wanted[spec.embed] = (spec.vocab_size, spec.hidden_size)
     if not spec.tied:
-        wanted[spec.head] = (spec.vocab_size, spec.hidden_size)
+        wanted[spec.head] = (spec.head_size, spec.hidden_size)
     return wanted
 
 

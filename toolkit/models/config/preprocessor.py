@@ -112,6 +112,26 @@ def scan_recipe(tower: Fields, config: Fields, tokens: int) -> Recipe:
     )
 
 
+def canvas_recipe(tower: Fields, config: Fields) -> Recipe:
+    """Llama 3.2 Vision's: as many tiles as it fits into, one token that stands for all."""
+    image, patch = side(tower, "image_size", 448), side(tower, "patch_size", 14)
+    size = both_sides(config, "size", (image, image))
+    if size != (image, image):
+        config.fail("size", size[0], f"{image}, the tower's image_size")
+    most = tower.integer("max_num_tiles", default=4, high=64)
+    return Recipe(
+        kind="canvas",
+        size=size,
+        unit=patch,
+        most=config.integer("max_image_tiles", default=most, high=most),
+        per_tile=-(-((image // patch) ** 2 + 1) // 8) * 8,
+        mark="<|image|>",
+        written="<|image|>",
+        token="<|image|>",
+        **colours(config, HALF, HALF, BILINEAR),
+    )
+
+
 def fit_recipe(tower: Fields, config: Fields, merge: int) -> Recipe:
     """Pixtral's: the picture's own ratio, a line of tokens each row."""
     patch = side(tower, "patch_size", 16)

@@ -12,8 +12,12 @@ from toolkit.models.towers import CLIP, language_of, seeing, siglip_tower, store
 from toolkit.models.vision import Recipe, Stage, VisionSpec
 
 ABSENT = {
-    "hidden_size": 1152, "intermediate_size": 4304, "image_size": 384, "num_hidden_layers": 26, "num_attention_heads": 14
-}  # fmt: skip
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "image_size": 384,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 14,
+}
 SPELLING = {**CLIP, "projector.up_proj": "linear_1", "projector.gate_proj": "linear_1"}
 
 
@@ -68,6 +72,7 @@ FAMILY = Family(
                     model_type="cohere2",
                     head_dim=16,
                     sliding_window=16,
+                    logit_scale=1.0,  # its class in transformers leaves it out
                     layer_types=["sliding_attention", "full_attention"],
                 ),
                 vision_config=TINY_TOWER | dict(model_type="siglip_vision_model", vision_use_head=False),

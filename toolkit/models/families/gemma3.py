@@ -1,5 +1,5 @@
-"""Gemma 3 from 4B on: SigLIP's tower over a square, patches averaged to a token, tokens of a picture that see each other
-both ways. Source: transformers ``Gemma3ForConditionalGeneration``, arXiv 2503.19786."""
+"""Gemma 3 from 4B on: SigLIP's tower over a square, patches averaged to a token, tokens of a picture that see each
+other both ways. Source: transformers ``Gemma3ForConditionalGeneration``, arXiv 2503.19786."""
 
 from __future__ import annotations
 

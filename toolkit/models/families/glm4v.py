@@ -3,6 +3,8 @@ convolution. Source: transformers ``Glm4vForConditionalGeneration``, arXiv 2507.
 
 from __future__ import annotations
 
+from typing import Any
+
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import area_recipe
 from toolkit.models.decoder import Built
@@ -23,7 +25,8 @@ SIZE = {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000}  # of both 
 def build(config: Fields) -> Built:
     if not config.has("text_config"):
         config = Fields({**config.values, "text_config": dict(config.values)}, config.source)
-    language = language_of(config, model_type="glm4", architectures=["Glm4ForCausalLM"], attention_bias=True)
+    changes: dict[str, Any] = {"model_type": "glm4", "architectures": ["Glm4ForCausalLM"]}
+    language = language_of(config, **changes, attention_bias=True, head_dim=None)
     spec, inner = language[0], config.nested("vision_config") or Fields({}, config.source)
     vision = Fields({"depth": 24, "num_heads": 12} | dict(inner.values), config.source, "vision_config.")
     wide = vision.integer("out_hidden_size", default=4096, high=1 << 16)

@@ -12,6 +12,7 @@ A mixer is one file here: a dataclass that answers for itself what ``mixer.Mixer
 """
 
 from toolkit.models.spec.attention import AttentionSpec
+from toolkit.models.spec.cross import CrossSpec
 from toolkit.models.spec.decoder import DecoderSpec, LayerSpec, Mixer, Sublayer
 from toolkit.models.spec.delta import DeltaSpec
 from toolkit.models.spec.keeps import CacheGroup, Kept, Latent, Paged, State
@@ -30,6 +31,7 @@ __all__ = [
     "AttentionSpec",
     "CacheGroup",
     "ConvSpec",
+    "CrossSpec",
     "DecoderSpec",
     "DeltaSpec",
     "Kept",

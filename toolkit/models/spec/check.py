@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from toolkit.models.vision import Stage, VisionSpec
 
 # Integer fields that may be zero; every other one is a size or a count.
-_MAY_BE_ZERO = {"group", "original_max_position", "max_position", "offset"}
+_MAY_BE_ZERO = {"group", "original_max_position", "max_position", "offset", "head_rows"}
 WIDENING = ("linear", "matrix", "gated")  # stages of a projector that give other widths than they take
 _MAY_BE_ZERO_IN_VISION = {"grid", "window", "full", "inputs", "outputs", "image_token", "most_tiles", "layer"}
+_MAY_BE_ZERO_IN_VISION |= {"tiles", "over_all", "gathered"}
 
 
 def check_spec(spec: DecoderSpec) -> None:
@@ -27,6 +28,10 @@ def check_spec(spec: DecoderSpec) -> None:
         _vision(spec.vision, spec)
     sound.expect("max_position", spec.max_position >= 1, spec.max_position, "at least 1")
     sound.expect("layers", bool(spec.layers), 0, "at least one")
+    fewer = spec.head_rows < spec.vocab_size and not (spec.head_rows and (spec.tied or spec.head_bias))
+    sound.expect("head_rows", fewer, spec.head_rows, "0, or fewer than vocab_size without tied or head_bias")
+    crosses = any(mixer.kind == "cross" for _, mixer in spec.mixers())
+    sound.expect("crossed", crosses == (spec.vision is not None and spec.vision.crossed), crosses, "cross layers alike")
     sound.norm(spec.final_norm, spec.hidden_size)
     for layer in spec.layers:
         sound.expect("sublayers", bool(layer.sublayers), 0, "at least one in each layer")
@@ -64,6 +69,9 @@ def _vision(vision: VisionSpec, spec: DecoderSpec) -> None:
     sound.expect("grid", not (learned or tower.stretched) or min(tower.grid) > 0, tower.grid, "rows and columns")
     sound.expect("head_dim", learned or tower.head_dim % 4 == 0, tower.head_dim, "a multiple of 4")
     sound.expect("window", not (tower.window and tower.class_token), tower.window, "none with a class token")
+    good = all(i < tower.taken for i in tower.gathered) and bool(tower.tiles) == bool(tower.shapes)
+    sound.expect("tiles", good, tower.gathered, f"layers below {tower.taken}, and shapes where there are tiles")
+    sound.expect("tiles", not tower.tiles or (learned and tower.class_token), tower.positions, "learned, a class token")
     for branch in vision.deep:
         sound.expect("layer", branch.layer < tower.taken, branch.layer, f"below {tower.taken}")
     sound.expect("deep", not vision.deep or vision.join == "tiles", vision.join, "tiles with deep rows")
@@ -74,7 +82,7 @@ def _vision(vision: VisionSpec, spec: DecoderSpec) -> None:
         sees = a.window is None or (vision.together <= a.window and not a.chunked)
         sound.expect("window", not vision.mutual or sees, a.window, f"at least {vision.together}, a picture's tokens")
     for projector in (vision.projector, *(branch.projector for branch in vision.deep)):
-        _projector(projector, tower.hidden, spec.hidden_size)
+        _projector(projector, tower.outputs, spec.hidden_size)
     sound.expect("image_token", vision.image_token < spec.vocab_size, vision.image_token, f"below {spec.vocab_size}")
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 from toolkit.models.spec.as_json import build, plain
 from toolkit.models.spec.attention import AttentionSpec
 from toolkit.models.spec.check import check_spec
+from toolkit.models.spec.cross import CrossSpec
 from toolkit.models.spec.delta import DeltaSpec
 from toolkit.models.spec.keeps import CacheGroup, Kept, Latent, Paged, State
 from toolkit.models.spec.latent import LatentSpec
@@ -19,7 +20,7 @@ from toolkit.models.spec.parts import LinearSpec, NormSpec, RopeSpec, later
 from toolkit.models.spec.short_conv import ShortConvSpec
 from toolkit.models.vision import VisionSpec
 
-Mixer = AttentionSpec | LatentSpec | ShortConvSpec | MambaSpec | DeltaSpec | MlpSpec | MoeSpec
+Mixer = AttentionSpec | LatentSpec | CrossSpec | ShortConvSpec | MambaSpec | DeltaSpec | MlpSpec | MoeSpec
 
 
 class Keeper(NamedTuple):
@@ -83,7 +84,8 @@ class DecoderSpec:
 
     ``embed`` and ``head`` are canonical names without ``.weight``; ``tied`` means the head uses the embedding's
     matrix. ``embed_scale`` multiplies embeddings; logits are ``softcap·tanh(logits·head_scale/softcap)``.
-    ``max_position``: longest context the checkpoint states. ``vision``: what it sees with, if it does.
+    ``max_position``: longest context the checkpoint states. ``vision``: what it sees with, if it does. ``head_rows``:
+    where the head has fewer rows than the embedding, so many; no token behind them is ever drawn. 0 = as many.
     """
 
     family: str
@@ -101,6 +103,12 @@ class DecoderSpec:
     head_scale: float = 1.0
     logit_softcap: float | None = None
     vision: VisionSpec | None = later(None)  # noqa: RUF009 (a field, as the others are)
+    head_rows: int = later(0)
+
+    @property
+    def head_size(self) -> int:
+        """Rows of the head."""
+        return self.head_rows or self.vocab_size
 
     def mixers(self) -> Iterator[tuple[int, Mixer]]:
         """(layer index, mixer) in execution order."""

@@ -14,7 +14,8 @@ from toolkit.models.spec.parts import Activation, LinearSpec, later
 class MlpSpec(MixerSpec):
     """``down(act(gate(x)) * up(x))``, or ``down(act(up(x)))`` where ``gate`` is None.
 
-    ``gate_scale`` multiplies gate(x) (Falcon-H1). "relu2" is the square of relu.
+    ``gate_scale`` multiplies gate(x) (Falcon-H1). ``seen`` names a number whose tanh multiplies what it gives, which is
+    nothing for tokens that see no picture (Llama 3.2 Vision). "relu2" is the square of relu.
     "swigluoai" (gpt-oss, gated alone): g · sigmoid(1.702 g) · (u + 1) with g = min(gate(x), 7), u = up(x) within ±7.
     """
 
@@ -23,6 +24,7 @@ class MlpSpec(MixerSpec):
     down: LinearSpec
     activation: Activation = "silu"
     gate_scale: float = later(1.0)
+    seen: str | None = later(None)
     kind: Literal["mlp"] = "mlp"
 
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -36,6 +38,9 @@ class MlpSpec(MixerSpec):
 
     def width(self, hidden: int) -> int:
         return 3 * self.up.out_features
+
+    def vectors(self) -> dict[str, int]:
+        return {} if self.seen is None else {self.seen: 1}
 
     def mlps(self) -> tuple[MlpSpec, ...]:
         return (self,)

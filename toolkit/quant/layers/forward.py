@@ -128,6 +128,8 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _mlp(m: MlpSpec, weights: Weights, raw: Tensor, x: Tensor, watch: Watch) -> Tensor:
+    if m.seen is not None:
+        return _nothing(m, weights, raw, x, watch)
     up = linear(m.up, weights, x)
     if m.gate is None:
         inner = _ACTIVATIONS[m.activation](up)
@@ -136,6 +138,11 @@ def _mlp(m: MlpSpec, weights: Weights, raw: Tensor, x: Tensor, watch: Watch) -> 
     else:
         inner = _ACTIVATIONS[m.activation](linear(m.gate, weights, x) * m.gate_scale) * up
     return linear(m.down, weights, watch(m.down.name, inner))
+
+
+def _nothing(m: Any, weights: Weights, raw: Tensor, x: Tensor, watch: Watch) -> Tensor:
+    """What looks at pictures gives texts."""
+    return torch.zeros_like(raw)
 
 
 def _moe(m: MoeSpec, weights: Weights, raw: Tensor, x: Tensor, watch: Watch) -> Tensor:
@@ -165,6 +172,7 @@ def _moe(m: MoeSpec, weights: Weights, raw: Tensor, x: Tensor, watch: Watch) -> 
 MIXERS: dict[str, Callable[[Any, Weights, Tensor, Tensor, Watch], Tensor]] = {
     "attention": attention,
     "latent": latent_attention,
+    "cross": _nothing,
     "short_conv": short_conv,
     "mamba": mamba,
     "delta": delta,

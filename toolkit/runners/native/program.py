@@ -44,6 +44,8 @@ def unsupported(spec: DecoderSpec) -> str | None:
     mlps = [m for _, mixer in spec.mixers() for m in mixer.mlps()]
     if odd := {m.activation for m in mlps} - set(ACTIVATIONS):
         return f"it has no activation {min(odd)}"
+    if spec.head_rows:
+        return "its head has as many rows as the embedding, the model's has fewer"
     if any(m.gate_scale != 1 for m in mlps):
         return "it multiplies no gate of an MLP"
     if any(a.gate is not None for _, a in spec.attention_layers()):

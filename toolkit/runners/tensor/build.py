@@ -17,6 +17,7 @@ from toolkit.kernels.cuda.pack import unsupported_form
 from toolkit.models.spec import (
     AttentionSpec,
     ConvSpec,
+    CrossSpec,
     DecoderSpec,
     DeltaSpec,
     LatentSpec,
@@ -28,11 +29,13 @@ from toolkit.models.spec import (
     NormSpec,
     ShortConvSpec,
 )
-from toolkit.runners.tensor.decoder import Attention, Decoder, LayerNorm, Mixer, Mlp, Moe, Norm, RoundingNorm, Step
+from toolkit.runners.tensor.cross import Cross
+from toolkit.runners.tensor.decoder import Attention, Decoder, Mixer, Mlp, Moe, RoundingNorm, Step
 from toolkit.runners.tensor.experts import stack_experts
 from toolkit.runners.tensor.latent import LatentAttention
 from toolkit.runners.tensor.linear import Bound, Linear, Placement, codes_of, make_linear
 from toolkit.runners.tensor.lora import Adapters, AdapterStep, adapt
+from toolkit.runners.tensor.norms import LayerNorm, Norm
 from toolkit.runners.tensor.ops import Ops
 from toolkit.runners.tensor.recurrent import Delta, Mamba
 from toolkit.runners.tensor.short_conv import Conv, ShortConv
@@ -107,6 +110,16 @@ class _Builder:
             ops=self.ops,
         )
 
+    def cross(self, spec: CrossSpec, layer: int) -> Cross:
+        q_norm, k_norm = self.norm(spec.q_norm), self.norm(spec.k_norm)
+        assert q_norm is not None and k_norm is not None
+        ends = self.linear(spec.q), self.linear(spec.k, spec.v), self.linear(spec.o)
+        return Cross(spec, layer, *ends, q_norm, k_norm, self.gate(spec.gate))
+
+    def gate(self, name: str) -> Tensor:
+        """A number that multiplies by its tanh."""
+        return torch.tanh(self.tensor(name).float()).to(self.place.dtype)
+
     def conv(self, spec: ConvSpec, silu: bool) -> Conv:
         weight = self.tensor(spec.weight).float().view(spec.channels, spec.kernel)
         bias = None if spec.bias is None else self.tensor(spec.bias).float()
@@ -175,7 +188,15 @@ class _Builder:
         inner = [self.linear(*spec.readers()) for spec in specs]
         outer = [self.linear(spec.down) for spec in specs]
         return tuple(
-            Mlp(first, down, spec.gate is not None, spec.activation, self.ops, spec.gate_scale)
+            Mlp(
+                first,
+                down,
+                spec.gate is not None,
+                spec.activation,
+                self.ops,
+                spec.gate_scale,
+                None if spec.seen is None else self.gate(spec.seen),
+            )
             for first, down, spec in zip(inner, outer, specs, strict=True)
         )
 
@@ -231,6 +252,7 @@ class _Builder:
 MIXERS: dict[str, Callable[[_Builder, Any, int], Mixer]] = {
     "attention": _Builder.attention,
     "latent": _Builder.latent,
+    "cross": _Builder.cross,
     "short_conv": _Builder.short_conv,
     "mamba": _Builder.mamba,
     "delta": _Builder.delta,
@@ -247,7 +269,7 @@ def _codes_into(mixer: Mixer) -> torch.dtype | None:
             return codes_of(mixer.qkv)
         case LatentAttention() | ShortConv() | Mamba():
             return codes_of(mixer.entry)
-        case Mlp():
+        case Mlp() if mixer.seen is None:
             return codes_of(mixer.gate_up)
     return None
 

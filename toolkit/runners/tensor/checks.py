@@ -42,6 +42,10 @@ def check_batch(
         raise RunnerError("target_ids: expected one id for each entry of target_index")
     if batch.embeds is not None:
         _within("embed_index", batch.embed_index, 0, tokens)
+    if (views := batch.views) is not None:
+        _within("views.tokens", views.tokens, 0, tokens + 1)
+        if len(views.ptr) != len(views.tokens) + 1 or views.ptr[-1] != len(views.seen):
+            raise RunnerError(f"views.ptr: expected {len(views.tokens) + 1} pointers that span seen")
     for first, stop, sequence in batch.mutual.tolist():
         if not (0 <= sequence < len(lens) and cu[sequence] <= first < stop <= cu[sequence + 1]):
             raise RunnerError(f"mutual: tokens {first} to {stop} are none of sequence {sequence}")

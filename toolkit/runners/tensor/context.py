@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +18,10 @@ class StepContext:
     """``rope``: cos and sin of the step's tokens [T, rotary_dim/2] for each rope; ``q_scales``: what their queries are
     multiplied by, [T, 1, 1]; ``plans`` of attention by (cache group, window); ``shared``: what the first mixer of a
     kind found out for those after it. ``slots``: of each token in each group that keeps rows of tokens; ``states``: of
-    each state group the slots [S, 2 or more] that sequences read their state from and write it to.
-    ``deep``: what is added behind each of the first layers to the flat tokens ``deep_index``, [those tokens, hidden].
+    each state group the slots [S, 2 or more] that sequences read their state from and write it to. ``views``: (first,
+    stop, numbers of the pictures) of flat tokens that look at pictures; ``pictures``: by number, of each cross layer
+    the keys and values. ``deep``: what is added behind each of the first layers to the flat tokens ``deep_index``,
+    [those tokens, hidden].
     """
 
     batch: StepBatch
@@ -29,5 +32,7 @@ class StepContext:
     q_scales: dict[QueryScale, Tensor]
     plans: dict[tuple[int, int | None], object]
     shared: dict[Any, Any] = field(default_factory=dict)
+    views: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
+    pictures: Mapping[int, Mapping[int, tuple[Tensor, Tensor]]] = field(default_factory=dict)
     deep: tuple[Tensor, ...] = ()
     deep_index: Tensor | None = None

@@ -11,46 +11,15 @@ from torch import Tensor
 
 from toolkit.models.spec import AttentionSpec, DecoderSpec, MoeSpec
 from toolkit.runners.tensor.context import StepContext
+from toolkit.runners.tensor.cross import Cross, seeing
 from toolkit.runners.tensor.experts import Experts
 from toolkit.runners.tensor.linear import Activations, Linear, Rounded, codes_of
 from toolkit.runners.tensor.mutual import see_both_ways
+from toolkit.runners.tensor.norms import LayerNorm, Norm
 from toolkit.runners.tensor.ops import Ops
 
+NEVER = -1e30  # the logit of a token that the head has no row for
 Mixer = Callable[[Activations, StepContext], Tensor]
-
-
-@dataclass(frozen=True)
-class Norm:
-    """A norm with its weight, float32, offset included."""
-
-    weight: Tensor
-    eps: float
-    ops: Ops
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.ops.rms_norm(x, self.weight, self.eps)
-
-    def after_add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of the sum in x's dtype, the sum in residual's)."""
-        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
-
-
-@dataclass(frozen=True)
-class LayerNorm:
-    """``weight`` and ``bias`` float32, [size], or [heads, size] for heads normed each with its own."""
-
-    weight: Tensor
-    bias: Tensor | None
-    eps: float
-    ops: Ops
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
-
-    def after_add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of the sum in x's dtype, the sum in residual's)."""
-        total = residual + x
-        return self(total).to(x.dtype), total
 
 
 @dataclass(frozen=True)
@@ -162,7 +131,9 @@ def _norm_later(norm: Norm | LayerNorm | None, x: Tensor, eps: float) -> tuple[T
 
 @dataclass(frozen=True)
 class Mlp:
-    """``gate_up`` gives gate then up; without a gate it is up alone. ``scale``: of the gate."""
+    """``gate_up`` gives gate then up; without a gate it is up alone. ``scale``: of the gate. ``seen``: what multiplies
+    the rows of tokens that see pictures; others are 0.
+    """
 
     gate_up: Linear
     down: Linear
@@ -170,8 +141,17 @@ class Mlp:
     activation: str
     ops: Ops
     scale: float = 1.0
+    seen: Tensor | None = None
 
     def __call__(self, x: Activations, step: StepContext | None = None) -> Tensor:
+        if self.seen is None:
+            return self._run(x)
+        assert isinstance(x, Tensor), "no norm rounds for it"
+        if step is None or not step.views:
+            return torch.zeros_like(x)
+        return self._run(x) * (self.seen * seeing(x, step))
+
+    def _run(self, x: Activations) -> Tensor:
         inner = self.gate_up(x)
         if self.scale != 1.0:
             gate, up = inner.chunk(2, 1)
@@ -295,6 +275,10 @@ class Decoder:
                 x = x.index_add(0, step.deep_index, step.deep[s.ends].float())
         return x, delta
 
+    def remember(self, rows: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+        """What cross layers keep of a picture's ``rows`` [rows, hidden], by the number of the layer."""
+        return {s.mixer.layer: s.mixer.remember(rows) for s in self.steps if isinstance(s.mixer, Cross)}
+
     def hidden(self, x: Tensor, delta: Tensor | None, rows: Tensor | None) -> Tensor:
         """Final hidden states of flat tokens ``rows`` (None = all)."""
         if rows is not None:
@@ -309,4 +293,7 @@ class Decoder:
             logits *= self.spec.head_scale
         if self.spec.logit_softcap is not None:
             logits.div_(self.spec.logit_softcap).tanh_().mul_(self.spec.logit_softcap)
+        if self.spec.head_rows:
+            more = self.spec.vocab_size - self.spec.head_rows
+            logits = torch.nn.functional.pad(logits, (0, more), value=NEVER)
         return logits

@@ -18,8 +18,8 @@ from toolkit.kernels.reference.cache import dequantize_heads, is_float8, slots_o
 from toolkit.models.spec import LatentSpec
 from toolkit.runners.tensor.cache import LayerCache
 from toolkit.runners.tensor.context import StepContext
-from toolkit.runners.tensor.decoder import LayerNorm, Norm
 from toolkit.runners.tensor.linear import Activations, Linear
+from toolkit.runners.tensor.norms import LayerNorm, Norm
 from toolkit.runners.tensor.ops import Ops
 
 EXPANDED = 1 << 24  # numbers of keys and values that are made at once, head by head where these are more

@@ -34,6 +34,7 @@ from toolkit.runners.tensor.lora import Adapters, AdapterStep
 from toolkit.runners.tensor.ops import Ops, choose_ops
 from toolkit.runners.tensor.pending import Failed
 from toolkit.runners.tensor.steps import Steps
+from toolkit.runners.tensor.tiled import TiledEncoder
 from toolkit.runners.tensor.tiles import partial_bytes
 from toolkit.runners.tensor.traits import model_traits
 from toolkit.runners.tensor.vision import Encoder
@@ -121,9 +122,9 @@ class TensorRunner:
         else:
             own += partial_bytes(self.spec, blocks, size, rest)
         patch = 0 if self.spec.vision is None else patch_numbers(self.spec.vision) * element
-        return MemoryNeed(
-            weights, activation_bytes(self.spec, element), blocks, free - min(own, rest // 4), loaded, patch
-        )
+        looked_at = sum(mixer.row for _, mixer in self.spec.mixers() if mixer.kind == "cross") * self._dtype.itemsize
+        activations = activation_bytes(self.spec, element)
+        return MemoryNeed(weights, activations, blocks, free - min(own, rest // 4), loaded, patch, looked_at)
 
     # -- weights and cache
 
@@ -136,7 +137,8 @@ class TensorRunner:
                     self.spec, weights, self._place, self._ops, self._adapters, self._adapter_step
                 )
                 if self.spec.vision is not None:
-                    self._encoder = Encoder(self.spec.vision, weights, self._on.torch, self._dtype)
+                    kind = TiledEncoder if self.spec.vision.tower.tiles else Encoder
+                    self._encoder = kind(self.spec.vision, weights, self._on.torch, self._dtype)
 
     def release_weights(self) -> None:
         """Forget the model; ``load_weights`` brings it back."""

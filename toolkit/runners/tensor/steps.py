@@ -73,6 +73,7 @@ class Steps:
         self._positions = PositionTables(spec.ropes(), q_scales, device.torch)
         self._tile_rows: dict[Kind, dict[Heads, int]] = {(group, kept.window): {} for _, group, kept in spec.paged()}
         self._cuts: dict[tuple[Kind, Heads], DecodeCut] = {}  # of the decode step before
+        self._pictures: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}  # by number, what cross layers keep of them
         self._previous = torch.zeros(MOST_SAMPLED, dtype=torch.int64, device=device.torch)
         self._best = torch.zeros(MOST_SAMPLED, dtype=torch.float32, device=device.torch)
         self._sampled = 0  # rows of the step before
@@ -181,11 +182,22 @@ class Steps:
         if "embeds" in t:
             x = x.index_copy(0, t["embed_index"], t["embeds"][:, : self.spec.hidden_size].to(x.dtype))
         plans = self._kernels_plans(batch) if self.graphs is None else self._plans(t, batch.cu_seqlens, batch.seq_lens)
+        self._remember(batch)
         x, delta = self._layers(x, t, plans, batch)
         found = produce(self.decoder, x, delta, batch, self.device)
         if "tokens" in found:
             self._previous[: len(batch.sample_index)].copy_(found["tokens"])
         return found
+
+    def _remember(self, batch: StepBatch) -> None:
+        """Keys and values of the pictures that are new."""
+        views = batch.views
+        if views is None or not len(views.new):
+            return
+        rows = self.device.put({"rows": views.rows})["rows"].to(self.decoder.table.dtype)
+        self.adapters.use(None, self.decoder.ops)
+        for (number, _), mine in zip(views.new.tolist(), rows.split(views.new[:, 1].tolist()), strict=True):
+            self._pictures[number] = self.decoder.remember(mine)
 
     def _embed(self, t: dict[str, Tensor]) -> Tensor:
         source = t["source"]
@@ -227,6 +239,10 @@ class Steps:
         states = {group: t[f"table{group}"] for group, state in enumerate(kept) if state}
         angles, q_scales = self._positions.angles(t["rope"], t.get("axes")), self._positions.q_scales(t["rope"])
         context = StepContext(batch, self.cache, slots, states, angles, q_scales, dict(plans))
+        if (views := batch.views) is not None:
+            seen = [tuple(part.tolist()) for part in np.split(views.seen, views.ptr[1:-1])]
+            pairs = zip(views.tokens.tolist(), seen, strict=True)
+            context.views, context.pictures = tuple((a, b, s) for (a, b), s in pairs), self._pictures
         if "embeds" in t:
             context.deep, context.deep_index = t["embeds"].split(x.shape[1], 1)[1:], t["embed_index"]
         return self.decoder.run(x, context)

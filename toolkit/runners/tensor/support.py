@@ -28,6 +28,8 @@ def unsupported(
 
     Kernels without which it does not run are tested, compiled for this GPU, on a small case.
     """
+    if any(mixer.kind == "cross" for _, mixer in spec.mixers()):
+        return "its steps hold no layers that look at pictures"
     if importlib.util.find_spec("triton") is None:
         return "its kernels need triton, which is not installed"
     if (reason := why_no_gpu()) is not None:

@@ -44,7 +44,7 @@ class Encoder:
     @torch.inference_mode()
     def encode(self, pictures: Sequence[Picture]) -> list[Tensor]:
         """The rows of each picture, [tokens, hidden of the language model], those of deep branches beside them."""
-        grids = [_patch_grid(picture, self.tower.patch) for picture in pictures]
+        grids = [patch_grid(picture, self.tower.patch) for picture in pictures]
         x = torch.cat([self._embed(p, grid) for p, grid in zip(pictures, grids, strict=True)])
         places = [grid for p, grid in zip(pictures, grids, strict=True) for _ in range(len(p.pixels))]
         outputs = [self._rows(x, pictures, grids, stages) for x, stages in self._layers(x, places)]
@@ -78,13 +78,17 @@ class Encoder:
     def _own_norm(self, name: str, x: Tensor) -> Tensor:
         return self._norm(name, x, self.tower.norm, self.tower.eps)
 
+    def _patches(self, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
+        """[tiles, 3, height, width] to [tiles, patches, hidden]."""
+        size = self.tower.patch
+        x = pixels.unflatten(2, (grid[0], size)).unflatten(4, (grid[1], size))  # tile, colour, row, y, column, x
+        x = x.permute(0, 2, 4, 1, 3, 5).unsqueeze(4).expand(-1, -1, -1, -1, self.tower.frames, -1, -1)
+        return self._linear("vision.patch", x.flatten(3).flatten(1, 2))
+
     def _embed(self, picture: Picture, grid: tuple[int, int]) -> Tensor:
         """Patches as rows, what stands for their places added where that is learned."""
-        tower, size = self.tower, self.tower.patch
-        pixels = torch.from_numpy(picture.pixels).to(self.device, self.dtype)
-        x = pixels.unflatten(2, (grid[0], size)).unflatten(4, (grid[1], size))  # tile, colour, row, y, column, x
-        x = x.permute(0, 2, 4, 1, 3, 5).unsqueeze(4).expand(-1, -1, -1, -1, tower.frames, -1, -1)
-        x = self._linear("vision.patch", x.flatten(3).flatten(1, 2))
+        tower = self.tower
+        x = self._patches(torch.from_numpy(picture.pixels).to(self.device, self.dtype), grid)
         if tower.class_token:
             x = torch.cat([self.weights["vision.class"].expand(len(x), 1, -1), x], 1)
         if tower.norm_first:
@@ -210,7 +214,7 @@ def _ordered(x: Tensor, order: Tensor | None) -> Tensor:
     return x if order is None else torch.empty_like(x).index_copy_(0, order, x)
 
 
-def _patch_grid(picture: Picture, patch: int) -> tuple[int, int]:
+def patch_grid(picture: Picture, patch: int) -> tuple[int, int]:
     """Rows and columns of the patches of a tile."""
     _, _, height, width = picture.pixels.shape
     return height // patch, width // patch
