@@ -16,12 +16,15 @@ import sys
 import time
 from pathlib import Path
 
+from hog import KINDS, beside
+
 from toolkit.artifacts.source import resolve_model
-from toolkit.check_env.machine import cpu
+from toolkit.check_env.machine import cpu, read_bandwidth
 from toolkit.commands.output import stderr, stdout, table
 
 HERE = Path(__file__).resolve().parent
 METRICS = ("prefill_throughput", "decode_throughput", "output_throughput", "peak_memory_mib")
+PROBE = 1 << 30  # bytes: beyond every cache
 PEER_OF = {"llama.cpp": "peer_llama_cpp.py", "openvino": "peer_openvino.py", "vllm": "peer_vllm.py"}
 
 
@@ -126,6 +129,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--completion-tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--beside", choices=KINDS, help="a busy neighbour on the same cores, from first to last round")
     parser.add_argument("--timeout", type=int, default=900, help="seconds for one engine's turn")
     parser.add_argument("--work-dir", type=Path, default=Path("work/bench"))
     parser.add_argument("--json", type=Path)
@@ -133,15 +137,20 @@ def main() -> None:
     args.work_dir.mkdir(parents=True, exist_ok=True)
     commands = prepare(args)
     runs: dict[str, list[list[dict[str, float]]]] = {name: [] for name in commands}
-    for turn in range(args.rounds):
-        for name, command in commands.items():
-            start = time.perf_counter()
-            runs[name].append(run(command, args))
-            stderr().print(f"round {turn + 1}/{args.rounds}: {name} in {time.perf_counter() - start:.0f} s")
+    bandwidth = []
+    with beside(args.beside):
+        for turn in range(args.rounds):
+            bandwidth.append(read_bandwidth(0.5, PROBE)["gb_per_s"])
+            for name, command in commands.items():
+                start = time.perf_counter()
+                runs[name].append(run(command, args))
+                stderr().print(f"round {turn + 1}/{args.rounds}: {name} in {time.perf_counter() - start:.0f} s")
     rows = summary(runs)
-    show(rows, f"{args.prompt_tokens} prompt + {args.completion_tokens} new tokens, {args.threads} threads")
+    shape = f"{args.prompt_tokens} prompt + {args.completion_tokens} new tokens, {args.threads} threads"
+    neighbour = f", beside a process busy with {args.beside}" if args.beside else ""
+    show(rows, f"{shape}{neighbour}; memory reads {statistics.median(bandwidth):.1f} GB/s")
     if args.json:
-        found = {"machine": cpu(), "command": sys.argv, "rows": rows, "runs": runs}
+        found = {"machine": cpu(), "command": sys.argv, "read_gb_per_s": bandwidth, "rows": rows, "runs": runs}
         args.json.write_text(json.dumps(found, indent=2, default=str) + "\n")
 
 

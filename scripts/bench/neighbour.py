@@ -12,10 +12,11 @@ import os
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
+
+from hog import beside
 
 from toolkit.commands.output import stderr, stdout, table
 from toolkit.threads import WAITING
@@ -25,7 +26,6 @@ COMMANDS = {
     "eval ppl": "eval ppl {model} --data heldout --max-tokens 6000",
     "profile throughput": "profile throughput {model} --num-prompts 16 --random-input-len 512",
 }
-BUSY = [sys.executable, "-c", "while True: pass"]
 
 
 def seconds(command: str, env: dict[str, str], model: str) -> float:
@@ -51,18 +51,14 @@ def main() -> None:
         env["OMP_WAIT_POLICY"] = args.policy
     rows = []
     for name in args.only or COMMANDS:
-        alone, beside = [], []
+        alone, shared = [], []
         for turn in range(args.rounds):
             alone.append(seconds(COMMANDS[name], env, args.model))
-            neighbour = subprocess.Popen(BUSY)
-            try:
-                beside.append(seconds(COMMANDS[name], env, args.model))
-            finally:
-                neighbour.kill()
-                neighbour.wait()
-            stderr().print(f"{name}, round {turn + 1}: {alone[-1]:.1f} s alone, {beside[-1]:.1f} s beside")
-        ratios = [b / a for a, b in zip(alone, beside, strict=True)]
-        rows.append((name, statistics.median(alone), statistics.median(beside), statistics.median(ratios)))
+            with beside("compute"):
+                shared.append(seconds(COMMANDS[name], env, args.model))
+            stderr().print(f"{name}, round {turn + 1}: {alone[-1]:.1f} s alone, {shared[-1]:.1f} s beside")
+        ratios = [b / a for a, b in zip(alone, shared, strict=True)]
+        rows.append((name, statistics.median(alone), statistics.median(shared), statistics.median(ratios)))
     stdout().print(table("Seconds", ("command", "alone", "beside a busy process", "ratio"), rows))
 
 
