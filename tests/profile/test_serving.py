@@ -91,9 +91,8 @@ def server() -> Iterator[Any]:
 
 def run_one(client: Client, text: str, tokens: int = 8) -> RequestRecord:
     async def go() -> RequestRecord:
-        async with client:
-            await client.choose_model()
-            return await client.run(TextAsk(text, tokens))
+        await client.choose_model()
+        return client.record(await client.run(TextAsk(text, tokens)))
 
     return asyncio.run(go())
 

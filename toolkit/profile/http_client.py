@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import h11
 import httpx2 as httpx
 
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.profile.exchange import Exchange, post
 from toolkit.profile.metrics import RequestRecord
 
 Endpoint = Literal["completions", "chat"]
@@ -28,7 +29,7 @@ class TextAsk:
 @dataclass
 class Client:
     """One server. ``extra``: fields for every request besides the usual ones. ``timeout``: seconds without a byte after
-    which a request has failed. Use it as an async context manager."""
+    which a request has failed."""
 
     url: str
     model: str | None = None
@@ -42,27 +43,20 @@ class Client:
             raise UsageError(f"{self.url}: expected the address of a server, such as http://127.0.0.1:23333")
         self.url = self.url.rstrip("/").removesuffix("/v1").rstrip("/")
 
-    async def __aenter__(self) -> Client:
-        headers = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
-        self._http = httpx.AsyncClient(
-            base_url=self.url,
-            headers=headers,
-            timeout=httpx.Timeout(self.timeout, connect=CONNECT_S, pool=None),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-            trust_env=False,
-        )
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self._http.aclose()
+    @property
+    def _headers(self) -> dict[str, str]:
+        return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
 
     async def choose_model(self) -> str:
         """The model that is asked: the one given, else the server's first. Raises ToolkitError."""
+        timeout = httpx.Timeout(self.timeout, connect=CONNECT_S)
         try:
-            reply = await self._http.get("/v1/models")
+            async with httpx.AsyncClient(headers=self._headers, timeout=timeout, trust_env=False) as http:
+                reply = await http.get(f"{self.url}/v1/models")
             served = [card["id"] for card in reply.raise_for_status().json()["data"]]
         except httpx.HTTPStatusError as error:
-            raise ToolkitError(f"{self.url}/v1/models: {_refusal(error.response)}") from error
+            refused = _refusal(error.response.status_code, error.response.content)
+            raise ToolkitError(f"{self.url}/v1/models: {refused}") from error
         except (httpx.HTTPError, OSError) as error:
             raise ToolkitError(f"{self.url}: cannot be reached ({_why(error)})") from error
         except (ValueError, LookupError, TypeError) as error:
@@ -79,29 +73,29 @@ class Client:
         usage = {"stream": True, "stream_options": {"include_usage": True}}
         return {"model": self.model, **prompt, "max_tokens": ask.output_len, **usage, **self.extra}
 
-    async def run(self, ask: TextAsk) -> RequestRecord:
-        """Send one request and read its stream. A failure is noted in the record."""
+    async def run(self, ask: TextAsk) -> Exchange:
+        """Send one request and write its stream down, for ``record``."""
         path = "/v1/chat/completions" if self.endpoint == "chat" else "/v1/completions"
-        record = RequestRecord(0, time.perf_counter())
+        headers = {"Content-Type": "application/json", "User-Agent": "toolkit", **self._headers}
+        body = json.dumps(self._body(ask)).encode()
+        return await post(self.url + path, body, headers, self.timeout, CONNECT_S)
+
+    def record(self, exchange: Exchange) -> RequestRecord:
+        """What a request's exchange was. A failure is noted in the record."""
+        record = RequestRecord(0, exchange.start, error=exchange.error)
         pieces: list[tuple[float, int]] = []  # when, and how many characters
         usage: dict[str, Any] = {}
         try:
-            async with self._http.stream("POST", path, json=self._body(ask)) as reply:
-                if reply.status_code != 200:
-                    await reply.aread()
-                    record.error = _refusal(reply)
+            for when, chunk in _events(exchange):
+                if "error" in chunk:
+                    record.error = str(chunk["error"])[:200]
                     return record
-                async for chunk in _events(reply):
-                    now = time.perf_counter()
-                    if "error" in chunk:
-                        record.error = str(chunk["error"])[:200]
-                        return record
-                    usage = chunk.get("usage") or usage
-                    for choice in chunk.get("choices") or ():
-                        if text := _text(choice):
-                            pieces.append((now, len(text)))
-        except (httpx.HTTPError, ValueError, TypeError, AttributeError) as error:
-            record.error = _why(error)
+                usage = chunk.get("usage") or usage
+                for choice in chunk.get("choices") or ():
+                    if text := _text(choice):
+                        pieces.append((when, len(text)))
+        except (_Refused, h11.RemoteProtocolError, ValueError, TypeError, AttributeError) as error:
+            record.error = record.error or _why(error)
         record.input_tokens = int(usage.get("prompt_tokens") or 0)
         record.arrivals = spread(pieces, int(usage.get("completion_tokens") or len(pieces)))
         if not record.arrivals and record.error is None:
@@ -126,15 +120,28 @@ def spread(pieces: list[tuple[float, int]], tokens: int) -> list[tuple[float, in
     return found
 
 
-async def _events(reply: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """What the events of a stream hold."""
-    rest = b""
-    async for data in reply.aiter_raw():
-        *lines, rest = (rest + data).split(b"\n")
+class _Refused(Exception):
+    """The server answered with another status than 200."""
+
+
+def _events(exchange: Exchange) -> Iterator[tuple[float, dict[str, Any]]]:
+    """What the events of a stream hold, and when they came. Raises _Refused."""
+    rest, status = b"", 200
+    for when, event in exchange.read():
+        if isinstance(event, h11.Response):
+            status = event.status_code
+        if not isinstance(event, h11.Data):
+            continue
+        if status != 200:
+            rest += event.data
+            continue
+        *lines, rest = (rest + event.data).split(b"\n")
         for line in lines:
             payload = line.removeprefix(b"data:").strip()
             if line.startswith(b"data:") and payload != b"[DONE]":
-                yield json.loads(payload)
+                yield when, json.loads(payload)
+    if status != 200:
+        raise _Refused(_refusal(status, rest))
 
 
 def _text(choice: dict[str, Any]) -> str:
@@ -144,13 +151,15 @@ def _text(choice: dict[str, Any]) -> str:
     return found or (json.dumps(delta["tool_calls"]) if delta.get("tool_calls") else "")
 
 
-def _refusal(reply: httpx.Response) -> str:
+def _refusal(status: int, body: bytes) -> str:
     try:
-        told = reply.json()["error"]["message"]
+        told = json.loads(body)["error"]["message"]
     except (ValueError, LookupError, TypeError):
-        told = reply.text
-    return f"HTTP {reply.status_code}: {str(told).strip()[:200]}"
+        told = body.decode(errors="replace")
+    return f"HTTP {status}: {str(told).strip()[:200]}"
 
 
 def _why(error: Exception) -> str:
+    if isinstance(error, _Refused):
+        return str(error)
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

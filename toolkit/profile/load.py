@@ -16,6 +16,7 @@ from toolkit.profile.metrics import RequestRecord
 from toolkit.profile.workload import Ask
 
 A = TypeVar("A")
+R = TypeVar("R")
 
 
 class Engine(Protocol):
@@ -70,27 +71,27 @@ async def run_all(
 
 async def run_at(
     asks: Sequence[A],
-    one: Callable[[int, A], Awaitable[RequestRecord]],
+    one: Callable[[int, A], Awaitable[R]],
     *,
     concurrency: int | None = None,
     starts: Sequence[float] | None = None,
-    on_done: Callable[[RequestRecord], None] = lambda record: None,
-) -> tuple[list[RequestRecord], float]:
+    on_done: Callable[[R], None] = lambda found: None,
+) -> tuple[list[R], float]:
     """``run_all`` for whatever ``one(index, ask)`` asks."""
     gate: contextlib.AbstractAsyncContextManager[object]
     gate = asyncio.Semaphore(concurrency) if concurrency else contextlib.nullcontext()
     begin = time.perf_counter()
 
-    async def timed(index: int, ask: A) -> RequestRecord:
+    async def timed(index: int, ask: A) -> R:
         if starts is not None:
             await asyncio.sleep(max(0.0, begin + starts[index] - time.perf_counter()))
         async with gate:
-            record = await one(index, ask)
-        on_done(record)
-        return record
+            found = await one(index, ask)
+        on_done(found)
+        return found
 
-    records = await asyncio.gather(*(timed(i, ask) for i, ask in enumerate(asks)))
-    return list(records), time.perf_counter() - begin
+    results = await asyncio.gather(*(timed(i, ask) for i, ask in enumerate(asks)))
+    return list(results), time.perf_counter() - begin
 
 
 def raise_if_all_failed(records: Sequence[RequestRecord]) -> None:

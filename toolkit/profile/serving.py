@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.profile.exchange import Exchange
 from toolkit.profile.http_client import Client, TextAsk
 from toolkit.profile.load import raise_if_all_failed, run_at
 from toolkit.profile.metrics import RequestRecord, completed, goodput, percentiles, throughput_summary
@@ -62,7 +63,7 @@ async def measure(
     traffic: Traffic,
     *,
     on_start: Callable[[str], None] = lambda model: None,
-    on_done: Callable[[RequestRecord], None] = lambda record: None,
+    on_done: Callable[[Exchange], None] = lambda exchange: None,
     on_run: Callable[[Run], None] = lambda run: None,
 ) -> list[Run]:
     """Put ``traffic`` on the server of ``client``, after one request to warm it up.
@@ -70,17 +71,17 @@ async def measure(
     Raises ToolkitError where it cannot be reached, or where no request of a run succeeds.
     """
     traffic.check()
-    async with client:
-        on_start(await client.choose_model())
-        raise_if_all_failed([await client.run(WARM_UP)])
-        runs: list[Run] = []
-        for rate, concurrency in itertools.product(traffic.request_rate, traffic.concurrency or (None,)):
-            asks = await asyncio.to_thread(asks_of, traffic, len(runs))
-            starts = None if rate == math.inf else poisson_starts(traffic.seed, len(asks), rate)
-            records, duration = await run_at(
-                asks, lambda _, ask: client.run(ask), concurrency=concurrency, starts=starts, on_done=on_done
-            )
-            raise_if_all_failed(records)
-            runs.append(Run(row(traffic, rate, concurrency, records, duration), records))
-            on_run(runs[-1])
-        return runs
+    on_start(await client.choose_model())
+    raise_if_all_failed([client.record(await client.run(WARM_UP))])
+    runs: list[Run] = []
+    for rate, concurrency in itertools.product(traffic.request_rate, traffic.concurrency or (None,)):
+        asks = await asyncio.to_thread(asks_of, traffic, len(runs))
+        starts = None if rate == math.inf else poisson_starts(traffic.seed, len(asks), rate)
+        exchanges, duration = await run_at(
+            asks, lambda _, ask: client.run(ask), concurrency=concurrency, starts=starts, on_done=on_done
+        )
+        records = [client.record(exchange) for exchange in exchanges]
+        raise_if_all_failed(records)
+        runs.append(Run(row(traffic, rate, concurrency, records, duration), records))
+        on_run(runs[-1])
+    return runs
