@@ -67,7 +67,7 @@ async def post(url: str, body: bytes, headers: dict[str, str], timeout: float, c
     try:
         async with asyncio.timeout(connect_timeout):
             transport, _ = await asyncio.get_running_loop().create_connection(
-                lambda: listener, to.hostname, port, ssl=ssl.create_default_context() if secure else None
+                lambda: listener, to.hostname or "", port, ssl=ssl.create_default_context() if secure else None
             )
     except (OSError, TimeoutError) as error:
         found.error = f"cannot be reached ({error or type(error).__name__})"
