@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import struct
 import subprocess
@@ -20,6 +21,7 @@ from toolkit.artifacts.canonical import Dense, GroupInt
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
 from toolkit.artifacts.gguf.container import read_container
 from toolkit.artifacts.gguf.metadata import unsupported
+from toolkit.artifacts.gguf.pre_tokenizers import BY_NAME, STEPS, WHOLE_PIECES, build_cuts, name_of
 from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
 from toolkit.errors import ToolkitError
 from toolkit.models import registry
@@ -140,6 +142,31 @@ def test_pre_tokenizers(pre: str, text: str, pieces: list[str]) -> None:
     built = build_tokenizer(Path("x.gguf"), metadata)
     assert built.pre_tokenizer is not None
     assert [piece for piece, _ in built.pre_tokenizer.pre_tokenize_str(text)] == pieces
+
+
+@pytest.mark.parametrize("names", STEPS, ids=lambda names: names[0])
+def test_each_way_of_cutting_comes_back_under_its_name(names: tuple[str, ...]) -> None:
+    text = "It's 12345 days,  naïve\n\n\tHELLO World's 日本語 ab12!!\r\n x=f(y)"
+    made = build_cuts(STEPS[names])
+    found = json.loads(made.__getstate__())
+    parts = found["pretokenizers"] if found["type"] == "Sequence" else [found]
+    name = name_of(parts, whole_pieces=names[0] in WHOLE_PIECES)
+    assert name == names[0]
+    expected = [piece for piece, _ in made.pre_tokenize_str(text)]
+    assert len(expected) > 9 and [piece for piece, _ in build_cuts(BY_NAME[name]).pre_tokenize_str(text)] == expected
+    raw = [{**part, "pattern": {"Regex": part["pattern"]["Regex"].replace("\\r", "\r").replace("\\n", "\n")}}
+           if part["type"] == "Split" else part for part in parts]  # fmt: skip
+    assert name_of(raw, whole_pieces=names[0] in WHOLE_PIECES) == name
+
+
+@pytest.mark.parametrize("part", [
+    {"type": "Split", "pattern": {"Regex": "x+"}, "behavior": "Isolated", "invert": False},
+    {"type": "Split", "pattern": {"Regex": BY_NAME["gpt-2"][0]}, "behavior": "Removed", "invert": False},
+    {"type": "Metaspace"},
+])  # fmt: skip
+def test_an_unknown_way_of_cutting_has_no_name(part: dict[str, Any]) -> None:
+    assert name_of([part, {"type": "ByteLevel", "use_regex": False}], False) is None
+    assert name_of([], False) is None
 
 
 def test_sentencepiece_vocabulary(tmp_path: Path) -> None:

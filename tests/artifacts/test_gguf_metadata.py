@@ -17,7 +17,7 @@ from toolkit.artifacts.gguf.container import read_container
 from toolkit.artifacts.gguf.metadata import unsupported
 from toolkit.convert.formats import rewrite
 from toolkit.models.gguf import Gguf
-from toolkit.models.registry import build, families, get
+from toolkit.models.registry import build, families, get, load_spec
 
 SIZES = dict(
     vocab_size=100,
@@ -104,3 +104,61 @@ def test_stablelm_is_parallel_where_it_has_no_second_norm(shape: int, tiny_model
         metadata = {**container.metadata, "stablelm.use_parallel_residual": said}
         config = hf_config(file, known, known.gguf, metadata, container.tensors, {})
         assert config["use_parallel_residual"] is parallel
+
+
+def in_turn(heads: torch.Tensor, k_heads: int, share: int) -> torch.Tensor:
+    """Heads that stand by the key head they share, as llama.cpp has them in Qwen3.5: one of each, then the next."""
+    return heads.unflatten(0, (k_heads, share, -1)).transpose(0, 1).flatten(0, 2)
+
+
+# What llama.cpp's converter makes of a layer's parameters: (family, shape, tensor, parameters of layer N, formula).
+STATES: list[tuple[str, int, str, str, Any]] = [
+    ("lfm2", 0, "blk.0.shortconv.conv.weight", "conv.conv.weight", lambda w: w.squeeze(1)),
+    ("lfm2", 0, "blk.0.shortconv.in_proj.weight", "conv.in_proj.weight", lambda w: w),
+    ("granitemoehybrid", 0, "blk.0.ssm_a", "mamba.A_log", lambda w: -w.exp()[:, None]),
+    ("granitemoehybrid", 0, "blk.0.ssm_d", "mamba.D", lambda w: w[:, None]),
+    ("granitemoehybrid", 0, "blk.0.ssm_conv1d.weight", "mamba.conv1d.weight", lambda w: w.squeeze(1)),
+    ("granitemoehybrid", 0, "blk.0.ssm_in.weight", "mamba.in_proj.weight", lambda w: w),
+    ("granitemoehybrid", 0, "blk.2.ffn_up.weight", "shared_mlp.input_linear.weight", lambda w: w[len(w) // 2 :]),
+    ("nemotron_h", 0, "blk.0.ssm_norm.weight", "mixer.norm.weight", lambda w: w.reshape(2, -1)),
+    ("nemotron_h", 0, "blk.0.ssm_dt.bias", "mixer.dt_bias", lambda w: w),
+    ("falcon_h1", 0, "blk.1.ffn_gate.weight", "feed_forward.gate_proj.weight", lambda w: 0.8 * w),
+    ("falcon_h1", 0, "blk.1.ffn_norm", "pre_ff_layernorm.weight", lambda w: w),
+    ("falcon_h1", 0, "blk.1.ssm_out.weight", "mamba.out_proj.weight", lambda w: 0.9 * w),
+    ("qwen3_next", 0, "blk.1.attn_q.weight", "self_attn.q_proj.weight", lambda w: w),
+    ("qwen3_next", 0, "blk.0.ssm_ba.weight", "linear_attn.in_proj_ba.weight", lambda w: w),
+    ("qwen3_next", 0, "blk.0.attn_gate.weight", "linear_attn.in_proj_qkvz.weight",
+     lambda w: w.unflatten(0, (2, -1))[:, 64:].flatten(0, 1)),
+    ("qwen3_next", 0, "blk.0.ssm_a", "linear_attn.A_log", lambda w: -w.exp()),
+    ("qwen3_next", 0, "blk.0.ssm_norm.weight", "linear_attn.norm.weight", lambda w: w),
+    ("qwen3_next", 0, "blk.1.attn_q_norm.weight", "self_attn.q_norm.weight", lambda w: w + 1),
+    ("qwen3_5_text", 0, "blk.0.attn_gate.weight", "linear_attn.in_proj_z.weight", lambda w: in_turn(w, 2, 2)),
+    ("qwen3_5_text", 0, "blk.0.ssm_out.weight", "linear_attn.out_proj.weight", lambda w: in_turn(w.T, 2, 2).T),
+    ("qwen3_5_text", 0, "blk.0.ssm_beta.weight", "linear_attn.in_proj_b.weight", lambda w: in_turn(w, 2, 2)),
+    ("qwen3_5_text", 0, "blk.0.attn_qkv.weight", "linear_attn.in_proj_qkv.weight",
+     lambda w: torch.cat([w[:64], in_turn(w[64:], 2, 2)])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "family, shape", dict.fromkeys((family, shape) for family, shape, *_ in STATES), ids=lambda x: str(x)
+)
+def test_tensors_of_states(family: str, shape: int, tiny_models: Any, tmp_path: Path) -> None:
+    path = tiny_models(family, shape=shape)
+    rewrite(str(path), tmp_path / "m.gguf", to="gguf", gguf_type="f32")
+    plain, container = load_file(path / "model.safetensors"), read_container(tmp_path / "m.gguf")
+    for _, _, name, parameter, formula in (one for one in STATES if one[:2] == (family, shape)):
+        layer = name.split(".")[1]
+        source = next(value for key, value in plain.items() if key.endswith(f"layers.{layer}.{parameter}"))
+        found = container.raw(name).view(np.float32).reshape(container.tensors[name].shape)
+        np.testing.assert_allclose(found, formula(source), rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+def test_dense_granite_4_is_granite(tiny_models: Any, tmp_path: Path) -> None:
+    """Its files say that it is a hybrid, with attention in every layer: llama.cpp knows it as Granite."""
+    fields = {"layer_types": ["full_attention"] * 3, "position_embedding_type": "rope", "tie_word_embeddings": True}
+    path = tiny_models("granitemoehybrid", **fields)
+    rewrite(str(path), tmp_path / "m.gguf", to="gguf")
+    assert read_container(tmp_path / "m.gguf").metadata["general.architecture"] == "granite"
+    again = open_checkpoint(tmp_path / "m.gguf")
+    assert load_spec(again)[0].layers == load_spec(open_checkpoint(path))[0].layers

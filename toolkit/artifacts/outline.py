@@ -16,6 +16,7 @@ from toolkit.artifacts.canonical import Dense
 from toolkit.artifacts.checkpoint import Checkpoint
 from toolkit.artifacts.gguf.blocks import from_blocks
 from toolkit.artifacts.gguf.checkpoint import GgufFile
+from toolkit.artifacts.gguf.columns import take_columns
 from toolkit.artifacts.safetensors_file import TORCH_DTYPES, TensorInfo
 from toolkit.artifacts.weights import load_stored, split_parts
 
@@ -46,11 +47,12 @@ class _GgufHeaders(GgufFile):
         info = self.infos[name]
         if len(info.shape) < 2:
             return super().weight(name)
-        if self.sources[name][1].keys is not None:  # made of two tensors
+        change = self.sources[name][1]
+        if change.keys is not None:  # made of two tensors
             return Dense(without_memory(info))
         rows, row = info.shape[0], (info.end - info.start) // info.shape[0]
         one = from_blocks(info.dtype, self.container.data[info.start : info.start + row], (1, *info.shape[1:]))
-        return taller(one, rows)
+        return taller(one if change.columns is None else take_columns(one, torch.from_numpy(change.columns)), rows)
 
 
 def taller(one: Any, rows: int) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from toolkit.errors import ToolkitError
 from toolkit.models.config.fields import ACTIVATIONS
-from toolkit.models.spec import Activation, DecoderSpec
+from toolkit.models.spec import Activation, DecoderSpec, LayerSpec
 
 # GGUF's names → canonical ones; inside a layer without ``blk.N.`` and ``model.layers.N.``.
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -68,15 +68,40 @@ class Metadata(Protocol):
     def flags(self, key: str) -> list[bool] | None:
         """A list of truths, None where the file has none."""
 
+    def each(self, key: str, count: int) -> list[int]:
+        """Of ``count`` layers a whole number each, which may be 0; one number is that of all."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor of the file differs from the parameter that it holds.
+
+    ``rows``, ``columns``: numbers of the parameter's, in the file's order. ``shape``: where it has another. ``decay``:
+    its numbers are −exp of the parameter's.
+    """
+
+    rows: tuple[int, ...] = ()
+    columns: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
+    decay: bool = False
+
+
+PLAIN = Layout()
+
 
 @dataclass(frozen=True)
 class Gguf:
     """One value of ``general.architecture``.
 
     ``family``: the one that a file is read as; several may write the same architecture. ``names``: GGUF's name inside a
-    layer → the canonical one; {} for the expert. ``joined``: the same → those whose rows stand one below the other.
+    layer → the canonical one; {} for the expert; of vectors with ``.weight`` or ``.bias``, if it has that. ``bare``:
+    those of norms that have not. ``joined``: the same → those whose rows stand one below the other. ``top``: names
+    outside the layers, of several with one meaning the last is written. ``layouts``: of a layer's tensors by GGUF's
+    name, those that are not stored as the model has them. ``folded``: what the numbers of parameters are multiplied by
+    as they are written, by canonical name, one number or one a row: multipliers that no key states.
+    ``others``: architectures of models of the family that their ``fits`` takes; this one is that of the rest.
     ``interleaved_qk``: rows of q and k stand as llama.cpp's rope turns them, neighbour by neighbour.
-    ``norm_plus_one``: norm weights are stored with the 1 that the model adds. ``biases``, ``window``: whether the
+    ``idle_window``: llama.cpp reads the window and sees everything. ``biases``, ``window``: whether the
     architecture has them. ``eps``: the config's name for that of its norms, layer norms if not ``rms_norm_eps``.
     ``norm_topk``: whether it rescales the experts' weights to sum 1, None where a key says so. ``scoring``: the
     number of how experts' scores are made that makes a file this family's, where several have the architecture.
@@ -91,9 +116,9 @@ class Gguf:
     family: str
     names: Mapping[str, str]
     interleaved_qk: bool = False
-    norm_plus_one: bool = False
     biases: bool = True
     window: bool = False
+    idle_window: bool = False
     norm_topk: bool | None = True
     scoring: int | None = None
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -103,6 +128,16 @@ class Gguf:
     read: Callable[[Metadata, Mapping[str, Any]], Mapping[str, Any]] | None = None
     write: Callable[[DecoderSpec], Mapping[str, Any]] | None = None
     scale: Callable[[DecoderSpec], float] | None = lambda spec: spec.attention_layers()[0][1].head_dim ** -0.5
+    bare: tuple[str, ...] = ()
+    top: Mapping[str, str] = field(default_factory=lambda: TOP)
+    layouts: Callable[[LayerSpec], Mapping[str, Layout]] | None = None
+    folded: Callable[[DecoderSpec], Mapping[str, Any]] | None = None
+    others: tuple[Gguf, ...] = ()
+    fits: Callable[[DecoderSpec], bool] | None = None
+
+    def of(self, spec: DecoderSpec) -> Gguf:
+        """The architecture that a model of the family is written as."""
+        return next((other for other in self.others if other.fits is None or other.fits(spec)), self)
 
     @property
     def eps_key(self) -> str:
@@ -111,7 +146,7 @@ class Gguf:
     @property
     def activation(self) -> Activation | None:
         """Of the MLPs, where ``fields`` have it."""
-        names = ("hidden_act", "hidden_activation", "activation_function", "activation")
+        names = ("hidden_act", "hidden_activation", "mlp_hidden_act", "activation_function", "activation")
         return next((ACTIVATIONS[self.fields[name]] for name in names if name in self.fields), None)
 
     @property

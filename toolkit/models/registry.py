@@ -167,8 +167,8 @@ def build_recipe(config: dict[str, Any], preprocessor: dict[str, Any], source: s
 def load_spec(checkpoint: HasConfig, config: dict[str, Any] | None = None, own: Iterable[Family] = ()) -> Built:
     """``build`` for an open checkpoint, of ``config`` instead of its own where given.
 
-    Token ids in its generation_config.json are checked too. A stack of experts that the checkpoint has as single
-    linears, under their canonical names, is listed so.
+    Token ids in its generation_config.json are checked too. A stack of experts or a fused module that the checkpoint
+    has as single linears, under their canonical names, is listed so.
     """
     source = f"{checkpoint.path}: config.json"
     config = checkpoint.config if config is None else config
@@ -178,7 +178,7 @@ def load_spec(checkpoint: HasConfig, config: dict[str, Any] | None = None, own: 
     modules = {name.rpartition(".")[0] for name in names}
     found: list[StoredTensor] = []
     for item in _respelled(stored, find_family(config, source, own).spellings, names):
-        single = item.stacked and item.parts[0].name in modules
+        single = len(item.parts) > 1 and all(part.name in modules for part in item.parts)
         found += item.alone() if single else [item]
     return spec, found
 

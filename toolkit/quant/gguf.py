@@ -131,7 +131,7 @@ def overhead_bits(source: LayerSource) -> int:
         else:
             size += value.nbytes if isinstance(value, np.ndarray) else len(str(value).encode())
     items = [x for items in (source.outer, *source.stored) for x in items]
-    wide = sum(math.prod(x.shape) for x in items if len(x.shape) == 1 or x.kind == "router")
+    wide = sum(math.prod(x.shape) for x in items if len(x.matrix) == 1 or x.kind == "router")
     return 8 * size + 16 * (wide + sum(math.prod(x.bias_shape) for x in items if x.bias))
 
 

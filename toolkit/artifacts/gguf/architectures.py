@@ -14,20 +14,25 @@ from numpy.typing import NDArray
 from toolkit.artifacts.safetensors_file import TensorInfo
 from toolkit.errors import ToolkitError
 from toolkit.models.family import Family
-from toolkit.models.gguf import CORRECTION, SPLIT, TOP, WHOLE, Gguf
+from toolkit.models.gguf import PLAIN, SPLIT, WHOLE, Gguf, Layout
 from toolkit.models.registry import families
-from toolkit.models.spec import StoredTensor
+from toolkit.models.spec import DecoderSpec, StoredTensor
 
 
 @dataclass(frozen=True)
 class Change:
-    """What has to be undone: rows in llama.cpp's order, of which ``rows`` says where each of the model's stands, and
-    ``plus_one`` of norm weights. ``keys``: the other tensor of a latent attention's matrix, which has each head's keys,
-    transposed, where this one has its values."""
+    """What has to be undone.
+
+    ``rows``, ``columns``: where each of the model's stands in the file. ``plus_one``: of norm weights. ``decay``: the
+    numbers are −exp of the model's. ``keys``: the other tensor of a latent attention's matrix, which has each head's
+    keys, transposed, where this one has its values.
+    """
 
     rows: NDArray[np.int64] | None = None
     plus_one: bool = False
     keys: str | None = None
+    columns: NDArray[np.int64] | None = None
+    decay: bool = False
 
 
 _NOT_WEIGHTS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
@@ -35,7 +40,8 @@ _NOT_WEIGHTS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 
 def family_of(path: Path, metadata: Mapping[str, Any]) -> tuple[Family, Gguf]:
     """What a file is read as. Raises ToolkitError for an unknown architecture, with those known."""
-    known = [(f, f.gguf) for f in families() if isinstance(f.gguf, Gguf) and f.gguf.family == f.name]
+    spelled = [(f, one) for f in families() if isinstance(f.gguf, Gguf) for one in (f.gguf, *f.gguf.others)]
+    known = [(family, one) for family, one in spelled if one.family == family.name]
     name = metadata.get("general.architecture")
     found = [(family, spelling) for family, spelling in known if spelling.arch == name]
     slides = bool(metadata.get(f"{name}.attention.sliding_window"))
@@ -58,40 +64,39 @@ def hf_tensors(
     path: Path,
     gguf: Gguf,
     tensors: Mapping[str, TensorInfo],
+    spec: DecoderSpec,
     stored: Sequence[StoredTensor],
     config: Mapping[str, Any],
 ) -> Iterator[tuple[str, TensorInfo, str, Change]]:
     """(Hugging Face name, where it stands, GGUF name, what to undo) of each tensor, an expert's for itself.
 
-    ``stored``: the modules of the checkpoint that the file is presented as, and ``config`` its config.json. Raises
-    ToolkitError for a tensor that has no place, or dimensions that are not those of its place.
+    ``spec`` and ``stored``: the model, and the modules of the checkpoint that the file is presented as; ``config`` its
+    config.json. Raises ToolkitError for a tensor that has no place, or dimensions that are not those of its place.
     """
-    singles = [one for item in stored for one in (item.alone() if len(item.shape) > 2 else [item])]
+    singles = [one for item in stored for one in _as_in_file(item, gguf)]
     modules = {item.parts[0].name: item for item in singles if len(item.parts) == 1}
     neighbours = turns_neighbours(stored)
+    offset = {norm.name: norm.weight_offset != 0 for norm in spec.norms()}
     for source, info in tensors.items():
         if source in _NOT_WEIGHTS:
             continue
-        stem, layer, suffix = _split(source)
+        stem, layer, suffix = _split(source, gguf)
         if layer and stem in SPLIT:
             if stem == SPLIT[1]:
                 yield _of_both(path, source, tensors, modules.get(f"{layer}{gguf.names.get(WHOLE)}"), gguf)
             continue
-        names = [TOP[stem]] if not layer and stem in TOP else []
+        names = [gguf.top[stem]] if not layer and stem in gguf.top else []
         if layer and stem in gguf.joined:
             names = [f"{layer}{name}" for name in gguf.joined[stem]]
         elif layer and stem in gguf.names:
             names = [f"{layer}{gguf.names[stem]}"]
         if not names:
             raise _no_place(path, source, gguf)
+        layout = layout_of(gguf, spec, layer, stem)
         whole = next((x for x in singles if len(names) > 1 and [part.name for part in x.parts] == names), None)
         if whole is not None:
-            yield (
-                _name(whole, suffix),
-                _fitting(path, source, info, whole, suffix),
-                source,
-                Change(_joined_rows(whole, gguf)),
-            )
+            fitting = _fitting(path, source, info, whole, suffix)
+            yield _name(whole, suffix), fitting, source, Change(_joined_rows(whole, gguf, layout))
             continue
         if "{}" in names[0]:
             names = _each_expert(path, source, info, names[0], modules)
@@ -100,9 +105,10 @@ def hf_tensors(
             if module is None:
                 raise _no_place(path, source, gguf)
             heads = None if neighbours else _interleaved(gguf, stem, config)
-            rows = None if heads is None else _head_rows(path, source, part, heads)
-            plus_one = gguf.norm_plus_one and suffix == "weight" and stem.endswith("norm")
-            yield _name(module, suffix), _fitting(path, source, part, module, suffix), source, Change(rows, plus_one)
+            rows = _undone(layout.rows) if heads is None else _head_rows(path, source, part, heads)
+            plus_one = suffix == "weight" and offset.get(module.parts[0].name, False)
+            change = Change(rows, plus_one, columns=_undone(layout.columns), decay=layout.decay)
+            yield _name(module, suffix), _fitting(path, source, part, module, suffix), source, change
 
 
 def _of_both(
@@ -120,14 +126,32 @@ def _of_both(
     return _name(module, "weight"), replace(values, dtype=dtype, shape=module.shape), source, Change(keys=other)
 
 
-def _split(name: str) -> tuple[str, str, str]:
+def _as_in_file(item: StoredTensor, gguf: Gguf) -> list[StoredTensor]:
+    """A module of the checkpoint, each part for itself where the file does not have them together."""
+    names = tuple(part.name.split(".", 3)[-1] for part in item.parts)
+    return [item] if len(names) == 1 or names in gguf.joined.values() else item.alone()
+
+
+def layout_of(gguf: Gguf, spec: DecoderSpec, layer: str, stem: str) -> Layout:
+    """Of a tensor in the layer whose canonical names begin so; "" for none."""
+    if not layer or gguf.layouts is None:
+        return PLAIN
+    number = int(layer.split(".")[2])
+    return gguf.layouts(spec.layers[number]).get(stem, PLAIN) if number < len(spec.layers) else PLAIN
+
+
+def _undone(order: Sequence[int]) -> NDArray[np.int64] | None:
+    return np.argsort(np.array(order, np.int64)) if order else None
+
+
+def _split(name: str, gguf: Gguf) -> tuple[str, str, str]:
     """(stem, beginning of the canonical name, "weight" or "bias") of a GGUF name; vectors keep the whole name."""
     parts = name.split(".", 2)
     inside = len(parts) == 3 and parts[0] == "blk" and parts[1].isdigit()
     layer = f"model.layers.{int(parts[1])}." if inside else ""
     rest = parts[2] if inside else name
     stem, _, suffix = rest.rpartition(".")
-    return (rest, layer, "weight") if rest.startswith(CORRECTION) else (stem, layer, suffix)
+    return (rest, layer, "weight") if layer and rest in gguf.names else (stem, layer, suffix)
 
 
 def _name(module: StoredTensor, suffix: str) -> str:
@@ -148,7 +172,8 @@ def _slices(
     path: Path, source: str, info: TensorInfo, modules: Sequence[StoredTensor | None], names: Sequence[str]
 ) -> Iterator[TensorInfo]:
     """The part of the tensor that each module is, one behind the other; a stack's parts lose its first axis."""
-    if len(modules) == 1 and info.shape[:1] != (1,):
+    flat = modules[0] is not None and len(modules[0].matrix) == 1
+    if len(modules) == 1 and (flat or info.shape[:1] != (1,)):
         yield info
         return
     stacked = ".experts." in names[0]
@@ -166,16 +191,21 @@ def _fitting(path: Path, source: str, info: TensorInfo, module: StoredTensor, su
     """``info`` as the module's weight or bias, whose one row is a vector in the file."""
     if suffix == "weight" and len(module.matrix) == 2 and module.matrix[0] == 1 == len(info.shape):
         return replace(info, shape=(1, *info.shape))
-    flat = len(info.shape) == 1 and info.dtype in ("F32", "F16", "BF16")
+    floats = info.dtype in ("F32", "F16", "BF16")
+    if floats and len(module.matrix) == 1 and math.prod(info.shape) == math.prod(module.shape):
+        return replace(info, shape=module.shape)
+    flat = len(info.shape) == 1 and floats
     if not flat and len(info.shape) != 2:
         raise ToolkitError(f"{path}: tensor {source}: {info} cannot be {module.name}")
     return info
 
 
-def _joined_rows(item: StoredTensor, gguf: Gguf) -> NDArray[np.int64] | None:
-    """Where each row of a fused matrix stands in the file, which has its parts one below the other; None: as it is."""
+def _joined_rows(item: StoredTensor, gguf: Gguf, layout: Layout) -> NDArray[np.int64] | None:
+    """Where each row of a fused matrix stands in the file, which has its parts one below the other, or as ``layout``
+    says; None: as it is."""
     parts = [item.rows_of(part) for part in item.parts]
     order = np.array([row for rows in parts for row in (sorted(rows) if gguf.interleaved_qk else rows)])
+    order = order[list(layout.rows)] if layout.rows else order
     return None if (order == np.arange(len(order))).all() else np.argsort(order)
 
 
@@ -223,8 +253,8 @@ class _Reader:
 
     def whole(self, key: str, default: int | None = None) -> int:
         value = self.metadata.get(f"{self.prefix}.{key}", default)
-        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
-            value = value[0].item()  # some writers give a list, one entry a layer
+        if isinstance(value, np.ndarray) and len(found := np.unique(value[value != 0])) == 1:
+            value = found[0].item()  # one entry a layer, 0 where the layer has nothing of the kind
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 31:
             raise ToolkitError(
                 f"{self.path}: {self.prefix}.{key}: expected a positive whole number, found {value!r:.40}"
@@ -234,6 +264,14 @@ class _Reader:
     def flags(self, key: str) -> list[bool] | None:
         value = self.metadata.get(f"{self.prefix}.{key}")
         return [bool(x) for x in value] if isinstance(value, np.ndarray) else None
+
+    def each(self, key: str, count: int) -> list[int]:
+        value = self.metadata.get(f"{self.prefix}.{key}")
+        if isinstance(value, int):
+            return [value] * count
+        if not isinstance(value, np.ndarray) or value.size != count or value.dtype.kind not in "iu":
+            raise ToolkitError(f"{self.path}: {self.prefix}.{key}: expected {count} whole numbers, found {value!r:.60}")
+        return [int(x) for x in value]
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.metadata.get(f"{self.prefix}.{key}", default)
@@ -255,7 +293,8 @@ def hf_config(
     Raises ToolkitError that names the file and the metadata key for a missing or impossible value.
     """
     read = _Reader(path, metadata, gguf.arch, tensors)
-    heads, hidden = read.whole("attention.head_count"), read.whole("embedding_length")
+    hidden = read.whole("embedding_length")
+    heads = read.whole("attention.head_count") if read.has("attention.head_count") else 1  # 0: it has no attention
     head_dim = read.whole("attention.key_length", max(hidden // heads, 1))
     if "token_embd.weight" not in tensors:
         raise ToolkitError(f"{path}: tensor token_embd.weight is missing; fetch the file again")
@@ -265,10 +304,10 @@ def hf_config(
         "model_type": family.name,
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
-        "intermediate_size": read.whole("feed_forward_length"),
+        "intermediate_size": read.whole("feed_forward_length") if read.has("feed_forward_length") else hidden,
         "num_hidden_layers": read.whole("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": read.whole("attention.head_count_kv", heads),
+        "num_key_value_heads": read.whole("attention.head_count_kv") if read.has("attention.head_count_kv") else heads,
         "head_dim": head_dim,
         "max_position_embeddings": read.whole("context_length"),
         gguf.eps: read.number(gguf.eps_key),
@@ -292,9 +331,9 @@ def hf_config(
 
 
 def _dtype(tensors: Mapping[str, TensorInfo]) -> str:
-    matrices = {name: info for name, info in tensors.items() if len(info.shape) > 1}
-    kinds = {info.dtype for name, info in matrices.items() if ".ffn_gate_inp" not in name}  # always F32
-    return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(frozenset(kinds), "bfloat16")
+    kinds = {info.dtype for info in tensors.values() if len(info.shape) > 1}
+    rest = kinds - {"F32"}  # which routers and the weights of convolutions always are
+    return "float32" if not rest else "float16" if rest == {"F16"} else "bfloat16"
 
 
 def _rope_scaling(

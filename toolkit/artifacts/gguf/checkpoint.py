@@ -44,12 +44,15 @@ class GgufFile:
         import torch
 
         from toolkit.artifacts.gguf.blocks import from_blocks
+        from toolkit.artifacts.gguf.columns import take_columns
 
         source, change = self.sources[name]
         if change.keys is not None:
             return self._of_both(source, change.keys, self.infos[name])
         rows, info = change.rows, self.infos[name]
         weight = from_blocks(info.dtype, self.container.data[info.start : info.end], info.shape)
+        if change.columns is not None:
+            weight = take_columns(weight, torch.from_numpy(change.columns))
         return weight if rows is None else weight.take_rows(torch.from_numpy(rows))
 
     def _of_both(self, values: str, keys: str, info: TensorInfo) -> Weight:
@@ -74,7 +77,9 @@ class GgufFile:
 
         weight = self.weight(name)
         tensor = weight.weight if isinstance(weight, Dense) else weight.dequantize()
-        return tensor - 1 if self.sources[name][1].plus_one else tensor
+        change = self.sources[name][1]
+        tensor = (-tensor).log() if change.decay else tensor
+        return tensor - 1 if change.plus_one else tensor
 
     def write_side_files(self) -> Path:
         """Directory in the cache with the tokenizer and configs of this file, written on first use. Atomic."""
@@ -119,8 +124,8 @@ def open_gguf(path: Path) -> GgufFile:
     config = hf_config(path, family, spelling, metadata, container.tensors, factors)
     infos: dict[str, TensorInfo] = {}
     found: dict[str, tuple[str, Change]] = {}
-    _, stored = build(config, f"{path}: config.json")
-    for name, info, source, change in hf_tensors(path, spelling, container.tensors, stored, config):
+    spec, stored = build(config, f"{path}: config.json")
+    for name, info, source, change in hf_tensors(path, spelling, container.tensors, spec, stored, config):
         infos[name], found[name] = info, (source, change)
     return GgufFile(container, config, _generation_config(metadata), infos, found)
 

@@ -19,8 +19,9 @@ from toolkit import __version__
 from toolkit.artifacts.canonical import Dense, Weight
 from toolkit.artifacts.checkpoint import Checkpoint
 from toolkit.artifacts.formats.describe import form_name
-from toolkit.artifacts.gguf.architectures import row_order, turns_neighbours
+from toolkit.artifacts.gguf.architectures import layout_of, row_order, turns_neighbours
 from toolkit.artifacts.gguf.blocks import to_blocks
+from toolkit.artifacts.gguf.columns import take_columns
 from toolkit.artifacts.gguf.container import TOOL_KEY
 from toolkit.artifacts.gguf.fit import ORDER, fit, smallest
 from toolkit.artifacts.gguf.metadata import ModelMetadata, model_metadata
@@ -30,10 +31,8 @@ from toolkit.artifacts.gguf.vocabulary import vocabulary
 from toolkit.artifacts.gguf.writer import Entry, write_gguf
 from toolkit.artifacts.weights import is_present, load_stored, split_parts
 from toolkit.errors import ToolkitError
-from toolkit.models.gguf import CORRECTION, EXPERTS, TOP, Gguf
+from toolkit.models.gguf import EXPERTS, PLAIN, Gguf, Layout
 from toolkit.models.spec import AttentionSpec, DecoderSpec, Part, StoredTensor
-
-_TOP = {ours: theirs for theirs, ours in TOP.items()}
 
 Load = Callable[[StoredTensor], tuple[Weight | Tensor, Tensor | None]]
 """A stored module → (canonical weight or plain tensor, bias or None), as ``weights.load_stored`` gives it."""
@@ -53,13 +52,15 @@ class Piece:
     heads: int = 0
     as_stored: bool = False
     add: float = 0.0
+    layout: Layout = PLAIN
     kind: str = "F32"
     rounded: bool = False
 
 
 @dataclass
 class Export:
-    """A planned file. ``notes``: one line each on fall-backs and on what the file cannot say."""
+    """A planned file. ``notes``: one line each on fall-backs and on what the file cannot say. ``folded``: what
+    parameters are multiplied by, one number or one a row."""
 
     load: Load
     metadata: dict[str, Any]
@@ -67,6 +68,7 @@ class Export:
     pieces: list[Piece]
     notes: list[str]
     importance: Mapping[str, Tensor] = field(default_factory=dict)
+    folded: Mapping[str, Tensor] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -90,18 +92,27 @@ class Export:
             if progress is not None:
                 progress(i + 1, len(self.pieces))
             parts = [self._one(piece, item, name) for item, name in piece.sources]
-            yield parts[0] if len(parts) == 1 else np.concatenate(parts)
+            whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            rows = list(piece.layout.rows)
+            yield whole.reshape(len(rows), -1)[rows] if rows else whole
 
     def _one(self, piece: Piece, item: StoredTensor, name: str) -> NDArray[np.uint8]:
         value = load_part(self.load, item, name, piece)
         if isinstance(value, Tensor):
-            return (value.float() + piece.add).contiguous().numpy().view(np.uint8).reshape(-1)
+            numbers = value.float() * self.folded.get(name, 1.0) + piece.add
+            numbers = -numbers.exp() if piece.layout.decay else numbers
+            return numbers.contiguous().numpy().view(np.uint8).reshape(-1)
         if not piece.rounded:
             exact = fit(value, piece.kind)
             assert exact is not None, (name, piece.kind)
             return to_blocks(piece.kind, exact)
         dense = value.dequantize()
-        rounded = quantize(dense, piece.kind, self.importance.get(name), name)
+        if name in self.folded:
+            dense = dense * self.folded[name].reshape(-1, 1)
+        importance = self.importance.get(name)
+        if importance is not None and piece.layout.columns:
+            importance = importance[list(piece.layout.columns)]
+        rounded = quantize(dense, piece.kind, importance, name)
         norm = float(dense.norm())
         self.errors[name] = float((rounded.dequantize() - dense).norm()) / norm if norm else 0.0
         return to_blocks(piece.kind, rounded)
@@ -111,8 +122,10 @@ def _shape(piece: Piece) -> tuple[int, ...]:
     rows = [_rows(item, name) for item, name in piece.sources]
     stack = (len(rows), rows[0]) if f"{EXPERTS}." in piece.name else (sum(rows),)
     item = piece.sources[0][0]
+    if piece.layout.shape:
+        return piece.layout.shape
     if len(item.matrix) == 1:
-        return item.shape
+        return tuple(size for size in item.shape if size > 1) or item.shape
     if piece.suffix == "bias":
         return stack
     if not piece.place.columns:
@@ -126,7 +139,7 @@ def _rows(item: StoredTensor, name: str) -> int:
 
 
 def load_part(load: Load, item: StoredTensor, name: str, piece: Piece) -> Weight | Tensor:
-    """The weight or bias that a piece is made of, its rows as llama.cpp wants them."""
+    """The weight or bias that a piece is made of, as llama.cpp wants it but for ``Layout.rows``."""
     value, bias = load(item)
     parts = [part for part in item.parts if part.name == name]
     if piece.as_stored and parts[0].rows is not None:
@@ -135,6 +148,8 @@ def load_part(load: Load, item: StoredTensor, name: str, piece: Piece) -> Weight
         parts = [Part(name, ((rows[0], rows[-1] + 1),) if straight else tuple((row, row + 1) for row in rows))]
     one = replace(item, parts=tuple(parts))
     found = dict(split_parts(one, value, bias))[f"{name}.bias" if piece.suffix == "bias" else name]
+    if piece.layout.columns and not isinstance(found, Tensor):
+        found = take_columns(found, torch.tensor(piece.layout.columns))
     if not piece.heads:
         return found
     order = torch.from_numpy(np.argsort(row_order(found.shape[0], piece.heads)))
@@ -179,6 +194,7 @@ def plan_export(
     for piece in pieces:
         if piece.place.columns:
             _choose(checkpoint, load, piece, mixture, falls)
+            _fold(piece, model.folded)
     notes = list(model.notes)
     for (wanted, kind, columns), roles in sorted(falls.items()):
         names = ", ".join(sorted(roles))
@@ -195,7 +211,8 @@ def plan_export(
     }
     words = vocabulary(checkpoint.tokenizer_dir, spec.vocab_size, checkpoint.config, checkpoint.generation_config)
     metadata = {**general, **model.values, **words}
-    return Export(load, metadata, model.factors, pieces, notes, importance or {})
+    folded = {name: torch.as_tensor(times, dtype=torch.float32) for name, times in model.folded.items()}
+    return Export(load, metadata, model.factors, pieces, notes, importance or {}, folded)
 
 
 def _file_type(pieces: list[Piece]) -> int:
@@ -203,6 +220,18 @@ def _file_type(pieces: list[Piece]) -> int:
     named = {"Q4_K": "q4_k_m", "Q5_K": "q5_k_m"}.get(most, most.lower())
     others = {"Q2_K": 10, "Q3_K": 12, "IQ4_NL": 25, "IQ4_XS": 30, "MXFP4": 38}
     return MIXTURES[named].file_type if named in MIXTURES else others[most]
+
+
+def _fold(piece: Piece, folded: Mapping[str, Any]) -> None:
+    """Let a matrix that is multiplied be rounded to its type anew. Raises ToolkitError for one that is quantized."""
+    if not any(name in folded for _, name in piece.sources):
+        return
+    if not piece.rounded and piece.kind not in ("F32", "F16", "BF16"):
+        raise ToolkitError(
+            f"gguf: {piece.sources[0][1]} is quantized, and this architecture has the model's multipliers in "
+            "its weights; convert the unquantized model, with --gguf-type"
+        )
+    piece.rounded = True
 
 
 def _choose(
@@ -214,8 +243,8 @@ def _choose(
 ) -> None:
     """Set the type of a matrix."""
     weights = [load_part(load, item, name, piece) for item, name in piece.sources]
-    if piece.place.role == "ffn_gate_inp":
-        return  # routers stay in float32
+    if piece.sources[0][0].kind == "router":
+        return  # they stay in float32
     matrices = [weight for weight in weights if not isinstance(weight, Tensor)]
     if mixture is None:
         kinds = [smallest(weight) for weight in matrices]
@@ -254,6 +283,7 @@ def _pieces(spec: DecoderSpec, stored: list[StoredTensor], model: ModelMetadata,
     order = {name: i for names in model.gguf.joined.values() for i, name in enumerate(names)}
     stems = {ours: theirs for theirs, ours in model.gguf.names.items()}
     stems |= {name: theirs for theirs, names in model.gguf.joined.items() for name in names}
+    top = {ours: theirs for theirs, ours in model.gguf.top.items()}
     count = model.values.get(f"{model.gguf.arch}.expert_count", 0)
     pieces: dict[str, Piece] = {}
     for item in stored:
@@ -262,25 +292,31 @@ def _pieces(spec: DecoderSpec, stored: list[StoredTensor], model: ModelMetadata,
         for name in [part.name for part in item.parts]:
             if name == spec.head and spec.tied:
                 continue
-            stem, role, layer = _spell(name, stems, model.gguf)
+            stem, role, layer = _spell(name, stems, top, model.gguf)
+            layout = layout_of(model.gguf, spec, name if stem.startswith("blk.") else "", role)
             columns = item.matrix[1] if len(item.matrix) == 2 and item.matrix[0] > 1 else 0
             heads = _heads(role, attention.get(layer), model.gguf, neighbours)
             for suffix in ("weight", "bias") if item.bias else ("weight",):
-                full = stem if role.startswith(CORRECTION) else f"{stem}.{suffix}"
+                full = stem if item.kind == "vector" or role in model.gguf.bare else f"{stem}.{suffix}"
                 place = Place(role, layer, len(spec.layers), columns if suffix == "weight" else 0, spec.tied, count)
                 add = offsets.get(name, 0.0) if suffix == "weight" else 0.0
                 as_stored = neighbours and model.gguf.interleaved_qk
-                piece = pieces.setdefault(full, Piece(full, [], suffix, place, heads, as_stored, add))
+                piece = pieces.setdefault(full, Piece(full, [], suffix, place, heads, as_stored, add, layout))
                 piece.sources.append((item, name))
+    if spec.tied and model.folded.get(spec.embed) != model.folded.get(spec.head):  # the two are multiplied otherwise
+        embed = pieces["token_embd.weight"]
+        head = [(replace(item, parts=(Part(spec.head),)), spec.head) for item, _ in embed.sources]
+        place = replace(embed.place, role="output", tied=False)
+        pieces["output.weight"] = replace(embed, name="output.weight", sources=head, place=place)
     for piece in pieces.values():
         piece.sources.sort(key=lambda source: order.get(source[1].split(".", 3)[-1], 0))
     return list(pieces.values())
 
 
-def _spell(name: str, stems: dict[str, str], gguf: Gguf) -> tuple[str, str, int]:
-    """(tensor name without suffix, role, layer) of a canonical name."""
-    if name in _TOP:
-        return _TOP[name], _TOP[name], 0
+def _spell(name: str, stems: dict[str, str], top: dict[str, str], gguf: Gguf) -> tuple[str, str, int]:
+    """(tensor name without suffix, of a vector with it, role, layer) of a canonical name."""
+    if name in top:
+        return top[name], top[name], 0
     parts = name.split(".", 3)
     if len(parts) == 4 and parts[:2] == ["model", "layers"]:
         role = stems.get(re.sub(r"\.experts\.\d+\.", ".experts.{}.", parts[3]))

@@ -18,13 +18,14 @@ from toolkit.models.spec import AttentionSpec, DecoderSpec, LatentSpec, RopeSpec
 @dataclass(frozen=True)
 class ModelMetadata:
     """``gguf``: the architecture. ``values``: metadata without ``general.*`` and tokenizer. ``factors``: rope tensors,
-    float32, by name. ``notes``: what the file cannot say, one line each.
+    float32, by name. ``notes``: what the file cannot say, one line each. ``folded``: as of ``Gguf``.
     """
 
     gguf: Gguf
     values: dict[str, Any]
     factors: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    folded: dict[str, Any] = field(default_factory=dict)
 
 
 def model_metadata(spec: DecoderSpec, context_length: int) -> ModelMetadata:
@@ -32,9 +33,10 @@ def model_metadata(spec: DecoderSpec, context_length: int) -> ModelMetadata:
 
     Raises ToolkitError for what llama.cpp's architecture of that name does not compute.
     """
-    gguf = get(spec.family).gguf
-    if isinstance(gguf, str):
-        raise ToolkitError(f"gguf: {gguf}")
+    family = get(spec.family).gguf
+    if isinstance(family, str):
+        raise ToolkitError(f"gguf: {family}")
+    gguf = family.of(spec)
     layers = [attention for _, attention in spec.attention_layers()]
     latents = [mixer for _, mixer in spec.mixers() if mixer.kind == "latent"]
     values: dict[str, Any] = {
@@ -42,13 +44,13 @@ def model_metadata(spec: DecoderSpec, context_length: int) -> ModelMetadata:
         "context_length": context_length,
         "embedding_length": spec.hidden_size,
         "feed_forward_length": _feed_forward(spec),
-        **(_sizes(layers[0]) if layers else _latent_sizes(latents[0])),
+        **(_sizes(layers[0]) if layers else _latent_sizes(latents[0]) if latents else {"attention.head_count": 0}),
         gguf.eps_key: float(spec.final_norm.eps),
         "vocab_size": spec.vocab_size,
     }
     found = ModelMetadata(gguf, values)
     values.update(_experts(spec, gguf))
-    if (rope := _main_rope(layers) if layers else latents[0].rope) is not None:
+    if (rope := latents[0].rope if latents else _main_rope(layers)) is not None:
         _rope(rope, found)
     if latents:
         values.update(_latent_scale(latents[0], gguf))
@@ -63,9 +65,17 @@ def model_metadata(spec: DecoderSpec, context_length: int) -> ModelMetadata:
         raise ToolkitError(f"gguf: llama.cpp's {gguf.arch} has no biases, this model has {odd}.bias")
     if gguf.write is not None:
         values.update(gguf.write(spec))
-    return ModelMetadata(
-        gguf, {f"{gguf.arch}.{key}": value for key, value in values.items()}, found.factors, found.notes
-    )
+    folded = dict(gguf.folded(spec)) if gguf.folded is not None else {}
+    if folded:
+        found.notes.append(f"llama.cpp's {gguf.arch} has the multipliers in its weights, which are rounded anew")
+    found.notes.extend(_bounds(spec, gguf))
+    stated = {f"{gguf.arch}.{key}": value for key, value in values.items()}
+    return ModelMetadata(gguf, stated, found.factors, found.notes, folded)
+
+
+def _bounds(spec: DecoderSpec, gguf: Gguf) -> list[str]:
+    least = max((mixer.least for _, mixer in spec.mixers() if mixer.kind == "mamba"), default=0.0)
+    return [f"llama.cpp's {gguf.arch} knows no least step of time, the model's is {least:g}"] if least else []
 
 
 def _sizes(first: AttentionSpec) -> dict[str, int]:
@@ -91,7 +101,7 @@ def _latent_sizes(first: LatentSpec) -> dict[str, int]:
 def _latent_scale(first: LatentSpec, gguf: Gguf) -> dict[str, float]:
     """How much YaRN scales queries, which llama.cpp has as a tenth of what config.json calls mscale_all_dim."""
     more = first.scale * first.qk_dim**0.5
-    if first.rope.kind == "default" and abs(more - 1) < 1e-6:
+    if first.rope.kind in ("default", "longrope") and abs(more - 1) < 1e-6:
         return {}
     if first.rope.kind != "yarn" or first.rope.attention_factor not in (None, 1.0):
         raise ToolkitError(f"gguf: llama.cpp's {gguf.arch} turns by YaRN with equal mscale and mscale_all_dim alone")
@@ -115,15 +125,15 @@ def _main_rope(layers: list[AttentionSpec]) -> RopeSpec | None:
 
 def _feed_forward(spec: DecoderSpec) -> int:
     mixers = [m for _, m in spec.mixers() if m.mlps()]
-    first = next((m for m in mixers if m.kind == "mlp"), mixers[0])
-    return first.mlps()[0].up.out_features
+    first = next((m for m in mixers if m.kind == "mlp"), mixers[0] if mixers else None)
+    return 0 if first is None else first.mlps()[0].up.out_features
 
 
 def _experts(spec: DecoderSpec, gguf: Gguf) -> dict[str, Any]:
     layers = [m for _, m in spec.mixers() if m.kind == "moe"]
     if not layers:
         return {}
-    if len(layers) != len(spec.layers) and "ffn_gate" not in gguf.names:
+    if any(m.kind == "mlp" for _, m in spec.mixers()) and "ffn_gate" not in gguf.names:
         raise ToolkitError(
             f"gguf: llama.cpp's {gguf.arch} has experts in every layer, this model in {len(layers)} of them"
         )
@@ -182,6 +192,11 @@ def _windows(layers: list[AttentionSpec], found: ModelMetadata) -> None:
     window = windows.pop()
     if found.gguf.window:
         found.values["attention.sliding_window"] = window
+        if found.gguf.idle_window:
+            found.notes.append(
+                f"llama.cpp reads the sliding window of {found.gguf.arch} and sees everything: there it is the model "
+                f"up to {window} tokens of context"
+            )
     else:
         found.notes.append(
             f"llama.cpp's {found.gguf.arch} has no sliding window: right up to {window} tokens of context"

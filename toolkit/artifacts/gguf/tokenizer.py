@@ -6,28 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.artifacts.gguf.pre_tokenizers import ADDS_BOS, BY_NAME, COMPOSED, WHOLE_PIECES, build_cuts
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.text.tokenizer_pieces import CONTROL, SPACE, USER_DEFINED, merges_by_score
 from toolkit.errors import ToolkitError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# tokenizer.ggml.pre → how text is cut before byte-level BPE: "gpt2" (its built-in pattern), "digits" (single
-# digits first, then gpt2), or a pattern.
-PRE_TOKENIZERS: dict[str, str] = {
-    "default": "gpt2",
-    "gpt-2": "gpt2",
-    "smollm": "digits",
-    "qwen2": _WORDS % r"\p{N}",
-    "deepseek-r1-qwen": _WORDS % r"\p{N}",
-    "llama-bpe": _WORDS % r"\p{N}{1,3}",
-    "llama-v3": _WORDS % r"\p{N}{1,3}",
-    "llama3": _WORDS % r"\p{N}{1,3}",
-}
-_LLAMA3 = ("llama-bpe", "llama-v3", "llama3")
 
 
 def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
@@ -56,13 +41,11 @@ def _list(path: Path, metadata: Mapping[str, Any], key: str, length: int) -> lis
 
 
 def _byte_level(path: Path, metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, normalizers
 
     pre = metadata.get("tokenizer.ggml.pre", "default")
-    if pre not in PRE_TOKENIZERS:
-        raise ToolkitError(
-            f"{path}: tokenizer.ggml.pre: expected one of {', '.join(PRE_TOKENIZERS)}, found {pre!r:.40}"
-        )
+    if pre not in BY_NAME:
+        raise ToolkitError(f"{path}: tokenizer.ggml.pre: expected one of {', '.join(BY_NAME)}, found {pre!r:.40}")
     merges = metadata.get("tokenizer.ggml.merges")
     if not isinstance(merges, list):
         raise ToolkitError(f"{path}: tokenizer.ggml.merges: expected a list of strings, found {merges!r:.40}")
@@ -71,19 +54,11 @@ def _byte_level(path: Path, metadata: Mapping[str, Any], tokens: list[str]) -> T
         raise ToolkitError(f"{path}: tokenizer.ggml.merges: expected pairs of tokens, found {bad!r:.40}")
     vocab = {token: i for i, token in enumerate(tokens)}
     try:
-        built = Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=pre in _LLAMA3))
+        built = Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=pre in WHOLE_PIECES))
     except Exception as error:  # the library's own exception type for merges of unknown tokens
         raise ToolkitError(f"{path}: tokenizer.ggml.merges: {str(error).splitlines()[0]:.80}") from error
-    pattern = PRE_TOKENIZERS[pre]
-    if pattern == "gpt2":
-        built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    else:
-        first: Any = pre_tokenizers.Digits(individual_digits=True)
-        if pattern != "digits":
-            first = pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False)
-        then = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern == "digits")
-        built.pre_tokenizer = pre_tokenizers.Sequence([first, then])
-    if "qwen2" in pre or "qwen" in pre:
+    built.pre_tokenizer = build_cuts(BY_NAME[pre])
+    if pre in COMPOSED:
         built.normalizer = normalizers.NFC()
     built.decoder = decoders.ByteLevel()
     return built
@@ -134,7 +109,7 @@ def adds_bos(metadata: Mapping[str, Any]) -> bool:
     """Whether the model expects its bos token before every text; where the file is silent, by tokenizer kind."""
     sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
     return bool(
-        metadata.get("tokenizer.ggml.add_bos_token", sentencepiece or metadata.get("tokenizer.ggml.pre") in _LLAMA3)
+        metadata.get("tokenizer.ggml.add_bos_token", sentencepiece or metadata.get("tokenizer.ggml.pre") in ADDS_BOS)
     )
 
 

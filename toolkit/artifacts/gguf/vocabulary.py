@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.artifacts.gguf.tokenizer import PRE_TOKENIZERS
+from toolkit.artifacts.gguf.pre_tokenizers import STEPS, name_of
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.artifacts.text.tokenizer_pieces import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
@@ -97,21 +97,14 @@ def _parts(step: Any) -> list[dict[str, Any]]:
 
 def _pre_tokenizer(path: Path, data: dict[str, Any]) -> str:
     """llama.cpp's name for how text is cut before merging."""
-    steps = _parts(data.get("pre_tokenizer"))
-    kinds = [step.get("type") for step in steps]
-    if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
-        return "gpt-2"
-    if kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits") and steps[1].get("use_regex", True):
-        return "smollm"
-    if kinds == ["Split", "ByteLevel"]:
-        pattern = (steps[0].get("pattern") or {}).get("Regex")
-        for name in ("llama-bpe", "qwen2"):
-            if pattern == PRE_TOKENIZERS[name]:
-                return name
-    known = "GPT-2's, SmolLM's, Qwen2's, Llama 3's"
-    raise ToolkitError(
-        f"{path}: pre_tokenizer: expected one of {known}, found {json.dumps(data.get('pre_tokenizer')):.120}"
-    )
+    whole = bool((data.get("model") or {}).get("ignore_merges"))
+    found = name_of(_parts(data.get("pre_tokenizer")), whole)
+    if found is None:
+        raise ToolkitError(
+            f"{path}: pre_tokenizer: expected one that llama.cpp has ({', '.join(names[0] for names in STEPS)}), found "
+            f"{json.dumps(data.get('pre_tokenizer')):.120}; GGUF cannot say how this model's texts are cut"
+        )
+    return found
 
 
 def _special_ids(

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
+
+import numpy as np
 
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.mamba import fused_entry, mamba_layers, read_mamba
@@ -20,7 +24,9 @@ from toolkit.models.decoder import (
     stored_tensors,
 )
 from toolkit.models.family import Family, Tiny
-from toolkit.models.spec import LayerSpec, Sublayer
+from toolkit.models.gguf import BLOCK, Gguf, Metadata
+from toolkit.models.gguf_states import MAMBA, MAMBA_ENTRY, mamba_keys, mamba_layouts, read_mamba_keys
+from toolkit.models.spec import DecoderSpec, LayerSpec, Sublayer
 
 NAMES = {
     "post_attention_layernorm": "pre_ff_layernorm",
@@ -84,6 +90,53 @@ def _scales(config: Fields, bias: bool) -> tuple[float, ...]:
     return tuple(entry * part for part in parts)
 
 
+def _folded(spec: DecoderSpec) -> dict[str, Any]:
+    """The multipliers, which llama.cpp's converter takes into the weights."""
+    found: dict[str, Any] = {spec.embed: spec.embed_scale, spec.head: spec.head_scale}
+    for layer in spec.layers:
+        state, attends, feed = layer.sublayers
+        mamba, attention, mlp = state.mixer, attends.mixer, feed.mixer
+        assert mamba.kind == "mamba" and attention.kind == "attention" and mlp.kind == "mlp" and mlp.gate is not None
+        z, u, b, c, dt = mamba.scales
+        shared = mamba.groups * mamba.state_size
+        found |= {
+            mamba.z.name: z,
+            mamba.inner.name: np.repeat([u, b, c], [mamba.width_out, shared, shared]),
+            mamba.dt.name: dt,
+            mamba.out.name: state.residual_scale,
+            attention.k.name: attention.scale * attention.head_dim**0.5,
+            attention.o.name: attends.residual_scale,
+            mlp.gate.name: mlp.gate_scale,
+            mlp.down.name: feed.residual_scale,
+        }
+    return found
+
+
+def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    sizes = {"heads": "n_heads", "head_dim": "d_head", "groups": "n_groups", "state": "d_state", "kernel": "d_conv"}
+    return {
+        **read_mamba_keys(file, {ours: f"mamba_{theirs}" for ours, theirs in sizes.items()}),
+        "mamba_d_ssm": file.whole("ssm.inner_size"),
+        "mamba_rms_norm": "blk.0.ssm_norm.weight" in file.tensors,
+        "mamba_norm_before_gate": False,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+    }
+
+
+GGUF = Gguf(
+    "falcon-h1",
+    "falcon_h1",
+    {**BLOCK, **MAMBA},
+    joined=MAMBA_ENTRY,
+    bare=("ffn_norm",),
+    layouts=mamba_layouts,
+    folded=_folded,
+    fields={"hidden_act": "silu"},
+    read=_read,
+    write=lambda spec: mamba_keys(spec, "falcon-h1"),
+    scale=None,
+)
 SIZES = dict(
     mamba_d_ssm=128, mamba_n_heads=32, mamba_d_head=4, mamba_d_state=16, mamba_chunk_size=16, key_multiplier=0.7,
     attention_in_multiplier=1.2, attention_out_multiplier=0.8, ssm_in_multiplier=1.3, ssm_out_multiplier=0.9,
@@ -104,5 +157,5 @@ FAMILY = Family(
             )
         ),
     ),
-    "llama.cpp's falcon-h1 has state spaces, which this tool does not write yet",
+    GGUF,
 )  # fmt: skip

@@ -33,5 +33,5 @@ FAMILY = Family(
     ("GemmaForCausalLM",),
     build,
     (Tiny(dict(head_dim=32, num_key_value_heads=1, hidden_act="gelu")), Tiny(dict(head_dim=24, num_key_value_heads=4))),
-    Gguf("gemma", "gemma", BLOCK, norm_plus_one=True, biases=False, fields=FIELDS),
+    Gguf("gemma", "gemma", BLOCK, biases=False, fields=FIELDS),
 )

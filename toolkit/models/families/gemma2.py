@@ -103,7 +103,6 @@ FAMILY = Family(
         "gemma2",
         "gemma2",
         {**BLOCK, **GGUF_NORMS},
-        norm_plus_one=True,
         biases=False,
         window=True,
         fields=FIELDS,

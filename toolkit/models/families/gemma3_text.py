@@ -105,6 +105,6 @@ FAMILY = Family(
             )
         ),
     ),
-    Gguf("gemma3", "gemma3_text", {**BLOCK, **QK_NORMS, **GGUF_NORMS}, norm_plus_one=True, biases=False, window=True,
+    Gguf("gemma3", "gemma3_text", {**BLOCK, **QK_NORMS, **GGUF_NORMS}, biases=False, window=True,
          fields=FIELDS, read=_read, write=_write, scale=_scale),
 )  # fmt: skip

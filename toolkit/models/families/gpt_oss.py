@@ -121,7 +121,7 @@ FAMILY = Family(
         {
             **with_experts({theirs: ours for theirs, ours in BLOCK.items() if theirs != "ffn_norm"}),
             "post_attention_norm": "post_attention_layernorm",
-            "attn_sinks": "self_attn.sinks",
+            "attn_sinks.weight": "self_attn.sinks",
         },
         window=True,
         numbers={

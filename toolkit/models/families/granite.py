@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import BLOCK, Gguf
+from toolkit.models.gguf import BLOCK, Gguf, Metadata
 from toolkit.models.spec import DecoderSpec
 
 
@@ -42,21 +43,31 @@ def scales(spec: DecoderSpec) -> dict[str, Any]:
 
 
 MULTIPLIERS = dict(embedding_multiplier=12.0, logits_scaling=2.0, residual_multiplier=0.4, attention_multiplier=0.1)
-GGUF = Gguf(
-    "granite",
-    "granite",
-    BLOCK,
-    interleaved_qk=True,
-    fields={"hidden_act": "silu"},
-    read=lambda file, config: {
+
+
+def read_gguf(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
         "attention_multiplier": file.number("attention.scale"),
         "embedding_multiplier": file.number("embedding_scale", 1.0),
         "residual_multiplier": file.number("residual_scale", 1.0),
         "logits_scaling": file.number("logit_scale", 1.0),
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
-    },
-    write=lambda spec: {**scales(spec), "attention.scale": spec.attention_layers()[0][1].scale},
+    }
+
+
+def write_gguf(spec: DecoderSpec) -> dict[str, Any]:
+    return {**scales(spec), "attention.scale": spec.attention_layers()[0][1].scale}
+
+
+GGUF = Gguf(
+    "granite",
+    "granite",
+    BLOCK,
+    interleaved_qk=True,
+    fields={"hidden_act": "silu"},
+    read=read_gguf,
+    write=write_gguf,
     scale=None,
 )
 FAMILY = Family(

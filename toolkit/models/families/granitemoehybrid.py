@@ -3,6 +3,8 @@ Source: transformers ``GraniteMoeHybridForCausalLM``."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from toolkit.models.config.fields import Fields
@@ -11,7 +13,18 @@ from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, Fused, experts, gated_mlp, llama_like, read_dims, read_experts
 from toolkit.models.families import granite, granitemoe
 from toolkit.models.family import Family, Tiny
-from toolkit.models.spec import AttentionSpec, Mixer, MlpSpec, MoeSpec, RopeSpec
+from toolkit.models.gguf import BLOCK, SHARED_EXPERT, Metadata, with_experts
+from toolkit.models.gguf_states import (
+    MAMBA,
+    MAMBA_ENTRY,
+    kv_heads,
+    mamba_keys,
+    mamba_layouts,
+    of_attention,
+    read_attention,
+    read_mamba_keys,
+)
+from toolkit.models.spec import AttentionSpec, DecoderSpec, Mixer, MlpSpec, MoeSpec, RopeSpec
 
 KINDS = ("mamba", "linear_attention", "attention", "full_attention")
 
@@ -71,6 +84,66 @@ def _on_disk(name: str) -> str:
     return name if ".shared_mlp." in name else granitemoe.on_disk(name)
 
 
+def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    attends = read_attention(file, config)
+    bias = f"blk.{attends.index(True) if True in attends else 0}.attn_q.bias" in file.tensors
+    sizes = {"heads": "n_heads", "head_dim": "d_head", "groups": "n_groups", "state": "d_state", "kernel": "d_conv"}
+    granite_fields = granite.read_gguf(file, config)
+    return {
+        **granite_fields,
+        **read_mamba_keys(file, {ours: f"mamba_{theirs}" for ours, theirs in sizes.items()}),
+        "mamba_expand": file.whole("ssm.inner_size") // config["hidden_size"],
+        "layer_types": ["full_attention" if x else "linear_attention" for x in attends],
+        "attention_bias": bias,
+        "position_embedding_type": "rope" if file.has("rope.scaling.finetuned") else "nope",
+        "shared_intermediate_size": config.get("shared_intermediate_size", config["intermediate_size"]),
+        "num_local_experts": config.get("num_local_experts", 0),
+    }
+
+
+def _write(spec: DecoderSpec) -> dict[str, Any]:
+    turned = spec.attention_layers()[0][1].rope is not None
+    return {
+        **granite.write_gguf(spec),
+        **mamba_keys(spec, "granitehybrid"),
+        **kv_heads(spec),
+        "rope.scaling.finetuned": turned,
+    }
+
+
+def _routed(spec: DecoderSpec) -> bool:
+    return any(mixer.kind == "moe" for _, mixer in spec.mixers())
+
+
+def _plain(spec: DecoderSpec) -> bool:
+    """Whether it is Granite as it was before state spaces."""
+    turned = all(attention.rope is not None for _, attention in spec.attention_layers())
+    return all(of_attention(spec)) and turned and not _routed(spec)
+
+
+DENSE = replace(
+    granite.GGUF,
+    arch="granitehybrid",
+    family="granitemoehybrid",
+    names={**BLOCK, **MAMBA},
+    joined=MAMBA_ENTRY,
+    layouts=mamba_layouts,
+    read=_read,
+    write=_write,
+)
+GGUF = replace(
+    DENSE,
+    names={**with_experts(BLOCK, SHARED_EXPERT), **MAMBA},
+    numbers={
+        "num_local_experts": "expert_count",
+        "num_experts_per_tok": "expert_used_count",
+        "shared_intermediate_size": "expert_shared_feed_forward_length",
+    },
+    others=(
+        replace(granite.GGUF, fits=_plain),
+        replace(DENSE, fits=lambda spec: not _routed(spec)),
+    ),
+)
 SIZES = dict(
     granite.MULTIPLIERS, num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"],
     mamba_n_heads=32, mamba_d_head=4, mamba_d_state=16, mamba_chunk_size=16, num_local_experts=0, num_experts_per_tok=0,
@@ -90,5 +163,5 @@ FAMILY = Family(
             )
         ),
     ),
-    "llama.cpp's granitehybrid has state spaces, which this tool does not write yet",
+    GGUF,
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,8 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, Dims, Fused, llama_like, read_dims
 from toolkit.models.family import Family, Tiny
+from toolkit.models.gguf import BLOCK, QK_NORMS, Gguf, Metadata
+from toolkit.models.gguf_states import CONV, CONV_ENTRY, read_attention, short_conv_keys
 from toolkit.models.spec import AttentionSpec, ConvSpec, LinearSpec, Mixer, ShortConvSpec
 
 NAMES = {
@@ -96,6 +98,27 @@ def _on_disk(name: str) -> str:
     return name
 
 
+def read_gguf(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = ["full_attention" if attends else "conv" for attends in read_attention(file, config)]
+    return {"layer_types": kinds, "conv_L_cache": file.whole("shortconv.l_cache")}
+
+
+GGUF = Gguf(
+    "lfm2",
+    "lfm2",
+    {**BLOCK, **QK_NORMS, **CONV},
+    joined=CONV_ENTRY,
+    biases=False,
+    fields={"hidden_act": "silu", "block_auto_adjust_ff_dim": False, "conv_bias": False},
+    top={
+        "token_embd": "model.embed_tokens",
+        "output_norm": "model.norm",
+        "token_embd_norm": "model.norm",
+        "output": "lm_head",
+    },
+    read=read_gguf,
+    write=short_conv_keys,
+)
 SIZES = dict(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"], block_multiple_of=32)
 FAMILY = Family(
     "lfm2",
@@ -111,5 +134,5 @@ FAMILY = Family(
             )
         ),
     ),
-    "llama.cpp's lfm2 has short convolutions, which this tool does not write yet",
+    GGUF,
 )  # fmt: skip

@@ -3,11 +3,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+from toolkit.errors import ToolkitError
 from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.decoder import Built, experts, read_experts
 from toolkit.models.families import lfm2
 from toolkit.models.family import Family, Tiny
-from toolkit.models.spec import MoeSpec
+from toolkit.models.gguf import CORRECTION, EXPERT_NUMBERS, SIGMOID, Metadata, routing, with_experts
+from toolkit.models.gguf_states import short_conv_keys
+from toolkit.models.spec import DecoderSpec, MoeSpec
 
 
 def build(config: Fields) -> Built:
@@ -29,6 +35,18 @@ def build(config: Fields) -> Built:
     return lfm2.lfm2(config, dims, feed_forward=feed_forward)
 
 
+def _corrected(file: Metadata, layers: int) -> bool:
+    return any(f"blk.{i}.{CORRECTION}.bias" in file.tensors for i in range(layers))
+
+
+def _write(spec: DecoderSpec) -> dict[str, Any]:
+    found = routing(spec, "lfm2moe")
+    if (scale := found["expert_weights_scale"]) != 1:
+        raise ToolkitError(f"gguf: llama.cpp's lfm2moe does not multiply experts' weights, this model does, by {scale}")
+    kept = ("leading_dense_block_count", "expert_gating_func", "expert_feed_forward_length")
+    return {**short_conv_keys(spec), **{name: found[name] for name in kept}}
+
+
 SIZES = dict(
     num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"], num_dense_layers=1, num_experts=4,
     num_experts_per_tok=2, moe_intermediate_size=64,
@@ -39,5 +57,18 @@ FAMILY = Family(
     ("Lfm2MoeForCausalLM",),
     build,
     (Tiny(SIZES), Tiny(dict(SIZES, use_expert_bias=False, norm_topk_prob=False, routed_scaling_factor=1.5))),
-    "llama.cpp's lfm2moe has short convolutions, which this tool does not write yet",
+    replace(
+        lfm2.GGUF,
+        arch="lfm2moe",
+        family="lfm2_moe",
+        names={**lfm2.GGUF.names, **with_experts({}), f"{CORRECTION}.bias": "mlp.gate.e_score_correction_bias"},
+        numbers={"num_experts": "expert_count", **EXPERT_NUMBERS},
+        scoring=SIGMOID,
+        read=lambda file, config: {
+            **lfm2.read_gguf(file, config),
+            "num_dense_layers": file.whole("leading_dense_block_count") if file.has("leading_dense_block_count") else 0,
+            "use_expert_bias": _corrected(file, config["num_hidden_layers"]),
+        },
+        write=_write,
+    ),
 )

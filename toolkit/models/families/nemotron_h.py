@@ -3,10 +3,12 @@ Source: transformers ``NemotronHForCausalLM``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from toolkit.errors import ToolkitError
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.mamba import MambaDims, checked_groups, fused_entry, mamba_layers
 from toolkit.models.config.routing import read_groups
@@ -22,7 +24,18 @@ from toolkit.models.decoder import (
     stored_tensors,
 )
 from toolkit.models.family import Family, Tiny
-from toolkit.models.spec import Activation, LayerSpec, LinearSpec, Mixer, MlpSpec, MoeSpec, Sublayer
+from toolkit.models.gguf import BLOCK, CORRECTION, EXPERT_BLOCK, SHARED_EXPERT, Gguf, Metadata
+from toolkit.models.gguf_states import (
+    MAMBA,
+    MAMBA_ENTRY,
+    kv_heads,
+    mamba_keys,
+    mamba_layouts,
+    per_layer,
+    read_attention,
+    read_mamba_keys,
+)
+from toolkit.models.spec import Activation, DecoderSpec, LayerSpec, LinearSpec, Mixer, MlpSpec, MoeSpec, Sublayer
 
 MARKS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 OTHER = {"linear_attention": "mamba", "full_attention": "attention"}
@@ -147,6 +160,84 @@ def _on_disk(name: str) -> str:
     return name
 
 
+def _write(spec: DecoderSpec) -> dict[str, Any]:
+    inner = [
+        x.mlps()[0].up.out_features if x.mlps() else 0 for x in (layer.sublayers[0].mixer for layer in spec.layers)
+    ]
+    return {**mamba_keys(spec, "nemotron_h"), **kv_heads(spec), "feed_forward_length": per_layer(inner)}
+
+
+def _write_experts(spec: DecoderSpec) -> dict[str, Any]:
+    moe = next(mixer for _, mixer in spec.mixers() if mixer.kind == "moe")
+    if moe.groups > 1:
+        raise ToolkitError("gguf: files of nemotron_h_moe are read without groups of experts")
+    return {
+        **_write(spec),
+        "expert_shared_count": 1,
+        "expert_weights_norm": moe.norm_topk,
+        "expert_weights_scale": moe.scale,
+        "expert_group_count": 1,
+    }
+
+
+def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    count = config["num_hidden_layers"]
+    kind = "moe" if "n_routed_experts" in config else "mlp"
+    layers = zip(read_attention(file, config), file.each("feed_forward_length", count), strict=True)
+    kinds = ["attention" if attends else kind if inner else "mamba" for attends, inner in layers]
+    sizes = {
+        "heads": "mamba_num_heads",
+        "head_dim": "mamba_head_dim",
+        "groups": "n_groups",
+        "state": "ssm_state_size",
+        "kernel": "conv_kernel",
+    }
+    return {"layers_block_type": kinds, **read_mamba_keys(file, sizes)}
+
+
+def _read_experts(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **_read(file, config),
+        "norm_topk_prob": file.has("expert_weights_norm"),
+        "routed_scaling_factor": file.number("expert_weights_scale", 1.0),
+    }
+
+
+PARTS = {theirs: ours for theirs, ours in BLOCK.items() if theirs not in ("ffn_norm", "ffn_gate", "ffn_up", "ffn_down")}
+EXPERT_PARTS = {theirs: ours for theirs, ours in {**EXPERT_BLOCK, **SHARED_EXPERT}.items() if "ffn_gate_" not in theirs}
+GGUF = Gguf(
+    "nemotron_h",
+    "nemotron_h",
+    {**PARTS, **MAMBA, "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"},
+    joined=MAMBA_ENTRY,
+    biases=False,
+    eps="layer_norm_epsilon",
+    layouts=mamba_layouts,
+    fields={"mlp_hidden_act": "relu2", "use_bias": False, "mlp_bias": False},
+    read=_read,
+    write=_write,
+)
+WITH_EXPERTS = replace(
+    GGUF,
+    arch="nemotron_h_moe",
+    names={
+        **PARTS,
+        **MAMBA,
+        **EXPERT_PARTS,
+        "ffn_gate_inp": "mlp.gate",
+        f"{CORRECTION}.bias": "mlp.gate.e_score_correction_bias",
+    },
+    norm_topk=None,
+    numbers={
+        "n_routed_experts": "expert_count",
+        "num_experts_per_tok": "expert_used_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
+        "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    },
+    read=_read_experts,
+    write=_write_experts,
+    fits=lambda spec: any(mixer.kind == "moe" for _, mixer in spec.mixers()),
+)
 NAMES = {
     "shared_expert.": "shared_experts.",
     "input_layernorm": "norm",
@@ -158,6 +249,10 @@ SIZES = dict(
     num_hidden_layers=None, layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
     mamba_num_heads=32, mamba_head_dim=4, ssm_state_size=16, n_groups=2, chunk_size=16, head_dim=16,
 )  # fmt: skip
+EXPERTS = dict(
+    SIZES, layers_block_type=["linear_attention", "moe", "full_attention", "moe"], n_routed_experts=4,
+    num_experts_per_tok=2, moe_intermediate_size=32, moe_shared_expert_intermediate_size=64,
+)  # fmt: skip
 FAMILY = Family(
     "nemotron_h",
     "Nemotron-H, Nemotron Nano 2 and 3",
@@ -165,13 +260,8 @@ FAMILY = Family(
     build,
     (
         Tiny(SIZES),
-        Tiny(
-            dict(
-                SIZES, layers_block_type=["linear_attention", "moe", "full_attention", "moe"], n_routed_experts=4,
-                num_experts_per_tok=2, moe_intermediate_size=32, moe_shared_expert_intermediate_size=64, n_groups=1,
-                routed_scaling_factor=1.5, mlp_bias=True, use_bias=True,
-            )
-        ),
+        Tiny(dict(EXPERTS, n_groups=1, routed_scaling_factor=1.5, mlp_bias=True, use_bias=True)),
+        Tiny(EXPERTS),
     ),
-    "llama.cpp's nemotron_h has state spaces, which this tool does not write yet",
+    replace(GGUF, others=(WITH_EXPERTS,)),
 )  # fmt: skip

@@ -59,6 +59,7 @@ FAMILY = Family(
         NAMES,
         joined={**QKV, **GATE_UP},
         window=True,
+        idle_window=True,
         fields={"hidden_act": "silu"},
         read=lambda file, config: {
             "sliding_window": file.whole("attention.sliding_window") if file.has("attention.sliding_window") else None

@@ -3,11 +3,16 @@ Source: transformers ``Qwen3_5ForCausalLM``."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from toolkit.models.config.delta import gated_queries
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, read_dims
-from toolkit.models.families.qwen3_next import DELTA, delta_like
+from toolkit.models.families.qwen3_next import DELTA, NAMES, delta_like
 from toolkit.models.family import Family, Tiny
+from toolkit.models.gguf import Gguf
+from toolkit.models.gguf_states import GATED_QUERIES, delta_in_turn, delta_keys, per_layer, read_delta_keys
+from toolkit.models.spec import DecoderSpec
 
 
 def build(config: Fields) -> Built:
@@ -15,6 +20,24 @@ def build(config: Fields) -> Built:
     return delta_like(config, dims, [gated_queries(dims)])
 
 
+def write_gguf(spec: DecoderSpec, arch: str) -> dict[str, Any]:
+    """llama.cpp wants to know which frequencies turn by which of three positions, which text has alike."""
+    turned = next(rope.rotary_dim // 2 for rope in spec.ropes())
+    sections = [(turned + 2) // 3, (turned + 1) // 3, turned // 3, 0]
+    return {**delta_keys(spec, arch), "rope.dimension_sections": per_layer(sections)}
+
+
+GGUF = Gguf(
+    "qwen35",
+    "qwen3_5_text",
+    {**NAMES, "ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a"},
+    joined=GATED_QUERIES,
+    biases=False,
+    layouts=delta_in_turn,
+    fields={"hidden_act": "silu"},
+    read=read_delta_keys,
+    write=lambda spec: write_gguf(spec, "qwen35"),
+)
 SECTIONS = dict(
     rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5, mrope_section=[2, 1, 1], mrope_interleaved=True
 )
@@ -35,5 +58,5 @@ FAMILY = Family(
             )
         ),
     ),
-    "llama.cpp's qwen35 has linear attention, which this tool does not write yet",
+    GGUF,
 )

@@ -8,8 +8,11 @@ from collections.abc import Callable
 from toolkit.models.config.delta import gated_queries, read_delta, read_turns
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, Dims, Fused, experts, llama_like, read_dims, read_experts
-from toolkit.models.families.qwen3_moe import sparse_layers
+from toolkit.models.families.qwen3_moe import EVERY_LAYER, sparse_layers
 from toolkit.models.family import Family, Tiny
+from toolkit.models.gguf import BLOCK, EXPERT_NUMBERS, QK_NORMS, SHARED_EXPERT, Gguf, with_experts
+from toolkit.models.gguf_states import DELTA as DELTA_NAMES
+from toolkit.models.gguf_states import GATED_QUERIES, RATES, delta_keys, delta_layouts, read_delta_keys
 from toolkit.models.spec import MoeSpec, Rows
 
 
@@ -82,6 +85,29 @@ DELTA = dict(
     linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
     rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
 )  # fmt: skip
+NAMES = {
+    **{theirs: ours for theirs, ours in BLOCK.items() if theirs != "ffn_norm"},
+    **QK_NORMS,
+    **DELTA_NAMES,
+    "post_attention_norm": "post_attention_layernorm",
+}
+EXPERT_NAMES = with_experts(NAMES, SHARED_EXPERT, {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"})
+GGUF = Gguf(
+    "qwen3next",
+    "qwen3_next",
+    EXPERT_NAMES,
+    joined={**GATED_QUERIES, **RATES},
+    biases=False,
+    layouts=delta_layouts,
+    fields={"hidden_act": "silu", "norm_topk_prob": True, **EVERY_LAYER},
+    numbers={
+        "num_experts": "expert_count",
+        **EXPERT_NUMBERS,
+        "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    },
+    read=read_delta_keys,
+    write=lambda spec: delta_keys(spec, "qwen3next"),
+)
 SIZES = dict(DELTA, moe_intermediate_size=32, shared_expert_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
 FAMILY = Family(
     "qwen3_next",
@@ -97,5 +123,5 @@ FAMILY = Family(
             )
         ),
     ),
-    "llama.cpp's qwen3next has linear attention, which this tool does not write yet",
+    GGUF,
 )  # fmt: skip

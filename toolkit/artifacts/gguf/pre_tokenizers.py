@@ -1,0 +1,112 @@
+"""How text is cut before byte-level BPE, by the names that llama.cpp has for it (``tokenizer.ggml.pre``).
+
+The patterns are those of the models' own tokenizer.json. Names whose texts llama.cpp cuts alike stand together.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import pre_tokenizers
+
+# Steps that are no pattern: byte level's own, each digit for itself, runs of punctuation.
+GPT2, DIGITS, PUNCTUATION = "gpt2", "digits", "punctuation"
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_ODD = r"[^\r\n\p{L}\p{N}]?"
+_BLANK = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_REST = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_BLANK}"
+_WORDS = rf"{_ENDINGS}|{_ODD}\p{{L}}+|%s|{_REST}"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_CASED = rf"{_ODD}[{_UPPER}]*[{_LOWER}]+%s|{_ODD}[{_UPPER}]+[{_LOWER}]*%s|%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_BLANK}"
+_BIG, _SMALL = rf"[{_UPPER}&&[^\p{{Han}}]]", rf"[{_LOWER}&&[^\p{{Han}}]]"
+_MARKS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
+STEPS: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("gpt-2", "default", "phi-2", "mpt", "olmo", "jais", "trillion", "gigachat", "a.x-4.0", "mellum", "modern-bert",
+     "granite-docling", "exaone4", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de"): (GPT2,),
+    ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"): (DIGITS, GPT2),
+    ("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez", "kormo", "grok-2", "solar-open"): (
+        _WORDS % r"\p{N}",
+    ),
+    ("qwen35",): (
+        rf"{_ENDINGS}|{_ODD}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_BLANK}",
+    ),
+    ("llama-bpe", "llama-v3", "llama3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"): (
+        _WORDS % r"\p{N}{1,3}",
+    ),
+    ("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"): (_WORDS % r"\p{N}{1,3}",),
+    ("gpt-4o", "llama4", "kanana2", "minimax-m2"): (_CASED % (f"{_ENDINGS}?", f"{_ENDINGS}?", r"\p{N}{1,3}"),),
+    ("tekken",): (_CASED % ("", "", r"\p{N}"),),
+    ("kimi-k2",): (
+        rf"[\p{{Han}}]+|{_ODD}{_BIG}*{_SMALL}+{_ENDINGS}?|{_ODD}{_BIG}+{_SMALL}*{_ENDINGS}?|\p{{N}}{{1,3}}|{_REST}",
+    ),
+    ("deepseek-v3", "hunyuan-dense", "joyai-llm"): (
+        r"\p{N}{1,3}",
+        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        rf"{_MARKS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_BLANK}",
+    ),
+    ("deepseek-coder",): (
+        r"[\r\n]",
+        r"\s?\p{L}+",
+        r"\s?\p{P}+",
+        "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+        DIGITS,
+    ),
+    ("falcon",): (PUNCTUATION, GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
+    ("seed-coder",): (
+        rf"{_ENDINGS}|{_ODD}\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_BLANK}",
+    ),
+    ("bailingmoe", "bailingmoe2", "llada-moe"): (
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    ),
+}  # fmt: skip
+BY_NAME = {name: steps for names, steps in STEPS.items() for name in names}
+# Whose tokenizers take a piece that is a token as it is, whatever its merges.
+WHOLE_PIECES = {*next(names for names in STEPS if names[0] == "llama-bpe"), "tekken", "kimi-k2"}
+ADDS_BOS = WHOLE_PIECES - {"kimi-k2"}  # where a file does not say
+COMPOSED = {"qwen2", "qwen35", "deepseek-r1-qwen"}  # whose texts are brought into Unicode's form NFC first
+
+
+def build_cuts(steps: tuple[str, ...]) -> pre_tokenizers.PreTokenizer:
+    """The pre-tokenizer of the steps; byte level comes last where no step is its own."""
+    from tokenizers import Regex, pre_tokenizers
+
+    made: list[Any] = []
+    for step in steps:
+        if step == GPT2:
+            made.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True))
+        elif step == DIGITS:
+            made.append(pre_tokenizers.Digits(individual_digits=True))
+        elif step == PUNCTUATION:
+            made.append(pre_tokenizers.Punctuation("contiguous"))
+        else:
+            made.append(pre_tokenizers.Split(Regex(step), behavior="isolated", invert=False))
+    if GPT2 not in steps:
+        made.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    return made[0] if len(made) == 1 else pre_tokenizers.Sequence(made)
+
+
+def name_of(parts: list[dict[str, Any]], whole_pieces: bool) -> str | None:
+    """llama.cpp's name for the pre-tokenizer of a tokenizer.json, whose ``parts`` are one after another; None where it
+    has none."""
+    steps = [_step(part) for part in parts]
+    if not parts or None in steps or not any(part.get("type") == "ByteLevel" for part in parts):
+        return None
+    cuts = tuple(step for step in steps if step)
+    found = [name for names, known in STEPS.items() if known == cuts for name in names]
+    return next((name for name in found if (name in WHOLE_PIECES) == whole_pieces), next(iter(found), None))
+
+
+def _step(part: dict[str, Any]) -> str | None:
+    """What a part of tokenizer.json does; "" nothing, None what is not known here."""
+    kind = part.get("type")
+    if kind == "ByteLevel":
+        return GPT2 if part.get("use_regex", True) else ""
+    if kind == "Digits":
+        return DIGITS if part.get("individual_digits") else r"\p{N}+"
+    if kind == "Punctuation":
+        return PUNCTUATION if part.get("behavior") == "Contiguous" else None
+    pattern = part.get("pattern")
+    plain = kind == "Split" and part.get("behavior") == "Isolated" and not part.get("invert")
+    text = pattern.get("Regex") if plain and isinstance(pattern, dict) else None
+    return text.replace("\r", r"\r").replace("\n", r"\n") if isinstance(text, str) else None
