@@ -9,7 +9,7 @@ import numpy as np
 
 from toolkit.errors import ToolkitError
 from toolkit.models.gguf import Layout, Metadata
-from toolkit.models.spec import AttentionSpec, DecoderSpec, DeltaSpec, LayerSpec, MambaSpec, ShortConvSpec
+from toolkit.models.spec import DecoderSpec, LayerSpec
 
 CONV = {"shortconv.conv.weight": "conv.conv.weight", "shortconv.out_proj": "conv.out_proj"}
 CONV_ENTRY = {"shortconv.in_proj": ("conv.b_proj", "conv.c_proj", "conv.x_proj")}
@@ -38,7 +38,7 @@ RATES = {"ssm_ba": ("linear_attn.in_proj_b", "linear_attn.in_proj_a")}
 
 def mamba_layouts(layer: LayerSpec) -> dict[str, Layout]:
     """Of Mamba-2: a number a head in a column, the norm's in groups."""
-    one = _mixer(layer, MambaSpec)
+    one = _mixer(layer, "mamba")
     if one is None:
         return {}
     column, groups = (one.heads, 1), (one.groups, one.width_out // one.groups)
@@ -51,7 +51,7 @@ def mamba_layouts(layer: LayerSpec) -> dict[str, Layout]:
 
 def delta_layouts(layer: LayerSpec) -> dict[str, Layout]:
     """Of Qwen3-Next: each head's queries before its gate, and β before fade of the heads that share keys."""
-    attention, delta = _mixer(layer, AttentionSpec), _mixer(layer, DeltaSpec)
+    attention, delta = _mixer(layer, "attention"), _mixer(layer, "delta")
     if attention is not None:
         return {"attn_q": Layout(rows=_woven(attention.heads, attention.head_dim))}
     if delta is None:
@@ -64,7 +64,7 @@ def delta_layouts(layer: LayerSpec) -> dict[str, Layout]:
 
 def delta_in_turn(layer: LayerSpec) -> dict[str, Layout]:
     """Of Qwen3.5: the same queries; of the heads first one of each that share keys, then the next of each."""
-    delta = _mixer(layer, DeltaSpec)
+    delta = _mixer(layer, "delta")
     if delta is None:
         return delta_layouts(layer)
     share = delta.heads // delta.k_heads
@@ -91,18 +91,18 @@ def _woven(count: int, size: int) -> tuple[int, ...]:
     return tuple(at + h * size + i for h in range(count) for at in (0, half) for i in range(size))
 
 
-def _mixer(layer: LayerSpec, kind: type[Any]) -> Any:
-    return next((s.mixer for s in layer.sublayers if isinstance(s.mixer, kind)), None)
+def _mixer(layer: LayerSpec, kind: str) -> Any:
+    return next((s.mixer for s in layer.sublayers if s.mixer.kind == kind), None)
 
 
 def of_attention(spec: DecoderSpec) -> list[bool]:
     """Which layers have attention."""
-    return [_mixer(layer, AttentionSpec) is not None for layer in spec.layers]
+    return [_mixer(layer, "attention") is not None for layer in spec.layers]
 
 
 def kv_heads(spec: DecoderSpec) -> dict[str, Any]:
     """Heads of keys a layer, 0 of those without attention, by which llama.cpp tells the layers apart."""
-    found = [0 if (a := _mixer(layer, AttentionSpec)) is None else a.kv_heads for layer in spec.layers]
+    found = [0 if (a := _mixer(layer, "attention")) is None else a.kv_heads for layer in spec.layers]
     return {"attention.head_count_kv": per_layer(found)}
 
 
@@ -117,7 +117,7 @@ def read_attention(file: Metadata, config: Mapping[str, Any]) -> list[bool]:
 
 def mamba_keys(spec: DecoderSpec, arch: str) -> dict[str, int]:
     """The sizes of Mamba-2. Raises ToolkitError for what llama.cpp does not compute."""
-    one = next((m for _, m in spec.mixers() if isinstance(m, MambaSpec)), None)
+    one = next((m for _, m in spec.mixers() if m.kind == "mamba"), None)
     if one is None:
         raise ToolkitError(f"gguf: llama.cpp's {arch} has state spaces, this model has none")
     if one.conv.bias is None or any(x.bias for x in one.linears()):
@@ -147,13 +147,13 @@ def read_mamba_keys(file: Metadata, names: Mapping[str, str]) -> dict[str, int]:
 
 
 def short_conv_keys(spec: DecoderSpec) -> dict[str, Any]:
-    kernel = next(m.conv.kernel for _, m in spec.mixers() if isinstance(m, ShortConvSpec))
+    kernel = next(m.conv.kernel for _, m in spec.mixers() if m.kind == "short_conv")
     return {**kv_heads(spec), "shortconv.l_cache": kernel}
 
 
 def delta_keys(spec: DecoderSpec, arch: str) -> dict[str, int]:
     """The sizes of the delta rule. Raises ToolkitError for what llama.cpp does not compute."""
-    one = next((m for _, m in spec.mixers() if isinstance(m, DeltaSpec)), None)
+    one = next((m for _, m in spec.mixers() if m.kind == "delta"), None)
     attends = of_attention(spec)
     if one is None or True not in attends:
         raise ToolkitError(f"gguf: llama.cpp's {arch} has layers of attention and of linear attention")
