@@ -9,6 +9,7 @@ import typer
 
 from toolkit.commands.options import EngineFlags, with_engine_flags
 from toolkit.errors import UsageError
+from toolkit.option import spelled
 
 
 @with_engine_flags
@@ -33,9 +34,9 @@ def gradio(
     from toolkit.serve.gradio import app
 
     if model.startswith(("http://", "https://")):
-        given = [f.name.strip("_") for f in fields(engine) if getattr(engine, f.name) != f.default]
+        given = [f.name for f in fields(engine) if getattr(engine, f.name) != f.default]
         if given:
-            raise UsageError(f"--{given[0].replace('_', '-')}: has no effect on the server at {model}; leave it out")
+            raise UsageError(f"{spelled(given[0])}: has no effect on the server at {model}; leave it out")
     elif api_key is not None:
         raise UsageError("--api-key: only for a server's URL; leave it out")
     require("gradio", "serve gradio")

@@ -41,6 +41,7 @@ class BlockManager:
         self.block_size = block_size
         self.windows = [g.reach for g in groups]
         self.states = [g.kind == "state" for g in groups]
+        self._has_states = any(self.states)
         self.pools = [BlockPool(n) for n in num_blocks]
         self.tables = [np.full((rows, blocks_for(max_len, block_size)), -1, np.int32) for _ in groups]
         self._first = [[0] * rows for _ in groups]  # first entry not given back
@@ -153,7 +154,7 @@ class BlockManager:
     def stop(self, start: int, end: int, branch: int = 0) -> int:
         """Where a step from ``start`` on that could compute up to ``end`` is to end: where states are kept, at the last
         border on its way, or at block ``branch``, up to which the request is like one before it."""
-        if not any(self.states):
+        if not self._has_states:
             return end
         border = end // self.block_size
         border = branch if start < branch * self.block_size < end else border
@@ -208,7 +209,7 @@ class BlockManager:
     def restart(self, row: int, start: int) -> int | None:
         """The last position from which the row can be computed after a step from ``start`` on has run in part, or None:
         it has given up blocks that are seen from there. A state may be spoilt, but for the one at the last border."""
-        at = start - start % self.block_size if any(self.states) else start
+        at = start - start % self.block_size if self._has_states else start
         for g, window in enumerate(self.windows):
             if window is not None:
                 stale = self._stale(row, window, at)

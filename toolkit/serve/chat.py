@@ -55,9 +55,13 @@ class Chat:
         )
         bare = replace(state.template.with_stops(config), shown_special_tokens=formats.shown)
         self._guided = formats.guide(request, begun) is not None
-        config, budget = await run_sized(
-            state, lambda: (self._ruled(bare, begun), self._budget(bare, begun)), self.size
-        )
+        asks = bool(request.cache_report)
+
+        def finish() -> tuple[GenerationConfig, Budget | None, int]:
+            seen = state.prompts.seen(token_ids, compare=asks)
+            return self._ruled(bare, begun), self._budget(bare, begun), seen
+
+        config, budget, seen = await run_sized(state, finish, self.size)
         adapter = state.adapter_of(request.model)
         common: Any = {"priority": request.priority or 0, "label": request.session_id, "pictures": pictures}
         self.choices = [
@@ -68,8 +72,6 @@ class Chat:
             self.choices[0] = replace(self.choices[0], progress=True)
         self.answers = [Answer() for _ in self.choices]
         self.usage = Usage(self.choices, formats.reasoning is not None)
-        asks = bool(request.cache_report)
-        seen = await run_sized(state, lambda: state.prompts.seen(token_ids, compare=asks), self.size)
         if asks:
             engine = state.engine
             tell = partial(first_miss, engine.tokenizer, token_ids, seen=seen, block=engine.plan.block_size)

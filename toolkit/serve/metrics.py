@@ -81,15 +81,18 @@ class _EngineCollector(Collector):
             yield kind(PREFIX + name, text, value=float(values.get(key, 0)))
 
 
-class _OtherNames(Collector):
-    """The metrics of a registry by the names of OTHERS, with the labels that those servers give them."""
+class _AllNames(Collector):
+    """The metrics of a registry, and behind them those of OTHERS by their names, with the labels that those servers
+    give them. The registry is asked once a scrape: asking it asks the engine."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self.registry = registry
         self.labels = {"model_name": model_name, "engine": "0"}
 
     def collect(self) -> Iterable[Metric]:
-        for ours in self.registry.collect():
+        metrics = list(self.registry.collect())
+        yield from metrics
+        for ours in metrics:
             for name in OTHERS.get(ours.name.removeprefix(PREFIX), ()):
                 theirs = Metric(name, ours.documentation, ours.type)
                 for sample in ours.samples:
@@ -114,8 +117,8 @@ class ServerMetrics:
     ) -> None:
         self.traces = traces
         self.registry = CollectorRegistry()
-        self.others = CollectorRegistry()
-        self.others.register(_OtherNames(self.registry, model_name))
+        self.everything = CollectorRegistry()
+        self.everything.register(_AllNames(self.registry, model_name))
         ProcessCollector(registry=self.registry)
         self.registry.register(_EngineCollector(stats))
         make: dict[str, Any] = {"registry": self.registry}
@@ -147,7 +150,7 @@ class ServerMetrics:
 
     def render(self) -> bytes:
         """The text that Prometheus scrapes."""
-        return generate_latest(self.registry) + generate_latest(self.others)
+        return generate_latest(self.everything)
 
 
 class RequestClock:

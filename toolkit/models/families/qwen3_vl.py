@@ -6,12 +6,11 @@ from __future__ import annotations
 import math
 
 from toolkit.models.config.fields import Fields
-from toolkit.models.config.preprocessor import area_recipe
 from toolkit.models.decoder import Built
 from toolkit.models.families import qwen2_vl
 from toolkit.models.family import Family, Tiny
 from toolkit.models.towers import activation, language_of, seeing, stored_vision
-from toolkit.models.vision import Branch, Recipe, Stage, VisionSpec
+from toolkit.models.vision import Branch, Stage, VisionSpec
 
 SPELLING = qwen2_vl.BLOCKS | {
     "position": "pos_embed.weight",
@@ -65,10 +64,6 @@ def build(config: Fields) -> Built:
     return seeing(language, made, stored, {"model.": "model.language_model."})
 
 
-def recipe(config: Fields, preprocessor: Fields) -> Recipe:
-    return area_recipe(preprocessor)
-
-
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
 FAMILY = Family(
     "qwen3_vl",
@@ -98,5 +93,5 @@ FAMILY = Family(
         ),
     ),
     "llama.cpp keeps the tower in a file of its own, which is not written here",
-    recipe=recipe,
+    recipe=qwen2_vl.recipe,
 )
