@@ -12,6 +12,7 @@ from typing import Any, Literal
 from toolkit.engine_configs import PytorchEngineConfig, TurbomindEngineConfig, VisionConfig
 from toolkit.errors import UsageError
 from toolkit.generation_config import GenerationConfig
+from toolkit.record import read
 
 __all__ = [
     "ChatTemplateConfig",
@@ -139,18 +140,7 @@ class ChatTemplateConfig:
             data = json.loads(text)
         except (ValueError, RecursionError) as e:
             raise UsageError(f"{what}: not valid JSON ({e})") from e
-        names = {f.name for f in fields(cls)}
-        if not isinstance(data, dict) or "model_name" not in data:
-            raise UsageError(f"{what}: expected a JSON object with at least 'model_name'")
-        if unknown := sorted(set(data) - names):
-            raise UsageError(f"{what}: unknown key {unknown[0]!r}; known are {', '.join(sorted(names))}")
-        for key, value in data.items():
-            good = (
-                isinstance(value, list) and all(isinstance(w, str) for w in value)
-                if key == "stop_words"
-                else isinstance(value, str)
-            )
-            if value is not None and not good:
-                want = "a list of strings" if key == "stop_words" else "a string"
-                raise UsageError(f"{what}: {key!r}: expected {want}, found {value!r:.40}")
-        return cls(**data)
+        try:
+            return read(cls, data)
+        except ValueError as e:
+            raise UsageError(f"{what}: {e}; known fields are {', '.join(f.name for f in fields(cls))}") from e

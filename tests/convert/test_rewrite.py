@@ -427,7 +427,7 @@ def test_the_same_command_again_finds_its_result(tiny_models: Any, tmp_path: Pat
 def test_gguf_into_a_directory_has_a_manifest(tiny_models: Any, tmp_path: Path) -> None:
     done = rewrite(str(tiny_models("llama", **PLAIN)), tmp_path / "m", to="gguf", gguf_type="q8_0")
     assert done.manifest is not None and (tmp_path / "m" / "model.gguf").is_file()
-    assert [entry["name"] for entry in done.manifest.files] == ["model.gguf"]
+    assert [entry.name for entry in done.manifest.files] == ["model.gguf"]
 
 
 def test_a_gguf_file_is_not_replaced_unasked(tiny_models: Any, tmp_path: Path) -> None:

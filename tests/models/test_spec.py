@@ -32,9 +32,9 @@ def test_unknown_field_is_refused(spec):
 @pytest.mark.parametrize(
     "path, value, message",
     [
-        (("hidden_size",), "64", "expected int"),
-        (("hidden_size",), True, "expected int"),
-        (("final_norm", "eps"), "small", "expected float"),
+        (("hidden_size",), "64", "hidden_size: expected a whole number"),
+        (("hidden_size",), True, "expected a whole number"),
+        (("final_norm", "eps"), "small", "final_norm.eps: expected a number"),
         (("final_norm",), None, "expected an object"),
         (("cache_groups", 0, "kind"), "ring", "expected one of"),
         (("layers", 0, "sublayers", 0, "mixer", "kind"), "conv", "unknown kind"),

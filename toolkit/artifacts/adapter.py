@@ -11,11 +11,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.safetensors_file import TensorInfo, read_header
 from toolkit.errors import ToolkitError
+from toolkit.record import read
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 128
+N = TypeVar("N", int, float)
 _NAME = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 # Fields that change what an adapter means, and the value at which they do not.
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -41,6 +43,18 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True)
+class _Scaling:
+    """What of PEFT's LoraConfig says how the matrices are scaled; absent fields are as PEFT has them. The patterns give
+    single modules another rank or alpha."""
+
+    r: int | None = None
+    lora_alpha: float = 8.0
+    use_rslora: bool | None = None
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+
+
+@dataclass(frozen=True)
 class LowRank:
     """What an adapter adds to a linear: ``b @ a``. ``a``: float32 [rank, in]; ``b``: float32 [out, rank], scaled."""
 
@@ -55,7 +69,7 @@ def read_adapter(path: Path, spec: DecoderSpec, stored: Sequence[StoredTensor] =
     canonical names. Raises ToolkitError, one line that names file and field or tensor, for an adapter of another kind,
     one that changes what is no linear of a layer, and shapes that do not fit the model.
     """
-    config = _read_config(path)
+    scaling = _read_config(path)
     file = path / WEIGHTS
     if not file.is_file():
         other = " (a pickle, adapter_model.bin, is not read)" if (path / "adapter_model.bin").exists() else ""
@@ -71,11 +85,11 @@ def read_adapter(path: Path, spec: DecoderSpec, stored: Sequence[StoredTensor] =
                 "(no embedding, head, router, expert or kv_b_proj); merge the adapter into the checkpoint instead"
             )
         _check_shapes(file, module, sides, target.shape)
-        found |= _split(target, _load(file, sides, _scale(path, config, module, sides["A"].shape[0])))
+        found |= _split(target, _load(file, sides, _scale(path / CONFIG, scaling, module, sides["A"].shape[0])))
     return found
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _read_config(path: Path) -> _Scaling:
     if not (path / CONFIG).is_file():
         raise ToolkitError(f"{path}: expected a PEFT adapter, found no {CONFIG} there")
     config = read_json_object(path / CONFIG)
@@ -93,7 +107,10 @@ def _read_config(path: Path) -> dict[str, Any]:
             f"{path / CONFIG}: init_lora_weights: found {start!r:.40}, which changes the base weights too; "
             "convert the adapter to plain LoRA first"
         )
-    return config
+    try:
+        return read(_Scaling, config, others=True)
+    except ValueError as error:
+        raise ToolkitError(f"{path / CONFIG}: {error}") from None
 
 
 def _pairs(file: Path, infos: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorInfo]]:
@@ -137,24 +154,20 @@ def _check_shapes(file: Path, module: str, sides: Mapping[str, TensorInfo], shap
         raise ToolkitError(f"{file}: {module}: rank: expected 1 to {MAX_RANK}, found {a[0]}; merge the adapter instead")
 
 
-def _scale(path: Path, config: dict[str, Any], module: str, rank: int) -> float:
-    """lora_alpha / r, or with rsLoRA / sqrt(r); patterns give single modules an alpha of their own."""
-    file = path / CONFIG
-    alpha = _by_pattern(file, config, "alpha_pattern", module, config.get("lora_alpha", 8))
-    declared = _by_pattern(file, config, "rank_pattern", module, config.get("r", rank))
+def _scale(file: Path, scaling: _Scaling, module: str, rank: int) -> float:
+    """lora_alpha / r, or with rsLoRA / sqrt(r)."""
+    alpha = _by_pattern(file, "alpha_pattern", scaling.alpha_pattern, module, scaling.lora_alpha)
+    declared = _by_pattern(file, "rank_pattern", scaling.rank_pattern, module, rank if scaling.r is None else scaling.r)
     if declared != rank:
-        raise ToolkitError(f"{file}: r: expected {rank}, the rank of {module}'s tensors, found {declared!r:.40}")
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
-        raise ToolkitError(f"{file}: lora_alpha: expected a number, found {alpha!r:.40}")
-    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        raise ToolkitError(f"{file}: r: expected {rank}, the rank of {module}'s tensors, found {declared}")
+    if not math.isfinite(alpha):
+        raise ToolkitError(f"{file}: lora_alpha: expected a number, found {alpha}")
+    return alpha / (math.sqrt(rank) if scaling.use_rslora else rank)
 
 
-def _by_pattern(file: Path, config: dict[str, Any], field: str, module: str, default: Any) -> Any:
+def _by_pattern(file: Path, field: str, patterns: dict[str, N] | None, module: str, default: N) -> N:
     """The value of the first key that is the module's name or, as a regular expression, its end."""
-    patterns = config.get(field) or {}
-    if not isinstance(patterns, dict):
-        raise ToolkitError(f"{file}: {field}: expected an object, found {patterns!r:.40}")
-    for key, value in patterns.items():
+    for key, value in (patterns or {}).items():
         try:
             if re.fullmatch(rf"(?:.*\.)?(?:{key})", module):
                 return value

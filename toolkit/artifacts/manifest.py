@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.safetensors_file import MAX_HEADER
 from toolkit.errors import ToolkitError
+from toolkit.record import later, plain, read
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
@@ -25,13 +25,23 @@ _CONTENT = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 
 
 @dataclass(frozen=True)
+class FileEntry:
+    """A file of an artifact, by its ``name`` in the directory. ``header_sha256``: of the header of a safetensors file,
+    which is cheap enough to be checked whenever one is opened."""
+
+    name: str
+    size: int
+    sha256: str
+    header_sha256: str | None = later(None)
+
+
+@dataclass(frozen=True)
 class Manifest:
     """One stage's record. Field names are the JSON keys.
 
     ``parent``: {path, hub_id, revision, digest, manifest} of the input, ``manifest`` being the parent's own record
     without its file list, or None where the chain starts. ``options`` of the stage; ``quality``: figures it measured.
-    ``files``: {name, size, sha256} of every file but the manifest, and ``header_sha256`` of the headers of safetensors
-    files, which is cheap enough to be checked whenever one is opened; ``size_bytes``: sum of the sizes.
+    ``files``: every file but the manifest; ``size_bytes``: sum of their sizes.
     """
 
     kind: str
@@ -40,13 +50,14 @@ class Manifest:
     created: str  # ISO 8601, UTC
     parent: dict[str, Any]
     options: dict[str, Any]
-    quality: dict[str, Any] = field(default_factory=dict)
-    files: list[dict[str, Any]] = field(default_factory=list)
-    size_bytes: int = 0
+    quality: dict[str, Any]
+    files: list[FileEntry]
+    size_bytes: int
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        found: dict[str, Any] = plain(self)
+        return found
 
 
 def read_manifest(directory: Path) -> Manifest | None:
@@ -68,23 +79,16 @@ def parse_manifest(data: dict[str, Any], path: Path) -> Manifest:
             f"{path}: schema_version {version} is newer than {SCHEMA_VERSION}, the newest this version reads; "
             f"upgrade (it was written by {data.get('tool_version')!r:.40})"
         )
-    fields = {
-        "kind": str, "stage": str, "tool_version": str, "created": str, "parent": dict, "options": dict,
-        "quality": dict, "files": list, "size_bytes": int,
-    }  # fmt: skip
-    for name, kind in fields.items():
-        if not isinstance(data.get(name), kind):
-            raise ToolkitError(f"{path}: {name}: expected {kind.__name__}, found {data.get(name)!r:.40}")
-    if data["kind"] not in KINDS:
-        raise ToolkitError(f"{path}: kind: expected one of {', '.join(KINDS)}, found {data['kind']!r:.40}")
-    for entry in data["files"]:
-        kinds = (("name", str), ("size", int), ("sha256", str))
-        good = isinstance(entry, dict) and all(isinstance(entry.get(key), kind) for key, kind in kinds)
-        if not good or not isinstance(entry.get("header_sha256", ""), str):
-            raise ToolkitError(f"{path}: files: expected objects with name, size and sha256, found {entry!r:.60}")
-        if not _is_plain(entry["name"]):
-            raise ToolkitError(f"{path}: files: expected names of files in the directory, found {entry['name']!r:.60}")
-    return Manifest(schema_version=version, **{name: data[name] for name in fields})
+    try:
+        manifest = read(Manifest, data, others=True)
+    except ValueError as error:
+        raise ToolkitError(f"{path}: {error}") from None
+    if manifest.kind not in KINDS:
+        raise ToolkitError(f"{path}: kind: expected one of {', '.join(KINDS)}, found {manifest.kind!r:.40}")
+    for entry in manifest.files:
+        if not _is_plain(entry.name):
+            raise ToolkitError(f"{path}: files: expected names of files in the directory, found {entry.name!r:.60}")
+    return manifest
 
 
 def _is_plain(name: str) -> bool:
@@ -99,24 +103,23 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     (directory / MANIFEST).write_text(text, encoding="utf-8")
 
 
-def describe_file(directory: Path, file: Path) -> dict[str, Any]:
+def describe_file(directory: Path, file: Path) -> FileEntry:
     """The entry of ``files`` for a file of an artifact."""
     name = str(file.relative_to(directory))
-    entry: dict[str, Any] = {"name": name, "size": file.stat().st_size, "sha256": file_digest(file)}
-    return entry | ({"header_sha256": _header_digest(file)} if name.endswith(".safetensors") else {})
+    header = _header_digest(file) if name.endswith(".safetensors") else None
+    return FileEntry(name, file.stat().st_size, file_digest(file), header)
 
 
 def check_tensors(directory: Path, manifest: Manifest) -> None:
     """What is checked whenever an artifact is opened: the size of every file of tensors, and the digest of its header.
     Other files may be edited: a chat template, a context length. Raises ToolkitError, one line."""
     for entry in manifest.files:
-        if not entry["name"].endswith(TENSORS):
+        if not entry.name.endswith(TENSORS):
             continue
-        file = directory / entry["name"]
-        _check_size(file, entry["size"])
-        header = entry.get("header_sha256")
-        if header is not None and (found := _header_digest(file)) != header:
-            raise _changed(file, header, found)
+        file = directory / entry.name
+        _check_size(file, entry.size)
+        if entry.header_sha256 is not None and (found := _header_digest(file)) != entry.header_sha256:
+            raise _changed(file, entry.header_sha256, found)
 
 
 def check_files(directory: Path, manifest: Manifest, verify: bool = False) -> None:
@@ -126,10 +129,10 @@ def check_files(directory: Path, manifest: Manifest, verify: bool = False) -> No
     """
     check_tensors(directory, manifest)
     for entry in manifest.files:
-        file = directory / entry["name"]
-        _check_size(file, entry["size"])
-        if verify and (found := file_digest(file)) != entry["sha256"]:
-            raise _changed(file, entry["sha256"], found)
+        file = directory / entry.name
+        _check_size(file, entry.size)
+        if verify and (found := file_digest(file)) != entry.sha256:
+            raise _changed(file, entry.sha256, found)
 
 
 def _check_size(file: Path, expected: int) -> None:
@@ -210,7 +213,7 @@ def content_digest(path: Path) -> str:
         return f"sha256:{file_digest(path)}"
     names = [file.name for file in content_files(path)]
     manifest = read_manifest(path)
-    recorded = {entry["name"]: entry["sha256"] for entry in manifest.files} if manifest is not None else {}
+    recorded = {entry.name: entry.sha256 for entry in manifest.files} if manifest is not None else {}
     lines = []
     for name in names:
         found = file_digest(path / name)

@@ -108,7 +108,7 @@ def _listed(directory: Path) -> set[str]:
         manifest = read_manifest(directory)
     except ToolkitError:
         return set()
-    return {MANIFEST, *(str(PurePosixPath(entry["name"])) for entry in manifest.files)} if manifest else set()
+    return {MANIFEST, *(str(PurePosixPath(entry.name)) for entry in manifest.files)} if manifest else set()
 
 
 def _is_our_gguf(file: Path) -> bool:

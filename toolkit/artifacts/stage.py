@@ -124,7 +124,7 @@ class Stage:
             options=self.options,
             quality=dict(quality or {}),
             files=files,
-            size_bytes=sum(entry["size"] for entry in files),
+            size_bytes=sum(entry.size for entry in files),
         )
         write_manifest(self.dir, manifest)
         for file in sorted(self.dir.rglob("*"), reverse=True):
@@ -250,7 +250,7 @@ def _holds(target: Path, key: str) -> bool:
         return False
     if found is None or _key(found.kind, found.stage, found.parent, found.options, found.tool_version) != key:
         return False
-    files = [(target / entry["name"], entry.get("size")) for entry in found.files]
+    files = [(target / entry.name, entry.size) for entry in found.files]
     return all(file.is_file() and file.stat().st_size == size for file, size in files)
 
 

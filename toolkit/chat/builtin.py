@@ -14,6 +14,7 @@ from importlib.resources import files
 from typing import Any
 
 from toolkit.errors import UsageError
+from toolkit.record import read
 
 PIECES = ("system", "eosys", "user", "eoh", "assistant", "eoa", "tool", "eotool", "separator")
 
@@ -64,8 +65,7 @@ class Builtin:
 def load() -> list[Builtin]:
     """All built-in templates, in the order in which their patterns are tried."""
     text = files("toolkit.templates").joinpath("index.json").read_text(encoding="utf-8")
-    entries: list[dict[str, Any]] = json.loads(text)
-    return [_builtin(entry) for entry in entries]
+    return [read(Builtin, entry) for entry in json.loads(text)]
 
 
 def find(name: str) -> Builtin | None:
@@ -87,8 +87,3 @@ def unknown(name: str) -> UsageError:
     return UsageError(
         f"chat template {name!r}: neither a built-in name nor a .json or .jinja file; {hint}'tool list' shows them all"
     )
-
-
-def _builtin(entry: dict[str, Any]) -> Builtin:
-    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
-    return Builtin(**values)

@@ -17,6 +17,7 @@ from toolkit.engine.verify import verify_tensors
 from toolkit.engine_configs import EngineConfig, PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.vision import VisionSpec, most_patches
+from toolkit.record import read
 from toolkit.runners.base import Backend, RunnerError, RunnerOptions
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class Setup:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Setup:
-        config = CONFIGS[data["kind"]](**data["config"])
+        config = read(CONFIGS[data["kind"]], data["config"])
         paths = Path(data["path"]), Path(data["tokenizer_dir"])
         return Setup(*paths, config, data["backend"], pictures_together=data["pictures_together"])
 
@@ -85,10 +86,7 @@ class Facts:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Facts:
-        fields = dict(data["plan"])
-        fields["rows"] = tuple(tuple(r) for r in fields["rows"])
-        fields["num_blocks"], fields["notices"] = tuple(fields["num_blocks"]), tuple(fields["notices"])
-        return Facts(**{**data, "plan": MemoryPlan(**fields)})
+        return read(Facts, data)
 
 
 def find(model: str, config: EngineConfig | None, backend: Backend | None, packed: Packed | None = None) -> Setup:

@@ -72,6 +72,6 @@ def open_engine(path: Path) -> EngineArtifact:
 
 def _check_digest(json_path: Path, manifest: Manifest | None) -> None:
     """An engine.json that is not the one written may hold a spec that no model has: refuse it rather than run it."""
-    recorded = {entry["name"]: entry["sha256"] for entry in manifest.files} if manifest is not None else {}
+    recorded = {entry.name: entry.sha256 for entry in manifest.files} if manifest is not None else {}
     if recorded.get(ENGINE_JSON) != file_digest(json_path):
         raise ToolkitError(f"{json_path}: was changed since it was written; convert the model again")

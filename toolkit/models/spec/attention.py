@@ -8,7 +8,8 @@ from typing import Literal
 from toolkit.models.spec import sound
 from toolkit.models.spec.keeps import Paged
 from toolkit.models.spec.mixer import MixerSpec, Rotary
-from toolkit.models.spec.parts import AlibiSpec, LinearSpec, NormSpec, QueryScale, RopeSpec, later
+from toolkit.models.spec.parts import AlibiSpec, LinearSpec, NormSpec, QueryScale, RopeSpec
+from toolkit.record import later
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from toolkit.models.spec.as_json import build, plain
 from toolkit.models.spec.attention import AttentionSpec
 from toolkit.models.spec.check import check_spec
 from toolkit.models.spec.cross import CrossSpec
@@ -16,9 +15,10 @@ from toolkit.models.spec.latent import LatentSpec
 from toolkit.models.spec.mamba import MambaSpec
 from toolkit.models.spec.mlp import MlpSpec
 from toolkit.models.spec.moe import MoeSpec
-from toolkit.models.spec.parts import LinearSpec, NormSpec, RopeSpec, later
+from toolkit.models.spec.parts import LinearSpec, NormSpec, RopeSpec
 from toolkit.models.spec.short_conv import ShortConvSpec
 from toolkit.models.vision import VisionSpec
+from toolkit.record import later, plain, read
 
 Mixer = AttentionSpec | LatentSpec | CrossSpec | ShortConvSpec | MambaSpec | DeltaSpec | MlpSpec | MoeSpec
 
@@ -162,6 +162,6 @@ class DecoderSpec:
     @staticmethod
     def from_json(data: dict[str, Any]) -> DecoderSpec:
         """Inverse of ``to_json``. Raises ValueError for unknown or missing fields and for impossible numbers."""
-        spec: DecoderSpec = build(DecoderSpec, data)
+        spec = read(DecoderSpec, data)
         check_spec(spec)
         return spec

@@ -7,7 +7,8 @@ from typing import Literal
 
 from toolkit.models.spec import sound
 from toolkit.models.spec.mixer import MixerSpec
-from toolkit.models.spec.parts import Activation, LinearSpec, later
+from toolkit.models.spec.parts import Activation, LinearSpec
+from toolkit.record import later
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from typing import Literal
 from toolkit.models.spec import sound
 from toolkit.models.spec.mixer import MixerSpec
 from toolkit.models.spec.mlp import MlpSpec
-from toolkit.models.spec.parts import LinearSpec, later
+from toolkit.models.spec.parts import LinearSpec
+from toolkit.record import later
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
+
+from toolkit.record import later
 
 Shard = Literal["column", "row", "vocab", "expert", "replicated"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai"]
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-
-
-def later(default: Any) -> Any:
-    """A field that the first engine artifacts did not have: at its default it is left out of the JSON, so that
-    artifacts of models without it stay as they were, and readable by releases that do not know it."""
-    return dataclasses.field(default=default, metadata={"later": True})
 
 
 @dataclass(frozen=True)

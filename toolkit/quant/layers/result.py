@@ -14,6 +14,7 @@ from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, 
 from toolkit.models.sites import Site
 from toolkit.quant.layers.lazy import KEEP, Lazy
 from toolkit.quant.layers.statistics import Gram
+from toolkit.record import read
 from toolkit.runners.folding import Folded
 
 _FORMS: dict[str, Any] = {c.__name__: c for c in (Dense, GroupInt, ChannelInt8, Fp8, BlockFp8, Fp4)}
@@ -165,7 +166,7 @@ def from_state(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> LayerR
             fields["block"] = tuple(fields["block"])
         return _FORMS[form["form"]](**fields)
 
-    return LayerResult(Lazy(meta["forms"], make), [LinearReport(**r) for r in meta["reports"]])
+    return LayerResult(Lazy(meta["forms"], make), [read(LinearReport, r) for r in meta["reports"]])
 
 
 def storable_bits(value: Weight) -> int:

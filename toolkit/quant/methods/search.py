@@ -41,6 +41,7 @@ from toolkit.quant.methods.awq import Grid, inputs_after, site_scale
 from toolkit.quant.methods.gptq import Rounding, inverse_factor, round_site
 from toolkit.quant.methods.sensitivity import SAMPLES, Copies
 from toolkit.quant.selection import Selection
+from toolkit.record import read
 from toolkit.runners.folding import Folded
 
 BITS = (2, 3, 4, 8)
@@ -199,15 +200,10 @@ def measure(
             write_json_object(partial, {"units": [asdict(u) for u in reversed(units)]})
             partial.rename(kept)
         flow.advance(i, layer, weights)
-        found += [_unit(u) for u in json.loads(kept.read_text(encoding="utf-8"))["units"]]
+        found += [read(Unit, u) for u in json.loads(kept.read_text(encoding="utf-8"))["units"]]
     kl = copies.divergence(source.spec, source.outer_weights(flow.device), flow.hidden[0][:SAMPLES])
     told("trying widths", len(layers), len(layers))
     return [unit.weighed(kl[unit.name]) for unit in found]
-
-
-def _unit(data: dict[str, Any]) -> Unit:
-    candidates = tuple(Candidate(**c) for c in data["candidates"])
-    return Unit(data["name"], tuple(data["linears"]), data["weights"], candidates, data["middle"])
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ One array a parameter (uint8, as ``kernels/cpu/ops.h`` lays tiles out), and ``NA
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from toolkit.artifacts.engine.artifact import ENGINE_JSON, Arrays, EngineArtifac
 from toolkit.errors import ToolkitError
 from toolkit.models.spec import DecoderSpec
 from toolkit.models.vision import PREFIX, sizes
+from toolkit.record import read
 from toolkit.runners.native.packed import (
     DENSE,
     F32,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from toolkit.artifacts.canonical import Weight
 
 CPU_TARGET = "cpu"
-_INT_ONLY = {"bits": 0, "group": 0, "minima": False, "turned": False}
+_INT_ONLY = ("bits", "group", "minima", "turned")
 
 
 def pack_cpu(
@@ -119,18 +119,14 @@ def _meta(where: str, entry: Any) -> PackedMeta:
     if not isinstance(entry, dict) or entry.get("layout") != LAYOUT_VERSION:
         found = entry.get("layout") if isinstance(entry, dict) else entry
         raise ToolkitError(f"{where}: layout: expected {LAYOUT_VERSION}, found {found!r:.40}; convert the model again")
-    names = {f.name for f in fields(PackedMeta)}
-    values = _INT_ONLY | {k: v for k, v in entry.items() if k in names}
-    numbers = [values.get(k) for k in ("kind", "rows", "cols", "dtype", "bits", "group")]
-    good = values.keys() == names and all(type(v) is int and 0 <= v < 1 << 31 for v in numbers)
-    good = good and all(type(values[k]) is bool for k in ("minima", "turned")) and isinstance(values["origin"], dict)
-    if good:
-        meta = PackedMeta(**values)
-        good = meta.rows > 0 and meta.cols > 0 and meta.dtype in ITEM_BYTES and meta.kind in (VECTOR, DENSE, INT)
-        if meta.kind == INT:
-            good = (
-                good and meta.bits in (4, 8) and meta.group > 0 and meta.group % 16 == 0 and not meta.cols % meta.group
-            )
-        if good:
-            return meta
-    raise ToolkitError(f"{where}: unknown form {entry!r:.100}; convert the model again")
+    try:
+        meta = read(PackedMeta, entry, others=True)  # the entry says more, for readers that know no tiles
+    except ValueError as error:
+        raise ToolkitError(f"{where}: {error}; convert the model again") from None
+    good = 0 < meta.rows < 1 << 31 and 0 < meta.cols < 1 << 31
+    good = good and meta.dtype in ITEM_BYTES and meta.kind in (VECTOR, DENSE, INT)
+    if meta.kind == INT:
+        good = good and meta.bits in (4, 8) and meta.group > 0 and meta.group % 16 == 0 and not meta.cols % meta.group
+    if not good:
+        raise ToolkitError(f"{where}: unknown form {entry!r:.100}; convert the model again")
+    return meta

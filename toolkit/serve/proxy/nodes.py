@@ -16,12 +16,28 @@ import orjson
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.stage import write_file
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.record import read
 
 ELSEWHERE = (429, 502, 503, 504)  # answers of a node that another may do better
 LATENCIES = 15  # of the last requests, that a node is judged by
 OLD_S = 120.0  # after which a latency says nothing any more
 FIRST_PAUSE_S = 0.5  # before a node that failed is looked at again; doubles with every failure
 LONGEST_PAUSE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What of a node is kept over a restart: fields of Node."""
+
+    models: list[str]
+    speed: float | None = None
+    lease: float | None = None
+    trusted: bool = True  # absent in older files, which had the operator's nodes alone
+
+
+@dataclass(frozen=True)
+class _State:
+    nodes: dict[str, Kept]
 
 
 @dataclass
@@ -70,8 +86,8 @@ class Node:
         told = {"models": self.models, "unfinished": self.unfinished, "latency": latency, "speed": self.speed}
         return {**told, "healthy": self.down is None, "reason": self.down, "failures": self.failures}
 
-    def kept(self) -> dict[str, Any]:
-        return {"models": self.models, "speed": self.speed, "lease": self.lease, "trusted": self.trusted}
+    def kept(self) -> Kept:
+        return Kept(self.models, self.speed, self.lease, self.trusted)
 
 
 class Nodes:
@@ -82,8 +98,8 @@ class Nodes:
         self._clock = clock
         self._nodes: dict[str, Node] = {}
         if file is not None and file.exists():
-            for url, kept in _read(file):
-                self._put(url, **kept)
+            for url, kept in _read(file).items():
+                self._put(url, kept)
 
     def __iter__(self) -> Iterator[Node]:
         return iter(list(self._nodes.values()))
@@ -109,7 +125,7 @@ class Nodes:
         if before is not None:
             models, speed = (before.models if models is None else models), (before.speed if speed is None else speed)
             trusted = trusted or before.trusted
-        node = self._put(url, models, speed, lease, trusted)
+        node = self._put(url, Kept(models or [], speed, lease, trusted))
         if node.kept() != kept:
             self._write()
         return node
@@ -137,18 +153,18 @@ class Nodes:
         """What can be asked for, each name once."""
         return list(dict.fromkeys(name for node in self._nodes.values() for name in node.models))
 
-    def _put(self, url: str, models: list[str] | None, speed: float | None, lease: float | None, trusted: bool) -> Node:
+    def _put(self, url: str, kept: Kept) -> Node:
         node = self._nodes.setdefault(url, Node(url, down="not looked at yet"))
-        node.models, node.speed, node.lease, node.trusted = models or [], speed, lease, trusted
-        node.expires = float("inf") if lease is None else self._clock() + lease
+        node.models, node.speed, node.lease, node.trusted = kept.models, kept.speed, kept.lease, kept.trusted
+        node.expires = float("inf") if kept.lease is None else self._clock() + kept.lease
         node.look_at = self._clock()
         return node
 
     def _write(self) -> None:
         if self._file is not None:
-            kept = {"nodes": {node.url: node.kept() for node in self._nodes.values()}}
+            state = _State({node.url: node.kept() for node in self._nodes.values()})
             with write_file(self._file) as scratch:
-                scratch.write_bytes(orjson.dumps(kept, option=orjson.OPT_INDENT_2))
+                scratch.write_bytes(orjson.dumps(state, option=orjson.OPT_INDENT_2))
 
 
 def checked(url: str) -> str:
@@ -164,16 +180,13 @@ def checked(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}"
 
 
-def _read(file: Path) -> list[tuple[str, dict[str, Any]]]:
-    """(url, fields) of a state file. Raises ToolkitError."""
-    found = []
-    nodes = read_json_object(file).get("nodes")
-    for url, kept in nodes.items() if isinstance(nodes, dict) else [("nodes", None)]:
-        models = kept.get("models") if isinstance(kept, dict) else None
-        numbers = [kept.get(name) for name in ("speed", "lease")] if isinstance(kept, dict) else ["?"]
-        good = isinstance(models, list) and all(isinstance(m, str) for m in models)
-        if not good or not all(n is None or (isinstance(n, (int, float)) and n > 0) for n in numbers):
-            raise ToolkitError(f"{file}: {url}: expected a node as this tool writes it; remove the file to start anew")
-        trusted = not isinstance(kept, dict) or kept.get("trusted") is not False  # absent: the operator's
-        found.append((checked(url), {"models": models, "speed": numbers[0], "lease": numbers[1], "trusted": trusted}))
-    return found
+def _read(file: Path) -> dict[str, Kept]:
+    """By URL what a state file holds. Raises ToolkitError."""
+    try:
+        nodes = read(_State, read_json_object(file)).nodes
+        for url, kept in nodes.items():
+            if not all(number is None or number > 0 for number in (kept.speed, kept.lease)):
+                raise ValueError(f"{url!r:.60}: speed and lease: expected numbers above 0")
+    except ValueError as error:
+        raise ToolkitError(f"{file}: {error}; remove the file to start anew") from None
+    return {checked(url): kept for url, kept in nodes.items()}
