@@ -138,7 +138,7 @@ def _typed(flag: str, hint: Any, default: Any) -> tuple[Any, Any, Callable[[Any]
     """How a field of type ``hint`` is typed: (what Typer reads, its default, that → the field's value)."""
     members = [x for x in (get_args(hint) if isinstance(hint, UnionType) else (hint,)) if x is not NoneType]
     kind, inner = get_origin(members[0]), get_args(members[0])
-    if kind is tuple and inner[0] is str:
+    if kind in (tuple, Sequence) and inner[0] is str:
         return list[str] | None, None, lambda entries: tuple(entries or ())
     if kind is tuple:
         shown = ",".join(f"{number:g}" for number in default) or None

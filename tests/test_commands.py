@@ -173,12 +173,12 @@ def test_a_session_shorter_than_the_window_of_perplexity(tmp_path: Path) -> None
 def test_keys_from_the_environment(
     told: str, flags: list[str], keys: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[dict[str, Any]] = []
-    monkeypatch.setattr(serve_run, "serve", lambda *_, **given: found.append(given["settings"]))
+    found: list[Any] = []
+    monkeypatch.setattr(serve_run, "serve", lambda model, settings, **_: found.append(settings.api_keys))
     monkeypatch.setenv("TOOLKIT_API_KEYS", told)
     with pytest.raises(SystemExit) as left:
         main(["serve", "api_server", "model", *flags])
-    assert left.value.code == 0 and found[0]["api_keys"] == keys
+    assert left.value.code == 0 and found == [keys]
 
 
 @pytest.mark.parametrize("told", ["", " ", "a,,b"])

@@ -42,6 +42,15 @@ def spelled(name: str) -> str:
     return "--" + name.rstrip("_").replace("_", "-")
 
 
+def check_ranges(record: Any) -> None:
+    """Raise UsageError for an option of ``record`` that is below its ``min``, as a command line would."""
+    for f in fields(record):
+        told, value = option_of(f), getattr(record, f.name)
+        low = None if told is None else told.shown.get("min")
+        if low is not None and value is not None and not value >= low:
+            raise UsageError(f"{f.name}: expected at least {low:g}, found {value!r}")
+
+
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 

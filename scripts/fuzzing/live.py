@@ -109,7 +109,7 @@ def _serve(model: Path) -> Run:
     from toolkit.engine.frontend import AsyncEngine
     from toolkit.engine_configs import TurbomindEngineConfig
     from toolkit.serve.app import create_app
-    from toolkit.serve.state import ServerSettings
+    from toolkit.serve.options import ServerSettings
 
     config = TurbomindEngineConfig(session_len=96, max_batch_size=8, cache_max_entry_count=0.01, threads=1)
     engine = AsyncEngine.open(model, backend_config=config)

@@ -25,7 +25,7 @@ from toolkit.errors import UsageError
 from toolkit.messages import GenerationConfig, Response
 from toolkit.serve.app import create_app
 from toolkit.serve.connection import connection_class
-from toolkit.serve.state import ServerSettings
+from toolkit.serve.options import ServerSettings
 
 EOS = 256
 

@@ -12,8 +12,8 @@ import pytest
 from toolkit import TurbomindEngineConfig
 from toolkit.chat.template import ChatTemplate
 from toolkit.engine.frontend import AsyncEngine
+from toolkit.serve.options import ServerSettings
 from toolkit.serve.run import create_app
-from toolkit.serve.state import ServerSettings
 
 TURNS = 20
 SHARE = 0.95

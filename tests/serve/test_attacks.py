@@ -25,7 +25,7 @@ from toolkit.engine.frontend import AsyncEngine
 from toolkit.engine.outage import Budget
 from toolkit.engine_configs import TurbomindEngineConfig
 from toolkit.serve.limits import Limits
-from toolkit.serve.state import ServerSettings
+from toolkit.serve.options import ServerSettings
 
 STREAMS = 4
 
@@ -62,7 +62,7 @@ def server(model: Path, request: Any) -> Iterator[Any]:
     config = TurbomindEngineConfig(session_len=400, max_batch_size=32, device="cpu", dtype="float32", threads=1)
     with AsyncEngine.open(model, backend_config=config, process=True, patience=2.0) as engine:
         template = ChatTemplate.open(engine.tokenizer, engine.tokenizer.path)
-        settings = ServerSettings("target", limits=Limits(read_timeout=2.0))
+        settings = ServerSettings(model_name="target", limits=Limits(read_timeout=2.0))
         with conftest.running(conftest.create_app(engine, template, settings), engine) as it:
             yield it
 

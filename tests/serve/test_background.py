@@ -35,13 +35,15 @@ def model(tiny_models: Any) -> str:
 def test_a_server_that_is_its_own_client(model: str) -> None:
     config = PytorchEngineConfig(session_len=128, max_batch_size=4, device_type="cpu")
     template = ChatTemplateConfig("mine", user="<u>", assistant="<a>")
-    more: Any = {"api_keys": "secret", "max_log_len": 9}
+    more: Any = {"api_keys": "secret", "max_log_len": 9, "max_choices": 2}
     with toolkit.serve(
         model, "tiny", backend_config=config, chat_template_config=template, server_port=0, **more
     ) as server:
         assert server.available_models == ["tiny"]
         *pieces, last = server.chat("hi", 1, max_tokens=4, ignore_eos=True)
         assert last[1:] == (4, "length") and pieces
+        with pytest.raises(ToolkitError, match="--max-choices"):
+            list(server.chat("hi", 1, n=3))
         with pytest.raises(ToolkitError, match="401"):
             _ = APIClient(server.url).available_models
         process = server._process
@@ -57,6 +59,11 @@ def test_what_keeps_it_from_starting_is_told_here(model: str) -> None:
     for arguments, says in [
         ({"backend": "tensorrt"}, "backend: expected"),
         ({"workers": 3}, "unknown argument 'workers'"),
+        ({"max_log_length": 3}, "did you mean 'max_log_len'"),
+        ({"max_log_len": "all"}, "max_log_len: expected a whole number, found 'all'"),
+        ({"max_concurrent_requests": 0}, "max_concurrent_requests: expected at least 1, found 0"),
+        ({"max_tools": -1}, "max_tools: expected at least 1, found -1"),
+        ({"memory": "2GB"}, "memory: only for a server of several models"),
         ({"backend_config": 5}, "backend_config"),
     ]:
         with pytest.raises(UsageError, match=says):

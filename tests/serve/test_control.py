@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from toolkit.option import spelled
 from toolkit.serve.state import ServerState
 
-ALL = ("--allow-terminate-by-client", "--enable-abort-handling", "--enable-sleep-mode")
+ALL = {"allow_terminate_by_client": True, "enable_abort_handling": True, "enable_sleep_mode": True}
 
 
 def ask(url: str, path: str, body: Any = None, method: str | None = None) -> tuple[int, Any]:
@@ -30,17 +31,17 @@ def ask(url: str, path: str, body: Any = None, method: str | None = None) -> tup
 @pytest.mark.parametrize(
     ("path", "method", "option"),
     [
-        ("/terminate", "GET", ALL[0]),
-        ("/abort_request", "POST", ALL[1]),
-        ("/sleep", "POST", ALL[2]),
-        ("/wakeup", "POST", ALL[2]),
-        ("/wake_up", "POST", ALL[2]),
+        ("/terminate", "GET", "allow_terminate_by_client"),
+        ("/abort_request", "POST", "enable_abort_handling"),
+        ("/sleep", "POST", "enable_sleep_mode"),
+        ("/wakeup", "POST", "enable_sleep_mode"),
+        ("/wake_up", "POST", "enable_sleep_mode"),
     ],
 )
 def test_nothing_is_allowed_unasked(start: Any, path: str, method: str, option: str) -> None:
-    server = start(allowed=[o for o in ALL if o != option])
+    server = start(**{**ALL, option: False})
     status, told = ask(server.url, path, {} if method == "POST" else None)
-    assert status == 403 and option in told["error"]["message"]
+    assert status == 403 and spelled(option) in told["error"]["message"]
     assert not server.engine.asleep and ask(server.url, "/health")[0] == 200
 
 
@@ -52,7 +53,7 @@ def long_request(server: Any, results: list[Any], **fields: Any) -> threading.Th
 
 
 def test_abort_by_session_and_all(start: Any) -> None:
-    server = start(engine={"delay": 0.05}, allowed=ALL)
+    server = start(engine={"delay": 0.05}, **ALL)
     results: list[Any] = []
     threads = [long_request(server, results, session_id=s, n=2) for s in (1, 2)]
     server.wait(lambda: len(server.engine.running) == 4)
@@ -67,7 +68,7 @@ def test_abort_by_session_and_all(start: Any) -> None:
 
 
 def test_abort_by_the_id_of_the_answer(start: Any) -> None:
-    server = start(engine={"delay": 0.02}, allowed=ALL)
+    server = start(engine={"delay": 0.02}, **ALL)
     body = json.dumps({"model": "echo", "prompt": "x" * 200, "stream": True}).encode()
     with urllib.request.urlopen(urllib.request.Request(server.v1 + "/completions", body), timeout=60) as reply:
         first = json.loads(reply.readline().removeprefix(b"data: "))
@@ -76,7 +77,7 @@ def test_abort_by_the_id_of_the_answer(start: Any) -> None:
 
 
 def test_sleep_waits_for_requests_and_refuses_new_ones(start: Any) -> None:
-    server = start(engine={"delay": 0.03}, allowed=ALL)
+    server = start(engine={"delay": 0.03}, **ALL)
     results: list[Any] = []
     thread = long_request(server, results, max_tokens=40)
     server.wait(lambda: bool(server.engine.running))
@@ -94,7 +95,7 @@ def test_sleep_waits_for_requests_and_refuses_new_ones(start: Any) -> None:
 
 
 def test_waking_waits_for_a_sleep_that_waits(start: Any) -> None:
-    server = start(engine={"delay": 0.02}, allowed=ALL)
+    server = start(engine={"delay": 0.02}, **ALL)
     results: list[Any] = []
     thread = long_request(server, results, max_tokens=40)
     server.wait(lambda: bool(server.engine.running))
@@ -110,7 +111,7 @@ def test_waking_waits_for_a_sleep_that_waits(start: Any) -> None:
 
 
 def test_sleep_waits_for_prompts_that_are_no_tokens_yet(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = start(allowed=ALL)
+    server = start(**ALL)
     encode, order, results = server.engine.tokenizer.encode, [], []
 
     def slowly(*args: Any, **options: Any) -> Any:
@@ -131,7 +132,7 @@ def test_sleep_waits_for_prompts_that_are_no_tokens_yet(start: Any, monkeypatch:
 def test_terminate_is_a_gentle_signal(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
     monkeypatch.setattr("toolkit.serve.control_routes.os.kill", lambda pid, number: sent.append(number))
-    server = start(allowed=ALL)
+    server = start(**ALL)
     assert ask(server.url, "/terminate")[0] == 200 and sent == [signal.SIGTERM]
 
 

@@ -16,9 +16,9 @@ import pytest
 from toolkit import PytorchEngineConfig
 from toolkit.chat.template import ChatTemplate
 from toolkit.engine.frontend import AsyncEngine
+from toolkit.serve.options import ServerSettings
 from toolkit.serve.pooling import INSTRUCTION, SYSTEM
 from toolkit.serve.run import create_app
-from toolkit.serve.state import ServerSettings
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from toolkit.serve.fleet.app import create_app
 from toolkit.serve.fleet.catalog import Listed, listed
 from toolkit.serve.fleet.child import Spare
 from toolkit.serve.fleet.fleet import Fleet
-from toolkit.serve.proxy.state import ProxySettings
+from toolkit.serve.options import ProxySettings
 
 COMMAND = [sys.executable, "-c", "import sys; from toolkit.commands.main import main; main(sys.argv[1:])"]
 

@@ -73,9 +73,7 @@ def app(tmp_path_factory: Any, request: Any) -> Any:
     engine = conftest.FakeEngine(conftest.ByteTokenizer(tmp_path_factory.mktemp("model")))
     template = conftest.PlainTemplate()
     template.tool_format, template.reasoning_format = registry.TOOLS[0], registry.REASONING[-1]
-    return conftest.create_app(
-        engine, template, conftest.ServerSettings(model_name="echo", allowed=["--enable-abort-handling"])
-    )
+    return conftest.create_app(engine, template, conftest.ServerSettings(model_name="echo", enable_abort_handling=True))
 
 
 @pytest.mark.parametrize("path", PATHS)

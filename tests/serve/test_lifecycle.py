@@ -19,6 +19,7 @@ from toolkit.engine_configs import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.errors import ToolkitError
 from toolkit.serve import run
 from toolkit.serve.metrics import ServerMetrics
+from toolkit.serve.options import ServerSettings
 from toolkit.serve.run import bind, listen
 
 
@@ -84,9 +85,8 @@ def test_shutting_down_tells_the_clients(start: Any) -> None:
 EARLY = """
 import signal
 from toolkit.serve.proxy.run import serve
-from toolkit.serve.proxy.state import ProxySettings
-from toolkit.serve.run import Address
-serve(Address(port=0), ProxySettings(), "error", lambda url: signal.raise_signal(signal.SIGTERM))
+from toolkit.serve.options import ProxySettings
+serve(ProxySettings(server_port=0, log_level="error"), lambda url: signal.raise_signal(signal.SIGTERM))
 """
 
 
@@ -138,6 +138,12 @@ def test_gauges_are_there_before_the_engine_has_told_anything() -> None:
     assert "toolkit:num_requests_running 0.0" in text and "toolkit:kv_cache_usage_perc 0.0" in text
 
 
+def test_a_scrape_asks_the_engine_once() -> None:
+    asked: list[Any] = []
+    text = ServerMetrics(lambda: {"running": asked.append(1) or 3}).render().decode()
+    assert asked == [1] and "vllm:num_requests_running" in text
+
+
 def test_a_port_that_another_program_listens_on_first() -> None:
     ours = bind("127.0.0.1", 0)
     theirs = bind("127.0.0.1", ours.getsockname()[1])  # both may bind while nobody listens
@@ -162,7 +168,7 @@ def test_documentation(start: Any) -> None:
     assert {"temperature", "messages"} <= set(schemas["ChatCompletionRequest"]["properties"])
     used = json.dumps(document).split('"#/components/schemas/')[1:]
     assert {ref.split('"')[0] for ref in used} <= set(schemas)
-    bare = start(docs=False)
+    bare = start(disable_fastapi_docs=True)
     for path in ("/docs", "/openapi.json"):
         with pytest.raises(urllib.error.HTTPError, match="404"):
             fetch(bare.url + path)
@@ -190,7 +196,7 @@ def test_cross_origin(start: Any) -> None:
 
 def test_metrics_can_be_turned_off(start: Any) -> None:
     with pytest.raises(urllib.error.HTTPError, match="404"):
-        fetch(f"{start(metrics=False).url}/metrics")
+        fetch(f"{start(disable_metrics=True).url}/metrics")
 
 
 @pytest.mark.parametrize("kind", [TurbomindEngineConfig, PytorchEngineConfig])
@@ -211,6 +217,6 @@ def test_enable_metrics_of_the_engine_decides(kind: Any, wanted: bool, tmp_path:
         run.ChatTemplate, "open", lambda *args: SimpleNamespace(tool_format=None, reasoning_format=None)
     )
     monkeypatch.setattr(run, "run_app", lambda app, *rest: apps.append(app))
-    address = run.Address(port=0)
-    run.serve("m", address, engine_config=kind(enable_metrics=wanted), progress=print, ready=lambda url, engine: None)
+    config = kind(enable_metrics=wanted)
+    run.serve("m", ServerSettings(server_port=0), engine_config=config, progress=print, ready=lambda url, engine: None)
     assert ("/metrics" in {getattr(r, "path", None) for r in apps[0].routes}) == wanted

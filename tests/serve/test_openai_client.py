@@ -51,7 +51,7 @@ def test_the_model_of_a_request_chooses_an_adapter(start: Any) -> None:
 
 
 def test_a_model_has_other_names(start: Any) -> None:
-    server = start(adapters=("tales",), aliases=("gpt-4",))
+    server = start(adapters=("tales",), alias=("gpt-4",))
     client = openai.OpenAI(base_url=server.v1, api_key="none", max_retries=0)
     assert [m.id for m in client.models.list()] == ["echo", "gpt-4", "tales"]
     assert client.completions.create(model="gpt-4", prompt="a").model == "gpt-4"

@@ -72,8 +72,7 @@ def model_of(response: dict[str, Any]) -> Any:
 
 
 def test_answers_and_errors_are_as_documented(start: Any) -> None:
-    allowed = ["--enable-abort-handling", "--enable-sleep-mode"]
-    server = start(template=Echo("hermes", "qwen3"), allowed=allowed)
+    server = start(template=Echo("hermes", "qwen3"), enable_abort_handling=True, enable_sleep_mode=True)
     _, document = ask(f"{server.url}/openapi.json", None)
     tested = set()
     for path, body in ASKED:

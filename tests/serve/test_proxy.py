@@ -18,10 +18,10 @@ import uvicorn
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.announce import Announcement
 from toolkit.serve.connection import connection_class
+from toolkit.serve.options import ProxySettings
 from toolkit.serve.proxy import strategies
 from toolkit.serve.proxy.app import create_app
 from toolkit.serve.proxy.nodes import Node, Nodes, checked
-from toolkit.serve.proxy.state import ProxySettings
 from toolkit.serve.proxy.watch import watch
 
 
@@ -136,7 +136,7 @@ class World:
 async def world(*nodes: FakeNode, headers: Any = None, **settings: Any) -> AsyncIterator[World]:
     for node in nodes:
         await node.start()
-    settings = {"nodes": [node.url for node in nodes], "heartbeat": 0.2, **settings}
+    settings = {"node": [node.url for node in nodes], "heartbeat": 0.2, **settings}
     app = create_app(ProxySettings(**settings))
     state = app.state.server
     config = uvicorn.Config(
@@ -152,7 +152,7 @@ async def world(*nodes: FakeNode, headers: Any = None, **settings: Any) -> Async
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=60) as client:
             found = World(list(nodes), state, client)
-            await found.up(len(settings["nodes"]))
+            await found.up(len(settings["node"]))
             yield found
     finally:
         for node in nodes:
@@ -313,7 +313,7 @@ def test_a_node_that_comes_back_gets_requests_again() -> None:
 def test_nodes_are_added_removed_and_ended() -> None:
     async def go() -> None:
         late = await FakeNode(models=("late",)).start()
-        async with world(FakeNode(), nodes_by_client=True, headers={"Content-Type": "application/json"}) as w:
+        async with world(FakeNode(), allow_nodes_by_client=True, headers={"Content-Type": "application/json"}) as w:
             assert (await w.ask(model="late")).status_code == 404
             added = await w.client.post("/nodes/add", json={"url": late.url + "/", "status": {"speed": 3}})
             assert added.status_code == 200 and added.json()["speed"] == 3
@@ -348,7 +348,7 @@ def test_nodes_are_added_removed_and_ended() -> None:
 )
 def test_a_node_that_cannot_be_is_refused(body: dict[str, Any]) -> None:
     async def go() -> None:
-        async with world(nodes_by_client=True) as w:
+        async with world(allow_nodes_by_client=True) as w:
             reply = await w.client.post("/nodes/add", json=body)
             assert reply.status_code == 400 and not list(w.state.nodes)
 
@@ -407,7 +407,7 @@ def test_web_pages_change_no_nodes(path: str) -> None:
 
     async def go() -> None:
         headers = {"Origin": "http://evil.example"}
-        async with world(FakeNode(), nodes_by_client=True, allow_origins=["*"], headers=headers) as w:
+        async with world(FakeNode(), allow_nodes_by_client=True, allow_origins=["*"], headers=headers) as w:
             url = w.nodes[0].url
             plain = {"Content-Type": "text/plain"}
             for method in ("POST", "GET") if "terminate" in path else ("POST",):
@@ -427,7 +427,7 @@ def test_web_pages_change_no_nodes(path: str) -> None:
 def test_the_operators_key_goes_to_the_operators_nodes_alone(trusted: bool, tmp_path: Path) -> None:
     async def go() -> None:
         late = await FakeNode(models=("late",)).start()
-        who: dict[str, Any] = {"node_keys": ["operator"]} if trusted else {"nodes_by_client": True}
+        who: dict[str, Any] = {"node_keys": ["operator"]} if trusted else {"allow_nodes_by_client": True}
         headers = {"Authorization": "Bearer operator"}
         file = tmp_path / "nodes.json"
         async with world(FakeNode(), node_key="inner", headers=headers, state_file=file, **who) as w:

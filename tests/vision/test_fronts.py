@@ -22,7 +22,7 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.registry import get
 from toolkit.pipeline.pipeline import Pipeline
 from toolkit.serve.app import create_app
-from toolkit.serve.state import ServerSettings
+from toolkit.serve.options import ServerSettings
 from toolkit.vision import images
 from toolkit.vision.eyes import Eyes
 from toolkit.vl import load_image
@@ -134,7 +134,7 @@ def test_the_terminal_shows_pictures(pipe: Pipeline, files: list[Path], tmp_path
 
 @pytest.fixture(scope="module")
 def client(pipe: Pipeline) -> Any:
-    settings = ServerSettings("tiny", allowed_local_media_path="/nowhere")
+    settings = ServerSettings(model_name="tiny", allowed_local_media_path="/nowhere")
     with TestClient(create_app(pipe.engine, pipe.chat_template, settings)) as opened:
         yield opened
 

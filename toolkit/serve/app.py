@@ -32,6 +32,7 @@ from toolkit.serve.intake import Intake
 from toolkit.serve.keys import ApiKeys
 from toolkit.serve.lanes import Lanes
 from toolkit.serve.metrics import ServerMetrics
+from toolkit.serve.options import ServerSettings
 from toolkit.serve.page.routes import add_page, docs_url
 from toolkit.serve.parsing import Formats
 from toolkit.serve.replies import json_response
@@ -40,7 +41,7 @@ from toolkit.serve.responses import routes as responses_routes
 from toolkit.serve.responses.kept import Store
 from toolkit.serve.sampling import choose_defaults
 from toolkit.serve.schema import ERRORS, add_schemas, answered
-from toolkit.serve.state import ServerSettings, ServerState
+from toolkit.serve.state import ServerState, image_rules
 from toolkit.serve.traces import Traces
 from toolkit.vision.eyes import Eyes
 
@@ -63,18 +64,18 @@ ROUTES = (
 
 def create_app(engine: AsyncEngine, template: ChatTemplate, settings: ServerSettings) -> FastAPI:
     """The application that serves ``engine``; it neither opens nor closes it. Its state is ``app.state.server``."""
-    limit = settings.max_concurrent_requests
-    lanes = Lanes(settings.limits)
+    limit, docs = settings.max_concurrent_requests, not settings.disable_fastapi_docs
+    lanes, name = Lanes(settings.limits), settings.model_name or engine.model_name
     state = ServerState(
         engine=engine,
         template=template,
         settings=settings,
         defaults=choose_defaults(settings.generation_config, engine.tokenizer.path),
-        metrics=ServerMetrics(engine.stats, _traces(settings), settings.model_name),
+        metrics=ServerMetrics(engine.stats, _traces(settings.otlp_traces_endpoint, name), name),
         lanes=lanes,
         pooling=pooling.choose(settings.pooling, engine.tokenizer.path),
         embeds=pooling_config(engine.tokenizer.path) is not None,
-        eyes=Eyes.open(engine.tokenizer.path, settings.image_rules, engine.session_len),
+        eyes=Eyes.open(engine.tokenizer.path, image_rules(settings), engine.session_len),
         formats=Formats.choose(engine.tokenizer, template, settings.tool_call_parser, settings.reasoning_parser),
         kept=Store(settings.limits),
         slots=asyncio.Semaphore(limit) if limit else None,
@@ -83,13 +84,13 @@ def create_app(engine: AsyncEngine, template: ChatTemplate, settings: ServerSett
         title="toolkit",
         version=__version__,
         description="OpenAI-compatible API of `tool serve api_server`",
-        docs_url=docs_url(settings.docs, settings.page),
-        openapi_url="/openapi.json" if settings.docs else None,
+        docs_url=docs_url(docs, not settings.no_page),
+        openapi_url="/openapi.json" if docs else None,
         redoc_url=None,
         responses=ERRORS,
     )
     app.state.server = state
-    if settings.page:
+    if not settings.no_page:
         add_page(app)
     _add_plain_routes(app, state)
     for routes in ROUTES:
@@ -109,15 +110,14 @@ def create_app(engine: AsyncEngine, template: ChatTemplate, settings: ServerSett
     return app
 
 
-def _traces(settings: ServerSettings) -> Traces | None:
-    endpoint = settings.otlp_traces_endpoint
-    return None if endpoint is None else Traces(endpoint, settings.model_name)
+def _traces(endpoint: str | None, model_name: str) -> Traces | None:
+    return None if endpoint is None else Traces(endpoint, model_name)
 
 
 def _add_plain_routes(app: FastAPI, state: ServerState) -> None:
     started = int(time.time())
     common = {"object": "model", "created": started, "owned_by": "toolkit", "max_model_len": state.engine.session_len}
-    base = {"parent": state.settings.model_name}
+    base = {"parent": state.model_name}
     cards = {name: {"id": name} | common | (base if state.adapter_of(name) else {}) for name in state.model_names}
 
     @app.get("/v1/models", **answered("Names that requests may use", ModelList))
@@ -144,7 +144,7 @@ def _add_plain_routes(app: FastAPI, state: ServerState) -> None:
             return json_response({"status": "healthy"})
         return json_response({"status": "unhealthy", "reason": outage.why, "restarting": outage.restarting}, 503)
 
-    if not state.settings.metrics:
+    if state.settings.disable_metrics:
         return
 
     @app.get("/metrics", summary="Metrics for Prometheus", response_class=PlainTextResponse)

@@ -8,6 +8,7 @@ A process that the parent has forked may hold that open, so the child looks whet
 from __future__ import annotations
 
 import atexit
+import difflib
 import json
 import os
 import select
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.chat.custom import MODELS
@@ -25,15 +26,17 @@ from toolkit.engine.setup import CONFIGS
 from toolkit.engine_configs import EngineConfig
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import ChatTemplateConfig
+from toolkit.option import check_ranges, option_of
+from toolkit.record import plain, read
 from toolkit.serve.client import APIClient
 from toolkit.serve.limits import Limits
+from toolkit.serve.options import ServerSettings
 
 if TYPE_CHECKING:
     from toolkit.engine.process_loop import Child
 
 STOP_S = 20.0  # that a server gets to end its requests and itself
 WATCH_S = 1.0  # how often the server looks whether its parent is there
-SETTINGS = ("allow_origins", "generation_config", "max_concurrent_requests", "max_log_len")
 
 
 class Server(APIClient):
@@ -70,8 +73,8 @@ def serve(
     backend: str = "turbomind",
     backend_config: EngineConfig | None = None,
     chat_template_config: ChatTemplateConfig | str | None = None,
-    server_name: str = "127.0.0.1",
-    server_port: int = 23333,
+    server_name: str = ServerSettings.server_name,
+    server_port: int = ServerSettings.server_port,
     log_level: str = "ERROR",
     api_keys: list[str] | str | None = None,
     ssl: bool = False,
@@ -81,14 +84,11 @@ def serve(
 
     model_name: what requests call it (default: the model's own name). backend: used without a backend_config.
     server_port: 0 = any free one, see ``Server.url``. ssl: by the files in SSL_KEYFILE and SSL_CERTFILE. kwargs: the
-    server's settings allow_origins, generation_config, max_concurrent_requests, max_log_len. Raises UsageError or
-    ToolkitError, as ``tool serve api_server`` would say it.
+    other options of ``tool serve api_server``, its limits too, by their names (``max_log_len=80``). Raises UsageError
+    or ToolkitError, as ``tool serve api_server`` would say it.
     """
-    if unknown := sorted(set(kwargs) - set(SETTINGS)):
-        raise UsageError(f"serve(): unknown argument {unknown[0]!r}; there are also {', '.join(SETTINGS)}")
     if backend not in CONFIGS:
         raise UsageError(f"backend: expected {' or '.join(CONFIGS)}, found {backend!r}")
-    keys = [api_keys] if isinstance(api_keys, str) else list(api_keys or ())
     config = backend_config if backend_config is not None else CONFIGS[backend]()
     if not isinstance(config, tuple(CONFIGS.values())):
         raise UsageError(f"backend_config: expected an engine config, found {type(config).__name__}")
@@ -97,38 +97,54 @@ def serve(
     if name is not None and name in MODELS:
         raise UsageError(f"chat_template_config: {name!r} is a Python class, which another process does not have")
     spelled = template.to_json() if isinstance(template, ChatTemplateConfig) else template
-    settings = {"api_keys": keys, **kwargs}
-    asked = order(
-        str(model_path), config, model_name, spelled, server_name, server_port, settings, log_level.lower(), ssl
-    )
-    return launch(asked, Server)[0]
-
-
-def order(
-    model: str,
-    config: EngineConfig,
-    model_name: str | None,
-    chat_template: str | None,
-    host: str,
-    port: int,
-    settings: dict[str, Any],
-    log_level: str,
-    ssl: bool = False,
-) -> dict[str, Any]:
-    """What a child is told to do, as JSON. ``settings``: of ServerSettings, its limits as a dict."""
-    return {
-        "parent": os.getpid(),
-        "model": model,
+    named = {
         "model_name": model_name,
-        "kind": next(name for name, cls in CONFIGS.items() if isinstance(config, cls)),
-        "config": asdict(config),
-        "chat_template": chat_template,
-        "host": host,
-        "port": port,
-        "ssl": ssl,
-        "settings": settings,
+        "server_name": server_name,
+        "server_port": server_port,
         "log_level": log_level,
+        "api_keys": [api_keys] if isinstance(api_keys, str) else list(api_keys or ()),
+        "ssl": ssl,
     }
+    return launch(Order.of(str(model_path), config, spelled, _settings(named | kwargs)), Server)[0]
+
+
+def _settings(given: dict[str, Any]) -> ServerSettings:
+    """The options that Python names, limits beside the others. Raises UsageError for one that there is not, or whose
+    value is of another type or out of range."""
+    limits = {f.name for f in fields(Limits)}
+    known = {f.name for f in fields(ServerSettings) if option_of(f)} | limits
+    if unknown := sorted(set(given) - known):
+        close = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise UsageError(f"serve(): unknown argument {unknown[0]!r}; {hint}tool serve api_server --help lists them")
+    own = {name: value for name, value in given.items() if name not in limits}
+    try:
+        settings = read(ServerSettings, own | {"limits": {k: v for k, v in given.items() if k in limits}})
+    except ValueError as e:
+        raise UsageError(f"serve(): {str(e).removeprefix('limits.')}") from None
+    check_ranges(settings)
+    check_ranges(settings.limits)
+    settings.check()
+    return settings
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a child is told to do. ``backend`` says which engine config ``config`` is; ``parent``: the process that the
+    child ends with."""
+
+    parent: int
+    model: str
+    backend: str
+    config: dict[str, Any]
+    chat_template: str | None
+    settings: ServerSettings
+
+    @staticmethod
+    def of(model: str, config: EngineConfig, chat_template: str | None, settings: ServerSettings) -> Order:
+        """One that this process gives."""
+        backend = next(name for name, kind in CONFIGS.items() if isinstance(config, kind))
+        return Order(os.getpid(), model, backend, asdict(config), chat_template, settings)
 
 
 class Started:
@@ -149,13 +165,13 @@ class Started:
         _end(self.process, self.link)
 
 
-def launch(order: dict[str, Any], kind: type[S], child: Started | None = None) -> tuple[S, dict[str, Any]]:
+def launch(order: Order, kind: type[S], child: Started | None = None) -> tuple[S, dict[str, Any]]:
     """Start a child, or take this one, and wait until it answers: its client, and what it has told (url, memory).
     Raises ToolkitError."""
     child = child or Started()
     process, ours = child.process, child.link
     try:
-        ours.sendall(json.dumps(order).encode() + b"\n")
+        ours.sendall(json.dumps(plain(order)).encode() + b"\n")
         with ours.makefile("rb") as lines:
             told = json.loads(lines.readline() or b"{}")
         if "url" not in told:
@@ -164,7 +180,7 @@ def launch(order: dict[str, Any], kind: type[S], child: Started | None = None) -
     except BaseException:
         child.close()
         raise
-    keys = order["settings"].get("api_keys")
+    keys = order.settings.api_keys
     return kind(told["url"], keys[0] if keys else None, process, ours), told
 
 
@@ -194,7 +210,7 @@ def main(fd: int) -> None:
     if not (line := link.makefile("rb").readline()):  # it is not needed any more
         engine.kill()
         return
-    order = json.loads(line)
+    order = read(Order, json.loads(line))
 
     def tell(what: dict[str, Any]) -> None:
         with suppress(OSError):
@@ -203,7 +219,7 @@ def main(fd: int) -> None:
     def follow() -> None:
         end = select.poll()
         end.register(link, select.POLLIN)
-        while os.getppid() == order["parent"] and not end.poll(WATCH_S * 1000):
+        while os.getppid() == order.parent and not end.poll(WATCH_S * 1000):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -217,23 +233,14 @@ def main(fd: int) -> None:
         raise
 
 
-def _serve(order: dict[str, Any], tell: Any, engine: Child) -> None:
+def _serve(order: Order, tell: Any, engine: Child) -> None:
     from toolkit.serve import run
 
-    keyfile, certfile = run.ssl_files() if order["ssl"] else (None, None)
-    kind = CONFIGS[order["kind"]]
-    settings = dict(order["settings"])
-    if "limits" in settings:
-        settings["limits"] = Limits(**settings["limits"])
     run.serve(
-        order["model"],
-        run.Address(order["host"], order["port"], ssl_keyfile=keyfile, ssl_certfile=certfile),
-        model_name=order["model_name"],
-        engine_config=kind(**order["config"]),
-        chat_template=order["chat_template"],
-        settings=settings,
-        log_level=order["log_level"],
-        log_format=order.get("log_format", "text"),
+        order.model,
+        order.settings,
+        engine_config=read(CONFIGS[order.backend], order.config),
+        chat_template=order.chat_template,
         engine_child=engine,
         progress=lambda line: None,
         ready=lambda url, engine: tell({"url": url, "memory": engine.plan.total}),

@@ -12,6 +12,7 @@ from pydantic import AliasChoices, BaseModel, Field
 from starlette.responses import Response as HttpResponse
 
 from toolkit.engine.nap import PARTS
+from toolkit.option import spelled
 from toolkit.serve.answers import Aborted, Ending, Sleeping
 from toolkit.serve.errors import ApiError, bad_field
 from toolkit.serve.replies import json_response
@@ -37,8 +38,8 @@ BODIES: list[type[BaseModel]] = [AbortRequest]
 
 def _allowed(raw: Request, option: str) -> ServerState:
     state: ServerState = raw.app.state.server
-    if option not in state.settings.allowed:
-        raise ApiError(403, f"{raw.url.path}: not allowed here; the server was started without {option}")
+    if not getattr(state.settings, option):
+        raise ApiError(403, f"{raw.url.path}: not allowed here; the server was started without {spelled(option)}")
     return state
 
 
@@ -46,7 +47,7 @@ def _allowed(raw: Request, option: str) -> ServerState:
     "/abort_request", **describe(AbortRequest, "End requests; needs --enable-abort-handling", Aborted, also=FORBIDDEN)
 )
 async def abort_request(raw: Request) -> HttpResponse:
-    state = _allowed(raw, "--enable-abort-handling")
+    state = _allowed(raw, "enable_abort_handling")
     request, _ = await parse(raw, state, AbortRequest)
     if request.abort_all:
         found = len(state.active)
@@ -59,7 +60,7 @@ async def abort_request(raw: Request) -> HttpResponse:
 @router.get("/terminate", **answered("End the server; needs --allow-terminate-by-client", Ending, also=FORBIDDEN))
 @router.post("/terminate", include_in_schema=False)
 async def terminate(raw: Request) -> HttpResponse:
-    _allowed(raw, "--allow-terminate-by-client")
+    _allowed(raw, "allow_terminate_by_client")
     os.kill(os.getpid(), signal.SIGTERM)
     return json_response({"status": "shutting down"})
 
@@ -71,7 +72,7 @@ async def terminate(raw: Request) -> HttpResponse:
     ),
 )
 async def sleep(raw: Request, level: str = "1") -> HttpResponse:
-    state = _allowed(raw, "--enable-sleep-mode")
+    state = _allowed(raw, "enable_sleep_mode")
     if level not in ("1", "2"):
         raise bad_field("level", f"expected 1 or 2, found {level!r:.20}")
     async with state.nap:
@@ -91,7 +92,7 @@ async def sleep(raw: Request, level: str = "1") -> HttpResponse:
     "/wakeup", **answered("Load the model again, all of it or by ?tags=weights&tags=kv_cache", Sleeping, also=FORBIDDEN)
 )
 async def wakeup(raw: Request) -> HttpResponse:
-    state = _allowed(raw, "--enable-sleep-mode")
+    state = _allowed(raw, "enable_sleep_mode")
     async with state.nap:
         await asyncio.to_thread(state.engine.wake, raw.query_params.getlist("tags") or PARTS)
         state.sleeping = state.engine.asleep

@@ -80,7 +80,7 @@ BODIES: list[type[BaseModel]] = [RawRequest, PerplexityRequest]
 async def generate(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     request, _ = await parse(raw, state, RawRequest)
-    state.check_ready(request.model or state.settings.model_name)
+    state.check_ready(request.model or state.model_name)
     state.settings.limits.check_work(request, 1, request.max_tokens, state.engine.session_len)
     answer = RawAnswer(state, request)
     return EventReply(answer.chunks()) if request.stream else JsonReply(answer.whole)
@@ -109,7 +109,7 @@ class RawAnswer:
         prompt: str | list[int] = request.prompt if request.input_ids is None else request.input_ids  # type: ignore
         async with state.slot():
             ids = await encode_prompt(state, prompt, "prompt" if request.input_ids is None else "input_ids")
-            model = request.model or state.settings.model_name
+            model = request.model or state.model_name
             choice = Choice(
                 0,
                 0,
@@ -171,7 +171,7 @@ def _logprobs(kind: str, ids: list[int], found: list[Any], top: int) -> dict[str
 async def get_ppl(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     request, _ = await parse(raw, state, PerplexityRequest)
-    model = request.model or state.settings.model_name
+    model = request.model or state.model_name
     state.check_ready(model)
 
     async def encode(i: int) -> list[int]:

@@ -67,7 +67,7 @@ BODIES: list[type[BaseModel]] = [GenerateRequest]
 async def interactive(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     request, size = await parse(raw, state, GenerateRequest)
-    model = request.adapter_name or request.model or state.settings.model_name
+    model = request.adapter_name or request.model or state.model_name
     state.check_ready(model, waits=not request.cancel)
     state.settings.limits.check_work(request, 1, request.request_output_len, state.engine.session_len)
     who = "\n".join(raw.headers.get(name, "") for name in ("authorization", "x-api-key", OWNER.decode()))

@@ -34,9 +34,10 @@ from toolkit.serve.connection import connection_class
 from toolkit.serve.keys import ApiKeys
 from toolkit.serve.limits import Limits
 from toolkit.serve.log import begin as begin_log
+from toolkit.serve.options import MAX_GRACE_S, ProxySettings, ServerSettings
 from toolkit.serve.parsing import Formats
 from toolkit.serve.sampling import choose_defaults
-from toolkit.serve.state import ServerSettings, ServerState
+from toolkit.serve.state import ServerState
 from toolkit.serve.traces import check as check_traces
 
 if TYPE_CHECKING:
@@ -52,11 +53,22 @@ CLIENT_GRACE_S = 2.0  # after the requests were ended: time to write the last by
 class Address:
     """Where to listen; ``grace_s``: how long requests in flight may go on after SIGTERM."""
 
-    host: str = "127.0.0.1"
-    port: int = 23333
-    grace_s: float = 10.0
-    ssl_keyfile: str | None = None
-    ssl_certfile: str | None = None
+    host: str
+    port: int
+    grace_s: float
+    ssl_keyfile: str | None
+    ssl_certfile: str | None
+    log_level: str
+
+
+def begin(settings: ServerSettings | ProxySettings) -> Address:
+    """Have this process log as ``settings`` say, and where it is to listen. Raises UsageError."""
+    level = settings.log_level.lower()
+    begin_log(level, settings.log_format)
+    if not settings.grace_period <= MAX_GRACE_S:
+        raise UsageError(f"--grace-period: expected at most {MAX_GRACE_S} seconds, found {settings.grace_period:g}")
+    keyfile, certfile = ssl_files() if settings.ssl else (None, None)
+    return Address(settings.server_name, settings.server_port, settings.grace_period, keyfile, certfile, level)
 
 
 def ssl_files() -> tuple[str, str]:
@@ -145,7 +157,6 @@ def run_app(
     app: FastAPI,
     sock: socket.socket,
     address: Address,
-    log_level: str,
     ready: Callable[[str], None],
     beside: Callable[[str], Coroutine[Any, Any, None]] | None = None,
 ) -> None:
@@ -153,9 +164,9 @@ def run_app(
     ``beside`` too: what it returns runs meanwhile and is cancelled at the end."""
     config = uvicorn.Config(
         app,
-        log_level=log_level,
+        log_level=address.log_level,
         log_config=None,  # its lines go where ours go, to standard error
-        access_log=log_level in ("info", "debug"),
+        access_log=address.log_level in ("info", "debug"),
         lifespan="off",
         timeout_graceful_shutdown=int(address.grace_s + CLIENT_GRACE_S),
         ssl_keyfile=address.ssl_keyfile,
@@ -191,37 +202,30 @@ def _as_files_allow(limits: Limits) -> Limits:
 
 def serve(
     model: str,
-    address: Address,
+    settings: ServerSettings,
     *,
-    model_name: str | None = None,
     engine_config: EngineConfig | None = None,
     packed: Packed | None = None,
     chat_template: ChatTemplateConfig | str | None = None,
-    settings: dict[str, object] | None = None,
-    announcement: Announcement | None = None,
-    log_level: str = "warning",
-    log_format: str = "text",
     engine_child: Child | None = None,
     progress: Callable[[str], None],
     ready: Callable[[str, AsyncEngine], None],
 ) -> None:
     """Open ``model`` in a process of its own and serve it until SIGTERM or SIGINT.
 
-    ``packed``, ``engine_child``: see ``AsyncEngine.open``. ``settings``: fields of ServerSettings but the name.
-    ``announcement``: the proxy to be told that this server is there. ``progress`` gets lines while the model loads,
-    then ``ready`` the URL and the engine. Raises ToolkitError or UsageError for whatever keeps it from starting; the
-    port is tried first.
+    ``packed``, ``engine_child``: see ``AsyncEngine.open``. ``progress`` gets lines while the model loads, then
+    ``ready`` the URL and the engine. Raises ToolkitError or UsageError for whatever keeps it from starting; the port
+    is tried first.
     """
-    begin_log(log_level, log_format)
+    address = begin(settings)
+    settings.check()
     ChatTemplate.check(chat_template)
-    choose_pooling(str((settings or {}).get("pooling", "auto")), None)
-    if announcement is not None:
-        announcement.check()
-    Formats.check((settings or {}).get("tool_call_parser"), (settings or {}).get("reasoning_parser"))
-    choose_defaults(str((settings or {}).get("generation_config", "auto")), None)
-    check_traces((settings or {}).get("otlp_traces_endpoint"))  # type: ignore[arg-type]
-    ApiKeys(file=(settings or {}).get("api_key_file"))  # type: ignore[arg-type]
-    limits: Limits = (settings or {}).get("limits", Limits())  # type: ignore[assignment]
+    choose_pooling(settings.pooling, None)
+    announcement = _announcement(settings)
+    Formats.check(settings.tool_call_parser, settings.reasoning_parser)
+    choose_defaults(settings.generation_config, None)
+    check_traces(settings.otlp_traces_endpoint)
+    ApiKeys(file=settings.api_key_file)
     with contextlib.closing(bind(address.host, address.port)) as sock, _terminate_while_loading():
         renderer = Renderer()
         renderer.start()  # it comes up while the model loads
@@ -231,8 +235,8 @@ def serve(
             progress=progress,
             process=True,
             packed=packed,
-            patience=limits.engine_timeout,
-            pictures_together=int((settings or {}).get("vision_max_batch_size", 1)),  # type: ignore[call-overload]
+            patience=settings.limits.engine_timeout,
+            pictures_together=settings.vision_max_batch_size,
             child=engine_child,
         )
         try:
@@ -240,17 +244,28 @@ def serve(
             recipe = open_recipe(directory)
             picture = None if recipe is None else recipe.written
             template = ChatTemplate.open(engine.tokenizer, directory, chat_template, renderer, picture)
-            chosen = {"metrics": engine_config is None or engine_config.enable_metrics} | (settings or {})
-            name = model_name or engine.model_name
+            name = settings.model_name or engine.model_name
             if name in engine.adapters:
                 raise UsageError(f"--adapters: expected names other than the model's, found {name!r}")
-            options = ServerSettings(name, engine.adapters, **chosen)  # type: ignore[arg-type]
-            app = create_app(engine, template, options)
+            silent = settings.disable_metrics or not (engine_config is None or engine_config.enable_metrics)
+            own = replace(settings, model_name=name, adapters=engine.adapters, disable_metrics=silent)
+            app = create_app(engine, template, own)
             progress(f"sampling where a request says nothing of it: {describe(app.state.server.defaults)}")
             beside = None if announcement is None else partial(announcement.repeat, app.state.server.model_names)
-            run_app(app, sock, address, log_level, lambda url: ready(url, engine), beside)
+            run_app(app, sock, address, lambda url: ready(url, engine), beside)
         finally:
             engine.close()
+
+
+def _announcement(settings: ServerSettings) -> Announcement | None:
+    """How the proxy that is to be joined is told of this server. Raises UsageError for an address that is none."""
+    if settings.proxy_url is None:
+        return None
+    from toolkit.serve.announce import Announcement
+
+    found = Announcement(settings.proxy_url, settings.proxy_key, settings.node_url)
+    found.check()
+    return found
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +16,8 @@ from toolkit.option import spelled
 from toolkit.serve.cache_report import Prompts
 from toolkit.serve.errors import ApiError
 from toolkit.serve.lanes import Lanes
-from toolkit.serve.limits import Limits
 from toolkit.serve.metrics import ServerMetrics
+from toolkit.serve.options import ServerSettings
 from toolkit.serve.talks import Talks
 from toolkit.vision.fetch import Fetching
 from toolkit.vision.images import Rules
@@ -34,51 +34,16 @@ if TYPE_CHECKING:
 AGAIN = "-answer"  # how the engine's id of a choice ends where it goes on behind a thought that was cut
 
 
-@dataclass(frozen=True)
-class ServerSettings:
-    """``adapters``: names of LoRA adapters, which requests use in place of the model's; ``aliases``: other names of it;
-    ``api_keys``, ``api_key_file``: see keys.ApiKeys; ``max_log_len``: characters of a prompt in the log, None = all;
-    ``generation_config``: where defaults of the sampling come from, see sampling.choose_defaults; ``pooling``: auto,
-    last or mean, see pooling.choose; ``allowed``: options given that let clients do what only the operator may
-    otherwise, see control_routes; ``tool_call_parser``, ``reasoning_parser``: names, see parsing.Formats;
-    ``vision_max_batch_size``: images that are encoded at once; ``allowed_local_media_path``: folder whose files they
-    may be; ``allowed_media_domains``: hosts that they are fetched from, None = all that are public;
-    ``otlp_traces_endpoint``: see traces.Traces."""
-
-    model_name: str
-    adapters: Sequence[str] = ()
-    aliases: Sequence[str] = ()
-    api_keys: Sequence[str] = ()
-    api_key_file: str | None = None
-    allow_origins: Sequence[str] = ()
-    docs: bool = True
-    page: bool = True
-    metrics: bool = True
-    generation_config: str = "auto"
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
-    max_concurrent_requests: int | None = None
-    max_log_len: int | None = None
-    otlp_traces_endpoint: str | None = None
-    pooling: str = "auto"
-    allowed: Sequence[str] = ()
-    limits: Limits = field(default_factory=Limits)
-    vision_max_batch_size: int = 1
-    allowed_local_media_path: str | None = None
-    allowed_media_domains: Sequence[str] | None = None
-
-    @property
-    def image_rules(self) -> Rules:
-        """What requests may name as pictures."""
-        limits, path = self.limits, self.allowed_local_media_path
-        hosts = None if self.allowed_media_domains is None else tuple(self.allowed_media_domains)
-        return Rules(
-            files=() if path is None else (Path(path),),
-            fetching=Fetching(limits.image_timeout, hosts=hosts),
-            max_bytes=limits.max_image_bytes,
-            max_pixels=limits.max_image_pixels,
-            max_images=limits.max_images,
-        )
+def image_rules(settings: ServerSettings) -> Rules:
+    """What requests may name as pictures."""
+    limits, path, hosts = settings.limits, settings.allowed_local_media_path, settings.allowed_media_domains
+    return Rules(
+        files=() if path is None else (Path(path),),
+        fetching=Fetching(limits.image_timeout, hosts=tuple(hosts) or None),
+        max_bytes=limits.max_image_bytes,
+        max_pixels=limits.max_image_pixels,
+        max_images=limits.max_images,
+    )
 
 
 @dataclass
@@ -144,9 +109,15 @@ class ServerState:
             task.add_done_callback(self.admitted.discard)
 
     @property
+    def model_name(self) -> str:
+        """What the model itself is called."""
+        return self.settings.model_name or self.engine.model_name
+
+    @property
     def model_names(self) -> tuple[str, ...]:
         """What a request's ``model`` may be: the model by any of its names, and each of its adapters."""
-        return self.settings.model_name, *self.settings.aliases, *self.settings.adapters
+        aliases = (entry.partition("=")[0] for entry in self.settings.alias)
+        return self.model_name, *aliases, *self.settings.adapters
 
     def not_served(self, model: str) -> ApiError:
         """The answer to a request for another model."""

@@ -35,7 +35,7 @@ def test_the_names_of_its_fields_are_the_server_s(start: Callable[..., Any]) -> 
 
 
 def test_it_can_be_switched_off(start: Callable[..., Any]) -> None:
-    url = start(page=False).url
+    url = start(no_page=True).url
     with urlopen(url) as reply:
         assert b"swagger" in reply.read()  # as LMDeploy has it
     with pytest.raises(HTTPError, match="404"):

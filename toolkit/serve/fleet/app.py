@@ -19,12 +19,13 @@ from toolkit.serve.errors import ApiError
 from toolkit.serve.fleet.fleet import Fleet
 from toolkit.serve.intake import Intake
 from toolkit.serve.keys import ApiKeys
+from toolkit.serve.options import ProxySettings
 from toolkit.serve.page.routes import add_page
 from toolkit.serve.proxy.app import json_or_none
 from toolkit.serve.proxy.forward import Forward, Incoming, NodeFailed
 from toolkit.serve.proxy.nodes import Node
 from toolkit.serve.proxy.paths import forwarded
-from toolkit.serve.proxy.state import ProxySettings, ProxyState
+from toolkit.serve.proxy.state import ProxyState
 from toolkit.serve.replies import json_response
 from toolkit.serve.request_ids import RequestIds
 from toolkit.serve.requests import read_body
@@ -63,7 +64,7 @@ def create_app(fleet: Fleet, settings: ProxySettings, *, metrics: bool = True) -
     fleet.on_end = state.nodes.remove
     app = FastAPI(title="toolkit", version=__version__, docs_url=None, openapi_url=None, redoc_url=None)
     app.state.server = state
-    if settings.page:
+    if not settings.no_page:
         add_page(app)
     _add_plain_routes(app, state, fleet, metrics)
     app.add_exception_handler(Exception, error_reply)

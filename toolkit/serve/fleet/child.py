@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psutil
 
 from toolkit.engine_configs import EngineConfig
-from toolkit.serve.background import Server, Started, launch, order
+from toolkit.serve.background import Order, Server, Started, launch
 from toolkit.serve.fleet.catalog import Listed
-from toolkit.serve.limits import Limits
+from toolkit.serve.options import ServerSettings
 
 DEFAULT_SHARE = 0.8  # of cache_max_entry_count: nothing was asked for
-SLEEP = "--enable-sleep-mode"
+# What each model's server is told, too.
+OF_EACH = (
+    "generation_config",
+    "max_log_len",
+    "otlp_traces_endpoint",
+    "pooling",
+    "tool_call_parser",
+    "reasoning_parser",
+    "vision_max_batch_size",
+    "allowed_local_media_path",
+    "allowed_media_domains",
+    "log_level",
+    "log_format",
+    "limits",
+)
 
 
 class Child(Server):
@@ -67,16 +81,13 @@ class Spare:
 
 @dataclass(frozen=True)
 class Launcher:
-    """Starts children, or takes the ``spare`` one. ``settings``: of ServerSettings but its limits. ``kv_bytes``: what
-    the KV cache of one model may take where ``config`` leaves it open, None = as the engine decides."""
+    """Starts children, or takes the ``spare`` one. ``settings``: of the server that they belong to. ``budget``: bytes
+    that models may take together, ``weights`` those of their weights; None = as each engine decides."""
 
     config: EngineConfig
     key: str
-    settings: dict[str, Any]
-    limits: Limits
+    settings: ServerSettings
     chat_template: str | None = None
-    log_level: str = "warning"
-    log_format: str = "text"
     budget: int | None = None
     weights: int = 0  # bytes of all models'
     models: int = 1
@@ -84,17 +95,18 @@ class Launcher:
 
     def __call__(self, listed: Listed) -> Child:
         config = replace(self.config, adapters=dict(listed.adapters) or None, **self._cache(listed))
-        settings = {
-            **self.settings,
-            "api_keys": [self.key],
-            "aliases": list(listed.aliases),
-            "allowed": [SLEEP],
-            "docs": False,
-            "limits": asdict(self.limits),
-        }
-        asked = order(listed.path, config, listed.name, self.chat_template, "127.0.0.1", 0, settings, self.log_level)
+        settings = ServerSettings(
+            **{name: getattr(self.settings, name) for name in OF_EACH},
+            server_port=0,
+            model_name=listed.name,
+            alias=listed.aliases,
+            api_keys=[self.key],
+            enable_sleep_mode=True,
+            disable_fastapi_docs=True,
+        )
         try:
-            child, told = launch(asked | {"log_format": self.log_format}, Child, self.spare.take())
+            order = Order.of(listed.path, config, self.chat_template, settings)
+            child, told = launch(order, Child, self.spare.take())
         finally:
             self.spare.fill()
         child.memory = int(told["memory"])

@@ -21,11 +21,12 @@ from toolkit.serve.auth import ApiKeyMiddleware
 from toolkit.serve.errors import ApiError
 from toolkit.serve.intake import Intake
 from toolkit.serve.keys import ApiKeys
+from toolkit.serve.options import ProxySettings
 from toolkit.serve.page.routes import add_page, docs_url
 from toolkit.serve.proxy.forward import Forward, Incoming
 from toolkit.serve.proxy.nodes import Node
 from toolkit.serve.proxy.paths import forwarded
-from toolkit.serve.proxy.state import ProxySettings, ProxyState
+from toolkit.serve.proxy.state import ProxyState
 from toolkit.serve.replies import json_response
 from toolkit.serve.request_ids import RequestIds
 from toolkit.serve.requests import parse_body, read_body
@@ -64,17 +65,17 @@ class OuterCors(CORSMiddleware):
 
 def create_app(settings: ProxySettings) -> FastAPI:
     """The application; ``watch.watch(app.state.server)`` has to run beside it."""
-    state = ProxyState(settings)
+    state, docs = ProxyState(settings), not settings.disable_fastapi_docs
     app = FastAPI(
         title="toolkit proxy",
         version=__version__,
         description="Several servers behind one address, as `tool serve proxy` has it",
-        docs_url=docs_url(settings.docs, settings.page),
-        openapi_url="/openapi.json" if settings.docs else None,
+        docs_url=docs_url(docs, not settings.no_page),
+        openapi_url="/openapi.json" if docs else None,
         redoc_url=None,
     )
     app.state.server = state
-    if settings.page:
+    if not settings.no_page:
         add_page(app)
     _add_node_routes(app, state)
     _add_plain_routes(app, state)
@@ -139,7 +140,7 @@ def _check_may_change(raw: Request, settings: ProxySettings) -> None:
 
     No web page can send JSON here unasked: a browser would first ask this server, which does not answer such questions.
     """
-    if not settings.node_keys and not settings.nodes_by_client:
+    if not settings.node_keys and not settings.allow_nodes_by_client:
         text = f"{raw.url.path}: not allowed here; start the proxy with --node-keys and send one (or with {BY_CLIENT})"
         raise ApiError(403, text, code="node_keys_missing")
     kind = raw.headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -4,42 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 import httpx2 as httpx
 
 from toolkit.config_checks import shown
 from toolkit.serve.errors import ApiError
 from toolkit.serve.lanes import Lanes
-from toolkit.serve.limits import Limits
+from toolkit.serve.options import ProxySettings
 from toolkit.serve.proxy.metrics import ProxyMetrics
 from toolkit.serve.proxy.nodes import ELSEWHERE, Node, Nodes
 from toolkit.serve.proxy.strategies import strategy
-
-
-@dataclass(frozen=True)
-class ProxySettings:
-    """``nodes``: URLs of those to start with. ``api_keys``, ``api_key_file``: what clients need, see keys.ApiKeys;
-    ``node_keys``: what /nodes/* needs, none = as clients, who change nothing there unless ``nodes_by_client``.
-    ``node_key``: sent to trusted nodes in place of the client's own. ``heartbeat``: seconds between two looks at a
-    node."""
-
-    strategy: str = "min_expected_latency"
-    nodes: Sequence[str] = ()
-    api_keys: Sequence[str] = ()
-    api_key_file: str | None = None
-    node_keys: Sequence[str] = ()
-    nodes_by_client: bool = False
-    node_key: str | None = None
-    state_file: Path | None = None
-    heartbeat: float = 5.0
-    allow_origins: Sequence[str] = ()
-    docs: bool = True
-    page: bool = True
-    limits: Limits = field(default_factory=Limits)
 
 
 @dataclass
@@ -60,7 +37,7 @@ class ProxyState:
         self.settings = settings
         self.clock = clock
         self.nodes = Nodes(settings.state_file, clock)
-        for url in settings.nodes:
+        for url in settings.node:
             self.nodes.add(url, trusted=True)
         self.strategy = strategy(settings.strategy)
         self.metrics = ProxyMetrics(self.nodes)

@@ -1,0 +1,138 @@
+"""The options of a server and of a proxy, once: flags of ``tool serve api_server`` and ``tool serve proxy``, arguments
+of ``toolkit.serve()``, and what the application works by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from toolkit.errors import UsageError
+from toolkit.option import option, same_option, spelled
+from toolkit.serve.limits import Limits
+
+KEYS = "TOOLKIT_API_KEYS"
+NODE_KEYS = "TOOLKIT_NODE_KEYS"
+MAX_GRACE_S = 3600
+_SEVERAL = {"rich_help_panel": "Several models"}
+_IMAGES = {"rich_help_panel": "Images"}
+_CONTROL = {"rich_help_panel": "What clients may do to the server"}
+_FOR_ONE = ("model_name", "proxy_url", "allow_terminate_by_client", "enable_abort_handling", "enable_sleep_mode")
+_FOR_SEVERAL = ("models_dir", "memory", "idle_timeout")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """``adapters``: names of LoRA adapters, which requests use in place of the model's. ``api_keys``,
+    ``api_key_file``: see keys.ApiKeys; ``generation_config``: see sampling.choose_defaults; ``pooling``: see
+    pooling.choose; ``tool_call_parser``, ``reasoning_parser``: names, see parsing.Formats; ``otlp_traces_endpoint``:
+    see traces.Traces."""
+
+    server_name: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 = reachable from outside.")
+    server_port: int = option(23333, "Port; 0 = any free one.")
+    model_name: str | None = option(None, "Name that requests use. Default: the model's.")
+    api_keys: Sequence[str] = option(
+        (), "Key that requests must carry; repeat it, or separate keys by commas.", envvar=KEYS
+    )
+    api_key_file: str | None = option(None, "File of keys, one a line; read again as it changes.")
+    allow_origins: Sequence[str] = option((), "Web origin that may call (CORS), * for any; repeatable. Default: none.")
+    max_concurrent_requests: int | None = option(
+        None, "HTTP requests worked on at once; more wait. Default: no limit.", min=1
+    )
+    models_dir: Path | None = option(None, "Directory of more models and adapters.", **_SEVERAL)
+    memory: str | None = option(None, "What loaded models may take together, such as 12GB.", **_SEVERAL)
+    idle_timeout: float = option(
+        0.0, "Seconds after which an unused model's process ends; 0 = never.", min=0, **_SEVERAL
+    )
+    alias: Sequence[str] = option((), "OTHER=NAME: another name of a model; repeatable.", **_SEVERAL)
+    proxy_url: str | None = option(None, "Proxy (tool serve proxy) to join.")
+    node_url: str | None = option(None, "This server's address as the proxy reaches it. Default: found out.")
+    proxy_key: str | None = option(None, "Key that the proxy's /nodes/* asks for.", envvar="TOOLKIT_PROXY_KEY")
+    grace_period: float = option(10.0, "Seconds that running requests get to finish after SIGTERM.", min=0)
+    generation_config: str = option(
+        "auto",
+        "Sampling that requests leave open: auto (the model's generation_config.json, else greedy), toolkit "
+        "(greedy), or another such file or its directory.",
+    )
+    pooling: str = option(
+        "auto",
+        "Which hidden state is a text's embedding: last (of its last token), mean (of all), or auto (as the "
+        "model's sentence-transformers config says, else last).",
+    )
+    tool_call_parser: str | None = option(
+        None, "How the model writes calls of tools, such as hermes. Default: by its chat template."
+    )
+    reasoning_parser: str | None = option(
+        None, "How it marks thoughts, such as qwen3; none: leave them in the text. Default: by its template."
+    )
+    vision_max_batch_size: int = option(1, "Images that are encoded at once, at most.", min=1)
+    allowed_local_media_path: str | None = option(
+        None, "Folder whose files requests may name as images. Default: none may be.", **_IMAGES
+    )
+    allowed_media_domains: Sequence[str] = option(
+        (), "Hosts that images are fetched from. Default: all that are public.", **_IMAGES
+    )
+    ssl: bool = option(False, "HTTPS, by the files in SSL_KEYFILE and SSL_CERTFILE.")
+    no_page: bool = option(False, "No page to chat at /.")
+    disable_fastapi_docs: bool = option(False, "No documentation of the API at /docs and /openapi.json.")
+    disable_metrics: bool = option(False, "No /metrics.")
+    allow_terminate_by_client: bool = option(False, "Clients may end the server by /terminate.", **_CONTROL)
+    enable_abort_handling: bool = option(False, "Clients may end requests by /abort_request.", **_CONTROL)
+    enable_sleep_mode: bool = option(False, "Clients may free the model's memory by /sleep, and /wakeup.", **_CONTROL)
+    log_level: str = option("warning", "critical, error, warning, info (requests too) or debug.")
+    log_format: str = option("text", "text, or json: one object a line.")
+    otlp_traces_endpoint: str | None = option(None, "OpenTelemetry collector that gets traces (OTLP over HTTP).")
+    max_log_len: int | None = option(None, "Characters of a prompt in the log. Default: all.", min=0)
+    adapters: Sequence[str] = ()
+    limits: Limits = field(default_factory=Limits)
+
+    def check(self, several: bool = False) -> None:
+        """Raise UsageError for what a server of one model, or of ``several``, cannot be told."""
+        for name in _FOR_ONE if several else _FOR_SEVERAL:
+            if getattr(self, name) != getattr(type(self), name):
+                raise UsageError(
+                    f"{spelled(name)}: only for a server of {'one model' if several else 'several models'}"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProxySettings:
+    """``node``: URLs of those to start with. ``api_keys``: what clients need, none = open; ``node_keys``: what
+    /nodes/* needs, none = as clients, who change nothing there unless ``allow_nodes_by_client``."""
+
+    server_name: str = same_option(ServerSettings, "server_name")
+    server_port: int = same_option(ServerSettings, "server_port", default=8000)
+    strategy: str = option(
+        "min_expected_latency",
+        "Which node gets a request: random, min_expected_latency, min_observed_latency or prefix_cache_aware.",
+    )
+    node: Sequence[str] = option((), "Address of a server to start with; repeatable.")
+    state_file: Path | None = option(None, "JSON file in which nodes are kept over a restart. Default: none.")
+    heartbeat: float = option(5.0, "Seconds between two looks at a node.", min=0.1)
+    api_keys: Sequence[str] = same_option(ServerSettings, "api_keys")
+    api_key_file: str | None = same_option(ServerSettings, "api_key_file")
+    node_keys: Sequence[str] = option(
+        (), "Key that /nodes/* asks for, and without which it changes nothing.", envvar=NODE_KEYS
+    )
+    allow_nodes_by_client: bool = option(
+        False, "Without --node-keys, let whoever may ask the proxy add, remove and end nodes."
+    )
+    node_key: str | None = option(
+        None, "Key that the operator's nodes ask for. Default: what the client has sent.", envvar="TOOLKIT_NODE_KEY"
+    )
+    allow_origins: Sequence[str] = same_option(ServerSettings, "allow_origins")
+    grace_period: float = same_option(ServerSettings, "grace_period")
+    ssl: bool = same_option(ServerSettings, "ssl")
+    no_page: bool = same_option(ServerSettings, "no_page")
+    disable_fastapi_docs: bool = same_option(ServerSettings, "disable_fastapi_docs")
+    log_level: str = option("warning", "critical, error, warning, info or debug.")
+    log_format: str = same_option(ServerSettings, "log_format")
+    limits: Limits = field(default_factory=Limits)
+
+
+def split_keys(name: str, variable: str, entries: Sequence[str]) -> list[str]:
+    """Keys as an option has them, several in one by commas. Raises UsageError for an empty one."""
+    keys = [key.strip() for entry in entries for key in entry.split(",")]
+    if not all(keys):
+        raise UsageError(f"{spelled(name)} (or {variable}): expected non-empty keys, found an empty one")
+    return keys
