@@ -21,12 +21,13 @@ def correlated(tokens: int, n: int, seed: int = 0) -> Tensor:
     return x.T @ x
 
 
-def naive(weight: Tensor, xtx: Tensor, grid: Grid, damp: float, order: list[int], static: bool) -> Tensor:
+def naive(weight: Tensor, xtx: Tensor, grid: Grid, damp: float, share: float, order: list[int], static: bool) -> Tensor:
     """Optimal brain quantization in a fixed order: after each column the inverse of H over the columns that are left is
     computed anew, and the remaining weights move by its first row. Returns the weights as they come back."""
     w, n = weight.clone(), weight.shape[1]
     size = n if grid.group_size == -1 else grid.group_size
-    h = xtx + torch.eye(n, dtype=xtx.dtype) * damp * xtx.diagonal().mean()
+    h = (1 - share) * xtx + share * xtx.diagonal().diag()
+    h += torch.eye(n, dtype=xtx.dtype) * damp * xtx.diagonal().mean()
     result = torch.zeros_like(w)
     scales: dict[int, tuple[Tensor, Tensor]] = {}
     for i, column in enumerate(order):
@@ -62,10 +63,10 @@ def test_column_updates_equal_the_naive_algorithm(
     xtx = correlated(400, n)
     weight = torch.randn(24, n, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     grid = Grid(3, group, symmetric)
-    rounding = Rounding(damp=0.01, desc_act=desc_act, static_groups=static, clip=False, block=block)
+    rounding = Rounding(damp=0.01, shrink=0.3, desc_act=desc_act, static_groups=static, clip=False, block=block)
     found = round_columns(weight, inverse_factor(xtx, rounding), grid, rounding)
     order = torch.argsort(xtx.diagonal(), descending=True, stable=True).tolist() if desc_act else list(range(n))
-    expected = naive(weight, xtx, grid, 0.01, order, static or group == -1)
+    expected = naive(weight, xtx, grid, 0.01, 0.3, order, static or group == -1)
     size = n if group == -1 else group
     index = torch.arange(n) // size if found.group_index is None else found.group_index.long()
     assert (found.group_index is not None) == (desc_act and not static and group != -1)
@@ -83,7 +84,7 @@ def test_inputs_that_do_not_correlate_are_rounded_to_nearest() -> None:
 def test_error_feedback_lowers_the_output_error() -> None:
     xtx = correlated(1000, 128).float()
     weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(3))
-    rounding, grid = Rounding(clip=False), Grid(4, 64, True)
+    rounding, grid = Rounding(shrink=0.0, clip=False), Grid(4, 64, True)
     found = round_columns(weight, inverse_factor(xtx, rounding), grid, rounding)
     low, high = group_range(weight, 64)
     scale, zero = (t[..., None] for t in grid_of(low, high, bits=4, symmetric=True))
@@ -95,6 +96,26 @@ def test_error_feedback_lowers_the_output_error() -> None:
         return float(((d @ xtx.double()) * d).sum())
 
     assert lost(ours) < 0.6 * lost(nearest)
+
+
+def test_shrinking_lowers_the_error_on_inputs_of_another_kind() -> None:
+    def kind(seed: int) -> Tensor:  # channels keep their sizes from kind to kind; what goes together does not
+        draw, sizes = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(1)
+        mix = torch.eye(96) + 0.15 * torch.randn(96, 96, generator=draw)
+        x = torch.randn(2000, 96, generator=draw) @ mix * torch.exp(torch.randn(96, generator=sizes))
+        return x.T @ x
+
+    seen, other = kind(10), kind(11)
+    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(3))
+
+    def lost(share: float) -> list[float]:
+        rounding = Rounding(shrink=share, clip=False)
+        found = round_columns(weight, inverse_factor(seen, rounding), Grid(4, 32, False), rounding)
+        d = restore(found.codes, found.scale, found.zero, torch.arange(96) // 32) - weight
+        return [float(((d @ xtx) * d).sum()) for xtx in (seen, other)]
+
+    (seen_full, other_full), (seen_shrunk, other_shrunk) = lost(0.0), lost(0.5)
+    assert other_shrunk < 0.9 * other_full and seen_shrunk < 1.5 * seen_full
 
 
 @pytest.mark.parametrize("desc_act", [False, True])

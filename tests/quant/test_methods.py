@@ -327,6 +327,7 @@ def test_options_that_cannot_be(tiny_models: Any, tmp_path: Path, text: Path) ->
     cases: list[tuple[Any, Any, str | None, str]] = [
         (auto_gptq, Gptq(w_bits=5), None, "--w-bits"),
         (auto_gptq, Gptq(damp=2.0), None, "--damp"),
+        (auto_awq, Awq(rounding="gptq", shrink=1.5), None, "--shrink"),
         (auto_awq, Awq(rounding="up"), None, "--rounding"),
         (auto_awq, Awq(w_bits=3), None, "--format gptq_v2"),
         (smooth_quant, SmoothQuant(quant_dtype="int3"), None, "--quant-dtype"),

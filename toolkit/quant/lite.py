@@ -59,7 +59,7 @@ def auto_awq(
         raise UsageError(f"--rounding: expected nearest or gptq, found {options.rounding!r}")
     feedback, how = options.rounding == "gptq", _rounding(options)
     if not feedback and how != gptq.Rounding():
-        raise UsageError("--damp, --desc-act, --static-groups: they are GPTQ's; give --rounding gptq too")
+        raise UsageError("--damp, --shrink, --desc-act, --static-groups: they are GPTQ's; give --rounding gptq too")
     if options.w_bits != 4 and common.format in (None, "awq"):
         raise UsageError(
             f"--w-bits: the AWQ gemm format holds 4-bit weights alone, found {options.w_bits}; "
@@ -128,13 +128,16 @@ def _grid_options(grid: awq.Grid) -> dict[str, Any]:
 
 
 def _rounding(options: Awq | Gptq) -> gptq.Rounding:
-    return gptq.Rounding(damp=options.damp, desc_act=options.desc_act, static_groups=options.static_groups)
+    return gptq.Rounding(options.damp, options.shrink, options.desc_act, options.static_groups)
 
 
 def _rounding_options(how: gptq.Rounding) -> dict[str, float | bool]:
     if not 0 < how.damp < 1:
         raise UsageError(f"--damp: expected a share between 0 and 1, found {how.damp:g}")
-    return {"damp": how.damp, "desc_act": how.desc_act} | ({"static_groups": how.static_groups} if how.desc_act else {})
+    if not 0 <= how.shrink <= 1:
+        raise UsageError(f"--shrink: expected a share from 0 to 1, found {how.shrink:g}")
+    found = {"damp": how.damp, "shrink": how.shrink, "desc_act": how.desc_act}
+    return found | ({"static_groups": how.static_groups} if how.desc_act else {})
 
 
 def auto_round(
@@ -236,7 +239,7 @@ def search(
             budget -= finder.cost(head.in_features * head.out_features, finder.head_grid(head, in_gguf), in_gguf)
         budget -= gguf.overhead_bits(source) if in_gguf else 0
     finder.check_budget(linears, budget, in_gguf)
-    grid, how = awq.Grid(4, 32, False), gptq.Rounding(damp=options.damp)
+    grid, how = awq.Grid(4, 32, False), gptq.Rounding(damp=options.damp, shrink=options.shrink)
     chosen = {x.name: finder.head_grid(x, in_gguf) for x in heads}
 
     def prepare(run: Prepared) -> dict[str, Any]:

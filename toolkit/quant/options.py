@@ -82,6 +82,9 @@ class Awq:
     )
     rounding: str = option("nearest", "nearest, or gptq: AWQ's scales, then GPTQ's error feedback.")
     damp: float = option(0.01, "GPTQ: share of the mean diagonal added to XᵀX.")
+    shrink: float = option(
+        0.1, "GPTQ: share by which XᵀX counts less off its diagonal, so that the loss carries over to other text."
+    )
     desc_act: bool = option(False, "GPTQ: columns with the largest inputs first.")
     static_groups: bool = option(
         True,
@@ -101,6 +104,7 @@ class Gptq:
     w_sym: bool = option(True, "A grid that is symmetric about zero; else written as gptq_v2.", "--w-sym/--no-w-sym")
     w_group_size: int | str = same_option(Awq, "w_group_size")
     damp: float = same_option(Awq, "damp")
+    shrink: float = same_option(Awq, "shrink")
     desc_act: bool = same_option(Awq, "desc_act")
     static_groups: bool = same_option(Awq, "static_groups")
     tune_steps: int | None = same_option(Awq, "tune_steps")
@@ -140,4 +144,5 @@ class Search:
     bits: float | None = option(None, "Budget: bits a weight, scales and zero points included (4.5).")
     size: int | str | None = option(None, "Budget: of the weight files (90MiB, 1.5GB).")
     damp: float = same_option(Awq, "damp")
+    shrink: float = same_option(Awq, "shrink")
     tune_steps: int | None = same_option(Awq, "tune_steps")

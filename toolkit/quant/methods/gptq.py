@@ -34,13 +34,15 @@ EXACT = 2048  # up to so many inputs the factorization is done in float64, its m
 
 @dataclass(frozen=True)
 class Rounding:
-    """``damp``: share of H's mean diagonal that is added to it. ``desc_act``: columns with the largest H[i,i] first;
-    with ``static_groups`` groups stay consecutive and their grids come from the weights before any column moved,
-    without they are made of columns in that order (act-order: the file then holds each column's group). ``clip``:
-    search each group's range; else it spans all its weights. ``block``: columns between two matrix products.
+    """``damp``: share of H's mean diagonal that is added to it. ``shrink``: see the function. ``desc_act``: columns
+    with the largest H[i,i] first; with ``static_groups`` groups stay consecutive and their grids come from the weights
+    before any column moved, without they are made of columns in that order (act-order: the file then holds each
+    column's group). ``clip``: search each group's range; else it spans all its weights. ``block``: columns between two
+    matrix products.
     """
 
     damp: float = Gptq.damp
+    shrink: float = Gptq.shrink
     desc_act: bool = Gptq.desc_act
     static_groups: bool = Gptq.static_groups
     clip: bool = True
@@ -187,8 +189,8 @@ class Factor:
 
 
 def inverse_factor(xtx: Tensor, rounding: Rounding) -> Factor:
-    """Damp and order ``xtx``, whose diagonal is positive, and factor its inverse; damping grows tenfold until that
-    succeeds."""
+    """Shrink, damp and order ``xtx``, whose diagonal is positive, and factor its inverse; damping grows tenfold until
+    that succeeds."""
     n = len(xtx)
     diagonal = xtx.diagonal()
     mean = diagonal.mean()
@@ -201,7 +203,7 @@ def inverse_factor(xtx: Tensor, rounding: Rounding) -> Factor:
         damped = (xtx[last[:, None], last] if rounding.desc_act else xtx.flip(0, 1)).to(
             torch.float64 if n <= EXACT else xtx.dtype
         )
-        damped.diagonal().add_(damp * mean)
+        shrink(damped, rounding.shrink).diagonal().add_(damp * mean)
         lower, failed = torch.linalg.cholesky_ex(damped)
         del damped
         if not int(failed):
@@ -216,6 +218,17 @@ def inverse_factor(xtx: Tensor, rounding: Rounding) -> Factor:
     upper = inverse.flip(0, 1)
     del inverse
     return Factor(order, xtx, upper.to(xtx.dtype))
+
+
+def shrink(xtx: Tensor, share: float) -> Tensor:
+    """Lessen by ``share``, in place, what ``xtx`` says of two inputs together; what it says of each alone stays.
+
+    How large an input is differs little from text to text; which inputs go together differs much. Error feedback that
+    trusts the calibration text in full makes up for errors along directions that another text does not have.
+    """
+    alone = xtx.diagonal().clone()
+    xtx.mul_(1 - share).diagonal().copy_(alone)
+    return xtx
 
 
 def round_columns(weight: Tensor, factor: Factor, grid: Grid, rounding: Rounding) -> Rounded:

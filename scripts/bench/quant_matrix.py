@@ -1,0 +1,249 @@
+"""Does a loss carry over? Methods by the text they calibrate on and the text they are measured on: a heat map.
+
+    bash scripts/bench_quant --matrix --model demo-rescaled --methods awq awq+gptq llm-compressor/awq \\
+        --calib self fiction=a.txt code=b.txt --data fiction=c.txt code=d.txt german=e.txt --plot matrix.png
+
+A cell is a method calibrated on one text and measured on another. It is added to --results as soon as it is known, and
+not made again. ``self`` is the text that the model writes itself; peers read files alone. --table prints what the file
+holds, --plot draws it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from quant import OURS, PEERS, add, command_of, environment, timed
+
+from toolkit.artifacts.checkpoint import open_checkpoint
+from toolkit.artifacts.result_file import check_plot, save_plot
+from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.artifacts.weights import canonical_weights
+from toolkit.measure.predictions import Before
+from toolkit.models.registry import load_spec
+from toolkit.quant.layers.forward import embed, head_logits, layer_forward
+from toolkit.quant.layers.forward_parts import Weights
+from toolkit.quant.layers.result import LayerResult
+from toolkit.quant.layers.source import LayerSource
+
+CPU = torch.device("cpu")
+WINDOW = 512  # tokens that the models see at once
+
+
+class Texts:
+    """Held-out texts, cut into windows that do not overlap, and the original model's last hidden states on them."""
+
+    def __init__(self, model: Path, files: Mapping[str, str], tokens: int) -> None:
+        self.source = LayerSource(model)
+        self.outer = self.source.outer_weights(CPU)
+        tokenizer = Tokenizer.open(self.source.checkpoint.tokenizer_dir)
+        self.windows: dict[str, Tensor] = {}
+        for name, file in files.items():
+            ids = torch.tensor(tokenizer.encode(Path(file).read_text(encoding="utf-8"))[:tokens])
+            if len(ids) < WINDOW:
+                sys.exit(f"--data {name}={file}: expected at least {WINDOW} tokens, found {len(ids)}")
+            self.windows[name] = ids[: len(ids) // WINDOW * WINDOW].view(-1, WINDOW)
+        self.exact: dict[str, list[Tensor]] = {}
+
+    def figures(self, out: Path, name: str) -> dict[str, Any]:
+        """How far the quantized checkpoint ``out`` is from the original on the text ``name``: ``Before.figures``."""
+        if name not in self.exact:
+            self.exact[name] = self._states(name, lambda i: self.source.layer(i, CPU))
+        checkpoint = open_checkpoint(out)
+        weights = canonical_weights(checkpoint, load_spec(checkpoint)[1])
+        own = [{part.name for item in items for part in item.parts} for items in self.source.stored]
+
+        def layer(i: int) -> Weights:
+            return LayerResult({n: w for n, w in weights.items() if n.removesuffix(".bias") in own[i]}, []).dense()
+
+        found, norm = Before(), self.source.spec.final_norm.name
+        after = self.outer | {norm: weights[norm]}
+        for ids, x, y in zip(self.windows[name], self.exact[name], self._states(name, layer), strict=True):
+            p, q = (head_logits(self.source.spec, w, h[0, :-1]) for w, h in ((self.outer, x), (after, y)))
+            found.add(p, q, ids[1:])
+        return found.figures()
+
+    def _states(self, name: str, weights: Any) -> list[Tensor]:
+        """Hidden states behind the last layer, window by window; ``weights(i)``: of layer i."""
+        spec = self.source.spec
+        states = [embed(spec, self.outer[spec.embed], ids[None]) for ids in self.windows[name]]
+        for i, layer in enumerate(spec.layers):
+            own = dict(weights(i))
+            states = [layer_forward(layer, own, x) for x in states]
+        return states
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method calibrated on one text: a row of the picture."""
+
+    peer: str
+    method: str
+    calib: str
+
+    @property
+    def title(self) -> str:
+        return self.method if self.peer == "ours" else f"{self.peer} {self.method}"
+
+
+def quantize(args: argparse.Namespace, row: Row, file: str) -> tuple[Path, dict[str, float]]:
+    """The checkpoint of ``row``, and what it took."""
+    own = argparse.Namespace(**vars(args) | {"peer": row.peer, "method": row.method, "calib": file, "iters": 200})
+    if row.peer != "ours" and own.peer_python is None:
+        own.peer_python = environment(row.peer, (args.work_dir / f"env-{row.peer}").absolute())
+    out = args.work_dir / f"{row.peer}-{row.method}-{row.calib}"
+    shutil.rmtree(out, ignore_errors=True)
+    return out, timed(command_of(own, out))
+
+
+def fill(args: argparse.Namespace, rows: Sequence[Row], calib: Mapping[str, str], data: Mapping[str, str]) -> None:
+    """Make the cells that the results file lacks."""
+    known = read(args.results)
+    texts = None
+    for row in rows:
+        key = {
+            "peer": row.peer, "method": row.method, "calib": row.calib, "model": args.model, "samples": args.samples,
+            "seqlen": args.seqlen, "group_size": args.group_size, "eval_tokens": args.eval_tokens,
+        }  # fmt: skip
+        missing = [name for name in data if not any(cell | key | {"data": name} == cell for cell in known)]
+        if not missing:
+            continue
+        texts = texts or Texts(Path(args.model), data, args.eval_tokens)
+        out, took = quantize(args, row, calib[row.calib])
+        for name in missing:
+            found = texts.figures(out, name)
+            add(args.results, key | {"data": name} | took | found)
+            print(f"{row.title}, calibrated on {row.calib}, measured on {name}: {loss(found):+.1f} %", flush=True)
+        shutil.rmtree(out)
+
+
+def read(results: Path) -> list[dict[str, Any]]:
+    return json.loads(results.read_text(encoding="utf-8")) if results.exists() else []
+
+
+def loss(cell: Mapping[str, Any]) -> float:
+    """By how many per cent perplexity rose."""
+    return 100 * (cell["perplexity_after"] / cell["perplexity_before"] - 1)
+
+
+def by_row(cells: Sequence[Mapping[str, Any]]) -> dict[Row, dict[str, float]]:
+    """Losses: row → text → per cent, in the order in which they came."""
+    found: dict[Row, dict[str, float]] = {}
+    for cell in cells:
+        found.setdefault(Row(cell["peer"], cell["method"], cell["calib"]), {})[cell["data"]] = loss(cell)
+    return found
+
+
+def table(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The losses in Markdown, the worst of each row last."""
+    data = list(dict.fromkeys(cell["data"] for cell in cells))
+    yield "| method | calibrated on | " + " | ".join(data) + " | worst |"
+    yield "|---" * (len(data) + 3) + "|"
+    for row, losses in by_row(cells).items():
+        found = " | ".join(f"{losses[name]:+.1f} %" if name in losses else "" for name in data)
+        yield f"| {row.title} | {row.calib} | {found} | {max(losses.values()):+.1f} % |"
+
+
+def plot(cells: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """A heat map a method: what it was calibrated on downwards, what it was measured on to the right."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = by_row(cells)
+    data = list(dict.fromkeys(cell["data"] for cell in cells))
+    calib = list(dict.fromkeys(row.calib for row in rows))
+    titles = list(dict.fromkeys(row.title for row in rows))
+    most = max(max(losses.values()) for losses in rows.values())
+    figure, axes = pyplot.subplots(
+        1, len(titles), figsize=(1.5 + len(titles) * (0.8 + 0.62 * len(data)), 1.6 + 0.5 * len(calib)), squeeze=False
+    )
+    for place, title in zip(axes[0], titles, strict=True):
+        losses = {row.calib: found for row, found in rows.items() if row.title == title}
+        grid = [[losses.get(c, {}).get(d, float("nan")) for d in data] for c in calib]
+        place.imshow(grid, cmap="YlOrRd", vmin=0, vmax=most, aspect="auto")
+        for y, line in enumerate(grid):
+            for x, value in enumerate(line):
+                if value == value:
+                    colour = "white" if value > 0.6 * most else "black"
+                    place.text(x, y, f"{value:.1f}", ha="center", va="center", fontsize="small", color=colour)
+        place.set_title(title, fontsize="medium")
+        place.set_xticks(range(len(data)), data, rotation=45, ha="right")
+        place.set_yticks(range(len(calib)), calib if place is axes[0][0] else [])
+        place.set_xlabel("measured on")
+    axes[0][0].set_ylabel("calibrated on")
+    figure.suptitle("Perplexity lost, %", fontsize="medium")
+    figure.tight_layout()
+    save_plot("--plot", figure, path, dpi=120)
+    pyplot.close(figure)
+
+
+def named(option: str, given: Sequence[str]) -> dict[str, str]:
+    """NAME=FILE as a mapping; ``self`` stands for itself."""
+    found = {}
+    for one in given:
+        name, equals, file = one.partition("=")
+        if not equals and not (option == "--calib" and one == "self"):
+            sys.exit(f"{option}: expected NAME=FILE, found {one}")
+        if equals and not Path(file).is_file():
+            sys.exit(f"{option} {one}: no such file")
+        found[name] = file if equals else one
+    return found
+
+
+def rows_of(methods: Sequence[str], calib: Sequence[str]) -> Iterator[Row]:
+    """Methods, PEER/METHOD or METHOD for ours, by calibration text; a peer cannot have its text written."""
+    for name in methods:
+        peer, _, method = name.rpartition("/")
+        known = OURS if not peer else PEERS.get(peer, ())
+        if method not in known:
+            sys.exit(f"--methods: expected PEER/METHOD or one of {', '.join(OURS)}, found {name}")
+        yield from (Row(peer or "ours", method, c) for c in calib if not (peer and c == "self"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", help="directory of the unquantized model")
+    methods = ["awq-untuned", "awq", "awq+gptq-untuned", "awq+gptq"]
+    parser.add_argument("--methods", nargs="+", default=methods, help="METHOD of ours, or PEER/METHOD")
+    parser.add_argument("--calib", nargs="+", default=["self"], help="NAME=FILE, or self")
+    parser.add_argument("--data", nargs="+", default=[], help="NAME=FILE: held-out texts")
+    parser.add_argument("--samples", type=int, default=32)
+    parser.add_argument("--seqlen", type=int, default=512)
+    parser.add_argument("--group-size", type=int, default=64)
+    parser.add_argument("--eval-tokens", type=int, default=8192, help="of each held-out text")
+    parser.add_argument("--peer-python", help="interpreter of the peers' environment (default: made in --work-dir)")
+    parser.add_argument("--results", type=Path, default=Path("bench-matrix.json"))
+    parser.add_argument("--work-dir", type=Path, default=Path("bench-quant"))
+    parser.add_argument("--plot", type=Path, help="draw the results file as a heat map (.png)")
+    parser.add_argument("--table", action="store_true", help="print (and draw) what the results file holds, and leave")
+    args = parser.parse_args()
+    check_plot("--plot", args.plot)
+    if not args.table:
+        if args.model is None or not args.data:
+            parser.error("--model and --data are needed")
+        calib, data = named("--calib", args.calib), named("--data", args.data)
+        args.work_dir.mkdir(parents=True, exist_ok=True)
+        with torch.inference_mode():
+            fill(args, list(rows_of(args.methods, list(calib))), calib, data)
+    cells = read(args.results)
+    if not cells:
+        sys.exit(f"{args.results}: no cells yet")
+    print("\n".join(table(cells)))
+    if args.plot is not None:
+        plot(cells, args.plot)
+
+
+if __name__ == "__main__":
+    main()
