@@ -107,6 +107,10 @@ def _step(part: dict[str, Any]) -> str | None:
     if kind == "Punctuation":
         return PUNCTUATION if part.get("behavior") == "Contiguous" else None
     pattern = part.get("pattern")
-    plain = kind == "Split" and part.get("behavior") == "Isolated" and not part.get("invert")
+    # An older way to say the same: what lies between the pieces is left out, and nothing does.
+    plain = kind == "Split" and (part.get("behavior"), bool(part.get("invert"))) in (
+        ("Isolated", False),
+        ("Removed", True),
+    )
     text = pattern.get("Regex") if plain and isinstance(pattern, dict) else None
     return text.replace("\r", r"\r").replace("\n", r"\n") if isinstance(text, str) else None

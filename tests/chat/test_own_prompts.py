@@ -1,0 +1,139 @@
+"""Which built-in template each family's models get where their files have none, and how it differs from their own.
+
+``own_prompts.json`` holds what models' own templates, of the files on the hub, make of two conversations: "question"
+and "conversation" as in ``test_builtin``, null where they refuse one. "why": where the built-in, which is LMDeploy's,
+makes another prompt of it, or "end"s turns otherwise, the reason.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.chat import builtin
+from toolkit.chat.template import ChatTemplate
+from toolkit.models.registry import get, names
+
+OWN: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "own_prompts.json").read_text(encoding="utf-8"))
+QUESTION = [{"role": "user", "content": "Hello"}]
+ANSWERED = [{"role": "system", "content": "Be brief."}, *QUESTION, {"role": "assistant", "content": "Hi there."}]
+TALKS = {"question": QUESTION, "conversation": [*ANSWERED, {"role": "user", "content": "What is 2+2?"}]}
+# Family → one of its chat models and the built-in of its name; None: their files have always had their own template,
+# and what has none is a base model.
+FAMILIES: dict[str, tuple[str, str | None]] = {
+    "baichuan": ("baichuan-inc/Baichuan-7B", None),
+    "baichuan2": ("baichuan-inc/Baichuan2-7B-Chat", "baichuan2"),
+    "chatglm": ("THUDM/chatglm3-6b", "chatglm3"),
+    "cohere": ("CohereForAI/c4ai-command-r-v01", "command-r"),
+    "cohere2": ("CohereLabs/c4ai-command-a-03-2025", None),
+    "cwm": ("facebook/cwm", None),
+    "dbrx": ("databricks/dbrx-instruct", "dbrx"),
+    "deepseek": ("deepseek-ai/deepseek-moe-16b-chat", "deepseek"),
+    "deepseek_v2": ("deepseek-ai/DeepSeek-V2-Lite-Chat", "deepseek"),
+    "deepseek_v3": ("deepseek-ai/DeepSeek-V3", "deepseek-v3"),
+    "ernie4_5": ("baidu/ERNIE-4.5-0.3B-PT", None),
+    "exaone": ("LGAI-EXAONE/EXAONE-3.5-7.8B-Instruct", None),
+    "exaone4": ("LGAI-EXAONE/EXAONE-4.0-32B", None),
+    "falcon": ("tiiuae/falcon-7b-instruct", "falcon"),
+    "falcon_h1": ("tiiuae/Falcon-H1-0.5B-Base", None),
+    "gemma": ("google/gemma-7b-it", "gemma"),
+    "gemma2": ("google/gemma-2-2b-it", "gemma"),
+    "gemma3_text": ("google/gemma-3-1b-it", "gemma"),
+    "glm": ("THUDM/glm-4-9b-chat-hf", "glm4"),
+    "glm4": ("zai-org/GLM-4-32B-0414", None),
+    "glm4_moe": ("zai-org/GLM-4.5-Air", None),
+    "glm4_moe_lite": ("zai-org/GLM-4.7-Flash", None),
+    "gpt_neox": ("EleutherAI/pythia-1b", None),
+    "gpt_oss": ("openai/gpt-oss-20b", None),
+    "granite": ("ibm-granite/granite-3.1-8b-instruct", "granite"),
+    "granitemoe": ("ibm-granite/granite-3.0-1b-a400m-instruct", "granite"),
+    "granitemoehybrid": ("ibm-granite/granite-4.0-h-tiny", None),
+    "hunyuan_v1_dense": ("tencent/Hunyuan-1.8B-Instruct", None),
+    "hy_v3": ("tencent/Hy3-preview", None),
+    "hyperclovax": ("naver-hyperclovax/HyperCLOVAX-SEED-Think-14B", None),
+    "internlm": ("internlm/internlm-chat-7b", "internlm"),
+    "internlm2": ("internlm/internlm2_5-7b-chat", "internlm2"),
+    "internlm3": ("internlm/internlm3-8b-instruct", "internlm3"),
+    "iquestcoder": ("IQuestLab/IQuest-Coder-V1-40B-Instruct", None),
+    "lfm2": ("LiquidAI/LFM2-1.2B", None),
+    "lfm2_moe": ("LiquidAI/LFM2-8B-A1B", None),
+    "llama": ("meta-llama/Llama-3.1-8B-Instruct", "llama3_1"),
+    "llama4_text": ("meta-llama/Llama-4-Scout-17B-16E-Instruct", "llama4"),
+    "mamba2": ("mistralai/Mamba-Codestral-7B-v0.1", None),
+    "minicpm": ("openbmb/MiniCPM-2B-dpo-bf16", "minicpm"),
+    "minicpm3": ("openbmb/MiniCPM3-4B", "minicpm3"),
+    "minimax_m2": ("MiniMaxAI/MiniMax-M2", None),
+    "ministral": ("mistralai/Ministral-8B-Instruct-2410", "mistral"),
+    "ministral3": ("mistralai/Ministral-3-8B-Instruct-2512", "mistral"),
+    "mistral": ("mistralai/Mistral-7B-Instruct-v0.2", "mistral"),
+    "mixtral": ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral"),
+    "nemotron_h": ("nvidia/NVIDIA-Nemotron-Nano-9B-v2", None),
+    "olmo2": ("allenai/OLMo-2-1124-7B-Instruct", None),
+    "olmo3": ("allenai/Olmo-3-7B-Instruct", None),
+    "olmoe": ("allenai/OLMoE-1B-7B-0924-Instruct", None),
+    "phi": ("microsoft/phi-2", None),
+    "phi3": ("microsoft/Phi-3-mini-4k-instruct", "phi-3"),
+    "phimoe": ("microsoft/Phi-3.5-MoE-instruct", "phi-3"),
+    "qwen": ("Qwen/Qwen-7B-Chat", "qwen"),
+    "qwen2": ("Qwen/Qwen2.5-7B-Instruct", "qwen2d5"),
+    "qwen2_moe": ("Qwen/Qwen1.5-MoE-A2.7B-Chat", "qwen"),
+    "qwen3": ("Qwen/Qwen3-8B", "qwen3"),
+    "qwen3_5_moe_text": ("Qwen/Qwen3.5-35B-A3B", "qwen3"),
+    "qwen3_5_text": ("Qwen/Qwen3.5-4B", "qwen3"),
+    "qwen3_moe": ("Qwen/Qwen3-30B-A3B", "qwen3"),
+    "qwen3_next": ("Qwen/Qwen3-Next-80B-A3B-Instruct", "qwen3"),
+    "seed_oss": ("ByteDance-Seed/Seed-OSS-36B-Instruct", None),
+    "smollm3": ("HuggingFaceTB/SmolLM3-3B", "chatml"),
+    "stablelm": ("stabilityai/stablelm-2-1_6b-chat", None),
+    "starcoder2": ("bigcode/starcoder2-3b", None),
+    "vaultgemma": ("google/vaultgemma-1b", None),
+}
+
+
+@pytest.fixture(scope="module")
+def open_template(tokenizer_dirs: dict[str, Any]) -> Any:
+    tokenizer = Tokenizer.open(tokenizer_dirs["byte_level"])
+
+    def made(model: str) -> tuple[ChatTemplate, str]:
+        found = builtin.match(model)
+        assert found is not None
+        start = tokenizer.start_text if found.start is None else found.start
+        return ChatTemplate.open(tokenizer, "x", found.name), start
+
+    return made
+
+
+def test_every_family_that_reads_text_has_a_row() -> None:
+    assert set(FAMILIES) == {name for name in names() if get(name).recipe is None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_name_of_a_model_finds_its_template(family: str) -> None:
+    model, name = FAMILIES[family]
+    found = builtin.match(model)
+    assert (found and found.name) == name
+
+
+@pytest.mark.parametrize("model", OWN)
+def test_prompts_are_the_model_s_own_but_for_what_is_said(model: str, open_template: Any) -> None:
+    template, start = open_template(model)
+    row = OWN[model]
+    for talk, messages in TALKS.items():
+        rendered = template.render(messages).removeprefix(start)
+        if talk in row.get("why", {}):
+            assert rendered != row[talk], "the reason in own_prompts.json no longer holds"
+        else:
+            assert rendered == row[talk].removeprefix(start)
+
+
+@pytest.mark.parametrize(
+    "model", [name for name, row in OWN.items() if row["conversation"] and "end" not in row.get("why", {})]
+)
+def test_a_turn_of_the_model_ends_with_a_stop_word(model: str, open_template: Any) -> None:
+    """What its own template writes behind an answer is what the model writes there."""
+    behind = OWN[model]["conversation"].split("Hi there.")[1].lstrip()
+    assert behind.startswith(tuple(open_template(model)[0].stop_words))
