@@ -12,10 +12,11 @@ namespace tk {
 enum DType : int32_t { F32 = 0, BF16 = 1, F16 = 2 };
 enum Format : int32_t { DENSE = 1, INT = 2 };
 enum KvType : int32_t { KV_F32 = 0, KV_BF16 = 1, KV_F16 = 2, KV_INT8 = 3, KV_INT4 = 4 };
-enum Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, SWIGLUOAI = 4 };
+enum Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, SWIGLUOAI = 4, RELU2 = 5, SIGMOID = 6 };
 
 constexpr int64_t LANES = 16;     // rows of a weight tile; tokens of a cache cell
 constexpr int64_t KV_TILE = 128;  // tokens of one attention tile: tiles start at multiples of it
+constexpr int64_t STATE_COLS = 32;  // columns of a head's state that lie together
 constexpr int64_t KV_CELLS = KV_TILE / LANES;
 
 constexpr int64_t pad16(int64_t n) { return (n + 15) / 16 * 16; }
@@ -68,6 +69,7 @@ struct Store {
     int32_t add = 0;
     float alpha = 1.0f;
     int32_t activation = -1;  // gated pair, or a plain linear followed by an activation
+    float gate_scale = 1.0f;  // of the first of a gated pair, its bias included
 };
 
 // Keys and values of one head in one block, in cells of 16 tokens. Sizes in bytes.
@@ -124,6 +126,37 @@ struct AttnParams {
     float rounded = 0.0f;
 };
 
+// Causal convolution of channels over one sequence's tokens: out[t] = sum of w[k] * x[t - kernel + 1 + k] + bias, then silu
+// where asked for. What stands before the first token is `tail`, which then takes the last inputs.
+struct ConvRun {
+    const float* x;  // [tokens][channels]
+    int64_t ldx;
+    float* out;  // [tokens][channels]
+    int64_t ldo;
+    float* tail;  // [kernel - 1][channels], oldest first
+    int64_t ld_tail;
+    const float* w;  // [kernel][channels], the newest token's last
+    int64_t ldw;
+    const float* bias;  // null = none
+    int64_t tokens, channels, kernel;
+    int32_t silu;
+};
+
+// Some columns of one head's state S over one sequence's tokens: S = keep * S + key m, then out = query S; m = weight * value, or
+// by the delta rule weight * (value - key (keep * S)).
+struct StateRun {
+    float* state;  // [rows][STATE_COLS]
+    const float *key, *query;  // [tokens][rows]
+    int64_t ld;
+    const float* value;  // [tokens][cols]
+    int64_t ldv;
+    float* out;  // [tokens][cols]
+    int64_t ldo;
+    const float *keep, *weight;  // [tokens]
+    int64_t tokens, rows, cols;  // cols: up to STATE_COLS
+    int32_t delta;
+};
+
 struct Ops {
     const char* name;
     int32_t bf16_dot;  // attention may run on BF16 cells
@@ -152,6 +185,8 @@ struct Ops {
     void (*rope)(float* x, const float* cos, const float* sin, int64_t rotary);
     void (*hadamard)(float* x, int64_t n);
     void (*activate)(float* x, int64_t n, int32_t activation);
+    // y *= act(x); activation -1 = x as it is
+    void (*multiply)(float* y, const float* x, int64_t n, int32_t activation);
     void (*to_bf16)(const float* x, uint16_t* out, int64_t n);
     // write one token's key (null = none) and value (padded to dpad) of one head; cell parts at their pointers; lane 0..15.
     // clear_next zeroes the following value lane where pairs share storage.
@@ -170,6 +205,8 @@ struct Ops {
     void (*attn_merge)(int64_t vpad, int64_t rows, const AttnState& into, const AttnState& part);
     // out[d] = acc / (l + exp(sink - m)); sink null = none
     void (*attn_finish)(int64_t vpad, float m, float l, const float* acc, const float* sink, float* out);
+    void (*convolve)(const ConvRun& r);
+    void (*recur)(const StateRun& r);
     // maximum of x[n], its lowest index, and whether x holds a NaN
     float (*row_max)(const float* x, int64_t n, int64_t* index, int32_t* has_nan);
     // ids of those of x[n] that are at least `low`, ascending, into ids[n]; returns how many

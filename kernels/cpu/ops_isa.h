@@ -28,6 +28,7 @@ void add_scaled(float* y, const float* x, float alpha, int64_t n);
 void rope(float* x, const float* cos, const float* sin, int64_t rotary);
 void hadamard(float* x, int64_t n);
 void activate(float* x, int64_t n, int32_t activation);
+void multiply(float* y, const float* x, int64_t n, int32_t activation);
 void to_bf16(const float* x, uint16_t* out, int64_t n);
 
 void kv_write(int32_t type, int64_t dpad, const float* k, const float* v, uint8_t* kc, uint8_t* vc, uint8_t* kp,
@@ -40,12 +41,30 @@ void attn_tile(const AttnParams& p, const KvTile& tile, const void* q, int64_t r
 void attn_merge(int64_t vpad, int64_t rows, const AttnState& into, const AttnState& part);
 void attn_finish(int64_t vpad, float m, float l, const float* acc, const float* sink, float* out);
 
+void convolve(const ConvRun& r);
+void recur(const StateRun& r);
+
 float row_max(const float* x, int64_t n, int64_t* index, int32_t* has_nan);
 int64_t at_least(const float* x, int64_t n, float low, int32_t* ids);
 double sum_exp(const float* x, int64_t n, float max, float scale);
 void scale_logits(float* x, int64_t n, float scale, float softcap);
 
 namespace {
+
+// The first n of 16 lanes; the others are zeros, or are not stored.
+TK_INLINE F load_part(const float* p, int64_t n) {
+    if (n >= 16) return fload(p);
+    float v[16] = {};
+    for (int64_t i = 0; i < n; i++) v[i] = p[i];
+    return fload(v);
+}
+
+TK_INLINE void store_part(float* p, int64_t n, F x) {
+    if (n >= 16) return fstore(p, x);
+    float v[16];
+    fstore(v, x);
+    for (int64_t i = 0; i < n; i++) p[i] = v[i];
+}
 
 // Tokens of the block that starts at t: blocks of at most `widest` are as equal as can be.
 TK_INLINE int64_t block_at(int64_t t, int64_t count, int64_t widest) {
@@ -72,6 +91,8 @@ struct TilesAhead {
 TK_INLINE F apply_activation(F x, int32_t activation) {
     if (activation == SILU) return fmul(x, fsigmoid(x));
     if (activation == RELU) return fmax(x, fzero());
+    if (activation == RELU2) return fmul(fmax(x, fzero()), fmax(x, fzero()));
+    if (activation == SIGMOID) return fsigmoid(x);
     if (activation == GELU_TANH) {
         // x * (1 + tanh(u)) / 2 = x * sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3)
         const F u = fmul(x, fma(fmul(x, x), fset1(0.0713548162726f), fset1(1.5957691216057f)));
@@ -93,6 +114,7 @@ TK_INLINE void store_tile(const Store& to, int64_t t, int64_t tile, F y) {
 TK_INLINE void store_gated(const Store& to, int64_t t, int64_t tile, F gate, F up) {
     if (to.bias) gate = fadd(gate, fload(to.bias + tile * LANES));
     if (to.bias_up) up = fadd(up, fload(to.bias_up + tile * LANES));
+    if (to.gate_scale != 1.0f) gate = fmul(gate, fset1(to.gate_scale));
     F y;
     if (to.activation == SWIGLUOAI) {  // NaN stays NaN: see fexp
         gate = fmin(fset1(7.0f), gate);

@@ -145,6 +145,14 @@ void activate(float* x, int64_t n, int32_t activation) {
     for (int64_t k = 0; k < n; k += 16) fstore(x + k, apply_activation(fload(x + k), activation));
 }
 
+// y *= act(x), or y *= x where activation is -1.
+void multiply(float* y, const float* x, int64_t n, int32_t activation) {
+    for (int64_t k = 0; k < n; k += 16) {
+        const F by = load_part(x + k, n - k);
+        store_part(y + k, n - k, fmul(load_part(y + k, n - k), activation < 0 ? by : apply_activation(by, activation)));
+    }
+}
+
 void to_bf16(const float* x, uint16_t* out, int64_t n) {
     for (int64_t k = 0; k < n; k += 16) store_bf16(out + k, fload(x + k));
 }

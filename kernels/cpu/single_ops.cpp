@@ -90,6 +90,24 @@ TK_EXPORT int tk_op_activate(const char* isa, float* x, int64_t n, int32_t activ
     return !ops;
 }
 
+TK_EXPORT int tk_op_multiply(const char* isa, float* y, const float* x, int64_t n, int32_t activation) {
+    const tk::Ops* ops = find(isa);
+    if (ops) ops->multiply(y, x, n, activation);
+    return !ops;
+}
+
+TK_EXPORT int tk_op_convolve(const char* isa, const tk::ConvRun* r) {
+    const tk::Ops* ops = find(isa);
+    if (ops) ops->convolve(*r);
+    return !ops;
+}
+
+TK_EXPORT int tk_op_recur(const char* isa, const tk::StateRun* r) {
+    const tk::Ops* ops = find(isa);
+    if (ops) ops->recur(*r);
+    return !ops;
+}
+
 TK_EXPORT int tk_op_scale_logits(const char* isa, float* x, int64_t n, float scale, float softcap) {
     const tk::Ops* ops = find(isa);
     if (ops) ops->scale_logits(x, n, scale, softcap);

@@ -26,7 +26,7 @@ from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
 
 # full attention; windows in every layer; windows in some; long rope; states beside attention
-FAMILIES = ("llama", "mistral", "gemma2", "phi3", "qwen3_5_text", "falcon_h1")
+FAMILIES = ("llama", "mistral", "gemma2", "phi3", "lfm2", "qwen3_5_text", "falcon_h1")
 WAYS: dict[str, dict[str, Any]] = {
     "odd chunks": {"max_prefill_token_num": 7},
     "one token at a time": {"max_prefill_token_num": 1},

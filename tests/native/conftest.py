@@ -56,6 +56,44 @@ class Store(Structure):
         ("add", c_int32),
         ("alpha", c_float),
         ("activation", c_int32),
+        ("gate_scale", c_float),
+    )
+
+
+class ConvRun(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("ldx", c_int64),
+        ("out", c_void_p),
+        ("ldo", c_int64),
+        ("tail", c_void_p),
+        ("ld_tail", c_int64),
+        ("w", c_void_p),
+        ("ldw", c_int64),
+        ("bias", c_void_p),
+        ("tokens", c_int64),
+        ("channels", c_int64),
+        ("kernel", c_int64),
+        ("silu", c_int32),
+    )
+
+
+class StateRun(Structure):
+    _fields_ = (
+        ("state", c_void_p),
+        ("key", c_void_p),
+        ("query", c_void_p),
+        ("ld", c_int64),
+        ("value", c_void_p),
+        ("ldv", c_int64),
+        ("out", c_void_p),
+        ("ldo", c_int64),
+        ("keep", c_void_p),
+        ("weight", c_void_p),
+        ("tokens", c_int64),
+        ("rows", c_int64),
+        ("cols", c_int64),
+        ("delta", c_int32),
     )
 
 
@@ -122,7 +160,7 @@ class NativeOps:
             bias = np.pad(bias, (0, width - len(bias)))
         rows, _held = self._rows(p, x)
         rows.round = rounded
-        store = Store(out.ctypes.data, width, _ptr(bias), None, int(add is not None), alpha, activation)
+        store = Store(out.ctypes.data, width, _ptr(bias), None, int(add is not None), alpha, activation, 1.0)
         first, last = tiles or (0, p.meta.tiles)
         self._call(
             "tk_op_linear",
@@ -135,11 +173,11 @@ class NativeOps:
         )
         return out[:, : p.meta.rows]
 
-    def gated(self, gate: PackedTensor, up: PackedTensor, x: np.ndarray, activation: int, rounded=False) -> np.ndarray:
+    def gated(self, gate: PackedTensor, up: PackedTensor, x: np.ndarray, activation: int, rounded=False, scale=1.0):
         out = np.zeros((len(x), gate.meta.tiles * 16), np.float32)
         rows, _held = self._rows(gate, x)
         rows.round = rounded
-        store = Store(out.ctypes.data, out.shape[1], None, None, 0, 1.0, activation)
+        store = Store(out.ctypes.data, out.shape[1], None, None, 0, 1.0, activation, scale)
         self._call(
             "tk_op_gated",
             byref(self.matrix(gate)),
@@ -179,6 +217,25 @@ class NativeOps:
         y = x.copy()
         self._call(name, _ptr(y), *[_ptr(a) if isinstance(a, np.ndarray) else a for a in arguments])
         return y
+
+    def convolve(self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, tail: np.ndarray, silu: bool):
+        """``x`` [tokens, channels], ``weight`` [kernel, channels]; ``tail`` [kernel - 1, channels] goes on."""
+        (tokens, channels), kernel = x.shape, len(weight)
+        out = np.zeros_like(x)
+        sizes = tokens, channels, kernel, int(silu)
+        rows = [a if a is None else a.ctypes.data for a in (x, out, tail, weight, bias)]
+        wide = [v for row in rows[:4] for v in (row, channels)]
+        self._call("tk_op_convolve", byref(ConvRun(*wide, rows[4], *sizes)))
+        return out
+
+    def recur(self, state: np.ndarray, key, query, value, keep, weight, delta: bool) -> np.ndarray:
+        """``state`` [rows, 32] goes on; keys and queries [tokens, rows], values [tokens, cols]."""
+        out = np.zeros_like(value)
+        (tokens, rows), cols = key.shape, value.shape[1]
+        one = [a.ctypes.data for a in (state, key, query, value, out, keep, weight)]
+        sizes = tokens, rows, cols, int(delta)
+        self._call("tk_op_recur", byref(StateRun(*one[:3], rows, one[3], cols, one[4], cols, *one[5:], *sizes)))
+        return out
 
     def row_stats(self, x: np.ndarray) -> tuple[float, int, bool, float]:
         top, index, nan, total = c_float(), c_int64(), c_int32(), ctypes.c_double()

@@ -108,6 +108,15 @@ def test_what_is_wrong_is_named(change, message, drive) -> None:
         d.runner.submit(batch).result()
 
 
+def test_slots_that_do_not_exist_are_refused(drive) -> None:
+    d = drive("lfm2")
+    for pair in ([0, 64], [64, 0], [-2, 0], [0, -1], [0]):
+        batch = d.batch({d.add(): [5, 6]})
+        batch.block_tables = (np.array([pair], np.int32), *batch.block_tables[1:])
+        with pytest.raises(RunnerError, match="block_tables"):
+            d.runner.submit(batch).result()
+
+
 def test_blocks_that_do_not_exist_are_refused(drive) -> None:
     d = drive("llama")
     for table, slots in (([[64]], [0, 1]), ([[-1]], [0, 1]), ([[0]], [0, 64 * 16]), ([[0]], [-1, 0])):

@@ -11,6 +11,8 @@ import torch
 
 from toolkit.artifacts.canonical import ChannelInt8
 from toolkit.kernels.reference.activation import swigluoai
+from toolkit.kernels.reference.causal_conv import causal_conv
+from toolkit.kernels.reference.recurrent import delta_rule, state_scan
 from toolkit.runners.native.pack import pack_dense, pack_weight
 
 COUNTS = (1, 2, 3, 5, 8, 11, 12, 13, 20, 33)
@@ -145,23 +147,30 @@ def test_epilogues(count, ops, quantize_groups) -> None:
         close(ops.linear(packed, x, activation=3), np.maximum(plain, 0), 1e-6)
 
 
-@pytest.mark.parametrize("activation, function", enumerate(("silu", "gelu", "gelu_tanh", "relu", "swigluoai")))
+@pytest.mark.parametrize("activation, function", enumerate(("silu", "gelu", "gelu_tanh", "relu", "swigluoai", "relu2")))
 @pytest.mark.parametrize("count", [1, 5, 30])
 def test_gated_pairs(activation, function, count, ops, quantize_groups) -> None:
     x = random((count, 128), 13)
     gate, up = (torch.from_numpy(random((48, 128), seed, 0.5)) for seed in (14, 15))  # so that swigluoai cuts off
     for make in (pack_dense, lambda w: pack_weight(quantize_groups(w, 32))):
         g, u = make(gate), make(up)
-        found = ops.gated(g, u, x, activation)
         one, two = (torch.from_numpy(ops.linear(w, x)).double() for w in (g, u))
-        expected = swigluoai(one, two).numpy() if function == "swigluoai" else act(function, one.numpy()) * two.numpy()
-        close(found, expected, 2e-6)
+        for scale in (1.0, 0.7):
+            scaled = one * scale
+            expected = (
+                swigluoai(scaled, two).numpy()
+                if function == "swigluoai"
+                else act(function, scaled.numpy()) * two.numpy()
+            )
+            close(ops.gated(g, u, x, activation, scale=scale), expected, 2e-6)
 
 
 def act(name: str, x: np.ndarray) -> np.ndarray:
     t = torch.from_numpy(x).double()
     if name.startswith("gelu"):
         return torch.nn.functional.gelu(t, approximate="tanh" if name == "gelu_tanh" else "none").numpy()
+    if name == "relu2":
+        return t.relu().square().numpy()
     return getattr(torch.nn.functional, name)(t).numpy()
 
 
@@ -184,7 +193,7 @@ def test_layer_norm(size, biased, ops) -> None:
 
 def test_activations_and_logit_scaling(ops) -> None:
     x = np.linspace(-30, 30, 4096, dtype=np.float32)
-    for i, name in enumerate(("silu", "gelu", "gelu_tanh", "relu")):
+    for i, name in {0: "silu", 1: "gelu", 2: "gelu_tanh", 3: "relu", 5: "relu2", 6: "sigmoid"}.items():
         found = ops.in_place("tk_op_activate", x, c_int64(x.size), c_int32(i))
         np.testing.assert_allclose(found, act(name, x), rtol=1e-5, atol=2e-6)
     capped = ops.in_place("tk_op_scale_logits", x, c_int64(x.size), c_float(2.0), c_float(30.0))
@@ -192,6 +201,64 @@ def test_activations_and_logit_scaling(ops) -> None:
     np.testing.assert_array_equal(
         ops.in_place("tk_op_scale_logits", x, c_int64(x.size), c_float(2.0), c_float(0.0)), 2 * x
     )
+
+
+@pytest.mark.parametrize("size", [16, 5, 40])
+def test_rows_are_multiplied(size, ops) -> None:
+    y, x = random((size,), 1), random((size,), 2)
+    gates = {-1: x, 0: act("silu", x), 5: np.maximum(x, 0) ** 2, 6: act("sigmoid", x)}
+    for activation, by in gates.items():
+        found = ops.in_place("tk_op_multiply", y, x, c_int64(size), c_int32(activation))
+        np.testing.assert_allclose(found, y * by, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("channels", [16, 24, 5])
+@pytest.mark.parametrize("kernel, silu", [(4, True), (2, False), (9, False)])
+def test_causal_convolution(channels, kernel, silu, ops) -> None:
+    x, weight, tail = (random((n, channels), i) for i, n in enumerate((7, kernel, kernel - 1)))
+    bias = random((channels,), 4) if silu else None
+    states = torch.from_numpy(tail.copy())[None]
+    table, starts = torch.zeros(1, 2, dtype=torch.int32), np.array([0, 7])
+    more = None if bias is None else torch.from_numpy(bias)
+    taps = torch.from_numpy(weight.T.copy())
+    expected = causal_conv.reference(torch.from_numpy(x), taps, more, states, table, starts, silu).numpy()
+    parts = tail.copy()
+    whole = ops.convolve(x, weight, bias, tail, silu)
+    close(whole, expected, 1e-5)
+    np.testing.assert_array_equal(tail, states[0].numpy())
+    found = [ops.convolve(x[a:b].copy(), weight, bias, parts, silu) for a, b in ((0, 1), (1, 5), (5, 7))]
+    np.testing.assert_array_equal(np.concatenate(found), whole)
+    np.testing.assert_array_equal(parts, tail)
+
+
+@pytest.mark.parametrize("rows, cols", [(16, 32), (12, 20), (24, 5)])
+@pytest.mark.parametrize("delta", [True, False])
+def test_recurrence(delta, rows, cols, ops) -> None:
+    tokens, scale = 9, rows**-0.5
+    key, query, value = (random((tokens, n), i, outliers=0) for i, n in enumerate((rows, rows, cols)))
+    key, state = key * np.float32(scale), np.zeros((rows, 32), np.float32)
+    state[:, :cols] = random((rows, cols), 3)
+    fade, weight = -np.abs(random((tokens,), 4)), np.abs(random((tokens,), 5, 0.3))
+    k, q, v, f, b = (torch.from_numpy(a)[:, None] for a in (key, query, value, fade, weight))
+    table, starts = torch.zeros(1, 2, dtype=torch.int32), np.array([0, tokens])
+    before = torch.from_numpy(state[:, :cols].copy())[None, None]
+    if delta:
+        expected = delta_rule.reference(q, k, v, f, b, before, table, starts)
+        keep = np.exp(fade)
+    else:
+        before, rate = before.transpose(2, 3).contiguous(), torch.tensor([-0.7])
+        expected = state_scan.reference(v, b, rate, k, q, torch.zeros(1), before, table, starts)
+        keep, before = np.exp(np.float32(-0.7) * weight), before.transpose(2, 3)
+    parts = state.copy()
+    whole = ops.recur(state, key, query, value, keep, weight, delta)
+    close(whole, expected[:, 0].numpy(), 1e-5)
+    close(state[:, :cols], before[0, 0].numpy(), 1e-5)
+    found = []
+    for a, b in ((0, 1), (1, 2), (2, 9)):
+        inputs = [x[a:b].copy() for x in (key, query, value, keep, weight)]
+        found.append(ops.recur(parts, *inputs, delta))
+    np.testing.assert_array_equal(np.concatenate(found), whole)
+    np.testing.assert_array_equal(parts, state)
 
 
 @pytest.mark.parametrize("rotary", [8, 20, 64])

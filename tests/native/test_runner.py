@@ -56,7 +56,7 @@ def test_dense_float32_equals_transformers(family, isa, drive, oracle, monkeypat
 
 
 @pytest.mark.parametrize("form", ["int4", "int8"])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe", "qwen2", "lfm2", "qwen3_next", "falcon_h1"])
 def test_quantized_weights_stay_near_the_dequantized_model(family, form, drive) -> None:
     """Int8 activations and the 8-bit head are the only differences."""
     driver, ids = drive(family, weights=form), prompt(40, 5)
@@ -133,7 +133,8 @@ CACHES: tuple[dict[str, Any], ...] = (
         for family, forms in {"llama": ("dense", "bf16", "int4"), "gemma2": ("int4",), "qwen3_moe": ("int8",)}.items()
         for form in forms
         for options in CACHES
-    ],
+    ]
+    + [(family, form, CACHES[1]) for family in ("lfm2_moe", "qwen3_5_text", "nemotron_h") for form in ("bf16", "int4")],
 )
 def test_bits_do_not_depend_on_chunks_batch_or_threads(family, form, options, drive) -> None:
     ids = prompt(150, 6)
@@ -174,18 +175,42 @@ def test_latent_attention_gives_the_same_in_both_forms(family, form, options, ne
         assert 0 < np.linalg.norm(other - found[0]) < near * np.linalg.norm(found[0])
 
 
-def test_a_long_prompt_equals_its_chunks(drive) -> None:
+@pytest.mark.parametrize("family", ["llama", "lfm2", "qwen3_next", "falcon_h1"])
+def test_blocks_and_slots_are_as_large_as_planned(family, drive) -> None:
+    runner = drive(family).runner
+    assert [len(runner.export_block(g, 0)) for g, _ in enumerate(runner.spec.cache_groups)] == [
+        *runner.memory().block_bytes
+    ]
+
+
+def test_states_may_change_places(drive) -> None:
+    """All are read before any is written."""
+    found = []
+    for changed in (False, True):
+        d = drive("lfm2")
+        one, two = d.add(), d.add()
+        d.step({one: prompt(20), two: prompt(7)})
+        batch = d.batch({one: [5], two: [6]}, "all")
+        (table,) = (t for t, g in zip(batch.block_tables, d.runner.spec.cache_groups, strict=True) if g.kind == "state")
+        if changed:
+            table[:] = [[table[0, 1], table[1, 1]], [table[1, 1], table[0, 1]]]
+        found.append(d.runner.submit(batch).result().logits)
+    np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_a_long_prompt_equals_its_chunks(family, drive) -> None:
     """Longer than what goes through the layers at once, with tiles of many blocks."""
     model = {"max_position_embeddings": 2048}
     ids = prompt(1400, 7)
-    whole, cut = (drive("llama", weights="int4", model=model, blocks=96) for _ in range(2))
+    whole, cut = (drive(family, weights="int4", model=model, blocks=96) for _ in range(2))
     expected = whole.step({whole.add(): ids}, "all")
     number = cut.add()
     found = [cut.step({number: ids[a : a + 300]}, "all").logits for a in range(0, 1400, 300)]
     np.testing.assert_array_equal(np.concatenate(found), expected.logits)
 
 
-@pytest.mark.parametrize("family", ["llama", "minicpm3"])
+@pytest.mark.parametrize("family", ["llama", "minicpm3", "qwen3_next", "falcon_h1"])
 @pytest.mark.parametrize("isa", library.isas())
 def test_instruction_sets_agree(family, isa, drive, monkeypatch) -> None:
     monkeypatch.setenv(library.ISA_VARIABLE, isa)

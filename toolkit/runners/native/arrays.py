@@ -50,7 +50,7 @@ class Arrays:
             s.embeds_size = len(batch.embed_index)
             s.embeds = self._put("embeds", batch.embeds, F32, s.embeds_size * spec.hidden_size)
             s.embed_index = self._put("embed_index", batch.embed_index, I32, s.embeds_size)
-        self._groups(batch, tokens, seqs)
+        self._groups(batch, spec, tokens, seqs)
         self._sampling(batch.sampling, rows, spec.vocab_size)
 
     def _put(self, name: str, array: np.ndarray[Any, Any], dtype: np.dtype[Any], size: int) -> int | None:
@@ -64,15 +64,15 @@ class Arrays:
         self._held.append(array)
         return ctypes.addressof(array)
 
-    def _groups(self, batch: StepBatch, tokens: int, seqs: int) -> None:
+    def _groups(self, batch: StepBatch, spec: DecoderSpec, tokens: int, seqs: int) -> None:
         s, groups = self.structure, len(batch.block_tables)
         if len(batch.slot_mapping) != groups or len(batch.copy_blocks) not in (0, groups):
             raise RunnerError(f"slot_mapping, copy_blocks: expected {groups} groups")
         tables, widths, slots = [], np.zeros(groups, np.int64), []
-        for g, table in enumerate(batch.block_tables):
+        for g, (table, group) in enumerate(zip(batch.block_tables, spec.cache_groups, strict=False)):
             widths[g] = table.shape[-1]
             tables.append(self._put("block_tables", table, I32, seqs * table.shape[-1]))
-            slots.append(self._put("slot_mapping", batch.slot_mapping[g], I64, tokens))
+            slots.append(self._put("slot_mapping", batch.slot_mapping[g], I64, 0 if group.kind == "state" else tokens))
         copies, sizes = [], np.zeros(groups, np.int64)
         for g, pairs in enumerate(batch.copy_blocks):
             sizes[g] = len(pairs)

@@ -13,6 +13,7 @@ void keep(Attention& a, const Record& r, Program& prog) {
     a.cell = cell_layout(prog.kv_type, a.head_dim, a.rows);
     a.head_bytes = prog.block_size / LANES * a.cell.bytes();
     Group& g = prog.groups[size_t(a.group)];
+    if (g.state) r.fail("group", "one of states, not of tokens");
     if (g.window > 0 && (a.window == 0 || a.window > g.window)) r.fail("window", "sees further back than its cache group keeps");
     a.layer_offset = g.block_bytes;
     g.block_bytes += a.kv_heads * a.head_bytes;
@@ -60,6 +61,7 @@ Mixer read_attention(const Record& r, Program& prog) {
     a.q = r.linear("q", a.heads * a.head_dim, hidden);
     a.k = r.linear("k", a.kv_heads * a.head_dim, hidden);
     a.v = r.linear("v", a.kv_heads * a.head_dim, hidden);
+    a.gate = r.maybe_linear("gate", a.heads * a.head_dim, hidden);
     a.o = r.linear("o", hidden, a.heads * a.head_dim);
     a.q_norm = r.norm("q_norm", a.head_dim, a.heads);
     a.k_norm = r.norm("k_norm", a.head_dim, a.kv_heads);
@@ -68,6 +70,7 @@ Mixer read_attention(const Record& r, Program& prog) {
     join(a.in, a.q);
     join(a.in, a.k);
     join(a.in, a.v);
+    join(a.in, a.gate);
     a.out.width = a.heads * a.head_dim;
     join(a.out, a.o);
     keep(a, r, prog);

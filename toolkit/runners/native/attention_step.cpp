@@ -11,7 +11,7 @@ namespace tk {
 void Run::project(const Input& in, const Norm& norm, const float* from, int64_t ld, float* out, std::initializer_list<const Linear*> parts) {
     Prepared x = prepare(in, norm, from, ld, count);
     int64_t total = 0;
-    for (const Linear* l : parts) total += l->w.tiles();
+    for (const Linear* l : parts) total += l->w.tiles();  // none, of one that is absent
     share(P_QKV, total, pair_unit(), [&](Range r) {
         const InputBuffer& rows = ready(x, in, norm, from, ld, count);
         int64_t start = 0;
@@ -186,7 +186,8 @@ void Run::attend_tile(const Attention& a, const Piece& piece, const Piece* next,
 }
 
 // State rows of one token and kv head, from `row` on, to their places in the token's output row.
-void Run::finish_rows(const Attention& a, int64_t head, const AttnState& s, int64_t row, float* to) {
+void Run::finish_rows(const Attention& a, int64_t head, int64_t t, const AttnState& s, int64_t row, float* to) {
+    const float* gate = w.qkv + t * w.qkv_ld + (a.q.w.tiles() + a.k.w.tiles() + a.v.w.tiles()) * LANES;
     for (int64_t i = 0; i < a.per_kv; i++) {
         const int64_t r = row + i, h = head * a.per_kv + i;
         const float* sink = a.sinks ? a.sinks.data + h : nullptr;
@@ -196,6 +197,7 @@ void Run::finish_rows(const Attention& a, int64_t head, const AttnState& s, int6
             ops.attn_finish(a.vpad, s.m[r], s.l[r], s.acc + r * a.vpad, sink, own.attention.row);
             std::memcpy(to + h * a.value_dim, own.attention.row, size_t(a.value_dim) * 4);
         }
+        if (a.gate.present()) ops.multiply(to + h * a.value_dim, gate + h * a.value_dim, a.value_dim, SIGMOID);
     }
 }
 
@@ -226,7 +228,7 @@ void Run::attend_blocks(const Attention& a, Range which, Range heads) {
         }
         for (int64_t t = b.first; t < b.last; t++)
             for (int64_t h = heads.first; h < heads.last; h++)
-                finish_rows(a, h, s.running, (h - heads.first) * rows + (t - b.first) * a.per_kv, result(a, t - first));
+                finish_rows(a, h, t - first, s.running, (h - heads.first) * rows + (t - b.first) * a.per_kv, result(a, t - first));
     }
 }
 
@@ -269,7 +271,7 @@ void Run::merge_split(const Attention& a) {
                 float* s = partial + (tile * a.kv_heads + h) * size;
                 ops.attn_merge(a.vpad, a.per_kv, into, {s, s + a.per_kv, s + 2 * a.per_kv});
             }
-            finish_rows(a, h, into, 0, own.mid.x + t * own.mid.ldx);
+            finish_rows(a, h, t, into, 0, own.mid.x + t * own.mid.ldx);
         }
         partial += (tiles.last - tiles.first) * a.kv_heads * size;
         quantize_row(a.out, own.mid, t);
@@ -278,7 +280,7 @@ void Run::merge_split(const Attention& a) {
 
 void Run::mix(const Sublayer& s, const Attention& a) {
     save(s);
-    project(a.in, s.pre, source(s), w.hidden_ld, w.qkv, {&a.q, &a.k, &a.v});
+    project(a.in, s.pre, source(s), w.hidden_ld, w.qkv, {&a.q, &a.k, &a.v, &a.gate});
     if (a.settles())
         share(P_ROPE, count, 1, [&](Range r) {
             for (int64_t t = r.first; t < r.last; t++) settle_row(a, t);

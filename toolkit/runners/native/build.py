@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 LIBRARY = "_native.so"
 
 ISAS_VARIABLE = "TOOLKIT_NATIVE_ISAS"  # all (the default) or here
-FAMILIES = ("linear_int", "linear_dense", "rowwise", "kv_cache", "attention", "table")
+FAMILIES = ("linear_int", "linear_dense", "rowwise", "kv_cache", "attention", "state", "table")
 ISA_FLAGS = {
     "avx512vnni": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mavx512bf16 "
     "-mprefer-vector-width=512 -Wno-uninitialized -Wno-maybe-uninitialized",  # g++ 12 warns inside its own intrinsics

@@ -33,9 +33,17 @@ void check_group(const Program& p, const StepArrays& in, int64_t g) {
     const Group& group = p.groups[g];
     const int64_t bs = p.block_size, width = in.table_width[g];
     if (!group.data) throw Error("the cache is not allocated");
-    within("slot_mapping", in.slot_mapping[g], in.tokens, 0, group.blocks * bs);
     within("length of block_tables", &width, 1, 0, MOST);
     const int32_t* table = in.block_tables[g];
+    if (group.state) {
+        if (width < 2) throw Error("block_tables: expected the slots that states are read from and written to");
+        for (int64_t s = 0; s < in.seqs; s++) {
+            within("block_tables", table + s * width, 1, -1, group.blocks);
+            within("block_tables", table + s * width + 1, 1, 0, group.blocks);
+        }
+        return;
+    }
+    within("slot_mapping", in.slot_mapping[g], in.tokens, 0, group.blocks * bs);
     for (int64_t s = 0; s < in.seqs; s++) {
         const int64_t length = in.seq_lens[s], fresh = in.cu_seqlens[s + 1] - in.cu_seqlens[s];
         if (length > width * bs)

@@ -11,23 +11,31 @@ import numpy as np
 from toolkit.models.spec import (
     AlibiSpec,
     AttentionSpec,
+    ConvSpec,
     DecoderSpec,
+    DeltaSpec,
     LatentSpec,
     LinearSpec,
+    MambaSpec,
+    Mixer,
     MlpSpec,
     MoeSpec,
     NormSpec,
     QueryScale,
     RopeSpec,
+    ShortConvSpec,
 )
-from toolkit.runners.native.packed import PackedTensor, PackedWeights, vector
+from toolkit.runners.native.packed import LANES, PackedTensor, PackedWeights, vector
 
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "swigluoai": 4}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "swigluoai": 4, "relu2": 5}
 _QUERY_SCALES = {"floor": 1, "log": 2}
 _SCORINGS = {"softmax": 0, "sigmoid": 1, "sparsemixer": 2}
 _GROUP_SCORES = {"best": 1, "two": 2}  # how many of its experts a group is as good as
 
+STRIPE = 32  # STATE_COLS of ops.h
+
 Record = dict[str, Any]
+Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class Tensors:
@@ -54,7 +62,7 @@ class Tensors:
             self._index[name] = self.add(self._weights[name])
         return self._index[name]
 
-    def stored(self, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
+    def stored(self, name: str) -> Floats:
         """The numbers of a vector among the weights."""
         found = self._weights[name]
         return found.data.view(np.float32)[: found.meta.rows]
@@ -112,6 +120,7 @@ def attention(a: AttentionSpec, t: Tensors) -> Record:
         "q": t.linear(a.q),
         "k": t.linear(a.k),
         "v": t.linear(a.v),
+        "gate": t.linear(a.gate),
         "o": t.linear(a.o),
         "q_norm": t.norm(a.q_norm),
         "k_norm": t.norm(a.k_norm),
@@ -150,9 +159,104 @@ def latent(a: LatentSpec, t: Tensors) -> Record:
     }
 
 
+def short_conv(m: ShortConvSpec, t: Tensors) -> Record:
+    return {
+        "channels": m.conv.channels,
+        "group": m.group,
+        "b": t.linear(m.b),
+        "c": t.linear(m.c),
+        "value": t.linear(m.value),
+        "out": t.linear(m.out),
+        "conv": _conv(m.conv, t),
+    }
+
+
+def _conv(conv: ConvSpec, t: Tensors, scales: Floats | float = 1.0) -> Record:
+    """``scales`` of its channels: what their inputs are multiplied by."""
+    weight = np.zeros((conv.kernel, _padded(conv.channels)), np.float32)
+    weight[:, : conv.channels] = t.stored(conv.weight).reshape(conv.channels, conv.kernel).T * scales
+    return {
+        "kernel": conv.kernel,
+        "weight": t.numbers(weight),
+        "bias": None if conv.bias is None else t.named(conv.bias),
+    }
+
+
+def delta(m: DeltaSpec, t: Tensors) -> Record:
+    length = m.k_dim**-0.5  # a norm whose weight this is divides by the length
+    return {
+        "heads": m.heads,
+        "k_heads": m.k_heads,
+        "k_dim": m.k_dim,
+        "v_dim": m.v_dim,
+        "group": m.group,
+        "qkv": t.linear(m.qkv),
+        "z": t.linear(m.z),
+        "beta": t.linear(m.beta),
+        "fade": t.linear(m.fade),
+        "conv": _conv(m.conv, t),
+        "q_norm": _unit(m.k_dim, length * m.k_dim**-0.5, t),
+        "k_norm": _unit(m.k_dim, length, t),
+        "decay": t.numbers(-np.exp(t.stored(m.a_log))),
+        "dt_bias": t.named(m.dt_bias),
+        "norm": t.norm(m.norm),
+        "out": t.linear(m.out),
+    }
+
+
+def _unit(size: int, weight: float, t: Tensors) -> Record:
+    weights = t.numbers(np.full(size, weight))
+    return {"size": size, "sets": 1, "layer": False, "weight": weights, "eps": 1e-6 / size}
+
+
+def mamba(m: MambaSpec, t: Tensors) -> Record:
+    z, u, b, c, dt = m.scales or (1.0,) * 5
+    shared = m.groups * m.state_size
+    norm = t.norm(m.norm)
+    return {
+        "heads": m.heads,
+        "head_dim": m.head_dim,
+        "groups": m.groups,
+        "state_size": m.state_size,
+        "group": m.group,
+        "z": t.linear(m.z),
+        "inner": t.linear(m.inner),
+        "dt": t.linear(m.dt),
+        "conv": _conv(m.conv, t, np.repeat(np.asarray([u, b, c], np.float32), [m.width_out, shared, shared])),
+        "z_scale": z,
+        "dt_scale": dt,
+        "decay": t.numbers(-np.exp(t.stored(m.a_log))),
+        "dt_bias": t.named(m.dt_bias),
+        "skip": t.named(m.skip),
+        "least": m.least,
+        "norm": None if norm is None else norm | {"size": m.width_out // m.groups, "sets": m.groups},
+        "norm_first": m.norm_first,
+        "out": t.linear(m.out),
+    }
+
+
+def state_numbers(mixer: Mixer) -> int:
+    """How many float32 numbers it keeps of a request however long that is, as state_read.cpp lays them out."""
+    match mixer:
+        case ShortConvSpec(conv=conv):
+            states = 0
+        case DeltaSpec(conv=conv):
+            states = mixer.heads * mixer.k_dim * _padded(mixer.v_dim, STRIPE)
+        case MambaSpec(conv=conv):
+            states = mixer.heads * mixer.state_size * _padded(mixer.head_dim, STRIPE)
+        case _:
+            return 0
+    return (conv.kernel - 1) * _padded(conv.channels) + _padded(states)
+
+
+def _padded(count: int, unit: int = LANES) -> int:
+    return -(-count // unit) * unit
+
+
 def mlp(m: MlpSpec, t: Tensors) -> Record:
     return {
         "activation": ACTIVATIONS[m.activation],
+        "gate_scale": m.gate_scale,
         "width": m.up.out_features,
         "gate": t.linear(m.gate),
         "up": t.linear(m.up),
@@ -182,6 +286,9 @@ def moe(m: MoeSpec, t: Tensors) -> Record:
 MIXERS: dict[str, Callable[[Any, Tensors], Record]] = {
     "attention": attention,
     "latent": latent,
+    "short_conv": short_conv,
+    "delta": delta,
+    "mamba": mamba,
     "mlp": mlp,
     "moe": moe,
 }

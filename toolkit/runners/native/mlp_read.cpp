@@ -6,7 +6,8 @@ namespace {
 
 Mlp read_one(const Record& r, int64_t hidden, Input& in) {
     Mlp m;
-    m.activation = int32_t(r.integer("activation", SILU, SWIGLUOAI));
+    m.activation = int32_t(r.integer("activation", SILU, RELU2));
+    m.gate_scale = r.number("gate_scale");
     const int64_t width = r.integer("width", 1, LIMIT);
     m.gate = r.maybe_linear("gate", width, hidden);
     m.up = r.linear("up", width, hidden);

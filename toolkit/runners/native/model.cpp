@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 
 #include "run.h"
 #include "step.h"
@@ -18,6 +19,31 @@ void copy_blocks(Model& m, const StepArrays& in) {
             memcpy(held.data() + i * group.block_bytes, group.data + in.copies[g][2 * i] * group.block_bytes, size_t(group.block_bytes));
         for (int64_t i = 0; i < n; i++)
             memcpy(group.data + in.copies[g][2 * i + 1] * group.block_bytes, held.data() + i * group.block_bytes, size_t(group.block_bytes));
+    }
+}
+
+// Each sequence's state into the slot where it goes on, from where it was; all are read before any is written.
+void begin_states(Model& m, const StepArrays& in) {
+    for (int64_t g = 0; g < in.groups; g++) {
+        const Group& group = m.program.groups[size_t(g)];
+        if (!group.state) continue;
+        const size_t size = size_t(group.block_bytes);
+        auto moved = [&](int64_t s) { return in.block_tables[g] + s * in.table_width[g]; };
+        auto at = [&](int32_t slot) { return group.data + slot * group.block_bytes; };
+        std::map<int32_t, std::vector<uint8_t>> held;  // of those that are written
+        for (int64_t s = 0; s < in.seqs; s++)
+            if (moved(s)[0] != moved(s)[1]) held[moved(s)[1]];
+        for (int64_t s = 0; s < in.seqs; s++) {
+            const auto found = held.find(moved(s)[0]);
+            if (found != held.end() && found->second.empty()) found->second.assign(at(found->first), at(found->first) + size);
+        }
+        for (int64_t s = 0; s < in.seqs; s++) {
+            const int32_t from = moved(s)[0], to = moved(s)[1];
+            if (from == to) continue;
+            const auto found = held.find(from);
+            if (from < 0) memset(at(to), 0, size);
+            else memcpy(at(to), found == held.end() ? at(from) : found->second.data(), size);
+        }
     }
 }
 
@@ -44,6 +70,7 @@ void Model::step(const StepArrays& in, const StepResults& out) {
     check_step(program, in, out, int64_t(previous.size()));
     if (profile) profile->start();
     copy_blocks(*this, in);
+    begin_states(*this, in);
     if (in.tokens == 0) {
         previous.clear();
         return;

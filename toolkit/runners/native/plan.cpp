@@ -98,9 +98,11 @@ Cut cut_chunk(const Program& p, const StepArrays& in, int64_t first, int64_t cou
         if (const Attention* a = s.attends()) per_kv = std::max(per_kv, a->per_kv);
     const int64_t tokens = std::max<int64_t>(1, QUERY_ROWS / per_kv), end = first + count;
     cut.seq_of.assign(size_t(count), 0);
-    for (int64_t s = 0; s < in.seqs; s++)
-        for (int64_t t = std::max<int64_t>(in.cu_seqlens[s], first); t < std::min<int64_t>(in.cu_seqlens[s + 1], end); t++)
-            cut.seq_of[size_t(t - first)] = s;
+    for (int64_t s = 0; s < in.seqs; s++) {
+        const QueryBlock span{s, std::max<int64_t>(in.cu_seqlens[s], first), std::min<int64_t>(in.cu_seqlens[s + 1], end)};
+        for (int64_t t = span.first; t < span.last; t++) cut.seq_of[size_t(t - first)] = s;
+        if (span.first < span.last) cut.spans.push_back(span);
+    }
     cut_parts(cut, p, threads);
     if (cut.parts.empty()) {
         cut_blocks(cut, in, first, end, tokens);

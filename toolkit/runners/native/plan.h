@@ -45,6 +45,7 @@ struct QueryBlock {
 struct Cut {
     int64_t first = 0, count = 0;
     std::vector<int64_t> seq_of;      // of the chunk's tokens
+    std::vector<QueryBlock> spans;    // of each sequence all tokens in the chunk
     std::vector<QueryBlock> blocks;
     std::vector<RowPart> parts;       // empty where every phase is shared out for itself
     std::vector<int64_t> runs;        // of blocks, one a thread, equally long to read; empty where blocks are taken singly

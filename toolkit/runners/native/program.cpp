@@ -14,6 +14,9 @@ constexpr struct {
 } READERS[] = {
     {"attention", read_attention},
     {"latent", read_latent},
+    {"short_conv", read_short_conv},
+    {"delta", read_delta},
+    {"mamba", read_mamba},
     {"mlp", read_mlp},
     {"moe", read_moe},
 };
@@ -78,7 +81,9 @@ Program parse_program(const char* names, const double* values, int64_t count, co
     const int64_t groups = r.integer("groups", 1, 64);
     for (int64_t g = 0; g < groups; g++) {
         Group group;
-        group.window = r.entry("groups", g).integer("window", 0, LIMIT);
+        const Record entry = r.entry("groups", g);
+        group.window = entry.integer("window", 0, LIMIT);
+        group.state = entry.flag("state");
         prog.groups.push_back(group);
     }
     const int64_t ropes = r.integer("ropes", 0, 64);

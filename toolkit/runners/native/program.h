@@ -58,7 +58,7 @@ struct Input {
 
 struct Attention {
     static constexpr int64_t PHASES = 10;  // of a run that one takes, at most (see Pool)
-    Linear q, k, v, o;
+    Linear q, k, v, gate, o;  // gate: what multiplies results, by its sigmoid; may be absent
     Input in, out;
     int64_t heads, kv_heads, head_dim, dpad, per_kv;
     int64_t value_dim, vpad;  // numbers of a head's result
@@ -113,6 +113,7 @@ struct Mlp {
     Linear gate, up, down;
     Input in, mid;
     int32_t activation = SILU;
+    float gate_scale = 1;
 };
 
 struct Moe {
@@ -130,7 +131,57 @@ struct Moe {
     Input in;
 };
 
-using Mixer = std::variant<Attention, Latent, Mlp, Moe>;
+// Of each channel by itself, over the last tokens.
+struct Conv {
+    Vector weight, bias;  // weight: [kernel][ld], the newest token's last
+    int64_t channels, kernel;
+    int64_t group, at;  // its tail [kernel - 1][ld] in a slot, in numbers
+    bool silu;
+    int64_t ld() const { return pad16(channels); }
+};
+
+// A matrix a head [rows][cols] that tokens go through one after the other (StateRun). It lies in stripes of columns.
+struct States {
+    int64_t heads, rows, cols;
+    int64_t group, at;  // of the first head in a slot, in numbers
+    bool delta;
+    int64_t tiles() const { return (cols + STATE_COLS - 1) / STATE_COLS; }
+};
+
+struct ShortConv {
+    static constexpr int64_t PHASES = 7;
+    Linear b, c, value, out;
+    Input in, mid;
+    Conv conv;
+};
+
+// The gated delta rule.
+struct Delta {
+    static constexpr int64_t PHASES = 8;
+    Linear qkv, z, beta, fade, out;
+    Input in, mid;
+    Norm q_norm, k_norm, norm;
+    Vector decay, dt_bias;
+    int64_t k_heads;
+    Conv conv;
+    States states;
+};
+
+// Mamba-2.
+struct Mamba {
+    static constexpr int64_t PHASES = 9;
+    Linear z, inner, dt, out;
+    Input in, mid;
+    Norm norm;  // of each group's numbers
+    bool norm_first;
+    Vector decay, dt_bias, skip;
+    float least, z_scale, dt_scale;
+    int64_t groups;
+    Conv conv;
+    States states;
+};
+
+using Mixer = std::variant<Attention, Latent, ShortConv, Delta, Mamba, Mlp, Moe>;
 
 struct Sublayer {
     Norm pre, post;
@@ -153,6 +204,7 @@ struct Rope {
 };
 
 struct Group {
+    bool state = false;  // its blocks are slots
     int64_t window = 0;
     int64_t block_bytes = 0;
     int64_t blocks = 0;

@@ -23,12 +23,14 @@ def kinds() -> set[str]:
 def unsupported(spec: DecoderSpec) -> str | None:
     """Why there is no program for the spec, whatever its weights, or None: the sizes that program.cpp allows."""
     kept = [found.kept for found in spec.keepers()]
+    states = [n for k in kept if k.kind == "state" for part in k.parts if part.wide for n in part.shape]
     heads = [m.heads for _, m in spec.mixers() if m.kind in ("attention", "latent")]
     if unknown := {mixer.kind for _, mixer in spec.mixers()} - kinds():
         return f"it runs no {min(unknown)} layers"
     found = {
         "query heads": (max(heads, default=0), 4096),
         "numbers a head": (max((k.head_dim for k in kept if k.kind != "state"), default=0), 4096),
+        "heads, or numbers a head, of a state": (max(states, default=0), 4096),
         "rotary embeddings": (len(spec.ropes()), 64),
         "cache groups": (len(spec.cache_groups), 64),
         "sublayers": (sum(len(layer.sublayers) for layer in spec.layers), 1 << 16),
@@ -46,10 +48,6 @@ def unsupported(spec: DecoderSpec) -> str | None:
         return f"it has no activation {min(odd)}"
     if spec.head_rows:
         return "its head has as many rows as the embedding, the model's has fewer"
-    if any(m.gate_scale != 1 for m in mlps):
-        return "it multiplies no gate of an MLP"
-    if any(a.gate is not None for _, a in spec.attention_layers()):
-        return "it has no gate behind attention"
     for what, (count, most) in found.items():
         if count > most:
             return f"it takes up to {most} {what}, the model has {count}"
@@ -78,7 +76,7 @@ def build_program(
         "block_size": block_size,
         "cache_type": KV_TYPES[quant_policy or dtype],
         "bfloat16": dtype == "bfloat16",
-        "groups": [{"window": g.window or 0} for g in spec.cache_groups],
+        "groups": [{"window": g.window or 0, "state": g.kind == "state"} for g in spec.cache_groups],
         "ropes": [_rope(rope, tensors) for rope in spec.ropes()],
         "embed_scale": spec.embed_scale,
         "head_scale": spec.head_scale,

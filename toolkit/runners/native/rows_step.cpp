@@ -24,7 +24,7 @@ void Run::project_rows(const Sublayer& s, const Attention& a, Range rows) {
     Store to;
     to.ld = w.qkv_ld;
     to.out = w.qkv + rows.first * w.qkv_ld;
-    for (const Linear* l : {&a.q, &a.k, &a.v}) {
+    for (const Linear* l : {&a.q, &a.k, &a.v, &a.gate}) {
         linear(*l, w.in, rows.first, rows.last - rows.first, {0, l->w.tiles()}, to);
         to.out += l->w.tiles() * LANES;
     }

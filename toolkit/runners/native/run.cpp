@@ -97,6 +97,7 @@ void Run::gated(const Mlp& m, const InputBuffer& in, int64_t first_row, int64_t 
     to.out = out;
     to.ld = ld;
     to.activation = m.activation;
+    to.gate_scale = m.gate_scale;
     to.bias = first_of.bias.data ? first_of.bias.data + at : nullptr;
     to.bias_up = m.up.bias.data ? m.up.bias.data + at : nullptr;
     const Rows x = rows_of(in, m.up, first_row);

@@ -19,7 +19,7 @@ int64_t phases_of(const Program& p, int64_t head_blocks);
 class Run {
 public:
     Run(Model& m, const StepArrays& i, const StepResults& o, Plan& pl, const Cut& cut, int index)
-        : model(m), p(m.program), ops(*m.ops), w(*m.work), in(i), out(o), plan(pl), seq_of(cut.seq_of),
+        : model(m), p(m.program), ops(*m.ops), w(*m.work), in(i), out(o), plan(pl), seq_of(cut.seq_of), spans(cut.spans),
           blocks(cut.blocks), parts(cut.parts), runs(cut.runs), first(cut.first), count(cut.count),
           thread(index), threads(m.pool.size()), own(m.work->threads[size_t(index)]) {}
 
@@ -91,7 +91,7 @@ private:
     void attend_blocks(const Attention& a, Range which, Range heads);
     void attend_split(const Attention& a);
     void merge_split(const Attention& a);
-    void finish_rows(const Attention& a, int64_t head, const AttnState& s, int64_t row, float* to);
+    void finish_rows(const Attention& a, int64_t head, int64_t t, const AttnState& s, int64_t row, float* to);
     const uint8_t* query(const Attention& a, int64_t head, int64_t t) const;
     void put_query(const Attention& a, const float* row, uint8_t* to) const;
     float* result(const Attention& a, int64_t t) const { return a.rows ? w.spread + t * w.spread_ld : w.mid.x + t * w.mid.ldx; }
@@ -119,6 +119,16 @@ private:
     void mlp_rows(const Sublayer& s, const Mlp& m, Range rows);
     void down_rows(const Sublayer& s, const Linear& l, Range rows, Phase phase);
 
+    // state_step.cpp
+    void mix(const Sublayer& s, const ShortConv& m);
+    void mix(const Sublayer& s, const Delta& m);
+    void mix(const Sublayer& s, const Mamba& m);
+    template <class Body>
+    void each_span(int64_t each, Body&& body);
+    float* slot(int64_t group, int64_t seq) const;
+    void convolve(const Conv& conv, const QueryBlock& span, Range c, const float* x, int64_t ldx, float* out, int64_t ldo) const;
+    void recur(const States& s, const QueryBlock& span, int64_t head, int64_t key, int64_t query, int64_t value) const;
+
     // moe_step.cpp
     void mix(const Sublayer& s, const Moe& m);
     void route(const Sublayer& s, const Moe& m);
@@ -141,6 +151,7 @@ private:
     const StepResults& out;
     Plan& plan;
     const std::vector<int64_t>& seq_of;
+    const std::vector<QueryBlock>& spans;
     const std::vector<QueryBlock>& blocks;
     const std::vector<RowPart>& parts;
     const std::vector<int64_t>& runs;

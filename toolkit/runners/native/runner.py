@@ -17,6 +17,7 @@ from toolkit.runners.base import QUANT_POLICIES, Backend, MemoryNeed, RunnerErro
 from toolkit.runners.host_memory import free_host_bytes
 from toolkit.runners.native import library
 from toolkit.runners.native.arrays import Arrays, outputs_for
+from toolkit.runners.native.mixers import state_numbers
 from toolkit.runners.native.packed import PackedTensor
 from toolkit.runners.native.program import Program, build_program
 from toolkit.runners.native.program import unsupported as no_program
@@ -125,6 +126,8 @@ class NativeRunner:
             if kept.kind == "paged":
                 token += token + (width // 4 if bits == 4 else 0)  # keys have 6 bits
             total[group] += kept.heads * token * self.options.block_size
+        for _, mixer in self.spec.mixers():
+            total[mixer.group] += 4 * state_numbers(mixer)
         return tuple(total)
 
     # -- weights and cache

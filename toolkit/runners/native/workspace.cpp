@@ -56,15 +56,20 @@ struct Widths {
     void linear(const Ops& ops, const Linear& l) {
         if (l.present()) scratch = std::max(scratch, ops.linear_scratch(l.w));
     }
+    void side_by_side(std::initializer_list<const Linear*> parts) {
+        int64_t total = 0;
+        for (const Linear* l : parts) total += l->w.tiles() * LANES;
+        qkv = std::max(qkv, total);
+    }
     void attention(const Attention& a) {
         queries = std::max(queries, a.heads * a.dpad);
         heads = std::max(heads, a.heads);
         dpad = std::max(dpad, a.dpad);
     }
     void mixer(const Ops& ops, const Attention& a) {
-        for (const Linear* l : {&a.q, &a.k, &a.v, &a.o}) linear(ops, *l);
+        for (const Linear* l : {&a.q, &a.k, &a.v, &a.gate, &a.o}) linear(ops, *l);
         mid = std::max(mid, a.out.width);
-        qkv = std::max(qkv, pad16(a.heads * a.head_dim) + 2 * pad16(a.kv_heads * a.head_dim));
+        side_by_side({&a.q, &a.k, &a.v, &a.gate});
         attention(a);
     }
     void mixer(const Ops& ops, const Latent& a) {
@@ -77,6 +82,23 @@ struct Widths {
         dpad = std::max(dpad, a.expanded);
         expanded = std::max(expanded, a.expanded);
         made = std::max(made, a.nope_dim + a.v_dim + 2 * LANES);
+    }
+    void mixer(const Ops& ops, const ShortConv& m) {
+        for (const Linear* l : {&m.b, &m.c, &m.value, &m.out}) linear(ops, *l);
+        side_by_side({&m.b, &m.c, &m.value});
+        mid = std::max(mid, m.mid.width);
+    }
+    void mixer(const Ops& ops, const Delta& m) {
+        for (const Linear* l : {&m.qkv, &m.z, &m.beta, &m.fade, &m.out}) linear(ops, *l);
+        side_by_side({&m.qkv, &m.z, &m.beta, &m.fade});
+        spread = std::max(spread, m.conv.ld());
+        mid = std::max(mid, m.mid.width);
+    }
+    void mixer(const Ops& ops, const Mamba& m) {
+        for (const Linear* l : {&m.z, &m.inner, &m.dt, &m.out}) linear(ops, *l);
+        side_by_side({&m.z, &m.inner, &m.dt});
+        spread = std::max(spread, m.conv.ld());
+        mid = std::max(mid, m.mid.width);
     }
     void mixer(const Ops& ops, const Mlp& m) {
         mid = std::max(mid, m.mid.width);
@@ -143,6 +165,8 @@ Workspace::Workspace(const Program& p, const Ops& ops, int thread_count) : threa
         t.in = input(SMALL, w.in);
         t.mid = input(SMALL, w.mid);
         t.head_row = take<float>(2 * w.dpad);
+        t.keep = take<float>(CHUNK);
+        t.weight = take<float>(CHUNK);
         t.logits = take<float>(vocab_ld);
         t.ids = take<int32_t>(vocab_ld);
         AttnScratch& a = t.attention;

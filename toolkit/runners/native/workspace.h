@@ -78,6 +78,7 @@ struct ThreadScratch {
     AttnScratch attention;
     ExpandScratch expand;
     float* head_row;  // [max dpad]
+    float *keep, *weight;  // [CHUNK], of a head's state by token
     float* logits;    // [vocab padded], where a row is changed before sampling
     int32_t* ids;     // [vocab padded], of those that are likely enough to be drawn
 };
@@ -96,7 +97,7 @@ struct Workspace {
 
     int64_t hidden_ld, qkv_ld, spread_ld, vocab_ld, logit_rows, moe_pairs, router_ld, moe_width;
     float *x, *tmp, *block = nullptr, *qkv, *logits, *router;
-    float* spread = nullptr;  // [CHUNK][spread_ld], what all heads of latent attention give, before it becomes values
+    float* spread = nullptr;  // [CHUNK][spread_ld], what all heads of latent attention give, before it becomes values, or what a convolution gives
     uint8_t* queries;  // [kv_head][token][per_kv][dpad], float or bfloat16
     InputBuffer in, mid, pairs_in, pairs_mid;
     float* pairs_out;
