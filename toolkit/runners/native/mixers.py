@@ -17,7 +17,6 @@ from toolkit.models.spec import (
     LatentSpec,
     LinearSpec,
     MambaSpec,
-    Mixer,
     MlpSpec,
     MoeSpec,
     NormSpec,
@@ -235,18 +234,18 @@ def mamba(m: MambaSpec, t: Tensors) -> Record:
     }
 
 
-def state_numbers(mixer: Mixer) -> int:
+_MATRICES: dict[str, Callable[[Any], int]] = {
+    "short_conv": lambda m: 0,
+    "delta": lambda m: m.heads * m.k_dim * _padded(m.v_dim, STRIPE),
+    "mamba": lambda m: m.heads * m.state_size * _padded(m.head_dim, STRIPE),
+}
+
+
+def state_numbers(mixer: Any) -> int:
     """How many float32 numbers it keeps of a request however long that is, as state_read.cpp lays them out."""
-    match mixer:
-        case ShortConvSpec(conv=conv):
-            states = 0
-        case DeltaSpec(conv=conv):
-            states = mixer.heads * mixer.k_dim * _padded(mixer.v_dim, STRIPE)
-        case MambaSpec(conv=conv):
-            states = mixer.heads * mixer.state_size * _padded(mixer.head_dim, STRIPE)
-        case _:
-            return 0
-    return (conv.kernel - 1) * _padded(conv.channels) + _padded(states)
+    if mixer.kind not in _MATRICES:
+        return 0
+    return (mixer.conv.kernel - 1) * _padded(mixer.conv.channels) + _padded(_MATRICES[mixer.kind](mixer))
 
 
 def _padded(count: int, unit: int = LANES) -> int:

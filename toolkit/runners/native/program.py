@@ -42,10 +42,12 @@ def unsupported(spec: DecoderSpec) -> str | None:
     if spec.vision is not None and spec.vision.mutual:
         return "its tokens see none behind them, those of the model's pictures do"
     if not spec.cache_groups:
-        return "it runs no model without attention"
+        return "it runs no model that keeps nothing of a request"
     mlps = [m for _, mixer in spec.mixers() for m in mixer.mlps()]
     if odd := {m.activation for m in mlps} - set(ACTIVATIONS):
         return f"it has no activation {min(odd)}"
+    if any(m.seen is not None for m in mlps):
+        return "its MLPs know nothing of pictures"
     if spec.head_rows:
         return "its head has as many rows as the embedding, the model's has fewer"
     for what, (count, most) in found.items():
