@@ -243,21 +243,21 @@ def test_a_killed_search_goes_on(
     tiny_models: Any, tmp_path: Path, common: Common, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Super-blocks are kept in the saved state like everything else."""
-    from toolkit.quant import gguf
+    from toolkit.quant import run
 
     monkeypatch.setattr(finder, "GGUF_GRIDS", {"Q4_K": finder.GGUF_GRIDS["Q4_K"]})
     model = str(tiny_models("llama", hidden_size=256, intermediate_size=256))
     search(model, tmp_path / "whole", Search(bits=5.4), common=common)
-    real = gguf.write_file
+    real = run.write_gguf
     patch = pytest.MonkeyPatch()
 
     def dies(*args: Any) -> Any:
         raise KeyboardInterrupt
 
-    patch.setattr(gguf, "write_file", dies)
+    patch.setattr(run, "write_gguf", dies)
     with pytest.raises(KeyboardInterrupt):
         search(model, tmp_path / "broken", Search(bits=5.4), common=common)
-    patch.setattr(gguf, "write_file", real)
+    patch.setattr(run, "write_gguf", real)
     search(model, tmp_path / "broken", Search(bits=5.4), common=common)
     patch.undo()
     a, b = (np.fromfile(tmp_path / x / "model.gguf", np.uint8) for x in ("whole", "broken"))

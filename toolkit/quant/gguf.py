@@ -1,4 +1,5 @@
-"""``--format gguf``: what a method made as one GGUF file, and calibration statistics as weights for rounding to one."""
+"""``--format gguf``: what a method may make for a GGUF file, how large that gets, and calibration statistics as weights
+for rounding to one."""
 
 from __future__ import annotations
 
@@ -6,33 +7,25 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.canonical import Dense, GroupInt, Weight
+from toolkit.artifacts.canonical import GroupInt, Weight
 from toolkit.artifacts.formats.describe import form_name
 from toolkit.artifacts.gguf.container import TYPES
-from toolkit.artifacts.gguf.export import plan_export
 from toolkit.artifacts.gguf.fit import smallest
 from toolkit.artifacts.gguf.metadata import model_metadata
 from toolkit.artifacts.gguf.vocabulary import vocabulary
 from toolkit.artifacts.manifest import content_digest
-from toolkit.artifacts.stage import Stage
-from toolkit.artifacts.weights import load_stored
 from toolkit.models.sites import Site, layer_sites
-from toolkit.models.spec import Part, StoredTensor
-from toolkit.quant.layers.layerwise import load_head, load_layer
-from toolkit.quant.layers.output import cast_to, join_parts
-from toolkit.quant.layers.result import LayerResult, Made, Method
-from toolkit.quant.layers.source import LayerSource, plain
+from toolkit.quant.layers.result import Made, Method
+from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.layers.statistics import Gram
 from toolkit.quant.layers.statistics_file import open_statistics
 
 FORMAT = "gguf"
-FILE = "model.gguf"
 _BLOCK = 32  # columns that share a scale in the types without super-blocks
 _AFFINE_BITS = 5  # Q4_1 and Q5_1 have offsets; the 8-bit type has none
 
@@ -73,49 +66,6 @@ def _offset(value: Weight | Tensor) -> Weight | Tensor:
 def check_model(source: LayerSource) -> None:
     """Raise ToolkitError for a model that GGUF cannot express, before anything is computed."""
     model_metadata(source.spec, source.spec.max_position)
-
-
-def write_file(source: LayerSource, stage: Stage, dtype: torch.dtype) -> dict[str, Any]:
-    """Write the saved layers of ``stage`` as ``model.gguf``, every matrix in the smallest type that holds it exactly.
-
-    Returns figures for ``quality``: ``types``, how many matrices each has, and ``notes`` on what the file cannot say.
-    """
-    spec, outer, head = source.spec, source.outer, load_head(stage)
-    if head is not None:  # a tensor of its own, also where it was the embedding's
-        shape = (spec.vocab_size, spec.hidden_size)
-        own = StoredTensor(spec.head, "head", shape, (Part(spec.head),), bias=spec.head_bias)
-        spec, outer = replace(spec, tied=False), [*(x for x in outer if x.kind != "head"), own]
-    place = {item.name: i for i, items in enumerate(source.stored) for item in items}
-    kept: dict[int, LayerResult] = {}  # the layer at hand
-
-    def load(item: StoredTensor) -> tuple[Weight | Tensor, Tensor | None]:
-        index = place.get(item.name)
-        if item.kind == "head" and head is not None:
-            bias = head.weights.get(f"{spec.head}.bias")
-            assert not isinstance(bias, Weight)
-            return head.weights[spec.head], bias
-        if index is None:
-            value, bias = load_stored(source.checkpoint, item)
-            if not isinstance(value, Tensor):
-                value = Dense(cast_to(plain(value), dtype, item.name))
-            return value, bias
-        if index not in kept:
-            kept.clear()
-            kept[index] = load_layer(stage, index)
-        weights = kept[index].weights
-        joined = join_parts(item, [weights[part.name] for part in item.parts])
-        if isinstance(joined, Tensor) and item.kind in ("linear", "router"):
-            joined = Dense(joined)
-        if not item.bias:
-            return joined, None
-        offset = join_parts(item, [weights[f"{part.name}.bias"] for part in item.parts])
-        assert isinstance(offset, Tensor)
-        return joined, offset
-
-    items = [*outer, *(item for items in source.stored for item in items)]
-    export = plan_export(source.checkpoint, spec, items, load=load)
-    export.write(stage.dir / FILE)
-    return {"types": export.types, "notes": export.notes}
 
 
 def overhead_bits(source: LayerSource) -> int:

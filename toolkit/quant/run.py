@@ -24,7 +24,7 @@ from toolkit.models.spec import LinearSpec
 from toolkit.quant import estimate, gguf
 from toolkit.quant.format_choice import choose_format
 from toolkit.quant.layers.layerwise import Flow, Setting, load_head, probe_layers, quantize_layers, saved_layers
-from toolkit.quant.layers.output import write_layers
+from toolkit.quant.layers.output import write_gguf, write_layers
 from toolkit.quant.layers.probe import Probe
 from toolkit.quant.layers.result import Method, storable_bits
 from toolkit.quant.layers.source import LayerSource
@@ -206,7 +206,7 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
         quality = _quantize(source, stage, setting, recipe, text, common, parent["digest"], tune_steps, progress)
         progress("writing", 0, 1)
         if form == gguf.FORMAT:
-            quality |= gguf.write_file(source, stage, dtype)
+            quality |= write_gguf(source, stage, dtype)
         else:
             write_layers(source, stage, WRITERS[form], dtype, group_size=recipe.group_size, extra=recipe.extra)
         quality |= _size(source, stage, gguf.stored_bits if form == gguf.FORMAT else storable_bits)

@@ -1,4 +1,5 @@
-"""From saved layers to an ordinary Hugging Face checkpoint in the family's own tensor names."""
+"""From saved layers to a checkpoint in the family's own tensor names, or to one GGUF file: module by module what the
+model has become, and the two writers that take it so."""
 
 from __future__ import annotations
 
@@ -13,12 +14,13 @@ from toolkit.artifacts.canonical import BlockFp8, Dense, Weight, join_rows
 from toolkit.artifacts.checkpoint_writer import write_checkpoint
 from toolkit.artifacts.formats.describe import Layout, layout_of
 from toolkit.artifacts.formats.writers import Writer
+from toolkit.artifacts.gguf.export import plan_export
 from toolkit.artifacts.stage import Stage
 from toolkit.artifacts.weights import as_stored, load_stored
 from toolkit.errors import ToolkitError
 from toolkit.models.registry import LANGUAGE_PARTS
-from toolkit.models.spec import StoredTensor
-from toolkit.quant.layers.layerwise import load_head, saved_layers
+from toolkit.models.spec import Part, StoredTensor
+from toolkit.quant.layers.layerwise import load_head, load_layer, saved_layers
 from toolkit.quant.layers.result import LayerResult
 from toolkit.quant.layers.source import LayerSource, plain
 
@@ -69,6 +71,35 @@ def _head_name(source: LayerSource) -> str:
     return next((item.name for item in source.outer if item.kind == "head"), "lm_head")
 
 
+def write_gguf(source: LayerSource, stage: Stage, dtype: torch.dtype) -> dict[str, Any]:
+    """Write ``model.gguf`` to ``stage.dir``, every matrix in the smallest type that holds it exactly. Returns figures
+    for ``quality``: ``types``, how many matrices each has, and ``notes`` on what the file cannot say."""
+    spec, outer, head = source.spec, source.outer, load_head(stage)
+    if head is not None:  # a tensor of its own, also where it was the embedding's
+        shape = (spec.vocab_size, spec.hidden_size)
+        own = StoredTensor(spec.head, "head", shape, (Part(spec.head),), bias=spec.head_bias)
+        spec, outer = replace(spec, tied=False), [*(x for x in outer if x.kind != "head"), own]
+    place = {item.name: i for i, items in enumerate(source.stored) for item in items}
+    kept: dict[int, LayerResult] = {}  # the layer at hand
+
+    def load(item: StoredTensor) -> tuple[Weight | Tensor, Tensor | None]:
+        if item.kind == "head" and head is not None:
+            return _made(item, head)
+        if (index := place.get(item.name)) is None:
+            value, bias = load_stored(source.checkpoint, item)
+            return value if isinstance(value, Tensor) else Dense(cast_to(plain(value), dtype, item.name)), bias
+        if index not in kept:
+            kept.clear()
+            kept[index] = load_layer(stage, index)
+        value, bias = _made(item, kept[index])
+        return Dense(value) if isinstance(value, Tensor) and item.kind in ("linear", "router") else value, bias
+
+    items = [*outer, *(item for items in source.stored for item in items)]
+    export = plan_export(source.checkpoint, spec, items, load=load)
+    export.write(stage.dir / "model.gguf")
+    return {"types": export.types, "notes": export.notes}
+
+
 def _tensors(
     source: LayerSource, stage: Stage, writer: Writer, dtype: torch.dtype, layouts: dict[str, Layout | None]
 ) -> Iterator[tuple[str, Tensor]]:
@@ -101,18 +132,23 @@ def _tensors(
             yield f"{name}.bias", cast_to(offset, dtype, name)
 
 
+def _made(item: StoredTensor, result: LayerResult) -> tuple[Weight | Tensor, Tensor | None]:
+    """A module as a method made it, and its bias."""
+    value = join_parts(item, [result.weights[p.name] for p in item.parts])
+    if not item.bias:
+        return value, None
+    bias = join_parts(item, [result.weights[f"{p.name}.bias"] for p in item.parts])
+    assert isinstance(bias, Tensor)
+    return value, bias
+
+
 def _module(
     item: StoredTensor, result: LayerResult, writer: Writer, dtype: torch.dtype, layouts: dict[str, Layout | None]
 ) -> Iterator[tuple[str, Tensor]]:
-    joined = join_parts(item, [result.weights[p.name] for p in item.parts])
+    joined, bias = _made(item, result)
     joined = joined.weight if isinstance(joined, Dense) else joined
     if item.kind in ("linear", "router"):
         layouts[item.name] = None if isinstance(joined, Tensor) else layout_of(joined)
-    bias: Tensor | None = None
-    if item.bias:
-        joined_bias = join_parts(item, [result.weights[f"{p.name}.bias"] for p in item.parts])
-        assert isinstance(joined_bias, Tensor)
-        bias = joined_bias
     if isinstance(joined, Tensor):
         for name, tensor in as_stored(item, joined, bias):
             yield name, cast_to(tensor, dtype, item.name)
