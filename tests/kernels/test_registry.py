@@ -191,7 +191,8 @@ def test_every_dtype_of_every_op_has_a_tolerance():
     for op in load().values():
         assert set(op.dtypes) <= set(TOLERANCES)
     for (name, family, dtype), (_, reason) in OVERRIDES.items():
-        assert family in load()[name].implementations and dtype in TOLERANCES and reason
+        known = {*load()[name].implementations, "cpu"}  # the native runner's: tests/native/test_registry_ops.py
+        assert family in known and dtype in TOLERANCES and reason
 
 
 def test_importing_kernels_is_cheap():

@@ -1,0 +1,163 @@
+"""The CPU's kernels against the registry's oracle, on the registry's cases, as every other implementation is tried.
+
+They take packed weights and rows that the executor has prepared, so what calls them in an op's own terms stands here.
+Where keys and values are stored rounded, and what no op declares, ``test_ops.py`` has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from ctypes import c_int32, c_int64
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from toolkit.artifacts.canonical import ChannelInt8, GroupInt
+from toolkit.kernels import registry
+from toolkit.kernels.reference.attention import oldest
+from toolkit.kernels.reference.linear import unpack_codes
+from toolkit.kernels.tolerances import compare
+from toolkit.runners.native.pack import pack_dense, pack_weight
+from toolkit.runners.native.packed import PackedTensor
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "swigluoai")  # by their numbers in ops.h
+
+
+def by_rows(run: Callable[[np.ndarray], np.ndarray], x: Tensor) -> Tensor:
+    """``run`` on every row of ``x``."""
+    flat = x.reshape(-1, x.shape[-1]).numpy()
+    return torch.from_numpy(np.stack([run(row.copy()) for row in flat])).view(x.shape)
+
+
+def linear(ops: Any, packed: PackedTensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.from_numpy(ops.linear(packed, x.numpy(), bias=None if bias is None else bias.numpy()))
+
+
+def rms_norm(ops: Any, x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
+    scale = (weight + weight_offset).numpy()
+    return by_rows(lambda row: ops.rms_norm(row, scale, eps), x)
+
+
+def layer_norm(ops: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    heads = weight.reshape(-1, x.shape[-1]).numpy()
+    offsets = [None] * len(heads) if bias is None else bias.reshape(-1, x.shape[-1]).numpy()
+    rows = x.reshape(-1, x.shape[-1]).numpy()
+    found = [ops.layer_norm(r.copy(), heads[i % len(heads)], offsets[i % len(heads)], eps) for i, r in enumerate(rows)]
+    return torch.from_numpy(np.stack(found)).view(x.shape)
+
+
+def rope(ops: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    size = c_int64(2 * cos.shape[1])
+    turned = [
+        by_rows(lambda row, c=c, s=s: ops.in_place("tk_op_rope", row, c, s, size), heads)  # type: ignore[misc]
+        for heads, c, s in zip(x, cos.numpy(), sin.numpy(), strict=True)
+    ]
+    return torch.stack(turned)
+
+
+def act(ops: Any, x: Tensor, activation: str) -> Tensor:
+    kind = c_int32(ACTIVATIONS.index(activation))
+    return by_rows(lambda row: ops.in_place("tk_op_activate", row, c_int64(row.size), kind), x)
+
+
+def act_and_mul(ops: Any, x: Tensor, activation: str) -> Tensor:
+    """Behind two linears, as the kernel has it: those that take one half of ``x`` each."""
+    gate, up = (pack_dense(half.contiguous()) for half in torch.eye(x.shape[1]).chunk(2))
+    return torch.from_numpy(ops.gated(gate, up, x.numpy(), ACTIVATIONS.index(activation)))
+
+
+def dense(ops: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return linear(ops, pack_dense(weight), x, bias)
+
+
+def group_int(
+    ops: Any, x: Tensor, packed: Tensor, scales: Tensor, zeros: Any, minima: Any, bits: int, **more: Any
+) -> Any:
+    codes = unpack_codes(packed, bits)
+    size = codes.shape[1] // scales.shape[1]
+    weight = GroupInt(codes, scales, zeros, bits, size, minima, more["group_index"])
+    return linear(ops, pack_weight(weight), x, more["bias"])
+
+
+def channel_int8(ops: Any, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    return linear(ops, pack_weight(ChannelInt8(weight, scales)), x, bias)
+
+
+def embedding(ops: Any, ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
+    packed = pack_dense(table)
+    return torch.from_numpy(np.stack([ops.row(packed, i, scale) for i in ids.tolist()]))
+
+
+def moe_experts(
+    ops: Any, x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, **more: Any
+) -> Any:
+    out = torch.zeros_like(x)
+    kind = ACTIVATIONS.index(more["activation"])
+    for token, (chosen, shares) in enumerate(zip(experts.tolist(), weights.tolist(), strict=True)):
+        for expert, share in zip(chosen, shares, strict=True):
+            gate, up = (pack_dense(half.contiguous()) for half in gate_up[expert].chunk(2))
+            inner = ops.gated(gate, up, x[token : token + 1].numpy(), kind)
+            out[token] += share * torch.from_numpy(ops.linear(pack_dense(down[expert]), inner)[0])
+    return out
+
+
+def attention(ops: Any, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Any, **more: Any) -> Tensor:
+    """Head by head, as the kernel has it, out of the blocks in which a sequence lies."""
+    out, groups, sinks = torch.zeros_like(q), q.shape[1] // k_cache.shape[2], more["sinks"]
+    for s, total in enumerate(more["seq_lens"].tolist()):
+        start, stop = more["cu_seqlens"][s : s + 2].tolist()
+        blocks = torch.from_numpy(block_table[s]).clamp(min=0).long()
+        k, v = (cache[blocks].flatten(0, 1)[:total] for cache in (k_cache, v_cache))
+        at = np.arange(total - (stop - start), total)
+        lo = np.maximum(oldest(at, more.get("window"), more.get("chunked", False)), 0)
+        for head in range(q.shape[1]):
+            held = [part[:, head // groups].contiguous().numpy() for part in (k, v)]
+            found = ops.attention(
+                *held,
+                q[start:stop, head].contiguous().numpy(),
+                lo,
+                at + 1,
+                kv_type=0,
+                bf16=False,
+                scale=more["scale"],
+                softcap=more.get("softcap") or 0.0,
+                sinks=None if sinks is None else sinks[head].repeat(len(at)).numpy(),
+            )
+            out[start:stop, head] = torch.from_numpy(found)
+    return out
+
+
+NATIVE: dict[str, Callable[..., Any]] = {
+    "rms_norm": rms_norm,
+    "layer_norm": layer_norm,
+    "rope": rope,
+    "act": act,
+    "act_and_mul": act_and_mul,
+    "linear": dense,
+    "linear_group_int": group_int,
+    "linear_int8": channel_int8,
+    "embedding": embedding,
+    "moe_experts": moe_experts,
+    "paged_attention": attention,
+}
+
+
+def cannot(op: str, case: registry.Case) -> bool:
+    """Cases that the kernel is not for."""
+    if op in ("act", "act_and_mul"):
+        return case.label == "relu2"  # models with it run by pytorch
+    if op == "moe_experts":
+        return case.label.endswith("bias")  # the executor adds them in the epilogue, which test_ops has
+    traits = case.traits
+    return op == "paged_attention" and bool(traits.get("bits") or traits.get("cache") or "alibi" in case.label)
+
+
+@pytest.mark.parametrize("op, case", [(o, c) for o in NATIVE for c in registry.load()[o].cases() if not cannot(o, c)],
+                         ids=lambda value: getattr(value, "label", value))  # fmt: skip
+def test_kernel_equals_the_registry_s_reference(op: str, case: registry.Case, ops: Any) -> None:
+    run = NATIVE[op]
+    found = registry.Implementation("cpu", lambda **given: run(ops, **given), ("cpu",), ("float32",))
+    assert compare(registry.load()[op], found, case, registry.Target("cpu", "float32", None, case.traits)) is None
