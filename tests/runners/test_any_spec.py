@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
+from typing import get_args
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.models.spec import DecoderSpec
+from toolkit.models.spec import DecoderSpec, Mixer
 from toolkit.quant.layers.forward import embed, head_logits, layer_forward
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.native import runner as native
@@ -70,6 +74,30 @@ def _accepts(executor, spec):
     if executor == "graphs":
         return not model_traits(spec)  # what the kernels behind them lack
     return executor != "native" or native.unsupported(spec, OPTIONS) is None
+
+
+NOT_VARIED = {"slopes", "kind", "family", "vocab_size", "max_position", "embed", "head", "vision", "shard", "group"}
+
+
+def test_random_specs_say_all_that_a_spec_can(support):
+    """A field that they never set is one that no executor was tried with."""
+    chance, seen = random.Random(1), {}
+
+    def look(part):
+        if isinstance(part, tuple):
+            for each in part:
+                look(each)
+        elif dataclasses.is_dataclass(part):
+            for field in dataclasses.fields(part):
+                value = getattr(part, field.name)
+                seen.setdefault((type(part).__name__, field.name), set()).add(str(value))
+                look(value)
+
+    for _ in range(300):
+        look(support("random_specs").any_spec(lambda options: options[int(chance.random() * len(options))]))
+    same = {f"{owner}.{name}" for (owner, name), given in seen.items() if len(given) < 2 and name not in NOT_VARIED}
+    missing = {mixer.__name__ for mixer in get_args(Mixer)} - {owner for owner, _ in seen}
+    assert not same | missing, sorted(same | missing)
 
 
 @pytest.mark.parametrize("executor", ["torch", "native", "calibration", SLOW])

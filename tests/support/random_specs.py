@@ -1,13 +1,14 @@
 """Hypothesis strategies: small valid specs with every feature that a spec can have, and weights for them.
 
-``specs(quantized=False)``: a strategy of ``DecoderSpec``; with ``quantized`` all experts of a token are chosen, for
-what rounding does to a router's choice is no fault. ``weights(spec, form, seed)``: canonical weights, the linears of
-the layers "dense", "int4" (groups of 16), "int8" (a scale a row) or "mixed", each as chance has it.
+``specs(quantized=False)``: a strategy of ``DecoderSpec``; ``any_spec(draw)``: one of them, drawn otherwise. With
+``quantized`` all experts of a token are chosen, for what rounding does to a router's choice is no fault.
+``weights(spec, form, seed)``: canonical weights, the linears of the layers "dense", "int4" (groups of 16), "int8" (a
+scale a row) or "mixed", each as chance has it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from toolkit.models.spec import (
     AlibiSpec,
     AttentionSpec,
     ConvSpec,
+    DecoderSpec,
     DeltaSpec,
     LatentSpec,
     LayerSpec,
@@ -37,6 +39,8 @@ from toolkit.models.spec import (
 from toolkit.models.spec.check import check_spec
 
 VOCAB, LENGTH = 96, 40
+Draw = Callable[[Sequence[Any]], Any]  # one of several
+BOTH = (False, True)
 FORMS = ("dense", "int4", "int8", "mixed")
 _HEADS = ((1, 1, 32), (2, 1, 16), (4, 2, 24), (4, 4, 16), (6, 2, 8), (3, 1, 48))  # heads, kv heads, numbers a head
 
@@ -48,6 +52,7 @@ def _ropes(original: int) -> tuple[RopeSpec, ...]:
     return (
         RopeSpec(8, 1e4),
         RopeSpec(8, 1e4, sections=(1, 2, 1)),
+        RopeSpec(8, 1e4, sections=(2, 1, 1), woven=True),
         RopeSpec(8, 1e4, "linear", 2.0),
         RopeSpec(6, 1e4, "yarn", 4.0, 16, attention_factor=1.2, truncate=False, beta_fast=16.0, beta_slow=2.0),
         RopeSpec(8, 5e3, "llama3", 8.0, 16, low_freq_factor=1.5, high_freq_factor=3.0),
@@ -61,63 +66,63 @@ def is_long(spec: Any, length: int) -> bool:
     return any(r.kind in ("dynamic", "longrope") and r.original_max_position < length for r in spec.ropes())
 
 
-def _norm(draw: Any, name: str, size: int, heads: int = 1) -> NormSpec:
-    kind = draw(st.sampled_from(("rms", "layer")))
-    eps = draw(st.sampled_from((1e-6, 1e-5)))
+def _norm(draw: Draw, name: str, size: int, heads: int = 1) -> NormSpec:
+    kind = draw(("rms", "layer"))
+    eps = draw((1e-6, 1e-5))
     if kind == "rms":
-        return NormSpec(name, size, eps, draw(st.sampled_from((0.0, 1.0))))
-    return NormSpec(name, size, eps, kind="layer", bias=draw(st.booleans()), heads=heads)
+        return NormSpec(name, size, eps, draw((0.0, 1.0)))
+    return NormSpec(name, size, eps, kind="layer", bias=draw(BOTH), heads=heads)
 
 
-def _maybe_norm(draw: Any, name: str, size: int) -> NormSpec | None:
-    return _norm(draw, name, size) if draw(st.booleans()) else None
+def _maybe_norm(draw: Draw, name: str, size: int) -> NormSpec | None:
+    return _norm(draw, name, size) if draw(BOTH) else None
 
 
-def _head_norm(draw: Any, name: str, heads: int, head_dim: int) -> NormSpec | None:
-    span = draw(st.sampled_from((None, "each", "own", "all")))
+def _head_norm(draw: Draw, name: str, heads: int, head_dim: int) -> NormSpec | None:
+    span = draw((None, "each", "own", "all"))
     if span is None:
         return None
-    if span == "each" and draw(st.integers(0, 3)) == 0:
+    if span == "each" and draw(range(4)) == 0:
         return NormSpec(name, head_dim, 1e-6, weight=False)
     return _norm(draw, name, heads * head_dim if span == "all" else head_dim, heads if span == "own" else 1)
 
 
-def _attention(draw: Any, prefix: str, hidden: int, ropes: Sequence[RopeSpec], rare: bool) -> AttentionSpec:
-    heads, kv, dim = draw(st.sampled_from(_HEADS))
-    bias, window = draw(st.booleans()), draw(st.sampled_from((None, 7, 16)))
+def _attention(draw: Draw, prefix: str, hidden: int, ropes: Sequence[RopeSpec], rare: bool) -> AttentionSpec:
+    heads, kv, dim = draw(_HEADS)
+    bias, window = draw(BOTH), draw((None, 7, 16))
     alibi = None
-    if draw(st.integers(0, 3)) == 0:
+    if draw(range(4)) == 0:
         slopes = tuple(2.0 ** -(h + 1) for h in range(heads))
-        alibi = AlibiSpec(slopes, *draw(st.sampled_from(((), (0.5, True)))))
+        alibi = AlibiSpec(slopes, *draw(((), (0.5, True))))
     return AttentionSpec(
         q=LinearSpec(f"{prefix}.q_proj", hidden, heads * dim, bias),
         k=LinearSpec(f"{prefix}.k_proj", hidden, kv * dim, bias),
         v=LinearSpec(f"{prefix}.v_proj", hidden, kv * dim, bias),
-        o=LinearSpec(f"{prefix}.o_proj", heads * dim, hidden, draw(st.booleans())),
+        o=LinearSpec(f"{prefix}.o_proj", heads * dim, hidden, draw(BOTH)),
         heads=heads,
         kv_heads=kv,
         head_dim=dim,
-        scale=draw(st.sampled_from((dim**-0.5, 0.1))),
-        rope=draw(st.sampled_from((None, *ropes))),
+        scale=draw((dim**-0.5, 0.1)),
+        rope=draw((None, *ropes)),
         q_norm=_head_norm(draw, f"{prefix}.q_norm", heads, dim),
         k_norm=_head_norm(draw, f"{prefix}.k_norm", kv, dim),
         window=window,
-        chunked=window is not None and draw(st.booleans()),
-        softcap=None if alibi is not None else draw(st.sampled_from((None, 5.0))),
+        chunked=window is not None and draw(BOTH),
+        softcap=None if alibi is not None else draw((None, 5.0)),
         alibi=alibi,
-        sinks=f"{prefix}.sinks" if alibi is None and draw(st.booleans()) else None,
-        clip=draw(st.sampled_from((None, None, 0.8))),
-        norm_last=draw(st.booleans()),
-        q_scale=draw(st.sampled_from((None, None, QueryScale("floor", 8, 0.5, 1), QueryScale("log", 12)))),
-        gate=LinearSpec(f"{prefix}.g_proj", hidden, heads * dim, bias) if rare and draw(st.booleans()) else None,
+        sinks=f"{prefix}.sinks" if alibi is None and draw(BOTH) else None,
+        clip=draw((None, None, 0.8)),
+        norm_last=draw(BOTH),
+        q_scale=draw((None, None, QueryScale("floor", 8, 0.5, 1), QueryScale("log", 12))),
+        gate=LinearSpec(f"{prefix}.g_proj", hidden, heads * dim, bias) if rare and draw(BOTH) else None,
     )
 
 
-def _latent(draw: Any, prefix: str, hidden: int, ropes: Sequence[RopeSpec]) -> LatentSpec:
+def _latent(draw: Draw, prefix: str, hidden: int, ropes: Sequence[RopeSpec]) -> LatentSpec:
     # the first is expanded from 5 new tokens on, the last never
-    heads, nope, turned, v, rank = draw(st.sampled_from(((4, 4, 8, 4, 32), (3, 8, 16, 32, 48), (1, 24, 8, 48, 16))))
-    q_rank = draw(st.sampled_from((None, 32)))
-    bias = draw(st.booleans())
+    heads, nope, turned, v, rank = draw(((4, 4, 8, 4, 32), (3, 8, 16, 32, 48), (1, 24, 8, 48, 16)))
+    q_rank = draw((None, 32))
+    bias = draw(BOTH)
     return LatentSpec(
         q_a=None if q_rank is None else LinearSpec(f"{prefix}.q_a_proj", hidden, q_rank, bias),
         q_a_norm=None if q_rank is None else NormSpec(f"{prefix}.q_a_layernorm", q_rank, 1e-6),
@@ -131,26 +136,26 @@ def _latent(draw: Any, prefix: str, hidden: int, ropes: Sequence[RopeSpec]) -> L
         rope_dim=turned,
         v_dim=v,
         kv_rank=rank,
-        scale=draw(st.sampled_from(((nope + turned) ** -0.5, 0.1))),
-        rope=draw(st.sampled_from(ropes)),
+        scale=draw(((nope + turned) ** -0.5, 0.1)),
+        rope=draw(ropes),
     )
 
 
-def _conv(draw: Any, prefix: str, channels: int) -> ConvSpec:
-    bias = f"{prefix}.bias" if draw(st.booleans()) else None
-    return ConvSpec(f"{prefix}.weight", bias, channels, draw(st.sampled_from((2, 3, 4))))
+def _conv(draw: Draw, prefix: str, channels: int) -> ConvSpec:
+    bias = f"{prefix}.bias" if draw(BOTH) else None
+    return ConvSpec(f"{prefix}.weight", bias, channels, draw((2, 3, 4)))
 
 
-def _short_conv(draw: Any, prefix: str, hidden: int) -> ShortConvSpec:
-    inner, bias = draw(st.sampled_from((32, 48))), draw(st.booleans())
+def _short_conv(draw: Draw, prefix: str, hidden: int) -> ShortConvSpec:
+    inner, bias = draw((32, 48)), draw(BOTH)
     b, c, x = (LinearSpec(f"{prefix}.{name}_proj", hidden, inner, bias) for name in "bcx")
-    out = LinearSpec(f"{prefix}.out_proj", inner, hidden, draw(st.booleans()))
+    out = LinearSpec(f"{prefix}.out_proj", inner, hidden, draw(BOTH))
     return ShortConvSpec(b, c, x, _conv(draw, f"{prefix}.conv", inner), out)
 
 
-def _mamba(draw: Any, prefix: str, hidden: int) -> MambaSpec:
-    heads, groups, dim, size = draw(st.sampled_from(((4, 1, 16, 8), (4, 2, 8, 16), (3, 3, 16, 4))))
-    width, inner, bias = heads * dim, heads * dim + 2 * groups * size, draw(st.booleans())
+def _mamba(draw: Draw, prefix: str, hidden: int) -> MambaSpec:
+    heads, groups, dim, size = draw(((4, 1, 16, 8), (4, 2, 8, 16), (3, 3, 16, 4)))
+    width, inner, bias = heads * dim, heads * dim + 2 * groups * size, draw(BOTH)
     return MambaSpec(
         z=LinearSpec(f"{prefix}.z_proj", hidden, width, bias),
         inner=LinearSpec(f"{prefix}.x_proj", hidden, inner, bias),
@@ -159,21 +164,21 @@ def _mamba(draw: Any, prefix: str, hidden: int) -> MambaSpec:
         a_log=f"{prefix}.A_log",
         dt_bias=f"{prefix}.dt_bias",
         skip=f"{prefix}.D",
-        norm=NormSpec(f"{prefix}.norm", width, 1e-5) if draw(st.booleans()) else None,
+        norm=NormSpec(f"{prefix}.norm", width, 1e-5) if draw(BOTH) else None,
         out=LinearSpec(f"{prefix}.out_proj", width, hidden, bias),
         heads=heads,
         head_dim=dim,
         groups=groups,
         state_size=size,
-        least=draw(st.sampled_from((0.0, 0.3))),
-        norm_first=draw(st.booleans()),
-        scales=draw(st.sampled_from(((), (0.5, 2.0, 1.5, 0.7, 0.3)))),
+        least=draw((0.0, 0.3)),
+        norm_first=draw(BOTH),
+        scales=draw(((), (0.5, 2.0, 1.5, 0.7, 0.3))),
     )
 
 
-def _delta(draw: Any, prefix: str, hidden: int) -> DeltaSpec:
-    keys, k_dim, heads, v_dim = draw(st.sampled_from(((2, 8, 4, 16), (3, 16, 3, 16), (1, 16, 2, 8))))
-    inner, bias = 2 * keys * k_dim + heads * v_dim, draw(st.booleans())
+def _delta(draw: Draw, prefix: str, hidden: int) -> DeltaSpec:
+    keys, k_dim, heads, v_dim = draw(((2, 8, 4, 16), (3, 16, 3, 16), (1, 16, 2, 8)))
+    inner, bias = 2 * keys * k_dim + heads * v_dim, draw(BOTH)
     return DeltaSpec(
         qkv=LinearSpec(f"{prefix}.in_proj_qkv", hidden, inner, bias),
         z=LinearSpec(f"{prefix}.in_proj_z", hidden, heads * v_dim, bias),
@@ -191,11 +196,11 @@ def _delta(draw: Any, prefix: str, hidden: int) -> DeltaSpec:
     )
 
 
-def _mlp(draw: Any, prefix: str, hidden: int, inner: int, like: MlpSpec | None = None) -> MlpSpec:
+def _mlp(draw: Draw, prefix: str, hidden: int, inner: int, like: MlpSpec | None = None) -> MlpSpec:
     if like is None:
-        gated, bias = draw(st.booleans()), draw(st.booleans())
+        gated, bias = draw(BOTH), draw(BOTH)
         kinds = ("silu", "gelu", "gelu_tanh", "relu", *(("swigluoai",) if gated else ()))
-        activation = draw(st.sampled_from(kinds))
+        activation = draw(kinds)
     else:
         gated, bias, activation = like.gate is not None, like.up.bias, like.activation
     return MlpSpec(
@@ -206,48 +211,48 @@ def _mlp(draw: Any, prefix: str, hidden: int, inner: int, like: MlpSpec | None =
     )
 
 
-def _moe(draw: Any, prefix: str, hidden: int, quantized: bool) -> MoeSpec:
-    count, inner = draw(st.sampled_from((1, 2, 3, 4, 6))), draw(st.sampled_from((32, 48)))
+def _moe(draw: Draw, prefix: str, hidden: int, quantized: bool) -> MoeSpec:
+    count, inner = draw((1, 2, 3, 4, 6)), draw((32, 48))
     first = _mlp(draw, f"{prefix}.experts.0", hidden, inner)
     rest = (_mlp(draw, f"{prefix}.experts.{e}", hidden, inner, first) for e in range(1, count))
-    shared = _mlp(draw, f"{prefix}.shared", hidden, 64) if draw(st.booleans()) else None
-    gate = LinearSpec(f"{prefix}.shared_gate", hidden, 1) if shared is not None and draw(st.booleans()) else None
+    shared = _mlp(draw, f"{prefix}.shared", hidden, 64) if draw(BOTH) else None
+    gate = LinearSpec(f"{prefix}.shared_gate", hidden, 1) if shared is not None and draw(BOTH) else None
     return MoeSpec(
-        router=LinearSpec(f"{prefix}.gate", hidden, count, draw(st.booleans())),
+        router=LinearSpec(f"{prefix}.gate", hidden, count, draw(BOTH)),
         experts=(first, *rest),
         **_routing(draw, prefix, count, quantized),
-        scale=draw(st.sampled_from((1.0, 1.5))),
+        scale=draw((1.0, 1.5)),
         shared=shared,
         shared_gate=gate,
-        weigh_input=draw(st.sampled_from((False, False, True))),
+        weigh_input=draw((False, False, True)),
     )
 
 
-def _routing(draw: Any, prefix: str, count: int, quantized: bool) -> dict[str, Any]:
+def _routing(draw: Draw, prefix: str, count: int, quantized: bool) -> dict[str, Any]:
     """How many of ``count`` experts are chosen, and how; ``quantized``: all."""
-    kind = draw(st.sampled_from(("plain", "plain", "correction", "groups", "mixed")))
+    kind = draw(("plain", "plain", "correction", "groups", "mixed"))
     if kind == "mixed" and count > 1 and not quantized:
-        return {"top_k": 2, "scoring": "sparsemixer", "norm_topk": False, "jitter": draw(st.sampled_from((0.0, 0.2)))}
-    found = {"scoring": draw(st.sampled_from(("softmax", "sigmoid"))), "norm_topk": draw(st.booleans())}
+        return {"top_k": 2, "scoring": "sparsemixer", "norm_topk": False, "jitter": draw((0.0, 0.2))}
+    found = {"scoring": draw(("softmax", "sigmoid")), "norm_topk": draw(BOTH)}
     if kind == "correction":
         found["correction"] = f"{prefix}.gate.e_score_correction_bias"
     if kind == "groups" and count in (4, 6) and not quantized:
         chosen = {
             "groups": count // 2,
             "top_groups": count // 2 - 1,
-            "group_score": draw(st.sampled_from(("best", "two"))),
+            "group_score": draw(("best", "two")),
         }
-        return found | chosen | {"top_k": draw(st.integers(1, 2))}
-    return found | {"top_k": count if quantized else draw(st.integers(1, count))}
+        return found | chosen | {"top_k": draw(range(1, 3))}
+    return found | {"top_k": count if quantized else draw(range(1, count + 1))}
 
 
-def _layer(draw: Any, index: int, hidden: int, quantized: bool, ropes: Sequence[RopeSpec], rare: bool) -> LayerSpec:
+def _layer(draw: Draw, index: int, hidden: int, quantized: bool, ropes: Sequence[RopeSpec], rare: bool) -> LayerSpec:
     """``rare``: with what not every executor has."""
     prefix = f"model.layers.{index}"
     # attention, latent attention, short convolution, Mamba, delta rule, mlp, experts
-    kinds = draw(st.sampled_from(("am", "sm", "nm", "n", "dm", "lm", "le") if rare else ("am", "ae", "ma", "ame", "a")))
-    parallel = draw(st.sampled_from((0, 0, len(kinds), 2)))  # how many sublayers read what the first one reads
-    shares = draw(st.booleans())
+    kinds = draw(("am", "sm", "nm", "n", "dm", "lm", "le") if rare else ("am", "ae", "ma", "ame", "a"))
+    parallel = draw((0, 0, len(kinds), 2))  # how many sublayers read what the first one reads
+    shares = draw(BOTH)
     sublayers: list[Sublayer] = []
     for i, kind in enumerate(kinds):
         if kind == "a":
@@ -261,7 +266,7 @@ def _layer(draw: Any, index: int, hidden: int, quantized: bool, ropes: Sequence[
         elif kind == "d":
             mixer = _delta(draw, f"{prefix}.linear_attn", hidden)
         elif kind == "m":
-            mixer = _mlp(draw, f"{prefix}.mlp", hidden, draw(st.sampled_from((48, 80))))
+            mixer = _mlp(draw, f"{prefix}.mlp", hidden, draw((48, 80)))
             if rare:
                 mixer = replace(mixer, activation="relu2", gate_scale=1.0 if mixer.gate is None else 0.6)
         else:
@@ -276,30 +281,35 @@ def _layer(draw: Any, index: int, hidden: int, quantized: bool, ropes: Sequence[
                 _norm(draw, f"{prefix}.after_{i}", hidden)
                 if before is None
                 else _maybe_norm(draw, f"{prefix}.after_{i}", hidden),
-                draw(st.sampled_from((1.0, 0.5))),
+                draw((1.0, 0.5)),
                 "block" if i < parallel else "stream",
             )
         )
     return LayerSpec(tuple(sublayers))
 
 
-@st.composite
-def specs(draw: Any, quantized: bool = False) -> Any:
-    hidden = draw(st.sampled_from((32, 48, 80)))
-    rare, ropes = draw(st.booleans()), _ropes(draw(st.sampled_from((16, 64))))
-    layers = [_layer(draw, i, hidden, quantized, ropes, rare) for i in range(draw(st.integers(1, 2)))]
-    dims = Dims(VOCAB, hidden, 0, len(layers), 1, 1, 1, 1e-6, 256, draw(st.booleans()))
+def any_spec(draw: Draw, quantized: bool = False) -> DecoderSpec:
+    """A valid spec, every choice in it by ``draw``."""
+    hidden = draw((32, 48, 80))
+    rare, ropes = draw(BOTH), _ropes(draw((16, 64)))
+    layers = [_layer(draw, i, hidden, quantized, ropes, rare) for i in range(draw(range(1, 3)))]
+    dims = Dims(VOCAB, hidden, 0, len(layers), 1, 1, 1, 1e-6, 256, draw(BOTH))
     spec = assemble(
         dims,
         layers,
         _norm(draw, "model.norm", hidden),
-        head_bias=draw(st.booleans()),
-        embed_scale=draw(st.sampled_from((1.0, 2.0))),
-        head_scale=draw(st.sampled_from((1.0, 0.25))),
-        logit_softcap=draw(st.sampled_from((None, 3.0))),
+        head_bias=draw(BOTH),
+        embed_scale=draw((1.0, 2.0)),
+        head_scale=draw((1.0, 0.25)),
+        logit_softcap=draw((None, 3.0)),
     )
     check_spec(spec)
     return spec
+
+
+@st.composite
+def specs(draw: Any, quantized: bool = False) -> Any:
+    return any_spec(lambda options: draw(st.sampled_from(options)), quantized)
 
 
 def weights(spec: Any, form: str, seed: int) -> dict[str, Any]:
