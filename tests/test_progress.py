@@ -6,6 +6,7 @@ import io
 import os
 import pty
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -68,18 +69,18 @@ def left_of(
     """Told over true time left, from the first fifth of the time to the last twentieth."""
     clock, draw = Clock(monkeypatch), random.Random(3)
     steps = [duration(i, draw) for i in range(total)]
-    whole, found = sum(steps), []
-    with Progress(file=io.StringIO()) as progress:
-        said: list[float | None] = []
-        monkeypatch.setattr(progress, "_say", lambda phase, done, total, left: said.append(left))
+    whole, found, out = sum(steps), [], io.StringIO()
+    monkeypatch.setattr(module, "EVERY", 0.0)
+    with Progress(file=out) as progress:
         progress.update("work", 0, total)
         for i, step in enumerate(steps):
             clock.now += step
             progress.update("work", i + 1, total)
             true = whole - (clock.now - 100.0)
             if 0.05 * whole < true < 0.8 * whole:
-                assert said[-1] is not None
-                found.append(said[-1] / true)
+                told = re.search(r", ([0-9:]+)(?: s)? left\n$", out.getvalue())
+                assert told is not None
+                found.append(sum(int(part) * 60**i for i, part in enumerate(reversed(told[1].split(":")))) / true)
     return found
 
 

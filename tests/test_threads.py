@@ -11,16 +11,15 @@ import pytest
 
 from toolkit import threads
 
+CPUS = "sys/devices/system/cpu"
+
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Eight processors of four cores, no control group."""
-    monkeypatch.setattr(threads, "_PROC", tmp_path / "cgroup")
-    monkeypatch.setattr(threads, "_CGROUPS", tmp_path / "groups")
-    monkeypatch.setattr(threads, "_CPUS", tmp_path / "cpus")
-    monkeypatch.setattr(threads, "_allowed", lambda: range(8))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     for cpu in range(8):
-        write(tmp_path / "cpus" / f"cpu{cpu}" / "topology" / "thread_siblings_list", f"{cpu % 4},{cpu % 4 + 4}\n")
+        write(tmp_path / CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list", f"{cpu % 4},{cpu % 4 + 4}\n")
     return tmp_path
 
 
@@ -30,45 +29,44 @@ def write(file: Path, text: str) -> None:
 
 
 def test_hyperthreads_of_a_core_count_once(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert threads.usable_cores() == 4
-    monkeypatch.setattr(threads, "_allowed", lambda: {1, 5, 2})  # a cpuset
-    assert threads.usable_cores() == 2
-    monkeypatch.setattr(threads, "_CPUS", machine / "nowhere")
-    assert threads.usable_cores() == 3
+    assert threads.usable_cores(machine) == 4
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 5, 2}, raising=False)  # a cpuset
+    assert threads.usable_cores(machine) == 2
+    assert threads.usable_cores(machine / "nowhere") == 3
 
 
 @pytest.mark.parametrize(
     "quota, cores", [("max 100000", 4), ("200000 100000", 2), ("50000 100000", 1), ("250001 100000", 3)]
 )
 def test_a_quota_of_a_version_2_group_or_one_around_it(machine: Path, quota: str, cores: int) -> None:
-    write(machine / "cgroup", "0::/pod/box\n")
-    write(machine / "groups" / "pod" / "cpu.max", quota + "\n")
-    write(machine / "groups" / "pod" / "box" / "cpu.max", "max 100000\n")
-    assert threads.usable_cores() == cores
+    write(machine / "proc/self/cgroup", "0::/pod/box\n")
+    write(machine / "sys/fs/cgroup" / "pod" / "cpu.max", quota + "\n")
+    write(machine / "sys/fs/cgroup" / "pod" / "box" / "cpu.max", "max 100000\n")
+    assert threads.usable_cores(machine) == cores
 
 
 @pytest.mark.parametrize("folder", ["cpu,cpuacct", "cpu"])
 def test_a_quota_of_a_version_1_group(machine: Path, folder: str) -> None:
-    write(machine / "cgroup", "5:memory:/x\n4:cpu,cpuacct:/docker/abc\n")
-    write(machine / "groups" / folder / "cpu.cfs_quota_us", "-1\n")
-    write(machine / "groups" / folder / "docker" / "abc" / "cpu.cfs_quota_us", "300000\n")
-    write(machine / "groups" / folder / "docker" / "abc" / "cpu.cfs_period_us", "100000\n")
-    assert threads.usable_cores() == 3
+    write(machine / "proc/self/cgroup", "5:memory:/x\n4:cpu,cpuacct:/docker/abc\n")
+    write(machine / "sys/fs/cgroup" / folder / "cpu.cfs_quota_us", "-1\n")
+    write(machine / "sys/fs/cgroup" / folder / "docker" / "abc" / "cpu.cfs_quota_us", "300000\n")
+    write(machine / "sys/fs/cgroup" / folder / "docker" / "abc" / "cpu.cfs_period_us", "100000\n")
+    assert threads.usable_cores(machine) == 3
 
 
 def test_a_container_finds_its_quota_at_the_root(machine: Path) -> None:
-    write(machine / "cgroup", "0::/../../somewhere\n")
-    write(machine / "groups" / "cpu.max", "100000 100000\n")
-    assert threads.usable_cores() == 1
+    write(machine / "proc/self/cgroup", "0::/../../somewhere\n")
+    write(machine / "sys/fs/cgroup" / "cpu.max", "100000 100000\n")
+    assert threads.usable_cores(machine) == 1
 
 
 def test_what_the_user_has_set_stays(machine: Path) -> None:
     found: dict[str, str] = {}
-    threads.settle(found)
+    threads.settle(found, machine)
     assert found == {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "OMP_NUM_THREADS": "4"}
     for name in threads.WAITING:
         own = {name: "7", "OMP_NUM_THREADS": "3"}
-        threads.settle(own)
+        threads.settle(own, machine)
         assert own == {name: "7", "OMP_NUM_THREADS": "3"}
 
 

@@ -14,24 +14,24 @@ from contextlib import suppress
 from pathlib import Path
 
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-_PROC, _CGROUPS, _CPUS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"), Path("/sys/devices/system/cpu")
+_PROC, _CGROUPS, _CPUS = "proc/self/cgroup", "sys/fs/cgroup", "sys/devices/system/cpu"
 
 
-def settle(environ: MutableMapping[str, str] = os.environ) -> None:
+def settle(environ: MutableMapping[str, str] = os.environ, root: Path = Path("/")) -> None:
     """Set OpenMP's variables where the user has not. No use once torch is imported: it has read them."""
     if not any(name in environ for name in WAITING):
         environ["OMP_WAIT_POLICY"] = "PASSIVE"
         environ["KMP_BLOCKTIME"] = "0"  # LLVM's and Intel's OpenMP would still spin for 200 ms
-    if "OMP_NUM_THREADS" not in environ and (cores := usable_cores()) < len(_allowed()):
+    if "OMP_NUM_THREADS" not in environ and (cores := usable_cores(root)) < len(_allowed()):
         environ["OMP_NUM_THREADS"] = str(cores)
 
 
-def usable_cores() -> int:
+def usable_cores(root: Path = Path("/")) -> int:
     """Cores that this process may use: those of its affinity mask (a cpuset's included), hyperthreads of one core
-    counted once, and no more than the quota of its control group.
+    counted once, and no more than the quota of its control group. ``root``: where the system's files are.
     """
-    cores = {_siblings(cpu) for cpu in _allowed()}
-    return max(1, min([len(cores), *(round(quota) for quota in _quotas())]))
+    cores = {_siblings(root, cpu) for cpu in _allowed()}
+    return max(1, min([len(cores), *(round(quota) for quota in _quotas(root))]))
 
 
 def _allowed() -> Collection[int]:
@@ -40,26 +40,26 @@ def _allowed() -> Collection[int]:
     return range(os.cpu_count() or 1)
 
 
-def _siblings(cpu: int) -> str:
+def _siblings(root: Path, cpu: int) -> str:
     """What the hyperthreads of a core have in common; the processor itself where the system does not say."""
     try:
-        return (_CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip()
+        return (root / _CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip()
     except OSError:
         return str(cpu)
 
 
-def _quotas() -> list[float]:
+def _quotas(root: Path) -> list[float]:
     """Processors that the control groups around this process allow, of either version."""
-    found = []
-    for line in _lines(_PROC):
+    found, groups = [], root / _CGROUPS
+    for line in _lines(root / _PROC):
         _, controllers, path = line.split(":", 2)
         for folder in _around(path):
             if not controllers:  # version 2
-                limit = _lines(_CGROUPS / folder / "cpu.max")
+                limit = _lines(groups / folder / "cpu.max")
                 quota, period = (limit[0].split() if limit else ("max", "1"))[:2]
             elif "cpu" in controllers.split(","):
-                group = _CGROUPS / controllers / folder
-                group = group if group.is_dir() else _CGROUPS / "cpu" / folder
+                group = groups / controllers / folder
+                group = group if group.is_dir() else groups / "cpu" / folder
                 quota, period = ((_lines(group / f"cpu.cfs_{name}_us") or ["-1"])[0] for name in ("quota", "period"))
             else:
                 continue

@@ -257,17 +257,24 @@ def test_the_real_demo_is_what_transformers_reads_from_its_gguf(tmp_path: Path) 
     assert ours.decode(answer) == "The capital of France is Paris.<|im_end|>"
 
 
-def test_downloads_write_whole_lines_to_a_log(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    from toolkit.artifacts.source import _plain_tqdm
-
+def test_downloads_write_whole_lines_to_a_log(
+    capsys: pytest.CaptureFixture[str], monkeypatch: Any, tmp_path: Path
+) -> None:
     now = 1000.0
     monkeypatch.setattr("tqdm.std.time", lambda: now)
-    for progress in (True, False):
-        bar = _plain_tqdm(progress)(total=3000, desc="model.safetensors", unit="B", name="huggingface_hub.x")
+
+    def download(*_: Any, tqdm_class: Any, **__: Any) -> str:
+        nonlocal now
+        bar = tqdm_class(total=3000, desc="model.safetensors", unit="B", name="huggingface_hub.x")
         for _ in range(3):
             now += 11
             bar.update(1000)
         bar.close()
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    for progress in (True, False):
+        assert resolve_model("owner/name", progress=progress) == tmp_path
         shown = capsys.readouterr()
         lines = [f"model.safetensors: {n} of 3,000 B" for n in ("1,000", "2,000", "3,000")]
         assert shown.err.splitlines() == (lines if progress else []) and shown.out == "" and "\r" not in shown.err

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from toolkit.box.box import Box
 from toolkit.engine import host_sampler
 from toolkit.engine.core import EngineCore
 from toolkit.engine.options import EngineOptions
@@ -407,16 +408,16 @@ def test_a_grammar_that_does_not_compile_is_that_requests_error(fake: Any, respo
 
 
 def test_a_grammar_that_takes_long_to_compile_holds_nobody_else_up(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from toolkit.engine import constraints, grammar
+    from toolkit.engine import constraints
 
-    compile_it = grammar.Grammars._compile
+    compile_it = Box.run
     go_on = threading.Event()
 
-    def slow(self: Any, *args: Any) -> Any:
+    def slow(self: Any, *args: Any, **more: Any) -> Any:
         assert go_on.wait(30)
-        return compile_it(self, *args)
+        return compile_it(self, *args, **more)
 
-    monkeypatch.setattr(grammar.Grammars, "_compile", slow)
+    monkeypatch.setattr(Box, "run", slow)
     core = fake.make_core(tokenizer=LetterTokenizer())
     choice: dict[str, Any] = {"type": "choice", "choice": ["no"]}
     for name in ("slow", "unwanted"):
@@ -446,16 +447,16 @@ def test_a_grammar_that_takes_long_to_compile_holds_nobody_else_up(fake: Any, mo
 def test_many_choices_of_one_grammar_are_compiled_once_by_few_threads(
     fake: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from toolkit.engine import constraints, grammar
+    from toolkit.engine import constraints
 
-    compile_it, most, asked = grammar.Grammars._compile, [0], []
+    compile_it, most, asked = Box.run, [0], []
 
-    def counted(self: Any, key: bytes, response_format: dict[str, Any], ticket: Any) -> Any:
+    def counted(self: Any, response_format: dict[str, Any], **more: Any) -> Any:
         asked.append(response_format["choice"][0])
         most.append(sum(t.name == "toolkit-constraints" for t in threading.enumerate()))
-        return compile_it(self, key, response_format, ticket)
+        return compile_it(self, response_format, **more)
 
-    monkeypatch.setattr(grammar.Grammars, "_compile", counted)
+    monkeypatch.setattr(Box, "run", counted)
     core = fake.make_core(tokenizer=LetterTokenizer(), blocks=400)
     for i in range(200):
         core.add(EngineRequest(f"same {i}", PROMPT, SamplingParams(9, grammar={"type": "choice", "choice": ["no"]})))

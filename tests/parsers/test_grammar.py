@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from toolkit.engine.grammar_format import check_format
-from toolkit.engine.grammar_job import _compile
+from toolkit.engine.grammar_job import compile_format
 from toolkit.engine.xgrammar_core import CORE, unreachable, vocabulary
 from toolkit.parsers import grammar, registry
 from toolkit.parsers.pieces import Answer
@@ -37,7 +37,7 @@ COMPILER = CORE.GrammarCompiler(INFO, 1, False, -1)
 def write(rule: dict[str, Any], seed: int, lead: str = "") -> str:
     """A text by ``rule``, drawn at random, printable characters alone where there is a choice; after ``lead``."""
     check_format(rule)
-    matcher = CORE.GrammarMatcher(_compile(COMPILER, rule), [EOS], False, -1, None)
+    matcher = CORE.GrammarMatcher(compile_format(COMPILER, rule), [EOS], False, -1, None)
     choose, text = random.Random(seed), b""
     for character in lead:
         assert matcher.accept_token(ord(character), False), lead
@@ -105,11 +105,11 @@ def test_an_answer_of_another_format_may_be_a_call_instead(form: Any) -> None:
     for rule in formats:
         made = grammar.calls_or_answer(form, FUNCTIONS, rule, IDS)
         check_format(made)
-        matcher = CORE.GrammarMatcher(_compile(COMPILER, made), [EOS], False, -1, None)
+        matcher = CORE.GrammarMatcher(compile_format(COMPILER, made), [EOS], False, -1, None)
         answer = '{"a": 1}' if rule["type"].startswith("json") else "yes"
         for call in (False, True):
             text = form.written.first + form.written.begin % "weather" if call else answer
-            for node in grammar._literal(text, IDS):
+            for node in grammar.literal(text, IDS):
                 tokens = [node["token"]] if node["type"] == "token" else list(node["value"].encode())
                 assert all(matcher.accept_token(token, False) for token in tokens), (rule, text)
             assert call or matcher.accept_token(EOS, False)
@@ -135,14 +135,14 @@ def test_a_thought_comes_first(begun: Any) -> None:
 @pytest.mark.parametrize("form", registry.TOOLS, ids=lambda form: form.name)
 def test_strict_functions_are_guided_among_text(form: Any) -> None:
     rule = grammar.guarded_calls(form, FUNCTIONS, frozenset(["weather"]), IDS)
-    matcher = CORE.GrammarMatcher(_compile(COMPILER, rule), [EOS], False, -1, None)
+    matcher = CORE.GrammarMatcher(compile_format(COMPILER, rule), [EOS], False, -1, None)
     whole = form.written.first + form.written.begin % "weather"
 
     def takes(text: str) -> bool:
         """Whether the grammar goes on after ``text``, special tokens in it by their ids."""
         return all(matcher.accept_token(node["token"], False) if node["type"] == "token" else
                    all(matcher.accept_token(byte, False) for byte in node["value"].encode())
-                   for node in grammar._literal(text, IDS))  # fmt: skip
+                   for node in grammar.literal(text, IDS))  # fmt: skip
 
     assert takes("Let me see. ") and takes(whole)
     if form.written.style == "json":

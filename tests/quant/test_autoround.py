@@ -15,7 +15,6 @@ from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import load_spec
 from toolkit.quant.lite import Common, auto_round
-from toolkit.quant.methods import autoround
 from toolkit.quant.options import AutoRound
 
 
@@ -40,16 +39,16 @@ def test_a_killed_run_goes_on_with_the_block_it_was_at_bit_identically(
     options: dict[str, Any] = {"options": AutoRound(iters=3, w_group_size=32), "common": common}
     auto_round(model, tmp_path / "whole", **options)
     tuned: list[int] = []
-    real = autoround._run_library
+    from auto_round import AutoRound as Library
 
-    def watched(index: int, *rest: Any) -> None:
-        if index == 2 and 2 not in tuned:
-            tuned.append(index)
-            raise KeyboardInterrupt
+    def watched(model: Any, *, seed: int, **options: Any) -> Any:
+        index = seed - common.seed  # each block has its own
         tuned.append(index)
-        real(index, *rest)
+        if tuned == [0, 1, 2]:
+            raise KeyboardInterrupt
+        return Library(model, seed=seed, **options)
 
-    monkeypatch.setattr(autoround, "_run_library", watched)
+    monkeypatch.setattr("auto_round.AutoRound", watched)
     with pytest.raises(KeyboardInterrupt):
         auto_round(model, tmp_path / "broken", **options)
     assert not (tmp_path / "broken").exists()
@@ -204,10 +203,10 @@ def test_awq_holds_no_mixture(tiny_models: Any, tmp_path: Path, common: Common) 
 def test_what_the_library_raises_is_one_line(
     tiny_models: Any, tmp_path: Path, common: Common, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*args: Any) -> None:
+    def broken(*args: Any, **options: Any) -> None:
         raise RuntimeError("first line\nsecond line")
 
-    monkeypatch.setattr(autoround, "_run_library", broken)
+    monkeypatch.setattr("auto_round.AutoRound", broken)
     with pytest.raises(ToolkitError, match="auto-round failed at layer 0: first line; try auto_awq") as caught:
         auto_round(str(tiny_models("llama")), tmp_path / "out", common=common)
     assert "second" not in str(caught.value)

@@ -186,25 +186,25 @@ def test_a_killed_run_ends_with_the_same_bits(
     model = str(tiny_models("llama"))
     auto_awq(model, tmp_path / "whole", Awq(tune_steps=8), common=quick)
 
-    def killed(*_: Any) -> None:
-        raise KeyboardInterrupt
+    def killed(what: str = "tuning scales", *_: Any) -> None:
+        if what == "tuning scales":
+            raise KeyboardInterrupt
 
-    put = tuning.replace_layer
-    with monkeypatch.context() as patch:
+    put, options = tuning.replace_layer, Awq(tune_steps=8)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         if where.startswith("before tuning"):
-            patch.setattr(tuning, "_train", killed)
+            auto_awq(model, tmp_path / "broken", options, common=quick, progress=killed)
         else:
             patch.setattr(tuning, "replace_layer", lambda s, i, r: put(s, i, r) if i == 0 else killed())
-        with pytest.raises(KeyboardInterrupt):
-            auto_awq(model, tmp_path / "broken", Awq(tune_steps=8), common=quick)
-    if where == "putting scales in place":
-        monkeypatch.setattr(tuning, "_train", killed)  # what was found is not looked for again
+            auto_awq(model, tmp_path / "broken", options, common=quick)
+    again: list[str] = []
     if where == "before tuning, a layer torn":  # it is made again, and the text stops behind it
         torn = tmp_path / ".broken.partial" / "state" / "layer.0.safetensors"
         data = bytearray(torn.read_bytes())
         data[-1] ^= 1
         torn.write_bytes(data)
-    auto_awq(model, tmp_path / "broken", Awq(tune_steps=8), common=quick)
+    auto_awq(model, tmp_path / "broken", options, common=quick, progress=lambda what, *_: again.append(what))
+    assert ("tuning scales" in again) == where.startswith("before tuning"), "what was found is not looked for again"
     whole, broken = (load_file(tmp_path / n / "model.safetensors") for n in ("whole", "broken"))
     assert all(torch.equal(whole[k], broken[k]) for k in whole)
 

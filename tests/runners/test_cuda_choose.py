@@ -198,12 +198,12 @@ def test_the_gpu_runs_what_it_can(device, reason, likely, name, said, answers, t
 
 def test_adapters_run_with_graphs_on_the_gpu_and_kernel_by_kernel_on_the_cpu(answers, tiny_models, monkeypatch):
     answers(None)
-    monkeypatch.setattr(choose, "_read_adapters", lambda opened, options: ["one"])
+    monkeypatch.setattr("toolkit.artifacts.adapter.read_adapter", lambda path, spec, stored: path.name)
     options = RunnerOptions(device="cuda", adapters=(("a", "x"),))
     runner, _ = open_runner(tiny_models("llama"), backend=None, options=options)
-    assert (runner.name, runner.adapters) == ("graphs", ["one"])
+    assert (runner.name, runner.adapters) == ("graphs", ["x"])
     runner, note = open_runner(tiny_models("llama"), backend=None, options=replace(options, device="cpu"))
-    assert (runner.name, runner.adapters) == ("kernels", ["one"])
+    assert (runner.name, runner.adapters) == ("kernels", ["x"])
     assert note == "turbomind's native runner does not run here: it runs no LoRA adapters; pytorch stands in"
 
 

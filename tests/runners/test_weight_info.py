@@ -99,10 +99,10 @@ def test_weights_are_what_their_headers_say(name: str, family: str, written: Any
 @pytest.mark.parametrize("target", ["cpu", "torch", "cuda-sm80"])
 @pytest.mark.parametrize("name", ["dense", "awq", "gptq_v2", "compressed-tensors", "gguf Q5_1"])
 def test_so_are_those_of_artifacts(name: str, target: str, written: Any, tmp_path: Path) -> None:
-    from toolkit.runners.choose import _canonical
+    from toolkit.runners.choose import canonical
 
     convert(str(written(name)), tmp_path / "engine", Packing(target=target))
-    _same_form(_canonical(open_model(tmp_path / "engine"))())
+    _same_form(canonical(open_model(tmp_path / "engine"))())
 
 
 def test_so_are_rounded_and_made_up_ones(written: Any, tiny_models: Any) -> None:

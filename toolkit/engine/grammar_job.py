@@ -35,7 +35,9 @@ def compiling(setup: dict[str, Any], data: bytes) -> Job:
 
     def run(response_format: dict[str, Any], data: bytes) -> tuple[None, bytes]:
         try:
-            compiled = _compile(afresh if response_format["type"] == "structural_tag" else compiler, response_format)
+            compiled = compile_format(
+                afresh if response_format["type"] == "structural_tag" else compiler, response_format
+            )
             for seed in range(_WALKS):
                 _try_out(compiled, setup, tokens, random.Random(seed))
             return None, str(compiled.serialize_json()).encode()
@@ -48,7 +50,8 @@ def compiling(setup: dict[str, Any], data: bytes) -> Job:
     return run
 
 
-def _compile(compiler: Any, response_format: dict[str, Any]) -> Any:
+def compile_format(compiler: Any, response_format: dict[str, Any]) -> Any:
+    """xgrammar's grammar of a checked ``response_format``. Raises what the library raises."""
     kind = response_format["type"]
     value: Any = response_format.get(kind)
     if kind == "json_object":

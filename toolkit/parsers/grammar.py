@@ -49,10 +49,10 @@ def calls_or_answer(
 def _calls(form: ToolFormat, functions: Functions, specials: Specials, several: bool) -> Node:
     written = form.written
     call = _any([_call(form, name, schema, specials) for name, schema in (functions or {}).items()])
-    parts = [*_literal(written.first, specials), call]
+    parts = [*literal(written.first, specials), call]
     if several:
-        parts.append({"type": "star", "content": _row([*_literal(written.between, specials), call])})
-    return _row([*parts, *_literal(written.last, specials)])
+        parts.append({"type": "star", "content": _row([*literal(written.between, specials), call])})
+    return _row([*parts, *literal(written.last, specials)])
 
 
 def guarded_calls(form: ToolFormat, functions: Functions, strict: frozenset[str], specials: Specials) -> dict[str, Any]:
@@ -61,19 +61,19 @@ def guarded_calls(form: ToolFormat, functions: Functions, strict: frozenset[str]
     written = form.written
     whole = written.first + written.begin
     assert whole.startswith(written.trigger)
-    trigger = _literal(written.trigger, specials)
+    trigger = literal(written.trigger, specials)
     free: Any = {"type": "object"}
     calls = []
     for name, schema in (functions or {}).items():
         begin = (whole % name).removeprefix(written.trigger)
         arguments = _arguments(form, schema if name in strict else free)
-        calls.append(_row([*_literal(begin, specials), arguments, *_literal(written.end, specials)]))
+        calls.append(_row([*literal(begin, specials), arguments, *literal(written.end, specials)]))
     more = [
         _call(form, name, schema if name in strict else free, specials) for name, schema in (functions or {}).items()
     ]
-    again = {"type": "star", "content": _row([*_literal(written.between, specials), _any(more)])}
+    again = {"type": "star", "content": _row([*literal(written.between, specials), _any(more)])}
     chain = [] if written.first == "" else [again]
-    content = _row([*trigger[1:], _any(calls), *chain, *_literal(written.last, specials)])
+    content = _row([*trigger[1:], _any(calls), *chain, *literal(written.last, specials)])
     kind = "token_dispatch" if trigger[0]["type"] == "token" else "dispatch"
     first = trigger[0].get("token", trigger[0].get("value"))
     return _format({"type": kind, "rules": [[first, content]]})
@@ -108,16 +108,16 @@ def _thought(reasoning: ReasoningFormat | None, begun: Begun, specials: Specials
     if reasoning is None or begun == "closed" or not reasoning.begins:
         return []
     body: Node = {"type": "any_text", "excludes": [mark for mark in reasoning.ends if mark not in specials]}
-    end = _literal(reasoning.ends[0], specials)
+    end = literal(reasoning.ends[0], specials)
     if begun == "open" or (begun is None and reasoning.open):
         return [body, *end, _PAUSE]
-    begin = _literal(reasoning.begins[0], specials)
+    begin = literal(reasoning.begins[0], specials)
     return [{"type": "optional", "content": _row([*begin, body, *end, _PAUSE])}]
 
 
 def _call(form: ToolFormat, name: str, schema: Any, specials: Specials) -> Node:
     written = form.written
-    begin, end = _literal(written.begin % name, specials), _literal(written.end, specials)
+    begin, end = literal(written.begin % name, specials), literal(written.end, specials)
     return _row([*begin, _arguments(form, schema), *end])
 
 
@@ -127,7 +127,7 @@ def _arguments(form: ToolFormat, schema: Any) -> Node:
     return node | ({"max_whitespace_cnt": _BLANKS} if form.written.style == "json" else {})
 
 
-def _literal(text: str, specials: Specials) -> list[Node]:
+def literal(text: str, specials: Specials) -> list[Node]:
     """``text`` as it is written: special tokens in it by their ids."""
     found = [mark for mark in specials if mark in text]
     parts = (

@@ -247,7 +247,7 @@ def open_runner(
             return fast, why
     from toolkit.runners.tensor.runner import TensorRunner
 
-    runner = TensorRunner(opened.spec, _canonical(opened), options, _read_adapters(opened, options))
+    runner = TensorRunner(opened.spec, canonical(opened), options, _read_adapters(opened, options))
     return runner, why
 
 
@@ -267,7 +267,7 @@ def _fast_runner(opened: Opened, options: RunnerOptions) -> tuple[Runner | None,
             from toolkit.runners.tensor.runner import TensorRunner
 
             gpu, adapters = CudaDevice(find_device(options.device)), _read_adapters(opened, options)
-            runner = TensorRunner(opened.spec, _canonical(opened), options, adapters, graphs=gpu)
+            runner = TensorRunner(opened.spec, canonical(opened), options, adapters, graphs=gpu)
             return runner, _packed_elsewhere(opened.target, runner.device)
         import torch
 
@@ -323,7 +323,7 @@ def _stored_as(config: Path, spec: DecoderSpec) -> list[StoredTensor]:
     return stored
 
 
-def _canonical(opened: Opened) -> Callable[[], Mapping[str, Any]]:
+def canonical(opened: Opened) -> Callable[[], Mapping[str, Any]]:
     """The model's weights in canonical form, those packed for a CPU unpacked."""
     if opened.target != "cpu":
         return opened.weights
