@@ -130,6 +130,22 @@ def test_an_answer_takes_as_long_as_it_takes(start: Any) -> None:
     assert b"[DONE]" in everything(connection)
 
 
+def test_streams_are_framed_as_http_has_it(start: Any) -> None:
+    """In chunks, one answer behind the other on a connection; to clients of HTTP/1.0 as they are."""
+    server = start()
+    body = json.dumps({"model": "echo", "prompt": "häus", "stream": True}).encode()
+    rest = b"Content-Length: %d\r\n\r\n" % len(body) + body
+    connection, events = http.client.HTTPConnection(*address(server), timeout=60), []
+    for path in ("/v1/completions", "/v1/completions", "/health"):
+        connection.request("GET" if path == "/health" else "POST", path, None if path == "/health" else body)
+        events.append(connection.getresponse().read().split(b"data: "))
+    connection.close()
+    assert [len(told) for told in events] == [7, 7, 1] and all(told[-1] == b"[DONE]\n\n" for told in events[:2])
+    raw = answer_to(server, HEAD.replace(b"1.1", b"1.0") + rest)
+    head, _, plain = raw.partition(b"\r\n\r\n")
+    assert b"chunked" not in head.lower() and plain.count(b"data: ") == 6 and plain.endswith(b"[DONE]\n\n")
+
+
 @pytest.mark.parametrize(("stream", "length"), [(True, 400), (False, 400), (False, 6)])  # the last is written at once
 def test_who_does_not_read_its_answer_is_ended(
     start: Any, monkeypatch: pytest.MonkeyPatch, stream: bool, length: int

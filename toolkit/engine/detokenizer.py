@@ -7,8 +7,8 @@ the work per token does not depend on how many came before.
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Iterable, Sequence
+from encodings import utf_8
 
 from toolkit.artifacts.text.tokenizer import Tokenizer
 
@@ -31,10 +31,12 @@ class Detokenizer:
         shown: Sequence[str] = (),
     ) -> None:
         self._tokenizer = tokenizer
+        self._exact = tokenizer.byte_exact
+        self._bytes_of = tokenizer.bytes_of
         kept = {tokenizer.token_id(text) for text in shown}
         self._skip: set[int] = tokenizer.special_ids - kept if skip_special_tokens else set()
         self._skip_special_tokens = skip_special_tokens and not kept  # the rest is left out before
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8 = utf_8.IncrementalDecoder("replace")
         seen = (i for i in prompt_ids if i not in self._skip and tokenizer.bytes_of(i))
         self._strip = tokenizer.strips_leading_space and next(seen, None) is None
         self._context = [i for i in prompt_ids[-_WINDOW:] if i not in self._skip][-4:]  # a character is at most 4 bytes
@@ -44,18 +46,25 @@ class Detokenizer:
 
     def add(self, ids: Iterable[int]) -> str:
         """The text that became certain with these ids; may be empty."""
-        if not self._tokenizer.byte_exact:
+        if not self._exact:
             return self._add_window(ids)
-        return self._emit(b"".join(self._tokenizer.bytes_of(i) for i in ids if i not in self._skip), final=False)
+        return self._emit(b"".join([self._bytes_of(i) for i in ids if i not in self._skip]), final=False)
+
+    def add_one(self, token: int) -> str:
+        """``add`` of a single id, as engines draw them."""
+        if not self._exact:
+            return self._add_window((token,))
+        return "" if token in self._skip else self._emit(self._bytes_of(token), final=False)
 
     def flush(self) -> str:
         """What is still held back, an unfinished character as U+FFFD. The detokenizer is done then."""
-        if not self._tokenizer.byte_exact:
+        if not self._exact:
             return self._close_window()
         return self._emit(b"", final=True)
 
     def _emit(self, data: bytes, final: bool) -> str:
-        text = self._utf8.decode(data, final)
+        whole = data.isascii() and not self._utf8.buffer  # no character is, or becomes, unfinished
+        text = data.decode("ascii") if whole else self._utf8.decode(data, final)
         if self._strip and text:
             self._strip = False
             text = text.removeprefix(" ")

@@ -139,7 +139,7 @@ class RequestStream:
             delta.token_ids.append(token)
             if output.logprobs:
                 delta.logprobs = [*(delta.logprobs or ()), output.logprobs[i]]
-            if self._show(self._detokenizer.add((token,)), delta, text):
+            if self._show(self._detokenizer.add_one(token), delta, text):
                 return
         if output.finish_reason is not None:
             self._finish(output, delta, text)

@@ -18,6 +18,23 @@ from toolkit.serve.limits import Limits
 logger = logging.getLogger("toolkit.serve")
 
 
+class StreamWriter(h11.Connection):
+    """Frames the pieces of a stream itself: h11 would ask anew of each whether it may come now."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._in_chunks = False  # the answer under way
+
+    def send(self, event: h11.Event) -> bytes | None:
+        if self._in_chunks and type(event) is h11.Data and self.our_state is h11.SEND_BODY:
+            data = event.data
+            return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+        written = super().send(event)
+        if type(event) is h11.Response:
+            self._in_chunks = b"\r\nTransfer-Encoding: chunked\r\n" in (written or b"")
+        return written
+
+
 class Connection(H11Protocol):
     """Closes itself where the head of a request does not arrive within ``read_timeout``, the rest of one that was
     answered early within ``LINGER``, or where the client does not take its answer within ``write_timeout``; answers
@@ -27,6 +44,10 @@ class Connection(H11Protocol):
     """
 
     limits: Limits  # set in a subclass, one for each server
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.conn = StreamWriter(h11.SERVER)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._deadline: asyncio.TimerHandle | None = None
