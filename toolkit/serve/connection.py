@@ -25,7 +25,7 @@ class StreamWriter(h11.Connection):
         super().__init__(*args, **more)
         self._in_chunks = False  # the answer under way
 
-    def send(self, event: h11.Event) -> bytes | None:
+    def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
         if self._in_chunks and type(event) is h11.Data and self.our_state is h11.SEND_BODY:
             data = event.data
             return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
