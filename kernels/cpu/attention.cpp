@@ -82,7 +82,7 @@ void values_f32(const float* p, const KvTile& tile, int64_t d, int64_t col, int6
     TK_EACH(r, M, TK_EACH(n, N, fstore(acc + r * ld + col + 16 * n, y[r * N + n]);););
 }
 
-#if defined(__AVX512BF16__)
+#if defined(TK_BF16_DOT)
 template <int M, bool AHEAD>
 void scores_bf16(const uint16_t* q, int64_t d, const void* c0, const void* c1, const Ahead& ahead, float* s) {
     F a[M], b[M];
@@ -181,10 +181,8 @@ TK_INLINE void store_probs(uint16_t* h, F a, F b) {
 #if defined(__AVX512BF16__)
     _mm512_storeu_si512(h, (__m512i)_mm512_cvtne2ps_pbh(b, a));
 #else
-    float v[32];
-    fstore(v, a);
-    fstore(v + 16, b);
-    for (int i = 0; i < 32; i++) h[i] = float_to_bf16(v[i]);
+    store_bf16(h, a);
+    store_bf16(h + 16, b);
 #endif
 }
 

@@ -6,6 +6,9 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
 #endif
 
 namespace tk {
@@ -17,6 +20,9 @@ namespace tk {
 TK_DECLARE(avx512vnni)
 TK_DECLARE(avxvnni)
 TK_DECLARE(avx2)
+TK_DECLARE(i8mm)
+TK_DECLARE(dotprod)
+TK_DECLARE(neon)
 TK_DECLARE(generic)
 
 namespace {
@@ -33,6 +39,13 @@ namespace {
     return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
+}
+#elif defined(__aarch64__)
+[[maybe_unused]] bool has_dotprod() { return getauxval(AT_HWCAP) & HWCAP_ASIMDDP; }
+
+[[maybe_unused]] bool has_i8mm() {
+    const unsigned long wanted = HWCAP2_I8MM | HWCAP2_BF16;
+    return has_dotprod() && (getauxval(AT_HWCAP2) & wanted) == wanted;
 }
 #endif
 
@@ -53,6 +66,15 @@ const Entry ENTRIES[] = {
 #endif
 #if defined(TK_HAVE_avx2)
     {"avx2", &avx2::table, has_avx2},
+#endif
+#if defined(TK_HAVE_i8mm)
+    {"i8mm", &i8mm::table, has_i8mm},
+#endif
+#if defined(TK_HAVE_dotprod)
+    {"dotprod", &dotprod::table, has_dotprod},
+#endif
+#if defined(TK_HAVE_neon)
+    {"neon", &neon::table, always},
 #endif
 #if defined(TK_HAVE_generic)
     {"generic", &generic::table, always},

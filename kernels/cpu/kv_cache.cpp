@@ -268,8 +268,17 @@ void key_cell(int64_t d, int32_t bf16, const void* values, void* keys) {
     float* k = (float*)keys;
 #if defined(__AVX512F__)
     for (int64_t i = 0; bf16 && i < d; i += 16) key_pairs(d, (const uint8_t*)values + i * 4, (uint8_t*)keys + i * 32);
+#else
+    for (int64_t pair = 0; bf16 && pair < 8; pair++)
+        for (int64_t i = 0; i < d; i += 2) {
+            // two elements of two tokens: their inner halves change places
+            uint64_t x;
+            memcpy(&x, (const uint8_t*)values + (pair * d + i) * 4, 8);
+            x = (x & 0xffff00000000ffffu) | (x >> 16 & 0xffff0000u) | (x & 0xffff0000u) << 16;
+            memcpy((uint8_t*)keys + i * 32 + pair * 8, &x, 8);
+        }
 #endif
-    if (bf16) return;  // only where the processor multiplies them
+    if (bf16) return;
     for (int64_t t = 0; t < 16; t += 4)
         for (int64_t i = 0; i < d; i += 4) {
 #if defined(__AVX2__)

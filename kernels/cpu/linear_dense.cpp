@@ -47,7 +47,7 @@ TK_INLINE void chains(const Matrix& w, const uint8_t* const* tiles, const Panel&
     }
 }
 
-#if defined(__AVX512BF16__)
+#if defined(TK_BF16_DOT)
 constexpr bool HAS_PAIRS = true;
 
 template <int N, int M>
@@ -127,8 +127,8 @@ void gated_tile(const Matrix& gate, const Matrix& up, int32_t form, const Panel&
         if (TWO == WIDE && gate.dtype == up.dtype) {
             block_for<2, TWO>(form, m)(gate, tiles, in, t, y);
         } else {
-            block_for<1, WIDE>(gate.dtype, m)(gate, tiles, in, t, y);
-            block_for<1, WIDE>(up.dtype, m)(up, tiles + 1, in, t, y + m);
+            block_for<1, WIDE>(form, m)(gate, tiles, in, t, y);
+            block_for<1, WIDE>(form == PAIRS ? form : up.dtype, m)(up, tiles + 1, in, t, y + m);
         }
         for (int64_t i = 0; i < m; i++) store_gated(to, t + i, tile, y[i], y[m + i]);
     }
@@ -188,6 +188,8 @@ void back_rows(const Matrix& w, const uint8_t* tiles, int64_t n, const float* x,
 }
 
 #if defined(__AVX512BF16__)
+constexpr bool HAS_BACK_PAIRS = true;
+
 // One vector of two whose lanes stand in groups of 2 * HALF: sums of the two halves of each group.
 template <int HALF>
 TK_INLINE F fold(F a, F b) {
@@ -222,6 +224,8 @@ void back_pairs(const Matrix& w, const uint8_t* tiles, int64_t n, const float* x
     }
 }
 #else
+constexpr bool HAS_BACK_PAIRS = false;
+
 template <int M>
 void back_pairs(const Matrix&, const uint8_t*, int64_t, const float*, int64_t, float*, int64_t) {}
 #endif
@@ -268,7 +272,7 @@ void gated_dense(const Matrix& gate, const Matrix& up, const Rows& in, int64_t c
 
 void linear_back(const Matrix& w, const Rows& in, int64_t count, int64_t t0, int64_t t1, float* out, int64_t ldo) {
     const int32_t form = form_of(w, w, in);
-    back_all<3>(w, form == PAIRS && w.cols % LANES ? w.dtype : form, in, count, t0, t1, out, ldo);
+    back_all<3>(w, form == PAIRS && (!HAS_BACK_PAIRS || w.cols % LANES) ? w.dtype : form, in, count, t0, t1, out, ldo);
 }
 
 void dense_row(const Matrix& w, int64_t row, float scale, float* out) {

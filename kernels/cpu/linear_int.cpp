@@ -18,6 +18,8 @@ namespace {
 constexpr int NARROW = 8, WIDE = 6, PAIRS_FROM = 9;
 #elif defined(__AVXVNNI__)
 constexpr int NARROW = 4, WIDE = 6, PAIRS_FROM = 5;
+#elif defined(TK_NEON)
+constexpr int NARROW = 3, WIDE = 6, PAIRS_FROM = 4;
 #else
 constexpr int NARROW = 5, WIDE = 4, PAIRS_FROM = 6;
 #endif
@@ -29,7 +31,7 @@ constexpr bool PAIRS_OF_4_BITS = true;
 constexpr int64_t AHEAD = 6144;  // bytes that the narrow kernel prefetches ahead
 
 // 8-bit codes as the dot product takes them, and what it takes off each.
-#if defined(TK_SHORT_SUMS)
+#if defined(TK_CENTRED)
 typedef Centred Codes8;
 constexpr int32_t OFF8 = 128;
 TK_INLINE Codes8 codes8(B u) { return centred(u); }

@@ -217,8 +217,8 @@ struct Ops {
     void (*scale_logits)(float* x, int64_t n, float scale, float softcap);
 };
 
-// The table for an instruction set name ("avx512vnni", "avxvnni", "avx2", "generic"), or null where this
-// processor or this build lacks it; empty name = the best. `reason` says why null.
+// The table for an instruction set (toolkit/runners/native/build.py has their names), or null where this processor or this
+// build lacks it; empty name = the best. `reason` says why null.
 const Ops* select_ops(const char* name, const char** reason);
 
 }  // namespace tk

@@ -28,7 +28,7 @@ void matrix_row(const Matrix& w, int64_t row, float scale, float* out) {
 extern const Ops table;
 const Ops table = {
     TK_TEXT(TK_ISA),
-#if defined(__AVX512BF16__)
+#if defined(TK_BF16_DOT)
     1,
 #else
     0,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -13,14 +15,79 @@ from toolkit.runners.native import build, library
 
 def test_all_instruction_sets_or_this_processors_best(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(build.ISAS_VARIABLE, raising=False)
-    everything = build.wanted_isas()
-    assert everything[-1] == "generic" and set(everything) <= set(library.ISAS)
+    here = build.compiler() or "c++"
+    assert tuple(build.wanted_isas(here)) == library.ISAS
     monkeypatch.setenv(build.ISAS_VARIABLE, "here")
-    (best,) = build.wanted_isas()
+    (best,) = build.wanted_isas(here)
     assert best == library.isas()[0]  # as the processor itself says
     monkeypatch.setenv(build.ISAS_VARIABLE, "avx9")
     with pytest.raises(build.BuildError, match="TOOLKIT_NATIVE_ISAS: expected all or here, found 'avx9'"):
-        build.wanted_isas()
+        build.wanted_isas(here)
+
+
+@pytest.fixture
+def arm_compiler(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A C++ compiler for ARM, on another machine."""
+    name = "aarch64-linux-gnu-g++"
+    if os.uname().machine == "aarch64" or shutil.which(name) is None:
+        pytest.skip(f"no cross compiler ({name})")
+    monkeypatch.setenv("CXX", name)
+    monkeypatch.delenv(build.ISAS_VARIABLE, raising=False)
+    return name
+
+
+def test_a_cross_compiler_compiles_for_its_own_processors(
+    arm_compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels as for the best processor; scripts/test_arm runs what all of it gives."""
+    assert tuple(build.wanted_isas(arm_compiler)) == ("i8mm", "dotprod", "neon", "generic")
+    file = tmp_path / "compile_commands.json"
+    build.write_commands(file)
+    for entry in json.loads(file.read_text()):
+        words, source = entry["arguments"], Path(entry["file"])
+        if source.parent == build.kernel_folder():
+            assert words[0] == arm_compiler and "-DTK_ISA=generic" not in words
+            command = [*words[: words.index("-c")], "-O0", "-fsyntax-only", source]
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0 and not done.stderr, done.stderr
+    monkeypatch.setenv(build.ISAS_VARIABLE, "here")
+    with pytest.raises(build.BuildError, match=r"TOOLKIT_NATIVE_ISAS=here: .* compiles for aarch64, this machine is"):
+        build.wanted_isas(arm_compiler)
+
+
+TABLES = """
+#include <cstdio>
+#include "ops.h"
+namespace tk {
+#define TABLE(isa) namespace isa { extern const Ops table; const Ops table = {#isa}; }
+TABLE(i8mm) TABLE(dotprod) TABLE(neon) TABLE(generic)
+}
+int main(int count, char** names) {
+    const char* why;
+    const tk::Ops* ops = tk::select_ops(count > 1 ? names[1] : "", &why);
+    std::puts(ops ? ops->name : why);
+}
+"""
+
+
+def test_the_best_that_an_arm_processor_has_is_chosen(arm_compiler: str, tmp_path: Path) -> None:
+    qemu = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
+    if qemu is None:
+        pytest.skip("no emulator (qemu-aarch64-static)")
+    source, program, kernels = tmp_path / "tables.cpp", tmp_path / "tables", build.kernel_folder()
+    source.write_text(TABLES)
+    have = [f"-DTK_HAVE_{isa}" for isa in build.wanted_isas(arm_compiler)]
+    command = [arm_compiler, "-std=c++17", "-static", "-w", *have, f"-I{kernels}", "-o", program]
+    subprocess.run([*command, source, kernels / "dispatch.cpp"], check=True)
+
+    def chosen(processor: str, *isa: str) -> str:
+        return subprocess.run([qemu, "-cpu", processor, program, *isa], capture_output=True, text=True).stdout.strip()
+
+    assert chosen("max") == "i8mm"
+    assert chosen("neoverse-n1") == "dotprod"
+    assert chosen("cortex-a72") == "neon"
+    assert chosen("cortex-a72", "dotprod") == "this processor lacks it"
+    assert chosen("max", "avx2") == "no such instruction set in this build"
 
 
 def test_compile_commands_name_every_source_and_can_be_run(tmp_path: Path) -> None:

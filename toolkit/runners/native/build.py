@@ -1,10 +1,11 @@
-"""Build the native library with the C++ compiler at hand: ``python -m toolkit.runners.native.build``.
+"""Build the native library with the C++ compiler at hand: ``python -m toolkit.runners.native.build [FILE]``.
 
 With ``--commands`` it writes ``compile_commands.json``, for clangd and the like, to the current directory instead.
 ``setup.py`` runs it too, by file name, so this file imports nothing of the toolkit. The op families of
 ``kernels/cpu`` are compiled once for every instruction set, the executor once; objects that are newer than all sources
-and headers are kept. ``TOOLKIT_NATIVE_ISAS=here`` compiles for this processor alone, a quarter of the work. The library
-links to the C++ standard library only.
+and headers are kept. ``TOOLKIT_NATIVE_ISAS=here`` compiles for this processor alone, a quarter of the work. A cross
+compiler in ``CXX`` (``aarch64-linux-gnu-g++``) makes the library for its processors. It links to the C++ standard
+library only.
 """
 
 from __future__ import annotations
@@ -12,31 +13,50 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 LIBRARY = "_native.so"
 
 ISAS_VARIABLE = "TOOLKIT_NATIVE_ISAS"  # all (the default) or here
 FAMILIES = ("linear_int", "linear_dense", "rowwise", "kv_cache", "attention", "state", "table")
-ISA_FLAGS = {
-    "avx512vnni": "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mavx512bf16 "
-    "-mprefer-vector-width=512 -Wno-uninitialized -Wno-maybe-uninitialized",  # g++ 12 warns inside its own intrinsics
-    "avxvnni": "-mavx2 -mfma -mf16c -mavxvnni",
-    "avx2": "-mavx2 -mfma -mf16c",
-    "generic": "",
-}
-# What /proc/cpuinfo must show for an instruction set; kernels/cpu/dispatch.cpp asks the processor itself.
-ISA_NEEDS = {
-    "avx512vnni": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"},
-    "avxvnni": {"avx2", "fma", "f16c", "avx_vnni"},
-    "avx2": {"avx2", "fma", "f16c"},
-    "generic": set(),
+
+
+class Isa(NamedTuple):
+    """An instruction set: the compiler's flags, and what /proc/cpuinfo must show for it (kernels/cpu/dispatch.cpp asks
+    the processor itself)."""
+
+    flags: str
+    needs: frozenset[str]
+
+
+AVX2 = frozenset({"avx2", "fma", "f16c"})
+AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"})
+GENERIC = {"generic": Isa("", frozenset())}
+# Architecture, as compilers call it -> its instruction sets, best first.
+ISAS = {
+    "x86_64": {
+        "avx512vnni": Isa(
+            "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mavx512bf16 "
+            # g++ 12 warns inside its own intrinsics
+            "-mprefer-vector-width=512 -Wno-uninitialized -Wno-maybe-uninitialized",
+            AVX2 | AVX512,
+        ),
+        "avxvnni": Isa("-mavx2 -mfma -mf16c -mavxvnni", AVX2 | {"avx_vnni"}),
+        "avx2": Isa("-mavx2 -mfma -mf16c", AVX2),
+        **GENERIC,
+    },
+    "aarch64": {
+        "i8mm": Isa("-DTK_NEON -march=armv8.2-a+dotprod+i8mm+bf16", frozenset({"asimddp", "i8mm", "bf16"})),
+        "dotprod": Isa("-DTK_NEON -march=armv8.2-a+dotprod", frozenset({"asimddp"})),
+        "neon": Isa("-DTK_NEON -march=armv8-a", frozenset({"asimd"})),
+        **GENERIC,
+    },
 }
 COMMON = [
     "-std=c++17",
@@ -83,29 +103,44 @@ def kernel_folder() -> Path:
     raise BuildError(f"{HERE}: the kernel sources (kernels/cpu) are missing")
 
 
-def _units(kernels: Path, isas: tuple[str, ...]) -> list[Unit]:
+def _units(kernels: Path, isas: dict[str, Isa]) -> list[Unit]:
     """Every compilation."""
     # The longest first, so that no core waits for the last one: compilers without vector instructions unroll a lot.
     slowest_first = sorted(((f, i) for f in FAMILIES for i in isas), key=lambda unit: unit[1] != "generic")
-    units = [(kernels / f"{f}.cpp", f"{f}.{i}", [f"-DTK_ISA={i}", *ISA_FLAGS[i].split()]) for f, i in slowest_first]
+    units = [(kernels / f"{f}.cpp", f"{f}.{i}", [f"-DTK_ISA={i}", *isas[i].flags.split()]) for f, i in slowest_first]
     dispatch = (kernels / "dispatch.cpp", "dispatch." + "-".join(isas), [f"-DTK_HAVE_{isa}" for isa in isas])
     once = [kernels / "single_ops.cpp", *sorted(HERE.glob("*.cpp"))]
     return [*units, dispatch, *((s, s.stem, []) for s in once)]
 
 
-def wanted_isas() -> tuple[str, ...]:
-    """The instruction sets to compile for: all of this architecture, or with ``TOOLKIT_NATIVE_ISAS=here`` the best that
-    this processor has, as far as /proc/cpuinfo tells. Raises BuildError for another value."""
-    asked = os.environ.get(ISAS_VARIABLE) or "all"
-    if asked not in ("all", "here"):
+def architecture(cxx: str) -> str:
+    """What the compiler makes code for: x86_64, aarch64, …; without a compiler what this machine is."""
+    try:
+        done = subprocess.run([*cxx.split(), "-dumpmachine"], capture_output=True, text=True)
+    except OSError:
+        return os.uname().machine
+    return done.stdout.partition("-")[0].strip() or os.uname().machine
+
+
+def wanted_isas(cxx: str) -> dict[str, Isa]:
+    """The instruction sets to compile for: all of the architecture that the compiler makes code for, or with
+    ``TOOLKIT_NATIVE_ISAS=here`` the best that this processor has, as far as /proc/cpuinfo tells. Raises BuildError for
+    another value, and for ``here`` with a compiler for other processors."""
+    asked, machine = os.environ.get(ISAS_VARIABLE) or "all", architecture(cxx)
+    isas = ISAS.get(machine, GENERIC)
+    if asked == "all":
+        return isas
+    if asked != "here":
         raise BuildError(f"{ISAS_VARIABLE}: expected all or here, found {asked!r}")
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return ("generic",)
+    if machine != os.uname().machine:
+        raise BuildError(f"{ISAS_VARIABLE}=here: {cxx} compiles for {machine}, this machine is {os.uname().machine}")
     facts = Path("/proc/cpuinfo")
-    if asked == "all" or not facts.exists():
-        return tuple(ISA_FLAGS)
-    flags = next((line for line in facts.read_text().splitlines() if line.startswith("flags")), "")
-    return (next(isa for isa, needs in ISA_NEEDS.items() if needs <= set(flags.split())),)
+    lines = facts.read_text().splitlines() if facts.exists() else []
+    flags = next((set(line.split()) for line in lines if line.startswith(("flags", "Features"))), None)
+    if flags is None:
+        return isas
+    best = next(name for name, isa in isas.items() if isa.needs <= flags)
+    return {best: isas[best]}
 
 
 def build(target: Path | None = None, objects: Path | None = None, *, sanitize: bool = False, jobs: int = 0) -> Path:
@@ -121,7 +156,7 @@ def build(target: Path | None = None, objects: Path | None = None, *, sanitize: 
         objects = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "toolkit" / "build" / key
     objects.mkdir(parents=True, exist_ok=True)
     headers = max(h.stat().st_mtime for h in [*kernels.glob("*.h"), *HERE.glob("*.h"), Path(__file__)])
-    units = _units(kernels, wanted_isas())
+    units = _units(kernels, wanted_isas(cxx))
 
     def compile_one(unit: Unit) -> Path:
         source, name, _ = unit
@@ -151,13 +186,13 @@ def _command(cxx: str, flags: list[str], unit: Unit, out: Path) -> list[str]:
 
 
 def write_commands(file: Path) -> None:
-    """The database of compilations, one for each source: that of the first instruction set."""
+    """The database of compilations, one for each source: that of the best instruction set."""
     kernels, cxx = kernel_folder(), compiler() or "c++"
-    flags = [*COMMON, *_includes(kernels)]
-    first = {unit[0]: unit for unit in reversed(_units(kernels, wanted_isas()))}
+    flags, isas = [*COMMON, *_includes(kernels)], wanted_isas(cxx)
+    best = next(iter(isas))
     entries = [
         {"directory": str(HERE), "file": str(unit[0]), "arguments": _command(cxx, flags, unit, Path(f"{unit[1]}.o"))}
-        for unit in first.values()
+        for unit in _units(kernels, {best: isas[best]})
     ]
     file.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
 
@@ -175,4 +210,5 @@ if __name__ == "__main__":
         write_commands(Path("compile_commands.json"))
         sys.exit()
     asan = "--sanitize" in sys.argv[1:]
-    print(build(HERE / "_native_sanitized.so" if asan else None, sanitize=asan))
+    named = [Path(a) for a in sys.argv[1:] if not a.startswith("--")]
+    print(build(named[0] if named else HERE / ("_native_sanitized.so" if asan else LIBRARY), sanitize=asan))

@@ -16,7 +16,12 @@ from toolkit.errors import UsageError
 from toolkit.runners.step import COLUMNS
 
 ISA_VARIABLE = "TOOLKIT_CPU_ISA"
-ISAS = ("avx512vnni", "avxvnni", "avx2", "generic")
+# of build.py, best first, that this architecture may have
+ISAS = (
+    ("i8mm", "dotprod", "neon", "generic")
+    if os.uname().machine == "aarch64"
+    else ("avx512vnni", "avxvnni", "avx2", "generic")
+)
 LIBRARY_VARIABLE = "TOOLKIT_NATIVE_LIBRARY"  # another build of it, such as the sanitized one
 
 

@@ -20,6 +20,8 @@ constexpr std::chrono::microseconds SPIN{20};
 inline void relax() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("isb");  // yield does nothing on most cores
 #endif
 }
 
@@ -62,11 +64,11 @@ Pool::~Pool() {
 
 template <class Over>
 void Pool::wait(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleepers, Over over) {
-    if (over(word.load(std::memory_order_acquire))) return;
+    if (over(word.load())) return;
     const auto end = std::chrono::steady_clock::now() + SPIN;
     do {
         for (int i = 0; i < 32; i++) {
-            if (over(word.load(std::memory_order_acquire))) return;
+            if (over(word.load())) return;
             relax();
         }
     } while (std::chrono::steady_clock::now() < end);
