@@ -37,7 +37,17 @@ app = typer.Typer(
 )
 
 
-OF_TEXT = ("calib_dataset", "calib_samples", "calib_seqlen", "nsamples", "seqlen", "batch_size", "seed", "calibration")
+OF_TEXT = (
+    "calib_dataset",
+    "calib_samples",
+    "calib_self_samples",
+    "calib_seqlen",
+    "nsamples",
+    "seqlen",
+    "batch_size",
+    "seed",
+    "calibration",
+)
 
 
 def _quantize(

@@ -119,6 +119,7 @@ def _rows(result: Result) -> list[tuple[str, str]]:
     before, after = quality["perplexity_before"], quality["perplexity_after"]
     group = options.get("w_group_size")
     text = "{calib_samples} samples of {calib_seqlen} ({calib_dataset})"
+    text += " and {calib_self_samples} of the model's own" if "calib_self_samples" in options else ""
     return [
         ("written to", str(result.path)),
         *([("format", options["format"])] if "format" in options else []),

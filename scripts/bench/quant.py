@@ -61,6 +61,7 @@ def command_of(args: argparse.Namespace, out: Path) -> list[str]:
         return [
             "tool", "lite", *OURS[args.method], args.model, "--work-dir", str(out), "--calib-dataset", args.calib,
             "--calib-samples", str(args.samples), "--calib-seqlen", str(args.seqlen), *group, "--eval-tokens", "1024",
+            *(["--calib-self-samples", str(args.self_samples)] if args.self_samples else []),
         ]  # fmt: skip
     script = "peer_llm_compressor.py" if args.peer == "llm-compressor" else "peer_auto_round.py"
     return [
@@ -171,6 +172,7 @@ def main() -> None:
     parser.add_argument("--calib", help="text file to calibrate on (ours alone: also self)")
     parser.add_argument("--data", help="held-out text file to measure on")
     parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--self-samples", type=int, default=0, help="of ours: written by the model, beside the others")
     parser.add_argument("--seqlen", type=int, default=512)
     parser.add_argument("--group-size", type=int, default=64)
     parser.add_argument("--iters", type=int, default=200, help="of auto_round and of auto-round's search")
@@ -190,18 +192,20 @@ def main() -> None:
     for name in ("model", "calib", "data"):
         if getattr(args, name) is None:
             parser.error(f"--{name.replace('_', '-')} is missing")
-    fields = ("peer", "method", "samples", "seqlen", "group_size", "calib", "data", "model")
+    fields = ("peer", "method", "samples", "self_samples", "seqlen", "group_size", "calib", "data", "model")
     iterates = args.method == "auto_round" or args.peer == "auto-round"
     fields += ("iters",) if iterates else ()
     key = {name: getattr(args, name) for name in fields}
-    if any(all(row.get(k, 200) == v for k, v in key.items()) for row in rows):  # 200: iters of the first rows
+    first = {"iters": 200, "self_samples": 0}  # of rows that were made when there was no such option
+    if any(all((first | row)[k] == v for k, v in key.items()) for row in rows):
         print("already there")
         return None
     args.work_dir.mkdir(parents=True, exist_ok=True)
     if args.peer != "ours" and args.peer_python is None:
         args.peer_python = environment(args.peer, (args.work_dir / f"env-{args.peer}").absolute())
     iters = f"-{args.iters}" if iterates else ""
-    out = args.work_dir / f"{args.peer}-{args.method}-g{args.group_size}-{args.samples}x{args.seqlen}{iters}"
+    own = f"+{args.self_samples}" if args.self_samples else ""
+    out = args.work_dir / f"{args.peer}-{args.method}-g{args.group_size}-{args.samples}{own}x{args.seqlen}{iters}"
     if args.peer != "ours":
         shutil.rmtree(out, ignore_errors=True)  # ours goes on where it was killed
     command = command_of(args, out)

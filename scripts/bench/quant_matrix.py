@@ -1,11 +1,11 @@
 """Does a loss carry over? Methods by the text they calibrate on and the text they are measured on: a heat map.
 
     bash scripts/bench_quant --matrix --model demo-rescaled --methods awq awq+gptq llm-compressor/awq \\
-        --calib self fiction=a.txt code=b.txt --data fiction=c.txt code=d.txt german=e.txt --plot matrix.png
+        --calib self fiction=a.txt code=b.txt fiction+self --data fiction=c.txt code=d.txt german=e.txt --plot m.png
 
 A cell is a method calibrated on one text and measured on another. It is added to --results as soon as it is known, and
-not made again. ``self`` is the text that the model writes itself; peers read files alone. --table prints what the file
-holds, --plot draws it.
+not made again. ``self`` is the text that the model writes itself, ``NAME+self`` both, as many samples of each; peers
+read files alone. --table prints what the file holds, --plot draws it.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from toolkit.quant.layers.source import LayerSource
 
 CPU = torch.device("cpu")
 WINDOW = 512  # tokens that the models see at once
+BESIDE = "+self"  # behind the name of a calibration text: with text of the model's own
 
 
 class Texts:
@@ -99,6 +100,7 @@ class Row:
 def quantize(args: argparse.Namespace, row: Row, file: str) -> tuple[Path, dict[str, float]]:
     """The checkpoint of ``row``, and what it took."""
     own = argparse.Namespace(**vars(args) | {"peer": row.peer, "method": row.method, "calib": file, "iters": 200})
+    own.self_samples = args.samples if row.calib.endswith(BESIDE) else 0
     if row.peer != "ours" and own.peer_python is None:
         own.peer_python = environment(row.peer, (args.work_dir / f"env-{row.peer}").absolute())
     out = args.work_dir / f"{row.peer}-{row.method}-{row.calib}"
@@ -190,10 +192,13 @@ def plot(cells: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def named(option: str, given: Sequence[str]) -> dict[str, str]:
-    """NAME=FILE as a mapping; ``self`` stands for itself."""
-    found = {}
+    """NAME=FILE as a mapping; ``self`` stands for itself, NAME+self for the file of an earlier NAME."""
+    found: dict[str, str] = {}
     for one in given:
         name, equals, file = one.partition("=")
+        if option == "--calib" and one.endswith(BESIDE) and one.removesuffix(BESIDE) in found:
+            found[one] = found[one.removesuffix(BESIDE)]
+            continue
         if not equals and not (option == "--calib" and one == "self"):
             sys.exit(f"{option}: expected NAME=FILE, found {one}")
         if equals and not Path(file).is_file():
@@ -209,7 +214,7 @@ def rows_of(methods: Sequence[str], calib: Sequence[str]) -> Iterator[Row]:
         known = OURS if not peer else PEERS.get(peer, ())
         if method not in known:
             sys.exit(f"--methods: expected PEER/METHOD or one of {', '.join(OURS)}, found {name}")
-        yield from (Row(peer or "ours", method, c) for c in calib if not (peer and c == "self"))
+        yield from (Row(peer or "ours", method, c) for c in calib if not (peer and c.endswith("self")))
 
 
 def main() -> None:
@@ -217,7 +222,7 @@ def main() -> None:
     parser.add_argument("--model", help="directory of the unquantized model")
     methods = ["awq-untuned", "awq", "awq+gptq-untuned", "awq+gptq"]
     parser.add_argument("--methods", nargs="+", default=methods, help="METHOD of ours, or PEER/METHOD")
-    parser.add_argument("--calib", nargs="+", default=["self"], help="NAME=FILE, or self")
+    parser.add_argument("--calib", nargs="+", default=["self"], help="NAME=FILE, self, or NAME+self")
     parser.add_argument("--data", nargs="+", default=[], help="NAME=FILE: held-out texts")
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--seqlen", type=int, default=512)

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 
+from toolkit.artifacts.stage import open_stage
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.engine_configs import TurbomindEngineConfig
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.text.calibration import CalibrationPlan, make_plan, read_samples
+from toolkit.quant.text.calibration_text import CalibrationText
 from toolkit.quant.text.datasets import KNOWN
 from toolkit.quant.text.selftext import PIECE, openings, self_samples
 
@@ -141,6 +144,8 @@ def test_options_out_of_range(tmp_path: Path) -> None:
         (("self", None, 4096, 0, 2048), "--calib-seqlen: expected 16 to 2048"),
         (("wikitext3", None, 512, 0, 2048), "no such file or folder, and none of self, c4"),
         ((str(tmp_path / "nowhere"), None, 512, 0, 2048), "no such file or folder"),
+        ((str(tmp_path), None, 512, 0, 2048, -1), "--calib-self-samples: expected 0 or more"),
+        (("self", None, 512, 0, 2048, 4), "--calib-self-samples: the model writes all of the text"),
     ]:
         with pytest.raises(UsageError, match=complaint):
             make_plan(*options)
@@ -235,6 +240,27 @@ def test_a_folder_that_is_no_copy_is_one_line(model: Path, tmp_path: Path) -> No
     with pytest.raises(ToolkitError, match="cannot be read as a copy of allenai/c4") as error:
         read(f"c4={tmp_path}", model)
     assert "\n" not in str(error.value)
+
+
+def test_text_of_the_model_s_own_is_spread_among_that_of_a_dataset(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOOLKIT_HOME", str(tmp_path / "home"))
+    file = tmp_path / "text.txt"
+    file.write_text(SENTENCE * 100)
+    source, tokenizer = LayerSource(model), Tokenizer.open(model)
+    text = CalibrationText(source, make_plan(str(file), 6, 32, 0, 512, 2))
+    told: list[tuple[str, int, int]] = []
+    with open_stage(
+        tmp_path / "out", kind="quantized", stage="lite auto_awq", parent={}, options=text.options()
+    ) as stage:
+        ids = text.read(stage, tokenizer, "sha256:abc", lambda *step: told.append(step))
+        stage.finish()
+    assert text.options()["calib_samples"] == 6 and text.options()["calib_self_samples"] == 2
+    own = self_samples(model, "sha256:abc", CalibrationPlan("self", 2, 32, 0), tokenizer, lambda done, total: None)
+    given = read(file, model, 6)
+    assert told[-1] == ("writing calibration text", 2, 2)
+    assert ids.tolist() == [*given[:2], own[0], *given[2:5], own[1], given[5]]
 
 
 def test_self_text_is_the_model_s_own_seeded_and_cached(

@@ -33,6 +33,9 @@ class Common:
     calib_samples: int | None = option(
         None, "Samples. Default: the preset's; balanced: 128, for `self` at most as many as make 16k tokens."
     )
+    calib_self_samples: int = option(
+        0, "Samples that the model writes itself, beside those of a dataset: the loss then carries over to other text."
+    )
     calib_seqlen: int = option(512, "Tokens in a sample.")
     batch_size: int = option(8, "Samples that go through a layer at once.")
     cache_memory: float = option(4.0, "GiB of activations kept in memory; more goes to disk.")

@@ -230,14 +230,12 @@ def _tell_time(
     if there:
         common.notice(f"going on where an earlier run was: {done} of {count} layers are quantized")
     tokens = plan.tokens * recipe.texts if plan else 0
-    written = (
-        plan is not None and plan.dataset == "self" and "calibration" not in there and not is_written(digest, plan)
-    )
+    own = plan.written if plan is not None and "calibration" not in there else None
     work = estimate.Work(
         stage=recipe.stage,
         tokens=tokens,
         seqlen=plan.seqlen if plan else 0,
-        written=plan.tokens if plan and written else 0,
+        written=0 if own is None or is_written(digest, own) else own.tokens,
         layers=count - done,
         sequential=setting.sequential,
         products=setting.products and plan is not None,
@@ -307,7 +305,10 @@ def _stored_linears(source: LayerSource, selection: Selection) -> list[LinearSpe
 
 def read_text(source: LayerSource, common: Common) -> CalibrationText:
     """The text that the ``--calib-…`` options ask for, which are checked now. Raises UsageError."""
-    plan = make_plan(common.calib_dataset, common.samples, common.calib_seqlen, common.seed, source.spec.max_position)
+    plan = make_plan(
+        common.calib_dataset, common.samples, common.calib_seqlen, common.seed, source.spec.max_position,
+        common.calib_self_samples,
+    )  # fmt: skip
     return CalibrationText(source, plan)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from toolkit.artifacts.json_file import parse_json
 from toolkit.artifacts.text.tokenizer import Tokenizer
@@ -17,26 +17,43 @@ from toolkit.quant.text.datasets import KNOWN, find_known, known_texts
 SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
 SELF_TOKENS = 16384  # most that `self` generates unless the user asks for more samples
 SHAREGPT = {"human": "user", "gpt": "assistant"}  # its roles; others are called as in a chat
+Row = TypeVar("Row")
 OVERSAMPLE = 4  # documents are read until there is this many times the text that is needed
 
 
 @dataclass(frozen=True)
 class CalibrationPlan:
     """``dataset``: "self", a known name, NAME=FOLDER (a copy of it), or a path. ``samples`` sequences of ``seqlen``
-    tokens."""
+    tokens. ``own``: so many of them the model writes itself, beside those of another ``dataset`` than "self"."""
 
     dataset: str
     samples: int
     seqlen: int
     seed: int
+    own: int = 0
 
     @property
     def tokens(self) -> int:
         return self.samples * self.seqlen
 
+    @property
+    def given(self) -> CalibrationPlan | None:
+        """The part that is read from the dataset."""
+        return None if self.dataset == "self" else replace(self, samples=self.samples - self.own, own=0)
 
-def make_plan(dataset: str, samples: int | None, seqlen: int, seed: int, max_position: int) -> CalibrationPlan:
-    """Check the options. ``samples`` None: 128, for "self" at most as many as ``SELF_TOKENS`` holds.
+    @property
+    def written(self) -> CalibrationPlan | None:
+        """The part that the model writes."""
+        if self.dataset == "self":
+            return self
+        return replace(self, dataset="self", samples=self.own, own=0) if self.own else None
+
+
+def make_plan(
+    dataset: str, samples: int | None, seqlen: int, seed: int, max_position: int, own: int = 0
+) -> CalibrationPlan:
+    """Check the options. ``samples`` None: 128, for "self" at most as many as ``SELF_TOKENS`` holds; ``own`` more are
+    the model's own.
 
     Raises UsageError that names the option.
     """
@@ -44,6 +61,10 @@ def make_plan(dataset: str, samples: int | None, seqlen: int, seed: int, max_pos
         raise UsageError(f"--calib-seqlen: expected 16 to {max_position}, the model's longest context, found {seqlen}")
     if samples is not None and samples < 1:
         raise UsageError(f"--calib-samples: expected 1 or more, found {samples}")
+    if own < 0:
+        raise UsageError(f"--calib-self-samples: expected 0 or more, found {own}")
+    if own and dataset == "self":
+        raise UsageError("--calib-self-samples: the model writes all of the text; give --calib-samples, or a dataset")
     if samples is None:
         samples = min(128, max(1, SELF_TOKENS // seqlen)) if dataset == "self" else 128
     if dataset != "self" and find_known(dataset) is None and not Path(dataset).expanduser().exists():
@@ -52,7 +73,7 @@ def make_plan(dataset: str, samples: int | None, seqlen: int, seed: int, max_pos
         )
     for package in _needed(dataset):
         require(package, f"--calib-dataset {dataset}")
-    return CalibrationPlan(dataset, samples, seqlen, seed)
+    return CalibrationPlan(dataset, samples + own, seqlen, seed, own)
 
 
 def _needed(dataset: str) -> Iterator[str]:
@@ -97,6 +118,12 @@ def pack(plan: CalibrationPlan, documents: Iterable[list[int]]) -> list[list[int
         )
     chosen = sorted(random.Random(plan.seed).sample(range(len(chunks)), plan.samples))
     return [chunks[i] for i in chosen]
+
+
+def interleave(parts: Sequence[Sequence[Row]]) -> list[Row]:
+    """The rows of all parts, spread evenly: any stretch holds as much of each part as all do."""
+    order = sorted(((i + 0.5) / len(part), which, i) for which, part in enumerate(parts) for i in range(len(part)))
+    return [parts[which][i] for _, which, i in order]
 
 
 def local_texts(path: Path, seed: int) -> Iterator[str | list[dict[str, Any]]]:

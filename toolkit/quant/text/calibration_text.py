@@ -15,7 +15,7 @@ from toolkit.artifacts.stage import Stage
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.errors import ToolkitError
 from toolkit.quant.layers.source import LayerSource
-from toolkit.quant.text.calibration import CalibrationPlan, read_samples
+from toolkit.quant.text.calibration import CalibrationPlan, interleave, read_samples
 from toolkit.quant.text.datasets import find_known
 from toolkit.quant.text.selftext import self_samples
 
@@ -32,9 +32,10 @@ class CalibrationText:
 
     def options(self) -> dict[str, Any]:
         """What a result depends on, for the stage's key."""
-        return {
+        own = {"calib_self_samples": self.plan.own} if self.plan.own else {}
+        return own | {
             "calib_dataset": self.plan.dataset if self.plan.dataset == "self" else _named(self.plan.dataset),
-            "calib_samples": self.plan.samples,
+            "calib_samples": self.plan.samples - self.plan.own,
             "calib_seqlen": self.plan.seqlen,
             "seed": self.plan.seed,
         }
@@ -44,12 +45,13 @@ class CalibrationText:
         model's. Raises ToolkitError or UsageError, one line."""
         if stage.done("calibration"):
             return stage.load("calibration")["ids"]
-        if self.plan.dataset == "self":
+        parts = []
+        if (given := self.plan.given) is not None:
+            parts.append(read_samples(given, tokenizer, self.source.checkpoint.tokenizer_dir))
+        if (written := self.plan.written) is not None:
             told = lambda done, total: progress("writing calibration text", done, total)  # noqa: E731
-            samples = self_samples(self.source.path, digest, self.plan, tokenizer, told)
-        else:
-            samples = read_samples(self.plan, tokenizer, self.source.checkpoint.tokenizer_dir)
-        ids = torch.tensor(samples, dtype=torch.int64)
+            parts.append(self_samples(self.source.path, digest, written, tokenizer, told))
+        ids = torch.tensor(interleave(parts), dtype=torch.int64)
         if int(ids.max()) >= self.source.spec.vocab_size:
             raise ToolkitError(
                 f"{self.source.path}: the tokenizer gives token id {int(ids.max())}, but the model has "
