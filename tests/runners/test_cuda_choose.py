@@ -84,6 +84,21 @@ def test_what_is_missing_is_said_in_one_line(setting, options, said, gpu, tiny_m
     assert said in reason and "\n" not in reason
 
 
+def test_experts_that_run_one_by_one_are_left_to_pytorch(gpu, tiny_models):
+    gpu()
+    opened = open_model(tiny_models("mixtral"))
+    assert _reason(tiny_models, "mixtral") is None
+
+    def without_gate(sub):
+        if sub.mixer.kind != "moe":
+            return sub
+        return replace(sub, mixer=replace(sub.mixer, experts=tuple(replace(e, gate=None) for e in sub.mixer.experts)))
+
+    layers = tuple(replace(layer, sublayers=tuple(map(without_gate, layer.sublayers))) for layer in opened.spec.layers)
+    reason = module.unsupported(replace(opened.spec, layers=layers), opened.weights, RunnerOptions(device="cuda"))
+    assert reason == "a captured step waits for nothing, as experts without a gate do for the router"
+
+
 def test_kernels_are_tried_on_the_gpu_that_is_to_run_them(gpu, tiny_models):
     ran = gpu((8, 0), (9, 0))
     assert _reason(tiny_models, device="cuda:1") is None

@@ -40,6 +40,7 @@ from toolkit.runners.tensor.ops import Ops
 from toolkit.runners.tensor.recurrent import Delta, Mamba
 from toolkit.runners.tensor.short_conv import Conv, ShortConv
 from toolkit.runners.tensor.traits import routes_specially
+from toolkit.runners.weight_info import info_of
 
 Weights = Mapping[str, Weight | Tensor]
 
@@ -60,6 +61,11 @@ class _Builder:
 
     def matrix(self, name: str) -> Weight:
         found = self.weights[name]
+        assert not isinstance(found, Tensor), name
+        return found
+
+    def info(self, name: str) -> Weight:
+        found = info_of(self.weights, name)
         assert not isinstance(found, Tensor), name
         return found
 
@@ -201,7 +207,7 @@ class _Builder:
         )
 
     def moe(self, spec: MoeSpec, layer: int) -> Moe:
-        stacked = stack_experts(spec, self.matrix, self.tensor, self.place, self.ops)
+        stacked = stack_experts(spec, self.matrix, self.info, self.tensor, self.place, self.ops)
         return Moe(
             spec=spec,
             router=self.linear(spec.router),

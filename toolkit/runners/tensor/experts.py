@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, Weight, join_rows
 from toolkit.kernels.reference.linear import pack_codes
-from toolkit.models.spec import MoeSpec
+from toolkit.models.spec import MlpSpec, MoeSpec
 from toolkit.runners.tensor.linear import Placement, becomes_dense
 from toolkit.runners.tensor.ops import Ops
 
@@ -21,22 +21,41 @@ WITH_BIASES = ("dense", "fp4")  # kinds whose kernels add them
 LEAST_GROUP = 32  # inputs of a group that the grouped kernels take, and multiples of it
 
 
+def why_apart(spec: MoeSpec, info: Matrix, place: Placement) -> str | None:
+    """Why the experts cannot be run at once, or None. One by one they go as the router says, for whom every step waits.
+    ``info``: what is known of a matrix before it is read."""
+    if spec.experts[0].gate is None:
+        return "experts without a gate"
+    linears = [x for expert in spec.experts for x in expert.linears()]
+    kinds = {_kind(info(x.name), place) for x in linears}
+    biased = {x.bias for x in linears}
+    if None in kinds:
+        return "experts in a form that its kernels for several at once do not take"
+    if len(kinds) > 1 or len(biased) > 1 or len({tuple(_sizes(expert)) for expert in spec.experts}) > 1:
+        return "experts that are not alike"
+    if True in biased and all(kind is not None and kind[0] not in WITH_BIASES for kind in kinds):
+        return "experts with biases in this form of weights"
+    return None
+
+
+def _sizes(expert: MlpSpec) -> Iterator[tuple[int, int]]:
+    return ((x.out_features, x.in_features) for x in expert.linears())
+
+
 def stack_experts(
-    spec: MoeSpec, matrix: Matrix, vector: Callable[[str], Tensor], place: Placement, ops: Ops
+    spec: MoeSpec, matrix: Matrix, info: Matrix, vector: Callable[[str], Tensor], place: Placement, ops: Ops
 ) -> Experts | None:
-    """What runs all experts at once; None where they are not gated, or are of forms it does not take.
+    """What runs all experts at once; None where ``why_apart`` has a word against it.
 
     Weights are read expert by expert, all of one stack before the next, for a checkpoint may have stacks too, and put
     into stacks that are made beforehand. ``vector``: the bias of a name.
     """
-    first = spec.experts[0]
-    if first.gate is None:
+    if why_apart(spec, info, place) is not None:
         return None
+    first = spec.experts[0]
     sample = matrix(first.up.name)
     kind = _kind(sample, place)
     biased = {x.bias for expert in spec.experts for x in expert.linears()}
-    if len(biased) > 1 or (True in biased and kind is not None and kind[0] not in WITH_BIASES):
-        return None
     stacks: dict[str, Tensor] = {}
     for stack, linears in (
         ("gate_up", [e.readers() for e in spec.experts]),
@@ -44,8 +63,6 @@ def stack_experts(
     ):
         for i, together in enumerate(linears):
             weights = [matrix(x.name) for x in together]
-            if kind is None or any(_kind(w, place) != kind for w in weights):
-                return None
             if kind == ("dense",):
                 weights = [Dense(w.dequantize(place.dtype)) for w in weights]
             parts = _parts(weights)
@@ -55,8 +72,6 @@ def stack_experts(
                 key = stack + suffix
                 if key not in stacks:
                     stacks[key] = torch.empty(len(spec.experts), *part.shape, dtype=part.dtype, device=place.device)
-                if stacks[key].shape[1:] != part.shape:
-                    return None
                 stacks[key][i] = part.to(place.device)
     return _bind(stacks, sample, first.activation, ops)
 

@@ -13,9 +13,12 @@ from toolkit.kernels import registry
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.tensor.cache import cache_traits
+from toolkit.runners.tensor.experts import why_apart
 from toolkit.runners.tensor.find import capable_gpus, find_dtype, kernel_target, missing_gpu, on_device, why_no_gpu
 from toolkit.runners.tensor.footprint import stored_dtype
+from toolkit.runners.tensor.linear import Placement
 from toolkit.runners.tensor.traits import model_traits
+from toolkit.runners.weight_info import info_of
 
 LEAST_CAPABILITY = 80
 NEEDED = ("paged_attention", "rope_kv_write")  # ops whose other implementations wait for the device
@@ -50,8 +53,23 @@ def unsupported(
         name = torch.cuda.get_device_name(index)
         return f"it needs compute capability 8.0 or newer, {name} has {capability // 10}.{capability % 10}{hint}"
     dtype = find_dtype(options.dtype, stored_dtype(weights()[spec.embed]), device)
+    if (reason := experts_apart(spec, weights(), dtype)) is not None:
+        return f"a captured step waits for nothing, as {reason} do for the router"
     with on_device(torch.device("cuda", index)):
         return kernels_missing(spec, options, dtype, capability, registry.tested)
+
+
+def experts_apart(spec: DecoderSpec, weights: Mapping[str, Weight | Tensor], dtype: torch.dtype) -> str | None:
+    """What experts of the model no kernel runs together, or None."""
+
+    def info(name: str) -> Weight:
+        found = info_of(weights, name)
+        assert not isinstance(found, Tensor), name
+        return found
+
+    place = Placement(torch.device("meta"), dtype, dequantize=False)
+    experts = [mixer for _, mixer in spec.mixers() if mixer.kind == "moe"]
+    return next((why for mixer in experts if (why := why_apart(mixer, info, place)) is not None), None)
 
 
 def kernels_missing(
