@@ -73,7 +73,9 @@ def _print(found: dict[str, Any]) -> None:
     if found["gpu_topology"]:
         out.print(found["gpu_topology"], markup=False)
     variants = [(row["isa"], _here(row)) for row in found["native"]]
-    out.print(table("Native runner", ("TOOLKIT_CPU_ISA", "on this CPU" + _lacking(found)), variants))
+    out.print(table("Native runner", ("TOOLKIT_CPU_ISA", "on this CPU"), variants))
+    refused = list(found["native_refuses"].items())
+    out.print(table("Families that pytorch runs in its place", ("model_type", "why"), refused))
     if found["no_torch"]:
         return
     kernels = [(row["op"], row["implementation"], _here(row)) for row in found["kernels"]]
@@ -103,8 +105,8 @@ def _machine(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _lacking(found: dict[str, Any]) -> str:
-    kinds = ", ".join(found["native_lacks"])
-    return f"; models with {kinds} layers run by pytorch" if kinds else ""
+    families = ", ".join(found["native_refuses"])
+    return f"; pytorch runs {families} (--verbose: why)" if families else ""
 
 
 def _here(row: dict[str, Any]) -> str:

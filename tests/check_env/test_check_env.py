@@ -107,7 +107,7 @@ def test_the_command() -> None:
         "gpu_support",
         "environment",
         "native",
-        "native_lacks",
+        "native_refuses",
         "kernels",
         "self_test",
         "no_torch",
@@ -127,7 +127,7 @@ FOUND: dict[str, Any] = {
     "gpu_topology": None,
     "gpu_support": [{"gpu": None, "what": "GPU", "here": "none"}],
     "environment": {},
-    "native_lacks": ["short_conv"],
+    "native_refuses": {"mllama": "it runs no cross layers"},
     "native": [{"isa": "avx2", "runs": True, "chosen": True, "why_not": None}],
     "kernels": [{"op": "rope", "implementation": "torch", "runs": True, "chosen": True, "why_not": None}] * 80,
     "self_test": [{"name": "engine, auto", "passed": True, "detail": "", "seconds": 1.0}] * 60,
@@ -144,6 +144,8 @@ def test_one_screen_unless_all_is_asked_for(
         main(["check_env", *["--verbose"] * verbose])
     shown = capsys.readouterr().out.splitlines()
     assert left.value.code == 0 and shown[-1] == "next: tool chat demo"
+    told = "it runs no cross layers" if verbose else "pytorch runs mllama"
+    assert told in "\n".join(shown)
     assert (len(shown) > 100) if verbose else (len(shown) <= 24 and "60 of 60 passed" in "".join(shown))
 
 

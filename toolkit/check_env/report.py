@@ -10,7 +10,8 @@ from toolkit.check_env.gpu import gpu_support
 from toolkit.check_env.native import native_variants
 from toolkit.check_env.self_test import engine_self_test
 from toolkit.extras import explain
-from toolkit.runners.executors import native_lacks
+from toolkit.models.registry import families
+from toolkit.runners.coverage import native_refuses
 
 KERNEL_SECONDS = 4.0  # the whole self-test stays within ten seconds
 
@@ -20,9 +21,9 @@ def report(on_step: Callable[[str], None] = lambda step: None) -> dict[str, Any]
 
     Keys: versions, cpu, memory (GiB), memory_bandwidth (GB/s), gpus, gpu_topology, gpu_support (rows of gpu, what,
     here), devices (rows of device, what, why_not, total_gib, free_gib), environment, native (rows of isa, runs,
-    chosen, why_not), native_lacks (kinds of layers), kernels (rows of op, implementation, runs, chosen, why_not),
-    self_test (rows of name, passed, detail, seconds), no_torch (why what needs torch was left out, None where it was
-    not: GPUs, devices, kernels, self_test).
+    chosen, why_not), native_refuses (family → why pytorch runs it), kernels (rows of op, implementation, runs, chosen,
+    why_not), self_test (rows of name, passed, detail, seconds), no_torch (why what needs torch was left out, None where
+    it was not: GPUs, devices, kernels, self_test).
     """
     on_step("Measuring memory bandwidth")
     found: dict[str, Any] = {
@@ -39,7 +40,7 @@ def report(on_step: Callable[[str], None] = lambda step: None) -> dict[str, Any]
     found["gpu_support"] = gpu_support(found["gpus"], no_torch or _why_no_gpu())
     found["environment"] = machine.environment()
     found["native"] = native_variants()
-    found["native_lacks"] = native_lacks()
+    found["native_refuses"] = native_refuses(families())
     found["kernels"], found["self_test"] = [], []
     if no_torch:
         return found

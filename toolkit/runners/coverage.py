@@ -41,6 +41,11 @@ def all_formats() -> tuple[str, ...]:
     return ("hf", *(_OTHER_NAMES.get(name, name) for name in FORMATS if name != "gguf"), "gguf", "engine")
 
 
+def native_refuses(known: Sequence[Family]) -> dict[str, str]:
+    """Family → why the native runner does not take it, of those that it does not."""
+    return {one.family.name: one.native for one in coverage(known) if one.family.tiny and one.native is not None}
+
+
 def coverage(known: Sequence[Family]) -> list[Coverage]:
     """What each family runs on and is written as. Raises ToolkitError for one whose tiny model cannot be built."""
     read = {family.gguf.family for family in known if isinstance(family.gguf, Gguf)}

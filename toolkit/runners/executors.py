@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 from toolkit.artifacts.gguf import metadata as gguf_metadata
-from toolkit.models.spec import DecoderSpec, Mixer
+from toolkit.models.spec import DecoderSpec
 from toolkit.runners.native import program
-
-
-def native_lacks() -> list[str]:
-    """Kinds of mixers that the native runner has no code for."""
-    return sorted({mixer.kind for mixer in get_args(Mixer)} - program.kinds())
 
 
 def refusals(spec: DecoderSpec) -> dict[str, str]:
