@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from toolkit.artifacts.formats import WeightFormat, format_of
 from toolkit.artifacts.formats.gguf_types import BLOCK_TYPES
 from toolkit.artifacts.formats.layout import FLOATS, STACKED, Expected, dense
 from toolkit.errors import ToolkitError
+from toolkit.models.registry import find_family, part_alone
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 _COUNTED = re.compile(r"\.\d+(?=\.)")
 _HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
+_STRAY = ("inv_freq", "masked_bias")  # what old releases of transformers saved beside the weights
 FURTHER = "num_nextn_predict_layers"  # config.json's count of layers for multi-token prediction, which do not run
 _MATRICES = ("linear", "router", "embed", "head")
 CACHE_SCALES = (".k_scale", ".v_scale")  # how names of a float8 KV cache's scales end
@@ -43,6 +46,31 @@ def validate_checkpoint(checkpoint: Checkpoint, stored: Iterable[StoredTensor]) 
     kv_alone = (checkpoint.quantization or {}).get("config_groups") == {}  # scales of the KV cache, dense weights
     if form is not None and not kv_alone:
         _check_quantized(checkpoint, form, stored)
+
+
+def check_whole(checkpoint: Checkpoint) -> None:
+    """Raise ToolkitError for a model that sees and is read as text alone: a checkpoint without its other part would be
+    none that others open."""
+    if checkpoint.gguf is None and part_alone(checkpoint.config, find_family(checkpoint.config)) is not None:
+        raise ToolkitError(
+            f"{checkpoint.path}: what the model sees with is not read here and would be lost; it runs as it is, and "
+            "tool convert makes an engine or, with --to gguf, a GGUF file of its language model"
+        )
+
+
+def left_out(checkpoint: Checkpoint, stored: Iterable[StoredTensor]) -> str:
+    """One line on tensors that belong to no module of the model, as those of a part that does not run (multi-token
+    prediction, a tower of a model that is read as text): "" where there are none."""
+    modules = {item.name for item in stored}
+    counts: Counter[str] = Counter()
+    for name in checkpoint.names() if checkpoint.gguf is None else ():
+        parts = name.split(".")
+        if not modules.intersection(itertools.accumulate(parts, "{}.{}".format)) and parts[-1] not in _STRAY:
+            counts[".".join(itertools.takewhile(lambda part: not part.isdigit(), parts[:2]))] += 1
+    if not counts:
+        return ""
+    listed = ", ".join(f"{begin}.… ({count})" for begin, count in counts.most_common(4))
+    return f"{checkpoint.path.name}: left out, as nothing here computes them: {counts.total()} tensors, {listed}"
 
 
 def _check_left_over(checkpoint: Checkpoint, stored: list[StoredTensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -19,7 +20,7 @@ from toolkit.artifacts.safetensors_file import read_header
 from toolkit.artifacts.side_files import copy_side_files
 from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.stage import open_stage
-from toolkit.artifacts.weights import cache_scales, iter_canonical, validate_checkpoint
+from toolkit.artifacts.weights import cache_scales, iter_canonical, left_out, validate_checkpoint
 from toolkit.convert.options import Packing
 from toolkit.convert.targets import Target, choose_target
 from toolkit.engine_configs import DTYPES
@@ -30,6 +31,8 @@ from toolkit.runners.checkpoint_weights import CheckpointWeights
 from toolkit.runners.native.artifact import CPU_TARGET
 from toolkit.runners.native.library import explain_mapped_faults
 from toolkit.runners.rounded_weights import BITS, check_load_format, rounded
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,6 +90,8 @@ def convert(
     check_load_format(load_format, path, (checkpoint.quantization or {}).get("quant_method"))
     spec, stored = load_spec(checkpoint)
     validate_checkpoint(checkpoint, stored)
+    if others := left_out(checkpoint, stored):
+        log.warning("%s", others)
     chosen = choose_target(options.target, spec)
     head_bits = _head_bits(chosen, options.head_bits)
     told = {"target": chosen.name, "dtype": options.dtype} | ({} if head_bits is None else {"head_bits": head_bits})

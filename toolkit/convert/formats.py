@@ -27,7 +27,9 @@ from toolkit.artifacts.weights import (
     any_quantized,
     as_stored,
     cache_scales,
+    check_whole,
     is_present,
+    left_out,
     load_stored,
     split_parts,
     validate_checkpoint,
@@ -116,6 +118,8 @@ def rewrite(
     checkpoint = open_checkpoint(path)
     spec, stored = load_spec(checkpoint)
     validate_checkpoint(checkpoint, stored)
+    if to != "gguf":
+        check_whole(checkpoint)
     if to == "gguf" and target.suffix.lower() == ".gguf":
         with write_file(target) as file:
             check_file_target(target, path, overwrite)  # another run may just have ended
@@ -357,7 +361,8 @@ def _write_gguf(
     export = plan_export(checkpoint, spec, stored, gguf_type, importance)
     export.write(file, progress)
     layers = [{"name": name, "rel_error": error} for name, error in export.errors.items()]
-    notes = [*_gguf_notes(export), *_without_scales(checkpoint, "gguf")]
+    others = left_out(checkpoint, stored)
+    notes = [*_gguf_notes(export), *_without_scales(checkpoint, "gguf"), *([others] if others else [])]
     return notes, {"layers": layers, "types": export.types}
 
 

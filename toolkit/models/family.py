@@ -11,6 +11,9 @@ from toolkit.models.decoder import Built
 from toolkit.models.gguf import Gguf
 from toolkit.models.vision import Recipe
 
+# ``Family.spellings`` of a language model that also comes as a part of one that sees.
+WITHIN = (("model.", "model.language_model.", "language_model.model."), ("lm_head", "language_model.lm_head"))
+
 
 @dataclass(frozen=True)
 class Tiny:

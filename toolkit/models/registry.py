@@ -15,7 +15,7 @@ import importlib.util
 import itertools
 import os
 import pkgutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -146,12 +146,27 @@ def build(config: dict[str, Any], source: str = "config.json", own: Iterable[Fam
     """
     if not isinstance(config, dict):
         raise ToolkitError(f"{source}: found {type(config).__name__}, expected a JSON object")
-    fields = Fields(config, source)
     family = find_family(config, source, own)
+    fields = _fields(config, source, family)
     spec, stored = family.build(fields)
     check_dtype(fields)
     check_token_ids(fields, spec.vocab_size)
     return replace(spec, family=family.name), stored
+
+
+def part_alone(config: dict[str, Any], family: Family) -> str | None:
+    """The field of a config that holds the language part of a model that sees, where that part alone is known here."""
+    part = next((name for name in LANGUAGE_PARTS if isinstance(config.get(name), dict)), None)
+    return part if family.recipe is None else None
+
+
+def _fields(config: dict[str, Any], source: str, family: Family) -> Fields:
+    """What the family is built of."""
+    part = part_alone(config, family)
+    if part is None:
+        return Fields(config, source)
+    whole = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
+    return Fields({**whole, **config[part]}, source, f"{part}.")
 
 
 def build_recipe(config: dict[str, Any], preprocessor: dict[str, Any], source: str, beside: str) -> Recipe | None:
@@ -177,24 +192,25 @@ def load_spec(checkpoint: HasConfig, config: dict[str, Any] | None = None, own: 
     names = checkpoint.names()
     modules = {name.rpartition(".")[0] for name in names}
     found: list[StoredTensor] = []
-    for item in _respelled(stored, find_family(config, source, own).spellings, names):
-        single = len(item.parts) > 1 and all(part.name in modules for part in item.parts)
-        found += item.alone() if single else [item]
+    begins = _begins(find_family(config, source, own).spellings, names)
+    for item in stored:
+        single = len(item.parts) > 1 and all(_respelled(part.name, begins) in modules for part in item.parts)
+        found += [replace(one, name=_respelled(one.name, begins)) for one in (item.alone() if single else [item])]
     return spec, found
 
 
-def _respelled(
-    stored: list[StoredTensor], spellings: Sequence[tuple[str, ...]], names: Sequence[str]
-) -> list[StoredTensor]:
-    """``stored`` with the names that begin as one of ``spellings`` spelled as those of the checkpoint begin."""
+def _begins(spellings: Sequence[tuple[str, ...]], names: Sequence[str]) -> dict[str, str]:
+    """How names begin that a family spells, and how those of the checkpoint do; of several that fit the longest."""
     chosen = {}
     for ours, *others in spellings:
-        chosen[ours] = next((begin for begin in (ours, *others) if any(n.startswith(begin) for n in names)), ours)
-    found = []
-    for item in stored:
-        begin = next((begin for begin in chosen if item.name.startswith(begin)), "")
-        found.append(replace(item, name=chosen.get(begin, "") + item.name.removeprefix(begin)))
-    return found
+        longest = sorted((ours, *others), key=len, reverse=True)
+        chosen[ours] = next((begin for begin in longest if any(n.startswith(begin) for n in names)), ours)
+    return chosen
+
+
+def _respelled(name: str, begins: Mapping[str, str]) -> str:
+    begin = next((begin for begin in begins if name.startswith(begin)), "")
+    return begins.get(begin, "") + name.removeprefix(begin)
 
 
 def apply_overrides(

@@ -7,6 +7,7 @@ can run the model, and for ``pytorch``, it is the ``tensor`` runner without grap
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from toolkit.artifacts.adapter import LowRank
     from toolkit.models.family import Family
 
+log = logging.getLogger(__name__)
 _FORMATS = {None: "hf", "smooth_quant": "w8a8"}  # quant_method -> model_format, where they are spelled differently
 
 
@@ -86,7 +88,7 @@ def open_model(
             raise UsageError(f"--load-format {load_format}: {path} is packed already; leave the option out")
         return _open_engine(path, hf_overrides, rope_scaling_factor, model_format, device, families)
     from toolkit.artifacts.checkpoint import open_checkpoint
-    from toolkit.artifacts.weights import validate_checkpoint
+    from toolkit.artifacts.weights import left_out, validate_checkpoint
     from toolkit.models.registry import apply_overrides, load_spec
     from toolkit.runners.checkpoint_weights import CheckpointWeights
     from toolkit.runners.rounded_weights import check_load_format, rounded
@@ -101,6 +103,8 @@ def open_model(
     config = apply_overrides(checkpoint.config, hf_overrides, rope_scaling_factor)
     spec, stored = load_spec(checkpoint, config, families)
     validate_checkpoint(checkpoint, stored)
+    if line := left_out(checkpoint, stored):
+        log.warning("%s", line)
 
     def weights() -> Mapping[str, Any]:
         return rounded(CheckpointWeights(checkpoint, stored), spec, load_format)

@@ -10,7 +10,7 @@ from typing import Any
 from toolkit.models.config.fields import MAX_LAYERS, MAX_POSITION, Fields
 from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, Dims, Fused, experts, gated_mlp, llama_like, read_dims, read_experts, renamed
-from toolkit.models.family import Family, Tiny
+from toolkit.models.family import WITHIN, Family, Tiny
 from toolkit.models.spec import AttentionSpec, MlpSpec, MoeSpec, NormSpec, QueryScale, Rows
 
 CHUNKED = "chunked_attention"
@@ -116,7 +116,7 @@ SIZES = dict(
 FAMILY = Family(
     "llama4_text",
     "Llama 4 Scout, Maverick (text)",
-    ("Llama4ForCausalLM",),
+    ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
     build,
     (
         Tiny(dict(SIZES, num_hidden_layers=4, floor_scale=8, attn_scale=0.5, interleave_moe_layer_step=2)),
@@ -134,4 +134,5 @@ FAMILY = Family(
         ),
     ),
     "GGUF files of Llama 4 are neither read nor written",
+    spellings=WITHIN,
 )

@@ -10,7 +10,7 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, Dims, Fused, read_dims, read_experts
 from toolkit.models.families import qwen3_5_text, qwen3_next
 from toolkit.models.families.qwen3_next import DELTA, EXPERT_NAMES, delta_like, read_feed_forward
-from toolkit.models.family import Family, Tiny
+from toolkit.models.family import WITHIN, Family, Tiny
 from toolkit.models.spec import Rows
 
 
@@ -42,7 +42,7 @@ SIZES = dict(DELTA, moe_intermediate_size=32, shared_expert_intermediate_size=64
 FAMILY = Family(
     "qwen3_5_moe_text",
     "Qwen3.5 35B-A3B to 397B-A17B (text)",
-    ("Qwen3_5MoeForCausalLM",),
+    ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
     build,
     (
         Tiny(dict(SIZES, rope_parameters=qwen3_5_text.SECTIONS)),
@@ -56,4 +56,5 @@ FAMILY = Family(
         numbers=qwen3_next.GGUF.numbers,
         write=lambda spec: qwen3_5_text.write_gguf(spec, "qwen35moe"),
     ),
+    spellings=WITHIN,
 )

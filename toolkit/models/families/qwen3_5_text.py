@@ -9,7 +9,7 @@ from toolkit.models.config.delta import gated_queries
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, read_dims
 from toolkit.models.families.qwen3_next import DELTA, NAMES, delta_like
-from toolkit.models.family import Family, Tiny
+from toolkit.models.family import WITHIN, Family, Tiny
 from toolkit.models.gguf import Gguf
 from toolkit.models.gguf_states import GATED_QUERIES, delta_in_turn, delta_keys, per_layer, read_delta_keys
 from toolkit.models.spec import DecoderSpec
@@ -44,7 +44,7 @@ SECTIONS = dict(
 FAMILY = Family(
     "qwen3_5_text",
     "Qwen3.5 0.8B to 27B (text)",
-    ("Qwen3_5ForCausalLM",),
+    ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
     build,
     (
         Tiny(dict(DELTA, rope_parameters=SECTIONS)),
@@ -59,4 +59,5 @@ FAMILY = Family(
         ),
     ),
     GGUF,
+    spellings=WITHIN,
 )

@@ -12,7 +12,7 @@ from toolkit.artifacts.canonical import Dense, Weight
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
 from toolkit.artifacts.formats.gguf_types import BLOCK_TYPES
 from toolkit.artifacts.formats.gguf_types import METHOD as GGUF
-from toolkit.artifacts.weights import is_present, iter_canonical, load_part, validate_checkpoint
+from toolkit.artifacts.weights import check_whole, is_present, iter_canonical, load_part, validate_checkpoint
 from toolkit.errors import ToolkitError
 from toolkit.models.registry import load_spec
 from toolkit.models.sites import layer_sites, modules
@@ -32,6 +32,7 @@ class LayerSource:
         self.spec, stored = load_spec(self.checkpoint)
         _refuse_quantized(self.checkpoint, stored)
         validate_checkpoint(self.checkpoint, stored)
+        check_whole(self.checkpoint)
         layers = enumerate(self.spec.layers)
         layer_of = {name: i for i, x in layers for name in (*(m.name for m in x.linears()), *x.vectors())}
         self.stored: list[list[StoredTensor]] = [[] for _ in self.spec.layers]
