@@ -68,7 +68,7 @@ def open_engine(fake: Any) -> Iterator[Callable[..., AsyncEngine]]:
         engine = AsyncEngine(tokenizer, "letters")
         plan = MemoryPlan(200, 16, 64, 0.0, 4, blocks, 0, (), ())
         engine._facts = Facts(plan, "", "", "fake", "turbomind", "cpu", "float32", VOCAB)
-        core = EngineCore(runner, chosen, tokenizer)
+        core = EngineCore(runner, chosen, lambda: tokenizer)
         engine._loop = ThreadLoop(core, engine._deliver, engine._lost)
         opened.append(engine)
         return engine

@@ -407,7 +407,7 @@ def make_core(
     defaults: dict[str, Any] = {"session_len": 200, "max_batch_size": 8, "max_prefill_token_num": 64, "check": True}
     chosen = EngineOptions(**(defaults | {"num_blocks": (blocks,) * len(windows)} | options))
     runner.allocate_cache(chosen.num_blocks)
-    return EngineCore(runner, chosen, tokenizer)
+    return EngineCore(runner, chosen, None if tokenizer is None else lambda: tokenizer)
 
 
 def run(core: EngineCore, limit: int = 5000) -> dict[str, list[EngineOutput]]:

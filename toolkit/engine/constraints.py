@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,7 @@ from toolkit import extras
 from toolkit.box.box import Ticket
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.engine.sequence import Biases, History
-from toolkit.errors import BusyError, UsageError
+from toolkit.errors import BusyError, ToolkitError, UsageError
 
 if TYPE_CHECKING:
     from toolkit.artifacts.text.tokenizer import Tokenizer
@@ -38,13 +40,14 @@ class Built:
 
 
 class Constraints:
-    """Bad words and grammars over one tokenizer, both set up when first asked for.
+    """Bad words and grammars over one tokenizer, which ``open_tokenizer`` opens; all set up when first asked for.
 
     All but ``build`` is the engine thread's.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, open_tokenizer: Callable[[], Tokenizer] | None, vocab_size: int) -> None:
+        self._open_tokenizer = open_tokenizer
+        self._tokenizer: Tokenizer | None = None
         self._vocab_size = vocab_size
         self._bad_words: BadWords | None = None
         self._grammars: Grammars | None = None
@@ -111,6 +114,11 @@ class Constraints:
         words = self._words().list_of(params.bad_words) if params.bad_words else None
         return Built(words, self._compiler().compiled(wanted, ticket) if wanted is not None else None)
 
+    def prepare(self) -> None:
+        """Open the tokenizer at a time that suits: nothing else runs meanwhile. Where it fails, a request will tell."""
+        with self._setting_up, suppress(ToolkitError):
+            self._text()
+
     def _words(self) -> BadWords:
         with self._setting_up:
             if self._bad_words is None:
@@ -129,8 +137,10 @@ class Constraints:
             return self._grammars
 
     def _text(self) -> Tokenizer:
-        if self._tokenizer is None:
+        if self._open_tokenizer is None:
             raise UsageError("bad_words and response_format need a tokenizer, and this engine was opened without one")
+        if self._tokenizer is None:
+            self._tokenizer = self._open_tokenizer()
         return self._tokenizer
 
 

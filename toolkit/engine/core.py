@@ -49,7 +49,8 @@ class EngineCore:
     again in halves; the others go on, their tokens and the cache are what they would have been.
     """
 
-    def __init__(self, runner: Runner, options: EngineOptions, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, runner: Runner, options: EngineOptions, open_tokenizer: Callable[[], Tokenizer] | None) -> None:
+        """``open_tokenizer``: for bad words and grammars, which are all that it is for here."""
         spec = runner.spec
         size = runner.options.block_size
         self.runner = runner
@@ -64,7 +65,7 @@ class EngineCore:
         self.builder = StepBuilder(self.blocks, options.max_batch_size, spec.vocab_size, 3 if self._axes else 1)
         self.sight = Sight(runner, options.pictures_together, options.pictures_kept)
         self.results = StepResults(spec.vocab_size, self.builder)
-        self.constraints = Constraints(tokenizer, spec.vocab_size)
+        self.constraints = Constraints(open_tokenizer, spec.vocab_size)
         self._sequences: dict[str, Sequence] = {}
         self._held: dict[str, tuple[Building, EngineRequest, list[LogitsProcessor]]] = {}  # constraints not built yet
         self._outputs: list[EngineOutput] = []  # made between steps

@@ -105,7 +105,7 @@ class AsyncEngine:
             loop = ProcessLoop(setup, engine._deliver, engine._lost, tell, patience, begun)
             engine._loop, engine._facts = loop, loop.facts
         else:
-            core, engine._facts = start(setup, engine.tokenizer, tell)
+            core, engine._facts = start(setup, lambda: engine.tokenizer, tell)
             engine._loop = ThreadLoop(core, engine._deliver, engine._lost)
         if progress is None:
             for notice in engine.plan.notices:

@@ -140,7 +140,7 @@ def _check_tp(config: EngineConfig) -> None:
 
 
 @extras.named()
-def start(setup: Setup, tokenizer: Tokenizer | None, progress: Progress) -> tuple[EngineCore, Facts]:
+def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress: Progress) -> tuple[EngineCore, Facts]:
     """Open the runner, plan memory, load weights, allocate the cache. Raises ToolkitError or UsageError, one line."""
     from toolkit.models.registry import from_files
     from toolkit.runners.choose import open_runner
@@ -219,7 +219,7 @@ def start(setup: Setup, tokenizer: Tokenizer | None, progress: Progress) -> tupl
             pictures_together=setup.pictures_together,
             check=log.isEnabledFor(logging.DEBUG),
         ),
-        tokenizer,
+        open_tokenizer,
     )
     verify_tensors(setup.path, core.tell_damage)
     named = runner.name, runner.backend, runner.device, runner.dtype

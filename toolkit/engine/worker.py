@@ -10,6 +10,7 @@ import logging
 import signal
 import time
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,6 +24,7 @@ from toolkit.models.vision import Picture
 log = logging.getLogger(__name__)
 # Of nearly every engine on a CPU: imported before it is known what to open, since a process may be started before.
 NEEDED = ("toolkit.artifacts.text.tokenizer", "toolkit.runners.choose", "toolkit.artifacts.engine.files")
+IDLE_SECONDS = 1.0  # without requests, after which the tokenizer is opened, for those whose answers follow a grammar
 STATS_SECONDS = 0.1  # how often an otherwise silent loop sends its figures at most
 GATHER_SECONDS = 0.01  # tokens of steps that are shorter go together: on a CPU the front end's work is the steps' loss
 
@@ -55,7 +57,7 @@ def _open(pipe: Connection, setup: dict[str, Any]) -> Any:
 
     try:
         what = Setup.from_json(setup)
-        core, facts = start(what, Tokenizer.open(what.tokenizer_dir), progress)
+        core, facts = start(what, partial(Tokenizer.open, what.tokenizer_dir), progress)
     except ToolkitError as e:
         pipe.send_bytes(records.pack({"op": "failed", "error": str(e), "usage": isinstance(e, UsageError)}))
         return None
@@ -71,9 +73,11 @@ def _serve(pipe: Connection, core: Any) -> None:
     sent, ready = 0.0, []
     known: set[str] = set()  # requests that have sent a token
     pictures: dict[bytes, Picture] = {}  # of requests that run, by their digests
+    prepared = False
     while True:
         until = float("inf")
-        while time.monotonic() < until and pipe.poll(0 if core.has_work else core.patience):
+        rest = core.patience if prepared else IDLE_SECONDS
+        while time.monotonic() < until and pipe.poll(0 if core.has_work else rest):
             until = min(until, time.monotonic() + INTAKE_SECONDS)
             message, data = records.unpack(pipe.recv_bytes())
             op = message["op"]
@@ -90,6 +94,9 @@ def _serve(pipe: Connection, core: Any) -> None:
                 pipe.send_bytes(records.pack(_called(core, message)))
             elif op == "close":
                 return
+        if not prepared and not core.has_work:
+            core.constraints.prepare()
+            prepared = True
         ready += core.step()
         now = time.monotonic()
         wait = GATHER_SECONDS if ready else STATS_SECONDS

@@ -33,6 +33,7 @@ from toolkit.serve.limits import Limits
 from toolkit.serve.options import ServerSettings
 
 if TYPE_CHECKING:
+    from toolkit.chat.renderer import Renderer
     from toolkit.engine.process_loop import Child
 
 STOP_S = 20.0  # that a server gets to end its requests and itself
@@ -202,11 +203,13 @@ def _end(process: subprocess.Popen[bytes], link: socket.socket) -> None:
 def main(fd: int) -> None:
     """Serve what the parent orders until it closes its end, and tell it the URL or what went wrong."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal's Ctrl-C: the parent decides
+    from toolkit.chat.renderer import Renderer
     from toolkit.engine.process_loop import Child
     from toolkit.serve import run  # noqa: F401  # takes longest: done before there is an order
 
     link = socket.socket(fileno=fd)
-    engine = Child()
+    engine, renderer = Child(), Renderer()
+    renderer.start()
     if not (line := link.makefile("rb").readline()):  # it is not needed any more
         engine.kill()
         return
@@ -225,7 +228,7 @@ def main(fd: int) -> None:
 
     threading.Thread(target=follow, name="toolkit-parent", daemon=True).start()
     try:
-        _serve(order, tell, engine)
+        _serve(order, tell, engine, renderer)
     except ToolkitError as e:
         tell({"error": str(e), "usage": isinstance(e, UsageError)})
     except Exception as e:
@@ -233,7 +236,7 @@ def main(fd: int) -> None:
         raise
 
 
-def _serve(order: Order, tell: Any, engine: Child) -> None:
+def _serve(order: Order, tell: Any, engine: Child, renderer: Renderer) -> None:
     from toolkit.serve import run
 
     run.serve(
@@ -242,6 +245,7 @@ def _serve(order: Order, tell: Any, engine: Child) -> None:
         engine_config=read(CONFIGS[order.backend], order.config),
         chat_template=order.chat_template,
         engine_child=engine,
+        renderer=renderer,
         progress=lambda line: None,
         ready=lambda url, engine: tell({"url": url, "memory": engine.plan.total}),
     )

@@ -208,14 +208,15 @@ def serve(
     packed: Packed | None = None,
     chat_template: ChatTemplateConfig | str | None = None,
     engine_child: Child | None = None,
+    renderer: Renderer | None = None,
     progress: Callable[[str], None],
     ready: Callable[[str, AsyncEngine], None],
 ) -> None:
     """Open ``model`` in a process of its own and serve it until SIGTERM or SIGINT.
 
-    ``packed``, ``engine_child``: see ``AsyncEngine.open``. ``progress`` gets lines while the model loads, then
-    ``ready`` the URL and the engine. Raises ToolkitError or UsageError for whatever keeps it from starting; the port
-    is tried first.
+    ``packed``, ``engine_child``: see ``AsyncEngine.open``; ``renderer``: one that was started before. ``progress``
+    gets lines while the model loads, then ``ready`` the URL and the engine. Raises ToolkitError or UsageError for
+    whatever keeps it from starting; the port is tried first.
     """
     address = begin(settings)
     settings.check()
@@ -227,7 +228,7 @@ def serve(
     check_traces(settings.otlp_traces_endpoint)
     ApiKeys(file=settings.api_key_file)
     with contextlib.closing(bind(address.host, address.port)) as sock, _terminate_while_loading():
-        renderer = Renderer()
+        renderer = renderer or Renderer()
         renderer.start()  # it comes up while the model loads
         engine = AsyncEngine.open(
             model,
