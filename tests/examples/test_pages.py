@@ -63,6 +63,7 @@ MORE = {
     "--request-rate": "--num-prompts 4",
     "serve api_server": "--session-len 2048",
     "./llava --image": "--max-new-tokens 4",
+    "llava.gguf --image": "--max-new-tokens 4",
 }
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
 

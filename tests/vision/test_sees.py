@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,14 @@ from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.inspect import inspect
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.convert.convert import convert
+from toolkit.convert.formats import rewrite
 from toolkit.convert.options import Packing
 from toolkit.engine.core import EngineCore
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.engine.spans import axes_of, find_spans
-from toolkit.errors import UsageError
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.models.mmproj import Mmproj
 from toolkit.models.registry import families, get, load_spec
 from toolkit.models.vision import PREFIX, Picture
 from toolkit.quant.lite import Common, auto_awq
@@ -225,6 +229,38 @@ def test_artifacts_see_the_same(seeing: Seeing, tmp_path: Path) -> None:
         assert facts["family"] == seeing.family and "patches of 7 x 7" in facts["vision"]
         eyes = Eyes.open(tmp_path / target)
         assert eyes is not None and eyes.recipe == seeing.eyes.recipe
+
+
+def test_gguf_sees_the_same(seeing: Seeing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The language model and what it sees with, in two files, under names that llama.cpp has for both."""
+    from gguf.constants import MODEL_ARCH, MODEL_TENSORS, TENSOR_NAMES
+    from gguf.gguf_reader import GGUFReader
+
+    monkeypatch.setenv("TOOLKIT_HOME", str(tmp_path))
+    if not isinstance(get(seeing.family).gguf, Mmproj):
+        with pytest.raises(ToolkitError, match="gguf: "):
+            rewrite(str(seeing.path), tmp_path / "m.gguf", to="gguf")
+        assert not list(tmp_path.glob("*.gguf"))
+        return
+    rewrite(str(seeing.path), tmp_path / "m.gguf", to="gguf")
+    reader = GGUFReader(tmp_path / "mmproj-m.gguf")
+    allowed = {TENSOR_NAMES[t] for t in MODEL_TENSORS[MODEL_ARCH.MMPROJ]}
+    allowed = {re.sub(r"\{bid\}", r"\\d+", re.escape(name).replace(r"\{", "{").replace(r"\}", "}")) for name in allowed}
+    for tensor in reader.tensors:
+        assert any(re.fullmatch(f"{name}(.weight|.bias)?(.1)?", tensor.name) for name in allowed), tensor.name
+    ids, pictures = seeing.prompt(PICTURES)
+    opened_file = open_checkpoint(tmp_path / "m.gguf")
+    eyes = Eyes.open(opened_file.tokenizer_dir)
+    assert eyes is not None
+    for name in ("mean", "std"):  # which are float32 there
+        assert getattr(eyes.recipe, name) == pytest.approx(getattr(seeing.eyes.recipe, name), rel=1e-6)
+    assert replace(eyes.recipe, mean=(), std=()) == replace(seeing.eyes.recipe, mean=(), std=())
+    expected = run(opened(seeing.path, "pytorch"), request("a", ids, pictures, logits="all"))["a"]
+    found = run(opened(tmp_path / "m.gguf", "pytorch"), request("a", ids, pictures, logits="all"))["a"]
+    np.testing.assert_allclose(np.concatenate(found[1]), np.concatenate(expected[1]), rtol=1e-4, atol=1e-4)
+    assert found[0] == expected[0]
+    (tmp_path / "mmproj-m.gguf").unlink()
+    assert load_spec(open_checkpoint(tmp_path / "m.gguf"))[0].vision is None
 
 
 def test_an_artifact_keeps_the_towers_type(tiny_models: Any, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -19,6 +20,7 @@ from toolkit.artifacts.checkpoint_writer import write_checkpoint
 from toolkit.artifacts.formats.ct_scheme import CACHE_SCHEME, cache_config
 from toolkit.artifacts.formats.describe import Layout, form_name, layout_of
 from toolkit.artifacts.formats.writers import WRITERS, Writer, adapt
+from toolkit.artifacts.gguf.eyes import FILE
 from toolkit.artifacts.manifest import Manifest, describe_parent, read_manifest, require_kind
 from toolkit.artifacts.replace import check_directory_target, check_file_target
 from toolkit.artifacts.source import resolve_model
@@ -36,7 +38,8 @@ from toolkit.artifacts.weights import (
 )
 from toolkit.engine_configs import DTYPES
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.registry import build, load_spec
+from toolkit.models.mmproj import Mmproj
+from toolkit.models.registry import build, get, load_spec
 from toolkit.models.spec import DecoderSpec, StoredTensor
 from toolkit.runners.native.library import explain_mapped_faults
 
@@ -121,9 +124,13 @@ def rewrite(
     if to != "gguf":
         check_whole(checkpoint)
     if to == "gguf" and target.suffix.lower() == ".gguf":
-        with write_file(target) as file:
+        sees = isinstance(get(spec.family).gguf, Mmproj)
+        beside = target.with_name(f"mmproj-{target.name}")
+        if sees:
+            check_file_target(beside, path, overwrite)
+        with write_file(target) as file, write_file(beside) if sees else nullcontext() as eyes:
             check_file_target(target, path, overwrite)  # another run may just have ended
-            notes, _ = _write_gguf(checkpoint, spec, stored, file, gguf_type, importance, progress)
+            notes, _ = _write_gguf(checkpoint, spec, stored, file, eyes, gguf_type, importance, progress)
         return Rewritten(target, to, notes, None)
     quantized = any_quantized(checkpoint, stored)
     if not quantized and to not in ("hf", "gguf", *_ROUNDED):
@@ -138,7 +145,8 @@ def rewrite(
             return Rewritten(target, to, [], read_manifest(stage.target), True)
         if to == "gguf":
             file = stage.dir / "model.gguf"
-            notes, quality = _write_gguf(checkpoint, spec, stored, file, gguf_type, importance, progress)
+            eyes = stage.dir / FILE if isinstance(get(spec.family).gguf, Mmproj) else None
+            notes, quality = _write_gguf(checkpoint, spec, stored, file, eyes, gguf_type, importance, progress)
         else:
             work = _Work(checkpoint, spec, stored, build(checkpoint.config)[1], quantized, to, dtype, progress)
             notes, quality = _write(work, stage)
@@ -351,13 +359,17 @@ def _write_gguf(
     spec: DecoderSpec,
     stored: list[StoredTensor],
     file: Path,
+    eyes: Path | None,
     gguf_type: str,
     importance: Mapping[str, Tensor] | None,
     progress: Progress | None,
 ) -> tuple[list[str], dict[str, Any]]:
-    """As ``_write``."""
+    """As ``_write``. ``eyes``: where the tower goes of a model that sees."""
     from toolkit.artifacts.gguf.export import plan_export
+    from toolkit.artifacts.gguf.eyes_export import write_eyes
 
+    if eyes is not None:
+        write_eyes(checkpoint, spec, stored, eyes)
     export = plan_export(checkpoint, spec, stored, gguf_type, importance)
     export.write(file, progress)
     layers = [{"name": name, "rel_error": error} for name, error in export.errors.items()]

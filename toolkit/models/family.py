@@ -9,6 +9,7 @@ from typing import Any
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built
 from toolkit.models.gguf import Gguf
+from toolkit.models.mmproj import Mmproj
 from toolkit.models.vision import Recipe
 
 # ``Family.spellings`` of a language model that also comes as a part of one that sees.
@@ -36,12 +37,12 @@ class Family:
     """``name``: the ``model_type`` of its ``config.json``, and the file's name.
 
     ``architectures``: class names in ``config.json``, today's first. ``known_as``: what people call its models.
-    ``build``: the spec and the tensors of a checkpoint. ``tiny``: one model or two. ``gguf``: its spelling there, or
-    why there is none. ``twin``: for a family that transformers has no class for, the model_type of one that computes
-    the same from the same weights under canonical names. ``recipe``: how pictures are prepared, from config.json and
-    preprocessor_config.json; None: the family does not see. ``spellings``: how names of tensors begin, first as
-    ``build`` has it, then as other files have it. ``token_fields``: fields that config.json may lack, and the special
-    token whose id each is.
+    ``build``: the spec and the tensors of a checkpoint. ``tiny``: one model or two. ``gguf``: its spelling there, of
+    one that sees that of its tower, or why there is none. ``twin``: for a family that transformers has no class for,
+    the model_type of one that computes the same from the same weights under canonical names. ``recipe``: how pictures
+    are prepared, from config.json and preprocessor_config.json; None: the family does not see. ``spellings``: how names
+    of tensors begin, first as ``build`` has it, then as other files have it. ``token_fields``: fields that config.json
+    may lack, and the special token whose id each is.
     """
 
     name: str
@@ -49,7 +50,7 @@ class Family:
     architectures: tuple[str, ...]
     build: Callable[[Fields], Built]
     tiny: tuple[Tiny, ...]
-    gguf: Gguf | str
+    gguf: Gguf | Mmproj | str
     twin: str | None = None
     recipe: Callable[[Fields, Fields], Recipe] | None = None
     spellings: tuple[tuple[str, ...], ...] = ()

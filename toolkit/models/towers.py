@@ -213,7 +213,9 @@ def language_of(config: Fields, text: str = "text_config", default: str = "llama
             "tie_word_embeddings", False
         )
     inner = Fields(values, config.source, f"{text}.")
-    return find_family(values, f"{config.source}: {text}").build(inner)
+    family = find_family(values, f"{config.source}: {text}")
+    spec, stored = family.build(inner)
+    return replace(spec, family=family.name), stored
 
 
 def seeing(language: Built, spec: VisionSpec, stored: list[StoredTensor], spelled: Mapping[str, str]) -> Built:
@@ -224,4 +226,7 @@ def seeing(language: Built, spec: VisionSpec, stored: list[StoredTensor], spelle
         begin = next((begin for begin in spelled if name.startswith(begin)), "")
         return spelled.get(begin, "") + name.removeprefix(begin)
 
-    return replace(decoder, vision=spec), [*(replace(x, name=whole(x.name)) for x in text), *stored]
+    return replace(decoder, vision=replace(spec, language=decoder.family)), [
+        *(replace(x, name=whole(x.name)) for x in text),
+        *stored,
+    ]

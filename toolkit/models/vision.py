@@ -130,7 +130,7 @@ class VisionSpec:
     (Meng et al., "DeepStack", 2024); they stand beside the others, number after number.
     ``mutual``: tokens of pictures that stand together see each other, those behind them too. ``crossed``: a picture
     takes one place, and its rows none; cross layers read them for the tokens from there to the next picture, of
-    pictures side by side the rows of all.
+    pictures side by side the rows of all. ``language``: the family of the language model inside.
     """
 
     tower: Tower
@@ -142,6 +142,7 @@ class VisionSpec:
     deep: tuple[Branch, ...] = ()
     mutual: bool = False
     crossed: bool = False
+    language: str = ""
 
     @property
     def together(self) -> int:

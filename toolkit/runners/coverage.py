@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from toolkit.artifacts.formats import FORMATS
+from toolkit.artifacts.gguf.metadata import spelling
 from toolkit.models.family import Family
 from toolkit.models.gguf import Gguf
+from toolkit.models.mmproj import Mmproj
 from toolkit.models.registry import build
+from toolkit.models.spec import DecoderSpec
 from toolkit.models.tiny import tiny_config
 from toolkit.runners.native.program import unsupported
 
@@ -49,13 +52,22 @@ def native_refuses(known: Sequence[Family]) -> dict[str, str]:
 def coverage(known: Sequence[Family]) -> list[Coverage]:
     """What each family runs on and is written as. Raises ToolkitError for one whose tiny model cannot be built."""
     read = {family.gguf.family for family in known if isinstance(family.gguf, Gguf)}
-    read |= {family.name for family in known if isinstance(family.gguf, Gguf)}
+    read |= {family.name for family in known if isinstance(family.gguf, Gguf | Mmproj)}
     found = []
     for family in known:
         spec = build(tiny_config(family), f"{family.name}: its tiny model", [family])[0] if family.tiny else None
-        arch, why = (family.gguf.arch, None) if isinstance(family.gguf, Gguf) else (None, family.gguf)
+        arch, why = _gguf(family, spec)
         formats = tuple(name for name in all_formats() if name != "gguf" or family.name in read)
         native = NOT_ASKED if spec is None else unsupported(spec)
         refused = () if spec is None or spec.keeps_keys() else ("kv",)
         found.append(Coverage(family, native, refused, arch, why, formats))
     return found
+
+
+def _gguf(family: Family, spec: DecoderSpec | None) -> tuple[str | None, str | None]:
+    """(architecture, why there is none)."""
+    found = family.gguf
+    if isinstance(found, Mmproj):
+        found = spelling(spec) if spec is not None else NOT_ASKED
+        return (f"{found.arch} + mmproj", None) if isinstance(found, Gguf) else (None, found)
+    return (found.arch, None) if isinstance(found, Gguf) else (None, found)

@@ -15,7 +15,8 @@ from toolkit.artifacts.safetensors_file import TensorInfo
 from toolkit.errors import ToolkitError
 from toolkit.models.family import Family
 from toolkit.models.gguf import PLAIN, SPLIT, WHOLE, Gguf, Layout
-from toolkit.models.registry import families
+from toolkit.models.mmproj import Mmproj
+from toolkit.models.registry import families, get
 from toolkit.models.spec import DecoderSpec, StoredTensor
 
 
@@ -42,6 +43,8 @@ def family_of(path: Path, metadata: Mapping[str, Any]) -> tuple[Family, Gguf]:
     """What a file is read as. Raises ToolkitError for an unknown architecture, with those known."""
     spelled = [(f, one) for f in families() if isinstance(f.gguf, Gguf) for one in (f.gguf, *f.gguf.others)]
     known = [(family, one) for family, one in spelled if one.family == family.name]
+    inside = {f.gguf.text.arch: f.gguf.text for f in families() if isinstance(f.gguf, Mmproj) and f.gguf.text}
+    known += [(get(text.family), text) for text in inside.values()]
     name = metadata.get("general.architecture")
     found = [(family, spelling) for family, spelling in known if spelling.arch == name]
     slides = bool(metadata.get(f"{name}.attention.sliding_window"))

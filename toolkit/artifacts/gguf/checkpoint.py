@@ -6,24 +6,31 @@ import hashlib
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.gguf.architectures import Change, family_of, hf_config, hf_tensors
 from toolkit.artifacts.gguf.container import GgufContainer, read_container
+from toolkit.artifacts.gguf.eyes import Eyes, open_eyes
 from toolkit.artifacts.gguf.keys import check_kinds
 from toolkit.artifacts.gguf.tokenizer import write_tokenizer
 from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.safetensors_file import TensorInfo
 from toolkit.models.registry import build
+from toolkit.models.spec import StoredTensor
+from toolkit.models.vision import VisionSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from toolkit.artifacts.canonical import Weight
 
+# What the config of a model that sees says of its language model too.
+SHARED = (
+    "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "max_position_embeddings",
+)  # fmt: skip
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
@@ -38,6 +45,9 @@ class GgufFile:
     generation_config: dict[str, Any]
     infos: dict[str, TensorInfo]
     sources: dict[str, tuple[str, Change]]
+    eyes: Eyes | None = None
+    vision: VisionSpec | None = None
+    towers: dict[str, StoredTensor] = field(default_factory=dict)  # what ``eyes`` has, by name
 
     def weight(self, name: str) -> Weight:
         """A matrix in canonical form, its codes and scales as stored; float types are ``Dense``."""
@@ -75,6 +85,9 @@ class GgufFile:
         """Any tensor as plain numbers: float types as stored, quantized ones dequantized to float32."""
         from toolkit.artifacts.canonical import Dense
 
+        if name in self.towers:
+            assert self.eyes is not None and self.vision is not None
+            return self.eyes.tensor(self.vision, self.towers[name])
         weight = self.weight(name)
         tensor = weight.weight if isinstance(weight, Dense) else weight.dequantize()
         change = self.sources[name][1]
@@ -83,7 +96,10 @@ class GgufFile:
 
     def write_side_files(self) -> Path:
         """Directory in the cache with the tokenizer and configs of this file, written on first use. Atomic."""
-        digest = hashlib.sha256(self.container.data[: self._data_start()].data).hexdigest()[:32]
+        whole = hashlib.sha256(self.container.data[: _data_start(self.container)].data)
+        if self.eyes is not None:
+            whole.update(self.eyes.container.data[: _data_start(self.eyes.container)].data)
+        digest = whole.hexdigest()[:32]
         target = toolkit_home() / "gguf" / digest
         if target.is_dir():
             return target
@@ -105,13 +121,17 @@ class GgufFile:
         write_tokenizer(self.container.path, self.container.metadata, context, target)
         write_json_object(target / "config.json", self.config)
         write_json_object(target / "generation_config.json", self.generation_config)
+        if self.eyes is not None:
+            write_json_object(target / "preprocessor_config.json", self.eyes.preprocessor)
 
-    def _data_start(self) -> int:
-        return min((info.start for info in self.container.tensors.values()), default=0)
+
+def _data_start(container: GgufContainer) -> int:
+    return min((info.start for info in container.tensors.values()), default=0)
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Open and check a GGUF file from its tables alone. Raises ToolkitError, one line that names file and cause."""
+    """Open and check a GGUF file from its tables alone, and what stands beside it that the model sees with. Raises
+    ToolkitError, one line that names file and cause."""
     container = read_container(path)
     metadata = container.metadata
     check_kinds(path, metadata)
@@ -124,10 +144,21 @@ def open_gguf(path: Path) -> GgufFile:
     config = hf_config(path, family, spelling, metadata, container.tensors, factors)
     infos: dict[str, TensorInfo] = {}
     found: dict[str, tuple[str, Change]] = {}
+    eyes, text = open_eyes(path, container), config
+    if eyes is not None:
+        shared = {name: text[name] for name in SHARED if name in text}
+        config = {"text_config": text, **shared, **eyes.config}
     spec, stored = build(config, f"{path}: config.json")
-    for name, info, source, change in hf_tensors(path, spelling, container.tensors, spec, stored, config):
+    read = [item for item in stored if item.kind != "vision"]
+    for name, info, source, change in hf_tensors(path, spelling, container.tensors, spec, read, text):
         infos[name], found[name] = info, (source, change)
-    return GgufFile(container, config, _generation_config(metadata), infos, found)
+    generation = _generation_config(metadata)
+    if eyes is None or spec.vision is None:
+        return GgufFile(container, config, generation, infos, found)
+    towers = eyes.find(spec.vision, stored)
+    infos |= {name: info for name, (info, _) in towers.items()}
+    items = {name: item for name, (_, item) in towers.items()}
+    return GgufFile(container, config, generation, infos, found, eyes, spec.vision, items)
 
 
 def _generation_config(metadata: dict[str, Any]) -> dict[str, Any]:

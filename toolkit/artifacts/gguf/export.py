@@ -287,7 +287,7 @@ def _pieces(spec: DecoderSpec, stored: list[StoredTensor], model: ModelMetadata,
     count = model.values.get(f"{model.gguf.arch}.expert_count", 0)
     pieces: dict[str, Piece] = {}
     for item in stored:
-        if item.optional and not is_present(checkpoint, item):
+        if item.kind == "vision" or (item.optional and not is_present(checkpoint, item)):
             continue
         for name in [part.name for part in item.parts]:
             if name == spec.head and spec.tied:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from toolkit.errors import ToolkitError
 from toolkit.models.gguf import Gguf
+from toolkit.models.mmproj import Mmproj
 from toolkit.models.registry import get
 from toolkit.models.spec import AttentionSpec, DecoderSpec, LatentSpec, RopeSpec
 
@@ -33,10 +34,9 @@ def model_metadata(spec: DecoderSpec, context_length: int) -> ModelMetadata:
 
     Raises ToolkitError for what llama.cpp's architecture of that name does not compute.
     """
-    family = get(spec.family).gguf
-    if isinstance(family, str):
-        raise ToolkitError(f"gguf: {family}")
-    gguf = family.of(spec)
+    gguf = spelling(spec)
+    if isinstance(gguf, str):
+        raise ToolkitError(f"gguf: {gguf}")
     layers = [attention for _, attention in spec.attention_layers()]
     latents = [mixer for _, mixer in spec.mixers() if mixer.kind == "latent"]
     values: dict[str, Any] = {
@@ -76,6 +76,16 @@ def model_metadata(spec: DecoderSpec, context_length: int) -> ModelMetadata:
 def _bounds(spec: DecoderSpec, gguf: Gguf) -> list[str]:
     least = max((mixer.least for _, mixer in spec.mixers() if mixer.kind == "mamba"), default=0.0)
     return [f"llama.cpp's {gguf.arch} knows no least step of time, the model's is {least:g}"] if least else []
+
+
+def spelling(spec: DecoderSpec) -> Gguf | str:
+    """Of its language model, or why there is none."""
+    found = get(spec.family).gguf
+    if isinstance(found, Mmproj):
+        assert spec.vision is not None
+        found = found.text or get(spec.vision.language).gguf
+        assert not isinstance(found, Mmproj), "a language model does not see"
+    return found.of(spec) if isinstance(found, Gguf) else found
 
 
 def _sizes(first: AttentionSpec) -> dict[str, int]:

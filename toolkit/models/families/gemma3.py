@@ -4,12 +4,14 @@ other both ways. Source: transformers ``Gemma3ForConditionalGeneration``, arXiv 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import scan_recipe
 from toolkit.models.decoder import Built
 from toolkit.models.families.llava import LANGUAGE, SPELLINGS, TINY_TOWER
 from toolkit.models.family import Family, Tiny
+from toolkit.models.mmproj import Clip, Mmproj, square, tower_fields
 from toolkit.models.towers import CLIP, language_of, seeing, siglip_tower, stored_vision
 from toolkit.models.vision import Recipe, Stage, VisionSpec
 
@@ -51,6 +53,23 @@ def recipe(config: Fields, preprocessor: Fields) -> Recipe:
     return scan_recipe(vision_fields(config), preprocessor, tokens_of(config))
 
 
+SCALE = "projector.scale_factor"
+
+
+def _read(clip: Clip) -> tuple[dict[str, Any], dict[str, Any]]:
+    side = clip.whole("image_size") // clip.whole("patch_size") // clip.whole(SCALE, 4)
+    fields = {
+        "vision_config": {"model_type": "siglip_vision_model", **tower_fields(clip, "gelu_pytorch_tanh")},
+        "mm_tokens_per_image": side * side,
+        "image_token_index": clip.token("<image_soft_token>"),
+    }
+    return fields, {"size": square(clip)}
+
+
+def _write(vision: VisionSpec, recipe: Recipe) -> dict[str, Any]:
+    return {} if vision.merge == 4 else {f"clip.vision.{SCALE}": vision.merge}
+
+
 ROPE = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
@@ -68,7 +87,7 @@ FAMILY = Family(
                     head_dim=16,
                     sliding_window=16,
                     query_pre_attn_scalar=16,
-                    layer_types=["sliding_attention", "full_attention"],
+                    num_hidden_layers=6,
                     rope_parameters=ROPE,
                 ),
                 vision_config=TINY_TOWER | dict(model_type="siglip_vision_model", vision_use_head=False),
@@ -81,7 +100,14 @@ FAMILY = Family(
             tokens=("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
         ),
     ),
-    "llama.cpp keeps the tower in a file of its own, which is not written here",
+    Mmproj(
+        "gemma3",
+        {"mm_input_projection_weight": "mm.input_projection.weight", "mm_soft_emb_norm": "mm.soft_emb_norm"},
+        _read,
+        _write,
+        "gemma3",
+        plus_one=frozenset({"vision.projector.mm_soft_emb_norm"}),
+    ),
     recipe=recipe,
     spellings=SPELLINGS,
 )

@@ -3,11 +3,14 @@ Source: transformers ``Idefics3ForConditionalGeneration``, arXiv 2408.12637."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import split_recipe
 from toolkit.models.decoder import Built
 from toolkit.models.families.llava import TINY_TOWER
 from toolkit.models.family import Family, Tiny
+from toolkit.models.mmproj import Clip, Mmproj, tower_fields
 from toolkit.models.towers import CLIP, language_of, seeing, siglip_tower, stored_vision
 from toolkit.models.vision import Recipe, Stage, VisionSpec
 
@@ -38,6 +41,25 @@ def recipe(config: Fields, preprocessor: Fields) -> Recipe:
     return split_recipe(vision_fields(config), preprocessor, config.integer("scale_factor", default=2, high=64))
 
 
+SCALE = "projector.scale_factor"
+
+
+def _read(clip: Clip) -> tuple[dict[str, Any], dict[str, Any]]:
+    fields = {
+        "vision_config": tower_fields(clip, "gelu_pytorch_tanh"),
+        "scale_factor": clip.whole(SCALE),
+        "image_token_id": clip.token("<image>"),
+    }
+    image = clip.whole("image_size")
+    sizes = {"size": clip.whole("preproc_image_size", image), "max_image_size": image}
+    return fields, {name: {"longest_edge": size} for name, size in sizes.items()}
+
+
+def _write(vision: VisionSpec, recipe: Recipe) -> dict[str, Any]:
+    return {f"clip.vision.{SCALE}": vision.merge, "clip.vision.preproc_image_size": recipe.long}
+
+
+MMPROJ = Mmproj("idefics3", {"modality_projection.proj": "mm.model.fc"}, _read, _write, "idefics3")
 FIELDS = dict(
     text_config=dict(model_type="llama"),
     vision_config={k: v for k, v in TINY_TOWER.items() if k != "model_type"},
@@ -59,6 +81,6 @@ FAMILY = Family(
             tokens=("<image>", "<fake_token_around_image>", "<global-img>"),
         ),
     ),
-    "llama.cpp keeps the tower in a file of its own, which is not written here",
+    MMPROJ,
     recipe=recipe,
 )

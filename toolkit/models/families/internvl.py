@@ -3,13 +3,15 @@ Source: transformers ``InternVLForConditionalGeneration``, arXiv 2504.10479."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
+from toolkit.errors import ToolkitError
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import tiles_recipe
 from toolkit.models.decoder import Built
 from toolkit.models.families.llava import LANGUAGE, SPELLINGS, TINY_TOWER
 from toolkit.models.family import Family, Tiny
+from toolkit.models.mmproj import Clip, Mmproj, square, tower_fields
 from toolkit.models.spec import DecoderSpec
 from toolkit.models.towers import activation, clip_tower, language_of, mlp, seeing, stored_vision, taken_layers
 from toolkit.models.vision import Recipe, Stage, Tower, VisionSpec
@@ -88,6 +90,30 @@ def recipe(config: Fields, preprocessor: Fields) -> Recipe:
     return tiles_recipe(vision_fields(config), preprocessor, round(1 / ratio))
 
 
+SCALE = "projector.scale_factor"
+MLP = {"layer_norm": "mm.model.mlp.0", "linear_1": "mm.model.mlp.1", "linear_2": "mm.model.mlp.3"}
+
+
+def _read(clip: Clip) -> tuple[dict[str, Any], dict[str, Any]]:
+    vision = tower_fields(clip, "gelu") | {
+        "norm_type": "layer_norm" if clip.has("v.blk.0.ln1.bias") else "rms_norm",
+        "attention_bias": clip.has("v.blk.0.attn_q.bias"),
+        "use_qk_norm": clip.has("v.blk.0.attn_q_norm.weight"),
+    }
+    token = clip.token("<IMG_CONTEXT>")
+    fields = {"vision_config": vision, "downsample_ratio": 1 / clip.whole(SCALE), "image_token_id": token}
+    tiles = {"min_patches": clip.whole("preproc_min_tiles", 1), "max_patches": clip.whole("preproc_max_tiles", 12)}
+    return fields, {"size": square(clip), **tiles}
+
+
+def _write(vision: VisionSpec, recipe: Recipe) -> dict[str, Any]:
+    if vision.projector[0].kind == "merge_turned" or vision.tower.post_norm == "used":
+        raise ToolkitError("gguf: llama.cpp's internvl is InternVL of version 2 and later, with use_mean_pooling")
+    tiles = {"preproc_min_tiles": recipe.least, "preproc_max_tiles": recipe.most}
+    return {f"clip.vision.{key}": value for key, value in {SCALE: vision.merge, **tiles}.items()}
+
+
+MMPROJ = Mmproj("internvl", MLP, _read, _write, "internvl")
 FAMILY = Family(
     "internvl",
     "InternVL 3, 3.5 (in the form of transformers)",
@@ -113,7 +139,7 @@ FAMILY = Family(
             tokens=("<IMG_CONTEXT>", "<img>", "</img>"),
         ),
     ),
-    "llama.cpp keeps the tower in a file of its own, which is not written here",
+    MMPROJ,
     recipe=recipe,
     spellings=(
         SPELLINGS[0],

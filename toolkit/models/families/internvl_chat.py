@@ -110,7 +110,7 @@ FAMILY = Family(
             TINY.tokens,
         ),
     ),
-    "llama.cpp keeps the tower in a file of its own, which is not written here",
+    internvl.MMPROJ,
     twin="internvl",
     recipe=recipe,
     token_fields={TOKEN: "<IMG_CONTEXT>"},

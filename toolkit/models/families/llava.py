@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from toolkit.errors import ToolkitError
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import clip_recipe, fit_recipe
 from toolkit.models.decoder import Built
 from toolkit.models.family import Family, Tiny
+from toolkit.models.mmproj import Clip, Mmproj, square, tower_fields
 from toolkit.models.spec import DecoderSpec, StoredTensor
 from toolkit.models.towers import (
     CLIP,
@@ -78,6 +80,26 @@ def recipe(config: Fields, preprocessor: Fields) -> Recipe:
     return clip_recipe(inner, preprocessor)
 
 
+def _read(clip: Clip) -> tuple[dict[str, Any], dict[str, Any]]:
+    siglip = not clip.has("v.class_embd")
+    kind = {"model_type": "siglip_vision_model" if siglip else "clip_vision_model"}
+    fields = {
+        "vision_config": kind | tower_fields(clip, "gelu_pytorch_tanh" if siglip else "gelu"),
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full" if siglip else "default",
+        "image_token_index": clip.token("<image>"),
+        "multimodal_projector_bias": clip.has("mm.0.bias"),
+    }
+    size = square(clip)
+    return fields, {"size": size if siglip else {"shortest_edge": size["height"]}, "crop_size": size}
+
+
+def _write(vision: VisionSpec, recipe: Recipe) -> dict[str, Any]:
+    if vision.tower.positions != "learned":
+        raise ToolkitError("gguf: llama.cpp reads Pixtral in the form of Mistral Small 3.1 alone")
+    return {"clip.has_llava_projector": True}
+
+
 TINY_TOWER = dict(
     model_type="clip_vision_model", hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2,
     image_size=28, patch_size=7,
@@ -98,7 +120,7 @@ FAMILY = Family(
             tokens=("<image>",),
         ),
     ),
-    "llama.cpp keeps the tower in a file of its own, which is not written here",
+    Mmproj("mlp", {"linear_1": "mm.0", "linear_2": "mm.2"}, _read, _write, "llava"),
     recipe=recipe,
     spellings=SPELLINGS,
 )

@@ -3,11 +3,14 @@ line. Source: transformers ``Mistral3ForConditionalGeneration``."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import fit_recipe
 from toolkit.models.decoder import Built
 from toolkit.models.families.llava import LANGUAGE, SPELLINGS, TINY_TOWER
 from toolkit.models.family import Family, Tiny
+from toolkit.models.mmproj import Clip, Mmproj, tower_fields
 from toolkit.models.towers import (
     PIXTRAL,
     activation,
@@ -52,6 +55,30 @@ def recipe(config: Fields, preprocessor: Fields) -> Recipe:
     return fit_recipe(inner, preprocessor, merge_of(config))
 
 
+NAMES = {
+    "norm": "mm.input_norm",
+    "patch_merger.merging_layer": "mm.patch_merger",
+    "linear_1": "mm.1",
+    "linear_2": "mm.2",
+}
+
+
+def _read(clip: Clip) -> tuple[dict[str, Any], dict[str, Any]]:
+    vision = {"model_type": "pixtral", **tower_fields(clip, "gelu")}
+    vision["head_dim"] = vision["hidden_size"] // vision["num_attention_heads"]
+    fields = {
+        "vision_config": vision,
+        "spatial_merge_size": clip.whole("spatial_merge_size", 2),
+        "image_token_index": clip.token("[IMG]"),
+        "multimodal_projector_bias": clip.has("mm.1.bias"),
+    }
+    return fields, {"size": {"longest_edge": vision["image_size"]}, "patch_size": vision["patch_size"]}
+
+
+def _write(vision: VisionSpec, recipe: Recipe) -> dict[str, Any]:
+    return {"clip.vision.spatial_merge_size": vision.merge}
+
+
 FAMILY = Family(
     "mistral3",
     "Mistral Small 3.1, 3.2",
@@ -73,7 +100,7 @@ FAMILY = Family(
             tokens=("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
         ),
     ),
-    "llama.cpp keeps the tower in a file of its own, which is not written here",
+    Mmproj("pixtral", NAMES, _read, _write, "mistral3", heads=True, lines=True),
     recipe=recipe,
     spellings=(
         SPELLINGS[0],

@@ -20,6 +20,7 @@ def build(config: Fields) -> Built:
     return llama_like(config, dims, windows=layer_windows(config, dims.layers), qkv_bias=True)
 
 
+GGUF = Gguf("qwen2", "qwen2", BLOCK, fields={"hidden_act": "silu", "use_sliding_window": False})
 FAMILY = Family(
     "qwen2",
     "Qwen 1.5, 2, 2.5, QwQ; R1 distilled into Qwen",
@@ -29,5 +30,5 @@ FAMILY = Family(
         Tiny(dict(use_sliding_window=True, sliding_window=20, max_window_layers=1, tie_word_embeddings=True)),
         Tiny(dict(use_sliding_window=False)),
     ),
-    Gguf("qwen2", "qwen2", BLOCK, fields={"hidden_act": "silu", "use_sliding_window": False}),
+    GGUF,
 )

@@ -3,11 +3,17 @@ Source: transformers ``Qwen2_5_VLForConditionalGeneration``, arXiv 2502.13923.""
 
 from __future__ import annotations
 
+from typing import Any
+
+from toolkit.errors import ToolkitError
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built
+from toolkit.models.families import qwen2_vl
 from toolkit.models.families.qwen2_vl import PREPROCESSOR, SPELLINGS, TEXT, recipe, tower, whole
 from toolkit.models.family import Family, Tiny
+from toolkit.models.mmproj import Clip, Mmproj
 from toolkit.models.towers import activation
+from toolkit.models.vision import Recipe, VisionSpec
 
 
 def build(config: Fields) -> Built:
@@ -25,6 +31,28 @@ def build(config: Fields) -> Built:
     full = tuple(sorted(vision.indices("fullatt_block_indexes", plain.layers)))
     made = type(plain)(**{**vars(plain), "window": window, "full": full})
     return whole(config, made, {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")})
+
+
+def _read(clip: Clip) -> tuple[dict[str, Any], dict[str, Any]]:
+    vision = qwen2_vl.read_vision(clip)
+    every = clip.whole("n_wa_pattern")
+    vision |= {
+        "hidden_size": clip.whole("embedding_length"),
+        "intermediate_size": clip.inner,
+        "hidden_act": "silu",
+        "window_size": clip.whole("window_size", 112),
+        "fullatt_block_indexes": list(range(every - 1, vision["depth"], every)),
+    }
+    return {"vision_config": vision, "image_token_id": clip.token("<|image_pad|>")}, qwen2_vl.read_pixels(clip)
+
+
+def _write(vision: VisionSpec, recipe: Recipe) -> dict[str, Any]:
+    tower = vision.tower
+    every = tower.full[0] + 1 if tower.full else 0
+    if not every or tower.full != tuple(range(every - 1, tower.layers, every)):
+        raise ToolkitError("gguf: llama.cpp's qwen2.5vl_merger attends to all in each n-th layer alone")
+    pixels = qwen2_vl.write_pixels(vision, recipe)
+    return pixels | {"clip.vision.n_wa_pattern": every, "clip.vision.window_size": tower.window * tower.patch}
 
 
 FAMILY = Family(
@@ -54,7 +82,7 @@ FAMILY = Family(
             tokens=("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
         ),
     ),
-    "llama.cpp keeps the tower in a file of its own, which is not written here",
+    Mmproj("qwen2.5vl_merger", qwen2_vl.MERGER, _read, _write, "qwen2_5_vl", qwen2_vl.TEXT_GGUF),
     recipe=recipe,
     spellings=SPELLINGS,
 )

@@ -3,12 +3,20 @@ positions. Source: transformers ``Qwen2VLForConditionalGeneration``, arXiv 2409.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.config.preprocessor import area_recipe
 from toolkit.models.decoder import Built
+from toolkit.models.families import qwen2
 from toolkit.models.family import Family, Tiny
+from toolkit.models.gguf import Metadata
+from toolkit.models.mmproj import Clip, Mmproj
+from toolkit.models.spec import DecoderSpec
 from toolkit.models.towers import activation, language_of, seeing, stored_vision
 from toolkit.models.vision import Recipe, Stage, Tower, VisionSpec
 
@@ -88,6 +96,50 @@ def recipe(config: Fields, preprocessor: Fields) -> Recipe:
     return area_recipe(preprocessor)
 
 
+MERGER = {"ln_q": "v.post_ln", "mlp.0": "mm.0", "mlp.2": "mm.2"}
+
+
+def _read_text(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    sections = file.each("rope.dimension_sections", 4)[:3]
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"], "mrope_section": sections}}
+
+
+def _write_text(spec: DecoderSpec) -> dict[str, Any]:
+    sections = next(rope.sections for rope in spec.ropes())
+    return {"rope.dimension_sections": np.array([*sections, 0], np.int32)}
+
+
+def read_vision(clip: Clip) -> dict[str, Any]:
+    """What both sizes of tower say."""
+    return {
+        "depth": clip.whole("block_count"),
+        "num_heads": clip.whole("attention.head_count"),
+        "patch_size": clip.whole("patch_size"),
+    }
+
+
+def read_pixels(clip: Clip) -> dict[str, Any]:
+    given = {name: clip.whole(f"image_{name}", 1) for name in ("min_pixels", "max_pixels")}
+    stated = {name: pixels for name, pixels in given.items() if pixels > 1}
+    return {"patch_size": clip.whole("patch_size"), **stated}
+
+
+def write_pixels(vision: VisionSpec, recipe: Recipe) -> dict[str, Any]:
+    least, most = recipe.least, recipe.most
+    return {"clip.vision.image_size": 560, "clip.vision.image_min_pixels": least, "clip.vision.image_max_pixels": most}
+
+
+def _read(clip: Clip) -> tuple[dict[str, Any], dict[str, Any]]:
+    width = clip.whole("embedding_length")
+    vision = {"embed_dim": width, "mlp_ratio": clip.inner / width, "hidden_act": "quick_gelu", **read_vision(clip)}
+    return {"vision_config": vision, "image_token_id": clip.token("<|image_pad|>")}, read_pixels(clip)
+
+
+def _write(vision: VisionSpec, recipe: Recipe) -> dict[str, Any]:
+    return write_pixels(vision, recipe)
+
+
+TEXT_GGUF = replace(qwen2.GGUF, arch="qwen2vl", read=_read_text, write=_write_text)
 TEXT = dict(rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]})
 PREPROCESSOR = dict(
     image_processor_type="Qwen2VLImageProcessor", patch_size=7, min_pixels=14 * 14 * 4, max_pixels=14 * 14 * 40
@@ -110,7 +162,7 @@ FAMILY = Family(
             tokens=("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
         ),
     ),
-    "llama.cpp keeps the tower in a file of its own, which is not written here",
+    Mmproj("qwen2vl_merger", MERGER, _read, _write, "qwen2_vl", TEXT_GGUF),
     recipe=recipe,
     spellings=SPELLINGS,
 )

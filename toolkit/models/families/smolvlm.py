@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit.models.families.idefics3 import FIELDS, build, recipe
+from toolkit.models.families.idefics3 import FIELDS, MMPROJ, build, recipe
 from toolkit.models.family import Family, Tiny
 
 FAMILY = Family(
@@ -21,6 +21,6 @@ FAMILY = Family(
             tokens=("<image>", "<fake_token_around_image>", "<global-img>"),
         ),
     ),
-    "llama.cpp keeps the tower in a file of its own, which is not written here",
+    MMPROJ,
     recipe=recipe,
 )

@@ -15,10 +15,13 @@ from toolkit.artifacts.checkpoint_writer import write_checkpoint
 from toolkit.artifacts.formats.describe import Layout, layout_of
 from toolkit.artifacts.formats.writers import Writer
 from toolkit.artifacts.gguf.export import plan_export
+from toolkit.artifacts.gguf.eyes import FILE as EYES
+from toolkit.artifacts.gguf.eyes_export import write_eyes
 from toolkit.artifacts.stage import Stage
 from toolkit.artifacts.weights import as_stored, load_stored
 from toolkit.errors import ToolkitError
-from toolkit.models.registry import LANGUAGE_PARTS
+from toolkit.models.mmproj import Mmproj
+from toolkit.models.registry import LANGUAGE_PARTS, get
 from toolkit.models.spec import Part, StoredTensor
 from toolkit.quant.layers.layerwise import load_head, load_layer, saved_layers
 from toolkit.quant.layers.result import LayerResult
@@ -96,6 +99,8 @@ def write_gguf(source: LayerSource, stage: Stage, dtype: torch.dtype) -> dict[st
 
     items = [*outer, *(item for items in source.stored for item in items)]
     export = plan_export(source.checkpoint, spec, items, load=load)
+    if isinstance(get(spec.family).gguf, Mmproj):
+        write_eyes(source.checkpoint, spec, outer, stage.dir / EYES)
     export.write(stage.dir / "model.gguf")
     return {"types": export.types, "notes": export.notes}
 

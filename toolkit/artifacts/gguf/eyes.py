@@ -1,0 +1,193 @@
+"""Reading llama.cpp's second file: what a model sees with, presented under Hugging Face names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from toolkit.artifacts.gguf.architectures import row_order
+from toolkit.artifacts.gguf.container import GgufContainer, read_container
+from toolkit.artifacts.safetensors_file import TensorInfo
+from toolkit.errors import ToolkitError
+from toolkit.models.family import Family
+from toolkit.models.mmproj import Mmproj
+from toolkit.models.registry import families, get
+from toolkit.models.spec import StoredTensor
+from toolkit.models.vision import VisionSpec, tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FILE, PATTERN = "mmproj.gguf", "mmproj*.gguf"  # beside model.gguf, and as it is looked for
+_FLOATS = ("F32", "F16", "BF16")
+_SWAPPED = {"up": "down", "down": "up"}
+
+
+@dataclass(frozen=True)
+class _Clip:
+    """``toolkit.models.mmproj.Clip`` over a file. ``tokens``: of the language model."""
+
+    container: GgufContainer
+    tokens: Sequence[str]
+
+    def _value(self, key: str, default: Any) -> Any:
+        return self.container.metadata.get(f"clip.vision.{key}", default)
+
+    def _fail(self, key: str, found: object, expected: str) -> ToolkitError:
+        return ToolkitError(f"{self.container.path}: clip.vision.{key}: expected {expected}, found {found!r:.40}")
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        value = self._value(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 31:
+            raise self._fail(key, value, "a positive whole number")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._value(key, default)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+            raise self._fail(key, value, "a number")
+        return float(str(np.float32(value)))
+
+    def numbers(self, key: str) -> list[float]:
+        value = self._value(key, None)
+        if not isinstance(value, np.ndarray) or len(value) != 3:
+            raise self._fail(key, value, "three numbers")
+        return [float(str(x)) for x in value.astype(np.float32)]
+
+    def has(self, tensor: str) -> bool:
+        return tensor in self.container.tensors
+
+    @property
+    def inner(self) -> int:
+        info = self.container.tensors.get("v.blk.0.ffn_up.weight")
+        if info is None or len(info.shape) != 2:
+            raise ToolkitError(f"{self.container.path}: tensor v.blk.0.ffn_up.weight: expected a matrix, found {info}")
+        return info.shape[0] if info.shape[1] == self.whole("embedding_length") else info.shape[1]
+
+    @property
+    def activation(self) -> str:
+        flags = {name: bool(self.container.metadata.get(f"clip.use_{name}")) for name in ("silu", "gelu")}
+        return next((name for name, there in flags.items() if there), "quick_gelu")
+
+    def token(self, text: str) -> int:
+        if text not in self.tokens:
+            raise ToolkitError(
+                f"{self.container.path}: the model beside it has no token {text}, which its pictures need"
+            )
+        return self.tokens.index(text)
+
+
+@dataclass(frozen=True)
+class Eyes:
+    """``config``: of the whole model but for the language model inside; ``preprocessor``: preprocessor_config.json."""
+
+    container: GgufContainer
+    family: Family
+    spelling: Mmproj
+    config: dict[str, Any]
+    preprocessor: dict[str, Any]
+
+    def find(self, spec: VisionSpec, stored: Sequence[StoredTensor]) -> dict[str, tuple[TensorInfo, StoredTensor]]:
+        """What stands for each stored tensor of the tower, by its name. Raises ToolkitError for one that is missing or
+        has another size."""
+        found, shapes = {}, tensors(spec)
+        for item in stored:
+            if item.kind != "vision" or (item.optional and not all(self._there(p.name, shapes) for p in item.parts)):
+                continue
+            kinds = {info.dtype for part in item.parts for _, info in self._sources(part.name, shapes)}
+            kind = kinds.pop() if len(kinds) == 1 and kinds <= set(_FLOATS) else "F32"
+            found[item.name] = (TensorInfo(kind, item.shape, 0, 0), item)
+        return found
+
+    def tensor(self, spec: VisionSpec, item: StoredTensor) -> Tensor:
+        """A stored tensor of the tower."""
+        import torch
+
+        shapes = tensors(spec)
+        parts = [self._canonical(spec, part.name, shapes).reshape(-1) for part in item.parts]
+        wide = parts if len({part.dtype for part in parts}) == 1 else [part.float() for part in parts]
+        return torch.cat(wide).reshape(item.shape)
+
+    def _there(self, name: str, shapes: dict[str, tuple[int, ...]]) -> bool:
+        return self._name(name, shapes) in self.container.tensors
+
+    def _name(self, name: str, shapes: dict[str, tuple[int, ...]]) -> str:
+        """Of the tensor; older files have the MLP's two matrices the other way round."""
+        found, parts = self.spelling.spelled(name), name.split(".")
+        if len(parts) == 5 and parts[3] in _SWAPPED:
+            weight = self.container.tensors.get(found.rpartition(".")[0] + ".weight")
+            wanted = shapes[".".join([*parts[:4], "weight"])]
+            if weight is not None and weight.shape != wanted and weight.shape == wanted[::-1]:
+                return found.replace(f"ffn_{parts[3]}", f"ffn_{_SWAPPED[parts[3]]}")
+        return found
+
+    def _sources(self, name: str, shapes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, TensorInfo]]:
+        """The tensors that hold a parameter: of a patch's two frames each has one."""
+        first = self._name(name, shapes)
+        names = [first, f"{first}.1"] if f"{first}.1" in self.container.tensors else [first]
+        size = 0
+        for one in names:
+            info = self.container.tensors.get(one)
+            if info is None:
+                raise ToolkitError(f"{self.container.path}: tensor {one} is missing; fetch the file again")
+            size += math.prod(info.shape)
+            yield one, info
+        if size != math.prod(shapes[name]):
+            raise ToolkitError(f"{self.container.path}: tensor {first}: expected {shapes[name]}, found {size} numbers")
+
+    def _canonical(self, spec: VisionSpec, name: str, shapes: dict[str, tuple[int, ...]]) -> Tensor:
+        import torch
+
+        from toolkit.artifacts.canonical import Dense
+        from toolkit.artifacts.gguf.blocks import from_blocks
+
+        parts = []
+        for source, info in self._sources(name, shapes):
+            flat = (math.prod(info.shape[:-1]), info.shape[-1])
+            weight = from_blocks(info.dtype, self.container.raw(source), flat)
+            parts.append((weight.weight if isinstance(weight, Dense) else weight.dequantize()).reshape(info.shape))
+        found = parts[0] if len(parts) == 1 else torch.stack(parts, 2)
+        if self.spelling.heads and name.split(".")[3:4] in (["q"], ["k"]):
+            found = found[torch.from_numpy(row_order(found.shape[0], spec.tower.heads))]
+        if name.removesuffix(".weight") in self.spelling.plus_one:
+            found = found - 1
+        return found
+
+
+def open_eyes(path: Path, language: GgufContainer) -> Eyes | None:
+    """What stands beside the language model at ``path``: ``mmproj-`` and its name, or the first by name that fits its
+    width; None where there is none. Raises ToolkitError for one that cannot be read."""
+    named = path.with_name(f"mmproj-{path.name}")
+    others = [file for file in sorted(path.parent.glob(PATTERN)) if file not in (named, path)]
+    width = language.metadata.get(f"{language.metadata.get('general.architecture')}.embedding_length")
+    for file in [named] * named.is_file() + others:
+        container = read_container(file)
+        if file == named or container.metadata.get("clip.vision.projection_dim") == width:
+            return _read(container, language.metadata.get("tokenizer.ggml.tokens") or [])
+    return None
+
+
+def spellings() -> dict[str, Mmproj]:
+    """By ``clip.projector_type``, of what is read."""
+    found = (family.gguf for family in families())
+    return {one.projector: one for one in found if isinstance(one, Mmproj)}
+
+
+def _read(container: GgufContainer, tokens: Sequence[str]) -> Eyes:
+    metadata = container.metadata
+    kind = metadata.get("clip.vision.projector_type", metadata.get("clip.projector_type"))
+    known = spellings()
+    if kind not in known:
+        where = f"{container.path}: clip.projector_type"
+        raise ToolkitError(f"{where}: expected {', '.join(known)}, found {kind!r:.40}; without the file texts are read")
+    spelling, clip = known[kind], _Clip(container, tokens)
+    fields, preprocessor = spelling.read(clip)
+    family = get(spelling.family)
+    config = {"architectures": [family.architectures[0]], "model_type": family.name, **fields}
+    colours = {"image_mean": clip.numbers("image_mean"), "image_std": clip.numbers("image_std")}
+    return Eyes(container, family, spelling, config, preprocessor | colours)

@@ -1,0 +1,109 @@
+"""How what a family sees with is spelled in a second GGUF file, beside that of the language model: llama.cpp's mmproj.
+
+Names are those of the ``gguf`` package's table, keys those of its ``Clip`` and ``ClipVision``; what no key tells,
+readers know of the projector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from toolkit.models.gguf import Gguf
+from toolkit.models.vision import PREFIX, Recipe, VisionSpec
+
+BREAK = "v.token_embd.img_break"  # the embedding of what stands between a picture's lines, for towers that have lines
+# Canonical names of the tower, ``vision.`` and layers' numbers apart → stems of tensors there.
+TOWER = {
+    "patch": "v.patch_embd",
+    "class": "v.class_embd",
+    "position": "v.position_embd.weight",
+    "pre_norm": "v.pre_ln",
+    "post_norm": "v.post_ln",
+    "norm1": "v.blk.{}.ln1",
+    "norm2": "v.blk.{}.ln2",
+    **{name: f"v.blk.{{}}.attn_{name}" for name in ("q", "k", "v", "q_norm", "k_norm")},
+    "o": "v.blk.{}.attn_out",
+    **{name: f"v.blk.{{}}.ffn_{name}" for name in ("gate", "up", "down")},
+    "scale1": "v.blk.{}.ls1.weight",
+    "scale2": "v.blk.{}.ls2.weight",
+}
+
+
+class Clip(Protocol):
+    """The entries ``clip.vision.<key>`` of a file, with types; what is missing or impossible raises ToolkitError."""
+
+    def whole(self, key: str, default: int | None = None) -> int: ...
+
+    def number(self, key: str, default: float | None = None) -> float: ...
+
+    def has(self, tensor: str) -> bool: ...
+
+    @property
+    def inner(self) -> int:
+        """Width of the tower's MLP, as its tensors have it."""
+
+    @property
+    def activation(self) -> str:
+        """ "silu", "gelu" or "quick_gelu"."""
+
+    def token(self, text: str) -> int:
+        """The id of a token of the language model."""
+
+
+@dataclass(frozen=True)
+class Mmproj:
+    """One value of ``clip.projector_type``.
+
+    ``names``: canonical names of the projector, ``vision.projector.`` apart → stems of tensors there. ``read``: what
+    config.json says besides the language model, and preprocessor_config.json besides mean and deviation. ``write``:
+    further metadata by whole keys; raises ToolkitError for what llama.cpp does not compute. ``family``: the one that a
+    file is read as, where several write it. ``text``: how the language model is spelled, where not as its own family's.
+    ``plus_one``: names of norms that are stored with the 1 that the model adds. ``heads``: rows of q and k stand
+    neighbour by neighbour, as those of language models. ``lines``: ``BREAK`` is there.
+    """
+
+    projector: str
+    names: Mapping[str, str]
+    read: Callable[[Clip], tuple[dict[str, Any], dict[str, Any]]]
+    write: Callable[[VisionSpec, Recipe], dict[str, Any]]
+    family: str
+    text: Gguf | None = None
+    plus_one: frozenset[str] = field(default_factory=frozenset)
+    heads: bool = False
+    lines: bool = False
+
+    def spelled(self, name: str) -> str:
+        """The tensor of a canonical parameter. KeyError where it has no place."""
+        part, *rest = name.removeprefix(PREFIX).split(".")
+        if part == "layers":
+            number, part, *rest = rest
+            return ".".join([TOWER[part].format(number), *rest])
+        if part == "projector":
+            return ".".join([self.names[rest[0]], *rest[1:]]) if rest[0] in self.names else self._deep(rest)
+        return ".".join([TOWER[part], *rest])
+
+    def _deep(self, rest: list[str]) -> str:
+        """Of a linear whose name has several parts."""
+        return ".".join([self.names[".".join(rest[:-1])], rest[-1]])
+
+
+def tower_fields(clip: Clip, gelu: str) -> dict[str, Any]:
+    """``vision_config`` of towers like CLIP's. ``gelu``: which of them is meant."""
+    act = clip.activation
+    return {
+        "hidden_size": clip.whole("embedding_length"),
+        "intermediate_size": clip.inner,
+        "num_hidden_layers": clip.whole("block_count"),
+        "num_attention_heads": clip.whole("attention.head_count"),
+        "image_size": clip.whole("image_size"),
+        "patch_size": clip.whole("patch_size"),
+        "layer_norm_eps": clip.number("attention.layer_norm_epsilon"),
+        "hidden_act": gelu if act == "gelu" else act,
+    }
+
+
+def square(clip: Clip) -> dict[str, int]:
+    side = clip.whole("image_size")
+    return {"height": side, "width": side}
