@@ -84,12 +84,11 @@ void pick(const Moe& m, const float* logits, int64_t n, int32_t* expert, float* 
 }
 
 // Pairs (token, k) sorted by expert.
-void group_pairs(ExpertRows& r, int64_t experts) {
-    const int64_t n = int64_t(r.expert.size());
+void group_pairs(ExpertRows& r, int64_t n, int64_t experts) {
     r.start.assign(size_t(experts + 1), 0);
     r.pair.resize(size_t(n));
     r.place.resize(size_t(n));
-    for (int32_t e : r.expert) r.start[size_t(e + 1)]++;
+    for (int64_t i = 0; i < n; i++) r.start[size_t(r.expert[size_t(i)]) + 1]++;
     for (int64_t e = 0; e < experts; e++) r.start[size_t(e + 1)] += r.start[size_t(e)];
     std::vector<int32_t> next(r.start.begin(), r.start.end() - 1);
     for (int64_t i = 0; i < n; i++) {
@@ -111,17 +110,24 @@ void Run::route(const Sublayer& s, const Moe& m) {
     share(P_MOE, count, 1, [&](Range r) {
         for (int64_t t = r.first; t < r.last; t++) prepare_row(m.in, s.pre, from + t * w.hidden_ld, w.in, t);
     });
-    Store to;
-    to.out = w.router;
-    to.ld = w.router_ld;
-    share(P_MOE, m.router.w.tiles(), 1, [&](Range tiles) { linear(m.router, w.in, 0, count, tiles, to); });
-    share(P_MOE, 1, 1, [&](Range) {
-        ExpertRows& r = w.experts;
-        r.expert.resize(size_t(count * m.top_k));
-        r.weight.resize(size_t(count * m.top_k));
-        for (int64_t t = 0; t < count; t++)
+    const int64_t tiles = m.router.w.tiles();
+    share(P_MOE, tiles + m.shared_gate.w.tiles(), 1, [&](Range r) {
+        Store to;
+        to.out = w.router;
+        to.ld = w.router_ld;
+        linear(m.router, w.in, 0, count, {r.first, std::min(r.last, tiles)}, to);
+        to.out += tiles * LANES;
+        if (r.last > tiles) linear(m.shared_gate, w.in, 0, count, {0, 1}, to);
+    });
+    ExpertRows& r = w.experts;
+    auto pick_all = [&](Range tokens) {
+        for (int64_t t = tokens.first; t < tokens.last; t++)
             pick(m, w.router + t * w.router_ld, m.router.w.rows, r.expert.data() + t * m.top_k, r.weight.data() + t * m.top_k);
-        group_pairs(r, m.router.w.rows);
+    };
+    if (count > SMALL) share(P_MOE, count, 1, pick_all);
+    share(P_MOE, 1, 1, [&](Range) {
+        if (count <= SMALL) pick_all({0, count});
+        group_pairs(r, count * m.top_k, m.router.w.rows);
     });
 }
 
@@ -149,61 +155,63 @@ void Run::gather_pairs(const Moe& m) {
     });
 }
 
-// body(expert, first row, end row, tiles) for the tiles of all experts that have rows, one expert after the other. How many
-// they are is known inside a chunk only: a thread that comes late to a phase must count the same chunks as the others.
+// body(expert, rows, tiles) for the tiles of the shared expert, which takes all tokens, and of those that have rows, cut into
+// parts of as much work. How much that is is known inside a chunk only: a thread that comes late to a phase must count the same
+// chunks as the others.
 template <class Body>
 void Run::each_expert(const Moe& m, bool down, Body&& body) {
-    const ExpertRows& rows = w.experts;
-    const int64_t tiles = (down ? m.experts[0].down : m.experts[0].up).w.tiles(), parts = UNEVEN * threads;
+    const ExpertRows& all = w.experts;
+    const int64_t parts = UNEVEN * threads;
     share(P_MOE, parts, 1, [&](Range r) {
-        const int64_t total = int64_t(rows.active.size()) * tiles, end = total * r.last / parts;
-        for (int64_t i = total * r.first / parts; i < end;) {
-            const size_t e = size_t(rows.active[size_t(i / tiles)]);
-            const int64_t t0 = i % tiles, t1 = std::min(tiles, t0 + end - i);
-            body(m.experts[e], rows.start[e], rows.start[e + 1], Range{t0, t1});
-            i += t1 - t0;
+        const int64_t shared = m.has_shared ? 1 : 0, n = shared + int64_t(all.active.size());
+        auto expert = [&](int64_t i) -> const Mlp& { return i < shared ? m.shared : m.experts[size_t(all.active[size_t(i - shared)])]; };
+        auto rows = [&](int64_t i) {
+            if (i < shared) return Range{0, count};
+            const size_t e = size_t(all.active[size_t(i - shared)]);
+            return Range{all.start[e], all.start[e + 1]};
+        };
+        auto tile_work = [&](int64_t i) {  // to read it takes as long as to multiply it by some rows
+            const Linear& l = down ? expert(i).down : expert(i).up;
+            return l.w.cols * (8 + rows(i).last - rows(i).first);
+        };
+        auto tiles = [&](int64_t i) { return (down ? expert(i).down : expert(i).up).w.tiles(); };
+        int64_t total = 0, at = 0;
+        for (int64_t i = 0; i < n; i++) total += tiles(i) * tile_work(i);
+        const int64_t begin = total * r.first / parts, end = total * r.last / parts;
+        for (int64_t i = 0; i < n && at < end; at += tiles(i) * tile_work(i), i++) {
+            auto tile_at = [&](int64_t work) { return std::clamp<int64_t>((work - at + tile_work(i) - 1) / tile_work(i), 0, tiles(i)); };
+            const Range some{begin > at ? tile_at(begin) : 0, tile_at(end)};
+            if (some.first < some.last) body(expert(i), rows(i), some);
         }
     }, UNEVEN);
 }
 
+// Leaves what experts make of their rows in w.pairs_out, and what the shared one makes of all in w.tmp.
 void Run::experts(const Moe& m) {
-    each_expert(m, false, [&](const Mlp& e, int64_t a, int64_t b, Range tiles) {
-        gated(e, w.pairs_in, a, b - a, tiles, w.pairs_mid.x + a * w.pairs_mid.ldx + tiles.first * LANES, w.pairs_mid.ldx);
+    const bool one = count == 1 && !m.weigh_input;  // then all rows are the same
+    if (!one) gather_pairs(m);
+    each_expert(m, false, [&](const Mlp& e, Range rows, Range tiles) {
+        const InputBuffer &from = one || &e == &m.shared ? w.in : w.pairs_in, &to = &e == &m.shared ? w.mid : w.pairs_mid;
+        float* out = to.x + rows.first * to.ldx + tiles.first * LANES;
+        gated(e, from, one ? 0 : rows.first, rows.last - rows.first, tiles, out, to.ldx);
     });
     const ExpertRows& r = w.experts;
-    share(P_MOE, count * m.top_k, 1, [&](Range rows) {
+    const int64_t pairs = count * m.top_k;
+    share(P_MOE, pairs + (m.has_shared ? count : 0), 1, [&](Range rows) {
         for (int64_t i = rows.first; i < rows.last; i++)
-            quantize_row(m.experts[size_t(r.expert[size_t(r.pair[size_t(i)])])].mid, w.pairs_mid, i);
+            if (i < pairs) quantize_row(m.experts[size_t(r.expert[size_t(r.pair[size_t(i)])])].mid, w.pairs_mid, i);
+            else quantize_row(m.shared.mid, w.mid, i - pairs);
     });
-    each_expert(m, true, [&](const Mlp& e, int64_t a, int64_t b, Range tiles) {
+    each_expert(m, true, [&](const Mlp& e, Range rows, Range tiles) {
         Store to;
-        to.out = w.pairs_out + a * w.hidden_ld;
+        to.out = (&e == &m.shared ? w.tmp : w.pairs_out) + rows.first * w.hidden_ld;
         to.ld = w.hidden_ld;
-        linear(e.down, w.pairs_mid, a, b - a, tiles, to);
+        linear(e.down, &e == &m.shared ? w.mid : w.pairs_mid, rows.first, rows.last - rows.first, tiles, to);
     });
-}
-
-// Leaves the shared expert's output in w.tmp, and its gate's logits in w.router (routing is done: it is free).
-void Run::shared_expert(const Moe& m) {
-    const Mlp& e = m.shared;
-    share(P_MOE, e.up.w.tiles(), 1, [&](Range tiles) { gated(e, w.in, 0, count, tiles, w.mid.x + tiles.first * LANES, w.mid.ldx); });
-    if (m.shared_gate.present())
-        share(P_MOE, 1, 1, [&](Range) {
-            Store gate;
-            gate.out = w.router;
-            gate.ld = w.router_ld;
-            linear(m.shared_gate, w.in, 0, count, {0, m.shared_gate.w.tiles()}, gate);
-        });
-    share(P_MOE, count, 1, [&](Range r) {
-        for (int64_t t = r.first; t < r.last; t++) quantize_row(e.mid, w.mid, t);
-    });
-    Store result;
-    result.out = w.tmp;
-    result.ld = w.hidden_ld;
-    share(P_MOE, e.down.w.tiles(), 1, [&](Range tiles) { linear(e.down, w.mid, 0, count, tiles, result); });
 }
 
 void Run::combine(const Sublayer& s, const Moe& m) {
+    const float* gates = w.router + m.router.w.tiles() * LANES;
     share(P_MOE, count, 1, [&](Range r) {
         for (int64_t t = r.first; t < r.last; t++) {
             float *y = own.mid.x, *x = w.x + t * w.hidden_ld;
@@ -214,7 +222,7 @@ void Run::combine(const Sublayer& s, const Moe& m) {
                 ops.add_scaled(y, w.pairs_out + w.experts.place[size_t(i)] * w.hidden_ld, weight, p.hidden);
             }
             if (m.has_shared) {
-                const float gate = m.shared_gate.present() ? 1.0f / (1.0f + std::exp(-w.router[t * w.router_ld])) : 1.0f;
+                const float gate = m.shared_gate.present() ? 1.0f / (1.0f + std::exp(-gates[t * w.router_ld])) : 1.0f;
                 ops.add_scaled(y, w.tmp + t * w.hidden_ld, gate, p.hidden);
             }
             if (s.post.present()) norm_row(s.post, y, y);
@@ -225,9 +233,7 @@ void Run::combine(const Sublayer& s, const Moe& m) {
 
 void Run::mix(const Sublayer& s, const Moe& m) {
     route(s, m);
-    gather_pairs(m);
     experts(m);
-    if (m.has_shared) shared_expert(m);
     combine(s, m);
 }
 

@@ -117,7 +117,7 @@ struct Mlp {
 };
 
 struct Moe {
-    static constexpr int64_t PHASES = 14;
+    static constexpr int64_t PHASES = 10;
     Linear router, shared_gate;
     std::vector<Mlp> experts;  // all take `in` with the same keys
     Mlp shared;

@@ -136,7 +136,6 @@ private:
     template <class Body>
     void each_expert(const Moe& m, bool down, Body&& body);
     void experts(const Moe& m);
-    void shared_expert(const Moe& m);
     void combine(const Sublayer& s, const Moe& m);
 
     // sampling.cpp

@@ -109,7 +109,7 @@ struct Widths {
         linear(ops, m.shared_gate);
         for (const Mlp& e : m.experts) mixer(ops, e);
         if (m.has_shared) mixer(ops, m.shared);
-        experts = std::max(experts, pad16(m.router.w.rows));
+        experts = std::max(experts, pad16(m.router.w.rows) + LANES);  // and the gate of the shared one
         top_k = std::max(top_k, m.top_k);
         moe = std::max(moe, m.experts[0].mid.width);
     }
@@ -137,6 +137,8 @@ Workspace::Workspace(const Program& p, const Ops& ops, int thread_count) : threa
     router_ld = w.experts;
     moe_width = w.moe;
     moe_pairs = CHUNK * w.top_k;
+    experts.expert.resize(size_t(moe_pairs));
+    experts.weight.resize(size_t(moe_pairs));
     const int64_t rows = std::max(QUERY_ROWS, w.heads);
     x = take<float>(CHUNK * hidden_ld);
     tmp = take<float>(CHUNK * hidden_ld);
