@@ -91,9 +91,8 @@ FAMILY = Family(
     ("MiniCPM3ForCausalLM",),
     build,
     (
-        Tiny(dict(SIZES, rope_parameters=LONG)),
-        Tiny(dict(SIZES, scale_emb=12, dim_model_base=256, v_head_dim=24, rope_parameters=LONG)),
-        Tiny(dict(SIZES, q_lora_rank=None, tie_word_embeddings=False)),
+        Tiny(dict(SIZES, **MULTIPLIERS, rope_parameters=LONG)),
+        Tiny(dict(SIZES, v_head_dim=24, q_lora_rank=None, tie_word_embeddings=False)),
     ),
     GGUF,
 )
