@@ -36,6 +36,7 @@ FAMILIES: dict[str, tuple[str, str | None]] = {
     "deepseek_v2": ("deepseek-ai/DeepSeek-V2-Lite-Chat", "deepseek"),
     "deepseek_v3": ("deepseek-ai/DeepSeek-V3", "deepseek-v3"),
     "ernie4_5": ("baidu/ERNIE-4.5-0.3B-PT", None),
+    "ernie4_5_moe": ("baidu/ERNIE-4.5-21B-A3B-PT", None),
     "exaone": ("LGAI-EXAONE/EXAONE-3.5-7.8B-Instruct", None),
     "exaone4": ("LGAI-EXAONE/EXAONE-4.0-32B", None),
     "falcon": ("tiiuae/falcon-7b-instruct", "falcon"),

@@ -24,6 +24,7 @@ def build(config: Fields) -> Built:
     )
 
 
+GGUF = Gguf("ernie4_5", "ernie4_5", BLOCK, interleaved_qk=True, biases=False, fields={"hidden_act": "silu"})
 FAMILY = Family(
     "ernie4_5",
     "ERNIE 4.5 0.3B",
@@ -33,5 +34,5 @@ FAMILY = Family(
         Tiny(dict(head_dim=32)),
         Tiny(dict(head_dim=24, num_key_value_heads=1, use_bias=True, tie_word_embeddings=False)),
     ),
-    Gguf("ernie4_5", "ernie4_5", BLOCK, interleaved_qk=True, biases=False, fields={"hidden_act": "silu"}),
+    GGUF,
 )
