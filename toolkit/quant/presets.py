@@ -26,7 +26,6 @@ PRESETS = {
     "balanced": Preset(calib_samples=None, tune_steps=64, tune_steps_8bit=0, iters=200, eval_tokens=24576),
     "best": Preset(calib_samples=128, tune_steps=192, tune_steps_8bit=64, iters=1000, eval_tokens=24576),
 }
-USUAL = PRESETS["balanced"]
 
 
 def choose_preset(name: str) -> Preset:
