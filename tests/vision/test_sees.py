@@ -16,6 +16,7 @@ from PIL import Image
 
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.inspect import inspect
+from toolkit.artifacts.manifest import content_digest
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.convert.convert import convert
 from toolkit.convert.formats import rewrite
@@ -259,7 +260,9 @@ def test_gguf_sees_the_same(seeing: Seeing, tmp_path: Path, monkeypatch: pytest.
     found = run(opened(tmp_path / "m.gguf", "pytorch"), request("a", ids, pictures, logits="all"))["a"]
     np.testing.assert_allclose(np.concatenate(found[1]), np.concatenate(expected[1]), rtol=1e-4, atol=1e-4)
     assert found[0] == expected[0]
+    digest = content_digest(tmp_path / "m.gguf")
     (tmp_path / "mmproj-m.gguf").unlink()
+    assert content_digest(tmp_path / "m.gguf") != digest
     assert load_spec(open_checkpoint(tmp_path / "m.gguf"))[0].vision is None
 
 

@@ -16,6 +16,7 @@ from toolkit.record import later, plain, read
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
+EYES = "mmproj*.gguf"  # what a GGUF file's model sees with, in the same directory
 TENSORS = (".safetensors", ".gguf")  # how names of files of tensors end
 _LONGEST_NAME, _DEEPEST = 255, 16  # bytes of a part of a file's name, and parts
 KINDS = ("checkpoint", "quantized", "engine", "calibration")
@@ -209,10 +210,12 @@ def content_digest(path: Path) -> str:
 
     Raises ToolkitError for tensors of an artifact that are not those which were written.
     """
-    if path.is_file():
+    files = content_files(path)
+    if path.is_file() and len(files) == 1:
         return f"sha256:{file_digest(path)}"
-    names = [file.name for file in content_files(path)]
-    manifest = read_manifest(path)
+    names = [file.name for file in files]
+    manifest = None if path.is_file() else read_manifest(path)
+    path = files[0].parent if path.is_file() else path
     recorded = {entry.name: entry.sha256 for entry in manifest.files} if manifest is not None else {}
     lines = []
     for name in names:
@@ -224,9 +227,10 @@ def content_digest(path: Path) -> str:
 
 
 def content_files(path: Path) -> list[Path]:
-    """A GGUF file, or the files of a model directory that count as its content, by name."""
+    """A GGUF file with those beside it that it may see with, or the files of a model directory that count as its
+    content, by name."""
     if path.is_file():
-        return [path]
+        return [path, *(file for file in sorted(path.parent.glob(EYES)) if file != path and file.is_file())]
     found = {file.name for pattern in _CONTENT for file in path.glob(pattern) if file.is_file()} - {MANIFEST}
     return [path / name for name in sorted(found)]
 

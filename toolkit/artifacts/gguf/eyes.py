@@ -12,6 +12,7 @@ import numpy as np
 
 from toolkit.artifacts.gguf.architectures import row_order
 from toolkit.artifacts.gguf.container import GgufContainer, read_container
+from toolkit.artifacts.manifest import EYES
 from toolkit.artifacts.safetensors_file import TensorInfo
 from toolkit.errors import ToolkitError
 from toolkit.models.family import Family
@@ -23,7 +24,7 @@ from toolkit.models.vision import VisionSpec, tensors
 if TYPE_CHECKING:
     from torch import Tensor
 
-FILE, PATTERN = "mmproj.gguf", "mmproj*.gguf"  # beside model.gguf, and as it is looked for
+FILE = "mmproj.gguf"  # beside model.gguf
 _FLOATS = ("F32", "F16", "BF16")
 _SWAPPED = {"up": "down", "down": "up"}
 
@@ -163,7 +164,7 @@ def open_eyes(path: Path, language: GgufContainer) -> Eyes | None:
     """What stands beside the language model at ``path``: ``mmproj-`` and its name, or the first by name that fits its
     width; None where there is none. Raises ToolkitError for one that cannot be read."""
     named = path.with_name(f"mmproj-{path.name}")
-    others = [file for file in sorted(path.parent.glob(PATTERN)) if file not in (named, path)]
+    others = [file for file in sorted(path.parent.glob(EYES)) if file not in (named, path)]
     width = language.metadata.get(f"{language.metadata.get('general.architecture')}.embedding_length")
     for file in [named] * named.is_file() + others:
         container = read_container(file)
