@@ -86,7 +86,7 @@ class Awq:
     rounding: str = option("nearest", "nearest, or gptq: AWQ's scales, then GPTQ's error feedback.")
     damp: float = option(0.01, "GPTQ: share of the mean diagonal added to XᵀX.")
     shrink: float = option(
-        0.1, "GPTQ: share by which XᵀX counts less off its diagonal, so that the loss carries over to other text."
+        0.4, "GPTQ: share by which XᵀX counts less off its diagonal, so that the loss carries over to other text."
     )
     desc_act: bool = option(False, "GPTQ: columns with the largest inputs first.")
     static_groups: bool = option(

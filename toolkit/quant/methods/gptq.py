@@ -175,17 +175,18 @@ def _split(
 @dataclass(frozen=True)
 class Factor:
     """``order``: int64 [n], the columns in the order they are rounded; ``xtx`` [n, n]: what was factored, as it came;
-    ``upper`` [n, n]: the upper Cholesky factor of the inverse of the damped H, in that order."""
+    ``upper`` [n, n]: the upper Cholesky factor of the inverse of H, shrunk by ``share`` and damped, in that order."""
 
     order: Tensor
     xtx: Tensor
     upper: Tensor
+    share: float
 
     def block(self, columns: Tensor) -> Tensor:
-        """H of some columns (their places in the weight, not in ``order``), not damped."""
+        """H of some columns (their places in the weight, not in ``order``), shrunk, not damped."""
         if len(columns) == len(self.xtx):
             return self.xtx  # one group a row: as large as anything there is
-        return self.xtx[columns[:, None], columns]
+        return shrink(self.xtx[columns[:, None], columns], self.share)
 
 
 def inverse_factor(xtx: Tensor, rounding: Rounding) -> Factor:
@@ -217,7 +218,7 @@ def inverse_factor(xtx: Tensor, rounding: Rounding) -> Factor:
         damp = max(damp * 10, 1e-4)
     upper = inverse.flip(0, 1)
     del inverse
-    return Factor(order, xtx, upper.to(xtx.dtype))
+    return Factor(order, xtx, upper.to(xtx.dtype), rounding.shrink)
 
 
 def shrink(xtx: Tensor, share: float) -> Tensor:
