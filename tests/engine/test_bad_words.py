@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from toolkit.box.box import Ticket
 from toolkit.engine import bad_words
 from toolkit.engine.bad_words import BadWords, BadWordState
+from toolkit.engine.constraints import Constraints
+from toolkit.engine.request import SamplingParams
 
 AB = st.binary(max_size=6).map(lambda b: bytes(97 + x % 3 for x in b))
 VOCABULARY = [b"", *(bytes(t) for n in (1, 2, 3) for t in itertools.product(b"abc", repeat=n)), b"abcabc", b"\xff\xff"]
@@ -39,6 +43,21 @@ def test_equals_a_search_through_the_vocabulary(words: list[bytes], tokens: list
         assert set(banned) == naive(VOCABULARY, words, text)
         state.add(token)
         text += VOCABULARY[token]
+
+
+def test_a_tokenizer_is_opened_once_and_not_before_it_is_needed() -> None:
+    """It takes longer than all else of a start."""
+    opened = []
+
+    def open_tokenizer() -> Any:
+        opened.append(1)
+        return SimpleNamespace(token_bytes=VOCABULARY)
+
+    constraints = Constraints(open_tokenizer, len(VOCABULARY))
+    assert constraints.find(SamplingParams(1)) is not None and not opened
+    assert constraints.build(SamplingParams(1, bad_words=["ab"]), Ticket()).words is not None
+    constraints.prepare()
+    assert len(opened) == 1
 
 
 def test_hashes_that_meet_ban_nothing_too_much(monkeypatch: pytest.MonkeyPatch) -> None:

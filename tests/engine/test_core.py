@@ -74,6 +74,19 @@ def test_who_asks_is_told_how_far_a_prompt_has_come(fake: Any) -> None:
     assert all(o.processed is None for o in fake.run(core)["b"])
 
 
+def test_what_is_told_of_a_prompt_never_goes_back(fake: Any) -> None:
+    """Also where it has to give up its blocks in the midst."""
+    core = fake.make_core((None,), VOCAB, max_prefill_token_num=7)
+    core.add(replace(request("a", list(range(1, 24)), 3), progress=True))
+    outputs = core.step() + core.step()
+    core.scheduler.preempt(core.scheduler.running[0])
+    while core.has_work:
+        outputs += core.step()
+    told = [o.processed for o in outputs if o.processed is not None]
+    assert told[:3] == [0, 7, 14] and told[-1] == 23 and told == sorted(set(told))
+    assert len(fake.tokens_of(outputs)) == 3 and core.blocks.usage() == 0
+
+
 @st.composite
 def scenarios(draw: Any) -> dict[str, Any]:
     """Arrivals, aborts, sizes and limits of every kind; prompts share prefixes often."""

@@ -199,11 +199,14 @@ class StepResults:
 
 
 def progress_of(reached: Iterable[tuple[Sequence, int]]) -> Iterator[EngineOutput]:
-    """How far prompts have come, of those requests that asked for it: up to the given places."""
+    """How far prompts have come, of those requests that asked for it: up to the given places. One that is computed
+    again, since it had to give up its blocks, is told of once it is farther than before."""
     for seq, stop in reached:
-        if seq.request.progress and not seq.finished and seq.known == seq.prompt_len:
+        processed = min(stop, seq.prompt_len)
+        if seq.request.progress and not seq.finished and seq.known == seq.prompt_len and processed > seq.told:
+            seq.told = processed
             now = time.perf_counter()
-            yield EngineOutput(seq.id, cached_tokens=seq.cached_tokens, processed=min(stop, seq.prompt_len), time=now)
+            yield EngineOutput(seq.id, cached_tokens=seq.cached_tokens, processed=processed, time=now)
 
 
 def _processed(seq: Sequence, logits: NDArray[np.float32]) -> NDArray[np.float32]:

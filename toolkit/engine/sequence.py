@@ -64,6 +64,7 @@ class Sequence:
         self.branch = 0
         self.cached_tokens = 0
         self.admitted = False
+        self.told = -1  # prompt tokens that its client knows to be computed, where it asked
         self.finished = False
         self.collected = 0
         self.stop_ids = frozenset(self.params.stop_token_ids)
