@@ -94,6 +94,17 @@ def test_canvases_are_cut_into_whole_tiles(name: str) -> None:
         make(Fields(config), Fields({}))
 
 
+def test_a_canvas_is_one_that_the_tower_knows() -> None:
+    make, tiny = get("mllama").recipe, get("mllama").tiny[0]
+    assert make is not None
+    vision = tiny.fields["vision_config"] | {"supported_aspect_ratios": [[1, 1], [1, 2]]}
+    recipe = make(Fields({**tiny.fields, "vision_config": vision}), Fields(tiny.preprocessor))
+    assert {prepare(recipe, picture(*size)).grid for size in SIZES} <= {(1, 1), (1, 2)}
+    with pytest.raises(ToolkitError, match="max_image_tiles: found 1, expected as many as one of"):
+        vision["supported_aspect_ratios"] = [[1, 2]]
+        make(Fields({**tiny.fields, "vision_config": vision}), Fields({**tiny.preprocessor, "max_image_tiles": 1}))
+
+
 def test_an_absent_patch_size_of_pixtral_is_16() -> None:
     config = Fields({"model_type": "pixtral", "image_size": 1024})
     assert pixtral_tower(config).patch == fit_recipe(config, Fields({}), merge=1).unit == 16

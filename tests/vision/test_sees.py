@@ -24,7 +24,7 @@ from toolkit.convert.options import Packing
 from toolkit.engine.core import EngineCore
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineRequest, SamplingParams
-from toolkit.engine.spans import axes_of, find_spans
+from toolkit.engine.spans import axes_of, find_spans, runs_of
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.mmproj import Mmproj
 from toolkit.models.registry import families, get, load_spec
@@ -352,6 +352,20 @@ def test_what_is_looked_at_comes_and_goes(tiny_models: Any) -> None:
     late = run(tight, request("a", [7, 8, 9, *ids], pictures, logits="all"))["a"][1]
     text = run(tight, request("a", [7, 8, 9], [], logits="all"))["a"][1]
     np.testing.assert_allclose(np.concatenate(late)[:3], np.concatenate(text)[:3], rtol=1e-5, atol=1e-5)
+    assert len(tight.runner._steps._pictures) == 1  # of the two that the request before had
+
+
+def test_pictures_that_touch_do_not_see_each_other(tiny_models: Any) -> None:
+    """Cached blocks of the first know nothing of the second; logits of a whole picture come though they are many."""
+    pictures = [Picture(np.zeros((1, 3, 1, 1), np.float32), (1, 1), (1, 1), 4, bytes([i])) for i in range(2)]
+    ids = [1, *[5] * 8, 2]
+    assert runs_of(find_spans(ids, pictures, 5)).tolist() == [[1, 5], [5, 9]]
+    split = [1, 5, 5, 2, 5, 5, *[5] * 4]
+    assert runs_of(find_spans(split, pictures, 5)).tolist() == [[1, 3], [4, 6], [6, 10]]
+    seeing = Seeing("gemma3", 0, tiny_models("gemma3"))
+    core, each = opened(seeing.path, "pytorch", max_logit_bytes=1), seeing.prompt(PICTURES)
+    found = run(core, request("a", *each, logits="all"))["a"][1]
+    assert core.scheduler.max_rows_per_step == 4 and len(np.concatenate(found)) >= len(each[0])
 
 
 def test_a_new_cache_loses_no_picture(tiny_models: Any) -> None:

@@ -59,7 +59,8 @@ class EngineCore:
         self.blocks = BlockManager(
             spec.cache_groups, options.num_blocks, size, options.max_batch_size, max(self.max_len, 1)
         )
-        rows = max(1, options.max_logit_bytes // (4 * spec.vocab_size))
+        together = 0 if spec.vision is None else spec.vision.together
+        rows = max(1, together, options.max_logit_bytes // (4 * spec.vocab_size))
         self.scheduler = Scheduler(self.blocks, options, rows)
         self._axes = spec.vision is not None and spec.vision.axes
         self.builder = StepBuilder(self.blocks, options.max_batch_size, spec.vocab_size, 3 if self._axes else 1)

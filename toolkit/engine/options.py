@@ -14,7 +14,7 @@ class EngineOptions:
     ``max_prefill_token_num``.
     ``prefix_caching``: requests share the KV blocks of equal prefixes; without it only the turns of one session do.
     ``max_logit_bytes``: float32 logits rows that one step may return to the host (it limits the chunks of requests
-    that want a row for every token).
+    that want a row for every token; a picture whose tokens see each other is computed whole, though).
     ``lookahead``: schedule the next step while one runs; None = where the runner's ``submit`` returns at once.
     ``pictures_together``: pictures that are encoded at once, at most. ``pictures_kept``: of running requests to models
     that keep keys and values of pictures; one request may have more.

@@ -68,9 +68,11 @@ class Sight:
         for i, seq in enumerate(step.plan.sequences()):
             start = lengths[i] - (cu[i + 1] - cu[i])
             found += [(a - start + cu[i], b - start + cu[i], p) for a, b, p in looks_of(seq.spans, start, lengths[i])]
-        if not found:
-            return None
         wanted = {picture.digest: picture for _, _, pictures in found for picture in pictures}
+        spare = [d for d, number in self._numbers.items() if number >= self._count and d not in wanted]
+        gone = [self._numbers.pop(digest) for digest in spare]
+        if not found and not gone:
+            return None
         missing = {digest: picture for digest, picture in wanted.items() if digest not in self._numbers}
         rows = self._rows(missing) if missing else {}
         for digest in wanted:
@@ -80,9 +82,10 @@ class Sight:
         return Views(
             rows=np.concatenate([np.zeros((0, self._runner.spec.hidden_size), np.float32), *rows.values()]),
             new=np.array([(self._numbers[d], len(r)) for d, r in rows.items()], np.int32).reshape(-1, 2),
-            tokens=np.array([(a, b) for a, b, _ in found], np.int32),
+            gone=np.array(gone, np.int32),
+            tokens=np.array([(a, b) for a, b, _ in found], np.int32).reshape(-1, 2),
             ptr=np.cumsum([0, *map(len, seen)], dtype=np.int32),
-            seen=np.concatenate([np.array(x, np.int32) for x in seen]),
+            seen=np.array([number for numbers in seen for number in numbers], np.int32),
         )
 
     def _number(self, digest: bytes, wanted: dict[bytes, Picture]) -> int:
@@ -92,7 +95,8 @@ class Sight:
             return self._numbers[digest]
         idle = next((d for d in self._numbers if d not in wanted), None)
         if idle is None or len(self._numbers) < self._count:
-            return len(self._numbers)
+            used = set(self._numbers.values())
+            return next(number for number in range(len(used) + 1) if number not in used)
         return self._numbers.pop(idle)
 
     def _rows(self, pictures: dict[bytes, Picture]) -> dict[bytes, Rows]:

@@ -35,10 +35,9 @@ def find_spans(token_ids: Sequence[int], pictures: Sequence[Picture], image_toke
 
 
 def runs_of(spans: Sequence[Span]) -> NDArray[np.int64]:
-    """(first, stop) of the places of pictures that stand side by side, [runs, 2]."""
-    places = np.concatenate([span.places for span in spans])
-    breaks = np.flatnonzero(np.diff(places) > 1)
-    return np.stack([places[np.r_[0, breaks + 1]], places[np.r_[breaks, -1]] + 1], 1)
+    """(first, stop) of the places of each picture that stand side by side, [runs, 2]."""
+    parts = [part for span in spans for part in np.split(span.places, np.flatnonzero(np.diff(span.places) > 1) + 1)]
+    return np.array([(part[0], part[-1] + 1) for part in parts], np.int64)
 
 
 def looks_of(spans: Sequence[Span], start: int, stop: int) -> list[tuple[int, int, list[Picture]]]:

@@ -162,15 +162,15 @@ class Recipe:
 
     ``kind``: "square" (to ``size``, its sides' ratio be what it may), "crop" (the short side to ``short``, then the
     middle ``size``; ``pad``: made square first), "boxed" (the long side to ``size``, the short one at least ``least``,
-    then made square), "canvas" (the grid of up to ``most`` tiles that it fits into with the least change, black where
-    it does not reach), "scan" (to ``size``; where one side is ``steep`` times the other at least it is also cut across
-    that one into up to ``most`` parts, no side of them below ``least``), "anyres" (the canvas of ``canvases`` that
-    holds most of it, cut into tiles of ``size``, and the whole), "tiles" (the grid of ``least`` to ``most`` tiles
-    nearest in ratio, and the whole behind them), "split" (the long side to ``long``, cut into tiles of ``size``, and
-    the whole behind), "fit" (the long side to at most ``long``, both to multiples of ``unit``), "area" (both to
-    multiples of ``unit``, ``least`` to ``most`` pixels in all; one with a side below ``short`` is enlarged first).
-    Sizes are (height, width). ``unit``: pixels along a side of what one token tells. ``resample``: Pillow's number of
-    the filter. Numbers are ``(value / 255 - mean) / std``.
+    then made square), "canvas" (the one of ``canvases``, of up to ``most`` tiles, that it fits into with the least
+    change, black where it does not reach), "scan" (to ``size``; where one side is ``steep`` times the other at least it
+    is also cut across that one into up to ``most`` parts, no side of them below ``least``), "anyres" (the canvas of
+    ``canvases`` that holds most of it, cut into tiles of ``size``, and the whole), "tiles" (the grid of ``least`` to
+    ``most`` tiles nearest in ratio, and the whole behind them), "split" (the long side to ``long``, cut into tiles of
+    ``size``, and the whole behind), "fit" (the long side to at most ``long``, both to multiples of ``unit``), "area"
+    (both to multiples of ``unit``, ``least`` to ``most`` pixels in all; one with a side below ``short`` is enlarged
+    first). Sizes are (height, width). ``unit``: pixels along a side of what one token tells. ``resample``: Pillow's
+    number of the filter. Numbers are ``(value / 255 - mean) / std``.
 
     ``mark``: what stands for a picture in what a chat template has written; ``written``: what is written for one where
     the template writes none; ``token``: what the rows take the place of. ``spelled``: how a mark is spelled: "plain"

@@ -102,12 +102,13 @@ class Views:
     """Which pictures tokens look at, in models with cross layers; a runner keeps pictures by their numbers.
 
     ``rows`` [R, hidden]: of the pictures ``new`` [K, 2] (number, rows), in their order, which take the place of what
-    was kept under those numbers. ``tokens`` [W, 2]: (first, stop) of flat tokens that see the same pictures,
-    ``seen[ptr[i]:ptr[i + 1]]``. Tokens in none of them see none.
+    was kept under those numbers; of ``gone`` nothing is kept any more. ``tokens`` [W, 2]: (first, stop) of flat tokens
+    that see the same pictures, ``seen[ptr[i]:ptr[i + 1]]``. Tokens in none of them see none.
     """
 
     rows: F32
     new: I32
+    gone: I32
     tokens: I32
     ptr: I32
     seen: I32

@@ -120,13 +120,11 @@ def _boxed(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size
 def _on_canvas(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
     from PIL import Image as pillow
 
-    tile, count = recipe.size[0], range(1, recipe.most + 1)
-    grids = [(rows, columns) for rows in count for columns in count if rows * columns <= recipe.most]
-    scales = {(r, c): min(r * tile / image.height, c * tile / image.width) for r, c in grids}
+    tile = recipe.size[0]
+    scales = {(h, w): min(h / image.height, w / image.width) for h, w in recipe.canvases}
     enough = [scale for scale in scales.values() if scale >= 1]
     chosen = min(enough) if enough else max(scales.values())
-    grid = min((g for g in grids if scales[g] == chosen), key=lambda g: g[0] * g[1])
-    high, wide = grid[0] * tile, grid[1] * tile
+    high, wide = min((size for size in scales if scales[size] == chosen), key=lambda size: size[0] * size[1])
     height, width = min(max(image.height, tile), high), min(max(image.width, tile), wide)
     down, across = height / image.height, width / image.width
     if across < down:
@@ -135,7 +133,7 @@ def _on_canvas(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], 
         width = min(max(math.floor(image.width * down), 1), width)
     canvas = pillow.new("RGB", (wide, high))
     canvas.paste(_resized(image, (height, width), recipe.resample), (0, 0))
-    return list(_cut(canvas, recipe.size)), grid
+    return list(_cut(canvas, recipe.size)), (high // tile, wide // tile)
 
 
 def _scan(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:

@@ -112,18 +112,22 @@ def scan_recipe(tower: Fields, config: Fields, tokens: int) -> Recipe:
     )
 
 
-def canvas_recipe(tower: Fields, config: Fields) -> Recipe:
-    """Llama 3.2 Vision's: as many tiles as it fits into, one token that stands for all."""
+def canvas_recipe(tower: Fields, config: Fields, shapes: tuple[tuple[int, int], ...]) -> Recipe:
+    """Llama 3.2 Vision's: the one of ``shapes`` (rows and columns of tiles) that it fits into, one token for all."""
     image, patch = side(tower, "image_size", 448), side(tower, "patch_size", 14)
     size = both_sides(config, "size", (image, image))
     if size != (image, image):
         config.fail("size", size[0], f"{image}, the tower's image_size")
-    most = tower.integer("max_num_tiles", default=4, high=64)
+    most = config.integer("max_image_tiles", default=tower.integer("max_num_tiles", high=64), high=64)
+    fitting = tuple((image * rows, image * columns) for rows, columns in shapes if rows * columns <= most)
+    if not fitting:
+        config.fail("max_image_tiles", most, f"as many as one of {list(shapes)}, rows and columns of tiles")
     return Recipe(
         kind="canvas",
         size=size,
         unit=patch,
-        most=config.integer("max_image_tiles", default=most, high=most),
+        canvases=fitting,
+        most=max(height * width for height, width in fitting) // image**2,
         per_tile=-(-((image // patch) ** 2 + 1) // 8) * 8,
         mark="<|image|>",
         written="<|image|>",
@@ -166,25 +170,24 @@ def canvases(config: Fields, default: tuple[tuple[int, int], ...], tower: Fields
     return tuple((c[0], c[1]) for c in value)
 
 
-def area_recipe(config: Fields, **changes: Any) -> Recipe:
+def area_recipe(config: Fields) -> Recipe:
     """Qwen2-VL's: both sides to multiples of a token's, so many pixels at least and at most."""
     size = config.nested("size") or Fields({}, config.source)
     limit = 1 << 30
     least = size.integer("shortest_edge", default=56 * 56, high=limit)
     most = size.integer("longest_edge", default=28 * 28 * 1280, high=limit)
     unit = config.integer("patch_size", default=14, high=1024) * config.integer("merge_size", default=2, high=16)
-    made: dict[str, Any] = {
-        "kind": "area",
-        "size": (0, 0),
-        "unit": unit,
-        "least": config.integer("min_pixels", default=least, high=limit),
-        "most": config.integer("max_pixels", default=most, low=unit**2, high=limit),
-        "mark": "<|image_pad|>",
-        "written": "<|vision_start|><|image_pad|><|vision_end|>",
-        "token": "<|image_pad|>",
+    return Recipe(
+        kind="area",
+        size=(0, 0),
+        unit=unit,
+        least=config.integer("min_pixels", default=least, high=limit),
+        most=config.integer("max_pixels", default=most, low=unit**2, high=limit),
+        mark="<|image_pad|>",
+        written="<|vision_start|><|image_pad|><|vision_end|>",
+        token="<|image_pad|>",
         **colours(config),
-    }
-    return Recipe(**(made | changes))
+    )
 
 
 def split_recipe(tower: Fields, config: Fields, factor: int) -> Recipe:

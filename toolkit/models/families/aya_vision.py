@@ -3,6 +3,8 @@ Source: transformers ``AyaVisionForConditionalGeneration``, arXiv 2505.08751."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import tiles_recipe
 from toolkit.models.decoder import Built
@@ -34,7 +36,7 @@ def build(config: Fields) -> Built:
     language = language_of(config, default="cohere2")
     spec, factor = language[0], factor_of(config)
     tower = siglip_tower(vision_fields(config))
-    tower = type(tower)(**{**vars(tower), "taken": taken_layers(config, tower.layers, -1)})
+    tower = replace(tower, taken=taken_layers(config, tower.layers, -1))
     if tower.grid[0] % factor:
         config.fail("downsample_factor", factor, f"a divisor of {tower.grid[0]}, the patches along a side")
     if config.text("vision_feature_select_strategy", default="full", choices=("default", "full")) != "full":

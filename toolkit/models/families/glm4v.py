@@ -3,6 +3,7 @@ convolution. Source: transformers ``Glm4vForConditionalGeneration``, arXiv 2507.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from toolkit.models.config.fields import Fields
@@ -73,8 +74,8 @@ def build(config: Fields) -> Built:
 def recipe(config: Fields, preprocessor: Fields) -> Recipe:
     values = {"size": SIZE} | dict(preprocessor.values)
     made = area_recipe(Fields(values, preprocessor.source))
-    return area_recipe(
-        Fields(values, preprocessor.source),
+    return replace(
+        made,
         least=-(-made.least // 2),
         most=max(made.most // 2, made.unit**2),
         short=made.unit,

@@ -133,7 +133,7 @@ def build(config: Fields) -> Built:
 
 
 def recipe(config: Fields, preprocessor: Fields) -> Recipe:
-    return canvas_recipe(_given(config, "vision_config", VISION), preprocessor)
+    return canvas_recipe(_given(config, "vision_config", VISION), preprocessor, tower_of(config).shapes)
 
 
 FAMILY = Family(

@@ -190,9 +190,13 @@ class Steps:
         return found
 
     def _remember(self, batch: StepBatch) -> None:
-        """Keys and values of the pictures that are new."""
+        """Keys and values of the pictures that are new, none of those that are not wanted any more."""
         views = batch.views
-        if views is None or not len(views.new):
+        if views is None:
+            return
+        for number in views.gone.tolist():
+            self._pictures.pop(number, None)
+        if not len(views.new):
             return
         rows = self.device.put({"rows": views.rows})["rows"].to(self.decoder.table.dtype)
         self.adapters.use(None, self.decoder.ops)
@@ -239,7 +243,7 @@ class Steps:
         states = {group: t[f"table{group}"] for group, state in enumerate(kept) if state}
         angles, q_scales = self._positions.angles(t["rope"], t.get("axes")), self._positions.q_scales(t["rope"])
         context = StepContext(batch, self.cache, slots, states, angles, q_scales, dict(plans))
-        if (views := batch.views) is not None:
+        if (views := batch.views) is not None and len(views.tokens):
             seen = [tuple(part.tolist()) for part in np.split(views.seen, views.ptr[1:-1])]
             pairs = zip(views.tokens.tolist(), seen, strict=True)
             context.views, context.pictures = tuple((a, b, s) for (a, b), s in pairs), self._pictures
