@@ -12,12 +12,14 @@ import torch
 from safetensors.torch import load_file
 
 from toolkit.artifacts.checkpoint import open_checkpoint
-from toolkit.artifacts.gguf.architectures import hf_config
+from toolkit.artifacts.gguf.architectures import family_of, hf_config, hf_tensors
 from toolkit.artifacts.gguf.container import read_container
 from toolkit.artifacts.gguf.metadata import unsupported
 from toolkit.convert.formats import rewrite
+from toolkit.errors import ToolkitError
 from toolkit.models.gguf import Gguf
 from toolkit.models.registry import build, families, get, load_spec
+from toolkit.models.tiny import tiny_config
 
 SIZES = dict(
     vocab_size=100,
@@ -162,3 +164,69 @@ def test_dense_granite_4_is_granite(tiny_models: Any, tmp_path: Path) -> None:
     assert read_container(tmp_path / "m.gguf").metadata["general.architecture"] == "granite"
     again = open_checkpoint(tmp_path / "m.gguf")
     assert load_spec(again)[0].layers == load_spec(open_checkpoint(path))[0].layers
+
+
+@pytest.mark.parametrize(
+    "family, fields, says",
+    [
+        ("lfm2", {"layer_types": ["full_attention"] * 3}, "has none"),
+        ("lfm2", {"layer_types": ["conv"] * 3}, "in none"),
+        ("granitemoehybrid", {"layer_types": ["linear_attention"] * 3}, "in none"),
+        ("granitemoehybrid", {"layer_types": ["full_attention"] * 3, "position_embedding_type": "nope"}, "has none"),
+        ("nemotron_h", {"layers_block_type": ["mamba"] * 5}, "in none"),
+        ("nemotron_h", {"layers_block_type": ["attention"] * 5}, "has none"),
+        ("qwen3_next", {"layer_types": ["linear_attention"] * 3}, "layers of attention and of linear"),
+        ("qwen3_5_text", {"layer_types": ["linear_attention"] * 3}, "layers of attention and of linear"),
+        ("qwen3_5_text", {"layer_types": ["full_attention"] * 3}, "layers of attention and of linear"),
+    ],
+)
+def test_layers_of_one_kind_alone_are_refused(family: str, fields: dict[str, Any], says: str) -> None:
+    config = tiny_config(get(family)) | {"architectures": [get(family).architectures[0]]}
+    assert says in (unsupported(build(config | fields)[0]) or "")
+
+
+# Keys that a file may lack: llama.cpp then takes what config.json has, or what is no change.
+OPTIONAL = ("embedding_scale", "residual_scale", "logit_scale", "vocab_size", "freq_base", "full_attention_interval",
+            "dimension_sections", "finetuned", "head_count_kv")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "lfm2", "granitemoehybrid", "nemotron_h", "mamba2", "qwen3_next", "falcon_h1", "minicpm3"]
+)
+def test_a_key_that_is_missing_or_spoilt_is_refused_or_changes_nothing(
+    family: str, tiny_models: Any, tmp_path: Path
+) -> None:
+    """By the tables alone, so that nothing is built of a number that cannot be."""
+    rewrite(str(tiny_models(family)), tmp_path / "m.gguf", to="gguf", quiet=True)
+    container = read_container(tmp_path / "m.gguf")
+    known, spelling = family_of(tmp_path, container.metadata)
+
+    def spec_of(metadata: dict[str, Any]) -> Any:
+        config = hf_config(tmp_path, known, spelling, metadata, container.tensors, {})
+        spec, stored = build(config)
+        list(hf_tensors(tmp_path, spelling, container.tensors, spec, stored, config))
+        return spec
+
+    expected = spec_of(container.metadata)
+    for key, value in container.metadata.items():
+        if not key.startswith(f"{spelling.arch}."):
+            continue
+        without = {name: x for name, x in container.metadata.items() if name != key}
+        number = isinstance(value, int) and not isinstance(value, bool)
+        spoilt = [without, *([without | {key: (1 << 31) - 1}, without | {key: "many"}] if number else [])]
+        for metadata in spoilt:
+            try:
+                found = spec_of(metadata)
+            except ToolkitError:
+                continue
+            harmless = key.endswith(OPTIONAL) or (key.endswith("context_length") and key in metadata)
+            assert found == expected or harmless, (key, metadata.get(key))
+
+
+def test_more_layers_than_can_be_are_refused_before_lists_of_them_are_made(tiny_models: Any, tmp_path: Path) -> None:
+    rewrite(str(tiny_models("lfm2")), tmp_path / "m.gguf", to="gguf", quiet=True)
+    container = read_container(tmp_path / "m.gguf")
+    metadata = container.metadata | {"lfm2.block_count": (1 << 31) - 1, "lfm2.attention.head_count_kv": 2}
+    known, spelling = family_of(tmp_path, metadata)
+    with pytest.raises(ToolkitError, match="block_count: expected at most"):
+        hf_config(tmp_path, known, spelling, metadata, container.tensors, {})

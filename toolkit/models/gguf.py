@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from toolkit.errors import ToolkitError
-from toolkit.models.config.fields import ACTIVATIONS
+from toolkit.models.config.fields import ACTIVATIONS, MAX_LAYERS
 from toolkit.models.spec import Activation, DecoderSpec, LayerSpec
 
 # GGUF's names → canonical ones; inside a layer without ``blk.N.`` and ``model.layers.N.``.
@@ -49,6 +49,7 @@ SHARED_EXPERT = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+MOST_LAYERS = MAX_LAYERS  # that a file may state: lists with an entry a layer are made of it
 EXPERT_NUMBERS = {"num_experts_per_tok": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length"}
 
 

@@ -100,8 +100,11 @@ def of_attention(spec: DecoderSpec) -> list[bool]:
     return [_mixer(layer, "attention") is not None for layer in spec.layers]
 
 
-def kv_heads(spec: DecoderSpec) -> dict[str, Any]:
-    """Heads of keys a layer, 0 of those without attention, by which llama.cpp tells the layers apart."""
+def kv_heads(spec: DecoderSpec, arch: str) -> dict[str, Any]:
+    """Heads of keys a layer, 0 of those without attention, by which llama.cpp tells the layers apart. Raises
+    ToolkitError for a model without attention."""
+    if True not in of_attention(spec):
+        raise ToolkitError(f"gguf: llama.cpp's {arch} has attention in some layers, this model in none")
     found = [0 if (a := _mixer(layer, "attention")) is None else a.kv_heads for layer in spec.layers]
     return {"attention.head_count_kv": per_layer(found)}
 
@@ -139,16 +142,19 @@ def read_mamba_keys(file: Metadata, names: Mapping[str, str]) -> dict[str, int]:
     found = {
         "heads": heads,
         "head_dim": file.whole("ssm.inner_size") // heads,
-        "groups": file.whole("ssm.group_count", 1),
+        "groups": file.whole("ssm.group_count"),
         "state": file.whole("ssm.state_size"),
         "kernel": file.whole("ssm.conv_kernel"),
     }
     return {name: found[ours] for ours, name in names.items()}
 
 
-def short_conv_keys(spec: DecoderSpec) -> dict[str, Any]:
-    kernel = next(m.conv.kernel for _, m in spec.mixers() if m.kind == "short_conv")
-    return {**kv_heads(spec), "shortconv.l_cache": kernel}
+def short_conv_keys(spec: DecoderSpec, arch: str) -> dict[str, Any]:
+    """The layers, and the tokens that a convolution sees. Raises ToolkitError for a model without either kind."""
+    one = next((m for _, m in spec.mixers() if m.kind == "short_conv"), None)
+    if one is None:
+        raise ToolkitError(f"gguf: llama.cpp's {arch} has short convolutions, this model has none")
+    return {**kv_heads(spec, arch), "shortconv.l_cache": one.conv.kernel}
 
 
 def delta_keys(spec: DecoderSpec, arch: str) -> dict[str, int]:
@@ -182,5 +188,5 @@ def read_delta_keys(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]
         "linear_key_head_dim": size,
         "linear_value_head_dim": file.whole("ssm.inner_size") // heads,
         "full_attention_interval": file.whole("full_attention_interval", 4),
-        "partial_rotary_factor": file.whole("rope.dimension_count", config["head_dim"]) / config["head_dim"],
+        "partial_rotary_factor": file.whole("rope.dimension_count") / config["head_dim"],
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from toolkit.artifacts.safetensors_file import TensorInfo
 from toolkit.errors import ToolkitError
 from toolkit.models.family import Family
-from toolkit.models.gguf import PLAIN, SPLIT, WHOLE, Gguf, Layout
+from toolkit.models.gguf import MOST_LAYERS, PLAIN, SPLIT, WHOLE, Gguf, Layout
 from toolkit.models.mmproj import Mmproj
 from toolkit.models.registry import families, get
 from toolkit.models.spec import DecoderSpec, StoredTensor
@@ -80,6 +80,7 @@ def hf_tensors(
     modules = {item.parts[0].name: item for item in singles if len(item.parts) == 1}
     neighbours = turns_neighbours(stored)
     offset = {norm.name: norm.weight_offset != 0 for norm in spec.norms()}
+    layout_of = layouts_of(gguf, spec)
     for source, info in tensors.items():
         if source in _NOT_WEIGHTS:
             continue
@@ -95,7 +96,7 @@ def hf_tensors(
             names = [f"{layer}{gguf.names[stem]}"]
         if not names:
             raise _no_place(path, source, gguf)
-        layout = layout_of(gguf, spec, layer, stem)
+        layout = layout_of(layer, stem)
         whole = next((x for x in singles if len(names) > 1 and [part.name for part in x.parts] == names), None)
         if whole is not None:
             fitting = _fitting(path, source, info, whole, suffix)
@@ -135,12 +136,20 @@ def _as_in_file(item: StoredTensor, gguf: Gguf) -> list[StoredTensor]:
     return [item] if len(names) == 1 or names in gguf.joined.values() else item.alone()
 
 
-def layout_of(gguf: Gguf, spec: DecoderSpec, layer: str, stem: str) -> Layout:
-    """Of a tensor in the layer whose canonical names begin so; "" for none."""
-    if not layer or gguf.layouts is None:
-        return PLAIN
-    number = int(layer.split(".")[2])
-    return gguf.layouts(spec.layers[number]).get(stem, PLAIN) if number < len(spec.layers) else PLAIN
+def layouts_of(gguf: Gguf, spec: DecoderSpec) -> Callable[[str, str], Layout]:
+    """What gives the layout of a tensor by how canonical names of its layer begin, "" for none, and by GGUF's name;
+    each layer's are made once."""
+    made: dict[int, Mapping[str, Layout]] = {}
+
+    def one(layer: str, stem: str) -> Layout:
+        if not layer or gguf.layouts is None:
+            return PLAIN
+        number = int(layer.split(".")[2])
+        if number not in made:
+            made[number] = gguf.layouts(spec.layers[number]) if number < len(spec.layers) else {}
+        return made[number].get(stem, PLAIN)
+
+    return one
 
 
 def _undone(order: Sequence[int]) -> NDArray[np.int64] | None:
@@ -254,6 +263,11 @@ class _Reader:
         value = self.metadata.get(f"{self.prefix}.{key}")
         return value is not None and not (isinstance(value, int) and value == 0)
 
+    def states(self, key: str) -> bool:
+        """Whether it is anything else than a 0 that the file states, so that ``whole`` refuses what is not there."""
+        value = self.metadata.get(f"{self.prefix}.{key}")
+        return isinstance(value, bool) or not isinstance(value, int) or value != 0
+
     def whole(self, key: str, default: int | None = None) -> int:
         value = self.metadata.get(f"{self.prefix}.{key}", default)
         if isinstance(value, np.ndarray) and len(found := np.unique(value[value != 0])) == 1:
@@ -296,8 +310,11 @@ def hf_config(
     Raises ToolkitError that names the file and the metadata key for a missing or impossible value.
     """
     read = _Reader(path, metadata, gguf.arch, tensors)
-    hidden = read.whole("embedding_length")
-    heads = read.whole("attention.head_count") if read.has("attention.head_count") else 1  # 0: it has no attention
+    hidden, layers = read.whole("embedding_length"), read.whole("block_count")
+    if layers > MOST_LAYERS:
+        raise ToolkitError(f"{path}: {gguf.arch}.block_count: expected at most {MOST_LAYERS}, found {layers}")
+    attends = read.states("attention.head_count")  # 0: it has no attention
+    heads = read.whole("attention.head_count") if attends else 1
     head_dim = read.whole("attention.key_length", max(hidden // heads, 1))
     if "token_embd.weight" not in tensors:
         raise ToolkitError(f"{path}: tensor token_embd.weight is missing; fetch the file again")
@@ -307,10 +324,10 @@ def hf_config(
         "model_type": family.name,
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
-        "intermediate_size": read.whole("feed_forward_length") if read.has("feed_forward_length") else hidden,
-        "num_hidden_layers": read.whole("block_count"),
+        "intermediate_size": read.whole("feed_forward_length") if read.states("feed_forward_length") else hidden,
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": read.whole("attention.head_count_kv") if read.has("attention.head_count_kv") else heads,
+        "num_key_value_heads": read.whole("attention.head_count_kv", heads) if attends else heads,
         "head_dim": head_dim,
         "max_position_embeddings": read.whole("context_length"),
         gguf.eps: read.number(gguf.eps_key),

@@ -19,7 +19,7 @@ from toolkit import __version__
 from toolkit.artifacts.canonical import Dense, Weight
 from toolkit.artifacts.checkpoint import Checkpoint
 from toolkit.artifacts.formats.describe import form_name
-from toolkit.artifacts.gguf.architectures import layout_of, row_order, turns_neighbours
+from toolkit.artifacts.gguf.architectures import layouts_of, row_order, turns_neighbours
 from toolkit.artifacts.gguf.blocks import to_blocks
 from toolkit.artifacts.gguf.columns import take_columns
 from toolkit.artifacts.gguf.container import TOOL_KEY
@@ -284,6 +284,7 @@ def _pieces(spec: DecoderSpec, stored: list[StoredTensor], model: ModelMetadata,
     stems = {ours: theirs for theirs, ours in model.gguf.names.items()}
     stems |= {name: theirs for theirs, names in model.gguf.joined.items() for name in names}
     top = {ours: theirs for theirs, ours in model.gguf.top.items()}
+    layout_of = layouts_of(model.gguf, spec)
     count = model.values.get(f"{model.gguf.arch}.expert_count", 0)
     pieces: dict[str, Piece] = {}
     for item in stored:
@@ -293,7 +294,7 @@ def _pieces(spec: DecoderSpec, stored: list[StoredTensor], model: ModelMetadata,
             if name == spec.head and spec.tied:
                 continue
             stem, role, layer = _spell(name, stems, top, model.gguf)
-            layout = layout_of(model.gguf, spec, name if stem.startswith("blk.") else "", role)
+            layout = layout_of(name if stem.startswith("blk.") else "", role)
             columns = item.matrix[1] if len(item.matrix) == 2 and item.matrix[0] > 1 else 0
             heads = _heads(role, attention.get(layer), model.gguf, neighbours)
             for suffix in ("weight", "bias") if item.bias else ("weight",):

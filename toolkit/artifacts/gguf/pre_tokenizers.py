@@ -61,9 +61,9 @@ STEPS: dict[tuple[str, ...], tuple[str, ...]] = {
     ),
 }  # fmt: skip
 BY_NAME = {name: steps for names, steps in STEPS.items() for name in names}
-# Whose tokenizers take a piece that is a token as it is, whatever its merges.
-WHOLE_PIECES = {*next(names for names in STEPS if names[0] == "llama-bpe"), "tekken", "kimi-k2"}
-ADDS_BOS = WHOLE_PIECES - {"kimi-k2"}  # where a file does not say
+# Whose tokenizers take a piece that is a token as it is, whatever its merges, and add bos where a file does not say.
+WHOLE_PIECES = {*next(names for names in STEPS if names[0] == "llama-bpe"), "tekken"}
+EITHER = {"gpt-4o", "tekken", "kimi-k2"}  # whose merges, tiktoken's, make every token: a tokenizer may say either
 COMPOSED = {"qwen2", "qwen35", "deepseek-r1-qwen"}  # whose texts are brought into Unicode's form NFC first
 
 
@@ -93,14 +93,16 @@ def name_of(parts: list[dict[str, Any]], whole_pieces: bool) -> str | None:
     if not parts or None in steps or not any(part.get("type") == "ByteLevel" for part in parts):
         return None
     cuts = tuple(step for step in steps if step)
-    found = [name for names, known in STEPS.items() if known == cuts for name in names]
-    return next((name for name in found if (name in WHOLE_PIECES) == whole_pieces), next(iter(found), None))
+    found = [names[0] for names, known in STEPS.items() if known == cuts]
+    return next((name for name in found if name in EITHER or (name in WHOLE_PIECES) == whole_pieces), None)
 
 
 def _step(part: dict[str, Any]) -> str | None:
     """What a part of tokenizer.json does; "" nothing, None what is not known here."""
     kind = part.get("type")
     if kind == "ByteLevel":
+        if part.get("add_prefix_space"):
+            return None
         return GPT2 if part.get("use_regex", True) else ""
     if kind == "Digits":
         return DIGITS if part.get("individual_digits") else r"\p{N}+"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.artifacts.gguf.pre_tokenizers import ADDS_BOS, BY_NAME, COMPOSED, WHOLE_PIECES, build_cuts
+from toolkit.artifacts.gguf.pre_tokenizers import BY_NAME, COMPOSED, WHOLE_PIECES, build_cuts
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.text.tokenizer_pieces import CONTROL, SPACE, USER_DEFINED, merges_by_score
 from toolkit.errors import ToolkitError
@@ -109,7 +109,9 @@ def adds_bos(metadata: Mapping[str, Any]) -> bool:
     """Whether the model expects its bos token before every text; where the file is silent, by tokenizer kind."""
     sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
     return bool(
-        metadata.get("tokenizer.ggml.add_bos_token", sentencepiece or metadata.get("tokenizer.ggml.pre") in ADDS_BOS)
+        metadata.get(
+            "tokenizer.ggml.add_bos_token", sentencepiece or metadata.get("tokenizer.ggml.pre") in WHOLE_PIECES
+        )
     )
 
 

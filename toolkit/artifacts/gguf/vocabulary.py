@@ -97,6 +97,11 @@ def _parts(step: Any) -> list[dict[str, Any]]:
 
 def _pre_tokenizer(path: Path, data: dict[str, Any]) -> str:
     """llama.cpp's name for how text is cut before merging."""
+    changed = [step.get("type") for step in _parts(data.get("normalizer")) if step.get("type") != "NFC"]
+    if changed:
+        raise ToolkitError(
+            f"{path}: normalizer: found {changed[0]!r:.40}, which GGUF cannot say of a byte-level tokenizer"
+        )
     whole = bool((data.get("model") or {}).get("ignore_merges"))
     found = name_of(_parts(data.get("pre_tokenizer")), whole)
     if found is None:

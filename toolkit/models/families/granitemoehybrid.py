@@ -102,13 +102,10 @@ def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(spec: DecoderSpec) -> dict[str, Any]:
+    arch = "granitehybrid"
+    found = {**mamba_keys(spec, arch), **kv_heads(spec, arch)}
     turned = spec.attention_layers()[0][1].rope is not None
-    return {
-        **granite.write_gguf(spec),
-        **mamba_keys(spec, "granitehybrid"),
-        **kv_heads(spec),
-        "rope.scaling.finetuned": turned,
-    }
+    return {**granite.write_gguf(spec), **found, "rope.scaling.finetuned": turned}
 
 
 def _routed(spec: DecoderSpec) -> bool:

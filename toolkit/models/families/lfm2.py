@@ -117,7 +117,7 @@ GGUF = Gguf(
         "output": "lm_head",
     },
     read=read_gguf,
-    write=short_conv_keys,
+    write=lambda spec: short_conv_keys(spec, "lfm2"),
 )
 SIZES = dict(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"], block_multiple_of=32)
 FAMILY = Family(

@@ -44,7 +44,7 @@ def _write(spec: DecoderSpec) -> dict[str, Any]:
     if (scale := found["expert_weights_scale"]) != 1:
         raise ToolkitError(f"gguf: llama.cpp's lfm2moe does not multiply experts' weights, this model does, by {scale}")
     kept = ("leading_dense_block_count", "expert_gating_func", "expert_feed_forward_length")
-    return {**short_conv_keys(spec), **{name: found[name] for name in kept}}
+    return {**short_conv_keys(spec, "lfm2moe"), **{name: found[name] for name in kept}}
 
 
 SIZES = dict(

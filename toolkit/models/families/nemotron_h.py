@@ -164,7 +164,7 @@ def _write(spec: DecoderSpec) -> dict[str, Any]:
     inner = [
         x.mlps()[0].up.out_features if x.mlps() else 0 for x in (layer.sublayers[0].mixer for layer in spec.layers)
     ]
-    return {**mamba_keys(spec, "nemotron_h"), **kv_heads(spec), "feed_forward_length": per_layer(inner)}
+    return {**mamba_keys(spec, "nemotron_h"), **kv_heads(spec, "nemotron_h"), "feed_forward_length": per_layer(inner)}
 
 
 def _write_experts(spec: DecoderSpec) -> dict[str, Any]:
@@ -213,7 +213,7 @@ GGUF = Gguf(
     biases=False,
     eps="layer_norm_epsilon",
     layouts=mamba_layouts,
-    fields={"mlp_hidden_act": "relu2", "use_bias": False, "mlp_bias": False},
+    fields={"mlp_hidden_act": "relu2", "use_bias": False, "mlp_bias": False, "time_step_min": 0.0},
     read=_read,
     write=_write,
 )

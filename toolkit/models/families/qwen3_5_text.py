@@ -22,9 +22,10 @@ def build(config: Fields) -> Built:
 
 def write_gguf(spec: DecoderSpec, arch: str) -> dict[str, Any]:
     """llama.cpp wants to know which frequencies turn by which of three positions, which text has alike."""
+    found = delta_keys(spec, arch)
     turned = next(rope.rotary_dim // 2 for rope in spec.ropes())
     sections = [(turned + 2) // 3, (turned + 1) // 3, turned // 3, 0]
-    return {**delta_keys(spec, arch), "rope.dimension_sections": per_layer(sections)}
+    return {**found, "rope.dimension_sections": per_layer(sections)}
 
 
 GGUF = Gguf(
