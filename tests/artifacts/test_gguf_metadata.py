@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.gguf.architectures import family_of, hf_config, hf_tensors
 from toolkit.artifacts.gguf.container import read_container
-from toolkit.artifacts.gguf.metadata import unsupported
+from toolkit.artifacts.gguf.metadata import model_metadata, unsupported
 from toolkit.convert.formats import rewrite
 from toolkit.errors import ToolkitError
 from toolkit.models.gguf import Gguf
@@ -230,3 +230,10 @@ def test_more_layers_than_can_be_are_refused_before_lists_of_them_are_made(tiny_
     known, spelling = family_of(tmp_path, metadata)
     with pytest.raises(ToolkitError, match="block_count: expected at most"):
         hf_config(tmp_path, known, spelling, metadata, container.tensors, {})
+
+
+def test_a_window_that_llama_cpp_does_not_use_is_said() -> None:
+    spec = build({"architectures": ["Phi3ForCausalLM"], **SIZES, "sliding_window": 13})[0]
+    found = model_metadata(spec, 256)
+    assert found.values["phi3.attention.sliding_window"] == 13
+    assert any("sees everything" in note and "13 tokens" in note for note in found.notes)
