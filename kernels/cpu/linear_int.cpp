@@ -19,7 +19,7 @@ constexpr int NARROW = 8, WIDE = 6, PAIRS_FROM = 9;
 #elif defined(__AVXVNNI__)
 constexpr int NARROW = 4, WIDE = 6, PAIRS_FROM = 5;
 #elif defined(TK_NEON)
-constexpr int NARROW = 3, WIDE = 6, PAIRS_FROM = 4;
+constexpr int NARROW = 2, WIDE = 4, PAIRS_FROM = 3;  // more, and sums leave the 32 registers of 16 bytes
 #else
 constexpr int NARROW = 5, WIDE = 4, PAIRS_FROM = 6;
 #endif
