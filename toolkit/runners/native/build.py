@@ -169,6 +169,7 @@ def build(target: Path | None = None, objects: Path | None = None, *, sanitize: 
 
     with ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as pool:
         built = list(pool.map(compile_one, units))
+    target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     link = ["-shared", "-pthread", *(SANITIZE if sanitize else [])]
     _run([*cxx.split(), *link, *map(str, built), "-o", str(partial)])
