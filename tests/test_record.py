@@ -55,6 +55,20 @@ def test_what_is_written_is_read_back(drawing: Drawing) -> None:
     assert ("late" in plain(drawing)) == drawing.late, "files without it stay as they were"
 
 
+@dataclass(frozen=True)
+class Either:
+    first: float | str
+    second: str | float
+
+
+def test_the_order_of_a_union_says_nothing() -> None:
+    found = read(Either, {"first": 3, "second": 3})
+    assert (found.first, found.second) == (3.0, 3.0) and isinstance(found.second, float)
+    assert read(Either, {"first": "a", "second": "b"}) == Either("a", "b")
+    with pytest.raises(ValueError, match="second: expected"):
+        read(Either, {"first": 1.5, "second": [1]})
+
+
 GOOD: dict[str, Any] = {"name": "a", "shapes": [{"kind": "round", "radius": 2}]}
 
 

@@ -165,7 +165,6 @@ def _choice(allowed: tuple[Any, ...]) -> Callable[[Any], Any]:
 def _union(members: tuple[Any, ...], others: bool) -> Callable[[Any], Any]:
     optional, kinds = NoneType in members, [m for m in members if m is not NoneType]
     readers = [(getattr(kind, "kind", None), get_origin(kind) or kind, _reader(kind, others)) for kind in kinds]
-    first = readers[0][2]
     records = any(map(dataclasses.is_dataclass, kinds)) and len(kinds) > 1
 
     def read(value: Any) -> Any:
@@ -177,7 +176,16 @@ def _union(members: tuple[Any, ...], others: bool) -> Callable[[Any], Any]:
                 if known == name:
                     return reader(value)
             raise _Wrong(f"unknown kind {name!r:.40}")
-        return next((reader for _, kind, reader in readers if type(value) is kind), first)(value)
+        if same := next((reader for _, kind, reader in readers if type(value) is kind), None):
+            return same(value)
+        # All are tried: ``float | str`` and ``str | float`` are one type to Python, and to the cache of readers.
+        wrongs = []
+        for _, _, reader in readers:
+            try:
+                return reader(value)
+            except _Wrong as wrong:
+                wrongs.append(wrong)
+        raise max(wrongs, key=lambda wrong: (len(wrong.where), str(wrong)))
 
     return read
 

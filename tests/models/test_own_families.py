@@ -13,6 +13,7 @@ from toolkit.engine_configs import PytorchEngineConfig
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models import registry
 from toolkit.models.family import Family
+from toolkit.runners.coverage import native_refuses
 
 FILE = """
 from toolkit.models.decoder import llama_like
@@ -106,6 +107,11 @@ def test_entry_points_of_installed_packages(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
     assert registry.find_family({"architectures": ["LouderForCausalLM"]}).known_as == "Louder 1B"
+    points.write_text("[toolkit.families]\nlouder = louder_package_gone:FAMILY\n")
+    told = "entry point louder of louder: ModuleNotFoundError: No module named 'louder_package_gone'"
+    with pytest.raises(UsageError, match=told):
+        registry.find_family({"architectures": ["LouderForCausalLM"]})
+    assert told in native_refuses()["not known"]  # check_env goes on
     points.write_text("[toolkit.families]\nlouder = louder_package:build\n")
     with pytest.raises(UsageError, match=r"entry point louder of louder: found function, expected a .*Family"):
         registry.find_family({"architectures": ["LouderForCausalLM"]})

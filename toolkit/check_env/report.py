@@ -10,7 +10,6 @@ from toolkit.check_env.gpu import gpu_support
 from toolkit.check_env.native import native_variants
 from toolkit.check_env.self_test import engine_self_test
 from toolkit.extras import explain
-from toolkit.models.registry import families
 from toolkit.runners.coverage import native_refuses
 
 KERNEL_SECONDS = 4.0  # the whole self-test stays within ten seconds
@@ -40,7 +39,7 @@ def report(on_step: Callable[[str], None] = lambda step: None) -> dict[str, Any]
     found["gpu_support"] = gpu_support(found["gpus"], no_torch or _why_no_gpu())
     found["environment"] = machine.environment()
     found["native"] = native_variants()
-    found["native_refuses"] = native_refuses(families())
+    found["native_refuses"] = native_refuses()
     found["kernels"], found["self_test"] = [], []
     if no_torch:
         return found

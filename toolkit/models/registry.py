@@ -112,7 +112,13 @@ def _in_order(name: str | None = None) -> Iterator[Family]:
         assert family.name == each, each
         yield family
     for entry in importlib.metadata.entry_points(group=GROUP):
-        yield _checked(entry.load(), f"entry point {entry.name} of {entry.dist and entry.dist.name}")
+        where = f"entry point {entry.name} of {entry.dist and entry.dist.name}"
+        try:
+            found = entry.load()
+        except Exception as error:
+            told = " ".join(str(error).split())
+            raise UsageError(f"{where}: {type(error).__name__}: {told}; mend or remove the package") from error
+        yield _checked(found, where)
 
 
 def find_family(config: dict[str, Any], source: str = "config.json", own: Iterable[Family] = ()) -> Family:

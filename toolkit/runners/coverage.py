@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from toolkit.artifacts.formats import FORMATS
 from toolkit.artifacts.gguf.metadata import spelling
+from toolkit.errors import ToolkitError
 from toolkit.models.family import Family
 from toolkit.models.gguf import Gguf
 from toolkit.models.mmproj import Mmproj
-from toolkit.models.registry import build
+from toolkit.models.registry import build, families
 from toolkit.models.spec import DecoderSpec
 from toolkit.models.tiny import tiny_config
 from toolkit.runners.native.program import unsupported
@@ -44,9 +45,14 @@ def all_formats() -> tuple[str, ...]:
     return ("hf", *(_OTHER_NAMES.get(name, name) for name in FORMATS if name != "gguf"), "gguf", "engine")
 
 
-def native_refuses(known: Sequence[Family]) -> dict[str, str]:
-    """Family → why the native runner does not take it, of those that it does not."""
-    return {one.family.name: one.native for one in coverage(known) if one.family.tiny and one.native is not None}
+def native_refuses() -> dict[str, str]:
+    """Family → why the native runner does not take it, of those that it does not. "not known" → why there is no answer:
+    a family from outside that cannot be read."""
+    try:
+        found = coverage(families())
+    except ToolkitError as error:
+        return {"not known": str(error)}
+    return {one.family.name: one.native for one in found if one.family.tiny and one.native is not None}
 
 
 def coverage(known: Sequence[Family]) -> list[Coverage]:

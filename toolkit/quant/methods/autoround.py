@@ -85,7 +85,7 @@ def tune(source: LayerSource, selection: Selection, run: Prepared, tuning: Tunin
 def method(directory: Path, tuning: Tuning, *, dtype: torch.dtype, head: str) -> Method:
     """Takes the codes that ``tune`` left in ``directory`` and measures their error. ``head``, the name of what is no
     block, is rounded by GPTQ: tuning it would take longer than all the blocks."""
-    by_gptq = gptq.method(tuning.grid, gptq.Rounding(), dtype=dtype)
+    by_gptq = gptq.method(tuning.grid, gptq.Rounding(shrink=0.0), dtype=dtype)
 
     def run(
         sites: Sequence[Site], weights: Mapping[str, Tensor], grams: Callable[[str], Gram | None]
