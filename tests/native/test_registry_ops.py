@@ -23,7 +23,7 @@ from toolkit.kernels.tolerances import compare
 from toolkit.runners.native.pack import pack_dense, pack_weight
 from toolkit.runners.native.packed import PackedTensor
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "swigluoai")  # by their numbers in ops.h
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "swigluoai", "relu2")  # by their numbers in ops.h
 
 
 def by_rows(run: Callable[[np.ndarray], np.ndarray], x: Tensor) -> Tensor:
@@ -147,8 +147,6 @@ NATIVE: dict[str, Callable[..., Any]] = {
 
 def cannot(op: str, case: registry.Case) -> bool:
     """Cases that the kernel is not for."""
-    if op in ("act", "act_and_mul"):
-        return case.label == "relu2"  # models with it run by pytorch
     if op == "moe_experts":
         return case.label.endswith("bias")  # the executor adds them in the epilogue, which test_ops has
     traits = case.traits

@@ -175,6 +175,29 @@ def test_latent_attention_gives_the_same_in_both_forms(family, form, options, ne
         assert 0 < np.linalg.norm(other - found[0]) < near * np.linalg.norm(found[0])
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_linears_whose_columns_are_reordered_alike(family, drive) -> None:
+    """As GPTQ's act-order does: one order for all that read an input."""
+    from dataclasses import replace
+
+    from toolkit.artifacts.canonical import GroupInt
+
+    def reordered(value: Any) -> Any:
+        if not isinstance(value, GroupInt):
+            return value
+        columns = np.random.default_rng(value.shape[1]).permutation(value.shape[1])
+        return replace(value, group_index=torch.from_numpy((columns // value.group_size).astype(np.int32)))
+
+    driver, ids = drive(family, weights="int4"), prompt(20, 5)
+    load = driver.runner._weights
+    driver.runner.release_weights()
+    driver.runner._weights = lambda: {name: reordered(value) for name, value in load().items()}
+    driver.runner.load_weights()
+    assert not any("held as bfloat16" in note for note in driver.runner.notes)
+    driver.runner.allocate_cache((64,) * len(driver.runner.spec.cache_groups))
+    assert np.isfinite(driver.step({driver.add(): ids}, "all").logits).all()
+
+
 @pytest.mark.parametrize("family", ["llama", "lfm2", "qwen3_next", "falcon_h1"])
 def test_blocks_and_slots_are_as_large_as_planned(family, drive) -> None:
     runner = drive(family).runner

@@ -4,6 +4,7 @@ None are left out."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,9 +46,14 @@ class Tensors:
         self._ropes = spec.ropes()
         self._weights = weights
         self._index: dict[str, int] = {}
+        self._orders: dict[bytes, np.ndarray[Any, np.dtype[np.int32]]] = {}
 
     def add(self, tensor: PackedTensor) -> int:
-        """One that no checkpoint has."""
+        """One that no checkpoint has. Equal orders of columns become one array: by its address the library tells that
+        linears quantize their input alike."""
+        if tensor.perm is not None:
+            one = self._orders.setdefault(tensor.perm.tobytes(), tensor.perm)
+            tensor = replace(tensor, perm=one)
         self.found.append(tensor)
         return len(self.found) - 1
 
@@ -243,7 +249,8 @@ _MATRICES: dict[str, Callable[[Any], int]] = {
 
 def state_numbers(mixer: Any) -> int:
     """How many float32 numbers it keeps of a request however long that is, as state_read.cpp lays them out."""
-    if mixer.kind not in _MATRICES:
+    kept = mixer.keeps()
+    if kept is None or kept.kind != "state":
         return 0
     return (mixer.conv.kernel - 1) * _padded(mixer.conv.channels) + _padded(_MATRICES[mixer.kind](mixer))
 
