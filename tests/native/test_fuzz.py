@@ -117,6 +117,17 @@ def test_slots_that_do_not_exist_are_refused(drive) -> None:
             d.runner.submit(batch).result()
 
 
+def test_states_are_there_and_each_has_a_slot(drive) -> None:
+    d = drive("lfm2")
+    one, two = d.add(), d.add()
+    d.step({one: [5, 6], two: [7]})
+    for pairs, message in (([[-1, 0], [1, 2]], r"\[0, 64\)"), ([[0, 3], [1, 3]], "two sequences write to one slot")):
+        batch = d.batch({one: [5], two: [6]})
+        batch.block_tables = (np.array(pairs, np.int32), *batch.block_tables[1:])
+        with pytest.raises(RunnerError, match=f"block_tables.*{message}"):
+            d.runner.submit(batch).result()
+
+
 def test_blocks_that_do_not_exist_are_refused(drive) -> None:
     d = drive("llama")
     for table, slots in (([[64]], [0, 1]), ([[-1]], [0, 1]), ([[0]], [0, 64 * 16]), ([[0]], [-1, 0])):

@@ -1,4 +1,5 @@
 // Bounds of everything that crosses the boundary, before anything is indexed by it.
+#include <set>
 #include <string>
 
 #include "program.h"
@@ -37,9 +38,12 @@ void check_group(const Program& p, const StepArrays& in, int64_t g) {
     const int32_t* table = in.block_tables[g];
     if (group.state) {
         if (width < 2) throw Error("block_tables: expected the slots that states are read from and written to");
+        std::set<int32_t> written;
         for (int64_t s = 0; s < in.seqs; s++) {
-            within("block_tables", table + s * width, 1, -1, group.blocks);
+            const bool begun = in.seq_lens[s] > in.cu_seqlens[s + 1] - in.cu_seqlens[s];
+            within("block_tables", table + s * width, 1, begun ? 0 : -1, group.blocks);
             within("block_tables", table + s * width + 1, 1, 0, group.blocks);
+            if (!written.insert(table[s * width + 1]).second) throw Error("block_tables: two sequences write to one slot");
         }
         return;
     }
