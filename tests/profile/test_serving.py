@@ -121,6 +121,8 @@ def test_an_unreachable_server_is_one_line() -> None:
         run_one(Client("http://127.0.0.1:9"), "a")
     with pytest.raises(UsageError, match="address of a server"):
         Client("127.0.0.1:80")
+    with pytest.raises(UsageError, match="without user and password"):
+        Client("http://me:secret@127.0.0.1:80")
 
 
 def test_an_unknown_model_is_one_line(server: Any) -> None:

@@ -282,6 +282,9 @@ def test_keys_of_a_file_are_read_again_when_it_changes(start: Any, tmp_path: Pat
         gone()
         assert [known(key) for key in keys] == [True, False, False, True, False]
     assert not any(key in caplog.text for key in keys[:4])
+    for empty in ("", " "):
+        with pytest.raises(UsageError, match="expected non-empty keys"):
+            start(api_keys=[empty])
     with pytest.raises(UsageError, match=r"--api-key-file .*keys: cannot be read"):
         start(api_key_file=str(file))
 

@@ -53,21 +53,27 @@ class _Listener(asyncio.Protocol):
         self.ended.set()
 
 
-async def post(url: str, body: bytes, headers: dict[str, str], timeout: float, connect_timeout: float) -> Exchange:
+async def post(
+    url: str,
+    body: bytes,
+    headers: dict[str, str],
+    timeout: float,
+    connect_timeout: float,
+    tls: ssl.SSLContext | None = None,
+) -> Exchange:
     """Send ``body`` to ``url`` and wait for the end of the answer, or of the connection. ``timeout``: seconds of
-    silence after which it has failed."""
+    silence after which it has failed. ``tls``: for https."""
     to = urlsplit(url)
-    secure = to.scheme == "https"
-    port = to.port or (443 if secure else 80)
+    port = to.port or (443 if tls else 80)
     writer = h11.Connection(h11.CLIENT)
-    told = {"Host": to.netloc.rpartition("@")[2], "Connection": "close", "Content-Length": str(len(body)), **headers}
+    told = {"Host": to.netloc, "Connection": "close", "Content-Length": str(len(body)), **headers}
     request = h11.Request(method="POST", target=to.path + (f"?{to.query}" if to.query else ""), headers=[*told.items()])
     found = Exchange()
     listener = _Listener(found.parts)
     try:
         async with asyncio.timeout(connect_timeout):
             transport, _ = await asyncio.get_running_loop().create_connection(
-                lambda: listener, to.hostname or "", port, ssl=ssl.create_default_context() if secure else None
+                lambda: listener, to.hostname or "", port, ssl=tls
             )
     except (OSError, TimeoutError) as error:
         found.error = f"cannot be reached ({error or type(error).__name__})"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import h11
 import httpx2 as httpx
@@ -41,6 +43,12 @@ class Client:
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
             raise UsageError(f"{self.url}: expected the address of a server, such as http://127.0.0.1:23333")
+        if "@" in urlsplit(self.url).netloc:
+            raise UsageError(
+                f"{urlsplit(self.url).hostname}: expected an address without user and password; use --api-key"
+            )
+        # Made once: it takes longer than many a first token.
+        self._tls = ssl.create_default_context() if self.url.startswith("https://") else None
         self.url = self.url.rstrip("/").removesuffix("/v1").rstrip("/")
 
     @property
@@ -51,7 +59,10 @@ class Client:
         """The model that is asked: the one given, else the server's first. Raises ToolkitError."""
         timeout = httpx.Timeout(self.timeout, connect=CONNECT_S)
         try:
-            async with httpx.AsyncClient(headers=self._headers, timeout=timeout, trust_env=False) as http:
+            verify = self._tls or True
+            async with httpx.AsyncClient(
+                headers=self._headers, timeout=timeout, trust_env=False, verify=verify
+            ) as http:
                 reply = await http.get(f"{self.url}/v1/models")
             served = [card["id"] for card in reply.raise_for_status().json()["data"]]
         except httpx.HTTPStatusError as error:
@@ -78,7 +89,7 @@ class Client:
         path = "/v1/chat/completions" if self.endpoint == "chat" else "/v1/completions"
         headers = {"Content-Type": "application/json", "User-Agent": "toolkit", **self._headers}
         body = json.dumps(self._body(ask)).encode()
-        return await post(self.url + path, body, headers, self.timeout, CONNECT_S)
+        return await post(self.url + path, body, headers, self.timeout, CONNECT_S, self._tls)
 
     def record(self, exchange: Exchange) -> RequestRecord:
         """What a request's exchange was. A failure is noted in the record."""

@@ -62,8 +62,11 @@ ROUTES = (
 )
 
 
-def create_app(engine: AsyncEngine, template: ChatTemplate, settings: ServerSettings) -> FastAPI:
-    """The application that serves ``engine``; it neither opens nor closes it. Its state is ``app.state.server``."""
+def create_app(
+    engine: AsyncEngine, template: ChatTemplate, settings: ServerSettings, keys: ApiKeys | None = None
+) -> FastAPI:
+    """The application that serves ``engine``; it neither opens nor closes it. Its state is ``app.state.server``.
+    ``keys``: those of ``settings``, where they have been read already."""
     limit, docs = settings.max_concurrent_requests, not settings.disable_fastapi_docs
     lanes, name = Lanes(settings.limits), settings.model_name or engine.model_name
     state = ServerState(
@@ -99,7 +102,7 @@ def create_app(engine: AsyncEngine, template: ChatTemplate, settings: ServerSett
     app.add_exception_handler(Exception, error_reply)
     app.add_exception_handler(ApiError, error_reply)
     app.add_exception_handler(HTTPException, http_error_reply)  # type: ignore[arg-type]
-    if keys := ApiKeys(settings.api_keys, settings.api_key_file):
+    if keys or (keys := ApiKeys(settings.api_keys, settings.api_key_file)):
         app.add_middleware(ApiKeyMiddleware, keys=keys)
     app.add_middleware(Intake, limits=settings.limits, lanes=lanes)
     if settings.allow_origins:

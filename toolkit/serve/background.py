@@ -29,6 +29,7 @@ from toolkit.messages import ChatTemplateConfig
 from toolkit.option import check_ranges, option_of
 from toolkit.record import plain, read
 from toolkit.serve.client import APIClient
+from toolkit.serve.keys import ApiKeys
 from toolkit.serve.limits import Limits
 from toolkit.serve.options import ServerSettings
 
@@ -181,8 +182,8 @@ def launch(order: Order, kind: type[S], child: Started | None = None) -> tuple[S
     except BaseException:
         child.close()
         raise
-    keys = order.settings.api_keys
-    return kind(told["url"], keys[0] if keys else None, process, ours), told
+    key = ApiKeys(order.settings.api_keys, order.settings.api_key_file).first
+    return kind(told["url"], key, process, ours), told
 
 
 def _end(process: subprocess.Popen[bytes], link: socket.socket) -> None:

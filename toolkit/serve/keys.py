@@ -18,10 +18,12 @@ class ApiKeys:
     """Those ``given`` and those in ``file``, one a line; false where there are none, so that nobody is asked for one.
 
     The file is read again when it changes. What cannot be read, or holds no key, changes nothing and is logged once.
-    Raises UsageError for a file that is so from the start.
+    Raises UsageError for a file that is so from the start, and for an empty key.
     """
 
     def __init__(self, given: Sequence[str] = (), file: str | Path | None = None) -> None:
+        if not all(key.strip() for key in given):
+            raise UsageError("api_keys: expected non-empty keys, found an empty one")
         self._given = [key.encode() for key in given]
         self._file = None if file is None else Path(file).expanduser()
         self._seen = self._mark()
@@ -29,6 +31,11 @@ class ApiKeys:
 
     def __bool__(self) -> bool:
         return bool(self._given or self._in_file)
+
+    @property
+    def first(self) -> str | None:
+        """One of them, for a client of ours."""
+        return next((key.decode(errors="replace") for key in (*self._given, *self._in_file)), None)
 
     def know(self, tokens: Sequence[str]) -> bool:
         """Whether one of ``tokens``, as headers have them, is a key."""

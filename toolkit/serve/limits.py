@@ -32,7 +32,9 @@ class Limits:
     max_prompt_chars: int = _limit(1 << 22, "Characters of a request's prompts or messages together.")
     max_messages: int = _limit(4096, "Messages of a request.")
     max_choices: int = _limit(2048, "Prompts x n (or best_of) of a request.")
-    max_total_tokens: int = _limit(1 << 24, "Prompts x n x max_tokens of a request; tokens of texts to embed or rank.")
+    max_total_tokens: int = _limit(
+        1 << 24, "Prompts x n (or best_of) x max_tokens of a request; tokens of texts to embed or rank."
+    )
     max_format_bytes: int = _limit(1 << 16, "Bytes of response_format as JSON.")
     max_tools: int = _limit(128, "Tools of a request.")
     max_tools_bytes: int = _limit(1 << 18, "Bytes of tools as JSON.")
@@ -82,7 +84,7 @@ class Limits:
             raise self.refusal("max_choices", "prompt" if prompts > 1 else several, choices, found)
         tokens = choices * min(token_limit or session_len, session_len)
         if tokens > max(self.max_total_tokens, session_len):
-            raise self.refusal("max_total_tokens", "max_tokens", tokens, "tokens (prompts x n x max_tokens)")
+            raise self.refusal("max_total_tokens", "max_tokens", tokens, "tokens (prompts x answers x max_tokens)")
 
     def check_prompts(self, param: str, found: int) -> None:
         """Raise ApiError where a request has too many prompts that nothing is generated from."""

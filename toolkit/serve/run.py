@@ -226,7 +226,7 @@ def serve(
     Formats.check(settings.tool_call_parser, settings.reasoning_parser)
     choose_defaults(settings.generation_config, None)
     check_traces(settings.otlp_traces_endpoint)
-    ApiKeys(file=settings.api_key_file)
+    keys = ApiKeys(settings.api_keys, settings.api_key_file)
     with contextlib.closing(bind(address.host, address.port)) as sock, _terminate_while_loading():
         renderer = renderer or Renderer()
         renderer.start()  # it comes up while the model loads
@@ -250,7 +250,7 @@ def serve(
                 raise UsageError(f"--adapters: expected names other than the model's, found {name!r}")
             silent = settings.disable_metrics or not (engine_config is None or engine_config.enable_metrics)
             own = replace(settings, model_name=name, adapters=engine.adapters, disable_metrics=silent)
-            app = create_app(engine, template, own)
+            app = create_app(engine, template, own, keys)
             progress(f"sampling where a request says nothing of it: {describe(app.state.server.defaults)}")
             beside = None if announcement is None else partial(announcement.repeat, app.state.server.model_names)
             run_app(app, sock, address, lambda url: ready(url, engine), beside)
