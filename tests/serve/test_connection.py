@@ -12,6 +12,7 @@ import time
 import urllib.request
 from typing import Any
 
+import h11
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -130,15 +131,17 @@ def test_an_answer_takes_as_long_as_it_takes(start: Any) -> None:
     assert b"[DONE]" in everything(connection)
 
 
-def test_streams_are_framed_as_http_has_it(start: Any) -> None:
+def test_streams_are_framed_as_http_has_it(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks, one answer behind the other on a connection; to clients of HTTP/1.0 as they are."""
-    server = start()
+    server, sent, send = start(), [], h11.Connection.send
+    monkeypatch.setattr(h11.Connection, "send", lambda self, event: sent.append(type(event)) or send(self, event))
     body = json.dumps({"model": "echo", "prompt": "häus", "stream": True}).encode()
     rest = b"Content-Length: %d\r\n\r\n" % len(body) + body
     connection, events = http.client.HTTPConnection(*address(server), timeout=60), []
     for path in ("/v1/completions", "/v1/completions", "/health"):
         connection.request("GET" if path == "/health" else "POST", path, None if path == "/health" else body)
         events.append(connection.getresponse().read().split(b"data: "))
+        assert sent.count(h11.Data) == (path == "/health")  # the pieces of a stream go another way
     connection.close()
     assert [len(told) for told in events] == [7, 7, 1] and all(told[-1] == b"[DONE]\n\n" for told in events[:2])
     raw = answer_to(server, HEAD.replace(b"1.1", b"1.0") + rest)

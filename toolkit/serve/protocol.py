@@ -210,20 +210,21 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TemplateVariables = Annotated[dict[str, Any], AfterValidator(_for_the_template)]
 
 
-class ProgressField(Strict):
-    stream: bool | None = None
+class ReadingRequest(SampledRequest):
+    """One whose prompt may take long to read."""
+
     return_progress: bool | None = Field(
         None, description="As llama.cpp has it: a stream says how far the prompt has come"
     )
 
     @model_validator(mode="after")
-    def _progress_needs_stream(self) -> ProgressField:
+    def _progress_needs_stream(self) -> ReadingRequest:
         if self.return_progress and not self.stream:
             raise ValueError("return_progress: only with stream=true")
         return self
 
 
-class ChatCompletionRequest(SampledRequest, ToolFields, ProgressField):
+class ChatCompletionRequest(ReadingRequest, ToolFields):
     messages: Messages
     max_tokens: int | None = Field(None, ge=1, le=1 << 30)
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 30, description="Goes before max_tokens")
@@ -317,7 +318,7 @@ Prompts = Annotated[
 ]
 
 
-class CompletionRequest(SampledRequest, ProgressField):
+class CompletionRequest(ReadingRequest):
     prompt: Prompts
     max_tokens: int | None = Field(None, ge=0, le=1 << 30, description="0 only with echo: score the prompt")
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 30, description="Goes before max_tokens")
