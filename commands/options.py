@@ -139,7 +139,7 @@ def _typed(flag: str, hint: Any, default: Any) -> tuple[Any, Any, Callable[[Any]
     members = [x for x in (get_args(hint) if isinstance(hint, UnionType) else (hint,)) if x is not NoneType]
     kind, inner = get_origin(members[0]), get_args(members[0])
     if kind in (tuple, Sequence) and inner[0] is str:
-        return list[str] | None, None, lambda entries: tuple(entries or ())
+        return list[str] | None, None, lambda entries: tuple(entries) if entries else default
     if kind is tuple:
         shown = ",".join(f"{number:g}" for number in default) or None
         return str | None, shown, lambda text: () if text is None else read_numbers(flag, inner[0], text)

@@ -56,7 +56,7 @@ def api_server(
     """
     config = engine.config()
     config.enable_metrics = not settings.disable_metrics
-    keys = split_keys("api_keys", KEYS, settings.api_keys)
+    keys = split_keys(f"--api-keys (or {KEYS})", settings.api_keys)
     if not keys and KEYS in os.environ:
         raise UsageError(f"{KEYS} is set and empty: expected keys; unset it where none are asked for")
     settings = replace(settings, api_keys=keys, limits=limits)

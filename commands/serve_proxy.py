@@ -24,6 +24,6 @@ def proxy(limits: Limits, settings: ProxySettings) -> None:
     def ready(url: str) -> None:
         console.print(f"HINT:    The proxy is ready at {url}", markup=False, soft_wrap=True)
 
-    keys = split_keys("api_keys", KEYS, settings.api_keys)
-    node_keys = split_keys("node_keys", NODE_KEYS, settings.node_keys)
+    keys = split_keys(f"--api-keys (or {KEYS})", settings.api_keys)
+    node_keys = split_keys(f"--node-keys (or {NODE_KEYS})", settings.node_keys)
     run.serve(replace(settings, api_keys=keys, node_keys=node_keys, limits=limits), ready)

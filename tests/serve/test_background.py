@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,9 @@ import pytest
 import toolkit
 from toolkit import ChatTemplateConfig, PytorchEngineConfig
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.serve import background
 from toolkit.serve.client import APIClient
+from toolkit.serve.options import ServerSettings
 
 
 def alive(pid: int) -> bool:
@@ -32,10 +36,12 @@ def model(tiny_models: Any) -> str:
     return str(tiny_models("llama"))
 
 
-def test_a_server_that_is_its_own_client(model: str) -> None:
+def test_a_server_that_is_its_own_client(model: str, tmp_path: Path) -> None:
     config = PytorchEngineConfig(session_len=128, max_batch_size=4, device_type="cpu")
     template = ChatTemplateConfig("mine", user="<u>", assistant="<a>")
-    more: Any = {"api_keys": "secret", "max_log_len": 9, "max_choices": 2}
+    file = tmp_path / "keys"
+    file.write_text("secret\n")
+    more: Any = {"api_key_file": file, "allowed_local_media_path": tmp_path, "max_log_len": 9, "max_choices": 2}
     with toolkit.serve(
         model, "tiny", backend_config=config, chat_template_config=template, server_port=0, **more
     ) as server:
@@ -63,11 +69,33 @@ def test_what_keeps_it_from_starting_is_told_here(model: str) -> None:
         ({"max_log_len": "all"}, "max_log_len: expected a whole number, found 'all'"),
         ({"max_concurrent_requests": 0}, "max_concurrent_requests: expected at least 1, found 0"),
         ({"max_tools": -1}, "max_tools: expected at least 1, found -1"),
+        ({"api_keys": ""}, "^api_keys: expected non-empty keys, found an empty one"),
+        ({"api_keys": ["a", "b,"]}, "^api_keys: expected non-empty keys, found an empty one"),
         ({"memory": "2GB"}, "memory: only for a server of several models"),
         ({"backend_config": 5}, "backend_config"),
     ]:
         with pytest.raises(UsageError, match=says):
             toolkit.serve(model, **arguments)
+
+
+def test_keys_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
+    orders: list[background.Order] = []
+    monkeypatch.setattr(background, "launch", lambda order, kind: (orders.append(order), None))
+    for keys in ("a, b", ["a,b"], ["a", "b"]):
+        toolkit.serve("model", api_keys=keys)
+    assert [order.settings.api_keys for order in orders] == [["a", "b"]] * 3
+
+
+def test_requests_get_their_grace_before_it_is_killed() -> None:
+    """What would wait for the child notes how long it would have waited."""
+    ours, theirs = socket.socketpair()
+    theirs.sendall(b'{"url": "http://127.0.0.1:1"}\n')
+    waits: list[float] = []
+    child: Any = SimpleNamespace(link=ours, process=SimpleNamespace(wait=waits.append))
+    order = background.Order.of("model", PytorchEngineConfig(), None, ServerSettings(grace_period=600))
+    with theirs:
+        background.launch(order, background.Server, child)[0].close()
+    assert len(waits) == 1 and waits[0] > 602
 
 
 def test_it_ends_with_the_program_that_started_it(model: str, tmp_path: Path) -> None:

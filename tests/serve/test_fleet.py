@@ -26,7 +26,7 @@ from toolkit.serve.fleet.app import create_app
 from toolkit.serve.fleet.catalog import Listed, listed
 from toolkit.serve.fleet.child import Spare
 from toolkit.serve.fleet.fleet import Fleet
-from toolkit.serve.options import ProxySettings
+from toolkit.serve.options import ProxySettings, ServerSettings
 
 COMMAND = [sys.executable, "-c", "import sys; from toolkit.commands.main import main; main(sys.argv[1:])"]
 
@@ -197,6 +197,23 @@ def test_a_client_that_leaves_does_not_end_the_load_of_others(tmp_path: Path) ->
     run(go)
 
 
+def test_more_requests_than_are_answered_at_once_wait(tmp_path: Path) -> None:
+    found, log = fleet(tmp_path, "a", "b", at_once=2)
+
+    async def go() -> None:
+        over = asyncio.Event()
+        two = [asyncio.create_task(use(found, name, over)) for name in ("a", "a")]
+        await until(lambda: found.models[0].users == 2)
+        third = asyncio.create_task(use(found, "b"))
+        await asyncio.sleep(0.05)
+        assert log == ["load a"] and not third.done()
+        over.set()
+        await asyncio.gather(*two, third)
+        assert log == ["load a", "load b"]
+
+    run(go)
+
+
 def test_an_unused_model_is_ended_in_time(tmp_path: Path) -> None:
     found, log = fleet(tmp_path, "a", "b", idle_timeout=0.2)
     gone: list[str] = []
@@ -317,6 +334,12 @@ def test_lists_that_cannot_be(tmp_path: Path, models: list[str], aliases: list[s
         listed([str(tmp_path / m) for m in models], None, aliases)
 
 
+@pytest.mark.parametrize("given", [{"node_url": "http://here:1"}, {"proxy_key": "x"}, {"enable_sleep_mode": True}])
+def test_options_for_one_model_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"^--{next(iter(given)).replace('_', '-')}: only for a server of one model$"):
+        ServerSettings(**given).check(several=True)
+
+
 def test_sizes() -> None:
     assert [read_size("--memory", t) for t in ("12GB", "900mb", "2GiB", "5", "1.5k", "1.5 GB")] == [
         12 * 10**9, 900 * 10**6, 2 << 30, 5, 1500, 1_500_000_000,
@@ -355,6 +378,7 @@ def test_two_models_on_one_port(tiny_checkpoint: Any, tmp_path: Path) -> None:
         tiny_checkpoint("llama", tmp_path / name, seed=i)
     flags = ["--models-dir", str(tmp_path), "--memory", "3MB", "--alias", "gpt=second", "--session-len", "128"]
     flags += ["--max-batch-size", "2", "--api-keys", "secret", "--backend", "pytorch", "--device", "cpu"]
+    flags += ["--max-concurrent-requests", "1"]
     with serving(str(tmp_path / "first"), *flags) as (url, process):
         with httpx.Client(base_url=url, headers={"Authorization": "Bearer secret"}, timeout=100) as client:
             assert httpx.get(f"{url}/v1/models").status_code == 401

@@ -264,7 +264,7 @@ def test_concurrent_requests_wait_for_a_slot(start: Any) -> None:
 def test_keys_of_a_file_are_read_again_when_it_changes(start: Any, tmp_path: Path, caplog: Any) -> None:
     file = tmp_path / "keys"
     file.write_text("# of the team\nfirst\n\n  schlüssel \r\n")
-    server = start(api_keys=["given"], api_key_file=str(file))
+    server = start(api_keys=["given"], api_key_file=file)
 
     def known(key: str) -> bool:
         sent = urllib.request.Request(f"{server.v1}/models", headers={"x-api-key": key.encode().decode("latin-1")})
@@ -286,7 +286,7 @@ def test_keys_of_a_file_are_read_again_when_it_changes(start: Any, tmp_path: Pat
         with pytest.raises(UsageError, match="expected non-empty keys"):
             start(api_keys=[empty])
     with pytest.raises(UsageError, match=r"--api-key-file .*keys: cannot be read"):
-        start(api_key_file=str(file))
+        start(api_key_file=file)
 
 
 def test_keys(start: Any) -> None:

@@ -23,6 +23,7 @@ from toolkit.models.registry import get
 from toolkit.pipeline.pipeline import Pipeline
 from toolkit.serve.app import create_app
 from toolkit.serve.options import ServerSettings
+from toolkit.serve.state import image_rules
 from toolkit.vision import images
 from toolkit.vision.eyes import Eyes
 from toolkit.vl import load_image
@@ -134,9 +135,14 @@ def test_the_terminal_shows_pictures(pipe: Pipeline, files: list[Path], tmp_path
 
 @pytest.fixture(scope="module")
 def client(pipe: Pipeline) -> Any:
-    settings = ServerSettings(model_name="tiny", allowed_local_media_path="/nowhere")
+    settings = ServerSettings(model_name="tiny", allowed_local_media_path=Path("/nowhere"))
     with TestClient(create_app(pipe.engine, pipe.chat_template, settings)) as opened:
         yield opened
+
+
+@pytest.mark.parametrize("hosts", [None, (), ("a.example",)])
+def test_an_empty_list_of_hosts_is_no_host(hosts: tuple[str, ...] | None) -> None:
+    assert image_rules(ServerSettings(allowed_media_domains=hosts)).fetching.hosts == hosts
 
 
 def asked(*urls: Any, text: str = "What is it?") -> dict[str, Any]:

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.chat.custom import MODELS
@@ -31,23 +31,26 @@ from toolkit.record import plain, read
 from toolkit.serve.client import APIClient
 from toolkit.serve.keys import ApiKeys
 from toolkit.serve.limits import Limits
-from toolkit.serve.options import ServerSettings
+from toolkit.serve.options import CLIENT_GRACE_S, ServerSettings, split_keys
 
 if TYPE_CHECKING:
     from toolkit.chat.renderer import Renderer
     from toolkit.engine.process_loop import Child
 
-STOP_S = 20.0  # that a server gets to end its requests and itself
+STOP_S = 20.0  # that a server gets to end itself, beside the time that its requests get
 WATCH_S = 1.0  # how often the server looks whether its parent is there
 
 
 class Server(APIClient):
     """A running server, and a client of it. ``close()`` ends it, as does leaving a ``with`` block or the program."""
 
-    def __init__(self, url: str, api_key: str | None, process: subprocess.Popen[bytes], link: socket.socket) -> None:
+    def __init__(
+        self, url: str, api_key: str | None, process: subprocess.Popen[bytes], link: socket.socket, grace_s: float
+    ) -> None:
         super().__init__(url, api_key)
         self._process = process
         self._link = link
+        self._grace_s = grace_s
         self._owner = os.getpid()
         atexit.register(self.close)
 
@@ -55,7 +58,7 @@ class Server(APIClient):
         """End the server and wait until it is gone. May be called twice. A process forked since only lets go of it."""
         atexit.unregister(self.close)
         if os.getpid() == self._owner:
-            _end(self._process, self._link)
+            _end(self._process, self._link, self._grace_s + CLIENT_GRACE_S)
         else:
             self._link.close()
 
@@ -86,8 +89,9 @@ def serve(
 
     model_name: what requests call it (default: the model's own name). backend: used without a backend_config.
     server_port: 0 = any free one, see ``Server.url``. ssl: by the files in SSL_KEYFILE and SSL_CERTFILE. kwargs: the
-    other options of ``tool serve api_server``, its limits too, by their names (``max_log_len=80``). Raises UsageError
-    or ToolkitError, as ``tool serve api_server`` would say it.
+    options of a server of one model, as ``tool serve api_server`` has them, its limits too, by their names
+    (``max_log_len=80``); variables of the environment are not read. Raises UsageError or ToolkitError, as
+    ``tool serve api_server`` would say it.
     """
     if backend not in CONFIGS:
         raise UsageError(f"backend: expected {' or '.join(CONFIGS)}, found {backend!r}")
@@ -127,7 +131,7 @@ def _settings(given: dict[str, Any]) -> ServerSettings:
     check_ranges(settings)
     check_ranges(settings.limits)
     settings.check()
-    return settings
+    return replace(settings, api_keys=split_keys("api_keys", settings.api_keys))
 
 
 @dataclass(frozen=True)
@@ -183,16 +187,17 @@ def launch(order: Order, kind: type[S], child: Started | None = None) -> tuple[S
         child.close()
         raise
     key = ApiKeys(order.settings.api_keys, order.settings.api_key_file).first
-    return kind(told["url"], key, process, ours), told
+    return kind(told["url"], key, process, ours, order.settings.grace_period), told
 
 
-def _end(process: subprocess.Popen[bytes], link: socket.socket) -> None:
-    """Tell the child to end, whoever else holds a copy of ``link``, and wait until it is gone."""
+def _end(process: subprocess.Popen[bytes], link: socket.socket, grace_s: float = 0.0) -> None:
+    """Tell the child to end, whoever else holds a copy of ``link``, and wait until it is gone; ``grace_s``: how long
+    its requests may go on."""
     with suppress(OSError):  # closed already
         link.shutdown(socket.SHUT_RDWR)
     link.close()
     try:
-        process.wait(STOP_S)
+        process.wait(grace_s + STOP_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

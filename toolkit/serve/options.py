@@ -14,10 +14,14 @@ from toolkit.serve.limits import Limits
 KEYS = "TOOLKIT_API_KEYS"
 NODE_KEYS = "TOOLKIT_NODE_KEYS"
 MAX_GRACE_S = 3600
+CLIENT_GRACE_S = 2.0  # after the requests were ended: time to write the last bytes
 _SEVERAL = {"rich_help_panel": "Several models"}
 _IMAGES = {"rich_help_panel": "Images"}
 _CONTROL = {"rich_help_panel": "What clients may do to the server"}
-_FOR_ONE = ("model_name", "proxy_url", "allow_terminate_by_client", "enable_abort_handling", "enable_sleep_mode")
+_FOR_ONE = (
+    "model_name", "proxy_url", "node_url", "proxy_key",
+    "allow_terminate_by_client", "enable_abort_handling", "enable_sleep_mode",
+)  # fmt: skip
 _FOR_SEVERAL = ("models_dir", "memory", "idle_timeout")
 
 
@@ -34,7 +38,7 @@ class ServerSettings:
     api_keys: Sequence[str] = option(
         (), "Key that requests must carry; repeat it, or separate keys by commas.", envvar=KEYS
     )
-    api_key_file: str | None = option(None, "File of keys, one a line; read again as it changes.")
+    api_key_file: Path | None = option(None, "File of keys, one a line; read again as it changes.")
     allow_origins: Sequence[str] = option((), "Web origin that may call (CORS), * for any; repeatable. Default: none.")
     max_concurrent_requests: int | None = option(
         None, "HTTP requests worked on at once; more wait. Default: no limit.", min=1
@@ -66,11 +70,11 @@ class ServerSettings:
         None, "How it marks thoughts, such as qwen3; none: leave them in the text. Default: by its template."
     )
     vision_max_batch_size: int = option(1, "Images that are encoded at once, at most.", min=1)
-    allowed_local_media_path: str | None = option(
+    allowed_local_media_path: Path | None = option(
         None, "Folder whose files requests may name as images. Default: none may be.", **_IMAGES
     )
-    allowed_media_domains: Sequence[str] = option(
-        (), "Hosts that images are fetched from. Default: all that are public.", **_IMAGES
+    allowed_media_domains: Sequence[str] | None = option(
+        None, "Hosts that images are fetched from. Default: all that are public.", **_IMAGES
     )
     ssl: bool = option(False, "HTTPS, by the files in SSL_KEYFILE and SSL_CERTFILE.")
     no_page: bool = option(False, "No page to chat at /.")
@@ -110,7 +114,7 @@ class ProxySettings:
     state_file: Path | None = option(None, "JSON file in which nodes are kept over a restart. Default: none.")
     heartbeat: float = option(5.0, "Seconds between two looks at a node.", min=0.1)
     api_keys: Sequence[str] = same_option(ServerSettings, "api_keys")
-    api_key_file: str | None = same_option(ServerSettings, "api_key_file")
+    api_key_file: Path | None = same_option(ServerSettings, "api_key_file")
     node_keys: Sequence[str] = option(
         (), "Key that /nodes/* asks for, and without which it changes nothing.", envvar=NODE_KEYS
     )
@@ -130,9 +134,10 @@ class ProxySettings:
     limits: Limits = field(default_factory=Limits)
 
 
-def split_keys(name: str, variable: str, entries: Sequence[str]) -> list[str]:
-    """Keys as an option has them, several in one by commas. Raises UsageError for an empty one."""
+def split_keys(told: str, entries: Sequence[str]) -> list[str]:
+    """Keys as an option has them, several in one by commas. Raises UsageError for an empty one; ``told``: where it
+    stands."""
     keys = [key.strip() for entry in entries for key in entry.split(",")]
     if not all(keys):
-        raise UsageError(f"{spelled(name)} (or {variable}): expected non-empty keys, found an empty one")
+        raise UsageError(f"{told}: expected non-empty keys, found an empty one")
     return keys

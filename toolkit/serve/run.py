@@ -34,7 +34,7 @@ from toolkit.serve.connection import connection_class
 from toolkit.serve.keys import ApiKeys
 from toolkit.serve.limits import Limits
 from toolkit.serve.log import begin as begin_log
-from toolkit.serve.options import MAX_GRACE_S, ProxySettings, ServerSettings
+from toolkit.serve.options import CLIENT_GRACE_S, MAX_GRACE_S, ProxySettings, ServerSettings
 from toolkit.serve.parsing import Formats
 from toolkit.serve.sampling import choose_defaults
 from toolkit.serve.state import ServerState
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("toolkit.serve")
 OTHER_FILES = 128  # besides connections
-CLIENT_GRACE_S = 2.0  # after the requests were ended: time to write the last bytes
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config_checks import shown
@@ -38,8 +37,8 @@ def image_rules(settings: ServerSettings) -> Rules:
     """What requests may name as pictures."""
     limits, path, hosts = settings.limits, settings.allowed_local_media_path, settings.allowed_media_domains
     return Rules(
-        files=() if path is None else (Path(path),),
-        fetching=Fetching(limits.image_timeout, hosts=tuple(hosts) or None),
+        files=() if path is None else (path,),
+        fetching=Fetching(limits.image_timeout, hosts=None if hosts is None else tuple(hosts)),
         max_bytes=limits.max_image_bytes,
         max_pixels=limits.max_image_pixels,
         max_images=limits.max_images,

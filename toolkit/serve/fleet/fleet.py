@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -53,7 +53,7 @@ class Model:
 class Fleet:
     """``budget``: bytes that loaded models may take together, None = no limit. The one used longest ago goes to sleep
     first: its process stays, so that it is soon there again. ``idle_timeout``: seconds after which an unused model's
-    process ends; 0 = never."""
+    process ends; 0 = never. ``at_once``: requests that are answered together, more wait; None = no limit."""
 
     def __init__(
         self,
@@ -62,12 +62,14 @@ class Fleet:
         *,
         budget: int | None = None,
         idle_timeout: float = 0.0,
+        at_once: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._launch = launch
         self._budget = budget
         self._idle_timeout = idle_timeout
         self._clock = clock
+        self._slots = asyncio.Semaphore(at_once) if at_once else nullcontext()
         self._turn = asyncio.Lock()  # models come and go one at a time
         self._tasks: set[asyncio.Task[None]] = set()  # loads under way
         self.on_end: Callable[[str], object] = lambda url: None  # gets the URL of each server that has ended
@@ -90,16 +92,17 @@ class Fleet:
     async def using(self, name: str | None) -> AsyncIterator[Running]:
         """The server of a model, loaded where it is not; it stays meanwhile. Raises ApiError."""
         model = self.find(name)
-        if model.state != "loaded" or model.leaving or model.server is None or not model.server.alive():
-            await self._in_turn(model)
-        else:
-            model.users += 1
-        try:
-            assert model.server is not None
-            yield model.server
-        finally:
-            model.users -= 1
-            model.used = self._clock()
+        async with self._slots:
+            if model.state != "loaded" or model.leaving or model.server is None or not model.server.alive():
+                await self._in_turn(model)
+            else:
+                model.users += 1
+            try:
+                assert model.server is not None
+                yield model.server
+            finally:
+                model.users -= 1
+                model.used = self._clock()
 
     async def _in_turn(self, model: Model) -> None:
         """Load a model and count its user, as a task of the fleet: a client that leaves ends its waiting alone."""

@@ -52,7 +52,13 @@ def serve(
         no_page=settings.no_page,
     )
     with contextlib.closing(bind(address.host, address.port)) as sock:
-        fleet = Fleet(found, launcher, budget=budget, idle_timeout=settings.idle_timeout)
+        fleet = Fleet(
+            found,
+            launcher,
+            budget=budget,
+            idle_timeout=settings.idle_timeout,
+            at_once=settings.max_concurrent_requests,
+        )
         app = create_app(fleet, front, metrics=not settings.disable_metrics)
         names = [name for model in found for name in model.names]
 
