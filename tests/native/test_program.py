@@ -40,7 +40,6 @@ def other(name: str, value: float) -> Any:
         (without("sublayers.0.attention"), "sublayers.0.mixer: none of a kind that is known"),
         (beside("sublayers.0.attention.colour"), "sublayers.0.attention.colour: unknown"),
         (beside("hidden"), "hidden: given twice"),
-        (other("version", 5), "another version"),
         (other("hidden", 1.5), "hidden: expected an integer"),
         (other("sublayers.0.attention.heads", float("nan")), "sublayers.0.attention.heads: expected an integer"),
         (other("sublayers.0.attention.q.matrix", 1e9), "sublayers.0.attention.q.matrix: expected"),

@@ -130,6 +130,67 @@ def attention(ops: Any, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table
     return out
 
 
+def by_sequences(
+    states: Tensor, table: Tensor, starts: np.ndarray, tokens: int, run: Callable[[Tensor, slice], Tensor]
+) -> Tensor:
+    """What ``run`` returns for each sequence's state, which it changes, and tokens."""
+    if tokens == len(table):
+        starts = np.arange(tokens + 1)
+    pairs = table[:, :2].tolist()
+    begun = [states[read].clone() if read >= 0 else torch.zeros_like(states[0]) for read, _ in pairs]
+    found = []
+    for (_, write), state, first, stop in zip(pairs, begun, starts[:-1], starts[1:], strict=True):
+        found.append(run(state, slice(first, stop)))
+        states[write] = state
+    return torch.cat(found)
+
+
+def causal_conv(
+    ops: Any, x: Tensor, weight: Tensor, bias: Any, states: Tensor, table: Tensor, cu_seqlens: Any, silu: bool
+) -> Tensor:
+    taps, more = weight.T.contiguous().numpy(), None if bias is None else bias.numpy()
+
+    def run(state: Tensor, at: slice) -> Tensor:
+        return torch.from_numpy(ops.convolve(x[at].numpy(), taps, more, state.numpy(), silu))
+
+    return by_sequences(states, table, cu_seqlens, len(x), run)
+
+
+def recur(ops: Any, state: Tensor, *inputs: Tensor, delta: bool) -> Tensor:
+    """One head's, whose columns fit one stripe."""
+    stripe = np.zeros((len(state), 32), np.float32)
+    stripe[:, : state.shape[1]] = state
+    found = ops.recur(stripe, *(part.contiguous().numpy() for part in inputs), delta)
+    state.copy_(torch.from_numpy(stripe[:, : state.shape[1]]))
+    return torch.from_numpy(found)
+
+
+def state_scan(ops: Any, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, skip: Tensor, **more: Any) -> Tensor:
+    keep, share = (a * dt).exp(), x.shape[1] // b.shape[1]
+
+    def run(state: Tensor, at: slice) -> Tensor:
+        heads = [
+            recur(ops, h.T, b[at, i // share], c[at, i // share], x[at, i], keep[at, i], dt[at, i], delta=False)
+            for i, h in enumerate(state)
+        ]
+        return torch.stack(heads, 1) + skip[:, None] * x[at]
+
+    return by_sequences(more["states"], more["table"], more["cu_seqlens"], len(x), run)
+
+
+def delta_rule(ops: Any, q: Tensor, k: Tensor, v: Tensor, fade: Tensor, beta: Tensor, **more: Any) -> Tensor:
+    keep, share = fade.exp(), v.shape[1] // k.shape[1]
+
+    def run(state: Tensor, at: slice) -> Tensor:
+        heads = [
+            recur(ops, h, k[at, i // share], q[at, i // share], v[at, i], keep[at, i], beta[at, i], delta=True)
+            for i, h in enumerate(state)
+        ]
+        return torch.stack(heads, 1)
+
+    return by_sequences(more["states"], more["table"], more["cu_seqlens"], len(v), run)
+
+
 NATIVE: dict[str, Callable[..., Any]] = {
     "rms_norm": rms_norm,
     "layer_norm": layer_norm,
@@ -142,6 +203,9 @@ NATIVE: dict[str, Callable[..., Any]] = {
     "embedding": embedding,
     "moe_experts": moe_experts,
     "paged_attention": attention,
+    "causal_conv": causal_conv,
+    "state_scan": state_scan,
+    "delta_rule": delta_rule,
 }
 
 

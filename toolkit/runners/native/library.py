@@ -15,6 +15,7 @@ import numpy as np
 from toolkit.errors import UsageError
 from toolkit.runners.step import COLUMNS
 
+VERSION = 7  # tk_version of api.cpp, which says when both are raised
 ISA_VARIABLE = "TOOLKIT_CPU_ISA"
 # of build.py, best first, that this architecture may have
 ISAS = (
@@ -22,11 +23,12 @@ ISAS = (
     if os.uname().machine == "aarch64"
     else ("avx512vnni", "avxvnni", "avx2", "generic")
 )
+BUILD = "python -m toolkit.runners.native.build"
 LIBRARY_VARIABLE = "TOOLKIT_NATIVE_LIBRARY"  # another build of it, such as the sanitized one
 
 
 class TensorRecord(Structure):
-    """tk::TensorRecord of model.h."""
+    """tk::TensorRecord of program.h."""
 
     _fields_ = (
         ("data", c_void_p),
@@ -76,8 +78,15 @@ def library_path() -> Path:
 
 @functools.cache
 def load(path: Path) -> ctypes.CDLL:
-    """The library with its prototypes. OSError where it is missing or made for another machine."""
+    """The library with its prototypes. OSError where it is missing, or made for another machine or by another version
+    of the package."""
     lib = ctypes.CDLL(str(path))
+    ask = getattr(lib, "tk_version", None)  # before anything else is called: what it takes may be another thing
+    if (found := None if ask is None else ask()) != VERSION:
+        raise OSError(
+            f"{path}: made by another version of the package (found {found}, expected {VERSION}); "
+            f"build it again with {BUILD}"
+        )
     lib.tk_error.restype = c_char_p
     lib.tk_explain_mapped_faults.restype = None
     lib.tk_explain_mapped_faults()  # whoever has loaded the library maps files
@@ -131,9 +140,7 @@ def unloadable() -> str | None:
     """Why the library is not there, or None."""
     path = library_path()
     if not path.exists():
-        return (
-            "the native library is not built (no C++ compiler at installation; python -m toolkit.runners.native.build)"
-        )
+        return f"the native library is not built (no C++ compiler at installation; {BUILD})"
     try:
         load(path)
     except OSError as e:

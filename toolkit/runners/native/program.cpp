@@ -6,8 +6,6 @@
 namespace tk {
 namespace {
 
-constexpr int64_t VERSION = 6;  // of the record, and of what tensors hold
-
 constexpr struct {
     const char* kind;
     Mixer (*read)(const Record&, Program&);
@@ -71,7 +69,6 @@ Program parse_program(const char* names, const double* values, int64_t count, co
     Values all(names, values, count, tensors, tensors_size);
     const Record r(all);
     Program prog;
-    if (!r.has("version") || r.integer("version", 0, LIMIT) != VERSION) throw Error("program: made by another version of the package");
     prog.vocab = r.integer("vocabulary", 1, LIMIT);
     prog.hidden = r.integer("hidden", 1, LIMIT);
     prog.block_size = r.integer("block_size", 16, 1 << 16);

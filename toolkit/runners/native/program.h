@@ -29,7 +29,7 @@ struct QuantKey {
     bool operator==(const QuantKey& o) const { return group == o.group && perm == o.perm; }
 };
 
-constexpr int MAX_KEYS = 3;  // distinct quantizations of one input: q, k and v at most
+constexpr int MAX_KEYS = 3;  // distinct quantizations of one input; a model with more is refused
 
 struct Linear {
     Matrix w;

@@ -11,7 +11,6 @@ from toolkit.models.spec import DecoderSpec, RopeSpec
 from toolkit.runners.native.mixers import ACTIVATIONS, MIXERS, Tensors
 from toolkit.runners.native.packed import PackedTensor, PackedWeights
 
-VERSION = 6
 KV_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, 8: 3, 4: 4}
 
 
@@ -72,7 +71,6 @@ def build_program(
     """``dtype`` names the type of keys and values where ``quant_policy`` is 0. KeyError where a weight is missing."""
     tensors = Tensors(spec, weights)
     record = {
-        "version": VERSION,
         "vocabulary": spec.vocab_size,
         "hidden": spec.hidden_size,
         "block_size": block_size,

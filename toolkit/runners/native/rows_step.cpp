@@ -1,7 +1,7 @@
 // Long prompts: every thread takes a part of the tokens through whole layers, so that what one linear writes the next one
 // finds in the same core's cache. Parts meet once a layer, where attention needs the keys of all.
 //
-// The operations on a row are those of step.cpp and attention_step.cpp, in the same order: results are equal bit for bit.
+// The operations on a row are those of run.cpp, mlp_step.cpp and attention_step.cpp, in the same order: results are equal bit for bit.
 #include <algorithm>
 
 #include "run.h"
