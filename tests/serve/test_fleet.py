@@ -334,7 +334,9 @@ def test_lists_that_cannot_be(tmp_path: Path, models: list[str], aliases: list[s
         listed([str(tmp_path / m) for m in models], None, aliases)
 
 
-@pytest.mark.parametrize("given", [{"node_url": "http://here:1"}, {"proxy_key": "x"}, {"enable_sleep_mode": True}])
+@pytest.mark.parametrize(
+    "given", [{"node_url": "http://here:1"}, {"proxy_url": "http://there:1"}, {"enable_sleep_mode": True}]
+)
 def test_options_for_one_model_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=f"^--{next(iter(given)).replace('_', '-')}: only for a server of one model$"):
         ServerSettings(**given).check(several=True)

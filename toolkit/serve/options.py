@@ -19,7 +19,7 @@ _SEVERAL = {"rich_help_panel": "Several models"}
 _IMAGES = {"rich_help_panel": "Images"}
 _CONTROL = {"rich_help_panel": "What clients may do to the server"}
 _FOR_ONE = (
-    "model_name", "proxy_url", "node_url", "proxy_key",
+    "model_name", "proxy_url", "node_url",  # proxy_key alone does nothing, and may stand in the environment
     "allow_terminate_by_client", "enable_abort_handling", "enable_sleep_mode",
 )  # fmt: skip
 _FOR_SEVERAL = ("models_dir", "memory", "idle_timeout")
