@@ -449,12 +449,19 @@ def test_many_choices_of_one_grammar_are_compiled_once_by_few_threads(
 ) -> None:
     from toolkit.engine import constraints
 
-    compile_it, most, asked = Box.run, [0], []
+    compile_it, now, most, asked = Box.run, [0], [0], []
+    counting = threading.Lock()
 
     def counted(self: Any, response_format: dict[str, Any], **more: Any) -> Any:
-        asked.append(response_format["choice"][0])
-        most.append(sum(t.name == "toolkit-constraints" for t in threading.enumerate()))
-        return compile_it(self, response_format, **more)
+        with counting:
+            asked.append(response_format["choice"][0])
+            now[0] += 1
+            most.append(now[0])
+        try:
+            return compile_it(self, response_format, **more)
+        finally:
+            with counting:
+                now[0] -= 1
 
     monkeypatch.setattr(Box, "run", counted)
     core = fake.make_core(tokenizer=LetterTokenizer(), blocks=400)

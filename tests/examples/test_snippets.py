@@ -40,7 +40,7 @@ def test_the_family_that_is_shown_is_one(blocks: Any) -> None:
 
 def test_the_kernel_that_is_shown_fits_its_op(blocks: Any) -> None:
     """Its file, its names, its signature and how it is registered."""
-    (code,) = blocks(DOCS / "add-a-kernel.md", "python")
+    code, _ = blocks(DOCS / "add-a-kernel.md", "python")
     from toolkit.kernels.reference.norm import rms_norm as op
     from toolkit.kernels.triton import launch, norm
 
@@ -55,6 +55,22 @@ def test_the_kernel_that_is_shown_fits_its_op(blocks: Any) -> None:
     assert isinstance(needs, ast.Call)
     launch.needs(**{str(k.arg): ast.literal_eval(k.value) for k in needs.keywords})
     assert hasattr(norm, "rms_norm_kernel") and "rms_norm_kernel" in code
+
+
+def test_the_op_that_is_declared_is_one(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from toolkit.kernels import registry
+
+    _, code = blocks(DOCS / "add-a-kernel.md", "python")
+    monkeypatch.setattr(registry, "_OPS", {})  # nobody else is to meet it
+    names: dict[str, Any] = {"__package__": "toolkit.kernels.reference"}
+    exec(code, names)
+    declared = names["softcap"]
+    for case in declared.cases():
+        given = case.make(torch.float32, torch.device("cpu"), torch.Generator().manual_seed(0))
+        expected = given["cap"] * torch.tanh(given["x"] / given["cap"])
+        torch.testing.assert_close(declared.reference(**given), expected)
 
 
 def test_opencompass_is_told_what_it_understands(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
