@@ -168,6 +168,7 @@ def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress
     )
     try:
         together = 0 if runner.spec.vision is None else runner.spec.vision.together
+        patches = _patches(setup, runner.spec.vision)
         memory = plan(
             runner.memory(),
             runner.spec.cache_groups,
@@ -181,8 +182,8 @@ def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress
                 max(config.max_prefill_token_num, together),
                 _kv_wish(config),
                 config.target_step_ms,
-                _patches(setup, runner.spec.vision, setup.pictures_together),
-                _patches(setup, runner.spec.vision, EngineOptions.pictures_kept),
+                setup.pictures_together * patches,
+                EngineOptions.pictures_kept * patches,
             ),
         )
         if memory.max_prefill_token_num < together:
@@ -226,10 +227,10 @@ def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress
     return core, Facts(memory, why, "; ".join(runner.notes), *named, runner.spec.vocab_size)
 
 
-def _patches(setup: Setup, vision: VisionSpec | None, pictures: int) -> int:
-    """Of so many pictures, at most."""
+def _patches(setup: Setup, vision: VisionSpec | None) -> int:
+    """Of a picture, at most."""
     recipe = None if vision is None else open_recipe(setup.path)
-    return 0 if vision is None or recipe is None else pictures * most_patches(recipe, vision.merge)
+    return 0 if vision is None or recipe is None else most_patches(recipe, vision.merge)
 
 
 def _kv_wish(config: EngineConfig) -> float | int:

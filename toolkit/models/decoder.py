@@ -394,6 +394,34 @@ def fused_gate_up(dims: Dims, name: str) -> Fused:
     return Fused(name, {"mlp.gate_proj": ((0, n),), "mlp.up_proj": ((n, 2 * n),)})
 
 
+def fused_experts(
+    count: int,
+    hidden: int,
+    inner: int,
+    names: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+    *,
+    woven: bool = False,
+    transposed: bool = False,
+    bare: bool = True,
+) -> list[Fused]:
+    """Experts that stand in two tensors, ``names``: [experts, 2 · inner, hidden], of each expert the gate before up, or
+    where they are ``woven`` row by row in turn, and [experts, hidden, inner], down. ``transposed``: with the two last
+    axes the other way round."""
+    both: dict[str, Rows] = {}
+    for e in range(count):
+        start, stop = 2 * inner * e, 2 * inner * (e + 1)
+        gate, up = (
+            ((start, stop, 2), (start + 1, stop, 2)) if woven else ((start, start + inner), (start + inner, stop))
+        )
+        both |= {f"mlp.experts.{e}.gate_proj": (gate,), f"mlp.experts.{e}.up_proj": (up,)}
+    down: dict[str, Rows] = {f"mlp.experts.{e}.down_proj": ((hidden * e, hidden * (e + 1)),) for e in range(count)}
+    found = []
+    for name, rows, shape in ((names[0], both, (2 * inner, hidden)), (names[1], down, (hidden, inner))):
+        stored = (count, *(shape[::-1] if transposed else shape))
+        found.append(Fused(name, rows, stored, transposed=transposed, bare=bare))
+    return found
+
+
 def renamed(endings: Mapping[str, str]) -> Callable[[str], str]:
     """A ``rename`` that replaces how a canonical name ends, by the first of ``endings`` that fits."""
 

@@ -11,9 +11,8 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import (
     Built,
-    Dims,
-    Fused,
     experts,
+    fused_experts,
     llama_like,
     read_dims,
     read_experts,
@@ -23,7 +22,7 @@ from toolkit.models.decoder import (
 )
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, Gguf, Metadata, with_experts
-from toolkit.models.spec import DecoderSpec, MoeSpec, Rows
+from toolkit.models.spec import DecoderSpec, MoeSpec
 
 ROPE = dict(
     rope_type="yarn",
@@ -62,23 +61,8 @@ def build(config: Fields) -> Built:
         sinks=True,
         feed_forward=feed_forward,
         rename=renamed({"mlp.gate": "mlp.router"}),
-        fused=_stacks(dims, count),
+        fused=fused_experts(count, dims.hidden, dims.intermediate, woven=True, transposed=True),
     )
-
-
-def _stacks(dims: Dims, count: int) -> list[Fused]:
-    """``gate_up_proj`` [experts, in, 2 · inner], gate in the even columns and up in the odd, and ``down_proj``."""
-    inner, hidden, prefix = dims.intermediate, dims.hidden, "mlp.experts"
-    both: dict[str, Rows] = {}
-    for e in range(count):
-        start, stop = 2 * inner * e, 2 * inner * (e + 1)
-        both[f"{prefix}.{e}.gate_proj"] = ((start, stop, 2),)
-        both[f"{prefix}.{e}.up_proj"] = ((start + 1, stop, 2),)
-    down: dict[str, Rows] = {f"{prefix}.{e}.down_proj": ((hidden * e, hidden * (e + 1)),) for e in range(count)}
-    return [
-        Fused(f"{prefix}.gate_up_proj", both, (count, hidden, 2 * inner), transposed=True, bare=True),
-        Fused(f"{prefix}.down_proj", down, (count, inner, hidden), transposed=True, bare=True),
-    ]
 
 
 def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:

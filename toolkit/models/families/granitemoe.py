@@ -6,11 +6,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from toolkit.models.config.fields import Fields
-from toolkit.models.decoder import Built, Dims, Fused, experts, llama_like, read_dims, read_experts, renamed
+from toolkit.models.decoder import (
+    Built,
+    Dims,
+    Fused,
+    experts,
+    fused_experts,
+    llama_like,
+    read_dims,
+    read_experts,
+    renamed,
+)
 from toolkit.models.families import granite
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, with_experts
-from toolkit.models.spec import Rows
 
 NAMES = {
     "mlp.gate": "block_sparse_moe.router.layer",
@@ -42,18 +51,7 @@ def build(config: Fields) -> Built:
 
 
 def stacks(dims: Dims, count: int) -> list[Fused]:
-    """``input_linear`` [experts, 2 · inner, in], gate before up, and ``output_linear`` [experts, in, inner]."""
-    inner, hidden = dims.intermediate, dims.hidden
-    both: dict[str, Rows] = {}
-    for e in range(count):
-        start = 2 * inner * e
-        both[f"mlp.experts.{e}.gate_proj"] = ((start, start + inner),)
-        both[f"mlp.experts.{e}.up_proj"] = ((start + inner, start + 2 * inner),)
-    down: dict[str, Rows] = {f"mlp.experts.{e}.down_proj": ((hidden * e, hidden * (e + 1)),) for e in range(count)}
-    return [
-        Fused("mlp.input_linear", both, (count, 2 * inner, hidden)),
-        Fused("mlp.output_linear", down, (count, hidden, inner)),
-    ]
+    return fused_experts(count, dims.hidden, dims.intermediate, ("mlp.input_linear", "mlp.output_linear"), bare=False)
 
 
 SIZES = dict(granite.MULTIPLIERS, num_local_experts=4, num_experts_per_tok=2)

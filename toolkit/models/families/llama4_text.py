@@ -9,9 +9,18 @@ from typing import Any
 
 from toolkit.models.config.fields import MAX_LAYERS, MAX_POSITION, Fields
 from toolkit.models.config.rope import read_rope
-from toolkit.models.decoder import Built, Dims, Fused, experts, gated_mlp, llama_like, read_dims, read_experts, renamed
+from toolkit.models.decoder import (
+    Built,
+    experts,
+    fused_experts,
+    gated_mlp,
+    llama_like,
+    read_dims,
+    read_experts,
+    renamed,
+)
 from toolkit.models.family import WITHIN, Family, Tiny
-from toolkit.models.spec import AttentionSpec, MlpSpec, MoeSpec, NormSpec, QueryScale, Rows
+from toolkit.models.spec import AttentionSpec, MlpSpec, MoeSpec, NormSpec, QueryScale
 
 CHUNKED = "chunked_attention"
 
@@ -60,7 +69,7 @@ def build(config: Fields) -> Built:
         change=change,
         feed_forward=feed_forward,
         rename=lambda name: endings(name).replace(".mlp.", ".feed_forward."),
-        fused=_stacks(dims, count),
+        fused=fused_experts(count, dims.hidden, dims.intermediate, transposed=True),
         pairs=True,
     )
 
@@ -88,21 +97,6 @@ def _growth(config: Fields) -> QueryScale | None:
         return None
     length = config.integer("floor_scale", default=8192, high=MAX_POSITION)
     return QueryScale("floor", length, config.number("attn_scale", default=0.1, high=100.0), 1)
-
-
-def _stacks(dims: Dims, count: int) -> list[Fused]:
-    """``gate_up_proj`` [experts, in, 2 · inner], gate in the first columns and up in the others, and ``down_proj``."""
-    inner, hidden, prefix = dims.intermediate, dims.hidden, "mlp.experts"
-    both: dict[str, Rows] = {}
-    for e in range(count):
-        start = 2 * inner * e
-        both[f"{prefix}.{e}.gate_proj"] = ((start, start + inner),)
-        both[f"{prefix}.{e}.up_proj"] = ((start + inner, start + 2 * inner),)
-    down: dict[str, Rows] = {f"{prefix}.{e}.down_proj": ((hidden * e, hidden * (e + 1)),) for e in range(count)}
-    return [
-        Fused(f"{prefix}.gate_up_proj", both, (count, hidden, 2 * inner), transposed=True, bare=True),
-        Fused(f"{prefix}.down_proj", down, (count, inner, hidden), transposed=True, bare=True),
-    ]
 
 
 SIZES = dict(

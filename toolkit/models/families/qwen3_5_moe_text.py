@@ -7,11 +7,10 @@ from dataclasses import replace
 
 from toolkit.models.config.delta import gated_queries
 from toolkit.models.config.fields import Fields
-from toolkit.models.decoder import Built, Dims, Fused, read_dims, read_experts
+from toolkit.models.decoder import Built, fused_experts, read_dims, read_experts
 from toolkit.models.families import qwen3_5_text, qwen3_next
 from toolkit.models.families.qwen3_next import DELTA, EXPERT_NAMES, delta_like, read_feed_forward
 from toolkit.models.family import WITHIN, Family, Tiny
-from toolkit.models.spec import Rows
 
 
 def build(config: Fields) -> Built:
@@ -19,23 +18,9 @@ def build(config: Fields) -> Built:
     dims = read_dims(Fields(sized, config.source, config.prefix), head_dim=256, kv_heads=2)
     routed = {**config.values, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
     feed_forward = read_feed_forward(Fields(routed, config.source, config.prefix), dims)
-    return delta_like(config, dims, [gated_queries(dims), *_stacks(config, dims)], feed_forward)
-
-
-def _stacks(config: Fields, dims: Dims) -> list[Fused]:
-    """``gate_up_proj`` [experts, 2 · inner, in], gate before up, and ``down_proj`` [experts, in, inner]."""
     count, _ = read_experts(config, dims.layers, "num_experts", "num_local_experts")
-    inner, hidden = config.integer("moe_intermediate_size", default=512), dims.hidden
-    both: dict[str, Rows] = {}
-    for e in range(count):
-        start = 2 * inner * e
-        both[f"mlp.experts.{e}.gate_proj"] = ((start, start + inner),)
-        both[f"mlp.experts.{e}.up_proj"] = ((start + inner, start + 2 * inner),)
-    down: dict[str, Rows] = {f"mlp.experts.{e}.down_proj": ((hidden * e, hidden * (e + 1)),) for e in range(count)}
-    return [
-        Fused("mlp.experts.gate_up_proj", both, (count, 2 * inner, hidden), bare=True),
-        Fused("mlp.experts.down_proj", down, (count, hidden, inner), bare=True),
-    ]
+    stacks = fused_experts(count, dims.hidden, config.integer("moe_intermediate_size", default=512))
+    return delta_like(config, dims, [gated_queries(dims), *stacks], feed_forward)
 
 
 SIZES = dict(DELTA, moe_intermediate_size=32, shared_expert_intermediate_size=64, num_experts=4, num_experts_per_tok=2)
