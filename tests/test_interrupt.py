@@ -98,6 +98,27 @@ def test_what_python_tidies_up_is_not_waited_for() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "begun\n", "interrupted\n")
 
 
+ENDED = """
+import atexit, signal, sys, toolkit.__main__ as tool, toolkit.commands.main as main
+class Last:
+    def __del__(self, interrupt=signal.raise_signal, number=signal.SIGINT):
+        interrupt(number)
+def done(**options):
+    print("done", flush=True)
+    sys.exit(3)
+WHEN
+main.app = done
+tool.main()
+"""
+
+
+@pytest.mark.parametrize("when", ["atexit.register(signal.raise_signal, signal.SIGINT)", "sys.last = Last()"])
+def test_what_has_ended_keeps_its_exit_code(when: str) -> None:
+    code = ENDED.replace("WHEN", when)
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=500)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "done\n", "")
+
+
 STUCK = """
 import hashlib, sys
 import toolkit.commands.main as main

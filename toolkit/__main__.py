@@ -1,6 +1,8 @@
 """``python -m toolkit`` is ``tool``."""
 
+import atexit
 import os
+import signal
 import sys
 from contextlib import suppress
 
@@ -8,25 +10,33 @@ INTERRUPTED = 130  # exit code
 
 
 def main() -> None:
-    """Run ``tool``, ready for a Ctrl-C while it is still being imported.
+    """Run ``tool``, ready for a Ctrl-C while it is still being imported and when it has ended.
 
     What Ctrl-C ends is gone at once: Python's own tidying up, with torch loaded, may take longer than all that a
-    command had to give back, and stops the thread that watches the time.
+    command had to give back, and stops the thread that watches the time. While a command that has ended by itself is
+    tidied up, Ctrl-C leaves the rest of that, and the exit code stays the command's.
     """
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # the last to run; after it Python has no handlers
     try:
-        try:
-            from toolkit.commands.main import main as run
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            sys.exit(INTERRUPTED)
+        from toolkit.commands.main import main as run
+
         run()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        _leave(INTERRUPTED)
     except SystemExit as end:
-        if end.code == INTERRUPTED:
-            for stream in (sys.stdout, sys.stderr):
-                with suppress(OSError, ValueError):
-                    stream.flush()
-            os._exit(INTERRUPTED)
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if code == INTERRUPTED:
+            _leave(code)
+        signal.signal(signal.SIGINT, lambda *_: _leave(code))
         raise
+
+
+def _leave(code: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
