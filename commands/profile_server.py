@@ -43,6 +43,9 @@ def api_server(
         str | None, typer.Option(help="Model whose tokenizer measures prompts. Default: a word is a token.")
     ] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Key that the server asks for.")] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Over HTTPS, whatever certificate the server has.")
+    ] = False,
     goodput: Annotated[
         list[str] | None,
         typer.Option(
@@ -98,7 +101,7 @@ def api_server(
     result_file.check_plot("--plot", plot)
     runs, progress = len(traffic.request_rate) * max(len(traffic.concurrency), 1), Progress()
     with progress, _served(target, remote, progress) as url:
-        client = Client(url, model, _endpoint(endpoint, backend), api_key, extra, timeout)
+        client = Client(url, model, _endpoint(endpoint, backend), api_key, extra, timeout, insecure)
         done = 0
 
         def advance(record: object) -> None:

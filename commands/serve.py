@@ -120,6 +120,9 @@ def api_client(
         str, typer.Argument(help="The server: scheme, host and port, with or without /v1.")
     ] = "http://127.0.0.1:23333",
     api_key: Annotated[str | None, typer.Option(help="Key that the server asks for.")] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Over HTTPS, whatever certificate the server has.")
+    ] = False,
     model_name: Annotated[str | None, typer.Option(help="Which of its models. Default: the first.")] = None,
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", help="Answer this and leave; the answer alone is on stdout.")
@@ -138,7 +141,7 @@ def api_client(
 
     question = read_question(prompt)
     config = settings.change(settings.GREEDY, **sampling.given())
-    model = RemoteModel(APIClient(url, api_key), model_name)
+    model = RemoteModel(APIClient(url, api_key, insecure=insecure), model_name)
     talk = Conversation(config, system)
     if question is not None:
         answer_once(model, talk, question, SERVERS)

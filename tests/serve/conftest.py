@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,10 @@ class ByteTokenizer:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.chat_templates: dict[str, str] = {}
+
+    def token_id(self, text: str) -> int | None:
+        return None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
@@ -57,7 +62,7 @@ class PlainTemplate:
         return replace(config, stop_words=[*(config.stop_words or []), "<end>"])
 
     def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **kwargs: Any) -> str:
-        if unknown := set(kwargs) - {"shout", "enable_thinking"}:
+        if unknown := set(kwargs) - {"shout", "enable_thinking", "tools"}:
             raise UsageError(f"chat_template_kwargs: unknown {unknown}")
         text = "".join(f"[{m['role']}]{self.join(m.get('content', ''))}" for m in messages)
         return text.upper() if kwargs.get("shout") else text
@@ -86,6 +91,7 @@ class FakeEngine:
     sessions: list[str | None] = field(default_factory=list)  # likewise
     ended_sessions: list[str] = field(default_factory=list)
     asleep: bool = False
+    plan: Any = field(default_factory=lambda: SimpleNamespace(total=1 << 20))
 
     def stats(self) -> dict[str, float]:
         return {"running": len(self.running), "waiting": 0, "kv_usage": 0.25, "preemptions": 2}

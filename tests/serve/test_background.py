@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,8 @@ import pytest
 import toolkit
 from toolkit import ChatTemplateConfig, PytorchEngineConfig
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.profile.http_client import Client as LoadClient
+from toolkit.profile.http_client import TextAsk
 from toolkit.serve import background
 from toolkit.serve.client import APIClient
 from toolkit.serve.options import ServerSettings
@@ -37,11 +41,14 @@ def model(tiny_models: Any) -> str:
 
 
 def test_a_server_that_is_its_own_client(model: str, tmp_path: Path) -> None:
+    """Over HTTPS, by a certificate that vouches for itself; its keys come by a pipe, which can be read but once."""
     config = PytorchEngineConfig(session_len=128, max_batch_size=4, device_type="cpu")
     template = ChatTemplateConfig("mine", user="<u>", assistant="<a>")
     file = tmp_path / "keys"
-    file.write_text("secret\n")
+    os.mkfifo(file)
+    threading.Thread(target=file.write_text, args=("secret\n",), daemon=True).start()
     more: Any = {"api_key_file": file, "allowed_local_media_path": tmp_path, "max_log_len": 9, "max_choices": 2}
+    more["ssl_certfile"] = Path(__file__).parent / "localhost.pem"
     with toolkit.serve(
         model, "tiny", backend_config=config, chat_template_config=template, server_port=0, **more
     ) as server:
@@ -51,7 +58,13 @@ def test_a_server_that_is_its_own_client(model: str, tmp_path: Path) -> None:
         with pytest.raises(ToolkitError, match="--max-choices"):
             list(server.chat("hi", 1, n=3))
         with pytest.raises(ToolkitError, match="401"):
-            _ = APIClient(server.url).available_models
+            _ = APIClient(server.url, insecure=True).available_models
+        with pytest.raises(ToolkitError, match=r"^https:.* cannot be reached .*certificate.*; name .* SSL_CERT_FILE"):
+            _ = APIClient(server.url, "secret").available_models
+        with pytest.raises(ToolkitError, match="SSL_CERT_FILE"):
+            asyncio.run(LoadClient(server.url, api_key="secret").choose_model())
+        load = LoadClient(server.url, "tiny", api_key="secret", insecure=True)
+        assert load.record(asyncio.run(load.run(TextAsk("hi", 3)))).error is None
         process = server._process
     assert process.returncode == 0
     server.close()
@@ -60,6 +73,10 @@ def test_a_server_that_is_its_own_client(model: str, tmp_path: Path) -> None:
 def test_what_keeps_it_from_starting_is_told_here(model: str) -> None:
     with pytest.raises(ToolkitError, match="/no/such/model"):
         toolkit.serve("/no/such/model", server_port=0)
+    with pytest.raises(
+        UsageError, match="--api-key-file /no/such/file: cannot be read"
+    ):  # before the model is looked at
+        toolkit.serve("/no/such/model", api_key_file="/no/such/file", server_port=0)
     with pytest.raises(UsageError, match="nope"):
         toolkit.serve(model, chat_template_config="nope", server_port=0)
     for arguments, says in [
@@ -71,6 +88,9 @@ def test_what_keeps_it_from_starting_is_told_here(model: str) -> None:
         ({"max_tools": -1}, "max_tools: expected at least 1, found -1"),
         ({"api_keys": ""}, "^api_keys: expected non-empty keys, found an empty one"),
         ({"api_keys": ["a", "b,"]}, "^api_keys: expected non-empty keys, found an empty one"),
+        ({"node_url": "http://a:1"}, "--node-url: only with --proxy-url"),
+        ({"ssl_keyfile": "key.pem"}, "--ssl-keyfile: only with --ssl-certfile"),
+        ({"ssl_certfile": __file__}, "--ssl-certfile: expected a certificate and its key"),
         ({"memory": "2GB"}, "memory: only for a server of several models"),
         ({"backend_config": 5}, "backend_config"),
     ]:
@@ -89,7 +109,7 @@ def test_keys_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_requests_get_their_grace_before_it_is_killed() -> None:
     """What would wait for the child notes how long it would have waited."""
     ours, theirs = socket.socketpair()
-    theirs.sendall(b'{"url": "http://127.0.0.1:1"}\n')
+    theirs.sendall(b'{"url": "http://127.0.0.1:1", "key": null}\n')
     waits: list[float] = []
     child: Any = SimpleNamespace(link=ours, process=SimpleNamespace(wait=waits.append))
     order = background.Order.of("model", PytorchEngineConfig(), None, ServerSettings(grace_period=600))

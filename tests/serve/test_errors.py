@@ -74,6 +74,10 @@ BAD_IN_BOTH = [
     ("stop_token_ids", [257]),
     ("stop_token_ids.0", [-1]),
     ("min_new_tokens", -1),
+    ("min_tokens", -1),
+    ("truncate_prompt_tokens", 5),
+    ("allowed_token_ids", [5]),
+    ("prompt_cache_options", {"prewarm": True}),
     ("ignore_eos", "yes"),
     ("stream", "true"),
     ("stream_options", {"include_usage": True}),
@@ -152,6 +156,8 @@ HARMLESS = {
     "prompt_cache_options": {"mode": "explicit", "ttl": "30m"},
     "prediction": {"type": "content", "content": "abc"},
     "verbosity": "low",
+    "guided_decoding_backend": "xgrammar",
+    "use_beam_search": False,
 }
 
 

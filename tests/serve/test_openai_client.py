@@ -216,6 +216,23 @@ def test_formats_as_vllm_spells_them(client: openai.OpenAI, server: Any, asked: 
         assert config.response_format[kind] == rule
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_ids_come_as_vllm_tells_them(client: openai.OpenAI, server: Any, stream: bool) -> None:
+    more: Any = {"extra_body": {"return_token_ids": True, "min_tokens": 2}, "stream": stream, "n": 2}
+    chat, text = ask(client, **more), client.completions.create(model="echo", prompt=["ab", "c"], **more)
+    parts = list(chat) if stream else [chat]
+    ids = {
+        i: [t for p in parts for c in p.choices if c.index == i for t in c.model_extra.get("token_ids", [])]
+        for i in (0, 1)
+    }
+    assert ids == {0: list("[user]héllo".encode()), 1: list("[user]héllo".encode())}
+    assert parts[0].model_extra["prompt_token_ids"] == ids[0]
+    choices = [choice for part in (list(text) if stream else [text]) for choice in part.choices if choice.index == 2]
+    assert [t for choice in choices for t in choice.model_extra.get("token_ids", [])] == [ord("c")]
+    assert next(e["prompt_token_ids"] for c in choices if "prompt_token_ids" in (e := c.model_extra)) == [ord("c")]
+    assert {config.min_new_tokens for _, config in server.engine.seen} == {2}
+
+
 def test_message_forms(client: openai.OpenAI, server: Any) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     messages = [

@@ -42,6 +42,19 @@ ASKED = [
     ("/v1/score", {"text_1": "Hello", "text_2": ["you"], "method": "embedding"}),
     ("/generate", {"prompt": "Hello"}),
     ("/get_ppl", {"input": "Hello"}),
+    ("/api/chat", {"messages": TALK, "stream": False}),
+    ("/api/chat", {"messages": CALLED, "stream": False, "tools": [FUNCTION], "logprobs": True}),
+    ("/api/chat", {}),
+    ("/api/generate", {"prompt": "Hello", "stream": False}),
+    ("/api/embed", {"input": "Hello"}),
+    ("/api/embeddings", {"prompt": "Hello"}),
+    ("/api/show", {}),
+    ("/api/tags", None),
+    ("/api/ps", None),
+    ("/api/version", None),
+    ("/completion", {"prompt": "Hello", "n_probs": 2}),
+    ("/apply-template", {"messages": TALK}),
+    ("/props", None),
     ("/v1/chat/interactive", {"prompt": "Hello", "session_id": 3, "interactive_mode": True}),
     ("/sleep?level=1", {}),
     ("/wakeup", {}),
@@ -82,7 +95,7 @@ def test_answers_and_errors_are_as_documented(start: Any) -> None:
             status, told = ask(server.url + path, sent)
             model_of(responses[str(status)]).model_validate(told, strict=True)
         assert "422" not in responses and {"400", "429", "500", "503"} <= set(responses)
-    rest = {"/metrics", "/tokenizer_info", "/terminate", "/v1/models/{name}", "/v1/responses/{id}"}
+    rest = {"/metrics", "/tokenizer_info", "/terminate", "/v1/models/{name}", "/v1/responses/{id}", "/infill", "/slots"}
     assert set(document["paths"]) <= tested | rest
     named = {"ChatCompletionRequest", "CompletionRequest", "EmbeddingsRequest", "GenerateRequest"}
     assert named <= set(document["components"]["schemas"])  # by which clients generated for LMDeploy know them

@@ -180,6 +180,13 @@ def test_requests_are_spread_and_streams_pass_through() -> None:
             models = (await w.client.get("/v1/models")).json()
             assert [card["id"] for card in models["data"]] == ["m"]
             assert (await w.client.get("/health")).json() == {"status": "healthy", "nodes": 3}
+            tags = (await w.client.get("/api/tags")).json()
+            assert [model["name"] for model in tags["models"]] == ["m"]
+            chat = await w.client.post(
+                "/api/chat", json={"model": "m:latest", "messages": []}
+            )  # as Ollama's clients ask
+            assert chat.status_code == 200 and "node" in chat.json()
+            assert (await w.client.post("/completion", json={"prompt": "a"})).status_code == 200
 
     run(go)
 

@@ -63,6 +63,12 @@ def test_a_whole_answer(start: Any) -> None:
     assert "tools" not in template.seen[-1][1]
 
 
+def test_documents_go_to_the_template(start: Any) -> None:
+    server = start(template=(template := Echo("hermes")))
+    ask(server, "Well.", documents=[{"title": "a", "text": "b"}])
+    assert template.seen[0][1]["documents"] == [{"title": "a", "text": "b"}]
+
+
 @pytest.mark.parametrize(
     ("form", "answer"),
     [("hermes", f"Well. {ONE}{TWO}"), ("llama3", '{"name": "add", "parameters": {"a": 1}};{"name": "now"}')],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -78,6 +79,14 @@ class Answer:
         if self.calls:
             made["tool_calls"] = self.calls
         return made
+
+
+def arguments_of(call: dict[str, Any]) -> Any:
+    """The arguments of a call of an ``Answer`` as JSON has them; none where max_tokens cut it short."""
+    try:
+        return json.loads(call["function"]["arguments"])
+    except ValueError:
+        return {}
 
 
 class Words:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,6 +14,7 @@ import httpx2 as httpx
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.profile.exchange import Exchange, post
 from toolkit.profile.metrics import RequestRecord
+from toolkit.tls import checking, why
 
 Endpoint = Literal["completions", "chat"]
 CONNECT_S = 10.0
@@ -31,7 +31,7 @@ class TextAsk:
 @dataclass
 class Client:
     """One server. ``extra``: fields for every request besides the usual ones. ``timeout``: seconds without a byte after
-    which a request has failed."""
+    which a request has failed. ``insecure``: whatever certificate it has."""
 
     url: str
     model: str | None = None
@@ -39,6 +39,7 @@ class Client:
     api_key: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     timeout: float = 600.0
+    insecure: bool = False
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -48,7 +49,7 @@ class Client:
                 f"{urlsplit(self.url).hostname}: expected an address without user and password; use --api-key"
             )
         # Made once: it takes longer than many a first token.
-        self._tls = ssl.create_default_context() if self.url.startswith("https://") else None
+        self._tls = checking(self.insecure) if self.url.startswith("https://") else None
         self.url = self.url.rstrip("/").removesuffix("/v1").rstrip("/")
 
     @property
@@ -69,7 +70,7 @@ class Client:
             refused = _refusal(error.response.status_code, error.response.content)
             raise ToolkitError(f"{self.url}/v1/models: {refused}") from error
         except (httpx.HTTPError, OSError) as error:
-            raise ToolkitError(f"{self.url}: cannot be reached ({_why(error)})") from error
+            raise ToolkitError(f"{self.url}: cannot be reached ({why(_why(error))})") from error
         except (ValueError, LookupError, TypeError) as error:
             raise ToolkitError(f"{self.url}/v1/models: expected OpenAI's list of models") from error
         if not served or (self.model is not None and self.model not in served):

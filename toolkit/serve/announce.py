@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import httpx2 as httpx
 
+from toolkit import tls
 from toolkit.errors import UsageError
 from toolkit.serve.proxy.nodes import checked
 
@@ -60,7 +61,9 @@ class Announcement:
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
         body = {"url": own, "status": {"models": list(models)}, "lease": LEASE_S}
-        async with httpx.AsyncClient(headers=headers, timeout=PATIENCE_S, trust_env=False) as http:
+        async with httpx.AsyncClient(
+            headers=headers, timeout=PATIENCE_S, trust_env=False, verify=tls.checking()
+        ) as http:
             try:
                 while True:
                     before = told
@@ -73,7 +76,7 @@ class Announcement:
                             logger.warning("%s gets requests from the proxy %s", own, proxy)
                     except httpx.HTTPError as error:
                         told = False
-                        logger.warning("--proxy-url %s: cannot be told of this server (%s)", proxy, error)
+                        logger.warning("--proxy-url %s: cannot be told of this server (%s)", proxy, tls.why(error))
                     await asyncio.sleep(EVERY_S if told else RETRY_S)
             finally:
                 if told:

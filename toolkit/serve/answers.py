@@ -78,6 +78,7 @@ class ChatChoice(BaseModel):
     logprobs: dict[str, Any] | None
     finish_reason: Finish
     stop_reason: str | int | None
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(BaseModel):
@@ -88,6 +89,7 @@ class ChatCompletion(BaseModel):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class TextChoice(BaseModel):
@@ -97,6 +99,8 @@ class TextChoice(BaseModel):
     finish_reason: Finish
     stop_reason: str | int | None
     prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
 
 
 class TextCompletion(BaseModel):
@@ -144,12 +148,13 @@ class CountedTokens(BaseModel):
 class Tokens(BaseModel):
     count: int
     max_model_len: int
-    tokens: list[int]
+    tokens: list[int] | list[dict[str, Any]]
     token_strs: list[str] | None
 
 
 class Detokenized(BaseModel):
     prompt: str
+    content: str
 
 
 class Encoded(BaseModel):
@@ -227,3 +232,119 @@ class Ending(BaseModel):
 
 class Sleeping(BaseModel):
     is_sleeping: bool
+
+
+class OllamaErrorAnswer(BaseModel):
+    """Ollama's envelope of an error."""
+
+    error: str
+
+
+class OllamaVersion(BaseModel):
+    version: str
+
+
+class OllamaModel(BaseModel):
+    name: str
+    model: str
+    size: int
+    digest: str
+    details: dict[str, Any]
+    modified_at: str | None = None
+    expires_at: str | None = None
+    size_vram: int | None = None
+    context_length: int | None = None
+
+
+class OllamaModels(BaseModel):
+    models: list[OllamaModel]
+
+
+class OllamaShown(BaseModel):
+    modelfile: str
+    parameters: str
+    template: str
+    details: dict[str, Any]
+    model_info: dict[str, Any]
+    capabilities: list[str]
+    modified_at: str
+
+
+class OllamaEnd(BaseModel):
+    model: str
+    created_at: str
+    done: bool
+    done_reason: Literal["stop", "length", "load"]
+    total_duration: int | None = None
+    load_duration: int | None = None
+    prompt_eval_count: int | None = None
+    prompt_eval_cached_count: int | None = None
+    prompt_eval_duration: int | None = None
+    eval_count: int | None = None
+    eval_duration: int | None = None
+    logprobs: list[dict[str, Any]] | None = None
+
+
+class OllamaChat(OllamaEnd):
+    message: dict[str, Any]
+
+
+class OllamaText(OllamaEnd):
+    response: str
+    thinking: str | None = None
+
+
+class OllamaEmbeddings(BaseModel):
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OllamaEmbedding(BaseModel):
+    embedding: list[float]
+
+
+class LlamaAnswer(BaseModel):
+    """llama.cpp's answer to /completion and /infill."""
+
+    index: int
+    content: str
+    tokens: list[int]
+    id_slot: int
+    stop: bool
+    model: str
+    tokens_predicted: int
+    tokens_evaluated: int
+    tokens_cached: int
+    generation_settings: dict[str, Any]
+    prompt: str
+    has_new_line: bool
+    truncated: bool
+    stop_type: Literal["eos", "limit", "word"]
+    stopping_word: str
+    timings: dict[str, float]
+    completion_probabilities: list[dict[str, Any]] | None = None
+
+
+class LlamaProps(BaseModel):
+    default_generation_settings: dict[str, Any]
+    total_slots: int
+    model_path: str
+    model_alias: str
+    chat_template: str
+    modalities: dict[str, bool]
+    build_info: str
+    is_sleeping: bool
+
+
+class LlamaSlot(BaseModel):
+    id: int
+    n_ctx: int
+    speculative: bool
+    is_processing: bool
+
+
+class LlamaPrompt(BaseModel):
+    prompt: str

@@ -31,7 +31,10 @@ from toolkit.serve.errors import ApiError, from_exception
 from toolkit.serve.intake import Intake
 from toolkit.serve.keys import ApiKeys
 from toolkit.serve.lanes import Lanes
+from toolkit.serve.llama_cpp import routes as llama_routes
 from toolkit.serve.metrics import ServerMetrics
+from toolkit.serve.ollama import routes as ollama_routes
+from toolkit.serve.ollama.cards import add_lists
 from toolkit.serve.options import ServerSettings
 from toolkit.serve.page.routes import add_page, docs_url
 from toolkit.serve.parsing import Formats
@@ -54,6 +57,8 @@ ROUTES = (
     completion_routes,
     responses_routes,
     anthropic_routes,
+    ollama_routes,
+    llama_routes,
     token_routes,
     pooling_routes,
     generate_routes,
@@ -86,7 +91,7 @@ def create_app(
     app = FastAPI(
         title="toolkit",
         version=__version__,
-        description="OpenAI-compatible API of `tool serve api_server`",
+        description="The API of `tool serve api_server`: OpenAI's, and Anthropic's, Ollama's and llama.cpp's beside it",
         docs_url=docs_url(docs, not settings.no_page),
         openapi_url="/openapi.json" if docs else None,
         redoc_url=None,
@@ -96,6 +101,7 @@ def create_app(
     if not settings.no_page:
         add_page(app)
     _add_plain_routes(app, state)
+    add_lists(app, lambda: ollama_routes.of_one(state))
     for routes in ROUTES:
         app.include_router(routes.router)
     add_schemas(app, [body for routes in ROUTES for body in routes.BODIES])

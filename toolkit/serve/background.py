@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from toolkit import tls
 from toolkit.chat.custom import MODELS
 from toolkit.engine.setup import CONFIGS
 from toolkit.engine_configs import EngineConfig
@@ -28,6 +29,7 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import ChatTemplateConfig
 from toolkit.option import check_ranges, option_of
 from toolkit.record import plain, read
+from toolkit.serve.certificate import ssl_files
 from toolkit.serve.client import APIClient
 from toolkit.serve.keys import ApiKeys
 from toolkit.serve.limits import Limits
@@ -45,12 +47,19 @@ class Server(APIClient):
     """A running server, and a client of it. ``close()`` ends it, as does leaving a ``with`` block or the program."""
 
     def __init__(
-        self, url: str, api_key: str | None, process: subprocess.Popen[bytes], link: socket.socket, grace_s: float
+        self,
+        url: str,
+        api_key: str | None,
+        process: subprocess.Popen[bytes],
+        link: socket.socket,
+        settings: ServerSettings,
     ) -> None:
         super().__init__(url, api_key)
+        if (certificate := ssl_files(settings)[1]) is not None:
+            self.tls = tls.alone(certificate)  # its own, whoever vouches for it
         self._process = process
         self._link = link
-        self._grace_s = grace_s
+        self._grace_s = settings.grace_period
         self._owner = os.getpid()
         atexit.register(self.close)
 
@@ -172,7 +181,7 @@ class Started:
 
 
 def launch(order: Order, kind: type[S], child: Started | None = None) -> tuple[S, dict[str, Any]]:
-    """Start a child, or take this one, and wait until it answers: its client, and what it has told (url, memory).
+    """Start a child, or take this one, and wait until it answers: its client, and what it has told (url, memory, key).
     Raises ToolkitError."""
     child = child or Started()
     process, ours = child.process, child.link
@@ -186,8 +195,7 @@ def launch(order: Order, kind: type[S], child: Started | None = None) -> tuple[S
     except BaseException:
         child.close()
         raise
-    key = ApiKeys(order.settings.api_keys, order.settings.api_key_file).first
-    return kind(told["url"], key, process, ours, order.settings.grace_period), told
+    return kind(told["url"], told["key"], process, ours, order.settings), told
 
 
 def _end(process: subprocess.Popen[bytes], link: socket.socket, grace_s: float = 0.0) -> None:
@@ -245,6 +253,7 @@ def main(fd: int) -> None:
 def _serve(order: Order, tell: Any, engine: Child, renderer: Renderer) -> None:
     from toolkit.serve import run
 
+    keys = ApiKeys(order.settings.api_keys, order.settings.api_key_file)
     run.serve(
         order.model,
         order.settings,
@@ -252,6 +261,7 @@ def _serve(order: Order, tell: Any, engine: Child, renderer: Renderer) -> None:
         chat_template=order.chat_template,
         engine_child=engine,
         renderer=renderer,
+        keys=keys,
         progress=lambda line: None,
-        ready=lambda url, engine: tell({"url": url, "memory": engine.plan.total}),
+        ready=lambda url, engine: tell({"url": url, "memory": engine.plan.total, "key": keys.first}),
     )

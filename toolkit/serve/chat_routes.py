@@ -70,13 +70,15 @@ class ChatAnswer:
             async with aclosing(chat.deltas()) as stream:
                 async for index, delta, _ in stream:
                     answers[index].extend(delta)
-        rows = [
+        shows_ids = self.request.return_token_ids
+        rows: list[dict[str, Any]] = [
             {
                 "index": i,
                 "message": chat.answers[i].message(),
                 "logprobs": self._logprobs(answer),
                 "finish_reason": chat.finish_reason(i, answer),
                 "stop_reason": answer.stop_reason,
+                **({"token_ids": answer.token_ids} if shows_ids else {}),
             }
             for i, answer in enumerate(answers)
         ]
@@ -86,7 +88,10 @@ class ChatAnswer:
             ids = chat.choices[0].token_ids
             tell = partial(prompt_logprobs, self.state.engine.tokenizer, ids, entries, count)
             told["prompt_logprobs"] = await self.state.lanes.run(tell, len(ids))
-        return told
+        return told | self._prompt_ids()
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self.chat.choices[0].token_ids} if self.request.return_token_ids else {}
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """chat.completion.chunk objects: the role of each choice, its text, its end; then the usage if asked for."""
@@ -94,9 +99,11 @@ class ChatAnswer:
         if self.request.include_usage:
             head["usage"] = None
 
-        def chunk(index: int, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
+        def chunk(
+            index: int, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None, ids: Any = None
+        ) -> dict[str, Any]:
             choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-            return {**head, "choices": [choice]}
+            return {**head, "choices": [choice | {"token_ids": ids} if ids else choice]}
 
         chat = self.chat
         async with self.state.slot():
@@ -107,16 +114,17 @@ class ChatAnswer:
                 async for index, delta, pieces in stream:
                     if index not in begun:
                         begun.add(index)
-                        yield chunk(index, {"role": "assistant", "content": ""})
+                        yield chunk(index, {"role": "assistant", "content": ""}) | self._prompt_ids()
                     if delta.prompt_progress is not None:
                         yield chunk(index, {}) | {"prompt_progress": vars(delta.prompt_progress)}
                     logprobs = self._logprobs(delta) if delta.logprobs else None
-                    if logprobs and not pieces:
-                        yield chunk(index, {"content": ""}, logprobs)
+                    ids = delta.token_ids if self.request.return_token_ids else None
+                    if (logprobs or ids) and not pieces:
+                        yield chunk(index, {"content": ""}, logprobs, ids=ids)
                     for piece in pieces:
                         calls[index] += piece.kind == "call"
-                        yield chunk(index, _delta(piece, calls[index]), logprobs)
-                        logprobs = None
+                        yield chunk(index, _delta(piece, calls[index]), logprobs, ids=ids)
+                        logprobs = ids = None
                     if delta.finish_reason is not None:
                         last = chunk(index, {}, None, chat.finish_reason(index, delta))
                         last["choices"][0]["stop_reason"] = delta.stop_reason

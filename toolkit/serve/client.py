@@ -10,18 +10,22 @@ from http.client import HTTPException, HTTPResponse
 from typing import Any
 
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.tls import checking, why
 
 Piece = tuple[str, int, str | None]  # text, tokens so far (pieces until the server has told), finish_reason at the end
 
 
 class APIClient:
     """Talks to ``api_server_url`` (scheme, host and port, with or without /v1); another raises UsageError.
+    ``insecure``: over HTTPS, to whoever is there, whatever certificate it has.
 
     Each ``…_v1`` call is a generator: of one whole answer, or with ``stream=True`` of chunks as they come. An error of
     the server raises ToolkitError with its status and message.
     """
 
-    def __init__(self, api_server_url: str, api_key: str | None = None, timeout: float | None = 600) -> None:
+    def __init__(
+        self, api_server_url: str, api_key: str | None = None, timeout: float | None = 600, insecure: bool = False
+    ) -> None:
         if not api_server_url.startswith(("http://", "https://")):
             raise UsageError(f"{api_server_url}: expected the address of a server, such as http://127.0.0.1:23333")
         self.url = api_server_url.rstrip("/").removesuffix("/v1").rstrip("/")
@@ -30,6 +34,7 @@ class APIClient:
         if api_key is not None:
             self.headers["Authorization"] = f"Bearer {api_key}"
         self.timeout = timeout
+        self.tls = checking(insecure) if self.url.startswith("https://") else None
 
     @property
     def available_models(self) -> list[str]:
@@ -124,11 +129,11 @@ class APIClient:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, self.headers)
         try:
-            return urllib.request.urlopen(request, timeout=self.timeout)
+            return urllib.request.urlopen(request, timeout=self.timeout, context=self.tls)
         except urllib.error.HTTPError as error:
             raise ToolkitError(f"{self.url}{path}: {error.code}: {_message(error.read())}") from error
         except (urllib.error.URLError, OSError) as error:
-            raise ToolkitError(f"{self.url}: cannot be reached ({getattr(error, 'reason', error)})") from error
+            raise ToolkitError(f"{self.url}: cannot be reached ({why(getattr(error, 'reason', error))})") from error
 
 
 def client(api_server_url: str = "http://127.0.0.1:23333", api_key: str | None = None, **kwargs: Any) -> APIClient:

@@ -20,6 +20,7 @@ from toolkit.serve.answers import TextCompletion
 from toolkit.serve.best import Best
 from toolkit.serve.choice import Choice
 from toolkit.serve.generation import Usage, run_choices
+from toolkit.serve.infill import with_gap
 from toolkit.serve.logprobs import CompletionLogprobs, prompt_logprobs
 from toolkit.serve.protocol import CompletionRequest
 from toolkit.serve.replies import EventReply, JsonReply
@@ -83,6 +84,8 @@ class CompletionAnswer:
         common: Any = {"priority": request.priority or 0, "label": request.session_id}
         for p, prompt in enumerate(request.prompt):
             param = "prompt" if len(request.prompt) == 1 else f"prompt.{p}"
+            if request.suffix:
+                prompt = with_gap(state.engine.tokenizer, "suffix", str(prompt), request.suffix)
             token_ids = await encode_prompt(state, prompt, param)
             for i in range(n):
                 told = bool(request.return_progress and not i)
@@ -116,11 +119,14 @@ class CompletionAnswer:
                         continue
                 if best is not None:
                     best.add(index, delta)
-                if request.echo and index not in begun:
+                if index not in begun:
                     begun.add(index)
                     choice = by_index[index]
-                    echo = partial(self._echo, choice, delta, logprobs[index])
-                    yield index, await self.state.lanes.run(echo, len(choice.token_ids))
+                    if request.return_token_ids:
+                        yield index, {**NOTHING, "prompt_token_ids": choice.token_ids}
+                    if request.echo:
+                        echo = partial(self._echo, choice, delta, logprobs[index])
+                        yield index, await self.state.lanes.run(echo, len(choice.token_ids))
                 if request.prompt_logprobs is not None and delta.prompt_logprobs:
                     ids, entries = by_index[index].token_ids, delta.prompt_logprobs
                     tell = partial(prompt_logprobs, tokenizer, ids, entries, request.prompt_logprobs)
@@ -128,9 +134,10 @@ class CompletionAnswer:
                 piece = None
                 if request.logprobs is not None and delta.token_ids:
                     piece = logprobs[index].piece(delta.token_ids, delta.logprobs or [])
-                if delta.text or piece or delta.finish_reason:
+                shown = {"token_ids": delta.token_ids} if request.return_token_ids else {}
+                if delta.text or piece or delta.finish_reason or shown:
                     finish = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
-                    yield index, {"text": delta.text, "logprobs": piece, **finish}
+                    yield index, {"text": delta.text, "logprobs": piece, **finish, **shown}
 
     def _echo(self, choice: Choice, delta: Response, logprobs: CompletionLogprobs) -> dict[str, Any]:
         prompt = self.request.prompt[choice.prompt]
@@ -174,8 +181,9 @@ class CompletionAnswer:
 def _extend(row: dict[str, Any], part: dict[str, Any]) -> None:
     """Append a piece of a choice to its ``row``."""
     row["text"] += part["text"]
-    if "prompt_logprobs" in part:
-        row["prompt_logprobs"] = part["prompt_logprobs"]
+    row |= {name: part[name] for name in ("prompt_logprobs", "prompt_token_ids") if name in part}
+    if "token_ids" in part:
+        row["token_ids"] = row.get("token_ids", []) + part["token_ids"]
     row["finish_reason"], row["stop_reason"] = part["finish_reason"], part["stop_reason"]
     if part["logprobs"] is None:
         return

@@ -1,4 +1,5 @@
-"""Errors as OpenAI's API words them, ``{"error": {message, type, param, code}}``, or Anthropic's, and their status."""
+"""Errors as OpenAI's API words them, ``{"error": {message, type, param, code}}``, or Anthropic's or Ollama's, and their
+status."""
 
 from __future__ import annotations
 
@@ -31,6 +32,7 @@ TYPE_OF_STATUS = {
 
 
 ANTHROPIC = "/v1/messages"  # its routes begin so
+OLLAMA = "/api/"  # likewise
 ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -69,8 +71,14 @@ class ApiError(Exception):
         kind = ANTHROPIC_TYPES.get(self.status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
+    def ollama(self) -> dict[str, Any]:
+        """The envelope of Ollama's API."""
+        return {"error": self.message}
+
     def envelope_at(self, path: str) -> dict[str, Any]:
         """The envelope of the API that ``path`` belongs to."""
+        if path.startswith(OLLAMA):
+            return self.ollama()
         return self.anthropic() if path.startswith(ANTHROPIC) else self.envelope()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import logging
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +18,8 @@ FILE_BYTES = 1 << 20
 class ApiKeys:
     """Those ``given`` and those in ``file``, one a line; false where there are none, so that nobody is asked for one.
 
-    The file is read again when it changes. What cannot be read, or holds no key, changes nothing and is logged once.
+    The file is read again when it changes, unless it is a pipe. What cannot be read, or holds no key, changes nothing
+    and is logged once.
     Raises UsageError for a file that is so from the start, and for an empty key.
     """
 
@@ -50,6 +52,8 @@ class ApiKeys:
             return
         self._seen = mark
         try:
+            if not mark:
+                raise UsageError(f"--api-key-file {self._file}: no longer a file")
             self._in_file = _read(self._file)
         except UsageError as error:
             logger.error("%s; the keys read before stay valid", error)
@@ -57,10 +61,12 @@ class ApiKeys:
             logger.warning("--api-key-file: read again, %d keys", len(self._in_file))
 
     def _mark(self) -> tuple[int, ...]:
-        """What tells one state of the file from another."""
+        """What tells one state of the file from another; empty where none is there, or it can be read but once."""
         try:
             found = os.stat(self._file or "")
         except OSError:
+            return ()
+        if not stat.S_ISREG(found.st_mode):
             return ()
         return found.st_mtime_ns, found.st_size, found.st_ino
 

@@ -121,6 +121,11 @@ _TEXTS = (
     "documents",
     "text_1",
     "text_2",
+    "suffix",
+    "content",
+    "input_prefix",
+    "input_suffix",
+    "input_extra",
 )  # fields that hold them
 _OTHER_VALUES = 1 << 12  # a request has besides its prompt
 
@@ -164,7 +169,10 @@ def _characters(value: Any) -> int:
 
 
 def _image_field(part: dict[str, Any]) -> str | None:
-    """The field that holds an image, where this is a part of OpenAI's or a block of Anthropic's that has one."""
+    """The field that holds images, where this is a part of OpenAI's, a block of Anthropic's or a message of Ollama's
+    that has some."""
+    if "role" in part and "images" in part:
+        return "images"
     kind = part.get("type")
     if kind in ("image_url", "input_image"):
         return "image_url"
@@ -187,6 +195,9 @@ _SIZES: tuple[tuple[str, str, str, Callable[[Any], int]], ...] = (
     ("max_format_bytes", "output_config", "bytes", _object_bytes),
     ("max_format_bytes", "output_format", "bytes", _object_bytes),
     ("max_format_bytes", "text", "bytes", _object_bytes),
+    ("max_format_bytes", "format", "bytes", _json_bytes),
+    ("max_format_bytes", "json_schema", "bytes", _json_bytes),
+    ("max_format_bytes", "grammar", "bytes", _json_bytes),
     ("max_tools", "tools", "tools", _count),
     ("max_tools_bytes", "tools", "bytes", _json_bytes),
     ("max_kwargs_bytes", "chat_template_kwargs", "bytes", _json_bytes),

@@ -29,13 +29,19 @@ def _text(data: bytes) -> str:
 
 
 def chat_logprobs(
-    tokenizer: TokenBytes, token_ids: Sequence[int], entries: Sequence[Mapping[int, float]], count: int
+    tokenizer: TokenBytes,
+    token_ids: Sequence[int],
+    entries: Sequence[Mapping[int, float]],
+    count: int,
+    ids: bool = False,
 ) -> list[dict[str, Any]]:
-    """``logprobs.content``: one object a token with its ``count`` best alternatives."""
+    """``logprobs.content``: one object a token with its ``count`` best alternatives; with their ``ids``, as llama.cpp
+    has it."""
 
     def item(token: int, logprob: float) -> dict[str, Any]:
         data = tokenizer.bytes_of(token)
-        return {"token": _text(data), "logprob": _number(logprob), "bytes": list(data)}
+        named = {"id": token} if ids else {}
+        return {**named, "token": _text(data), "logprob": _number(logprob), "bytes": list(data)}
 
     content = []
     for token, entry in zip(token_ids, entries, strict=False):

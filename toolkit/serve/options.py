@@ -77,6 +77,8 @@ class ServerSettings:
         None, "Hosts that images are fetched from. Default: all that are public.", **_IMAGES
     )
     ssl: bool = option(False, "HTTPS, by the files in SSL_KEYFILE and SSL_CERTFILE.")
+    ssl_certfile: Path | None = option(None, "HTTPS: this server's certificate, in PEM, with those that vouch for it.")
+    ssl_keyfile: Path | None = option(None, "The certificate's key. Default: in the same file.")
     no_page: bool = option(False, "No page to chat at /.")
     disable_fastapi_docs: bool = option(False, "No documentation of the API at /docs and /openapi.json.")
     disable_metrics: bool = option(False, "No /metrics.")
@@ -97,6 +99,8 @@ class ServerSettings:
                 raise UsageError(
                     f"{spelled(name)}: only for a server of {'one model' if several else 'several models'}"
                 )
+        if self.node_url is not None and self.proxy_url is None:
+            raise UsageError("--node-url: only with --proxy-url, the proxy that is to know this address; name it too")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +131,8 @@ class ProxySettings:
     allow_origins: Sequence[str] = same_option(ServerSettings, "allow_origins")
     grace_period: float = same_option(ServerSettings, "grace_period")
     ssl: bool = same_option(ServerSettings, "ssl")
+    ssl_certfile: Path | None = same_option(ServerSettings, "ssl_certfile")
+    ssl_keyfile: Path | None = same_option(ServerSettings, "ssl_keyfile")
     no_page: bool = same_option(ServerSettings, "no_page")
     disable_fastapi_docs: bool = same_option(ServerSettings, "disable_fastapi_docs")
     log_level: str = option("warning", "critical, error, warning, info or debug.")

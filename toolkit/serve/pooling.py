@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import numpy as np
+import orjson
+from numpy.typing import NDArray
 
 from toolkit.engine.pooling import vector
 from toolkit.engine.request import Only
@@ -65,6 +68,32 @@ def usage(answers: Sequence[Response]) -> dict[str, Any]:
     total = sum(answer.input_token_len for answer in answers)
     cached = sum(answer.cached_tokens for answer in answers)
     return {"prompt_tokens": total, "total_tokens": total, "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+async def embed(
+    state: ServerState,
+    name: str,
+    count: int,
+    encode: Callable[[int], Awaitable[list[int]]],
+    adapter: str | None,
+    write: Callable[[NDArray[np.float32]], Any],
+) -> tuple[list[Any], dict[str, Any]]:
+    """What ``write`` makes of the pooled hidden states of prompts 0 … ``count`` - 1, each alone, and token counts."""
+    async with state.slot():
+        answers = await run_prompts(state, name, count, encode, POOLED, adapter, state.pooling)
+    rows = [answer.last_hidden_state[0] for answer in answers]
+    size = sum(row.nbytes for row in rows)
+    return await state.lanes.run(lambda: [write(row) for row in rows], size), usage(answers)
+
+
+def as_base64(values: NDArray[np.float32]) -> str:
+    """A vector as OpenAI's clients ask for it."""
+    return base64.b64encode(values.astype("<f4").tobytes()).decode()
+
+
+def as_numbers(values: NDArray[np.float32]) -> Any:
+    """A vector as JSON, written here: lists of Python's numbers would take far longer."""
+    return orjson.Fragment(orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
 class Pairs:

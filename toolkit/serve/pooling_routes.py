@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import base64
 import time
 import uuid
 from functools import partial
 from typing import Annotated, Any, Literal
 
-import numpy as np
-import orjson
 from fastapi import APIRouter, Request
-from numpy.typing import NDArray
 from pydantic import AliasChoices, BaseModel, BeforeValidator, Field
 from starlette.responses import Response as HttpResponse
 
 from toolkit.engine.pooling import vector
-from toolkit.messages import Response
 from toolkit.serve.answers import Embeddings, Ranking, Scores
 from toolkit.serve.errors import bad_field
-from toolkit.serve.pooling import POOLED, Pairs, run_prompts, usage
+from toolkit.serve.pooling import Pairs, as_base64, as_numbers, embed
 from toolkit.serve.protocol import Prompts, as_list
 from toolkit.serve.replies import JsonReply
 from toolkit.serve.requests import encode_prompt, parse
@@ -92,23 +87,17 @@ async def _embeddings(state: ServerState, request: EmbeddingsRequest) -> dict[st
     async def encode(i: int) -> list[int]:
         return await encode_prompt(state, request.input[i], f"input.{i}" if len(request.input) > 1 else "input")
 
-    def tell(answers: list[Response]) -> list[Any]:
-        normalize = request.normalize is not False
-        vectors = [vector(a.last_hidden_state[0], request.dimensions, normalize) for a in answers]
-        return [_written(v, request.encoding_format == "base64") for v in vectors]
-
-    name, adapter = f"embd-{uuid.uuid4().hex}", state.adapter_of(request.model)
-    async with state.slot():
-        answers = await run_prompts(state, name, len(request.input), encode, POOLED, adapter, state.pooling)
-    told = await state.lanes.run(partial(tell, answers), sum(a.last_hidden_state.nbytes for a in answers))
+    write = as_base64 if request.encoding_format == "base64" else as_numbers
+    told, spent = await embed(
+        state,
+        f"embd-{uuid.uuid4().hex}",
+        len(request.input),
+        encode,
+        state.adapter_of(request.model),
+        lambda row: write(vector(row, request.dimensions, request.normalize is not False)),
+    )
     data = [{"object": "embedding", "index": i, "embedding": value} for i, value in enumerate(told)]
-    return {"object": "list", "data": data, "model": request.model, "usage": usage(answers)}
-
-
-def _written(values: NDArray[np.float32], as_base64: bool) -> Any:
-    if as_base64:
-        return base64.b64encode(values.astype("<f4").tobytes()).decode()
-    return orjson.Fragment(orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY))
+    return {"object": "list", "data": data, "model": request.model, "usage": spent}
 
 
 @router.post("/rerank", include_in_schema=False)

@@ -34,12 +34,32 @@ UNSUPPORTED = {
     "functions": "not supported; write tools",
     "function_call": "not supported; write tool_choice",
     "best_of": "only for /v1/completions",
-    "suffix": "not supported; put the whole context into prompt",
+    "suffix": "only for /v1/completions",
     "audio": "not supported; this server handles text alone",
     "reasoning_effort": "only for /v1/chat/completions",
     "moderation": "not supported; the server has no model that judges",
     "web_search_options": "not supported; the server has no access to the web",
+    # vLLM's:
+    "chat_template": "cannot be set by a request; start the server with --chat-template",
+    "logits_processors": "only in Python, as GenerationConfig has them",
+    "allowed_token_ids": "not supported; a response_format says what may be written",
+    "use_beam_search": "not supported; best_of of /v1/completions is the nearest",
+    "truncate_prompt_tokens": "not supported; shorten the prompt",
+    "cache_salt": "not supported; start a server for each tenant",
+    "mm_processor_kwargs": "not supported; pictures are prepared as the model's files say",
+    "media_io_kwargs": "not supported; pictures are prepared as the model's files say",
+    "kv_transfer_params": "not supported; caches stay in their server",
+    "vllm_xargs": "not supported",
 }
+
+
+def _without_prewarm(given: dict[str, Any]) -> dict[str, Any]:
+    if given.get("prewarm"):
+        raise ValueError("prewarm is not supported: the cache is filled by requests that are answered")
+    return given
+
+
+CacheOptions = Annotated[dict[str, Any], AfterValidator(_without_prewarm)]
 
 
 class StreamOptions(Strict):
@@ -140,11 +160,13 @@ class SampledRequest(FormatFields):
         StopWords | None,
         BeforeValidator(as_list, json_schema_input_type=str | list[str] | None),
     ] = None
+    min_tokens: int | None = parameter("min_new_tokens", description="vLLM's name of min_new_tokens")
     stop_token_ids: list[TokenId] | None = Field(None, max_length=MOST["stop_token_ids"])
     bad_words: BadWords | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
+    return_token_ids: bool | None = Field(None, description="As vLLM has it: the ids of prompt and answer come too")
     prompt_logprobs: int | None = Field(None, ge=0, le=20, description="As vLLM has it; not in a stream")
     priority: int | None = Field(
         None, ge=PRIORITY.low, le=PRIORITY.high, description="The lower, the sooner it starts; default 0"
@@ -158,9 +180,10 @@ class SampledRequest(FormatFields):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_options: CacheOptions | None = None
     prediction: dict[str, Any] | None = None
     verbosity: str | None = None
+    guided_decoding_backend: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -172,6 +195,14 @@ class SampledRequest(FormatFields):
             if data[name]:
                 raise ValueError(f"{name}: {UNSUPPORTED[name]}")
         return {k: v for k, v in data.items() if k not in unsupported}
+
+    @model_validator(mode="after")
+    def _one_least_length(self) -> SampledRequest:
+        if self.min_tokens is not None:
+            if self.min_new_tokens not in (None, self.min_tokens):  # type: ignore[has-type]
+                raise ValueError("min_tokens: expected either it or min_new_tokens")
+            self.min_new_tokens = self.min_tokens
+        return self
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> SampledRequest:
@@ -235,6 +266,7 @@ class ChatCompletionRequest(ReadingRequest, ToolFields):
     continue_final_message: bool | None = Field(None, description="Go on with an assistant's last message; it is so")
     reasoning_effort: Effort | None = Field(None, description="For templates that know it; none: without thoughts")
     enable_thinking: bool | None = Field(None, description="As in chat_template_kwargs")
+    documents: list[dict[str, Any]] | None = Field(None, description="Texts for templates that know documents")
     thinking_token_budget: int | None = Field(None, ge=0, le=1 << 30, description="Most tokens of a thought")
     thinking_budget_message: str | None = Field(
         None, max_length=WORD_LENGTH["stop_words"], description="What ends a thought that reaches its budget"
@@ -288,6 +320,8 @@ class ChatCompletionRequest(ReadingRequest, ToolFields):
             made["reasoning_effort"] = self.reasoning_effort
         if self.told_tools:
             made["tools"] = self.told_tools
+        if self.documents:
+            made["documents"] = self.documents
         return made | (self.chat_template_kwargs or {})
 
     @property
@@ -325,11 +359,18 @@ class CompletionRequest(ReadingRequest):
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
     best_of: int | None = parameter("n", description="Generate so many, return the n of the highest mean logprob")
+    suffix: str | None = Field(None, description="What comes behind the gap, for models that were trained on gaps")
 
     @model_validator(mode="after")
     def _within_limits(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens: 0 needs echo=true, or there is nothing to return")
+        return self
+
+    @model_validator(mode="after")
+    def _one_gap(self) -> CompletionRequest:
+        if self.suffix and (len(self.prompt) > 1 or not isinstance(self.prompt[0], str)):
+            raise ValueError("suffix: expected one text as the prompt beside it")
         return self
 
     @model_validator(mode="after")

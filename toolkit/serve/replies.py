@@ -21,11 +21,11 @@ logger = logging.getLogger("toolkit.serve")
 SILENCE = 10.0  # seconds after which a stream is pinged
 DONE = b"data: [DONE]\n\n"
 _JSON_HEADER = (b"content-type", b"application/json")
-_EVENT_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
+_STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold events back
 ]
+EVENTS = b"text/event-stream; charset=utf-8"
 
 
 def as_json(data: Any) -> bytes:
@@ -61,17 +61,24 @@ def named_event(data: Any) -> bytes:
 
 @dataclass(frozen=True)
 class Wire:
-    """How an API spells an event and an error, what ends its streams, and what is sent while nothing is said."""
+    """How an API spells an event and an error, what ends its streams, what is sent while nothing is said, and how a
+    stream is called."""
 
     event: Callable[[Any], bytes]
     error: Callable[[ApiError], dict[str, Any]]
     end: bytes = b""
     ping: bytes = b""
+    media: bytes = EVENTS
+
+
+def line(data: Any) -> bytes:
+    """One JSON object a line."""
+    return as_json(data) + b"\n"
 
 
 COMMENT = b": ping\n\n"
 OPENAI = Wire(event, ApiError.envelope, DONE, ping=COMMENT)
-LINES = Wire(lambda data: as_json(data) + b"\n", ApiError.envelope)  # JSON objects, one a line
+LINES = Wire(line, ApiError.envelope)
 
 
 def _told(error: Exception) -> ApiError:
@@ -156,7 +163,8 @@ class EventReply(Reply):
             async with turn:
                 if not started:
                     started = True
-                    await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
+                    headers = [(b"content-type", self.wire.media), *_STREAM_HEADERS]
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
                 await send({"type": "http.response.body", "body": body, "more_body": more})
 
         async def ping() -> None:

@@ -67,18 +67,17 @@ async def run_sized(state: ServerState, work: Callable[[], T], size: int) -> T:
     return work() if size <= SMALL else await state.lanes.run(work, size)
 
 
-async def translated(
-    state: ServerState, translate: Callable[[], ChatCompletionRequest], size: int
-) -> ChatCompletionRequest:
+async def translated(state: ServerState, translate: Callable[[], M], size: int) -> M:
     """``translate()``, which makes our request of another API's of ``size`` bytes. Raises ApiError (400) for what that
     cannot be, and where it has become too much."""
 
-    def work() -> ChatCompletionRequest:
+    def work() -> M:
         try:
             request = translate()
         except ValidationError as error:
             raise from_validation(error) from error
-        state.settings.limits.check_counts(len(request.messages), len(request.tools or ()))
+        if isinstance(request, ChatCompletionRequest):
+            state.settings.limits.check_counts(len(request.messages), len(request.tools or ()))
         return request
 
     return await run_sized(state, work, size)

@@ -6,14 +6,12 @@ import asyncio
 import contextlib
 import errno
 import logging
-import os
 import resource
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -30,6 +28,7 @@ from toolkit.engine_configs import EngineConfig
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import ChatTemplateConfig
 from toolkit.serve.app import create_app
+from toolkit.serve.certificate import ssl_files
 from toolkit.serve.connection import connection_class
 from toolkit.serve.keys import ApiKeys
 from toolkit.serve.limits import Limits
@@ -66,21 +65,8 @@ def begin(settings: ServerSettings | ProxySettings) -> Address:
     begin_log(level, settings.log_format)
     if not settings.grace_period <= MAX_GRACE_S:
         raise UsageError(f"--grace-period: expected at most {MAX_GRACE_S} seconds, found {settings.grace_period:g}")
-    keyfile, certfile = ssl_files() if settings.ssl else (None, None)
+    keyfile, certfile = ssl_files(settings)
     return Address(settings.server_name, settings.server_port, settings.grace_period, keyfile, certfile, level)
-
-
-def ssl_files() -> tuple[str, str]:
-    """SSL_KEYFILE and SSL_CERTFILE of the environment. Raises UsageError when one is missing."""
-    found = []
-    for name in ("SSL_KEYFILE", "SSL_CERTFILE"):
-        path = os.environ.get(name)
-        if not path or not Path(path).is_file():
-            raise UsageError(
-                f"--ssl: expected the environment variable {name} to name a file, found {path or 'nothing'}"
-            )
-        found.append(path)
-    return found[0], found[1]
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -208,14 +194,16 @@ def serve(
     chat_template: ChatTemplateConfig | str | None = None,
     engine_child: Child | None = None,
     renderer: Renderer | None = None,
+    keys: ApiKeys | None = None,
     progress: Callable[[str], None],
     ready: Callable[[str, AsyncEngine], None],
 ) -> None:
     """Open ``model`` in a process of its own and serve it until SIGTERM or SIGINT.
 
-    ``packed``, ``engine_child``: see ``AsyncEngine.open``; ``renderer``: one that was started before. ``progress``
-    gets lines while the model loads, then ``ready`` the URL and the engine. Raises ToolkitError or UsageError for
-    whatever keeps it from starting; the port is tried first.
+    ``packed``, ``engine_child``: see ``AsyncEngine.open``; ``renderer``: one that was started before; ``keys``: those
+    of ``settings``, where they have been read already. ``progress`` gets lines while the model loads, then ``ready``
+    the URL and the engine. Raises ToolkitError or UsageError for whatever keeps it from starting; the port is tried
+    first.
     """
     address = begin(settings)
     settings.check()
@@ -225,7 +213,8 @@ def serve(
     Formats.check(settings.tool_call_parser, settings.reasoning_parser)
     choose_defaults(settings.generation_config, None)
     check_traces(settings.otlp_traces_endpoint)
-    keys = ApiKeys(settings.api_keys, settings.api_key_file)
+    if keys is None:
+        keys = ApiKeys(settings.api_keys, settings.api_key_file)
     with contextlib.closing(bind(address.host, address.port)) as sock, _terminate_while_loading():
         renderer = renderer or Renderer()
         renderer.start()  # it comes up while the model loads

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from toolkit.serve.answers import AnthropicErrorAnswer, ErrorAnswer
+from toolkit.serve.answers import AnthropicErrorAnswer, ErrorAnswer, OllamaErrorAnswer
 
 REF = "#/components/schemas/{model}"
 Responses = dict[int | str, dict[str, Any]]
@@ -46,6 +46,14 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "PerplexityRequest": {"input": "Once upon a time"},
     "GenerateRequest": {"prompt": "Hello", "session_id": 1, "interactive_mode": True, "request_output_len": 8},
     "AbortRequest": {"abort_all": True},
+    "ChatRequest": {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "options": {"num_predict": 8}},
+    "OllamaGenerateRequest": {"model": "demo", "prompt": "Hello", "stream": False, "options": {"num_predict": 8}},
+    "EmbedRequest": {"model": "demo", "input": ["Hello", "you"]},
+    "OldEmbedRequest": {"model": "demo", "prompt": "Hello"},
+    "ShowRequest": {"model": "demo"},
+    "LlamaRequest": {"prompt": "Once upon a time", "n_predict": 8},
+    "InfillRequest": {"input_prefix": "def add(a, b):\n    return ", "input_suffix": "\n", "n_predict": 8},
+    "TemplateRequest": {"messages": [{"role": "user", "content": "Hello"}]},
 }
 
 
@@ -55,6 +63,7 @@ def _told(statuses: dict[int, str], envelope: type[BaseModel]) -> Responses:
 
 ERRORS = _told(STATUSES, ErrorAnswer)
 ANTHROPIC_ERRORS = _told(STATUSES, AnthropicErrorAnswer)
+OLLAMA_ERRORS = _told(STATUSES, OllamaErrorAnswer)
 
 
 def answered(

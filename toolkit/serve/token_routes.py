@@ -1,8 +1,9 @@
-"""Text and token ids: /tokenize, /detokenize and /tokenizer_info as vLLM has them, /v1/encode as LMDeploy has it."""
+"""Text and token ids: /tokenize, /detokenize and /tokenizer_info as vLLM has them (the first two also as llama.cpp has
+them), /v1/encode as LMDeploy has it."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, model_validator
@@ -10,34 +11,45 @@ from starlette.responses import Response as HttpResponse
 
 from toolkit.serve.answers import Detokenized, Encoded, Tokens
 from toolkit.serve.errors import bad_field
-from toolkit.serve.protocol import Messages, TemplateVariables, TokenId
+from toolkit.serve.protocol import Messages, TokenId
 from toolkit.serve.replies import json_response
 from toolkit.serve.requests import encode_messages, parse, vocab_size
 from toolkit.serve.schema import answered, describe
 from toolkit.serve.state import ServerState
 from toolkit.serve.strict import Strict
-from toolkit.serve.tool_fields import Tool
+from toolkit.serve.template_fields import TemplateFields
 
 router = APIRouter()
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(TemplateFields):
     """A text, or a conversation that goes through the chat template."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = Field(None, description="Default: true for a prompt, false for messages")
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: TemplateVariables | None = None
-    tools: list[Tool] | None = None
     return_token_strs: bool | None = None
+    content: str | None = Field(None, description="llama.cpp's name of prompt; tokens around it by add_special alone")
+    add_special: bool | None = Field(None, description="llama.cpp's, beside content; default false")
+    parse_special: Literal[True] | None = Field(
+        None, description="llama.cpp's; no text is read without its special tokens"
+    )
+    with_pieces: bool | None = Field(None, description="llama.cpp's: each token as {id, piece}")
 
     @model_validator(mode="after")
     def _one_of_them(self) -> TokenizeRequest:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("prompt: expected either it or messages")
+        if sum(given is not None for given in (self.prompt, self.messages, self.content)) != 1:
+            raise ValueError("prompt: expected either it, messages or content")
+        if self.content is None and (self.add_special is not None or self.with_pieces):
+            raise ValueError(f"{'with_pieces' if self.with_pieces else 'add_special'}: only with content")
         return self
+
+    @property
+    def special(self) -> bool:
+        """Whether the model's own tokens go around the text."""
+        default = bool(self.add_special) if self.content is not None else self.messages is None
+        return default if self.add_special_tokens is None else self.add_special_tokens
 
 
 class DetokenizeRequest(Strict):
@@ -70,27 +82,33 @@ async def tokenize(raw: Request) -> HttpResponse:
     tokenizer = state.engine.tokenizer
 
     def render(messages: list[dict[str, Any]]) -> str:
-        return state.template.render(
-            messages,
-            tools=[tool.model_dump(exclude_none=True) for tool in request.tools or ()] or None,
-            add_generation_prompt=request.add_generation_prompt is not False,
-            **(request.chat_template_kwargs or {}),
-        )
+        return request.render(state.template, messages)
 
     def encode(text: str) -> list[int]:
-        default = request.messages is None
-        return tokenizer.encode(text, default if request.add_special_tokens is None else request.add_special_tokens)
+        return tokenizer.encode(text, request.special)
 
     def strings() -> list[str]:
         return [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
 
+    def pieces() -> list[Any]:
+        return [{"id": i, "piece": _piece(tokenizer.bytes_of(i))} for i in ids]
+
     if request.messages is None:
-        ids = await state.lanes.run(lambda: encode(request.prompt or ""), size)
+        ids = await state.lanes.run(lambda: encode(request.prompt or request.content or ""), size)
     else:
         ids, *_ = await encode_messages(state, request.messages, render, encode, size)
     texts = await state.lanes.run(strings, size) if request.return_token_strs else None
+    told = await state.lanes.run(pieces, size) if request.with_pieces else ids
     limit = state.engine.session_len
-    return json_response({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": texts})
+    return json_response({"count": len(ids), "max_model_len": limit, "tokens": told, "token_strs": texts})
+
+
+def _piece(data: bytes) -> str | list[int]:
+    """A token as llama.cpp tells it: its bytes where they are no text."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
 
 
 @router.post("/detokenize", **describe(DetokenizeRequest, "The text of token ids", Detokenized))
@@ -101,7 +119,7 @@ async def detokenize(raw: Request) -> HttpResponse:
     if strange := next((i for i in request.tokens if i >= vocab_size(state)), None):
         raise bad_field("tokens", f"expected ids below {vocab_size(state)}, found {strange}")
     text = await state.lanes.run(lambda: state.engine.tokenizer.decode(request.tokens, False), size)
-    return json_response({"prompt": text})
+    return json_response({"prompt": text, "content": text})  # vLLM's name, and llama.cpp's
 
 
 @router.get(

@@ -215,6 +215,11 @@ class CountRequest(Strict):
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     output_format: JsonOutput | None = Field(None, description="An older name of output_config.format")
+    # Not here; an empty value is let through:
+    container: None = None
+    mcp_servers: list[None] | None = Field(None, max_length=0)
+    thread: None = None
+    compaction: None = None
     # Stepped over:
     cache_control: Any = None
     context_management: Any = None
@@ -232,6 +237,8 @@ class MessagesRequest(CountRequest):
     stream: bool | None = None
     # Stepped over:
     metadata: Any = None
+    user_profile_id: Any = None
+    workspace_id: Any = None
     service_tier: Any = None
     inference_geo: Any = None
     diagnostics: Any = None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
 from toolkit.messages import Response
-from toolkit.parsers.pieces import Answer, Piece
+from toolkit.parsers.pieces import Answer, Piece, arguments_of
 from toolkit.serve.chat import Chat
 from toolkit.serve.generation import Usage
 
@@ -112,16 +111,9 @@ def _content(answer: Answer) -> list[dict[str, Any]]:
     if answer.content:
         blocks.append({"type": "text", "text": answer.content})
     for call in answer.calls:
-        function = call["function"]
-        blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": _input(function)})
+        name, given = call["function"]["name"], arguments_of(call)
+        blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": given})
     return blocks
-
-
-def _input(function: dict[str, Any]) -> dict[str, Any]:
-    try:
-        return json.loads(function["arguments"])
-    except ValueError:  # max_tokens cut a guided call short
-        return {}
 
 
 def _end(chat: Chat, last: Response) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -16,9 +17,10 @@ from toolkit import __version__
 from toolkit.serve.app import error_reply, http_error_reply
 from toolkit.serve.auth import ApiKeyMiddleware
 from toolkit.serve.errors import ApiError
-from toolkit.serve.fleet.fleet import Fleet
+from toolkit.serve.fleet.fleet import Fleet, Model
 from toolkit.serve.intake import Intake
 from toolkit.serve.keys import ApiKeys
+from toolkit.serve.ollama.cards import Listed, add_lists
 from toolkit.serve.options import ProxySettings
 from toolkit.serve.page.routes import add_page
 from toolkit.serve.proxy.app import json_or_none
@@ -81,6 +83,12 @@ def create_app(fleet: Fleet, settings: ProxySettings, *, metrics: bool = True) -
     return app
 
 
+def _listed(model: Model) -> list[Listed]:
+    """What Ollama's clients are told of a model, by each of its names."""
+    memory = model.memory if model.state == "loaded" else None
+    return [Listed(name, memory, path=Path(model.listed.path)) for name in model.listed.names]
+
+
 def _add_plain_routes(app: FastAPI, state: ProxyState, fleet: Fleet, metrics: bool) -> None:
     common = {"object": "model", "created": int(time.time()), "owned_by": "toolkit"}
 
@@ -98,6 +106,8 @@ def _add_plain_routes(app: FastAPI, state: ProxyState, fleet: Fleet, metrics: bo
         if state.closing:
             return json_response({"status": "shutting down"}, 503)
         return json_response({"status": "healthy"})
+
+    add_lists(app, lambda: [listed for model in fleet.models for listed in _listed(model)])
 
     if metrics:
 

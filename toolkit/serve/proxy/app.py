@@ -21,6 +21,7 @@ from toolkit.serve.auth import ApiKeyMiddleware
 from toolkit.serve.errors import ApiError
 from toolkit.serve.intake import Intake
 from toolkit.serve.keys import ApiKeys
+from toolkit.serve.ollama.cards import Listed, add_lists
 from toolkit.serve.options import ProxySettings
 from toolkit.serve.page.routes import add_page, docs_url
 from toolkit.serve.proxy.forward import Forward, Incoming
@@ -171,6 +172,8 @@ def _add_plain_routes(app: FastAPI, state: ProxyState) -> None:
     async def models() -> dict[str, Any]:
         common = {"object": "model", "created": started, "owned_by": "toolkit"}
         return {"object": "list", "data": [{"id": name} | common for name in state.nodes.models()]}
+
+    add_lists(app, lambda: [Listed(name, memory=0) for name in state.nodes.models()])
 
     @app.get("/health", summary="200 while a node gets requests; needs no key")
     async def health() -> HttpResponse:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import httpx2 as httpx
 from starlette.types import Send
 
-from toolkit.serve.errors import ApiError
+from toolkit.serve.errors import OLLAMA, ApiError
 from toolkit.serve.interactive_routes import OWNER
+from toolkit.serve.ollama.fields import LATEST
 from toolkit.serve.proxy.nodes import ELSEWHERE, Node
 from toolkit.serve.proxy.strategies import sticky
 from toolkit.serve.replies import Reply, event, send_json
@@ -43,7 +44,9 @@ class Incoming:
     @property
     def model(self) -> str | None:
         found = self.data.get("model") if isinstance(self.data, dict) else None
-        return found if isinstance(found, str) else None
+        if not isinstance(found, str):
+            return None
+        return found.removesuffix(LATEST) if self.path.startswith(OLLAMA) else found
 
     @property
     def path(self) -> str:

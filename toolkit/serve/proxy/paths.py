@@ -7,7 +7,10 @@ from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 # What goes through besides /v1/…; not what ends, changes or shows a server itself.
-FORWARDED = ("/generate", "/get_ppl", "/tokenize", "/detokenize", "/tokenizer_info", "/rerank", "/v2/rerank", "/score")
+FORWARDED = frozenset(
+    "/generate /get_ppl /tokenize /detokenize /tokenizer_info /rerank /v2/rerank /score "
+    "/api/chat /api/generate /api/embed /api/embeddings /api/show /completion /infill /apply-template".split()
+)
 
 
 def forwarded(scope: Scope) -> str:

@@ -17,6 +17,7 @@ from toolkit.serve.options import ProxySettings
 from toolkit.serve.proxy.metrics import ProxyMetrics
 from toolkit.serve.proxy.nodes import ELSEWHERE, Node, Nodes
 from toolkit.serve.proxy.strategies import strategy
+from toolkit.tls import checking
 
 
 @dataclass
@@ -48,6 +49,7 @@ class ProxyState:
             ),  # an answer may take its time: its client decides how long to wait
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=2.0),
             trust_env=False,
+            verify=checking(),
             follow_redirects=False,
         )
         self.active: set[asyncio.Task[None] | None] = set()

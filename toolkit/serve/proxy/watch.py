@@ -7,6 +7,7 @@ import logging
 
 import httpx2 as httpx
 
+from toolkit import tls
 from toolkit.serve.proxy.nodes import Node
 from toolkit.serve.proxy.state import ProxyState
 
@@ -42,7 +43,7 @@ async def look(state: ProxyState, node: Node) -> None:
             logger.warning("%s: gets requests now", node.url)
         node.down = None
     except (httpx.HTTPError, ValueError) as error:
-        why = f"{type(error).__name__}: {error}" if isinstance(error, httpx.HTTPError) else str(error)
+        why = f"{type(error).__name__}: {tls.why(error)}" if isinstance(error, httpx.HTTPError) else str(error)
         if node.down is None:
             logger.warning("%s: gets no requests: %s", node.url, why)
         node.failed(why, state.clock())

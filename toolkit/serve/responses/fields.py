@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from toolkit.config_checks import shown
 from toolkit.serve.formats import JsonSchema
 from toolkit.serve.parameters import with_parameters
-from toolkit.serve.protocol import Effort, TemplateVariables
+from toolkit.serve.protocol import CacheOptions, Effort, TemplateVariables
 from toolkit.serve.strict import Strict
 from toolkit.serve.tool_fields import NAME
 
@@ -247,7 +247,7 @@ class ResponsesRequest(Strict):
     service_tier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
-    prompt_cache_options: Any = None
+    prompt_cache_options: CacheOptions | None = None
     safety_identifier: Any = None
     client_metadata: Any = None
     context_management: Any = None

@@ -1,0 +1,130 @@
+"""What clients may send to llama.cpp's own routes: /completion, /infill and /apply-template.
+
+Hints about slots and caches are stepped over; any other unknown field is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from toolkit.config_checks import shown
+from toolkit.serve.formats import JsonOrText
+from toolkit.serve.llama_cpp.sampling import LlamaSampling
+from toolkit.serve.protocol import CompletionRequest, Messages, TokenId
+from toolkit.serve.strict import Strict
+from toolkit.serve.template_fields import TemplateFields
+
+# What is not built here: the value that changes nothing.
+NOTHING: dict[str, Any] = {
+    "n_cmpl": 1,
+    "n_indent": 0,
+    "min_keep": 0,
+    "t_max_predict_ms": 0,
+    "post_sampling_probs": False,
+}
+
+
+def _biases(value: Any) -> Any:
+    """llama.cpp's pairs as OpenAI's object; false stands for never."""
+    if not isinstance(value, list):
+        return value
+    made = {}
+    for i, pair in enumerate(value):
+        if not isinstance(pair, list) or len(pair) != 2 or not isinstance(pair[0], int) or isinstance(pair[0], bool):
+            raise ValueError(f"item {i}: expected [token id, bias], found {shown(pair, 40)}")
+        made[str(pair[0])] = -100.0 if pair[1] is False else pair[1]
+    return made
+
+
+class Generation(LlamaSampling):
+    """What /completion and /infill share."""
+
+    model: str | None = Field(None, description="Default: the server's")
+    stream: bool | None = None
+    n_predict: int | None = Field(None, ge=-2, le=1 << 30, description="Most tokens; below 0: as many as fit")
+    grammar: str | None = Field(None, description="In GBNF")
+    json_schema: JsonOrText | None = None
+    ignore_eos: bool | None = None
+    logit_bias: Annotated[
+        dict[str, float] | None, BeforeValidator(_biases, json_schema_input_type=dict[str, float] | list[list[Any]])
+    ] = None
+    n_probs: int | None = Field(None, ge=0, le=20, description="Log-probabilities of so many tokens at each place")
+    return_tokens: bool | None = None
+    return_progress: bool | None = None
+    # Not built here; what changes nothing is taken:
+    n_cmpl: int | None = Field(None, description="/v1/completions takes n")
+    n_indent: int | None = None
+    min_keep: int | None = None
+    t_max_predict_ms: int | None = None
+    post_sampling_probs: bool | None = None
+    lora: list[Any] | None = Field(None, description="Name an adapter as model")
+    samplers: Any = Field(None, description="Refused: their order is fixed")
+    response_fields: Any = Field(None, description="Refused: an answer has all fields")
+    # Stepped over:
+    cache_prompt: Any = None
+    id_slot: Any = None
+    n_keep: Any = None
+    n_discard: Any = None
+    n_cache_reuse: Any = None
+    timings_per_token: Any = None
+    sse_ping_interval: Any = None
+
+    @model_validator(mode="after")
+    def _can_be_done(self) -> Generation:
+        for name, value in NOTHING.items():
+            if (found := getattr(self, name)) not in (None, value):
+                raise ValueError(f"{name}: not built here; leave it out, found {found}")
+        for name in ("lora", "samplers", "response_fields"):
+            if getattr(self, name):
+                raise ValueError(f"{name}: {type(self).model_fields[name].description}; leave it out")
+        if self.n_predict == 0:
+            raise ValueError("n_predict: expected at least 1, or -1 for as many as fit, found 0")
+        if self.return_progress and not self.stream:
+            raise ValueError("return_progress: only with stream=true")
+        if self.grammar and self.json_schema is not None:
+            raise ValueError("grammar: not together with json_schema")
+        return self
+
+    def asked(self, model: str, prompt: str | list[int]) -> CompletionRequest:
+        """The same as a request of our own API. Raises pydantic's ValidationError where that cannot take it."""
+        made: dict[str, Any] = {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": None if self.n_predict is None or self.n_predict < 0 else self.n_predict,
+            "guided_grammar": self.grammar or None,
+            "guided_json": self.json_schema,
+            "ignore_eos": self.ignore_eos,
+            "logit_bias": self.logit_bias,
+            "logprobs": self.n_probs or None,
+            "stream": self.stream,
+            "return_progress": self.return_progress,
+            **self.sampling(),
+        }
+        return CompletionRequest.model_validate(made)
+
+
+class LlamaRequest(Generation):
+    """A text or token ids to continue."""
+
+    prompt: Annotated[str, Field(min_length=1)] | Annotated[list[TokenId], Field(min_length=1)]
+
+
+class Extra(Strict):
+    filename: str | None = None
+    text: str
+
+
+class InfillRequest(Generation):
+    """A gap to fill."""
+
+    input_prefix: str
+    input_suffix: str
+    prompt: str | None = Field(None, description="What fills the gap begins so")
+    input_extra: list[Extra] | None = Field(None, description="Other files, which go before it")
+
+
+class TemplateRequest(TemplateFields):
+    model: str | None = None
+    messages: Messages

@@ -1,0 +1,99 @@
+"""What Ollama's clients are told of models: those that there are, those that are loaded, and one in detail."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+
+from toolkit.artifacts.json_file import read_json_object
+from toolkit.errors import ToolkitError
+from toolkit.serve.answers import OllamaModels, OllamaVersion
+from toolkit.serve.schema import OLLAMA_ERRORS, answered
+
+SPOKEN = "0.13.0"  # the version of Ollama whose API this is: clients ask for it
+WEIGHTS = (".safetensors", ".gguf")
+NEVER = "2318-04-04T00:00:00Z"  # when a model is unloaded that stays; a date as far away as Ollama's own
+
+
+@dataclass(frozen=True)
+class Listed:
+    """``memory``: bytes that it takes, None where it is not loaded. ``path``: its file or directory, if known."""
+
+    name: str
+    memory: int | None = None
+    session_len: int | None = None
+    path: Path | None = None
+
+    def _files(self) -> list[Path]:
+        if self.path is None or not self.path.is_dir():
+            return [self.path] if self.path is not None and self.path.is_file() else []
+        return [file for file in sorted(self.path.iterdir()) if file.suffix in WEIGHTS and file.is_file()]
+
+    def config(self) -> dict[str, Any]:
+        """Its config.json, empty where there is none."""
+        try:
+            return {} if self.path is None else read_json_object(self.path / "config.json")
+        except ToolkitError:
+            return {}
+
+    def details(self) -> dict[str, Any]:
+        files, config = self._files(), self.config()
+        family, quantized = str(config.get("model_type") or ""), config.get("quantization_config")
+        return {
+            "parent_model": "",
+            "format": files[0].suffix[1:] if files else "",
+            "family": family,
+            "families": [family] if family else [],
+            "parameter_size": "",
+            "quantization_level": str(quantized.get("quant_method") or "") if isinstance(quantized, dict) else "",
+        }
+
+    def card(self) -> dict[str, Any]:
+        """As /api/tags has it. ``digest`` changes with the files."""
+        states = [(file.name, file.stat()) for file in self._files()]
+        marks = [(name, state.st_size, state.st_mtime_ns) for name, state in states]
+        changed = max((state.st_mtime for _, state in states), default=0.0)
+        return {
+            "name": self.name,
+            "model": self.name,
+            "modified_at": datetime.fromtimestamp(changed, UTC).isoformat().replace("+00:00", "Z"),
+            "size": sum(size for _, size, _ in marks),
+            "digest": hashlib.sha256(repr((self.name, marks)).encode()).hexdigest(),
+            "details": self.details(),
+        }
+
+    def running(self) -> dict[str, Any]:
+        """As /api/ps has it."""
+        card = self.card()
+        del card["modified_at"]
+        return card | {
+            "size": self.memory or 0,
+            "size_vram": 0,
+            "expires_at": NEVER,
+            "context_length": self.session_len or 0,
+        }
+
+
+def add_lists(app: FastAPI, listed: Callable[[], Sequence[Listed]]) -> None:
+    """Have ``app`` say what models there are, which are loaded, and whose API this is."""
+    router = APIRouter(responses=OLLAMA_ERRORS)
+
+    @router.get("/api/tags", **answered("The models, as Ollama lists them", OllamaModels))
+    def tags() -> dict[str, Any]:
+        return {"models": [model.card() for model in listed()]}
+
+    @router.get("/api/ps", **answered("The models that are loaded, as Ollama lists them", OllamaModels))
+    def ps() -> dict[str, Any]:
+        return {"models": [model.running() for model in listed() if model.memory is not None]}
+
+    @router.get("/api/version", **answered("The version of Ollama whose API this is", OllamaVersion))
+    async def version() -> dict[str, str]:
+        return {"version": SPOKEN}
+
+    app.include_router(router)

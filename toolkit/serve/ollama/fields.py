@@ -1,0 +1,145 @@
+"""What clients may send to /api/…: Ollama's fields.
+
+Options that set a machine up (``num_ctx``, ``num_gpu`` …) and ``keep_alive`` are stepped over: the server was started
+with its own. Any other unknown field is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from toolkit.serve.llama_cpp.sampling import LlamaSampling
+from toolkit.serve.protocol import as_list
+from toolkit.serve.strict import Strict
+from toolkit.serve.tool_fields import Tool
+
+LATEST = ":latest"  # what Ollama's clients put behind a name without a tag
+
+
+class Options(LlamaSampling):
+    num_predict: int | None = Field(None, ge=-2, le=1 << 30, description="Most tokens; below 0: as many as fit")
+    # Stepped over:
+    num_ctx: Any = None
+    num_batch: Any = None
+    num_gpu: Any = None
+    main_gpu: Any = None
+    num_thread: Any = None
+    num_keep: Any = None
+    numa: Any = None
+    low_vram: Any = None
+    use_mmap: Any = None
+    use_mlock: Any = None
+    f16_kv: Any = None
+    logits_all: Any = None
+    vocab_only: Any = None
+    embedding_only: Any = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Options:
+        if self.num_predict == 0:
+            raise ValueError("num_predict: expected at least 1, or -1 for as many as fit, found 0")
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        return None if self.num_predict is None or self.num_predict < 0 else self.num_predict
+
+
+class Named(Strict):
+    model: str = Field(min_length=1)
+    keep_alive: Any = Field(None, description="Stepped over: the model stays")
+
+
+class Answering(Named):
+    """What /api/generate and /api/chat share."""
+
+    stream: bool | None = Field(None, description="Default: true")
+    format: Literal["", "json"] | dict[str, Any] | None = Field(None, description="json, or a JSON schema")
+    options: Options | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    truncate: Any = Field(None, description="Stepped over: a prompt that does not fit is refused")
+    shift: Any = Field(None, description="Stepped over: an answer ends where the session does")
+
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> Answering:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: only with logprobs=true")
+        return self
+
+
+class CalledFunction(Strict):
+    name: str
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    index: int | None = None
+    description: str | None = None
+
+
+class Call(Strict):
+    function: CalledFunction
+    id: str | None = None
+    type: Literal["function"] | None = None
+
+
+class Message(Strict):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: list[str] | None = Field(None, description="Each the file in base64")
+    tool_calls: list[Call] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class ChatRequest(Answering):
+    messages: list[Message] = Field(default_factory=list)
+    tools: list[Tool] | None = None
+
+
+class OllamaGenerateRequest(Answering):
+    prompt: str | None = None
+    suffix: str | None = Field(None, description="What comes behind the gap, for models that were trained on gaps")
+    system: str | None = None
+    images: list[str] | None = Field(None, description="Each the file in base64")
+    raw: bool | None = Field(None, description="The prompt as it is, without the chat template")
+    template: str | None = Field(None, description="Refused unless empty: the server was started with one")
+    context: list[int] | None = Field(None, description="Refused unless empty: /api/chat takes conversations")
+
+    @model_validator(mode="after")
+    def _can_be_done(self) -> OllamaGenerateRequest:
+        if self.template:
+            raise ValueError("template: cannot be set by a request; start the server with --chat-template")
+        if self.context:
+            raise ValueError("context: not supported; send the conversation to /api/chat")
+        if self.raw and (self.images or self.system):
+            raise ValueError(f"{'images' if self.images else 'system'}: not with raw=true")
+        return self
+
+
+class EmbedRequest(Named):
+    input: Annotated[list[str], BeforeValidator(as_list, json_schema_input_type=str | list[str]), Field(min_length=1)]
+    truncate: bool | None = Field(None, description="Cut a text that is too long; default true")
+    dimensions: int | None = Field(None, ge=1, le=1 << 20, description="Keep so many of the first")
+    options: dict[str, Any] | None = Field(None, description="Stepped over")
+
+
+class OldEmbedRequest(Named):
+    """The older form, of one text."""
+
+    prompt: str
+    options: dict[str, Any] | None = Field(None, description="Stepped over")
+
+
+class ShowRequest(Strict):
+    model: str | None = Field(None, min_length=1)
+    name: str | None = Field(None, description="An older name of model")
+    verbose: bool | None = Field(None, description="Stepped over")
+
+    @model_validator(mode="after")
+    def _named(self) -> ShowRequest:
+        if (self.model or self.name) is None:
+            raise ValueError("model: required, but missing")
+        return self
