@@ -70,7 +70,7 @@ MAY_IMPORT = {
     "__main__": {"commands"},
 }
 # Of another room only these: the contract and what the registry says, no family by its name.
-SEEN = ("spec", "gguf", "mmproj", "family", "registry", "vision")
+SEEN = ("spec", "gguf", "mmproj", "family", "pictures", "registry", "vision")
 ONLY = {("artifacts", "models"): {f"toolkit.models.{name}" for name in SEEN}}
 
 

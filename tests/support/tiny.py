@@ -87,6 +87,10 @@ def _write(
 
 def _write_seeing(family: Family, tiny: Tiny, path: Path, overrides: dict[str, Any]) -> Path:
     """One that sees, and its twin: overrides are for its language model, and the files of its processor go along."""
+    from transformers import CONFIG_MAPPING
+
+    if family.twin is None and family.name not in CONFIG_MAPPING:
+        return _write_unknown(family, tiny, path, overrides)
     twin = path if family.twin is None else path.with_name(f"{path.name}-as-{family.twin}")
     changes = {k: overrides.pop(k) for k in SIZES if k in overrides}
     whole = dict((tiny.fields if family.twin is None else tiny.twin) or {})
@@ -106,6 +110,44 @@ def _write_seeing(family: Family, tiny: Tiny, path: Path, overrides: dict[str, A
         respell(twin, family, fields, path)
     (path / "preprocessor_config.json").write_text(json.dumps(dict(tiny.preprocessor)))
     return twin
+
+
+def _write_unknown(family: Family, tiny: Tiny, path: Path, overrides: dict[str, Any]) -> Path:
+    """One that transformers has no class for: random tensors by the names that the family gives them."""
+    import torch
+    from safetensors.torch import save_file
+
+    seed, dtype = overrides.pop("seed", 0), overrides.pop("dtype", "float32")
+    fields = {**SIZES, **tiny.fields}
+    inner = next((name for name in LANGUAGE_PARTS if name in fields), None)
+    if inner is not None:
+        fields = {**tiny.fields, inner: {**SIZES, **fields[inner]}}
+    config = {**fields, "architectures": [family.architectures[0]], "model_type": family.name, "torch_dtype": dtype}
+    config |= overrides
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for item in build(config)[1]:
+        for name, shape in ((item.weight_name, item.disk_shape), (item.bias_name, item.bias_shape)):
+            if name == item.weight_name or item.bias:
+                numbers = _numbers(f"{item.parts[0].name}.{name.rpartition('.')[2]}", item.kind, shape, generator)
+                tensors[name] = numbers.to(getattr(torch, dtype))
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config, indent=2))
+    (path / "preprocessor_config.json").write_text(json.dumps(dict(tiny.preprocessor)))
+    _tokenizer(fields if inner is None else fields[inner], tiny.tokens).save_pretrained(path)
+    return path
+
+
+def _numbers(name: str, kind: str, shape: tuple[int, ...], generator: Any) -> Any:
+    """Those of one tensor, drawn as ``_randomize`` does."""
+    import torch
+
+    noise = torch.randn(shape, generator=generator)
+    if name.endswith(".bias"):
+        return 0.3 * noise
+    if kind == "norm" or "norm" in name or ".ln_" in name:
+        return 1 + 0.2 * noise
+    return 0.5 * noise if kind == "embed" or len(shape) == 1 else noise * 1.2 / shape[-1] ** 0.5
 
 
 def respell(twin: Path, family: Family, fields: dict[str, Any], path: Path) -> None:

@@ -178,6 +178,7 @@ def test_pictures_beyond_a_conversation_are_not_prepared(client: Any) -> None:
         ("qwen2_vl", "max_pixels", 14 * 14 * 40),
         ("qwen2_vl", "min_pixels", 14 * 14 * 40),
         ("internvl", "max_dynamic_patch", 24),
+        ("minicpmv", "max_slice_nums", 6),
     ],
 )
 def test_options_of_a_picture_have_limits(family: str, option: str, most: int) -> None:

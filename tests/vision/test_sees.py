@@ -27,8 +27,9 @@ from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.engine.spans import axes_of, find_spans, runs_of
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.mmproj import Mmproj
+from toolkit.models.pictures import Picture
 from toolkit.models.registry import families, get, load_spec
-from toolkit.models.vision import PREFIX, Picture
+from toolkit.models.vision import PREFIX
 from toolkit.quant.lite import Common, auto_awq
 from toolkit.quant.options import Awq
 from toolkit.runners.base import RunnerOptions
@@ -57,7 +58,7 @@ PICTURES = (png(75, 40), png(31, 62))
 class Seeing:
     """A tiny model and transformers' answer to prompts about pictures."""
 
-    def __init__(self, family: str, shape: int, path: Path, twin: Path | None = None) -> None:
+    def __init__(self, family: str, shape: int, path: Path, support: Any, twin: Path | None = None) -> None:
         import torch
         from transformers import AutoModelForImageTextToText
 
@@ -67,7 +68,10 @@ class Seeing:
         self.eyes = found
         self.tokenizer = Tokenizer.open(path)
         self.spec = load_spec(open_checkpoint(path))[0]
-        self.model = AutoModelForImageTextToText.from_pretrained(twin or path, dtype=torch.float32).eval()
+        stand_in = support("stand_ins").STAND_INS.get(family)
+        self.stand_in = None if stand_in is None else stand_in(path)
+        if stand_in is None:
+            self.model = AutoModelForImageTextToText.from_pretrained(twin or path, dtype=torch.float32).eval()
 
     def prompt(self, files: tuple[bytes, ...], text: str = "a") -> tuple[list[int], list[Any]]:
         messages = [{"role": "user", "content": [{"type": "image", "image": file} for file in files]}]
@@ -78,6 +82,8 @@ class Seeing:
     def inputs(self, files: tuple[bytes, ...]) -> dict[str, Any]:
         import transformers
 
+        if self.stand_in is not None:
+            return {"files": files}
         given = dict(self.tiny.preprocessor)
         processor = getattr(transformers, given.pop("image_processor_type") + "Pil")(**given)
         recipe = self.eyes.recipe
@@ -95,6 +101,8 @@ class Seeing:
     def logits(self, ids: list[int], inputs: dict[str, Any]) -> np.ndarray:
         import torch
 
+        if self.stand_in is not None:
+            return self.stand_in.logits(ids, inputs["files"])
         config = self.model.config
         if "image_grid_thw" in inputs:
             inputs = {**inputs, "mm_token_type_ids": (torch.tensor([ids]) == config.image_token_id).int()}
@@ -117,9 +125,9 @@ class Seeing:
 
 
 @pytest.fixture(scope="module", params=SEEING, ids=lambda x: f"{x[0]}-{x[1]}")
-def seeing(request: Any, tiny_models: Any) -> Seeing:
+def seeing(request: Any, tiny_models: Any, support: Any) -> Seeing:
     family, shape = request.param
-    return Seeing(family, shape, tiny_models(family, shape=shape), tiny_models.twin(family, shape=shape))
+    return Seeing(family, shape, tiny_models(family, shape=shape), support, tiny_models.twin(family, shape=shape))
 
 
 def opened(path: Path, backend: Any, budget: int = 64, dtype: str = "float32", **options: Any) -> EngineCore:
@@ -173,7 +181,7 @@ def test_logits_and_tokens_are_transformers(seeing: Seeing, backend: str) -> Non
 def test_a_prompt_may_end_in_a_picture(seeing: Seeing) -> None:
     """Also where its last token is computed alone."""
     ids, pictures = seeing.prompt(PICTURES)
-    ids = ids[: 1 + max(i for i, token in enumerate(ids) if token == seeing.model.config.image_token_id)]
+    ids = ids[: 1 + max(i for i, token in enumerate(ids) if token == seeing.spec.vision.image_token)]
     (got,) = run(
         opened(seeing.path, "pytorch", budget=len(ids) - 1), request("a", ids, pictures, logits="all")
     ).values()
@@ -266,7 +274,7 @@ def test_gguf_sees_the_same(seeing: Seeing, tmp_path: Path, monkeypatch: pytest.
     assert load_spec(open_checkpoint(tmp_path / "m.gguf"))[0].vision is None
 
 
-def test_an_artifact_keeps_the_towers_type(tiny_models: Any, tmp_path: Path) -> None:
+def test_an_artifact_keeps_the_towers_type(tiny_models: Any, tmp_path: Path, support: Any) -> None:
     """The language model's vectors come in the one that the native library reads."""
     path = tiny_models("llava", dtype="bfloat16")
     convert(str(path), tmp_path / "out", Packing(target="cpu"), quiet=True)
@@ -274,14 +282,14 @@ def test_an_artifact_keeps_the_towers_type(tiny_models: Any, tmp_path: Path) -> 
     types = {name: entry["dtype"] for name, entry in engine["params"].items() if entry["kind"] == VECTOR}
     assert {types[name] for name in types if name.startswith(PREFIX)} == {BF16}
     assert {types[name] for name in types if not name.startswith(PREFIX)} == {F32}
-    _, pictures = Seeing("llava", 0, path).prompt(PICTURES)
+    _, pictures = Seeing("llava", 0, path, support).prompt(PICTURES)
     expected = opened(path, "pytorch", dtype="bfloat16").sight._runner.encode(pictures)
     found = opened(tmp_path / "out", "pytorch", dtype="bfloat16").sight._runner.encode(pictures)
     assert all((a == b).all() for a, b in zip(found, expected, strict=True))
 
 
-def test_places_and_pictures_are_counted(tiny_models: Any) -> None:
-    seeing = Seeing("llava", 0, tiny_models("llava"))
+def test_places_and_pictures_are_counted(tiny_models: Any, support: Any) -> None:
+    seeing = Seeing("llava", 0, tiny_models("llava"), support)
     core = opened(seeing.path, "pytorch")
     ids, pictures = seeing.prompt(PICTURES)
     for wrong in (ids[1:], [*ids, ids[0]]):
@@ -311,8 +319,8 @@ def test_positions_of_pictures_are_transformers() -> None:
     assert shift == int(delta)
 
 
-def test_a_model_without_eyes_says_so(tiny_models: Any) -> None:
-    seeing = Seeing("llava", 0, tiny_models("llava"))
+def test_a_model_without_eyes_says_so(tiny_models: Any, support: Any) -> None:
+    seeing = Seeing("llava", 0, tiny_models("llava"), support)
     ids, pictures = seeing.prompt(PICTURES[:1])
     core = opened(tiny_models("llama"), "pytorch")
     core.add(request("a", ids, pictures))
@@ -321,7 +329,7 @@ def test_a_model_without_eyes_says_so(tiny_models: Any) -> None:
     assert Eyes.open(tiny_models("llama")) is None
 
 
-def test_quantizing_leaves_the_tower_as_it_is(tiny_models: Any, tmp_path: Path) -> None:
+def test_quantizing_leaves_the_tower_as_it_is(tiny_models: Any, tmp_path: Path, support: Any) -> None:
     """And says so to other tools."""
     text = tmp_path / "calibration.txt"
     text.write_text("It was a bright cold day in April, and the clocks were striking thirteen times. " * 20)
@@ -336,13 +344,13 @@ def test_quantizing_leaves_the_tower_as_it_is(tiny_models: Any, tmp_path: Path) 
     assert after.config["tie_word_embeddings"] is after.config["text_config"]["tie_word_embeddings"] is False
     skipped = (after.quantization or {})["modules_to_not_convert"]
     assert {"vision_tower.encoder.layers.0.mlp.fc1", "multi_modal_projector.linear_1"} <= set(skipped)
-    ids, pictures = Seeing("llava", 0, path).prompt(PICTURES)
+    ids, pictures = Seeing("llava", 0, path, support).prompt(PICTURES)
     assert len(run(opened(tmp_path / "out", "pytorch"), request("a", ids, pictures))["a"][0]) == NEW
 
 
-def test_what_is_looked_at_comes_and_goes(tiny_models: Any) -> None:
+def test_what_is_looked_at_comes_and_goes(tiny_models: Any, support: Any) -> None:
     """More pictures than are kept at once, and tokens before the first picture, which are as if there were none."""
-    seeing = Seeing("mllama", 0, tiny_models("mllama"))
+    seeing = Seeing("mllama", 0, tiny_models("mllama"), support)
     prompts = [seeing.prompt(files) for files in (PICTURES, PICTURES[:1], PICTURES[1:], PICTURES[::-1])]
     alone = [run(opened(seeing.path, "pytorch"), request("a", *each))["a"][0] for each in prompts]
     tight = opened(seeing.path, "pytorch", pictures_kept=1)
@@ -355,22 +363,22 @@ def test_what_is_looked_at_comes_and_goes(tiny_models: Any) -> None:
     assert len(tight.runner._steps._pictures) == 1  # of the two that the request before had
 
 
-def test_pictures_that_touch_do_not_see_each_other(tiny_models: Any) -> None:
+def test_pictures_that_touch_do_not_see_each_other(tiny_models: Any, support: Any) -> None:
     """Cached blocks of the first know nothing of the second; logits of a whole picture come though they are many."""
     pictures = [Picture(np.zeros((1, 3, 1, 1), np.float32), (1, 1), (1, 1), 4, bytes([i])) for i in range(2)]
     ids = [1, *[5] * 8, 2]
     assert runs_of(find_spans(ids, pictures, 5)).tolist() == [[1, 5], [5, 9]]
     split = [1, 5, 5, 2, 5, 5, *[5] * 4]
     assert runs_of(find_spans(split, pictures, 5)).tolist() == [[1, 3], [4, 6], [6, 10]]
-    seeing = Seeing("gemma3", 0, tiny_models("gemma3"))
+    seeing = Seeing("gemma3", 0, tiny_models("gemma3"), support)
     core, each = opened(seeing.path, "pytorch", max_logit_bytes=1), seeing.prompt(PICTURES)
     found = run(core, request("a", *each, logits="all"))["a"][1]
     assert core.scheduler.max_rows_per_step == 4 and len(np.concatenate(found)) >= len(each[0])
 
 
-def test_a_new_cache_loses_no_picture(tiny_models: Any) -> None:
+def test_a_new_cache_loses_no_picture(tiny_models: Any, support: Any) -> None:
     """What the runner kept of them is not counted on behind it."""
-    seeing = Seeing("mllama", 0, tiny_models("mllama"))
+    seeing = Seeing("mllama", 0, tiny_models("mllama"), support)
     core, each = opened(seeing.path, "pytorch"), seeing.prompt(PICTURES)
     expected = run(core, request("a", *each))["a"][0]
     core._renew_cache()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from toolkit.artifacts.json_file import read_json_object
+from toolkit.models.pictures import Recipe
 from toolkit.models.registry import build_recipe
-from toolkit.models.vision import Recipe
 
 
 def open_recipe(directory: Path) -> Recipe | None:

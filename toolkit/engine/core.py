@@ -22,7 +22,7 @@ from toolkit.engine.results import StepResults, progress_of
 from toolkit.engine.scheduler import Scheduler
 from toolkit.engine.sequence import LogitsProcessor, Sequence
 from toolkit.engine.sight import Sight
-from toolkit.engine.spans import axes_of, find_spans, runs_of
+from toolkit.engine.spans import find_spans, positions_of, runs_of
 from toolkit.engine.step_builder import Step, StepBuilder
 from toolkit.errors import BusyError, ToolkitError, UsageError
 
@@ -62,8 +62,8 @@ class EngineCore:
         together = 0 if spec.vision is None else spec.vision.together
         rows = max(1, together, options.max_logit_bytes // (4 * spec.vocab_size))
         self.scheduler = Scheduler(self.blocks, options, rows)
-        self._axes = spec.vision is not None and spec.vision.axes
-        self.builder = StepBuilder(self.blocks, options.max_batch_size, spec.vocab_size, 3 if self._axes else 1)
+        axes = 3 if spec.vision is not None and spec.vision.axes else 1
+        self.builder = StepBuilder(self.blocks, options.max_batch_size, spec.vocab_size, axes)
         self.sight = Sight(runner, options.pictures_together, options.pictures_kept)
         self.results = StepResults(spec.vocab_size, self.builder)
         self.constraints = Constraints(open_tokenizer, spec.vocab_size)
@@ -183,7 +183,7 @@ class EngineCore:
         vision, spans = self.runner.spec.vision, []
         if vision is not None and request.pictures:
             spans = find_spans(request.token_ids, request.pictures, vision.image_token)
-        axes, shift = axes_of(len(request.token_ids), spans) if self._axes else (None, 0)
+        axes, shift = positions_of(vision, len(request.token_ids), spans)
         seq = Sequence(
             request,
             order=self._arrivals,

@@ -33,7 +33,7 @@ from toolkit.engine_configs import EngineConfig
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.lmdeploy_options import notices
 from toolkit.messages import GenerationConfig, Response
-from toolkit.models.vision import Picture
+from toolkit.models.pictures import Picture
 from toolkit.runners.base import Backend
 
 log = logging.getLogger(__name__)

@@ -16,9 +16,10 @@ import numpy as np
 import orjson
 
 from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams
-from toolkit.models.vision import Picture
+from toolkit.models.pictures import Picture
 
 ARRAYS = ("logits", "hidden")  # float32 fields of EngineOutput
+PARTS = ("pixels", "more")  # of a picture
 _HEAD = struct.Struct("<I")
 _JSON = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
@@ -42,11 +43,12 @@ def pack_add(request: EngineRequest, held: Container[bytes] = ()) -> bytes:
     params = {**vars(request.params), "grammar": json.dumps(request.params.grammar)}
     sent = [p for p in request.pictures if p.digest not in held]
     pictures = [
-        {**vars(p), "pixels": p.pixels.shape if p.digest not in held else None, "digest": p.digest.hex()}
+        {**vars(p), "pixels": None, "more": None, "digest": p.digest.hex()}
+        | ({} if p.digest in held else dict(zip(PARTS, (part.shape for part in p.parts), strict=False)))
         for p in request.pictures
     ]
     fields = {**vars(request), "params": params, "pictures": pictures}
-    return pack({"op": "add", "request": fields}, (p.pixels for p in sent))
+    return pack({"op": "add", "request": fields}, (part for p in sent for part in p.parts))
 
 
 def read_request(message: dict[str, Any], data: memoryview, held: dict[bytes, Picture]) -> EngineRequest:
@@ -58,11 +60,13 @@ def read_request(message: dict[str, Any], data: memoryview, held: dict[bytes, Pi
         if told["pixels"] is None:
             pictures.append(held[digest])
             continue
-        count = math.prod(told["pixels"])
-        pixels = np.frombuffer(data, np.float32, count, at).reshape(told["pixels"]).copy()
-        at += 4 * count
+        parts: dict[str, Any] = {}
+        for shape in (told[name] for name in PARTS if told[name] is not None):
+            parts[PARTS[len(parts)]] = np.frombuffer(data, np.float32, math.prod(shape), at).reshape(shape).copy()
+            at += 4 * math.prod(shape)
         grid, size = tuple(told["grid"]), tuple(told["size"])
-        held[digest] = Picture(pixels, grid, size, told["tokens"], digest)
+        rest = {"tokens": told["tokens"], "numbered": told["numbered"]}
+        held[digest] = Picture(grid=grid, size=size, digest=digest, **rest, **parts)
         pictures.append(held[digest])
     params = dict(fields.pop("params"))
     params["grammar"] = json.loads(params["grammar"])

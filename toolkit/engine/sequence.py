@@ -28,7 +28,7 @@ class Sequence:
     ``row`` is the place in the block tables while it runs, else -1. ``order``: by arrival. ``max_len``: where
     generation is cut. ``collected``: positions whose all-position results (logits, hidden, prompt log-probabilities)
     have been gathered; they are not asked for again after a preemption. ``spans``: the pictures of the prompt;
-    ``axes``: the positions of its tokens, [3, prompt], None: their places; ``shift``: what is added to the
+    ``axes``: the positions of its tokens, [1 or 3, prompt], None: their places; ``shift``: what is added to the
     places of tokens behind it. ``runs``: (first, stop) of the tokens that see each other both ways, so that no chunk
     may end among them; ``looks_at``: digests of the pictures whose keys and values the runner keeps for it.
     ``branch``: blocks at the start that requests before it had too, where a state is worth
@@ -138,13 +138,13 @@ class Sequence:
         return end
 
     def positions(self, start: int, count: int) -> NDArray[np.int32]:
-        """Of ``count`` tokens from place ``start`` on, [count], or [3, count] where they differ by axis."""
+        """Of ``count`` tokens from place ``start`` on, [count], or by axis [1 or 3, count]."""
         places = np.arange(start, start + count, dtype=np.int32)
         if self.axes is None:
             return places
         known = self.axes[:, start : start + count]
         behind = places[known.shape[1] :] + self.shift
-        return np.concatenate([known, np.tile(behind, (3, 1))], 1)
+        return np.concatenate([known, np.tile(behind, (len(known), 1))], 1)
 
     def expect(self) -> None:
         """A step in flight draws the next token."""

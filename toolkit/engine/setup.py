@@ -16,7 +16,8 @@ from toolkit.engine.options import EngineOptions
 from toolkit.engine.verify import verify_tensors
 from toolkit.engine_configs import EngineConfig, PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.vision import VisionSpec, most_patches
+from toolkit.models.pictures import most_patches
+from toolkit.models.vision import VisionSpec
 from toolkit.record import read
 from toolkit.runners.base import Backend, RunnerError, RunnerOptions
 

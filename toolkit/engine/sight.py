@@ -14,7 +14,7 @@ from toolkit.engine.step_builder import Step
 from toolkit.runners.step import Views
 
 if TYPE_CHECKING:
-    from toolkit.models.vision import Picture
+    from toolkit.models.pictures import Picture
     from toolkit.runners.base import Runner
 
 Rows = NDArray[np.float32]
@@ -51,6 +51,9 @@ class Sight:
         rows = self._rows({picture.digest: picture for _, picture, _ in wanted})
         step.batch.embeds = np.concatenate([rows[picture.digest][inside] for _, picture, inside in wanted])
         step.batch.embed_index = np.concatenate([index for index, _, _ in wanted]).astype(np.int32)
+        if vision is not None and vision.routed:
+            cut = (index[: len(index) - (at.stop == p.tokens and not vision.routed_last)] for index, p, at in wanted)
+            step.batch.routed = np.concatenate(list(cut)).astype(np.int32)
 
     def forget(self) -> None:
         """Give the memory back."""

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.errors import UsageError
-from toolkit.models.vision import Picture
+from toolkit.models.pictures import Picture
+from toolkit.models.vision import VisionSpec
 
 I32 = NDArray[np.int32]
 
@@ -50,6 +51,24 @@ def looks_of(spans: Sequence[Span], start: int, stop: int) -> list[tuple[int, in
         if (first := max(mark, start)) < min(end, stop):
             found.append((first, min(end, stop), [span.picture for span in spans[run : i + 1]]))
     return found
+
+
+def positions_of(vision: VisionSpec | None, length: int, spans: Sequence[Span]) -> tuple[I32 | None, int]:
+    """Positions of a prompt's ``length`` tokens, int32 [1 or 3, length], None where they are their places, and by how
+    much those of later tokens differ from theirs."""
+    if vision is None or not (vision.axes or vision.shared):
+        return None, 0
+    return axes_of(length, spans) if vision.axes else shared_of(length, spans)
+
+
+def shared_of(length: int, spans: Sequence[Span]) -> tuple[I32, int]:
+    """One position for all tokens of a picture between its first and its last, int32 [1, length]. Source: the code of
+    CogVLM's authors, arXiv 2311.03079."""
+    steps = np.ones(length, np.int32)
+    for span in spans:
+        steps[span.places[2:-1]] = 0
+    found = np.cumsum(steps, dtype=np.int32) - 1
+    return found[None], int(found[-1]) + 1 - length
 
 
 def axes_of(length: int, spans: Sequence[Span]) -> tuple[I32, int]:

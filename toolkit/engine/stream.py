@@ -18,7 +18,7 @@ from toolkit.messages import GenerationConfig, PromptProgress, Response
 
 if TYPE_CHECKING:
     from toolkit.artifacts.text.tokenizer import Tokenizer
-    from toolkit.models.vision import Picture
+    from toolkit.models.pictures import Picture
 
 
 @dataclass

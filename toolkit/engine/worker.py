@@ -19,7 +19,7 @@ from toolkit.engine.core import INTAKE_SECONDS
 from toolkit.engine.setup import Setup, start
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.json_lines import JsonLines
-from toolkit.models.vision import Picture
+from toolkit.models.pictures import Picture
 
 log = logging.getLogger(__name__)
 # Of nearly every engine on a CPU: imported before it is known what to open, since a process may be started before.

@@ -10,7 +10,7 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built
 from toolkit.models.gguf import Gguf
 from toolkit.models.mmproj import Mmproj
-from toolkit.models.vision import Recipe
+from toolkit.models.pictures import Recipe
 
 # ``Family.spellings`` of a language model that also comes as a part of one that sees.
 WITHIN = (("model.", "model.language_model.", "language_model.model."), ("lm_head", "language_model.lm_head"))
@@ -42,7 +42,8 @@ class Family:
     the model_type of one that computes the same from the same weights under canonical names. ``recipe``: how pictures
     are prepared, from config.json and preprocessor_config.json; None: the family does not see. ``spellings``: how names
     of tensors begin, first as ``build`` has it, then as other files have it. ``token_fields``: fields that config.json
-    may lack, and the special token whose id each is.
+    may lack, and the special token whose id each is. ``others``: fields of a config of these architectures that tell of
+    another family, and which.
     """
 
     name: str
@@ -55,3 +56,4 @@ class Family:
     recipe: Callable[[Fields, Fields], Recipe] | None = None
     spellings: tuple[tuple[str, ...], ...] = ()
     token_fields: Mapping[str, str] = field(default_factory=dict)
+    others: Mapping[str, str] = field(default_factory=dict)

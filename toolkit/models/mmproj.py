@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from toolkit.models.gguf import Gguf
-from toolkit.models.vision import PREFIX, Recipe, VisionSpec
+from toolkit.models.pictures import Recipe
+from toolkit.models.vision import PREFIX, VisionSpec
 
 BREAK = "v.token_embd.img_break"  # the embedding of what stands between a picture's lines, for towers that have lines
 # Canonical names of the tower, ``vision.`` and layers' numbers apart → stems of tensors there.

@@ -26,8 +26,8 @@ from toolkit.models.config.fields import Fields, check_dtype, check_token_ids
 from toolkit.models.config.rope import LAYER_TYPES
 from toolkit.models.decoder import Built
 from toolkit.models.family import Family
+from toolkit.models.pictures import Recipe
 from toolkit.models.spec import StoredTensor
-from toolkit.models.vision import Recipe
 
 VARIABLE = "TOOLKIT_CUSTOM_MODULE_MAP"  # of the environment: Python files, one family each, with : between them
 PICKED = "attention to the tokens that an indexer picks"
@@ -131,7 +131,8 @@ def find_family(config: dict[str, Any], source: str = "config.json", own: Iterab
     }  # no head saved
     for family in itertools.chain(own, _in_order(model_type if isinstance(model_type, str) else None)):
         if spelled.intersection(family.architectures) or (not architecture and model_type == family.name):
-            return family
+            other = next((name for sign, name in family.others.items() if config.get(sign)), None)
+            return family if other is None else get(other)
     _unknown(config, source, architecture or model_type)
 
 

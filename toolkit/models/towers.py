@@ -190,10 +190,17 @@ def stored_vision(
 def _spelled(name: str, tower: str, projector: str, spelling: Spelling) -> str:
     _, part, *rest = name.split(".")
     if part == "projector":
+        if found := spelling.get(name.removeprefix("vision.")):
+            return f"{projector}.{found}"
         return ".".join([projector, spelling.get(f"projector.{rest[0]}", rest[0]), *rest[1:]])
+    if part == "routed":
+        layer, inner, kind = ".".join(rest[:3]), ".".join(rest[3:-1]), rest[-1]
+        return f"{spelling[part]}{layer}.{spelling[f'{part}.{inner}']}.{kind}"
+    if part == "high":
+        return spelling["high"] + ".".join(rest)
     if part == "deep":
         return ".".join([spelling[part].format(rest[0]), *rest[1:]])
-    if part == "newline":
+    if part in ("newline", "separator", "begin", "end", "tokens", "pad"):
         return spelling[part]
     if part in ("layers", "over_all"):
         begin, (number, part, *rest) = tower + spelling[part], rest

@@ -1,18 +1,18 @@
 """How a model sees, as data: the tower that turns pictures into rows, the projector that makes the language model's
-input of them, and the recipe by which pictures are prepared.
+input of them. How pictures are prepared for it is in ``pictures.py``.
 
-A family file with ``Family.vision`` maps ``config.json`` and ``preprocessor_config.json`` to these. Canonical names of
+A family file with ``Family.recipe`` maps ``config.json`` and ``preprocessor_config.json`` to these. Canonical names of
 parameters begin with ``vision.``; ``tensors`` lists them all. Every one of them stays as dense as it is stored.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
+from toolkit.models.high import HighTower, high_tensors
+from toolkit.models.routed import Routed, routed_tensors
 
 Shapes = dict[str, tuple[int, ...]]
 PREFIX = "vision."  # of every canonical name
@@ -27,14 +27,15 @@ class Tower:
     the column; "interlaced" takes them in turn from one list, "axial" gives each axis a list of its own). ``grid``:
     rows and columns of the learned positions; ``stretched``: besides those that turn there are learned ones, resized to
     the picture's patches and added, ``smooth``: by curves, not lines, the edges of patches over one another and not the
-    middles of those in the corners. ``gated``: the MLP has a gate. ``class_token``: one more token stands before the
-    patches; it is dropped behind the last layer. ``pre_norm``: norm before the first layer, ``norm_first``: before
-    positions are added, ``post_norm``: one behind the last, "stored" if it is there and not used. ``scaled``: what a
-    layer adds is weighted by a vector. ``window``: side in patches of the windows within which all layers attend but
-    those of ``full``; 0 = none. ``tiles``: a picture is so many tiles at most, in one of the ``shapes`` (rows,
-    columns), and each tile attends to all: learned vectors tell where it stands, and behind the last norm ``over_all``
-    more layers follow, what they add weighted by one number; what left the layers ``gathered`` stands beside their
-    output, number by number.
+    middles of those in the corners; ``nearest``: of the learned ones each patch has the one at its part of the way
+    across. ``gated``: the MLP has a gate. ``class_token``: one more token stands before the patches; it is dropped
+    behind the last layer. ``pre_norm``: norm before the first layer, ``norm_first``: before positions are added,
+    ``norm_after``: what a layer adds is normed, not what it reads, ``post_norm``: one behind the last, "stored" if it
+    is there and not used. ``scaled``: what a layer adds is weighted by a vector. ``window``: side in patches of the
+    windows within which all layers attend but those of ``full``; 0 = none. ``tiles``: a picture is so many tiles at
+    most, in one of the ``shapes`` (rows, columns), and each tile attends to all: learned vectors tell where it stands,
+    and behind the last norm ``over_all`` more layers follow, what they add weighted by one number; what left the layers
+    ``gathered`` stands beside their output, number by number.
     """
 
     layers: int
@@ -66,6 +67,10 @@ class Tower:
     stretched: bool = False
     smooth: bool = False
     norm_first: bool = False
+    norm_after: bool = False
+    nearest: bool = False
+    patch_last: bool = False
+    also: tuple[int, ...] = ()
     tiles: int = 0
     shapes: tuple[tuple[int, int], ...] = ()
     over_all: int = 0
@@ -74,7 +79,7 @@ class Tower:
     @property
     def outputs(self) -> int:
         """Numbers of a row that leaves it."""
-        return self.hidden * (1 + len(self.gathered))
+        return self.hidden * (1 + len(self.gathered) + len(self.also))
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,11 @@ class Stage:
     outputs] under the bare name; "gated": silu(gate_proj(x)) · up_proj(x); "gelu", "gelu_tanh"; "merge": each
     ``factor`` × ``factor`` rows of the picture's grid become one, the numbers of one row after those of another;
     "merge_turned": so, but column after column; "merge_channels": as "merge", each number of a row beside that of its
-    neighbours; "pool": their mean.
+    neighbours; "pool": their mean; "lines": the rows of all tiles put together, as ``VisionSpec.join`` says;
+    "resample": ``rows`` learned queries attend to all rows with ``heads`` heads, keys with the sines of their row and
+    column, norms with ``eps``, behind them a square matrix; "beside": the linear ``name`` of what the tower ``high``
+    gives stands before the numbers of each row; "attend": the mean of each ``factor`` × ``factor`` rows attends to them
+    with ``heads`` heads.
     """
 
     kind: Literal[
@@ -100,6 +109,10 @@ class Stage:
         "merge_turned",
         "merge_channels",
         "pool",
+        "lines",
+        "resample",
+        "beside",
+        "attend",
     ]
     name: str = ""
     inputs: int = 0
@@ -108,6 +121,8 @@ class Stage:
     eps: float = 0.0
     factor: int = 1
     offset: float = 0.0
+    rows: int = 0
+    heads: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,25 +138,40 @@ class VisionSpec:
     """``image_token``: the id whose places in a prompt the rows take, in their order.
 
     ``join``: the rows of a picture of several tiles are those of the tiles, one after another ("tiles"); or the whole
-    picture's, then those of the tiles put together as the picture they make, what pads it cut away, each line ended
-    by the vector ``vision.newline`` ("anyres"); ``most_tiles``: above so many tiles (and a little) that picture is
-    shrunk, 0 = never. ``axes``: a token of a picture has 3 positions, in time, rows and columns.
-    ``deep``: more rows of each picture, of which those of branch i are added behind layer i of the language model
-    (Meng et al., "DeepStack", 2024); they stand beside the others, number after number.
-    ``mutual``: tokens of pictures that stand together see each other, those behind them too. ``crossed``: a picture
-    takes one place, and its rows none; cross layers read them for the tokens from there to the next picture, of
-    pictures side by side the rows of all. ``language``: the family of the language model inside.
+    picture's, then those of the tiles put together as the picture they make, what pads it cut away, each line ended by
+    the vector ``vision.newline`` ("anyres"); ``most_tiles``: above so many tiles (and a little) that picture is shrunk,
+    0 = never; or lines of the tiles together and of the whole, all ended by ``vision.newline``, the vector
+    ``vision.separator`` between both ("lined"; ``whole_first``: those of the whole before). Where no stage is "lines"
+    this comes last. ``ends``: the vectors ``vision.begin`` and ``vision.end`` stand around each picture. ``scale``: all
+    that is multiplied by it. ``axes``: a token of a picture has 3 positions, in time, rows and columns. ``shared``:
+    those of a picture but the first and the last have one position. ``deep``: more rows of each picture, of which those
+    of branch i are added behind layer i of the language model (Meng et al., "DeepStack", 2024); they stand beside the
+    others, number after number. ``mutual``: tokens of pictures that stand together see each other, those behind them
+    too. ``crossed``: a picture takes one place, and its rows none; cross layers read them for the tokens from there to
+    the next picture, of pictures side by side the rows of all. ``high``: a second tower, which reads a larger form of
+    each picture. ``overlap``: tiles share so many tokens along each inner side with those beside, ``extra``: vectors of
+    tokens that stand around and between lines. ``routed``: linears of the language model that tokens of pictures have
+    otherwise, ``routed_last``: the last one of each too. ``language``: the family of the language model inside.
     """
 
     tower: Tower
     projector: tuple[Stage, ...]
     image_token: int
-    join: Literal["tiles", "anyres"] = "tiles"
+    join: Literal["tiles", "anyres", "lined"] = "tiles"
     most_tiles: int = 0
+    whole_first: bool = True
+    ends: bool = False
+    scale: float = 1.0
     axes: bool = False
+    shared: bool = False
     deep: tuple[Branch, ...] = ()
     mutual: bool = False
     crossed: bool = False
+    overlap: int = 0
+    extra: int = 0
+    high: HighTower | None = None
+    routed: tuple[Routed, ...] = ()
+    routed_last: bool = True
     language: str = ""
 
     @property
@@ -151,72 +181,23 @@ class VisionSpec:
         return (rows // self.merge) * (columns // self.merge) if self.mutual else 0
 
     @property
+    def inside(self) -> tuple[Stage, ...]:
+        """The stages that read tiles."""
+        return self.projector[: self._lines]
+
+    @property
+    def behind(self) -> tuple[Stage, ...]:
+        """Those that read the rows of a whole picture."""
+        return self.projector[self._lines + 1 :]
+
+    @property
+    def _lines(self) -> int:
+        return next((i for i, stage in enumerate(self.projector) if stage.kind == "lines"), len(self.projector))
+
+    @property
     def merge(self) -> int:
         """Side in patches of what becomes one row."""
         return max((s.factor for s in self.projector), default=1)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a picture is prepared, and what a prompt says where it stands.
-
-    ``kind``: "square" (to ``size``, its sides' ratio be what it may), "crop" (the short side to ``short``, then the
-    middle ``size``; ``pad``: made square first), "boxed" (the long side to ``size``, the short one at least ``least``,
-    then made square), "canvas" (the one of ``canvases``, of up to ``most`` tiles, that it fits into with the least
-    change, black where it does not reach), "scan" (to ``size``; where one side is ``steep`` times the other at least it
-    is also cut across that one into up to ``most`` parts, no side of them below ``least``), "anyres" (the canvas of
-    ``canvases`` that holds most of it, cut into tiles of ``size``, and the whole), "tiles" (the grid of ``least`` to
-    ``most`` tiles nearest in ratio, and the whole behind them), "split" (the long side to ``long``, cut into tiles of
-    ``size``, and the whole behind), "fit" (the long side to at most ``long``, both to multiples of ``unit``), "area"
-    (both to multiples of ``unit``, ``least`` to ``most`` pixels in all; one with a side below ``short`` is enlarged
-    first). Sizes are (height, width). ``unit``: pixels along a side of what one token tells. ``resample``: Pillow's
-    number of the filter. Numbers are ``(value / 255 - mean) / std``.
-
-    ``mark``: what stands for a picture in what a chat template has written; ``written``: what is written for one where
-    the template writes none; ``token``: what the rows take the place of. ``spelled``: how a mark is spelled: "plain"
-    (all tokens, between ``before`` and ``after``), "lines" (line by line, ``before`` between and ``after`` behind) or
-    "split" (tile by tile, each named and begun by ``before``, the whole picture as ``after``) or "scan" (as "plain",
-    the parts behind the whole, with words between) or "named" (tile by tile, numbered). ``per_tile``: tokens a tile, of
-    kinds that have tiles; ``most_tiles``: as in ``VisionSpec``.
-    """
-
-    kind: Literal["square", "crop", "boxed", "canvas", "scan", "anyres", "tiles", "split", "fit", "area"]
-    size: tuple[int, int]
-    unit: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    resample: int = 3
-    short: int = 0
-    long: int = 0
-    pad: bool = False
-    canvases: tuple[tuple[int, int], ...] = ()
-    least: int = 0
-    most: int = 0
-    steep: float = 0.0
-    most_tiles: int = 0
-    per_tile: int = 0
-    spelled: Literal["plain", "lines", "split", "scan", "named"] = "plain"
-    mark: str = "<image>"
-    written: str = "<image>\n"
-    token: str = "<image>"
-    before: str = ""
-    after: str = ""
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A picture prepared for a tower, as a request carries it.
-
-    ``pixels``: float32 [tiles, 3, height, width]. ``grid``: rows and columns of tiles (but for the whole picture's),
-    of a single tile those of its tokens. ``size``: (height, width) before. ``tokens``: how many rows it becomes.
-    ``digest``: of all that.
-    """
-
-    pixels: NDArray[np.float32] = field(repr=False)
-    grid: tuple[int, int]
-    size: tuple[int, int]
-    tokens: int
-    digest: bytes
 
 
 def tensors(spec: VisionSpec) -> Shapes:
@@ -231,6 +212,8 @@ def tensors(spec: VisionSpec) -> Shapes:
         found["vision.position"] = (tower.grid[0] * tower.grid[1] + tower.class_token, tower.hidden)
     if tower.tiles:
         _tiles(found, tower)
+    if spec.high is not None:
+        found |= high_tensors(spec.high)
     if tower.pre_norm:
         _norm(found, "vision.pre_norm", tower)
     for i in range(tower.layers):
@@ -238,20 +221,54 @@ def tensors(spec: VisionSpec) -> Shapes:
     if tower.post_norm != "none":
         _norm(found, "vision.post_norm", tower)
     for stage in (*spec.projector, *(stage for branch in spec.deep for stage in branch.projector)):
-        if stage.kind == "linear":
-            _linear(found, stage.name, stage.inputs, stage.outputs, stage.bias)
-        elif stage.kind == "gated":
-            for part in ("up_proj", "gate_proj"):
-                _linear(found, f"{stage.name}.{part}", stage.inputs, stage.outputs, stage.bias)
-        elif stage.kind == "matrix":
-            found[stage.name] = (stage.inputs, stage.outputs)
-        elif stage.kind in ("rms", "layer"):
-            found[f"{stage.name}.weight"] = (stage.inputs,)
-            if stage.kind == "layer":
-                found[f"{stage.name}.bias"] = (stage.inputs,)
-    if spec.join == "anyres":
-        found["vision.newline"] = (spec.projector[-1].outputs,)
-    return found
+        _stage(found, stage)
+    if spec.join != "tiles":
+        found["vision.newline"] = (_width(spec),)
+    if spec.join == "lined":
+        found["vision.separator"] = (_width(spec),)
+    if spec.overlap:
+        found |= {"vision.tokens": (spec.extra, spec.projector[-1].outputs), "vision.pad": (2, tower.outputs)}
+    if spec.ends:
+        found |= {f"vision.{name}": (spec.projector[-1].outputs,) for name in ("begin", "end")}
+    return found | routed_tensors(spec.routed)
+
+
+def _width(spec: VisionSpec) -> int:
+    """Numbers of a row where tiles are put together."""
+    width = spec.tower.outputs
+    for stage in spec.inside:
+        if stage.kind.startswith("merge"):
+            width *= stage.factor**2
+        elif stage.outputs:
+            width = stage.outputs + (width if stage.kind == "beside" else 0)
+    return width
+
+
+def _stage(found: Shapes, stage: Stage) -> None:
+    name = stage.name
+    if stage.kind in ("linear", "beside"):
+        _linear(found, name, stage.inputs, stage.outputs, stage.bias)
+    elif stage.kind == "gated":
+        for part in ("up_proj", "gate_proj"):
+            _linear(found, f"{name}.{part}", stage.inputs, stage.outputs, stage.bias)
+    elif stage.kind == "matrix":
+        found[name] = (stage.inputs, stage.outputs)
+    elif stage.kind in ("rms", "layer"):
+        found[f"{name}.weight"] = (stage.inputs,)
+        if stage.kind == "layer":
+            found[f"{name}.bias"] = (stage.inputs,)
+    elif stage.kind == "resample":
+        wide = stage.outputs
+        found[f"{name}.query"] = (stage.rows, wide)
+        found[f"{name}.kv_proj.weight"] = (wide, stage.inputs)
+        for part in ("q", "k", "v", "o"):
+            _linear(found, f"{name}.{part}", wide, wide, True)
+        for part in ("ln_q", "ln_kv", "ln_post"):
+            found |= {f"{name}.{part}.weight": (wide,), f"{name}.{part}.bias": (wide,)}
+        found[f"{name}.proj"] = (wide, wide)
+    elif stage.kind == "attend":
+        for part in ("q", "k", "v", "o"):
+            _linear(found, f"{name}.{part}", stage.outputs if part == "o" else stage.inputs, stage.outputs, True)
 
 
 def _tiles(found: Shapes, tower: Tower) -> None:
@@ -300,43 +317,8 @@ def _norm(found: Shapes, name: str, tower: Tower) -> None:
         found[f"{name}.bias"] = (tower.hidden,)
 
 
-def most_patches(recipe: Recipe, merge: int) -> int:
-    """That a tower reads of one picture, at most, ``merge`` × ``merge`` of them a token."""
-    if recipe.kind in ("fit", "area"):
-        tokens = (recipe.long // recipe.unit) ** 2 if recipe.kind == "fit" else recipe.most // recipe.unit**2
-        return max(tokens, 1) * merge**2
-    tile = recipe.size[0] * recipe.size[1]
-    tiles = {
-        "anyres": max((rows * columns // tile for rows, columns in recipe.canvases), default=0),
-        "tiles": recipe.most,
-        "scan": recipe.most,
-        "canvas": recipe.most - 1,
-        "split": math.ceil(recipe.long / max(recipe.size[0], 1)) ** 2,
-    }
-    return (tiles.get(recipe.kind, 0) + 1) * recipe.per_tile * merge**2
-
-
 def patch_numbers(spec: VisionSpec) -> int:
     """Held for each patch at the widest moment of a layer."""
     tower = spec.tower
     inside = max(4 * tower.heads * tower.head_dim, tower.inner * (1 + tower.gated))
     return 3 * tower.frames * tower.patch**2 + 2 * tower.hidden + inside
-
-
-def unpadded(size: tuple[int, int], grid: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(first, stop) of the rows and of the columns of ``grid`` that a picture of ``size`` covers in the middle, its
-    sides' ratio kept."""
-    (height, width), (rows, columns) = size, grid
-    if width / height > columns / rows:
-        cut = (rows - int(round(height * (columns / width), 7))) // 2
-        return (cut, rows - cut), (0, columns)
-    cut = (columns - int(round(width * (rows / height), 7))) // 2
-    return (0, rows), (cut, columns - cut)
-
-
-def shrunk(grid: tuple[int, int], side: int, most_tiles: int) -> tuple[int, int] | None:
-    """Rows and columns that a grid becomes which is clearly more than ``most_tiles`` tiles of ``side``; else None."""
-    rows, columns = grid
-    if not most_tiles or (ratio := (rows * columns / (most_tiles * side**2)) ** 0.5) <= 1.1:
-        return None
-    return int(rows // ratio), int(columns // ratio)

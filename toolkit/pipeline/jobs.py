@@ -14,7 +14,7 @@ from toolkit.engine.request import Only
 from toolkit.engine.stream import Asked
 from toolkit.errors import ToolkitError
 from toolkit.messages import GenerationConfig, Response
-from toolkit.models.vision import Picture
+from toolkit.models.pictures import Picture
 from toolkit.pipeline.results import failed, with_tensors
 from toolkit.pipeline.session import Session
 

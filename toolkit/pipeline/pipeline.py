@@ -30,7 +30,7 @@ from toolkit.engine_configs import EngineConfig, VisionConfig
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.lmdeploy_options import notice
 from toolkit.messages import ChatTemplateConfig, GenerationConfig, Response
-from toolkit.models.vision import Picture
+from toolkit.models.pictures import Picture
 from toolkit.pipeline import arguments
 from toolkit.pipeline.jobs import Job, JobRunner
 from toolkit.pipeline.prompts import Prompt, as_batch

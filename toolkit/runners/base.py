@@ -9,8 +9,8 @@ from typing import Literal, Protocol, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.models.pictures import Picture
 from toolkit.models.spec import DecoderSpec
-from toolkit.models.vision import Picture
 from toolkit.runners.step import StepBatch, StepOutput
 
 QUANT_POLICIES = (0, 4, 8, 16, 17)

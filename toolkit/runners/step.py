@@ -142,6 +142,7 @@ class StepBatch:
     target_ids: I32  # … of this token
     embeds: F32 | None = None  # [E, hidden, and more for deep branches] rows that replace the embedding of …
     embed_index: I32 = field(default_factory=lambda: np.zeros(0, np.int32))  # … these flat tokens
+    routed: I32 = field(default_factory=lambda: np.zeros(0, np.int32))  # flat tokens with linears of their own
     # (first, stop, sequence) of flat tokens that see each other both ways; the last is the last of its run
     mutual: I32 = field(default_factory=lambda: np.zeros((0, 3), np.int32))  # [M, 3]
     views: Views | None = None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from toolkit.engine.request import Only
 from toolkit.messages import GenerationConfig
-from toolkit.models.vision import Picture
+from toolkit.models.pictures import Picture
 from toolkit.parsers.formats import ReasoningFormat
 from toolkit.parsers.thinking import Begun
 from toolkit.serve.sampling import choice_config

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
-from toolkit.models.vision import Picture
+from toolkit.models.pictures import Picture
 from toolkit.serve.errors import ApiError, TooLong, bad_field, from_validation
 from toolkit.serve.json_values import count_values
 from toolkit.serve.protocol import ChatCompletionRequest, Message

@@ -12,7 +12,7 @@ from typing import Any
 from toolkit import extras
 from toolkit.artifacts.recipe import open_recipe
 from toolkit.errors import UsageError
-from toolkit.models.vision import Picture, Recipe
+from toolkit.models.pictures import Picture, Recipe
 from toolkit.vision.images import Rules, is_url, open_image
 from toolkit.vision.parts import is_picture, parts_of
 from toolkit.vision.recipes import prepare
@@ -23,6 +23,7 @@ OPTIONS = {
     "max_dynamic_patch": ("tiles", "most"),
     "min_pixels": ("area", "least"),
     "max_pixels": ("area", "most"),
+    "max_slice_nums": ("slices", "most"),
 }
 
 
@@ -55,12 +56,12 @@ class Eyes:
         if found:
             extras.require("torch", "messages: images")  # towers run in it, whatever runs the language model
         pictures: list[Picture] = []
-        tokens = 0
+        tokens, few = 0, len(found) <= self.recipe.few
         for where, part in found:
             try:
                 source, options = _source(part)
                 image = open_image(source, self.rules.within(until - time.monotonic()))
-                pictures.append(prepare(_adjusted(self.recipe, self.rules, options), image, alone=len(found) == 1))
+                pictures.append(prepare(_adjusted(self.recipe, self.rules, options), image, alone=few))
             except UsageError as e:
                 raise UsageError(f"{where}: {e}") from e
             tokens += pictures[-1].tokens
@@ -78,7 +79,11 @@ class Eyes:
                 f"messages: expected as many images as places for them, found {len(pictures)} images and "
                 f"{len(between) - 1} places ({self.recipe.mark} in the prompt)"
             )
-        spelled = [_tokens(self.recipe, picture) for picture in pictures]
+        if self.recipe.leads:
+            whole = "".join(between)
+            lead = next((lead for lead in self.recipe.leads if whole.startswith(lead)), "")
+            between = [lead, *[""] * (len(pictures) - 1), whole.removeprefix(lead)] if pictures else between
+        spelled = [_tokens(self.recipe, picture, number) for number, picture in enumerate(pictures)]
         return between[0] + "".join(a + b for a, b in zip(spelled, between[1:], strict=True))
 
 
@@ -111,7 +116,9 @@ def _adjusted(recipe: Recipe, rules: Rules, options: Mapping[str, Any]) -> Recip
         if detail not in (*DETAIL, "auto"):
             raise UsageError(f"detail: expected auto, {', '.join(DETAIL)}, found {detail!r:.40}")
         changes |= {} if detail == "auto" else {"most": DETAIL[detail]}
-    most = DETAIL["high"] if recipe.kind == "tiles" else min(recipe.most, rules.max_pixels)
+    most = {"tiles": DETAIL["high"], "slices": recipe.most}.get(recipe.kind, min(recipe.most, rules.max_pixels))
+    if isinstance(named := options.get("use_image_id"), bool) and recipe.kind == "slices":
+        changes["numbered"] = named
     for name, (kind, changed) in OPTIONS.items():
         value = options.get(name)
         if value is None or recipe.kind != kind:
@@ -125,7 +132,7 @@ def _adjusted(recipe: Recipe, rules: Rules, options: Mapping[str, Any]) -> Recip
     return made
 
 
-def _tokens(recipe: Recipe, picture: Picture) -> str:
+def _tokens(recipe: Recipe, picture: Picture, number: int) -> str:
     if recipe.spelled == "plain":
         return recipe.before + recipe.token * picture.tokens + recipe.after
     if recipe.spelled == "scan":
@@ -138,6 +145,8 @@ def _tokens(recipe: Recipe, picture: Picture) -> str:
         names = [f"TILE_{i}" for i in range(1, len(picture.pixels))]
         return recipe.before + "".join(name + tile for name in (*names, "TILE_GLOBAL")) + recipe.after
     rows, columns = picture.grid
+    if recipe.spelled == "slices":
+        return _sliced(recipe, rows, columns, f"<image_id>{number}</image_id>" if picture.numbered else "")
     if recipe.spelled == "lines":
         return recipe.before.join([recipe.token * columns] * rows) + recipe.after
     tile = recipe.token * recipe.per_tile
@@ -145,3 +154,12 @@ def _tokens(recipe: Recipe, picture: Picture) -> str:
         "".join(f"{recipe.before}<row_{r + 1}_col_{c + 1}>{tile}" for c in range(columns)) + "\n" for r in range(rows)
     ]
     return "".join(lines) + ("\n" if lines else "") + f"{recipe.before}{recipe.after}{tile}{recipe.before}"
+
+
+def _sliced(recipe: Recipe, rows: int, columns: int, name: str) -> str:
+    tile = recipe.token * recipe.per_tile
+    whole, (begin, end) = recipe.before + tile + recipe.after, recipe.inner
+    if not rows:
+        return name + whole
+    lines = "\n".join([(whole if recipe.around else begin + tile + end) * columns] * rows)
+    return name + whole + (begin + lines + end if recipe.around else lines)

@@ -6,15 +6,18 @@ Resizing is Pillow's, with its filters and its rounding to 8 bits, as the author
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.errors import UsageError
-from toolkit.models.vision import Picture, Recipe, shrunk, unpadded
+from toolkit.models.pictures import Picture, Recipe, shrunk, unpadded
+from toolkit.vision.pixels import Tile, array, cut, resized
+from toolkit.vision.slices import lined, overlapping, slices
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -37,17 +40,22 @@ def prepare(recipe: Recipe, image: Image, alone: bool = True) -> Picture:
         tiles, grid = _KINDS[recipe.kind](recipe, image, alone)
     except (OverflowError, MemoryError, ValueError) as e:
         raise UsageError(f"{found}, which cannot be resized: {str(e) or type(e).__name__}") from e
-    mean, std = (np.array(x, np.float32).reshape(3, 1, 1) for x in (recipe.mean, recipe.std))
-    pixels = np.stack([(_array(tile) / np.float32(255) - mean) / std for tile in tiles])
-    tokens = _tokens(recipe, grid, size, len(tiles))
-    shape = repr((recipe.kind, grid, size, pixels.shape)).encode()
-    digest = blake2b(shape + np.ascontiguousarray(pixels).tobytes(), digest_size=32).digest()
-    return Picture(pixels, grid, size, tokens, digest)
+    made = [_normed(tile, recipe.mean, recipe.std) for tile in tiles]
+    if recipe.high:
+        made[-1] = _normed(tiles[-1], recipe.high_mean, recipe.high_std)
+    first = sum(1 for _ in takewhile(lambda tile: tile.shape == made[0].shape, made))
+    parts = [np.stack(some) for some in (made[:first], made[first:]) if some]
+    tokens = _tokens(recipe, grid, size, len(tiles) - bool(recipe.high))
+    digest = blake2b(repr((recipe.kind, grid, size, [part.shape for part in parts])).encode(), digest_size=32)
+    for part in parts:
+        digest.update(part.tobytes())
+    more = parts[1] if len(parts) > 1 else None
+    return Picture(parts[0], grid, size, tokens, digest.digest(), more, recipe.numbered)
 
 
-def _array(tile: Image) -> NDArray[np.float32]:
-    """float32 [3, height, width]."""
-    return np.asarray(tile, np.float32).transpose(2, 0, 1)
+def _normed(tile: Tile, mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np.float32]:
+    shift, width = (np.array(x, np.float32).reshape(3, 1, 1) for x in (mean, std))
+    return (array(tile) / np.float32(255) - shift) / width
 
 
 def _tokens(recipe: Recipe, grid: Size, size: Size, tiles: int) -> int:
@@ -55,32 +63,24 @@ def _tokens(recipe: Recipe, grid: Size, size: Size, tiles: int) -> int:
         return grid[0] * grid[1]
     if recipe.kind == "canvas":
         return 1
+    side = math.isqrt(recipe.per_tile)
+    if recipe.kind == "overlap":
+        high, wide = (n * (side - 2 * recipe.overlap) + 2 * recipe.overlap for n in grid)
+        return side * (side + 1) + high * (wide + 1) + 4
+    if recipe.kind in ("lined", "framed"):
+        return tiles * recipe.per_tile + 1 + (grid[0] + 1) * side
     if recipe.kind != "anyres":
         return tiles * recipe.per_tile
     if tiles == 1:
         return recipe.per_tile + 1
-    side = math.isqrt(recipe.per_tile)
     (top, bottom), (left, right) = unpadded(size, (grid[0] * side, grid[1] * side))
     lines = (bottom - top, right - left)
     rows, columns = shrunk(lines, side, recipe.most_tiles) or lines
     return recipe.per_tile + rows * (columns + 1)
 
 
-def _resized(image: Image, size: Size, resample: int) -> Image:
-    from PIL.Image import Resampling
-
-    return image if (image.height, image.width) == size else image.resize((size[1], size[0]), Resampling(resample))
-
-
-def _cut(image: Image, tile: Size) -> Iterator[Image]:
-    """Its tiles, line by line."""
-    for top in range(0, image.height, tile[0]):
-        for left in range(0, image.width, tile[1]):
-            yield image.crop((left, top, min(left + tile[1], image.width), min(top + tile[0], image.height)))
-
-
 def _square(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
-    return [_resized(image, recipe.size, recipe.resample)], (1, 1)
+    return [resized(image, recipe.size, recipe.resample)], (1, 1)
 
 
 def _crop(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
@@ -93,12 +93,12 @@ def _middle(recipe: Recipe, image: Image) -> Image:
     short, long = sorted((image.height, image.width))
     other = int(recipe.short * long / short)
     size = (other, recipe.short) if image.height > image.width else (recipe.short, other)
-    image = _resized(image, size, recipe.resample)
+    image = resized(image, size, recipe.resample)
     top, left = (size[0] - recipe.size[0]) // 2, (size[1] - recipe.size[1]) // 2
     return image.crop((left, top, left + recipe.size[1], top + recipe.size[0]))
 
 
-def _padded(image: Image, recipe: Recipe) -> Image:
+def _padded(image: Image, recipe: Recipe, mean: tuple[float, ...] = ()) -> Image:
     """Square, the picture in the middle of the mean colour."""
     from PIL import Image as pillow
 
@@ -106,15 +106,22 @@ def _padded(image: Image, recipe: Recipe) -> Image:
     if side > SQUARE:
         found = f"image: found {image.width} x {image.height} pixels"
         raise UsageError(f"{found}, expected sides of at most {SQUARE} for this model, which pads to a square")
-    canvas = pillow.new("RGB", (side, side), tuple(int(m * 255) for m in recipe.mean))
+    canvas = pillow.new("RGB", (side, side), tuple(int(m * 255) for m in mean or recipe.mean))
     canvas.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
     return canvas
 
 
 def _boxed(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
-    scale = recipe.size[0] / max(image.height, image.width)
-    height, width = (max(round(side * scale), recipe.least) for side in (image.height, image.width))
-    return [_padded(_resized(image, (height, width), recipe.resample), recipe)], (1, 1)
+    if not recipe.high:
+        return [_in_box(recipe, image, recipe.size[0], recipe.mean)], (1, 1)
+    large = _in_box(recipe, image, recipe.high, recipe.high_mean)
+    return [_in_box(recipe, large, recipe.size[0], recipe.mean), large], (1, 1)
+
+
+def _in_box(recipe: Recipe, image: Image, side: int, mean: tuple[float, ...]) -> Image:
+    scale = side / max(image.height, image.width)
+    height, width = (max(round(length * scale), recipe.least) for length in (image.height, image.width))
+    return _padded(resized(image, (height, width), recipe.resample), recipe, mean)
 
 
 def _on_canvas(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
@@ -132,8 +139,8 @@ def _on_canvas(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], 
     else:
         width = min(max(math.floor(image.width * down), 1), width)
     canvas = pillow.new("RGB", (wide, high))
-    canvas.paste(_resized(image, (height, width), recipe.resample), (0, 0))
-    return list(_cut(canvas, recipe.size)), (high // tile, wide // tile)
+    canvas.paste(resized(image, (height, width), recipe.resample), (0, 0))
+    return list(cut(canvas, recipe.size)), (high // tile, wide // tile)
 
 
 def _scan(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
@@ -141,8 +148,8 @@ def _scan(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]
     height, width = -(-image.height // rows), -(-image.width // columns)
     parts = [image]
     if rows * columns > 1 and min(height, width) >= recipe.least:
-        parts += _cut(image, (height, width))
-    return [_resized(part, recipe.size, recipe.resample) for part in parts], (1, 1)
+        parts += cut(image, (height, width))
+    return [resized(part, recipe.size, recipe.resample) for part in parts], (1, 1)
 
 
 def _parts(recipe: Recipe, image: Image) -> Size:
@@ -159,7 +166,7 @@ def _anyres(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Siz
     from PIL import Image as pillow
 
     if recipe.pad and not alone:
-        return [_resized(_padded(image, recipe), recipe.size, recipe.resample)], (1, 1)
+        return [resized(_padded(image, recipe), recipe.size, recipe.resample)], (1, 1)
     height, width = _canvas(recipe.canvases, image)
     across, down = width / image.width, height / image.height
     if across < down:
@@ -167,9 +174,21 @@ def _anyres(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Siz
     else:
         size = (height, min(math.ceil(image.width * down), width))
     canvas = pillow.new("RGB", (width, height))
-    canvas.paste(_resized(image, size, recipe.resample), ((width - size[1]) // 2, (height - size[0]) // 2))
-    whole = _resized(image, recipe.size, recipe.resample)
-    return [whole, *_cut(canvas, recipe.size)], (height // recipe.size[0], width // recipe.size[1])
+    canvas.paste(resized(image, size, recipe.resample), ((width - size[1]) // 2, (height - size[0]) // 2))
+    whole = resized(image, recipe.size, recipe.resample)
+    return [whole, *cut(canvas, recipe.size)], (height // recipe.size[0], width // recipe.size[1])
+
+
+def _framed(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
+    from PIL import ImageOps
+    from PIL.Image import Resampling
+
+    colour = tuple(int(m * 255) for m in recipe.mean)
+    height, width = _canvas(recipe.canvases, image) if alone else recipe.size
+    whole, large = (
+        ImageOps.pad(image, size, Resampling(recipe.resample), colour) for size in (recipe.size[::-1], (width, height))
+    )
+    return [whole, *cut(large, recipe.size)], (height // recipe.size[0], width // recipe.size[1])
 
 
 def _canvas(canvases: tuple[Size, ...], image: Image) -> Size:
@@ -186,9 +205,9 @@ def _canvas(canvases: tuple[Size, ...], image: Image) -> Size:
 def _tiles(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
     rows, columns = _nearest_grid(recipe, image)
     size = (rows * recipe.size[0], columns * recipe.size[1])
-    found = list(_cut(_resized(image, size, recipe.resample), recipe.size))
+    found = list(cut(resized(image, size, recipe.resample), recipe.size))
     if len(found) > 1:
-        found.append(_resized(image, recipe.size, recipe.resample))
+        found.append(resized(image, recipe.size, recipe.resample))
     return found, (rows, columns)
 
 
@@ -207,14 +226,14 @@ def _nearest_grid(recipe: Recipe, image: Image) -> Size:
 
 def _split(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
     tile = recipe.size
-    image = _resized(image, _longest(image, recipe.long), recipe.resample)
+    image = resized(image, _longest(image, recipe.long), recipe.resample)
     if not recipe.most:
-        return [_resized(image, tile, recipe.resample)], (0, 0)
-    image = _resized(image, _whole_tiles(image, tile[0]), recipe.resample)
+        return [resized(image, tile, recipe.resample)], (0, 0)
+    image = resized(image, _whole_tiles(image, tile[0]), recipe.resample)
     if (image.height, image.width) == tile:
         return [image], (0, 0)
-    whole = _resized(image, tile, recipe.resample)
-    return [*_cut(image, tile), whole], (image.height // tile[0], image.width // tile[1])
+    whole = resized(image, tile, recipe.resample)
+    return [*cut(image, tile), whole], (image.height // tile[0], image.width // tile[1])
 
 
 def _longest(image: Image, long: int) -> Size:
@@ -248,7 +267,7 @@ def _fit(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
     if (ratio := max(height, width) / recipe.long) > 1:
         height, width = max(int(height / ratio), 1), max(int(width / ratio), 1)
     grid = (-(-height // recipe.unit), -(-width // recipe.unit))
-    return [_resized(image, (grid[0] * recipe.unit, grid[1] * recipe.unit), recipe.resample)], grid
+    return [resized(image, (grid[0] * recipe.unit, grid[1] * recipe.unit), recipe.resample)], grid
 
 
 def _area(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
@@ -262,10 +281,10 @@ def _area(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]
     elif rows * columns * unit**2 < recipe.least:
         scale = math.sqrt(recipe.least / (height * width))
         rows, columns = (math.ceil(side * scale / unit) for side in (height, width))
-    return [_resized(image, (rows * unit, columns * unit), recipe.resample)], (rows, columns)
+    return [resized(image, (rows * unit, columns * unit), recipe.resample)], (rows, columns)
 
 
-_KINDS: dict[str, Callable[[Recipe, Image, bool], tuple[list[Image], Size]]] = {
+_KINDS: dict[str, Callable[[Recipe, Image, bool], tuple[Sequence[Tile], Size]]] = {
     "square": _square,
     "crop": _crop,
     "boxed": _boxed,
@@ -276,4 +295,8 @@ _KINDS: dict[str, Callable[[Recipe, Image, bool], tuple[list[Image], Size]]] = {
     "split": _split,
     "fit": _fit,
     "area": _area,
+    "framed": _framed,
+    "lined": lined,
+    "overlap": overlapping,
+    "slices": slices,
 }

@@ -7,8 +7,8 @@ import math
 from typing import Any
 
 from toolkit.models.config.fields import Fields
+from toolkit.models.pictures import Recipe
 from toolkit.models.towers import side
-from toolkit.models.vision import Recipe
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -153,9 +153,11 @@ def fit_recipe(tower: Fields, config: Fields, merge: int) -> Recipe:
     )
 
 
-def canvases(config: Fields, default: tuple[tuple[int, int], ...], tower: Fields) -> tuple[tuple[int, int], ...]:
-    """``image_grid_pinpoints``: (height, width) of each canvas, cut into tiles for the tower."""
-    value = config.values.get("image_grid_pinpoints")
+def canvases(
+    config: Fields, default: tuple[tuple[int, int], ...], tower: Fields, name: str = "image_grid_pinpoints"
+) -> tuple[tuple[int, int], ...]:
+    """``name``: both sides of each canvas, cut into tiles for the tower."""
+    value = config.values.get(name)
     if value is None:
         value = [list(canvas) for canvas in default]
     tile = side(tower, "image_size", 336)
@@ -164,9 +166,9 @@ def canvases(config: Fields, default: tuple[tuple[int, int], ...], tower: Fields
         isinstance(c, list) and len(c) == 2 and all(type(x) is int and 0 < x < MOST for x in c) for c in value
     )
     if not good:
-        config.fail("image_grid_pinpoints", value, "a list of [height, width]")
+        config.fail(name, value, "a list of [height, width]")
     if any(x % tile for c in value for x in c):
-        config.fail("image_grid_pinpoints", value, f"multiples of {tile}, the tower's image_size")
+        config.fail(name, value, f"multiples of {tile}, the tower's image_size")
     return tuple((c[0], c[1]) for c in value)
 
 
@@ -232,3 +234,44 @@ def tiles_recipe(tower: Fields, config: Fields, factor: int, **changes: Any) -> 
         **colours(config),
     }
     return Recipe(**(made | changes))
+
+
+def lined_recipe(tower: Fields, config: Fields, factor: int, token: str) -> Recipe:
+    """Phi-3-vision's: lines of tiles, ``factor`` patches along a side a token."""
+    image, patch = side(tower, "image_size", 336), side(tower, "patch_size", 14)
+    return Recipe(
+        kind="lined",
+        size=(image, image),
+        unit=patch * factor,
+        most=config.integer("num_crops", default=1, high=256),
+        per_tile=(image // (patch * factor)) ** 2,
+        mark=token,
+        written=f"{token}\n",
+        token=token,
+        **colours(config) | {"resample": BILINEAR},
+    )
+
+
+def slices_recipe(tower: Fields, config: Fields, queries: int) -> Recipe:
+    """MiniCPM-V's: slices in their own ratio, ``queries`` tokens each."""
+    found = {
+        theirs: config.values.get(f"norm_{name}") for name, theirs in (("mean", "image_mean"), ("std", "image_std"))
+    }
+    side_of_slice = config.integer("scale_resolution", default=448, high=MOST)
+    sliced = config.flag("slice_mode", True)
+    return Recipe(
+        kind="slices",
+        size=(side_of_slice, side_of_slice),
+        unit=config.integer("patch_size", default=side(tower, "patch_size", 14), high=1024),
+        most=config.integer("max_slice_nums", default=9, high=256) if sliced else 1,
+        per_tile=queries,
+        spelled="slices",
+        mark="(<image>./</image>)",
+        written="(<image>./</image>)\n",
+        token="<unk>",
+        before="<image>",
+        after="</image>",
+        inner=("<slice>", "</slice>"),
+        numbered=config.flag("use_image_id", False),
+        **colours(Fields(found, config.source), HALF, HALF),
+    )

@@ -78,4 +78,5 @@ FAMILY = Family(
     ),
     GGUF,
     twin="glm",
+    others={"vision_config": "glm4v_9b"},
 )

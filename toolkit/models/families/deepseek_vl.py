@@ -8,8 +8,9 @@ from toolkit.models.config.preprocessor import CLIP_MEAN, CLIP_STD, clip_recipe,
 from toolkit.models.decoder import Built
 from toolkit.models.families.llava import TINY_TOWER
 from toolkit.models.family import Family, Tiny
+from toolkit.models.pictures import Recipe
 from toolkit.models.towers import CLIP, language_of, mlp, seeing, siglip_tower, stored_vision
-from toolkit.models.vision import Recipe, VisionSpec
+from toolkit.models.vision import VisionSpec
 
 SPELLING = {**CLIP, "projector.linear_1": "linear1", "projector.linear_2": "linear2"}
 

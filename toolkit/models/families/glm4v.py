@@ -11,8 +11,9 @@ from toolkit.models.config.preprocessor import area_recipe
 from toolkit.models.decoder import Built
 from toolkit.models.families import qwen2_vl
 from toolkit.models.family import Family, Tiny
+from toolkit.models.pictures import Recipe
 from toolkit.models.towers import activation, language_of, seeing, side, stored_vision
-from toolkit.models.vision import Recipe, Stage, VisionSpec
+from toolkit.models.vision import Stage, VisionSpec
 
 SPELLING = qwen2_vl.BLOCKS | {
     "position": "embeddings.position_embedding.weight",

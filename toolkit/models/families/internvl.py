@@ -12,9 +12,10 @@ from toolkit.models.decoder import Built
 from toolkit.models.families.llava import LANGUAGE, SPELLINGS, TINY_TOWER
 from toolkit.models.family import Family, Tiny
 from toolkit.models.mmproj import Clip, Mmproj, square, tower_fields
+from toolkit.models.pictures import Recipe
 from toolkit.models.spec import DecoderSpec
 from toolkit.models.towers import activation, clip_tower, language_of, mlp, seeing, stored_vision, taken_layers
-from toolkit.models.vision import Recipe, Stage, Tower, VisionSpec
+from toolkit.models.vision import Stage, Tower, VisionSpec
 
 INTERNVIT = {
     "patch": "embeddings.patch_embeddings.projection",

@@ -8,8 +8,8 @@ from toolkit.models.config.preprocessor import IMAGENET_MEAN, IMAGENET_STD, tile
 from toolkit.models.decoder import Built
 from toolkit.models.families import internvl
 from toolkit.models.family import Family, Tiny
+from toolkit.models.pictures import Recipe
 from toolkit.models.towers import language_of, seeing, stored_vision
-from toolkit.models.vision import Recipe
 
 SPELLING = {
     "patch": "embeddings.patch_embedding",

@@ -11,6 +11,7 @@ from toolkit.models.config.preprocessor import clip_recipe, fit_recipe
 from toolkit.models.decoder import Built
 from toolkit.models.family import Family, Tiny
 from toolkit.models.mmproj import Clip, Mmproj, square, tower_fields
+from toolkit.models.pictures import Recipe
 from toolkit.models.spec import DecoderSpec, StoredTensor
 from toolkit.models.towers import (
     CLIP,
@@ -25,7 +26,7 @@ from toolkit.models.towers import (
     stored_vision,
     taken_layers,
 )
-from toolkit.models.vision import Recipe, VisionSpec
+from toolkit.models.vision import VisionSpec
 
 TOWERS = {
     "clip_vision_model": (clip_tower, CLIP),

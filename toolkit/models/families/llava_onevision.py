@@ -8,8 +8,8 @@ from toolkit.models.config.preprocessor import canvases, clip_recipe, colours
 from toolkit.models.decoder import Built
 from toolkit.models.families.llava import LANGUAGE, SPELLINGS, TINY_TOWER, parts
 from toolkit.models.family import Family, Tiny
+from toolkit.models.pictures import Recipe
 from toolkit.models.towers import language_of, seeing
-from toolkit.models.vision import Recipe
 
 SIDES = tuple(384 * n for n in range(1, 7))
 CANVASES = tuple((height, width) for height in SIDES for width in SIDES)

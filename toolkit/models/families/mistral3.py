@@ -11,6 +11,7 @@ from toolkit.models.decoder import Built
 from toolkit.models.families.llava import LANGUAGE, SPELLINGS, TINY_TOWER
 from toolkit.models.family import Family, Tiny
 from toolkit.models.mmproj import Clip, Mmproj, tower_fields
+from toolkit.models.pictures import Recipe
 from toolkit.models.towers import (
     PIXTRAL,
     activation,
@@ -21,7 +22,7 @@ from toolkit.models.towers import (
     stored_vision,
     taken_layers,
 )
-from toolkit.models.vision import Recipe, Stage, VisionSpec
+from toolkit.models.vision import Stage, VisionSpec
 
 
 def merge_of(config: Fields) -> int:

@@ -13,9 +13,10 @@ from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, Dims, gated_mlp, llama_like, read_dims, rms_norm
 from toolkit.models.families.llava import LANGUAGE
 from toolkit.models.family import Family, Tiny
+from toolkit.models.pictures import Recipe
 from toolkit.models.spec import AttentionSpec, CrossSpec, MlpSpec
 from toolkit.models.towers import PLAIN, activation, clip_tower, seeing, stored_vision
-from toolkit.models.vision import Recipe, Stage, Tower, VisionSpec
+from toolkit.models.vision import Stage, Tower, VisionSpec
 
 MORE = 8  # tokens that only the embedding knows, the mark of a picture among them
 TEXT = {

@@ -12,8 +12,9 @@ from toolkit.models.families import qwen2_vl
 from toolkit.models.families.qwen2_vl import PREPROCESSOR, SPELLINGS, TEXT, recipe, tower, whole
 from toolkit.models.family import Family, Tiny
 from toolkit.models.mmproj import Clip, Mmproj
+from toolkit.models.pictures import Recipe
 from toolkit.models.towers import activation
-from toolkit.models.vision import Recipe, VisionSpec
+from toolkit.models.vision import VisionSpec
 
 
 def build(config: Fields) -> Built:

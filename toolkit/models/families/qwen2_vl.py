@@ -16,9 +16,10 @@ from toolkit.models.families import qwen2
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import Metadata
 from toolkit.models.mmproj import Clip, Mmproj
+from toolkit.models.pictures import Recipe
 from toolkit.models.spec import DecoderSpec
 from toolkit.models.towers import activation, language_of, seeing, stored_vision
-from toolkit.models.vision import Recipe, Stage, Tower, VisionSpec
+from toolkit.models.vision import Stage, Tower, VisionSpec
 
 BLOCKS = {
     "patch": "patch_embed.proj",

@@ -16,9 +16,15 @@ if TYPE_CHECKING:
 
 # Integer fields that may be zero; every other one is a size or a count.
 _MAY_BE_ZERO = {"group", "original_max_position", "max_position", "offset", "head_rows"}
-WIDENING = ("linear", "matrix", "gated")  # stages of a projector that give other widths than they take
+WIDENING = (
+    "linear",
+    "matrix",
+    "gated",
+    "resample",
+    "attend",
+)  # stages of a projector that give other widths than they take
 _MAY_BE_ZERO_IN_VISION = {"grid", "window", "full", "inputs", "outputs", "image_token", "most_tiles", "layer"}
-_MAY_BE_ZERO_IN_VISION |= {"tiles", "over_all", "gathered"}
+_MAY_BE_ZERO_IN_VISION |= {"tiles", "over_all", "gathered", "rows", "heads", "overlap", "extra", "also", "rank"}
 
 
 def check_spec(spec: DecoderSpec) -> None:
@@ -91,6 +97,8 @@ def _projector(stages: tuple[Stage, ...], width: int, hidden: int) -> None:
     for stage in stages:
         if stage.kind.startswith("merge"):
             width *= stage.factor**2
+        elif stage.kind == "beside":
+            width += stage.outputs
         elif stage.kind in (*WIDENING, "rms", "layer"):
             sound.expect(stage.name, bool(stage.name) and stage.inputs == width, stage.inputs, f"{width} inputs")
             width = stage.outputs if stage.kind in WIDENING else width

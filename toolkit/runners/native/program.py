@@ -38,6 +38,8 @@ def unsupported(spec: DecoderSpec) -> str | None:
         return "its frequencies turn by rows and columns one after the other, the model's in turn"
     if spec.vision is not None and spec.vision.deep:
         return "it adds nothing of pictures behind layers"
+    if spec.vision is not None and spec.vision.routed:
+        return "tokens of pictures have linears of their own"
     if spec.vision is not None and spec.vision.mutual:
         return "its tokens see none behind them, those of the model's pictures do"
     if not spec.cache_groups:

@@ -11,8 +11,9 @@ import numpy as np
 
 from toolkit.artifacts.safetensors_file import forget_pages
 from toolkit.errors import UsageError
+from toolkit.models.pictures import Picture
 from toolkit.models.spec import DecoderSpec
-from toolkit.models.vision import PREFIX, Picture, patch_numbers
+from toolkit.models.vision import PREFIX, patch_numbers
 from toolkit.runners.base import QUANT_POLICIES, Backend, MemoryNeed, RunnerError, RunnerOptions, StepHandle
 from toolkit.runners.host_memory import free_host_bytes
 from toolkit.runners.native import library
@@ -226,8 +227,8 @@ class NativeRunner:
     def _open_encoder(self) -> Encoder:
         import torch
 
+        from toolkit.runners.tensor.encoders import encoder_of
         from toolkit.runners.tensor.find import find_dtype
-        from toolkit.runners.tensor.vision import Encoder
 
         if self.spec.vision is None:
             raise RunnerError("the model does not see")
@@ -238,7 +239,7 @@ class NativeRunner:
             weights = UnpackedWeights(weights)
         device = torch.device("cpu")
         name = "float32" if self.dtype == "float32" else "auto"
-        return Encoder(self.spec.vision, weights, device, find_dtype(name, torch.float16, device))
+        return encoder_of(self.spec.vision)(self.spec.vision, weights, device, find_dtype(name, torch.float16, device))
 
     def submit(self, batch: StepBatch) -> StepHandle:
         """Start a step and return; steps run one after the other. ``result`` raises RunnerError where it failed."""

@@ -14,6 +14,7 @@ from toolkit.artifacts.canonical import GroupInt, Weight
 from toolkit.errors import ToolkitError
 from toolkit.kernels.cuda.linear import PackedLinear
 from toolkit.kernels.cuda.pack import unsupported_form
+from toolkit.models.routed import Routed
 from toolkit.models.spec import (
     AttentionSpec,
     ConvSpec,
@@ -38,6 +39,7 @@ from toolkit.runners.tensor.lora import Adapters, AdapterStep, adapt
 from toolkit.runners.tensor.norms import LayerNorm, Norm
 from toolkit.runners.tensor.ops import Ops
 from toolkit.runners.tensor.recurrent import Delta, Mamba
+from toolkit.runners.tensor.routed import by_kind
 from toolkit.runners.tensor.short_conv import Conv, ShortConv
 from toolkit.runners.tensor.traits import routes_specially
 from toolkit.runners.weight_info import info_of
@@ -49,10 +51,16 @@ class _Builder:
     """Turns a spec and its weights into callables."""
 
     def __init__(
-        self, weights: Weights, place: Placement, ops: Ops, adapters: Adapters, adapter_step: AdapterStep
+        self,
+        weights: Weights,
+        place: Placement,
+        ops: Ops,
+        adapters: Adapters,
+        adapter_step: AdapterStep,
+        routed: Mapping[str, Routed],
     ) -> None:
         self.weights, self.place, self.ops = weights, place, ops
-        self.adapters, self.adapter_step = adapters, adapter_step
+        self.adapters, self.adapter_step, self.routed = adapters, adapter_step, routed
 
     def tensor(self, name: str) -> Tensor:
         found = self.weights[name]
@@ -72,6 +80,7 @@ class _Builder:
     def linear(self, *specs: LinearSpec) -> Linear:
         pairs = [(self.matrix(s.name), self.tensor(f"{s.name}.bias") if s.bias else None) for s in specs]
         base = make_linear([w for w, _ in pairs], [b for _, b in pairs], self.place, self.ops)
+        base = by_kind(base, specs, self.routed, self.weights, self.adapter_step, self.place)
         return adapt(base, specs, self.adapters, self.adapter_step, self.place, self.ops)
 
     def norm(self, spec: NormSpec | None) -> Norm | LayerNorm | None:
@@ -299,7 +308,8 @@ def build_decoder(
 
     ``adapter_step`` says at each step which of ``adapters`` its tokens have.
     """
-    builder = _Builder(weights, place, ops, adapters, adapter_step or AdapterStep(0))
+    routed = () if spec.vision is None else spec.vision.routed
+    builder = _Builder(weights, place, ops, adapters, adapter_step or AdapterStep(0), {x.linear: x for x in routed})
     table = builder.matrix(spec.embed).dequantize(place.dtype).to(place.device)
     steps = tuple(step for i, layer in enumerate(spec.layers) for step in builder.steps(layer, i))
     final_norm = builder.norm(spec.final_norm)

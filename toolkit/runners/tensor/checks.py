@@ -42,6 +42,7 @@ def check_batch(
         raise RunnerError("target_ids: expected one id for each entry of target_index")
     if batch.embeds is not None:
         _within("embed_index", batch.embed_index, 0, tokens)
+    _within("routed", batch.routed, 0, tokens)
     if (views := batch.views) is not None:
         _within("views.tokens", views.tokens, 0, tokens + 1)
         if len(views.ptr) != len(views.tokens) + 1 or views.ptr[-1] != len(views.seen):

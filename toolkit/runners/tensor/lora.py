@@ -22,12 +22,14 @@ Adapters = Sequence[Mapping[str, "LowRank"]]
 
 
 class AdapterStep:
-    """The running step's adapters, set before its layers run. ``index``: int32 [T], None where no token has one."""
+    """The running step's adapters, set before its layers run. ``index``: int32 [T], None where no token has one.
+    ``seen``: int64, the flat tokens of pictures that linears of their own are for, None where there are none."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.index: Tensor | None = None
         self.plan: object = None
+        self.seen: Tensor | None = None
 
     def of_tokens(self, batch: StepBatch) -> np.ndarray | None:
         """The adapter of each token, int32 [T], -1 for none; None where no token has one."""
@@ -35,9 +37,9 @@ class AdapterStep:
             return None
         return np.repeat(batch.adapter, np.diff(batch.cu_seqlens)).astype(np.int32)
 
-    def use(self, index: Tensor | None, ops: Ops) -> None:
-        """Have the layers read ``index``, on their device."""
-        self.index = index
+    def use(self, index: Tensor | None, ops: Ops, seen: Tensor | None = None) -> None:
+        """Have the layers read ``index`` and ``seen``, on their device."""
+        self.index, self.seen = index, seen
         self.plan = None if index is None or ops.plan_lora is None else ops.plan_lora(index, self.count)
 
 

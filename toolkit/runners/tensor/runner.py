@@ -18,14 +18,16 @@ from torch import Tensor
 from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, GroupInt, Weight
 from toolkit.errors import UsageError
 from toolkit.kernels import KernelError
+from toolkit.models.pictures import Picture
 from toolkit.models.spec import DecoderSpec
-from toolkit.models.vision import Picture, patch_numbers
+from toolkit.models.vision import patch_numbers
 from toolkit.runners.base import QUANT_POLICIES, Backend, MemoryNeed, RunnerError, RunnerOptions, StepHandle
 from toolkit.runners.step import StepBatch
 from toolkit.runners.tensor.build import build_decoder
 from toolkit.runners.tensor.cache import KVCache, block_bytes, cache_traits
 from toolkit.runners.tensor.decoder import Decoder
 from toolkit.runners.tensor.device import Device, GraphDevice
+from toolkit.runners.tensor.encoders import encoder_of
 from toolkit.runners.tensor.find import find_dtype, mixed_gpus, on_device, open_device
 from toolkit.runners.tensor.footprint import activation_bytes, dense_bytes, first_linear, stored_dtype
 from toolkit.runners.tensor.held import weight_bytes
@@ -34,7 +36,6 @@ from toolkit.runners.tensor.lora import Adapters, AdapterStep
 from toolkit.runners.tensor.ops import Ops, choose_ops
 from toolkit.runners.tensor.pending import Failed
 from toolkit.runners.tensor.steps import Steps
-from toolkit.runners.tensor.tiled import TiledEncoder
 from toolkit.runners.tensor.tiles import partial_bytes
 from toolkit.runners.tensor.traits import model_traits
 from toolkit.runners.tensor.vision import Encoder
@@ -137,8 +138,7 @@ class TensorRunner:
                     self.spec, weights, self._place, self._ops, self._adapters, self._adapter_step
                 )
                 if self.spec.vision is not None:
-                    kind = TiledEncoder if self.spec.vision.tower.tiles else Encoder
-                    self._encoder = kind(self.spec.vision, weights, self._on.torch, self._dtype)
+                    self._encoder = encoder_of(self.spec.vision)(self.spec.vision, weights, self._on.torch, self._dtype)
 
     def release_weights(self) -> None:
         """Forget the model; ``load_weights`` brings it back."""

@@ -177,6 +177,8 @@ class Steps:
         arrays |= table_arrays(batch, self.spec, every=self.graphs is not None)
         if batch.embeds is not None and len(batch.embed_index):
             arrays |= {"embeds": batch.embeds, "embed_index": batch.embed_index.astype(np.int64)}
+        if len(batch.routed):
+            arrays["routed"] = batch.routed.astype(np.int64)
         t = self.device.put(arrays)
         x = self._embed(t)
         if "embeds" in t:
@@ -237,7 +239,7 @@ class Steps:
     def _layers(
         self, x: Tensor, t: dict[str, Tensor], plans: Mapping[Kind, object], batch: StepBatch
     ) -> tuple[Tensor, Tensor | None]:
-        self.adapters.use(t.get(ADAPTER), self.decoder.ops)
+        self.adapters.use(t.get(ADAPTER), self.decoder.ops, t.get("routed"))
         kept = [group.kind == "state" for group in self.spec.cache_groups]
         slots = {group: t[f"slots{group}"] for group, state in enumerate(kept) if not state}
         states = {group: t[f"table{group}"] for group, state in enumerate(kept) if state}

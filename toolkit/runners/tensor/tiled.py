@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from toolkit.models.vision import Picture
+from toolkit.models.pictures import Picture
 from toolkit.runners.tensor.vision import Encoder, patch_grid
 
 WHOLE = 8  # of which each tile's tokens are a multiple, zeros behind them
@@ -24,7 +24,7 @@ class TiledEncoder(Encoder):
 
     def _picture(self, picture: Picture) -> Tensor:
         tower, count = self.tower, len(picture.pixels)
-        rows, columns = patch_grid(picture, tower.patch)
+        rows, columns = patch_grid(picture.pixels, tower.patch)
         shape = tower.shapes.index(picture.grid) + 1
         pixels = torch.zeros(tower.tiles, *picture.pixels.shape[1:], device=self.device, dtype=self.dtype)
         pixels[:count] = torch.from_numpy(picture.pixels)

@@ -7,13 +7,17 @@ within the windows of a tile.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from toolkit.models.vision import Picture, Stage, VisionSpec, shrunk, tensors, unpadded
+from toolkit.models.pictures import Picture, shrunk, unpadded
+from toolkit.models.vision import Stage, VisionSpec, tensors
 
 ACTIVATIONS = {
     "gelu": functional.gelu,
@@ -37,31 +41,49 @@ class Encoder:
         self.device, self.dtype = device, dtype
         self.weights = {
             name: weights[name].reshape(shape).to(device, dtype)
-            for name, shape in tensors(spec).items()
+            for name, shape in tensors(replace(spec, routed=())).items()
             if name in weights
         }
 
     @torch.inference_mode()
     def encode(self, pictures: Sequence[Picture]) -> list[Tensor]:
         """The rows of each picture, [tokens, hidden of the language model], those of deep branches beside them."""
-        grids = [patch_grid(picture, self.tower.patch) for picture in pictures]
-        x = torch.cat([self._embed(p, grid) for p, grid in zip(pictures, grids, strict=True)])
-        places = [grid for p, grid in zip(pictures, grids, strict=True) for _ in range(len(p.pixels))]
-        outputs = [self._rows(x, pictures, grids, stages) for x, stages in self._layers(x, places)]
+        parts = [part for picture in pictures for part in self._parts(picture)]
+        grids = [patch_grid(part, self.tower.patch) for part in parts]
+        x = torch.cat([self._embed(part, grid) for part, grid in zip(parts, grids, strict=True)])
+        places = [grid for part, grid in zip(parts, grids, strict=True) for _ in part]
+        outputs = [self._rows(x, pictures, stages) for x, stages in self._layers(x, places)]
         return [torch.cat(rows, 1) for rows in zip(*outputs, strict=True)]
 
-    def _rows(
-        self, x: Tensor, pictures: Sequence[Picture], grids: list[tuple[int, int]], stages: tuple[Stage, ...]
-    ) -> list[Tensor]:
-        """What ``stages`` make of the flat tokens ``x``, by picture."""
+    def _parts(self, picture: Picture) -> tuple[NDArray[np.float32], ...]:
+        """The tiles that the tower reads."""
+        return picture.parts
+
+    def _tiles(self, tiles: Tensor, picture: Picture, rows: int, columns: int, stages: tuple[Stage, ...]) -> Tensor:
+        """What ``stages`` make of tiles of so many ``rows`` and ``columns`` of patches."""
+        return self._project(tiles, rows, columns, stages)
+
+    def _rows(self, x: Tensor, pictures: Sequence[Picture], stages: tuple[Stage, ...]) -> list[Tensor]:
+        """What ``stages``, then those for whole pictures, make of the flat tokens ``x``, by picture."""
         found, at = [], 0
-        for picture, (rows, columns) in zip(pictures, grids, strict=True):
-            size = rows * columns + self.tower.class_token
-            tiles = x[at : at + len(picture.pixels) * size].view(len(picture.pixels), size, -1)
-            at += len(picture.pixels) * size
-            tiles = self._project(tiles[:, int(self.tower.class_token) :], rows, columns, stages)
-            found.append(self._join(tiles, picture))
+        for picture in pictures:
+            tiles = []
+            for part in self._parts(picture):
+                rows, columns = patch_grid(part, self.tower.patch)
+                size = rows * columns + self.tower.class_token
+                inside = x[at : at + len(part) * size].view(len(part), size, -1)
+                at += len(part) * size
+                inside = inside[:, int(self.tower.class_token) :]
+                tiles.append(self._tiles(inside, picture, rows, columns, stages))
+            found.append(self._whole(tiles, picture))
         return found
+
+    def _whole(self, tiles: list[Tensor], picture: Picture) -> Tensor:
+        spec = self.spec
+        joined = self._project(self._join(tiles, picture)[None], 0, 0, spec.behind)[0]
+        if spec.ends:
+            joined = torch.cat([self.weights["vision.begin"][None], joined, self.weights["vision.end"][None]])
+        return joined * spec.scale
 
     # -- the tower
 
@@ -81,20 +103,23 @@ class Encoder:
     def _patches(self, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
         """[tiles, 3, height, width] to [tiles, patches, hidden]."""
         size = self.tower.patch
+        pixels = pixels[:, :, : grid[0] * size, : grid[1] * size]
         x = pixels.unflatten(2, (grid[0], size)).unflatten(4, (grid[1], size))  # tile, colour, row, y, column, x
-        x = x.permute(0, 2, 4, 1, 3, 5).unsqueeze(4).expand(-1, -1, -1, -1, self.tower.frames, -1, -1)
+        order = (0, 2, 4, 3, 5, 1) if self.tower.patch_last else (0, 2, 4, 1, 3, 5)
+        x = x.permute(*order).unsqueeze(4).expand(-1, -1, -1, -1, self.tower.frames, -1, -1)
         return self._linear("vision.patch", x.flatten(3).flatten(1, 2))
 
-    def _embed(self, picture: Picture, grid: tuple[int, int]) -> Tensor:
+    def _embed(self, part: NDArray[np.float32], grid: tuple[int, int]) -> Tensor:
         """Patches as rows, what stands for their places added where that is learned."""
         tower = self.tower
-        x = self._patches(torch.from_numpy(picture.pixels).to(self.device, self.dtype), grid)
+        x = self._patches(torch.from_numpy(part).to(self.device, self.dtype), grid)
         if tower.class_token:
             x = torch.cat([self.weights["vision.class"].expand(len(x), 1, -1), x], 1)
         if tower.norm_first:
             x = self._own_norm("vision.pre_norm", x)
         if tower.positions == "learned":
-            x = x + self.weights["vision.position"]
+            learned = self.weights["vision.position"]
+            x = x + (learned[_nearest(grid, tower.grid).to(self.device)] if tower.nearest else learned)
         if tower.stretched:
             learned = self.weights["vision.position"].T.unflatten(1, tower.grid)[None]
             mode = "bicubic" if tower.smooth else "bilinear"
@@ -116,20 +141,26 @@ class Encoder:
             order, lengths = _windows(places, tower.window)
             order = order.to(self.device)
             x, cos, sin = x[order], cos[order], sin[order]  # type: ignore[index]
-        deep = []
+        deep, also = [], []
         for i in range(tower.taken):
             name = f"vision.layers.{i}"
             near = lengths if not tower.window or i not in tower.full else whole
-            x = x + self._scaled(
-                f"{name}.scale1", self._attend(name, self._own_norm(f"{name}.norm1", x), near, cos, sin)
-            )
-            x = x + self._scaled(f"{name}.scale2", self._mlp(name, self._own_norm(f"{name}.norm2", x)))
+            x = x + self._added(name, 1, self._attend(name, self._read(name, 1, x), near, cos, sin))
+            x = x + self._added(name, 2, self._mlp(name, self._read(name, 2, x)))
+            also += [x] * (i in tower.also)
             deep += [(_ordered(x, order), branch.projector) for branch in self.spec.deep if branch.layer == i]
         x = _ordered(x, order)
-        return [(self._own_norm("vision.post_norm", x) if tower.post_norm == "used" else x, self.spec.projector), *deep]
+        x = self._own_norm("vision.post_norm", x) if tower.post_norm == "used" else x
+        return [(torch.cat([x, *also], 1), self.spec.inside), *deep]
 
-    def _scaled(self, name: str, x: Tensor) -> Tensor:
-        return x * self.weights[name] if self.tower.scaled else x
+    def _read(self, name: str, branch: int, x: Tensor) -> Tensor:
+        """What a branch of a layer reads."""
+        return x if self.tower.norm_after else self._own_norm(f"{name}.norm{branch}", x)
+
+    def _added(self, name: str, branch: int, x: Tensor) -> Tensor:
+        """What a branch adds that gave ``x``."""
+        x = self._own_norm(f"{name}.norm{branch}", x) if self.tower.norm_after else x
+        return x * self.weights[f"{name}.scale{branch}"] if self.tower.scaled else x
 
     def _mlp(self, name: str, x: Tensor) -> Tensor:
         act, up = ACTIVATIONS[self.tower.activation], self._linear(f"{name}.up", x)
@@ -175,7 +206,9 @@ class Encoder:
 
     # -- behind the tower
 
-    def _project(self, tiles: Tensor, rows: int, columns: int, stages: tuple[Stage, ...]) -> Tensor:
+    def _project(
+        self, tiles: Tensor, rows: int, columns: int, stages: tuple[Stage, ...], beside: Tensor | None = None
+    ) -> Tensor:
         """[tiles, patches, hidden] to [tiles, tokens, hidden of the language model]."""
         for stage in stages:
             if stage.kind in ("rms", "layer"):
@@ -189,24 +222,91 @@ class Encoder:
                 tiles = tiles @ self.weights[stage.name]
             elif stage.kind in ACTIVATIONS:
                 tiles = ACTIVATIONS[stage.kind](tiles)
+            elif stage.kind == "attend":
+                tiles = self._attended(tiles, rows, columns, stage)
+            elif stage.kind == "beside":
+                assert beside is not None
+                tiles = torch.cat([self._linear(stage.name, beside), tiles], -1)
+            elif stage.kind == "resample":
+                tiles = self._resampled(tiles, rows, columns, stage)
             else:
                 tiles = _merged(tiles, rows, columns, stage)
         return tiles
 
-    def _join(self, tiles: Tensor, picture: Picture) -> Tensor:
+    def _attended(self, tiles: Tensor, rows: int, columns: int, stage: Stage) -> Tensor:
+        """What the means of neighbouring rows find in those."""
+        f, name = stage.factor, stage.name
+        near = tiles.unflatten(1, (rows // f, f, columns // f, f)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
+        q = self._linear(f"{name}.q", near.mean(2, keepdim=True))
+        q, k, v = (
+            y.unflatten(3, (stage.heads, -1)).transpose(2, 3)
+            for y in (q, self._linear(f"{name}.k", near), self._linear(f"{name}.v", near))
+        )
+        found = functional.scaled_dot_product_attention(q, k, v)  # tile, token, head, 1, number
+        return self._linear(f"{name}.o", found.flatten(2))
+
+    def _resampled(self, tiles: Tensor, rows: int, columns: int, stage: Stage) -> Tensor:
+        """What learned queries find in the rows of each tile."""
+        name, eps = stage.name, stage.eps
+        x = self._norm(f"{name}.ln_kv", self._linear(f"{name}.kv_proj", tiles), "layer", eps)
+        asked = self._norm(f"{name}.ln_q", self.weights[f"{name}.query"], "layer", eps)
+        q = self._linear(f"{name}.q", asked).expand(len(tiles), -1, -1)
+        k = self._linear(f"{name}.k", x + _sines(rows, columns, x.shape[-1]).to(x))
+        q, k, v = (y.unflatten(2, (stage.heads, -1)).transpose(1, 2) for y in (q, k, self._linear(f"{name}.v", x)))
+        found = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return (
+            self._norm(f"{name}.ln_post", self._linear(f"{name}.o", found), "layer", eps) @ self.weights[f"{name}.proj"]
+        )
+
+    def _join(self, parts: list[Tensor], picture: Picture) -> Tensor:
+        """The rows of a picture's tiles as those of the picture."""
         if self.spec.join == "tiles":
-            return tiles.flatten(0, 1)
-        newline = self.weights["vision.newline"]
+            return torch.cat([tiles.flatten(0, 1) for tiles in parts])
+        (tiles,), newline = parts, self.weights["vision.newline"]
+        if self.spec.join == "lined":
+            whole, all_tiles = (
+                _lined(_grid(x, grid), newline) for x, grid in ((tiles[:1], (1, 1)), (tiles[1:], picture.grid))
+            )
+            first, last = (whole, all_tiles) if self.spec.whole_first else (all_tiles, whole)
+            return torch.cat([first, self.weights["vision.separator"][None], last])
         if len(tiles) == 1:
             return torch.cat([tiles[0], newline[None]])
-        side = round(tiles.shape[1] ** 0.5)
-        grid = tiles[1:].view(*picture.grid, side, side, -1).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+        grid = _grid(tiles[1:], picture.grid)
         (top, bottom), (left, right) = unpadded(picture.size, (grid.shape[0], grid.shape[1]))
         lines = grid[top:bottom, left:right]
-        if shape := shrunk((lines.shape[0], lines.shape[1]), side, self.spec.most_tiles):
+        if shape := shrunk((lines.shape[0], lines.shape[1]), round(tiles.shape[1] ** 0.5), self.spec.most_tiles):
             lines = functional.interpolate(lines.permute(2, 0, 1)[None], shape, mode="bilinear")[0].permute(1, 2, 0)
-        lines = torch.cat([lines, newline.expand(len(lines), 1, -1)], 1)
-        return torch.cat([tiles[0], lines.flatten(0, 1)])
+        return torch.cat([tiles[0], _lined(lines, newline)])
+
+
+def _grid(tiles: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Square tiles side by side, [rows, columns, numbers]."""
+    side = round(tiles.shape[1] ** 0.5)
+    return tiles.view(*grid, side, side, -1).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+
+
+def _lined(grid: Tensor, newline: Tensor) -> Tensor:
+    """Its lines one after another, ``newline`` behind each."""
+    return torch.cat([grid, newline.expand(len(grid), 1, -1)], 1).flatten(0, 1)
+
+
+def _nearest(grid: tuple[int, int], learned: tuple[int, int]) -> Tensor:
+    """For each patch of ``grid`` the one of ``learned`` at the same part of the way down and across."""
+    down, across = (
+        torch.bucketize(torch.arange(0, 1 - 1e-6, 1 / count), torch.arange(1 / of, 1.0, 1 / of), right=True)
+        for count, of in zip(grid, learned, strict=True)
+    )
+    return (down[:, None] * learned[1] + across).flatten()
+
+
+def _sines(rows: int, columns: int, width: int) -> Tensor:
+    """[rows * columns, width]: half of the numbers tell the column, half the row, of each half one half sines."""
+    frequencies = 10_000.0 ** -(torch.arange(width // 4).float() / (width // 4))
+    found = []
+    for count, shape in ((columns, (1, columns)), (rows, (rows, 1))):
+        angle = torch.outer(torch.arange(count).float(), frequencies)
+        found.append(torch.cat([angle.sin(), angle.cos()], 1).view(*shape, -1).expand(rows, columns, -1))
+    return torch.cat(found, -1).flatten(0, 1)
 
 
 def _ordered(x: Tensor, order: Tensor | None) -> Tensor:
@@ -214,9 +314,9 @@ def _ordered(x: Tensor, order: Tensor | None) -> Tensor:
     return x if order is None else torch.empty_like(x).index_copy_(0, order, x)
 
 
-def patch_grid(picture: Picture, patch: int) -> tuple[int, int]:
-    """Rows and columns of the patches of a tile."""
-    _, _, height, width = picture.pixels.shape
+def patch_grid(part: NDArray[np.float32], patch: int) -> tuple[int, int]:
+    """Rows and columns of the patches of its tiles."""
+    _, _, height, width = part.shape
     return height // patch, width // patch
 
 
@@ -241,7 +341,9 @@ def _windows(places: list[tuple[int, int]], side: int) -> tuple[Tensor, list[int
 
 def _merged(tiles: Tensor, rows: int, columns: int, stage: Stage) -> Tensor:
     f = stage.factor
-    blocks = tiles.unflatten(1, (rows // f, f, columns // f, f))
+    if rows % f or columns % f:  # zeros below and to the right
+        tiles = functional.pad(tiles.unflatten(1, (rows, columns)), (0, 0, 0, -columns % f, 0, -rows % f)).flatten(1, 2)
+    blocks = tiles.unflatten(1, (-(-rows // f), f, -(-columns // f), f))
     if stage.kind == "pool":
         return blocks.mean((2, 4)).flatten(1, 2)
     return blocks.permute(*MERGES[stage.kind]).flatten(3).flatten(1, 2)

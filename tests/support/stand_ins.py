@@ -1,0 +1,497 @@
+"""Models that see and have no class in transformers, as their authors describe them: towers and language models of
+transformers on the authors' tensors, and in plain torch what stands between. Oracles: nothing of ours is in them.
+
+Each takes every tensor of a checkpoint by its name there, so that one too many or too few fails.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional
+
+Tensors = dict[str, Tensor]
+NOT_OF_TEXT = ("architectures", "model_type", "torch_dtype", "image_token_id")
+
+
+def take(tensors: Tensors, begin: str) -> Tensors:
+    """Those whose names begin so, without that; they are gone from ``tensors``."""
+    return {name.removeprefix(begin): tensors.pop(name) for name in list(tensors) if name.startswith(begin)}
+
+
+def loaded(module: Any, tensors: Tensors, allow: tuple[str, ...] = ()) -> Any:
+    """``module`` with exactly these weights; ``allow``: how names begin that it may lack."""
+    own = module.state_dict()
+    if not set(own) & set(tensors) and all(f"vision_model.{name}" in own for name in tensors):
+        tensors = {f"vision_model.{name}": tensor for name, tensor in tensors.items()}
+    missing, more = module.load_state_dict(tensors, strict=False)
+    assert not more and not [name for name in missing if not name.startswith(allow or "-")], (missing, more)
+    return module.eval()
+
+
+def normed(image: Any, mean: Any, std: Any) -> Tensor:
+    """[3, height, width]."""
+    pixels = torch.from_numpy(np.array(image, np.float32) / 255).permute(2, 0, 1)
+    return (pixels - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
+
+
+class StandIn:
+    """A checkpoint at ``path``. Subclasses: ``open`` its tensors, ``tiles`` of a picture, their ``rows``, ``places`` of
+    tokens."""
+
+    token_field = "image_token_id"
+
+    def __init__(self, path: Path) -> None:
+        self.config = json.loads((path / "config.json").read_text())
+        self.token = self.config[self.token_field]
+        self.given = json.loads((path / "preprocessor_config.json").read_text())
+        tensors = load_file(path / "model.safetensors")
+        self.text: Any = None
+        self.open(tensors)
+        assert not tensors, f"nobody took {sorted(tensors)[:5]}"
+
+    def open(self, tensors: Tensors) -> None:
+        raise NotImplementedError
+
+    @staticmethod
+    def tiles(config: dict[str, Any], given: dict[str, Any], image: Any) -> list[Tensor]:
+        raise NotImplementedError
+
+    def rows(self, tiles: list[Tensor], image: Any) -> Tensor:
+        raise NotImplementedError
+
+    def language(self, model: Any, config: Any, tensors: Tensors, **fields: Any) -> None:
+        own = {name: value for name, value in self.config.items() if name not in NOT_OF_TEXT}
+        settings = config(**{**own, **fields, "attn_implementation": "eager"})
+        self.text = loaded(model(settings).float(), {name: tensors.pop(name) for name in list(tensors)})
+
+    @torch.inference_mode()
+    def logits(self, ids: list[int], files: tuple[bytes, ...] = ()) -> np.ndarray:
+        inputs = self.text.get_input_embeddings()(torch.tensor([ids]))
+        if files:
+            images = [Image.open(io.BytesIO(file)).convert("RGB") for file in files]
+            rows = torch.cat([self.rows(self.tiles(self.config, self.given, image), image) for image in images])
+            inputs[0, torch.tensor(ids) == self.token] = rows
+        places = torch.tensor([self.places(ids if files else [-1] * len(ids))])
+        mask = torch.full((1, 1, len(ids), len(ids)), -torch.inf).triu(1)  # places that repeat would make it several
+        found = self.text(inputs_embeds=inputs, position_ids=places, attention_mask=mask, use_cache=False)
+        return found.logits[0].numpy()
+
+    def places(self, ids: list[int]) -> list[int]:
+        return list(range(len(ids)))
+
+
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+class Phi3V(StandIn):
+    def open(self, tensors: Tensors) -> None:
+        from transformers import CLIPVisionConfig, CLIPVisionModel, Phi3Config, Phi3ForCausalLM
+
+        own = take(tensors, "model.vision_embed_tokens.")
+        self.tower = loaded(
+            CLIPVisionModel(CLIPVisionConfig(**self.config["img_processor"])), take(own, "img_processor.vision_model.")
+        )
+        self.newline, self.separator = own.pop("sub_GN").flatten(), own.pop("glb_GN").flatten()
+        width = len(self.newline)
+        hidden = self.config["hidden_size"]
+        linears = torch.nn.Linear(width, hidden), torch.nn.GELU(), torch.nn.Linear(hidden, hidden)
+        self.project = loaded(torch.nn.Sequential(*linears), take(own, "img_projection."))
+        assert not own
+        rope = {**self.config.pop("rope_scaling"), "rope_type": "longrope", "rope_theta": self.config["rope_theta"]}
+        self.language(Phi3ForCausalLM, Phi3Config, tensors, rope_parameters=rope, rope_scaling=None)
+
+    @staticmethod
+    def tiles(config: dict[str, Any], given: dict[str, Any], image: Any) -> list[Tensor]:
+        side, most = config["img_processor"]["image_size"], given["num_crops"]
+        tall = image.width < image.height
+        if tall:
+            image = image.transpose(Image.Transpose.TRANSPOSE)
+        ratio, scale = image.width / image.height, 1
+        while scale * math.ceil(scale / ratio) <= most:
+            scale += 1
+        width = (scale - 1) * side
+        height = int(width / ratio)
+        pixels = np.asarray(image.resize((width, max(height, 1)), Image.Resampling.BILINEAR))
+        missing = -len(pixels) % side
+        pixels = np.pad(pixels, ((missing // 2, missing - missing // 2), (0, 0), (0, 0)), constant_values=255)
+        whole = normed(pixels.swapaxes(0, 1) if tall else pixels, CLIP_MEAN, CLIP_STD)
+        small = functional.interpolate(whole[None], (side, side), mode="bicubic")[0]
+        return [small, *(tile for line in whole.split(side, 1) for tile in line.split(side, 2))]
+
+    def rows(self, tiles: list[Tensor], image: Any) -> Tensor:
+        found = self.tower(torch.stack(tiles), output_hidden_states=True).hidden_states[-2][:, 1:]
+        side = math.isqrt(found.shape[1])
+        # 2 by 2 patches one row: upper left, upper right, lower left, lower right
+        corners = [found.view(len(found), side, side, -1)[:, i::2, j::2] for i in (0, 1) for j in (0, 1)]
+        grids = torch.cat(corners, -1)
+        tall = image.width < image.height
+        ratio = max(image.size) / min(image.size)
+        columns = max(n for n in range(1, 100) if n * math.ceil(n / ratio) <= self.given["num_crops"])
+        rows = (len(tiles) - 1) // columns
+        rows, columns = (columns, rows) if tall else (rows, columns)
+        lines = torch.cat([torch.cat(list(grids[1 + i * columns : 1 + (i + 1) * columns]), 1) for i in range(rows)])
+        ended = [torch.cat([line, self.newline[None]]) for line in (*lines, *grids[0])]
+        ended.insert(len(lines), self.separator[None])
+        return self.project(torch.cat(ended))
+
+
+class MiniCPMV(StandIn):
+    def open(self, tensors: Tensors) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+        from transformers.models.idefics2.modeling_idefics2 import Idefics2VisionConfig, Idefics2VisionTransformer
+
+        vision = dict(self.config.pop("vision_config"))
+        vision["num_hidden_layers"] -= self.config.pop("drop_vision_last_layer", False)
+        tower = Idefics2VisionTransformer(Idefics2VisionConfig(**vision, attn_implementation="eager"))
+        self.tower, self.side = loaded(tower, take(tensors, "vpm.")), vision["patch_size"]
+        own = take(tensors, "resampler.")
+        self.query, self.project, hidden = own.pop("query"), own.pop("proj"), self.config["hidden_size"]
+        heads = max(hidden // 128, 1)
+        self.attend = loaded(torch.nn.MultiheadAttention(hidden, heads, batch_first=True), take(own, "attn."))
+        self.kv = own.pop("kv_proj.weight")
+        self.norms = {
+            name: loaded(torch.nn.LayerNorm(hidden, eps=1e-6), take(own, f"{name}."))
+            for name in ("ln_q", "ln_kv", "ln_post")
+        }
+        assert not own
+        later = float(self.config.pop("version")) > 2.5
+        kinds: Any = (Qwen2ForCausalLM, Qwen2Config) if later else (LlamaForCausalLM, LlamaConfig)
+        self.language(*kinds, take(tensors, "llm."))
+
+    @staticmethod
+    def tiles(config: dict[str, Any], given: dict[str, Any], image: Any) -> list[Tensor]:
+        side, patch, most = given["scale_resolution"], given["patch_size"], given["max_slice_nums"]
+        half = (0.5, 0.5, 0.5)
+
+        def near(length: float, unit: int) -> int:
+            return max(round(length / unit) * unit, unit)
+
+        def fitting(width: float, height: float, grow: bool) -> tuple[int, int]:
+            if grow or width * height > side * side:
+                ratio = width / height
+                height = int(side / math.sqrt(ratio))
+                width = int(height * ratio)
+            return near(width, patch), near(height, patch)
+
+        def made(picture: Any, size: tuple[int, int]) -> Any:
+            return picture.resize(size, Image.Resampling.BICUBIC)
+
+        ideal = min(math.ceil(image.width * image.height / side**2), most)
+        if ideal <= 1:
+            return [normed(made(image, fitting(*image.size, True)), half, half)]
+        best, least = (1, 1), math.inf
+        for count in (ideal - 1, ideal, ideal + 1):
+            for columns in range(1, count + 1) if 1 < count <= most else ():
+                error = abs(math.log(image.width / image.height) - math.log(columns * columns / count))
+                if count % columns == 0 and error < least:
+                    best, least = (columns, count // columns), error
+        columns, rows = best
+        width, height = fitting(near(image.width, columns) / columns, near(image.height, rows) / rows, True)
+        large = normed(made(image, (width * columns, height * rows)), half, half)
+        slices = [tile for line in large.split(height, 1) for tile in line.split(width, 2)]
+        return [normed(made(image, fitting(*image.size, False)), half, half), *slices]
+
+    def rows(self, tiles: list[Tensor], image: Any) -> Tensor:
+        return torch.cat([self._asked(tile) for tile in tiles])
+
+    def _asked(self, tile: Tensor) -> Tensor:
+        found = self.tower(tile[None]).last_hidden_state[0]
+        rows, columns = tile.shape[1] // self.side, tile.shape[2] // self.side
+        x = self.norms["ln_kv"](found @ self.kv.T)
+        quarter = x.shape[1] // 4
+        places = torch.zeros(rows, columns, 4, quarter)
+        for i in range(quarter):
+            slow = 10_000.0 ** (-i / quarter)
+            across, down = torch.arange(columns) * slow, torch.arange(rows)[:, None] * slow
+            places[..., 0, i], places[..., 1, i] = across.sin(), across.cos()
+            places[..., 2, i], places[..., 3, i] = down.sin(), down.cos()
+        keys = x + places.flatten(2).flatten(0, 1)
+        out = self.attend(self.norms["ln_q"](self.query)[None], keys[None], x[None])[0][0]
+        return self.norms["ln_post"](out) @ self.project
+
+
+class DeepseekVL2(StandIn):
+    def open(self, tensors: Tensors) -> None:
+        from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, SiglipVisionConfig, SiglipVisionModel
+
+        vision, self.config["hidden_size"] = self.config["vision_config"], self.config["language_config"]["hidden_size"]
+        own, width = take(tensors, "vision."), vision["width"]
+        self.side = vision["image_size"] // vision["patch_size"]
+        settings = SiglipVisionConfig(
+            hidden_size=width,
+            intermediate_size=int(width * vision["mlp_ratio"]),
+            num_hidden_layers=vision["layers"],
+            num_attention_heads=vision["heads"],
+            image_size=vision["image_size"],
+            patch_size=vision["patch_size"],
+            vision_use_head=False,
+        )
+        named = {
+            "embeddings.position_embedding.weight": own.pop("pos_embed")[0],
+            **{f"embeddings.patch_embedding.{x}": own.pop(f"patch_embed.proj.{x}") for x in ("weight", "bias")},
+            **{f"post_layernorm.{x}": own.pop(f"norm.{x}") for x in ("weight", "bias")},
+        }
+        for i in range(vision["layers"]):
+            for x in ("weight", "bias"):
+                thirds = own.pop(f"blocks.{i}.attn.qkv.{x}").chunk(3)
+                layer = f"encoder.layers.{i}"
+                named |= {f"{layer}.self_attn.{y}_proj.{x}": part for y, part in zip("qkv", thirds, strict=True)}
+                named[f"{layer}.self_attn.out_proj.{x}"] = own.pop(f"blocks.{i}.attn.proj.{x}")
+                for theirs, ours in (
+                    ("norm1", "layer_norm1"),
+                    ("norm2", "layer_norm2"),
+                    ("mlp.fc1",) * 2,
+                    ("mlp.fc2",) * 2,
+                ):
+                    named[f"{layer}.{ours}.{x}"] = own.pop(f"blocks.{i}.{theirs}.{x}")
+        assert not own
+        self.tower = loaded(SiglipVisionModel(settings), named)
+        self.newline, self.separator = tensors.pop("image_newline"), tensors.pop("view_seperator")
+        hidden = len(self.newline)
+        linears = torch.nn.Linear(4 * width, hidden), torch.nn.GELU(), torch.nn.Linear(hidden, hidden)
+        self.project = loaded(torch.nn.Sequential(*linears), take(tensors, "projector.layers."))
+        language = self.config["language_config"]
+        settings = DeepseekV2Config(**{**language, "attn_implementation": "eager"})
+        self.text = DeepseekV2ForCausalLM(settings).float()
+        own = take(tensors, "language.")
+        for i in range(language["num_hidden_layers"]):  # experts are stacked in its class
+            begin = f"model.layers.{i}.mlp.experts"
+            each = [take(own, f"{begin}.{e}.") for e in range(language["n_routed_experts"])]
+            if each[0]:
+                both = [torch.cat([one["gate_proj.weight"], one["up_proj.weight"]]) for one in each]
+                own[f"{begin}.gate_up_proj"] = torch.stack(both)
+                own[f"{begin}.down_proj"] = torch.stack([one["down_proj.weight"] for one in each])
+        loaded(self.text, own)
+
+    @staticmethod
+    def tiles(config: dict[str, Any], given: dict[str, Any], image: Any, many: bool = False) -> list[Tensor]:
+        from PIL import ImageOps
+
+        side = config["vision_config"]["image_size"]
+        best, most, least = (side, side), 0, math.inf
+        for width, height in config["candidate_resolutions"] if not many else ():
+            scale = min(width / image.width, height / image.height)
+            kept = min(int(image.width * scale) * int(image.height * scale), image.width * image.height)
+            if kept > most or (kept == most and width * height - kept < least):
+                best, most, least = (width, height), kept, width * height - kept
+        half = (0.5, 0.5, 0.5)
+        whole, large = (
+            normed(ImageOps.pad(image, size, color=(127,) * 3), half, half) for size in ((side, side), best)
+        )
+        return [whole, *(tile for line in large.split(side, 1) for tile in line.split(side, 2))]
+
+    def rows(self, tiles: list[Tensor], image: Any) -> Tensor:
+        found = (
+            self.tower(torch.stack(tiles)).last_hidden_state.unflatten(1, (self.side, self.side)).permute(0, 3, 1, 2)
+        )
+        found = functional.pad(found, (0, self.side % 2, 0, self.side % 2))
+        grids = self.project(functional.unfold(found, 2, stride=2).transpose(1, 2))
+        side = math.isqrt(grids.shape[1])
+        grids = grids.unflatten(1, (side, side))
+        columns = self._columns(len(tiles) - 1, image)
+        lines = [torch.cat(list(grids[i : i + columns]), 1) for i in range(1, len(tiles), columns)]
+        ended = [torch.cat([line, self.newline[None]]) for line in (*grids[0], *torch.cat(lines))]
+        ended.insert(side, self.separator[None])
+        return torch.cat(ended)
+
+    def _columns(self, count: int, image: Any) -> int:
+        side = self.config["vision_config"]["image_size"]
+        sizes = [(w // side, h // side) for w, h in self.config["candidate_resolutions"] if w * h // side**2 == count]
+        return min(sizes, key=lambda size: abs(math.log(size[0] / size[1] * image.height / image.width)))[0]
+
+
+def eva(own: Tensors, vision: dict[str, Any]) -> Any:
+    """EVA-CLIP's tower of CogVLM and GLM-4V, from a picture [3, height, width] to patches [patches, hidden]."""
+    heads, patch, eps = vision["num_heads"], vision["patch_size"], vision["layer_norm_eps"]
+    conv, bias = own.pop("patch_embedding.proj.weight"), own.pop("patch_embedding.proj.bias")
+    first, places = own.pop("patch_embedding.cls_embedding"), own.pop("patch_embedding.position_embedding.weight")
+    layers = [take(own, f"transformer.layers.{i}.") for i in range(vision["num_hidden_layers"])]
+
+    def linear(layer: Tensors, name: str, x: Tensor) -> Tensor:
+        return functional.linear(x, layer[f"{name}.weight"], layer[f"{name}.bias"])
+
+    def norm(layer: Tensors, name: str, x: Tensor) -> Tensor:
+        return functional.layer_norm(x, x.shape[-1:], layer[f"{name}.weight"], layer[f"{name}.bias"], eps)
+
+    def run(pixels: Tensor) -> Tensor:
+        x = functional.conv2d(pixels[None], conv, bias, stride=patch)[0].flatten(1).T
+        x = torch.cat([first, x]) + places
+        for layer in layers:
+            q, k, v = linear(layer, "attention.query_key_value", x).view(len(x), 3, heads, -1).permute(1, 2, 0, 3)
+            scores = (q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])).softmax(-1) @ v
+            attended = linear(layer, "attention.dense", scores.transpose(0, 1).flatten(1))
+            x = x + norm(layer, "input_layernorm", attended)
+            inner = functional.gelu(linear(layer, "mlp.fc1", x))
+            x = x + norm(layer, "post_attention_layernorm", linear(layer, "mlp.fc2", inner))
+        return x[1:]
+
+    return run
+
+
+def between(own: Tensors) -> Any:
+    """The gated projector of CogVLM and GLM-4V."""
+    x1, x2, x3, x4 = (own.pop(f"{n}.weight") for n in ("linear_proj", "gate_proj", "dense_h_to_4h", "dense_4h_to_h"))
+    weight, bias = own.pop("norm1.weight"), own.pop("norm1.bias")
+
+    def run(x: Tensor) -> Tensor:
+        x = functional.gelu(functional.layer_norm(x @ x1.T, (len(x1),), weight, bias))
+        return (functional.silu(x @ x2.T) * (x @ x3.T)) @ x4.T
+
+    return run
+
+
+def shared_places(ids: list[int], token: int, size: int) -> list[int]:
+    """Of the ``size`` tokens of a picture only the first two and the last are further on than those before."""
+    found: list[int] = []
+    seen = 0  # tokens of pictures so far
+    for one in ids:
+        inner = one == token and 1 < seen % size < size - 1
+        found.append((found[-1] if found else -1) + (not inner))
+        seen += one == token
+    return found
+
+
+class Glm4v(StandIn):
+    token_field = "boi_token_id"
+
+    def open(self, tensors: Tensors) -> None:
+        from transformers import GlmConfig, GlmForCausalLM
+
+        own, vision = take(tensors, "transformer.vision."), self.config["vision_config"]
+        self.tower = eva(own, vision)
+        self.conv, self.bias = own.pop("conv.weight"), own.pop("conv.bias")
+        self.project, self.scale = between(take(own, "linear_proj.")), vision["scaling_factor"]
+        self.ends, self.side = (own.pop("boi")[0], own.pop("eoi")[0]), vision["image_size"] // vision["patch_size"]
+        assert not own
+        config = self.config
+        settings = GlmConfig(
+            vocab_size=config["padded_vocab_size"],
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["ffn_hidden_size"],
+            num_hidden_layers=config["num_layers"],
+            num_attention_heads=config["num_attention_heads"],
+            num_key_value_heads=config["multi_query_group_num"],
+            head_dim=config["kv_channels"],
+            rms_norm_eps=1e-5,
+            attention_bias=True,
+            pad_token_id=0,
+            attn_implementation="eager",
+        )
+        named = {
+            "model.embed_tokens.weight": tensors.pop("transformer.embedding.word_embeddings.weight"),
+            "model.norm.weight": tensors.pop("transformer.encoder.final_layernorm.weight"),
+            "lm_head.weight": tensors.pop("transformer.output_layer.weight"),
+        }
+        q, kv = (config[n] * config["kv_channels"] for n in ("num_attention_heads", "multi_query_group_num"))
+        for i in range(config["num_layers"]):
+            layer, begin = take(tensors, f"transformer.encoder.layers.{i}."), f"model.layers.{i}."
+            for x in ("weight", "bias"):
+                parts = layer.pop(f"self_attention.query_key_value.{x}").split([q, kv, kv])
+                named |= {f"{begin}self_attn.{y}_proj.{x}": part for y, part in zip("qkv", parts, strict=True)}
+            named |= {
+                f"{begin}self_attn.o_proj.weight": layer.pop("self_attention.dense.weight"),
+                f"{begin}mlp.gate_up_proj.weight": layer.pop("mlp.dense_h_to_4h.weight"),
+                f"{begin}mlp.down_proj.weight": layer.pop("mlp.dense_4h_to_h.weight"),
+            }
+            named |= {f"{begin}{name}": tensor for name, tensor in layer.items()}
+        self.text = loaded(GlmForCausalLM(settings).float(), named)
+
+    @staticmethod
+    def tiles(config: dict[str, Any], given: dict[str, Any], image: Any) -> list[Tensor]:
+        side = config["vision_config"]["image_size"]
+        return [normed(image.resize((side, side), Image.Resampling.BICUBIC), CLIP_MEAN, CLIP_STD)]
+
+    def rows(self, tiles: list[Tensor], image: Any) -> Tensor:
+        found = self.tower(tiles[0]).T.unflatten(1, (self.side, self.side))
+        found = functional.conv2d(found[None], self.conv, self.bias, stride=2)[0].flatten(1).T
+        return torch.cat([self.ends[0], self.project(found), self.ends[1]]) / self.scale
+
+    def places(self, ids: list[int]) -> list[int]:
+        return shared_places(ids, self.token, (self.side // 2) ** 2 + 2)
+
+
+class CogVLM(StandIn):
+    """Every linear twice; tokens of pictures but the last of each go through the second ones."""
+
+    def open(self, tensors: Tensors) -> None:
+        own, config = take(tensors, "model.vision."), self.config
+        vision = config["vision_config"]
+        self.tower, self.side = eva(own, vision), vision["image_size"] // vision["patch_size"]
+        self.conv, self.bias = own.pop("conv.weight", None), own.pop("conv.bias", None)
+        self.project, self.ends = between(take(own, "linear_proj.")), (own.pop("boi")[0], own.pop("eoi")[0])
+        assert not own
+        self.layers = [take(tensors, f"model.layers.{i}.") for i in range(config["num_hidden_layers"])]
+        names = ("model.embed_tokens", "model.norm", "lm_head")
+        self.table, self.final, self.head = (tensors.pop(f"{name}.weight") for name in names)
+        self.kv_heads = config.get("num_multi_query_heads", config["num_attention_heads"])
+
+    tiles = staticmethod(Glm4v.tiles)
+
+    def rows(self, tiles: list[Tensor], image: Any) -> Tensor:
+        found = self.tower(tiles[0])
+        if self.conv is not None:
+            found = found.T.unflatten(1, (self.side, self.side))
+            found = functional.conv2d(found[None], self.conv, self.bias, stride=2)[0].flatten(1).T
+        return torch.cat([self.ends[0], self.project(found), self.ends[1]])
+
+    @torch.inference_mode()
+    def logits(self, ids: list[int], files: tuple[bytes, ...] = ()) -> np.ndarray:
+        x, ids_seen = self.table[ids], ids if files else [-1] * len(ids)
+        seen = torch.tensor(ids_seen) == self.token
+        if files:
+            images = [Image.open(io.BytesIO(file)).convert("RGB") for file in files]
+            x[seen] = torch.cat([self.rows(self.tiles(self.config, self.given, image), image) for image in images])
+        count = (self.side // (1 if self.conv is None else 2)) ** 2 + 2
+        other = seen & (seen.cumsum(0) % count != 0)
+        places, heads = torch.tensor(shared_places(ids_seen, self.token, count)), self.config["num_attention_heads"]
+        size = x.shape[1] // heads
+        theta = 500_000.0 if "num_multi_query_heads" in self.config else 10_000.0
+        angle = torch.outer(places, theta ** -(torch.arange(0, size, 2) / size)).repeat(1, 2)[:, None]
+        mask = torch.full((len(x), len(x)), -torch.inf).triu(1)
+
+        def norm(x: Tensor, weight: Tensor) -> Tensor:
+            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
+
+        def turned(x: Tensor) -> Tensor:
+            first, second = x.chunk(2, -1)
+            return x * angle.cos() + torch.cat([-second, first], -1) * angle.sin()
+
+        for layer in self.layers:
+
+            def both(x: Tensor, text: str, picture: str, layer: Tensors = layer) -> Tensor:
+                one = x @ layer[f"{text}.weight"].T
+                two = functional.linear(x, layer[f"{picture}.weight"], layer.get(f"{picture}.bias"))
+                return torch.where(other[:, None], two, one)
+
+            expert = "self_attn.{}_expert_{}"
+            names = [[expert.format(x, y) for x in ("language", "vision")] for y in ("query_key_value", "dense")]
+            q, k, v = both(norm(x, layer["input_layernorm.weight"]), *names[0]).split(
+                [heads * size, self.kv_heads * size, self.kv_heads * size], 1
+            )
+            q, k, v = (y.unflatten(1, (-1, size)) for y in (q, k, v))
+            k, v = (y.repeat_interleave(heads // self.kv_heads, 1).transpose(0, 1) for y in (turned(k), v))
+            scores = turned(q).transpose(0, 1) @ k.transpose(1, 2) / size**0.5 + mask
+            x = x + both((scores.softmax(-1) @ v).transpose(0, 1).flatten(1), *names[1])
+            y = norm(x, layer["post_attention_layernorm.weight"])
+            pairs = {n: [f"mlp.{kind}_mlp.{n}_proj" for kind in ("language", "vision")] for n in ("gate", "up", "down")}
+            x = x + both(functional.silu(both(y, *pairs["gate"])) * both(y, *pairs["up"]), *pairs["down"])
+        return (norm(x, self.final) @ self.head.T).numpy()
+
+
+STAND_INS: dict[str, type[StandIn]] = {
+    "cogvlm": CogVLM,
+    "deepseek_vl_v2": DeepseekVL2,
+    "glm4v_9b": Glm4v,
+    "minicpmv": MiniCPMV,
+    "phi3_v": Phi3V,
+}

@@ -1,0 +1,94 @@
+"""MiniCPM-V 2.5 and 2.6: SigLIP's tower over slices in their own ratio, of each a few learned queries, Llama 3 or Qwen2
+behind. Source: the models' own ``modeling_minicpmv.py``, arXiv 2408.01800."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from toolkit.models.config.fields import Fields
+from toolkit.models.config.preprocessor import slices_recipe
+from toolkit.models.decoder import Built
+from toolkit.models.families.llava import TINY_TOWER
+from toolkit.models.family import Family, Tiny
+from toolkit.models.pictures import Recipe
+from toolkit.models.towers import CLIP, language_of, seeing, siglip_tower, stored_vision
+from toolkit.models.vision import Stage, VisionSpec
+
+TOKEN = "image_token_id"
+HEAD_DIM = 128  # of the attention that the queries have
+ABSENT = {
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_hidden_layers": 27,
+    "image_size": 980,
+}
+SPELLING = {
+    **CLIP,
+    **{f"projector.{part}.{kind}": f"attn.in_proj_{kind}" for part in "qkv" for kind in ("weight", "bias")},
+    "projector.o": "attn.out_proj",
+}
+
+
+def vision_fields(config: Fields) -> Fields:
+    inner = config.nested("vision_config") or Fields({}, config.source)
+    return Fields(ABSENT | dict(inner.values), config.source, "vision_config.")
+
+
+def is_later(config: Fields) -> bool:
+    """Whether it is version 2.6, else 2.5."""
+    version = str(config.values.get("version") or (2.6 if config.has("use_image_id") else 2.5))
+    if version not in ("2.5", "2.6"):
+        config.fail("version", version, "2.5 or 2.6")
+    return version == "2.6"
+
+
+def build(config: Fields) -> Built:
+    kind, kind_class = ("qwen2", "Qwen2ForCausalLM") if is_later(config) else ("llama", "LlamaForCausalLM")
+    own = Fields({"text_config": dict(config.values)}, config.source)
+    language = language_of(own, model_type=kind, architectures=[kind_class])
+    tower = siglip_tower(vision_fields(config), post_norm="used", nearest=True)
+    if config.flag("drop_vision_last_layer", False):
+        tower = replace(tower, layers=tower.layers - 1, taken=tower.taken - 1)
+    hidden = language[0].hidden_size
+    projector = Stage(
+        "resample",
+        "vision.projector",
+        tower.hidden,
+        hidden,
+        eps=1e-6,
+        rows=config.integer("query_num", default=64, high=1 << 12),
+        heads=max(hidden // HEAD_DIM, 1),
+    )
+    made = VisionSpec(tower, (projector,), config.integer(TOKEN, default=0, low=0, high=language[0].vocab_size - 1))
+    return seeing(language, made, stored_vision(made, "vpm.", "resampler", SPELLING), {"": "llm."})
+
+
+def recipe(config: Fields, preprocessor: Fields) -> Recipe:
+    made = slices_recipe(vision_fields(config), preprocessor, config.integer("query_num", default=64, high=1 << 12))
+    return replace(made, around=not is_later(config), numbered=is_later(config) and made.numbered)
+
+
+SIZES = dict(
+    vision_config={k: v for k, v in TINY_TOWER.items() if k != "model_type"} | {"image_size": 35},
+    query_num=4,
+    image_token_id=5,
+)
+SLICES = dict(image_processor_type="MiniCPMVImageProcessor", patch_size=7, scale_resolution=35, max_slice_nums=6)
+TOKENS = ("<unk>", "<image>", "</image>", "<slice>", "</slice>")
+FAMILY = Family(
+    "minicpmv",
+    "MiniCPM-Llama3-V 2.5, MiniCPM-V 2.6",
+    ("MiniCPMV",),
+    build,
+    (
+        Tiny(
+            SIZES | dict(version=2.6, drop_vision_last_layer=True, use_image_id=True, num_attention_heads=2),
+            preprocessor=SLICES | {"use_image_id": True, "image_feature_size": 4},
+            tokens=(*TOKENS, "<image_id>", "</image_id>"),
+        ),
+        Tiny(SIZES | dict(version="2.5"), preprocessor=SLICES | {"image_feature_size": 4}, tokens=TOKENS),
+    ),
+    "llama.cpp keeps the tower in a file of its own, which is not written here",
+    recipe=recipe,
+    token_fields={TOKEN: "<unk>"},
+)

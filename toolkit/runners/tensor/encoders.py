@@ -1,0 +1,17 @@
+"""Which encoder runs a tower."""
+
+from __future__ import annotations
+
+from toolkit.models.vision import VisionSpec
+from toolkit.runners.tensor.high import HighEncoder
+from toolkit.runners.tensor.overlap import OverlapEncoder
+from toolkit.runners.tensor.tiled import TiledEncoder
+from toolkit.runners.tensor.vision import Encoder
+
+
+def encoder_of(spec: VisionSpec) -> type[Encoder]:
+    if spec.high is not None:
+        return HighEncoder
+    if spec.overlap:
+        return OverlapEncoder
+    return TiledEncoder if spec.tower.tiles else Encoder
