@@ -13,6 +13,21 @@ from toolkit.option import option, same_option
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 MODEL_FORMATS = (None, "hf", "awq", "gptq", "compressed-tensors", "fp8", "mxfp4", "w8a8", "gguf", "engine")
 LOAD_FORMATS = ("auto", "int8", "int4", "dummy")
+UNMASKING = ("low_confidence_dynamic", "low_confidence_static", "sequential")
+
+
+@dataclass(frozen=True)
+class Unmasking:
+    """Which guesses stay of a pass over a block of tokens that are guessed together.
+
+    ``strategy``: those that the model holds for more probable than ``threshold``, or the best where these are too few
+    ("low_confidence_dynamic"); the best ("low_confidence_static"); the first ("sequential"). ``steps``: passes after
+    which a block is whole at the latest, None: as many as it has tokens.
+    """
+
+    strategy: str = UNMASKING[0]
+    steps: int | None = None
+    threshold: float = 0.85
 
 
 def _check_engine(config: CommonEngineConfig, block: str) -> None:
@@ -174,10 +189,10 @@ class PytorchEngineConfig(CommonEngineConfig):
     piecewise_cudagraph_max_tokens: int | None = None
     prefix_cache_state_budget: int = 0
     prefix_cache_decode_state_interval: int = 0
-    dllm_block_length: int | None = None
-    dllm_unmasking_strategy: str = "low_confidence_dynamic"
-    dllm_denoising_steps: int | None = None
-    dllm_confidence_threshold: float = 0.85
+    dllm_block_length: int | None = option(None, "Tokens guessed together (SDAR). Default: the model's.")
+    dllm_unmasking_strategy: str = option(Unmasking.strategy, f"Which guesses stay: {', '.join(UNMASKING)}.")
+    dllm_denoising_steps: int | None = option(None, "Passes over a block at most. Default: one a token.")
+    dllm_confidence_threshold: float = option(Unmasking.threshold, "From which the first keeps a guess, 0 to 1.")
     role: str = "Hybrid"
     migration_backend: str = "DLSlime"
     kv_transfer_config: Any = None
@@ -186,12 +201,31 @@ class PytorchEngineConfig(CommonEngineConfig):
         _check_engine(self, "block_size")
         switches(self, "eager_mode")
         number("num_gpu_blocks", self.num_gpu_blocks, 0, 1 << 40, whole=True)
+        self._check_dllm()
         own = self.custom_module_map
         if own is not None and not all(isinstance(path, str) for path in (own if isinstance(own, list) else [own])):
             raise UsageError(
                 f"custom_module_map: found {own!r:.60}, expected a Python file that holds a FAMILY, or a list of such "
                 "(docs/add-a-model.md)"
             )
+
+    def _check_dllm(self) -> None:
+        if (length := self.dllm_block_length) is not None:
+            number("dllm_block_length", length, 1, self.block_size, whole=True)
+            if self.block_size % length:
+                wanted = f"a divisor of block_size, which is {self.block_size}"
+                raise UsageError(f"dllm_block_length: expected {wanted}, found {length}")
+        if self.dllm_denoising_steps is not None:
+            number("dllm_denoising_steps", self.dllm_denoising_steps, 1, 1 << 20, whole=True)
+        number("dllm_confidence_threshold", self.dllm_confidence_threshold, 0, 1)
+        if (strategy := self.dllm_unmasking_strategy) not in UNMASKING:
+            raise UsageError(
+                f"dllm_unmasking_strategy: expected one of {', '.join(UNMASKING)}, found {shown(strategy)}"
+            )
+
+    @property
+    def unmasking(self) -> Unmasking:
+        return Unmasking(self.dllm_unmasking_strategy, self.dllm_denoising_steps, self.dllm_confidence_threshold)
 
     @property
     def device(self) -> str:

@@ -32,6 +32,11 @@ def oldest(at: Any, window: int | None, chunked: bool) -> Any:
     return at // window * window if chunked else at + 1 - window
 
 
+def newest(at: Any, block: int) -> Any:
+    """Position of the newest key that queries at ``at`` (one or several) may see; it may lie behind the last."""
+    return at // block * block + block - 1
+
+
 def raised(slopes: Tensor, scale: float, rounded: bool, key: Tensor, at: Tensor) -> Tensor:
     """What ALiBi adds to the scores of ``key`` [..., keys] (positions), but for a number a query, for ``slopes`` of
     heads: float32 [..., heads, 1, keys]. ``at`` [...]: a position near which the numbers are small. ``rounded``:
@@ -123,6 +128,7 @@ def _attention_cases() -> Iterator[Case]:
         ("wide", mixed, 2, 1, 256, 0, {}),
         ("window", mixed, 4, 2, 64, 0, {"window": 7}),
         ("chunked", mixed, 4, 2, 64, 0, {"window": 7, "chunked": True}),
+        ("blocks", ((4, 12, 4, 20), (32, 24, 4, 20)), 4, 2, 64, 0, {"block": 4}),
         ("alibi", mixed, 4, 2, 64, 0, {"alibi": True}),
         ("alibi-rounded", mixed, 4, 2, 64, 0, {"alibi": True, "alibi_scale": 0.25, "alibi_rounded": True}),
         ("softcap", mixed, 4, 2, 64, 0, softcap),
@@ -171,7 +177,7 @@ def _attention_cases() -> Iterator[Case]:
                 "sinks": sinks,
             }
 
-        more = {name: True for name in ("chunked", "alibi") if name in options}
+        more = {name: True for name in ("chunked", "alibi", "block") if name in options}
         yield Case(label, make, cache_traits(bits, dim, options.get("cache")) | more)
 
 
@@ -204,15 +210,18 @@ def paged_attention(
     alibi: Tensor | None = None,
     alibi_scale: float = 1.0,
     alibi_rounded: bool = False,
+    block: int = 1,
 ) -> Tensor:
     """Causal attention of prefill chunks and decode tokens mixed; keys and values are read from the cache alone.
 
     ``q``: [T, heads, head_dim], sequence after sequence; sequence s has the tokens cu_seqlens[s]:cu_seqlens[s+1], the
     last of its seq_lens[s] cached ones. ``block_table``: int32 [S, B] on the host, as are ``cu_seqlens`` [S+1] and
     ``seq_lens`` [S]. Scores s = scale·q·k; ``softcap`` c: c·tanh(s/c); ``window`` w: position p sees (p - w, p], or
-    where ``chunked`` what stands from the last multiple of w on; ``alibi``: float [heads], slopes, see ``raised``;
-    ``sinks``: float [heads], a logit each that joins the softmax's denominator. ``plan``: what an implementation's
-    own planner made of the three host arrays, so that the layers of a step share it; the reference has no use for it.
+    where ``chunked`` what stands from the last multiple of w on; ``block`` b: it sees all of its own b positions,
+    which begin at the last multiple of b, as far as they are cached; ``alibi``: float [heads], slopes, see
+    ``raised``; ``sinks``: float [heads], a logit each that joins the softmax's denominator. ``plan``: what an
+    implementation's own planner made of the three host arrays, so that the layers of a step share it; the reference has
+    no use for it.
     ``turned``: queries for a cache of 4 bits are turned by the Hadamard matrix already (``rope_kv_write`` does).
     Slots that are not a sequence's own are never read. Returns [T, heads, head_dim] in q's dtype.
     """
@@ -237,7 +246,7 @@ def paged_attention(
         key = torch.from_numpy(where).to(q.device)[None, :]
         if alibi is not None:
             scores = scores + raised(alibi, alibi_scale, alibi_rounded, key[0], at[0, 0])
-        seen = (key <= at) & (key >= oldest(at, window, chunked))
+        seen = (key <= newest(at, block)) & (key >= oldest(at, window, chunked))
         scores = scores.masked_fill(~seen, float("-inf"))
         if sinks is not None:
             scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, stop - start, 1)], dim=-1)

@@ -1,7 +1,8 @@
 """Paged attention through ``scaled_dot_product_attention`` on gathered keys and values.
 
-A plan is made once a step and shared by its layers. Sequences with one new token are grouped by length and run as one
-call a group; longer ones are cut into pieces of rows. Where the blocks of a lone sequence follow one another in the
+A plan is made once a step and shared by its layers. Sequences with one new token, or where tokens see each other in
+blocks with those of a block or two, are grouped by length and run as one call a group; others are cut into pieces of
+rows. Where the blocks of a lone sequence follow one another in the
 cache, it is read in place, without a gather. The query heads that share a key head stand as rows of one product, so
 that keys are never repeated. Slots past a sequence's end read one spare block that holds zeros, the last of the
 cache, so that whatever a freed block still contains (NaN included) reaches nobody.
@@ -28,7 +29,7 @@ class Piece:
 
     ``index``: the flat rows, or None where they are ``start`` and the ones after it; ``slots``: where the keys lie,
     int64 [sequences * keys], or the first slot where they follow one another; ``first``: position of the first key,
-    ``at``: of the first query, one for each sequence.
+    ``at``: of the first query, ``end``: behind the last key, one for each sequence.
     """
 
     start: int
@@ -39,6 +40,7 @@ class Piece:
     slots: Tensor | int
     first: np.ndarray
     at: np.ndarray
+    end: np.ndarray
     masks: dict[tuple[torch.dtype, int], Tensor | None] = field(default_factory=dict)
 
 
@@ -50,6 +52,7 @@ class Plan:
     pieces: list[Piece]
     keep_masks: bool
     chunked: bool
+    block: int
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class _Batch:
     spare: int
     window: int | None
     chunked: bool
+    block: int
     device: torch.device
 
 
@@ -76,19 +80,25 @@ def make_plan(
     window: int | None,
     device: torch.device,
     chunked: bool = False,
+    block: int = 1,
 ) -> Plan:
     """Plan a step. ``num_blocks``: blocks of the cache, the spare one included."""
     new = np.diff(cu_seqlens)
     spare = (num_blocks - 1) * block_size
-    batch = _Batch(block_table, cu_seqlens, seq_lens, new, block_size, spare, window, chunked, device)
-    pieces = [_piece(batch, group, 0, 1) for group in _by_length(np.flatnonzero(new == 1), seq_lens)]
-    for s in np.flatnonzero(new > 1):
-        whole = window is None and new[s] == seq_lens[s]  # causal without a mask
+    batch = _Batch(block_table, cu_seqlens, seq_lens, new, block_size, spare, window, chunked, block, device)
+    few = 1 if block == 1 else 2 * block
+    pieces = [
+        _piece(batch, group, 0, rows)
+        for rows in np.unique(new[new <= few]).tolist()
+        for group in _by_length(np.flatnonzero(new == rows), seq_lens)
+    ]
+    for s in np.flatnonzero(new > few):
+        whole = window is None and block == 1 and new[s] == seq_lens[s]  # causal without a mask
         step = int(new[s]) if whole else PIECE_ROWS
         for begin in range(0, int(new[s]), step):
             pieces.append(_piece(batch, np.asarray([s]), begin, min(step, int(new[s]) - begin)))
     size = sum(p.sequences * p.rows * p.keys for p in pieces)
-    return Plan(window, pieces, size <= KEEP_MASKS, chunked)
+    return Plan(window, pieces, size <= KEEP_MASKS, chunked, block)
 
 
 def _by_length(sequences: np.ndarray, seq_lens: np.ndarray) -> list[np.ndarray]:
@@ -102,28 +112,31 @@ def _by_length(sequences: np.ndarray, seq_lens: np.ndarray) -> list[np.ndarray]:
 def _piece(batch: _Batch, group: np.ndarray, begin: int, rows: int) -> Piece:
     """The piece of ``rows`` new tokens from ``begin`` of every sequence in ``group``."""
     at = batch.seq_lens[group].astype(np.int64) - batch.new[group] + begin
-    end = at + rows
+    end = np.minimum(batch.seq_lens[group], reference.newest(at + rows - 1, batch.block) + 1)
     first = np.maximum(0, reference.oldest(at, batch.window, batch.chunked))
     keys = int((end - first).max())
     flat = batch.cu_seqlens[group] + begin
-    adjacent = len(group) == 1 or bool((np.diff(flat) == 1).all())
-    index = None if adjacent else torch.from_numpy(flat.astype(np.int64)).to(batch.device)
+    adjacent = len(group) == 1 or bool((np.diff(flat) == rows).all())
+    each = (flat[:, None] + np.arange(rows)).reshape(-1).astype(np.int64)
+    index = None if adjacent else torch.from_numpy(each).to(batch.device)
     where = first[:, None] + np.arange(keys)
     size, table = batch.block_size, batch.table
     block = np.take_along_axis(table[group], np.minimum(where // size, table.shape[1] - 1), axis=1)
     slots = np.where(where < end[:, None], block.astype(np.int64) * size + where % size, batch.spare)
     in_place = len(group) == 1 and bool((np.diff(slots[0]) == 1).all())
     kept: Tensor | int = int(slots[0, 0]) if in_place else torch.from_numpy(slots.reshape(-1)).to(batch.device)
-    return Piece(int(flat[0]), rows, len(group), keys, index, kept, first, at)
+    return Piece(int(flat[0]), rows, len(group), keys, index, kept, first, at, end)
 
 
 def _mask(piece: Piece, plan: Plan, repeat: int, device: torch.device) -> Tensor | None:
     """Bool [sequences, 1, repeat·rows, keys], True where a row sees a key; None where every row sees every key."""
-    if piece.rows == 1 and bool((piece.at + 1 - piece.first == piece.keys).all()):
+    if piece.rows == 1 and bool((piece.end - piece.first == piece.keys).all()):
         return None
     key = torch.from_numpy(piece.first).to(device)[:, None, None] + torch.arange(piece.keys, device=device)
     at = torch.from_numpy(piece.at).to(device)[:, None, None] + torch.arange(piece.rows, device=device)[:, None]
     seen = key <= at
+    if plan.block > 1:
+        seen = (key <= reference.newest(at, plan.block)) & (key < torch.from_numpy(piece.end).to(device)[:, None, None])
     if plan.window is not None:
         seen &= key >= reference.oldest(at, plan.window, plan.chunked)
     return seen.repeat(1, repeat, 1)[:, None]
@@ -170,6 +183,7 @@ def paged_attention(
     alibi: Tensor | None = None,
     alibi_scale: float = 1.0,
     alibi_rounded: bool = False,
+    block: int = 1,
 ) -> Tensor:
     """See the module; without a ``plan`` one is made here, against a copy of the cache with a spare block."""
     if plan is None:
@@ -177,7 +191,7 @@ def paged_attention(
         if k_params is not None and v_params is not None:
             k_params, v_params = _with_spare(k_params), _with_spare(v_params)
         shape = k_cache.shape[1], k_cache.shape[0]
-        plan = make_plan(block_table, cu_seqlens, seq_lens, *shape, window, q.device, chunked)
+        plan = make_plan(block_table, cu_seqlens, seq_lens, *shape, window, q.device, chunked, block)
     repeat = q.shape[1] // k_cache.shape[2]
     if bits == 4 and not turned:
         q = reference.hadamard(q)
@@ -229,7 +243,7 @@ def _attend(
     # [sequences, kv_heads, repeat·rows, head_dim]: the heads of a group are rows of one product
     grouped = grouped.flatten(2, 3)
     plain = softcap is None and sinks is None and more is None
-    if plain and rows > 1 and piece.keys == rows and plan.window is None:
+    if plain and rows > 1 and piece.keys == rows and plan.window is None and plan.block == 1:
         y = F.scaled_dot_product_attention(
             q.view(piece.sequences, rows, -1, q.shape[-1]).transpose(1, 2),
             k,

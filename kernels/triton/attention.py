@@ -149,6 +149,8 @@ def _registers(kind: str, dim: int, form: _Form, choice: dict[str, int], q: Tens
 def _reason(target: Target) -> str | None:
     if target.traits.get("chunked"):
         return "knows windows that slide, not chunks"
+    if target.traits.get("block"):
+        return "knows no blocks of tokens that see each other"
     if target.traits.get("alibi"):
         return "knows no ALiBi"
     return head_dim_reason(target)

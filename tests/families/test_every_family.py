@@ -74,6 +74,7 @@ def oracle(model: tuple[str, Path, Path], support: Any) -> Any:
     kind = AutoModelForCausalLM if get(model[0]).recipe is None else AutoModelForImageTextToText
     theirs = kind.from_pretrained(model[2], dtype=torch.float32, attn_implementation=form).eval()
     twin = alibi is not None and model[1] != model[2]  # without ALiBi of its own: without rope, and a mask with it
+    block = spec.block
 
     def logits(ids: list[int]) -> np.ndarray:
         where = torch.arange(len(ids))
@@ -82,6 +83,10 @@ def oracle(model: tuple[str, Path, Path], support: Any) -> Any:
             risen = torch.tensor(alibi.slopes)[:, None, None] * (where - where[:, None])
             mask = risen.masked_fill(where > where[:, None], torch.finfo(torch.float32).min)
             extra = {"position_ids": torch.zeros_like(where)[None], "attention_mask": mask[None]}
+        if block > 1:
+            later = where // block > where[:, None] // block
+            mask = torch.zeros(later.shape).masked_fill(later, torch.finfo(torch.float32).min)
+            extra = {"attention_mask": mask[None, None]}
         with torch.inference_mode():
             return theirs(torch.tensor([ids]), use_cache=False, **extra).logits[0].numpy()
 
@@ -94,12 +99,17 @@ def prompts(*lengths: int) -> list[list[int]]:
 
 
 def logits_of(path: Path, backend: Any, support: Any, texts: list[list[int]]) -> np.ndarray:
-    """Of all positions, in one ragged step and one more token of each."""
+    """Of all positions, in one ragged step and one more token (or block of tokens) of each."""
     driver = support("steps").Driver(opened(path, backend))
-    numbers = [driver.add() for _ in texts]
-    first = driver.step({n: t[:-1] for n, t in zip(numbers, texts, strict=True)}, want="all").logits
-    second = driver.step({n: t[-1:] for n, t in zip(numbers, texts, strict=True)}, want="all").logits
+    cuts = [(driver.add(), t, ahead(t, driver.runner.spec.block)) for t in texts]
+    first = driver.step({n: t[:cut] for n, t, cut in cuts if cut}, want="all").logits
+    second = driver.step({n: t[cut:] for n, t, cut in cuts}, want="all").logits
     return np.concatenate([first, second])
+
+
+def ahead(text: list[int], block: int) -> int:
+    """Tokens before the last block."""
+    return (len(text) - 1) // block * block
 
 
 def opened(path: Path, backend: Any) -> Any:
@@ -115,14 +125,16 @@ def opened(path: Path, backend: Any) -> Any:
 def test_logits_are_transformers(model: Any, oracle: Any, support: Any, backend: str) -> None:
     texts = prompts(2, 9, 50, 33)
     whole = [oracle(text) for text in texts]
-    expected = np.concatenate([w[:-1] for w in whole] + [w[-1:] for w in whole])
+    cuts = [ahead(text, load_spec(open_checkpoint(model[1]))[0].block) for text in texts]
+    pairs = list(zip(whole, cuts, strict=True))
+    expected = np.concatenate([w[:cut] for w, cut in pairs] + [w[cut:] for w, cut in pairs])
     assert expected.std() > 0.2, "the oracle's logits are too flat to tell anything"
     found = logits_of(model[1], backend, support, texts)  # of more tokens where the embedding has more than the head
     np.testing.assert_allclose(found[:, : expected.shape[1]], expected, **CLOSE)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_greedy_tokens_are_transformers(model: Any, oracle: Any, backend: str) -> None:
+def test_greedy_tokens_are_transformers(model: Any, oracle: Any, support: Any, backend: str) -> None:
     """Of requests that run together, in chunks, with a cache that the second half finds filled."""
     texts = prompts(21, 3, 40)
     texts.append(texts[2][:35])
@@ -142,6 +154,10 @@ def test_greedy_tokens_are_transformers(model: Any, oracle: Any, backend: str) -
     for i, text in enumerate(texts):
         ids = [*text, *found[str(i)]]
         assert len(found[str(i)]) == NEW or ids[-1] == 2  # the end of text
+        if runner.spec.mask_token is not None:
+            wanted = support("denoise").denoise(oracle, text, NEW, runner.spec.block, runner.spec.mask_token)
+            assert found[str(i)] == wanted
+            continue
         assert oracle(ids[:-1])[len(text) - 1 :].argmax(-1).tolist() == found[str(i)]
 
 

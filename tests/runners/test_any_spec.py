@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from itertools import pairwise
 from typing import get_args
 
 import numpy as np
@@ -26,12 +27,13 @@ ROUNDED = 0.1  # relative error that 8-bit activations and an 8-bit head may mak
 
 
 def _by_runner(make, spec, weights, ids, support):
-    """Logits of a text in chunks of 13, 20, 1 and the rest, with another sequence beside it."""
+    """Logits of a text in chunks of 13, 20, 1 and the rest, or of whole blocks, with another sequence beside it."""
     runner = make(spec, lambda: weights, OPTIONS)
     driver = support("steps").Driver(runner)
     one, other = driver.add(long=support("random_specs").is_long(spec, len(ids))), driver.add()
-    rows = [driver.step({one: ids[:13], other: [5, 6]}, "all").logits[:13]]
-    for a, b in ((13, 33), (33, 34), (34, len(ids))):
+    cuts = (13, 33, 34, len(ids)) if spec.block == 1 else (12, 32, 36, len(ids))
+    rows = [driver.step({one: ids[: cuts[0]], other: [5, 6]}, "all").logits[: cuts[0]]]
+    for a, b in pairwise(cuts):
         rows.append(driver.step({one: ids[a:b], other: [7]}, "all").logits[: b - a])
     if hasattr(runner, "close"):
         runner.close()

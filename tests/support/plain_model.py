@@ -73,7 +73,8 @@ def _attention(a: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
     age = torch.arange(len(x))[:, None] - torch.arange(len(x))
     reach = torch.full((len(x),), len(x) if a.window is None else a.window)
     reach = torch.arange(len(x)) % a.window + 1 if a.chunked else reach
-    unseen = (age < 0) | (age >= reach[:, None])
+    ahead = a.block - 1 - torch.arange(len(x)) % a.block  # tokens of its own block behind each
+    unseen = (age < -ahead[:, None]) | (age >= reach[:, None])
     scores = scores.masked_fill(unseen, float("-inf"))
     sink = torch.full((a.heads,), float("-inf")) if a.sinks is None else w[a.sinks]
     shares = torch.cat([scores, sink.view(-1, 1, 1).expand(-1, len(x), 1)], -1).softmax(-1)[..., :-1]

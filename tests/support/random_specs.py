@@ -288,11 +288,22 @@ def _layer(draw: Draw, index: int, hidden: int, quantized: bool, ropes: Sequence
     return LayerSpec(tuple(sublayers))
 
 
+def _in_blocks(layer: LayerSpec, block: int) -> LayerSpec:
+    """Its tokens see those of their own block both ways."""
+    changes: dict[str, Any] = {"window": None, "chunked": False, "block": block}
+    changed = (replace(s.mixer, **changes) if s.mixer.kind == "attention" else s.mixer for s in layer.sublayers)
+    return LayerSpec(tuple(replace(s, mixer=m) for s, m in zip(layer.sublayers, changed, strict=True)))
+
+
 def any_spec(draw: Draw, quantized: bool = False) -> DecoderSpec:
     """A valid spec, every choice in it by ``draw``."""
     hidden = draw((32, 48, 80))
     rare, ropes = draw(BOTH), _ropes(draw((16, 64)))
     layers = [_layer(draw, i, hidden, quantized, ropes, rare) for i in range(draw(range(1, 3)))]
+    attention = [s.mixer for layer in layers for s in layer.sublayers if s.mixer.keeps() is not None]
+    blocks = all(m.kind == "attention" for m in attention) and draw(range(6)) == 0
+    if blocks:
+        layers = [_in_blocks(layer, 4) for layer in layers]
     dims = Dims(VOCAB, hidden, 0, len(layers), 1, 1, 1, 1e-6, 256, draw(BOTH))
     spec = assemble(
         dims,
@@ -303,6 +314,7 @@ def any_spec(draw: Draw, quantized: bool = False) -> DecoderSpec:
         head_scale=draw((1.0, 0.25)),
         logit_softcap=draw((None, 3.0)),
     )
+    spec = replace(spec, mask_token=3) if blocks else spec
     check_spec(spec)
     return spec
 

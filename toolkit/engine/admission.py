@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from toolkit.engine.block_manager import window_blocks
@@ -39,6 +40,25 @@ def check_request(request: EngineRequest, runner: Runner, max_len: int, session_
             "shorten the prompt or raise session_len"
         )
     p.stop_token_ids = [i for i in p.stop_token_ids if 0 <= i < vocab]  # a tokenizer may know more ids
+
+
+def in_blocks(request: EngineRequest, mask_token: int, processed: bool) -> EngineRequest:
+    """The request to a model that guesses blocks of tokens: its ``mask_token`` is none to be drawn. Raises UsageError
+    where it asks for what goes from token to token. ``processed``: whether it has logits processors."""
+    p = request.params
+    asked = {
+        "response_format": bool(p.grammar) and (p.grammar or {}).get("type", "text") != "text",
+        "bad_words": bool(p.bad_words),
+        "logits_processors": processed,
+        "prompt_logprobs": p.prompt_logprobs >= 0,
+        "output_logits": p.logits is not None,
+        "output_last_hidden_state": p.hidden is not None,
+        "scores and embeddings": request.only is not None,
+    }
+    for name, given in asked.items():
+        if given:
+            raise UsageError(f"{name}: not with this model, which guesses blocks of tokens together; leave it out")
+    return replace(request, params=replace(p, bad_token_ids=[*p.bad_token_ids, mask_token]))
 
 
 def longest_request(runner: Runner, options: EngineOptions) -> int:

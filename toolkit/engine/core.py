@@ -9,8 +9,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
-from toolkit.engine.admission import check_request, long_rope_from, longest_request
+from toolkit.engine.admission import check_request, in_blocks, long_rope_from, longest_request
 from toolkit.engine.block_manager import BlockManager
+from toolkit.engine.canvas import Canvas
 from toolkit.engine.constraints import Building, Built, Constraints
 from toolkit.engine.nap import ASLEEP, Nap
 from toolkit.engine.options import EngineOptions
@@ -100,6 +101,8 @@ class EngineCore:
             if request.id in self._sequences or request.id in self._held:
                 raise UsageError(f"request id {request.id!r} is already running")
             check_request(request, self.runner, self.max_len, self.options.session_len)
+            if self.runner.spec.mask_token is not None:
+                request = in_blocks(request, self.runner.spec.mask_token, bool(processors))
             if (built := self.constraints.find(request.params)) is not None:
                 self._accept(request, list(processors), built)
             else:
@@ -194,6 +197,7 @@ class EngineCore:
             spans=spans,
             axes=axes,
             shift=shift,
+            canvas=self._canvas(),
             **self.constraints.fields(request, built),
         )
         if vision is not None and vision.mutual and spans:
@@ -203,6 +207,11 @@ class EngineCore:
         self._arrivals += 1
         self._sequences[request.id] = seq
         self.scheduler.add(seq)
+
+    def _canvas(self) -> Canvas | None:
+        """For a request's tokens, where the model guesses blocks of them."""
+        spec = self.runner.spec
+        return None if spec.mask_token is None else Canvas(spec.block, spec.mask_token, self.options.unmasking)
 
     def _end(self, seq: Sequence, *, keep: bool) -> None:
         if not seq.finished:
@@ -276,7 +285,7 @@ class EngineCore:
         for seq in step.plan.decodes:
             seq.computed += 1
         for seq, _, count in step.plan.chunks:
-            seq.computed += count
+            seq.computed = seq.settled(seq.computed + count)
         self.results.expect(step)
 
     def _collect(self, outputs: list[EngineOutput]) -> None:

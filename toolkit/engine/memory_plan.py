@@ -83,9 +83,11 @@ def plan(
     max_position: int,
     device: str,
     wishes: Wishes,
+    guessed: int = 1,
 ) -> MemoryPlan:
-    """Share out ``need.free`` bytes. Raises ToolkitError, one line with the numbers, where it cannot be done."""
-    return _Planner(need, groups, block_size, vocab_size, max_position, device, wishes).run()
+    """Share out ``need.free`` bytes. ``guessed``: tokens that a request draws in a step, at most. Raises ToolkitError,
+    one line with the numbers, where it cannot be done."""
+    return _Planner(need, groups, block_size, vocab_size, max_position, device, wishes, guessed).run()
 
 
 class _Planner:
@@ -98,8 +100,12 @@ class _Planner:
         max_position: int,
         device: str,
         wishes: Wishes,
+        guessed: int,
     ) -> None:
         self.need, self.groups, self.size = need, groups, block_size
+        self.logits = guessed * vocab_size * 4 * LOGIT_COPIES  # bytes for a request that decodes
+        self.each = 1 if guessed == 1 else 2 * guessed  # tokens of a step for it: those of the block before too
+        self.rows = guessed
         self.vocab_size, self.max_position, self.wishes = vocab_size, max_position, wishes
         self.cpu = device == "cpu"
         self.notices: list[str] = []
@@ -121,8 +127,8 @@ class _Planner:
             )
         batch = self._batch()
         tokens = self._step_tokens(batch)
-        activations = self.need.activations_per_token * (tokens + batch)
-        logits = batch * self.vocab_size * 4 * LOGIT_COPIES
+        activations = self.need.activations_per_token * (tokens + batch * self.each)
+        logits = batch * self.logits
         left = self.usable - activations - logits
         length = w.session_len or self.max_position
         if w.session_len and w.session_len > self.max_position:
@@ -141,16 +147,16 @@ class _Planner:
             ("activations", activations, _step(tokens, batch, target)),
             *([("tower", self.tower, f"pictures of {w.patches} patches at once")] if self.tower else []),
             *([("pictures", self.pictures, "keys and values of those looked at")] if self.pictures else []),
-            ("logits", logits, f"{batch} rows of {self.vocab_size}"),
+            ("logits", logits, f"{batch * self.rows} rows of {self.vocab_size}"),
             ("KV cache", kv, held),
         )
         return MemoryPlan(length, batch, tokens, target, self.size, blocks, self.need.free, rows, tuple(self.notices))
 
     def _batch(self) -> int:
         """The batch size before KV is looked at: as asked for, or the default as far as its logits fit."""
+        row = self.logits + self.need.activations_per_token * self.each
         if self.wishes.max_batch_size is not None:
             batch = self.wishes.max_batch_size
-            row = self.vocab_size * 4 * LOGIT_COPIES + self.need.activations_per_token
             if batch * row > self.usable // 2:
                 raise ToolkitError(
                     f"max_batch_size {batch}: its logits and activations take {show_bytes(batch * row)} of "
@@ -158,13 +164,14 @@ class _Planner:
                 )
             return batch
         default = CPU_BATCH if self.cpu else LARGE_CUDA_BATCH if self.need.free >= LARGE_CUDA_BYTES else CUDA_BATCH
-        row = self.vocab_size * 4 * LOGIT_COPIES + self.need.activations_per_token
+        if self.rows > 1:
+            default = min(default, self.wishes.max_prefill_token_num // self.each)
         return max(1, min(default, self.usable // 8 // row))
 
     def _step_tokens(self, batch: int) -> int:
         """Prompt tokens a step may take: as asked for, fewer where their activations would crowd out the rest."""
         asked = self.wishes.max_prefill_token_num
-        most = self.usable // 4 // max(1, self.need.activations_per_token) - batch
+        most = self.usable // 4 // max(1, self.need.activations_per_token) - batch * self.each
         if asked <= most:
             return asked
         if most < 1:

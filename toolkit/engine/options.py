@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from toolkit.engine_configs import Unmasking
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,7 @@ class EngineOptions:
     ``lookahead``: schedule the next step while one runs; None = where the runner's ``submit`` returns at once.
     ``pictures_together``: pictures that are encoded at once, at most. ``pictures_kept``: of running requests to models
     that keep keys and values of pictures; one request may have more.
+    ``unmasking``: which guesses stay, of models that guess blocks of tokens together.
     ``check``: verify the block manager's books whenever the engine falls idle (debugging).
     """
 
@@ -31,4 +34,5 @@ class EngineOptions:
     lookahead: bool | None = None
     pictures_together: int = 1
     pictures_kept: int = 8
+    unmasking: Unmasking = field(default_factory=Unmasking)
     check: bool = False

@@ -53,14 +53,14 @@ class Pace:
         """A step is over; it had the runner since itself was submitted and the step before it had ended."""
         seconds = now - max(plan.submitted, self._ended)
         self._ended = now
-        if not plan.chunks:
+        if not plan.prompts:
             self._decode += (seconds - self._decode) * (0.2 if self._decode else 1)
             return
-        tokens = sum(count for _, _, count in plan.chunks)
+        tokens = sum(count for _, _, count in plan.prompts)
         self._tried = max(self._tried, tokens)
-        context = sum(count * (start + count / 2) for _, start, count in plan.chunks)
+        context = sum(count * (start + count / 2) for _, start, count in plan.prompts)
         # Where decoding has not been measured yet its cost is taken for the prompts', which errs on the safe side.
-        self._learn(np.array([tokens, context]), max(seconds - (self._decode if plan.decodes else 0), 0.1 * seconds))
+        self._learn(np.array([tokens, context]), max(seconds - (self._decode if plan.decoding else 0), 0.1 * seconds))
 
     def _learn(self, work: np.ndarray, seconds: float) -> None:
         """One step of a Kalman filter, in shares of the time that was measured."""

@@ -12,16 +12,28 @@ from toolkit.engine.sequence import Sequence
 class Plan:
     """One step: the decoding requests, then (request, first position, tokens) of each chunk of a prompt.
 
+    ``passes``: of the chunks the first so many are no prompts, but passes over blocks of tokens that are guessed.
     ``started``: those that were given a row for it. ``submitted``: when the runner got it (``time.perf_counter``).
     """
 
     decodes: list[Sequence] = field(default_factory=list)
     chunks: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    passes: int = 0
     started: list[Sequence] = field(default_factory=list)
     submitted: float = 0.0
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.chunks)
+
+    @property
+    def prompts(self) -> list[tuple[Sequence, int, int]]:
+        """The chunks of prompts."""
+        return self.chunks[self.passes :]
+
+    @property
+    def decoding(self) -> int:
+        """Requests that get on with their answers."""
+        return len(self.decodes) + self.passes
 
     def sequences(self) -> Iterator[Sequence]:
         yield from self.decodes

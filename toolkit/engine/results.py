@@ -54,6 +54,7 @@ class StepResults:
                 yield seq, _error(seq, NAN_LOGITS)
                 continue
             yield seq, _or_error(seq, lambda: self._sampled(seq, token, out, i, rows))  # noqa: B023  # called at once
+        yield from self._guessed(step, out, bad)
         for seq in step.processed:
             if not seq.finished:
                 yield seq, _or_error(seq, lambda: self._drawn_here(seq, step, out, rows))  # noqa: B023
@@ -68,6 +69,42 @@ class StepResults:
         if rows:
             self._attach(seq, output, rows)
         return output
+
+    def _guessed(self, step: Step, out: StepOutput, bad: set[int]) -> Iterator[tuple[Sequence, EngineOutput]]:
+        """The tokens of blocks that this step's guesses have made whole."""
+        at = 0
+        for seq, count in step.guesses:
+            rows, at = range(at, at + count), at + count
+            if seq.finished:
+                continue
+            if bad.intersection(rows):
+                yield seq, _error(seq, NAN_LOGITS)
+                continue
+            output = _or_error(seq, lambda: self._pass(seq, out, rows))  # noqa: B023  # called at once
+            if output.token_ids or output.finish_reason is not None:
+                yield seq, output
+
+    def _pass(self, seq: Sequence, out: StepOutput, rows: range) -> EngineOutput:
+        """What a pass over its canvas, whose masks have ``rows``, gives a request: no token, or all of a block."""
+        canvas = seq.canvas
+        assert canvas is not None
+        places, drawn = canvas.places(), out.tokens[rows.start : rows.stop, 0]
+        for i in canvas.keep(drawn, np.exp(out.logprob[rows.start : rows.stop, 0])).tolist():
+            logprob = float(out.logprob[rows[i], 0])
+            canvas.logprobs[places[i]] = _logprobs(int(drawn[i]), logprob, max(seq.params.logprobs, 0), out, rows[i])
+        whole = EngineOutput(seq.id, cached_tokens=seq.cached_tokens)
+        if canvas.masked.any():
+            return whole
+        for place in range(seq.length - canvas.first, canvas.length):
+            seq.expect()
+            output = self._token(seq, int(canvas.tokens[place]))
+            output.token_ids = [*whole.token_ids, *output.token_ids]
+            output.logprobs = [*whole.logprobs, canvas.logprobs[place]] if seq.params.logprobs >= 0 else []
+            whole = output
+            if whole.finish_reason is not None:
+                return whole
+        canvas.begin(seq.tokens[: seq.length])
+        return whole
 
     def _token(self, seq: Sequence, token: int) -> EngineOutput:
         """Take a token into the request; sets the finish reason."""

@@ -1,10 +1,11 @@
 """What the next step computes.
 
 There are no prefill and decode phases: a request has ``length`` tokens of which ``computed`` are in the cache, and a
-step computes some more of them under a token budget. First every request with one token left (decode), then prompts in
-chunks: half of the budget for the one whose turn is first, so that each has its turn, the other half for those with the
-fewest tokens left, so that a short one need not wait for a long one. Waiting requests start in their turn: by priority,
-then by arrival. When blocks run out the last in turn is preempted: it gives up its blocks and is computed again later.
+step computes some more of them under a token budget. First every request that decodes: one token, or where blocks of
+tokens are guessed together a pass over such a block. Then prompts in chunks: half of the budget for the one whose turn
+is first, so that each has its turn, the other half for those with the fewest tokens left, so that a short one need not
+wait for a long one. Waiting requests start in their turn: by priority, then by arrival. When blocks run out the last in
+turn is preempted: it gives up its blocks and is computed again later.
 """
 
 from __future__ import annotations
@@ -50,9 +51,14 @@ class Scheduler:
         before = self.preemptions
         self._rows_left = self.max_rows_per_step
         for seq in list(self.running):
-            ready = seq.row >= 0 and seq.remaining == 1 and not (seq.ending or seq.at_picture)
-            if ready and self._make_room(seq, 1):
+            ready = seq.row >= 0 and seq.decodes and not (seq.ending or seq.at_picture)
+            if not (ready and self._make_room(seq, seq.remaining)):
+                continue
+            if seq.canvas is None:
                 plan.decodes.append(seq)
+            else:
+                plan.chunks.append((seq, seq.computed, seq.remaining))
+                plan.passes += 1
         budget = self._budget(plan)
         if self.preemptions == before and self.waiting:
             self._admit(plan, budget)
@@ -61,6 +67,7 @@ class Scheduler:
                 self._add_chunk(plan, seq, share)
         if self.preemptions != before:
             plan.decodes = [s for s in plan.decodes if s.row >= 0]
+            plan.passes = sum(c[0].row >= 0 for c in plan.chunks[: plan.passes])
             plan.chunks = [c for c in plan.chunks if c[0].row >= 0]
             plan.started = [s for s in plan.started if s.row >= 0]
         return plan
@@ -119,21 +126,22 @@ class Scheduler:
         fits = self.blocks.fitting(seq.row, seq.computed, seq.computed + count)
         count = max(1, self.blocks.stop(seq.computed, fits, seq.branch) - seq.computed)
         whole = seq.uncut(seq.computed + count) - seq.computed
-        if whole > count and plan.chunks:
-            return  # a picture that goes beyond the budget goes alone
+        if whole > count and plan.prompts:
+            return  # a picture or block that goes beyond the budget goes alone
         count = whole
         if self._make_room(seq, count):
             plan.chunks.append((seq, seq.computed, count))
 
     def _prompts(self, plan: Plan) -> list[Sequence]:
         """Running requests with a prompt to compute, by turn."""
-        return [s for s in self.running if s.remaining > 1 or s.at_picture or s in plan.started]
+        return [s for s in self.running if not s.decodes or s.at_picture or s in plan.started]
 
     def _budget(self, plan: Plan) -> int:
         """Prompt tokens that this step may take."""
-        most = max(1, self.options.max_prefill_token_num - len(plan.decodes))
+        passes = sum(count for _, _, count in plan.chunks)
+        most = max(1, self.options.max_prefill_token_num - len(plan.decodes) - passes)
         before = max((s.computed for s in self._prompts(plan)), default=0)
-        return self.pace.budget(len(plan.decodes), before, most)
+        return self.pace.budget(plan.decoding, before, most)
 
     def _shares(self, plan: Plan, budget: int) -> list[tuple[Sequence, int]]:
         """The prompts of this step by turn, and how many tokens each may take of ``budget``."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.engine.canvas import Canvas
 from toolkit.engine.ngrams import RepeatedNgrams
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.engine.spans import Span
@@ -32,7 +33,7 @@ class Sequence:
     places of tokens behind it. ``runs``: (first, stop) of the tokens that see each other both ways, so that no chunk
     may end among them; ``looks_at``: digests of the pictures whose keys and values the runner keeps for it.
     ``branch``: blocks at the start that requests before it had too, where a state is worth
-    keeping.
+    keeping. ``canvas``: the block of tokens behind the known ones, where such are guessed together.
     """
 
     request: EngineRequest
@@ -50,6 +51,7 @@ class Sequence:
     shift: int = 0
     runs: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 2), np.int64))
     looks_at: frozenset[bytes] = frozenset()
+    canvas: Canvas | None = None
 
     def __post_init__(self) -> None:
         prompt = self.request.token_ids
@@ -76,9 +78,12 @@ class Sequence:
         self.wants_rows = wants_rows or self.request.only == "last"
         counts = self.params.ngram_size and self.params.ngram_limit
         self.repeats = RepeatedNgrams(self.params.ngram_size, self.params.ngram_limit) if counts else None
-        self.draws = not (self.request.only or self.processors)  # the runner draws its tokens
+        # the runner draws its next token
+        self.draws = not (self.request.only or self.processors or self.canvas)
         # The next step's input depends on this step's token by more than its id: no running ahead of results.
-        self.needs_host = bool(self.processors or self.grammar or self.bad_words or self.history)
+        self.needs_host = bool(self.processors or self.grammar or self.bad_words or self.history or self.canvas)
+        if self.canvas is not None:
+            self.canvas.begin(self.tokens[: self.length])
 
     @property
     def params(self) -> SamplingParams:
@@ -100,8 +105,24 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Tokens whose keys and values are not in the cache yet."""
-        return self.length - self.computed
+        """Tokens whose keys and values are not in the cache yet, those of the canvas included."""
+        return (self.length if self.canvas is None else self.canvas.end) - self.computed
+
+    @property
+    def decodes(self) -> bool:
+        """Whether its prompt is computed, but for what goes with a pass over the canvas."""
+        return self.remaining <= (1 if self.canvas is None else 2 * self.canvas.length)
+
+    def settled(self, end: int) -> int:
+        """How many of the first ``end`` tokens, once computed, stay what they are."""
+        return end if self.canvas is None else min(end, self.canvas.first)
+
+    def ids(self, start: int, count: int) -> NDArray[np.int32]:
+        """The token ids of ``count`` places from ``start`` on."""
+        known = self.tokens[start : min(start + count, self.length)]
+        if self.canvas is None or start + count <= self.canvas.first:
+            return known
+        return np.concatenate([self.tokens[start : self.canvas.first], self.canvas.tokens])
 
     @property
     def at_picture(self) -> bool:
@@ -130,8 +151,11 @@ class Sequence:
         return min(self.params.max_new_tokens - (self.known - self.prompt_len), self.max_len - self.known)
 
     def uncut(self, end: int) -> int:
-        """Where a chunk ends that is to end at ``end``, or at most so: before a run that it would cut, or behind one
-        that it begins in."""
+        """Where a chunk ends that is to end at ``end``, or at most so: before a run or block that it would cut, or
+        behind one that it begins in."""
+        if self.canvas is not None:
+            border = end - end % self.canvas.length
+            return border if border > self.computed else self.computed + self.canvas.length
         for first, stop in self.runs.tolist():
             if first < end < stop:
                 return int(first if first > self.computed else stop)

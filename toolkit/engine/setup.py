@@ -14,9 +14,10 @@ from toolkit.engine.core import EngineCore
 from toolkit.engine.memory_plan import MemoryPlan, Wishes, plan
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.verify import verify_tensors
-from toolkit.engine_configs import EngineConfig, PytorchEngineConfig, TurbomindEngineConfig
+from toolkit.engine_configs import EngineConfig, PytorchEngineConfig, TurbomindEngineConfig, Unmasking
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.pictures import most_patches
+from toolkit.models.spec import DecoderSpec
 from toolkit.models.vision import VisionSpec
 from toolkit.record import read
 from toolkit.runners.base import Backend, RunnerError, RunnerOptions
@@ -160,7 +161,7 @@ def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress
         setup.path,
         backend=setup.backend,
         options=options,
-        hf_overrides=config.hf_overrides,
+        hf_overrides=_overrides(config),
         rope_scaling_factor=getattr(config, "rope_scaling_factor", 0.0),
         use_logn_attn=getattr(config, "use_logn_attn", False),
         model_format=config.model_format,
@@ -168,6 +169,7 @@ def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress
         families=from_files([own] if isinstance(own, str) else own),
     )
     try:
+        _check_blocks(runner.spec, config, options.block_size)
         together = 0 if runner.spec.vision is None else runner.spec.vision.together
         patches = _patches(setup, runner.spec.vision)
         memory = plan(
@@ -177,6 +179,7 @@ def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress
             vocab_size=runner.spec.vocab_size,
             max_position=runner.spec.max_position,
             device=runner.device,
+            guessed=runner.spec.block,
             wishes=Wishes(
                 config.session_len,
                 config.max_batch_size,
@@ -219,6 +222,7 @@ def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress
             prefix_caching=config.enable_prefix_caching,
             lookahead=None if getattr(config, "async_", 1) else False,
             pictures_together=setup.pictures_together,
+            unmasking=config.unmasking if isinstance(config, PytorchEngineConfig) else Unmasking(),
             check=log.isEnabledFor(logging.DEBUG),
         ),
         open_tokenizer,
@@ -226,6 +230,22 @@ def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress
     verify_tensors(setup.path, core.tell_damage)
     named = runner.name, runner.backend, runner.device, runner.dtype
     return core, Facts(memory, why, "; ".join(runner.notes), *named, runner.spec.vocab_size)
+
+
+def _overrides(config: EngineConfig) -> dict[str, Any] | None:
+    """Changes of the model's config.json, the length of the blocks that it guesses among them."""
+    length = getattr(config, "dllm_block_length", None)
+    return config.hf_overrides if length is None else {**(config.hf_overrides or {}), "block_size": length}
+
+
+def _check_blocks(spec: DecoderSpec, config: EngineConfig, size: int) -> None:
+    """Blocks of tokens that are guessed together must fill those of the cache."""
+    length = getattr(config, "dllm_block_length", None)
+    if length is not None and spec.mask_token is None:
+        raise UsageError(f"dllm_block_length={length}: this model draws one token after another; leave it out")
+    if size % spec.block:
+        found = f"found {size}, expected a multiple of the {spec.block} tokens that this model guesses together"
+        raise UsageError(f"cache_block_seq_len (block_size): {found}")
 
 
 def _patches(setup: Setup, vision: VisionSpec | None) -> int:

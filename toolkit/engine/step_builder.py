@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.engine.block_manager import BlockManager
+from toolkit.engine.canvas import PASS_BITS
 from toolkit.engine.plan import Plan
 from toolkit.engine.sequence import Sequence
 from toolkit.runners.step import COLUMNS, Draw, SamplingBatch, StepBatch
@@ -26,13 +27,15 @@ _EMPTY_F32 = np.zeros(0, np.float32)
 class Step:
     """A batch and whom its results belong to.
 
-    ``sampled``: the request of each sampled row. ``logits``, ``hidden``, ``targets``: (request, first position, rows)
+    ``sampled``: the request of each sampled row; or where blocks of tokens are guessed together ``guesses``: (request,
+    sampled rows), in the order of the rows. ``logits``, ``hidden``, ``targets``: (request, first position, rows)
     in the order of the rows that come back. ``processed``: requests whose token the host draws from their logits row.
     """
 
     plan: Plan
     batch: StepBatch
     sampled: list[Sequence]
+    guesses: list[tuple[Sequence, int]] = field(default_factory=list)
     logits: list[tuple[Sequence, int, int]] = field(default_factory=list)
     hidden: list[tuple[Sequence, int, int]] = field(default_factory=list)
     targets: list[tuple[Sequence, int, int]] = field(default_factory=list)
@@ -76,7 +79,7 @@ class StepBuilder:
         self._adapter[row] = seq.request.adapter
         for name, column in self._columns.items():
             column[row] = getattr(p, name)
-        self._logprobs[row] = p.logprobs
+        self._logprobs[row] = p.logprobs if seq.canvas is None else max(p.logprobs, 0)  # what a guess is judged by
         self._host_fields[row] = any(x is not None for x in (seq.history, seq.biases, seq.bad_words, seq.grammar))
 
     def advance(self, rows: list[int]) -> None:
@@ -113,10 +116,11 @@ class StepBuilder:
         positions[:, :decodes] = places[:decodes] + self._shift[rows[:decodes]]
         previous[:decodes] = self._source[rows[:decodes]]
         for i, (seq, start, count) in enumerate(plan.chunks, start=decodes):
-            token_ids[cu[i] : cu[i + 1]] = seq.tokens[start : start + count]
+            token_ids[cu[i] : cu[i + 1]] = seq.ids(start, count)
             places[cu[i] : cu[i + 1]] = np.arange(start, start + count, dtype=np.int32)
             positions[:, cu[i] : cu[i + 1]] = seq.positions(start, count)
         sampled, sample_index = self._sampled(plan, cu)
+        guesses, mask_index = self._guesses(plan, seq_lens, cu)
         mutual = [
             (cu[i] + max(int(first) - start, 0), cu[i] + int(stop) - start, i)
             for i, (seq, start, count) in enumerate(plan.chunks, start=decodes)
@@ -133,8 +137,8 @@ class StepBuilder:
             slot_mapping=self._slots(rows, counts, places),
             rope_set=self._rope_set[rows],
             adapter=self._adapter[rows],
-            sample_index=sample_index,
-            sampling=self._sampling(sampled),
+            sample_index=mask_index if guesses else sample_index,
+            sampling=self._guessing(guesses) if guesses else self._sampling(sampled),
             logits_index=_EMPTY_I32,
             hidden_index=_EMPTY_I32,
             target_index=_EMPTY_I32,
@@ -142,7 +146,7 @@ class StepBuilder:
             mutual=np.array(mutual, np.int32).reshape(-1, 3),
             copy_blocks=self.blocks.take_copies(),
         )
-        step = Step(plan, batch, sampled)
+        step = Step(plan, batch, sampled, guesses)
         if any(s.wants_all or s.wants_rows or s.processors for s in sequences):
             self._ask_for_rows(step)
         return step
@@ -186,21 +190,47 @@ class StepBuilder:
                 index.append(cu[i + 1] - 1)
         return sampled, np.array(index, np.int32)
 
-    def _sampling(self, sampled: list[Sequence]) -> SamplingBatch:
+    @staticmethod
+    def _guesses(
+        plan: Plan, seq_lens: NDArray[np.int32], cu: NDArray[np.int32]
+    ) -> tuple[list[tuple[Sequence, int]], NDArray[np.int32]]:
+        """Requests whose canvas is in this step with the number of its masks, and where these stand."""
+        found, index = [], []
+        for i, (seq, _, _) in enumerate(plan.chunks, start=len(plan.decodes)):
+            if seq.canvas is not None and seq_lens[i] == seq.canvas.end:
+                places = seq.canvas.places()
+                found.append((seq, len(places)))
+                index.append(cu[i + 1] - seq.canvas.length + places)
+        return found, _joined(index)
+
+    def _guessing(self, guesses: list[tuple[Sequence, int]]) -> SamplingBatch:
+        """The sampling arrays of every mask; the draws of another pass are others."""
+        owners = [seq for seq, count in guesses for _ in range(count)]
+        new = [seq.canvas.first - seq.prompt_len + seq.canvas.places() for seq, _ in guesses if seq.canvas is not None]
+        passes = np.array([seq.canvas.passes for seq in owners if seq.canvas is not None], np.int64)
+        return self._sampling(owners, np.concatenate(new), passes << PASS_BITS)
+
+    def _sampling(
+        self, sampled: list[Sequence], new: NDArray[np.int64] | None = None, passes: NDArray[np.int64] | int = 0
+    ) -> SamplingBatch:
+        """``new`` [rows]: which of their request's new tokens they draw, None: the next; ``passes``: what is added to
+        that for its draw."""
         rows = np.fromiter((s.row for s in sampled), np.intp, len(sampled))
         n = len(rows)
         history_ptr = bias_ptr = np.zeros(n + 1, np.int32)
         history_ids = history_count = bias_ids = _EMPTY_I32
         bias_values, grammar = _EMPTY_F32, None
+        new = self._generated[rows] if new is None else new
         if self._host_fields[rows].any():
             history_ptr, (history_ids, history_count) = _csr(
                 [(s.history.ids, s.history.counts) if s.history else None for s in sampled], (np.int32, np.int32)
             )
-            bias_ptr, (bias_ids, bias_values) = _csr([biases_of(s) for s in sampled], (np.int32, np.float32))
+            biases = [biases_of(s, n) for s, n in zip(sampled, new.tolist(), strict=True)]
+            bias_ptr, (bias_ids, bias_values) = _csr(biases, (np.int32, np.float32))
             grammar = self._grammar(sampled)
         return SamplingBatch(
             **{name: column[rows] for name, column in self._columns.items()},
-            position=self._generated[rows],
+            position=new + passes,
             history_ptr=history_ptr,
             history_ids=history_ids,
             history_count=history_count,
@@ -261,15 +291,15 @@ class StepBuilder:
         step.batch.target_ids = _joined(target_ids)
 
 
-def biases_of(seq: Sequence) -> tuple[NDArray[np.int32], NDArray[np.float32]] | None:
-    """(ids, values) added to the logits of the request's next token, or None."""
+def biases_of(seq: Sequence, new: int) -> tuple[NDArray[np.int32], NDArray[np.float32]] | None:
+    """(ids, values) added to the logits of the request's new token ``new``, counted from 0, or None."""
     if seq.biases is None and seq.bad_words is None:
         return None
     banned = seq.bad_words.banned() if seq.bad_words is not None else None
     if seq.biases is None:
         assert banned is not None
         return banned, np.full(len(banned), -np.inf, np.float32)
-    return seq.biases.rows(seq.generated, banned)
+    return seq.biases.rows(new, banned)
 
 
 def _joined(parts: list[NDArray[Any]]) -> NDArray[np.int32]:

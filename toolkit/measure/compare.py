@@ -79,6 +79,8 @@ def _windows(ids: NDArray[np.int32], window: int, names: list[str], runners: lis
     if len(ids) < 2:
         raise UsageError(f"--data: expected at least 2 tokens, found {len(ids)}")
     for name, runner in zip(names, runners, strict=True):
+        if runner.spec.mask_token is not None:
+            raise UsageError(f"{name}: guesses blocks of tokens together: it has no probabilities of the next token")
         if window > runner.spec.max_position:
             raise UsageError(f"--window {window}: longer than {name}'s longest context, {runner.spec.max_position}")
         if int(ids.max()) >= runner.spec.vocab_size:

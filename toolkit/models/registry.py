@@ -31,13 +31,10 @@ from toolkit.models.spec import StoredTensor
 
 VARIABLE = "TOOLKIT_CUSTOM_MODULE_MAP"  # of the environment: Python files, one family each, with : between them
 PICKED = "attention to the tokens that an indexer picks"
-DIFFUSION = "blocks of tokens that are guessed together in several passes"
 LACKING = {  # architectures that a spec cannot say → what is missing
     "DeepseekV32ForCausalLM": PICKED,
     "GlmMoeDsaForCausalLM": PICKED,
     "DeepseekV4ForCausalLM": "hyper-connections and compressed attention",
-    "SDARForCausalLM": DIFFUSION,
-    "SDARMoeForCausalLM": DIFFUSION,
 }
 # Fields of a config that hold the language model of one that sees.
 LANGUAGE_PARTS = ("text_config", "llm_config", "language_config")

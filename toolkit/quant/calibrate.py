@@ -13,6 +13,7 @@ from toolkit.artifacts.stage import Stage, open_stage
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.models.sites import layer_sites
 from toolkit.quant.layers.layerwise import Flow
+from toolkit.quant.layers.masked import as_met
 from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.layers.spill import Spill
 from toolkit.quant.layers.statistics import Gram
@@ -57,7 +58,7 @@ def calibrate(
         if not stage.already_there:
             source.check_finite()
             tokenizer = Tokenizer.open(source.checkpoint.tokenizer_dir)
-            ids = text.read(stage, tokenizer, parent["digest"], progress)
+            ids = as_met(source.spec, text.read(stage, tokenizer, parent["digest"], progress))
             with spill_of(stage, common) as spill:
                 _collect(source, stage, ids, device, common.batch_size, spill, progress)
             stage.finish()

@@ -24,6 +24,7 @@ from toolkit.models.spec import LinearSpec
 from toolkit.quant import estimate, gguf
 from toolkit.quant.format_choice import choose_format
 from toolkit.quant.layers.layerwise import Flow, Setting, load_head, probe_layers, quantize_layers, saved_layers
+from toolkit.quant.layers.masked import as_met
 from toolkit.quant.layers.output import write_gguf, write_layers
 from toolkit.quant.layers.probe import Probe
 from toolkit.quant.layers.result import Method, storable_bits
@@ -261,6 +262,7 @@ def _quantize(
     source.check_finite()
     tokenizer = Tokenizer.open(source.checkpoint.tokenizer_dir)
     ids = text.read(stage, tokenizer, digest, progress) if text else torch.zeros(0, 1, dtype=torch.int64)
+    ids = as_met(source.spec, ids)
     table = source.outer_weights(setting.device)[source.spec.embed]
     found: dict[str, Any] = {}
     if recipe.prepare is not None:

@@ -186,9 +186,10 @@ def _with_positions(
 
 
 def _packed_part(value: Any) -> Any:
-    """A spec's JSON without positions."""
+    """A spec's JSON without positions, and how many of them are guessed together."""
     if isinstance(value, dict):
-        return {key: _packed_part(inner) for key, inner in value.items() if key not in ("rope", "max_position")}
+        left = {"rope", "max_position", "block"}
+        return {key: _packed_part(inner) for key, inner in value.items() if key not in left}
     return [_packed_part(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 

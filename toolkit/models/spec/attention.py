@@ -21,7 +21,8 @@ class AttentionSpec(MixerSpec):
     logit added to the softmax denominator (or None). ``group`` indexes ``DecoderSpec.cache_groups``. ``alibi`` raises
     scores by the distance of keys. ``clip`` c keeps projections within ±c, before anything else; ``norm_last``: q and k
     are normed when they are turned, not before (Hunyuan). ``gate``: what comes of all heads is multiplied by
-    sigmoid(gate(x)) before ``o`` reads it (Qwen3-Next).
+    sigmoid(gate(x)) before ``o`` reads it (Qwen3-Next). ``block`` b: position p sees the other keys of its own b
+    positions too, which begin at a multiple of b, those behind it included (SDAR).
     """
 
     q: LinearSpec
@@ -45,6 +46,7 @@ class AttentionSpec(MixerSpec):
     norm_last: bool = later(False)
     q_scale: QueryScale | None = later(None)  # noqa: RUF009 (a field, as the others are)
     gate: LinearSpec | None = later(None)  # noqa: RUF009 (a field, as the others are)
+    block: int = later(1)
     kind: Literal["attention"] = "attention"
 
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -88,6 +90,7 @@ class AttentionSpec(MixerSpec):
         for name, limit in (("softcap", self.softcap), ("clip", self.clip)):
             sound.expect(name, limit is None or limit > 0, limit, "a number above 0")
         sound.expect("chunked", not self.chunked or self.window is not None, self.chunked, "false without a window")
+        sound.expect("block", self.block == 1 or self.window is None, self.block, "1 beside a window")
         if self.alibi is not None:
             count = len(self.alibi.slopes)
             sound.expect("alibi", count == self.heads, f"{count} slopes", f"{self.heads}, one a head")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from toolkit.models.vision import Stage, VisionSpec
 
 # Integer fields that may be zero; every other one is a size or a count.
-_MAY_BE_ZERO = {"group", "original_max_position", "max_position", "offset", "head_rows"}
+_MAY_BE_ZERO = {"group", "original_max_position", "max_position", "offset", "head_rows", "mask_token"}
 WIDENING = (
     "linear",
     "matrix",
@@ -36,6 +36,12 @@ def check_spec(spec: DecoderSpec) -> None:
     sound.expect("layers", bool(spec.layers), 0, "at least one")
     fewer = spec.head_rows < spec.vocab_size and not (spec.head_rows and (spec.tied or spec.head_bias))
     sound.expect("head_rows", fewer, spec.head_rows, "0, or fewer than vocab_size without tied or head_bias")
+    blocks = {a.block for _, a in spec.attention_layers()}
+    sound.expect("block", len(blocks) <= 1, sorted(blocks), "one length in all layers")
+    sound.expect("block", spec.block == 1 or spec.mask_token is not None, spec.block, "1 without a mask_token")
+    sound.expect("mask_token", (spec.mask_token or 0) < spec.vocab_size, spec.mask_token, f"below {spec.vocab_size}")
+    seen = all(kept.kind == "paged" and kept.window is None for _, _, kept in spec.keepers())
+    sound.expect("mask_token", spec.mask_token is None or seen, spec.mask_token, "none where not all is seen")
     crosses = any(mixer.kind == "cross" for _, mixer in spec.mixers())
     sound.expect("crossed", crosses == (spec.vision is not None and spec.vision.crossed), crosses, "cross layers alike")
     sound.norm(spec.final_norm, spec.hidden_size)

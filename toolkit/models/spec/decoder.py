@@ -86,6 +86,8 @@ class DecoderSpec:
     matrix. ``embed_scale`` multiplies embeddings; logits are ``softcap·tanh(logits·head_scale/softcap)``.
     ``max_position``: longest context the checkpoint states. ``vision``: what it sees with, if it does. ``head_rows``:
     where the head has fewer rows than the embedding, so many; no token behind them is ever drawn. 0 = as many.
+    ``mask_token``: of a model that guesses the tokens of a block together, in several passes (block diffusion), the id
+    that stands where one is not known yet; logits of a row are then about its own token, not the next.
     """
 
     family: str
@@ -104,11 +106,17 @@ class DecoderSpec:
     logit_softcap: float | None = None
     vision: VisionSpec | None = later(None)  # noqa: RUF009 (a field, as the others are)
     head_rows: int = later(0)
+    mask_token: int | None = later(None)
 
     @property
     def head_size(self) -> int:
         """Rows of the head."""
         return self.head_rows or self.vocab_size
+
+    @property
+    def block(self) -> int:
+        """Positions whose tokens see each other both ways, 1 where none do."""
+        return max((a.block for _, a in self.attention_layers()), default=1)
 
     def mixers(self) -> Iterator[tuple[int, Mixer]]:
         """(layer index, mixer) in execution order."""

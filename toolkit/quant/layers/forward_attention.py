@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toolkit.kernels.reference.attention import oldest, raised
+from toolkit.kernels.reference.attention import newest, oldest, raised
 from toolkit.kernels.torch.product import prefers_onednn, product
 from toolkit.models.rope import inv_freq, query_scale
 from toolkit.models.spec import AttentionSpec, LatentSpec, NormSpec, RopeSpec
@@ -56,7 +56,8 @@ def attention(a: AttentionSpec, weights: Weights, raw: Tensor, x: Tensor, watch:
         q = q * torch.from_numpy(query_scale(a.q_scale, np.arange(length)))[:, None, None].to(x.device)
     k, v = watch(a.k.name + CACHE, k), watch(a.v.name + CACHE, v)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    mask = None if a.window is None or a.window >= length else _mask(a, length, x.device)
+    causal = a.block == 1 and (a.window is None or a.window >= length)
+    mask = None if causal else _mask(a, length, x.device)
     if a.softcap is not None or a.sinks is not None or a.alibi is not None:
         out = torch.cat([_capped(a, weights, *(t[i : i + 1] for t in (q, k, v))) for i in range(batch)])
     else:
@@ -135,7 +136,7 @@ def _mask(a: AttentionSpec, length: int, device: torch.device) -> Tensor:
     """True where the query (row) may see the key (column)."""
     row = torch.arange(length, device=device)[:, None]
     column = torch.arange(length, device=device)[None, :]
-    return (column <= row) & (column >= oldest(row, a.window, a.chunked))
+    return (column <= newest(row, a.block)) & (column >= oldest(row, a.window, a.chunked))
 
 
 def _angles(rope: RopeSpec, length: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from toolkit.models.spec import DecoderSpec, LayerSpec
 from toolkit.quant.layers.forward import all_finite, embed, head_logits, layer_forward
 from toolkit.quant.layers.forward_parts import Rounding, Weights
 from toolkit.quant.layers.lazy import KEEP
+from toolkit.quant.layers.masked import as_met, scored
 from toolkit.quant.layers.spill import Spill, Tensors
 
 WINDOW = 1024
@@ -25,7 +26,8 @@ ROWS, LOGITS = 256, 1 << 23  # positions whose logits are held at once; logits h
 
 class Probe:
     """``tokens``: held-out token ids [n], cut into the windows that ``tool eval ppl`` has where ``--stride`` equals
-    ``--window``: they do not overlap, the last may be shorter, every token but each window's first is scored once."""
+    ``--window``: they do not overlap, the last may be shorter, every token but each window's first is scored once. Of a
+    model with a mask token those are scored that it stands for (``masked``)."""
 
     def __init__(
         self, spec: DecoderSpec, table: Tensor, tokens: Tensor, device: torch.device, spill: Spill | None = None
@@ -35,7 +37,8 @@ class Probe:
         cuts = scoring_windows(len(tokens), self.window, self.window)
         self.ids = [tokens[start:stop] for start, stop, _ in cuts]
         self.before, self.after = (
-            Tensors((embed(spec, table, row[None].to(table.device)).cpu() for row in self.ids), spill) for _ in range(2)
+            Tensors((embed(spec, table, as_met(spec, row)[None].to(table.device)).cpu() for row in self.ids), spill)
+            for _ in range(2)
         )
 
     def advance(
@@ -61,9 +64,8 @@ class Probe:
         quantized = None if quantized is None else _widened(quantized, self.spec.head)
         step = min(ROWS, max(16, LOGITS // self.spec.vocab_size))
         for row, before, after in zip(self.ids, self.before, self.after, strict=True):
-            for a in range(0, len(row) - 1, step):
-                targets = row[a + 1 : a + 1 + step].to(self.device)
-                place = slice(a, a + len(targets))
+            for place, targets in zip(*(part.split(step) for part in scored(self.spec, row)), strict=True):
+                targets = targets.to(self.device)
                 x, y = before[0, place].to(self.device), after[0, place].to(self.device)
                 if quantized is None:  # one product, for the head may be widened in it
                     p, q = head_logits(self.spec, weights, torch.cat([x, y])).chunk(2)

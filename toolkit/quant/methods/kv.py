@@ -25,6 +25,7 @@ from toolkit.measure.text import heldout_text
 from toolkit.models.spec import AttentionSpec, LayerSpec
 from toolkit.quant.layers.forward_attention import CACHE
 from toolkit.quant.layers.layerwise import Flow
+from toolkit.quant.layers.masked import as_met
 from toolkit.quant.layers.output import cast_to, stored_as
 from toolkit.quant.layers.probe import Probe
 from toolkit.quant.layers.source import LayerSource
@@ -81,7 +82,7 @@ def kv(
             return Result(Path(work_dir), options, found.quality, True)
         source.check_finite()
         tokenizer = Tokenizer.open(source.checkpoint.tokenizer_dir)
-        ids = text.read(stage, tokenizer, parent["digest"], progress)
+        ids = as_met(source.spec, text.read(stage, tokenizer, parent["digest"], progress))
         heldout = torch.tensor(tokenizer.encode(heldout_text())[: common.measured])
         table = source.outer_weights(device)[source.spec.embed]
         with spill_of(stage, common) as spill:

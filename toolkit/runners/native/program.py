@@ -42,6 +42,8 @@ def unsupported(spec: DecoderSpec) -> str | None:
         return "tokens of pictures have linears of their own"
     if spec.vision is not None and spec.vision.mutual:
         return "its tokens see none behind them, those of the model's pictures do"
+    if spec.block > 1:
+        return "its tokens see none behind them, the model's see their block"
     if not spec.cache_groups:
         return "it runs no model that keeps nothing of a request"
     mlps = [m for _, mixer in spec.mixers() for m in mixer.mlps()]

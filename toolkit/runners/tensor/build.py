@@ -174,6 +174,8 @@ class _Builder:
 
     def attention_options(self, spec: AttentionSpec) -> dict[str, Any]:
         found: dict[str, Any] = {"chunked": True} if spec.chunked else {}
+        if spec.block > 1:
+            found["block"] = spec.block
         if (alibi := spec.alibi) is not None:
             slopes = torch.tensor(alibi.slopes, dtype=torch.float32, device=self.place.device)
             found |= {"alibi": slopes, "alibi_scale": alibi.scale, "alibi_rounded": alibi.rounded}

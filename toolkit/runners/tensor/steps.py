@@ -232,6 +232,7 @@ class Steps:
                 window,
                 self.device.torch,
                 self.spec.cache_groups[group].kind == "chunk",
+                self.spec.block,
             )
             for group, window in self._tile_rows
         }

@@ -12,6 +12,8 @@ def model_traits(spec: DecoderSpec) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if any(a.chunked for _, a in spec.attention_layers()):
         found["chunked"] = True
+    if any(a.block > 1 for _, a in spec.attention_layers()):
+        found["block"] = True
     if any(a.alibi is not None for _, a in spec.attention_layers()):
         found["alibi"] = True
     if any(m.kind == "moe" and routes_specially(m) for _, m in spec.mixers()):
