@@ -173,6 +173,30 @@ def test_an_unknown_way_of_cutting_has_no_name(part: dict[str, Any]) -> None:
     assert name_of([], False) is None
 
 
+@pytest.mark.parametrize(
+    "steps, cut, lost",
+    [
+        (["NFC"], "gpt-2", "NFC"),  # which no reader of "gpt-2" knows of
+        (["NFC"], "qwen2", None),
+        ([], "gpt-2", None),
+    ],
+)
+def test_a_normalizer_that_the_file_cannot_say_is_told(
+    steps: list[str], cut: str, lost: str | None, tiny_models: Any, tmp_path: Path
+) -> None:
+    from toolkit.convert.formats import rewrite
+
+    path = tmp_path / "model"
+    shutil.copytree(tiny_models("llama"), path)
+    data = json.loads((path / "tokenizer.json").read_text())
+    data["normalizer"] = {"type": "Sequence", "normalizers": [{"type": step} for step in steps]} if steps else None
+    data["pre_tokenizer"] = json.loads(build_cuts(BY_NAME[cut]).__getstate__())
+    (path / "tokenizer.json").write_text(json.dumps(data))
+    notes = rewrite(str(path), tmp_path / "m.gguf", to="gguf").notes
+    said = f"the tokenizer's {lost} has no place in GGUF: there text that it would change is cut otherwise"
+    assert [note for note in notes if "tokenizer" in note] == ([said] if lost else [])
+
+
 def test_sentencepiece_vocabulary(tmp_path: Path) -> None:
     """Merges follow the scores, spaces become ▁, unknown characters fall back to bytes, and a space is put in front."""
     from toolkit.artifacts.gguf.tokenizer import build_tokenizer

@@ -17,6 +17,7 @@ from toolkit.artifacts.gguf.container import read_container
 from toolkit.artifacts.gguf.metadata import model_metadata, unsupported
 from toolkit.convert.formats import rewrite
 from toolkit.errors import ToolkitError
+from toolkit.models.families import phimoe
 from toolkit.models.gguf import Gguf
 from toolkit.models.registry import build, families, get, load_spec
 from toolkit.models.tiny import tiny_config
@@ -178,9 +179,18 @@ def test_dense_granite_4_is_granite(tiny_models: Any, tmp_path: Path) -> None:
         ("qwen3_next", {"layer_types": ["linear_attention"] * 3}, "layers of attention and of linear"),
         ("qwen3_5_text", {"layer_types": ["linear_attention"] * 3}, "layers of attention and of linear"),
         ("qwen3_5_text", {"layer_types": ["full_attention"] * 3}, "layers of attention and of linear"),
+        ("llama4_text", {"attention_chunk_size": 4096}, "3 layers with rope that see chunks of 8192"),
+        ("llama4_text", {"floor_scale": 4096}, "queries that grow by 0.1"),
+        ("llama4_text", {"use_qk_norm": False}, "norms of q and k"),
+        ("llama4_text", {"moe_layers": [0, 3]}, "experts in every n-th layer"),
+        ("llama4_text", {"no_rope_layers": [1] * 4}, "3 layers with rope"),
+        ("phimoe", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.01"),
+        ("phimoe", {"head_dim": 32, "rope_parameters": {"rope_theta": 1e4}}, "as wide together as the model"),
+        ("phimoe", {"rope_parameters": {**phimoe.LONG, "long_mscale": 1.3}}, "one factor"),
+        ("phimoe", {"lm_head_bias": False}, "biases in attention and of the head"),
     ],
 )
-def test_layers_of_one_kind_alone_are_refused(family: str, fields: dict[str, Any], says: str) -> None:
+def test_what_an_architecture_has_not_is_refused(family: str, fields: dict[str, Any], says: str) -> None:
     config = tiny_config(get(family)) | {"architectures": [get(family).architectures[0]]}
     assert says in (unsupported(build(config | fields)[0]) or "")
 

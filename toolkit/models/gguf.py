@@ -110,7 +110,7 @@ class Gguf:
     there, as no key states it. ``numbers``: the config's whole numbers that the metadata states, by key. ``read``:
     further fields, from the metadata and the config so far. ``write``: further metadata; raises ToolkitError for what
     the architecture does not compute. ``scale``: of queries, where it is not 1/sqrt(head_dim) and no key states it;
-    None: a key does.
+    None: a key does. ``differs``: what llama.cpp does otherwise than the model, so that the file is another one there.
     """
 
     arch: str
@@ -135,6 +135,7 @@ class Gguf:
     folded: Callable[[DecoderSpec], Mapping[str, Any]] | None = None
     others: tuple[Gguf, ...] = ()
     fits: Callable[[DecoderSpec], bool] | None = None
+    differs: str = ""
 
     def of(self, spec: DecoderSpec) -> Gguf:
         """The architecture that a model of the family is written as."""

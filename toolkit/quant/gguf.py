@@ -73,7 +73,7 @@ def overhead_bits(source: LayerSource) -> int:
     GGUF, that is norms, biases and routers."""
     checkpoint = source.checkpoint
     config, generation = checkpoint.config, checkpoint.generation_config
-    words = vocabulary(checkpoint.tokenizer_dir, source.spec.vocab_size, config, generation)
+    words, _ = vocabulary(checkpoint.tokenizer_dir, source.spec.vocab_size, config, generation)
     size = 0
     for value in words.values():
         if isinstance(value, list):

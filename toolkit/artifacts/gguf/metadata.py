@@ -69,6 +69,8 @@ def model_metadata(spec: DecoderSpec, context_length: int) -> ModelMetadata:
     if folded:
         found.notes.append(f"llama.cpp's {gguf.arch} has the multipliers in its weights, which are rounded anew")
     found.notes.extend(_bounds(spec, gguf))
+    if gguf.differs:
+        found.notes.append(f"llama.cpp's {gguf.arch} {gguf.differs}: there the file is another model than here")
     stated = {f"{gguf.arch}.{key}": value for key, value in values.items()}
     return ModelMetadata(gguf, stated, found.factors, found.notes, folded)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.artifacts.gguf.pre_tokenizers import STEPS, name_of
+from toolkit.artifacts.gguf.pre_tokenizers import COMPOSED, STEPS, name_of
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.artifacts.text.tokenizer_pieces import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
@@ -19,8 +19,11 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 _NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
-def vocabulary(directory: Path, vocab_size: int, config: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
-    """``tokenizer.*`` entries for the tokenizer in ``directory``, filled up to ``vocab_size`` tokens.
+def vocabulary(
+    directory: Path, vocab_size: int, config: dict[str, Any], generation: dict[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """``tokenizer.*`` entries for the tokenizer in ``directory``, filled up to ``vocab_size`` tokens, and one line each
+    on what they cannot say.
 
     ``config`` and ``generation``: config.json and generation_config.json, for the ids of special tokens. Raises
     ToolkitError, one line, for a tokenizer that GGUF (or this tool) cannot express.
@@ -62,7 +65,11 @@ def vocabulary(directory: Path, vocab_size: int, config: dict[str, Any], generat
     found |= _special_ids(named, listed, config, generation)
     found |= _flags(path, data, found, sentencepiece)
     template = _chat_template(directory)
-    return found if template is None else {**found, "tokenizer.chat_template": template}
+    lost = [
+        f"the tokenizer's {step} has no place in GGUF: there text that it would change is cut otherwise"
+        for step in _lost(data, found["tokenizer.ggml.pre"], sentencepiece)
+    ]
+    return found if template is None else {**found, "tokenizer.chat_template": template}, lost
 
 
 def _kind(
@@ -93,6 +100,12 @@ def _parts(step: Any) -> list[dict[str, Any]]:
         if key in step:
             return [part for inner in step[key] for part in _parts(inner)]
     return [step]
+
+
+def _lost(data: dict[str, Any], pre: str, sentencepiece: bool) -> list[str]:
+    """The normalizers that a reader of the file does not know of."""
+    known = ("Prepend", "Replace") if sentencepiece else ("NFC",) if pre in COMPOSED else ()
+    return [str(step.get("type")) for step in _parts(data.get("normalizer")) if step.get("type") not in known]
 
 
 def _pre_tokenizer(path: Path, data: dict[str, Any]) -> str:

@@ -4,9 +4,11 @@ everything without rope, with queries that grow with their position. Experts wei
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from toolkit.errors import ToolkitError
 from toolkit.models.config.fields import MAX_LAYERS, MAX_POSITION, Fields
 from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import (
@@ -20,7 +22,8 @@ from toolkit.models.decoder import (
     renamed,
 )
 from toolkit.models.family import WITHIN, Family, Tiny
-from toolkit.models.spec import AttentionSpec, MlpSpec, MoeSpec, NormSpec, QueryScale
+from toolkit.models.gguf import BLOCK, SHARED_EXPERT, Gguf, Metadata, with_experts
+from toolkit.models.spec import AttentionSpec, DecoderSpec, MlpSpec, MoeSpec, NormSpec, QueryScale
 
 CHUNKED = "chunked_attention"
 
@@ -99,6 +102,44 @@ def _growth(config: Fields) -> QueryScale | None:
     return QueryScale("floor", length, config.number("attn_scale", default=0.1, high=100.0), 1)
 
 
+CHUNK, EVERY, GROWTH = 8192, 4, 0.1  # of all that is released, and of llama.cpp's architecture
+UNNORMED = 128  # experts of the model whose q and k llama.cpp does not norm
+
+
+def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "intermediate_size": file.whole("expert_feed_forward_length"),
+        "intermediate_size_mlp": config["intermediate_size"],
+        "interleave_moe_layer_step": file.whole("interleave_moe_layer_step"),
+        "attention_chunk_size": file.whole("attention.sliding_window", CHUNK),
+        "use_qk_norm": config["num_local_experts"] != UNNORMED,
+    }
+
+
+def _write(spec: DecoderSpec) -> dict[str, Any]:
+    attention = [a for _, a in spec.attention_layers()]
+    sparse = [layer.sublayers[1].mixer.kind == "moe" for layer in spec.layers]
+    mixers = [mixer for _, mixer in spec.mixers() if mixer.kind == "moe"]
+    step = sparse.index(True) + 1
+    inner = mixers[0].experts[0].up.out_features
+    turns = [(i + 1) % EVERY != 0 for i in range(len(attention))]
+    has = {
+        "experts in every n-th layer": sparse == [(i + 1) % step == 0 for i in range(len(sparse))],
+        f"{EVERY - 1} layers with rope that see chunks of {CHUNK} tokens, then one that sees all": (
+            [(a.rope is not None, a.window) for a in attention] == [(x, CHUNK if x else None) for x in turns]
+        ),
+        f"queries that grow by {GROWTH} every {CHUNK} tokens, where there is no rope": all(
+            a.q_scale == (None if a.rope else QueryScale("floor", CHUNK, GROWTH, 1)) for a in attention
+        ),
+        f"norms of q and k, but for {UNNORMED} experts": all(
+            (a.q_norm is not None) == (a.rope is not None and len(mixers[0].experts) != UNNORMED) for a in attention
+        ),
+    }
+    if lacking := [what for what, so in has.items() if not so]:
+        raise ToolkitError(f"gguf: llama.cpp's llama4 has {lacking[0]}, this model has not")
+    return {"interleave_moe_layer_step": step, "expert_feed_forward_length": inner}
+
+
 SIZES = dict(
     head_dim=16,
     intermediate_size=64,
@@ -113,6 +154,7 @@ FAMILY = Family(
     ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
     build,
     (
+        Tiny(dict(SIZES, num_hidden_layers=4, attention_chunk_size=CHUNK, interleave_moe_layer_step=2)),
         Tiny(dict(SIZES, num_hidden_layers=4, floor_scale=8, attn_scale=0.5, interleave_moe_layer_step=2)),
         Tiny(
             dict(
@@ -127,6 +169,18 @@ FAMILY = Family(
             )
         ),
     ),
-    "GGUF files of Llama 4 are neither read nor written",
+    Gguf(
+        "llama4",
+        "llama4_text",
+        {**BLOCK, **with_experts({}, SHARED_EXPERT)},
+        interleaved_qk=True,
+        biases=False,
+        window=True,
+        norm_topk=False,
+        fields={"hidden_act": "silu"},
+        numbers={"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
+        read=_read,
+        write=_write,
+    ),
     spellings=WITHIN,
 )

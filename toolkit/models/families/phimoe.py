@@ -3,15 +3,19 @@ arXiv 2409.12136, the model's own ``modeling_phimoe.py`` and transformers ``Phim
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+from toolkit.errors import ToolkitError
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, experts, layer_norm, llama_like, read_dims, read_experts, read_window
 from toolkit.models.families import mixtral
 from toolkit.models.family import Family, Tiny
-from toolkit.models.spec import RopeSpec
+from toolkit.models.gguf import BLOCK, Gguf, Metadata, as_wide_as_the_model, has_qkv_bias, with_experts
+from toolkit.models.spec import DecoderSpec, RopeSpec
 
 
 def build(config: Fields) -> Built:
@@ -23,7 +27,7 @@ def build(config: Fields) -> Built:
     head_bias = config.flag("lm_head_bias", False)
     if head_bias and dims.tied:
         config.fail("tie_word_embeddings", True, "false: the head has a bias")
-    jitter = config.number("router_jitter_noise", default=0.01, low=-1.0, high=1.0)
+    jitter = config.number("router_jitter_noise", default=JITTER, low=-1.0, high=1.0)
     bias = config.flag("attention_bias", False)
     return llama_like(
         config,
@@ -60,24 +64,64 @@ def _rope(config: Fields, head_dim: int, max_position: int) -> RopeSpec:
     return replace(rope, attention_factor=short, long_attention_factor=long)
 
 
-LONG = dict(
+def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    window = file.whole("attention.sliding_window") if file.has("attention.sliding_window") else None
+    head_bias = "output.bias" in file.tensors
+    return {"sliding_window": window, "attention_bias": has_qkv_bias(file), "lm_head_bias": head_bias}
+
+
+def _write(spec: DecoderSpec) -> dict[str, Any]:
+    as_wide_as_the_model(spec, "phimoe")
+    if not (spec.head_bias and all(a.o.bias for _, a in spec.attention_layers())):
+        raise ToolkitError("gguf: llama.cpp's phimoe has biases in attention and of the head, this model has not")
+    if odd := next((m.jitter for _, m in spec.mixers() if m.kind == "moe" and m.jitter != JITTER), None):
+        raise ToolkitError(f"gguf: router_jitter_noise is {JITTER} in every file, this model's is {odd:g}")
+    if any(r.attention_factor != r.long_attention_factor for r in spec.ropes()):
+        raise ToolkitError("gguf: llama.cpp has one factor for short and long frequencies, this model two")
+    return {}
+
+
+JITTER = 0.01
+LONG: dict[str, Any] = dict(
     rope_type="longrope",
     rope_theta=10000.0,
-    short_factor=[1.0 + 0.2 * i for i in range(16)],
-    long_factor=[1.0 + 0.5 * i for i in range(16)],
+    short_factor=[1.0 + 0.2 * i for i in range(8)],
+    long_factor=[1.0 + 0.5 * i for i in range(8)],
     short_mscale=1.2,
-    long_mscale=1.3,
+    long_mscale=1.2,
     original_max_position_embeddings=64,
 )
-SIZES = dict(num_local_experts=6, num_experts_per_tok=2, router_jitter_noise=0.1)
+APART = {"short_factor": [1.0 + 0.1 * i for i in range(16)], "long_factor": [1.0 + i for i in range(16)]}
+SIZES = dict(num_local_experts=6, num_experts_per_tok=2)
 FAMILY = Family(
     "phimoe",
     "Phi 3.5 MoE",
     ("PhimoeForCausalLM", "PhiMoEForCausalLM"),
     build,
     (
-        Tiny(dict(SIZES, head_dim=32, rope_parameters=LONG, attention_bias=True, lm_head_bias=True)),
-        Tiny(dict(SIZES, num_key_value_heads=1, router_jitter_noise=0.5, tie_word_embeddings=True)),
+        Tiny(dict(SIZES, rope_parameters=LONG, attention_bias=True, lm_head_bias=True)),
+        Tiny(
+            dict(
+                SIZES,
+                head_dim=32,
+                num_key_value_heads=1,
+                rope_parameters={**LONG, **APART, "long_mscale": 1.3},
+                router_jitter_noise=0.5,
+                tie_word_embeddings=True,
+            )
+        ),
     ),
-    "llama.cpp's phimoe weighs experts otherwise than the model does",
+    Gguf(
+        "phimoe",
+        "phimoe",
+        with_experts(BLOCK),
+        window=True,
+        idle_window=True,
+        norm_topk=None,
+        fields={"hidden_act": "silu"},
+        numbers={"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
+        read=_read,
+        write=_write,
+        differs="norms by the root mean square alone and weighs experts by softmax",
+    ),
 )
