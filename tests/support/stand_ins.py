@@ -52,7 +52,7 @@ class StandIn:
 
     def __init__(self, path: Path) -> None:
         self.config = json.loads((path / "config.json").read_text())
-        self.token = self.config[self.token_field]
+        self.whole, self.token = dict(self.config), self.config[self.token_field]
         self.given = json.loads((path / "preprocessor_config.json").read_text())
         tensors = load_file(path / "model.safetensors")
         self.text: Any = None
@@ -79,7 +79,7 @@ class StandIn:
         inputs = self.text.get_input_embeddings()(torch.tensor([ids]))
         if files:
             images = [Image.open(io.BytesIO(file)).convert("RGB") for file in files]
-            rows = torch.cat([self.rows(self.tiles(self.config, self.given, image), image) for image in images])
+            rows = torch.cat([self.rows(self.tiles(self.whole, self.given, image), image) for image in images])
             inputs[0, torch.tensor(ids) == self.token] = rows
         places = torch.tensor([self.places(ids if files else [-1] * len(ids))])
         mask = torch.full((1, 1, len(ids), len(ids)), -torch.inf).triu(1)  # places that repeat would make it several
@@ -488,10 +488,148 @@ class CogVLM(StandIn):
         return (norm(x, self.final) @ self.head.T).numpy()
 
 
+class Molmo(StandIn):
+    def open(self, tensors: Tensors) -> None:
+        from transformers import CLIPVisionConfig, CLIPVisionModel, Qwen2Config, Qwen2ForCausalLM
+
+        own, vision = take(tensors, "model.vision_backbone."), dict(self.config.pop("vision_config"))
+        self.layers, self.side = vision.pop("vit_layers"), vision["image_size"] // vision["patch_size"]
+        self.patch, self.pad, n = vision["patch_size"], own.pop("pad_embed"), vision["hidden_size"]
+        self.tower = loaded(CLIPVisionModel(CLIPVisionConfig(**vision)), self._named(take(own, "image_vit."), vision))
+        pool = take(own, "image_pooling_2d.")
+        self.ask = loaded(torch.nn.Linear(2 * n, n), take(pool, "wq."))
+        heads = vision["num_attention_heads"]
+        attend = {
+            "q_proj_weight": torch.eye(n),
+            "k_proj_weight": pool.pop("wk.weight"),
+            "v_proj_weight": pool.pop("wv.weight"),
+            "in_proj_bias": torch.cat([torch.zeros(n), pool.pop("wk.bias"), pool.pop("wv.bias")]),
+            **{f"out_proj.{kind}": pool.pop(f"wo.{kind}") for kind in ("weight", "bias")},
+        }
+        self.attend = loaded(torch.nn.MultiheadAttention(n, heads, kdim=2 * n, vdim=2 * n, batch_first=True), attend)
+        self.gate, self.down, self.up = (own.pop(f"image_projector.w{i}.weight") for i in (1, 2, 3))
+        assert not own and not pool
+        self.new = tensors.pop("model.transformer.wte.new_embedding")
+        width, kv = self.config["intermediate_size"] // 2, self.config["num_key_value_heads"]
+        size = self.config["hidden_size"] // self.config["num_attention_heads"]
+        named = {
+            "model.embed_tokens.weight": tensors.pop("model.transformer.wte.embedding"),
+            "model.norm.weight": tensors.pop("model.transformer.ln_f.weight"),
+            "lm_head.weight": tensors.pop("model.transformer.ff_out.weight"),
+        }
+        for i in range(self.config["num_hidden_layers"]):
+            layer, begin = take(tensors, f"model.transformer.blocks.{i}."), f"model.layers.{i}."
+            for kind in ("weight", "bias"):
+                parts = layer.pop(f"att_proj.{kind}").split([self.config["hidden_size"], kv * size, kv * size])
+                named |= {f"{begin}self_attn.{x}_proj.{kind}": part for x, part in zip("qkv", parts, strict=True)}
+            up, gate = layer.pop("ff_proj.weight").split(width)
+            named |= {f"{begin}mlp.up_proj.weight": up, f"{begin}mlp.gate_proj.weight": gate}
+            ends = {"attn_out": "self_attn.o_proj", "ff_out": "mlp.down_proj"}
+            ends |= {"attn_norm": "input_layernorm", "ff_norm": "post_attention_layernorm"}
+            named |= {f"{begin}{ours}.weight": layer.pop(f"{theirs}.weight") for theirs, ours in ends.items()}
+            assert not layer
+        self.config["intermediate_size"] = width
+        self.language(Qwen2ForCausalLM, Qwen2Config, named, rms_norm_eps=self.config["layer_norm_eps"])
+
+    def _named(self, vit: Tensors, vision: dict[str, Any]) -> Tensors:
+        """Its tower's tensors as CLIP's are called."""
+        n = vision["hidden_size"]
+        patch = vit.pop("patch_embedding.weight").view(n, self.patch, self.patch, 3).permute(0, 3, 1, 2)
+        named = {
+            "embeddings.class_embedding": vit.pop("class_embedding"),
+            "embeddings.position_embedding.weight": vit.pop("positional_embedding"),
+            "embeddings.patch_embedding.weight": patch.contiguous(),
+            "post_layernorm.weight": torch.ones(n),
+            "post_layernorm.bias": torch.zeros(n),
+        }
+        spelled = {"attention_norm": "layer_norm1", "ffn_norm": "layer_norm2"}
+        spelled |= {"feed_forward.w1": "mlp.fc1", "feed_forward.w2": "mlp.fc2", "attention.wo": "self_attn.out_proj"}
+        spelled |= {f"attention.w{x}": f"self_attn.{x}_proj" for x in "qkv"}
+        for kind in ("weight", "bias"):
+            named[f"pre_layrnorm.{kind}"] = vit.pop(f"pre_ln.{kind}")
+            for i in range(vision["num_hidden_layers"]):
+                for theirs, ours in spelled.items():
+                    value = vit.pop(f"transformer.resblocks.{i}.{theirs}.{kind}")
+                    named[f"encoder.layers.{i}.{ours}.{kind}"] = value
+        assert not vit
+        return named
+
+    @staticmethod
+    def tiling(config: dict[str, Any], given: dict[str, Any], image: Any) -> tuple[int, int]:
+        vision = config["vision_config"]
+        margin = 8 * vision["patch_size"]
+        window, sizes = vision["image_size"] - margin, range(1, given["max_crops"] + 1)
+        grids = [(i, j) for i in sizes for j in sizes if i * j <= given["max_crops"]]
+        grids.sort(key=lambda grid: (grid[0] * grid[1], grid[0]))
+        free = [np.float32(length - margin) for length in (image.height, image.width)]
+        with np.errstate(divide="ignore"):
+            scales = [min(np.float32(n * window) / length for n, length in zip(g, free, strict=True)) for g in grids]
+        if all(scale < 1 for scale in scales):
+            return grids[scales.index(max(scales))]
+        return grids[scales.index(min(scale for scale in scales if scale >= 1))]
+
+    @staticmethod
+    def fitted(image: Any, height: int, width: int) -> tuple[Tensor, Tensor]:
+        """In the middle of black, and where it is."""
+        scale = min(np.float32(height) / np.float32(image.height), np.float32(width) / np.float32(image.width))
+        size = [max(int(np.float32(length) * scale), 1) for length in (image.height, image.width)]
+        pixels = torch.from_numpy(np.array(image, np.float32) / 255).permute(2, 0, 1)
+        pixels = functional.interpolate(pixels[None], size, mode="bilinear", antialias=True, align_corners=False)[0]
+        top, left = (height - size[0]) // 2, (width - size[1]) // 2
+        edges = (left, width - size[1] - left, top, height - size[0] - top)
+        framed = functional.pad(pixels.clip(0, 1), edges).permute(1, 2, 0) * 255
+        return normed(framed, CLIP_MEAN, CLIP_STD), functional.pad(torch.ones(size), edges)
+
+    @classmethod
+    def cut(cls, config: dict[str, Any], given: dict[str, Any], image: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """The whole and its tiles, and where in the tiles the picture is."""
+        vision, (rows, columns) = config["vision_config"], cls.tiling(config, given, image)
+        side, margin = vision["image_size"], 8 * vision["patch_size"]
+        step = side - margin
+        large, real = cls.fitted(image, rows * step + margin, columns * step + margin)
+        places = [(i * step, j * step) for i in range(rows) for j in range(columns)]
+        tiles = [large[:, y : y + side, x : x + side] for y, x in places]
+        return [cls.fitted(image, side, side)[0], *tiles], [real[y : y + side, x : x + side] for y, x in places]
+
+    @staticmethod
+    def tiles(config: dict[str, Any], given: dict[str, Any], image: Any) -> list[Tensor]:
+        return Molmo.cut(config, given, image)[0]
+
+    def rows(self, tiles: list[Tensor], image: Any) -> Tensor:
+        states = self.tower(torch.stack(tiles), output_hidden_states=True).hidden_states[1:]
+        found = torch.cat([states[i][:, 1:] for i in self.layers], -1)
+        rows, columns = self.tiling(self.whole, self.given, image)
+        p = self.patch
+        real = self.cut(self.whole, self.given, image)[1]
+        shares = [part.unfold(0, p, p).unfold(1, p, p).mean((2, 3)).flatten() for part in real]
+        told = torch.stack([*shares, torch.full_like(shares[0], -1)])[..., None]  # as the authors pad the list
+        found = found + (told == 0) * self.pad[0] + ((told < 1) & (told != 0)) * self.pad[1]
+        grid, half = found.unflatten(1, (self.side, self.side)), self.side // 2
+        near = torch.stack([grid[:, i::2, j::2] for i in (0, 1) for j in (0, 1)], 3).flatten(0, 2)
+        pooled = self.attend(self.ask(near.mean(1, keepdim=True)), near, near)[0]
+        pooled = (functional.silu(pooled @ self.gate.T) * (pooled @ self.up.T)) @ self.down.T
+        grids = pooled.view(len(tiles), half, half, -1)
+        begin, end, patch, column = self.new[:4]
+
+        def spelled(lines: list[Tensor]) -> list[Tensor]:
+            return [begin, *(x for line in lines for x in (*(line + patch), column)), end]
+
+        high = []
+        for i in range(rows):
+            for y in range(2 if i else 0, half if i == rows - 1 else half - 2):
+                cells = [
+                    grids[1 + i * columns + j][y, 2 if j else 0 : half if j == columns - 1 else half - 2]
+                    for j in range(columns)
+                ]
+                high.append(torch.cat(cells))
+        return torch.stack([*spelled(list(grids[0])), *spelled(high)])
+
+
 STAND_INS: dict[str, type[StandIn]] = {
     "cogvlm": CogVLM,
     "deepseek_vl_v2": DeepseekVL2,
     "glm4v_9b": Glm4v,
     "minicpmv": MiniCPMV,
+    "molmo": Molmo,
     "phi3_v": Phi3V,
 }
