@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.weights import canonical_weights
+from toolkit.convert.convert import convert
+from toolkit.convert.options import Packing
 from toolkit.engine.canvas import chosen_of
 from toolkit.engine.core import EngineCore
 from toolkit.engine.frontend import AsyncEngine
@@ -285,7 +287,18 @@ def test_options_that_cannot_be(fields: dict[str, Any], message: str) -> None:
         PytorchEngineConfig(**fields)
 
 
-def test_blocks_are_for_models_that_guess_them(tiny_models: Callable[..., Path]) -> None:
-    config = PytorchEngineConfig(device_type="cpu", threads=1, dllm_block_length=4)
-    with pytest.raises(UsageError, match="dllm_block_length=4: this model draws one token after another"):
+@pytest.mark.parametrize(("name", "value"), [("dllm_block_length", 4), ("dllm_denoising_steps", 1)])
+def test_blocks_are_for_models_that_guess_them(name: str, value: Any, tiny_models: Callable[..., Path]) -> None:
+    config = PytorchEngineConfig(device_type="cpu", threads=1, **{name: value})
+    with pytest.raises(UsageError, match=f"{name}={value}: this model draws one token after another"):
         AsyncEngine.open(tiny_models("qwen3"), backend_config=config)
+
+
+def test_an_engine_artifact_takes_another_length(model: Path, tmp_path: Path) -> None:
+    convert(str(model), tmp_path / "engine", Packing(dtype="float32"), quiet=True)
+    found = []
+    for path in (model, tmp_path / "engine"):
+        config = PytorchEngineConfig(session_len=64, device_type="cpu", dtype="float32", threads=1, dllm_block_length=8)
+        with AsyncEngine.open(path, backend_config=config) as engine:
+            found.append(whole(engine, [5, 6, 7], max_new_tokens=12, ignore_eos=True)[0].token_ids)
+    assert found[0] == found[1] and len(found[0]) == 12

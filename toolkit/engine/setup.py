@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -239,10 +239,11 @@ def _overrides(config: EngineConfig) -> dict[str, Any] | None:
 
 
 def _check_blocks(spec: DecoderSpec, config: EngineConfig, size: int) -> None:
-    """Blocks of tokens that are guessed together must fill those of the cache."""
-    length = getattr(config, "dllm_block_length", None)
-    if length is not None and spec.mask_token is None:
-        raise UsageError(f"dllm_block_length={length}: this model draws one token after another; leave it out")
+    """Blocks of tokens that are guessed together must fill those of the cache; without such no option is for them."""
+    given = [(f.name, getattr(config, f.name)) for f in fields(config) if f.name.startswith("dllm_")]
+    odd = next(((name, value) for name, value in given if value != getattr(PytorchEngineConfig, name)), None)
+    if odd is not None and spec.mask_token is None:
+        raise UsageError(f"{odd[0]}={odd[1]}: this model draws one token after another; leave it out")
     if size % spec.block:
         found = f"found {size}, expected a multiple of the {spec.block} tokens that this model guesses together"
         raise UsageError(f"cache_block_seq_len (block_size): {found}")
