@@ -47,7 +47,6 @@ HERE = {
     "--tasks gsm8k": "--tasks toolkit_passkey --limit 1 --include_path tasks",
     "--num-prompts 200": "--num-prompts 4",
     "--limit 20": "--limit 1",
-    "--calib-self-samples 32": "--calib-self-samples 1",
     "tales=DIR": "tales=./tales",
     "OWNER/NAME": "./verse",
     "--dst-path my-engine": "--dst-path work/my-engine",

@@ -151,7 +151,19 @@ def test_options_out_of_range(tmp_path: Path) -> None:
             make_plan(*options)
     assert make_plan("self", None, 512, 0, 2048).samples == 32  # 16k tokens
     assert make_plan("self", 128, 512, 0, 2048).samples == 128
-    assert make_plan("c4", None, 512, 0, 2048).samples == 128
+
+
+@pytest.mark.parametrize(
+    ("samples", "own", "usual", "expected"),
+    [(None, None, None, (128, 32)), (None, None, 16, (16, 8)), (None, 0, None, (128, 0)), (None, 8, None, (136, 8)),
+     (40, None, 16, (40, 0)), (40, 8, 16, (48, 8))],
+)  # fmt: skip
+def test_some_of_the_text_is_the_model_s_own_unless_the_user_says_how_much(
+    samples: int | None, own: int | None, usual: int | None, expected: tuple[int, int]
+) -> None:
+    plan = make_plan("c4", samples, 512, 0, 2048, own, usual)
+    assert (plan.samples, plan.own) == expected
+    assert make_plan("self", None, 512, 0, 2048, None, usual).own == 0
 
 
 @pytest.mark.parametrize("name", sorted(KNOWN))

@@ -37,18 +37,16 @@ def test_presets_are_one_table_and_options_go_before_them() -> None:
     assert replace(LiteFlags().common(), notice=common.notice) == common
     assert replace(LiteFlags(preset="balanced").common(), notice=common.notice) == common
     fast = LiteFlags(preset="fast").common()
-    assert (fast.samples, fast.measured, fast.effort.tune_steps) == (16, 4096, 0)
+    assert (fast.effort.calib_samples, fast.measured, fast.effort.tune_steps) == (16, 4096, 0)
     given = LiteFlags(preset="fast", calib_samples=5, eval_tokens=24576).common()
-    assert (given.samples, given.measured, given.effort.tune_steps) == (5, 24576, 0)
+    assert (given.calib_samples, given.measured, given.effort.tune_steps) == (5, 24576, 0)
     with pytest.raises(UsageError, match="--preset: expected fast, balanced, best, found 'slow'"):
         LiteFlags(preset="slow").common()
 
 
 def test_a_run_without_words_is_the_balanced_one() -> None:
     usual, common = PRESETS["balanced"], Common()
-    assert (common.samples, common.measured, common.effort.tune_steps) == (
-        usual.calib_samples, usual.eval_tokens, usual.tune_steps,
-    )  # fmt: skip
+    assert common.effort == usual and common.measured == usual.eval_tokens
 
 
 @pytest.mark.parametrize("more", ["tokens", "written", "tune_steps", "eval_tokens", "iters"])

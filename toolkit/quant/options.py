@@ -33,8 +33,10 @@ class Common:
     calib_samples: int | None = option(
         None, "Samples. Default: the preset's; balanced: 128, for `self` at most as many as make 16k tokens."
     )
-    calib_self_samples: int = option(
-        0, "Samples that the model writes itself, beside those of a dataset: the loss then carries over to other text."
+    calib_self_samples: int | None = option(
+        None,
+        "Samples that the model writes itself, beside those of a dataset: the loss then carries over to other text. "
+        "Default: half of the preset's samples, at most 16k tokens; none with --calib-samples.",
     )
     calib_seqlen: int = option(512, "Tokens in a sample.")
     batch_size: int = option(8, "Samples that go through a layer at once.")
@@ -61,11 +63,6 @@ class Common:
     def effort(self) -> Preset:
         """What options that are left open come from. Raises UsageError."""
         return choose_preset(self.preset)
-
-    @property
-    def samples(self) -> int | None:
-        """Of the calibration text; None: as many as ``calibration.make_plan`` takes by itself."""
-        return self.effort.calib_samples if self.calib_samples is None else self.calib_samples
 
     @property
     def measured(self) -> int:

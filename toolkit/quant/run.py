@@ -308,8 +308,8 @@ def _stored_linears(source: LayerSource, selection: Selection) -> list[LinearSpe
 def read_text(source: LayerSource, common: Common) -> CalibrationText:
     """The text that the ``--calib-…`` options ask for, which are checked now. Raises UsageError."""
     plan = make_plan(
-        common.calib_dataset, common.samples, common.calib_seqlen, common.seed, source.spec.max_position,
-        common.calib_self_samples,
+        common.calib_dataset, common.calib_samples, common.calib_seqlen, common.seed, source.spec.max_position,
+        common.calib_self_samples, common.effort.calib_samples,
     )  # fmt: skip
     return CalibrationText(source, plan)
 

@@ -15,7 +15,8 @@ from toolkit.extras import require
 from toolkit.quant.text.datasets import KNOWN, find_known, known_texts
 
 SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
-SELF_TOKENS = 16384  # most that `self` generates unless the user asks for more samples
+SAMPLES = 128  # unless the user or the preset asks for another number
+SELF_TOKENS = 16384  # most that the model writes unless the user asks for more samples
 SHAREGPT = {"human": "user", "gpt": "assistant"}  # its roles; others are called as in a chat
 Row = TypeVar("Row")
 OVERSAMPLE = 4  # documents are read until there is this many times the text that is needed
@@ -50,10 +51,17 @@ class CalibrationPlan:
 
 
 def make_plan(
-    dataset: str, samples: int | None, seqlen: int, seed: int, max_position: int, own: int = 0
+    dataset: str,
+    samples: int | None,
+    seqlen: int,
+    seed: int,
+    max_position: int,
+    own: int | None = None,
+    usual: int | None = None,
 ) -> CalibrationPlan:
-    """Check the options. ``samples`` None: 128, for "self" at most as many as ``SELF_TOKENS`` holds; ``own`` more are
-    the model's own.
+    """Check the options. ``samples`` None: the ``usual`` number, and where that is None ``SAMPLES``, for "self" at most
+    as many as ``SELF_TOKENS`` holds. ``own`` more are the model's own; None: none if ``samples`` are given, else half
+    of the usual ones, within ``SELF_TOKENS`` too.
 
     Raises UsageError that names the option.
     """
@@ -61,12 +69,17 @@ def make_plan(
         raise UsageError(f"--calib-seqlen: expected 16 to {max_position}, the model's longest context, found {seqlen}")
     if samples is not None and samples < 1:
         raise UsageError(f"--calib-samples: expected 1 or more, found {samples}")
-    if own < 0:
+    if own is not None and own < 0:
         raise UsageError(f"--calib-self-samples: expected 0 or more, found {own}")
     if own and dataset == "self":
         raise UsageError("--calib-self-samples: the model writes all of the text; give --calib-samples, or a dataset")
     if samples is None:
-        samples = min(128, max(1, SELF_TOKENS // seqlen)) if dataset == "self" else 128
+        written = max(1, SELF_TOKENS // seqlen)
+        samples = usual or (min(SAMPLES, written) if dataset == "self" else SAMPLES)
+        if own is None and dataset != "self":
+            own = min(samples // 2, written)
+            samples -= own
+    own = own or 0
     if dataset != "self" and find_known(dataset) is None and not Path(dataset).expanduser().exists():
         raise UsageError(
             f"--calib-dataset: {dataset}: no such file or folder, and none of self, {', '.join(sorted(KNOWN))}"
