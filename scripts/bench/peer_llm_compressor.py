@@ -23,10 +23,10 @@ if not torch.cuda.is_available():  # its AWQ pins memory, which needs a GPU
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
 
 
-def recipe(method: str, group_size: int) -> list[Any]:
+def recipe(method: str, group_size: int, include: str) -> list[Any]:
     weights = QuantizationArgs(num_bits=4, type="int", symmetric=False, strategy="group", group_size=group_size)
     groups = {"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}
-    common: dict[str, Any] = {"ignore": ["lm_head"]}
+    common: dict[str, Any] = {"ignore": ["lm_head", f"re:^(?!.*(?:{include}))"]}
     match method:
         case "rtn":
             return [QuantizationModifier(config_groups=groups, **common)]
@@ -54,7 +54,11 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--seqlen", type=int, default=512)
     parser.add_argument("--group-size", type=int, default=64)
+    parser.add_argument("--include", default="", help="only linears that this pattern fits")
+    parser.add_argument("--rough", action="store_true", help="products of float32 in bfloat16 where that is faster")
     args = parser.parse_args()
+    if args.rough:
+        torch.set_float32_matmul_precision("medium")
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     ids = tokenizer(open(args.calib, encoding="utf-8").read())["input_ids"]
     chunks = [ids[i : i + args.seqlen] for i in range(0, len(ids) - args.seqlen + 1, args.seqlen)]
@@ -64,7 +68,7 @@ def main() -> None:
     oneshot(
         model=model,
         dataset=data,
-        recipe=recipe(args.method, args.group_size),
+        recipe=recipe(args.method, args.group_size, args.include),
         max_seq_length=args.seqlen,
         num_calibration_samples=args.samples,
     )

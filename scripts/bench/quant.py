@@ -25,14 +25,15 @@ from toolkit.quant.layers.result import storable_bits
 HERE = Path(__file__).resolve().parent
 # What each method of ours is on the command line; groups, samples and text are added.
 OURS: dict[str, list[str]] = {
-    "awq": ["auto_awq"],
-    "awq-untuned": ["auto_awq", "--tune-steps", "0"],
+    "awq": ["auto_awq", "--rounding", "nearest"],
+    "awq-untuned": ["auto_awq", "--rounding", "nearest", "--tune-steps", "0"],
     "gptq": ["auto_gptq", "--no-w-sym"],
     "gptq-untuned": ["auto_gptq", "--no-w-sym", "--tune-steps", "0"],
     "gptq-sym": ["auto_gptq"],
     "gptq-desc-act": ["auto_gptq", "--no-w-sym", "--desc-act"],
     "awq+gptq": ["auto_awq", "--rounding", "gptq"],
     "awq+gptq-untuned": ["auto_awq", "--rounding", "gptq", "--tune-steps", "0"],
+    "best": ["auto_awq", "--preset", "best"],
     "auto_round": ["auto_round", "--no-w-sym"],
     "search": ["search"],  # to the bits that 4-bit codes with the given group take
     "search-untuned": ["search", "--tune-steps", "0"],
@@ -60,7 +61,7 @@ def command_of(args: argparse.Namespace, out: Path) -> list[str]:
             group = ["--bits", str(4 + (16 + 4) / args.group_size)]
         return [
             "tool", "lite", *OURS[args.method], args.model, "--work-dir", str(out), "--calib-dataset", args.calib,
-            "--calib-samples", str(args.samples), "--calib-seqlen", str(args.seqlen), *group, "--eval-tokens", "1024",
+            "--calib-samples", str(args.samples), "--calib-seqlen", str(args.seqlen), *group, "--eval-tokens", "64",
             *(["--calib-self-samples", str(args.self_samples)] if args.self_samples else []),
         ]  # fmt: skip
     script = "peer_llm_compressor.py" if args.peer == "llm-compressor" else "peer_auto_round.py"

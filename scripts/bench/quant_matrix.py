@@ -4,8 +4,9 @@
         --calib self fiction=a.txt code=b.txt fiction+self --data fiction=c.txt code=d.txt german=e.txt --plot m.png
 
 A cell is a method calibrated on one text and measured on another. It is added to --results as soon as it is known, and
-not made again. ``self`` is the text that the model writes itself, ``NAME+self`` both, as many samples of each; peers
-read files alone. --table prints what the file holds, --plot draws it.
+not made again. ``self`` is the text that the model writes itself, ``NAME+self`` both, half of the samples each; peers
+read files alone. The method ``int4`` is ``--load-format int4``, which reads no text. --rough multiplies in bfloat16
+where that is faster, in both models alike. --table prints what the file holds, --plot draws it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,21 +33,24 @@ from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.artifacts.weights import canonical_weights
 from toolkit.measure.predictions import Before
 from toolkit.models.registry import load_spec
-from toolkit.quant.layers.forward import embed, head_logits, layer_forward
+from toolkit.quant.layers.forward import embed, head_logits, in_bf16, layer_forward, narrow
 from toolkit.quant.layers.forward_parts import Weights
 from toolkit.quant.layers.result import LayerResult
 from toolkit.quant.layers.source import LayerSource
+from toolkit.runners.rounded_weights import BITS, rounded
 
 CPU = torch.device("cpu")
 WINDOW = 512  # tokens that the models see at once
 BESIDE = "+self"  # behind the name of a calibration text: with text of the model's own
+NO_TEXT = "no text"  # what a method is calibrated on that reads none
 
 
 class Texts:
-    """Held-out texts, cut into windows that do not overlap, and the original model's last hidden states on them."""
+    """Held-out texts, cut into windows that do not overlap, and the original model's last hidden states on them.
+    ``rough``: layers multiply in bfloat16 where that is faster."""
 
-    def __init__(self, model: Path, files: Mapping[str, str], tokens: int) -> None:
-        self.source = LayerSource(model)
+    def __init__(self, model: Path, files: Mapping[str, str], tokens: int, rough: bool) -> None:
+        self.source, self.rough = LayerSource(model), rough
         self.outer = self.source.outer_weights(CPU)
         tokenizer = Tokenizer.open(self.source.checkpoint.tokenizer_dir)
         self.windows: dict[str, Tensor] = {}
@@ -56,16 +61,18 @@ class Texts:
             self.windows[name] = ids[: len(ids) // WINDOW * WINDOW].view(-1, WINDOW)
         self.exact: dict[str, list[Tensor]] = {}
 
-    def figures(self, out: Path, name: str) -> dict[str, Any]:
-        """How far the quantized checkpoint ``out`` is from the original on the text ``name``: ``Before.figures``."""
+    def figures(self, out: Path, name: str, load_format: str = "auto") -> dict[str, Any]:
+        """How far the checkpoint ``out``, read with ``load_format``, is from the original on the text ``name``:
+        ``Before.figures``."""
         if name not in self.exact:
             self.exact[name] = self._states(name, lambda i: self.source.layer(i, CPU))
         checkpoint = open_checkpoint(out)
-        weights = canonical_weights(checkpoint, load_spec(checkpoint)[1])
+        spec, stored = load_spec(checkpoint)
+        weights = rounded(canonical_weights(checkpoint, stored), spec, load_format)
         own = [{part.name for item in items for part in item.parts} for items in self.source.stored]
 
         def layer(i: int) -> Weights:
-            return LayerResult({n: w for n, w in weights.items() if n.removesuffix(".bias") in own[i]}, []).dense()
+            return LayerResult({n: weights[n] for n in weights if n.removesuffix(".bias") in own[i]}, []).dense()
 
         found, norm = Before(), self.source.spec.final_norm.name
         after = self.outer | {norm: weights[norm]}
@@ -79,8 +86,9 @@ class Texts:
         spec = self.source.spec
         states = [embed(spec, self.outer[spec.embed], ids[None]) for ids in self.windows[name]]
         for i, layer in enumerate(spec.layers):
-            own = dict(weights(i))
-            states = [layer_forward(layer, own, x) for x in states]
+            own = dict(narrow(weights(i), CPU) if self.rough else weights(i))
+            with in_bf16(CPU) if self.rough else nullcontext():
+                states = [layer_forward(layer, own, x).float() for x in states]
         return states
 
 
@@ -100,12 +108,16 @@ class Row:
 def quantize(args: argparse.Namespace, row: Row, file: str) -> tuple[Path, dict[str, float]]:
     """The checkpoint of ``row``, and what it took."""
     own = argparse.Namespace(**vars(args) | {"peer": row.peer, "method": row.method, "calib": file, "iters": 200})
-    own.self_samples = args.samples if row.calib.endswith(BESIDE) else 0
+    own.self_samples = args.samples // 2 if row.calib.endswith(BESIDE) else 0
+    own.samples -= own.self_samples
     if row.peer != "ours" and own.peer_python is None:
         own.peer_python = environment(row.peer, (args.work_dir / f"env-{row.peer}").absolute())
     out = args.work_dir / f"{row.peer}-{row.method}-{row.calib}"
-    shutil.rmtree(out, ignore_errors=True)
-    return out, timed(command_of(own, out))
+    if row.peer != "ours":  # ours goes on where it was killed
+        shutil.rmtree(out, ignore_errors=True)
+    more = ["--include", args.include] if args.include else []
+    more += ["--rough"] if args.rough and row.peer == "llm-compressor" else []
+    return out, timed([*command_of(own, out), *more])
 
 
 def fill(args: argparse.Namespace, rows: Sequence[Row], calib: Mapping[str, str], data: Mapping[str, str]) -> None:
@@ -115,18 +127,21 @@ def fill(args: argparse.Namespace, rows: Sequence[Row], calib: Mapping[str, str]
     for row in rows:
         key = {
             "peer": row.peer, "method": row.method, "calib": row.calib, "model": args.model, "samples": args.samples,
-            "seqlen": args.seqlen, "group_size": args.group_size, "eval_tokens": args.eval_tokens,
+            "seqlen": args.seqlen, "group_size": args.group_size, "eval_tokens": args.eval_tokens, "rough": args.rough,
+            "include": args.include,
         }  # fmt: skip
         missing = [name for name in data if not any(cell | key | {"data": name} == cell for cell in known)]
         if not missing:
             continue
-        texts = texts or Texts(Path(args.model), data, args.eval_tokens)
-        out, took = quantize(args, row, calib[row.calib])
+        texts = texts or Texts(Path(args.model), data, args.eval_tokens, args.rough)
+        as_read = row.method if row.method in BITS else "auto"
+        out, took = (Path(args.model), {}) if row.method in BITS else quantize(args, row, calib[row.calib])
         for name in missing:
-            found = texts.figures(out, name)
+            found = texts.figures(out, name, as_read)
             add(args.results, key | {"data": name} | took | found)
             print(f"{row.title}, calibrated on {row.calib}, measured on {name}: {loss(found):+.1f} %", flush=True)
-        shutil.rmtree(out)
+        if out != Path(args.model):
+            shutil.rmtree(out)
 
 
 def read(results: Path) -> list[dict[str, Any]]:
@@ -138,32 +153,40 @@ def loss(cell: Mapping[str, Any]) -> float:
     return 100 * (cell["perplexity_after"] / cell["perplexity_before"] - 1)
 
 
-def by_row(cells: Sequence[Mapping[str, Any]]) -> dict[Row, dict[str, float]]:
-    """Losses: row → text → per cent, in the order in which they came."""
+def divergence(cell: Mapping[str, Any]) -> float:
+    """KL to the original in thousandths of a nat a token."""
+    return 1000 * float(cell["kl"])
+
+
+FIGURES = {"loss": (loss, "Perplexity lost, %"), "kl": (divergence, "KL to the original, nats a token / 1000")}
+
+
+def by_row(cells: Sequence[Mapping[str, Any]], figure: str) -> dict[Row, dict[str, float]]:
+    """One of ``FIGURES``: row → text → figure, in the order in which they came."""
     found: dict[Row, dict[str, float]] = {}
     for cell in cells:
-        found.setdefault(Row(cell["peer"], cell["method"], cell["calib"]), {})[cell["data"]] = loss(cell)
+        found.setdefault(Row(cell["peer"], cell["method"], cell["calib"]), {})[cell["data"]] = FIGURES[figure][0](cell)
     return found
 
 
-def table(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The losses in Markdown, the worst of each row last."""
+def table(cells: Sequence[Mapping[str, Any]], figure: str) -> Iterator[str]:
+    """The figures in Markdown, the worst of each row last."""
     data = list(dict.fromkeys(cell["data"] for cell in cells))
     yield "| method | calibrated on | " + " | ".join(data) + " | worst |"
     yield "|---" * (len(data) + 3) + "|"
-    for row, losses in by_row(cells).items():
-        found = " | ".join(f"{losses[name]:+.1f} %" if name in losses else "" for name in data)
-        yield f"| {row.title} | {row.calib} | {found} | {max(losses.values()):+.1f} % |"
+    for row, losses in by_row(cells, figure).items():
+        found = " | ".join(f"{losses[name]:.1f}" if name in losses else "" for name in data)
+        yield f"| {row.title} | {row.calib} | {found} | {max(losses.values()):.1f} |"
 
 
-def plot(cells: Sequence[Mapping[str, Any]], path: Path) -> None:
+def plot(cells: Sequence[Mapping[str, Any]], figure_of: str, path: Path) -> None:
     """A heat map a method: what it was calibrated on downwards, what it was measured on to the right."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = by_row(cells)
+    rows = by_row(cells, figure_of)
     data = list(dict.fromkeys(cell["data"] for cell in cells))
     calib = list(dict.fromkeys(row.calib for row in rows))
     titles = list(dict.fromkeys(row.title for row in rows))
@@ -185,7 +208,7 @@ def plot(cells: Sequence[Mapping[str, Any]], path: Path) -> None:
         place.set_yticks(range(len(calib)), calib if place is axes[0][0] else [])
         place.set_xlabel("measured on")
     axes[0][0].set_ylabel("calibrated on")
-    figure.suptitle("Perplexity lost, %", fontsize="medium")
+    figure.suptitle(FIGURES[figure_of][1], fontsize="medium")
     figure.tight_layout()
     save_plot("--plot", figure, path, dpi=120)
     pyplot.close(figure)
@@ -210,10 +233,13 @@ def named(option: str, given: Sequence[str]) -> dict[str, str]:
 def rows_of(methods: Sequence[str], calib: Sequence[str]) -> Iterator[Row]:
     """Methods, PEER/METHOD or METHOD for ours, by calibration text; a peer cannot have its text written."""
     for name in methods:
+        if name in BITS:
+            yield Row("ours", name, NO_TEXT)
+            continue
         peer, _, method = name.rpartition("/")
         known = OURS if not peer else PEERS.get(peer, ())
         if method not in known:
-            sys.exit(f"--methods: expected PEER/METHOD or one of {', '.join(OURS)}, found {name}")
+            sys.exit(f"--methods: expected PEER/METHOD or one of {', '.join((*OURS, *BITS))}, found {name}")
         yield from (Row(peer or "ours", method, c) for c in calib if not (peer and c.endswith("self")))
 
 
@@ -228,9 +254,12 @@ def main() -> None:
     parser.add_argument("--seqlen", type=int, default=512)
     parser.add_argument("--group-size", type=int, default=64)
     parser.add_argument("--eval-tokens", type=int, default=8192, help="of each held-out text")
+    parser.add_argument("--rough", action="store_true", help="layers are measured in bfloat16 where that is faster")
+    parser.add_argument("--include", help="only linears that this pattern fits (not int4, nor auto-round)")
     parser.add_argument("--peer-python", help="interpreter of the peers' environment (default: made in --work-dir)")
     parser.add_argument("--results", type=Path, default=Path("bench-matrix.json"))
     parser.add_argument("--work-dir", type=Path, default=Path("bench-quant"))
+    parser.add_argument("--figure", choices=list(FIGURES), default="loss", help="what tables and pictures show")
     parser.add_argument("--plot", type=Path, help="draw the results file as a heat map (.png)")
     parser.add_argument("--table", action="store_true", help="print (and draw) what the results file holds, and leave")
     args = parser.parse_args()
@@ -245,9 +274,9 @@ def main() -> None:
     cells = read(args.results)
     if not cells:
         sys.exit(f"{args.results}: no cells yet")
-    print("\n".join(table(cells)))
+    print("\n".join(table(cells, args.figure)))
     if args.plot is not None:
-        plot(cells, args.plot)
+        plot(cells, args.figure, args.plot)
 
 
 if __name__ == "__main__":
