@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 Tensors = dict[str, Tensor]
-NOT_OF_TEXT = ("architectures", "model_type", "torch_dtype", "image_token_id")
+NOT_OF_TEXT = ("architectures", "model_type", "torch_dtype", "image_token_id", "bias", "plora_rank")
 
 
 def take(tensors: Tensors, begin: str) -> Tensors:
@@ -143,6 +143,90 @@ class Phi3V(StandIn):
         ended = [torch.cat([line, self.newline[None]]) for line in (*lines, *grids[0])]
         ended.insert(len(lines), self.separator[None])
         return self.project(torch.cat(ended))
+
+
+class XComposer(StandIn):
+    """A language model of transformers; what leaves its linears is raised for tokens of pictures."""
+
+    def open(self, tensors: Tensors) -> None:
+        from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM
+
+        config, vision = self.config, CLIPVisionConfig(**self.config.pop("vision_config"))
+        self.tower = loaded(CLIPVisionModel(vision), take(tensors, "vit.vision_tower.vision_model."))
+        self.newline, self.separator = (tensors.pop(f"plora_{x}_GN").flatten() for x in ("sub", "glb"))
+        hidden, width = config["hidden_size"], len(self.newline)
+        linears = torch.nn.Linear(width, hidden), torch.nn.GELU(), torch.nn.Linear(hidden, hidden)
+        self.project = loaded(torch.nn.Sequential(*linears), take(tensors, "vision_proj."))
+        heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
+        names = {"attention.wo": "self_attn.o_proj", "feed_forward.w1": "mlp.gate_proj"}
+        names |= {"feed_forward.w3": "mlp.up_proj", "feed_forward.w2": "mlp.down_proj"}
+        self.seen, added = torch.zeros(0, dtype=torch.bool), {}
+        named = {
+            "model.embed_tokens.weight": tensors.pop("model.tok_embeddings.weight"),
+            "lm_head.weight": tensors.pop("output.weight"),
+            "model.norm.weight": tensors.pop("model.norm.weight"),
+        }
+
+        def thirds(rows: Tensor) -> list[Tensor]:
+            groups = rows.view(kv, heads // kv + 2, hidden // heads, -1)
+            return [x.flatten(0, -2) for x in groups.split([heads // kv, 1, 1], 1)]
+
+        for i in range(config["num_hidden_layers"]):
+            layer, begin = take(tensors, f"model.layers.{i}."), f"model.layers.{i}."
+            a, b = (layer.pop(f"attention.wqkv.Plora_{x}.weight") for x in "AB")
+            rows = zip("qkv", thirds(layer.pop("attention.wqkv.weight")), thirds(b), strict=True)
+            for x, own, more in rows:
+                named[f"{begin}self_attn.{x}_proj.weight"] = own
+                added[f"{begin}self_attn.{x}_proj"] = a, more
+            for theirs, ours in names.items():
+                named[f"{begin}{ours}.weight"] = layer.pop(f"{theirs}.weight")
+                added[f"{begin}{ours}"] = layer.pop(f"{theirs}.Plora_A.weight"), layer.pop(f"{theirs}.Plora_B.weight")
+            for theirs, ours in (("attention_norm", "input_layernorm"), ("ffn_norm", "post_attention_layernorm")):
+                named[f"{begin}{ours}.weight"] = layer.pop(f"{theirs}.weight")
+            assert not layer
+        self.language(LlamaForCausalLM, LlamaConfig, named)
+        for name, pair in added.items():
+            self.text.get_submodule(name).register_forward_hook(
+                lambda module, given, out, pair=pair: (
+                    out + (given[0] @ pair[0].T @ pair[1].T) * self.seen[None, :, None]
+                )
+            )
+
+    @staticmethod
+    def tiles(config: dict[str, Any], given: dict[str, Any], image: Any) -> list[Tensor]:
+        side, most = config["vision_config"]["image_size"], given["num_crops"]
+        tall = image.width < image.height
+        if tall:
+            image = image.transpose(Image.Transpose.TRANSPOSE)
+        ratio, scale = image.width / image.height, 1
+        while scale * math.ceil(scale / ratio) <= most:
+            scale += 1
+        width = min(math.ceil(image.width / side), scale - 1) * side
+        small = image.resize((width, max(int(width / ratio), 1)), Image.Resampling.BILINEAR)
+        pixels = np.pad(np.asarray(small), ((0, -small.height % side), (0, 0), (0, 0)), constant_values=255)
+        whole = normed(pixels.swapaxes(0, 1) if tall else pixels, CLIP_MEAN, CLIP_STD)
+        first = functional.interpolate(whole[None], (side, side), mode="bicubic")[0]
+        return [first, *(tile for line in whole.split(side, 1) for tile in line.split(side, 2))]
+
+    def rows(self, tiles: list[Tensor], image: Any) -> Tensor:
+        found = self.tower(torch.stack(tiles), output_hidden_states=True).hidden_states[-1][:, 1:]
+        side = math.isqrt(found.shape[1])
+        corners = [found.view(len(found), side, side, -1)[:, i::2, j::2] for i in (0, 1) for j in (0, 1)]
+        grids = torch.cat(corners, -1)
+        tile, tall = self.whole["vision_config"]["image_size"], image.width < image.height
+        long, ratio = max(image.size), max(image.size) / min(image.size)
+        columns = max(n for n in range(1, 100) if n * math.ceil(n / ratio) <= self.given["num_crops"])
+        columns = min(columns, math.ceil(long / tile))
+        rows = (len(tiles) - 1) // columns
+        rows, columns = (columns, rows) if tall else (rows, columns)
+        lines = torch.cat([torch.cat(list(grids[1 + i * columns : 1 + (i + 1) * columns]), 1) for i in range(rows)])
+        ended = [torch.cat([line, self.newline[None]]) for line in (*grids[0], *lines)]
+        ended.insert(side // 2, self.separator[None])
+        return self.project(torch.cat(ended))
+
+    def logits(self, ids: list[int], files: tuple[bytes, ...] = ()) -> np.ndarray:
+        self.seen = (torch.tensor(ids) == self.token) & bool(files)
+        return super().logits(ids, files)
 
 
 class MiniCPMV(StandIn):
@@ -629,6 +713,7 @@ STAND_INS: dict[str, type[StandIn]] = {
     "cogvlm": CogVLM,
     "deepseek_vl_v2": DeepseekVL2,
     "glm4v_9b": Glm4v,
+    "internlmxcomposer2": XComposer,
     "minicpmv": MiniCPMV,
     "molmo": Molmo,
     "phi3_v": Phi3V,

@@ -28,11 +28,13 @@ def lined(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Tile], Size]:
         image = image.transpose(pillow.Transpose.TRANSPOSE)
     ratio = image.width / image.height
     columns = max(n for n in range(1, recipe.most + 1) if n * math.ceil(n / ratio) <= recipe.most)
+    if recipe.below:
+        columns = min(columns, -(-image.width // tile))
     height = max(int(columns * tile / ratio), 1)
     rows = -(-height // tile)
     canvas = pillow.new("RGB", (columns * tile, rows * tile), (WHITE,) * 3)
     image = resized(image, (height, columns * tile), recipe.resample)
-    canvas.paste(image, (0, (rows * tile - height) // 2))
+    canvas.paste(image, (0, 0 if recipe.below else (rows * tile - height) // 2))
     if tall:
         canvas, rows, columns = canvas.transpose(pillow.Transpose.TRANSPOSE), columns, rows
     return [curved(array(canvas), recipe.size), *cut(canvas, recipe.size)], (rows, columns)
