@@ -9,8 +9,10 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from toolkit.box.box import Box, Cancelled, Crowded, LimitError, Limits, Ticket
@@ -21,6 +23,13 @@ LIMITS = Limits(memory=256 << 20, cpu_seconds=0.5, seconds=30, reply=1 << 20)
 def box(limits: Limits = LIMITS, **more: Any) -> Box:
     """A box whose job is to evaluate the Python expression that it is given (child processes see ``setup``)."""
     return Box("toolkit_test_job:job", limits, **more)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "the condition never came true"
+        time.sleep(0.01)
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +93,7 @@ def test_a_job_that_waits_is_ended_by_the_clock() -> None:
         texts = []
         for future in stuck:
             with pytest.raises(Crowded) as error:
-                future.result(timeout=30)
+                future.result(timeout=100)
             texts.append(str(error.value))
     assert "more than 1 s" in texts[0] and "1 s" in texts[1]
 
@@ -110,7 +119,7 @@ def test_the_child_is_confined(one: Box) -> None:
     assert box(Limits(256 << 20, 1, nice=3)).run("os.nice(0)")[0] == min(own + 3, 19)
 
 
-def test_a_caller_that_leaves_ends_its_job(one: Box) -> None:
+def test_a_caller_that_leaves_ends_its_job(one: Box, tmp_path: Path) -> None:
     def leave(work: str) -> float:
         ticket = Ticket()
         threading.Timer(0.3, ticket.cancel).start()
@@ -120,13 +129,20 @@ def test_a_caller_that_leaves_ends_its_job(one: Box) -> None:
         return time.monotonic() - started
 
     assert leave("time.sleep(99)") < 20
-    busy = threading.Thread(target=lambda: one.run("time.sleep(3)"))
+    ticket, ends, begun = Ticket(), [], tmp_path / "begun"
+
+    def hold() -> None:
+        with pytest.raises(Cancelled):
+            one.run(f"open({str(begun)!r}, 'w'), time.sleep(99)", ticket=ticket)
+        ends.append(True)
+
+    busy = threading.Thread(target=hold)
     busy.start()
-    time.sleep(0.2)
+    until(begun.exists)
     assert leave("1") < 20  # it was waiting for the other
-    busy.join()
-    ticket = Ticket()
     ticket.cancel()
+    busy.join()
+    assert ends
     with pytest.raises(Cancelled):
         one.run("1", ticket=ticket)
     assert one.run("1")[0] == 1
@@ -152,8 +168,9 @@ def test_children_end_with_their_box(way: Callable[[Box], None]) -> None:
 
 
 def test_a_child_that_died_while_idle_is_replaced(one: Box) -> None:
-    os.kill(one.run("os.getpid()")[0], signal.SIGKILL)
-    time.sleep(0.2)
+    pid = one.run("os.getpid()")[0]
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     assert one.run("2")[0] == 2
 
 

@@ -188,11 +188,11 @@ def test_a_session_on_a_terminal(model: str, tmp_path: Path) -> None:
     os.close(follower)
     seen = ""
 
-    def until(text: str) -> None:
-        """Read what is shown until ``text`` comes; what lies before it is gone then."""
+    def until(text: str, length: int = 0) -> None:
+        """Read what is shown until ``text`` comes, and so much more; what lies before it is gone then."""
         nonlocal seen
         end = time.monotonic() + 60
-        while text not in seen:
+        while text not in seen or len(seen) < length:
             assert time.monotonic() < end, f"no {text!r} in {seen!r}"
             if select.select([leader], [], [], 1)[0]:
                 seen += os.read(leader, 65536).decode(errors="replace")
@@ -212,7 +212,7 @@ def test_a_session_on_a_terminal(model: str, tmp_path: Path) -> None:
         say("/set ignore_eos true\r")
         until("ignore_eos = True")
         say("again\r")
-        time.sleep(0.3)
+        until("again", 5000)  # in the middle of the answer
         say("\x03")
         until("stopped")
         say("/clear\r")
@@ -222,7 +222,7 @@ def test_a_session_on_a_terminal(model: str, tmp_path: Path) -> None:
         say("more\r")
         until("5 tokens")
         say("exit\r")
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=200) == 0
     finally:
         process.kill()
         os.close(leader)

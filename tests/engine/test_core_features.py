@@ -414,7 +414,7 @@ def test_a_grammar_that_takes_long_to_compile_holds_nobody_else_up(fake: Any, mo
     go_on = threading.Event()
 
     def slow(self: Any, *args: Any, **more: Any) -> Any:
-        assert go_on.wait(30)
+        assert go_on.wait(60)
         return compile_it(self, *args, **more)
 
     monkeypatch.setattr(Box, "run", slow)
@@ -484,18 +484,20 @@ def test_the_engine_s_thread_waits_for_nothing_that_others_build(fake: Any, monk
 
     def slow(self: Any, words: Any) -> Any:
         began.set()
-        assert go_on.wait(30)
+        assert go_on.wait(60)
         return search(self, words)
 
     monkeypatch.setattr(BadWords, "containing", slow)
     core.add(EngineRequest("new list", PROMPT, SamplingParams(3, bad_words=["bb"])))
-    assert began.wait(30)
-    threading.Timer(20, go_on.set).start()  # an engine that waits for it ends all the same
+    assert began.wait(60)
+    late = threading.Timer(50, go_on.set)  # an engine that waits for it ends all the same
+    late.start()
     core.add(EngineRequest("known list", PROMPT, SamplingParams(3, bad_words=["ab"])))
     early: list[EngineOutput] = []
     while "known list" not in [o.id for o in early if o.finish_reason]:
         early += core.step()
     assert not go_on.is_set()
+    late.cancel()
     go_on.set()
     assert fake.run(core)["new list"][-1].finish_reason == "length"
 

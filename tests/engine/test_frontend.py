@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -185,12 +184,11 @@ def test_a_stop_word_that_is_a_special_token_stops_by_its_id(open_engine: Any) -
 
 @pytest.mark.parametrize("include", [False, True])
 def test_a_stop_word_across_tokens_cuts_text_tokens_and_the_engines_work(open_engine: Any, include: bool) -> None:
-    engine = open_engine(delay=0.006)
     base: dict[str, Any] = {"max_new_tokens": 150, "ignore_eos": True, "bad_token_ids": [EOS, EOS - 1]}
-    free = whole(engine, PROMPT, **base)
+    free = whole(open_engine(), PROMPT, **base)
     word = free.text[10:13]
     end = free.text.index(word)
-    before = engine.stats()["steps"]
+    engine = open_engine(delay=0.04)
     deltas = list(
         engine.generate_sync(
             PROMPT, GenerationConfig(**base, stop_words=[word, "123456789"], include_stop_str_in_output=include)
@@ -201,7 +199,7 @@ def test_a_stop_word_across_tokens_cuts_text_tokens_and_the_engines_work(open_en
     assert deltas[-1].finish_reason == "stop" and deltas[-1].stop_reason == word
     assert deltas[-1].generate_token_len == end + 3 == sum(len(d.token_ids) for d in deltas)
     wait_for(lambda: engine.stats()["running"] == 0)
-    assert engine.stats()["steps"] - before < 140 and engine.stats()["kv_usage"] == 0
+    assert engine.stats()["steps"] < 140 and engine.stats()["kv_usage"] == 0
 
 
 def test_no_character_of_a_stop_word_is_shown_early(open_engine: Any) -> None:
@@ -228,7 +226,7 @@ def test_a_slow_consumer_gets_longer_deltas_and_the_same_answer(open_engine: Any
     deltas = []
     for delta in engine.generate_sync(PROMPT, GenerationConfig(**base)):
         deltas.append(delta)
-        time.sleep(0.05)
+        wait_for(lambda: engine.stats()["running"] + engine.stats()["waiting"] == 0)
     assert len(deltas) < 40
     assert "".join(d.text for d in deltas) == free.text and [t for d in deltas for t in d.token_ids] == free.token_ids
 
@@ -251,12 +249,13 @@ def test_leaving_the_iteration_frees_the_blocks(open_engine: Any) -> None:
 
 
 def test_abort_ends_the_stream_with_a_reason(open_engine: Any) -> None:
-    engine = open_engine(delay=0.005)
-    threading.Timer(0.05, lambda: engine.abort("mine")).start()
-    deltas = list(
-        engine.generate_sync(PROMPT, GenerationConfig(max_new_tokens=190, ignore_eos=True), request_id="mine")
-    )
-    assert deltas[-1].finish_reason == "abort" and 0 < deltas[-1].generate_token_len < 190
+    engine = open_engine(delay=0.02)
+    endless = GenerationConfig(max_new_tokens=190, ignore_eos=True)
+    deltas = engine.generate_sync(PROMPT, endless, request_id="mine")
+    next(deltas)
+    engine.abort("mine")
+    *_, last = deltas
+    assert last.finish_reason == "abort" and 0 < last.generate_token_len < 190
     engine.abort("mine")
     engine.abort("never heard of")
 
@@ -321,10 +320,12 @@ def test_timings_are_filled_in(open_engine: Any) -> None:
 
 
 def test_closing_fails_what_runs(open_engine: Any) -> None:
-    engine = open_engine(delay=0.01)
-    threading.Timer(0.05, engine.close).start()
-    deltas = list(engine.generate_sync(PROMPT, GenerationConfig(max_new_tokens=190, ignore_eos=True)))
-    assert deltas[-1].finish_reason == "error" and deltas[-1].error_code == 503
+    engine = open_engine(delay=0.02)
+    deltas = engine.generate_sync(PROMPT, GenerationConfig(max_new_tokens=190, ignore_eos=True))
+    next(deltas)
+    engine.close()
+    *_, last = deltas
+    assert last.finish_reason == "error" and last.error_code == 503
     assert not engine.healthy
     (after,) = list(engine.generate_sync(PROMPT))
     assert after.error_code == 503 and "closed" in str(after.error_message)

@@ -250,7 +250,7 @@ def test_a_request_that_leaves_frees_the_compiler(grammars: Grammars, monkeypatc
     threads = [threading.Thread(target=ask, args=(t,)) for t in (ticket, also)]
     for thread in threads:
         thread.start()
-    time.sleep(0.5)
+    time.sleep(0.2)
     ticket.cancel()
     also.cancel()
     for thread in threads:

@@ -225,7 +225,9 @@ def test_the_process_gives_what_the_thread_gives_and_outlives_a_crash(model: Pat
         np.testing.assert_array_equal(engine.score(ids), scores)
         (refused,) = engine.generate_sync(ids, GenerationConfig(logits_processors=[lambda i, x: x]))
         assert refused.error_code == 400 and "in this process" in str(refused.error_message)
-        asyncio.run(_crash(engine, ids))
+        told = ""
+        while "restarted" not in told:  # where the machine is busy an answer may be whole before its engine is killed
+            told = asyncio.run(_crash(engine, ids))
         again = whole(engine, ids, **fields)
         assert again.token_ids == expected.token_ids
         assert engine.stats()["generation_tokens"] == 12
@@ -234,20 +236,23 @@ def test_the_process_gives_what_the_thread_gives_and_outlives_a_crash(model: Pat
     assert not engine.healthy
 
 
-async def _crash(engine: AsyncEngine, ids: list[int]) -> None:
-    """Kill the engine's process in the middle of requests: they fail, the engine comes back."""
+async def _crash(engine: AsyncEngine, ids: list[int]) -> str:
+    """Kill the engine's process in the middle of a request: it fails, the engine comes back. What the request was
+    told, "" where it had all it wanted by then.
+    """
+    pid = engine._loop.pid  # type: ignore[attr-defined]
     stream = engine.generate(ids, GenerationConfig(max_new_tokens=250, ignore_eos=True))
     await anext(stream)
-    os.kill(engine._loop.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    os.kill(pid, signal.SIGKILL)
     last = None
     async for delta in stream:
         last = delta
-    assert last is not None and last.finish_reason == "error" and last.error_code == 503
-    assert "restarted" in str(last.error_message)
+    assert last is not None and (last.finish_reason, last.error_code) in (("error", 503), ("length", None))
     end = time.monotonic() + 60
-    while not engine.healthy:
+    while engine._loop.pid == pid or not engine.healthy:  # type: ignore[attr-defined]
         assert time.monotonic() < end, "the engine does not come back"
         await asyncio.sleep(0.05)
+    return last.error_message or ""
 
 
 def test_a_runner_that_gets_no_memory_is_told_in_one_line(tiny_models: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -232,7 +232,7 @@ from gpu import precompile
 from gpu.process import run_limited
 
 def ended(pid):
-    for _ in range(50):
+    for _ in range(600):
         try:
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
                 return True

@@ -75,6 +75,7 @@ class PlainTemplate:
 class FakeEngine:
     tokenizer: ByteTokenizer
     delay: float = 0.0
+    held: bool = False  # no token comes until it is let go
     session_len: int = 512
     max_batch_size: int = 128
     model_name: str = "echo"
@@ -145,6 +146,8 @@ class FakeEngine:
             answer = token_ids[:limit]
             for i, token in enumerate(answer):
                 await asyncio.sleep(self.delay)
+                while self.held and not self.running[request_id]:
+                    await asyncio.sleep(0.005)
                 last = i == len(answer) - 1
                 if self.fail_after == i:
                     yield Response(finish_reason="error", error_message="the runner broke", generate_token_len=i)
@@ -191,7 +194,8 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(app: Any, engine: FakeEngine) -> Iterator[Running]:
+def running(app: Any, engine: FakeEngine, keep_alive: int = 60) -> Iterator[Running]:
+    """``keep_alive``: seconds that a connection may rest; long, for clients use one again after any pause."""
     sock = socket.create_server(("127.0.0.1", 0))
     http = connection_class(app.state.server.settings.limits)
     config = uvicorn.Config(
@@ -200,7 +204,7 @@ def running(app: Any, engine: FakeEngine) -> Iterator[Running]:
         log_config=None,
         lifespan="off",
         timeout_graceful_shutdown=2,
-        timeout_keep_alive=2,
+        timeout_keep_alive=keep_alive,
         http=http,
     )
     server = uvicorn.Server(config)
@@ -210,7 +214,7 @@ def running(app: Any, engine: FakeEngine) -> Iterator[Running]:
         yield Running(f"http://127.0.0.1:{sock.getsockname()[1]}", engine, app, server.server_state)
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(60)
         sock.close()
     assert not thread.is_alive()
 
@@ -226,9 +230,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
     """``start(engine={…}, **settings) -> Running``: a server around a fake engine."""
     with contextlib.ExitStack() as stack:
 
-        def begin(engine: dict[str, Any] | None = None, template: Any = None, **settings: Any) -> Running:
+        def begin(
+            engine: dict[str, Any] | None = None, template: Any = None, keep_alive: int = 60, **settings: Any
+        ) -> Running:
             fake = FakeEngine(ByteTokenizer(tmp_path), **(engine or {}))
             app = create_app(fake, template or PlainTemplate(), ServerSettings(model_name="echo", **settings))  # type: ignore[arg-type]
-            return stack.enter_context(running(app, fake))
+            return stack.enter_context(running(app, fake, keep_alive))
 
         yield begin

@@ -9,7 +9,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -119,27 +118,28 @@ def test_streams_go_on(server: Any, model: Path, client: openai.OpenAI, undistur
 def test_an_engine_that_stands_still(server: Any, model: Path, undisturbed: list[str], client: openai.OpenAI) -> None:
     """Nobody waits for it, not even with messages that fill its pipe; it is found out and replaced."""
     attacked = target(server, model)
-    server.engine._loop._stall.patience = 2.0
     os.kill(attacked.worker, signal.SIGSTOP)
     answers: list[str] = []
     body = {"prompt": [7] * 300, "bad_words": [f"word{i:05d}" * 20 for i in range(4000)]}  # 0.8 MB
     asking = [threading.Thread(target=lambda: answers.append(attacked.post(body))) for _ in range(4)]
     for thread in asking:
         thread.start()
-    seen = set()
-    while any(thread.is_alive() for thread in asking):
-        seen.add(attacked.health()[0])
-        time.sleep(0.02)
+    server.wait(lambda: len(server.engine._streams) == 4)
+    assert attacked.health()[0] == 200
+    server.engine._loop._stall.patience = 2.0
+    for thread in asking:
+        thread.join()
+    server.engine._loop._stall.patience = PATIENCE
     assert len(answers) == 4 and all("no progress for 2 s" in a and a.startswith("503") for a in answers), answers
-    assert 200 in seen
     assert attacked.wait(200, 60).startswith("/health 200")
     server.engine._loop._stall.patience = PATIENCE
     assert stream(client, 1, 300) == undisturbed[1]
 
 
 def test_a_request_that_was_there_twice_is_not_run_a_third_time(
-    server: Any, model: Path, undisturbed: list[str], client: openai.OpenAI
+    server: Any, model: Path, undisturbed: list[str], client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Budget, "pause", 0.0)
     body = {"prompt": [9, 9, 9], "max_tokens": 390, "ignore_eos": True}
     for _ in range(2):
         attacked = target(server, model)
@@ -147,8 +147,7 @@ def test_a_request_that_was_there_twice_is_not_run_a_third_time(
         answers: list[str] = []
         asking = threading.Thread(target=lambda to, told: told.append(to.post(body)), args=(attacked, answers))
         asking.start()
-        server.wait(lambda: len(server.engine._streams) == 1)
-        time.sleep(0.1)
+        server.wait(lambda: len(server.engine._loop._open) == 1)
         os.kill(attacked.worker, signal.SIGKILL)
         asking.join()
         assert "503" in answers[0] and "SIGKILL" in answers[0] and "restarted" in answers[0]

@@ -141,7 +141,7 @@ def test_it_ends_with_the_program_that_started_it(model: str, tmp_path: Path) ->
     for kill in (False, True):
         file = tmp_path / "program.py"
         file.write_text(program.replace("{kill}", str(kill)))
-        done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=120)
+        done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=500)
         assert done.returncode == (-9 if kill else 0), done.stderr
         pid, fork = map(int, done.stdout.split())
         for _ in range(1200):

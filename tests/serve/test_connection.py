@@ -9,6 +9,7 @@ import logging
 import socket
 import threading
 import time
+import urllib.error
 import urllib.request
 from typing import Any
 
@@ -57,8 +58,14 @@ def open_connections(server: Any) -> int:
 
 
 def well(server: Any) -> bool:
-    with urllib.request.urlopen(f"{server.url}/health", timeout=60) as reply:
-        return reply.status == 200
+    """Whether it answers; it may be hastier than a machine that stands still for a while."""
+    for _ in range(20):
+        try:
+            with urllib.request.urlopen(f"{server.url}/health", timeout=60) as reply:
+                return reply.status == 200
+        except (urllib.error.HTTPError, ConnectionError, http.client.HTTPException):
+            continue
+    return False
 
 
 @pytest.fixture(scope="module")
@@ -68,33 +75,34 @@ def hasty(request: Any, tmp_path_factory: Any) -> Any:
     engine = conftest.FakeEngine(conftest.ByteTokenizer(tmp_path_factory.mktemp("model")))
     options = conftest.ServerSettings(model_name="echo", limits=Limits(read_timeout=1.0, max_body_bytes=300_000))
     app = conftest.create_app(engine, conftest.PlainTemplate(), options)
-    with pytest.MonkeyPatch.context() as patch, conftest.running(app, engine) as it:
+    with pytest.MonkeyPatch.context() as patch, conftest.running(app, engine, keep_alive=1) as it:
         patch.setattr(intake, "LINGER", 1.0)
         patch.setattr(connection_module, "LINGER", 1.0)
         yield it
 
 
-@pytest.mark.parametrize(
-    ("sent", "answer"),
-    [
-        (b"", b""),
-        (b"POST /v1/comp", b" 408 "),
-        (HEAD, b" 408 "),
-        (HEAD + b"Content-Length: 40\r\n\r\n", b" 408 "),
-        (HEAD + b"Content-Length: 40\r\n\r\n" + BODY[:10], b" 408 "),
-        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\nab", b" 408 "),
-        (HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY + b"GET /hea", b" 200 "),  # then half of a second one
-    ],
-)
-def test_half_of_a_request_is_waited_for_once(hasty: Any, sent: bytes, answer: bytes) -> None:
-    connections = [connect(hasty) for _ in range(20)]
-    for connection in connections:
+HALVES = [
+    (b"", b""),
+    (b"POST /v1/comp", b" 408 "),
+    (HEAD, b" 408 "),
+    (HEAD + b"Content-Length: 40\r\n\r\n", b" 408 "),
+    (HEAD + b"Content-Length: 40\r\n\r\n" + BODY[:10], b" 408 "),
+    (HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\nab", b" 408 "),
+    (HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY + b"GET /hea", b" 200 "),  # then half of a second one
+]
+
+
+def test_half_of_a_request_is_waited_for_once(start: Any) -> None:
+    server, held = start(keep_alive=3, limits=Limits(read_timeout=3.0)), []
+    for sent, answer in HALVES * 20:
+        connection = connect(server)
         connection.sendall(sent)
-    assert well(hasty)
-    for connection in connections:
+        held.append((connection, sent, answer))
+    assert well(server)
+    for connection, sent, answer in held:
         got = everything(connection)
-        assert answer in got[:20] if answer else got == b"", got
-    hasty.wait(lambda: open_connections(hasty) == 0)
+        assert answer in got[:20] if answer else got == b"", (sent, got)
+    server.wait(lambda: open_connections(server) == 0)
 
 
 @pytest.mark.parametrize("head", [b"", HEAD + b"Content-Length: 200\r\n\r\n"])
@@ -113,8 +121,9 @@ def test_drops_do_not_extend_the_wait(hasty: Any, head: bytes) -> None:
     connection.close()
 
 
-def test_a_connection_that_rests_between_requests_stays(hasty: Any) -> None:
-    connection = http.client.HTTPConnection(hasty.url.removeprefix("http://"), timeout=60)
+def test_a_connection_that_rests_between_requests_stays(start: Any) -> None:
+    server = start(limits=Limits(read_timeout=1.0))
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
     for _ in range(2):
         connection.request("POST", "/v1/completions", BODY)
         assert connection.getresponse().read()
@@ -174,10 +183,13 @@ def test_who_does_not_read_its_answer_is_ended(
 
 
 @pytest.mark.parametrize("method", ["requests", "chunks"])
-def test_a_body_that_is_refused_is_read_to_its_end(hasty: Any, method: str) -> None:
+def test_a_body_that_is_refused_is_read_to_its_end(start: Any, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """Or the client's system would drop the answer that came while it was sending."""
+    monkeypatch.setattr(intake, "LINGER", 60.0)
+    monkeypatch.setattr(connection_module, "LINGER", 60.0)
+    server = start(limits=Limits(max_body_bytes=300_000))
     body = b"x" * 3_000_000
-    connection = http.client.HTTPConnection(hasty.url.removeprefix("http://"), timeout=60)
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
     data: Any = body if method == "requests" else (body[:100_000] for _ in range(30))
     connection.request("POST", "/v1/completions", data, {"Connection": "close"}, encode_chunked=method == "chunks")
     reply = connection.getresponse()
@@ -200,12 +212,13 @@ def test_one_connection_too_many(start: Any) -> None:
 def test_bodies_of_all_requests_together(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits for its answer counts; when it has it, there is room again."""
     monkeypatch.setattr(intake, "LINGER", 0.2)
-    server = start(engine={"delay": 0.02}, limits=Limits(max_pending_bytes=100_000, max_body_bytes=80_000))
+    server = start(limits=Limits(max_pending_bytes=100_000, max_body_bytes=80_000))
     for _ in range(3):
         refused = answer_to(server, HEAD + b"Transfer-Encoding: chunked\r\n\r\n186a0\r\n" + b"x" * 100_000)
         assert b" 413 " in refused[:20], "and it leaves the count as it was"
     large = json.dumps({"model": "echo", "prompt": "x" * 100, "user": "y" * 60_000}).encode()
     message = HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(large) + large
+    server.engine.held = True
     first = connect(server)
     first.sendall(message)
     server.wait(lambda: len(server.engine.running) == 1)
@@ -213,6 +226,7 @@ def test_bodies_of_all_requests_together(start: Any, monkeypatch: pytest.MonkeyP
     second.sendall(message)
     got = everything(second)
     assert b" 503 " in got[:20] and b"--max-pending-bytes" in got
+    server.engine.held = False
     assert b" 200 " in everything(first)[:20]
     third = connect(server)
     third.sendall(message)

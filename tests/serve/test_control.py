@@ -68,7 +68,7 @@ def test_abort_by_session_and_all(start: Any) -> None:
 
 
 def test_abort_by_the_id_of_the_answer(start: Any) -> None:
-    server = start(engine={"delay": 0.02}, **ALL)
+    server = start(engine={"delay": 0.1}, **ALL)
     body = json.dumps({"model": "echo", "prompt": "x" * 200, "stream": True}).encode()
     with urllib.request.urlopen(urllib.request.Request(server.v1 + "/completions", body), timeout=60) as reply:
         first = json.loads(reply.readline().removeprefix(b"data: "))

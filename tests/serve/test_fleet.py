@@ -227,11 +227,11 @@ def test_an_unused_model_is_ended_in_time(tmp_path: Path) -> None:
         await until(lambda: bool(gone))
         await asyncio.sleep(0.5)
         assert log.count("close a") == 1 and "close b" not in log
+        watching.cancel()
         over.set()
         await busy
         await use(found, "a")
         assert log.count("load a") == 2 and gone == ["http://a:1"]
-        watching.cancel()
 
     run(go)
 

@@ -179,7 +179,7 @@ def test_a_session_that_waits_for_its_turn_can_be_cancelled(start: Any, stream: 
     talks = server.app.state.server.talks
     server.wait(lambda: any(key[1] == 2 and talk.waiting for key, talk in talks._talks.items()))
     assert ask(server.url, "/v1/chat/interactive", {**second, "cancel": True})[0] == 200
-    waits.join(30)
+    waits.join(60)
     assert got and (got[0][0] == 499 or "aborted" in str(got[0])), got
     assert server.engine.running and len(server.engine.seen) == 1
     ask(server.url, "/v1/chat/interactive", {**first, "cancel": True})

@@ -125,8 +125,8 @@ def test_counters_move_while_an_answer_streams(start: Any) -> None:
             seen.append(now)
         return now
 
-    server.wait(lambda: generated() > 5)
-    assert server.engine.running and len(set(seen)) > 1
+    server.wait(lambda: generated() > 0 and len(set(seen)) > 1)
+    assert server.engine.running
     connection.close()
     server.wait(lambda: not server.engine.running)
     text = fetch(f"{server.url}/metrics")[1]

@@ -234,7 +234,7 @@ def test_large_work_does_not_wait_in_front_of_small() -> None:
         release = threading.Event()
 
         def large() -> None:
-            release.wait(20)
+            release.wait(60)
             order.append("large")
 
         async def do(work: Any, size: int) -> None:
@@ -266,7 +266,7 @@ def test_work_has_a_deadline_and_who_only_waited_is_told_so() -> None:
     release = threading.Event()
 
     async def run() -> list[int]:
-        lanes = Lanes(Limits(prompt_timeout=0.3))
+        lanes = Lanes(Limits(prompt_timeout=1.0))
         work = [lanes.run(lambda: release.wait(100), LARGE + 1) for _ in range(3)]
         found = await asyncio.gather(*work, return_exceptions=True)
         release.set()

@@ -27,7 +27,7 @@ DASHBOARD = Path(__file__).parents[2] / "deploy/monitoring/grafana/dashboards/to
 def ask(url: str, headers: dict[str, str], body: Any = BODY) -> Any:
     request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode(), headers)
     try:
-        return urllib.request.urlopen(request, timeout=30)
+        return urllib.request.urlopen(request, timeout=60)
     except urllib.error.HTTPError as error:
         return error
 
@@ -71,7 +71,7 @@ def test_lines_about_a_prompt_have_the_request_s_name(
     body = {"model": "echo", "messages": "hello", "max_tokens": 5}
     headers = {"x-request-id": "wanted", "content-type": "application/json"}
     url = start().url + "/v1/chat/completions"
-    urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=30).read()
+    urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=60).read()
     (line,) = [line for line in capfd.readouterr().err.splitlines() if ": prompt " in line]
     assert "toolkit.serve: [wanted] " in line if form == "text" else json.loads(line)["request_id"] == "wanted"
 
@@ -143,7 +143,7 @@ def test_traces_that_cannot_be_sent_are_refused_at_the_start(monkeypatch: pytest
 def test_every_metric_of_the_dashboard_is_there(start: Any) -> None:
     url = start().url
     ask(url, {}).read()
-    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as reply:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as reply:
         told = set(re.findall(r"^(toolkit:\w+)", reply.read().decode(), re.MULTILINE))
     used = set(re.findall(r"toolkit:\w+", DASHBOARD.read_text()))
     assert len(used) > 10 and used <= told, used - told
@@ -152,7 +152,7 @@ def test_every_metric_of_the_dashboard_is_there(start: Any) -> None:
 def test_metrics_have_the_names_of_other_servers_too(start: Any) -> None:
     url = start().url
     ask(url, {}).read()
-    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as reply:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as reply:
         lines = reply.read().decode().splitlines()
     values = {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines if '{engine="0"' in line}
     for theirs in ("vllm:prompt_tokens_total", "lmdeploy:generation_tokens_total"):

@@ -38,7 +38,6 @@ def launch(model: Path, *flags: str) -> subprocess.Popen[str]:
         "float32",
         "--device",
         "cpu",
-        *flags,
     ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     return subprocess.Popen(
@@ -396,21 +395,28 @@ def engine_of(server: int) -> psutil.Process:
 
 def test_an_engine_that_dies_is_replaced(tiny_models: Any) -> None:
     with serving(tiny_models("llama"), "--model-name", "tiny", "--log-level", "critical") as (url, process):
-        worker = engine_of(process.pid)
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        stream = complete(client, max_tokens=500, stream=True)
-        next(stream)
-        worker.kill()
-        with pytest.raises(openai.APIError, match="engine failed"):
-            for _ in stream:
-                pass
 
-        def healthy() -> bool:
-            with contextlib.suppress(urllib.error.HTTPError), urllib.request.urlopen(f"{url}/health", timeout=60):
-                return True
+        def back(gone: psutil.Process) -> bool:
+            with contextlib.suppress(ValueError, psutil.Error, urllib.error.HTTPError):
+                if engine_of(process.pid) != gone and urllib.request.urlopen(f"{url}/health", timeout=60):
+                    return True
             return False
 
-        _until(healthy)
+        told = ""
+        for _ in range(5):  # where the machine is busy an answer may be whole before its engine is killed
+            worker = engine_of(process.pid)
+            stream = complete(client, max_tokens=500, stream=True)
+            next(stream)
+            worker.kill()
+            try:
+                list(stream)
+            except openai.APIError as error:
+                told = str(error)
+            _until(lambda gone=worker: back(gone))
+            if told:
+                break
+        assert "engine failed" in told
         assert complete(client).choices[0].finish_reason == "length"
         assert engine_of(process.pid) != worker
 
@@ -419,7 +425,7 @@ def test_a_port_in_use(tiny_models: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         process = launch(tiny_models("llama"), "--server-port", str(port))
-        _, error = process.communicate(timeout=30)
+        _, error = process.communicate(timeout=300)
     assert process.returncode in (1, 2)
     assert len(error.strip().splitlines()) == 1 and str(port) in error and "in use" in error
 
@@ -439,7 +445,7 @@ def test_a_port_in_use(tiny_models: Any) -> None:
 )
 def test_bad_flags_are_one_line(tiny_models: Any, flags: list[str], says: str) -> None:
     process = launch(tiny_models("llama"), *flags)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=300)
     assert process.returncode in (1, 2), error
     lines = [line for line in error.strip().splitlines() if not line.startswith("loading weights")]
     assert len(lines) == 1 and says in lines[0]

@@ -127,7 +127,7 @@ def test_an_item_that_was_cut_says_so(server: Any) -> None:
 
 def test_a_stream_begins_before_the_answer_and_is_pinged(start: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(replies, "SILENCE", 0.02)
-    server = start(template=Echo(None), engine={"delay": 1.0})
+    server = start(template=Echo(None))
     user = [{"role": "user", "content": "Hi"}]
     for path, body, first, ping in (
         ("responses", {"input": "Hi"}, "event: response.created", ": ping"),
@@ -136,8 +136,12 @@ def test_a_stream_begins_before_the_answer_and_is_pinged(start: Any, monkeypatch
     ):
         asked = json.dumps({"model": "echo", "stream": True} | body).encode()
         sent = urllib.request.Request(f"{server.v1}/{path}", asked, {"content-type": "application/json"})
+        server.engine.held, lines = True, list[str]()
         with urllib.request.urlopen(sent) as reply:
-            lines = [line for line in reply.read().decode().splitlines() if line.startswith(("event", ": ", "data"))]
+            for raw in reply:
+                if (line := raw.decode().rstrip()).startswith(("event", ": ", "data")):
+                    lines.append(line)
+                server.engine.held = lines.count(ping) < 2
         text = next(i for i, line in enumerate(lines) if '"H"' in line)
         assert lines[0] == first and lines[:text].count(ping) > 1
 

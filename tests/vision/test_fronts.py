@@ -283,7 +283,7 @@ def test_slow_hosts_hold_up_no_other_prompt(client: Any, monkeypatch: pytest.Mon
 
     def slow(*_: Any) -> bytes:
         began.release()
-        release.wait(40)
+        release.wait(200)
         raise UsageError("too late")
 
     monkeypatch.setattr(images, "fetch", slow)
@@ -291,7 +291,7 @@ def test_slow_hosts_hold_up_no_other_prompt(client: Any, monkeypatch: pytest.Mon
         post = lambda: client.post("/v1/chat/completions", json=asked("http://slow.example/a.png")).status_code  # noqa: E731
         waiting = [pool.submit(post) for _ in range(5)]
         try:
-            assert all(began.acquire(timeout=20) for _ in waiting)
+            assert all(began.acquire(timeout=60) for _ in waiting)
             assert client.post("/v1/chat/completions", json=asked()).status_code == 200
             assert not any(one.done() for one in waiting)
         finally:
