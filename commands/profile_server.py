@@ -20,6 +20,7 @@ from toolkit.profile.options import Traffic
 from toolkit.progress import Progress
 
 if TYPE_CHECKING:
+    from toolkit.profile.http_client import Client
     from toolkit.profile.serving import Run
 
 CHAT = ("openai-chat", "vllm-chat", "lmdeploy-chat", "sglang-oai-chat")  # --backend of other load clients
@@ -79,7 +80,6 @@ def api_server(
     from toolkit.artifacts import result_file
     from toolkit.profile.http_client import Client
     from toolkit.profile.serving import columns as row_names
-    from toolkit.profile.serving import measure
 
     if (target is None) == (base_url is None):
         raise UsageError("URL|MODEL: expected a server's address or a model, or --base-url")
@@ -88,28 +88,17 @@ def api_server(
     limits, words = _limits(goodput or []), _tokenizer(tokenizer or (None if remote else target))
     traffic = replace(traffic, limits=limits, tokenizer=words)
     traffic.check()
-    extra = {
-        "temperature": 0.0,
-        **({"ignore_eos": True} if ignore_eos and not no_ignore_eos else {}),
-        **sampling.given(),
-    }
-    extra |= _object("--extra-body", extra_body)
+    ends = {"ignore_eos": True} if ignore_eos and not no_ignore_eos else {}
+    extra = {"temperature": 0.0, **ends, **sampling.given(), **_object("--extra-body", extra_body)}
     extra.pop("do_sample", None)
     columns = row_names(traffic)
     result_file.check_json("--json", json_file, columns)
     result_file.check_csv("--csv", csv_file, ["target", *columns])
     result_file.check_plot("--plot", plot)
-    runs, progress = len(traffic.request_rate) * max(len(traffic.concurrency), 1), Progress()
+    progress = Progress()
     with progress, _served(target, remote, progress) as url:
         client = Client(url, model, _endpoint(endpoint, backend), api_key, extra, timeout, insecure)
-        done = 0
-
-        def advance(record: object) -> None:
-            nonlocal done
-            done += 1
-            progress.update("requests", done, traffic.num_prompts * runs)
-
-        found = asyncio.run(measure(client, traffic, on_done=advance))
+        found = _measured(client, traffic, progress)
     rows = [run.row for run in found]
     if failed := sum(row["failed"] for row in rows):
         first = next(record.error for run in found for record in run.records if record.error)
@@ -135,6 +124,20 @@ def _served(target: str, remote: bool, progress: Progress) -> Iterator[str]:
     progress.update(f"loading {target}")
     with serve(target, server_port=0) as server:
         yield server.url
+
+
+def _measured(client: Client, traffic: Traffic, progress: Progress) -> list[Run]:
+    """A run for every rate and concurrency."""
+    from toolkit.profile.serving import measure
+
+    done, total = 0, traffic.num_prompts * len(traffic.request_rate) * max(len(traffic.concurrency), 1)
+
+    def advance(record: object) -> None:
+        nonlocal done
+        done += 1
+        progress.update("requests", done, total)
+
+    return asyncio.run(measure(client, traffic, on_done=advance))
 
 
 def _endpoint(endpoint: str | None, backend: str | None) -> Any:

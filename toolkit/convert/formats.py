@@ -8,34 +8,27 @@ never rounded a second time.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
-from toolkit.artifacts.checkpoint_writer import write_checkpoint
-from toolkit.artifacts.formats.ct_scheme import CACHE_SCHEME, cache_config
-from toolkit.artifacts.formats.describe import Layout, form_name, layout_of
-from toolkit.artifacts.formats.writers import WRITERS, Writer, adapt
+from toolkit.artifacts.formats.writers import WRITERS
 from toolkit.artifacts.gguf.eyes import FILE
 from toolkit.artifacts.manifest import Manifest, describe_parent, read_manifest, require_kind
 from toolkit.artifacts.replace import check_directory_target, check_file_target
 from toolkit.artifacts.source import resolve_model
-from toolkit.artifacts.stage import Stage, open_stage, write_file
+from toolkit.artifacts.stage import open_stage, write_file
 from toolkit.artifacts.weights import (
     any_quantized,
-    as_stored,
-    cache_scales,
     check_whole,
-    is_present,
     left_out,
-    load_stored,
-    split_parts,
     validate_checkpoint,
 )
+from toolkit.convert.weights import ROUNDED, Progress, Work, without_scales, write_weights
 from toolkit.engine_configs import DTYPES
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.mmproj import Mmproj
@@ -46,12 +39,8 @@ from toolkit.runners.native.library import explain_mapped_faults
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from toolkit.artifacts.canonical import Weight
 
-Progress = Callable[[int, int], None]
 FORMATS = (*WRITERS, "gguf", "hf")
-_CACHE_SCALED = ("compressed-tensors", "fp8", "hf")  # formats whose readers look for scales of a float8 KV cache
-_ROUNDED = ("w8a8", "fp8", "mxfp4")  # formats that a dense matrix can simply be rounded to
 
 
 @dataclass(frozen=True)
@@ -63,29 +52,6 @@ class Rewritten:
     notes: list[str]
     manifest: Manifest | None
     already_there: bool = False
-
-
-@dataclass
-class _Work:
-    """A conversion under way. ``whole``: ``stored`` as the family has it, stacks as stacks. ``quantized``: whether
-    linears were so to begin with; ``layouts``: of every linear written so far; ``errors``: of those rounded.
-    """
-
-    checkpoint: Checkpoint
-    spec: DecoderSpec
-    stored: list[StoredTensor]
-    whole: list[StoredTensor]
-    quantized: bool
-    to: str
-    dtype: str
-    progress: Progress | None
-    layouts: dict[str, Layout | None] = field(default_factory=dict)
-    errors: dict[str, float] = field(default_factory=dict)
-    widened: list[str] = field(default_factory=list)
-
-    def cache_scales(self) -> dict[str, Tensor]:
-        """Those of a float8 KV cache that the checkpoint has."""
-        return dict(cache_scales(self.checkpoint))
 
 
 def rewrite(
@@ -113,7 +79,8 @@ def rewrite(
     path = resolve_model(model, revision=revision, download_dir=download_dir, progress=not quiet)
     require_kind(path, ("checkpoint", "quantized"), "convert --to")
     target = Path(dst_path)
-    if to == "gguf" and target.suffix.lower() == ".gguf":
+    one_file = to == "gguf" and target.suffix.lower() == ".gguf"
+    if one_file:
         check_file_target(target, path, overwrite)
     else:
         check_directory_target(target, [path], overwrite)
@@ -123,17 +90,18 @@ def rewrite(
     validate_checkpoint(checkpoint, stored)
     if to != "gguf":
         check_whole(checkpoint)
-    if to == "gguf" and target.suffix.lower() == ".gguf":
-        sees = isinstance(get(spec.family).gguf, Mmproj)
+    gguf = partial(_write_gguf, checkpoint, spec, stored, gguf_type, importance, progress)
+    sees = to == "gguf" and isinstance(get(spec.family).gguf, Mmproj)
+    if one_file:
         beside = target.with_name(f"mmproj-{target.name}")
         if sees:
             check_file_target(beside, path, overwrite)
         with write_file(target) as file, write_file(beside) if sees else nullcontext() as eyes:
             check_file_target(target, path, overwrite)  # another run may just have ended
-            notes, _ = _write_gguf(checkpoint, spec, stored, file, eyes, gguf_type, importance, progress)
+            notes, _ = gguf(file, eyes)
         return Rewritten(target, to, notes, None)
     quantized = any_quantized(checkpoint, stored)
-    if not quantized and to not in ("hf", "gguf", *_ROUNDED):
+    if not quantized and to not in ("hf", "gguf", *ROUNDED):
         lite = {"awq": "auto_awq", "auto_round": "auto_round"}.get(to, "auto_gptq")
         raise ToolkitError(f"{path}: not quantized, and {to} needs calibration: use tool lite {lite}")
     options: dict[str, Any] = {"to": to} | ({"gguf_type": gguf_type} if to == "gguf" else {"dtype": dtype})
@@ -144,12 +112,10 @@ def rewrite(
         if stage.already_there:
             return Rewritten(target, to, [], read_manifest(stage.target), True)
         if to == "gguf":
-            file = stage.dir / "model.gguf"
-            eyes = stage.dir / FILE if isinstance(get(spec.family).gguf, Mmproj) else None
-            notes, quality = _write_gguf(checkpoint, spec, stored, file, eyes, gguf_type, importance, progress)
+            notes, quality = gguf(stage.dir / "model.gguf", stage.dir / FILE if sees else None)
         else:
-            work = _Work(checkpoint, spec, stored, build(checkpoint.config)[1], quantized, to, dtype, progress)
-            notes, quality = _write(work, stage)
+            work = Work(checkpoint, spec, stored, build(checkpoint.config)[1], quantized, to, dtype, progress)
+            notes, quality = write_weights(work, stage)
         return Rewritten(target, to, notes, stage.finish(quality))
 
 
@@ -168,203 +134,17 @@ def _check_options(to: str, gguf_type: str, dtype: str) -> None:
         raise UsageError(f"--dtype: only with --to hf, found --to {to}; leave it out")
 
 
-# -- directories
-
-
-def _write(work: _Work, stage: Stage) -> tuple[list[str], dict[str, Any]]:
-    """Write the checkpoint; returns what is to be told, and figures for the manifest."""
-    tensors = _dense_tensors(work) if work.to == "hf" else _quantized_tensors(work, WRITERS[work.to])
-    scales = work.cache_scales() if work.to in _CACHE_SCALED else {}
-
-    def config(kept: dict[str, Any]) -> dict[str, Any]:
-        if work.to != "hf":
-            kept["quantization_config"] = WRITERS[work.to].config(work.layouts)
-        elif work.dtype != "auto" or work.widened:
-            kept.pop("dtype", None)
-            kept["torch_dtype"] = work.dtype if work.dtype != "auto" else "float32"
-        if scales and work.to != "fp8":  # whose readers need no word of it
-            scheme = (work.checkpoint.quantization or {}).get("kv_cache_scheme") or CACHE_SCHEME
-            stated = kept.get("quantization_config", cache_config(scheme))
-            kept["quantization_config"] = stated | {"kv_cache_scheme": scheme}
-        return kept
-
-    write_checkpoint(stage.dir, work.checkpoint, chain(tensors, scales.items()), config)
-    return _notes(work), {"layers": [{"name": name, "rel_error": error} for name, error in work.errors.items()]}
-
-
-def _modules(work: _Work) -> Iterator[tuple[StoredTensor, Weight | Tensor, Tensor | None]]:
-    for i, item in enumerate(work.stored):
-        if (item.kind == "head" and work.spec.tied) or (item.optional and not is_present(work.checkpoint, item)):
-            continue
-        yield item, *load_stored(work.checkpoint, item)
-        work.checkpoint.release()
-        if work.progress is not None:
-            work.progress(i + 1, len(work.stored))
-
-
-def _quantized_tensors(work: _Work, writer: Writer) -> Iterator[tuple[str, Tensor]]:
-    import torch
-
-    from toolkit.artifacts.canonical import Dense
-
-    for item, value, bias in _modules(work):
-        dense = isinstance(value, (torch.Tensor, Dense)) and (work.quantized or item.kind != "linear")
-        if dense or writer.takes(item):
-            yield from _quantized_module(work, writer, item, value, bias)
-            continue
-        found = dict(split_parts(item, value, bias))
-        for part in item.alone():
-            offset = found.get(f"{part.name}.bias")
-            assert offset is None or isinstance(offset, torch.Tensor)
-            yield from _quantized_module(work, writer, part, found[part.name], offset)
-
-
-def _quantized_module(
-    work: _Work, writer: Writer, item: StoredTensor, value: Weight | Tensor, bias: Tensor | None
-) -> Iterator[tuple[str, Tensor]]:
-    import torch
-
-    from toolkit.artifacts.canonical import Dense
-
-    if isinstance(value, torch.Tensor):
-        yield from as_stored(item, value, bias)
-        return
-    if item.kind == "linear":
-        value = _fitting(work, item, value, writer)
-    quantized = not isinstance(value, Dense) and (item.kind == "linear" or writer.cannot_hold(value) is None)
-    if item.kind in ("linear", "router", "head"):
-        work.layouts[item.name] = layout_of(value) if quantized else None
-    if item.kind == "embed" or not quantized:
-        yield from as_stored(item, _exact(work, item.name, value), bias)
-        return
-    yield from writer.write_module(item, value)
-    if bias is not None:
-        yield item.bias_name, bias.reshape(item.bias_shape)
-
-
-def _fitting(work: _Work, item: StoredTensor, value: Weight, writer: Writer) -> Weight:
-    """A linear in a form that the format holds: with the same numbers, or rounded if it was dense."""
-    from toolkit.artifacts.canonical import Dense
-
-    if not isinstance(value, Dense):
-        found, reason = adapt(value, writer)
-        if reason is not None:
-            raise ToolkitError(
-                f"{work.checkpoint.path}: {item.name}: {form_name(value)} cannot be {writer.name} without changing its "
-                f"numbers: {reason}"
-            )
-        return found
-    if work.quantized:
-        return value  # left dense by whoever quantized the rest
-    rounded = _round(value.weight, item.name, writer.name)
-    norm = float(value.weight.float().norm())
-    work.errors[item.name] = float((rounded.dequantize() - value.weight.float()).norm()) / norm if norm else 0.0
-    return rounded
-
-
-def _round(weight: Tensor, name: str, to: str) -> Weight:
-    from toolkit.artifacts import rounding
-
-    if to == "w8a8":
-        return rounding.to_channel_int8(weight, name)
-    return rounding.to_block_fp8(weight, name) if to == "fp8" else rounding.to_mxfp4(weight, name)
-
-
-def _exact(work: _Work, name: str, value: Weight) -> Tensor:
-    """A weight as plain floats with the same numbers: its own type, or the narrowest of three that holds them."""
-    import torch
-
-    from toolkit.artifacts.canonical import Dense
-
-    if isinstance(value, Dense):
-        return value.weight
-    full = value.dequantize()
-    for dtype in (torch.bfloat16, torch.float16):
-        if torch.equal(full.to(dtype).float(), full):
-            return full.to(dtype)
-    work.widened.append(name)
-    return full
-
-
-def _dense_tensors(work: _Work) -> Iterator[tuple[str, Tensor]]:
-    import torch
-
-    from toolkit.artifacts.canonical import Dense
-
-    # what the checkpoint has as single linears, as formats without stacks have it, and its family as a stack
-    single = {part.name: item for item in work.whole if item.stacked for part in item.parts}
-    held: list[tuple[Tensor, Tensor | None]] = []
-    for item, value, bias in _modules(work):
-        if isinstance(value, torch.Tensor):
-            dense = value
-        elif work.dtype == "auto":
-            dense = _exact(work, item.name, value)
-        else:
-            dense = value.weight if isinstance(value, Dense) else value.dequantize()
-        if item.name in single:
-            item = single[item.name]
-            held.append((dense, bias))
-            if len(held) < len(item.parts):
-                continue
-            order = torch.argsort(torch.tensor([row for part in item.parts for row in item.rows_of(part)]))
-            dense = torch.cat([rows for rows, _ in held])[order]
-            bias = torch.cat([b for _, b in held if b is not None])[order] if item.bias else None
-            held.clear()
-        for name, tensor in as_stored(item, dense, bias):
-            yield name, tensor if work.dtype == "auto" else _cast(name, tensor, work)
-
-
-def _cast(name: str, tensor: Tensor, work: _Work) -> Tensor:
-    import torch
-
-    cast = tensor.to(getattr(torch, work.dtype))
-    if not torch.equal(cast.isfinite(), tensor.isfinite()):
-        raise ToolkitError(f"{name}: a value is beyond float16's 65504; use --dtype bfloat16 or float32")
-    if name.endswith(".weight") and not torch.equal(cast.float(), tensor.float()):
-        work.errors[name.removesuffix(".weight")] = float(
-            (cast.float() - tensor.float()).norm() / tensor.float().norm()
-        )
-    return cast
-
-
-def _notes(work: _Work) -> list[str]:
-    notes = []
-    if work.errors:
-        worst = max(work.errors.values())
-        what = work.dtype if work.to == "hf" else work.to
-        notes.append(f"{len(work.errors)} matrices rounded to {what} (largest relative error {worst:.2%})")
-    else:
-        notes.append("lossless: every weight keeps its numbers")
-    if work.widened:
-        more = f" and {len(work.widened) - 1} more" if len(work.widened) > 1 else ""
-        notes.append(f"{work.widened[0]}{more}: stored as float32, which alone holds its numbers")
-    return [*notes, *_without_scales(work.checkpoint, work.to)]
-
-
-def _without_scales(checkpoint: Checkpoint, to: str) -> list[str]:
-    """A line where the format has no place for the scales of a float8 KV cache that the model has."""
-    count = len(dict(cache_scales(checkpoint)))
-    if not count or to in _CACHE_SCALED:
-        return []
-    return [
-        f"{count} scales of a float8 KV cache are left out, for which {to} has no place; {', '.join(_CACHE_SCALED)} do"
-    ]
-
-
-# -- GGUF
-
-
 def _write_gguf(
     checkpoint: Checkpoint,
     spec: DecoderSpec,
     stored: list[StoredTensor],
-    file: Path,
-    eyes: Path | None,
     gguf_type: str,
     importance: Mapping[str, Tensor] | None,
     progress: Progress | None,
+    file: Path,
+    eyes: Path | None,
 ) -> tuple[list[str], dict[str, Any]]:
-    """As ``_write``. ``eyes``: where the tower goes of a model that sees."""
+    """As ``write_weights``, to ``file``. ``eyes``: where the tower goes of a model that sees."""
     from toolkit.artifacts.gguf.export import plan_export
     from toolkit.artifacts.gguf.eyes_export import write_eyes
 
@@ -374,7 +154,7 @@ def _write_gguf(
     export.write(file, progress)
     layers = [{"name": name, "rel_error": error} for name, error in export.errors.items()]
     others = left_out(checkpoint, stored)
-    notes = [*_gguf_notes(export), *_without_scales(checkpoint, "gguf"), *([others] if others else [])]
+    notes = [*_gguf_notes(export), *without_scales(checkpoint, "gguf"), *([others] if others else [])]
     return notes, {"layers": layers, "types": export.types}
 
 

@@ -60,8 +60,7 @@ class EngineCore:
         self.blocks = BlockManager(
             spec.cache_groups, options.num_blocks, size, options.max_batch_size, max(self.max_len, 1)
         )
-        together = 0 if spec.vision is None else spec.vision.together
-        rows = max(1, together, options.max_logit_bytes // (4 * spec.vocab_size))
+        rows = max(1, spec.together, options.max_logit_bytes // (4 * spec.vocab_size))
         self.scheduler = Scheduler(self.blocks, options, rows)
         axes = 3 if spec.vision is not None and spec.vision.axes else 1
         self.builder = StepBuilder(self.blocks, options.max_batch_size, spec.vocab_size, axes)

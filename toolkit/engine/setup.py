@@ -20,7 +20,7 @@ from toolkit.models.pictures import most_patches
 from toolkit.models.spec import DecoderSpec
 from toolkit.models.vision import VisionSpec
 from toolkit.record import read
-from toolkit.runners.base import Backend, RunnerError, RunnerOptions
+from toolkit.runners.base import Backend, Runner, RunnerError, RunnerOptions
 
 if TYPE_CHECKING:
     from toolkit.artifacts.text.tokenizer import Tokenizer
@@ -144,63 +144,13 @@ def _check_tp(config: EngineConfig) -> None:
 @extras.named()
 def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress: Progress) -> tuple[EngineCore, Facts]:
     """Open the runner, plan memory, load weights, allocate the cache. Raises ToolkitError or UsageError, one line."""
-    from toolkit.models.registry import from_files
-    from toolkit.runners.choose import open_runner
-
     config = setup.config
-    own = getattr(config, "custom_module_map", None) or ()
-    options = RunnerOptions(
-        device=config.device,
-        dtype=config.dtype,
-        quant_policy=config.quant_policy,
-        block_size=config.block_size if isinstance(config, PytorchEngineConfig) else config.cache_block_seq_len,
-        threads=config.threads or 0,
-        adapters=tuple((config.adapters or {}).items()),
-    )
-    runner, why = open_runner(
-        setup.path,
-        backend=setup.backend,
-        options=options,
-        hf_overrides=_overrides(config),
-        rope_scaling_factor=getattr(config, "rope_scaling_factor", 0.0),
-        use_logn_attn=getattr(config, "use_logn_attn", False),
-        model_format=config.model_format,
-        load_format=config.load_format,
-        families=from_files([own] if isinstance(own, str) else own),
-    )
+    runner, why = _open(setup)
     try:
-        _check_blocks(runner.spec, config, options.block_size)
-        together = 0 if runner.spec.vision is None else runner.spec.vision.together
-        patches = _patches(setup, runner.spec.vision)
-        memory = plan(
-            runner.memory(),
-            runner.spec.cache_groups,
-            block_size=options.block_size,
-            vocab_size=runner.spec.vocab_size,
-            max_position=runner.spec.max_position,
-            device=runner.device,
-            guessed=runner.spec.block,
-            wishes=Wishes(
-                config.session_len,
-                config.max_batch_size,
-                max(config.max_prefill_token_num, together),
-                _kv_wish(config),
-                config.target_step_ms,
-                setup.pictures_together * patches,
-                EngineOptions.pictures_kept * patches,
-            ),
-        )
-        if memory.max_prefill_token_num < together:
-            found = f"{memory.max_prefill_token_num} prompt tokens a step fit, a picture of this model has {together}"
-            raise ToolkitError(f"not enough memory: {found}; free some memory or use a smaller max_batch_size")
+        memory = _plan(setup, runner)
         for notice in memory.notices:
             progress(notice)
-        progress(f"loading weights with the {runner.name} runner on {runner.device}")
-        runner.load_weights()
-        runner.allocate_cache(memory.num_blocks)
-        if runner.device != "cpu":
-            progress(f"preparing steps of up to {memory.max_batch_size} requests")
-        runner.warm_up(memory.max_batch_size, memory.session_len, memory.max_prefill_token_num)
+        _load(runner, memory, progress)
     except MemoryError as e:
         runner.close()
         raise ToolkitError(f"{setup.path}: out of memory while loading ({e}); close other programs or quantize") from e
@@ -230,6 +180,73 @@ def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress
     verify_tensors(setup.path, core.tell_damage)
     named = runner.name, runner.backend, runner.device, runner.dtype
     return core, Facts(memory, why, "; ".join(runner.notes), *named, runner.spec.vocab_size)
+
+
+def _open(setup: Setup) -> tuple[Runner, str]:
+    """The runner, without weights, and why it is another than was asked for or is fastest."""
+    from toolkit.models.registry import from_files
+    from toolkit.runners.choose import open_runner
+
+    config = setup.config
+    own = getattr(config, "custom_module_map", None) or ()
+    options = RunnerOptions(
+        device=config.device,
+        dtype=config.dtype,
+        quant_policy=config.quant_policy,
+        block_size=config.block_size,
+        threads=config.threads or 0,
+        adapters=tuple((config.adapters or {}).items()),
+    )
+    return open_runner(
+        setup.path,
+        backend=setup.backend,
+        options=options,
+        hf_overrides=_overrides(config),
+        rope_scaling_factor=getattr(config, "rope_scaling_factor", 0.0),
+        use_logn_attn=getattr(config, "use_logn_attn", False),
+        model_format=config.model_format,
+        load_format=config.load_format,
+        families=from_files([own] if isinstance(own, str) else own),
+    )
+
+
+def _plan(setup: Setup, runner: Runner) -> MemoryPlan:
+    """How memory is shared out. Raises UsageError for blocks that do not fill the cache's, ToolkitError where a picture
+    that is computed whole does not fit."""
+    config, spec = setup.config, runner.spec
+    _check_blocks(spec, config, config.block_size)
+    patches = _patches(setup, spec.vision)
+    memory = plan(
+        runner.memory(),
+        spec.cache_groups,
+        block_size=config.block_size,
+        vocab_size=spec.vocab_size,
+        max_position=spec.max_position,
+        device=runner.device,
+        guessed=spec.block,
+        wishes=Wishes(
+            config.session_len,
+            config.max_batch_size,
+            max(config.max_prefill_token_num, spec.together),
+            _kv_wish(config),
+            config.target_step_ms,
+            setup.pictures_together * patches,
+            EngineOptions.pictures_kept * patches,
+        ),
+    )
+    if memory.max_prefill_token_num < spec.together:
+        found = f"{memory.max_prefill_token_num} prompt tokens a step fit, a picture of this model has {spec.together}"
+        raise ToolkitError(f"not enough memory: {found}; free some memory or use a smaller max_batch_size")
+    return memory
+
+
+def _load(runner: Runner, memory: MemoryPlan, progress: Progress) -> None:
+    progress(f"loading weights with the {runner.name} runner on {runner.device}")
+    runner.load_weights()
+    runner.allocate_cache(memory.num_blocks)
+    if runner.device != "cpu":
+        progress(f"preparing steps of up to {memory.max_batch_size} requests")
+    runner.warm_up(memory.max_batch_size, memory.session_len, memory.max_prefill_token_num)
 
 
 def _overrides(config: EngineConfig) -> dict[str, Any] | None:

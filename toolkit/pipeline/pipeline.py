@@ -93,16 +93,9 @@ class Pipeline:
         vision = kwargs.pop("vision_config", None) or VisionConfig()
         ignored = ["trust_remote_code"] if kwargs.pop("trust_remote_code", None) else []
         arguments.refuse_unknown("pipeline()", kwargs)
-        if speculative_config is not None:
-            raise UsageError("speculative_config: speculative decoding is not built yet; leave it out")
-        if default is not None and not isinstance(default, GenerationConfig):
-            raise UsageError(f"gen_config: expected a GenerationConfig, found {type(default).__name__}")
-        if max_log_len is not None and (not isinstance(max_log_len, int) or max_log_len < 0):
-            raise UsageError(f"max_log_len: expected a number of characters, found {max_log_len!r}")
+        _check(speculative_config, default, max_log_len, vision)
         ChatTemplate.check(chat_template_config)
         _set_log_level(log_level)
-        if not isinstance(vision, VisionConfig):
-            raise UsageError(f"vision_config: expected a VisionConfig, found {type(vision).__name__}")
         for name in ignored:
             logger.warning("%s", notice(name, name))
         self.model_path = str(model_path)
@@ -414,6 +407,18 @@ def _shape(results: list[Response], count: int, single: bool, jobs: list[Job]) -
         rows[job.key[0]].append(result)
     shaped = [row if len(row) > 1 else row[0] for row in rows]
     return shaped[0] if single else shaped
+
+
+def _check(speculative_config: Any, gen_config: Any, max_log_len: Any, vision: Any) -> None:
+    """Raise UsageError for an argument of ``Pipeline`` that means nothing."""
+    if speculative_config is not None:
+        raise UsageError("speculative_config: speculative decoding is not built yet; leave it out")
+    if gen_config is not None and not isinstance(gen_config, GenerationConfig):
+        raise UsageError(f"gen_config: expected a GenerationConfig, found {type(gen_config).__name__}")
+    if max_log_len is not None and (not isinstance(max_log_len, int) or max_log_len < 0):
+        raise UsageError(f"max_log_len: expected a number of characters, found {max_log_len!r}")
+    if not isinstance(vision, VisionConfig):
+        raise UsageError(f"vision_config: expected a VisionConfig, found {type(vision).__name__}")
 
 
 def _set_log_level(level: str) -> None:

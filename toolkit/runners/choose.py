@@ -87,6 +87,17 @@ def open_model(
         if load_format != "auto":
             raise UsageError(f"--load-format {load_format}: {path} is packed already; leave the option out")
         return _open_engine(path, hf_overrides, rope_scaling_factor, model_format, device, families)
+    return _open_checkpoint(path, hf_overrides, rope_scaling_factor, model_format, load_format, families)
+
+
+def _open_checkpoint(
+    path: Path,
+    hf_overrides: dict[str, Any] | None,
+    rope_scaling_factor: float,
+    model_format: str | None,
+    load_format: str,
+    families: Sequence[Family],
+) -> Opened:
     from toolkit.artifacts.checkpoint import open_checkpoint
     from toolkit.artifacts.weights import left_out, validate_checkpoint
     from toolkit.models.registry import apply_overrides, load_spec

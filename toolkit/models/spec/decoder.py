@@ -118,6 +118,11 @@ class DecoderSpec:
         """Positions whose tokens see each other both ways, 1 where none do."""
         return max((a.block for _, a in self.attention_layers()), default=1)
 
+    @property
+    def together(self) -> int:
+        """Tokens of a picture that see each other both ways and so are computed in one step; 0 where none do."""
+        return 0 if self.vision is None else self.vision.together
+
     def mixers(self) -> Iterator[tuple[int, Mixer]]:
         """(layer index, mixer) in execution order."""
         return ((i, s.mixer) for i, layer in enumerate(self.layers) for s in layer.sublayers)
