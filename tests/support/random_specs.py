@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from toolkit.artifacts.canonical import Dense, GroupInt
 from toolkit.artifacts.rounding import to_channel_int8, to_group_int
-from toolkit.models.decoder import Dims, assemble
+from toolkit.models.config.dims import Dims
+from toolkit.models.decoder import assemble
 from toolkit.models.spec import (
     AlibiSpec,
     AttentionSpec,

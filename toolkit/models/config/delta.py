@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from toolkit.models.config.dims import Dims
 from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.config.rope import read_rope
-from toolkit.models.decoder import Dims, Fused
 from toolkit.models.spec import AttentionSpec, ConvSpec, DeltaSpec, LinearSpec, NormSpec, RopeSpec
+from toolkit.models.stored import Fused
 
 PARTIAL = 0.25  # of a head that turns, where the config does not say
 PREFIX = "linear_attn"

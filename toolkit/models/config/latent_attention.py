@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from toolkit.models.config.dims import Dims, read_dims
 from toolkit.models.config.fields import MAX_WIDTH, Fields
 from toolkit.models.config.rope import read_rope, yarn_mscale
-from toolkit.models.decoder import Dims, read_dims
 from toolkit.models.spec import AttentionSpec, LatentSpec, LinearSpec, NormSpec
 
 LATENT_EPS = 1e-6  # of the norms inside, whatever the config says of the others

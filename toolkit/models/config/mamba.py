@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.models.config.fields import Fields
-from toolkit.models.decoder import Fused
 from toolkit.models.spec import ConvSpec, LinearSpec, MambaSpec, NormSpec
+from toolkit.models.stored import Fused
 
 _NO_LIMIT = (None, [0, math.inf], [0, {"__float__": "Infinity"}])  # the last as transformers writes it
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from toolkit.models.config.dims import Dims, read_experts
 from toolkit.models.config.fields import MAX_EXPERTS, Fields
-from toolkit.models.decoder import Dims, experts, read_experts
+from toolkit.models.decoder import experts
 from toolkit.models.spec import MoeSpec
 
 

@@ -5,10 +5,12 @@ Only the first release's class: later ones, with another spelling of the name, a
 
 from __future__ import annotations
 
+from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.decoder import Built, fused_qkv, llama_like, read_dims
+from toolkit.models.decoder import Built, llama_like
 from toolkit.models.families import llama
 from toolkit.models.family import Family, Tiny
+from toolkit.models.stored import fused_qkv
 
 
 def build(config: Fields) -> Built:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import MAX_POSITION, Fields
-from toolkit.models.decoder import Built, fused_qkv, llama_like, read_dims
+from toolkit.models.decoder import Built, llama_like
 from toolkit.models.families import llama
 from toolkit.models.family import Family, Tiny
 from toolkit.models.positions import alibi_slopes
 from toolkit.models.spec import AlibiSpec
+from toolkit.models.stored import fused_qkv
 
 FIRST_RELEASE = range(64_000, 125_696)  # tokens of its vocabulary, added ones included
 TURNED = 4096  # hidden size of 7B, whose files state the length as others do

@@ -3,11 +3,13 @@ the models' own ``modeling_chatglm.py``."""
 
 from __future__ import annotations
 
+from toolkit.models.config.dims import Dims, read_dims
 from toolkit.models.config.fields import MAX_LAYERS, MAX_POSITION, MAX_VOCAB, Fields
-from toolkit.models.decoder import Built, Dims, fused_gate_up, fused_qkv, llama_like, read_dims, renamed
+from toolkit.models.decoder import Built, llama_like
 from toolkit.models.families.glm import GGUF
 from toolkit.models.family import Family, Tiny
 from toolkit.models.spec import RopeSpec
+from toolkit.models.stored import fused_gate_up, fused_qkv, renamed
 
 NAMES = {
     "model.embed_tokens": "transformer.embedding.word_embeddings",

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.decoder import Built, fused_qkv, llama_like, read_dims, renamed
+from toolkit.models.decoder import Built, llama_like
 from toolkit.models.families import glm4v_9b
 from toolkit.models.family import Family, Tiny
 from toolkit.models.pictures import Recipe
 from toolkit.models.routed import Routed
 from toolkit.models.spec import RopeSpec
+from toolkit.models.stored import fused_qkv, renamed
 from toolkit.models.towers import seeing, stored_vision
 
 NAMES = {

@@ -8,9 +8,10 @@ from functools import partial
 from typing import Any
 
 from toolkit.errors import ToolkitError
+from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import MAX_POSITION, Fields
 from toolkit.models.config.rope import read_rope
-from toolkit.models.decoder import PARALLEL_NORM, Built, layer_norm, llama_like, read_dims
+from toolkit.models.decoder import PARALLEL_NORM, Built, layer_norm, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, QK_NORMS, Gguf, as_wide_as_the_model
 from toolkit.models.spec import DecoderSpec

@@ -7,9 +7,10 @@ from functools import partial
 from typing import Any
 
 from toolkit.errors import ToolkitError
+from toolkit.models.config.dims import read_dims, read_window, read_windows
 from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.config.rope import read_rope
-from toolkit.models.decoder import PARALLEL_NORM, Built, layer_norm, llama_like, read_dims, read_window, read_windows
+from toolkit.models.decoder import PARALLEL_NORM, Built, layer_norm, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, Gguf
 from toolkit.models.spec import DecoderSpec

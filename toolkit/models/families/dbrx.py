@@ -8,23 +8,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from toolkit.models.config.dims import Dims, read_dims
 from toolkit.models.config.fields import MAX_EXPERTS, MAX_EXPERTS_IN_ALL, MAX_LAYERS, MAX_POSITION, Fields
 from toolkit.models.config.rope import read_rope
-from toolkit.models.decoder import (
-    Built,
-    Dims,
-    Fused,
-    LayerNorms,
-    experts,
-    fused_qkv,
-    layer_norm,
-    llama_like,
-    read_dims,
-    renamed,
-)
+from toolkit.models.decoder import Built, LayerNorms, experts, layer_norm, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import QKV, Gguf, Metadata, as_wide_as_the_model, with_experts
 from toolkit.models.spec import DecoderSpec, Rows
+from toolkit.models.stored import Fused, fused_qkv, renamed
 
 NAMES = {
     "model.embed_tokens": "transformer.wte",

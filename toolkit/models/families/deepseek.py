@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.errors import ToolkitError
+from toolkit.models.config.dims import read_dims, read_experts
 from toolkit.models.config.fields import MAX_EXPERTS, MAX_LAYERS, Fields
-from toolkit.models.decoder import Built, experts, llama_like, read_dims, read_experts
+from toolkit.models.decoder import Built, experts, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, EXPERT_NUMBERS, SHARED_EXPERT, Gguf, Metadata, with_experts
 from toolkit.models.spec import DecoderSpec, MoeSpec

@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from toolkit.errors import ToolkitError
+from toolkit.models.config.dims import read_dims, read_experts
 from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.config.rope import read_rope
 from toolkit.models.config.routing import on_disk
-from toolkit.models.decoder import Built, experts, llama_like, read_dims, read_experts
+from toolkit.models.decoder import Built, experts, llama_like
 from toolkit.models.families import ernie4_5
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, CORRECTION, EXPERT_BLOCK, SHARED_EXPERT, routing

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.decoder import Built, llama_like, read_dims, renamed
+from toolkit.models.decoder import Built, llama_like
 from toolkit.models.families.llama import LLAMA3
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, Gguf
+from toolkit.models.stored import renamed
 
 NAMES = {
     "model.embed_tokens": "transformer.wte",

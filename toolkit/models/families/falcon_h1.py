@@ -10,23 +10,16 @@ from typing import Any
 
 import numpy as np
 
+from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.mamba import fused_entry, mamba_layers, read_mamba
 from toolkit.models.config.rope import read_rope
-from toolkit.models.decoder import (
-    Built,
-    assemble,
-    attention,
-    gated_mlp,
-    read_dims,
-    renamed,
-    rms_norm,
-    stored_tensors,
-)
+from toolkit.models.decoder import Built, assemble, attention, gated_mlp, rms_norm
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, Gguf, Metadata
 from toolkit.models.gguf_states import MAMBA, MAMBA_ENTRY, mamba_keys, mamba_layouts, read_mamba_keys
 from toolkit.models.spec import DecoderSpec, LayerSpec, Sublayer
+from toolkit.models.stored import renamed, stored_tensors
 
 NAMES = {
     "post_attention_layernorm": "pre_ff_layernorm",

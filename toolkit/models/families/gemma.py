@@ -3,8 +3,9 @@ Source: arXiv 2403.08295."""
 
 from __future__ import annotations
 
+from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.decoder import Built, llama_like, read_dims
+from toolkit.models.decoder import Built, llama_like
 from toolkit.models.families.gemma2 import FIELDS
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, Gguf

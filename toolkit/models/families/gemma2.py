@@ -7,17 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.errors import ToolkitError
+from toolkit.models.config.dims import read_dims, read_window, read_windows
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.rope import read_rope
-from toolkit.models.decoder import (
-    SANDWICH_NORMS,
-    Built,
-    LayerNorms,
-    llama_like,
-    read_dims,
-    read_window,
-    read_windows,
-)
+from toolkit.models.decoder import SANDWICH_NORMS, Built, LayerNorms, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, Gguf, Metadata
 from toolkit.models.gguf import SANDWICH_NORMS as GGUF_NORMS

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.errors import ToolkitError
+from toolkit.models.config.dims import layer_ropes, read_dims, read_window, read_windows
 from toolkit.models.config.fields import MAX_LAYERS, Fields
-from toolkit.models.decoder import SANDWICH_NORMS, Built, layer_ropes, llama_like, read_dims, read_window, read_windows
+from toolkit.models.decoder import SANDWICH_NORMS, Built, llama_like
 from toolkit.models.families.gemma2 import FIELDS, softcap
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, QK_NORMS, Gguf, Metadata

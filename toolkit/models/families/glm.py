@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.rope import read_rope
-from toolkit.models.decoder import PRE_NORMS, Built, LayerNorms, fused_gate_up, llama_like, read_dims
+from toolkit.models.decoder import PRE_NORMS, Built, LayerNorms, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, GATE_UP, QKV, Gguf, as_wide_as_the_model, has_qkv_bias
 from toolkit.models.spec import DecoderSpec
+from toolkit.models.stored import fused_gate_up
 
 
 def build(config: Fields, norms: LayerNorms = PRE_NORMS) -> Built:

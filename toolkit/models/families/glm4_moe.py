@@ -3,10 +3,11 @@ head turns. Source: transformers ``Glm4MoeForCausalLM``."""
 
 from __future__ import annotations
 
+from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.config.rope import read_rope
 from toolkit.models.config.routing import on_disk, read_corrected, read_routed
-from toolkit.models.decoder import Built, llama_like, read_dims
+from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import (
     BLOCK,

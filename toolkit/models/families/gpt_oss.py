@@ -7,22 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.errors import ToolkitError
+from toolkit.models.config.dims import read_dims, read_experts, read_window, read_windows
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.rope import read_rope
-from toolkit.models.decoder import (
-    Built,
-    experts,
-    fused_experts,
-    llama_like,
-    read_dims,
-    read_experts,
-    read_window,
-    read_windows,
-    renamed,
-)
+from toolkit.models.decoder import Built, experts, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, Gguf, Metadata, with_experts
 from toolkit.models.spec import DecoderSpec, MoeSpec
+from toolkit.models.stored import fused_experts, renamed
 
 ROPE = dict(
     rope_type="yarn",

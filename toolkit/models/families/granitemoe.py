@@ -5,21 +5,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from toolkit.models.config.dims import Dims, read_dims, read_experts
 from toolkit.models.config.fields import Fields
-from toolkit.models.decoder import (
-    Built,
-    Dims,
-    Fused,
-    experts,
-    fused_experts,
-    llama_like,
-    read_dims,
-    read_experts,
-    renamed,
-)
+from toolkit.models.decoder import Built, experts, llama_like
 from toolkit.models.families import granite
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, with_experts
+from toolkit.models.stored import Fused, fused_experts, renamed
 
 NAMES = {
     "mlp.gate": "block_sparse_moe.router.layer",

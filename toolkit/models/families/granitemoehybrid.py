@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from toolkit.models.config.dims import read_dims, read_experts
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.mamba import fused_entry, mamba_layers, read_mamba
 from toolkit.models.config.rope import read_rope
-from toolkit.models.decoder import Built, Fused, experts, gated_mlp, llama_like, read_dims, read_experts
+from toolkit.models.decoder import Built, experts, gated_mlp, llama_like
 from toolkit.models.families import granite, granitemoe
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, SHARED_EXPERT, Metadata, with_experts
@@ -25,6 +26,7 @@ from toolkit.models.gguf_states import (
     read_mamba_keys,
 )
 from toolkit.models.spec import AttentionSpec, DecoderSpec, Mixer, MlpSpec, MoeSpec, RopeSpec
+from toolkit.models.stored import Fused
 
 KINDS = ("mamba", "linear_attention", "attention", "full_attention")
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.rope import read_rope
-from toolkit.models.decoder import Built, llama_like, read_dims, renamed
+from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, QK_NORMS, Gguf
 from toolkit.models.spec import RopeSpec
 from toolkit.models.spec.parts import ROPE_KINDS
+from toolkit.models.stored import renamed
 
 NAMES = {"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"}
 

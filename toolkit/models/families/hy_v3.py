@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from toolkit.models.config.dims import read_dims, read_experts
 from toolkit.models.config.fields import MAX_EXPERTS, Fields
 from toolkit.models.config.rope import read_rope
-from toolkit.models.decoder import Built, experts, gated_mlp, llama_like, read_dims, read_experts, renamed
+from toolkit.models.decoder import Built, experts, gated_mlp, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import (
     BLOCK,
@@ -22,6 +23,7 @@ from toolkit.models.gguf import (
     with_experts,
 )
 from toolkit.models.spec import DecoderSpec, MlpSpec, MoeSpec
+from toolkit.models.stored import renamed
 
 NAMES = {"mlp.gate": "mlp.router.gate", "mlp.gate.e_score_correction_bias": "mlp.expert_bias"}
 

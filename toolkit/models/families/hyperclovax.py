@@ -3,8 +3,9 @@ Source: transformers ``HyperCLOVAXForCausalLM``."""
 
 from __future__ import annotations
 
+from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.decoder import PRE_NORMS, Built, LayerNorms, llama_like, read_dims
+from toolkit.models.decoder import PRE_NORMS, Built, LayerNorms, llama_like
 from toolkit.models.families.granite import MULTIPLIERS
 from toolkit.models.family import Family, Tiny
 

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.decoder import Built, fused_by_kv_head, llama_like, read_dims, renamed
+from toolkit.models.decoder import Built, llama_like
 from toolkit.models.families import llama
 from toolkit.models.family import Family, Tiny
+from toolkit.models.stored import fused_by_kv_head, renamed
 
 NAMES = {
     "model.embed_tokens": "model.tok_embeddings",

@@ -3,8 +3,9 @@ means what they do there. Source: transformers ``InternLM3Config`` and the model
 
 from __future__ import annotations
 
+from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.decoder import Built, llama_like, read_dims
+from toolkit.models.decoder import Built, llama_like
 from toolkit.models.families import llama
 from toolkit.models.family import Family, Tiny
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.decoder import Built, read_dims
+from toolkit.models.decoder import Built
 from toolkit.models.families import llama
 from toolkit.models.family import Family, Tiny
 

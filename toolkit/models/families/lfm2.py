@@ -6,13 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from toolkit.models.config.dims import Dims, read_dims
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.rope import read_rope
-from toolkit.models.decoder import Built, Dims, Fused, llama_like, read_dims
+from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, QK_NORMS, Gguf, Metadata
 from toolkit.models.gguf_states import CONV, CONV_ENTRY, read_attention, short_conv_keys
 from toolkit.models.spec import AttentionSpec, ConvSpec, LinearSpec, Mixer, ShortConvSpec
+from toolkit.models.stored import Fused
 
 NAMES = {
     "mlp.gate.e_score_correction_bias": "feed_forward.expert_bias",

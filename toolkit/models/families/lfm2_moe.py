@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from toolkit.errors import ToolkitError
+from toolkit.models.config.dims import read_experts
 from toolkit.models.config.fields import MAX_LAYERS, Fields
-from toolkit.models.decoder import Built, experts, read_experts
+from toolkit.models.decoder import Built, experts
 from toolkit.models.families import lfm2
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import CORRECTION, EXPERT_NUMBERS, SIGMOID, Metadata, routing, with_experts

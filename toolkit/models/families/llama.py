@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from toolkit.models.config.dims import Dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.decoder import Built, Dims, llama_like
+from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, Gguf
 

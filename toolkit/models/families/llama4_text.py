@@ -9,21 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from toolkit.errors import ToolkitError
+from toolkit.models.config.dims import read_dims, read_experts
 from toolkit.models.config.fields import MAX_LAYERS, MAX_POSITION, Fields
 from toolkit.models.config.rope import read_rope
-from toolkit.models.decoder import (
-    Built,
-    experts,
-    fused_experts,
-    gated_mlp,
-    llama_like,
-    read_dims,
-    read_experts,
-    renamed,
-)
+from toolkit.models.decoder import Built, experts, gated_mlp, llama_like
 from toolkit.models.family import WITHIN, Family, Tiny
 from toolkit.models.gguf import BLOCK, SHARED_EXPERT, Gguf, Metadata, with_experts
 from toolkit.models.spec import AttentionSpec, DecoderSpec, MlpSpec, MoeSpec, NormSpec, QueryScale
+from toolkit.models.stored import fused_experts, renamed
 
 CHUNKED = "chunked_attention"
 

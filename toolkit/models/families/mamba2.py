@@ -6,13 +6,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.mamba import MambaDims, checked_groups, fused_entry, mamba_layers
-from toolkit.models.decoder import Built, assemble, read_dims, rms_norm, stored_tensors
+from toolkit.models.decoder import Built, assemble, rms_norm
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import Gguf, Metadata
 from toolkit.models.gguf_states import MAMBA, MAMBA_ENTRY, mamba_keys, mamba_layouts, read_mamba_keys
 from toolkit.models.spec import LayerSpec, Sublayer
+from toolkit.models.stored import stored_tensors
 
 LONGEST = 1 << 20  # tokens; a state is as large whatever the context, and no config states one
 NAMES = {

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from toolkit.models.config.dims import read_dims, read_experts
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.rope import read_rope
-from toolkit.models.decoder import Built, experts, llama_like, read_dims, read_experts
+from toolkit.models.decoder import Built, experts, llama_like
 from toolkit.models.families import mixtral
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, CORRECTION, QK_NORMS, SIGMOID, Gguf, with_experts

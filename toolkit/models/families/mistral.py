@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from toolkit.models.config.dims import read_dims, read_window
 from toolkit.models.config.fields import Fields
-from toolkit.models.decoder import Built, llama_like, read_dims, read_window
+from toolkit.models.decoder import Built, llama_like
 from toolkit.models.families import llama
 from toolkit.models.family import Family, Tiny
 

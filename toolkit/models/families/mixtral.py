@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from toolkit.models.config.dims import read_dims, read_experts, read_window
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.rope import read_rope
-from toolkit.models.decoder import Built, experts, llama_like, read_dims, read_experts, read_window
+from toolkit.models.decoder import Built, experts, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, Gguf, with_experts
 

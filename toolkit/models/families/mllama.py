@@ -7,10 +7,11 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from toolkit.models.config.dims import Dims, read_dims
 from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.config.preprocessor import canvas_recipe
 from toolkit.models.config.rope import read_rope
-from toolkit.models.decoder import Built, Dims, gated_mlp, llama_like, read_dims, rms_norm
+from toolkit.models.decoder import Built, gated_mlp, llama_like, rms_norm
 from toolkit.models.families.llava import LANGUAGE
 from toolkit.models.family import Family, Tiny
 from toolkit.models.pictures import Recipe

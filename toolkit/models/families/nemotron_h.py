@@ -9,20 +9,11 @@ from functools import partial
 from typing import Any
 
 from toolkit.errors import ToolkitError
+from toolkit.models.config.dims import Dims, read_dims, read_experts
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.mamba import MambaDims, checked_groups, fused_entry, mamba_layers
 from toolkit.models.config.routing import read_groups
-from toolkit.models.decoder import (
-    Built,
-    Dims,
-    assemble,
-    attention,
-    plain_mlp,
-    read_dims,
-    read_experts,
-    rms_norm,
-    stored_tensors,
-)
+from toolkit.models.decoder import Built, assemble, attention, plain_mlp, rms_norm
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, CORRECTION, EXPERT_BLOCK, SHARED_EXPERT, Gguf, Metadata
 from toolkit.models.gguf_states import (
@@ -36,6 +27,7 @@ from toolkit.models.gguf_states import (
     read_mamba_keys,
 )
 from toolkit.models.spec import Activation, DecoderSpec, LayerSpec, LinearSpec, Mixer, MlpSpec, MoeSpec, Sublayer
+from toolkit.models.stored import stored_tensors
 
 MARKS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 OTHER = {"linear_attention": "mamba", "full_attention": "attention"}

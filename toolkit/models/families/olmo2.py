@@ -3,8 +3,9 @@ Source: transformers ``Olmo2ForCausalLM``."""
 
 from __future__ import annotations
 
+from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.decoder import POST_NORMS, Built, llama_like, read_dims
+from toolkit.models.decoder import POST_NORMS, Built, llama_like
 from toolkit.models.families.exaone4 import POST_NORM_NAMES
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, QK_NORMS, Gguf

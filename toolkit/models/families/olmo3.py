@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from toolkit.models.config.dims import layer_ropes, read_dims, read_window, read_windows
 from toolkit.models.config.fields import Fields
-from toolkit.models.decoder import POST_NORMS, Built, layer_ropes, llama_like, read_dims, read_window, read_windows
+from toolkit.models.decoder import POST_NORMS, Built, llama_like
 from toolkit.models.families import olmo2
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import Metadata

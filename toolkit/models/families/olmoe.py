@@ -3,8 +3,9 @@ and transformers ``OlmoeForCausalLM``."""
 
 from __future__ import annotations
 
+from toolkit.models.config.dims import read_dims, read_experts
 from toolkit.models.config.fields import Fields
-from toolkit.models.decoder import Built, experts, llama_like, read_dims, read_experts
+from toolkit.models.decoder import Built, experts, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, QK_NORMS, Gguf, with_experts
 

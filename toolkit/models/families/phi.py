@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from functools import partial
 
+from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.rope import read_rope
-from toolkit.models.decoder import PARALLEL_NORM, Built, layer_norm, llama_like, plain_mlp, read_dims, renamed
+from toolkit.models.decoder import PARALLEL_NORM, Built, layer_norm, llama_like, plain_mlp
 from toolkit.models.families.starcoder2 import PLAIN_BLOCK
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import Gguf
+from toolkit.models.stored import renamed
 
 NAMES = {
     "self_attn.o_proj": "self_attn.dense",

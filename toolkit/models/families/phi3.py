@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from toolkit.models.config.dims import read_dims, read_window
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.rope import read_rope
-from toolkit.models.decoder import Built, fused_gate_up, fused_qkv, llama_like, read_dims, read_window
+from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, GATE_UP, QKV, Gguf
 from toolkit.models.spec import DecoderSpec
+from toolkit.models.stored import fused_gate_up, fused_qkv
 
 
 def build(config: Fields) -> Built:

@@ -9,9 +9,10 @@ from functools import partial
 from typing import Any
 
 from toolkit.errors import ToolkitError
+from toolkit.models.config.dims import read_dims, read_experts, read_window
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.rope import read_rope
-from toolkit.models.decoder import Built, experts, layer_norm, llama_like, read_dims, read_experts, read_window
+from toolkit.models.decoder import Built, experts, layer_norm, llama_like
 from toolkit.models.families import mixtral
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, Gguf, Metadata, as_wide_as_the_model, has_qkv_bias, with_experts

@@ -6,11 +6,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import MAX_POSITION, MAX_WIDTH, Fields
-from toolkit.models.decoder import Built, fused_qkv, llama_like, read_dims, renamed
+from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, QKV, Gguf, as_wide_as_the_model
 from toolkit.models.spec import DecoderSpec, QueryScale, RopeSpec
+from toolkit.models.stored import fused_qkv, renamed
 
 NAMES = {
     "model.embed_tokens": "transformer.wte",

@@ -3,8 +3,9 @@ Source: transformers ``Qwen2MoeForCausalLM``."""
 
 from __future__ import annotations
 
+from toolkit.models.config.dims import read_dims, read_experts, read_window, read_windows
 from toolkit.models.config.fields import MAX_LAYERS, Fields
-from toolkit.models.decoder import Built, experts, llama_like, read_dims, read_experts, read_window, read_windows
+from toolkit.models.decoder import Built, experts, llama_like
 from toolkit.models.families.qwen3_moe import EVERY_LAYER, sparse_layers
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, EXPERT_NUMBERS, SHARED_EXPERT, Gguf, with_experts

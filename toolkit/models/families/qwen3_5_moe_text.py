@@ -6,11 +6,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from toolkit.models.config.delta import gated_queries
+from toolkit.models.config.dims import read_dims, read_experts
 from toolkit.models.config.fields import Fields
-from toolkit.models.decoder import Built, fused_experts, read_dims, read_experts
+from toolkit.models.decoder import Built
 from toolkit.models.families import qwen3_5_text, qwen3_next
 from toolkit.models.families.qwen3_next import DELTA, EXPERT_NAMES, delta_like, read_feed_forward
 from toolkit.models.family import WITHIN, Family, Tiny
+from toolkit.models.stored import fused_experts
 
 
 def build(config: Fields) -> Built:

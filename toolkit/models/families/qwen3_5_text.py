@@ -6,8 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit.models.config.delta import gated_queries
+from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.decoder import Built, read_dims
+from toolkit.models.decoder import Built
 from toolkit.models.families.qwen3_next import DELTA, NAMES, delta_like
 from toolkit.models.family import WITHIN, Family, Tiny
 from toolkit.models.gguf import Gguf

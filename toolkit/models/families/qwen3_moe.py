@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from toolkit.models.config.dims import read_dims, read_experts, read_window
 from toolkit.models.config.fields import MAX_LAYERS, Fields
-from toolkit.models.decoder import Built, experts, llama_like, read_dims, read_experts, read_window
+from toolkit.models.decoder import Built, experts, llama_like
 from toolkit.models.families import qwen3
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, EXPERT_NUMBERS, QK_NORMS, Gguf, with_experts

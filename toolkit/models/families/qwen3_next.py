@@ -6,14 +6,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from toolkit.models.config.delta import gated_queries, read_delta, read_turns
+from toolkit.models.config.dims import Dims, read_dims, read_experts
 from toolkit.models.config.fields import Fields
-from toolkit.models.decoder import Built, Dims, Fused, experts, llama_like, read_dims, read_experts
+from toolkit.models.decoder import Built, experts, llama_like
 from toolkit.models.families.qwen3_moe import EVERY_LAYER, sparse_layers
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, EXPERT_NUMBERS, QK_NORMS, SHARED_EXPERT, Gguf, with_experts
 from toolkit.models.gguf_states import DELTA as DELTA_NAMES
 from toolkit.models.gguf_states import GATED_QUERIES, RATES, delta_keys, delta_layouts, read_delta_keys
 from toolkit.models.spec import MoeSpec, Rows
+from toolkit.models.stored import Fused
 
 
 def build(config: Fields) -> Built:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit.errors import ToolkitError
+from toolkit.models.config.dims import read_dims, read_window, read_windows
 from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.config.rope import read_rope
-from toolkit.models.decoder import Built, llama_like, read_dims, read_window, read_windows
+from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, Gguf
 from toolkit.models.spec import DecoderSpec

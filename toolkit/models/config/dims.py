@@ -1,0 +1,104 @@
+"""The numbers that nearly every config.json states, and what else families read of theirs in the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from toolkit.models.config.fields import MAX_EXPERTS, MAX_EXPERTS_IN_ALL, MAX_LAYERS, MAX_POSITION, MAX_VOCAB, Fields
+from toolkit.models.config.rope import LAYER_TYPES, read_rope
+from toolkit.models.spec import RopeSpec
+
+EPS_NAMES = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
+
+
+@dataclass(frozen=True)
+class Dims:
+    """The numbers that every family states. ``max_position``: ``max_position_embeddings``."""
+
+    vocab: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    max_position: int
+    tied: bool
+
+
+def read_dims(
+    config: Fields,
+    *,
+    eps: float = 1e-6,
+    tied: bool = False,
+    head_dim: int | None = None,
+    kv_heads: int | None = None,
+) -> Dims:
+    """Read and check the dimensions; the arguments are the family's defaults: what an absent field means. ``head_dim``
+    None: hidden / heads, ``kv_heads`` None: as many as heads; an explicit null means so in every family."""
+    hidden = config.integer("hidden_size")
+    heads = config.integer("num_attention_heads", high=100_000)
+    stated = config.values
+    kv = config.integer(
+        "num_key_value_heads",
+        default=heads if kv_heads is None or "num_key_value_heads" in stated else kv_heads,
+        high=100_000,
+    )
+    if heads % kv:
+        config.fail("num_key_value_heads", kv, f"a divisor of num_attention_heads ({heads})")
+    head_dim = config.integer("head_dim", default=None if "head_dim" in stated else head_dim, high=65_536)
+    if head_dim is None:
+        if hidden % heads:
+            config.fail("num_attention_heads", heads, f"a divisor of hidden_size ({hidden}), or head_dim to be given")
+        head_dim = hidden // heads
+    return Dims(
+        vocab=config.integer("vocab_size", high=MAX_VOCAB),
+        hidden=hidden,
+        intermediate=config.integer("intermediate_size"),
+        layers=config.integer("num_hidden_layers", "num_layers", high=MAX_LAYERS),
+        heads=heads,
+        kv_heads=kv,
+        head_dim=head_dim,
+        eps=config.number(*EPS_NAMES, default=eps, high=0.5),
+        max_position=config.integer("max_position_embeddings", "max_sequence_length", high=MAX_POSITION),
+        tied=config.flag("tie_word_embeddings", tied),
+    )
+
+
+def read_window(config: Fields, default: int | None = None) -> int | None:
+    """``sliding_window``; an explicit null turns it off, absence means the family's ``default``."""
+    if "sliding_window" in config.values and config.values["sliding_window"] is None:
+        return None
+    return config.integer("sliding_window", default=default, high=MAX_POSITION)
+
+
+def read_windows(config: Fields, layers: int, window: int | None, fallback: Sequence[bool]) -> list[int | None]:
+    """The window of each layer from ``layer_types``, or where absent from ``fallback`` (True: the layer slides)."""
+    types = config.choices("layer_types", layers, LAYER_TYPES)
+    slides = fallback if types is None else [t == "sliding_attention" for t in types]
+    return [window if s else None for s in slides]
+
+
+def layer_ropes(
+    config: Fields, dims: Dims, windows: Sequence[int | None], *, theta: float, local_theta: float
+) -> list[RopeSpec]:
+    """The rope of each layer where those that slide have their own; files of before transformers 5 scale the others'
+    alone. ``theta``, ``local_theta``: of both where the file does not say."""
+    read = partial(read_rope, config, head_dim=dims.head_dim, max_position=dims.max_position)
+    everywhere = read(default_theta=theta)
+    if config.has("rope_parameters") and not config.has("rope_scaling"):
+        local = read(default_theta=local_theta, layer_type="sliding_attention")
+    else:
+        local = RopeSpec(dims.head_dim, local_theta, max_position=dims.max_position)
+    return [everywhere if window is None else local for window in windows]
+
+
+def read_experts(config: Fields, layers: int, *names: str) -> tuple[int, int]:
+    """(experts a layer, experts a token); ``names``: the field's spellings."""
+    count = config.integer(*names, high=MAX_EXPERTS)
+    if count * layers > MAX_EXPERTS_IN_ALL:
+        config.fail(names[0], count, f"at most {MAX_EXPERTS_IN_ALL} experts in all {layers} layers")
+    return count, config.integer("num_experts_per_tok", high=count)
