@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.formats import awq, gptq
 from toolkit.artifacts.formats.describe import Layout, common_layout, layout_fits
-from toolkit.artifacts.formats.layout import Expected, whole
+from toolkit.artifacts.formats.layout import Expected, whole, wrong
 from toolkit.errors import ToolkitError
 
 if TYPE_CHECKING:
@@ -39,21 +39,16 @@ def check_config(quantization: dict[str, Any]) -> None:
     whole(quantization, "group_size")
     kind = quantization.get("data_type", "int")
     if kind != "int":
-        raise ToolkitError(f"config.json: quantization_config.data_type: expected 'int', found {kind!r:.40}")
+        raise wrong("data_type", "'int'", kind)
     extra = quantization.get("extra_config") or {}
     if not isinstance(extra, dict) or not all(isinstance(value, dict) for value in extra.values()):
-        raise ToolkitError(
-            f"config.json: quantization_config.extra_config: expected an object of objects, found {extra!r:.40}"
-        )
+        raise wrong("extra_config", "an object of objects", extra)
 
 
 def _packing(quantization: dict[str, Any]) -> str:
     found = quantization.get("packing_format", "auto_round:auto_gptq")
     if found not in PACKINGS:
-        raise ToolkitError(
-            f"config.json: quantization_config.packing_format: expected one of {', '.join(PACKINGS)}, "
-            f"found {found!r:.40}"
-        )
+        raise wrong("packing_format", f"one of {', '.join(PACKINGS)}", found)
     return found
 
 

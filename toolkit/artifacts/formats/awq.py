@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.formats.bits import pack_words, unpack_words
 from toolkit.artifacts.formats.describe import Layout, common_layout, form_name, layout_fits
-from toolkit.artifacts.formats.layout import FLOATS, Expected, group_size, whole
+from toolkit.artifacts.formats.layout import FLOATS, Expected, group_size, whole, wrong
 from toolkit.errors import ToolkitError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def check_config(quantization: dict[str, Any]) -> None:
     whole(quantization, "group_size")
     version = quantization.get("version", "gemm")
     if not isinstance(version, str) or version.lower() != "gemm":
-        raise ToolkitError(f"config.json: quantization_config.version: expected 'gemm', found {version!r:.40}")
+        raise wrong("version", "'gemm'", version)
 
 
 def is_quantized(checkpoint: Checkpoint, name: str) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.formats.describe import Layout, form_name
-from toolkit.artifacts.formats.layout import FLOATS, Expected
+from toolkit.artifacts.formats.layout import FLOATS, Expected, wrong
 from toolkit.errors import ToolkitError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def check_config(quantization: dict[str, Any]) -> None:
     """Raise ToolkitError for what this reader cannot read."""
     kind = quantization.get("fmt", "e4m3")
     if kind != "e4m3":
-        raise ToolkitError(f"config.json: quantization_config.fmt: expected 'e4m3', found {kind!r:.40}")
+        raise wrong("fmt", "'e4m3'", kind)
     _block(quantization)
 
 
@@ -39,9 +39,7 @@ def _block(quantization: dict[str, Any]) -> tuple[int, int] | None:
         return None
     good = isinstance(found, list) and len(found) == 2 and all(isinstance(x, int) and 0 < x <= MAX_BLOCK for x in found)
     if not good:
-        raise ToolkitError(
-            f"config.json: quantization_config.weight_block_size: expected [rows, columns], found {found!r:.40}"
-        )
+        raise wrong("weight_block_size", "[rows, columns]", found)
     return found[0], found[1]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.artifacts.formats.layout import whole
+from toolkit.artifacts.formats.layout import whole, wrong
 from toolkit.errors import ToolkitError
 
 FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "nvfp4-pack-quantized",
@@ -61,29 +61,25 @@ def check_config(quantization: dict[str, Any]) -> None:
     if groups == {} and quantization.get("kv_cache_scheme"):
         return  # scales of the KV cache alone: every weight is dense
     if not isinstance(groups, dict) or not groups:
-        raise _error("config_groups", "an object of groups", groups)
+        raise wrong("config_groups", "an object of groups", groups)
     for name, group in groups.items():
         if not isinstance(group, dict) or not isinstance(group.get("targets"), list):
             hint = f" ({name} is a preset's name: save the model with its full scheme)" if name in _PRESETS else ""
-            raise _error(f"config_groups.{name}.targets", f"a list of targets{hint}", group)
+            raise wrong(f"config_groups.{name}.targets", f"a list of targets{hint}", group)
         for target in group["targets"]:
             _check_target(f"config_groups.{name}.targets", target)
         if group.get("weights") is not None:
             scheme_of_group(quantization, group)
     ignore = quantization.get("ignore")
     if not isinstance(ignore, list) and ignore is not None:
-        raise _error("ignore", "a list of targets", ignore)
+        raise wrong("ignore", "a list of targets", ignore)
     for target in ignore or []:
         _check_target("ignore", target)
 
 
-def _error(field: str, wanted: str, found: Any) -> ToolkitError:
-    return ToolkitError(f"config.json: quantization_config.{field}: expected {wanted}, found {found!r:.60}")
-
-
 def _check_target(field: str, target: Any) -> None:
     if not isinstance(target, str):
-        raise _error(field, "names, re: patterns or class names", target)
+        raise wrong(field, "names, re: patterns or class names", target)
     if target.startswith("re:"):
         try:
             re.compile(target[3:])
@@ -136,22 +132,22 @@ def scheme_of_group(quantization: dict[str, Any], group: dict[str, Any]) -> Sche
     """Read and check one group."""
     weights = group["weights"]
     if not isinstance(weights, dict):
-        raise _error("config_groups.weights", "an object", weights)
+        raise wrong("config_groups.weights", "an object", weights)
     bits = whole(weights, "num_bits", (2, 3, 4, 5, 6, 7, 8))
     kind = weights.get("type", "int")
     if kind not in ("int", "float"):
-        raise _error("config_groups.weights.type", "int or float", kind)
+        raise wrong("config_groups.weights.type", "int or float", kind)
     form = group.get("format") or quantization.get("format") or _infer(bits, kind, group)
     if form in ("mixed-precision", "fakequant", "dense"):
         form = _infer(bits, kind, group)
     if form not in FORMATS:
-        raise _error("format", f"one of {', '.join(FORMATS)}", form)
+        raise wrong("format", f"one of {', '.join(FORMATS)}", form)
     size, block = _granularity(weights)
     packed4 = form in ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
     if (kind == "float") != (packed4 or form == "float-quantized" or (form == "naive-quantized" and kind == "float")):
-        raise _error("format", f"a format for weights of type {kind}", form)
+        raise wrong("format", f"a format for weights of type {kind}", form)
     if kind == "float" and bits != (4 if packed4 else 8):
-        raise _error("config_groups.weights.num_bits", f"{4 if packed4 else 8} for {form}", bits)
+        raise wrong("config_groups.weights.num_bits", f"{4 if packed4 else 8} for {form}", bits)
     symmetric = weights.get("symmetric", True) is True
     return Scheme(form, bits, kind == "float", symmetric, size, block, group.get("input_activations") is not None)
 
@@ -182,5 +178,5 @@ def _granularity(weights: dict[str, Any]) -> tuple[int, tuple[int, int] | None]:
             block = [int(side) for side in block.split("x")]
         if isinstance(block, list) and len(block) == 2 and all(isinstance(x, int) and x > 0 for x in block):
             return 0, (block[0], block[1])
-        raise _error("config_groups.weights.block_structure", "[rows, columns]", block)
-    raise _error("config_groups.weights.strategy", "tensor, channel, group, tensor_group or block", strategy)
+        raise wrong("config_groups.weights.block_structure", "[rows, columns]", block)
+    raise wrong("config_groups.weights.strategy", "tensor, channel, group, tensor_group or block", strategy)

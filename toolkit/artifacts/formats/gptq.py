@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.formats.bits import pack_words, unpack_words
 from toolkit.artifacts.formats.describe import Layout, common_layout, form_name, layout_fits
-from toolkit.artifacts.formats.layout import FLOATS, Expected, group_size, whole
+from toolkit.artifacts.formats.layout import FLOATS, Expected, group_size, whole, wrong
 from toolkit.errors import ToolkitError
 
 if TYPE_CHECKING:
@@ -36,9 +36,7 @@ def check_config(quantization: dict[str, Any]) -> None:
     whole(quantization, "group_size")
     kind = quantization.get("checkpoint_format")
     if kind is not None and kind not in _FORMATS:
-        raise ToolkitError(
-            f"config.json: quantization_config.checkpoint_format: expected {' or '.join(_FORMATS)}, found {kind!r:.40}"
-        )
+        raise wrong("checkpoint_format", " or ".join(_FORMATS), kind)
     check_dynamic(quantization, "config.json")
 
 

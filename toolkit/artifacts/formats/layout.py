@@ -26,13 +26,18 @@ def dense(name: str, shape: tuple[int, ...]) -> Expected:
     return Expected(name, shape, FLOATS)
 
 
+def wrong(field: str, wanted: str, found: Any) -> ToolkitError:
+    """For a field of ``quantization_config`` that is not what it has to be."""
+    return ToolkitError(f"config.json: quantization_config.{field}: expected {wanted}, found {found!r:.60}")
+
+
 def whole(quantization: dict[str, Any], field: str, allowed: tuple[int, ...] | None = None) -> int:
     """An integer field of ``quantization_config``. Raises ToolkitError that names it, if it is none or not allowed."""
     value = quantization.get(field)
     good = isinstance(value, int) and not isinstance(value, bool) and (allowed is None or value in allowed)
     if not good:
         what = f"one of {', '.join(map(str, allowed))}" if allowed else "a whole number"
-        raise ToolkitError(f"config.json: quantization_config.{field}: expected {what}, found {value!r:.40}")
+        raise wrong(field, what, value)
     assert isinstance(value, int)
     return value
 

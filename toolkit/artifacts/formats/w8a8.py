@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.formats.describe import Layout, common_layout, form_name
-from toolkit.artifacts.formats.layout import Expected
+from toolkit.artifacts.formats.layout import Expected, wrong
 from toolkit.errors import ToolkitError
 
 if TYPE_CHECKING:
@@ -37,9 +37,7 @@ def check_config(quantization: dict[str, Any]) -> None:
 def _quant_dtype(quantization: dict[str, Any]) -> str:
     found = quantization.get("quant_dtype", "int8")
     if not isinstance(found, str) or found not in STORED:
-        raise ToolkitError(
-            f"config.json: quantization_config.quant_dtype: expected one of {', '.join(STORED)}, found {found!r:.40}"
-        )
+        raise wrong("quant_dtype", f"one of {', '.join(STORED)}", found)
     return found
 
 
