@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,24 +35,39 @@ print(json.dumps(done))
 """
 
 
-def refused(absent: list[str], *commands: Iterable[str | Path]) -> list[str]:
+@pytest.fixture(scope="module")
+def tool(support: Any) -> Any:
+    return support("command").tool
+
+
+def refused(done: Iterable[tuple[int, str, str]], commands: Iterable[Iterable[str | Path]]) -> list[str]:
     """What commands that end as misuse say, in one line each."""
-    given = json.dumps(absent), json.dumps([[str(part) for part in command] for command in commands])
-    done = subprocess.run([sys.executable, "-c", RUN_ALL, *given], capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr
     told = []
-    for command, (code, out, err) in zip(commands, json.loads(done.stdout), strict=True):
+    for command, (code, out, err) in zip(commands, done, strict=True):
         assert (code, out) == (2, ""), (command, code, out, err)
         assert err.count("\n") == 1, (command, err)
         told.append(err)
     return told
 
 
+def refused_without(absent: list[str], *commands: Iterable[str | Path]) -> list[str]:
+    """``refused``, where some modules are not installed."""
+    given = json.dumps(absent), json.dumps([[str(part) for part in command] for command in commands])
+    done = subprocess.run([sys.executable, "-c", RUN_ALL, *given], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    return refused(json.loads(done.stdout), commands)
+
+
+def refused_here(tool: Any, *commands: Iterable[str | Path]) -> list[str]:
+    found = (tool(*command) for command in commands)
+    return refused(((done.returncode, done.stdout, done.stderr) for done in found), commands)
+
+
 def test_a_picture_without_matplotlib(tmp_path: Path) -> None:
     methods = ["auto_awq", "auto_gptq", "auto_round", "smooth_quant", "mxfp4"]
     commands = [*(("lite", m) for m in methods), ("lite", "search", "--bits", "5")]
     commands += [("profile", "throughput"), ("profile", "generation")]
-    for told in refused(["matplotlib"], *((*c, "nosuch", "--plot", tmp_path / "x.png") for c in commands)):
+    for told in refused_without(["matplotlib"], *((*c, "nosuch", "--plot", tmp_path / "x.png") for c in commands)):
         assert "--plot: matplotlib is not installed" in told and "toolkit[plot]" in told
 
 
@@ -73,17 +89,17 @@ RESULTS = [
 ]
 
 
-def test_results_that_cannot_be_written(tmp_path: Path) -> None:
+def test_results_that_cannot_be_written(tool: Any, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     commands = [(*command, tmp_path / "file" / "result.png") for command in RESULTS]
-    for command, told in zip(RESULTS, refused([], *commands), strict=True):
+    for command, told in zip(RESULTS, refused_here(tool, *commands), strict=True):
         assert command[-1] in told and "directory that exists" in told
 
 
-def test_texts_that_are_not_there(tmp_path: Path) -> None:
+def test_texts_that_are_not_there(tool: Any, tmp_path: Path) -> None:
     file = tmp_path / "nothere.json"
     evals = [("eval", "ppl", "nosuch", "--data", file), ("eval", "compare", "nosuch", "nosuch", "--data", file)]
-    for told in refused([], *evals, ("profile", "throughput", "nosuch", "--dataset", file)):
+    for told in refused_here(tool, *evals, ("profile", "throughput", "nosuch", "--dataset", file)):
         assert "nothere.json" in told
 
 
@@ -91,7 +107,7 @@ def test_packages_that_quantizing_takes(tiny_models: Callable[..., Path], tmp_pa
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.parquet").touch()
     command = ("lite", "auto_awq", tiny_models("llama"), "--work-dir", tmp_path / "out", "--calib-seqlen", "32")
-    known, parquet, library = refused(
+    known, parquet, library = refused_without(
         ["datasets", "pyarrow", "auto_round"],
         (*command, "--calib-dataset", "c4"),
         (*command, "--calib-dataset", tmp_path / "texts"),
@@ -105,22 +121,20 @@ def test_packages_that_quantizing_takes(tiny_models: Callable[..., Path], tmp_pa
 
 @pytest.mark.parametrize("command", [("lite", "auto_awq"), ("convert",)], ids=" ".join)
 def test_an_artifact_that_cannot_be_written(
-    command: tuple[str, ...], tiny_models: Callable[..., Path], tmp_path: Path
+    command: tuple[str, ...], tool: Any, tiny_models: Callable[..., Path], tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
     option = "--dst-path" if command == ("convert",) else "--work-dir"
-    started = [sys.executable, "-m", "toolkit", *command, tiny_models("llama"), option, tmp_path / "file" / "out"]
-    done = subprocess.run([str(x) for x in started], capture_output=True, text=True, timeout=500)
+    done = tool(*command, tiny_models("llama"), option, tmp_path / "file" / "out")
     assert done.returncode in (1, 2) and done.stdout == "" and "file" in done.stderr
     assert done.stderr.count("\n") == 1, "nothing was begun"
 
 
-def test_a_port_that_is_taken() -> None:
+def test_a_port_that_is_taken(tool: Any) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        command = [sys.executable, "-m", "toolkit", "serve", "api_server", "nosuch", "--server-port", str(port)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+        done = tool("serve", "api_server", "nosuch", "--server-port", port)
     assert done.returncode == 1 and f"--server-port {port}: in use" in done.stderr
     assert done.stderr.count("\n") == 1

@@ -29,10 +29,10 @@ ENGINE_FLAGS = """--backend --device --dtype --tp --session-len --max-batch-size
 --max-prefill-token-num --target-step-ms --adapters --revision --download-dir""".split()
 
 
-def tool(*args: str | Path, columns: int = 80) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"COLUMNS": str(columns), "NO_COLOR": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "toolkit", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, env=env, stdin=subprocess.DEVNULL, timeout=500)
+@pytest.fixture(scope="module")
+def tool(support: Any) -> Any:
+    """``tool ARGUMENTS`` on a terminal of so many ``columns``."""
+    return lambda *args, columns=80: support("command").tool(*args, COLUMNS=str(columns), NO_COLOR="1")
 
 
 def test_piped_bytes_that_are_no_text_are_refused_in_any_locale() -> None:
@@ -54,20 +54,20 @@ def refused(arguments: Iterable[str | Path], *words: str, code: int = 2) -> None
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_help_shows_every_engine_flag_whole_at_80_columns(command: list[str]) -> None:
+def test_help_shows_every_engine_flag_whole_at_80_columns(tool: Any, command: list[str]) -> None:
     text = tool(*command, "--help").stdout
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
     assert [flag for flag in ENGINE_FLAGS if f"{flag} " not in text] == []
 
 
-def test_table_of_models_keeps_its_words_whole_at_80_columns() -> None:
+def test_table_of_models_keeps_its_words_whole_at_80_columns(tool: Any) -> None:
     lines = tool("list", "models").stdout.splitlines()
     assert lines[1].split() == "models model_type turbomind lite GGUF".split()
     assert any(line.split() == ["EXAONE", "4.0", "exaone4", "yes", "all", "exaone4"] for line in lines)
 
 
-def test_models_can_be_read_in_a_narrow_window() -> None:
+def test_models_can_be_read_in_a_narrow_window(tool: Any) -> None:
     lines = tool("list", "models", columns=40).stdout.splitlines()
     assert max(map(len, lines)) <= 40
     at = lines.index("EXAONE 4.0")
@@ -109,7 +109,9 @@ def test_options_that_cannot_be_are_refused_in_one_line(name: str, tiny_models: 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_ends_with_the_error_by_layer_and_what_the_model_lost(tiny_models: Any, tmp_path: Path) -> None:
+def test_a_run_ends_with_the_error_by_layer_and_what_the_model_lost(
+    tool: Any, tiny_models: Any, tmp_path: Path
+) -> None:
     text = tmp_path / "text.txt"
     text.write_text("All happy families are alike; every unhappy family is unhappy in its own way. " * 40)
     quick = ["--calib-dataset", text, "--calib-samples", "4", "--calib-seqlen", "32", "--eval-tokens", "128"]

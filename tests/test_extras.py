@@ -109,7 +109,6 @@ def test_an_answer_held_to_json_names_the_extra_and_the_engine_goes_on(engine: P
     [
         ("--help",),
         ("list",),
-        ("check_env",),
         ("check_env", "--verbose"),
         ("lite", "--help"),
         ("serve", "api_server", "--help"),

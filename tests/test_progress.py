@@ -200,13 +200,11 @@ COMMANDS: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_commands_leave_no_cursor_movements_in_a_log(name: str, tiny_models: Any, tmp_path: Path) -> None:
+def test_commands_leave_no_cursor_movements_in_a_log(name: str, support: Any, tiny_models: Any, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("All happy families are alike; every unhappy family is unhappy in its own way. " * 20)
     places = {"MODEL": tiny_models("llama"), "OUT": tmp_path / "out", "TEXT": text}
-    arguments = [str(places.get(a, a)) for a in [*COMMANDS[name], "--json", "-"]]
-    code = "from toolkit.commands.main import main; main()"
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=500)
+    done = support("command").tool(*(places.get(a, a) for a in COMMANDS[name]), "--json", "-")
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stderr and "\r" not in done.stderr
     assert done.stdout.lstrip()[0] in "[{"

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -91,9 +90,8 @@ def test_free_memory_is_psutils_where_the_kernel_does_not_tell(monkeypatch: pyte
     assert told == pytest.approx(host_memory.free_host_bytes(), rel=0.2)
 
 
-def test_the_command() -> None:
-    code = "from toolkit.commands.main import main; main(['check_env', '--json', '-'])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/", timeout=500)
+def test_the_command(support: Any) -> None:
+    done = support("command").tool("check_env", "--json", "-")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert set(found) == {

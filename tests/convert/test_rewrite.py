@@ -524,12 +524,11 @@ def test_models_that_gguf_cannot_express_are_refused(tiny_models: Any, tmp_path:
     assert any("sliding window" in note for note in done.notes)
 
 
-def test_the_command(tiny_models: Any, tmp_path: Path) -> None:
-    tool = str(Path(sys.executable).with_name("tool"))
-    source = str(tiny_models("llama", **PLAIN))
+def test_the_command(support: Any, tiny_models: Any, tmp_path: Path) -> None:
+    source = tiny_models("llama", **PLAIN)
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([tool, "convert", source, *arguments], capture_output=True, text=True, check=False)
+        return support("command").tool("convert", source, *arguments)
 
     done = run("--to", "gguf", "--gguf-type", "q8_0", "--dst-path", str(tmp_path / "m.gguf"))
     assert done.returncode == 0 and "Q8_0" in done.stdout and (tmp_path / "m.gguf").is_file()

@@ -2,10 +2,7 @@
 
 import importlib
 import json
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -44,17 +41,12 @@ def model(tiny_models, tmp_path):
     return path
 
 
-def tool(*args, **environment):
-    return subprocess.run(
-        [sys.executable, "-m", "toolkit", *map(str, args)],
-        capture_output=True,
-        text=True,
-        cwd="/",
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-    )
+@pytest.fixture
+def tool(support):
+    return support("command").tool
 
 
-def test_a_file_named_on_the_command_line_goes_through_the_stages(file, model, tiny_models, tmp_path):
+def test_a_file_named_on_the_command_line_goes_through_the_stages(file, model, tool, tiny_models, tmp_path):
     refused = tool("convert", model, "--dst-path", tmp_path / "engine")
     assert refused.returncode == 1 and "LouderForCausalLM" in refused.stderr
     flag = ("--custom-module-map", file)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-COMMAND = [sys.executable, "-c", "import sys; from toolkit.commands.main import main; main(sys.argv[1:])"]
 THROUGHPUT_KEYS = (
     ["completed", "total_input_tokens", "total_output_tokens", "duration"]
     + ["request_throughput", "input_throughput", "output_throughput"]
@@ -20,14 +18,16 @@ THROUGHPUT_KEYS = (
 )
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    return subprocess.run(
-        [*COMMAND, "profile", *map(str, arguments)], capture_output=True, text=True, cwd="/", timeout=120, env=env
-    )
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def test_throughput(tiny_models: Any, tmp_path: Path) -> None:
+@pytest.fixture
+def run(support: Any) -> Run:
+    """``run(ARGUMENTS)``: ``tool profile ARGUMENTS``."""
+    return lambda *arguments: support("command").tool("profile", *arguments)
+
+
+def test_throughput(run: Run, tiny_models: Any, tmp_path: Path) -> None:
     flags = ["--num-prompts", 6, "--concurrency", 3, "--random-input-len", 20, "--random-output-len", 5]
     files = ["--json", "-", "--csv", tmp_path / "a.csv", "--plot", tmp_path / "a.png"]
     done = run("throughput", tiny_models("llama"), *flags, *files)
@@ -43,7 +43,7 @@ def test_throughput(tiny_models: Any, tmp_path: Path) -> None:
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
-def test_a_dataset_at_a_rate(tiny_models: Any, tmp_path: Path) -> None:
+def test_a_dataset_at_a_rate(run: Run, tiny_models: Any, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     turns = [{"from": "human", "value": "What is the meaning of it?"}, {"from": "gpt", "value": "Nobody really knows."}]
     file.write_text(json.dumps([{"conversations": turns}]), encoding="utf-8")
@@ -53,7 +53,7 @@ def test_a_dataset_at_a_rate(tiny_models: Any, tmp_path: Path) -> None:
     assert json.loads(done.stdout)["completed"] == 4
 
 
-def test_generation(tiny_models: Any, tmp_path: Path) -> None:
+def test_generation(run: Run, tiny_models: Any, tmp_path: Path) -> None:
     flags = ["--concurrency", "1,3", "--prompt-tokens", 30, "--completion-tokens", 6, "--json", tmp_path / "g.json"]
     done = run("generation", tiny_models("llama"), *flags)
     assert done.returncode == 0, done.stderr
@@ -94,7 +94,7 @@ def test_generation(tiny_models: Any, tmp_path: Path) -> None:
         (["generation", "--session-len", "100"], "--session-len"),
     ],
 )
-def test_misuse_is_one_line(tiny_models: Any, arguments: list[str], says: str) -> None:
+def test_misuse_is_one_line(run: Run, tiny_models: Any, arguments: list[str], says: str) -> None:
     done = run(arguments[0], tiny_models("llama"), *arguments[1:])
     assert done.returncode in (1, 2) and done.stdout == ""
     *progress, complaint = done.stderr.strip().splitlines()

@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import csv
 import json
-import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,8 +23,6 @@ from toolkit.profile.options import Traffic
 from toolkit.profile.plot import plot_sweep
 from toolkit.profile.serving import columns, measure
 from toolkit.profile.workload import dataset_texts, random_texts
-
-COMMAND = [sys.executable, "-c", "import sys; from toolkit.commands.main import main; main(sys.argv[1:])"]
 
 
 class OpenAI(BaseHTTPRequestHandler):
@@ -193,18 +188,13 @@ def test_texts(tmp_path: Path) -> None:
 # -- the command ------------------------------------------------------------------------------------------
 
 
-def tool(*arguments: object) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    return subprocess.run(
-        [*COMMAND, "profile", *map(str, arguments)], capture_output=True, text=True, cwd="/", timeout=120, env=env
-    )
-
-
-def test_the_command_on_a_model(tiny_models: Any, tmp_path: Path) -> None:
+def test_the_command_on_a_model(support: Any, tiny_models: Any, tmp_path: Path) -> None:
     """A server of its own is started, measured with the model's tokenizer, and ended."""
     flags = ["--num-prompts", 3, "--concurrency", "1,3", "--random-input-len", 20, "--random-output-len", 5]
     files = ["--json", tmp_path / "a.json", "--csv", tmp_path / "a.csv", "--plot", tmp_path / "a.png"]
-    done = tool("api_server", tiny_models("llama"), *flags, "--goodput", "ttft:60000", "e2el:60000", *files)
+    done = support("command").tool(
+        "profile", "api_server", tiny_models("llama"), *flags, "--goodput", "ttft:60000", "e2el:60000", *files
+    )
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "a.json").read_text())
     assert [(r["completed"], r["total_output_tokens"], r["max_concurrency"]) for r in rows] == [(3, 15, 1), (3, 15, 3)]
@@ -214,10 +204,11 @@ def test_the_command_on_a_model(tiny_models: Any, tmp_path: Path) -> None:
     assert "goodput" in done.stdout and "run 2" in done.stdout
 
 
-def test_the_command_on_a_server(server: Any) -> None:
+def test_the_command_on_a_server(support: Any, server: Any) -> None:
     url, handler = server
     flags = ["--num-prompts", 2, "--random-output-len", 4, "--temperature", 0.7, "--extra-body", '{"x": 1}']
-    done = tool("restful-api", "--base-url", url, "--model", "second", "--backend", "vllm-chat", *flags, "--json", "-")
+    where = ["--base-url", url, "--model", "second", "--backend", "vllm-chat"]
+    done = support("command").tool("profile", "restful-api", *where, *flags, "--json", "-")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)[0]["completed"] == 2
     sent = handler.bodies[-1]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,11 +107,9 @@ def test_warnings_are_a_line_each_and_not_too_many(tiny_checkpoint: Any, tmp_pat
     assert len(lines) == 21 and lines[-1].startswith("and 10 more") and lines[0].startswith("e0: no calibration token")
 
 
-def test_the_command_says_so(model: Path, tmp_path: Path, text: Path) -> None:
+def test_the_command_says_so(support: Any, model: Path, tmp_path: Path, text: Path) -> None:
     options = ["--calib-dataset", str(text), "--calib-samples", "8", "--calib-seqlen", "64", "--eval-tokens", "256"]
-    command = ["lite", "auto_awq", str(model), "--work-dir", str(tmp_path / "out"), *options, "--json", "-"]
-    code = "import sys; from toolkit.commands.main import main; sys.exit(main())"
-    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True)
+    done = support("command").tool("lite", "auto_awq", model, "--work-dir", tmp_path / "out", *options, "--json", "-")
     assert done.returncode == 0, done.stderr
     assert f"warning: {DOWN}: 6 inputs were always zero" in done.stderr
     assert json.loads(done.stdout)["quality"]["layers"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -179,7 +177,9 @@ def test_what_is_not_quantized_is_never_more_than_was_counted(
     assert 0 <= counted - size < 60_000
 
 
-def test_importance_from_calibration_reaches_the_rounding(tiny_models: Any, tmp_path: Path, common: Common) -> None:
+def test_importance_from_calibration_reaches_the_rounding(
+    support: Any, tiny_models: Any, tmp_path: Path, common: Common
+) -> None:
     from toolkit.quant.gguf import importance_of
 
     model = tiny_models("llama")
@@ -187,19 +187,10 @@ def test_importance_from_calibration_reaches_the_rounding(tiny_models: Any, tmp_
     importance = importance_of(model, tmp_path / "statistics")
     q = importance["model.layers.0.self_attn.q_proj"]
     assert q.shape == (64,) and bool((q > 0).all())
-    code = "import sys; from toolkit.commands.main import main; sys.exit(main())"
+    tool = support("command").tool
     for name, more in (("plain", []), ("weighted", ["--calibration", str(tmp_path / "statistics")])):
-        command = [
-            "convert",
-            str(model),
-            "--to",
-            "gguf",
-            "--gguf-type",
-            "q4_0",
-            "--dst-path",
-            f"{tmp_path}/{name}.gguf",
-        ]
-        done = subprocess.run([sys.executable, "-c", code, *command, *more], capture_output=True, text=True)
+        file = tmp_path / f"{name}.gguf"
+        done = tool("convert", model, "--to", "gguf", "--gguf-type", "q4_0", "--dst-path", file, *more)
         assert done.returncode == 0, done.stderr
     exact = dense_of(model)["model.layers.0.self_attn.q_proj"]
     lost = {}
@@ -212,8 +203,7 @@ def test_importance_from_calibration_reaches_the_rounding(tiny_models: Any, tmp_
         (["--to", "awq", "--calibration", "x"], "--calibration"),
         (["--calibration", "x"], "--calibration"),
     ):
-        command = ["convert", str(model), "--dst-path", f"{tmp_path}/x", *options]
-        done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True)
+        done = tool("convert", model, "--dst-path", tmp_path / "x", *options)
         assert done.returncode == 2 and words in done.stderr, done.stderr
 
 
