@@ -21,6 +21,8 @@ import numpy as np
 import pytest
 import uvicorn
 
+from toolkit.convert.convert import convert
+from toolkit.convert.options import Packing
 from toolkit.engine.outage import Outage
 from toolkit.errors import UsageError
 from toolkit.messages import GenerationConfig, Response
@@ -217,6 +219,14 @@ def running(app: Any, engine: FakeEngine, keep_alive: int = 60) -> Iterator[Runn
         thread.join(60)
         sock.close()
     assert not thread.is_alive()
+
+
+@pytest.fixture(scope="session")
+def packed(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model as the native runner takes it, in float32: its server and engine start without torch."""
+    path = tmp_path_factory.mktemp("packed") / "model"
+    convert(str(tiny_models("llama")), path, Packing(target="cpu", dtype="float32", head_bits=16), quiet=True)
+    return path
 
 
 @pytest.fixture(scope="session")

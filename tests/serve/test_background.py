@@ -118,11 +118,11 @@ def test_requests_get_their_grace_before_it_is_killed() -> None:
     assert len(waits) == 1 and waits[0] > 602
 
 
-def test_it_ends_with_the_program_that_started_it(model: str, tmp_path: Path) -> None:
+def test_it_ends_with_the_program_that_started_it(packed: Path, tmp_path: Path) -> None:
     """Also one without the guard ``if __name__ == "__main__"``, one that is killed, and one that has forked."""
     program = textwrap.dedent(f"""
         import os, signal, sys, time, toolkit
-        server = toolkit.serve({model!r}, backend="pytorch", server_port=0)
+        server = toolkit.serve({str(packed)!r}, server_port=0)
         print(server._process.pid, flush=True)
         if not (fork := os.fork()):
             sys.exit()  # which does not end the server

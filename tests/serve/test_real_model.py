@@ -79,8 +79,8 @@ def serving(model: Path, *flags: str) -> Iterator[tuple[str, subprocess.Popen[st
 
 
 @pytest.fixture(scope="module")
-def url(tiny_models: Any) -> Iterator[str]:
-    with serving(tiny_models("llama"), "--model-name", "tiny", "--session-len", "400") as (found, _):
+def url(packed: Path) -> Iterator[str]:
+    with serving(packed, "--model-name", "tiny", "--session-len", "400") as (found, _):
         yield found
 
 
@@ -348,8 +348,8 @@ def _until(condition: Callable[[], bool], timeout: float = 60.0) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("to", [os.kill, os.killpg])  # one process, as a supervisor does; the group, as a terminal does
-def test_a_signal_ends_it_cleanly(tiny_models: Any, number: int, to: Callable[[int, int], None]) -> None:
-    with serving(tiny_models("llama"), "--grace-period", "0.3", "--log-level", "warning") as (url, process):
+def test_a_signal_ends_it_cleanly(packed: Path, number: int, to: Callable[[int, int], None]) -> None:
+    with serving(packed, "--grace-period", "0.3", "--log-level", "warning") as (url, process):
         children = psutil.Process(process.pid).children(recursive=True)
         assert children, "the engine should have a process of its own"
         host, port = url.removeprefix("http://").split(":")
@@ -376,8 +376,8 @@ def test_a_signal_ends_it_cleanly(tiny_models: Any, number: int, to: Callable[[i
         assert not alive
 
 
-def test_a_signal_while_the_model_loads(tiny_models: Any) -> None:
-    process = launch(tiny_models("llama"))
+def test_a_signal_while_the_model_loads(packed: Path) -> None:
+    process = launch(packed)
     _until(lambda: bool(psutil.Process(process.pid).children()))
     children = psutil.Process(process.pid).children()
     process.terminate()
@@ -393,8 +393,8 @@ def engine_of(server: int) -> psutil.Process:
     return found
 
 
-def test_an_engine_that_dies_is_replaced(tiny_models: Any) -> None:
-    with serving(tiny_models("llama"), "--model-name", "tiny", "--log-level", "critical") as (url, process):
+def test_an_engine_that_dies_is_replaced(packed: Path) -> None:
+    with serving(packed, "--model-name", "tiny", "--log-level", "critical") as (url, process):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
         def back(gone: psutil.Process) -> bool:
@@ -421,10 +421,10 @@ def test_an_engine_that_dies_is_replaced(tiny_models: Any) -> None:
         assert engine_of(process.pid) != worker
 
 
-def test_a_port_in_use(tiny_models: Any) -> None:
+def test_a_port_in_use(packed: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        process = launch(tiny_models("llama"), "--server-port", str(port))
+        process = launch(packed, "--server-port", str(port))
         _, error = process.communicate(timeout=300)
     assert process.returncode in (1, 2)
     assert len(error.strip().splitlines()) == 1 and str(port) in error and "in use" in error
@@ -443,8 +443,8 @@ def test_a_port_in_use(tiny_models: Any) -> None:
         (["--backend", "fancy"], "--backend"),
     ],
 )
-def test_bad_flags_are_one_line(tiny_models: Any, flags: list[str], says: str) -> None:
-    process = launch(tiny_models("llama"), *flags)
+def test_bad_flags_are_one_line(packed: Path, flags: list[str], says: str) -> None:
+    process = launch(packed, *flags)
     _, error = process.communicate(timeout=300)
     assert process.returncode in (1, 2), error
     lines = [line for line in error.strip().splitlines() if not line.startswith("loading weights")]
