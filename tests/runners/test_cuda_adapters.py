@@ -10,13 +10,14 @@ from toolkit.runners.base import RunnerError, RunnerOptions
 from toolkit.runners.choose import open_model
 from toolkit.runners.tensor.runner import TensorRunner
 
+ONE_LAYER = {"num_hidden_layers": 1}  # the interpreter is slow
 ALL = r"(?:[qkvo]|gate|up|down)_proj"
 
 
 @pytest.fixture(scope="module")
 def pair(tiny_models, steps, support, tmp_path_factory):
     """``pair()``: (driver over ours, the device, driver without graphs), both with the same two adapters."""
-    model, made, folder = tiny_models("llama"), support("adapters"), tmp_path_factory.mktemp("adapters")
+    model, made, folder = tiny_models("llama", **ONE_LAYER), support("adapters"), tmp_path_factory.mktemp("adapters")
     opened, graphs = open_model(model), support("graphs")
     paths = [
         made.write_adapter(folder / "a", model, "q_proj|v_proj|down_proj", rank=3, seed=2),
@@ -75,7 +76,7 @@ def test_warm_up_captures_steps_with_adapters_too(pair):
 
 def test_memory_counts_adapters_and_an_unknown_one_fails_the_step(pair, tiny_models, support):
     ours, _, oracle = pair()
-    opened, graphs = open_model(tiny_models("llama")), support("graphs")
+    opened, graphs = open_model(tiny_models("llama", **ONE_LAYER)), support("graphs")
     options = RunnerOptions(dtype="float32", block_size=16, device="cpu")
     bare = TensorRunner(opened.spec, opened.weights, options, graphs=graphs.CpuDevice(), ops=graphs.interpreted_ops())
     assert ours.runner.memory().weights == oracle.runner.memory().weights > bare.memory().weights

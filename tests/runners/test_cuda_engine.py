@@ -62,7 +62,7 @@ def runners(tiny_models, support):
     """``runners(family) -> (runner with graphs, its device, torch's runner)``."""
 
     def make(family):
-        graphs, path = support("graphs"), tiny_models(family)
+        graphs, path = support("graphs"), tiny_models(family, num_hidden_layers=1)  # the interpreter is slow
         opened, device = open_model(path), graphs.CpuDevice()
         runner = TensorRunner(opened.spec, opened.weights, OPTIONS, graphs=device, ops=graphs.interpreted_ops())
         return device.watch(runner), device, open_runner(path, backend="pytorch", options=OPTIONS)[0]

@@ -29,11 +29,12 @@ def graphs(support):
 
 @pytest.fixture
 def pair(tiny_models, steps, graphs):
-    """``pair(family, triton ops …, **options)``: a driver over the runner with graphs, its device, one over torch's."""
+    """``pair(family, triton ops …, **options)``: a driver over the runner with graphs, its device, one over torch's; of
+    one layer unless ``layers`` says more, for the interpreter is slow."""
 
-    def make(family, *triton, model=None, blocks=64, **options):
+    def make(family, *triton, layers=1, blocks=64, **options):
         settings = RunnerOptions(**({"dtype": "float32", "block_size": 16, "device": "cpu"} | options))
-        path = tiny_models(family, **(model or {}))
+        path = tiny_models(family, num_hidden_layers=layers)
         opened, device = open_model(path), graphs.CpuDevice()
         runner = TensorRunner(opened.spec, opened.weights, settings, graphs=device, ops=graphs.interpreted_ops(*triton))
         oracle, _ = open_runner(path, backend="pytorch", options=settings)
@@ -60,7 +61,7 @@ SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("qwen3", "in
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", *SLOW])
 def test_chunks_ragged_batches_and_padded_decode_steps_give_the_torch_runners_tokens(family, pair):
-    ours, device, oracle = pair(family)
+    ours, device, oracle = pair(family, layers=2)
     numbers = [ours.add(long=family == "phi3" and i == 0) for i in range(3)]
     assert [oracle.add(long=s.long) for s in ours.sequences] == numbers
     _both(ours, oracle, {numbers[0]: _prompt(33, 1)}, want="all")
@@ -88,7 +89,7 @@ def test_quantized_caches_through_graphs(policy, pair):
 
 
 def test_long_contexts_are_split_and_merged_in_graphs_with_room_to_spare(pair):
-    ours, device, oracle = pair("llama", model={"num_hidden_layers": 1})
+    ours, device, oracle = pair("llama")
     ours.runner.warm_up(2, 300, 16)
     tiles = [(key.rows, room) for key in ours.runner._steps.graphs.keys() for _, _, room in key.tiles]
     assert tiles == [(2, 2), (2, 4), (1, 1), (1, 2)]  # up to 256 tokens, and beyond
@@ -101,7 +102,7 @@ def test_long_contexts_are_split_and_merged_in_graphs_with_room_to_spare(pair):
 
 def test_all_that_triton_has_runs_through_graphs(pair):
     ours, device, oracle = pair(
-        "gemma2", "embedding", "rope_kv_write", "rms_norm", "add_rms_norm", "act_and_mul", "sample"
+        "gemma2", "embedding", "rope_kv_write", "rms_norm", "add_rms_norm", "act_and_mul", "sample", layers=2
     )
     number = ours.add()
     assert oracle.add() == number

@@ -77,7 +77,7 @@ def app(tmp_path_factory: Any, request: Any) -> Any:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=BODIES)
 def test_any_json(app: Any, post: Any, path: str, body: Any) -> None:
     status, data = post(app, path, json.dumps(body).encode())
