@@ -9,6 +9,7 @@ from reprlib import Repr
 from typing import Any
 
 from toolkit.errors import UsageError
+from toolkit.option import option_of
 from toolkit.request_limits import Bounds
 
 
@@ -26,6 +27,18 @@ def number(what: str, value: Any, low: float, high: float, *, whole: bool = Fals
 def bounded(what: str, value: Any, bounds: Bounds) -> None:
     """``number`` with the bounds of a request's field."""
     number(what, value, bounds.low, bounds.high, whole=bounds.whole)
+
+
+def allowed(record: Any) -> None:
+    """Raise UsageError for a field that its option does not allow; None, where it is the default, is no value."""
+    for f in fields(record):
+        told, value = option_of(f), getattr(record, f.name)
+        if told is None or told.allowed is None or (value is None and f.default is None):
+            continue
+        if isinstance(told.allowed, Bounds):
+            bounded(f.name, value, told.allowed)
+        elif value not in told.allowed:
+            raise UsageError(f"{f.name}: expected one of {', '.join(told.allowed)}, found {shown(value)}")
 
 
 def shown(value: Any, width: int = 80) -> str:

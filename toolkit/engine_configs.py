@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from toolkit.config_checks import number, only_defaults, shown, switches
+from toolkit.config_checks import allowed, number, only_defaults, shown, switches
 from toolkit.errors import UsageError
 from toolkit.lmdeploy_options import NOT_BUILT
 from toolkit.option import option, same_option
+from toolkit.request_limits import Bounds
 
 DTYPES = ("auto", "float16", "bfloat16", "float32")
-MODEL_FORMATS = (None, "hf", "awq", "gptq", "compressed-tensors", "fp8", "mxfp4", "w8a8", "gguf", "engine")
+MODEL_FORMATS = ("hf", "awq", "gptq", "compressed-tensors", "fp8", "mxfp4", "w8a8", "gguf", "engine")
 LOAD_FORMATS = ("auto", "int8", "int4", "dummy")
 UNMASKING = ("low_confidence_dynamic", "low_confidence_static", "sequential")
 
@@ -30,39 +31,21 @@ class Unmasking:
     threshold: float = 0.85
 
 
-def _check_engine(config: CommonEngineConfig, block: str) -> None:
-    if config.dtype not in DTYPES:
-        raise UsageError(f"dtype: expected one of {', '.join(DTYPES)}, found {shown(config.dtype)}")
-    if config.model_format not in MODEL_FORMATS:
-        names = ", ".join(f for f in MODEL_FORMATS if f)
-        raise UsageError(f"model_format: expected one of {names}, found {shown(config.model_format)}")
-    if config.load_format not in LOAD_FORMATS:
-        raise UsageError(f"load_format: expected one of {', '.join(LOAD_FORMATS)}, found {shown(config.load_format)}")
+def _check_engine(config: EngineConfig, block: str) -> None:
+    allowed(config)
     if config.quant_policy not in (0, 4, 8, 16, 17):
         raise UsageError(
             "quant_policy: expected 0, 4 or 8 (bits of the KV cache), 16 or 17 (float8_e4m3fn, float8_e5m2), "
             f"found {shown(config.quant_policy)}"
         )
-    number("tp", config.tp, 1, 1024, whole=True)
-    if config.session_len is not None:
-        number("session_len", config.session_len, 1, 1 << 30, whole=True)
-    if config.max_batch_size is not None:
-        number("max_batch_size", config.max_batch_size, 1, 1 << 20, whole=True)
-    number("max_prefill_token_num", config.max_prefill_token_num, 1, 1 << 30, whole=True)
-    if config.target_step_ms is not None:
-        number("target_step_ms", config.target_step_ms, 0, 1e6)
     count = config.cache_max_entry_count
     if isinstance(count, int) and not isinstance(count, bool):
         number("cache_max_entry_count", count, 1, 1 << 40, whole=True)
     else:
         number("cache_max_entry_count", count, 0, 1, open_low=True)
-    size = getattr(config, block)
-    number(block, size, 16, 1024, whole=True)
-    if size & (size - 1):
-        raise UsageError(f"{block}: expected a power of two, found {size}")
+    if config.block_size & (config.block_size - 1):
+        raise UsageError(f"{block}: expected a power of two, found {config.block_size}")
     switches(config, "enable_prefix_caching", "enable_metrics")
-    if config.threads is not None:
-        number("threads", config.threads, 0, 4096, whole=True)
     _check_adapters(config.adapters)
     only_defaults(config, {f.name: NOT_BUILT[f.name] for f in fields(config) if f.name in NOT_BUILT})
 
@@ -86,31 +69,44 @@ class CommonEngineConfig:
     each; on a CPU the tensor runner runs them. ``enable_metrics``: whether a server of this engine offers /metrics.
     """
 
-    dtype: str = option("auto", "Activations: auto, float16, bfloat16, float32 (least swayed by the batch).")
-    tp: int = option(1, "Devices to split the model over (tensor parallelism).")
-    session_len: int | None = option(None, "Longest context, in tokens. Default: the model's, if it fits.")
-    max_batch_size: int | None = option(None, "Most requests in one step. Default: by device and memory.")
+    dtype: str = option(
+        "auto", "Activations: auto, float16, bfloat16, float32 (least swayed by the batch).", allowed=DTYPES
+    )
+    tp: int = option(1, "Devices to split the model over (tensor parallelism).", allowed=Bounds(1, 1024, "int32"))
+    session_len: int | None = option(
+        None, "Longest context, in tokens. Default: the model's, if it fits.", allowed=Bounds(1, 1 << 30, "int32")
+    )
+    max_batch_size: int | None = option(
+        None, "Most requests in one step. Default: by device and memory.", allowed=Bounds(1, 1 << 20, "int32")
+    )
     cache_max_entry_count: float | int = option(
         0.8, "Share of free memory for the KV cache (up to 1), or its blocks (from 2)."
     )
     enable_prefix_caching: bool = option(True, "Reuse the KV cache of equal prefixes. Default, but in profile.")
     quant_policy: int = option(0, "KV cache: 0 (as --dtype), 8 or 4 bits, 16 or 17 (float8 e4m3, e5m2).")
-    model_format: str | None = option(None, "hf, awq, gptq, w8a8, gguf, engine. Default: read from the model.")
-    load_format: str = option(
-        "auto", "auto; int8, int4: rounded while read, without calibration; dummy: random, to measure with."
+    model_format: str | None = option(
+        None, "hf, awq, gptq, w8a8, gguf, engine. Default: read from the model.", allowed=MODEL_FORMATS
     )
-    max_prefill_token_num: int = option(8192, "Most tokens in one step; longer prompts go in chunks.")
+    load_format: str = option(
+        "auto",
+        "auto; int8, int4: rounded while read, without calibration; dummy: random, to measure with.",
+        allowed=LOAD_FORMATS,
+    )
+    max_prefill_token_num: int = option(
+        8192, "Most tokens in one step; longer prompts go in chunks.", allowed=Bounds(1, 1 << 30, "int32")
+    )
     target_step_ms: float | None = option(
         None,
         "Time of a step, ms: prompts go in chunks that fit it while others decode. 0: no limit. "
         "Default: 150 on a CPU, 0 on a GPU.",
+        allowed=Bounds(0, 1e6),
     )
     adapters: dict[str, str] | None = option(
         None, "NAME=PATH of LoRA adapters (directory or hub id); several may follow."
     )
     revision: str | None = option(None, "Branch, tag or commit on the hub.")
     download_dir: str | None = option(None, "Where downloads go.")
-    threads: int | None = option(None, "CPU threads. Default: all.")
+    threads: int | None = option(None, "CPU threads. Default: all.", allowed=Bounds(0, 4096, "int32"))
     hf_overrides: dict[str, Any] | None = option(None, "JSON object that goes over the model's config.json.")
     enable_metrics: bool = True
     dp: int = 1
@@ -126,13 +122,16 @@ class TurbomindEngineConfig(CommonEngineConfig):
     ``async_`` 1: where the runner can. LMDeploy has ``adapters`` for ``pytorch`` alone.
     """
 
-    cache_block_seq_len: int = option(64, "Tokens in a KV block.")
-    rope_scaling_factor: float = option(0.0, "Dynamic NTK scaling of positions (turbomind only).", show_default=False)
+    cache_block_seq_len: int = option(64, "Tokens in a KV block.", allowed=Bounds(16, 1024, "int32"))
+    rope_scaling_factor: float = option(
+        0.0, "Dynamic NTK scaling of positions (turbomind only).", allowed=Bounds(0, 1e4), show_default=False
+    )
     device: str = option("auto", "auto, cpu, cuda, cuda:N, or another by torch's name, such as xpu.")
     async_: int = option(
         1,
         "0: schedule a step when the one before has ended, not while it runs (turbomind only).",
         "--async",
+        allowed=Bounds(0, 1, "int32"),
         show_default=False,
     )
     use_logn_attn: bool = option(False, "Queries grow by log n beyond the model's length (turbomind only).")
@@ -153,8 +152,6 @@ class TurbomindEngineConfig(CommonEngineConfig):
 
     def __post_init__(self) -> None:
         _check_engine(self, "cache_block_seq_len")
-        number("rope_scaling_factor", self.rope_scaling_factor, 0, 1e4)
-        number("async_", self.async_, 0, 1, whole=True)
         switches(self, "use_logn_attn")
 
     @property

@@ -8,22 +8,25 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from toolkit.errors import UsageError
+from toolkit.request_limits import Bounds
 
 _KEY = "option"
 
 
 @dataclass(frozen=True)
 class Option:
-    """``names``: as typed, where that is not ``--the-field-s-name``; ``shown``: what else typer.Option takes."""
+    """``names``: as typed, where that is not ``--the-field-s-name``; ``shown``: what else typer.Option takes;
+    ``allowed``: bounds of a number, or all values that there are."""
 
     help: str
     names: tuple[str, ...]
     shown: dict[str, Any]
+    allowed: Bounds | tuple[str, ...] | None = None
 
 
-def option(default: Any, help: str, *names: str, **shown: Any) -> Any:
+def option(default: Any, help: str, *names: str, allowed: Bounds | tuple[str, ...] | None = None, **shown: Any) -> Any:
     """A field with what ``Option`` says of it."""
-    return field(default=default, metadata={_KEY: Option(help, names, shown)})
+    return field(default=default, metadata={_KEY: Option(help, names, shown, allowed)})
 
 
 def same_option(kind: type, name: str, **changed: Any) -> Any:
