@@ -24,7 +24,7 @@ class Option:
     allowed: Bounds | tuple[str, ...] | None = None
 
 
-def option(default: Any, help: str, *names: str, allowed: Bounds | tuple[str, ...] | None = None, **shown: Any) -> Any:
+def option(default: Any, help: str, *names: str, allowed: Any = None, **shown: Any) -> Any:
     """A field with what ``Option`` says of it."""
     return field(default=default, metadata={_KEY: Option(help, names, shown, allowed)})
 

@@ -119,7 +119,7 @@ def test_entry_points_of_installed_packages(tmp_path, monkeypatch):
         ("def", "SyntaxError"),
     ],
 )
-def test_files_that_hold_no_family_are_one_line(tmp_path, text, words):
+def test_files_that_hold_no_family_are_one_line(tool, tmp_path, text, words):
     (tmp_path / "own.py").write_text(text)
     done = tool("list", "models", "--custom-module-map", tmp_path / "own.py")
     assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
@@ -129,7 +129,7 @@ def test_files_that_hold_no_family_are_one_line(tmp_path, text, words):
 
 
 @pytest.mark.parametrize("path", ["missing.py", "own.txt", ""])
-def test_what_is_no_python_file_is_refused(tmp_path, path):
+def test_what_is_no_python_file_is_refused(tool, tmp_path, path):
     (tmp_path / "own.txt").write_text(FILE)
     done = tool("list", "models", f"--custom-module-map={tmp_path / path}")
     assert done.returncode == 2 and "custom" in done.stderr and "Python file" in done.stderr, done.stderr
