@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import BILINEAR, colours
-from toolkit.models.decoder import POST_NORMS, PRE_NORMS, Built, Fused, fused_qkv, llama_like, read_dims
+from toolkit.models.decoder import POST_NORMS, PRE_NORMS, Built, llama_like
 from toolkit.models.families.llava import TINY_TOWER
 from toolkit.models.family import Family, Tiny
 from toolkit.models.pictures import Recipe
+from toolkit.models.stored import Fused, fused_qkv
 from toolkit.models.towers import clip_tower, seeing, side, stored_vision
 from toolkit.models.vision import Stage, VisionSpec
 
