@@ -5,15 +5,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from toolkit.models.config.dims import Dims, read_dims
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import lined_recipe
-from toolkit.models.decoder import Built, Dims, fused_by_kv_head, read_dims
+from toolkit.models.decoder import Built
 from toolkit.models.families import internlm2
 from toolkit.models.families.llava import TINY_TOWER
 from toolkit.models.family import Family, Tiny
 from toolkit.models.pictures import Recipe
 from toolkit.models.routed import Routed
 from toolkit.models.spec import Part, StoredTensor
+from toolkit.models.stored import fused_by_kv_head
 from toolkit.models.towers import CLIP, clip_tower, mlp, seeing, stored_vision, taken_layers
 from toolkit.models.vision import Stage, VisionSpec
 
