@@ -53,8 +53,10 @@ def in_blocks(request: EngineRequest, mask_token: int, processed: bool) -> Engin
         "prompt_logprobs": p.prompt_logprobs >= 0,
         "output_logits": p.logits is not None,
         "output_last_hidden_state": p.hidden is not None,
-        "scores and embeddings": request.only is not None,
     }
+    if request.only:
+        why = "this model guesses blocks of tokens together"
+        raise UsageError(f"scores and embeddings: {why}; use one that draws a token after another")
     for name, given in asked.items():
         if given:
             raise UsageError(f"{name}: not with this model, which guesses blocks of tokens together; leave it out")

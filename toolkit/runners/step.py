@@ -64,7 +64,7 @@ class SamplingBatch:
     presence_penalty: F32  # [N] 0 = off
     frequency_penalty: F32  # [N] 0 = off
     seed: NDArray[np.uint64]  # [N]
-    position: I64  # [N] index of the token to be drawn among the request's new tokens
+    position: I64  # [N] index of the token to be drawn among the request's new tokens, in higher bits how often it was
     history_ptr: I32  # [N+1]
     history_ids: I32
     history_count: I32
