@@ -61,12 +61,13 @@ def model(request: Any, tiny_models: Any) -> tuple[str, Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def oracle(model: tuple[str, Path, Path], support: Any) -> Any:
+def oracle(model: tuple[str, Path, Path], support: Any, tiny_models: Any) -> Any:
     """``oracle(ids) -> logits`` by transformers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    if stand_in := support("stand_ins").STAND_INS.get(model[0]):
+    shape = next(i for i in range(len(get(model[0]).tiny)) if tiny_models(model[0], shape=i) == model[1])
+    if stand_in := support("stand_ins").STAND_INS.get(f"{model[0]}-{shape}"):
         return stand_in(model[1]).logits
     spec = load_spec(open_checkpoint(model[1]))[0]
     alibi = next((a.alibi for _, a in spec.attention_layers() if a.alibi is not None), None)

@@ -52,12 +52,17 @@ class StandIn:
 
     def __init__(self, path: Path) -> None:
         self.config = json.loads((path / "config.json").read_text())
-        self.whole, self.token = dict(self.config), self.config[self.token_field]
+        self.whole = dict(self.config)
+        self.token = self.image_token()
         self.given = json.loads((path / "preprocessor_config.json").read_text())
         tensors = load_file(path / "model.safetensors")
         self.text: Any = None
         self.open(tensors)
         assert not tensors, f"nobody took {sorted(tensors)[:5]}"
+
+    def image_token(self) -> int:
+        found: int = self.config[self.token_field]
+        return found
 
     def open(self, tensors: Tensors) -> None:
         raise NotImplementedError
@@ -80,7 +85,7 @@ class StandIn:
         if files:
             images = [Image.open(io.BytesIO(file)).convert("RGB") for file in files]
             rows = torch.cat([self.rows(self.tiles(self.whole, self.given, image), image) for image in images])
-            inputs[0, torch.tensor(ids) == self.token] = rows
+            inputs[0, (torch.tensor(ids) == self.token).nonzero()[: len(rows), 0]] = rows
         places = torch.tensor([self.places(ids if files else [-1] * len(ids))])
         mask = torch.full((1, 1, len(ids), len(ids)), -torch.inf).triu(1)  # places that repeat would make it several
         found = self.text(inputs_embeds=inputs, position_ids=places, attention_mask=mask, use_cache=False)
@@ -709,12 +714,187 @@ class Molmo(StandIn):
         return torch.stack([*spelled(list(grids[0])), *spelled(high)])
 
 
-STAND_INS: dict[str, type[StandIn]] = {
-    "cogvlm": CogVLM,
-    "deepseek_vl_v2": DeepseekVL2,
-    "glm4v_9b": Glm4v,
-    "internlmxcomposer2": XComposer,
-    "minicpmv": MiniCPMV,
-    "molmo": Molmo,
-    "phi3_v": Phi3V,
+class QwenVL(StandIn):
+    def image_token(self) -> int:
+        return int(self.whole["visual"]["image_start_id"]) + 2
+
+    def open(self, tensors: Tensors) -> None:
+        from transformers import Qwen2Config, Qwen2ForCausalLM
+
+        own, visual = take(tensors, "transformer.visual."), self.config.pop("visual")
+        self.patch, self.heads = visual["patch_size"], visual["heads"]
+        self.conv, self.learned = own.pop("conv1.weight"), own.pop("positional_embedding")
+        self.blocks = [take(own, f"transformer.resblocks.{i}.") for i in range(visual["layers"])]
+        hidden = self.config["hidden_size"]
+        names = {"ln_pre": visual["width"], "ln_post": hidden, "attn_pool.ln_q": hidden, "attn_pool.ln_kv": hidden}
+        self.norms = {
+            name: loaded(torch.nn.LayerNorm(width, eps=1e-6), take(own, f"{name}.")) for name, width in names.items()
+        }
+        self.asked, self.near = own.pop("attn_pool.query"), own.pop("attn_pool.pos_embed")
+        self.kv, self.project = own.pop("attn_pool.kv_proj.weight"), own.pop("proj")
+        self.attend = torch.nn.MultiheadAttention(hidden, max(hidden // 128, 1), batch_first=True)
+        loaded(self.attend, take(own, "attn_pool.attn."))
+        assert not own, own.keys()
+        ends = {"wte": "model.embed_tokens", "ln_f": "model.norm"}
+        named = {f"{ours}.weight": tensors.pop(f"transformer.{theirs}.weight") for theirs, ours in ends.items()}
+        named["lm_head.weight"] = tensors.pop("lm_head.weight")
+        inside = {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm", "attn.c_proj": "self_attn.o_proj"}
+        inside |= {"mlp.w2": "mlp.gate_proj", "mlp.w1": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}
+        for i in range(self.config["num_hidden_layers"]):
+            layer = take(tensors, f"transformer.h.{i}.")
+            for kind in ("weight", "bias"):
+                thirds = layer.pop(f"attn.c_attn.{kind}").chunk(3)
+                pairs = zip("qkv", thirds, strict=True)
+                named |= {f"model.layers.{i}.self_attn.{x}_proj.{kind}": part for x, part in pairs}
+            named |= {
+                f"model.layers.{i}.{ours}.weight": layer.pop(f"{theirs}.weight") for theirs, ours in inside.items()
+            }
+            assert not layer
+        self.config["intermediate_size"] //= 2
+        self.language(Qwen2ForCausalLM, Qwen2Config, named, num_key_value_heads=self.config["num_attention_heads"])
+
+    @staticmethod
+    def tiles(config: dict[str, Any], given: dict[str, Any], image: Any) -> list[Tensor]:
+        side = config["visual"]["image_size"]
+        return [normed(image.resize((side, side), Image.Resampling.BICUBIC), CLIP_MEAN, CLIP_STD)]
+
+    def rows(self, tiles: list[Tensor], image: Any) -> Tensor:
+        def resized(table: Tensor, side: int) -> Tensor:
+            old = math.isqrt(len(table))
+            grid = table.T.unflatten(1, (old, old))[None]
+            return functional.interpolate(grid, (side, side), mode="bicubic", align_corners=False)[0].flatten(1).T
+
+        x = functional.conv2d(tiles[0][None], self.conv, stride=self.patch)[0].flatten(1).T
+        side = math.isqrt(len(x))
+        x = self.norms["ln_pre"](x + resized(self.learned, side))
+
+        def linear(block: Tensors, name: str, y: Tensor) -> Tensor:
+            return functional.linear(y, block[f"{name}.weight"], block[f"{name}.bias"])
+
+        def norm(block: Tensors, name: str, y: Tensor) -> Tensor:
+            return functional.layer_norm(y, y.shape[-1:], block[f"{name}.weight"], block[f"{name}.bias"], 1e-6)
+
+        for block in self.blocks:
+            heads = linear(block, "attn.in_proj", norm(block, "ln_1", x)).unflatten(1, (self.heads, 3, -1))
+            q, k, v = heads.permute(2, 1, 0, 3)
+            found = (q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])).softmax(-1) @ v
+            x = x + linear(block, "attn.out_proj", found.transpose(0, 1).flatten(1))
+            inner = functional.gelu(linear(block, "mlp.c_fc", norm(block, "ln_2", x)))
+            x = x + linear(block, "mlp.c_proj", inner)
+        x = self.norms["attn_pool.ln_kv"](x @ self.kv.T)
+        asked = self.norms["attn_pool.ln_q"](self.asked) + self.near
+        out = self.attend(asked[None], (x + resized(self.near, side))[None], x[None])[0][0]
+        return self.norms["ln_post"](out) @ self.project
+
+
+class YiVL(StandIn):
+    token_field = "image_token_index"
+
+    def open(self, tensors: Tensors) -> None:
+        from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM
+
+        settings = CLIPVisionConfig(**{"hidden_act": "gelu", **self.config.pop("vision_config")})
+        hidden = self.config["hidden_size"]
+        self.tower = loaded(CLIPVisionModel(settings), take(tensors, "model.vision_tower.vision_tower.vision_model."))
+        linears = torch.nn.Linear(settings.hidden_size, hidden), torch.nn.Linear(hidden, hidden)
+        norms = torch.nn.LayerNorm(hidden), torch.nn.LayerNorm(hidden)
+        stages = linears[0], norms[0], torch.nn.GELU(), linears[1], norms[1]
+        self.project = loaded(torch.nn.Sequential(*stages), take(tensors, "model.mm_projector."))
+        self.language(LlamaForCausalLM, LlamaConfig, tensors)
+
+    @staticmethod
+    def tiles(config: dict[str, Any], given: dict[str, Any], image: Any) -> list[Tensor]:
+        side, long = config["vision_config"]["image_size"], max(image.size)
+        square = Image.new("RGB", (long, long), tuple(int(255 * x) for x in CLIP_MEAN))
+        square.paste(image, ((long - image.width) // 2, (long - image.height) // 2))
+        return [normed(square.resize((side, side), Image.Resampling.BICUBIC), CLIP_MEAN, CLIP_STD)]
+
+    def rows(self, tiles: list[Tensor], image: Any) -> Tensor:
+        found = self.tower(torch.stack(tiles), output_hidden_states=True)
+        return self.project(found.hidden_states[self.whole["mm_vision_select_layer"]][0, 1:])
+
+
+class MonoInternVL(StandIn):
+    """A language model of transformers; tokens of pictures go through other feed-forward parts."""
+
+    token_field = "img_context_token_id"
+
+    def open(self, tensors: Tensors) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        text = self.config["llm_config"]
+        hidden, heads, kv = (text[n] for n in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+        own, self.seen = take(tensors, "vision_model.embeddings."), torch.zeros(0, dtype=torch.bool)
+        self.conv, self.bias = own.pop("patch_embedding.weight"), own.pop("patch_embedding.bias")
+        self.learned = own.pop("position_embedding")[0, 1:]
+        del own["class_embedding"]  # nobody reads what becomes of it
+        width = 4 * len(self.conv)
+        stages = torch.nn.LayerNorm(width), torch.nn.Linear(width, hidden), torch.nn.GELU()
+        self.project = torch.nn.Sequential(*stages, torch.nn.Linear(hidden, hidden))
+        loaded(self.project, take(tensors, "mlp1."))
+        own = take(tensors, "language_model.")
+        named = {
+            "model.embed_tokens.weight": own.pop("model.tok_embeddings.weight"),
+            "lm_head.weight": own.pop("output.weight"),
+            "model.norm.weight": own.pop("model.norm.weight"),
+        }
+        names = {
+            "attention.wo": "self_attn.o_proj",
+            "feed_forward.w1": "mlp.gate_proj",
+            "feed_forward.w3": "mlp.up_proj",
+        }
+        names |= {"feed_forward.w2": "mlp.down_proj", "attention_norm": "input_layernorm"}
+        names |= {"ffn_norm": "post_attention_layernorm"}
+        others = []
+        for i in range(text["num_hidden_layers"]):
+            layer, begin = take(own, f"model.layers.{i}."), f"model.layers.{i}."
+            groups = layer.pop("attention.wqkv.weight").view(kv, heads // kv + 2, hidden // heads, hidden)
+            parts = zip("qkv", groups.split([heads // kv, 1, 1], 1), strict=True)
+            named |= {f"{begin}self_attn.{x}_proj.weight": part.flatten(0, 2) for x, part in parts}
+            named |= {f"{begin}{ours}.weight": layer.pop(f"{theirs}.weight") for theirs, ours in names.items()}
+            others.append([layer.pop(f"feed_forward_ve.w{k}.weight") for k in (1, 3, 2)])
+            assert not layer
+        assert not own
+        settings = {name: value for name, value in text.items() if name not in NOT_OF_TEXT}
+        self.text = loaded(LlamaForCausalLM(LlamaConfig(**settings, attn_implementation="eager")).float(), named)
+        for layer, (gate, up, down) in zip(self.text.model.layers, others, strict=True):
+
+            def other(module: Any, given: Any, out: Tensor, gate: Any = gate, up: Any = up, down: Any = down) -> Tensor:
+                x = given[0]
+                return torch.where(self.seen[None, :, None], functional.silu(x @ gate.T) * (x @ up.T) @ down.T, out)
+
+            layer.mlp.register_forward_hook(other)
+
+    def rows(self, tiles: list[Tensor], image: Any) -> Tensor:
+        x = functional.conv2d(torch.stack(tiles), self.conv, self.bias, stride=self.conv.shape[-1])
+        x = (x + self.learned.T.view(1, *x.shape[1:])).permute(0, 2, 3, 1)
+        corners = [x[:, i::2, j::2] for i in (0, 1) for j in (0, 1)]
+        return self.project(torch.cat(corners, -1)).flatten(0, 2)
+
+    @staticmethod
+    def tiles(config: dict[str, Any], given: dict[str, Any], image: Any) -> list[Tensor]:
+        import transformers
+
+        given = dict(given)
+        made = getattr(transformers, f"{given.pop('image_processor_type')}Pil")(**given)
+        return list(made(images=[image], return_tensors="pt", crop_to_patches=True)["pixel_values"])
+
+    def logits(self, ids: list[int], files: tuple[bytes, ...] = ()) -> np.ndarray:
+        self.seen = (torch.tensor(ids) == self.token) & bool(files)
+        return super().logits(ids, files)
+
+
+STAND_INS: dict[str, type[StandIn]] = {  # by family and the number of the tiny model
+    "cogvlm-0": CogVLM,
+    "cogvlm-1": CogVLM,
+    "deepseek_vl_v2-0": DeepseekVL2,
+    "glm4v_9b-0": Glm4v,
+    "internlmxcomposer2-0": XComposer,
+    "internvl_chat-2": MonoInternVL,
+    "llava_llama-2": YiVL,
+    "minicpmv-0": MiniCPMV,
+    "minicpmv-1": MiniCPMV,
+    "molmo-0": Molmo,
+    "phi3_v-0": Phi3V,
+    "qwen_vl-0": QwenVL,
 }

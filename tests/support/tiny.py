@@ -89,7 +89,7 @@ def _write_seeing(family: Family, tiny: Tiny, path: Path, overrides: dict[str, A
     """One that sees, and its twin: overrides are for its language model, and the files of its processor go along."""
     from transformers import CONFIG_MAPPING
 
-    if family.twin is None and family.name not in CONFIG_MAPPING:
+    if (family.twin is None and family.name not in CONFIG_MAPPING) or (family.twin is not None and tiny.twin is None):
         return _write_unknown(family, tiny, path, overrides)
     twin = path if family.twin is None else path.with_name(f"{path.name}-as-{family.twin}")
     changes = {k: overrides.pop(k) for k in SIZES if k in overrides}

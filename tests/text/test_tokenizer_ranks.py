@@ -65,6 +65,13 @@ def test_special_tokens_stand_behind_the_ranks(bpe, found):
     assert {first, first + 1, first + 2, first + 3} <= found.special_ids
 
 
+def test_qwen_vl_s_marks_of_pictures_stand_behind_the_others(bpe, folder, tmp_path):
+    shutil.copy(folder / "qwen.tiktoken", tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"visual": {"image_start_id": 151857}}))
+    first = bpe.get_vocab_size() + 151857 - 151643  # of Qwen's ranks there are so many
+    assert tokenizer.Tokenizer.open(tmp_path).encode("<img><imgpad></img>") == [first, first + 2, first + 1]
+
+
 def test_glm_s_file_has_sentencepiece_s_name_and_its_special_tokens_beside_it(bpe, folder, tmp_path):
     shutil.copy(folder / "qwen.tiktoken", tmp_path / "tokenizer.model")
     first = bpe.get_vocab_size()

@@ -34,13 +34,13 @@ class Recipe:
 
     ``mark``: what stands for a picture in what a chat template has written; ``written``: what is written for one where
     the template writes none; ``token``: what the rows take the place of. ``spelled``: how a mark is spelled: "plain"
-    (all tokens, between ``before`` and ``after``), "lines" (line by line, ``before`` between and ``after`` behind) or
-    "split" (tile by tile, each named and begun by ``before``, the whole picture as ``after``) or "scan" (as "plain",
-    the parts behind the whole, with words between) or "named" (tile by tile, numbered) or "slices" (the whole, then
-    line by line; each slice between ``inner``, or where ``around`` they stand as the whole does and all of them between
-    ``inner``). ``numbered``: a number stands before each picture, counted from 0. ``few``: only where a conversation
-    has no more pictures they are cut, of kinds that ask for that. ``leads``: what a prompt may begin
-    with, behind which all its pictures stand. ``high``: the side of a larger form, "boxed" too, of
+    (all tokens, between ``before``, where {} is its number from 1 on, and ``after``), "lines" (line by line, ``before``
+    between and ``after`` behind) or "split" (tile by tile, each named and begun by ``before``, the whole picture as
+    ``after``) or "scan" (as "plain", the parts behind the whole, with words between) or "named" (tile by tile,
+    numbered) or "slices" (the whole, then line by line; each slice between ``inner``, or where ``around`` they stand as
+    the whole does and all of them between ``inner``). ``numbered``: a number stands before each picture, counted from
+    0. ``few``: only where a conversation has no more pictures they are cut, of kinds that ask for that. ``leads``: what
+    a prompt may begin with, behind which all its pictures stand. ``high``: the side of a larger form, "boxed" too, of
     which the other is made and which stands behind it, with ``high_mean`` and ``high_std``. ``per_tile``: tokens a
     tile, of kinds that have tiles; ``most_tiles``: as in ``VisionSpec``.
     """
@@ -135,7 +135,8 @@ def most_patches(recipe: Recipe, merge: int) -> int:
         "canvas": recipe.most - 1,
         "split": math.ceil(recipe.long / max(recipe.size[0], 1)) ** 2,
     }
-    return (tiles.get(recipe.kind, 0) + 1) * recipe.per_tile * merge**2 + (recipe.high // recipe.unit) ** 2
+    each = max(recipe.per_tile, (recipe.size[0] // recipe.unit) ** 2)  # of queries there are fewer than of patches
+    return (tiles.get(recipe.kind, 0) + 1) * each * merge**2 + (recipe.high // recipe.unit) ** 2
 
 
 def framed(size: tuple[int, int], frame: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -92,9 +92,10 @@ class Stage:
     "merge_turned": so, but column after column; "merge_channels": as "merge", each number of a row beside that of its
     neighbours; "pool": their mean; "lines": the rows of all tiles put together, as ``VisionSpec.join`` says;
     "resample": ``rows`` learned queries attend to all rows with ``heads`` heads, keys with the sines of their row and
-    column, norms with ``eps``, behind them a square matrix; "beside": the linear ``name`` of what the tower ``high``
-    gives stands before the numbers of each row; "attend": the mean of each ``factor`` × ``factor`` rows attends to them
-    with ``heads`` heads.
+    column, norms with ``eps``, behind them a square matrix; ``placed``: with learned places instead, those of keys
+    resized by curves and those of queries added too; "beside": the linear ``name`` of what the tower ``high`` gives
+    stands before the numbers of each row; "attend": the mean of each ``factor`` × ``factor`` rows attends to them with
+    ``heads`` heads.
     """
 
     kind: Literal[
@@ -123,6 +124,7 @@ class Stage:
     offset: float = 0.0
     rows: int = 0
     heads: int = 0
+    placed: bool = False
 
 
 @dataclass(frozen=True)
@@ -260,6 +262,8 @@ def _stage(found: Shapes, stage: Stage) -> None:
     elif stage.kind == "resample":
         wide = stage.outputs
         found[f"{name}.query"] = (stage.rows, wide)
+        if stage.placed:
+            found[f"{name}.pos_embed"] = (stage.rows, wide)
         found[f"{name}.kv_proj.weight"] = (wide, stage.inputs)
         for part in ("q", "k", "v", "o"):
             _linear(found, f"{name}.{part}", wide, wide, True)

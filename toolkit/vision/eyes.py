@@ -134,7 +134,7 @@ def _adjusted(recipe: Recipe, rules: Rules, options: Mapping[str, Any]) -> Recip
 
 def _tokens(recipe: Recipe, picture: Picture, number: int) -> str:
     if recipe.spelled == "plain":
-        return recipe.before + recipe.token * picture.tokens + recipe.after
+        return recipe.before.replace("{}", str(number + 1)) + recipe.token * picture.tokens + recipe.after
     if recipe.spelled == "scan":
         one = recipe.before + recipe.token * recipe.per_tile + recipe.after
         parts = [one] * (len(picture.pixels) - 1)

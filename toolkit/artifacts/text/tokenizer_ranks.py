@@ -10,13 +10,14 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
+from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.text.token_bytes import byte_level_table
 from toolkit.errors import ToolkitError
 
@@ -44,6 +45,8 @@ _EXTRA = tuple(f"<|extra_{i}|>" for i in range(205))
 QWEN = RanksFile(  # Qwen 1, from the model's own tokenization_qwen.py
     "qwen.tiktoken", _WORDS % r"\p{N}", ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *_EXTRA), composed=True
 )
+_TAGS = tuple(f"{slash}{name}>" for name in ("ref", "box", "quad", "img") for slash in ("<", "</"))
+QWEN_VL = replace(QWEN, special=(*QWEN.special, *_TAGS, "<imgpad>"))  # of a model whose config.json has "visual"
 HUNYUAN = RanksFile(  # from tokenization_hy.py
     "hy.tiktoken",
     QWEN.pattern,
@@ -65,7 +68,11 @@ _LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 
 def find_ranks(folder: Path) -> RanksFile | None:
     """Of which kind a file of ranks lies in a model's folder, or None; sentencepiece's files have GLM's name too."""
-    return next((kind for kind in RANKS if _begins_with_a_rank(folder / kind.name, kind != GLM)), None)
+    found = next((kind for kind in RANKS if _begins_with_a_rank(folder / kind.name, kind != GLM)), None)
+    config = folder / "config.json"
+    if found == QWEN and config.is_file() and "visual" in read_json_object(config):
+        return QWEN_VL
+    return found
 
 
 def _begins_with_a_rank(path: Path, told: bool) -> bool:

@@ -110,6 +110,8 @@ def _read(clip: Clip) -> tuple[dict[str, Any], dict[str, Any]]:
 def _write(vision: VisionSpec, recipe: Recipe) -> dict[str, Any]:
     if vision.projector[0].kind == "merge_turned" or vision.tower.post_norm == "used":
         raise ToolkitError("gguf: llama.cpp's internvl is InternVL of version 2 and later, with use_mean_pooling")
+    if vision.routed:
+        raise ToolkitError("gguf: llama.cpp has no model whose tokens of pictures have linears of their own")
     tiles = {"preproc_min_tiles": recipe.least, "preproc_max_tiles": recipe.most}
     return {f"clip.vision.{key}": value for key, value in {SCALE: vision.merge, **tiles}.items()}
 

@@ -3,12 +3,16 @@ Source: the models' own ``modeling_internvl_chat.py``, arXiv 2404.16821."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import IMAGENET_MEAN, IMAGENET_STD, tiles_recipe
 from toolkit.models.decoder import Built
 from toolkit.models.families import internvl
 from toolkit.models.family import Family, Tiny
 from toolkit.models.pictures import Recipe
+from toolkit.models.routed import Routed
 from toolkit.models.towers import language_of, seeing, stored_vision
 
 SPELLING = {
@@ -26,6 +30,11 @@ SPELLING = {
     "down": "mlp.fc2",
     "scale1": "ls1",
     "scale2": "ls2",
+    "routed": "language_model.",
+    **{
+        f"routed.mlp.{ours}_proj": f"feed_forward_ve.{theirs}"
+        for ours, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+    },
     "projector.layer_norm": "0",
     "projector.linear_1": "1",
     "projector.linear_2": "3",
@@ -47,10 +56,22 @@ def _as_internvl(config: Fields) -> Fields:
     return Fields({**config.values, **own, "vision_config": vision}, config.source)
 
 
+def is_one(config: Fields) -> bool:
+    """Whether the language model sees by itself: patches are its tokens, with feed-forward parts of their own."""
+    inner = config.nested("llm_config") or Fields({}, config.source)
+    return inner.values.get("architectures") == ["InternLM2VEForCausalLM"]
+
+
 def build(config: Fields) -> Built:
-    language = language_of(config, "llm_config", default="internlm2")
+    changes: dict[str, Any] = {"model_type": "internlm2", "architectures": None} if is_one(config) else {}
+    language = language_of(config, "llm_config", default="internlm2", **changes)
     turned = config.text("ps_version", default="v1", choices=("v1", "v2")) == "v1"
     made = internvl.eye(_as_internvl(config), language[0], "merge_turned" if turned else "merge")
+    if is_one(config):
+        mlps = [x for x in language[0].linears() if ".mlp." in x.name]
+        routed = tuple(Routed(x.name, x.in_features, x.out_features) for x in mlps)
+        tower = replace(made.tower, layers=0, taken=0, scaled=False, qk_norm=False, post_norm="none")
+        made = replace(made, tower=tower, routed=routed)
     stored = stored_vision(made, "vision_model.", "mlp1", SPELLING, internvl.shapes(made.tower))
     return seeing(language, made, stored, {"": "language_model."})
 
@@ -81,7 +102,7 @@ CHAT = dict(
 )
 FAMILY = Family(
     "internvl_chat",
-    "InternVL 1.5, 2, 2.5, 3 as published, ChemVLM",
+    "InternVL 1.5, 2, 2.5, 3 as published, Mono-InternVL, ChemVLM",
     ("InternVLChatModel",),
     build,
     (
@@ -108,6 +129,14 @@ FAMILY = Family(
             },
             PREPROCESSOR,
             TINY.tokens,
+        ),
+        Tiny(
+            CHAT | dict(
+                llm_config=dict(model_type="internlm2", architectures=["InternLM2VEForCausalLM"], bias=False),
+                vision_config=TOWER,
+            ),
+            preprocessor=PREPROCESSOR,
+            tokens=TINY.tokens,
         ),
     ),
     internvl.MMPROJ,

@@ -12,11 +12,31 @@ from toolkit.models.families import llava, llava_next
 from toolkit.models.family import Family, Tiny
 from toolkit.models.pictures import Recipe
 from toolkit.models.towers import CLIP, language_of, seeing, stored_vision
+from toolkit.models.vision import Stage
 
 LANGUAGES = {"LlavaLlamaForCausalLM": "llama", "LlavaMistralForCausalLM": "mistral"}
 TOKEN = "image_token_index"
+PROJECTORS = ("mlp2x_gelu", "mlp2x_gelu_Norm")  # the second one Yi-VL's
+CLIP_H = {
+    "hidden_size": 1280,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 32,
+    "image_size": 448,
+    "hidden_act": "gelu",
+}
+NORMED = {"projector.norm_1": "1", "projector.linear_2": "3", "projector.norm_2": "4"}
 BEGIN = "model.vision_tower.vision_tower.vision_model."
 SPELLING = {**CLIP, "newline": "model.image_newline", "projector.linear_1": "0", "projector.linear_2": "2"}
+
+
+def is_yi(config: Fields) -> bool:
+    return config.values.get("mm_projector_type") == PROJECTORS[1]
+
+
+def vision_fields(config: Fields) -> Fields:
+    """Where files say nothing of the tower it is CLIP's, of Yi-VL the large one's at 448 pixels."""
+    inner = config.nested("vision_config") or Fields({}, config.source)
+    return Fields((CLIP_H if is_yi(config) else {}) | dict(inner.values), config.source, "vision_config.")
 
 
 def cuts(config: Fields) -> bool:
@@ -28,19 +48,26 @@ def cuts(config: Fields) -> bool:
 
 
 def build(config: Fields) -> Built:
-    if config.values.get("mm_projector_type") != "mlp2x_gelu":
-        config.fail("mm_projector_type", config.values.get("mm_projector_type"), "mlp2x_gelu")
+    if config.values.get("mm_projector_type") not in PROJECTORS:
+        config.fail("mm_projector_type", config.values.get("mm_projector_type"), " or ".join(PROJECTORS))
     names = config.values.get("architectures") or [""]
     inner = Fields({"text_config": dict(config.values)}, config.source)
     language = language_of(inner, model_type=LANGUAGES.get(names[0], "llama"), architectures=None)
-    values = {**config.values, "vision_feature_layer": config.values.get("mm_vision_select_layer")}
+    changes = {"vision_feature_layer": config.values.get("mm_vision_select_layer")}
+    values = {**config.values, **changes, "vision_config": dict(vision_fields(config).values)}
     join = "anyres" if cuts(config) else "tiles"
     made, _ = llava.parts(Fields(values, config.source), language[0], token=0, join=join)
-    return seeing(language, made, stored_vision(made, BEGIN, "model.mm_projector", SPELLING), {})
+    spelled = SPELLING
+    if is_yi(config):
+        hidden, spelled = language[0].hidden_size, SPELLING | NORMED
+        norms = (Stage("layer", f"vision.projector.norm_{i}", hidden, eps=1e-5) for i in (1, 2))
+        one, act, two = made.projector
+        made = replace(made, projector=(one, next(norms), act, two, next(norms)))
+    return seeing(language, made, stored_vision(made, BEGIN, "model.mm_projector", spelled), {})
 
 
 def recipe(config: Fields, preprocessor: Fields) -> Recipe:
-    inner = config.nested("vision_config") or Fields({}, config.source)
+    inner = vision_fields(config)
     if cuts(config):
         sizes = canvases(config, llava_next.CANVASES, inner)
         made = clip_recipe(inner, preprocessor, kind="anyres", canvases=sizes, pad=False)
@@ -58,7 +85,7 @@ OWN = dict(
 NEXT = llava_next.FAMILY.tiny[0]
 FAMILY = Family(
     "llava_llama",
-    "LLaVA 1.5, 1.6 as published (Vicuna, Mistral, Yi)",
+    "LLaVA 1.5, 1.6 as published (Vicuna, Mistral, Yi), Yi-VL",
     tuple(LANGUAGES),
     build,
     (
@@ -78,6 +105,11 @@ FAMILY = Family(
             {**NEXT.fields, "model_type": "llava_next", "text_config": dict(model_type="llama")},
             NEXT.preprocessor,
             ("<unk>",),
+        ),
+        Tiny(
+            OWN | dict(image_aspect_ratio="pad", mm_projector_type=PROJECTORS[1]),
+            preprocessor={**llava.FAMILY.tiny[0].preprocessor, "do_pad": True},
+            tokens=("<unk>",),
         ),
     ),
     "llama.cpp keeps the tower in a file of its own, which is not written here",

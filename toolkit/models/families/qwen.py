@@ -102,4 +102,5 @@ FAMILY = Family(
         write=_write,
     ),
     twin="qwen2",
+    others={"visual": "qwen_vl"},
 )

@@ -16,15 +16,11 @@ if TYPE_CHECKING:
 
 # Integer fields that may be zero; every other one is a size or a count.
 _MAY_BE_ZERO = {"group", "original_max_position", "max_position", "offset", "head_rows", "mask_token"}
-WIDENING = (
-    "linear",
-    "matrix",
-    "gated",
-    "resample",
-    "attend",
-)  # stages of a projector that give other widths than they take
+# Stages of a projector that give other widths than they take.
+WIDENING = ("linear", "matrix", "gated", "resample", "attend")
 _MAY_BE_ZERO_IN_VISION = {"grid", "window", "full", "inputs", "outputs", "image_token", "most_tiles", "layer"}
 _MAY_BE_ZERO_IN_VISION |= {"tiles", "over_all", "gathered", "rows", "heads", "overlap", "extra", "also", "rank"}
+_MAY_BE_ZERO_IN_VISION |= {"layers", "taken"}
 
 
 def check_spec(spec: DecoderSpec) -> None:

@@ -117,7 +117,7 @@ class Encoder:
             x = torch.cat([self.weights["vision.class"].expand(len(x), 1, -1), x], 1)
         if tower.norm_first:
             x = self._own_norm("vision.pre_norm", x)
-        if tower.positions == "learned":
+        if tower.positions == "learned" and not tower.stretched:
             learned = self.weights["vision.position"]
             x = x + (learned[_nearest(grid, tower.grid).to(self.device)] if tower.nearest else learned)
         if tower.stretched:
@@ -250,8 +250,16 @@ class Encoder:
         name, eps = stage.name, stage.eps
         x = self._norm(f"{name}.ln_kv", self._linear(f"{name}.kv_proj", tiles), "layer", eps)
         asked = self._norm(f"{name}.ln_q", self.weights[f"{name}.query"], "layer", eps)
+        if stage.placed:
+            learned = self.weights[f"{name}.pos_embed"]
+            side = round(len(learned) ** 0.5)
+            near = learned.float().T.unflatten(1, (side, side))[None]
+            near = functional.interpolate(near, (rows, columns), mode="bicubic", align_corners=False)
+            places, asked = near[0].flatten(1).T, asked + learned
+        else:
+            places = _sines(rows, columns, x.shape[-1])
         q = self._linear(f"{name}.q", asked).expand(len(tiles), -1, -1)
-        k = self._linear(f"{name}.k", x + _sines(rows, columns, x.shape[-1]).to(x))
+        k = self._linear(f"{name}.k", x + places.to(x))
         q, k, v = (y.unflatten(2, (stage.heads, -1)).transpose(1, 2) for y in (q, k, self._linear(f"{name}.v", x)))
         found = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         return (
