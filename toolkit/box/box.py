@@ -27,14 +27,12 @@ from toolkit.box import child, frames
 @dataclass(frozen=True)
 class Limits:
     """``memory``: bytes of address space of a child. ``cpu_seconds``: most processor time of one job. ``seconds``: from
-    the call to the answer, waiting for a free child included. ``reply``: bytes of an answer. ``nice``: how far a child
-    stands back for others."""
+    the call to the answer, waiting for a free child included. ``reply``: bytes of an answer."""
 
     memory: int
     cpu_seconds: float
     seconds: float = 30.0
     reply: int = 1 << 28
-    nice: int = 0
     start_seconds: float = 20.0  # processor time until a child is ready: imports, tables
 
 
@@ -84,8 +82,7 @@ class Box:
     """
 
     def __init__(self, job: str, limits: Limits, setup: Any = None, data: bytes = b"", size: int = 2) -> None:
-        first = {"job": job, "setup": setup, "memory": limits.memory, "nice": limits.nice}
-        first["start_seconds"] = limits.start_seconds
+        first = {"job": job, "setup": setup, "memory": limits.memory, "start_seconds": limits.start_seconds}
         self._first = frames.pack(first, data)
         self._limits = limits
         self._idle: deque[_Child] = deque()  # the one used last is taken first

@@ -6,7 +6,6 @@ plain JSON. What ``run`` raises goes back as text; a job that runs out of proces
 
 from __future__ import annotations
 
-import os
 import resource
 import signal
 import socket
@@ -25,7 +24,7 @@ def main(fd: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=fd) as sock, suppress(EOFError, OSError):
         first, data = frames.receive(sock)
-        _confine(first["memory"], first["nice"])
+        _confine(first["memory"])
         _allow(first["start_seconds"])
         try:
             module, _, name = first["job"].partition(":")
@@ -56,10 +55,9 @@ def _attempt(run: Any, value: Any, data: bytes) -> tuple[str, Any, bytes]:
         return FAILED, f"{type(e).__name__}: {e}", b""
 
 
-def _confine(memory: int, nice: int) -> None:
+def _confine(memory: int) -> None:
     for limit, value in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_AS, memory)):
         resource.setrlimit(limit, (value, value))
-    os.nice(nice)
 
 
 def _allow(seconds: float) -> None:

@@ -26,8 +26,9 @@ from toolkit.errors import BusyError, UsageError
 if TYPE_CHECKING:
     from toolkit.artifacts.text.tokenizer import Tokenizer
 
-LIMITS = Limits(memory=2 << 30, cpu_seconds=10.0, seconds=50.0, reply=128 << 20, nice=5)
-_SECONDS = 1.5  # of processor time for a format that a client has written
+LIMITS = Limits(memory=2 << 30, cpu_seconds=10.0, seconds=50.0, reply=128 << 20)
+_SECONDS = 1.0  # of processor time for a format that a client has written
+_TOKENS = 1 << 16  # so many a vocabulary has for that; a larger one takes longer
 _BYTES_A_SECOND = 8 << 10  # one made of tools may take so much longer as there are more of them
 _KEPT, _KEPT_BYTES = 64, 256 << 20  # compiled grammars
 _JSON = ("json_object", "json_schema", "structural_tag")  # formats whose texts are JSON, or have it in them
@@ -47,6 +48,7 @@ class Grammars:
     """Compiled grammars over one vocabulary; ``vocab_size`` is the model's, which may exceed the tokenizer's."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._size = vocab_size
         self._eos = [i for i in tokenizer.eos_ids if i < vocab_size]
         tokens = list(tokenizer.token_bytes[:vocab_size])
         self._json = JsonTokens.of(tokens, self._eos, vocab_size)
@@ -107,7 +109,8 @@ class Grammars:
     def _compile(self, key: bytes, response_format: dict[str, Any], ticket: Ticket) -> Compiled:
         kind = response_format["type"]
         try:
-            _, data = self._box.run(response_format, ticket=ticket, cpu_seconds=_seconds(response_format))
+            seconds = _seconds(response_format) * max(1.0, self._size / _TOKENS)
+            _, data = self._box.run(response_format, ticket=ticket, cpu_seconds=seconds)
         except Crowded as e:
             raise BusyError(f"response_format: the {kind} cannot be compiled now: {e}") from e
         except (ValueError, LimitError) as e:
@@ -130,7 +133,7 @@ class Grammars:
 
 
 def _seconds(response_format: dict[str, Any]) -> float:
-    """The processor time that compiling may take."""
+    """The processor time that compiling may take over a vocabulary that is not large."""
     made_of_tools = response_format["type"] == "structural_tag"
     return _SECONDS + (len(json.dumps(response_format, default=repr)) / _BYTES_A_SECOND if made_of_tools else 0.0)
 
