@@ -23,6 +23,7 @@ from toolkit.serve.proxy import strategies
 from toolkit.serve.proxy import watch as watching
 from toolkit.serve.proxy.app import create_app
 from toolkit.serve.proxy.nodes import Node, Nodes, checked
+from toolkit.serve.proxy.state import ProxyState
 
 
 @dataclass
@@ -328,6 +329,16 @@ def test_a_node_that_comes_back_gets_requests_again() -> None:
             again.healthy = False
             await w.up(0)
             again.kill()
+
+    run(go)
+
+
+def test_a_node_that_never_answers_is_told_of_once(caplog: Any) -> None:
+    async def go() -> None:
+        state = ProxyState(ProxySettings(node=["http://127.0.0.1:9"]))
+        for _ in range(2):
+            await watching.look(state, next(iter(state.nodes)))
+        assert [record.message.partition(": gets")[0] for record in caplog.records] == ["http://127.0.0.1:9"]
 
     run(go)
 

@@ -75,7 +75,7 @@ def answered(
     if answer is not None:
         whole["model"] = answer
     if stream is not None:
-        whole["content"] = {stream: {"schema": {"type": "string"}}}
+        whole["content"] = {stream: {"schema": {"description": "Pieces of the answer, one after the other"}}}
     return {"summary": summary, "response_model": None, "responses": {200: whole, **_told(also or {}, ErrorAnswer)}}
 
 

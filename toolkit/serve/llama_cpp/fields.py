@@ -48,7 +48,8 @@ class Generation(LlamaSampling):
     json_schema: JsonOrText | None = None
     ignore_eos: bool | None = None
     logit_bias: Annotated[
-        dict[str, float] | None, BeforeValidator(_biases, json_schema_input_type=dict[str, float] | list[list[Any]])
+        dict[str, float] | None,
+        BeforeValidator(_biases, json_schema_input_type=dict[str, float] | list[list[Any]] | None),
     ] = None
     n_probs: int | None = Field(None, ge=0, le=20, description="Log-probabilities of so many tokens at each place")
     return_tokens: bool | None = None

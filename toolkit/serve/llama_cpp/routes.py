@@ -89,10 +89,10 @@ async def props(raw: Request) -> HttpResponse:
 
 
 @router.get("/slots", **answered("Places in the batch, as llama.cpp tells of them", list[LlamaSlot]))  # type: ignore[arg-type]
-async def slots(raw: Request, fail_on_no_slot: int = 0) -> HttpResponse:
+async def slots(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     engine, busy = state.engine, len(state.active)
-    if fail_on_no_slot and busy >= engine.max_batch_size:
+    if raw.query_params.get("fail_on_no_slot", "0") not in ("", "0") and busy >= engine.max_batch_size:
         raise ApiError(503, "no slot available", code="no_slot")
     common = {"n_ctx": engine.session_len, "speculative": False}
     return json_response([{"id": i, **common, "is_processing": i < busy} for i in range(engine.max_batch_size)])

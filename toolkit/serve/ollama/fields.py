@@ -48,7 +48,7 @@ class Options(LlamaSampling):
 
 
 class Named(Strict):
-    model: str = Field(min_length=1)
+    model: str
     keep_alive: Any = Field(None, description="Stepped over: the model stays")
 
 
@@ -134,12 +134,12 @@ class OldEmbedRequest(Named):
 
 
 class ShowRequest(Strict):
-    model: str | None = Field(None, min_length=1)
+    model: str | None = None
     name: str | None = Field(None, description="An older name of model")
     verbose: bool | None = Field(None, description="Stepped over")
 
     @model_validator(mode="after")
     def _named(self) -> ShowRequest:
-        if (self.model or self.name) is None:
+        if self.model is None and self.name is None:
             raise ValueError("model: required, but missing")
         return self

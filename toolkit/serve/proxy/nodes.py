@@ -23,6 +23,7 @@ LATENCIES = 15  # of the last requests, that a node is judged by
 OLD_S = 120.0  # after which a latency says nothing any more
 FIRST_PAUSE_S = 0.5  # before a node that failed is looked at again; doubles with every failure
 LONGEST_PAUSE_S = 30.0
+UNSEEN = "not looked at yet"  # why a new node gets no requests
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class Nodes:
         return list(dict.fromkeys(name for node in self._nodes.values() for name in node.models))
 
     def _put(self, url: str, kept: Kept) -> Node:
-        node = self._nodes.setdefault(url, Node(url, down="not looked at yet"))
+        node = self._nodes.setdefault(url, Node(url, down=UNSEEN))
         node.models, node.speed, node.lease, node.trusted = kept.models, kept.speed, kept.lease, kept.trusted
         node.expires = float("inf") if kept.lease is None else self._clock() + kept.lease
         node.look_at = self._clock()

@@ -8,7 +8,7 @@ import logging
 import httpx2 as httpx
 
 from toolkit import tls
-from toolkit.serve.proxy.nodes import Node
+from toolkit.serve.proxy.nodes import UNSEEN, Node
 from toolkit.serve.proxy.state import ProxyState
 
 logger = logging.getLogger("toolkit.proxy")
@@ -44,7 +44,7 @@ async def look(state: ProxyState, node: Node) -> None:
         node.down = None
     except (httpx.HTTPError, ValueError) as error:
         why = f"{type(error).__name__}: {tls.why(error)}" if isinstance(error, httpx.HTTPError) else str(error)
-        if node.down is None:
+        if node.down is None or node.down == UNSEEN:
             logger.warning("%s: gets no requests: %s", node.url, why)
         node.failed(why, state.clock())
 
