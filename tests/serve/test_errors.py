@@ -254,7 +254,9 @@ def test_keys(start: Any) -> None:
         assert send(server, "/v1/models", None, "GET", {"Authorization": header})[0] == 401
     assert send(server, "/v1/models", None, "GET", {"Authorization": "bearer secret"})[0] == 200
     assert send(server, "/metrics", None, "GET", {})[0] == 401
-    assert send(server, "/health", None, "GET") == (200, {"status": "healthy"})
+    assert (
+        send(server, "/health", None, "GET") == send(server, "/v1/health", None, "GET") == (200, {"status": "healthy"})
+    )
 
 
 def test_failure_before_the_first_token_has_a_status(start: Any) -> None:

@@ -194,6 +194,12 @@ def test_cross_origin(start: Any) -> None:
     assert "access-control-allow-origin" not in fetch(f"{some.url}/health", {"Origin": "http://b.example"})[0].headers
 
 
+def test_load_balancers_may_ask_for_the_head_alone(start: Any) -> None:
+    asked = urllib.request.Request(f"{start(api_keys=['k']).url}/health", method="HEAD")
+    with urllib.request.urlopen(asked, timeout=60) as reply:
+        assert reply.status == 200 and reply.read() == b""
+
+
 def test_metrics_can_be_turned_off(start: Any) -> None:
     with pytest.raises(urllib.error.HTTPError, match="404"):
         fetch(f"{start(disable_metrics=True).url}/metrics")

@@ -208,6 +208,7 @@ def test_choices_and_formats(server: Any) -> None:
             {"input": [{"role": "developer", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "only a user's message takes images, found one of role developer",
         ),
+        ({"input": [{"role": "user", "content": [None]}]}, "content"),
         ({"tool_choice": "required"}, "tool_choice: only with tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": ""}}, "tool_choice: '' is not among the tools"),
     ],

@@ -69,6 +69,13 @@ def test_documents_go_to_the_template(start: Any) -> None:
     assert template.seen[0][1]["documents"] == [{"title": "a", "text": "b"}]
 
 
+def test_thoughts_come_back_by_vllms_name_too(start: Any) -> None:
+    server = start(template=(template := Echo("hermes", "qwen3")))
+    user, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning": "Hm."}
+    list(APIClient(server.url).chat_completions_v1("echo", [user, said, user]))
+    assert template.seen[0][0][1]["reasoning_content"] == "Hm."
+
+
 @pytest.mark.parametrize(
     ("form", "answer"),
     [("hermes", f"Well. {ONE}{TWO}"), ("llama3", '{"name": "add", "parameters": {"a": 1}};{"name": "now"}')],

@@ -13,7 +13,7 @@ from toolkit.serve.page.routes import FILES
 from toolkit.serve.replies import send_json
 
 # Liveness, the page and the documentation carry no user's data.
-OPEN_PATHS = frozenset({"/health", "/", "/docs", "/openapi.json", *FILES})
+OPEN_PATHS = frozenset({"/health", "/v1/health", "/", "/docs", "/openapi.json", *FILES})
 
 
 class ApiKeyMiddleware:

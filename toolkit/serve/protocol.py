@@ -97,12 +97,18 @@ class Message(Strict):
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = Field(None, description="vLLM's name of reasoning_content")
     # The rest of an answer of OpenAI's own, which clients send back as it came:
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
     type: Literal["text", "message"] | None = None  # lm-eval's mark, and that of OpenAI's other API
+
+    @model_validator(mode="after")
+    def _one_name(self) -> Message:
+        self.reasoning_content = self.reasoning_content or self.reasoning
+        return self
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:

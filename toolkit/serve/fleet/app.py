@@ -101,6 +101,7 @@ def _add_plain_routes(app: FastAPI, state: ProxyState, fleet: Fleet, metrics: bo
         fleet.find(name)
         return next(card for card in fleet.cards() if card["id"] == name) | common
 
+    @app.head("/health")
     @app.get("/health")
     async def health() -> HttpResponse:
         if state.closing:

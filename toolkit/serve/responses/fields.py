@@ -50,7 +50,7 @@ class Picture(Item):
 
 
 def _part_kind(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else value.type
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return "picture" if kind == "input_image" else "text"
 
 
