@@ -6,6 +6,8 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #elif defined(__aarch64__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
@@ -17,6 +19,7 @@ namespace tk {
     namespace isa {             \
     extern const Ops table;     \
     }
+TK_DECLARE(amx)
 TK_DECLARE(avx512vnni)
 TK_DECLARE(avxvnni)
 TK_DECLARE(avx2)
@@ -40,6 +43,17 @@ namespace {
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
 }
+
+[[maybe_unused]] bool has_amx() {  // leaf 7, EDX: 24 tiles, 25 their products of integers
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return has_avx512vnni() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 24 & 3) == 3;
+}
+
+// Linux keeps the registers' 8 KB of a thread only for processes that ask, all threads of theirs then.
+[[maybe_unused]] bool may_use_tiles() {
+    constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, TILE_DATA = 18;
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) == 0;
+}
 #elif defined(__aarch64__)
 [[maybe_unused]] bool has_dotprod() { return getauxval(AT_HWCAP) & HWCAP_ASIMDDP; }
 
@@ -55,9 +69,13 @@ struct Entry {
     const char* name;
     const Ops* table;
     bool (*supported)();
+    bool (*allowed)() = always;
 };
 
 const Entry ENTRIES[] = {
+#if defined(TK_HAVE_amx)
+    {"amx", &amx::table, has_amx, may_use_tiles},
+#endif
 #if defined(TK_HAVE_avx512vnni)
     {"avx512vnni", &avx512vnni::table, has_avx512vnni},
 #endif
@@ -87,8 +105,9 @@ const Ops* select_ops(const char* name, const char** reason) {
     *reason = "no such instruction set in this build";
     for (const Entry& e : ENTRIES) {
         if (name && *name && std::strcmp(name, e.name) != 0) continue;
-        if (e.supported()) return e.table;
-        *reason = "this processor lacks it";
+        const bool here = e.supported();
+        if (here && e.allowed()) return e.table;
+        *reason = here ? "the system does not keep its registers for this process" : "this processor lacks it";
     }
     return nullptr;
 }

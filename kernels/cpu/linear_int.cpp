@@ -44,14 +44,6 @@ TK_INLINE Codes8 codes8(B u) { return u; }
 template <bool MIN>
 constexpr int32_t rest8() { return (MIN ? 0 : 128) - OFF8; }
 
-TK_INLINE F header_floats(const uint8_t* h, int32_t dtype, int which) {
-    if (dtype == F16) return load_f16((const uint16_t*)h + 16 * which);
-    if (dtype == BF16) return load_bf16((const uint16_t*)h + 16 * which);
-    return fload((const float*)h + 16 * which);
-}
-
-TK_INLINE const uint8_t* header_zeros(const uint8_t* h, int32_t dtype) { return h + (dtype == F32 ? 64 : 32); }
-
 // One group of one tile for M tokens: integer part.
 template <int M>
 TK_INLINE void group_dots4(const uint8_t* codes, int64_t group, const int8_t* a, int64_t lda, I* d) {
@@ -320,10 +312,6 @@ void linear_pairs(const Matrix& w, const Rows& in, int64_t count, int64_t t0, in
             }
         }
     }
-}
-
-bool same_shape(const Matrix& a, const Matrix& b) {
-    return a.bits == b.bits && a.group == b.group && a.minima == b.minima && a.dtype == b.dtype && a.cols == b.cols;
 }
 
 void gated_pairs(const Matrix& gate, const Matrix& up, const Rows& in, int64_t count, int64_t t0, int64_t t1,

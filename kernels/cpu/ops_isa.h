@@ -66,6 +66,19 @@ TK_INLINE void store_part(float* p, int64_t n, F x) {
     for (int64_t i = 0; i < n; i++) p[i] = v[i];
 }
 
+// Of a group of an INT tile: its scales (0) or minima (1), and its zeros.
+TK_INLINE F header_floats(const uint8_t* h, int32_t dtype, int which) {
+    if (dtype == F16) return load_f16((const uint16_t*)h + 16 * which);
+    if (dtype == BF16) return load_bf16((const uint16_t*)h + 16 * which);
+    return fload((const float*)h + 16 * which);
+}
+
+TK_INLINE const uint8_t* header_zeros(const uint8_t* h, int32_t dtype) { return h + (dtype == F32 ? 64 : 32); }
+
+TK_INLINE bool same_shape(const Matrix& a, const Matrix& b) {
+    return a.bits == b.bits && a.group == b.group && a.minima == b.minima && a.dtype == b.dtype && a.cols == b.cols;
+}
+
 // Tokens of the block that starts at t: blocks of at most `widest` are as equal as can be.
 TK_INLINE int64_t block_at(int64_t t, int64_t count, int64_t widest) {
     const int64_t left = count - t, blocks = (left + widest - 1) / widest;

@@ -28,25 +28,33 @@ FAMILIES = ("linear_int", "linear_dense", "rowwise", "kv_cache", "attention", "s
 
 
 class Isa(NamedTuple):
-    """An instruction set: the compiler's flags, and what /proc/cpuinfo must show for it (kernels/cpu/dispatch.cpp asks
-    the processor itself)."""
+    """An instruction set: the compiler's flags, what /proc/cpuinfo must show for it (kernels/cpu/dispatch.cpp asks
+    the processor itself), the sources compiled for it, and the instruction set whose kernels do the rest."""
 
     flags: str
     needs: frozenset[str]
+    families: tuple[str, ...] = FAMILIES
+    rest: str | None = None
 
 
 AVX2 = frozenset({"avx2", "fma", "f16c"})
 AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"})
 GENERIC = {"generic": Isa("", frozenset())}
+X512 = (
+    "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mavx512bf16 "
+    # g++ 12 warns inside its own intrinsics
+    "-mprefer-vector-width=512 -Wno-uninitialized -Wno-maybe-uninitialized"
+)
 # Architecture, as compilers call it -> its instruction sets, best first.
 ISAS = {
     "x86_64": {
-        "avx512vnni": Isa(
-            "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mavx512bf16 "
-            # g++ 12 warns inside its own intrinsics
-            "-mprefer-vector-width=512 -Wno-uninitialized -Wno-maybe-uninitialized",
-            AVX2 | AVX512,
+        "amx": Isa(
+            f"{X512} -mamx-tile -mamx-int8",
+            AVX2 | AVX512 | {"amx_tile", "amx_int8"},
+            ("linear_amx", "table_amx"),
+            "avx512vnni",
         ),
+        "avx512vnni": Isa(X512, AVX2 | AVX512),
         "avxvnni": Isa("-mavx2 -mfma -mf16c -mavxvnni", AVX2 | {"avx_vnni"}),
         "avx2": Isa("-mavx2 -mfma -mf16c", AVX2),
         **GENERIC,
@@ -106,7 +114,8 @@ def kernel_folder() -> Path:
 def _units(kernels: Path, isas: dict[str, Isa]) -> list[Unit]:
     """Every compilation."""
     # The longest first, so that no core waits for the last one: compilers without vector instructions unroll a lot.
-    slowest_first = sorted(((f, i) for f in FAMILIES for i in isas), key=lambda unit: unit[1] != "generic")
+    wanted = ((f, i) for i, isa in isas.items() for f in isa.families)
+    slowest_first = sorted(wanted, key=lambda unit: unit[1] != "generic")
     units = [(kernels / f"{f}.cpp", f"{f}.{i}", [f"-DTK_ISA={i}", *isas[i].flags.split()]) for f, i in slowest_first]
     dispatch = (kernels / "dispatch.cpp", "dispatch." + "-".join(isas), [f"-DTK_HAVE_{isa}" for isa in isas])
     once = [kernels / "single_ops.cpp", *sorted(HERE.glob("*.cpp"))]
@@ -124,10 +133,12 @@ def architecture(cxx: str) -> str:
 
 def wanted_isas(cxx: str) -> dict[str, Isa]:
     """The instruction sets to compile for: all of the architecture that the compiler makes code for, or with
-    ``TOOLKIT_NATIVE_ISAS=here`` the best that this processor has, as far as /proc/cpuinfo tells. Raises BuildError for
-    another value, and for ``here`` with a compiler for other processors."""
+    ``TOOLKIT_NATIVE_ISAS=here`` the best that this processor has, as far as /proc/cpuinfo tells, and what does the rest
+    for it. Raises BuildError for another value, and for ``here`` with a compiler for other processors."""
     asked, machine = os.environ.get(ISAS_VARIABLE) or "all", architecture(cxx)
-    isas = ISAS.get(machine, GENERIC)
+    isas = dict(ISAS.get(machine, GENERIC))
+    if "amx" in isas and not _knows(cxx, isas["amx"].flags):
+        del isas["amx"]
     if asked == "all":
         return isas
     if asked != "here":
@@ -139,8 +150,22 @@ def wanted_isas(cxx: str) -> dict[str, Isa]:
     flags = next((set(line.split()) for line in lines if line.startswith(("flags", "Features"))), None)
     if flags is None:
         return isas
-    best = next(name for name, isa in isas.items() if isa.needs <= flags)
-    return {best: isas[best]}
+    return _with_rest(isas, next(name for name, isa in isas.items() if isa.needs <= flags))
+
+
+def _with_rest(isas: dict[str, Isa], name: str) -> dict[str, Isa]:
+    """One instruction set, and what does the rest for it."""
+    rest = isas[name].rest
+    return {name: isas[name]} | ({rest: isas[rest]} if rest else {})
+
+
+def _knows(cxx: str, flags: str) -> bool:
+    """Whether the compiler, if there is one, takes the flags."""
+    command = [*cxx.split(), *flags.split(), "-fsyntax-only", "-x", "c++", os.devnull]
+    try:
+        return subprocess.run(command, capture_output=True).returncode == 0
+    except OSError:
+        return True
 
 
 def build(target: Path | None = None, objects: Path | None = None, *, sanitize: bool = False, jobs: int = 0) -> Path:
@@ -193,7 +218,7 @@ def write_commands(file: Path) -> None:
     best = next(iter(isas))
     entries = [
         {"directory": str(HERE), "file": str(unit[0]), "arguments": _command(cxx, flags, unit, Path(f"{unit[1]}.o"))}
-        for unit in _units(kernels, {best: isas[best]})
+        for unit in _units(kernels, _with_rest(isas, best))
     ]
     file.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
 

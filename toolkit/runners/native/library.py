@@ -21,7 +21,7 @@ ISA_VARIABLE = "TOOLKIT_CPU_ISA"
 ISAS = (
     ("i8mm", "dotprod", "neon", "generic")
     if os.uname().machine == "aarch64"
-    else ("avx512vnni", "avxvnni", "avx2", "generic")
+    else ("amx", "avx512vnni", "avxvnni", "avx2", "generic")
 )
 BUILD = "python -m toolkit.runners.native.build"
 LIBRARY_VARIABLE = "TOOLKIT_NATIVE_LIBRARY"  # another build of it, such as the sanitized one

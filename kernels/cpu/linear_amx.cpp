@@ -1,0 +1,251 @@
+// Linear with 4- and 8-bit group-quantized weights and int8 activations, for many tokens, by products of tiles.
+//
+// The numbers, and the sequence of float operations, are those of linear_int.cpp: results are equal bit for bit. Two tiles of weights
+// go together. Some groups of their codes are unpacked into the first-level cache, as the right operand; blocks of up to 16
+// tokens pass by: integer sums of each group go to memory, from where they are scaled and added to the floats. The two take
+// turns, since the units for floats are half as fast while tiles are multiplied.
+#include "linear_amx.h"
+
+#include "tiles.h"
+
+namespace tk {
+namespace TK_ISA {
+namespace {
+
+constexpr int64_t FROM = 12;      // fewer tokens are as fast without tiles
+constexpr int64_t PANEL = 256;    // tokens whose float sums wait in the second-level cache
+constexpr int64_t COLUMNS = 256;  // of the groups that are unpacked together, where a group is not wider
+constexpr int64_t GROUPS = 4;     // unpacked together at most
+constexpr int64_t NARROWEST = 32; // columns of a product
+
+// Columns of one product: as many as 64 bytes hold of equal parts of a group.
+int64_t step_of(int64_t group) {
+    for (int64_t step = TILE_BYTES; step >= NARROWEST; step -= 4)
+        if (group % step == 0) return step;
+    return 0;
+}
+
+int64_t together(const Matrix& w) {
+    const int64_t n = COLUMNS / w.group;
+    return n < 1 ? 1 : n < GROUPS ? n : GROUPS;
+}
+
+// What a pair of tiles is multiplied with, and where.
+struct Work {
+    const uint8_t* tile[2];  // at the groups in hand
+    uint8_t* codes;          // [2][groups][group / 4][64]
+    float *scales, *minima;  // [2][GROUPS][16]
+    int32_t* sums;           // [GROUPS][2][16 tokens][16]
+    float* y;                // [blocks * rows][2][16]
+};
+
+int64_t code_bytes(const Matrix& w) { return together(w) * w.group * LANES; }
+
+Work work_of(void* scratch) {
+    uint8_t* p = (uint8_t*)(((uintptr_t)scratch + 63) & ~(uintptr_t)63);
+    Work k = {};
+    k.sums = (int32_t*)p;
+    k.scales = (float*)(p + GROUPS * 2048);
+    k.minima = k.scales + GROUPS * 32;
+    k.y = k.minima + GROUPS * 32;
+    k.codes = (uint8_t*)(k.y + (PANEL + 2 * TILE_ROWS) * 32);
+    return k;
+}
+
+// The codes of one group as the product takes them: as they are beside minima, less their zeros without.
+template <int BITS, bool MIN>
+TK_INLINE void unpack(const uint8_t* from, I zeros, int64_t group, uint8_t* to) {
+    const B less = MIN ? izero() : BITS == 8 ? iset1(-0x7f7f7f80) : imul(iand(isub(izero(), zeros), iset1(255)), iset1(0x01010101));
+    if (BITS == 8) {
+        for (int64_t k = 0; k < group * LANES; k += 64) bstore(to + k, MIN ? bload(from + k) : badd(bload(from + k), less));
+        return;
+    }
+    for (int64_t k = 0; k < group * LANES; k += 128) {
+        const B both = bload(from + k / 2), low = low_nibbles(both), high = high_nibbles(both);
+        bstore(to + k, MIN ? low : badd(low, less));
+        bstore(to + k + 64, MIN ? high : badd(high, less));
+    }
+}
+
+template <int BITS, bool MIN>
+void unpack_groups(const Matrix& w, Work& k, int64_t groups) {
+    const int64_t header = w.header_bytes();
+    for (int64_t n = 0; n < 2; n++)
+        for (int64_t g = 0; g < groups; g++, k.tile[n] += w.group_bytes()) {
+            const uint8_t* h = k.tile[n];
+            fstore(k.scales + (n * GROUPS + g) * 16, header_floats(h, w.dtype, 0));
+            if (MIN) fstore(k.minima + (n * GROUPS + g) * 16, header_floats(h, w.dtype, 1));
+            const I zeros = BITS == 4 && !MIN ? load_u8(header_zeros(h, w.dtype)) : izero();
+            unpack<BITS, MIN>(h + header, zeros, w.group, k.codes + (n * groups + g) * w.group * LANES);
+        }
+}
+
+// One group of the block of tokens that begins at a, into sums R and R + 1.
+template <int R, bool MIN>
+TK_INLINE void product(Tiles& r, int64_t group, int64_t step, const uint8_t* left, const uint8_t* right, const int8_t* a, int64_t lda) {
+    r.zero<R>();
+    r.zero<R + 1>();
+    for (int64_t c = 0; c < group; c += step) {
+        r.load<4>(a + c, lda);
+        r.load<6>(left + c * LANES, TILE_BYTES);
+        r.multiply<R, 4, 6, MIN>();
+        r.load<7>(right + c * LANES, TILE_BYTES);
+        r.multiply<R + 1, 4, 7, MIN>();
+    }
+}
+
+template <int R>
+TK_INLINE void keep(Tiles& r, int32_t* d) {
+    r.store<R>(d);
+    r.store<R + 1>(d + 256);
+}
+
+// Integer sums of `groups` groups for the block of tokens that begins at a. They are stored when the next group's products are on
+// their way: by then these have come out of the unit, and their stores hold up nobody.
+template <bool MIN>
+void products(Tiles& r, const Matrix& w, const Work& k, int64_t groups, int64_t step, const int8_t* a, int64_t lda) {
+    const int64_t group = w.group, bytes = group * LANES;
+    const uint8_t *left = k.codes, *right = left + groups * bytes;
+    int32_t* d = k.sums;
+    for (int64_t g = 0; g < groups; g++, a += group, left += bytes, right += bytes, d += 512) {
+        if (g % 2 == 0) {
+            product<0, MIN>(r, group, step, left, right, a, lda);
+            if (g) keep<2>(r, d - 512);
+        } else {
+            product<2, MIN>(r, group, step, left, right, a, lda);
+            keep<0>(r, d - 512);
+        }
+    }
+    if (groups % 2) keep<0>(r, d - 512);
+    else keep<2>(r, d - 512);
+}
+
+// The sums of G groups of one block of `rows` tokens, scaled, into y. Meanwhile inputs from `next` on are fetched.
+template <int G, bool MIN>
+void settle(const Work& k, const float* sa, const int32_t* sums, int64_t lds, int64_t rows, float* y, const int8_t* next, int64_t lda) {
+    const int32_t* d = k.sums;
+    F s[2 * G], low[2 * G];
+    TK_EACH(i, 2 * G, s[i] = fload(k.scales + (i / G * GROUPS + i % G) * 16););
+    if (MIN) TK_EACH(i, 2 * G, low[i] = fload(k.minima + (i / G * GROUPS + i % G) * 16););
+    for (int64_t t = 0; t < rows; t++, d += 16, sa += lds, sums += lds, y += 32, next += lda) {
+        F p = fload(y), q = fload(y + 16);
+        TK_EACH(g, G, {
+            __builtin_prefetch(next + g * 64);
+            const F x = fset1(sa[g]);
+            p = fma(f_of(iload(d + g * 512)), fmul(s[g], x), p);
+            q = fma(f_of(iload(d + g * 512 + 256)), fmul(s[G + g], x), q);
+            if (MIN) {
+                const F sum = fmul(x, f_of(iset1(sums[g])));
+                p = fma(low[g], sum, p);
+                q = fma(low[G + g], sum, q);
+            }
+        });
+        fstore(y, p);
+        fstore(y + 16, q);
+    }
+}
+
+// Blocks of equal size; the last one begins earlier where there are not tokens enough, and takes some once more.
+struct Blocks {
+    int64_t count, rows, number;
+    explicit Blocks(int64_t n) : count(n), rows(block_at(0, n, TILE_ROWS)), number((n + rows - 1) / rows) {}
+    int64_t first(int64_t i) const { return i + 1 < number ? i * rows : count - rows; }
+    int64_t place(int64_t t) const { return t < (number - 1) * rows ? t : (number - 1) * rows + t - first(number - 1); }
+};
+
+template <int G, bool MIN>
+void pass(Tiles& r, const Matrix& w, const Work& k, const Rows& in, const Blocks& blocks, int64_t group, int64_t step) {
+    const int8_t *q = in.q + group * w.group, *a = q;
+    for (int64_t i = 0; i < blocks.number; i++) {
+        const int64_t x = blocks.first(i) * in.lds + group;
+        products<MIN>(r, w, k, G, step, a, in.ldq);
+        a = i + 1 < blocks.number ? q + blocks.first(i + 1) * in.ldq : q + G * w.group;
+        settle<G, MIN>(k, in.scale + x, in.sum + x, in.lds, blocks.rows, k.y + i * blocks.rows * 32, a, in.ldq);
+    }
+}
+
+// All groups of the pair in k.tile for the tokens; result in k.y.
+template <int BITS, bool MIN>
+void pair(Tiles& r, const Matrix& w, Work k, const Rows& in, const Blocks& blocks, int64_t step) {
+    memset(k.y, 0, size_t(blocks.number * blocks.rows * 128));
+    const int64_t groups = w.groups(), most = together(w);
+    for (int64_t g = 0, n; g < groups; g += n) {
+        n = groups - g < most ? groups - g : most;
+        unpack_groups<BITS, MIN>(w, k, n);
+        switch (n) {
+            case 4: pass<4, MIN>(r, w, k, in, blocks, g, step); break;
+            case 3: pass<3, MIN>(r, w, k, in, blocks, g, step); break;
+            case 2: pass<2, MIN>(r, w, k, in, blocks, g, step); break;
+            default: pass<1, MIN>(r, w, k, in, blocks, g, step);
+        }
+    }
+}
+
+void any_pair(Tiles& r, const Matrix& w, const Work& k, const Rows& in, const Blocks& blocks, int64_t step) {
+    if (w.bits == 4) (w.minima ? pair<4, true> : pair<4, false>)(r, w, k, in, blocks, step);
+    else (w.minima ? pair<8, true> : pair<8, false>)(r, w, k, in, blocks, step);
+}
+
+// body(tiles, blocks, rows, their store) for panels of tokens as equal as can be
+template <class Body>
+void each_panel(const Rows& in, int64_t count, const Store& to, int64_t step, Body&& body) {
+    for (int64_t t = 0, n; t < count; t += n) {
+        n = block_at(t, count, PANEL);
+        const Blocks blocks(n);
+        Tiles registers(blocks.rows, step);
+        Rows rows = in;
+        rows.q += t * in.ldq;
+        rows.scale += t * in.lds;
+        rows.sum += t * in.lds;
+        Store part = to;
+        part.out += t * to.ld;
+        body(registers, blocks, rows, part);
+    }
+}
+
+}  // namespace
+
+bool tiled(const Matrix& w, int64_t count) { return w.format == INT && count >= FROM && step_of(w.group) > 0; }
+
+int64_t tiled_scratch(const Matrix& w) {
+    if (!tiled(w, FROM)) return 0;
+    return 64 + GROUPS * 2048 + GROUPS * 256 + (PANEL + 2 * TILE_ROWS) * 128 + 2 * code_bytes(w);
+}
+
+void linear_tiled(const Matrix& w, const Rows& in, int64_t count, int64_t t0, int64_t t1, const Store& to, void* scratch) {
+    const int64_t step = step_of(w.group), bytes = w.tile_bytes();
+    each_panel(in, count, to, step, [&](Tiles& r, const Blocks& blocks, const Rows& rows, const Store& part) {
+        Work k = work_of(scratch);
+        for (int64_t tile = t0; tile < t1; tile += 2) {
+            const bool two = tile + 1 < t1;
+            k.tile[0] = w.data + tile * bytes;
+            k.tile[1] = two ? k.tile[0] + bytes : k.tile[0];
+            any_pair(r, w, k, rows, blocks, step);
+            for (int64_t t = 0; t < blocks.count; t++) {
+                const float* y = k.y + blocks.place(t) * 32;
+                store_tile(part, t, tile, fload(y));
+                if (two) store_tile(part, t, tile + 1, fload(y + 16));
+            }
+        }
+    });
+}
+
+void gated_tiled(const Matrix& gate, const Matrix& up, const Rows& in, int64_t count, int64_t t0, int64_t t1, const Store& to,
+                 void* scratch) {
+    const int64_t step = step_of(gate.group), bytes = gate.tile_bytes();
+    each_panel(in, count, to, step, [&](Tiles& r, const Blocks& blocks, const Rows& rows, const Store& part) {
+        Work k = work_of(scratch);
+        for (int64_t tile = t0; tile < t1; tile++) {
+            k.tile[0] = gate.data + tile * bytes;
+            k.tile[1] = up.data + tile * bytes;
+            any_pair(r, gate, k, rows, blocks, step);
+            for (int64_t t = 0; t < blocks.count; t++) {
+                const float* y = k.y + blocks.place(t) * 32;
+                store_gated(part, t, tile, fload(y), fload(y + 16));
+            }
+        }
+    });
+}
+
+}  // namespace TK_ISA
+}  // namespace tk
