@@ -54,8 +54,12 @@ def requests() -> list[EngineRequest]:
     shared = rng.integers(5, 300, 46).tolist()
     prompts = [shared[:45], [*shared[:32], 9, 8], [7], shared, rng.integers(5, 300, 48).tolist()]
     settings: list[dict[str, Any]] = [
-        {}, {"temperature": 0.9, "seed": 11}, {}, {"temperature": 1.3, "seed": 4}, {"logprobs": 2},
-    ]  # fmt: skip
+        {},
+        {"temperature": 0.9, "top_k": 5, "seed": 11},
+        {},
+        {"temperature": 1.3, "top_k": 3, "seed": 4},
+        {"logprobs": 2},
+    ]
     pairs = zip(prompts, settings, strict=True)
     return [EngineRequest(str(i), p, SamplingParams(NEW, **s)) for i, (p, s) in enumerate(pairs)]
 
@@ -86,10 +90,11 @@ def wanted(model: Path, support: Any) -> Callable[..., list[int]]:
         return support("plain_model").logits(spec, weights, list(ids)).numpy()
 
     def tokens(request: EngineRequest, rule: Unmasking) -> list[int]:
+        params = request.params
         found: list[int] = support("denoise").denoise(
-            lambda ids: logits(*ids), request.token_ids, request.params.max_new_tokens, BLOCK, MASK,
+            lambda ids: logits(*ids), request.token_ids, params.max_new_tokens, BLOCK, MASK,
             strategy=rule.strategy, steps=rule.steps, threshold=rule.threshold,
-            temperature=request.params.temperature, seed=request.params.seed, stops=request.params.stop_token_ids,
+            temperature=params.temperature, top_k=params.top_k, seed=params.seed, stops=params.stop_token_ids,
         )  # fmt: skip
         return found
 

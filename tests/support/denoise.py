@@ -26,6 +26,7 @@ def denoise(
     steps: int | None = None,
     threshold: float = 0.85,
     temperature: float = 0.0,
+    top_k: int = 0,
     seed: int = 0,
     stops: Sequence[int] = (),
 ) -> list[int]:
@@ -45,7 +46,7 @@ def denoise(
             drawn = {}
             for p in open_places:
                 at = uniform(seed, (turn << 40) + p - len(prompt))
-                token = int(rows[p].argmax()) if temperature == 0 else _draw(rows[p] / temperature, at)
+                token = int(rows[p].argmax()) if temperature == 0 else _draw(rows[p] / temperature, top_k, at)
                 drawn[p] = (token, float(_softmax(rows[p])[token]))
             count = max(1, shares[turn] if turn < steps else 0)
             best = sorted(open_places, key=lambda p: -drawn[p][1])
@@ -67,9 +68,9 @@ def _softmax(row: Any) -> Any:
     return shares / shares.sum()
 
 
-def _draw(row: Any, at: float) -> int:
-    """The first token at which the shares so far go beyond ``at``."""
-    total, shares = 0.0, _softmax(row)
+def _draw(row: Any, top_k: int, at: float) -> int:
+    """The first token at which the shares so far, of the ``top_k`` likeliest if that is not 0, go beyond ``at``."""
+    total, shares = 0.0, _softmax(np.where(row >= np.sort(row)[-top_k], row, -np.inf))
     for token, share in enumerate(shares):
         total += share
         if total > at:
