@@ -27,7 +27,7 @@ PRIORITY: dict[str, tuple[str, ...]] = {
 TRUSTED = ("reference", "torch", "cpu")
 _DECLARATIONS = (
     *("norm", "rope", "activation", "embedding", "linear", "linear_blocks", "lora"),
-    *("attention", "rope_kv_write", "causal_conv", "recurrent", "moe", "sampling"),
+    *("attention", "rope_kv_write", "latent_write", "causal_conv", "recurrent", "moe", "sampling"),
 )
 _IMPLEMENTATIONS = (
     *("torch.dense", "torch.kv_write", "torch.attention", "torch.causal_conv", "torch.recurrent"),
@@ -35,7 +35,8 @@ _IMPLEMENTATIONS = (
 )
 _CUDA = ("linear",)
 _TRITON = (  # imported where triton is installed: on Linux
-    *("norm", "activation", "rope", "embedding", "kv_write", "rope_kv_write", "attention"),
+    *("norm", "activation", "rope", "embedding", "kv_write", "rope_kv_write", "attention", "latent_write"),
+    *("causal_conv", "state_scan", "delta_rule"),
     *("linear_group", "linear_row", "linear_block", "linear_fp4", "lora"),
     *("moe", "moe_quant", "moe_block", "moe_fp4", "logits", "sampling"),
 )
@@ -95,7 +96,7 @@ class Implementation:
 
 
 FLOATS = ("float32", "bfloat16", "float16")
-FORMS = ("bits", "minima", "cache", "codes")  # traits by which a kernel takes another path; others are sizes
+FORMS = ("bits", "minima", "cache", "codes", "latent")  # traits by which a kernel takes another path; others are sizes
 
 
 @dataclass

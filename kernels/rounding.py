@@ -17,6 +17,7 @@ from .reference.cache import dequantize_heads, is_float8, key_bits
 # Ops whose first result are codes and whose second is the scale of each row.
 CODED = frozenset({"rms_norm_quant", "add_rms_norm_quant", "act_and_mul_quant"})
 CACHES = frozenset({"kv_write", "rope_kv_write"})  # their last four results: codes of keys and values, and parameters
+LATENT = "latent_write"  # its last two: codes of rows, and parameters
 DRAWN = 1e-5  # of a row's mass: how far a draw may lie beside the token that is found
 _CODE = 1.25  # steps: one code, and what a scale and a zero of another last place add
 _HALF = 2.0**-9  # relative: two last places of float16
@@ -32,7 +33,12 @@ def values(op: str, arguments: Mapping[str, Any], results: Results) -> list[tupl
         assert codes is not None and scales is not None
         found[0] = _of_rows(codes, scales.double()[:, None])
     elif op in CACHES:
-        found[-4:] = _of_caches(arguments, results[-4:])
+        bits = arguments.get("bits", 0)
+        keys = _of_cache(arguments, results[-4], results[-2], key_bits(bits))
+        held = _of_cache(arguments, results[-3], results[-1], bits)
+        found[-4:] = [keys[0], held[0], keys[1], held[1]]
+    elif op == LATENT:
+        found[-2:] = _of_cache(arguments, results[-2], results[-1], arguments.get("bits", 0))
     return found
 
 
@@ -49,26 +55,22 @@ def _float8_step(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.maximum(numbers.abs(), torch.full_like(numbers, limits.tiny)) * limits.eps
 
 
-def _of_caches(arguments: Mapping[str, Any], caches: Results) -> list[tuple[Tensor | None, Tensor | None]]:
-    """Of keys, values and the parameters of both. Only what was written may be a step aside."""
-    slots, bits = arguments["slot_mapping"].cpu(), arguments.get("bits", 0)
-    pairs: list[tuple[tuple[Tensor | None, Tensor | None], tuple[Tensor | None, Tensor | None]]] = []
-    for cache, params, width in ((caches[0], caches[2], key_bits(bits)), (caches[1], caches[3], bits)):
-        assert cache is not None
-        written = torch.zeros(cache.shape[0] * cache.shape[1], 1, 1, dtype=torch.float64)
-        written[slots] = 1.0
-        written = written.view(*cache.shape[:2], 1, 1)
-        if bits:
-            assert params is not None
-            scale, zero = params.double().split(1, dim=-1)
-            stands_for = dequantize_heads(cache, params, width, torch.float32).double()
-            code = (stands_for, (_CODE * scale * written).expand_as(stands_for))
-            border = torch.cat([scale * _HALF, zero.abs() * _HALF + 1e-3], dim=-1) * written
-            pairs.append((code, (params.double(), border)))
-        else:
-            step = _float8_step(cache.double(), cache.dtype) * written if is_float8(cache.dtype) else None
-            pairs.append(((cache, step), (params, None)))
-    return [pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]]
+def _of_cache(
+    arguments: Mapping[str, Any], cache: Tensor | None, params: Tensor | None, width: int
+) -> tuple[tuple[Tensor | None, Tensor | None], tuple[Tensor | None, Tensor | None]]:
+    """Of the codes of ``width`` bits and their parameters. Only what was written may be a step aside."""
+    assert cache is not None
+    written = torch.zeros(cache.shape[0] * cache.shape[1], 1, 1, dtype=torch.float64)
+    written[arguments["slot_mapping"].cpu()] = 1.0
+    written = written.view(*cache.shape[:2], 1, 1)
+    if not width:
+        step = _float8_step(cache.double(), cache.dtype) * written if is_float8(cache.dtype) else None
+        return (cache, step), (params, None)
+    assert params is not None
+    scale, zero = params.double().split(1, dim=-1)
+    stands_for = dequantize_heads(cache, params, width, torch.float32).double()
+    border = torch.cat([scale * _HALF, zero.abs() * _HALF + 1e-3], dim=-1) * written
+    return (stands_for, (_CODE * scale * written).expand_as(stands_for)), (params.double(), border)
 
 
 def drawn(arguments: Mapping[str, Tensor], mass: Tensor, found: Tensor) -> Tensor:

@@ -66,9 +66,12 @@ def _label(label: str, kind: torch.dtype | None) -> str:
     return label if kind is None else f"{label}-{str(kind).removeprefix('torch.float8_')}"
 
 
-def cache_traits(bits: int, dim: int, kind: torch.dtype | None = None) -> dict[str, Any]:
-    """Traits of a target: what an implementation may ask of a cache. ``kind``: its dtype where that is float8."""
-    return {"bits": bits, "head_dim": dim, "cache": None if kind is None else str(kind).removeprefix("torch.")}
+def cache_traits(bits: int, dim: int, kind: torch.dtype | None = None, latent: bool = False) -> dict[str, Any]:
+    """Traits of a target: what an implementation may ask of a cache. ``kind``: its dtype where that is float8;
+    ``latent``: its rows are keys and values at once.
+    """
+    cache = None if kind is None else str(kind).removeprefix("torch.")
+    return {"bits": bits, "head_dim": dim, "cache": cache, "latent": latent}
 
 
 def random_cache(
@@ -145,6 +148,11 @@ def _attention_cases() -> Iterator[Case]:
         ("e5m2", decode, 4, 2, 128, 0, e5m2 | softcap),
         ("e5m2-prompt", prompt, 4, 2, 64, 0, e5m2),
         ("e4m3-256", decode, 2, 1, 256, 0, e4m3 | sinks | {"window": 20}),
+        ("latent", decode, 20, 1, 80, 0, {"latent": 64}),
+        ("latent-mixed", mixed, 4, 1, 72, 0, {"latent": 48}),
+        ("latent-int8", mixed, 6, 1, 96, 8, {"latent": 64}),
+        ("latent-e4m3", decode, 3, 1, 48, 0, e4m3 | {"latent": 40}),
+        ("latent-e5m2", decode, 3, 1, 80, 0, e5m2 | {"latent": 64}),
     )
     for label, (q_lens, lens), heads, kv_heads, dim, bits, options in table:
 
@@ -153,7 +161,9 @@ def _attention_cases() -> Iterator[Case]:
             options = dict(options)
             kind = options.pop("cache", None)
             cache = random_cache(24, 16, kv_heads, dim, bits, kind or dtype, device, g)
-            if kind is not None:
+            if "latent" in options:
+                cache |= {"v_cache": cache["k_cache"], "v_params": cache["k_params"]}
+            elif kind is not None:
                 options |= {"k_scale": 0.7, "v_scale": 1.5}
             order = torch.randperm(24, generator=g).int()
             tables = torch.full((len(lens), 4), -1, dtype=torch.int32)
@@ -178,7 +188,7 @@ def _attention_cases() -> Iterator[Case]:
             }
 
         more = {name: True for name in ("chunked", "alibi", "block") if name in options}
-        yield Case(label, make, cache_traits(bits, dim, options.get("cache")) | more)
+        yield Case(label, make, cache_traits(bits, dim, options.get("cache"), "latent" in options) | more)
 
 
 @op(
@@ -186,6 +196,7 @@ def _attention_cases() -> Iterator[Case]:
     gate=(
         *("decode", "prompt", "sinks", "int8-decode", "int8-prompt", "int4", "int4-80", "int4-prompt"),
         *("e4m3-256", "e4m3-prompt", "e5m2", "e5m2-prompt"),
+        *("latent", "latent-mixed", "latent-int8", "latent-e4m3", "latent-e5m2"),
     ),
 )
 def paged_attention(
@@ -211,6 +222,7 @@ def paged_attention(
     alibi_scale: float = 1.0,
     alibi_rounded: bool = False,
     block: int = 1,
+    latent: int = 0,
 ) -> Tensor:
     """Causal attention of prefill chunks and decode tokens mixed; keys and values are read from the cache alone.
 
@@ -223,9 +235,12 @@ def paged_attention(
     implementation's own planner made of the three host arrays, so that the layers of a step share it; the reference has
     no use for it.
     ``turned``: queries for a cache of 4 bits are turned by the Hadamard matrix already (``rope_kv_write`` does).
-    Slots that are not a sequence's own are never read. Returns [T, heads, head_dim] in q's dtype.
+    ``latent`` n: keys and values are the same rows (one key head, both caches are one), and of what comes of them the
+    first n numbers are wanted. Slots that are not a sequence's own are never read. Returns [T, heads, head_dim], or
+    ``latent`` in its place, in q's dtype.
     """
-    size, heads, out = k_cache.shape[1], q.shape[1], torch.empty_like(q)
+    size, heads = k_cache.shape[1], q.shape[1]
+    out = q.new_empty(len(q), heads, latent or q.shape[2])
     queries = hadamard(q.float()) if bits == 4 and not turned else q.float()
     for s in range(len(seq_lens)):
         start, stop, total = int(cu_seqlens[s]), int(cu_seqlens[s + 1]), int(seq_lens[s])
@@ -251,5 +266,5 @@ def paged_attention(
         if sinks is not None:
             scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, stop - start, 1)], dim=-1)
         weights = scores.softmax(-1)[..., : len(where)]
-        out[start:stop] = torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
+        out[start:stop] = torch.einsum("hqk,khd->qhd", weights, v[..., : out.shape[2]]).to(q.dtype)
     return out

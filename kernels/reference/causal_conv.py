@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..registry import Case, op
 
-RAGGED = ((1, 5), (7, 0), (1, 0), (2, 9), (70, 3))  # sequences: new tokens, tokens before
+RAGGED = ((1, 5), (7, 0), (1, 0), (2, 9), (0, 4), (66, 3))  # sequences: new tokens, tokens before
 
 
 def ragged(begun: tuple[tuple[int, int], ...], slots: int, device: str, g: Any) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def _cases() -> Iterator[Case]:
         yield Case(label, make)
 
 
-@op(_cases, mutates=("states",))
+@op(_cases, mutates=("states",), gate=("decode", "ragged"))
 def causal_conv(
     x: Tensor,
     weight: Tensor,
@@ -59,23 +59,25 @@ def causal_conv(
     table: Tensor,
     cu_seqlens: np.ndarray,
     silu: bool = False,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """y[t] = Σ_k weight[:, k] · x[t - K + 1 + k] + bias, then silu where asked for; what stands before a sequence's
     first token is in its state, or zero.
 
     ``x``: [T, C]; ``weight``: float32 [C, K]; ``bias``: float32 [C]; ``states``: [slots, K-1, C], the last inputs,
     oldest first; ``table``: int32 [S, 2 or more], the slot that a sequence's state is read from (-1: zeros) and that
-    which takes the new one; ``cu_seqlens``: [S+1], where sequences start, not read where each has one token. Returns
-    [T, C] in x's dtype; sums are float32.
+    which takes the new one; ``cu_seqlens``: [S+1], where sequences start, not read where each has one token;
+    ``starts``: the same on x's device, for kernels that would have to copy it. Returns [T, C] in x's dtype; sums are
+    float32.
     """
-    kernel, starts = weight.shape[1], range(len(table) + 1) if len(x) == len(table) else cu_seqlens.tolist()
+    kernel, bounds = weight.shape[1], range(len(table) + 1) if len(x) == len(table) else cu_seqlens.tolist()
     before = [states[max(read, 0)].clone() * (read >= 0) for read in table[:, 0].tolist()]
     y = torch.empty_like(x)
     for s, write in enumerate(table[:, 1].tolist()):
-        rows = torch.cat([before[s], x[starts[s] : starts[s + 1]]])
-        for i in range(starts[s + 1] - starts[s]):
+        rows = torch.cat([before[s], x[bounds[s] : bounds[s + 1]]])
+        for i in range(bounds[s + 1] - bounds[s]):
             total = (rows[i : i + kernel].float() * weight.T).sum(0)
             total = total if bias is None else total + bias
-            y[starts[s] + i] = (F.silu(total) if silu else total).to(x.dtype)
+            y[bounds[s] + i] = (F.silu(total) if silu else total).to(x.dtype)
         states[write] = rows[len(rows) - kernel + 1 :]
     return y

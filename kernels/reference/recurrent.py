@@ -2,7 +2,7 @@
 
 Both go over a ragged batch: ``states``: float32 [slots, …]; ``table``: int32 [S, 2 or more], the slot that a sequence's
 state is read from (-1: zeros) and that which takes the new one; ``cu_seqlens``: [S+1], where sequences start, not read
-where each has one token. Sums are float32.
+where each has one token; ``starts``: the same on the device, for kernels that would have to copy it. Sums are float32.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .causal_conv import RAGGED, ragged
 
 _SHAPES: tuple[tuple[str, tuple[tuple[int, int], ...], int, int, int, int], ...] = (
     ("decode", ((1, 4),) * 5, 4, 2, 16, 24),
-    ("ragged", RAGGED, 6, 3, 8, 16),
-    ("begun", ((150, 0),), 4, 1, 16, 8),
+    ("ragged", RAGGED, 3, 3, 8, 16),
+    ("begun", ((70, 0),), 2, 1, 16, 8),
 )
 
 
@@ -62,7 +62,7 @@ def over_tokens(
         states[write] = state
 
 
-@op(_scan_cases, mutates=("states",))
+@op(_scan_cases, mutates=("states",), gate=("decode", "ragged"))
 def state_scan(
     x: Tensor,
     dt: Tensor,
@@ -73,6 +73,7 @@ def state_scan(
     states: Tensor,
     table: Tensor,
     cu_seqlens: np.ndarray,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """H ← exp(a · dt) · H + dt · x ⊗ b; y = H · c + skip · x, of each head.
 
@@ -116,7 +117,7 @@ def _delta_cases() -> Iterator[Case]:
         yield Case(label, make)
 
 
-@op(_delta_cases, mutates=("states",))
+@op(_delta_cases, mutates=("states",), gate=("decode", "ragged"))
 def delta_rule(
     q: Tensor,
     k: Tensor,
@@ -126,6 +127,7 @@ def delta_rule(
     states: Tensor,
     table: Tensor,
     cu_seqlens: np.ndarray,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """S ← exp(fade) · S; S ← S + k ⊗ beta (v − kᵀS); y = qᵀS, of each head.
 

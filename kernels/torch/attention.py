@@ -184,6 +184,7 @@ def paged_attention(
     alibi_scale: float = 1.0,
     alibi_rounded: bool = False,
     block: int = 1,
+    latent: int = 0,
 ) -> Tensor:
     """See the module; without a ``plan`` one is made here, against a copy of the cache with a spare block."""
     if plan is None:
@@ -200,15 +201,14 @@ def paged_attention(
         count = piece.sequences * piece.rows
         mine = q[piece.start : piece.start + count] if piece.index is None else q.index_select(0, piece.index)
         k = _gather(k_cache, k_params, piece, reference.key_bits(bits), k_scale, q.dtype)
-        same = v_cache is k_cache and bits != 4  # rows that are keys and values at once
-        v = k if same else _gather(v_cache, v_params, piece, bits, v_scale, q.dtype)
+        v = k if latent else _gather(v_cache, v_params, piece, bits, v_scale, q.dtype)
         more = None if alibi is None else _raised(piece, alibi, alibi_scale, alibi_rounded)
         y = _attend(mine, k, v, piece, plan, scale, softcap, sinks, more, repeat)
         if piece.index is None:
             out[piece.start : piece.start + count] = y
         else:
             out.index_copy_(0, piece.index, y)
-    return out
+    return out[..., :latent] if latent else out
 
 
 def _raised(piece: Piece, slopes: Tensor, scale: float, rounded: bool) -> Tensor:

@@ -26,6 +26,7 @@ def causal_conv(
     table: Tensor,
     cu_seqlens: np.ndarray,
     silu: bool = False,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """Of rows that hold each sequence behind its state."""
     kernel, tail = weight.shape[1], begun(states, table)

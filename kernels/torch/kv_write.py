@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..reference import attention as reference
+from ..reference.latent_write import latent_write as latent_write_op
 from ..reference.rope_kv_write import rope_kv_write as rope_kv_write_op
 from .dense import rms_norm, turn
 
@@ -67,3 +68,26 @@ def rope_kv_write(
         q, k = both[:, : q.shape[1]], both[:, q.shape[1] :]
     kv_write(k, v, k_cache, v_cache, slot_mapping, bits, k_params, v_params, k_scale, v_scale)
     return reference.hadamard(q) if bits == 4 else q
+
+
+@latent_write_op.register("torch")
+def latent_write(
+    q: Tensor,
+    latent: Tensor,
+    shared: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    bits: int = 0,
+    params: Tensor | None = None,
+) -> Tensor:
+    """One call after another; queries and the shared key share that of the rope."""
+    if weight is not None:
+        latent = rms_norm(latent.contiguous(), weight, eps)
+    both = turn(torch.cat([q, shared[:, None]], dim=1), cos, sin)
+    rows = torch.cat([latent, both[:, -1]], dim=-1)[:, None]
+    kv_write(rows, rows, cache, cache, slot_mapping, bits, params, params)
+    return both[:, :-1]

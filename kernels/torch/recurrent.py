@@ -30,6 +30,9 @@ def _ragged(
         parts, after = [], torch.empty_like(before)
         for s, (start, stop) in enumerate(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)):
             mine = [x[start:stop] for x in inputs]
+            if start == stop:
+                after[s] = before[s]
+                continue
             if stop - start == 1:
                 part, after[s : s + 1] = step(before[s : s + 1], *mine)
             else:
@@ -69,6 +72,7 @@ def state_scan(
     states: Tensor,
     table: Tensor,
     cu_seqlens: np.ndarray,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """A step of all sequences, or one after another in chunks."""
 
@@ -117,6 +121,7 @@ def delta_rule(
     states: Tensor,
     table: Tensor,
     cu_seqlens: np.ndarray,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """A step of all sequences, or one after another in chunks."""
 

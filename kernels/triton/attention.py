@@ -21,10 +21,11 @@ from ..reference import attention as reference
 from ..registry import Target
 from .attention_kernel import attend_kernel
 from .attention_merge import merge
-from .attention_plan import Plan, make_plan
+from .attention_plan import DECODE_KEYS, Plan, make_plan
 from .cache_codes import E4M3_UNIT, form_of, stored
 from .codes import cast, hadamard
 from .kv_store import head_dim_reason
+from .latent import attend, latent_reason
 from .launch import (
     FLOATS,
     INTERPRETED,
@@ -153,7 +154,7 @@ def _reason(target: Target) -> str | None:
         return "knows no blocks of tokens that see each other"
     if target.traits.get("alibi"):
         return "knows no ALiBi"
-    return head_dim_reason(target)
+    return latent_reason(target) if target.traits.get("latent") else head_dim_reason(target)
 
 
 @reference.paged_attention.register(
@@ -177,15 +178,20 @@ def paged_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     turned: bool = False,
+    latent: int = 0,
 ) -> Tensor:
-    """See the module. One launch, one more where ranges are merged, one more to turn queries for a cache of 4 bits."""
+    """See the module, for ``latent`` rows the file of that name. One launch, one more where ranges are merged, one more
+    to turn queries for a cache of 4 bits.
+    """
     if plan is None:
         plan = make_plan(block_table, cu_seqlens, seq_lens, k_cache.shape[1], k_cache.shape[0], window, q.device)
+    if latent:
+        return attend(q, k_cache, k_params, plan, scale, bits, latent)
     assert k_cache.is_contiguous() and v_cache.is_contiguous()
     q = _turn(q) if bits == 4 and not turned else q if q.stride(2) == 1 else q.contiguous()
     heads, dim, kv_heads, page = q.shape[1], q.shape[2], k_cache.shape[2], k_cache.shape[1]
     group, form = heads // kv_heads, _form(form_of(k_cache, bits), q.dtype, dim)
-    tiles = plan.tiles(group, bits, lambda kind: _rows(kind, group, dim, form, q))
+    tiles = plan.tiles(group, DECODE_KEYS[bits], lambda kind: _rows(kind, group, dim, form, q))
     choice = _choice(tiles.kind, tiles.block_rows, dim, form, q)
     unit = E4M3_UNIT if form.name == "e4m3" else 1.0
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -62,7 +62,7 @@ def _store(out, row, x, x_high, valid, HEAD_DIM: tl.constexpr, COLS: tl.constexp
 
 
 @triton.jit
-def _write(
+def write_result(
     out,
     sinks,
     acc,
@@ -92,7 +92,7 @@ def _write(
 
 
 @triton.jit
-def _write_part(
+def write_part(
     sums,
     norms,
     acc,
@@ -201,7 +201,7 @@ def attend_kernel(
         acc_high -= zeros[:, None]
     if part < 0:
         first = (first_row + token).to(tl.int64) * (heads * GROUP) + query_head
-        _write(out, sinks, acc, acc_high, m, denominator, first, query_head, valid, HEAD_DIM, V_COLS, FORM, SINKS)
+        write_result(out, sinks, acc, acc_high, m, denominator, first, query_head, valid, HEAD_DIM, V_COLS, FORM, SINKS)
     else:
         first = (part * heads + head) * ROWS + m_index
-        _write_part(part_sums, part_norms, acc, acc_high, m, denominator, first, valid, HEAD_DIM, V_COLS, FORM)
+        write_part(part_sums, part_norms, acc, acc_high, m, denominator, first, valid, HEAD_DIM, V_COLS, FORM)

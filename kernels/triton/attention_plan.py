@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 FEW_ROWS = 16  # a sequence with at most this many rows (tokens · heads of a group) is cut finely: it decodes
-DECODE_KEYS = {0: 256, 8: 256, 4: 512}  # keys of the first ranges, by bits of the cache
+DECODE_KEYS = {0: 256, 8: 256, 4: 512}  # keys of the first ranges of decoding, by bits of the cache
 PROMPT_KEYS = 8192
 EVEN_RANGES, MORE_RANGES = 64, 32  # ranges of the first size, and of each doubled size after that
 
@@ -45,15 +45,17 @@ class Plan:
     device: torch.device
     _tiles: dict[tuple[int, int], Tiles] = field(default_factory=dict)
 
-    def tiles(self, group: int, bits: int, block_rows: Callable[[str], int]) -> Tiles:
-        """``group``: query heads a key head; ``block_rows``: rows of a tile for each kind of step."""
-        if (group, bits) not in self._tiles:
+    def tiles(self, group: int, first: int, block_rows: Callable[[str], int]) -> Tiles:
+        """``group``: query heads a key head; ``first``: keys of the first ranges of decoding; ``block_rows``: rows of a
+        tile for each kind of step.
+        """
+        if (group, first) not in self._tiles:
             kind = kind_of(np.diff(self.cu_seqlens), group)
             rows = block_rows(kind)
-            items, merges, parts = cut(self.cu_seqlens, self.seq_lens, self.window, group, bits, rows)
+            items, merges, parts = cut(self.cu_seqlens, self.seq_lens, self.window, group, first, rows)
             on_device = torch.from_numpy(items).to(self.device), torch.from_numpy(merges).to(self.device)
-            self._tiles[group, bits] = Tiles(*on_device, parts, rows, kind)
-        return self._tiles[group, bits]
+            self._tiles[group, first] = Tiles(*on_device, parts, rows, kind)
+        return self._tiles[group, first]
 
 
 def make_plan(
@@ -65,8 +67,9 @@ def make_plan(
     window: int | None,
     device: torch.device,
     chunked: bool = False,
+    block: int = 1,
 ) -> Plan:
-    """See ``Plan``; ``block_size``, ``num_blocks`` and ``chunked`` are other implementations' needs."""
+    """See ``Plan``; ``block_size``, ``num_blocks``, ``chunked`` and ``block`` are other implementations' needs."""
     table = torch.from_numpy(np.ascontiguousarray(block_table, np.int32)).to(device)
     return Plan(table, cu_seqlens, seq_lens, window, device)
 
@@ -97,9 +100,9 @@ def range_of(keys: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def cut(
-    cu_seqlens: np.ndarray, seq_lens: np.ndarray, window: int | None, group: int, bits: int, block_rows: int
+    cu_seqlens: np.ndarray, seq_lens: np.ndarray, window: int | None, group: int, first: int, block_rows: int
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """(items, merges, number of partial results), see ``Tiles``. Long tiles come first."""
+    """(items, merges, number of partial results), see ``Tiles``, long tiles first; ``first``: see ``Plan.tiles``."""
     new = np.diff(cu_seqlens).astype(np.int64)
     per_tile = max(1, block_rows // group)
     few = new * group <= max(FEW_ROWS, group)
@@ -112,7 +115,7 @@ def cut(
     high = position + tokens
     longest = int(seq_lens.max(initial=1))
     first_range, ranges, edges = np.zeros_like(low), np.ones_like(low), {}
-    for fine, size in ((True, DECODE_KEYS[bits]), (False, PROMPT_KEYS)):
+    for fine, size in ((True, first), (False, PROMPT_KEYS)):
         edges[fine], mine = borders(size, longest), few[seq] == fine
         first_range[mine] = np.searchsorted(edges[fine], low[mine], side="right") - 1
         last = np.searchsorted(edges[fine], high[mine], side="left") - 1

@@ -19,7 +19,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _slots(pages, start, key, inside, KEYS: tl.constexpr, PAGE: tl.constexpr, MASK: tl.constexpr):
+def key_slots(pages, start, key, inside, KEYS: tl.constexpr, PAGE: tl.constexpr, MASK: tl.constexpr):
     """int64 slots of the KEYS keys from ``start``."""
     if PAGE % KEYS == 0:
         return tl.load(pages + start // PAGE).to(tl.int64) * PAGE + start % PAGE + tl.arange(0, KEYS)
@@ -30,7 +30,7 @@ def _slots(pages, start, key, inside, KEYS: tl.constexpr, PAGE: tl.constexpr, MA
 
 
 @triton.jit
-def _columns(at, inside, WIDTH: tl.constexpr, COLS: tl.constexpr, MASK: tl.constexpr):
+def key_columns(at, inside, WIDTH: tl.constexpr, COLS: tl.constexpr, MASK: tl.constexpr):
     """[KEYS, COLS] of the WIDTH elements from ``at``, a pointer a key; what is not there is 0."""
     column = tl.arange(0, COLS)
     if MASK:
@@ -42,7 +42,8 @@ def _columns(at, inside, WIDTH: tl.constexpr, COLS: tl.constexpr, MASK: tl.const
 
 
 @triton.jit
-def _scale_and_zero(params, row, inside, MASK: tl.constexpr):
+def key_scale_and_zero(params, row, inside, MASK: tl.constexpr):
+    """(scale, zero) of the rows, float32 [KEYS]; 0 where there are none."""
     if MASK:
         return scale_and_zero(tl.load(params + row, mask=inside, other=0))
     else:
@@ -70,22 +71,22 @@ def _scores(
     if FORM == "int4":
         QUARTER: tl.constexpr = HEAD_DIM // 4
         at = cache + row * (3 * QUARTER)
-        first = _columns(at, inside, QUARTER, COLS, MASK)
-        second = _columns(at + QUARTER, inside, QUARTER, COLS, MASK)
-        high = _columns(at + 2 * QUARTER, inside, QUARTER, COLS, MASK)
+        first = key_columns(at, inside, QUARTER, COLS, MASK)
+        second = key_columns(at + QUARTER, inside, QUARTER, COLS, MASK)
+        high = key_columns(at + 2 * QUARTER, inside, QUARTER, COLS, MASK)
         s = tl.dot(q[0], tl.trans(six_bits(first, high, 0, DOT, ASM)), input_precision="ieee")
         s = tl.dot(q[1], tl.trans(six_bits(second, high, 1, DOT, ASM)), s, input_precision="ieee")
         s = tl.dot(q[2], tl.trans(six_bits(first, high, 2, DOT, ASM)), s, input_precision="ieee")
         s = tl.dot(q[3], tl.trans(six_bits(second, high, 3, DOT, ASM)), s, input_precision="ieee")
     else:
-        k = _columns(cache + row * HEAD_DIM, inside, HEAD_DIM, COLS, MASK)
+        k = key_columns(cache + row * HEAD_DIM, inside, HEAD_DIM, COLS, MASK)
         if FORM == "int8":
             k = widen(k, DOT, ASM)
         elif FORM == "e4m3" or FORM == "e5m2":
             k = float8(k, FORM, DOT, ASM)
         s = tl.dot(q[0], tl.trans(k.to(DOT)), input_precision="ieee")
     if FORM == "int8" or FORM == "int4":
-        scale, zero = _scale_and_zero(params, row, inside, MASK)
+        scale, zero = key_scale_and_zero(params, row, inside, MASK)
         s = scale[None, :] * (s - zero[None, :] * q_sum[:, None])
     if SCALED:
         s = s * q_scale[:, None]
@@ -113,7 +114,7 @@ def _add_values(
 ):
     """(acc, acc_high, zeros) after the values of a tile, weighed by ``p`` [ROWS, KEYS]; see ``fold``."""
     if FORM == "int8" or FORM == "int4":
-        scale, zero = _scale_and_zero(params, row, inside, MASK)
+        scale, zero = key_scale_and_zero(params, row, inside, MASK)
         weighted = cast(p * scale[None, :], DOT)
         zeros = zeros * shrink + tl.sum(weighted.to(tl.float32) * zero[None, :], 1)
     else:
@@ -121,12 +122,12 @@ def _add_values(
     acc = acc * shrink[:, None]
     if FORM == "int4":
         HALF: tl.constexpr = HEAD_DIM // 2
-        v = _columns(cache + row * HALF, inside, HALF, COLS, MASK)
+        v = key_columns(cache + row * HALF, inside, HALF, COLS, MASK)
         low, high = unpacked_here(low_nibble(v, DOT, ASM), TURN), unpacked_here(high_nibble(v, DOT, ASM), TURN)
         acc = tl.dot(weighted, low, acc, input_precision="ieee")
         acc_high = tl.dot(weighted, high, acc_high * shrink[:, None], input_precision="ieee")
     else:
-        v = _columns(cache + row * HEAD_DIM, inside, HEAD_DIM, COLS, MASK)
+        v = key_columns(cache + row * HEAD_DIM, inside, HEAD_DIM, COLS, MASK)
         if FORM == "int8":
             v = unpacked_here(widen(v, DOT, ASM), TURN and HEAD_DIM > 64)  # short heads would spill registers
         elif FORM == "e4m3" or FORM == "e5m2":
@@ -181,7 +182,7 @@ def fold(
     """
     key = start + tl.arange(0, KEYS)
     inside = (key >= first_key) & (key < end_key)
-    row = _slots(pages, start, key, inside, KEYS, PAGE, MASK) * heads + head
+    row = key_slots(pages, start, key, inside, KEYS, PAGE, MASK) * heads + head
     s = _scores(q, q_sum, q_scale, k_cache, k_params, row, inside, HEAD_DIM, K_COLS, FORM, MASK, K_DOT, SCALED, ASM)
     if SOFTCAP:
         s = softcap * tanh(s * (scale / softcap)) * LOG2E

@@ -15,6 +15,7 @@ import torch
 
 from .manifest_call import CODES, Call, empty
 from .manifest_linears import linears
+from .manifest_states import states
 
 
 def _rowwise() -> Iterator[Call]:
@@ -159,6 +160,40 @@ def _attention() -> Iterator[Call]:
                 yield Call("paged_attention", label, attend, traits=_cache_traits(form, dim))
 
 
+def _latent() -> Iterator[Call]:
+    """Latent attention in the shapes of DeepSeek-V3, its Lite version before, and MiniCPM 3."""
+    for heads, rank, turned in ((128, 512, 64), (16, 512, 64), (40, 256, 32)):
+        for form in ("float", "int8", "e4m3"):
+
+            def told(dtype, form=form, width=rank + turned):
+                cache = _cache(form, 4096, 1, width, dtype)
+                return cache["k_cache"], cache["k_params"], {"bits": cache["bits"]}
+
+            traits = _cache_traits(form, rank + turned) | {"latent": True}
+            for kind, (new, total) in STEPS.items():
+
+                def attend(dtype, heads=heads, rank=rank, turned=turned, told=told, new=new, total=total):
+                    rows, params, bits = told(dtype)
+                    table = np.zeros((len(new), 64), np.int32)
+                    lengths = {"cu_seqlens": np.cumsum([0, *new], dtype=np.int32)}
+                    lengths |= {"seq_lens": np.array(total, np.int32), "block_table": table}
+                    q = {"q": empty(sum(new), heads, rank + turned, dtype=dtype), "scale": 0.1, "latent": rank}
+                    both = {"k_cache": rows, "v_cache": rows, "k_params": params, "v_params": params}
+                    return q | lengths | both | bits
+
+                yield Call("paged_attention", _named("latent", kind, f"x{heads}", form), attend, traits=traits)
+
+            def write(dtype, heads=heads, rank=rank, turned=turned, told=told):
+                rows, params, bits = told(dtype)
+                angles = [empty(64, turned // 2, dtype=torch.float32) for _ in range(2)]
+                made = {"latent": empty(64, rank, dtype=dtype), "shared": empty(64, turned, dtype=dtype)}
+                made |= {"q": empty(64, heads, turned, dtype=dtype), "weight": empty(rank, dtype=torch.float32)}
+                where = {"cache": rows, "params": params, "slot_mapping": empty(64, dtype=torch.int64)}
+                return made | where | {"cos": angles[0], "sin": angles[1]} | bits
+
+            yield Call("latent_write", _named(f"x{heads}", form), write, traits=traits)
+
+
 def _sampling() -> Iterator[Call]:
     logits, one = {"logits": empty(64, 128256, dtype=torch.float32)}, ("float32",)
     column = empty(64, dtype=torch.float32)
@@ -180,8 +215,8 @@ def _sampling() -> Iterator[Call]:
 
 def calls() -> list[Call]:
     """All calls, family by family."""
-    cache = (*_kv_write(), *_rope_kv_write(), *_attention())
-    return [*_rowwise(), *cache, *linears(), *_sampling()]
+    cache = (*_kv_write(), *_rope_kv_write(), *_attention(), *_latent())
+    return [*_rowwise(), *cache, *states(), *linears(), *_sampling()]
 
 
 # What the machine code of a kernel must show: "vector": 128-bit loads from global memory; "stores": 128-bit stores;
@@ -197,6 +232,11 @@ CLAIMS: dict[str, frozenset[str]] = {
     "attend_kernel": frozenset({"async", "mma", "no conversion"}),
     "rope_kv_write_kernel": frozenset({"vector", "no conversion"}),
     "merge_kernel": frozenset({"vector"}),
+    "latent_kernel": frozenset({"async", "mma", "no conversion"}),
+    "latent_write_kernel": frozenset({"no conversion"}),
+    "causal_conv_kernel": frozenset({"no conversion"}),
+    "state_scan_kernel": frozenset({"vector", "stores"}),
+    "delta_rule_kernel": frozenset({"vector", "stores"}),
     "group_linear_kernel": frozenset({"async", "mma", "no conversion"}),
     "expand_kernel": frozenset({"stores"}),
     "round_rows_kernel": frozenset({"vector"}),

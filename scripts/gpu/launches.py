@@ -176,18 +176,18 @@ def of_case(case: Any, capability: int) -> list[Launch]:
 
 def of_kernels(capability: int) -> list[Launch]:
     """Of the parts of bench_gpu that measure kernels."""
-    from gpu import kernels
+    from gpu import kept, kernels
 
     def once(runs: Any, device: str) -> float:
         for run in runs[:1]:
             run()
         return 1.0
 
-    where = kernels.meta(capability)
+    where, size = kernels.meta(capability), kernels.Size()
+    parts = (kernels.linears(size, where), kernels.attention(size, where), kernels.row_wise(size, where))
     with recording(capability) as found, mock.patch.object(kernels, "seconds", once):
-        for part in (kernels.linears, kernels.attention, kernels.row_wise):
-            for row in part(kernels.Size(), where):
-                assert "error" not in row or "w4 cuda" in row["name"], row
+        for row in (row for part in (*parts, kept.kept(where)) for row in part):
+            assert "error" not in row or "w4 cuda" in row["name"], row
     return found
 
 

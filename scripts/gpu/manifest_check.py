@@ -32,7 +32,7 @@ def filled(arguments: Mapping[str, Any], device: str, seed: int = 0) -> dict[str
     """
     generator = torch.Generator(device).manual_seed(seed)
     if "slot_mapping" in arguments:  # a smaller cache: all of it is compared
-        caches = ("k_cache", "v_cache", "k_params", "v_params")
+        caches = ("k_cache", "v_cache", "k_params", "v_params", "cache", "params")
         small = {n: arguments[n][:WRITTEN_BLOCKS] for n in caches if isinstance(arguments.get(n), Tensor)}
         arguments = {**arguments, **small}
     found = dict(arguments)
@@ -44,6 +44,8 @@ def filled(arguments: Mapping[str, Any], device: str, seed: int = 0) -> dict[str
             blocks = arguments["k_cache"].shape[0]
             order = np.random.default_rng(seed).permutation(max(blocks, value.size)) % blocks
             found[name] = order[: value.size].astype(np.int32).reshape(value.shape)
+    if isinstance(arguments.get("latent"), int):  # rows are keys and values at once
+        found |= {"v_cache": found["k_cache"], "v_params": found["k_params"]}
     return found
 
 
@@ -58,7 +60,7 @@ def _index(name: str, like: Tensor, call: Mapping[str, Any], device: str, genera
     if name == "ids":
         found = shuffled(call["table"].shape[0] if "table" in call else call["logits"].shape[1])
     elif name == "slot_mapping":
-        found = shuffled(call["k_cache"].shape[0] * call["k_cache"].shape[1])
+        found = shuffled(call["cache" if "cache" in call else "k_cache"].shape[:2].numel())
     elif name == "rows":
         found = torch.arange(n, device=device) % call["logits"].shape[0]
     elif name == "experts":
@@ -72,13 +74,18 @@ def _index(name: str, like: Tensor, call: Mapping[str, Any], device: str, genera
         found = torch.randint(-1, call["ranks"].numel(), (n,), generator=generator, device=device)
     elif name == "ranks":
         found = torch.full((n,), (call["a"].shape[2] if "a" in call else call["b"].shape[2]), device=device)
+    elif name == "starts":
+        found = torch.from_numpy(call["cu_seqlens"])
+    elif name == "table" and "states" in call:  # each goes on in its slot
+        slots = torch.randperm(call["states"].shape[0], generator=generator, device=device)
+        found = slots[: like.shape[0], None].expand(like.shape)
     elif name == "top_k":
         found = torch.arange(n, device=device) % 2 * 40
     elif name == "bitmask":
         found = torch.randint(-(2**31), 2**31, like.shape, generator=generator, device=device)
     else:
         return None
-    return found.to(like.dtype).reshape(like.shape)
+    return found.to(device, like.dtype).reshape(like.shape)
 
 
 def _numbers(name: str, like: Tensor, call: Mapping[str, Any], device: str, generator: torch.Generator) -> Tensor:
@@ -90,8 +97,10 @@ def _numbers(name: str, like: Tensor, call: Mapping[str, Any], device: str, gene
     bits = call.get("bits") or 4
     if name in _COLUMNS:
         return torch.full(like.shape, _COLUMNS[name], dtype=like.dtype, device=device)
-    if name in ("u", "weights", "counts"):
+    if name in ("u", "weights", "counts", "beta", "dt"):
         return uniform(0.05, 0.95).to(like.dtype)
+    if name == "fade" or (name == "a" and "dt" in call):
+        return -uniform(0.05, 0.95).to(like.dtype)
     if name in ("cos", "sin"):
         angle = torch.linspace(0, 3, like.numel(), device=device).reshape(like.shape)
         return (angle.cos() if name == "cos" else angle.sin()).to(like.dtype)
@@ -103,12 +112,14 @@ def _numbers(name: str, like: Tensor, call: Mapping[str, Any], device: str, gene
         scale = 0.5 / _inputs(call) ** 0.5 / _spread(call, bits)
         values = uniform(0.5, 1.5) * scale
         return (values if name in _SCALES else -values * (1 << bits) / 2).to(like.dtype)
-    if name in ("k_params", "v_params"):
+    if name in ("k_params", "v_params", "params"):
         return uniform(0.005, 0.015).to(like.dtype)
     if like.dtype in (torch.uint8, torch.int8):
         low, high = (0, 256) if like.dtype == torch.uint8 else (-127, 128)
         return torch.randint(low, high, like.shape, generator=generator, device=device, dtype=like.dtype)
     x = torch.empty(like.shape, dtype=torch.bfloat16, device=device).normal_(generator=generator)
+    if "beta" in call and name in ("q", "k"):  # of length 1
+        x *= like.shape[-1] ** -0.5
     if name in ("gate_up", "down", "a", "b") and like.dtype.itemsize == 2:
         x *= like.shape[-1] ** -0.5
     if name == "q" and "block_table" in call:

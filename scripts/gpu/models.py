@@ -16,6 +16,9 @@ _PLAIN = {"head_dim": 16, "rms_norm_eps": 1e-6, "dtype": "float32"}
 TINY = {
     family: _PLAIN | tiny_config(get(family)) for family in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "mixtral")
 }
+# Latent rows; short convolutions; Mamba-2 beside attention and alone; the gated delta rule.
+KEPT = ("minicpm3", "deepseek_v2", "lfm2", "falcon_h1", "mamba2", "qwen3_next")
+TINY |= {family: tiny_config(get(family)) | {"dtype": "float32"} for family in KEPT}
 TINY["awq"] = TINY["llama"] | {
     "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 64},
     "dtype": "float16",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 
@@ -198,3 +199,10 @@ def test_every_dtype_of_every_op_has_a_tolerance():
 def test_importing_kernels_is_cheap():
     code = "import sys, toolkit.kernels; sys.exit('torch' in sys.modules or 'triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_planners_of_an_op_take_the_same_arguments():
+    """Runners call whichever was chosen in the same way."""
+    for op in registry.load().values():
+        plans = [i.plan for i in op.implementations.values() if i.plan is not None]
+        assert len({tuple(inspect.signature(plan).parameters) for plan in plans}) <= 1, op.name

@@ -12,7 +12,7 @@ from toolkit.kernels import registry
 from toolkit.kernels.reference.attention import random_cache
 from toolkit.kernels.reference.cache import slots_of
 from toolkit.kernels.reference.linear import pack_codes
-from toolkit.kernels.triton import attention_plan, linear_group, sampling, sampling_flat
+from toolkit.kernels.triton import attention, attention_plan, latent, linear_group, sampling, sampling_flat
 
 OPS = registry.load()
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -86,11 +86,20 @@ def attention_inputs(new, total, heads, kv_heads, dim, bits, page, seed=0, windo
 @pytest.mark.parametrize("bits, kind", [(0, torch.float32), (8, torch.float32), (4, torch.float32), (0, E4M3)])
 @pytest.mark.parametrize("page, window", [(16, 70), (64, None)])
 def test_attention_over_several_ranges_is_merged(monkeypatch, bits, kind, page, window):
-    monkeypatch.setattr(attention_plan, "DECODE_KEYS", {0: 64, 8: 64, 4: 64})
+    monkeypatch.setattr(attention, "DECODE_KEYS", {0: 64, 8: 64, 4: 64})
     monkeypatch.setattr(attention_plan, "PROMPT_KEYS", 128)
     inputs = attention_inputs((1, 1, 9, 1), (200, 64, 150, 129), 6, 2, 64, bits, page, window=window, kind=kind)
     sinks = torch.randn(6, generator=gen(9))
     close("paged_attention", tolerance=1e-4, **inputs, sinks=sinks)
+
+
+@pytest.mark.parametrize("bits, kind, page", [(0, torch.float32, 16), (8, torch.float32, 64), (0, E4M3, 64)])
+def test_attention_to_latent_rows_is_merged(monkeypatch, bits, kind, page):
+    monkeypatch.setattr(latent, "DECODE_KEYS", {0: 64})
+    monkeypatch.setattr(attention_plan, "PROMPT_KEYS", 128)
+    inputs = attention_inputs((1, 9, 1), (200, 150, 129), 20, 1, 48, bits, page, kind=kind)
+    same = {"v_cache": inputs["k_cache"], "v_params": inputs["k_params"], "k_scale": 1.0, "v_scale": 1.0}
+    close("paged_attention", tolerance=1e-4, **inputs | same | {"latent": 40})
 
 
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
@@ -171,7 +180,7 @@ def test_tiles_cover_every_key_of_every_token_once(sequences, group, window, row
     new = np.array([n for n, _ in sequences])
     lens = np.array([n + past for n, past in sequences], np.int32)
     cu = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
-    items, merges, parts = attention_plan.cut(cu, lens, window, group, 0, max(rows, group))
+    items, merges, parts = attention_plan.cut(cu, lens, window, group, 256, max(rows, group))
     covered = [np.zeros(n, np.int64) for n in lens]
     seen_parts = []
     for seq, row, tokens, position, low, high, part, _ in items:

@@ -127,7 +127,7 @@ def attention(ops: Any, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table
                 sinks=None if sinks is None else sinks[head].repeat(len(at)).numpy(),
             )
             out[start:stop, head] = torch.from_numpy(found)
-    return out
+    return out[..., : more.get("latent") or q.shape[2]]
 
 
 def by_sequences(

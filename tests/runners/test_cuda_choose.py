@@ -62,6 +62,8 @@ def _reason(tiny_models, family="llama", model=None, **options):
 def test_a_gpu_that_runs_everything_gives_no_reason(gpu, tiny_models):
     gpu()
     assert _reason(tiny_models) is None and _reason(tiny_models, device="auto", quant_policy=4) is None
+    for family in ("minicpm3", "lfm2", "mamba2", "qwen3_next"):  # with latent rows, with states
+        assert _reason(tiny_models, family) is None
 
 
 @pytest.mark.parametrize(
@@ -72,6 +74,7 @@ def test_a_gpu_that_runs_everything_gives_no_reason(gpu, tiny_models):
         ([(9, 0)], {"device": "cuda:3"}, "there are 1 GPUs, counted from 0 (CUDA_VISIBLE_DEVICES='2')"),
         ("rope_kv_write", {}, "its rope_kv_write kernel failed its self-test: x"),
         ("paged_attention", {}, "its paged_attention kernel failed its self-test: x"),
+        ("latent_write", {"family": "minicpm3"}, "its latent_write kernel failed its self-test: x"),
     ],
 )
 def test_what_is_missing_is_said_in_one_line(setting, options, said, gpu, tiny_models, monkeypatch):
@@ -143,6 +146,8 @@ def test_artifacts_of_other_targets_run_with_a_notice(target, said, gpu):
 def test_heads_that_no_kernel_takes_are_named(gpu, tiny_models):
     gpu()
     assert "head_dim" in _reason(tiny_models, model={"head_dim": 20})
+    wide = _reason(tiny_models, "minicpm3", model={"kv_lora_rank": 1024})
+    assert "paged_attention kernel takes latent rows of up to 576 numbers" in wide
 
 
 def test_no_gpu_is_told_from_a_torch_without_cuda(monkeypatch, tiny_models):

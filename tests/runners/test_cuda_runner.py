@@ -30,11 +30,11 @@ def graphs(support):
 @pytest.fixture
 def pair(tiny_models, steps, graphs):
     """``pair(family, triton ops …, **options)``: a driver over the runner with graphs, its device, one over torch's; of
-    one layer unless ``layers`` says more, for the interpreter is slow."""
+    one layer unless ``layers`` says more (None: as many as the tiny model has), for the interpreter is slow."""
 
     def make(family, *triton, layers=1, blocks=64, **options):
         settings = RunnerOptions(**({"dtype": "float32", "block_size": 16, "device": "cpu"} | options))
-        path = tiny_models(family, num_hidden_layers=layers)
+        path = tiny_models(family, **({} if layers is None else {"num_hidden_layers": layers}))
         opened, device = open_model(path), graphs.CpuDevice()
         runner = TensorRunner(opened.spec, opened.weights, settings, graphs=device, ops=graphs.interpreted_ops(*triton))
         oracle, _ = open_runner(path, backend="pytorch", options=settings)
@@ -56,12 +56,21 @@ def _both(ours, oracle, new, **extra):
     return found
 
 
-SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("qwen3", "internlm2", "mixtral")]
+# Beside attention the kernels of Triton that run, of families with latent rows and with states.
+STATES = {
+    "minicpm3": ("latent_write",),
+    "lfm2": ("causal_conv",),
+    "deepseek_v3": ("latent_write",),
+    "falcon_h1": ("causal_conv", "state_scan"),
+    "qwen3_next": ("causal_conv", "delta_rule"),
+}
+OTHERS = ("qwen3", "internlm2", "mixtral", "deepseek_v3", "falcon_h1", "qwen3_next")
+SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in OTHERS]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", *SLOW])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", "minicpm3", "lfm2", "mamba2", *SLOW])
 def test_chunks_ragged_batches_and_padded_decode_steps_give_the_torch_runners_tokens(family, pair):
-    ours, device, oracle = pair(family, layers=2)
+    ours, device, oracle = pair(family, *STATES.get(family, ()), layers=None)
     numbers = [ours.add(long=family == "phi3" and i == 0) for i in range(3)]
     assert [oracle.add(long=s.long) for s in ours.sequences] == numbers
     _both(ours, oracle, {numbers[0]: _prompt(33, 1)}, want="all")

@@ -28,7 +28,7 @@ def bench_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "part, rows", [("copy_rate", 1), ("linears", 4), ("attention", 6), ("row_wise", 7), ("tune", 2)]
+    "part, rows", [("copy_rate", 1), ("linears", 4), ("attention", 6), ("kept", 9), ("row_wise", 7), ("tune", 2)]
 )
 def test_every_part_runs_dry(part, rows, bench_gpu):
     found = list(bench_gpu.rows_of(part, 0, True))
@@ -154,7 +154,7 @@ def test_goals_and_predictions_stand_beside_a_figure(bench_gpu):
 
 def test_every_figure_is_predicted(bench_gpu, monkeypatch):
     """Names are those that the parts give on a GPU, each has a prediction, and there is none beside them."""
-    from gpu import engine, kernels
+    from gpu import engine, kept, kernels
 
     said = json.loads(bench_gpu.PREDICTIONS.read_text())
     figures = {**said["kernels"], **said["engine"]}
@@ -169,6 +169,7 @@ def test_every_figure_is_predicted(bench_gpu, monkeypatch):
     where = kernels.meta(90)
     parts = (kernels.linears, kernels.attention, kernels.row_wise)
     given = [row["name"] for part in parts for row in part(kernels.Size(), where)]
+    given += [row["name"] for row in kept.kept(where)]
     given = [name for name in given if name != "linears w4 cuda"]  # the reason why it cannot run here
     assert {n for n in kernels.names(kernels.Size()) if n not in given} == {
         "copy",

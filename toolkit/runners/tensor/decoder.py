@@ -15,7 +15,7 @@ from toolkit.runners.tensor.cross import Cross, seeing
 from toolkit.runners.tensor.experts import Experts
 from toolkit.runners.tensor.linear import Activations, Linear, Rounded, codes_of
 from toolkit.runners.tensor.mutual import see_both_ways
-from toolkit.runners.tensor.norms import LayerNorm, Norm
+from toolkit.runners.tensor.norms import LayerNorm, Norm, norm_later
 from toolkit.runners.tensor.ops import Ops
 
 NEVER = -1e30  # the logit of a token that the head has no row for
@@ -71,8 +71,8 @@ class Attention:
         if spec.norm_last and cos is not None:
             q, k, cos, sin = self.ops.rope(q, cos, sin), self.ops.rope(k, cos, sin), None, None
         eps = next((n.eps for n in (self.q_norm, self.k_norm) if isinstance(n, Norm)), 0.0)
-        q, q_weight = _norm_later(self.q_norm, q, eps)
-        k, k_weight = _norm_later(self.k_norm, k, eps)
+        q, q_weight = norm_later(self.q_norm, q, eps)
+        k, k_weight = norm_later(self.k_norm, k, eps)
         scales = self.scales if cache.is_float8 else (1.0, 1.0)
         q = self.ops.rope_kv_write(
             q,
@@ -116,17 +116,6 @@ class Attention:
             see_both_ways(y, q, cache, step.batch, spec, scales)
         y = y.flatten(1)
         return self.o(y if gate is None else y * torch.sigmoid(gate))
-
-
-def _norm_later(norm: Norm | LayerNorm | None, x: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
-    """(heads, weight of the norm that ``rope_kv_write`` applies); what it cannot do is done here: layer norms, other
-    ``eps``, and a norm over all heads at once, whose weight spans them.
-    """
-    if norm is None:
-        return x, None
-    if norm.weight.shape[-1] != x.shape[-1]:
-        return norm(x.flatten(1)).view(x.shape), None
-    return (x, norm.weight) if isinstance(norm, Norm) and norm.eps == eps else (norm(x), None)
 
 
 @dataclass(frozen=True)

@@ -37,12 +37,13 @@ class Graph:
 class Graphs:
     """Graphs by key, captured when a key comes for the first time; a device without them runs steps one by one.
 
-    ``body``: of every step. Graphs share a pool for their intermediate results: what one leaves is overwritten by the
-    next.
+    ``body``: of every step; ``attends``: whether it does attention, whose tiles are known once a step has run. Graphs
+    share a pool for their intermediate results: what one leaves is overwritten by the next.
     """
 
     device: GraphDevice
     body: Body
+    attends: bool
     enabled: bool = True
     _graphs: OrderedDict[GraphKey, Graph] = field(default_factory=OrderedDict)
     _pool: Any = None  # of the graphs that are captured next
@@ -73,7 +74,7 @@ class Graphs:
         buffer = torch.empty(layout.size, dtype=torch.uint8, device=self.device.torch)
         send(arrays, layout, buffer, self.device)
         logits = self.body(layout.views(buffer), made, key)
-        capture = self.enabled and bool(key.tiles)  # without tiles: it is not known yet how attention cuts a step
+        capture = self.enabled and (bool(key.tiles) or not self.attends)  # it is known how attention cuts a step
         return logits, (lambda: self._capture(key, made, layout, buffer)) if capture else None
 
     def _capture(self, key: GraphKey, made: DecodeArrays, layout: Layout, buffer: Tensor) -> None:

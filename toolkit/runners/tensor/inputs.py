@@ -72,10 +72,10 @@ def axes_array(batch: StepBatch) -> dict[str, np.ndarray]:
     return {"axes": batch.positions.astype(np.int64)} if len(batch.positions) > 1 else {}
 
 
-def table_arrays(batch: StepBatch, spec: DecoderSpec, every: bool) -> dict[str, np.ndarray]:
-    """The block table of each group, or of those alone whose blocks are slots."""
-    chosen = (group for group, kept in enumerate(spec.cache_groups) if every or kept.kind == "state")
-    return {f"table{group}": batch.block_tables[group] for group in chosen}
+def table_arrays(batch: StepBatch) -> dict[str, np.ndarray]:
+    """The block table of each group, and where sequences start."""
+    tables = {f"table{group}": table for group, table in enumerate(batch.block_tables)}
+    return tables | {"starts": batch.cu_seqlens}
 
 
 def is_decode(batch: StepBatch) -> bool:

@@ -1,8 +1,8 @@
 """Latent attention over the rows in the paged cache: expanded for the many tokens of a prompt, absorbed for few.
 
 Sequences that bring few tokens go through ``paged_attention`` as one key head of ``kv_rank + rope_dim`` numbers, whose
-values are its own keys; what lies behind the latent is cut off afterwards. For more tokens it costs less to make the
-keys and values of each head once (``LatentAttention.break_even``).
+values are the latent part of its own keys. For more tokens it costs less to make the keys and values of each head once
+(``LatentAttention.break_even``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from toolkit.models.spec import LatentSpec
 from toolkit.runners.tensor.cache import LayerCache
 from toolkit.runners.tensor.context import StepContext
 from toolkit.runners.tensor.linear import Activations, Linear
-from toolkit.runners.tensor.norms import LayerNorm, Norm
+from toolkit.runners.tensor.norms import LayerNorm, Norm, norm_later
 from toolkit.runners.tensor.ops import Ops
 
 EXPANDED = 1 << 24  # numbers of keys and values that are made at once, head by head where these are more
@@ -63,21 +63,29 @@ class LatentAttention:
         if self.q is not None and self.q_norm is not None:
             queries = self.q(self.q_norm(queries.contiguous()))
         nope, turning = queries.view(len(queries), spec.heads, -1).split([spec.nope_dim, spec.rope_dim], dim=-1)
-        cos, sin = step.rope[spec.rope]
-        both = self.ops.rope(torch.cat([turning, shared[:, None]], dim=1), cos, sin)
-        turned, shared = both[:, :-1], both[:, -1]
-        rows = torch.cat([self.kv_norm(latent.contiguous()), shared], dim=-1)[:, None]
-        slots = step.slots[spec.group]
-        self.ops.kv_write(rows, rows, cache.k, cache.v, slots, cache.bits, cache.k_params, cache.v_params)
+        latent, weight = norm_later(self.kv_norm, latent, self.kv_norm.eps)
+        turned = self.ops.latent_write(
+            turning,
+            latent,
+            shared,
+            cache.k,
+            step.slots[spec.group],
+            *step.rope[spec.rope],
+            weight,
+            self.kv_norm.eps,
+            cache.bits,
+            cache.k_params,
+        )
         few, many = self._parts(step)
-        out = torch.empty(len(rows), spec.heads, spec.v_dim, dtype=rows.dtype, device=rows.device)
+        if few is not None and few.tokens is None:
+            return self.o(self._absorbed(nope, turned, cache, few).flatten(1))
+        out = torch.empty(len(turned), spec.heads, spec.v_dim, dtype=turned.dtype, device=turned.device)
         if few is not None:
-            take = slice(None) if few.tokens is None else few.tokens
-            out[take] = self._absorbed(nope[take], turned[take], cache, few)
+            out[few.tokens] = self._absorbed(nope[few.tokens], turned[few.tokens], cache, few)
         for sequence in many:
             start, stop = step.batch.cu_seqlens[sequence : sequence + 2].tolist()
             q = torch.cat([nope[start:stop], turned[start:stop]], dim=-1)
-            out[start:stop] = self._expanded(q, self._context(cache, step, sequence, rows.dtype))
+            out[start:stop] = self._expanded(q, self._context(cache, step, sequence, turned.dtype))
         return self.o(out.flatten(1))
 
     @property
@@ -110,10 +118,7 @@ class LatentAttention:
         tokens = np.flatnonzero(np.isin(np.repeat(np.arange(len(new)), new), few))
         cu = np.concatenate([[0], np.cumsum(new[few])]).astype(np.int32)
         table, lens = batch.block_tables[group][few], batch.seq_lens[few]
-        blocks = step.cache.num_blocks[group] + 1
-        assert self.ops.plan_attention is not None
-        plan = self.ops.plan_attention(table, cu, lens, step.cache.block_size, blocks, None, device)
-        return Part(torch.from_numpy(tokens).to(device), table, cu, lens, plan)
+        return Part(torch.from_numpy(tokens).to(device), table, cu, lens, step.plan_of(group, None, table, cu, lens))
 
     def _absorbed(self, nope: Tensor, turned: Tensor, cache: LayerCache, part: Part) -> Tensor:
         """[tokens, heads, v_dim]."""
@@ -126,22 +131,19 @@ class LatentAttention:
             part.cu_seqlens,
             part.seq_lens,
             self.spec.scale,
-            None,
-            None,
-            None,
-            cache.bits,
-            cache.k_params,
-            cache.v_params,
-            part.plan,
-        )[..., : self.spec.kv_rank]
+            bits=cache.bits,
+            k_params=cache.k_params,
+            v_params=cache.v_params,
+            plan=part.plan,
+            latent=self.spec.kv_rank,
+        )
         return torch.bmm(y.transpose(0, 1), self.values.transpose(1, 2)).transpose(0, 1)
 
     def _context(self, cache: LayerCache, step: StepContext, sequence: int, dtype: torch.dtype) -> Tensor:
         """The rows of a sequence so far, [keys, kv_rank + rope_dim]."""
-        batch, size = step.batch, step.cache.block_size
-        at = np.arange(int(batch.seq_lens[sequence]))
-        slots = batch.block_tables[self.spec.group][sequence][at // size].astype(np.int64) * size + at % size
-        index = torch.from_numpy(slots).to(cache.k.device)
+        size = step.cache.block_size
+        at = torch.arange(int(step.batch.seq_lens[sequence]), device=cache.k.device)
+        index = step.tables[self.spec.group][sequence][at // size].long() * size + at % size
         rows = slots_of(cache.k).index_select(0, index)
         if cache.bits:
             assert cache.k_params is not None

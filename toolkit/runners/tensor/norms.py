@@ -41,3 +41,14 @@ class LayerNorm:
         """(norm of the sum in x's dtype, the sum in residual's)."""
         total = residual + x
         return self(total).to(x.dtype), total
+
+
+def norm_later(norm: Norm | LayerNorm | None, x: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
+    """(heads or rows, weight of the norm that the write into the cache applies); what it cannot do is done here: layer
+    norms, other ``eps``, and a norm over all heads at once, whose weight spans them.
+    """
+    if norm is None:
+        return x, None
+    if norm.weight.shape[-1] != x.shape[-1]:
+        return norm(x.flatten(1)).view(x.shape), None
+    return (x, norm.weight) if isinstance(norm, Norm) and norm.eps == eps else (norm(x), None)

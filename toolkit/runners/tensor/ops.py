@@ -40,6 +40,7 @@ class Ops:
     linear_fp4: Kernel
     kv_write: Kernel
     rope_kv_write: Kernel
+    latent_write: Kernel
     paged_attention: Kernel
     plan_attention: Kernel | None
     causal_conv: Kernel
@@ -62,7 +63,7 @@ class Ops:
 
 _PLANS = {"paged_attention": "plan_attention", "lora_shrink": "plan_lora"}
 _FLOAT32 = ("penalize", "apply_bitmask", "sample")
-_CACHE = ("kv_write", "rope_kv_write", "paged_attention")  # others' bits are those of weights
+_CACHE = ("kv_write", "rope_kv_write", "latent_write", "paged_attention")  # others' bits are those of weights
 # Tried at once: every model needs them, or a plan is made for the implementation that was chosen.
 _ALWAYS = ("paged_attention", "lora_shrink", *_FLOAT32)
 
@@ -107,8 +108,8 @@ def ops_by(pick: Pick, device: str, dtype: torch.dtype, capability: int | None, 
     """Every kernel by ``pick`` (its run and plan of an op on a target), for a ``device`` of this compute ``capability``
     and activations of ``dtype``.
 
-    ``traits``: head_dim, bits and cache (float8 dtype) of the KV cache, codes ("int8" or "fp8": what W8A8 linears round
-    activations to).
+    ``traits``: head_dim, bits, cache (float8 dtype) and latent (its rows are keys and values at once) of the KV cache,
+    codes ("int8" or "fp8": what W8A8 linears round activations to).
     """
     name, wanted = str(dtype).removeprefix("torch."), {f.name for f in fields(Ops)}
     chosen: dict[str, Kernel | None] = {}

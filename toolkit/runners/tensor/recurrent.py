@@ -32,7 +32,7 @@ class Mamba:
     ops: Ops
 
     def __call__(self, x: Activations, step: StepContext) -> Tensor:
-        m, starts = self.spec, step.batch.cu_seqlens
+        m, starts = self.spec, (step.batch.cu_seqlens, step.starts)
         tails, states = step.cache.states[self.layer, m.group]
         made = self.entry(x)
         z, inner, dt = made.split_with_sizes([m.width_out, m.conv.channels, m.heads], 1)
@@ -50,8 +50,8 @@ class Mamba:
             c.unflatten(1, (m.groups, -1)),
             self.skip,
             states,
-            step.states[m.group],
-            starts,
+            step.tables[m.group],
+            *starts,
         ).flatten(1)
         if self.norm is None or m.norm is None:
             y = y * F.silu(z.float())
@@ -77,7 +77,7 @@ class Delta:
 
     def __call__(self, x: Activations, step: StepContext) -> Tensor:
         assert isinstance(x, Tensor), "what says how the state fades reads its input unrounded"
-        m, starts = self.spec, step.batch.cu_seqlens
+        m, starts = self.spec, (step.batch.cu_seqlens, step.starts)
         tails, states = step.cache.states[self.layer, m.group]
         mixed, z = self.entry(x).split_with_sizes([m.conv.channels, m.heads * m.v_dim], 1)
         beta, fade = self.rates(x).float().chunk(2, 1)
@@ -91,7 +91,7 @@ class Delta:
             self.fade * F.softplus(fade + self.dt_bias),
             torch.sigmoid(beta),
             states,
-            step.states[m.group],
-            starts,
+            step.tables[m.group],
+            *starts,
         ).flatten(1)
         return self.out(gated_norm(y, z, self.norm, m.norm.eps, m.v_dim, first=True).to(x.dtype))

@@ -89,9 +89,11 @@ class TensorRunner:
 
     def _choose_ops(self, sample: Weight) -> Ops:
         dims = {kept.head_dim for _, _, kept in self.spec.paged()}
+        latent = any(kept.kind == "latent" for _, _, kept in self.spec.paged())
         codes = "int8" if isinstance(sample, ChannelInt8) else "fp8"
         traits = cache_traits(self.options.quant_policy) | model_traits(self.spec)
-        return choose_ops(self._on.torch, self._dtype, head_dim=max(dims, default=64), codes=codes, **traits)
+        shape = {"head_dim": max(dims, default=64), "latent": latent}
+        return choose_ops(self._on.torch, self._dtype, codes=codes, **shape, **traits)
 
     def _placement(self, sample: Weight) -> Placement:
         """Integer weights become dense where that is faster and they then take at most half of the free memory."""

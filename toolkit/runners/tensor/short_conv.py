@@ -23,8 +23,8 @@ class Conv:
 
     def __call__(self, x: Tensor, tails: Tensor, step: StepContext, group: int) -> Tensor:
         """[T, channels]; the tails go on."""
-        starts = step.batch.cu_seqlens
-        return self.ops.causal_conv(x, self.weight, self.bias, tails, step.states[group], starts, self.silu)
+        table, starts = step.tables[group], step.batch.cu_seqlens
+        return self.ops.causal_conv(x, self.weight, self.bias, tails, table, starts, self.silu, step.starts)
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,6 @@ WARM_LENGTHS = (256, 512, 1024, 2048, 4096)  # tokens beyond which there are gra
 # Steps of more sequences than FEW_ROWS are captured for lengths beyond MANY_LENGTH when they first come.
 FEW_ROWS, MANY_LENGTH = 8, 512
 
-Plans = dict[Kind, AttentionPlan]
-
 
 class Steps:
     """One model and one cache at work on ``device``. ``on_graphs``: the same device where decode steps are captured and
@@ -68,10 +66,12 @@ class Steps:
     ) -> None:
         self.spec, self.decoder, self.cache, self.device = spec, decoder, cache, device
         self.adapters = adapters
-        self.graphs = None if on_graphs is None else Graphs(on_graphs, self._decode_body, enabled=_capturable(decoder))
         q_scales = (a.q_scale for _, a in spec.attention_layers() if a.q_scale is not None)
         self._positions = PositionTables(spec.ropes(), q_scales, device.torch)
         self._tile_rows: dict[Kind, dict[Heads, int]] = {(group, kept.window): {} for _, group, kept in spec.paged()}
+        self.graphs: Graphs | None = None
+        if on_graphs is not None:
+            self.graphs = Graphs(on_graphs, self._decode_body, bool(self._tile_rows), enabled=_capturable(decoder))
         self._cuts: dict[tuple[Kind, Heads], DecodeCut] = {}  # of the decode step before
         self._pictures: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}  # by number, what cross layers keep of them
         self._previous = torch.zeros(MOST_SAMPLED, dtype=torch.int64, device=device.torch)
@@ -110,7 +110,8 @@ class Steps:
                 self._mixed(idle_batch(added, spare, size, adapter))
             self._decode(idle_batch([(1, 1)], spare, size, adapter, self.spec.vocab_size), self.graphs)
         for rows in sorted({graph_rows(n) for n in range(1, min(most, MOST_SAMPLED) + 1)}, reverse=True):
-            beyond = (n + 1 for n in WARM_LENGTHS if n < length and (rows <= FEW_ROWS or n <= MANY_LENGTH))
+            longest = (length if rows <= FEW_ROWS else min(length, MANY_LENGTH + 1)) if self._tile_rows else 0
+            beyond = (n + 1 for n in WARM_LENGTHS if n < longest)
             for total, adapter in (*((1, a) for a in adapters), *((n, -1) for n in beyond)):
                 _, capture = self._decode(idle_batch([(1, total)] * rows, spare, size, adapter), self.graphs)
                 if capture is not None:
@@ -154,7 +155,11 @@ class Steps:
 
     def _decode_body(self, t: dict[str, Tensor], made: DecodeArrays, key: GraphKey) -> Tensor | None:
         """What a graph holds: everything from token ids to logits, and drawing where that is all there is to do."""
-        plans = self._plans(t, np.arange(key.rows + 1, dtype=np.int32), made.lengths)
+        starts = np.arange(key.rows + 1, dtype=np.int32)
+        plans = {
+            kind: AttentionPlan(t[f"table{kind[0]}"], starts, made.lengths, kind[1], self.device.put, rows)
+            for kind, rows in self._tile_rows.items()
+        }
         for kind, heads, room in key.tiles:
             items, merges = t[tile_name("items", kind, heads)], t[tile_name("merges", kind, heads)]
             plans[kind].give(heads, items, merges, room)
@@ -174,7 +179,7 @@ class Steps:
         """Prompts, or rows that a graph does not return: kernel by kernel."""
         adapters = self.adapters.of_tokens(batch)
         arrays = token_arrays(batch, self.spec, self._positions.offset, adapters) | axes_array(batch)
-        arrays |= table_arrays(batch, self.spec, every=self.graphs is not None)
+        arrays |= table_arrays(batch)
         if batch.embeds is not None and len(batch.embed_index):
             arrays |= {"embeds": batch.embeds, "embed_index": batch.embed_index.astype(np.int64)}
         if len(batch.routed):
@@ -183,7 +188,10 @@ class Steps:
         x = self._embed(t)
         if "embeds" in t:
             x = x.index_copy(0, t["embed_index"], t["embeds"][:, : self.spec.hidden_size].to(x.dtype))
-        plans = self._kernels_plans(batch) if self.graphs is None else self._plans(t, batch.cu_seqlens, batch.seq_lens)
+        plans = {
+            kind: self._plan(*kind, batch.block_tables[kind[0]], batch.cu_seqlens, batch.seq_lens, t[f"table{kind[0]}"])
+            for kind in self._tile_rows
+        }
         self._remember(batch)
         x, delta = self._layers(x, t, plans, batch)
         found = produce(self.decoder, x, delta, batch, self.device)
@@ -210,42 +218,38 @@ class Steps:
         taken = self._previous.index_select(0, source.clamp(min=0))
         return self.decoder.embed(torch.where(source >= 0, taken, t["ids"]))
 
-    def _plans(self, t: dict[str, Tensor], starts: np.ndarray, lengths: np.ndarray) -> Plans:
-        """Plans that no kernel has to wait for."""
-        return {
-            kind: AttentionPlan(t[f"table{kind[0]}"], starts, lengths, kind[1], self.device.put, rows)
-            for kind, rows in self._tile_rows.items()
-        }
-
-    def _kernels_plans(self, batch: StepBatch) -> dict[Kind, object]:
-        """What the attention that was chosen makes of the step by itself, None where it plans nothing."""
-        make, starts, size = self.decoder.ops.plan_attention, batch.cu_seqlens, self.cache.block_size
+    def _plan(
+        self,
+        group: int,
+        window: int | None,
+        table: np.ndarray,
+        starts: np.ndarray,
+        lengths: np.ndarray,
+        on_device: Tensor | None = None,
+    ) -> object:
+        """What attention makes of these sequences; None where it plans nothing. ``on_device``: ``table``, if it is
+        there already. With graphs a plan that no kernel has to wait for.
+        """
+        if self.graphs is not None:
+            there = self.device.put({"table": table})["table"] if on_device is None else on_device
+            return AttentionPlan(there, starts, lengths, window, self.device.put, self._tile_rows[group, window])
+        make = self.decoder.ops.plan_attention
         if make is None:
-            return dict.fromkeys(self._tile_rows)
-        return {
-            (group, window): make(
-                batch.block_tables[group],
-                starts,
-                batch.seq_lens,
-                size,
-                self.cache.num_blocks[group] + 1,
-                window,
-                self.device.torch,
-                self.spec.cache_groups[group].kind == "chunk",
-                self.spec.block,
-            )
-            for group, window in self._tile_rows
-        }
+            return None
+        blocks, chunked = self.cache.num_blocks[group] + 1, self.spec.cache_groups[group].kind == "chunk"
+        size, device = self.cache.block_size, self.device.torch
+        return make(table, starts, lengths, size, blocks, window, device, chunked, self.spec.block)
 
     def _layers(
         self, x: Tensor, t: dict[str, Tensor], plans: Mapping[Kind, object], batch: StepBatch
     ) -> tuple[Tensor, Tensor | None]:
         self.adapters.use(t.get(ADAPTER), self.decoder.ops, t.get("routed"))
-        kept = [group.kind == "state" for group in self.spec.cache_groups]
-        slots = {group: t[f"slots{group}"] for group, state in enumerate(kept) if not state}
-        states = {group: t[f"table{group}"] for group, state in enumerate(kept) if state}
+        groups = list(enumerate(self.spec.cache_groups))
+        slots = {group: t[f"slots{group}"] for group, kept in groups if kept.kind != "state"}
+        tables = {group: t[f"table{group}"] for group, _ in groups}
         angles, q_scales = self._positions.angles(t["rope"], t.get("axes")), self._positions.q_scales(t["rope"])
-        context = StepContext(batch, self.cache, slots, states, angles, q_scales, dict(plans))
+        made = angles, q_scales, dict(plans), self._plan
+        context = StepContext(batch, self.cache, slots, tables, t.get("starts"), *made)
         if (views := batch.views) is not None and len(views.tokens):
             seen = [tuple(part.tolist()) for part in np.split(views.seen, views.ptr[1:-1])]
             pairs = zip(views.tokens.tolist(), seen, strict=True)

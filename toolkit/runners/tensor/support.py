@@ -21,7 +21,8 @@ from toolkit.runners.tensor.traits import model_traits
 from toolkit.runners.weight_info import info_of
 
 LEAST_CAPABILITY = 80
-NEEDED = ("paged_attention", "rope_kv_write")  # ops whose other implementations wait for the device
+# Ops whose other implementations wait for the device, by what layers keep.
+NEEDED = {"paged": ("paged_attention", "rope_kv_write"), "latent": ("paged_attention", "latent_write")}
 
 
 def unsupported(
@@ -81,10 +82,12 @@ def kernels_missing(
 ) -> str | None:
     """Why the kernels that cannot be replaced do not take the model, or fail their self-test; or None."""
     ops, name = registry.load(), str(dtype).removeprefix("torch.")
-    for dim in sorted({kept.head_dim for _, _, kept in spec.paged()}):
-        traits = {"head_dim": dim, **cache_traits(options.quant_policy), **model_traits(spec)}
-        target = registry.Target("cuda", name, capability, traits)
-        for needed in NEEDED:
+    for kind, dim in sorted({(kept.kind, kept.head_dim) for _, _, kept in spec.paged()}):
+        shape = {"head_dim": dim, "latent": kind == "latent"}
+        target = registry.Target(
+            "cuda", name, capability, shape | cache_traits(options.quant_policy) | model_traits(spec)
+        )
+        for needed in NEEDED[kind]:
             implementation = ops[needed].implementations["triton"]
             reason = implementation.unsupported(target) or tested(ops[needed], implementation, target)
             if reason is not None:

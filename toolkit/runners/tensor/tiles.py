@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from toolkit.kernels.triton.attention_plan import DECODE_KEYS, Tiles, cut, kind_of, range_of
+from toolkit.kernels.triton.attention_plan import Tiles, cut, kind_of, range_of
 from toolkit.models.spec import DecoderSpec
 
-Heads = tuple[int, int]  # query heads a key head, bits of the cache
+Heads = tuple[int, int]  # query heads a key head, keys of the first ranges of decoding
 NOTHING = -1  # the sequence of a tile without work
 PART_KEYS = 256  # keys that one partial result of decode attention stands for
 PART_ROWS = 16  # rows of a partial result, padding included
@@ -24,8 +24,9 @@ PART_ROWS = 16  # rows of a partial result, padding included
 def partial_bytes(spec: DecoderSpec, block_bytes: tuple[int, ...], block_size: int, free: int) -> int:
     """Partial results of decode attention over a cache that fills ``free`` bytes, rounded up as graphs are."""
     tokens = free // max(1, sum(block_bytes)) * block_size
-    heads = max((kept.heads * kept.head_dim for _, _, kept in spec.paged()), default=0)
-    return 2 * tokens // PART_KEYS * PART_ROWS * heads * 4
+    sums = [PART_ROWS * kept.heads * kept.head_dim for _, _, kept in spec.paged()]
+    sums += [mixer.heads * mixer.kv_rank for _, mixer in spec.mixers() if mixer.kind == "latent"]
+    return 2 * tokens // PART_KEYS * max(sums, default=0) * 4
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class DecodeCut:
     def of(lengths: np.ndarray, window: int | None, heads: Heads, rows: int) -> DecodeCut:
         """Cut anew."""
         made = cut_decode(lengths, window, heads, rows)
-        begin, end = range_of(made.items[:, 4].astype(np.int64), DECODE_KEYS[heads[1]])
+        begin, end = range_of(made.items[:, 4].astype(np.int64), heads[1])
         sequence, far = made.items[:, 0], np.iinfo(np.int64).max
         least, most = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
         np.maximum.at(least, sequence, begin + 1)
@@ -116,16 +117,16 @@ class AttentionPlan:
         """Tiles of a decode step that are on the device already; ``parts``: partial results there is room for."""
         self.ready[heads] = Tiles(items, merges, parts, self.rows[heads], "decode")
 
-    def tiles(self, group: int, bits: int, block_rows: Callable[[str], int]) -> Tiles:
+    def tiles(self, group: int, first: int, block_rows: Callable[[str], int]) -> Tiles:
         """See ``kernels.triton.attention_plan.Plan``."""
-        found = self.ready.get((group, bits))
+        found = self.ready.get((group, first))
         if found is None:
             kind = kind_of(np.diff(self.cu_seqlens), group)
             rows = block_rows(kind)
             if kind == "decode":
-                self.rows[group, bits] = rows
-            made = Cut(*cut(self.cu_seqlens, self.seq_lens, self.window, group, bits, rows))
+                self.rows[group, first] = rows
+            made = Cut(*cut(self.cu_seqlens, self.seq_lens, self.window, group, first, rows))
             on_device = self.put({"items": made.items, "merges": made.merges})
             found = Tiles(on_device["items"], on_device["merges"], made.parts, rows, kind)
-            self.ready[group, bits] = found
+            self.ready[group, first] = found
         return found
