@@ -29,13 +29,15 @@ def test_one_variant_of_each_hard_kernel_compiles_without_a_gpu(architecture):
 from toolkit.kernels.triton.build import Variant, build_one
 for op, label, index in (("rms_norm", "hidden4096", 0), ("paged_attention", "decode-128-x4-int4", 1),
                          ("paged_attention", "decode-80-x1-int8", 0), ("linear_group_int", "int4-g128-1", 0),
-                         ("sample", "vocab128256", 1)):
+                         ("sample", "vocab128256", 1), ("paged_attention", "latent-decode-x16", 0),
+                         ("delta_rule", "decode", 0)):
     built = build_one(Variant(op, label, "float32" if op == "sample" else "bfloat16", index, {architecture}))
     print(built.kernel, built.shared, *built.faults)
 """)
     rows = [line.split() for line in out.splitlines()]
     assert [row[0] for row in rows] == [
-        "rms_norm_kernel", "attend_kernel", "attend_kernel", "group_linear_kernel", "draw_kernel",
+        "rms_norm_kernel", "attend_kernel", "attend_kernel", "group_linear_kernel", "draw_kernel", "latent_kernel",
+        "delta_rule_kernel",
     ]  # fmt: skip
     assert all(len(row) == 2 for row in rows), "faults: " + out
     assert int(rows[1][1]) > 8192  # tiles of keys wait in shared memory
