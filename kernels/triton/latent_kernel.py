@@ -131,7 +131,7 @@ def _fold(
 def latent_kernel(
     q,
     cache,
-    params,
+    row_params,  # Triton has a name of its own for params
     table,
     items,
     out,
@@ -159,7 +159,7 @@ def latent_kernel(
     """Program (item, one of ``blocks`` blocks of GROUP query heads). R_COLS, T_COLS: powers of two that hold RANK and
     ROPE. ``unit``: what the numbers of a float8 cache are multiplied by in the result (in ``scale`` too).
 
-    ``params``, ``part_sums`` [parts, blocks, ROWS, RANK], ``part_norms``: see ``attend_kernel``.
+    ``row_params``, ``part_sums`` [parts, blocks, ROWS, RANK], ``part_norms``: see ``attend_kernel``.
     """
     item = items + tl.program_id(0) * 8
     block = tl.program_id(1)
@@ -184,12 +184,12 @@ def latent_kernel(
     for start in range(begin, plain_end, KEYS):
         acc, m, denominator, zeros = _fold(
             acc, m, denominator, zeros, inner, turned, q_sum, q_scale, position, start, first_key, end_key,
-            cache, params, pages, scale, RANK, ROPE, R_COLS, T_COLS, FORM, KEYS, PAGE, False, DOT, SCALED, ASM,
+            cache, row_params, pages, scale, RANK, ROPE, R_COLS, T_COLS, FORM, KEYS, PAGE, False, DOT, SCALED, ASM,
         )  # fmt: skip
     for start in range(plain_end, end_key, KEYS):
         acc, m, denominator, zeros = _fold(
             acc, m, denominator, zeros, inner, turned, q_sum, q_scale, position, start, first_key, end_key,
-            cache, params, pages, scale, RANK, ROPE, R_COLS, T_COLS, FORM, KEYS, PAGE, True, DOT, SCALED, ASM,
+            cache, row_params, pages, scale, RANK, ROPE, R_COLS, T_COLS, FORM, KEYS, PAGE, True, DOT, SCALED, ASM,
         )  # fmt: skip
     if FORM == "int8":
         acc -= zeros[:, None]

@@ -34,7 +34,7 @@ def latent_write_kernel(
     latent,
     shared,
     cache,
-    params,
+    row_params,  # Triton has a name of its own for params
     slots,
     cos,
     sin,
@@ -70,7 +70,7 @@ def latent_write_kernel(
         key = _turned(shared + token * shared_stride, i - RANK, behind, cos, sin, HALF)
         row = cast(tl.where(i < RANK, h, key), q.dtype.element_ty).to(tl.float32)
         slot = tl.load(slots + token).to(tl.int64) + tl.arange(0, 1)
-        store_heads(row, cache, params, slot, slot >= 0, 1.0, RANK + ROPE, WIDTH, 1, FORM, True)
+        store_heads(row, cache, row_params, slot, slot >= 0, 1.0, RANK + ROPE, WIDTH, 1, FORM, True)
     else:
         head = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS)[:, None]
         j = tl.arange(0, T_COLS)[None, :]
