@@ -131,6 +131,10 @@ def many_messages(target: Target) -> Iterator[str]:
 
 def slow_grammars(target: Target) -> Iterator[str]:
     yield target.post(_regex("((a{1,300}){1,300}){1,300}"))
+    yield target.post(_regex("[^x]{1,8000}"))
+    yield target.post(_schema({"type": "string", "maxLength": 10**6}))
+    yield target.post(_schema({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(990)}}))
+    yield target.post({"prompt": "x", "guided_grammar": 'root ::= root root | "a" | ""'})
     yield target.post(_schema({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3000)}}))
     for seed in range(4):
         draw = random.Random(seed)

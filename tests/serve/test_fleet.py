@@ -401,6 +401,10 @@ def test_two_models_on_one_port(tiny_checkpoint: Any, tmp_path: Path) -> None:
             assert ask("first") == first and states()["second"] == "sleeping"
             assert ask("second") == second
             assert client.post("/v1/completions", json={"model": "third", "prompt": "a"}).status_code == 404
+            told = client.post("/api/show", json={"model": "second:latest"}).json()
+            assert told["model_info"]["llama.context_length"] == 128
+            names = {path: [m["name"] for m in client.get(path).json()["models"]] for path in ("/api/tags", "/api/ps")}
+            assert names == {"/api/tags": ["first", "second", "gpt"], "/api/ps": ["second", "gpt"]}
             assert client.post("/tokenize", json={"prompt": "a"}).status_code == 200  # the first is meant
             assert client.post("/terminate", json={}).status_code == 404
             assert 'toolkit_proxy:node_up{node="second"} 1.0' in client.get("/metrics").text
