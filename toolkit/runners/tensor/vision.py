@@ -18,18 +18,13 @@ from torch.nn import functional
 
 from toolkit.models.pictures import Picture, shrunk, unpadded
 from toolkit.models.vision import Stage, VisionSpec, tensors
+from toolkit.runners.tensor.patches import joined, lined, merged, nearest, ordered, sines, turned, windows
 
 ACTIVATIONS = {
     "gelu": functional.gelu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "silu": functional.silu,
-}
-# How [tiles, rows, factor, columns, factor, numbers] are put in order.
-MERGES = {
-    "merge": (0, 1, 3, 2, 4, 5),
-    "merge_turned": (0, 3, 1, 2, 4, 5),
-    "merge_channels": (0, 1, 3, 5, 2, 4),
 }
 
 
@@ -80,10 +75,10 @@ class Encoder:
 
     def _whole(self, tiles: list[Tensor], picture: Picture) -> Tensor:
         spec = self.spec
-        joined = self._project(self._join(tiles, picture)[None], 0, 0, spec.behind)[0]
+        rows = self._project(self._join(tiles, picture)[None], 0, 0, spec.behind)[0]
         if spec.ends:
-            joined = torch.cat([self.weights["vision.begin"][None], joined, self.weights["vision.end"][None]])
-        return joined * spec.scale
+            rows = torch.cat([self.weights["vision.begin"][None], rows, self.weights["vision.end"][None]])
+        return rows * spec.scale
 
     # -- the tower
 
@@ -119,7 +114,7 @@ class Encoder:
             x = self._own_norm("vision.pre_norm", x)
         if tower.positions == "learned" and not tower.stretched:
             learned = self.weights["vision.position"]
-            x = x + (learned[_nearest(grid, tower.grid).to(self.device)] if tower.nearest else learned)
+            x = x + (learned[nearest(grid, tower.grid).to(self.device)] if tower.nearest else learned)
         if tower.stretched:
             learned = self.weights["vision.position"].T.unflatten(1, tower.grid)[None]
             mode = "bicubic" if tower.smooth else "bilinear"
@@ -138,7 +133,7 @@ class Encoder:
         cos, sin = self._turns(places)
         order, lengths = None, whole
         if tower.window:
-            order, lengths = _windows(places, tower.window)
+            order, lengths = windows(places, tower.window)
             order = order.to(self.device)
             x, cos, sin = x[order], cos[order], sin[order]  # type: ignore[index]
         deep, also = [], []
@@ -148,8 +143,8 @@ class Encoder:
             x = x + self._added(name, 1, self._attend(name, self._read(name, 1, x), near, cos, sin))
             x = x + self._added(name, 2, self._mlp(name, self._read(name, 2, x)))
             also += [x] * (i in tower.also)
-            deep += [(_ordered(x, order), branch.projector) for branch in self.spec.deep if branch.layer == i]
-        x = _ordered(x, order)
+            deep += [(ordered(x, order), branch.projector) for branch in self.spec.deep if branch.layer == i]
+        x = ordered(x, order)
         x = self._own_norm("vision.post_norm", x) if tower.post_norm == "used" else x
         return [(torch.cat([x, *also], 1), self.spec.inside), *deep]
 
@@ -175,7 +170,7 @@ class Encoder:
             q, k = (self._norm(f"{name}.{part}_norm", y, "rms", 1e-6) for part, y in (("q", q), ("k", k)))
         q, k, v = (y.unflatten(1, (tower.heads, tower.head_dim)) for y in (q, k, v))
         if cos is not None and sin is not None:
-            q, k = _turned(q, cos, sin), _turned(k, cos, sin)
+            q, k = turned(q, cos, sin), turned(k, cos, sin)
         starts = torch.tensor([0, *lengths]).cumsum(0)
         out = torch.empty_like(v)
         for length in sorted(set(lengths)):
@@ -230,7 +225,7 @@ class Encoder:
             elif stage.kind == "resample":
                 tiles = self._resampled(tiles, rows, columns, stage)
             else:
-                tiles = _merged(tiles, rows, columns, stage)
+                tiles = merged(tiles, rows, columns, stage)
         return tiles
 
     def _attended(self, tiles: Tensor, rows: int, columns: int, stage: Stage) -> Tensor:
@@ -257,7 +252,7 @@ class Encoder:
             near = functional.interpolate(near, (rows, columns), mode="bicubic", align_corners=False)
             places, asked = near[0].flatten(1).T, asked + learned
         else:
-            places = _sines(rows, columns, x.shape[-1])
+            places = sines(rows, columns, x.shape[-1])
         q = self._linear(f"{name}.q", asked).expand(len(tiles), -1, -1)
         k = self._linear(f"{name}.k", x + places.to(x))
         q, k, v = (y.unflatten(2, (stage.heads, -1)).transpose(1, 2) for y in (q, k, self._linear(f"{name}.v", x)))
@@ -273,85 +268,21 @@ class Encoder:
         (tiles,), newline = parts, self.weights["vision.newline"]
         if self.spec.join == "lined":
             whole, all_tiles = (
-                _lined(_grid(x, grid), newline) for x, grid in ((tiles[:1], (1, 1)), (tiles[1:], picture.grid))
+                lined(joined(x, grid), newline) for x, grid in ((tiles[:1], (1, 1)), (tiles[1:], picture.grid))
             )
             first, last = (whole, all_tiles) if self.spec.whole_first else (all_tiles, whole)
             return torch.cat([first, self.weights["vision.separator"][None], last])
         if len(tiles) == 1:
             return torch.cat([tiles[0], newline[None]])
-        grid = _grid(tiles[1:], picture.grid)
+        grid = joined(tiles[1:], picture.grid)
         (top, bottom), (left, right) = unpadded(picture.size, (grid.shape[0], grid.shape[1]))
         lines = grid[top:bottom, left:right]
         if shape := shrunk((lines.shape[0], lines.shape[1]), round(tiles.shape[1] ** 0.5), self.spec.most_tiles):
             lines = functional.interpolate(lines.permute(2, 0, 1)[None], shape, mode="bilinear")[0].permute(1, 2, 0)
-        return torch.cat([tiles[0], _lined(lines, newline)])
-
-
-def _grid(tiles: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Square tiles side by side, [rows, columns, numbers]."""
-    side = round(tiles.shape[1] ** 0.5)
-    return tiles.view(*grid, side, side, -1).transpose(1, 2).flatten(2, 3).flatten(0, 1)
-
-
-def _lined(grid: Tensor, newline: Tensor) -> Tensor:
-    """Its lines one after another, ``newline`` behind each."""
-    return torch.cat([grid, newline.expand(len(grid), 1, -1)], 1).flatten(0, 1)
-
-
-def _nearest(grid: tuple[int, int], learned: tuple[int, int]) -> Tensor:
-    """For each patch of ``grid`` the one of ``learned`` at the same part of the way down and across."""
-    down, across = (
-        torch.bucketize(torch.arange(0, 1 - 1e-6, 1 / count), torch.arange(1 / of, 1.0, 1 / of), right=True)
-        for count, of in zip(grid, learned, strict=True)
-    )
-    return (down[:, None] * learned[1] + across).flatten()
-
-
-def _sines(rows: int, columns: int, width: int) -> Tensor:
-    """[rows * columns, width]: half of the numbers tell the column, half the row, of each half one half sines."""
-    frequencies = 10_000.0 ** -(torch.arange(width // 4).float() / (width // 4))
-    found = []
-    for count, shape in ((columns, (1, columns)), (rows, (rows, 1))):
-        angle = torch.outer(torch.arange(count).float(), frequencies)
-        found.append(torch.cat([angle.sin(), angle.cos()], 1).view(*shape, -1).expand(rows, columns, -1))
-    return torch.cat(found, -1).flatten(0, 1)
-
-
-def _ordered(x: Tensor, order: Tensor | None) -> Tensor:
-    """Tokens that stand as ``order`` has them, as they stood before."""
-    return x if order is None else torch.empty_like(x).index_copy_(0, order, x)
+        return torch.cat([tiles[0], lined(lines, newline)])
 
 
 def patch_grid(part: NDArray[np.float32], patch: int) -> tuple[int, int]:
     """Rows and columns of the patches of its tiles."""
     _, _, height, width = part.shape
     return height // patch, width // patch
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[tokens, heads, head_dim], element i turned with i + head_dim / 2."""
-    wide = x.float()
-    first, second = wide.chunk(2, -1)
-    return (wide * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]).to(x.dtype)
-
-
-def _windows(places: list[tuple[int, int]], side: int) -> tuple[Tensor, list[int]]:
-    """The patches of each tile in the order of its windows, and how many there are in each."""
-    order, lengths, at = [], [], 0
-    for rows, columns in places:
-        across = -(-columns // side)
-        window = (torch.arange(rows)[:, None] // side * across + torch.arange(columns) // side).reshape(-1)
-        order.append(torch.argsort(window, stable=True) + at)
-        lengths += torch.bincount(window).tolist()
-        at += rows * columns
-    return torch.cat(order), lengths
-
-
-def _merged(tiles: Tensor, rows: int, columns: int, stage: Stage) -> Tensor:
-    f = stage.factor
-    if rows % f or columns % f:  # zeros below and to the right
-        tiles = functional.pad(tiles.unflatten(1, (rows, columns)), (0, 0, 0, -columns % f, 0, -rows % f)).flatten(1, 2)
-    blocks = tiles.unflatten(1, (-(-rows // f), f, -(-columns // f), f))
-    if stage.kind == "pool":
-        return blocks.mean((2, 4)).flatten(1, 2)
-    return blocks.permute(*MERGES[stage.kind]).flatten(3).flatten(1, 2)

@@ -1,0 +1,80 @@
+"""Rows and columns of patches, as towers and projectors put them in order."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from toolkit.models.vision import Stage
+
+# How [tiles, rows, factor, columns, factor, numbers] are put in order.
+MERGES = {
+    "merge": (0, 1, 3, 2, 4, 5),
+    "merge_turned": (0, 3, 1, 2, 4, 5),
+    "merge_channels": (0, 1, 3, 5, 2, 4),
+}
+
+
+def joined(tiles: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Square tiles side by side, [rows, columns, numbers]."""
+    side = round(tiles.shape[1] ** 0.5)
+    return tiles.view(*grid, side, side, -1).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+
+
+def lined(grid: Tensor, newline: Tensor) -> Tensor:
+    """Its lines one after another, ``newline`` behind each."""
+    return torch.cat([grid, newline.expand(len(grid), 1, -1)], 1).flatten(0, 1)
+
+
+def nearest(grid: tuple[int, int], learned: tuple[int, int]) -> Tensor:
+    """For each patch of ``grid`` the one of ``learned`` at the same part of the way down and across."""
+    down, across = (
+        torch.bucketize(torch.arange(0, 1 - 1e-6, 1 / count), torch.arange(1 / of, 1.0, 1 / of), right=True)
+        for count, of in zip(grid, learned, strict=True)
+    )
+    return (down[:, None] * learned[1] + across).flatten()
+
+
+def sines(rows: int, columns: int, width: int) -> Tensor:
+    """[rows * columns, width]: half of the numbers tell the column, half the row, of each half one half sines."""
+    frequencies = 10_000.0 ** -(torch.arange(width // 4).float() / (width // 4))
+    found = []
+    for count, shape in ((columns, (1, columns)), (rows, (rows, 1))):
+        angle = torch.outer(torch.arange(count).float(), frequencies)
+        found.append(torch.cat([angle.sin(), angle.cos()], 1).view(*shape, -1).expand(rows, columns, -1))
+    return torch.cat(found, -1).flatten(0, 1)
+
+
+def ordered(x: Tensor, order: Tensor | None) -> Tensor:
+    """Tokens that stand as ``order`` has them, as they stood before."""
+    return x if order is None else torch.empty_like(x).index_copy_(0, order, x)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[tokens, heads, head_dim], element i turned with i + head_dim / 2."""
+    wide = x.float()
+    first, second = wide.chunk(2, -1)
+    return (wide * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]).to(x.dtype)
+
+
+def windows(places: list[tuple[int, int]], side: int) -> tuple[Tensor, list[int]]:
+    """The patches of each tile in the order of its windows, and how many there are in each."""
+    order, lengths, at = [], [], 0
+    for rows, columns in places:
+        across = -(-columns // side)
+        window = (torch.arange(rows)[:, None] // side * across + torch.arange(columns) // side).reshape(-1)
+        order.append(torch.argsort(window, stable=True) + at)
+        lengths += torch.bincount(window).tolist()
+        at += rows * columns
+    return torch.cat(order), lengths
+
+
+def merged(tiles: Tensor, rows: int, columns: int, stage: Stage) -> Tensor:
+    f = stage.factor
+    if rows % f or columns % f:  # zeros below and to the right
+        tiles = functional.pad(tiles.unflatten(1, (rows, columns)), (0, 0, 0, -columns % f, 0, -rows % f)).flatten(1, 2)
+    blocks = tiles.unflatten(1, (-(-rows // f), f, -(-columns // f), f))
+    if stage.kind == "pool":
+        return blocks.mean((2, 4)).flatten(1, 2)
+    return blocks.permute(*MERGES[stage.kind]).flatten(3).flatten(1, 2)
