@@ -114,7 +114,8 @@ class Grammars:
         except Crowded as e:
             raise BusyError(f"response_format: the {kind} cannot be compiled now: {e}") from e
         except (ValueError, LimitError) as e:
-            why = f"cannot be compiled: {e}; use a smaller one" if isinstance(e, LimitError) else str(e)
+            smaller = "use a smaller one, with shorter counts (maxLength, {m,n}) or none"
+            why = f"cannot be compiled: {e}; {smaller}" if isinstance(e, LimitError) else str(e)
             text = f"response_format: the {kind} {why}"
             with self._changed:
                 self._refused[key] = text
