@@ -12,7 +12,7 @@ namespace tk {
 namespace TK_ISA {
 namespace {
 
-constexpr int64_t FROM = 12;      // fewer tokens are as fast without tiles
+constexpr int64_t FROM = 8;       // fewer tokens are as fast without tiles
 constexpr int64_t PANEL = 256;    // tokens whose float sums wait in the second-level cache
 constexpr int64_t COLUMNS = 256;  // of the groups that are unpacked together, where a group is not wider
 constexpr int64_t GROUPS = 4;     // unpacked together at most
