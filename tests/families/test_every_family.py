@@ -39,7 +39,7 @@ BACKENDS = ("pytorch", "turbomind") if available() is None else ("pytorch",)
 SHAPES = [(name, shape) for name in names() for shape in range(len(get(name).tiny))]
 BLIND = [(name, shape) for name, shape in SHAPES if get(name).recipe is None]  # of others tests/vision tries this too
 METHODS: dict[str, Any] = {
-    "awq": partial(auto_awq, options=Awq(w_group_size=32, tune_steps=0)),
+    "awq": partial(auto_awq, options=Awq(w_group_size=32, tune_steps=0, search_scale=False)),
     "gptq": partial(auto_gptq, options=Gptq(w_group_size=32, tune_steps=0)),
     "auto_round": partial(auto_round, options=AutoRound(w_group_size=32, iters=1)),
     "search": partial(search, options=Search(bits=5.0, tune_steps=0)),
@@ -200,8 +200,11 @@ def test_artifacts_give_the_same_logits(family: str, tiny_models: Any, support: 
 
 @pytest.mark.every_family
 @pytest.mark.parametrize("method", [m if m == "awq" else pytest.param(m, marks=pytest.mark.slow) for m in METHODS])
-def test_quantizers_take_it(family: str, method: str, tiny_models: Any, support: Any, tmp_path: Path) -> None:
+def test_quantizers_take_it(
+    family: str, method: str, tiny_models: Any, support: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every linear but routers is rounded, folding loses nothing, and what is written runs."""
+    support("lite").quicken(monkeypatch)
     own = ("awq", "auto_round")  # whose library takes multiples of 32 alone, as the first model has them
     path = tiny_models(family, shape=0 if method in own else len(get(family).tiny) - 1)
     text = tmp_path / "calibration.txt"

@@ -10,8 +10,9 @@ import toolkit.quant.run
 
 
 @pytest.fixture(autouse=True)
-def little_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick_runs(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, support: Any) -> None:
     """Runs that say nothing of ``tune_steps`` tune for two steps: every form goes through it, none takes long."""
+    support("lite").quicken(monkeypatch, measured=request.path.name == "test_presets.py")
     choose = toolkit.quant.run.choose_steps
 
     def few(source: Any, wanted: int | None, usual: int, *rest: Any) -> int:
