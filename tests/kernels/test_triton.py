@@ -20,10 +20,10 @@ def _all_cases():
         for number, case in enumerate(op.cases()):
             on_gpu = {dtype: registry.Target("cuda", dtype, 90, case.traits) for dtype in op.dtypes}
             taken = [dtype for dtype in op.dtypes if implementation.unsupported(on_gpu[dtype]) is None]
-            # the first type, and the others by turns: the interpreter is slow
-            for dtype in (*taken[:1], *taken[1 + number % 2 :][:1]):
+            for i, dtype in enumerate(taken):  # types by turns: the interpreter is slow
+                marks = () if i == number % len(taken) else pytest.mark.slow
                 target = registry.Target("cpu", dtype, None, case.traits)
-                yield pytest.param(op, implementation, case, target, id=f"{op.name}-{case.label}-{dtype}")
+                yield pytest.param(op, implementation, case, target, id=f"{op.name}-{case.label}-{dtype}", marks=marks)
 
 
 @pytest.mark.parametrize("op, implementation, case, target", _all_cases())

@@ -22,7 +22,7 @@ from toolkit.runners.tensor.support import experts_apart
 from toolkit.runners.tensor.traits import model_traits
 
 OPTIONS = RunnerOptions(dtype="float32", device="cpu", block_size=16, threads=1)
-EXAMPLES = 40
+EXAMPLES = 25
 ROUNDED = 0.1  # relative error that 8-bit activations and an 8-bit head may make on the native runner
 
 

@@ -72,6 +72,7 @@ def test_launches_find_what_was_compiled_before(tmp_path):
     assert compiled(LAUNCH, tmp_path) == ["['embedding_kernel', 'rms_norm_kernel'] 6 True"]
 
 
+@pytest.mark.slow
 def test_keys_do_not_depend_on_the_order_of_kernels(tmp_path):
     code = """
 import importlib, pkgutil, sys
@@ -94,6 +95,7 @@ for name in sorted(found):
     assert len(forward) > 60 and forward == backward
 
 
+@pytest.mark.slow
 def test_what_the_scripts_launch_is_recorded_without_a_gpu(tmp_path):
     (line,) = compiled(
         """
@@ -290,6 +292,7 @@ def test_the_smoke_stage_is_compiled_within_its_time(tmp_path):
     assert "variants are left" in short.stdout and short.returncode == 1
 
 
+@pytest.mark.slow
 def test_kernels_that_are_carried_are_found_there(tmp_path):
     """What one process compiled for another's Triton lies in an archive; unpacked elsewhere, nothing is compiled."""
     other = tmp_path / "libtriton.so"
