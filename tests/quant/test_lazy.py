@@ -60,8 +60,11 @@ def keep_nothing(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("name", "family"),
-    [*((n, "mixtral") for n in METHODS if n != "search"), ("awq", "qwen3_moe"), ("gptq", "internlm2")]
-    + [pytest.param("search", "mixtral", marks=pytest.mark.slow)],
+    [
+        *((n, "mixtral") for n in METHODS if n != "search"),
+        *(("awq", "qwen3_moe"), ("gptq", "internlm2")),
+        pytest.param("search", "mixtral", marks=pytest.mark.slow),
+    ],
 )
 def test_the_result_is_the_same_when_nothing_is_kept(
     name: str, family: str, tiny_models: Any, tmp_path: Path, common: Common, monkeypatch: pytest.MonkeyPatch
