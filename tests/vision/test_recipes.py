@@ -13,6 +13,7 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import fit_recipe
 from toolkit.models.pictures import most_patches
 from toolkit.models.registry import families, get
+from toolkit.models.tiny import SIZES as SIZES_OF_TEXT
 from toolkit.models.towers import pixtral_tower
 from toolkit.vision.recipes import prepare
 
@@ -100,6 +101,18 @@ def test_canvases_are_cut_into_whole_tiles(name: str) -> None:
     config = {"vision_config": {"image_size": 28, "patch_size": 7}, "image_grid_pinpoints": [[28, 28], [30, 56]]}
     with pytest.raises(ToolkitError, match=r"image_grid_pinpoints: found .* expected multiples of 28"):
         make(Fields(config), Fields({}))
+
+
+@pytest.mark.parametrize(
+    "name, part", [("phi3_v", "img_processor"), ("molmo", "vision_config"), ("glm4v_9b", "vision_config")]
+)
+def test_patches_that_become_one_token_are_all_there(name: str, part: str) -> None:
+    tiny = get(name).tiny[0]
+    config = {**SIZES_OF_TEXT, **tiny.fields, part: {**tiny.fields[part], "image_size": 35}}
+    with pytest.raises(
+        ToolkitError, match=f"{part}.image_size: found 35, expected a multiple of 2 patches of 7 pixels"
+    ):
+        get(name).build(Fields(config))
 
 
 def test_a_canvas_is_one_that_the_tower_knows() -> None:

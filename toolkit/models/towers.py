@@ -110,6 +110,14 @@ def siglip_tower(config: Fields, **changes: Any) -> Tower:
     return clip_tower(config, **found, **{"patch_bias": True, "class_token": False, "pre_norm": False, **changes})
 
 
+def check_grid(config: Fields, tower: Tower, factor: int, least: int = 1) -> None:
+    """Raise ToolkitError where ``config``, the tower's, gives patches that are no multiple of ``factor`` along a side,
+    or fewer than ``least``."""
+    if tower.grid[0] % factor or tower.grid[0] < least:
+        found = tower.grid[0] * tower.patch
+        config.fail("image_size", found, f"a multiple of {factor} patches of {tower.patch} pixels, {least} at least")
+
+
 def pixtral_tower(config: Fields, **changes: Any) -> Tower:
     config = Fields({"patch_size": 16} | dict(config.values), config.source, config.prefix)
     head_dim = config.integer("head_dim", default=64, high=1024)

@@ -43,7 +43,7 @@ def build(config: Fields) -> Built:
     spec, stored = llama_like(config, dims, rope=rope, rename=renamed(NAMES), fused=fused)
     vision = config.nested("vision_config") or Fields({}, config.source)
     token = config.integer(TOKEN, default=128002 if second else 0, low=0, high=spec.vocab_size - 1)
-    tower, begin = glm4v_9b.eva_tower(vision), "model.vision."
+    tower, begin = glm4v_9b.eva_tower(vision, 2 if second else 1), "model.vision."
     made = glm4v_9b.eye(tower, spec, token, dims.intermediate, 2 if second else 1)
     routed = tuple(
         Routed(x.name, x.in_features, x.out_features, second and x.name.endswith(("q_proj", "k_proj", "v_proj")))

@@ -12,7 +12,7 @@ from toolkit.models.families import chatglm
 from toolkit.models.family import Family, Tiny
 from toolkit.models.pictures import Recipe
 from toolkit.models.spec import DecoderSpec
-from toolkit.models.towers import activation, clip_tower, seeing, side, stored_vision
+from toolkit.models.towers import activation, check_grid, clip_tower, seeing, side, stored_vision
 from toolkit.models.vision import Stage, Tower, VisionSpec
 
 EVA = {
@@ -34,7 +34,8 @@ EVA = {
 }
 
 
-def eva_tower(vision: Fields) -> Tower:
+def eva_tower(vision: Fields, factor: int) -> Tower:
+    """``factor``: patches along a side a token."""
     hidden = vision.integer("hidden_size", default=1792, high=1 << 16)
     names = {
         "num_attention_heads": vision.integer("num_heads", default=16, high=1024),
@@ -42,7 +43,7 @@ def eva_tower(vision: Fields) -> Tower:
         "num_hidden_layers": vision.values.get("num_hidden_layers", 63),
         "intermediate_size": vision.values.get("intermediate_size", 15360),
     }
-    return clip_tower(
+    made = clip_tower(
         Fields({**vision.values, **names}, vision.source, vision.prefix),
         activation=activation(vision, "gelu"),
         eps=vision.number("layer_norm_eps", default=1e-6, high=0.5),
@@ -51,6 +52,8 @@ def eva_tower(vision: Fields) -> Tower:
         post_norm="none",
         norm_after=True,
     )
+    check_grid(vision, made, factor)
+    return made
 
 
 def eye(tower: Tower, spec: DecoderSpec, token: int, inner: int, factor: int, scale: float = 1.0) -> VisionSpec:
@@ -112,7 +115,7 @@ def square_recipe(tower: Fields, factor: int, token: str) -> Recipe:
 def build(config: Fields) -> Built:
     spec, stored = chatglm.build(config)
     vision = config.nested("vision_config") or Fields({}, config.source)
-    tower, scale = eva_tower(vision), 1 / vision.number("scaling_factor", default=8.0)
+    tower, scale = eva_tower(vision, 2), 1 / vision.number("scaling_factor", default=8.0)
     token = config.integer("boi_token_id", default=151339, high=spec.vocab_size - 1)
     inner = config.integer("ffn_hidden_size", default=13696, high=1 << 18)
     made, begin = eye(tower, spec, token, inner, 2, scale), "transformer.vision."

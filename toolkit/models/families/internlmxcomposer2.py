@@ -16,7 +16,7 @@ from toolkit.models.pictures import Recipe
 from toolkit.models.routed import Routed
 from toolkit.models.spec import Part, StoredTensor
 from toolkit.models.stored import fused_by_kv_head
-from toolkit.models.towers import CLIP, clip_tower, mlp, seeing, stored_vision, taken_layers
+from toolkit.models.towers import CLIP, check_grid, clip_tower, mlp, seeing, stored_vision, taken_layers
 from toolkit.models.vision import Stage, VisionSpec
 
 TOKEN = "image_token_id"
@@ -74,6 +74,7 @@ def build(config: Fields) -> Built:
     spec, stored = internlm2.build(config)
     inner, rank = vision_fields(config), config.integer("plora_rank", default=RANK, high=1 << 14)
     tower = clip_tower(inner)
+    check_grid(inner, tower, MERGE)
     tower = replace(tower, taken=taken_layers(Fields({}), tower.layers, -1))
     wide = tower.hidden * MERGE**2
     routed = tuple(Routed(x.name, x.in_features, x.out_features, rank=rank) for x in spec.linears())

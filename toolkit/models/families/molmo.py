@@ -13,7 +13,7 @@ from toolkit.models.families.llava import TINY_TOWER
 from toolkit.models.family import Family, Tiny
 from toolkit.models.pictures import Recipe
 from toolkit.models.stored import Fused, fused_qkv
-from toolkit.models.towers import clip_tower, seeing, side, stored_vision
+from toolkit.models.towers import check_grid, clip_tower, seeing, side, stored_vision
 from toolkit.models.vision import Stage, VisionSpec
 
 TOKEN = "image_token_id"
@@ -95,6 +95,7 @@ def vision_fields(config: Fields) -> Fields:
 def build(config: Fields) -> Built:
     built, inner = language(config), vision_fields(config)
     tower, hidden = clip_tower(inner, post_norm="none", patch_last=True), built[0].hidden_size
+    check_grid(inner, tower, MERGE, least=(2 * SHARED + 1) * MERGE)
     taken = inner.values.get("vit_layers", [-2, -9])
     good = isinstance(taken, list) and len(taken) == 2 and all(type(x) is int for x in taken)
     if not good or not -tower.layers <= taken[1] < taken[0] < 0:

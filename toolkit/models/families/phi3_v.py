@@ -9,7 +9,7 @@ from toolkit.models.decoder import Built
 from toolkit.models.families.llava import TINY_TOWER
 from toolkit.models.family import Family, Tiny
 from toolkit.models.pictures import Recipe
-from toolkit.models.towers import CLIP, clip_tower, language_of, mlp, seeing, stored_vision, taken_layers
+from toolkit.models.towers import CLIP, check_grid, clip_tower, language_of, mlp, seeing, stored_vision, taken_layers
 from toolkit.models.vision import Stage, VisionSpec
 
 TOKEN = "image_token_id"
@@ -42,6 +42,7 @@ def build(config: Fields) -> Built:
     layer.text("hd_transform_order", default="sub_glb", choices=("sub_glb",))
     inner = vision_fields(config)
     tower = clip_tower(inner)
+    check_grid(inner, tower, MERGE)
     taken = taken_layers(Fields({"vision_feature_layer": inner.values.get("layer_idx", -2)}), tower.layers, -2)
     wide = tower.hidden * MERGE**2
     made = VisionSpec(
