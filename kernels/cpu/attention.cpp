@@ -8,6 +8,9 @@
 // With few query rows the time is that of reading the cache. Scattered blocks of 16 KB are too short for the processor's
 // prefetcher, so the tile that comes next is fetched line by line, in order of addresses, while this one is computed.
 #include "ops_isa.h"
+#if defined(__AMX_TILE__)
+#include "loose_amx.h"
+#endif
 
 namespace tk {
 namespace TK_ISA {
@@ -287,6 +290,14 @@ void attn_tile(const AttnParams& p, const KvTile& tile, const void* q, int64_t r
     }
     const int64_t cells = (last + 15) / 16;
     float* s = scratch;
+#if defined(__AMX_TILE__)
+    if (p.loose && p.bf16) {
+        uint16_t* probs = (uint16_t*)(scratch + (rows + 15) / 16 * 16 * KV_TILE);
+        scores_loose(p, tile, (const uint16_t*)q, rows, cells, s);
+        softmax_rows(p, rows, lo, hi, s, probs, out);
+        return values_loose(p, tile, probs, rows, last, out.acc);
+    }
+#endif
     uint16_t* h = (uint16_t*)(scratch + rows * KV_TILE);
     const bool ahead = tile.next && rows <= FEW_ROWS;
     int64_t r = ahead ? score_few<true>(p, tile, q, 0, rows, cells, s) : 0;

@@ -44,9 +44,9 @@ namespace {
            __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
 }
 
-[[maybe_unused]] bool has_amx() {  // leaf 7, EDX: 24 tiles, 25 their products of integers
+[[maybe_unused]] bool has_amx() {  // leaf 7, EDX: 22 products of bfloat16, 24 tiles, 25 products of integers
     unsigned a = 0, b = 0, c = 0, d = 0;
-    return has_avx512vnni() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 24 & 3) == 3;
+    return has_avx512vnni() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 24 & 3) == 3 && (d >> 22 & 1);
 }
 
 // Linux keeps the registers' 8 KB of a thread only for processes that ask, all threads of theirs then.

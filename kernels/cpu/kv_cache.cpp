@@ -213,6 +213,18 @@ void kv_write(int32_t type, int64_t d, const float* k, const float* v, uint8_t* 
     }
 }
 
+void kv_cell(int64_t d, const float* k, const float* v, int64_t ld, uint8_t* kc, uint8_t* vc) {
+    auto pairs = [&](const float* x, int64_t i, int64_t t) { return pair_bf16(fload(x + t * ld + i), fload(x + (t + 1) * ld + i)); };
+    for (int64_t i = 0; i < d; i += 16) {
+        int32_t keys[8 * 16];
+        for (int64_t t = 0; t < 16; t += 2) {
+            istore((int32_t*)vc + t / 2 * d + i, pairs(v, i, t));
+            istore(keys + t * 8, pairs(k, i, t));
+        }
+        key_cell(16, 1, keys, kc + i * 32);
+    }
+}
+
 void kv_load(int32_t type, int64_t d, const uint8_t* kc, const uint8_t* vc, const uint8_t* kp, const uint8_t* vp,
              int32_t bf16, int64_t tokens, void* k_out, void* v_out) {
     if (type == KV_INT8 || type == KV_INT4) {

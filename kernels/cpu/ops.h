@@ -12,7 +12,7 @@ namespace tk {
 enum DType : int32_t { F32 = 0, BF16 = 1, F16 = 2 };
 enum Format : int32_t { DENSE = 1, INT = 2 };
 enum KvType : int32_t { KV_F32 = 0, KV_BF16 = 1, KV_F16 = 2, KV_INT8 = 3, KV_INT4 = 4 };
-enum Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, SWIGLUOAI = 4, RELU2 = 5, SIGMOID = 6 };
+enum Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, SWIGLUOAI = 4, RELU2 = 5, SIGMOID = 6, QUICK_GELU = 7 };
 
 constexpr int64_t LANES = 16;     // rows of a weight tile; tokens of a cache cell
 constexpr int64_t KV_TILE = 128;  // tokens of one attention tile: tiles start at multiples of it
@@ -58,6 +58,7 @@ struct Rows {
     const int32_t* sum = nullptr;
     int64_t lds = 0;
     int32_t round = 0;  // x may be rounded to bfloat16 beside weights that are
+    int32_t loose = 0;  // and sums be in the order that is fastest for many rows, here for any number
 };
 
 // Where a linear's result goes: out[t * ld + row] = y, or += alpha * y where `add`; y includes the bias.
@@ -124,6 +125,9 @@ struct AttnParams {
     const float* slope = nullptr;
     const int32_t* from = nullptr;
     float rounded = 0.0f;
+    // Sums may be in the order that is fastest for many rows. Cells of a tile lie one behind the other, lanes behind the last
+    // token are finite, and buffers of queries, scores and results have room for 15 rows more.
+    int32_t loose = 0;
 };
 
 // Causal convolution of channels over one sequence's tokens: out[t] = sum of w[k] * x[t - kernel + 1 + k] + bias, then silu
@@ -192,6 +196,8 @@ struct Ops {
     // clear_next zeroes the following value lane where pairs share storage.
     void (*kv_write)(int32_t type, int64_t dpad, const float* k, const float* v, uint8_t* kc, uint8_t* vc, uint8_t* kp,
                      uint8_t* vp, int64_t lane, int32_t clear_next);
+    // write keys and values of one head of 16 tokens, rows `ld` apart, as bfloat16
+    void (*kv_cell)(int64_t dpad, const float* k, const float* v, int64_t ld, uint8_t* kc, uint8_t* vc);
     // cells of `type` to float32 or bfloat16 cells; k_out null = values alone
     void (*kv_load)(int32_t type, int64_t dpad, const uint8_t* kc, const uint8_t* vc, const uint8_t* kp, const uint8_t* vp,
                     int32_t to_bf16, int64_t tokens, void* k_out, void* v_out);

@@ -33,6 +33,7 @@ void to_bf16(const float* x, uint16_t* out, int64_t n);
 
 void kv_write(int32_t type, int64_t dpad, const float* k, const float* v, uint8_t* kc, uint8_t* vc, uint8_t* kp,
               uint8_t* vp, int64_t lane, int32_t clear_next);
+void kv_cell(int64_t dpad, const float* k, const float* v, int64_t ld, uint8_t* kc, uint8_t* vc);
 void kv_load(int32_t type, int64_t dpad, const uint8_t* kc, const uint8_t* vc, const uint8_t* kp, const uint8_t* vp,
              int32_t to_bf16, int64_t tokens, void* k_out, void* v_out);
 void key_cell(int64_t dpad, int32_t bf16, const void* values, void* keys);
@@ -111,10 +112,9 @@ TK_INLINE F apply_activation(F x, int32_t activation) {
         const F u = fmul(x, fma(fmul(x, x), fset1(0.0713548162726f), fset1(1.5957691216057f)));
         return fmul(x, fsigmoid(u));
     }
-    float v[16];
-    fstore(v, x);
-    for (int i = 0; i < 16; i++) v[i] = 0.5f * v[i] * (1.0f + erff(v[i] * 0.70710678118654752f));
-    return fload(v);
+    if (activation == QUICK_GELU) return fmul(x, fsigmoid(fmul(x, fset1(1.702f))));
+    const F half = fmul(x, fset1(0.5f));
+    return fma(half, ferf(fmul(x, fset1(0.70710678118654752f))), half);
 }
 
 TK_INLINE void store_tile(const Store& to, int64_t t, int64_t tile, F y) {

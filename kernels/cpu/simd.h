@@ -61,6 +61,17 @@ TK_INLINE F fexp(F x) {
 
 TK_INLINE F fsigmoid(F x) { return fdiv(fset1(1.0f), fadd(fset1(1.0f), fexp(fsub(fzero(), x)))); }
 
+// Within 2e-7. Abramowitz & Stegun, "Handbook of Mathematical Functions" (1964), 7.1.26.
+TK_INLINE F ferf(F x) {
+    const F a = fabs(x), t = fdiv(fset1(1.0f), fma(a, fset1(0.3275911f), fset1(1.0f)));
+    F p = fma(fset1(1.061405429f), t, fset1(-1.453152027f));
+    p = fma(p, t, fset1(1.421413741f));
+    p = fma(p, t, fset1(-0.284496736f));
+    p = fma(p, t, fset1(0.254829592f));
+    const F y = fsub(fset1(1.0f), fmul(fmul(p, t), fexp(fsub(fzero(), fmul(a, a)))));
+    return as_f(ior(as_i(y), iand(as_i(x), iset1(int32_t(0x80000000u)))));
+}
+
 TK_INLINE F ftanh(F x) {
     const F e = fexp(fadd(x, x));
     return fsub(fset1(1.0f), fdiv(fset1(2.0f), fadd(e, fset1(1.0f))));

@@ -1,5 +1,6 @@
-// The table of `amx`: that of AVX-512, but for linears of many tokens.
+// The table of `amx`: that of AVX-512, but for linears of many tokens, and for what may add up in any order.
 #include "linear_amx.h"
+#include "loose_amx.h"
 
 namespace tk {
 namespace avx512vnni {
@@ -11,16 +12,18 @@ namespace {
 const Ops& base = avx512vnni::table;
 
 int64_t linear_scratch(const Matrix& w) {
-    const int64_t a = base.linear_scratch(w), b = tiled_scratch(w);
-    return a > b ? a : b;
+    const int64_t bytes = w.format == INT ? tiled_scratch(w) : loose_scratch(w), others = base.linear_scratch(w);
+    return bytes > others ? bytes : others;
 }
 
 void linear(const Matrix& w, const Rows& in, int64_t count, int64_t t0, int64_t t1, const Store& to, void* scratch) {
+    if (loose(w, w, in)) return linear_loose(w, in, count, t0, t1, to, scratch);
     (tiled(w, count) ? linear_tiled : base.linear)(w, in, count, t0, t1, to, scratch);
 }
 
 void gated(const Matrix& gate, const Matrix& up, const Rows& in, int64_t count, int64_t t0, int64_t t1, const Store& to,
            void* scratch) {
+    if (loose(gate, up, in)) return gated_loose(gate, up, in, count, t0, t1, to, scratch);
     (tiled(gate, count) && same_shape(gate, up) ? gated_tiled : base.gated)(gate, up, in, count, t0, t1, to, scratch);
 }
 
@@ -30,6 +33,7 @@ Ops with_tiles() {
     ops.linear_scratch = linear_scratch;
     ops.linear = linear;
     ops.gated = gated;
+    ops.attn_tile = attn_tile;
     return ops;
 }
 

@@ -43,6 +43,7 @@ class Rows(Structure):
         ("sum", c_void_p),
         ("lds", c_int64),
         ("round", c_int32),
+        ("loose", c_int32),
     )
 
 

@@ -34,7 +34,7 @@ from toolkit.quant.lite import Common, auto_awq
 from toolkit.quant.options import Awq
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
-from toolkit.runners.native.packed import BF16, F32, VECTOR
+from toolkit.runners.native.packed import BF16, DENSE, F32, VECTOR
 from toolkit.runners.native.program import unsupported
 from toolkit.runners.native.runner import available
 from toolkit.vision.eyes import Eyes
@@ -279,9 +279,9 @@ def test_an_artifact_keeps_the_towers_type(tiny_models: Any, tmp_path: Path, sup
     path = tiny_models("llava", dtype="bfloat16")
     convert(str(path), tmp_path / "out", Packing(target="cpu"), quiet=True)
     engine = json.loads((tmp_path / "out" / "engine.json").read_text())
-    types = {name: entry["dtype"] for name, entry in engine["params"].items() if entry["kind"] == VECTOR}
-    assert {types[name] for name in types if name.startswith(PREFIX)} == {BF16}
-    assert {types[name] for name in types if not name.startswith(PREFIX)} == {F32}
+    types = {name: (entry["kind"], entry["dtype"]) for name, entry in engine["params"].items()}
+    assert {types[name] for name in types if name.startswith(PREFIX)} == {(VECTOR, BF16), (DENSE, BF16)}
+    assert {dtype for name, (kind, dtype) in types.items() if not name.startswith(PREFIX) and kind == VECTOR} == {F32}
     _, pictures = Seeing("llava", 0, path, support).prompt(PICTURES)
     expected = opened(path, "pytorch", dtype="bfloat16").sight._runner.encode(pictures)
     found = opened(tmp_path / "out", "pytorch", dtype="bfloat16").sight._runner.encode(pictures)

@@ -22,7 +22,7 @@ from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.stage import open_stage
 from toolkit.artifacts.weights import cache_scales, iter_canonical, left_out, validate_checkpoint
 from toolkit.convert.options import Packing
-from toolkit.convert.targets import Target, choose_target
+from toolkit.convert.targets import Bits, Target, choose_target
 from toolkit.engine_configs import DTYPES
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import load_spec
@@ -30,6 +30,7 @@ from toolkit.models.spec import DecoderSpec, StoredTensor
 from toolkit.runners.checkpoint_weights import CheckpointWeights
 from toolkit.runners.native.artifact import CPU_TARGET
 from toolkit.runners.native.library import explain_mapped_faults
+from toolkit.runners.native.tower import uncovered
 from toolkit.runners.rounded_weights import BITS, check_load_format, rounded
 
 log = logging.getLogger(__name__)
@@ -93,8 +94,9 @@ def convert(
     if others := left_out(checkpoint, stored):
         log.warning("%s", others)
     chosen = choose_target(options.target, spec)
-    head_bits = _head_bits(chosen, options.head_bits)
-    told = {"target": chosen.name, "dtype": options.dtype} | ({} if head_bits is None else {"head_bits": head_bits})
+    bits = Bits(_head_bits(chosen, options.head_bits), _vision_bits(chosen, spec, options.vision))
+    told = {"target": chosen.name, "dtype": options.dtype} | ({} if bits.head is None else {"head_bits": bits.head})
+    told |= {} if bits.vision == 16 else {"vision": options.vision}
     told |= {} if load_format == "auto" else {"load_format": load_format}
     with open_stage(
         dst_path, kind="engine", stage="convert", parent=describe_parent(path), options=told, overwrite=overwrite
@@ -105,9 +107,9 @@ def convert(
             return Converted(Path(dst_path), chosen.name, manifest, True)
         cast = _cast(_read(checkpoint, spec, stored, load_format, progress), options.dtype)
         weights: Iterable[tuple[str, Weight | Tensor]] = chain(cast, cache_scales(checkpoint, stored))
-        params, notes = write_packed(stage.dir, checkpoint, spec, weights, chosen, head_bits)
+        params, notes = write_packed(stage.dir, checkpoint, spec, weights, chosen, bits)
         quality = {}
-        if chosen.name == CPU_TARGET and head_bits != 16:
+        if chosen.name == CPU_TARGET and bits.head != 16:
             from toolkit.convert.head_cost import head_cost
 
             artifact = EngineArtifact(stage.dir, spec, chosen.name, params, read_header(stage.dir / ENGINE_ARRAYS))
@@ -122,7 +124,7 @@ def write_packed(
     spec: DecoderSpec,
     weights: Iterable[tuple[str, Weight | Tensor]],
     target: Target,
-    head_bits: int | None,
+    bits: Bits,
 ) -> tuple[dict[str, dict], list[str]]:
     """Write the files of an artifact but its manifest. Returns what its arrays mean, and a line for each kind of weight
     that takes more bits than it has. OSError passes through."""
@@ -130,7 +132,7 @@ def write_packed(
 
     params: dict[str, dict] = {}
     notes: list[str] = []
-    arrays = target.pack(spec, weights, params, head_bits, notes)
+    arrays = target.pack(spec, weights, params, bits, notes)
     write_engine(directory, spec, arrays, target=target.name, params=params)
     write_json_object(directory / "config.json", checkpoint.config)
     copy_side_files(checkpoint, directory)
@@ -145,6 +147,22 @@ def _head_bits(target: Target, asked: int | None) -> int | None:
     if asked not in (4, 8, 16):
         raise UsageError(f"--head-bits: expected 16, 8 or 4, found {asked}")
     return asked
+
+
+def _vision_bits(target: Target, spec: DecoderSpec, asked: str) -> int:
+    if asked not in ("auto", "int8"):
+        raise UsageError(f"--vision: expected auto or int8, found {asked!r}")
+    if asked == "auto":
+        return 16
+    if spec.vision is None:
+        raise UsageError("--vision int8: the model reads text alone; leave the option out")
+    if target.name != CPU_TARGET:
+        raise UsageError(f"--vision int8: for target {CPU_TARGET}, this is {target.name}; leave the option out")
+    if reason := uncovered(spec.vision):
+        raise UsageError(
+            f"--vision int8: the native runner leaves this tower to torch ({reason}); leave the option out"
+        )
+    return 8
 
 
 def _check_format(checkpoint: Checkpoint, model_format: str | None) -> None:

@@ -22,4 +22,7 @@ class Packing:
         "Round an unquantized head to 16, 8 or 4 bits. Default: 8 for target cpu, where the embedding goes "
         "with it; 16 for cuda-sm80 and cuda-sm90, where 8 halves what a step reads for its head.",
     )
+    vision: str = option(
+        "auto", "What the model sees with: auto (as stored), int8 (its layers, weights and activations; target cpu)."
+    )
     tp: int = option(1, "1: an artifact holds the whole model, and is split when it is run.")

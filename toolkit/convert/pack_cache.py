@@ -28,6 +28,7 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.models import registry
 from toolkit.runners.choose import gpu_is_likely
 from toolkit.runners.native import library
+from toolkit.runners.native.artifact import open_packed
 from toolkit.runners.native.packed import LAYOUT_VERSION
 
 VARIABLE = "TOOLKIT_PACK_CACHE"  # GiB; 0 keeps nothing
@@ -143,7 +144,7 @@ def _open(entry: Path) -> Place | None:
         fcntl.flock(lock, fcntl.LOCK_SH)
         if not os.path.samestat(os.fstat(lock.fileno()), (entry / MANIFEST).stat()):
             return None  # another was put in its place at this moment
-        open_engine(entry)
+        open_packed(open_engine(entry))
         if manifest := read_manifest(entry):
             check_files(entry, manifest)
         with suppress(OSError):  # a cache that may only be read
@@ -159,7 +160,7 @@ def _pack(path: Path, digest: str, limit: float, tell: Callable[[str], None]) ->
     from toolkit.artifacts.checkpoint import open_checkpoint
     from toolkit.artifacts.weights import cache_scales, iter_canonical, validate_checkpoint
     from toolkit.convert.convert import write_packed
-    from toolkit.convert.targets import choose_target
+    from toolkit.convert.targets import Bits, choose_target
 
     checkpoint = open_checkpoint(path)
     spec, stored = registry.load_spec(checkpoint)
@@ -186,7 +187,7 @@ def _pack(path: Path, digest: str, limit: float, tell: Callable[[str], None]) ->
             if not stage.already_there:
                 weights = chain(iter_canonical(checkpoint, stored), cache_scales(checkpoint, stored))
                 # as a runner packs in memory
-                _, notes = write_packed(stage.dir, checkpoint, spec, weights, chosen, head_bits=None)
+                _, notes = write_packed(stage.dir, checkpoint, spec, weights, chosen, Bits())
                 for note in notes:
                     tell(note)
                 stage.finish()

@@ -21,12 +21,21 @@ if TYPE_CHECKING:
 
 CUDA_TARGETS = ("cuda-sm80", "cuda-sm90")  # one packing so far
 Named = Iterable[tuple[str, "Weight | Tensor"]]
-Packer = Callable[[DecoderSpec, Named, dict[str, dict[str, Any]], int | None, list[str]], Arrays]
+Packer = Callable[[DecoderSpec, Named, dict[str, dict[str, Any]], "Bits", list[str]], Arrays]
+
+
+@dataclass(frozen=True)
+class Bits:
+    """What is rounded while it is packed. ``head``: a dense head, None = as the target has it; ``vision``: the layers
+    of what the model sees with, 16 = as stored."""
+
+    head: int | None = None
+    vision: int = 16
 
 
 @dataclass(frozen=True)
 class Target:
-    """``pack(spec, canonical weights, params, head_bits, notes)`` yields the arrays and fills ``params``, and ``notes``
+    """``pack(spec, canonical weights, params, bits, notes)`` yields the arrays and fills ``params``, and ``notes``
     with what takes more bits than it has.
 
     ``unsupported(spec)`` tells why a model cannot be packed so, or None. ``head_bits``: what a dense head (for target
@@ -44,7 +53,7 @@ def _torch_pack(
     spec: DecoderSpec,
     weights: Named,
     params: dict[str, dict[str, Any]],
-    head_bits: int | None,
+    bits: Bits,
     notes: list[str],
 ) -> Arrays:
     return pack_torch(weights, params)
@@ -54,23 +63,23 @@ def _cpu_pack(
     spec: DecoderSpec,
     weights: Named,
     params: dict[str, dict[str, Any]],
-    head_bits: int | None,
+    bits: Bits,
     notes: list[str],
 ) -> Arrays:
-    return pack_cpu(spec, weights, params, head_bits=head_bits, notes=notes)
+    return pack_cpu(spec, weights, params, head_bits=bits.head, vision_bits=bits.vision, notes=notes)
 
 
 def _cuda_pack(
     spec: DecoderSpec,
     weights: Named,
     params: dict[str, dict[str, Any]],
-    head_bits: int | None,
+    bits: Bits,
     notes: list[str],
 ) -> Arrays:
     from toolkit.runners.tensor.cuda_artifact import pack_cuda
 
-    assert head_bits is not None
-    return pack_cuda(spec, weights, params, head_bits)
+    assert bits.head is not None
+    return pack_cuda(spec, weights, params, bits.head)
 
 
 def _cpu_unsupported(spec: DecoderSpec) -> str | None:

@@ -127,6 +127,14 @@ class Stage:
     placed: bool = False
 
 
+# How a stage puts [tiles, rows, factor, columns, factor, numbers] in order.
+MERGES = {
+    "merge": (0, 1, 3, 2, 4, 5),
+    "merge_turned": (0, 3, 1, 2, 4, 5),
+    "merge_channels": (0, 1, 3, 5, 2, 4),
+}
+
+
 @dataclass(frozen=True)
 class Branch:
     """What leaves the tower behind layer ``layer``, and its way to rows."""

@@ -10,6 +10,7 @@
 
 #include "model.h"
 #include "step.h"
+#include "tower.h"
 
 #define TK_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -39,6 +40,17 @@ const tk::Ops* ops_or_throw(const char* isa) {
     return ops;
 }
 
+int threads_or_throw(int64_t threads) {
+    if (threads < 1 || threads > 4096) throw tk::Error("threads: expected 1 to 4096");
+    return int(threads);
+}
+
+// With TOOLKIT_NATIVE_PROFILE=1, else null.
+std::unique_ptr<tk::Profile> new_profile() {
+    const char* wanted = std::getenv("TOOLKIT_NATIVE_PROFILE");
+    return wanted && std::strcmp(wanted, "1") == 0 ? std::make_unique<tk::Profile>() : nullptr;
+}
+
 tk::Group& group_of(tk::Model* m, int64_t group, int64_t block) {
     if (group < 0 || group >= int64_t(m->program.groups.size())) throw tk::Error("cache group does not exist");
     tk::Group& g = m->program.groups[size_t(group)];
@@ -50,7 +62,7 @@ tk::Group& group_of(tk::Model* m, int64_t group, int64_t block) {
 
 // Of all that passes here: functions, structures, the program's record, how tensors are packed. VERSION in library.py says
 // the same; raise both when any of it changes, so that neither side reads the other's as its own.
-TK_EXPORT int tk_version() { return 7; }
+TK_EXPORT int tk_version() { return 8; }
 
 TK_EXPORT const char* tk_error() { return message.c_str(); }
 
@@ -66,11 +78,9 @@ TK_EXPORT tk::Model* tk_model_create(const char* names, const double* values, in
     tk::Model* model = nullptr;
     guarded([&] {
         const tk::Ops* ops = ops_or_throw(isa);
-        if (threads < 1 || threads > 4096) throw tk::Error("threads: expected 1 to 4096");
         tk::Program program = tk::parse_program(names, values, count, tensors, tensors_size, ops->bf16_dot);
-        model = new tk::Model(std::move(program), ops, int(threads));
-        const char* profile = std::getenv("TOOLKIT_NATIVE_PROFILE");
-        if (profile && std::strcmp(profile, "1") == 0) model->profile = std::make_unique<tk::Profile>();
+        model = new tk::Model(std::move(program), ops, threads_or_throw(threads));
+        model->profile = new_profile();
     });
     return model;
 }
@@ -119,6 +129,25 @@ TK_EXPORT int tk_block_import(tk::Model* model, int64_t group, int64_t block, co
 
 TK_EXPORT int tk_step(tk::Model* model, const tk::StepArrays* in, const tk::StepResults* out) {
     return guarded([&] { model->step(*in, *out); });
+}
+
+// As for a model. TOOLKIT_NATIVE_PROFILE=1: it prints its profile when it is freed.
+TK_EXPORT tk::Tower* tk_tower_create(const char* names, const double* values, int64_t count, const tk::TensorRecord* tensors,
+                                     int64_t tensors_size, const char* isa, int64_t threads) {
+    tk::Tower* tower = nullptr;
+    guarded([&] {
+        const tk::Ops* ops = ops_or_throw(isa);
+        tk::TowerProgram program = tk::parse_tower(names, values, count, tensors, tensors_size, ops->bf16_dot);
+        tower = new tk::Tower(std::move(program), ops, threads_or_throw(threads));
+        tower->profile = new_profile();
+    });
+    return tower;
+}
+
+TK_EXPORT void tk_tower_free(tk::Tower* tower) { delete tower; }
+
+TK_EXPORT int tk_tower_run(tk::Tower* tower, const tk::TowerArrays* in) {
+    return guarded([&] { tower->run(*in); });
 }
 
 TK_EXPORT void tk_profile_print(tk::Model* model) {

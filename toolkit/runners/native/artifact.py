@@ -27,6 +27,7 @@ from toolkit.runners.native.packed import (
     PackedTensor,
     PackedWeights,
 )
+from toolkit.runners.native.tower import matrices
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,12 +44,13 @@ def pack_cpu(
     params: dict[str, dict[str, Any]],
     *,
     head_bits: int | None = 8,
+    vision_bits: int = 16,
     notes: list[str] | None = None,
 ) -> Arrays:
-    """The arrays of an artifact, one parameter at a time; fills ``params``. ``head_bits``: see ``pack.pack_model``."""
+    """The arrays of an artifact, one parameter at a time; fills ``params``. Bits: see ``pack.pack_model``."""
     from toolkit.runners.native.pack import pack_model
 
-    for name, packed in pack_model(spec, weights, head_bits, [] if notes is None else notes):
+    for name, packed in pack_model(spec, weights, head_bits, [] if notes is None else notes, vision_bits):
         params[name] = _describe(packed.meta)
         yield name, packed.data, None
         if packed.perm is not None:
@@ -94,8 +96,12 @@ def _wanted(spec: DecoderSpec) -> Iterator[tuple[str, int, int, tuple[int, ...]]
         yield name, spec.vocab_size, spec.hidden_size, matrix
     for x in spec.linears():
         yield x.name, x.out_features, x.in_features, matrix
+    seeing = {} if spec.vision is None else matrices(spec.vision)
+    for name, (rows, cols) in seeing.items():
+        yield name, rows, cols, matrix
     for name, size in (spec.vectors() | (sizes(spec.vision) if spec.vision is not None else {})).items():
-        yield name, size, 1, one
+        if name not in seeing:
+            yield name, size, 1, one
 
 
 def _read(artifact: EngineArtifact, name: str, entry: Any, arrays: Mapping[str, Any]) -> PackedTensor:

@@ -49,9 +49,9 @@ X512 = (
 ISAS = {
     "x86_64": {
         "amx": Isa(
-            f"{X512} -mamx-tile -mamx-int8",
-            AVX2 | AVX512 | {"amx_tile", "amx_int8"},
-            ("linear_amx", "table_amx"),
+            f"{X512} -mamx-tile -mamx-int8 -mamx-bf16",
+            AVX2 | AVX512 | {"amx_tile", "amx_int8", "amx_bf16"},
+            ("linear_amx", "loose_amx", "attention", "attention_amx", "table_amx"),
             "avx512vnni",
         ),
         "avx512vnni": Isa(X512, AVX2 | AVX512),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from ctypes import POINTER, Structure, c_char_p, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from toolkit.errors import UsageError
+from toolkit.runners.native.packed import PackedTensor
 from toolkit.runners.step import COLUMNS
 
-VERSION = 7  # tk_version of api.cpp, which says when both are raised
+VERSION = 8  # tk_version of api.cpp, which says when both are raised
 ISA_VARIABLE = "TOOLKIT_CPU_ISA"
 # of build.py, best first, that this architecture may have
 ISAS = (
@@ -71,6 +73,17 @@ class StepResults(Structure):
     _fields_ = _fields(_RESULT_FIELDS)
 
 
+class TowerArrays(Structure):
+    """tk::TowerArrays of tower.h."""
+
+    _fields_ = (
+        *_fields("first! last! rows! inputs! outputs! in out"),
+        ("segments", c_int64 * 2),
+        ("lengths", c_void_p * 2),
+        *_fields("cos sin"),
+    )
+
+
 def library_path() -> Path:
     """Where the library lies, or would lie."""
     return Path(os.environ.get(LIBRARY_VARIABLE) or Path(__file__).with_name("_native.so"))
@@ -111,6 +124,9 @@ def load(path: Path) -> ctypes.CDLL:
     lib.tk_block_import.argtypes = [c_void_p, c_int64, c_int64, c_char_p, c_int64]
     lib.tk_step.argtypes = [c_void_p, POINTER(StepArrays), POINTER(StepResults)]
     lib.tk_profile_print.argtypes, lib.tk_profile_print.restype = [c_void_p], None
+    lib.tk_tower_create.restype, lib.tk_tower_create.argtypes = c_void_p, lib.tk_model_create.argtypes
+    lib.tk_tower_free.argtypes, lib.tk_tower_free.restype = [c_void_p], None
+    lib.tk_tower_run.argtypes, lib.tk_tower_run.restype = [c_void_p, POINTER(TowerArrays)], c_int
     for name in ("tk_cache_allocate", "tk_cache_discard", "tk_block_export", "tk_block_import", "tk_step"):
         getattr(lib, name).restype = c_int
     return lib
@@ -163,6 +179,29 @@ def isas() -> list[str]:
     """Instruction sets that this build and this processor both have, best first."""
     lib = load(library_path())
     return [i for i in ISAS if lib.tk_isa(i.encode()) is not None]
+
+
+def tensor_records(tensors: Sequence[PackedTensor]) -> Any:
+    """An array of what the library reads them by; they stay the caller's."""
+    return (TensorRecord * max(len(tensors), 1))(*map(_record, tensors))
+
+
+def _record(tensor: PackedTensor) -> TensorRecord:
+    m, perm = tensor.meta, tensor.perm
+    return TensorRecord(
+        data=address(tensor.data),
+        bytes=tensor.data.nbytes,
+        rows=m.rows,
+        cols=m.cols,
+        perm_size=0 if perm is None else perm.size,
+        perm=address(perm),
+        kind=m.kind,
+        dtype=m.dtype,
+        bits=m.bits,
+        group=m.group,
+        minima=int(m.minima),
+        turned=int(m.turned),
+    )
 
 
 def address(array: np.ndarray[Any, Any] | None) -> int | None:

@@ -3,7 +3,7 @@ None are left out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,6 @@ from toolkit.models.spec import (
     AlibiSpec,
     AttentionSpec,
     ConvSpec,
-    DecoderSpec,
     DeltaSpec,
     LatentSpec,
     LinearSpec,
@@ -41,10 +40,10 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 class Tensors:
     """The tensors of a program, ``found``, which records name by their index. KeyError where one is missing."""
 
-    def __init__(self, spec: DecoderSpec, weights: PackedWeights) -> None:
+    def __init__(self, weights: PackedWeights, ropes: Sequence[RopeSpec] = ()) -> None:
         self.found: list[PackedTensor] = []
-        self._ropes = spec.ropes()
-        self._weights = weights
+        self.weights = weights
+        self._ropes = ropes
         self._index: dict[str, int] = {}
         self._orders: dict[bytes, np.ndarray[Any, np.dtype[np.int32]]] = {}
 
@@ -64,12 +63,12 @@ class Tensors:
     def named(self, name: str) -> int:
         """That of the weights."""
         if name not in self._index:
-            self._index[name] = self.add(self._weights[name])
+            self._index[name] = self.add(self.weights[name])
         return self._index[name]
 
     def stored(self, name: str) -> Floats:
         """The numbers of a vector among the weights."""
-        found = self._weights[name]
+        found = self.weights[name]
         return found.data.view(np.float32)[: found.meta.rows]
 
     def matrix(self, name: str, bias: str | None) -> Record:
@@ -299,3 +298,20 @@ MIXERS: dict[str, Callable[[Any, Tensors], Record]] = {
     "moe": moe,
 }
 """By kind."""
+
+
+def flat(record: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """Every number with its name, those inside one another joined by dots; what is None is left out. A record or a list
+    has the number of its entries."""
+    match record:
+        case Mapping():
+            entries = [(f"{name}.{key}" if name else key, value) for key, value in record.items() if value is not None]
+        case Sequence():
+            entries = [(f"{name}.{i}", value) for i, value in enumerate(record)]
+        case _:
+            yield name, float(record)
+            return
+    if name:
+        yield name, float(len(entries))
+    for key, value in entries:
+        yield from flat(value, key)

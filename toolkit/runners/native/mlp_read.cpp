@@ -2,11 +2,10 @@
 #include "read.h"
 
 namespace tk {
-namespace {
 
-Mlp read_one(const Record& r, int64_t hidden, Input& in) {
+Mlp read_one_mlp(const Record& r, int64_t hidden, Input& in) {
     Mlp m;
-    m.activation = int32_t(r.integer("activation", SILU, RELU2));
+    m.activation = int32_t(r.integer("activation", SILU, QUICK_GELU));
     m.gate_scale = r.number("gate_scale");
     const int64_t width = r.integer("width", 1, LIMIT);
     m.gate = r.maybe_linear("gate", width, hidden);
@@ -22,12 +21,10 @@ Mlp read_one(const Record& r, int64_t hidden, Input& in) {
     return m;
 }
 
-}  // namespace
-
 Mixer read_mlp(const Record& r, Program& prog) {
     Input in;
     in.width = prog.hidden;
-    Mlp m = read_one(r, prog.hidden, in);
+    Mlp m = read_one_mlp(r, prog.hidden, in);
     m.in = in;
     return m;
 }
@@ -51,12 +48,12 @@ Mixer read_moe(const Record& r, Program& prog) {
     m.weigh_input = r.flag("weigh_input");
     m.router = r.linear("router", experts, hidden);
     join(m.in, m.router);
-    for (int64_t e = 0; e < experts; e++) m.experts.push_back(read_one(r.entry("experts", e), hidden, m.in));
+    for (int64_t e = 0; e < experts; e++) m.experts.push_back(read_one_mlp(r.entry("experts", e), hidden, m.in));
     for (const Mlp& e : m.experts)
         if (e.mid.width != m.experts[0].mid.width) r.fail("experts", "of different widths");
     m.has_shared = r.has("shared");
     if (m.has_shared) {
-        m.shared = read_one(r.record("shared"), hidden, m.in);
+        m.shared = read_one_mlp(r.record("shared"), hidden, m.in);
         m.shared_gate = r.maybe_linear("shared_gate", 1, hidden);
         join(m.in, m.shared_gate);
     }

@@ -34,6 +34,7 @@ from toolkit.runners.native.packed import (
     PackedWeights,
     vector,
 )
+from toolkit.runners.native.tower import matrices as matrices_of
 from toolkit.runners.weight_info import info_of
 
 U8 = NDArray[np.uint8]
@@ -366,12 +367,14 @@ def pack_model(
     weights: Iterable[tuple[str, Weight | Tensor]],
     head_bits: int | None,
     notes: list[str],
+    vision_bits: int = 16,
 ) -> Iterator[tuple[str, PackedTensor]]:
     """Every parameter of the model, packed, one at a time, as ``weights`` brings them.
 
     ``head_bits``: of a dense head and embedding, 16, 8 or 4; None = 8 where the layers are quantized, else as stored
-    (they are then held back until the first layer tells).
+    (they are then held back until the first layer tells). ``vision_bits``: see ``pack_tower``.
     """
+    seeing = {} if spec.vision is None else matrices_of(spec.vision)
     layers = {linear.name for linear in spec.linears()}
     matrices = {linear.name for _, mixer in spec.mixers() for linear in mixer.matrices()}
     unused = {spec.head} if spec.tied else set()
@@ -380,7 +383,9 @@ def pack_model(
     for name, value in weights:
         if name in unused:
             continue
-        if isinstance(value, Tensor):
+        if name in seeing and isinstance(value, Tensor):
+            out.add(name, pack_tower(name, value.reshape(seeing[name]), vision_bits))
+        elif isinstance(value, Tensor):
             out.add(name, _pack_vector(name, value))
         elif name in layers:
             if head_bits is None:
@@ -401,8 +406,27 @@ def pack_model(
     yield from out.take(last=True)
 
 
+def pack_tower(name: str, weight: Tensor, bits: int) -> PackedTensor:
+    """A matrix of what a model sees with.
+
+    ``bits``: 8 = those of layers rounded in groups of up to 128 inputs, or of a whole row where none of 64 or more
+    divides it; 16 = as stored, but float16 as bfloat16, which processors multiply; 32 = as stored.
+    """
+    group = _tower_group(weight.shape[1])
+    if bits == 8 and group is not None and name.startswith(f"{PREFIX}layers."):
+        if weight.is_meta:
+            return pack_weight(taller(to_group_int(torch.zeros(1, weight.shape[1]), 8, group), weight.shape[0]))
+        return pack_weight(to_group_int(weight, 8, group))
+    return pack_dense(weight.bfloat16() if bits != 32 and weight.dtype == torch.float16 else weight)
+
+
+def _tower_group(cols: int) -> int | None:
+    whole = cols if cols % 16 == 0 else None
+    return next((g for g in range(128, 63, -16) if cols % g == 0), whole)
+
+
 def _pack_vector(name: str, value: Tensor) -> PackedTensor:
-    """In float32; what a model sees with, which torch computes, in the type that it was stored in."""
+    """In float32; what a model sees with in the type that it was stored in."""
     dtype = _OURS.get(value.dtype, F32) if name.startswith(PREFIX) else F32
     if value.is_meta:
         return _without_memory(PackedMeta(VECTOR, value.numel(), dtype=dtype))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from toolkit.models.rope import inv_freq
 from toolkit.models.spec import DecoderSpec, RopeSpec
-from toolkit.runners.native.mixers import ACTIVATIONS, MIXERS, Tensors
+from toolkit.runners.native.mixers import ACTIVATIONS, MIXERS, Tensors, flat
 from toolkit.runners.native.packed import PackedTensor, PackedWeights
 
 KV_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, 8: 3, 4: 4}
@@ -73,7 +72,7 @@ def build_program(
     spec: DecoderSpec, weights: PackedWeights, *, dtype: str, quant_policy: int, block_size: int
 ) -> Program:
     """``dtype`` names the type of keys and values where ``quant_policy`` is 0. KeyError where a weight is missing."""
-    tensors = Tensors(spec, weights)
+    tensors = Tensors(weights, spec.ropes())
     record = {
         "vocabulary": spec.vocab_size,
         "hidden": spec.hidden_size,
@@ -115,20 +114,3 @@ def _sublayers(spec: DecoderSpec, tensors: Tensors) -> list[dict[str, Any]]:
         for layer in spec.layers
         for i, s in enumerate(layer.sublayers)
     ]
-
-
-def flat(record: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """Every number with its name, those inside one another joined by dots; what is None is left out. A record or a list
-    has the number of its entries."""
-    match record:
-        case Mapping():
-            entries = [(f"{name}.{key}" if name else key, value) for key, value in record.items() if value is not None]
-        case Sequence():
-            entries = [(f"{name}.{i}", value) for i, value in enumerate(record)]
-        case _:
-            yield name, float(record)
-            return
-    if name:
-        yield name, float(len(entries))
-    for key, value in entries:
-        yield from flat(value, key)

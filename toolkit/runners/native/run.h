@@ -6,20 +6,17 @@
 #include <vector>
 
 #include "model.h"
-#include "plan.h"
+#include "row_work.h"
 
 namespace tk {
-
-// Rows `tiles` of the matrix, as one of their own.
-Matrix part_of(Matrix m, Range tiles);
 
 // Phases that a run may have, for Pool::run.
 int64_t phases_of(const Program& p, int64_t head_blocks);
 
-class Run {
+class Run : RowWork {
 public:
     Run(Model& m, const StepArrays& i, const StepResults& o, Plan& pl, const Cut& cut, int index)
-        : model(m), p(m.program), ops(*m.ops), w(*m.work), in(i), out(o), plan(pl), seq_of(cut.seq_of), spans(cut.spans),
+        : RowWork(*m.ops, m.program.bf16, false, m.work->threads[size_t(index)].linear), model(m), p(m.program), w(*m.work), in(i), out(o), plan(pl), seq_of(cut.seq_of), spans(cut.spans),
           blocks(cut.blocks), parts(cut.parts), runs(cut.runs), first(cut.first), count(cut.count),
           thread(index), threads(m.pool.size()), own(m.work->threads[size_t(index)]) {}
 
@@ -49,17 +46,11 @@ private:
         InputBuffer* buffer;
         bool ready;
     };
-    void norm_row(const Norm& n, const float* from, float* out, int64_t head = 0) const;
     const float* source(const Sublayer& s) const { return s.beside ? w.block : w.x; }
     void save_rows(const Sublayer& s, Range rows) const;
     void save(const Sublayer& s);
-    void prepare_row(const Input& in, const Norm& norm, const float* from, InputBuffer& to, int64_t t) const;
-    void quantize_row(const Input& in, InputBuffer& to, int64_t t) const;
     Prepared prepare(const Input& in, const Norm& norm, const float* from, int64_t ld, int64_t rows);
     const InputBuffer& ready(Prepared& p, const Input& in, const Norm& norm, const float* from, int64_t ld, int64_t rows) const;
-    Rows rows_of(const InputBuffer& in, const Linear& l, int64_t first_row) const;
-    void linear(const Linear& l, const InputBuffer& in, int64_t first_row, int64_t rows, Range tiles, Store to) const;
-    void gated(const Mlp& m, const InputBuffer& in, int64_t first_row, int64_t rows, Range tiles, float* out, int64_t ld) const;
     Store residual(const Sublayer& s) const;
     void add_post(const Sublayer& s);
     void add_post_rows(const Sublayer& s, Range rows);
@@ -144,7 +135,6 @@ private:
 
     Model& model;
     Program& p;
-    const Ops& ops;
     Workspace& w;
     const StepArrays& in;
     const StepResults& out;

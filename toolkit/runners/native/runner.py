@@ -23,6 +23,7 @@ from toolkit.runners.native.packed import PackedTensor
 from toolkit.runners.native.program import Program, build_program
 from toolkit.runners.native.program import unsupported as no_program
 from toolkit.runners.native.stepper import Stepper
+from toolkit.runners.native.tower import NativeEncoder, uncovered
 from toolkit.runners.step import StepBatch, StepOutput
 from toolkit.threads import usable_cores
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from toolkit.artifacts.canonical import Weight
-    from toolkit.runners.tensor.vision import Encoder
+    from toolkit.runners.native.torch_tower import TorchEncoder
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -93,7 +94,7 @@ class NativeRunner:
         self._model: int | None = None
         self._program: Program | None = None  # holds the tensors that the model points into
         self._weight_bytes = 0
-        self._encoder: Encoder | None = None
+        self._encoder: NativeEncoder | TorchEncoder | None = None
 
     # -- memory
 
@@ -142,19 +143,20 @@ class NativeRunner:
         program = build_program(
             self.spec, packed, dtype=self.dtype, quant_policy=options.quant_policy, block_size=options.block_size
         )
-        records = (library.TensorRecord * max(len(program.tensors), 1))(*map(_record, program.tensors))
         values = np.asarray(program.values, np.float64)
         model = self._library.tk_model_create(
             "".join(f"{name}\n" for name in program.names).encode(),
             values.ctypes.data,
             values.size,
-            records,
+            library.tensor_records(program.tensors),
             len(program.tensors),
             library.wanted_isa().encode(),
             options.threads or usable_cores(),
         )
         if not model:
             raise RunnerError(f"the native model cannot be made: {library.error(self._library)}")
+        if self.spec.vision is not None and (reason := uncovered(self.spec.vision)):
+            self.notes = [*self.notes, f"pictures are read in torch: {reason}"]
         self._model, self._program = model, program
         self._weight_bytes = sum(t.data.nbytes for t in program.tensors)
 
@@ -177,6 +179,9 @@ class NativeRunner:
             self._library.tk_model_free(self._model)
         if self._program is not None:
             forget_pages(tensor.data for tensor in self._program.tensors)
+        if self._encoder is not None:
+            self._encoder.close()
+            forget_pages(tensor.data for tensor in self._encoder.held)
         self._model = self._program = self._encoder = None
 
     def allocate_cache(self, num_blocks: tuple[int, ...]) -> None:
@@ -192,7 +197,7 @@ class NativeRunner:
             self._library.tk_cache_release(self._model)
 
     def warm_up(self, most: int, length: int, tokens: int) -> None:
-        """Where the model sees, torch is loaded and its tower is made; all else is compiled beforehand."""
+        """Where the model sees, what it sees with is made; all else is compiled beforehand."""
         if self.spec.vision is not None and self._encoder is None:
             with suppress(ModuleNotFoundError):  # texts are answered without torch; who sends a picture is told
                 self._encoder = self._open_encoder()
@@ -214,32 +219,34 @@ class NativeRunner:
     # -- steps
 
     def encode(self, pictures: Sequence[Picture]) -> list[NDArray[np.float32]]:
-        """The rows that pictures become in a prompt, [tokens, hidden] each. Imports torch, which computes them in
-        bfloat16 where the CPU multiplies that, else in float32. Raises RunnerError where it fails."""
+        """The rows that pictures become in a prompt, [tokens, hidden] each; with dtype float32 computed in it, else in
+        bfloat16 where the processor multiplies that. Raises RunnerError where it fails."""
         self._stepper.finish()
         if self._encoder is None:
             self._encoder = self._open_encoder()
         try:
-            return [rows.float().numpy() for rows in self._encoder.encode(pictures)]
-        except (RuntimeError, MemoryError) as e:
+            return self._encoder.encode(pictures)
+        except MemoryError as e:
             raise RunnerError(f"{len(pictures)} pictures cannot be encoded: {e}") from e
 
-    def _open_encoder(self) -> Encoder:
-        import torch
-
-        from toolkit.runners.tensor.encoders import encoder_of
-        from toolkit.runners.tensor.find import find_dtype
-
-        if self.spec.vision is None:
+    def _open_encoder(self) -> NativeEncoder | TorchEncoder:
+        vision = self.spec.vision
+        if vision is None:
             raise RunnerError("the model does not see")
-        weights: Mapping[str, Any] = self._weights()
-        if isinstance(weights[self.spec.embed], PackedTensor):
-            from toolkit.runners.native.pack import UnpackedWeights
+        exact = self.dtype == "float32"
+        found: Mapping[str, Any] = self._weights()
+        packed = isinstance(found[self.spec.embed], PackedTensor)
+        if uncovered(vision):
+            from toolkit.runners.native.torch_tower import TorchEncoder
 
-            weights = UnpackedWeights(weights)
-        device = torch.device("cpu")
-        name = "float32" if self.dtype == "float32" else "auto"
-        return encoder_of(self.spec.vision)(self.spec.vision, weights, device, find_dtype(name, torch.float16, device))
+            return TorchEncoder(vision, found, packed=packed, exact=exact)
+        if not packed:
+            from toolkit.runners.native.pack import pack_model
+
+            held = found
+            seeing = ((name, held[name]) for name in held if name.startswith(PREFIX))
+            found = dict(pack_model(self.spec, seeing, None, [], 32 if exact else 16))
+        return NativeEncoder(vision, found, bf16=not exact, threads=self.options.threads or usable_cores())
 
     def submit(self, batch: StepBatch) -> StepHandle:
         """Start a step and return; steps run one after the other. ``result`` raises RunnerError where it failed."""
@@ -293,21 +300,3 @@ def _stored_dtype(value: Any) -> str:
         tensor = value.scales
     name = str(tensor.dtype).removeprefix("torch.")
     return name if name in DTYPES else "bfloat16"
-
-
-def _record(tensor: PackedTensor) -> library.TensorRecord:
-    m, perm = tensor.meta, tensor.perm
-    return library.TensorRecord(
-        data=library.address(tensor.data),
-        bytes=tensor.data.nbytes,
-        rows=m.rows,
-        cols=m.cols,
-        perm_size=0 if perm is None else perm.size,
-        perm=library.address(perm),
-        kind=m.kind,
-        dtype=m.dtype,
-        bits=m.bits,
-        group=m.group,
-        minima=int(m.minima),
-        turned=int(m.turned),
-    )

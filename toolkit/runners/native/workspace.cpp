@@ -26,14 +26,7 @@ Pages& Pages::operator=(Pages&& o) noexcept {
     return *this;
 }
 
-template <class T>
-T* Workspace::take(int64_t count) {
-    // a line more, so that vector loads at the end of an array stay inside
-    pages_.emplace_back(count * int64_t(sizeof(T)) + 128);
-    return reinterpret_cast<T*>(pages_.back().data());
-}
-
-InputBuffer Workspace::input(int64_t rows, int64_t width) {
+InputBuffer Arena::input(int64_t rows, int64_t width) {
     InputBuffer b;
     b.ldx = pad16(width);
     b.ldq = (width + 63) / 64 * 64;

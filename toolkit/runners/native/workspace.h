@@ -92,7 +92,22 @@ struct ExpertRows {
     std::vector<int32_t> active;    // experts with rows
 };
 
-struct Workspace {
+// Memory taken piece by piece, zero and touched lazily, that goes back together.
+class Arena {
+protected:
+    template <class T>
+    T* take(int64_t count) {
+        // a line more, so that vector loads at the end of an array stay inside
+        pages_.emplace_back(count * int64_t(sizeof(T)) + 128);
+        return reinterpret_cast<T*>(pages_.back().data());
+    }
+    InputBuffer input(int64_t rows, int64_t width);
+
+private:
+    std::vector<Pages> pages_;
+};
+
+struct Workspace : Arena {
     Workspace(const Program& p, const Ops& ops, int threads);
 
     int64_t hidden_ld, qkv_ld, spread_ld, vocab_ld, logit_rows, moe_pairs, router_ld, moe_width;
@@ -110,12 +125,6 @@ struct Workspace {
     float* hidden_rows(int64_t rows);   // [rows][hidden_ld]
 
     ExpertRows experts;
-
-private:
-    std::vector<Pages> pages_;
-    template <class T>
-    T* take(int64_t count);
-    InputBuffer input(int64_t rows, int64_t width);
 };
 
 }  // namespace tk

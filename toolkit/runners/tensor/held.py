@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from toolkit.artifacts.canonical import BlockFp8, Dense, Fp4, GroupInt, Weight
@@ -25,8 +27,10 @@ def weight_bytes(spec: DecoderSpec, weights: Weights, place: Placement, adapters
     total += sum(4 * norm.size for norm in spec.norms() if not norm.weight)  # of ones
     for name in weights:
         found = info_of(weights, name)
-        if isinstance(found, Tensor):
-            total += found.numel() * (size if name in biases or name.startswith(PREFIX) else 4)
+        if name.startswith(PREFIX):
+            total += math.prod(found.shape) * size
+        elif isinstance(found, Tensor):
+            total += found.numel() * (size if name in biases else 4)
         elif name == spec.embed or name == spec.head:
             total += _outer_bytes(name == spec.head, spec.tied, found, place)
         elif name in matrices:

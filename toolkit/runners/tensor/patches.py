@@ -6,14 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from toolkit.models.vision import Stage
-
-# How [tiles, rows, factor, columns, factor, numbers] are put in order.
-MERGES = {
-    "merge": (0, 1, 3, 2, 4, 5),
-    "merge_turned": (0, 3, 1, 2, 4, 5),
-    "merge_channels": (0, 1, 3, 5, 2, 4),
-}
+from toolkit.models.vision import MERGES, Stage
 
 
 def joined(tiles: Tensor, grid: tuple[int, int]) -> Tensor:
@@ -56,18 +49,6 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     wide = x.float()
     first, second = wide.chunk(2, -1)
     return (wide * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]).to(x.dtype)
-
-
-def windows(places: list[tuple[int, int]], side: int) -> tuple[Tensor, list[int]]:
-    """The patches of each tile in the order of its windows, and how many there are in each."""
-    order, lengths, at = [], [], 0
-    for rows, columns in places:
-        across = -(-columns // side)
-        window = (torch.arange(rows)[:, None] // side * across + torch.arange(columns) // side).reshape(-1)
-        order.append(torch.argsort(window, stable=True) + at)
-        lengths += torch.bincount(window).tolist()
-        at += rows * columns
-    return torch.cat(order), lengths
 
 
 def merged(tiles: Tensor, rows: int, columns: int, stage: Stage) -> Tensor:

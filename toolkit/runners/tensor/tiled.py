@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from toolkit.models.patches import patch_grid
 from toolkit.models.pictures import Picture
-from toolkit.runners.tensor.vision import Encoder, patch_grid
+from toolkit.runners.tensor.vision import Encoder
 
 WHOLE = 8  # of which each tile's tokens are a multiple, zeros behind them
 

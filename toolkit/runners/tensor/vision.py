@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from toolkit.artifacts.canonical import Dense
+from toolkit.models.patches import Places, patch_grid, turns, windows
 from toolkit.models.pictures import Picture, shrunk, unpadded
 from toolkit.models.vision import Stage, VisionSpec, tensors
-from toolkit.runners.tensor.patches import joined, lined, merged, nearest, ordered, sines, turned, windows
+from toolkit.runners.tensor.patches import joined, lined, merged, nearest, ordered, sines, turned
 
 ACTIVATIONS = {
     "gelu": functional.gelu,
@@ -35,7 +37,7 @@ class Encoder:
         self.spec, self.tower = spec, spec.tower
         self.device, self.dtype = device, dtype
         self.weights = {
-            name: weights[name].reshape(shape).to(device, dtype)
+            name: _dense(weights[name]).reshape(shape).to(device, dtype)
             for name, shape in tensors(replace(spec, routed=())).items()
             if name in weights
         }
@@ -124,7 +126,7 @@ class Encoder:
             x = self._own_norm("vision.pre_norm", x)
         return x.flatten(0, 1)
 
-    def _layers(self, x: Tensor, places: list[tuple[int, int]]) -> list[tuple[Tensor, tuple[Stage, ...]]]:
+    def _layers(self, x: Tensor, places: Places) -> list[tuple[Tensor, tuple[Stage, ...]]]:
         """What leaves the tower and the stages that it goes through, that of deep branches last. ``places``: rows and
         columns of each tile's patches.
         """
@@ -133,8 +135,8 @@ class Encoder:
         cos, sin = self._turns(places)
         order, lengths = None, whole
         if tower.window:
-            order, lengths = windows(places, tower.window)
-            order = order.to(self.device)
+            near_order, lengths = windows(places, tower.window)
+            order = torch.from_numpy(near_order).to(self.device)
             x, cos, sin = x[order], cos[order], sin[order]  # type: ignore[index]
         deep, also = [], []
         for i in range(tower.taken):
@@ -180,24 +182,13 @@ class Encoder:
             out[rows] = functional.scaled_dot_product_attention(near_q, near_k, near_v).transpose(1, 2)
         return self._linear(f"{name}.o", out.flatten(1))
 
-    def _turns(self, places: list[tuple[int, int]]) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    def _turns(self, places: Places) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """cos and sin of every patch's rotation, float32 [patches, head_dim]."""
-        tower = self.tower
-        if tower.positions == "learned":
+        found = turns(self.tower, places)
+        if found is None:
             return None, None
-        d = tower.head_dim
-        if tower.positions == "axial":
-            by_row = by_column = tower.theta ** -(torch.arange(0, d // 2, 2).float() / (d // 2))
-        else:
-            both = tower.theta ** -(torch.arange(0, d, 2).float() / d)
-            by_row, by_column = both[::2], both[1::2]
-        angles = []
-        for rows, columns in places:
-            y = torch.arange(rows).float()[:, None].expand(rows, columns).reshape(-1)
-            x = torch.arange(columns).float().expand(rows, columns).reshape(-1)
-            angles.append(torch.cat([torch.outer(y, by_row), torch.outer(x, by_column)], 1))
-        angle = torch.cat(angles).repeat(1, 2).to(self.device)
-        return angle.cos(), angle.sin()
+        cos, sin = (torch.from_numpy(x).repeat(1, 2).to(self.device) for x in found)
+        return cos, sin
 
     # -- behind the tower
 
@@ -282,7 +273,8 @@ class Encoder:
         return torch.cat([tiles[0], lined(lines, newline)])
 
 
-def patch_grid(part: NDArray[np.float32], patch: int) -> tuple[int, int]:
-    """Rows and columns of the patches of its tiles."""
-    _, _, height, width = part.shape
-    return height // patch, width // patch
+def _dense(weight: Any) -> Tensor:
+    """A parameter, or the numbers of a matrix in canonical form."""
+    if isinstance(weight, Tensor):
+        return weight
+    return weight.weight if isinstance(weight, Dense) else weight.dequantize(torch.float32)

@@ -1,0 +1,108 @@
+// A vision tower and its projector: stages from rows to rows, of which a call runs some. Rows stand for patches, and in a layer
+// those of one segment attend to each other, both ways. What stands between stages (positions, the order of rows) is the
+// caller's.
+#pragma once
+
+#include <memory>
+#include <variant>
+#include <vector>
+
+#include "pool.h"
+#include "profile.h"
+#include "row_work.h"
+
+namespace tk {
+
+struct TowerLayer {
+    Norm norm1, norm2, q_norm, k_norm;  // of q and k all heads at once
+    Linear q, k, v, o;
+    Input in, out;
+    Mlp mlp;
+    Vector scale1, scale2;  // what it adds is multiplied by; may be absent
+    int64_t heads, head_dim, dpad;
+    bool turned;  // by cosines and sines of each row
+    int division;
+    CellLayout cell;
+};
+
+// A linear, or a gated pair (silu of the first) where it has a gate.
+struct TowerProduct {
+    Mlp pair;  // without `down`
+};
+
+struct TowerActivation {
+    int32_t activation;
+};
+
+struct TowerStage {
+    int64_t inputs, outputs;  // numbers of a row
+    std::variant<Norm, TowerProduct, TowerActivation, TowerLayer> what;
+};
+
+struct TowerProgram {
+    bool bf16;  // products of bfloat16
+    std::vector<TowerStage> stages;
+};
+
+TowerProgram parse_tower(const char* names, const double* values, int64_t count, const TensorRecord* tensors, int64_t tensors_size,
+                         bool bf16_dot);
+
+// One call as it crosses the boundary.
+struct TowerArrays {
+    int64_t first, last;  // stages
+    int64_t rows, inputs, outputs;
+    const float* in;  // [rows][inputs]
+    float* out;       // [rows][outputs]
+    // Two divisions of the rows into segments, by their lengths; layers say which is theirs.
+    int64_t segments[2];
+    const int64_t* lengths[2];
+    const float *cos, *sin;  // [rows][head_dim / 2]; null where nothing is turned
+};
+
+class Tower {
+public:
+    Tower(TowerProgram program, const Ops* ops, int threads);
+    // Raises Error where the arrays do not fit the stages.
+    void run(const TowerArrays& in);
+
+    struct Segment {
+        int64_t first, last;  // rows
+        int64_t cell;         // where its cells of 16 rows begin
+    };
+    struct Division {
+        std::vector<Segment> segments;
+        std::vector<int32_t> of_row;
+        int64_t cells = 0;
+    };
+    // What a thread has of its own: a part of the rows on their way through a layer.
+    struct Scratch : Arena {
+        Scratch(const TowerProgram& p, const Ops& ops);
+        uint8_t* linear;
+        InputBuffer in, mid;
+        float *qkv, *tmp, *head, *scores;
+        int64_t qkv_ld = 16, tmp_ld = 16;
+        AttnState running, part;
+        int32_t *lo, *hi;
+    };
+    // What threads share: rows before and after a stage, queries of all rows, keys and values in cells.
+    struct Shared {
+        Pages x, y, queries, keys, values;
+        int64_t ld = 16;
+    };
+
+    const TowerProgram program;
+    const Ops* ops;
+    Pool pool;
+    Shared shared;
+    std::vector<Scratch> scratch;
+    std::vector<Range> parts;
+    Division divisions[2];
+    std::unique_ptr<Profile> profile;
+
+private:
+    void check(const TowerArrays& in) const;
+    void divide(const TowerArrays& in);
+    void grow(const TowerArrays& in);
+};
+
+}  // namespace tk
