@@ -116,20 +116,21 @@ def test_dense_linear_from_the_other_side(dtype, cols, rounded, ops) -> None:
         np.testing.assert_array_equal(ops.linear_back(packed, x[:count], 2, rounded), whole[:count])
 
 
-@pytest.mark.parametrize("cols", [100, 77])
-def test_dense_linear_of_rounded_inputs(cols, ops) -> None:
-    """Inputs may be rounded beside bfloat16 weights, where the processor multiplies bfloat16; sums stay float32."""
+@pytest.mark.parametrize("cols, loose", [(100, False), (77, False), (77, True), (160, True)])
+def test_dense_linear_of_rounded_inputs(cols, loose, ops) -> None:
+    """Inputs may be rounded beside bfloat16 weights, where the processor multiplies bfloat16; sums stay float32, in the
+    same order for any number of rows."""
     gate, up = (torch.from_numpy(random((120, cols), seed)).bfloat16() for seed in (7, 8))
     packed, second, x = pack_dense(gate), pack_dense(up), random((300, cols), 9)  # more than a panel of rows
     near = torch.from_numpy(x).bfloat16()
     expected = near.double().numpy() @ gate.double().numpy().T
-    close(ops.linear(packed, near.float().numpy(), rounded=True), expected, 1e-5)
-    whole = ops.linear(packed, x, rounded=True)
+    close(ops.linear(packed, near.float().numpy(), rounded=True, loose=loose), expected, 1e-5)
+    whole = ops.linear(packed, x, rounded=True, loose=loose)
     close(whole, expected, 1e-5 if ops.isa in ("amx", "avx512vnni", "i8mm") else 4e-3)
     for count in COUNTS:
-        np.testing.assert_array_equal(ops.linear(packed, x[:count], rounded=True), whole[:count])
-    both = np.maximum(whole, 0) * ops.linear(second, x, rounded=True)
-    np.testing.assert_array_equal(ops.gated(packed, second, x, 3, rounded=True), both)
+        np.testing.assert_array_equal(ops.linear(packed, x[:count], rounded=True, loose=loose), whole[:count])
+    both = np.maximum(whole, 0) * ops.linear(second, x, rounded=True, loose=loose)
+    np.testing.assert_array_equal(ops.gated(packed, second, x, 3, rounded=True, loose=loose), both)
     wide = pack_dense(gate.float())  # other weights take inputs as they are
     np.testing.assert_array_equal(ops.linear(wide, x, rounded=True), ops.linear(wide, x))
 
@@ -169,6 +170,8 @@ def act(name: str, x: np.ndarray) -> np.ndarray:
     t = torch.from_numpy(x).double()
     if name.startswith("gelu"):
         return torch.nn.functional.gelu(t, approximate="tanh" if name == "gelu_tanh" else "none").numpy()
+    if name == "quick_gelu":
+        return (t * torch.sigmoid(1.702 * t)).numpy()
     if name == "relu2":
         return t.relu().square().numpy()
     return getattr(torch.nn.functional, name)(t).numpy()
@@ -193,7 +196,7 @@ def test_layer_norm(size, biased, ops) -> None:
 
 def test_activations_and_logit_scaling(ops) -> None:
     x = np.linspace(-30, 30, 4096, dtype=np.float32)
-    for i, name in {0: "silu", 1: "gelu", 2: "gelu_tanh", 3: "relu", 5: "relu2", 6: "sigmoid"}.items():
+    for i, name in {0: "silu", 1: "gelu", 2: "gelu_tanh", 3: "relu", 5: "relu2", 6: "sigmoid", 7: "quick_gelu"}.items():
         found = ops.in_place("tk_op_activate", x, c_int64(x.size), c_int32(i))
         np.testing.assert_allclose(found, act(name, x), rtol=1e-5, atol=2e-6)
     capped = ops.in_place("tk_op_scale_logits", x, c_int64(x.size), c_float(2.0), c_float(30.0))

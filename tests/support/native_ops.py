@@ -151,6 +151,7 @@ class NativeOps:
         activation=-1,
         tiles=None,
         rounded=False,
+        loose=False,
     ) -> np.ndarray:
         count, width = len(x), p.meta.tiles * 16
         out = np.zeros((count, width), np.float32)
@@ -159,7 +160,7 @@ class NativeOps:
         if bias is not None:
             bias = np.pad(bias, (0, width - len(bias)))
         rows, _held = self._rows(p, x)
-        rows.round = rounded
+        rows.round, rows.loose = rounded, loose
         store = Store(out.ctypes.data, width, _ptr(bias), None, int(add is not None), alpha, activation, 1.0)
         first, last = tiles or (0, p.meta.tiles)
         self._call(
@@ -173,10 +174,19 @@ class NativeOps:
         )
         return out[:, : p.meta.rows]
 
-    def gated(self, gate: PackedTensor, up: PackedTensor, x: np.ndarray, activation: int, rounded=False, scale=1.0):
+    def gated(
+        self,
+        gate: PackedTensor,
+        up: PackedTensor,
+        x: np.ndarray,
+        activation: int,
+        rounded=False,
+        scale=1.0,
+        loose=False,
+    ):
         out = np.zeros((len(x), gate.meta.tiles * 16), np.float32)
         rows, _held = self._rows(gate, x)
-        rows.round = rounded
+        rows.round, rows.loose = rounded, loose
         store = Store(out.ctypes.data, out.shape[1], None, None, 0, 1.0, activation, scale)
         self._call(
             "tk_op_gated",

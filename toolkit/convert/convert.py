@@ -159,9 +159,7 @@ def _vision_bits(target: Target, spec: DecoderSpec, asked: str) -> int:
     if target.name != CPU_TARGET:
         raise UsageError(f"--vision int8: for target {CPU_TARGET}, this is {target.name}; leave the option out")
     if reason := uncovered(spec.vision):
-        raise UsageError(
-            f"--vision int8: the runner leaves this tower to torch ({reason}); leave the option out"
-        )
+        raise UsageError(f"--vision int8: the runner leaves this tower to torch ({reason}); leave the option out")
     return 8
 
 
