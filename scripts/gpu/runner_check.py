@@ -26,6 +26,7 @@ def _drivers(family: str, policy: int, device: str) -> tuple[Any, Any]:
     from toolkit.runners.base import RunnerOptions
     from toolkit.runners.tensor.cuda_device import CudaDevice
     from toolkit.runners.tensor.runner import TensorRunner
+    from toolkit.runners.tensor.traits import model_traits
 
     config = CONFIGS[family]
     spec, weights = dummy(config, torch.device("cpu"))
@@ -33,7 +34,8 @@ def _drivers(family: str, policy: int, device: str) -> tuple[Any, Any]:
     if device == "cpu":
         graphs = support("graphs")
         stand_in = graphs.CpuDevice()
-        made = TensorRunner(spec, lambda: weights, options, graphs=stand_in, ops=graphs.interpreted_ops())
+        ops = graphs.interpreted_ops(**model_traits(spec))
+        made = TensorRunner(spec, lambda: weights, options, graphs=stand_in, ops=ops)
         ours = stand_in.watch(made)
     else:
         torch.backends.cuda.matmul.allow_tf32 = False

@@ -18,6 +18,7 @@ from toolkit.runners.tensor.draws import columns, uniforms
 from toolkit.runners.tensor.idle import idle_batch
 from toolkit.runners.tensor.inputs import graph_rows
 from toolkit.runners.tensor.runner import TensorRunner
+from toolkit.runners.tensor.traits import model_traits
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -36,7 +37,8 @@ def pair(tiny_models, steps, graphs):
         settings = RunnerOptions(**({"dtype": "float32", "block_size": 16, "device": "cpu"} | options))
         path = tiny_models(family, **({} if layers is None else {"num_hidden_layers": layers}))
         opened, device = open_model(path), graphs.CpuDevice()
-        runner = TensorRunner(opened.spec, opened.weights, settings, graphs=device, ops=graphs.interpreted_ops(*triton))
+        ops = graphs.interpreted_ops(*triton, **model_traits(opened.spec))
+        runner = TensorRunner(opened.spec, opened.weights, settings, graphs=device, ops=ops)
         oracle, _ = open_runner(path, backend="pytorch", options=settings)
         return steps.Driver(device.watch(runner), blocks), device, steps.Driver(oracle, blocks)
 
@@ -107,6 +109,17 @@ def test_long_contexts_are_split_and_merged_in_graphs_with_room_to_spare(pair):
     for token in (5, 6, 7, 8):  # the second ends a range of keys: 2 tiles, then 3 in room for 4
         _both(ours, oracle, {0: [token], 1: [token]})
     assert device.captures == 4 and device.replays == 4
+
+
+def test_without_attention_a_graph_serves_every_length(pair):
+    ours, device, oracle = pair("mamba2")
+    ours.runner.warm_up(2, 300, 16)
+    assert [(key.rows, key.tiles) for key in ours.runner._steps.graphs.keys()] == [(2, ()), (1, ())]
+    assert [ours.add(), ours.add()] == [oracle.add(), oracle.add()]
+    _both(ours, oracle, {0: _prompt(40, 1), 1: [3]})
+    for new in ({0: [5], 1: [5]}, {1: [6]}, {1: [7], 0: [7]}):
+        _both(ours, oracle, new)
+    assert device.captures == 2 and device.replays == 3
 
 
 def test_all_that_triton_has_runs_through_graphs(pair):

@@ -370,9 +370,10 @@ def _spoil(t: Tensor) -> None:
     whole.fill_(0x7F)  # floats become huge or no numbers, integers point nowhere
 
 
-def interpreted_ops(*triton: str) -> Any:
+def interpreted_ops(*triton: str, **traits: Any) -> Any:
     """Kernels as a GPU gets them, of Triton in its interpreter: attention, mixtures of experts and the ops named in
-    ``triton``. It is slow, so for the others torch's operators stand in, of the implementation that waits for nothing.
+    ``triton``, where they take a model of these ``traits``. It is slow, so for the others torch's operators stand in,
+    of the implementation that waits for nothing.
     """
     from dataclasses import fields
 
@@ -381,11 +382,12 @@ def interpreted_ops(*triton: str) -> Any:
 
     interpreted = ("paged_attention", "moe_route", "moe_experts", *triton)
     chosen: dict[str, Any] = {}
+    gpu = kernels.Target("cuda", "float32", 90, traits)
     for name, op in kernels.load().items():
-        families = (
-            ("triton",) if name in interpreted else ("reference",) if name == "sample" else ("torch", "reference")
-        )
-        implementation = next(op.implementations[f] for f in families if f in op.implementations)
+        plain = ("reference",) if name == "sample" else ("torch", "reference")
+        families = ("triton", *plain) if name in interpreted else plain
+        there = (op.implementations[f] for f in families if f in op.implementations)
+        implementation = next(i for i in there if i.family != "triton" or i.unsupported(gpu) is None)
         chosen[name] = implementation.run
         if name == "paged_attention":
             chosen["plan_attention"] = implementation.plan
