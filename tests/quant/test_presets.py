@@ -49,6 +49,18 @@ def test_a_run_without_words_is_the_balanced_one() -> None:
     assert common.effort == usual and common.measured == usual.eval_tokens
 
 
+@pytest.mark.parametrize(
+    ("preset", "rounding", "method"),
+    [("balanced", None, "awq"), ("best", None, "awq+gptq"), ("best", "nearest", "awq")],
+)
+def test_the_best_preset_rounds_with_error_feedback(
+    tiny_models: Any, tmp_path: Path, text: str, preset: str, rounding: str | None, method: str
+) -> None:
+    common = Common(preset=preset, calib_dataset=text, calib_samples=4, calib_seqlen=48, eval_tokens=64)
+    found = auto_awq(str(tiny_models("llama")), tmp_path / "out", Awq(rounding=rounding, tune_steps=0), common=common)
+    assert {linear["method"] for linear in found.quality["layers"]} == {method}
+
+
 @pytest.mark.parametrize("more", ["tokens", "written", "tune_steps", "eval_tokens", "iters"])
 def test_more_work_takes_longer_in_proportion(tiny_models: Any, more: str) -> None:
     source = LayerSource(tiny_models("llama"))

@@ -49,15 +49,16 @@ def auto_awq(
 ) -> Result:
     """Quantize MODEL by AWQ into ``work_dir``, by default to 4 bits in the "gemm" format.
 
-    ``rounding`` "gptq": the scaled weights are rounded with error feedback, inputs taken through the quantized layers.
-    Other bits than 4 go to GPTQ's format or compressed-tensors. Raises UsageError for options that cannot be,
-    ToolkitError for a model that cannot be quantized; one line each.
+    ``rounding`` None: the preset's; "gptq": the scaled weights are rounded with error feedback, inputs taken through the
+    quantized layers. Other bits than 4 go to GPTQ's format or compressed-tensors. Raises UsageError for options that
+    cannot be, ToolkitError for a model that cannot be quantized; one line each.
     """
     if options.w_bits not in GPTQ_BITS:
         raise UsageError(f"--w-bits: expected 4, 8, 3 or 2, found {options.w_bits}")
-    if options.rounding not in ("nearest", "gptq"):
-        raise UsageError(f"--rounding: expected nearest or gptq, found {options.rounding!r}")
-    feedback, how = options.rounding == "gptq", _rounding(options)
+    rounding = common.effort.rounding if options.rounding is None else options.rounding
+    if rounding not in ("nearest", "gptq"):
+        raise UsageError(f"--rounding: expected nearest or gptq, found {rounding!r}")
+    feedback, how = rounding == "gptq", _rounding(options)
     if not feedback and how != gptq.Rounding():
         raise UsageError("--damp, --shrink, --desc-act, --static-groups: they are GPTQ's; give --rounding gptq too")
     if options.w_bits != 4 and common.format in (None, "awq"):
@@ -69,7 +70,7 @@ def auto_awq(
     grid = _grid(options, source, common)
     told = _grid_options(grid) | {"search_scale": options.search_scale}
     if feedback:
-        told |= {"rounding": options.rounding} | _rounding_options(how)
+        told |= {"rounding": rounding} | _rounding_options(how)
 
     def method(dtype: torch.dtype, _: Path) -> awq.Method:
         if not feedback:

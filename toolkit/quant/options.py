@@ -22,7 +22,7 @@ class Common:
     preset: str = option(
         "balanced",
         "How much effort: fast (16 samples, no tuning, 4k tokens measured), balanced, or best (128 samples, "
-        "192 steps of tuning). Other options go before it.",
+        "192 steps of tuning, AWQ with GPTQ's rounding). Other options go before it.",
     )
     calib_dataset: str = option(
         "self",
@@ -80,7 +80,9 @@ class Awq:
     search_scale: bool = option(
         True, "Search each layer's scales; else mean|x|^0.5.", "--search-scale/--no-search-scale"
     )
-    rounding: str = option("nearest", "nearest, or gptq: AWQ's scales, then GPTQ's error feedback.")
+    rounding: str | None = option(
+        None, "nearest, or gptq: AWQ's scales, then GPTQ's error feedback. Default: nearest; preset best: gptq."
+    )
     damp: float = option(0.01, "GPTQ: share of the mean diagonal added to XᵀX.")
     shrink: float = option(
         0.4, "GPTQ: share by which XᵀX counts less off its diagonal, so that the loss carries over to other text."
