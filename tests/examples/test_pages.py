@@ -47,6 +47,7 @@ HERE = {
     "--tasks gsm8k": "--tasks toolkit_passkey --limit 1 --include_path tasks",
     "--num-prompts 200": "--num-prompts 4",
     "--limit 20": "--limit 1",
+    "--calib-samples 64 --calib-self-samples 64": "--calib-self-samples 1",
     "tales=DIR": "tales=./tales",
     "OWNER/NAME": "./verse",
     "--dst-path my-engine": "--dst-path work/my-engine",

@@ -49,9 +49,9 @@ def auto_awq(
 ) -> Result:
     """Quantize MODEL by AWQ into ``work_dir``, by default to 4 bits in the "gemm" format.
 
-    ``rounding`` None: the preset's; "gptq": the scaled weights are rounded with error feedback, inputs taken through the
-    quantized layers. Other bits than 4 go to GPTQ's format or compressed-tensors. Raises UsageError for options that
-    cannot be, ToolkitError for a model that cannot be quantized; one line each.
+    ``rounding`` None: the preset's; "gptq": the scaled weights are rounded with error feedback, inputs taken through
+    the quantized layers. Other bits than 4 go to GPTQ's format or compressed-tensors. Raises UsageError for options
+    that cannot be, ToolkitError for a model that cannot be quantized; one line each.
     """
     if options.w_bits not in GPTQ_BITS:
         raise UsageError(f"--w-bits: expected 4, 8, 3 or 2, found {options.w_bits}")
