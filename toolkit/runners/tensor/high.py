@@ -62,14 +62,15 @@ class HighEncoder(Encoder):
         assert self.spec.high is not None
         count, side, _, _ = x.shape
         qkv = self._linear(f"{begin}attn.qkv", x.flatten(1, 2)).unflatten(2, (3, self.spec.high.heads, -1))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [windows, heads, side * side, head_dim]
-        far = torch.arange(side)[:, None] - torch.arange(side) + side - 1
-        grid = q.unflatten(2, (side, side))
-        down = torch.einsum("whyxd,ykd->whyxk", grid, self.weights[f"{begin}attn.rel_pos_h"][far.to(x.device)])
-        across = torch.einsum("whyxd,xkd->whyxk", grid, self.weights[f"{begin}attn.rel_pos_w"][far.to(x.device)])
-        added = (down[..., :, None] + across[..., None, :]).flatten(4).flatten(2, 3)
-        found = functional.scaled_dot_product_attention(q, k, v, attn_mask=added)
-        return self._linear(f"{begin}attn.proj", found.transpose(1, 2).flatten(2)).view(count, side, side, -1)
+        far = (torch.arange(side)[:, None] - torch.arange(side) + side - 1).to(x.device)
+        below, beside = (self.weights[f"{begin}attn.rel_pos_{axis}"][far] for axis in "hw")
+        found = []
+        for q, k, v in qkv.permute(3, 2, 0, 1, 4):  # head by head: the scores of all are gigabytes
+            grid = q.unflatten(1, (side, side))
+            down, across = torch.einsum("wyxd,ykd->wyxk", grid, below), torch.einsum("wyxd,xkd->wyxk", grid, beside)
+            added = (down[..., :, None] + across[..., None, :]).flatten(3).flatten(1, 2)
+            found.append(functional.scaled_dot_product_attention(q, k, v, attn_mask=added))
+        return self._linear(f"{begin}attn.proj", torch.cat(found, -1)).view(count, side, side, -1)
 
     def _neck(self, name: str, x: Tensor) -> Tensor:
         """[1, rows, columns, hidden] to [1, channels, rows, columns]."""
