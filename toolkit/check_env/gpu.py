@@ -9,6 +9,7 @@ GIB = 1 << 30
 OWN_BYTES = 3 * GIB // 2  # of CUDA, kernels, graphs and a small KV cache, beside a model's weights
 SHARE = 0.95  # of free memory that may be planned with
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256, 512)
+LATENT_ROWS = (288, 576)  # numbers of a row: MiniCPM 3; DeepSeek, Kimi K2 and GLM-4.7-Flash
 GROUPS = (16, 32, 64, 96, 128, -1)  # -1: one scale a row
 INPUTS = 4032 * 64  # of a linear that every size of group divides
 
@@ -29,6 +30,7 @@ def gpu_support(gpus: list[dict[str, Any]], why_none: str | None = None) -> list
         if gpu["kernels"] == "cuda":
             found.append(_compiled(capability))
             found += _shapes("paged_attention", "head_dim", _head_dims(), capability)
+            found += _shapes("paged_attention", "latent rows of", _latent_rows(), capability)
             found += _shapes("linear_group_int", "groups of", _groups(), capability)
         rows += [{"gpu": gpu["index"], "what": what, "here": here} for what, here in found]
     return rows
@@ -64,6 +66,10 @@ def _compiled(capability: int) -> tuple[str, str]:
 
 def _head_dims() -> Iterable[tuple[str, dict[str, Any]]]:
     return ((str(dim), {"head_dim": dim, "bits": 0, "cache": None}) for dim in HEAD_DIMS)
+
+
+def _latent_rows() -> Iterable[tuple[str, dict[str, Any]]]:
+    return ((str(dim), {"head_dim": dim, "bits": 0, "cache": None, "latent": True}) for dim in LATENT_ROWS)
 
 
 def _groups() -> Iterable[tuple[str, dict[str, Any]]]:
