@@ -12,8 +12,9 @@ namespace tk {
 namespace TK_ISA {
 namespace {
 
-constexpr int64_t FROM = 8;       // fewer tokens are as fast without tiles
-constexpr int64_t PANEL = 256;    // tokens whose float sums wait in the second-level cache
+constexpr int64_t FROM_4 = 8, FROM_8 = 9;  // fewer tokens are as fast without tiles: weights of 8 bits take longer to unpack
+constexpr int64_t PANEL = 256, LEAST = 64;  // tokens whose float sums wait in the second-level cache, beside
+constexpr int64_t INPUTS = 1 << 20;         // so many bytes of their inputs
 constexpr int64_t COLUMNS = 256;  // of the groups that are unpacked together, where a group is not wider
 constexpr int64_t GROUPS = 4;     // unpacked together at most
 constexpr int64_t NARROWEST = 32; // columns of a product
@@ -188,9 +189,10 @@ void any_pair(Tiles& r, const Matrix& w, const Work& k, const Rows& in, const Bl
 
 // body(tiles, blocks, rows, their store) for panels of tokens as equal as can be
 template <class Body>
-void each_panel(const Rows& in, int64_t count, const Store& to, int64_t step, Body&& body) {
+void each_panel(const Matrix& w, const Rows& in, int64_t count, const Store& to, int64_t step, Body&& body) {
+    const int64_t fit = INPUTS / w.cols, widest = fit < LEAST ? LEAST : fit < PANEL ? fit : PANEL;
     for (int64_t t = 0, n; t < count; t += n) {
-        n = block_at(t, count, PANEL);
+        n = block_at(t, count, widest);
         const Blocks blocks(n);
         Tiles registers(blocks.rows, step);
         Rows rows = in;
@@ -205,16 +207,18 @@ void each_panel(const Rows& in, int64_t count, const Store& to, int64_t step, Bo
 
 }  // namespace
 
-bool tiled(const Matrix& w, int64_t count) { return w.format == INT && count >= FROM && step_of(w.group) > 0; }
+bool tiled(const Matrix& w, int64_t count) {
+    return w.format == INT && count >= (w.bits == 4 ? FROM_4 : FROM_8) && step_of(w.group) > 0;
+}
 
 int64_t tiled_scratch(const Matrix& w) {
-    if (!tiled(w, FROM)) return 0;
+    if (!tiled(w, PANEL)) return 0;
     return 64 + GROUPS * 2048 + GROUPS * 256 + (PANEL + 2 * TILE_ROWS) * 128 + 2 * code_bytes(w);
 }
 
 void linear_tiled(const Matrix& w, const Rows& in, int64_t count, int64_t t0, int64_t t1, const Store& to, void* scratch) {
     const int64_t step = step_of(w.group), bytes = w.tile_bytes();
-    each_panel(in, count, to, step, [&](Tiles& r, const Blocks& blocks, const Rows& rows, const Store& part) {
+    each_panel(w, in, count, to, step, [&](Tiles& r, const Blocks& blocks, const Rows& rows, const Store& part) {
         Work k = work_of(scratch);
         for (int64_t tile = t0; tile < t1; tile += 2) {
             const bool two = tile + 1 < t1;
@@ -233,7 +237,7 @@ void linear_tiled(const Matrix& w, const Rows& in, int64_t count, int64_t t0, in
 void gated_tiled(const Matrix& gate, const Matrix& up, const Rows& in, int64_t count, int64_t t0, int64_t t1, const Store& to,
                  void* scratch) {
     const int64_t step = step_of(gate.group), bytes = gate.tile_bytes();
-    each_panel(in, count, to, step, [&](Tiles& r, const Blocks& blocks, const Rows& rows, const Store& part) {
+    each_panel(gate, in, count, to, step, [&](Tiles& r, const Blocks& blocks, const Rows& rows, const Store& part) {
         Work k = work_of(scratch);
         for (int64_t tile = t0; tile < t1; tile++) {
             k.tile[0] = gate.data + tile * bytes;
