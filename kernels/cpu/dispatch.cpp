@@ -45,8 +45,10 @@ namespace {
 }
 
 [[maybe_unused]] bool has_amx() {  // leaf 7, EDX: 22 products of bfloat16, 24 tiles, 25 products of integers
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    return has_avx512vnni() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 24 & 3) == 3 && (d >> 22 & 1);
+    unsigned a = 0, b = 0, c = 0, d = 0, kept = 0, high = 0;
+    if (!has_avx512vnni() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d >> 24 & 3) != 3 || !(d >> 22 & 1)) return false;
+    __asm__("xgetbv" : "=a"(kept), "=d"(high) : "c"(0));  // what the system keeps of a thread: 17 their shape, 18 their data
+    return (kept >> 17 & 3) == 3;
 }
 
 // Linux keeps the registers' 8 KB of a thread only for processes that ask, all threads of theirs then.
