@@ -19,7 +19,7 @@ def test_all_instruction_sets_or_this_processors_best(monkeypatch: pytest.Monkey
     assert tuple(build.wanted_isas(here)) == library.ISAS
     monkeypatch.setenv(build.ISAS_VARIABLE, "here")
     best, *rest = build.wanted_isas(here)
-    assert library.isas()[0] in (best, *rest)  # as the processor itself says, or what runs where the system refuses tiles
+    assert library.isas()[0] in (best, *rest)  # the other where the system refuses tiles
     assert rest == (["avx512vnni"] if best == "amx" else [])  # which does what tiles do not
     monkeypatch.setenv(build.ISAS_VARIABLE, "avx9")
     with pytest.raises(build.BuildError, match="TOOLKIT_NATIVE_ISAS: expected all or here, found 'avx9'"):
