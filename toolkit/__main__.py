@@ -34,7 +34,7 @@ def main() -> None:
 
 def _leave(code: int) -> None:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, RuntimeError):  # the last: where it was just being flushed
             stream.flush()
     os._exit(code)
 

@@ -183,6 +183,7 @@ def test_dense_granite_4_is_granite(tiny_models: Any, tmp_path: Path) -> None:
         ("llama4_text", {"floor_scale": 4096}, "queries that grow by 0.1"),
         ("llama4_text", {"use_qk_norm": False}, "norms of q and k"),
         ("llama4_text", {"moe_layers": [0, 3]}, "experts in every n-th layer"),
+        ("llama4_text", {"moe_layers": []}, "has experts"),
         ("llama4_text", {"no_rope_layers": [1] * 4}, "3 layers with rope"),
         ("phimoe", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.01"),
         ("phimoe", {"head_dim": 32, "rope_parameters": {"rope_theta": 1e4}}, "as wide together as the model"),

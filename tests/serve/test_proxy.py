@@ -412,6 +412,9 @@ def test_only_the_operator_changes_nodes() -> None:
             assert (await w.client.get("/v1/models", headers=operator)).status_code == 401
         async with world(FakeNode(), api_keys=["client"]) as w:
             assert (await w.client.get("/nodes/status")).status_code == 401
+            for path in ("/health", "/v1/health"):  # open to be read; nothing is passed on
+                assert (await w.client.get(path)).status_code == 200
+                assert (await w.client.post(path, json={"model": "m"})).status_code == 401
             assert (await w.client.get("/nodes/status", headers=client)).status_code == 200
 
     run(go)

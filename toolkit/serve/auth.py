@@ -17,8 +17,8 @@ OPEN_PATHS = frozenset({"/health", "/v1/health", "/", "/docs", "/openapi.json", 
 
 
 class ApiKeyMiddleware:
-    """401 for every request without one of ``keys`` (none: all may), except to OPEN_PATHS. ``under``: what paths that
-    begin so need instead."""
+    """401 for every request without one of ``keys`` (none: all may), except those that read OPEN_PATHS. ``under``: what
+    paths that begin so need instead."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, under: Mapping[str, ApiKeys] | None = None) -> None:
         self.app = app
@@ -29,7 +29,7 @@ class ApiKeyMiddleware:
         return next((keys for prefix, keys in self.under.items() if path.startswith(prefix)), self.keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
+        if scope["type"] == "http" and not _is_open(scope):
             headers = Headers(scope=scope)
             keys = self._keys_for(scope["path"])
             if keys and not keys.know(_tokens(headers)):
@@ -41,6 +41,10 @@ class ApiKeyMiddleware:
                 await send_json(send, 401, error.envelope_at(scope["path"]), [(b"www-authenticate", b"Bearer")])
                 return
         await self.app(scope, receive, send)
+
+
+def _is_open(scope: Scope) -> bool:
+    return scope["method"] == "OPTIONS" or (scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"))
 
 
 def _tokens(headers: Headers) -> list[str]:

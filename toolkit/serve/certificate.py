@@ -22,6 +22,9 @@ def ssl_files(settings: ServerSettings | ProxySettings) -> tuple[str | None, str
         key, certificate, asked = _of_environment("SSL_KEYFILE"), _of_environment("SSL_CERTFILE"), "--ssl"
     if certificate is None:
         return None, None
+    for path in filter(None, (certificate, key)):
+        if not Path(path).is_file():  # a pipe cannot be read twice
+            raise UsageError(f"{asked}: expected a certificate and its key in files, found {path}, which is none")
     try:  # now, before a model is loaded; a key with a password fails, where it would be asked for else
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=lambda: "")
     except OSError as error:

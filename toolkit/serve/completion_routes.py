@@ -183,7 +183,7 @@ def _extend(row: dict[str, Any], part: dict[str, Any]) -> None:
     row["text"] += part["text"]
     row |= {name: part[name] for name in ("prompt_logprobs", "prompt_token_ids") if name in part}
     if "token_ids" in part:
-        row["token_ids"] = row.get("token_ids", []) + part["token_ids"]
+        row.setdefault("token_ids", []).extend(part["token_ids"])
     row["finish_reason"], row["stop_reason"] = part["finish_reason"], part["stop_reason"]
     if part["logprobs"] is None:
         return

@@ -113,6 +113,8 @@ def _write(spec: DecoderSpec) -> dict[str, Any]:
     attention = [a for _, a in spec.attention_layers()]
     sparse = [layer.sublayers[1].mixer.kind == "moe" for layer in spec.layers]
     mixers = [mixer for _, mixer in spec.mixers() if mixer.kind == "moe"]
+    if not mixers:
+        raise ToolkitError("gguf: llama.cpp's llama4 has experts, this model has none")
     step = sparse.index(True) + 1
     inner = mixers[0].experts[0].up.out_features
     turns = [(i + 1) % EVERY != 0 for i in range(len(attention))]

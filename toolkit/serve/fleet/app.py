@@ -102,6 +102,7 @@ def _add_plain_routes(app: FastAPI, state: ProxyState, fleet: Fleet, metrics: bo
         return next(card for card in fleet.cards() if card["id"] == name) | common
 
     @app.head("/health")
+    @app.get("/v1/health")
     @app.get("/health")
     async def health() -> HttpResponse:
         if state.closing:

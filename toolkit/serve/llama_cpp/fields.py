@@ -24,6 +24,7 @@ NOTHING: dict[str, Any] = {
     "t_max_predict_ms": 0,
     "post_sampling_probs": False,
 }
+OFF = ("t_max_predict_ms",)  # of these, what is below 0 changes nothing either
 
 
 def _biases(value: Any) -> Any:
@@ -75,8 +76,8 @@ class Generation(LlamaSampling):
     @model_validator(mode="after")
     def _can_be_done(self) -> Generation:
         for name, value in NOTHING.items():
-            if (found := getattr(self, name)) not in (None, value):
-                raise ValueError(f"{name}: not built here; leave it out, found {found}")
+            if (found := getattr(self, name)) not in (None, value) and not (name in OFF and found < 0):
+                raise ValueError(f"{name}: not built here; leave it out, found {shown(found)}")
         for name in ("lora", "samplers", "response_fields"):
             if getattr(self, name):
                 raise ValueError(f"{name}: {type(self).model_fields[name].description}; leave it out")

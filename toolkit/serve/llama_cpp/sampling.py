@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from toolkit.config_checks import shown
 from toolkit.serve.parameters import given_parameters, parameter, with_parameters
 from toolkit.serve.protocol import StopWords, as_list
 from toolkit.serve.strict import Strict
@@ -61,13 +62,13 @@ class LlamaSampling(Strict):
     def _can_be_drawn(self) -> LlamaSampling:
         for name, value in NEUTRAL.items():
             if (found := getattr(self, name)) not in (None, value):
-                raise ValueError(f"{name}: not built here; leave it out, found {found:g}")
+                raise ValueError(f"{name}: not built here; leave it out, found {shown(found)}")
         given = self.sampling()
         penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
         punished = any(given.get(name) not in (None, 0.0, 1.0) for name in penalties)
         if punished and self.repeat_last_n not in (None, -1):
             raise ValueError(
-                f"repeat_last_n: penalties look at the whole text here; expected -1, found {self.repeat_last_n}"
+                f"repeat_last_n: penalties look at the whole text here; expected -1, found {shown(self.repeat_last_n)}"
             )
         return self
 

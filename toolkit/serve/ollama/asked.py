@@ -74,10 +74,11 @@ def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
             functions = [(id, {"name": f.name, "arguments": f.arguments}) for id, f in calls]
             made["tool_calls"] = [{"id": id, "type": "function", "function": function} for id, function in functions]
         if message.role == "tool":
-            found = next((call for call in waiting if message.tool_name in (None, call[0])), None)
+            id = message.tool_call_id
+            found = next((c for c in waiting if (id == c[1] if id else message.tool_name in (None, c[0]))), None)
             if found is not None:
                 waiting.remove(found)
-            made["tool_call_id"] = message.tool_call_id or (found[1] if found else None)
+            made["tool_call_id"] = id or (found[1] if found else None)
             made["name"] = message.tool_name
         told.append(made)
     return told

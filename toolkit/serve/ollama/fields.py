@@ -114,8 +114,10 @@ class OllamaGenerateRequest(Answering):
             raise ValueError("template: cannot be set by a request; start the server with --chat-template")
         if self.context:
             raise ValueError("context: not supported; send the conversation to /api/chat")
-        if self.raw and (self.images or self.system):
-            raise ValueError(f"{'images' if self.images else 'system'}: not with raw=true")
+        beside = "raw=true" if self.raw else "suffix"
+        for name in ("images", "system", "think") if self.raw or self.suffix else ():
+            if getattr(self, name):
+                raise ValueError(f"{name}: not with {beside}, which goes round the chat template")
         return self
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Awaitable, Callable
 from time import perf_counter_ns
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
@@ -34,6 +34,9 @@ from toolkit.serve.replies import EventReply, JsonReply, Wire, json_response, li
 from toolkit.serve.requests import PIECE, encode_prompt, parse, translated
 from toolkit.serve.schema import OLLAMA_ERRORS, describe
 from toolkit.serve.state import ServerState
+
+if TYPE_CHECKING:
+    from toolkit.artifacts.text.tokenizer import Tokenizer
 
 router = APIRouter(responses=OLLAMA_ERRORS)
 BODIES: list[type[BaseModel]] = [ChatRequest, OllamaGenerateRequest, EmbedRequest, OldEmbedRequest, ShowRequest]
@@ -143,11 +146,20 @@ async def _vectors(
             if not cut:
                 raise
             text = texts[i][: PIECE * most]
-            return (await state.lanes.run(lambda: tokenizer.encode(text), len(text)))[:most]
+            return await state.lanes.run(lambda: _beginning(tokenizer, text, most), len(text))
 
     adapter = state.adapter_of(_served(state, model))
     name = f"ollama-{uuid.uuid4().hex}"
     return await embed(state, name, len(texts), encode, adapter, lambda row: as_numbers(vector(row, dimensions, True)))
+
+
+def _beginning(tokenizer: Tokenizer, text: str, most: int) -> list[int]:
+    """The first tokens of ``text``, with what the model wants around it: a last token may be what is pooled."""
+    ids, bare = tokenizer.encode(text), tokenizer.encode(text, add_special_tokens=False)
+    around = len(ids) - len(bare)
+    ahead = next((n for n in range(around) if ids[n : n + len(bare)] == bare), around)
+    behind = around - ahead
+    return [*ids[: max(0, most - behind)], *ids[len(ids) - behind :]]
 
 
 @router.post("/api/show", **describe(ShowRequest, "What a model is, as Ollama tells it", OllamaShown))

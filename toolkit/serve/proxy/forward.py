@@ -43,7 +43,8 @@ class Incoming:
 
     @property
     def model(self) -> str | None:
-        found = self.data.get("model") if isinstance(self.data, dict) else None
+        data = self.data if isinstance(self.data, dict) else {}
+        found = data.get("model", data.get("name") if self.path == "/api/show" else None)
         if not isinstance(found, str):
             return None
         return found.removesuffix(LATEST) if self.path.startswith(OLLAMA) else found
