@@ -19,7 +19,9 @@ namespace tk {
     namespace isa {             \
     extern const Ops table;     \
     }
-TK_DECLARE(amx)
+namespace amx {
+const Ops* table();
+}
 TK_DECLARE(avx512vnni)
 TK_DECLARE(avxvnni)
 TK_DECLARE(avx2)
@@ -67,37 +69,40 @@ namespace {
 
 [[maybe_unused]] bool always() { return true; }
 
+template <const Ops& TABLE>
+const Ops* constant() { return &TABLE; }
+
 struct Entry {
     const char* name;
-    const Ops* table;
+    const Ops* (*table)();
     bool (*supported)();
     bool (*allowed)() = always;
 };
 
 const Entry ENTRIES[] = {
 #if defined(TK_HAVE_amx)
-    {"amx", &amx::table, has_amx, may_use_tiles},
+    {"amx", amx::table, has_amx, may_use_tiles},
 #endif
 #if defined(TK_HAVE_avx512vnni)
-    {"avx512vnni", &avx512vnni::table, has_avx512vnni},
+    {"avx512vnni", constant<avx512vnni::table>, has_avx512vnni},
 #endif
 #if defined(TK_HAVE_avxvnni)
-    {"avxvnni", &avxvnni::table, has_avxvnni},
+    {"avxvnni", constant<avxvnni::table>, has_avxvnni},
 #endif
 #if defined(TK_HAVE_avx2)
-    {"avx2", &avx2::table, has_avx2},
+    {"avx2", constant<avx2::table>, has_avx2},
 #endif
 #if defined(TK_HAVE_i8mm)
-    {"i8mm", &i8mm::table, has_i8mm},
+    {"i8mm", constant<i8mm::table>, has_i8mm},
 #endif
 #if defined(TK_HAVE_dotprod)
-    {"dotprod", &dotprod::table, has_dotprod},
+    {"dotprod", constant<dotprod::table>, has_dotprod},
 #endif
 #if defined(TK_HAVE_neon)
-    {"neon", &neon::table, always},
+    {"neon", constant<neon::table>, always},
 #endif
 #if defined(TK_HAVE_generic)
-    {"generic", &generic::table, always},
+    {"generic", constant<generic::table>, always},
 #endif
 };
 
@@ -108,7 +113,7 @@ const Ops* select_ops(const char* name, const char** reason) {
     for (const Entry& e : ENTRIES) {
         if (name && *name && std::strcmp(name, e.name) != 0) continue;
         const bool here = e.supported();
-        if (here && e.allowed()) return e.table;
+        if (here && e.allowed()) return e.table();
         *reason = here ? "the system does not keep its registers for this process" : "this processor lacks it";
     }
     return nullptr;

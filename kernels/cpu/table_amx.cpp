@@ -7,6 +7,9 @@ namespace avx512vnni {
 extern const Ops table;
 }
 namespace amx {
+
+const Ops* table();
+
 namespace {
 
 const Ops& base = avx512vnni::table;
@@ -39,8 +42,11 @@ Ops with_tiles() {
 
 }  // namespace
 
-extern const Ops table;
-const Ops table = with_tiles();  // when the library is loaded, the other table being a constant
+// Made at the first call, not when the library is loaded: what copies it is compiled for processors that have tiles.
+const Ops* table() {
+    static const Ops made = with_tiles();
+    return &made;
+}
 
 }  // namespace amx
 }  // namespace tk

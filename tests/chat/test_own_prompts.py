@@ -87,6 +87,8 @@ FAMILIES: dict[str, tuple[str, str | None]] = {
     "qwen3_5_text": ("Qwen/Qwen3.5-4B", "qwen3"),
     "qwen3_moe": ("Qwen/Qwen3-30B-A3B", "qwen3"),
     "qwen3_next": ("Qwen/Qwen3-Next-80B-A3B-Instruct", "qwen3"),
+    "sdar": ("JetLM/SDAR-1.7B-Chat", None),
+    "sdar_moe": ("JetLM/SDAR-30B-A3B-Chat", None),
     "seed_oss": ("ByteDance-Seed/Seed-OSS-36B-Instruct", None),
     "smollm3": ("HuggingFaceTB/SmolLM3-3B", "chatml"),
     "stablelm": ("stabilityai/stablelm-2-1_6b-chat", None),

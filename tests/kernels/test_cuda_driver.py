@@ -100,7 +100,7 @@ def test_a_head_in_integers_gives_logits_in_float32(host, place, monkeypatch):
     spec = SimpleNamespace(head="lm_head", head_bias=False, tied=True)
     monkeypatch.setattr(build, "make_linear", lambda weights, biases, place, ops: bound(weights[0], place))
     x, head = torch.randn(3, 128).half(), weight(bits=8)
-    builder = build._Builder({"lm_head": head}, place, SimpleNamespace(), (), None)
+    builder = build._Builder({"lm_head": head}, place, SimpleNamespace(), (), None, {})
     logits = builder.head(spec, torch.empty(0))(x)
     # Sums of 128 products of up to 16 in another order; logits rounded to float16 would be off by 1e-2.
     torch.testing.assert_close(logits, x.float() @ head.dequantize().T, rtol=1e-5, atol=2e-4)

@@ -104,3 +104,14 @@ def test_where_the_system_refuses_its_registers_the_next_best_runs() -> None:
     amx, second = done.stdout.splitlines()[:2]
     assert amx == "amx False instruction set amx: the system does not keep its registers for this process"
     assert second == f"{OTHER} True None"
+
+
+def test_the_table_is_not_made_when_the_library_is_loaded(tmp_path: Path) -> None:
+    """Processors without AVX-512 load it too: code compiled for AMX that ran then would be an illegal instruction."""
+    compiler, kernels = build.compiler(), build.kernel_folder()
+    if compiler is None or "amx" not in build.wanted_isas(compiler):
+        pytest.skip("no C++ compiler that knows AMX")
+    flags = [*build.COMMON, *build.ISAS["x86_64"]["amx"].flags.split(), "-DTK_ISA=amx", f"-I{kernels}"]
+    file = tmp_path / "table.o"
+    subprocess.run([*compiler.split(), *flags, "-c", kernels / "table_amx.cpp", "-o", file], check=True)
+    assert b".init_array" not in file.read_bytes()

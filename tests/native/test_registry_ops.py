@@ -214,7 +214,8 @@ def cannot(op: str, case: registry.Case) -> bool:
     if op == "moe_experts":
         return case.label.endswith("bias")  # the executor adds them in the epilogue, which test_ops has
     traits = case.traits
-    return op == "paged_attention" and bool(traits.get("bits") or traits.get("cache") or "alibi" in case.label)
+    others = any(traits.get(name) for name in ("bits", "cache", "latent", "block"))
+    return op == "paged_attention" and (others or "alibi" in case.label)
 
 
 @pytest.mark.parametrize("op, case", [(o, c) for o in NATIVE for c in registry.load()[o].cases() if not cannot(o, c)],

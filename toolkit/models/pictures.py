@@ -136,7 +136,8 @@ def most_patches(recipe: Recipe, merge: int) -> int:
         "split": math.ceil(recipe.long / max(recipe.size[0], 1)) ** 2,
     }
     each = max(recipe.per_tile, (recipe.size[0] // recipe.unit) ** 2)  # of queries there are fewer than of patches
-    return (tiles.get(recipe.kind, 0) + 1) * each * merge**2 + (recipe.high // recipe.unit) ** 2
+    high = 3 * (recipe.high // recipe.unit) ** 2  # the scores of its whole attention, one head at a time, lie beside
+    return (tiles.get(recipe.kind, 0) + 1) * each * merge**2 + high
 
 
 def framed(size: tuple[int, int], frame: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -222,7 +222,7 @@ def language_of(config: Fields, text: str = "text_config", default: str = "llama
     """
     own = dict((config.nested(text) or Fields({}, config.source)).values)
     kind = own.get("model_type") or default
-    values = ABSENT.get(kind, {}) | {"model_type": kind} | own | changes
+    values = (ABSENT.get(kind, {}) if isinstance(kind, str) else {}) | {"model_type": kind} | own | changes
     if config.has("tie_word_embeddings"):
         values["tie_word_embeddings"] = config.flag("tie_word_embeddings", False) or own.get(
             "tie_word_embeddings", False

@@ -57,7 +57,8 @@ def build(config: Fields) -> Built:
 
 def recipe(config: Fields, preprocessor: Fields) -> Recipe:
     second = is_second(config)
-    made = glm4v_9b.square_recipe(config.nested("vision_config") or config, 2 if second else 1, PLACES[second])
+    vision = config.nested("vision_config") or Fields({}, config.source)
+    made = glm4v_9b.square_recipe(vision, 2 if second else 1, PLACES[second])
     return replace(made, leads=("<s>", "<|begin_of_text|>", ""))
 
 

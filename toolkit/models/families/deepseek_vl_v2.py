@@ -47,7 +47,8 @@ def tower_of(config: Fields) -> Tower:
 
 def vision_fields(config: Fields) -> Fields:
     inner = config.nested("vision_config") or Fields({}, config.source)
-    return Fields(SO400M | {"image_size": 384} | dict(inner.values), config.source, "vision_config.")
+    given = {name: value for name, value in inner.values.items() if value is not None}
+    return Fields(SO400M | {"image_size": 384} | given, config.source, "vision_config.")
 
 
 def projector_fields(config: Fields) -> Fields:

@@ -98,7 +98,7 @@ def shapes(eye: VisionSpec) -> dict[str, tuple[int, ...]]:
 
 def square_recipe(tower: Fields, factor: int, token: str) -> Recipe:
     """A square of the tower's size, the rows and one before and behind them."""
-    image, patch = side(tower, "image_size"), side(tower, "patch_size", 14)
+    image, patch = side(tower, "image_size", 336), side(tower, "patch_size", 14)
     return Recipe(
         kind="square",
         size=(image, image),
@@ -124,7 +124,7 @@ def build(config: Fields) -> Built:
 
 
 def recipe(config: Fields, preprocessor: Fields) -> Recipe:
-    return square_recipe(config.nested("vision_config") or config, 2, "<|begin_of_image|>")
+    return square_recipe(config.nested("vision_config") or Fields({}, config.source), 2, "<|begin_of_image|>")
 
 
 TINY_EVA = dict(

@@ -51,7 +51,7 @@ def _as_internvl(config: Fields) -> Fields:
     vision = {**inner.values, **{ours: inner.values.get(theirs) for ours, theirs in VISION.items()}}
     image = vision.get("image_size", 448)
     if config.values.get("force_image_size", image) != image:
-        config.fail("force_image_size", config.values["force_image_size"], f"{image}, the tower's image_size")
+        config.fail("force_image_size", config.values.get("force_image_size"), f"{image}, the tower's image_size")
     own = {ours: config.values.get(theirs) for ours, theirs in FIELDS.items()}
     return Fields({**config.values, **own, "vision_config": vision}, config.source)
 

@@ -25,13 +25,15 @@ OVERSAMPLE = 4  # documents are read until there is this many times the text tha
 @dataclass(frozen=True)
 class CalibrationPlan:
     """``dataset``: "self", a known name, NAME=FOLDER (a copy of it), or a path. ``samples`` sequences of ``seqlen``
-    tokens. ``own``: so many of them the model writes itself, beside those of another ``dataset`` than "self"."""
+    tokens. ``own``: so many of them the model writes itself, beside those of another ``dataset`` than "self".
+    ``beside``: of the part that is read alone, how many the model writes besides."""
 
     dataset: str
     samples: int
     seqlen: int
     seed: int
     own: int = 0
+    beside: int = 0
 
     @property
     def tokens(self) -> int:
@@ -40,7 +42,9 @@ class CalibrationPlan:
     @property
     def given(self) -> CalibrationPlan | None:
         """The part that is read from the dataset."""
-        return None if self.dataset == "self" else replace(self, samples=self.samples - self.own, own=0)
+        return (
+            None if self.dataset == "self" else replace(self, samples=self.samples - self.own, own=0, beside=self.own)
+        )
 
     @property
     def written(self) -> CalibrationPlan | None:
@@ -128,6 +132,7 @@ def pack(plan: CalibrationPlan, documents: Iterable[list[int]]) -> list[list[int
         raise UsageError(
             f"{have}, {plan.tokens - len(ids):,} too few for {plan.samples} samples of {plan.seqlen}; "
             f"give more text or --calib-samples {len(chunks)}"
+            + (f" --calib-self-samples {plan.beside}" if plan.beside else "")
         )
     chosen = sorted(random.Random(plan.seed).sample(range(len(chunks)), plan.samples))
     return [chunks[i] for i in chosen]

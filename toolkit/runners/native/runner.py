@@ -102,7 +102,8 @@ class NativeRunner:
         """What weights, activations and blocks take, and what is free now."""
         loaded = self._model is not None
         weights = self._weight_bytes if loaded else self._estimate_weights()
-        patch = 0 if self.spec.vision is None else patch_numbers(self.spec.vision) * 4
+        vision = self.spec.vision
+        patch = 0 if vision is None else (patch_numbers(vision) + 2 * vision.tower.hidden) * 4
         return MemoryNeed(weights, self._activation_bytes(), self._block_bytes(), free_host_bytes(), loaded, patch)
 
     def _estimate_weights(self) -> int:

@@ -49,7 +49,6 @@ Tower::Scratch::Scratch(const TowerProgram& p, const Ops& ops) {
 }
 
 Tower::Tower(TowerProgram prog, const Ops* o, int threads) : program(std::move(prog)), ops(o), pool(threads) {
-    for (const TowerStage& s : program.stages) shared.ld = std::max({shared.ld, pad16(s.inputs), pad16(s.outputs)});
     for (int i = 0; i < pool.size(); i++) scratch.emplace_back(program, *ops);
 }
 
@@ -103,6 +102,11 @@ void Tower::grow(const TowerArrays& in) {
     auto fit = [](Pages& pages, int64_t bytes) {
         if (pages.size() < bytes) pages = Pages(bytes);
     };
+    shared.ld = 16;  // of this call: rows before a merge are many and narrow, those behind few and wide
+    for (int64_t i = in.first; i < in.last; i++) {
+        const TowerStage& s = program.stages[size_t(i)];
+        shared.ld = std::max({shared.ld, pad16(s.inputs), pad16(s.outputs)});
+    }
     fit(shared.x, in.rows * shared.ld * 4 + 128);
     fit(shared.y, in.rows * shared.ld * 4 + 128);
     for (int64_t i = in.first; i < in.last; i++)
