@@ -214,7 +214,7 @@ def cannot(op: str, case: registry.Case) -> bool:
     if op == "moe_experts":
         return case.label.endswith("bias")  # the executor adds them in the epilogue, which test_ops has
     traits = case.traits
-    others = any(traits.get(name) for name in ("bits", "cache", "latent", "block"))
+    others = any(traits.get(name) for name in ("bits", "cache", "block"))
     return op == "paged_attention" and (others or "alibi" in case.label)
 
 
