@@ -124,10 +124,11 @@ def test_a_client_s_format_has_less_time_than_many_tools(monkeypatch: pytest.Mon
     grammars = Grammars(Letters(), SIZE)  # type: ignore[arg-type]
     monkeypatch.setattr(grammar.Box, "run", run)
     tools = {"type": "structural_tag", "structural_tag": {"format": "x" * 40_000}}
-    for response_format in ({"type": "json_object"}, {"type": "regex_schema", "regex_schema": "[abc]+"}, tools):
+    name = {"type": "json_schema", "json_schema": {"schema": {"type": "string", "maxLength": 200}}}
+    for response_format in ({"type": "json_object"}, {"type": "regex_schema", "regex_schema": "[abc]+"}, tools, name):
         with pytest.raises(UsageError):
             grammars.compiled(response_format)
-    assert asked[0] == asked[1] == 1.0 and 5 < asked[2] < 10
+    assert asked[0] == asked[1] == 1.0 and 5 < asked[2] < 10 and asked[3] == 5.0
 
 
 def test_honest_formats_are_taken(grammars: Grammars, corpus: Any) -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 LIMITS = Limits(memory=2 << 30, cpu_seconds=10.0, seconds=50.0, reply=128 << 20)
 _SECONDS = 1.0  # of processor time for a format that a client has written
+_COUNT_SECONDS = 4.0  # more where letters are counted: xgrammar tries all tokens at each of up to 128 places
 _TOKENS = 1 << 16  # so many a vocabulary has for that; a larger one takes longer
 _BYTES_A_SECOND = 8 << 10  # one made of tools may take so much longer as there are more of them
 _KEPT, _KEPT_BYTES = 64, 256 << 20  # compiled grammars
@@ -135,8 +136,10 @@ class Grammars:
 
 def _seconds(response_format: dict[str, Any]) -> float:
     """The processor time that compiling may take over a vocabulary that is not large."""
+    text = json.dumps(response_format, default=repr)
     made_of_tools = response_format["type"] == "structural_tag"
-    return _SECONDS + (len(json.dumps(response_format, default=repr)) / _BYTES_A_SECOND if made_of_tools else 0.0)
+    counts = _COUNT_SECONDS if '"maxLength"' in text else 0.0
+    return _SECONDS + counts + (len(text) / _BYTES_A_SECOND if made_of_tools else 0.0)
 
 
 def _key(response_format: dict[str, Any]) -> bytes:
