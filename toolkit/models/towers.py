@@ -220,7 +220,7 @@ def language_of(config: Fields, text: str = "text_config", default: str = "llama
     """The language model that ``config`` holds under ``text``, as its own family builds it. ``changes``: to its config.
     Where the whole says that embedding and head are one it counts, else what the part says.
     """
-    own = dict((config.nested(text) or Fields({}, config.source)).values)
+    own = dict(config.inner(text).values)
     kind = own.get("model_type") or default
     values = (ABSENT.get(kind, {}) if isinstance(kind, str) else {}) | {"model_type": kind} | own | changes
     if config.has("tie_word_embeddings"):

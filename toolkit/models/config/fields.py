@@ -139,6 +139,15 @@ class Fields:
             self.fail(name, value, "a JSON object")
         return Fields(value, self.source, f"{self.prefix}{name}.")
 
+    def inner(self, name: str) -> Fields:
+        """The JSON object under ``name``, an empty one where that is absent."""
+        return self.nested(name) or Fields({}, self.source)
+
+    def over(self, name: str, absent: Mapping[str, Any]) -> Fields:
+        """The JSON object under ``name`` with the values of ``absent`` where it has none; null counts as none."""
+        given = {key: value for key, value in self.inner(name).values.items() if value is not None}
+        return Fields({**absent, **given}, self.source, f"{self.prefix}{name}.")
+
     def _first(self, names: Sequence[str]) -> tuple[str, Any]:
         for name in names:
             if self.has(name):

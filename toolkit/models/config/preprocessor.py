@@ -174,7 +174,7 @@ def canvases(
 
 def area_recipe(config: Fields) -> Recipe:
     """Qwen2-VL's: both sides to multiples of a token's, so many pixels at least and at most."""
-    size = config.nested("size") or Fields({}, config.source)
+    size = config.inner("size")
     limit = 1 << 30
     least = size.integer("shortest_edge", default=56 * 56, high=limit)
     most = size.integer("longest_edge", default=28 * 28 * 1280, high=limit)

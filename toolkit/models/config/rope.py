@@ -30,9 +30,9 @@ def read_rope(
     ``max_position``: the config's ``max_position_embeddings``. ``aliases``: the family's own names for rope types.
     Raises ToolkitError for an unknown type, a missing or impossible number, or an odd rotary dimension.
     """
-    scaling = config.nested("rope_scaling") or config.nested("rope_parameters") or Fields({}, config.source)
+    scaling = config.nested("rope_scaling") or config.inner("rope_parameters")
     if any(t in scaling.values for t in LAYER_TYPES):
-        scaling = scaling.nested(layer_type) or Fields({}, config.source)
+        scaling = scaling.inner(layer_type)
     theta = scaling.number("rope_theta", default=None, low=1.0)
     if theta is None:
         theta = config.number("rope_theta", default=default_theta, low=1.0)

@@ -41,7 +41,7 @@ def build(config: Fields) -> Built:
     rope = RopeSpec(dims.head_dim, 500_000.0 if second else 10_000.0, max_position=dims.max_position)
     fused = [fused_qkv(dims, "self_attn.language_expert_query_key_value")]
     spec, stored = llama_like(config, dims, rope=rope, rename=renamed(NAMES), fused=fused)
-    vision = config.nested("vision_config") or Fields({}, config.source)
+    vision = config.inner("vision_config")
     token = config.integer(TOKEN, default=128002 if second else 0, low=0, high=spec.vocab_size - 1)
     tower, begin = glm4v_9b.eva_tower(vision, 2 if second else 1), "model.vision."
     made = glm4v_9b.eye(tower, spec, token, dims.intermediate, 2 if second else 1)
@@ -57,7 +57,7 @@ def build(config: Fields) -> Built:
 
 def recipe(config: Fields, preprocessor: Fields) -> Recipe:
     second = is_second(config)
-    vision = config.nested("vision_config") or Fields({}, config.source)
+    vision = config.inner("vision_config")
     made = glm4v_9b.square_recipe(vision, 2 if second else 1, PLACES[second])
     return replace(made, leads=("<s>", "<|begin_of_text|>", ""))
 

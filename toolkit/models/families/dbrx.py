@@ -33,7 +33,7 @@ def build(config: Fields) -> Built:
     theta = attention.number("rope_theta", default=None, low=1.0)
     rope = read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position)
     clip = attention.number("clip_qkv", default=None)
-    act = (ffn.nested("ffn_act_fn") or Fields({}, config.source)).activation("name")
+    act = ffn.inner("ffn_act_fn").activation("name")
     count = ffn.integer("moe_num_experts", default=4, high=min(MAX_EXPERTS, MAX_EXPERTS_IN_ALL // dims.layers))
     top_k = ffn.integer("moe_top_k", default=1, high=count)
     sums = ffn.number("moe_normalize_expert_weights", default=None)

@@ -20,7 +20,7 @@ ONLY = {"use_abs_pos": True, "use_rel_pos": True, "qkv_bias": True}
 
 
 def high_fields(config: Fields) -> Fields:
-    return config.nested("high_res_vision_config") or Fields({}, config.source)
+    return config.inner("high_res_vision_config")
 
 
 def high_tower(config: Fields, grid: int) -> HighTower:

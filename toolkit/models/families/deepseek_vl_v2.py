@@ -46,13 +46,11 @@ def tower_of(config: Fields) -> Tower:
 
 
 def vision_fields(config: Fields) -> Fields:
-    inner = config.nested("vision_config") or Fields({}, config.source)
-    given = {name: value for name, value in inner.values.items() if value is not None}
-    return Fields(SO400M | {"image_size": 384} | given, config.source, "vision_config.")
+    return config.over("vision_config", SO400M | {"image_size": 384})
 
 
 def projector_fields(config: Fields) -> Fields:
-    found = config.nested("projector_config") or Fields({}, config.source)
+    found = config.inner("projector_config")
     found.text("projector_type", default="downsample_mlp_gelu", choices=("downsample_mlp_gelu",))
     if found.integer("depth", default=2) != 2:
         found.fail("depth", found.values["depth"], "2")
@@ -61,7 +59,7 @@ def projector_fields(config: Fields) -> Fields:
 
 def language(config: Fields) -> Built:
     """Files of small models have it without latent attention, those of the largest with V3's routing."""
-    inner = config.nested("language_config") or Fields({}, config.source)
+    inner = config.inner("language_config")
     changes: dict[str, Any] = {"model_type": "deepseek_v2", "architectures": None}
     if not inner.flag("use_mla", True):
         changes["model_type"] = "deepseek"

@@ -29,7 +29,7 @@ def build(config: Fields) -> Built:
         config = Fields({**config.values, "text_config": dict(config.values)}, config.source)
     changes: dict[str, Any] = {"model_type": "glm4", "architectures": ["Glm4ForCausalLM"]}
     language = language_of(config, **changes, attention_bias=True, head_dim=None)
-    spec, inner = language[0], config.nested("vision_config") or Fields({}, config.source)
+    spec, inner = language[0], config.inner("vision_config")
     vision = Fields({"depth": 24, "num_heads": 12} | dict(inner.values), config.source, "vision_config.")
     wide = vision.integer("out_hidden_size", default=4096, high=1 << 16)
     places = side(vision, "image_size", 336) // side(vision, "patch_size", 14)

@@ -114,7 +114,7 @@ def square_recipe(tower: Fields, factor: int, token: str) -> Recipe:
 
 def build(config: Fields) -> Built:
     spec, stored = chatglm.build(config)
-    vision = config.nested("vision_config") or Fields({}, config.source)
+    vision = config.inner("vision_config")
     tower, scale = eva_tower(vision, 2), 1 / vision.number("scaling_factor", default=8.0)
     token = config.integer("boi_token_id", default=151339, high=spec.vocab_size - 1)
     inner = config.integer("ffn_hidden_size", default=13696, high=1 << 18)
@@ -124,7 +124,7 @@ def build(config: Fields) -> Built:
 
 
 def recipe(config: Fields, preprocessor: Fields) -> Recipe:
-    return square_recipe(config.nested("vision_config") or Fields({}, config.source), 2, "<|begin_of_image|>")
+    return square_recipe(config.inner("vision_config"), 2, "<|begin_of_image|>")
 
 
 TINY_EVA = dict(

@@ -38,7 +38,7 @@ def build(config: Fields) -> Built:
 
 def _rope(config: Fields, head_dim: int, max_position: int) -> RopeSpec:
     """With "alpha" the "dynamic" scaling of the files is none: the base is larger, whatever the length."""
-    scaling = config.nested("rope_scaling") or config.nested("rope_parameters") or Fields({}, config.source)
+    scaling = config.nested("rope_scaling") or config.inner("rope_parameters")
     alpha = scaling.number("alpha", default=None, high=1e9)
     if alpha is None or scaling.text("rope_type", "type", default="default", choices=ROPE_KINDS) != "dynamic":
         return read_rope(config, head_dim=head_dim, max_position=max_position)

@@ -20,7 +20,7 @@ LANGUAGE = {"model.": "model.text_model."}
 
 
 def vision_fields(config: Fields) -> Fields:
-    inner = config.nested("vision_config") or Fields({}, config.source)
+    inner = config.inner("vision_config")
     return Fields(ABSENT | dict(inner.values), config.source, "vision_config.")
 
 

@@ -38,7 +38,7 @@ MODULES = {
 
 def vision_fields(config: Fields) -> Fields:
     """Files say nothing of the tower, which is CLIP's with places for tiles of 560 pixels."""
-    inner = config.nested("vision_config") or Fields({}, config.source)
+    inner = config.inner("vision_config")
     return Fields({"image_size": 560} | dict(inner.values), config.source, "vision_config.")
 
 

@@ -38,7 +38,7 @@ ABSENT = {"image_size": 448, "layer_norm_eps": 1e-6}
 
 
 def vision_fields(config: Fields) -> Fields:
-    inner = config.nested("vision_config") or Fields({}, config.source)
+    inner = config.inner("vision_config")
     return Fields(ABSENT | dict(inner.values), config.source, "vision_config.")
 
 

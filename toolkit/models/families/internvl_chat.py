@@ -47,7 +47,7 @@ VISION = {"attention_bias": "qkv_bias", "use_qk_norm": "qk_normalization"}
 
 def _as_internvl(config: Fields) -> Fields:
     """``config`` with the fields that the family ``internvl`` reads."""
-    inner = config.nested("vision_config") or Fields({}, config.source)
+    inner = config.inner("vision_config")
     vision = {**inner.values, **{ours: inner.values.get(theirs) for ours, theirs in VISION.items()}}
     image = vision.get("image_size", 448)
     if config.values.get("force_image_size", image) != image:
@@ -58,7 +58,7 @@ def _as_internvl(config: Fields) -> Fields:
 
 def is_one(config: Fields) -> bool:
     """Whether the language model sees by itself: patches are its tokens, with feed-forward parts of their own."""
-    inner = config.nested("llm_config") or Fields({}, config.source)
+    inner = config.inner("llm_config")
     return inner.values.get("architectures") == ["InternLM2VEForCausalLM"]
 
 

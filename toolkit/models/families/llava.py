@@ -47,7 +47,7 @@ def parts(
     config: Fields, spec: DecoderSpec, layer: int = -2, select: str = "default", token: int = 32000, **changes: Any
 ) -> tuple[VisionSpec, list[StoredTensor]]:
     """Tower and projector. ``layer``, ``select``, ``token``: what absent fields mean; ``changes``: to the spec."""
-    inner = config.nested("vision_config") or Fields({}, config.source)
+    inner = config.inner("vision_config")
     kind = inner.text("model_type", default="clip_vision_model", choices=tuple(TOWERS))
     make, spelling = TOWERS[kind]
     tower = make(inner)
@@ -75,7 +75,7 @@ def build(config: Fields) -> Built:
 
 
 def recipe(config: Fields, preprocessor: Fields) -> Recipe:
-    inner = config.nested("vision_config") or Fields({}, config.source)
+    inner = config.inner("vision_config")
     if inner.values.get("model_type") == "pixtral":
         return fit_recipe(inner, preprocessor, merge=1)
     return clip_recipe(inner, preprocessor)

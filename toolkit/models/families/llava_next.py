@@ -20,7 +20,7 @@ def build(config: Fields) -> Built:
 
 
 def recipe(config: Fields, preprocessor: Fields) -> Recipe:
-    inner = config.nested("vision_config") or Fields({}, config.source)
+    inner = config.inner("vision_config")
     sizes = canvases(preprocessor if preprocessor.has("image_grid_pinpoints") else config, CANVASES, inner)
     return clip_recipe(inner, preprocessor, kind="anyres", canvases=sizes, pad=False)
 

@@ -31,7 +31,7 @@ def build(config: Fields) -> Built:
 
 
 def recipe(config: Fields, preprocessor: Fields) -> Recipe:
-    inner = config.nested("vision_config") or Fields({}, config.source)
+    inner = config.inner("vision_config")
     sizes = canvases(preprocessor if preprocessor.has("image_grid_pinpoints") else config, CANVASES, inner)
     changes = {**colours(preprocessor), "canvases": sizes, "pad": True, "most_tiles": most_tiles(config)}
     return clip_recipe(inner, preprocessor, kind="anyres", **changes)

@@ -30,7 +30,7 @@ SPELLING = {
 
 
 def vision_fields(config: Fields) -> Fields:
-    inner = config.nested("vision_config") or Fields({}, config.source)
+    inner = config.inner("vision_config")
     return Fields(ABSENT | dict(inner.values), config.source, "vision_config.")
 
 

@@ -32,9 +32,9 @@ def merge_of(config: Fields) -> int:
 def build(config: Fields) -> Built:
     language = language_of(config, default="mistral")
     spec, merge = language[0], merge_of(config)
-    tower = pixtral_tower(config.nested("vision_config") or Fields({}, config.source))
+    tower = pixtral_tower(config.inner("vision_config"))
     tower = type(tower)(**{**vars(tower), "taken": taken_layers(config, tower.layers, -1)})
-    text = config.nested("text_config") or Fields({}, config.source)
+    text = config.inner("text_config")
     projector = (
         Stage("rms", "vision.projector.norm", tower.hidden, eps=text.number("rms_norm_eps", default=1e-6, high=0.5)),
         Stage("merge_channels", factor=merge),
@@ -52,7 +52,7 @@ def build(config: Fields) -> Built:
 
 
 def recipe(config: Fields, preprocessor: Fields) -> Recipe:
-    inner = config.nested("vision_config") or Fields({}, config.source)
+    inner = config.inner("vision_config")
     return fit_recipe(inner, preprocessor, merge_of(config))
 
 

@@ -53,13 +53,6 @@ SPELLING = PLAIN | {
 }
 
 
-def _given(config: Fields, name: str, absent: dict[str, object]) -> Fields:
-    """What the object ``name`` gives, null as if it were not there."""
-    inner = config.nested(name) or Fields({}, config.source)
-    stated = {key: value for key, value in inner.values.items() if value is not None}
-    return Fields(absent | stated, config.source, f"{name}.")
-
-
 def _cross(layer: int, own: AttentionSpec, dims: Dims) -> CrossSpec:
     prefix = f"model.layers.{layer}.cross_attn"
     q, k, v, o = (replace(x, name=f"{prefix}.{part}_proj") for part, x in zip("qkvo", own.linears(), strict=True))
@@ -69,7 +62,7 @@ def _cross(layer: int, own: AttentionSpec, dims: Dims) -> CrossSpec:
 
 
 def language(config: Fields) -> Built:
-    text = _given(config, "text_config", TEXT)
+    text = config.over("text_config", TEXT)
     dims = read_dims(text)
     if dims.tied or config.flag("tie_word_embeddings", False):
         config.fail("tie_word_embeddings", True, "false")
@@ -97,7 +90,7 @@ def language(config: Fields) -> Built:
 
 
 def tower_of(config: Fields) -> Tower:
-    vision = _given(config, "vision_config", VISION)
+    vision = config.over("vision_config", VISION)
     shapes, gathered = (vision.values[name] for name in ("supported_aspect_ratios", "intermediate_layers_indices"))
     layers = vision.integer("num_hidden_layers", high=MAX_LAYERS)
     tiles = vision.integer("max_num_tiles", high=64)
@@ -135,7 +128,7 @@ def build(config: Fields) -> Built:
 
 
 def recipe(config: Fields, preprocessor: Fields) -> Recipe:
-    return canvas_recipe(_given(config, "vision_config", VISION), preprocessor, tower_of(config).shapes)
+    return canvas_recipe(config.over("vision_config", VISION), preprocessor, tower_of(config).shapes)
 
 
 FAMILY = Family(

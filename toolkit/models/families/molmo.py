@@ -88,7 +88,7 @@ def language(config: Fields) -> Built:
 
 
 def vision_fields(config: Fields) -> Fields:
-    inner = config.nested("vision_config") or Fields({}, config.source)
+    inner = config.inner("vision_config")
     return Fields({"num_hidden_layers": 23} | dict(inner.values), config.source, "vision_config.")
 
 

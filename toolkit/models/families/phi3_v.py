@@ -27,14 +27,14 @@ ONLY = {"use_hd_transform": True, "with_learnable_separator": True}
 
 def vision_fields(config: Fields) -> Fields:
     """What a file says of the tower; sizes that it does not say are CLIP's."""
-    return config.nested("img_processor") or Fields({}, config.source)
+    return config.inner("img_processor")
 
 
 def build(config: Fields) -> Built:
     language = language_of(
         Fields({"text_config": dict(config.values)}, config.source), model_type="phi3", architectures=None
     )
-    layer = config.nested("embd_layer") or Fields({}, config.source)
+    layer = config.inner("embd_layer")
     for name, only in ONLY.items():
         if layer.flag(name, only) != only:
             layer.fail(name, not only, str(only).lower())

@@ -18,7 +18,7 @@ from toolkit.models.vision import VisionSpec
 
 
 def build(config: Fields) -> Built:
-    vision = config.nested("vision_config") or Fields({}, config.source)
+    vision = config.inner("vision_config")
     plain = tower(
         vision,
         vision.integer("hidden_size", default=1280, high=1 << 16),

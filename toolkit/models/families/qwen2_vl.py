@@ -69,7 +69,7 @@ def whole(config: Fields, tower: Tower, spelled: dict[str, str]) -> Built:
     """The model with this tower, whose norms the projector's is like."""
     built = language(config)
     spec = built[0]
-    vision = config.nested("vision_config") or Fields({}, config.source)
+    vision = config.inner("vision_config")
     merge = vision.integer("spatial_merge_size", default=2, high=16)
     wide = tower.hidden * merge**2
     projector = (
@@ -85,7 +85,7 @@ def whole(config: Fields, tower: Tower, spelled: dict[str, str]) -> Built:
 
 
 def build(config: Fields) -> Built:
-    vision = config.nested("vision_config") or Fields({}, config.source)
+    vision = config.inner("vision_config")
     hidden = vision.integer("embed_dim", default=1280, high=1 << 16)
     inner = int(hidden * vision.number("mlp_ratio", default=4.0, high=64.0))
     act = activation(vision, "quick_gelu")

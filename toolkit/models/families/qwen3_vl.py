@@ -34,7 +34,7 @@ def merger(name: str, hidden: int, outputs: int, factor: int, late: bool) -> tup
 
 def build(config: Fields) -> Built:
     language = language_of(config, model_type="qwen3", architectures=["Qwen3ForCausalLM"])
-    inner, spec = config.nested("vision_config") or Fields({}, config.source), language[0]
+    inner, spec = config.inner("vision_config"), language[0]
     vision = Fields({"depth": 27, "patch_size": 16} | dict(inner.values), config.source, "vision_config.")
     count = vision.integer("num_position_embeddings", default=2304, high=1 << 20)
     if (side := math.isqrt(count)) ** 2 != count:

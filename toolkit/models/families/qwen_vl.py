@@ -36,10 +36,8 @@ SPELLING = {
 
 
 def vision_fields(config: Fields) -> Fields:
-    inner = config.nested("visual") or Fields({}, config.source)
     absent = {"width": 1664, "layers": 48, "heads": 16, "mlp_ratio": 4.9231, "image_size": 448, "n_queries": 256}
-    given = {name: value for name, value in inner.values.items() if value is not None}
-    return Fields(absent | given, config.source, "visual.")
+    return config.over("visual", absent)
 
 
 def tower_of(inner: Fields) -> Tower:
